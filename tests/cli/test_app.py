@@ -1,0 +1,75 @@
+import re
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from tritonpack.cli import main
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    return exit_info.value.code
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--steps", "1"], "--steps"),
+        (["demo", "--steps", "many"], "--steps"),
+        (["demo", "--device", "tpu"], "--device"),
+        (["demo", "--nonsense"], "--nonsense"),
+        (["nonsense"], "nonsense"),
+        (["demo", "--out", "/proc/nowhere"], "/proc/nowhere"),
+    ],
+)
+def test_bad_usage_is_one_line_and_exit_code_2(arguments, message, capsys):
+    assert run(*arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.fullmatch(r"error: [^\n]*\n", captured.err)
+    assert message in captured.err
+
+
+def test_a_device_that_is_not_there(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    assert run("demo", "--device", "cuda") == 2
+    assert "torch sees no GPU here; use --device cpu or auto" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named(capsys, monkeypatch):
+    find_spec = "tritonpack.cli.app.importlib.util.find_spec"
+    monkeypatch.setattr(find_spec, lambda name: None if name == "matplotlib" else name)
+    assert run("demo") == 2
+    assert "pip install 'tritonpack[plots]'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"]])
+def test_help(arguments, capsys):
+    assert run(*arguments) == 0
+    output = capsys.readouterr().out
+    assert "demo" in output
+    assert "doctor" in output
+
+
+def test_doctor_says_what_runs_and_why_not(capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("COLUMNS", "300")
+    knobs = pytest.importorskip("triton").knobs
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    assert run("doctor") == 0
+    output = capsys.readouterr().out
+    assert re.search(r"triton +│ no +│ .*needs tensors on a GPU", output)
+    assert re.search(r"blocked +│ yes", output)
+    assert re.search(r"reference +│ yes", output)
+    assert re.search(rf"python +{re.escape(sys.version.split()[0])}", output)
+    assert "backend='auto' uses blocked for float32 here." in output
+
+
+def test_module_entry_point():
+    done = subprocess.run([sys.executable, "-m", "tritonpack", "--help"], capture_output=True, text=True, check=True)
+    assert "doctor" in done.stdout

@@ -1,0 +1,139 @@
+"""Packed training equals padded training: the loss, the gradients, and what transformers.Trainer makes of them."""
+
+import copy
+
+import pytest
+import torch
+
+from tritonpack import PackingCollator, patch
+
+transformers = pytest.importorskip("transformers")
+
+IGNORED = -100
+VOCABULARY = 40
+LENGTHS = (9, 1, 23, 4, 14, 31)
+
+
+def tiny_llama(dtype=torch.float64):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        attn_implementation="sdpa",
+    )
+    return transformers.LlamaForCausalLM(config).to(dtype)
+
+
+def documents(lengths=LENGTHS):
+    generator = torch.Generator().manual_seed(1)
+    return [{"input_ids": torch.randint(1, VOCABULARY, (length,), generator=generator).tolist()} for length in lengths]
+
+
+def pad(features):
+    """One document per row, on the right; what stock transformers trains on."""
+    longest = max(len(feature["input_ids"]) for feature in features)
+    rows = {"input_ids": [], "labels": [], "attention_mask": []}
+    for feature in features:
+        ids = feature["input_ids"]
+        labels = feature.get("labels", ids)
+        missing = longest - len(ids)
+        rows["input_ids"].append(ids + [0] * missing)
+        rows["labels"].append(labels + [IGNORED] * missing)
+        rows["attention_mask"].append([1] * len(ids) + [0] * missing)
+    return {key: torch.tensor(value) for key, value in rows.items()}
+
+
+def loss_and_gradients(model, batch, **kwargs):
+    model.zero_grad()
+    loss = model(**batch, **kwargs).loss
+    loss.backward()
+    return [loss.detach(), *(parameter.grad.clone() for parameter in model.parameters())]
+
+
+def assert_equal_up_to_rounding(actual, expected):
+    """Both are float64 sums of a few thousand terms in another order: a hundred roundings of the largest value."""
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.isfinite(a).all()
+        assert (a - b).abs().max() <= 100 * torch.finfo(torch.float64).eps * b.abs().max()
+
+
+@pytest.mark.parametrize("pad_to", [None, 64], ids=["whole", "padded-row"])
+@pytest.mark.parametrize("num_items", [None, 50], ids=["mean", "num_items_in_batch"])
+def test_packed_loss_is_the_padded_loss(pad_to, num_items):
+    features = documents()
+    features[2]["labels"] = [IGNORED] * 10 + features[2]["input_ids"][10:]  # a prompt that isn't trained on
+    collator = PackingCollator(pad_to_multiple_of=pad_to, pad_token_id=None if pad_to is None else 0)
+    kwargs = {} if num_items is None else {"num_items_in_batch": torch.tensor(num_items)}
+    model = tiny_llama()
+    expected = loss_and_gradients(model, pad(features), **kwargs)
+    with patch(model):
+        assert_equal_up_to_rounding(loss_and_gradients(model, collator(features), **kwargs), expected)
+
+
+def test_the_stock_model_differs_on_the_same_batch():
+    """Without the patch the same batch leaks, so the test above isn't vacuous."""
+    model = tiny_llama()
+    expected = loss_and_gradients(model, pad(documents()))
+    naive = loss_and_gradients(model, PackingCollator()(documents()))
+    with pytest.raises(AssertionError):
+        assert_equal_up_to_rounding(naive, expected)
+
+
+def train(model, collator, tmp_path, dataset):
+    pytest.importorskip("accelerate")
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path),
+        max_steps=3,
+        per_device_train_batch_size=3,
+        gradient_accumulation_steps=2,  # windows of unequal token counts: only num_items_in_batch weighs them rightly
+        learning_rate=1e-2,
+        lr_scheduler_type="constant",
+        logging_steps=1,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+        use_cpu=True,
+        seed=0,
+    )
+    trainer = transformers.Trainer(model, arguments, train_dataset=dataset, data_collator=collator)
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return losses, [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def test_trainer_learns_the_same_packed_and_padded(tmp_path):
+    dataset = documents(LENGTHS * 3)
+    padded_model = tiny_llama()
+    packed_model = copy.deepcopy(padded_model)
+    start = [parameter.detach().clone() for parameter in padded_model.parameters()]
+    losses, expected = train(padded_model, pad, tmp_path, dataset)
+    with patch(packed_model):
+        packed_losses, actual = train(packed_model, PackingCollator(), tmp_path, dataset)
+    assert len(losses) == 3
+    assert packed_losses == losses  # logged with four decimals or more, from float64 models
+    moved = max((after - before).abs().max() for after, before in zip(expected, start, strict=True))
+    # Adam divides by the gradient's own size, which magnifies rounding where a gradient is almost zero: its epsilon of
+    # 1e-8 turns an error of e into e / 1e-8 learning rates at most.
+    magnified = 100 * torch.finfo(torch.float64).eps / 1e-8
+    for a, b in zip(actual, expected, strict=True):
+        assert (a - b).abs().max() <= magnified * moved
+
+
+def test_trainer_refuses_columns_that_it_did_not_remove(tmp_path):
+    """Trainer removes columns that the model's forward doesn't take; what it keeps must be packable."""
+    dataset = [{**feature, "position_ids": list(range(len(feature["input_ids"])))} for feature in documents()]
+    model = tiny_llama()
+    with patch(model), pytest.raises(ValueError, match="'position_ids', which PackingCollator can't pack"):
+        train(model, PackingCollator(), tmp_path, dataset)
+
+
+def test_trainer_removes_columns_that_the_model_does_not_take(tmp_path):
+    dataset = [{**feature, "length": len(feature["input_ids"]), "text": "..."} for feature in documents(LENGTHS * 3)]
+    model = tiny_llama()
+    with patch(model):
+        losses, _ = train(model, PackingCollator(), tmp_path, dataset)
+    assert len(losses) == 3

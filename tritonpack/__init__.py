@@ -1,0 +1,43 @@
+"""Packed (padding-free) training of language models: exact varlen attention, one line to patch a model, packing."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from tritonpack.attention import varlen_attention as varlen_attention
+    from tritonpack.errors import BackendUnavailableError as BackendUnavailableError
+    from tritonpack.errors import IsolationError as IsolationError
+    from tritonpack.errors import UnsupportedModelError as UnsupportedModelError
+    from tritonpack.mask import BlockDiagonalMask as BlockDiagonalMask
+    from tritonpack.packing import PackingCollator as PackingCollator
+    from tritonpack.patches import patch as patch
+    from tritonpack.patches import unpatch as unpatch
+
+# Public name -> the module it comes from, imported when first asked for: packing needs no transformers, and nothing
+# needs Triton until a kernel runs.
+_HOMES = {
+    "BackendUnavailableError": "errors",
+    "BlockDiagonalMask": "mask",
+    "IsolationError": "errors",
+    "PackingCollator": "packing",
+    "UnsupportedModelError": "errors",
+    "patch": "patches",
+    "unpatch": "patches",
+    "varlen_attention": "attention",
+}
+
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tritonpack' has no attribute {name!r}; it has {', '.join(__all__)}")
+    value = getattr(import_module(f"tritonpack.{_HOMES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

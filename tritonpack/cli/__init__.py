@@ -1,0 +1,18 @@
+"""The command line: `tritonpack demo` and `tritonpack doctor`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line and leave Python with its exit code: 0, 1 for what failed, 2 for what was asked wrongly.
+
+    Args:
+        arguments: the command line without the program's name; None means that of the process.
+    """
+    from tritonpack.cli.app import run
+
+    sys.exit(run(sys.argv[1:] if arguments is None else list(arguments)))

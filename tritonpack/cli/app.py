@@ -1,0 +1,80 @@
+"""The commands and their options. Each command's work is done in a module of its own, imported when it runs."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+app = typer.Typer(
+    help="Packed (padding-free) training of language models.", add_completion=False, pretty_exceptions_enable=False
+)
+
+# The base of everything that typer raises for a command line it can't accept, whether or not it brings its own click.
+_UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
+
+
+Device = Literal["auto", "cpu", "cuda"]
+DType = Literal["auto", "float32", "bfloat16"]
+Size = Literal["auto", "tiny", "small"]
+
+
+@app.command()
+def demo(
+    steps: Annotated[int, typer.Option(min=3, help="Optimizer steps of each way.")] = 60,
+    documents: Annotated[
+        int | None, typer.Option(min=1, help="Documents per step.", show_default="8, 64 on a GPU")
+    ] = None,
+    max_length: Annotated[
+        int | None, typer.Option(min=16, help="Split documents longer than this.", show_default="1024, 4096 on a GPU")
+    ] = None,
+    size: Annotated[Size, typer.Option(help="The model; auto: tiny, small on a GPU.")] = "auto",
+    device: Annotated[Device, typer.Option(help="auto: the GPU where there is one.")] = "auto",
+    dtype: Annotated[DType, typer.Option(help="auto: float32, bfloat16 on a GPU.")] = "auto",
+    seed: Annotated[int, typer.Option(min=0, help="Decides weights, documents and their order.")] = 0,
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the picture.")] = Path("demo-out"),
+) -> None:
+    """Train a small Llama padded, naively concatenated and packed; compare speed, memory and loss; draw a picture."""
+    for module, remedy in (("transformers", "transformers"), ("matplotlib", "'tritonpack[plots]'")):
+        if importlib.util.find_spec(module) is None:
+            raise typer.BadParameter(f"the demo needs {module}, which isn't installed; pip install {remedy}")
+    from tritonpack.cli.demo import Options, run_demo, settings_for
+    from tritonpack.cli.demo.training import ProcessFailedError
+
+    try:
+        settings = settings_for(device, dtype, size, max_length, seed)
+        out.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    try:
+        exact = run_demo(settings, Options(steps, documents, out))
+    except ProcessFailedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+    if not exact:
+        raise typer.Exit(1)
+
+
+@app.command()
+def doctor() -> None:
+    """Show versions, the device, and which attention backends can run here and why others can't."""
+    from tritonpack.cli.doctor import examine
+
+    examine()
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command line.
+
+    Returns:
+        The exit code: 0, 1 for what failed, 2 for what was asked wrongly.
+    """
+    try:
+        code = app(arguments or ["--help"], prog_name="tritonpack", standalone_mode=False)
+    except _UsageError as error:
+        print(f"error: {error.format_message()}", file=sys.stderr)
+        return 2
+    return code or 0
