@@ -1,0 +1,51 @@
+# Set-up, tests and the demo, each from a fresh clone in one command. `make` alone lists them.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PYTEST := $(BIN)/python -m pytest -n 2 -q
+
+.PHONY: help install test lint demo bench test-gpu bench-gpu clean
+
+help:
+	@echo "make demo       train three ways (padded, naive, packed), compare, draw a picture: demo-out/demo.png"
+	@echo "make test       all tests that need no GPU"
+	@echo "make lint       ruff and mypy"
+	@echo "make bench      the compile report: registers, spills, shared memory of every shipped kernel"
+	@echo "make test-gpu   the GPU tests, with the python3 at hand; installs nothing"
+	@echo "make bench-gpu  the GPU benchmarks, likewise"
+
+install: $(STAMP)
+
+# torch first and pinned: a bare requirement may bring gigabytes of CUDA libraries to a machine without a GPU.
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q "$(TORCH)"
+	$(BIN)/python -m pip install -q -e ".[dev,plots,training]"
+	touch $(STAMP)
+
+test: install
+	$(PYTEST) tests -m "not gpu and not interpreter"
+	TRITON_INTERPRET=1 $(PYTEST) tests -m interpreter
+	$(BIN)/python -m pytest -q --doctest-modules tritonpack/mask.py tritonpack/packing
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+demo: install
+	$(BIN)/tritonpack demo
+
+bench: install
+	$(BIN)/python -m benchmarks.compile_report
+
+test-gpu:
+	python3 -m pytest tests -m gpu -q
+
+bench-gpu:
+	python3 -m benchmarks.gpu
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info demo-out

@@ -1,0 +1,45 @@
+"""Shared by all tests. Imports only what a bare GPU machine has: torch and pytest."""
+
+import os
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def pytest_configure() -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what can't run in this process, instead of printing a skip for each."""
+    runnable = {
+        "gpu": torch.cuda.is_available() and not INTERPRETED,
+        "interpreter": INTERPRETED,
+        "compile": not INTERPRETED,
+    }
+    dropped = [item for item in items if any(item.get_closest_marker(m) and not ok for m, ok in runnable.items())]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item not in set(dropped)]
+
+
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Uninitialised floating-point memory holds NaN, so that whatever reads it before writing it shows."""
+
+    def poison(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor
+
+    for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        original = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *a, _original=original, **k: poison(_original(*a, **k)))
+    yield

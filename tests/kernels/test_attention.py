@@ -1,0 +1,108 @@
+"""The Triton kernels, run by Triton's interpreter: exact, isolated, and inert where nothing is seen."""
+
+import pytest
+import torch
+
+from tritonpack import BlockDiagonalMask, varlen_attention
+from tritonpack.testing import CASES, Case, check_backend, make_inputs
+from tritonpack.testing.tolerance import OUTPUTS, run
+
+pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
+ISOLATION = Case("isolation", (37, 0, 70, 30), slack=11)
+
+
+@DTYPES
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_as_exact_as_plain_attention(case: Case, dtype: torch.dtype) -> None:
+    check_backend(make_inputs(case, dtype, slack_value=float("nan")), "triton")
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+def test_slack_is_inert() -> None:
+    clean, poisoned = (run(make_inputs(ISOLATION, slack_value=value), "triton") for value in (0.0, float("nan")))
+    for name in OUTPUTS:
+        assert torch.equal(clean[name], poisoned[name]), name
+        if name != "lse":
+            assert not poisoned[name][-ISOLATION.slack :].any(), name
+
+
+def test_padding_between_documents_is_inert() -> None:
+    """Slack in the middle of the stream, inside tiles that also hold live rows."""
+    mask = BlockDiagonalMask.from_padding_mask(torch.tensor([[0] * 9 + [1] * 31, [1] * 25 + [0] * 15, [1] * 40]))
+    inputs = make_inputs(Case("rows", (120,)))
+    dead = mask.key_start == mask.key_stop
+
+    def outputs(value: float) -> list[torch.Tensor]:
+        q, k, v, dout = (x.clone() for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
+        for x in (q, k, v, dout):
+            x[dead] = value
+        q, k, v = (x.requires_grad_() for x in (q, k, v))
+        out = varlen_attention(q, k, v, mask, backend="triton")
+        return [out.detach(), *torch.autograd.grad(out, (q, k, v), dout)]
+
+    for clean, poisoned in zip(outputs(0.0), outputs(float("nan")), strict=True):
+        assert torch.equal(clean, poisoned)
+        assert not poisoned[dead].any()
+
+
+@pytest.mark.parametrize("document", range(len(ISOLATION.seqlens)))
+def test_documents_are_isolated_to_the_bit(document: int) -> None:
+    inputs = make_inputs(ISOLATION)
+    before = run(inputs, "triton")
+    begin = sum(ISOLATION.seqlens[:document])
+    rows = slice(begin, begin + ISOLATION.seqlens[document])
+    for x in (inputs.q, inputs.k, inputs.v, inputs.dout):
+        x[rows] += 1.5
+    after = run(inputs, "triton")
+    for name in OUTPUTS:
+        was, now = (x[name].movedim(-1, 0) if name == "lse" else x[name] for x in (before, after))
+        others = torch.ones(was.shape[0], dtype=torch.bool)
+        others[rows] = False
+        assert torch.equal(was[others], now[others]), name
+        if ISOLATION.seqlens[document]:
+            assert not torch.equal(was[rows], now[rows]), name
+
+
+def test_strided_misaligned_and_expanded_inputs() -> None:
+    inputs = make_inputs(Case("strided", (30, 21), head_dim=24, heads=2, kv_heads=1))
+    expected = run(inputs, "triton")
+    wide = torch.zeros(51, 2, 31)
+    wide[..., 5:29] = inputs.q
+    heads_first = inputs.v.transpose(0, 1).contiguous().transpose(0, 1)
+    out, lse = varlen_attention(wide[..., 5:29], inputs.k, heads_first, inputs.mask, return_lse=True, backend="triton")
+    assert torch.equal(out, expected["out"])
+    assert torch.equal(lse, expected["lse"])
+    q = inputs.q.clone().requires_grad_()
+    (from_sum,) = torch.autograd.grad(varlen_attention(q, inputs.k, inputs.v, inputs.mask, backend="triton").sum(), q)
+    out = varlen_attention(q, inputs.k, inputs.v, inputs.mask, backend="triton")
+    (from_ones,) = torch.autograd.grad(out, q, torch.ones_like(out))
+    assert torch.equal(from_sum, from_ones)
+
+
+def test_no_queries_and_no_keys() -> None:
+    q, k = torch.randn(0, 2, 16), torch.randn(5, 2, 16)
+    assert varlen_attention(q, k, k, BlockDiagonalMask.from_seqlens([0], [5]), backend="triton").shape == (0, 2, 16)
+    out, lse = varlen_attention(
+        k, q, q, BlockDiagonalMask.from_seqlens([5], [0]), return_lse=True, backend="triton"
+    )  # fmt: skip
+    assert not out.any()
+    assert bool((lse == float("-inf")).all())
+
+
+def test_backward_allocates_two_numbers_per_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside the gradients, backward takes delta and the log-sum-exp: 8 bytes per query row and head."""
+    inputs = make_inputs(Case("memory", (100, 28), heads=8))
+    allocated: list[int] = []
+    original = torch.empty
+
+    def counting(*args: object, **kwargs: object) -> torch.Tensor:
+        tensor = original(*args, **kwargs)
+        allocated.append(tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", counting)
+    run(inputs, "triton")
+    assert sum(allocated) == 2 * 4 * 8 * 128

@@ -1,0 +1,126 @@
+"""Attention cases, small and named: odd lengths, empty documents, slack, windows, grouped heads, cross-attention."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tritonpack.mask import BlockDiagonalMask, Window
+
+
+@dataclass(frozen=True)
+class Case:
+    """One attention problem.
+
+    Attributes:
+        name: what it is about, for test ids.
+        seqlens, seqlens_k: tokens per document; None on the key side means the same.
+        slack: rows past the last document, on both sides.
+        heads, kv_heads, head_dim: the shape of q and of k and v.
+        causal, window: as `BlockDiagonalMask.from_cu_seqlens` takes them.
+    """
+
+    name: str
+    seqlens: tuple[int, ...]
+    seqlens_k: tuple[int, ...] | None = None
+    slack: int = 0
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 32
+    causal: bool = True
+    window: Window = (-1, -1)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def mask(self, device: torch.device | str = "cpu") -> BlockDiagonalMask:
+        cu_q, cu_k = (_offsets(lengths, device) for lengths in (self.seqlens, self.seqlens_k or self.seqlens))
+        return BlockDiagonalMask.from_cu_seqlens(
+            cu_q,
+            cu_k,
+            causal=self.causal,
+            window=self.window,
+            total_q=sum(self.seqlens) + self.slack,
+            total_k=sum(self.seqlens_k or self.seqlens) + self.slack,
+        )
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors of a case: q (T_q, H, D); k, v (T_k, H_kv, D); the gradients of out and of lse (H, T_q); the mask."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    dout: Tensor
+    dlse: Tensor
+    mask: BlockDiagonalMask
+
+
+ODD = (1, 63, 0, 111, 64, 65)
+
+CASES = (
+    Case("causal", ODD),
+    Case("bidirectional", ODD, causal=False),
+    Case("slack", (5, 0, 70), slack=23),
+    Case("one-token-documents", (1,) * 40),
+    Case("tiny-documents", (3, 7, 2, 20, 1, 5, 9, 33, 4) * 2),
+    Case("one-document", (200,)),
+    Case("multi-head", (0, 50, 81), kv_heads=4),
+    Case("multi-query", (0, 50, 81), kv_heads=1),
+    Case("group-of-three", (0, 50, 81), heads=6),
+    Case("window-left-16", (0, 130, 20), window=(16, 0)),
+    Case("window-self", (0, 70, 20), window=(0, 0)),
+    Case("window-both", (0, 130, 20), window=(9, 4), causal=False),
+    Case("window-right-open", (0, 100, 20), window=(5, -1), causal=False),
+    Case("cross", (0, 40, 30, 64), (10, 70, 0, 64)),
+    Case("cross-bidirectional", (7, 40, 30), (0, 70, 90), causal=False),
+    Case("cross-more-queries", (90, 12), (40, 12)),
+    Case("cross-window-slack", (33, 50), (60, 20), window=(12, 3), causal=False, slack=9),
+    Case("head-dim-16", (0, 40, 33), head_dim=16),
+    Case("head-dim-20", (0, 40, 33), head_dim=20),
+    Case("head-dim-64", (0, 90, 40), head_dim=64),
+    Case("head-dim-80", (0, 40, 33), head_dim=80, heads=2, kv_heads=1),
+    Case("head-dim-128", (0, 70, 33), head_dim=128, heads=2, kv_heads=1),
+    Case("head-dim-256", (0, 70, 33), head_dim=256, heads=2, kv_heads=1),
+    Case("nothing-visible", (0, 0), slack=20),
+)
+
+
+def make_inputs(
+    case: Case,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    *,
+    seed: int = 0,
+    slack_value: float = 0.0,
+) -> Inputs:
+    """Random inputs for a case, the same for every dtype up to rounding.
+
+    Args:
+        case: the problem.
+        dtype, device: of q, k, v and dout; dlse is float32, or float64 with float64.
+        seed: of the random numbers.
+        slack_value: what rows outside every document hold, in all five tensors (NaN shows what they reach).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    total_q, total_k = sum(case.seqlens) + case.slack, sum(case.seqlens_k or case.seqlens) + case.slack
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    q = draw(total_q, case.heads, case.head_dim)
+    k, v = (draw(total_k, case.kv_heads, case.head_dim) for _ in range(2))
+    dout, dlse = draw(total_q, case.heads, case.head_dim), draw(case.heads, total_q)
+    if case.slack:
+        for rows in (q, k, v, dout, dlse.T):
+            rows[-case.slack :] = slack_value
+    wide = torch.promote_types(dtype, torch.float32)
+    q, k, v, dout = (x.to(device=device, dtype=dtype) for x in (q, k, v, dout))
+    return Inputs(q, k, v, dout, dlse.to(device=device, dtype=wide), case.mask(device))
+
+
+def _offsets(lengths: tuple[int, ...], device: torch.device | str) -> Tensor:
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).to(device=device, dtype=torch.int32)
