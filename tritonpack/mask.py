@@ -184,7 +184,7 @@ class BlockDiagonalMask:
         [0, 0, 0, 3, 3, 5, 5, 7, 7, 7]
         """
         window = _check_window(window, causal)
-        return _from_runs(document_starts(position_ids), None, window)
+        return mask_from_runs(document_starts(position_ids), None, window)
 
     @classmethod
     def from_segment_ids(
@@ -201,15 +201,15 @@ class BlockDiagonalMask:
         """
         window = _check_window(window, causal)
         ids = _check_rows(segment_ids, "segment_ids")
-        starts, in_order = _changes(ids), ids.sort(dim=1).values
+        starts, in_order = changes(ids), ids.sort(dim=1).values
         pieces = (starts & (ids != 0)).sum(1)
-        documents = (_changes(in_order) & (in_order != 0)).sum(1)
-        _require(
+        documents = (changes(in_order) & (in_order != 0)).sum(1)
+        require(
             (pieces == documents).all() & (ids >= 0).all(),
             "segment_ids must not be negative, and the tokens of a document must be contiguous within their row (0 is "
             "padding); renumber the pieces, or move the tokens of each document together.",
         )
-        return _from_runs(starts, ids != 0, window)
+        return mask_from_runs(starts, ids != 0, window)
 
     @classmethod
     def from_padding_mask(
@@ -227,13 +227,13 @@ class BlockDiagonalMask:
         """
         window = _check_window(window, causal)
         live = _check_rows(attention_mask, "attention_mask", allow_bool=True) != 0
-        starts = _changes(live)
-        _require(
+        starts = changes(live)
+        require(
             ((starts & live).sum(1) <= 1).all(),
             "attention_mask has padding between the tokens of a row; padding may lie on the left and on the right only. "
             "For several documents in a row use from_segment_ids.",
         )
-        return _from_runs(starts, live, window)
+        return mask_from_runs(starts, live, window)
 
     # --------------------------------------------------------------------------------------------------- operations
 
@@ -349,7 +349,7 @@ def document_starts(position_ids: Tensor) -> Tensor:
     return torch.cat([torch.ones_like(time[:, :1], dtype=torch.bool), begins], dim=1)
 
 
-def _from_runs(starts: Tensor, live: Tensor | None, window: Window) -> BlockDiagonalMask:
+def mask_from_runs(starts: Tensor, live: Tensor | None, window: Window) -> BlockDiagonalMask:
     """The mask of (B, T) rows cut into runs at `starts`; runs that aren't `live` see nothing and are seen by nothing."""
     starts = starts.reshape(-1)
     total = starts.shape[0]
@@ -373,7 +373,7 @@ def _from_bounds(
     return BlockDiagonalMask(start.to(torch.int32), stop.to(torch.int32), num_keys)
 
 
-def _require(condition: Tensor, message: str) -> None:
+def require(condition: Tensor, message: str) -> None:
     """Raise for a condition in host memory; assert it on the device, without waiting, for one on an accelerator."""
     if torch.compiler.is_compiling() or condition.device.type == "meta":
         return
@@ -442,7 +442,7 @@ def _check_total(cu: Tensor, total: int | None, total_name: str, name: str) -> i
         total = int(cu[-1])
     if not _is_int(total) or not 0 <= total < 2**31:
         raise ValueError(f"{total_name} must be an integer from 0 to 2**31 - 1; got {total!r}.")
-    _require(
+    require(
         (cu[0] == 0) & (cu[1:] >= cu[:-1]).all() & (cu[-1] <= total),
         f"{name} must begin with 0, never decrease, and end at most at {total_name} = {total}"
         + (f"; got {cu.tolist()!r:.200}." if on_host else "."),
@@ -450,7 +450,7 @@ def _check_total(cu: Tensor, total: int | None, total_name: str, name: str) -> i
     return int(total)
 
 
-def _changes(ids: Tensor) -> Tensor:
+def changes(ids: Tensor) -> Tensor:
     """True where a (B, T) row begins and where its value differs from the one before."""
     return torch.cat([torch.ones_like(ids[:, :1], dtype=torch.bool), ids[:, 1:] != ids[:, :-1]], dim=1)
 
@@ -468,7 +468,7 @@ def _check_indices(indices: Tensor, name: str, bound: int, device: torch.device)
     if indices.device != device:
         raise ValueError(f"{name} is on {indices.device} and the mask on {device}; move them together.")
     if indices.numel():
-        _require(
+        require(
             (indices[0] >= 0) & (indices[-1] < bound) & (indices[1:] > indices[:-1]).all(),
             f"{name} must ascend strictly within 0..{bound - 1}.",
         )

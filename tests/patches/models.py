@@ -1,0 +1,37 @@
+"""Tiny random models of every supported family, with windows short enough to matter."""
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+VOCAB = 64
+
+COMMON = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 128,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+SPECIFIC: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 4},
+    "mixtral": {"sliding_window": 4, "num_local_experts": 2},
+    "phi3": {"sliding_window": 4},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+    "starcoder2": {"sliding_window": 4},
+}
+
+
+def tiny_model(family: str, *, dtype: torch.dtype = torch.float64, **overrides: Any) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **{**COMMON, **SPECIFIC.get(family, {}), **overrides})
+    config._experts_implementation = "eager"  # the fused one knows no float64
+    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype).eval()

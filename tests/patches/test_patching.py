@@ -1,0 +1,333 @@
+"""Patched models: exact in every form that packing takes, and exactly themselves again afterwards."""
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tests.patches.models import COMMON, VOCAB, tiny_model
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification, LlamaModel
+
+import tritonpack
+from tritonpack.patches.families import FAMILIES
+
+LENGTHS = (7, 1, 3, 11)
+EXACT = 1e-12  # relative, in float64; a leak is 1e-2 and more
+
+every_family = pytest.mark.parametrize("family", sorted(FAMILIES))
+
+
+def documents(lengths: tuple[int, ...] = LENGTHS) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, VOCAB, (1, n), generator=generator) for n in lengths]
+
+
+def positions(lengths: tuple[int, ...] = LENGTHS) -> Tensor:
+    return torch.cat([torch.arange(n) for n in lengths])[None]
+
+
+def offsets() -> Tensor:
+    return torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
+
+
+def segments() -> Tensor:
+    return torch.cat([torch.full((1, n), i + 1) for i, n in enumerate(LENGTHS)], dim=1)
+
+
+def collator_kwargs() -> dict[str, Any]:
+    longest = max(LENGTHS)
+    return {
+        "cu_seq_lens_q": offsets(),
+        "cu_seq_lens_k": offsets(),
+        "max_length_q": longest,
+        "max_length_k": longest,
+        "seq_idx": segments().int() - 1,
+    }
+
+
+FORMS: dict[str, Callable[[], dict[str, Any]]] = {
+    "position_ids": lambda: {"position_ids": positions()},
+    "without_cache": lambda: {"position_ids": positions(), "use_cache": False},
+    "all_ones_mask": lambda: {"position_ids": positions(), "attention_mask": torch.ones_like(positions())},
+    "bool_mask": lambda: {"position_ids": positions(), "attention_mask": torch.ones_like(positions()).bool()},
+    "collator": lambda: {"position_ids": positions(), **collator_kwargs()},
+    "seq_idx": lambda: {"position_ids": positions(), "seq_idx": segments().int()},
+    "segment_mask": lambda: {"position_ids": positions(), "attention_mask": segments()},
+}
+
+
+def logits_and_gradients(model: nn.Module, calls: list[dict[str, Any]], pick: Callable[[list[Tensor]], Tensor]) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """Logits of all documents in a row, and the gradients of a loss that weighs every one of them."""
+    logits = pick([model(**call).logits for call in calls])
+    weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return logits.detach(), list(torch.autograd.grad((logits * weights).sum(), parameters, allow_unused=True))
+
+
+def alone(model: nn.Module) -> tuple[Tensor, list[Tensor]]:
+    return logits_and_gradients(model, [{"input_ids": d} for d in documents()], lambda out: torch.cat(out, dim=1))
+
+
+def difference(a: tuple[Tensor, list[Tensor]], b: tuple[Tensor, list[Tensor]]) -> float:
+    """Relative to the largest value of each kind: gradients of key biases are mathematically zero."""
+    largest = max(float(g.abs().max()) for g in a[1] if g is not None)
+    pairs = [(x, y) for x, y in zip(a[1], b[1], strict=True) if x is not None or y is not None]
+    gradients = max(float((x - y).abs().max()) for x, y in pairs) / largest
+    return max(float((a[0] - b[0]).abs().max() / a[0].abs().max()), gradients)
+
+
+@every_family
+def test_packed_equals_alone(family: str) -> None:
+    model = tiny_model(family)
+    expected = alone(model)
+    ids = torch.cat(documents(), dim=1)
+    with tritonpack.patch(model):
+        for form, arguments in FORMS.items():
+            got = logits_and_gradients(model, [{"input_ids": ids, **arguments()}], lambda out: out[0])
+            assert difference(expected, got) < EXACT, form
+
+
+@every_family
+def test_stock_leaks_in_the_same_test(family: str) -> None:
+    """The tests above could not fail otherwise."""
+    model = tiny_model(family)
+    expected = alone(model)
+    call = {"input_ids": torch.cat(documents(), dim=1), **FORMS["all_ones_mask"]()}
+    assert difference(expected, logits_and_gradients(model, [call], lambda out: out[0])) > 1e-3
+
+
+@every_family
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("with_positions", [False, True], ids=["", "positions"])
+def test_padded_batch(family: str, side: str, with_positions: bool) -> None:
+    model = tiny_model(family)
+    expected = alone(model)
+    width = max(LENGTHS)
+    ids, mask = torch.zeros(len(LENGTHS), width, dtype=torch.long), torch.zeros(len(LENGTHS), width, dtype=torch.long)
+    spans = [slice(width - n, width) if side == "left" else slice(0, n) for n in LENGTHS]
+    for row, (span, d) in enumerate(zip(spans, documents(), strict=True)):
+        ids[row, span], mask[row, span] = d[0], 1
+    call = {"input_ids": ids, "attention_mask": mask}
+    if with_positions:
+        call["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    elif side == "left" and family == "gpt_neox":
+        call["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+
+    def pick(out: list[Tensor]) -> Tensor:
+        return torch.cat([out[0][row, span] for row, span in enumerate(spans)])[None]
+
+    with tritonpack.patch(model):
+        assert difference(expected, logits_and_gradients(model, [call], pick)) < EXACT
+
+
+@every_family
+def test_several_packed_rows(family: str) -> None:
+    """Two rows, the second right-padded; position ids say where documents begin, the mask where padding does."""
+    model = tiny_model(family)
+    expected = alone(model)
+    d = documents()
+    ids, place, mask = (torch.zeros(2, 14, dtype=torch.long) for _ in range(3))
+    ids[0, :11], place[0, :11], mask[0, :11] = torch.cat(d[:3], 1)[0], positions(LENGTHS[:3])[0], 1
+    ids[1, :11], place[1, :11], mask[1, :11] = d[3][0], torch.arange(11), 1
+    call = {"input_ids": ids, "position_ids": place, "attention_mask": mask}
+    with tritonpack.patch(model):
+        got = logits_and_gradients(model, [call], lambda out: torch.cat([out[0][0, :11], out[0][1, :11]])[None])
+    assert difference(expected, got) < EXACT
+
+
+@every_family
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
+    model = tiny_model(family)
+    expected = alone(model)
+    model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    with tritonpack.patch(model):
+        logits = model(input_ids=torch.cat(documents(), 1), position_ids=positions(), use_cache=False).logits
+        weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
+        (logits * weights).sum().backward()
+    got = (logits.detach(), [p.grad for p in model.parameters() if p.requires_grad])
+    assert difference(expected, got) < EXACT
+
+
+@every_family
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("padded", [False, True], ids=["", "left-padded"])
+def test_generate(family: str, cache: str, padded: bool) -> None:
+    model = tiny_model(family)
+    ids = torch.cat([documents((9,))[0], documents((1, 9))[1]])
+    mask = torch.ones_like(ids)
+    if padded:
+        ids[0, :4], mask[0, :4] = 0, 0
+    options = {
+        "attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "cache_implementation": cache,
+        "disable_compile": True, "eos_token_id": -1, "return_dict_in_generate": True, "output_logits": True,
+    }  # fmt: skip
+    expected = model.generate(ids, **options)
+    with tritonpack.patch(model):
+        got = model.generate(ids, **options)
+    assert torch.equal(expected.sequences, got.sequences)
+    want, have = torch.stack(expected.logits), torch.stack(got.logits)
+    assert float((want - have).abs().max() / want.abs().max()) < EXACT
+
+
+def test_continuing_from_the_cache_of_a_packed_row() -> None:
+    """The last document of a packed row goes on where it was; its positions tell it from those before."""
+    model = tiny_model("mistral")
+    more = documents((5,))[0]
+    expected = model(torch.cat([documents()[-1], more], 1)).logits[:, -5:]
+    with tritonpack.patch(model):
+        cache = model(torch.cat(documents(), 1), position_ids=positions(), use_cache=True).past_key_values
+        got = model(more, position_ids=torch.arange(LENGTHS[-1], LENGTHS[-1] + 5)[None], past_key_values=cache).logits
+    assert float((expected - got).abs().max() / expected.abs().max()) < EXACT
+
+
+def test_inner_model_and_classification_head() -> None:
+    config = LlamaConfig(**COMMON, num_labels=3)
+    torch.manual_seed(0)
+    inner, ids = LlamaModel(config).double().eval(), torch.cat(documents(), 1)
+    expected = torch.cat([inner(d)[0] for d in documents()], 1)
+    with tritonpack.patch(inner):
+        assert float((inner(ids, position_ids=positions())[0] - expected).abs().max()) < EXACT * 100
+    head = LlamaForSequenceClassification(copy.deepcopy(config)).double().eval()
+    with tritonpack.patch(head):
+        assert head(ids, position_ids=positions()).logits.shape == (1, 3)
+
+
+def test_arguments_by_position() -> None:
+    model = tiny_model("llama")
+    ids = torch.cat(documents(), 1)
+    with tritonpack.patch(model):
+        by_name = model.model(input_ids=ids, position_ids=positions())[0]
+        assert torch.equal(model.model(ids, None, positions())[0], by_name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    model = tiny_model("llama", dtype=dtype)
+    expected = torch.cat([model(d).logits for d in documents()], 1)
+    with tritonpack.patch(model):
+        got = model(torch.cat(documents(), 1), position_ids=positions()).logits
+    assert got.dtype == dtype
+    assert float((expected - got).abs().max() / expected.abs().max()) < 8 * torch.finfo(dtype).eps
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    """Everything that a patch could have left behind, by identity."""
+    hooks = {name: (dict(m._forward_pre_hooks), dict(m._forward_pre_hooks_with_kwargs)) for name, m in model.named_modules()}
+    forwards = {name: inspect.unwrap(m.forward) for name, m in model.named_modules()}
+    return {"hooks": hooks, "forwards": forwards, "config": copy.copy(model.config.__dict__), "config_is": id(model.config)}
+
+
+@every_family
+def test_unpatching_restores_the_model(family: str) -> None:
+    model = tiny_model(family)
+    before, ids = state(model), torch.cat(documents(), 1)
+    expected = model(ids).logits
+    handle = tritonpack.patch(model)
+    assert state(model)["config"] != before["config"]
+    handle.unpatch()
+    handle.unpatch()  # once is enough, twice is harmless
+    assert state(model) == before
+    assert torch.equal(model(ids).logits, expected)
+
+
+def test_unpatching_after_an_exception_inside_a_forward() -> None:
+    model = tiny_model("llama")
+    before = state(model)
+    broken = model.model.layers[1].register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(RuntimeError("inside")))
+    with pytest.raises(RuntimeError, match="inside"), tritonpack.patch(model):
+        model(torch.cat(documents(), 1), position_ids=positions())
+    broken.remove()
+    assert state(model) == before
+    with tritonpack.patch(model):  # and nothing of the failed forward is left in the next patch
+        assert torch.isfinite(model(torch.cat(documents(), 1), position_ids=positions()).logits).all()
+
+
+def test_patching_twice_and_unpatching_what_is_not_patched() -> None:
+    model = tiny_model("llama")
+    with pytest.raises(ValueError, match="isn't patched"):
+        tritonpack.unpatch(model)
+    tritonpack.patch(model)
+    with pytest.raises(ValueError, match="patched already"):
+        tritonpack.patch(model)
+    tritonpack.unpatch(model)
+
+
+def test_a_copy_of_a_patched_model_is_patched_by_itself() -> None:
+    model = tiny_model("llama")
+    ids = torch.cat(documents(), 1)
+    tritonpack.patch(model)
+    twin = copy.deepcopy(model)
+    tritonpack.unpatch(model)
+    expected = torch.cat([model(d).logits for d in documents()], 1)
+    assert float((twin(ids, position_ids=positions()).logits - expected).abs().max()) < EXACT
+    tritonpack.unpatch(twin)
+    assert state(twin)["config"]["_attn_implementation_internal"] == "sdpa"
+
+
+def test_saving_leaves_no_trace(tmp_path: Any) -> None:
+    model = tiny_model("llama")
+    with tritonpack.patch(model):
+        model.save_pretrained(tmp_path)
+    assert "tritonpack" not in (tmp_path / "config.json").read_text()
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation != "tritonpack"
+
+
+def test_a_config_shared_with_a_patched_model_is_refused_not_leaking() -> None:
+    config = LlamaConfig(**COMMON)
+    patched, other = LlamaModel(config), LlamaModel(config)
+    other.config = patched.config
+    with tritonpack.patch(patched), pytest.raises(ValueError, match="isn't patched"):
+        other(torch.cat(documents(), 1), position_ids=positions())
+
+
+def test_report() -> None:
+    handle = tritonpack.patch(tiny_model("qwen2"), backend="reference")
+    report = handle.report
+    assert (report.model_type, report.layers, report.windows) == ("qwen2", 2, (None, 4))
+    assert str(report) == (
+        "Qwen2 (qwen2): 2 attention layers, 1 with a sliding window of [4]; backend reference, in place of sdpa"
+    )
+
+
+def test_unsupported_family_is_named() -> None:
+    config = AutoConfig.for_model("opt", vocab_size=64, hidden_size=32, num_hidden_layers=1, ffn_dim=32, num_attention_heads=2, word_embed_proj_dim=32)  # fmt: skip
+    with pytest.raises(tritonpack.UnsupportedModelError, match=r"OPTForCausalLM .*'opt'.*Supported: gemma, .*starcoder2"):
+        tritonpack.patch(AutoModelForCausalLM.from_config(config))
+    with pytest.raises(tritonpack.UnsupportedModelError, match="expected a transformers model; got Linear"):
+        tritonpack.patch(nn.Linear(2, 2))
+
+
+BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
+    "hole in the mask": ({"attention_mask": torch.tensor([[1] * 5 + [0] + [1] * 16])}, "padding inside a document"),
+    "mask of another length": ({"attention_mask": torch.ones(1, 9, dtype=torch.long)}, "attention_mask has shape"),
+    "mask of floats": ({"attention_mask": torch.ones(1, 22)}, "must hold integers"),
+    "mask of four dimensions": ({"attention_mask": torch.ones(1, 1, 22, 22, dtype=torch.bool)}, "Four-dimensional"),
+    "offsets too short": ({"cu_seq_lens_q": torch.tensor([0, 5, 20])}, "end with the number of tokens, 22"),
+    "offsets that decrease": ({"cu_seq_lens_q": torch.tensor([0, 9, 5, 22])}, "never decrease"),
+    "offsets that differ": ({"cu_seq_lens_q": torch.tensor([0, 22]), "cu_seq_lens_k": torch.tensor([0, 2, 22])}, "differ"),
+    "numbers of another length": ({"seq_idx": torch.zeros(1, 9, dtype=torch.int32)}, "seq_idx has shape"),
+    "attentions asked for": ({"output_attentions": True}, "output_attentions"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_calls_are_refused(name: str) -> None:
+    arguments, message = BAD_CALLS[name]
+    with tritonpack.patch(tiny_model("llama")) as handle, pytest.raises(ValueError, match=message):
+        handle.model(torch.cat(documents(), 1), **arguments)
+
+
+def test_dropout_in_training_is_refused() -> None:
+    model = tiny_model("llama", attention_dropout=0.1).train()
+    with tritonpack.patch(model), pytest.raises(ValueError, match="attention dropout of 0.1"):
+        model(torch.cat(documents(), 1))
+
+
+def test_unknown_backend() -> None:
+    with pytest.raises(ValueError, match="got 'cuda'"):
+        tritonpack.patch(tiny_model("llama"), backend="cuda")

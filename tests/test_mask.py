@@ -1,0 +1,525 @@
+"""The interval mask against dense masks that are written down one pair at a time."""
+
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tritonpack import mask as mask_module
+from tritonpack.mask import BlockDiagonalMask, Window, document_starts
+
+SEEDS = range(40)
+WINDOWS: tuple[Window, ...] = ((-1, -1), (0, 0), (3, 0), (0, 2), (2, 1), (-1, 1), (4, -1), (100, 100))
+DIAGONALS = [(window, causal) for window in WINDOWS for causal in (True, False)]
+
+
+def in_window(distance: int, window: Window, causal: bool) -> bool:
+    """Whether a key `distance` after the diagonal (before it if negative) is visible, as FlashAttention defines it."""
+    left, right = window
+    if causal and distance > 0:
+        return False
+    return (left == -1 or distance >= -left) and (right == -1 or distance <= right)
+
+
+def dense_of_documents(
+    seqlens: Sequence[int], seqlens_k: Sequence[int], window: Window, causal: bool, total_q: int, total_k: int
+) -> Tensor:
+    dense = torch.zeros(total_q, total_k, dtype=torch.bool)
+    begin_q = begin_k = 0
+    for len_q, len_k in zip(seqlens, seqlens_k, strict=True):
+        for i in range(len_q):
+            for j in range(len_k):
+                dense[begin_q + i, begin_k + j] = in_window(j - i - (len_k - len_q), window, causal)
+        begin_q, begin_k = begin_q + len_q, begin_k + len_k
+    return dense
+
+
+def dense_of_labels(labels: Sequence[Sequence[object]], window: Window, causal: bool) -> Tensor:
+    """Rows of tokens that carry their document's label, None for padding; no two rows share a document."""
+    tokens = [(row, label) for row, labels_of_row in enumerate(labels) for label in labels_of_row]
+    dense = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
+    for i, one in enumerate(tokens):
+        for j, other in enumerate(tokens):
+            dense[i, j] = one == other and one[1] is not None and in_window(j - i, window, causal)
+    return dense
+
+
+def assert_is(mask: BlockDiagonalMask, dense: Tensor) -> None:
+    """The mask shows exactly the pairs of `dense`, and so does its transpose; both keep their promises."""
+    assert torch.equal(mask.validate().to_dense(), dense)
+    assert torch.equal(mask.transpose().validate().to_dense(), dense.T)
+
+
+def random_lengths(rng: random.Random, documents: int) -> list[int]:
+    """Lengths of which about a third are 0."""
+    return [rng.choice((0, rng.randint(1, 3), rng.randint(1, 9))) for _ in range(documents)]
+
+
+class TestDocuments:
+    @pytest.mark.parametrize("seed", SEEDS)
+    def test_same_lengths_on_both_sides(self, seed: int) -> None:
+        rng = random.Random(seed)
+        seqlens, (window, causal) = random_lengths(rng, rng.randint(0, 6)), rng.choice(DIAGONALS)
+        total = sum(seqlens)
+        mask = BlockDiagonalMask.from_seqlens(seqlens, window=window, causal=causal)
+        assert_is(mask, dense_of_documents(seqlens, seqlens, window, causal, total, total))
+
+    @pytest.mark.parametrize("seed", SEEDS)
+    def test_lengths_of_queries_and_keys_differ_and_slack_follows(self, seed: int) -> None:
+        rng = random.Random(seed)
+        documents, (window, causal) = rng.randint(0, 6), rng.choice(DIAGONALS)
+        seqlens, seqlens_k = random_lengths(rng, documents), random_lengths(rng, documents)
+        total_q, total_k = sum(seqlens) + rng.randint(0, 5), sum(seqlens_k) + rng.randint(0, 5)
+        dtype = rng.choice((torch.int32, torch.int64))
+        mask = BlockDiagonalMask.from_cu_seqlens(
+            torch.tensor([0, *seqlens]).cumsum(0).to(dtype),
+            torch.tensor([0, *seqlens_k]).cumsum(0).to(dtype),
+            window=window,
+            causal=causal,
+            total_q=total_q,
+            total_k=total_k,
+        )
+        assert_is(mask, dense_of_documents(seqlens, seqlens_k, window, causal, total_q, total_k))
+
+    @pytest.mark.parametrize(("window", "causal"), DIAGONALS)
+    @pytest.mark.parametrize("lengths", [(5, 5), (3, 8), (8, 3), (4, 0), (0, 4), (1, 6), (6, 1)])
+    def test_every_window_on_every_shape(self, lengths: tuple[int, int], window: Window, causal: bool) -> None:
+        seqlens, seqlens_k = (2, lengths[0], 1), (2, lengths[1], 1)
+        mask = BlockDiagonalMask.from_seqlens(seqlens, seqlens_k, window=window, causal=causal)
+        assert_is(mask, dense_of_documents(seqlens, seqlens_k, window, causal, sum(seqlens), sum(seqlens_k)))
+
+    def test_a_repeated_last_offset_adds_nothing(self) -> None:
+        """One tensor of fixed capacity serves batches of any number of documents."""
+        exact = BlockDiagonalMask.from_cu_seqlens([0, 3, 3, 7], total_q=9)
+        padded = BlockDiagonalMask.from_cu_seqlens(torch.tensor([0, 3, 3, 7, 7, 7, 7]), total_q=9)
+        assert torch.equal(exact.key_start, padded.key_start)
+        assert torch.equal(exact.key_stop, padded.key_stop)
+
+    def test_totals_default_to_the_last_offset_of_their_side(self) -> None:
+        mask = BlockDiagonalMask.from_cu_seqlens([0, 2, 5], [0, 4, 4])
+        assert (mask.num_queries, mask.num_keys) == (5, 4)
+        slack = BlockDiagonalMask.from_cu_seqlens([0, 2, 5], total_q=8)
+        assert (slack.num_queries, slack.num_keys) == (8, 8)
+
+    def test_offsets_of_a_list_and_of_a_tensor_are_the_same(self) -> None:
+        for offsets in ([0, 2, 5], (0, 2, 5), torch.tensor([0, 2, 5], dtype=torch.int32)):
+            assert BlockDiagonalMask.from_cu_seqlens(offsets).key_start.tolist() == [0, 0, 2, 2, 2]
+
+
+class TestPositionIds:
+    @pytest.mark.parametrize("seed", SEEDS)
+    def test_documents_begin_where_positions_do_not_step_by_one(self, seed: int) -> None:
+        rng = random.Random(seed)
+        (window, causal), tokens = rng.choice(DIAGONALS), rng.randint(1, 14)
+        rows = []
+        for _ in range(rng.randint(1, 3)):
+            row: list[int] = []
+            while len(row) < tokens:
+                begin = rng.choice((0, 0, rng.randint(0, 20)))
+                row += range(begin, begin + rng.randint(1, 6))
+            rows.append(row[:tokens])
+        mask = BlockDiagonalMask.from_position_ids(torch.tensor(rows), window=window, causal=causal)
+        assert_is(mask, dense_of_labels([runs_of_one_step(row) for row in rows], window, causal))
+
+    def test_positions_may_start_anywhere(self) -> None:
+        mask = BlockDiagonalMask.from_position_ids(torch.tensor([5, 6, 7, 100, 101, 0, 0]))
+        assert mask.key_start.tolist() == [0, 0, 0, 3, 3, 5, 6]
+
+    def test_a_row_ends_a_document_even_where_positions_run_on(self) -> None:
+        mask = BlockDiagonalMask.from_position_ids(torch.tensor([[0, 1], [2, 3]]))
+        assert mask.key_start.tolist() == [0, 0, 2, 2]
+
+    @pytest.mark.parametrize("shape", [(0,), (0, 4), (2, 0), (3, 2, 0)])
+    def test_no_tokens(self, shape: tuple[int, ...]) -> None:
+        mask = BlockDiagonalMask.from_position_ids(torch.zeros(shape, dtype=torch.int64))
+        assert (mask.num_queries, mask.num_keys) == (0, 0)
+
+    @pytest.mark.parametrize("seed", SEEDS)
+    def test_images_and_videos_do_not_end_a_document(self, seed: int) -> None:
+        rng = random.Random(seed)
+        rows = [[random_multimodal_document(rng) for _ in range(rng.randint(1, 4))] for _ in range(2)]
+        tokens = min(sum(map(len, row)) for row in rows)
+        labels = [[n for n, document in enumerate(row) for _ in document][:tokens] for row in rows]
+        ids = [[token for document in row for token in document][:tokens] for row in rows]
+        mask = BlockDiagonalMask.from_position_ids(torch.tensor(ids).permute(2, 0, 1))
+        assert_is(mask, dense_of_labels(labels, (-1, -1), True))
+
+    def test_a_grid_written_out(self) -> None:
+        """Two words, an image of 2 x 2 patches, a word; then a video of 2 frames of 1 x 2 patches."""
+        time = [0, 1, 2, 2, 2, 2, 4, 0, 0, 1, 1, 2]
+        height = [0, 1, 2, 2, 3, 3, 4, 0, 0, 0, 0, 2]
+        width = [0, 1, 2, 3, 2, 3, 4, 0, 1, 0, 1, 2]
+        starts = document_starts(torch.tensor([time, height, width])[:, None])
+        assert starts[0].nonzero().flatten().tolist() == [0, 7]
+
+    def test_four_rows_are_read_from_the_text_positions(self) -> None:
+        text = torch.tensor([[0, 1, 2, 0, 1]])
+        grid = torch.randint(0, 9, (3, 1, 5))
+        mask = BlockDiagonalMask.from_position_ids(torch.cat([text[None], grid]))
+        assert mask.key_start.tolist() == [0, 0, 0, 3, 3]
+
+
+def runs_of_one_step(positions: Sequence[int]) -> list[int]:
+    """The document's number for each token of a row."""
+    labels: list[int] = []
+    for n, position in enumerate(positions):
+        goes_on = n > 0 and position == positions[n - 1] + 1
+        labels.append(labels[-1] if goes_on else n)
+    return labels
+
+
+def random_multimodal_document(rng: random.Random) -> list[tuple[int, int, int]]:
+    """(time, height, width) of each token as Qwen2-VL numbers them: a part begins after the largest number so far."""
+    tokens: list[tuple[int, int, int]] = []
+    for _ in range(rng.randint(1, 4)):
+        first = max((max(token) for token in tokens), default=-1) + 1
+        if rng.random() < 0.5:
+            tokens += [(first + n,) * 3 for n in range(rng.randint(1, 4))]
+        else:
+            frames, height, width = rng.choice((1, 1, 2, 3)), rng.randint(1, 3), rng.randint(1, 3)
+            tokens += [
+                (first + t, first + h, first + w) for t in range(frames) for h in range(height) for w in range(width)
+            ]
+    return tokens
+
+
+class TestSegmentIds:
+    @pytest.mark.parametrize("seed", SEEDS)
+    def test_zero_is_padding_anywhere(self, seed: int) -> None:
+        rng = random.Random(seed)
+        (window, causal), tokens = rng.choice(DIAGONALS), rng.randint(1, 14)
+        rows = []
+        for _ in range(rng.randint(1, 3)):
+            row: list[int] = []
+            names = rng.sample(range(1, 99), 20)  # in no order: a document's number is only a name
+            while len(row) < tokens:
+                row += [rng.choice((0, names.pop()))] * rng.randint(1, 4)
+            rows.append(row[:tokens])
+        mask = BlockDiagonalMask.from_segment_ids(torch.tensor(rows), window=window, causal=causal)
+        assert_is(mask, dense_of_labels([[label or None for label in row] for row in rows], window, causal))
+
+    def test_rows_may_number_their_documents_alike(self) -> None:
+        mask = BlockDiagonalMask.from_segment_ids(torch.tensor([[1, 1, 2], [2, 1, 1]]))
+        assert mask.key_start.tolist() == [0, 0, 2, 3, 4, 4]
+
+    def test_one_dimension_is_one_row(self) -> None:
+        flat = BlockDiagonalMask.from_segment_ids(torch.tensor([3, 3, 0, 1]))
+        row = BlockDiagonalMask.from_segment_ids(torch.tensor([[3, 3, 0, 1]]))
+        assert torch.equal(flat.to_dense(), row.to_dense())
+
+
+class TestPaddingMask:
+    @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64], ids=str)
+    @pytest.mark.parametrize(("window", "causal"), DIAGONALS)
+    def test_left_right_both_none_and_empty_rows(self, window: Window, causal: bool, dtype: torch.dtype) -> None:
+        rows = [[0, 0, 1, 1, 1], [1, 1, 0, 0, 0], [0, 1, 1, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]]
+        mask = BlockDiagonalMask.from_padding_mask(torch.tensor(rows, dtype=dtype), window=window, causal=causal)
+        assert_is(mask, dense_of_labels([[label or None for label in row] for row in rows], window, causal))
+
+    def test_any_nonzero_number_is_a_token(self) -> None:
+        mask = BlockDiagonalMask.from_padding_mask(torch.tensor([0, 7, -1]))
+        assert_is(mask, torch.tensor([[0, 0, 0], [0, 1, 0], [0, 1, 1]]) == 1)
+
+
+def random_intervals(rng: random.Random) -> BlockDiagonalMask:
+    """Any mask at all: bounds that ascend, empty rows wherever they fall."""
+    queries, keys = rng.randint(0, 12), rng.randint(0, 12)
+    start = sorted(rng.randint(0, keys) for _ in range(queries))
+    stop = sorted(rng.randint(0, keys) for _ in range(queries))
+    stop = [max(pair) for pair in zip(start, stop, strict=True)]
+    return BlockDiagonalMask(
+        torch.tensor(start, dtype=torch.int32), torch.tensor(stop, dtype=torch.int32), keys
+    ).validate()
+
+
+class TestOperations:
+    @pytest.mark.parametrize("seed", SEEDS)
+    def test_transpose(self, seed: int) -> None:
+        mask = random_intervals(random.Random(seed))
+        transposed = mask.transpose().validate()
+        assert torch.equal(transposed.to_dense(), mask.to_dense().T)
+        assert torch.equal(transposed.transpose().validate().to_dense(), mask.to_dense())
+        assert mask.transpose() is transposed
+
+    @pytest.mark.parametrize("seed", SEEDS)
+    def test_restrict(self, seed: int) -> None:
+        rng = random.Random(seed)
+        mask = random_intervals(rng)
+        rows, keys = (
+            torch.tensor(sorted(rng.sample(range(size), rng.randint(0, size))), dtype=dtype)
+            for size, dtype in ((mask.num_queries, torch.int64), (mask.num_keys, torch.int32))
+        )
+        dense = mask.to_dense()
+        assert_is(mask.restrict(rows), dense[rows])
+        assert_is(mask.restrict(key_positions=keys), dense[:, keys])
+        assert_is(mask.restrict(rows, keys), dense[rows][:, keys])
+        assert_is(mask.restrict(), dense)
+
+    def test_to_another_device(self) -> None:
+        mask = BlockDiagonalMask.from_seqlens([3, 2])
+        moved = mask.to("meta")
+        assert (moved.device.type, moved.num_queries, moved.num_keys) == ("meta", 5, 5)
+        assert torch.equal(mask.to("cpu").to_dense(), mask.to_dense())
+
+    def test_frozen(self) -> None:
+        mask = BlockDiagonalMask.from_seqlens([3, 2])
+        for field in dataclasses.fields(mask):
+            with pytest.raises(dataclasses.FrozenInstanceError):
+                setattr(mask, field.name, getattr(mask, field.name))
+
+    def test_identity_is_what_tells_masks_apart(self) -> None:
+        one, other = (BlockDiagonalMask.from_seqlens([3, 2]) for _ in range(2))
+        assert one != other
+        assert len({one, other, one}) == 2
+
+    def test_repr_reads_no_values(self) -> None:
+        mask = BlockDiagonalMask.from_seqlens([3, 2], device="meta")
+        assert repr(mask) == "BlockDiagonalMask(num_queries=5, num_keys=5, device=meta)"
+
+    @pytest.mark.parametrize(
+        ("start", "stop", "message"),
+        [
+            ([0, 0], [1, 4], r"row 1 of the mask sees keys \[0, 4\), which reaches outside the 3 keys"),
+            ([-1, 0], [1, 2], r"row 0 of the mask sees keys \[-1, 1\), which reaches outside"),
+            ([0, 2], [1, 1], r"row 1 of the mask sees keys \[2, 1\), which ends before it begins"),
+            (
+                [1, 0],
+                [1, 2],
+                r"row 1 of the mask sees keys \[0, 2\), which begins or ends before that of the row above",
+            ),
+            (
+                [0, 0],
+                [3, 2],
+                r"row 1 of the mask sees keys \[0, 2\), which begins or ends before that of the row above",
+            ),
+        ],
+    )
+    def test_validate_names_the_first_bad_row(self, start: list[int], stop: list[int], message: str) -> None:
+        mask = BlockDiagonalMask(torch.tensor(start, dtype=torch.int32), torch.tensor(stop, dtype=torch.int32), 3)
+        with pytest.raises(ValueError, match=message):
+            mask.validate()
+
+
+INT32 = torch.zeros(3, dtype=torch.int32)
+META_OFFSETS = torch.empty(3, dtype=torch.int32, device="meta")
+
+BAD: dict[str, tuple[Callable[[], object], str]] = {
+    "start not int32": (
+        lambda: BlockDiagonalMask(torch.zeros(3, dtype=torch.int64), INT32, 3),
+        r"key_start must be a one-dimensional int32 tensor; got \(3,\) int64 on cpu",
+    ),
+    "stop not flat": (lambda: BlockDiagonalMask(INT32, INT32[None], 3), r"key_stop must be .*; got \(1, 3\) int32"),
+    "start a list": (lambda: BlockDiagonalMask([0, 1, 2], INT32, 3), r"key_start must be .*; got list \[0, 1, 2\]"),
+    "lengths differ": (
+        lambda: BlockDiagonalMask(INT32, INT32[:2], 3),
+        r"the same length and device; got \(3,\).*\(2,\)",
+    ),
+    "devices differ": (lambda: BlockDiagonalMask(INT32, INT32.to("meta"), 3), "the same length and device; got .*meta"),
+    "negative keys": (lambda: BlockDiagonalMask(INT32, INT32, -1), "num_keys must not be negative; got -1"),
+    "negative length": (
+        lambda: BlockDiagonalMask.from_seqlens([3, -2]),
+        "seqlens must not be negative; got -2 at index 1",
+    ),
+    "negative key length": (
+        lambda: BlockDiagonalMask.from_seqlens([3], [-1]),
+        "seqlens_k must not be negative; got -1",
+    ),
+    "float lengths": (lambda: BlockDiagonalMask.from_seqlens([3, 2.5]), r"seqlens must hold integers; got \[3, 2.5\]"),
+    "float tensor": (
+        lambda: BlockDiagonalMask.from_seqlens(torch.ones(2)),
+        r"int32 or int64 tensor; got \(2,\) float32",
+    ),
+    "lengths on a device": (
+        lambda: BlockDiagonalMask.from_seqlens(META_OFFSETS),
+        "seqlens lies on meta; .* Pass lengths in host memory, or use from_cu_seqlens",
+    ),
+    "documents differ": (
+        lambda: BlockDiagonalMask.from_seqlens([3, 2], [5]),
+        "queries have 2 documents and keys 1; each document needs a length on both sides",
+    ),
+    "no offsets": (lambda: BlockDiagonalMask.from_cu_seqlens([]), "cu_seqlens must hold at least one offset, 0"),
+    "offsets begin late": (
+        lambda: BlockDiagonalMask.from_cu_seqlens([1, 3]),
+        r"cu_seqlens must begin with 0, never decrease, and end at most at total_q = 3; got \[1, 3\]",
+    ),
+    "offsets decrease": (
+        lambda: BlockDiagonalMask.from_cu_seqlens([0, 3, 2, 4]),
+        r"never decrease.*got \[0, 3, 2, 4\]",
+    ),
+    "offsets past the total": (
+        lambda: BlockDiagonalMask.from_cu_seqlens([0, 5], total_q=4),
+        "end at most at total_q = 4",
+    ),
+    "key offsets past the total": (
+        lambda: BlockDiagonalMask.from_cu_seqlens([0, 5], [0, 6], total_k=4),
+        "cu_seqlens_k .* end at most at total_k = 4",
+    ),
+    "offsets on a device, no total": (
+        lambda: BlockDiagonalMask.from_cu_seqlens(META_OFFSETS),
+        "cu_seqlens lies on meta, .* pass total_q",
+    ),
+    "offsets on two devices": (
+        lambda: BlockDiagonalMask.from_cu_seqlens(META_OFFSETS, [0, 1, 2], total_q=2, total_k=2),
+        "cu_seqlens is on meta and cu_seqlens_k on cpu; move them together",
+    ),
+    "total negative": (lambda: BlockDiagonalMask.from_cu_seqlens([0], total_q=-1), r"0 to 2\*\*31 - 1; got -1"),
+    "total too large": (lambda: BlockDiagonalMask.from_cu_seqlens([0], total_q=2**31), "got 2147483648"),
+    "total a float": (
+        lambda: BlockDiagonalMask.from_cu_seqlens([0, 2], total_q=2.0),
+        "total_q must be an integer .* 2.0",
+    ),
+    "window below -1": (
+        lambda: BlockDiagonalMask.from_seqlens([3], window=(-2, 0)),
+        r"window must be two integers \(left, right\) of at least -1, .*; got \(-2, 0\)",
+    ),
+    "window of one": (
+        lambda: BlockDiagonalMask.from_seqlens([3], window=(4,)),
+        r"window must be two integers .*\(4,\)",
+    ),
+    "window a number": (lambda: BlockDiagonalMask.from_seqlens([3], window=4), "window must be two integers .* got 4"),
+    "window of floats": (lambda: BlockDiagonalMask.from_seqlens([3], window=(1.0, 0)), r"got \(1.0, 0\)"),
+    "float positions": (
+        lambda: BlockDiagonalMask.from_position_ids(torch.zeros(4)),
+        r"position_ids must be an integer tensor of shape \(T,\) or \(B, T\); got \(4,\) float32",
+    ),
+    "two rows of positions": (
+        lambda: BlockDiagonalMask.from_position_ids(torch.zeros(2, 1, 4, dtype=torch.int64)),
+        r"must be \(3, B, T\) or \(4, B, T\); got \(2, 1, 4\)",
+    ),
+    "positions of four dimensions": (
+        lambda: BlockDiagonalMask.from_position_ids(torch.zeros(3, 1, 1, 4, dtype=torch.int64)),
+        r"position_ids must be an integer tensor .* got \(3, 1, 1, 4\)",
+    ),
+    "bool segments": (
+        lambda: BlockDiagonalMask.from_segment_ids(torch.ones(4, dtype=torch.bool)),
+        "segment_ids must hold integers; got bool. For a padding mask use from_padding_mask",
+    ),
+    "negative segments": (lambda: BlockDiagonalMask.from_segment_ids(torch.tensor([1, -1])), "must not be negative"),
+    "a segment in pieces": (
+        lambda: BlockDiagonalMask.from_segment_ids(torch.tensor([[1, 1], [0, 2]]).repeat(1, 2)),
+        "tokens of a document must be contiguous within their row",
+    ),
+    "padding between tokens": (
+        lambda: BlockDiagonalMask.from_padding_mask(torch.tensor([[1, 1, 1], [1, 0, 1]])),
+        "padding between the tokens of a row; .* use from_segment_ids",
+    ),
+    "float padding mask": (
+        lambda: BlockDiagonalMask.from_padding_mask(torch.ones(2, 3)),
+        r"attention_mask must be an integer tensor .* got \(2, 3\) float32",
+    ),
+    "a 4D padding mask": (
+        lambda: BlockDiagonalMask.from_padding_mask(torch.ones(1, 1, 3, 3, dtype=torch.bool)),
+        r"attention_mask must be .* got \(1, 1, 3, 3\) bool",
+    ),
+    "rows descend": (
+        lambda: BlockDiagonalMask.from_seqlens([4]).restrict(torch.tensor([2, 1])),
+        r"query_rows must ascend strictly within 0\.\.3",
+    ),
+    "rows repeat": (
+        lambda: BlockDiagonalMask.from_seqlens([4]).restrict(torch.tensor([1, 1])),
+        "query_rows must ascend",
+    ),
+    "rows out of range": (lambda: BlockDiagonalMask.from_seqlens([4]).restrict(torch.tensor([4])), r"within 0\.\.3"),
+    "keys out of range": (
+        lambda: BlockDiagonalMask.from_seqlens([4], [2]).restrict(key_positions=torch.tensor([-1, 0])),
+        r"key_positions must ascend strictly within 0\.\.1",
+    ),
+    "rows on another device": (
+        lambda: BlockDiagonalMask.from_seqlens([4]).restrict(META_OFFSETS),
+        "query_rows is on meta and the mask on cpu; move them together",
+    ),
+    "rows of floats": (
+        lambda: BlockDiagonalMask.from_seqlens([4]).restrict(torch.tensor([1.0])),
+        r"query_rows must be a one-dimensional int32 or int64 tensor; got \(1,\) float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_with_its_reason(name: str) -> None:
+    build, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def everything(device: str) -> list[BlockDiagonalMask]:
+    """Each constructor and operation once, from tensors that lie on `device`."""
+    offsets = torch.tensor([0, 3, 3, 8], dtype=torch.int32).to(device)
+    keys = torch.tensor([0, 2, 6, 7]).to(device)
+    positions = torch.tensor([[0, 1, 2, 0], [1, 0, 1, 2]]).to(device)
+    segments = torch.tensor([[1, 1, 2, 0], [0, 3, 3, 3]]).to(device)
+    rows = torch.tensor([0, 2, 5]).to(device)
+    packed = BlockDiagonalMask.from_cu_seqlens(offsets, total_q=10)
+    masks = [
+        packed,
+        BlockDiagonalMask.from_seqlens([3, 0, 5], [1, 2, 3], device=device),
+        BlockDiagonalMask.from_cu_seqlens(offsets, keys, window=(2, 1), causal=False, total_q=8, total_k=9),
+        BlockDiagonalMask.from_position_ids(positions, window=(2, 0)),
+        BlockDiagonalMask.from_position_ids(positions.expand(3, 2, 4)),
+        BlockDiagonalMask.from_position_ids(positions.expand(4, 2, 4)),
+        BlockDiagonalMask.from_segment_ids(segments),
+        BlockDiagonalMask.from_padding_mask(segments[1:], causal=False),
+        packed.restrict(rows, rows),
+    ]
+    return masks + [mask.transpose() for mask in masks]
+
+
+class TestNothingWaits:
+    """On an accelerator, a constructor that looks at a value stops the host until the device has caught up."""
+
+    def test_no_value_is_looked_at(self) -> None:
+        """A meta tensor has no values: whatever reads one, copies it away or depends on it for a shape raises."""
+        for mask in everything("meta"):
+            assert mask.key_start.device.type == mask.key_stop.device.type == "meta"
+
+    def test_meta_tensors_would_notice(self) -> None:
+        mask = BlockDiagonalMask.from_seqlens([3, 2], device="meta")
+        start = mask.key_start
+        reads: tuple[Callable[[], object], ...] = (
+            mask.validate, start.tolist, start.nonzero, start.cpu, start.any().__bool__, lambda: start[start > 0],
+        )  # fmt: skip
+        for read in reads:
+            with pytest.raises((RuntimeError, NotImplementedError)):
+                read()
+
+    def test_checks_become_assertions_on_the_device(self) -> None:
+        """The one place where devices part ways, under tensors that pretend to lie on a GPU."""
+        seen = []
+
+        class Watch(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                seen.append(str(func))
+                return func(*args, **(kwargs or {}))
+
+        with FakeTensorMode():
+            condition = torch.empty((), dtype=torch.bool, device="cuda")
+            with Watch():
+                mask_module._require(condition, "a message")
+        assert [name for name in seen if "device" not in name] == ["aten._assert_async.msg"]
+
+    @pytest.mark.gpu
+    def test_a_gpu_is_not_waited_for(self) -> None:
+        inputs_are_there = everything("cuda")  # also what is allocated and loaded on first use
+        expected = everything("cpu")
+        for mask, same in zip(inputs_are_there, expected, strict=True):
+            assert torch.equal(mask.validate().to_dense().cpu(), same.to_dense())
+        offsets = torch.tensor([0, 3, 3, 8], dtype=torch.int32, device="cuda")
+        ids = torch.tensor([[0, 1, 2, 0], [1, 0, 1, 2]], device="cuda")
+        rows = torch.tensor([0, 2, 5], device="cuda")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            mask = BlockDiagonalMask.from_cu_seqlens(offsets, total_q=10, window=(2, 1))
+            mask.transpose()
+            mask.restrict(rows, rows)
+            BlockDiagonalMask.from_position_ids(ids)
+            BlockDiagonalMask.from_position_ids(ids.expand(3, 2, 4))
+            BlockDiagonalMask.from_segment_ids(ids.cummax(1).values + 1)
+            BlockDiagonalMask.from_padding_mask(ids >= 0)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()

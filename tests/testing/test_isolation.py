@@ -1,0 +1,55 @@
+"""check_isolation: passes what is exact, names the layer that isn't, and leaves the model as it was."""
+
+import pytest
+import torch
+from tests.patches.models import tiny_model
+
+import tritonpack
+from tritonpack.patches.families import FAMILIES
+from tritonpack.testing import check_isolation
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_patched_models_pass(family: str, dtype: torch.dtype) -> None:
+    model = tiny_model(family, dtype=dtype)
+    with tritonpack.patch(model):
+        report = check_isolation(model)
+    assert report.moved_by_others == 0.0
+    assert report.gradient_to_others == 0.0
+    assert report.packed_against_alone < report.allowed
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_stock_models_fail_in_the_first_layer(family: str) -> None:
+    name = "gpt_neox" if family == "gpt_neox" else "model"
+    with pytest.raises(tritonpack.IsolationError, match=rf"leak begins in {name}\.layers\.0"):
+        check_isolation(tiny_model(family, dtype=torch.float32))
+
+
+def test_a_leak_in_a_later_layer_is_named() -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    model.model.layers[1].register_forward_hook(lambda m, args, out: out + out.mean(1, keepdim=True) * 1e-3)
+    with tritonpack.patch(model), pytest.raises(tritonpack.IsolationError, match=r"begins in model\.layers\.1\b"):
+        check_isolation(model)
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = tiny_model("llama", dtype=torch.float32).train()
+    model.model.layers[0].eval()
+    modes = [module.training for module in model.modules()]
+    torch.manual_seed(5)
+    expected = torch.rand(1)
+    torch.manual_seed(5)
+    with tritonpack.patch(model):
+        check_isolation(model)
+    assert torch.equal(torch.rand(1), expected)
+    assert [module.training for module in model.modules()] == modes
+    assert all(p.grad is None for p in model.parameters())
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+@pytest.mark.parametrize("lengths", [(5,), (4, 0)])
+def test_bad_lengths(lengths: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="at least two documents"):
+        check_isolation(tiny_model("llama", dtype=torch.float32), lengths=lengths)
