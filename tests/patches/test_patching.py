@@ -15,7 +15,9 @@ import tritonpack
 from tritonpack.patches.families import FAMILIES
 
 LENGTHS = (7, 1, 3, 11)
-EXACT = 1e-12  # relative, in float64; a leak is 1e-2 and more
+# Relative, in float64; a leak is 1e-2 and more. transformers computes norms and rotary angles in float32 even so, where the
+# last bit of a float64 may decide a rounding.
+EXACT = 8 * torch.finfo(torch.float32).eps
 
 every_family = pytest.mark.parametrize("family", sorted(FAMILIES))
 
@@ -113,8 +115,6 @@ def test_padded_batch(family: str, side: str, with_positions: bool) -> None:
     call = {"input_ids": ids, "attention_mask": mask}
     if with_positions:
         call["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
-    elif side == "left" and family == "gpt_neox":
-        call["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
 
     def pick(out: list[Tensor]) -> Tensor:
         return torch.cat([out[0][row, span] for row, span in enumerate(spans)])[None]
@@ -191,7 +191,7 @@ def test_inner_model_and_classification_head() -> None:
     inner, ids = LlamaModel(config).double().eval(), torch.cat(documents(), 1)
     expected = torch.cat([inner(d)[0] for d in documents()], 1)
     with tritonpack.patch(inner):
-        assert float((inner(ids, position_ids=positions())[0] - expected).abs().max()) < EXACT * 100
+        assert float((inner(ids, position_ids=positions())[0] - expected).abs().max()) < EXACT
     head = LlamaForSequenceClassification(copy.deepcopy(config)).double().eval()
     with tritonpack.patch(head):
         assert head(ids, position_ids=positions()).logits.shape == (1, 3)

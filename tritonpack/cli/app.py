@@ -24,12 +24,12 @@ Size = Literal["auto", "tiny", "small"]
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(min=3, help="Optimizer steps of each way.")] = 60,
+    steps: Annotated[int, typer.Option(min=3, help="Optimizer steps of each way.")] = 40,
     documents: Annotated[
         int | None, typer.Option(min=1, help="Documents per step.", show_default="8, 64 on a GPU")
     ] = None,
     max_length: Annotated[
-        int | None, typer.Option(min=16, help="Split documents longer than this.", show_default="1024, 4096 on a GPU")
+        int | None, typer.Option(min=16, help="Split documents longer than this.", show_default="2048, 4096 on a GPU")
     ] = None,
     size: Annotated[Size, typer.Option(help="The model; auto: tiny, small on a GPU.")] = "auto",
     device: Annotated[Device, typer.Option(help="auto: the GPU where there is one.")] = "auto",

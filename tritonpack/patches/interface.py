@@ -49,19 +49,15 @@ def make_mask(
         return attention_mask
     if isinstance(attention_mask, Packing):
         return attention_mask.interval_mask(kv_length, q_offset, kv_offset, local_size)
-    if not isinstance(q_offset, Tensor):
-        raise ValueError(
-            "this model's attention is named 'tritonpack' but the model isn't patched (it may share its config object with one that "
-            "is), so packed documents would not be told apart. Call tritonpack.patch(model), or give it a config of its own."
-        )
     # generate() with a cache of fixed size prepares the mask before it calls the model: a padded batch, never a packed one.
+    # Its backend stays open until a patched decoder claims it.
     rows = (torch.arange(q_length, device=device) + q_offset).expand(batch_size, q_length)
     begin = torch.zeros((batch_size, 1), dtype=torch.long, device=rows.device)
     if attention_mask is not None:
         begin = first_tokens(attention_mask)[:, None]
     window = (-1 if local_size is None else local_size - 1, 0)
     mask = cached_mask(rows, begin, kv_length, kv_offset, window)
-    return IntervalMask(mask, torch.Size((batch_size, 1, q_length, kv_length)), "auto")
+    return IntervalMask(mask, torch.Size((batch_size, 1, q_length, kv_length)), backend=None)
 
 
 def attention_forward(
@@ -84,6 +80,11 @@ def attention_forward(
         raise ValueError(
             f"a patched model's layer got {given} where it needs the packed one. Four-dimensional attention masks aren't supported: mark "
             "documents by position_ids (or cu_seq_lens_q, seq_idx, a two-dimensional mask), and call the model, not its layers."
+        )
+    if attention_mask.backend is None:
+        raise ValueError(
+            "this model's attention is named 'tritonpack' but the model isn't patched (it may share its config object with one that "
+            "is), so packed documents would not be told apart. Call tritonpack.patch(model), or give it a config of its own."
         )
     if dropout:
         raise ValueError(

@@ -7,7 +7,7 @@ registered mask function, once per kind of mask; what that returns, an `Interval
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,12 +23,12 @@ class IntervalMask:
     Attributes:
         mask: batch_size * num_queries rows, batch_size * num_keys keys, row after row.
         shape: (batch_size, 1, num_queries, num_keys).
-        backend: as `varlen_attention` takes it.
+        backend: as `varlen_attention` takes it; None until a patched decoder has claimed the mask.
     """
 
     mask: BlockDiagonalMask
     shape: torch.Size
-    backend: str
+    backend: str | None
     dtype: torch.dtype = torch.bool
     ndim: int = 4
 
@@ -40,7 +40,7 @@ class IntervalMask:
         device = kwargs.get("device", args[0] if args and isinstance(args[0], (str, torch.device)) else None)
         if device is None or torch.device(device) == self.device:
             return self
-        return IntervalMask(self.mask.to(device), self.shape, self.backend)
+        return replace(self, mask=self.mask.to(device))
 
     def contiguous(self) -> IntervalMask:
         return self
@@ -172,8 +172,11 @@ def cached_mask(rows: Tensor, begin: Tensor, num_keys: int, key_offset: int, win
     return BlockDiagonalMask(*flat, num_keys=rows.shape[0] * num_keys)
 
 
-def read_packing(arguments: dict[str, Any], backend: str) -> Packing | None:
-    """The packing of a forward pass, from the arguments it was called with; None where a mask is prepared already.
+def read_packing(arguments: dict[str, Any], backend: str) -> Any:
+    """The `attention_mask` argument that carries the packing of a forward pass, from the arguments it was called with.
+
+    A mask that generate() has prepared already is claimed for the backend; what isn't two-dimensional is left for
+    attention to refuse.
 
     Documents are told apart by `cu_seq_lens_q` (FlashAttention's offsets over the flattened tokens), else `seq_idx`
     ((B, T) document numbers), else where `position_ids` don't ascend by one. A two-dimensional `attention_mask` marks
@@ -183,13 +186,15 @@ def read_packing(arguments: dict[str, Any], backend: str) -> Packing | None:
         ValueError: arguments that contradict each other or the tokens.
     """
     attention_mask = arguments.get("attention_mask")
+    if isinstance(attention_mask, dict):
+        return {kind: _claim(mask, backend) for kind, mask in attention_mask.items()}
     if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2):
-        return None
+        return _claim(attention_mask, backend)
     tokens = arguments.get("input_ids")
     if tokens is None:
         tokens = arguments.get("inputs_embeds")
     if tokens is None:
-        return None  # the model itself says what is missing
+        return attention_mask  # the model itself says what is missing
     shape, device = torch.Size(tokens.shape[:2]), tokens.device
     if attention_mask is not None:
         if attention_mask.is_floating_point():
@@ -198,15 +203,19 @@ def read_packing(arguments: dict[str, Any], backend: str) -> Packing | None:
     return Packing(attention_mask, arguments.get("position_ids"), _boundaries(arguments, shape, device), shape, device, backend)
 
 
+def _claim(mask: Any, backend: str) -> Any:
+    return replace(mask, backend=backend) if isinstance(mask, IntervalMask) else mask
+
+
 def _boundaries(arguments: dict[str, Any], shape: torch.Size, device: torch.device) -> Tensor | None:
     cu_q, cu_k = arguments.get("cu_seq_lens_q"), arguments.get("cu_seq_lens_k")
     if cu_q is not None:
         total = shape.numel()
         if cu_k is not None and cu_k is not cu_q:
-            require(
-                cu_q.shape == cu_k.shape and (cu_q == cu_k).all(),
-                "cu_seq_lens_q and cu_seq_lens_k differ; in self-attention they are the same.",
-            )
+            differ = "cu_seq_lens_q and cu_seq_lens_k differ; in self-attention they are the same."
+            if cu_q.shape != cu_k.shape:
+                raise ValueError(differ)
+            require((cu_q == cu_k).all(), differ)
         require(
             (cu_q[0] == 0) & (cu_q[-1] == total) & (cu_q[1:] >= cu_q[:-1]).all(),
             f"cu_seq_lens_q must begin with 0, never decrease and end with the number of tokens, {total} ({shape[0]} x {shape[1]}).",

@@ -125,10 +125,7 @@ class PackingHook:
 
     def __call__(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        packing = read_packing(arguments, self.backend)
-        if packing is None:
-            return None
-        arguments["attention_mask"] = packing
+        arguments["attention_mask"] = read_packing(arguments, self.backend)
         return (), arguments
 
 

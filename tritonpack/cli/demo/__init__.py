@@ -30,7 +30,7 @@ class Defaults:
 
 
 _DEFAULTS = {
-    "cpu": Defaults(dtype="float32", size="tiny", max_length=1024, documents=8),  # done within minutes
+    "cpu": Defaults(dtype="float32", size="tiny", max_length=2048, documents=8),  # done within minutes
     "cuda": Defaults(dtype="bfloat16", size="small", max_length=4096, documents=64),  # enough for a GPU to do
 }
 

@@ -1,0 +1,381 @@
+"""varlen_attention on the backends in torch: exact, isolated to the bit, inert where nothing is seen.
+
+The Triton backend meets the same properties in tests/kernels.
+"""
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tritonpack import BackendUnavailableError, BlockDiagonalMask, blocked, reference, varlen_attention
+from tritonpack.attention import resolve_backend
+from tritonpack.testing import CASES, Case, Inputs, check_backend, make_inputs
+from tritonpack.testing.tolerance import OUTPUTS, run, run_plain
+
+NAN, INF = float("nan"), float("inf")
+
+DTYPES = pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=["bf16", "fp16", "fp32", "fp64"]
+)
+BACKENDS = pytest.mark.parametrize("backend", ["reference", "blocked"])
+
+# Lengths around the blocked backend's tiles, and documents that share one.
+BLOCK = blocked.BLOCK_ROWS
+EDGES = (
+    Case("block-less-one", (BLOCK - 1, 0, 3), heads=2, kv_heads=1, head_dim=16),
+    Case("block", (BLOCK, 0, 3), heads=2, kv_heads=1, head_dim=16),
+    Case("block-and-one", (BLOCK + 1, 0, 3), heads=2, kv_heads=1, head_dim=16),
+    Case("blocks-and-window", (5, 2 * BLOCK + 7, 0, 9), heads=2, kv_heads=1, head_dim=16, window=(BLOCK + 3, 0)),
+)
+ISOLATION = Case("isolation", (37, 0, BLOCK + 5, 30), slack=11)
+
+
+class TestExactness:
+    @BACKENDS
+    @DTYPES
+    @pytest.mark.parametrize("case", CASES + EDGES, ids=str)
+    def test_as_exact_as_plain_attention(self, case: Case, dtype: torch.dtype, backend: str) -> None:
+        check_backend(make_inputs(case, dtype, slack_value=NAN), backend)
+
+    @BACKENDS
+    def test_another_scale(self, backend: str) -> None:
+        check_backend(make_inputs(ISOLATION), backend, scale=0.71)
+
+    @BACKENDS
+    def test_large_scores_overflow_nothing(self, backend: str) -> None:
+        inputs = make_inputs(Case("large", (40, 0, 23)))
+        check_backend(replace(inputs, q=inputs.q * 100), backend)
+
+    @BACKENDS
+    def test_one_query_written_out(self, backend: str) -> None:
+        """Two keys with scores 0 and ln 3 weigh 1/4 and 3/4; their log-sum-exp is ln 4."""
+        q, k, v = torch.zeros(2, 1, 16), torch.zeros(2, 1, 16), torch.zeros(2, 1, 16)
+        q[1, 0, 0], k[1, 0, 0] = 1.0, torch.tensor(3.0).log()
+        v[0], v[1] = 4.0, 8.0
+        mask = BlockDiagonalMask.from_seqlens([2])
+        out, lse = varlen_attention(q, k, v, mask, scale=1.0, return_lse=True, backend=backend)
+        torch.testing.assert_close(out[:, 0, 0], torch.tensor([4.0, 7.0]))
+        torch.testing.assert_close(lse, torch.tensor([[0.0, 4.0]]).where(lse == 0, torch.tensor(4.0).log()))
+
+    @pytest.mark.parametrize("case", CASES, ids=str)
+    def test_reference_gradients_are_those_of_autograd(self, case: Case) -> None:
+        """The formula of the backward pass against autograd through the formula of the forward pass, in float64."""
+        inputs = make_inputs(case, torch.float64)
+        by_formula, by_autograd = run(inputs, "reference"), run_plain(inputs)
+        for name in OUTPUTS:
+            torch.testing.assert_close(by_formula[name], by_autograd[name], msg=lambda text, name=name: f"{name}: {text}")
+
+    @BACKENDS
+    def test_gradients_are_the_slopes(self, backend: str) -> None:
+        """Finite differences, so no derivation is shared; through out and lse together."""
+        case = Case("slopes", (2, 0, 3), (4, 1, 2), slack=1, heads=2, kv_heads=1, head_dim=16)
+        inputs = make_inputs(case, torch.float64)
+        q, k, v = (x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+        seeing = inputs.mask.key_start < inputs.mask.key_stop
+
+        def outputs(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+            out, lse = varlen_attention(q, k, v, inputs.mask, return_lse=True, backend=backend)
+            return out, lse[:, seeing]  # -inf - -inf has no slope
+
+        assert torch.autograd.gradcheck(outputs, (q, k, v), fast_mode=False)
+
+    @BACKENDS
+    def test_out_and_lse_are_differentiable_apart(self, backend: str) -> None:
+        inputs = make_inputs(ISOLATION, torch.float64)
+        q = inputs.q.requires_grad_()
+        both = run(inputs, backend)["dq"]
+        out, lse = varlen_attention(q, inputs.k, inputs.v, inputs.mask, return_lse=True, backend=backend)
+        (of_out,) = torch.autograd.grad(out, q, inputs.dout, retain_graph=True)
+        (of_lse,) = torch.autograd.grad(lse, q, inputs.dlse)
+        assert of_out.any()
+        assert of_lse.any()
+        torch.testing.assert_close(of_out + of_lse, both)
+
+    @BACKENDS
+    def test_no_second_derivative(self, backend: str) -> None:
+        inputs = make_inputs(Case("twice", (4,)))
+        q = inputs.q.requires_grad_()
+        out = varlen_attention(q, inputs.k, inputs.v, inputs.mask, backend=backend)
+        (dq,) = torch.autograd.grad(out, q, inputs.dout.requires_grad_(), create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            dq.sum().backward()
+
+
+class TestReturns:
+    @BACKENDS
+    @DTYPES
+    def test_shapes_and_dtypes(self, dtype: torch.dtype, backend: str) -> None:
+        case = Case("shapes", (5, 0, 4), (2, 3, 7), slack=2, heads=6, kv_heads=3, head_dim=24)
+        inputs = make_inputs(case, dtype)
+        outputs = run(inputs, backend)
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        assert (outputs["out"].shape, outputs["out"].dtype) == ((11, 6, 24), dtype)
+        assert (outputs["lse"].shape, outputs["lse"].dtype) == ((6, 11), wide)
+        for name, like in (("dq", inputs.q), ("dk", inputs.k), ("dv", inputs.v)):
+            assert (outputs[name].shape, outputs[name].dtype) == (like.shape, dtype)
+
+    @BACKENDS
+    def test_out_alone_is_the_same_out(self, backend: str) -> None:
+        inputs = make_inputs(ISOLATION)
+        out, _ = varlen_attention(inputs.q, inputs.k, inputs.v, inputs.mask, return_lse=True, backend=backend)
+        alone = varlen_attention(inputs.q, inputs.k, inputs.v, inputs.mask, backend=backend)
+        assert torch.equal(alone, out)
+
+    @BACKENDS
+    def test_rows_that_see_nothing(self, backend: str) -> None:
+        mask = BlockDiagonalMask.from_seqlens([3, 2], [0, 2])
+        q, k = torch.randn(5, 2, 16), torch.randn(2, 2, 16)
+        out, lse = varlen_attention(q, k, k, mask, return_lse=True, backend=backend)
+        assert not out[:3].any()
+        assert bool((lse[:, :3] == -INF).all())
+        assert bool(lse[:, 3:].isfinite().all())
+        assert out[3:].any()
+
+    @BACKENDS
+    @pytest.mark.parametrize(("queries", "keys"), [(0, 5), (5, 0), (0, 0)])
+    def test_no_queries_and_no_keys(self, queries: int, keys: int, backend: str) -> None:
+        q, k = torch.randn(queries, 2, 16, requires_grad=True), torch.randn(keys, 2, 16, requires_grad=True)
+        mask = BlockDiagonalMask.from_seqlens([queries], [keys])
+        out, lse = varlen_attention(q, k, k, mask, return_lse=True, backend=backend)
+        dq, dk = torch.autograd.grad(out, (q, k), torch.ones_like(out))
+        assert (out.shape, lse.shape) == ((queries, 2, 16), (2, queries))
+        assert not any(x.any() for x in (out, dq, dk))
+        assert bool((lse == -INF).all())
+
+    @BACKENDS
+    def test_inputs_stay_as_they_were(self, backend: str) -> None:
+        inputs, copy = make_inputs(ISOLATION, slack_value=NAN), make_inputs(ISOLATION, slack_value=NAN)
+        run(inputs, backend)
+        for name in ("q", "k", "v", "dout", "dlse"):
+            assert torch.equal(getattr(inputs, name).nan_to_num(7.0), getattr(copy, name).nan_to_num(7.0)), name
+
+
+def rows_first(outputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.T if name == "lse" else x for name, x in outputs.items()}
+
+
+class TestIsolation:
+    @BACKENDS
+    @DTYPES
+    @pytest.mark.parametrize("document", range(len(ISOLATION.seqlens)))
+    def test_a_document_moves_no_bit_of_another(self, document: int, dtype: torch.dtype, backend: str) -> None:
+        inputs = make_inputs(ISOLATION, dtype)
+        before = rows_first(run(inputs, backend))
+        begin = sum(ISOLATION.seqlens[:document])
+        rows = slice(begin, begin + ISOLATION.seqlens[document])
+        for x in (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse.T):
+            x[rows] += 1.5 * torch.randn_like(x[rows])
+        after = rows_first(run(inputs, backend))
+        for name in OUTPUTS:
+            others = torch.ones(before[name].shape[0], dtype=torch.bool)
+            others[rows] = False
+            assert torch.equal(before[name][others], after[name][others]), name
+            if ISOLATION.seqlens[document]:
+                assert not torch.equal(before[name][rows], after[name][rows]), name
+
+    @BACKENDS
+    @pytest.mark.parametrize("value", [NAN, INF, -INF], ids=str)
+    def test_slack_is_inert(self, value: float, backend: str) -> None:
+        clean, poisoned = (run(make_inputs(ISOLATION, slack_value=x), backend) for x in (0.0, value))
+        for name in OUTPUTS:
+            assert torch.equal(clean[name], poisoned[name]), name
+        slack = {name: x[-ISOLATION.slack :] for name, x in rows_first(poisoned).items()}
+        assert bool((slack.pop("lse") == -INF).all())
+        for name, rows in slack.items():
+            assert not rows.any(), name
+
+    @BACKENDS
+    def test_padding_between_documents_is_inert(self, backend: str) -> None:
+        """Padding in the middle of the stream, inside tiles that also hold live rows."""
+        mask = BlockDiagonalMask.from_padding_mask(torch.tensor([[0] * 9 + [1] * 31, [1] * 25 + [0] * 15, [1] * 40]))
+        clean, poisoned = (replace(make_inputs(Case("rows", (120,))), mask=mask) for _ in range(2))
+        dead = mask.key_start == mask.key_stop
+        for inputs, value in ((clean, 0.0), (poisoned, NAN)):
+            for x in (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse.T):
+                x[dead] = value
+        expected, actual = rows_first(run(clean, backend)), rows_first(run(poisoned, backend))
+        for name in OUTPUTS:
+            assert torch.equal(expected[name], actual[name]), name
+            if name != "lse":
+                assert not actual[name][dead].any(), name
+
+    @BACKENDS
+    def test_packed_equals_alone(self, backend: str) -> None:
+        """Each document by itself has the results that it has in the batch, up to the order of sums."""
+        inputs = make_inputs(ISOLATION, torch.float64)
+        packed, begin = rows_first(run(inputs, backend)), 0
+        for length in ISOLATION.seqlens:
+            rows = slice(begin, begin + length)
+            tensors = (x[rows] for x in (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse.T))
+            q, k, v, dout, dlse = tensors
+            alone = rows_first(run(Inputs(q, k, v, dout, dlse.T, BlockDiagonalMask.from_seqlens([length])), backend))
+            for name in OUTPUTS:
+                torch.testing.assert_close(packed[name][rows], alone[name], msg=lambda text, name=name: f"{name}: {text}")
+            begin += length
+
+
+class TestLayouts:
+    @BACKENDS
+    def test_strided_and_expanded_inputs(self, backend: str) -> None:
+        inputs = make_inputs(Case("strided", (30, 21), head_dim=24))
+        expected = run(inputs, backend)
+        wide = torch.zeros(51, 4, 31)
+        wide[..., 5:29] = inputs.q
+        strided = replace(
+            inputs,
+            q=wide[..., 5:29],
+            k=inputs.k.permute(2, 0, 1).contiguous().permute(1, 2, 0),
+            v=inputs.v.transpose(0, 1).contiguous().transpose(0, 1),
+            dout=inputs.dout.flip(0).contiguous().flip(0),
+            dlse=inputs.dlse.T.contiguous().T,
+        )
+        assert not any(x.is_contiguous() for x in (strided.q, strided.k, strided.v, strided.dlse))
+        actual = run(strided, backend)
+        for name in OUTPUTS:
+            torch.testing.assert_close(actual[name], expected[name], msg=lambda text, name=name: f"{name}: {text}")
+
+    @BACKENDS
+    def test_the_gradient_of_a_sum(self, backend: str) -> None:
+        """`out.sum()` hands backward a tensor of stride 0."""
+        inputs = make_inputs(Case("sum", (30, 21)))
+        q = inputs.q.requires_grad_()
+        out = varlen_attention(q, inputs.k, inputs.v, inputs.mask, backend=backend)
+        (of_sum,) = torch.autograd.grad(out.sum(), q, retain_graph=True)
+        (of_ones,) = torch.autograd.grad(out, q, torch.ones_like(out))
+        assert torch.equal(of_sum, of_ones)
+
+    @BACKENDS
+    def test_some_inputs_want_no_gradient(self, backend: str) -> None:
+        inputs = make_inputs(Case("frozen", (30, 21)))
+        v = inputs.v.requires_grad_()
+        out = varlen_attention(inputs.q, inputs.k, v, inputs.mask, backend=backend)
+        (dv,) = torch.autograd.grad(out, v, inputs.dout)
+        expected = run(replace(inputs, dlse=torch.zeros_like(inputs.dlse)), backend)
+        assert torch.equal(dv, expected["dv"])
+
+
+def call(*, backend: Any = "blocked", scale: Any = None, **changed: Any) -> Tensor:
+    """Attention of 4 queries and keys in 2 heads of 16, with some arguments replaced."""
+    arguments = {name: torch.randn(4, 2, 16) for name in ("q", "k", "v")} | {"mask": BlockDiagonalMask.from_seqlens([4])}
+    return varlen_attention(**(arguments | changed), backend=backend, scale=scale)
+
+
+BAD: dict[str, tuple[Callable[[], object], str]] = {
+    "a batch": (
+        lambda: call(q=torch.zeros(1, 2, 4, 16)),
+        r"q must be a tensor of shape \(tokens, heads, head_dim\); got shape \(1, 2, 4, 16\). Flatten a batch",
+    ),
+    "no tensor": (lambda: call(k=[1.0]), r"k must be a tensor of shape .*; got list"),
+    "dtypes differ": (
+        lambda: call(k=torch.zeros(4, 2, 16, dtype=torch.float16)),
+        "q, k and v must share one dtype of .*; got float32, float16, float32. Cast them first",
+    ),
+    "integers": (
+        lambda: call(**{name: torch.zeros(4, 2, 16, dtype=torch.int32) for name in "qkv"}),
+        "must share one dtype of bfloat16, float16, float32, float64; got int32, int32, int32",
+    ),
+    "a dense mask": (
+        lambda: call(mask=torch.ones(4, 4)),
+        "mask must be a tritonpack.BlockDiagonalMask; got Tensor. Build one with",
+    ),
+    "devices differ": (
+        lambda: call(v=torch.zeros(4, 2, 16, device="meta")),
+        "q, k, v and mask must be on one device; got cpu, cpu, meta, cpu",
+    ),
+    "the mask elsewhere": (
+        lambda: call(mask=BlockDiagonalMask.from_seqlens([4], device="meta")),
+        "must be on one device; got cpu, cpu, cpu, meta",
+    ),
+    "values of another shape": (
+        lambda: call(v=torch.zeros(4, 2, 32)),
+        r"k and v must have the same shape; got \(4, 2, 16\) and \(4, 2, 32\)",
+    ),
+    "heads that don't divide": (
+        lambda: call(q=torch.zeros(4, 3, 16)),
+        "query heads must be a multiple of the number of key heads; got 3 and 2",
+    ),
+    "no heads": (lambda: call(**{name: torch.zeros(4, 0, 16) for name in "qkv"}), "multiple .*; got 0 and 0"),
+    "head dimensions differ": (
+        lambda: call(q=torch.zeros(4, 2, 32)),
+        "must share a head dimension from 16 to 256; got 32, 16 and 16",
+    ),
+    "head dimension too small": (
+        lambda: call(**{name: torch.zeros(4, 2, 8) for name in "qkv"}),
+        "head dimension from 16 to 256; got 8, 8 and 8",
+    ),
+    "head dimension too large": (
+        lambda: call(**{name: torch.zeros(4, 2, 257) for name in "qkv"}),
+        "head dimension from 16 to 256; got 257, 257 and 257",
+    ),
+    "rows without a mask": (
+        lambda: call(q=torch.zeros(6, 2, 16)),
+        "the mask is for 4 queries and 4 keys, but q has 6 rows and k 4. Pass total_q and total_k",
+    ),
+    "keys without a mask": (
+        lambda: call(k=torch.zeros(5, 2, 16), v=torch.zeros(5, 2, 16)),
+        "the mask is for 4 queries and 4 keys, but q has 4 rows and k 5",
+    ),
+    "scale zero": (lambda: call(scale=0.0), "scale must be a positive finite number .*; got 0.0"),
+    "scale negative": (lambda: call(scale=-1.0), "scale must be a positive finite number .*; got -1.0"),
+    "scale infinite": (lambda: call(scale=INF), "scale must be a positive finite number .*; got inf"),
+    "scale nan": (lambda: call(scale=NAN), "scale must be a positive finite number .*; got nan"),
+    "scale a tensor": (lambda: call(scale=torch.tensor(0.5)), r"not a tensor.*; got tensor\(0.5"),
+    "unknown backend": (
+        lambda: call(backend="flash"),
+        "backend must be one of 'auto', 'triton', 'blocked', 'reference'; got 'flash'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_with_its_reason(name: str) -> None:
+    attempt, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        attempt()
+
+
+class TestBackends:
+    @pytest.mark.parametrize(("name", "module"), [("reference", reference), ("blocked", blocked), ("auto", blocked)])
+    def test_a_name_is_a_module(self, name: Any, module: Any) -> None:
+        assert resolve_backend(name, torch.zeros(4, 2, 16)) is module
+
+    @pytest.mark.parametrize("name", ["reference", "blocked"])
+    def test_a_named_backend_does_not_fall_back(self, name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What fails in the backend that was asked for fails; no other one is tried."""
+
+        def broken(*args: object, **kwargs: object) -> None:
+            raise RuntimeError(f"{name} is broken")
+
+        monkeypatch.setattr({"reference": reference, "blocked": blocked}[name], "forward", broken)
+        with pytest.raises(RuntimeError, match=f"{name} is broken"):
+            call(backend=name)
+
+    def test_the_triton_backend_needs_a_gpu_or_the_interpreter(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        knobs = pytest.importorskip("triton").knobs
+        monkeypatch.setattr(knobs.runtime, "interpret", False)
+        with pytest.raises(BackendUnavailableError, match="needs tensors on a GPU; got cpu. Use backend='blocked'"):
+            call(backend="triton")
+
+    def test_the_triton_backend_has_no_float64(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        knobs = pytest.importorskip("triton").knobs
+        monkeypatch.setattr(knobs.runtime, "interpret", True)
+        with pytest.raises(BackendUnavailableError, match="takes bfloat16, float16 and float32; got float64"):
+            call(backend="triton", **{name: torch.zeros(4, 2, 16, dtype=torch.float64) for name in "qkv"})
+
+    def test_the_triton_backend_needs_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "triton", None)
+        with pytest.raises(BackendUnavailableError, match="needs Triton 3.6 or later, which can't be imported here"):
+            call(backend="triton")
+        assert call(backend="auto").shape == (4, 2, 16)
+
+    @pytest.mark.gpu
+    @DTYPES
+    def test_auto_on_a_gpu(self, dtype: torch.dtype) -> None:
+        q = torch.zeros(4, 2, 16, dtype=dtype, device="cuda")
+        expected = "tritonpack.blocked" if dtype == torch.float64 else "tritonpack.kernels.attention"
+        assert resolve_backend("auto", q).__name__ == expected

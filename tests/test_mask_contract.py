@@ -1,0 +1,227 @@
+"""What the interval mask refuses, with its reasons, and that building one never waits for an accelerator."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tritonpack.mask import BlockDiagonalMask, require
+
+INT32 = torch.zeros(3, dtype=torch.int32)
+META_OFFSETS = torch.empty(3, dtype=torch.int32, device="meta")
+
+BAD: dict[str, tuple[Callable[[], object], str]] = {
+    "start not int32": (
+        lambda: BlockDiagonalMask(torch.zeros(3, dtype=torch.int64), INT32, 3),
+        r"key_start must be a one-dimensional int32 tensor; got \(3,\) int64 on cpu",
+    ),
+    "stop not flat": (lambda: BlockDiagonalMask(INT32, INT32[None], 3), r"key_stop must be .*; got \(1, 3\) int32"),
+    "start a list": (lambda: BlockDiagonalMask([0, 1, 2], INT32, 3), r"key_start must be .*; got list \[0, 1, 2\]"),
+    "lengths differ": (
+        lambda: BlockDiagonalMask(INT32, INT32[:2], 3),
+        r"the same length and device; got \(3,\).*\(2,\)",
+    ),
+    "devices differ": (lambda: BlockDiagonalMask(INT32, INT32.to("meta"), 3), "the same length and device; got .*meta"),
+    "negative keys": (lambda: BlockDiagonalMask(INT32, INT32, -1), "num_keys must not be negative; got -1"),
+    "negative length": (
+        lambda: BlockDiagonalMask.from_seqlens([3, -2]),
+        "seqlens must not be negative; got -2 at index 1",
+    ),
+    "negative key length": (
+        lambda: BlockDiagonalMask.from_seqlens([3], [-1]),
+        "seqlens_k must not be negative; got -1",
+    ),
+    "float lengths": (lambda: BlockDiagonalMask.from_seqlens([3, 2.5]), r"seqlens must hold integers; got \[3, 2.5\]"),
+    "float tensor": (
+        lambda: BlockDiagonalMask.from_seqlens(torch.ones(2)),
+        r"int32 or int64 tensor; got \(2,\) float32",
+    ),
+    "lengths on a device": (
+        lambda: BlockDiagonalMask.from_seqlens(META_OFFSETS),
+        "seqlens lies on meta; .* Pass lengths in host memory, or use from_cu_seqlens",
+    ),
+    "documents differ": (
+        lambda: BlockDiagonalMask.from_seqlens([3, 2], [5]),
+        "queries have 2 documents and keys 1; each document needs a length on both sides",
+    ),
+    "no offsets": (lambda: BlockDiagonalMask.from_cu_seqlens([]), "cu_seqlens must hold at least one offset, 0"),
+    "offsets begin late": (
+        lambda: BlockDiagonalMask.from_cu_seqlens([1, 3]),
+        r"cu_seqlens must begin with 0, never decrease, and end at most at total_q = 3; got \[1, 3\]",
+    ),
+    "offsets decrease": (
+        lambda: BlockDiagonalMask.from_cu_seqlens([0, 3, 2, 4]),
+        r"never decrease.*got \[0, 3, 2, 4\]",
+    ),
+    "offsets past the total": (
+        lambda: BlockDiagonalMask.from_cu_seqlens([0, 5], total_q=4),
+        "end at most at total_q = 4",
+    ),
+    "key offsets past the total": (
+        lambda: BlockDiagonalMask.from_cu_seqlens([0, 5], [0, 6], total_k=4),
+        "cu_seqlens_k .* end at most at total_k = 4",
+    ),
+    "offsets on a device, no total": (
+        lambda: BlockDiagonalMask.from_cu_seqlens(META_OFFSETS),
+        "cu_seqlens lies on meta, .* pass total_q",
+    ),
+    "offsets on two devices": (
+        lambda: BlockDiagonalMask.from_cu_seqlens(META_OFFSETS, [0, 1, 2], total_q=2, total_k=2),
+        "cu_seqlens is on meta and cu_seqlens_k on cpu; move them together",
+    ),
+    "total negative": (lambda: BlockDiagonalMask.from_cu_seqlens([0], total_q=-1), r"0 to 2\*\*31 - 1; got -1"),
+    "total too large": (lambda: BlockDiagonalMask.from_cu_seqlens([0], total_q=2**31), "got 2147483648"),
+    "total a float": (
+        lambda: BlockDiagonalMask.from_cu_seqlens([0, 2], total_q=2.0),
+        "total_q must be an integer .* 2.0",
+    ),
+    "window below -1": (
+        lambda: BlockDiagonalMask.from_seqlens([3], window=(-2, 0)),
+        r"window must be two integers \(left, right\) of at least -1, .*; got \(-2, 0\)",
+    ),
+    "window of one": (
+        lambda: BlockDiagonalMask.from_seqlens([3], window=(4,)),
+        r"window must be two integers .*\(4,\)",
+    ),
+    "window a number": (lambda: BlockDiagonalMask.from_seqlens([3], window=4), "window must be two integers .* got 4"),
+    "window of floats": (lambda: BlockDiagonalMask.from_seqlens([3], window=(1.0, 0)), r"got \(1.0, 0\)"),
+    "float positions": (
+        lambda: BlockDiagonalMask.from_position_ids(torch.zeros(4)),
+        r"position_ids must be an integer tensor of shape \(T,\) or \(B, T\); got \(4,\) float32",
+    ),
+    "two rows of positions": (
+        lambda: BlockDiagonalMask.from_position_ids(torch.zeros(2, 1, 4, dtype=torch.int64)),
+        r"must be \(3, B, T\) or \(4, B, T\); got \(2, 1, 4\)",
+    ),
+    "positions of four dimensions": (
+        lambda: BlockDiagonalMask.from_position_ids(torch.zeros(3, 1, 1, 4, dtype=torch.int64)),
+        r"position_ids must be an integer tensor .* got \(3, 1, 1, 4\)",
+    ),
+    "bool segments": (
+        lambda: BlockDiagonalMask.from_segment_ids(torch.ones(4, dtype=torch.bool)),
+        "segment_ids must hold integers; got bool. For a padding mask use from_padding_mask",
+    ),
+    "negative segments": (lambda: BlockDiagonalMask.from_segment_ids(torch.tensor([1, -1])), "must not be negative"),
+    "a segment in pieces": (
+        lambda: BlockDiagonalMask.from_segment_ids(torch.tensor([[1, 1], [0, 2]]).repeat(1, 2)),
+        "tokens of a document must be contiguous within their row",
+    ),
+    "padding between tokens": (
+        lambda: BlockDiagonalMask.from_padding_mask(torch.tensor([[1, 1, 1], [1, 0, 1]])),
+        "padding between the tokens of a row; .* use from_segment_ids",
+    ),
+    "float padding mask": (
+        lambda: BlockDiagonalMask.from_padding_mask(torch.ones(2, 3)),
+        r"attention_mask must be an integer tensor .* got \(2, 3\) float32",
+    ),
+    "a 4D padding mask": (
+        lambda: BlockDiagonalMask.from_padding_mask(torch.ones(1, 1, 3, 3, dtype=torch.bool)),
+        r"attention_mask must be .* got \(1, 1, 3, 3\) bool",
+    ),
+    "rows descend": (
+        lambda: BlockDiagonalMask.from_seqlens([4]).restrict(torch.tensor([2, 1])),
+        r"query_rows must ascend strictly within 0\.\.3",
+    ),
+    "rows repeat": (
+        lambda: BlockDiagonalMask.from_seqlens([4]).restrict(torch.tensor([1, 1])),
+        "query_rows must ascend",
+    ),
+    "rows out of range": (lambda: BlockDiagonalMask.from_seqlens([4]).restrict(torch.tensor([4])), r"within 0\.\.3"),
+    "keys out of range": (
+        lambda: BlockDiagonalMask.from_seqlens([4], [2]).restrict(key_positions=torch.tensor([-1, 0])),
+        r"key_positions must ascend strictly within 0\.\.1",
+    ),
+    "rows on another device": (
+        lambda: BlockDiagonalMask.from_seqlens([4]).restrict(META_OFFSETS),
+        "query_rows is on meta and the mask on cpu; move them together",
+    ),
+    "rows of floats": (
+        lambda: BlockDiagonalMask.from_seqlens([4]).restrict(torch.tensor([1.0])),
+        r"query_rows must be a one-dimensional int32 or int64 tensor; got \(1,\) float32",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_with_its_reason(name: str) -> None:
+    build, message = BAD[name]
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def everything(device: str) -> list[BlockDiagonalMask]:
+    """Each constructor and operation once, from tensors that lie on `device`."""
+    offsets = torch.tensor([0, 3, 3, 8], dtype=torch.int32).to(device)
+    keys = torch.tensor([0, 2, 6, 7]).to(device)
+    positions = torch.tensor([[0, 1, 2, 0], [1, 0, 1, 2]]).to(device)
+    segments = torch.tensor([[1, 1, 2, 0], [0, 3, 3, 3]]).to(device)
+    rows = torch.tensor([0, 2, 5]).to(device)
+    packed = BlockDiagonalMask.from_cu_seqlens(offsets, total_q=10)
+    masks = [
+        packed,
+        BlockDiagonalMask.from_seqlens([3, 0, 5], [1, 2, 3], device=device),
+        BlockDiagonalMask.from_cu_seqlens(offsets, keys, window=(2, 1), causal=False, total_q=8, total_k=9),
+        BlockDiagonalMask.from_position_ids(positions, window=(2, 0)),
+        BlockDiagonalMask.from_position_ids(positions.expand(3, 2, 4)),
+        BlockDiagonalMask.from_position_ids(positions.expand(4, 2, 4)),
+        BlockDiagonalMask.from_segment_ids(segments),
+        BlockDiagonalMask.from_padding_mask(segments[1:], causal=False),
+        packed.restrict(rows, rows),
+    ]
+    return masks + [mask.transpose() for mask in masks]
+
+
+class TestNothingWaits:
+    """On an accelerator, a constructor that looks at a value stops the host until the device has caught up."""
+
+    def test_no_value_is_looked_at(self) -> None:
+        """A meta tensor has no values: whatever reads one, copies it away or depends on it for a shape raises."""
+        for mask in everything("meta"):
+            assert mask.key_start.device.type == mask.key_stop.device.type == "meta"
+
+    def test_meta_tensors_would_notice(self) -> None:
+        mask = BlockDiagonalMask.from_seqlens([3, 2], device="meta")
+        start = mask.key_start
+        reads: tuple[Callable[[], object], ...] = (
+            mask.validate, start.tolist, start.nonzero, start.cpu, start.any().__bool__, lambda: start[start > 0],
+        )  # fmt: skip
+        for read in reads:
+            with pytest.raises((RuntimeError, NotImplementedError)):
+                read()
+
+    def test_checks_become_assertions_on_the_device(self) -> None:
+        """The one place where devices part ways, under tensors that pretend to lie on a GPU."""
+        seen = []
+
+        class Watch(TorchDispatchMode):
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                seen.append(str(func))
+                return func(*args, **(kwargs or {}))
+
+        with FakeTensorMode():
+            condition = torch.empty((), dtype=torch.bool, device="cuda")
+            with Watch():
+                require(condition, "a message")
+        assert [name for name in seen if "device" not in name] == ["aten._assert_async.msg"]
+
+    @pytest.mark.gpu
+    def test_a_gpu_is_not_waited_for(self) -> None:
+        for mask, same in zip(everything("cuda"), everything("cpu"), strict=True):
+            assert torch.equal(mask.validate().to_dense().cpu(), same.to_dense())
+        offsets = torch.tensor([0, 3, 3, 8], dtype=torch.int32, device="cuda")
+        ids = torch.tensor([[0, 1, 2, 0], [1, 0, 1, 2]], device="cuda")
+        rows = torch.tensor([0, 2, 5], device="cuda")
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            mask = BlockDiagonalMask.from_cu_seqlens(offsets, total_q=10, window=(2, 1))
+            mask.transpose()
+            mask.restrict(rows, rows)
+            BlockDiagonalMask.from_position_ids(ids)
+            BlockDiagonalMask.from_position_ids(ids.expand(3, 2, 4))
+            BlockDiagonalMask.from_segment_ids(ids.cummax(1).values + 1)
+            BlockDiagonalMask.from_padding_mask(ids >= 0)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        torch.cuda.synchronize()
