@@ -1,6 +1,6 @@
 """What the compiler makes of every shipped kernel configuration, on a machine without a GPU.
 
-    python -m benchmarks.compile_report [--arch sm_90] [--csv FILE]
+python -m benchmarks.compile_report [--arch sm_90] [--csv FILE]
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ import triton
 
 from tritonpack.kernels.aot import TARGETS, Configuration, Resources, compile_configuration, shipped_configurations
 
-COLUMNS = f"{'configuration':34} {'M x N':>9} {'warps':>5} {'stages':>6} {'registers':>9} {'spills':>6} {'shared KiB':>10} {'matrix':>6} {'instructions':>12}"  # fmt: skip
+COLUMNS = (
+    f"{'configuration':34} {'M x N':>9} {'warps':>5} {'stages':>6} {'registers':>9} {'spills':>6} {'shared KiB':>10} "
+    f"{'matrix':>6} {'instructions':>12}"
+)
 
 
 def row(configuration: Configuration, resources: Resources) -> str:
@@ -25,7 +28,8 @@ def row(configuration: Configuration, resources: Resources) -> str:
     shape = f"{tile.block_m} x {tile.block_n}"
     return (
         f"{configuration!s:34} {shape:>9} {tile.num_warps:5} {tile.num_stages:6} {resources.registers:9} "
-        f"{resources.spills:6} {resources.shared_bytes / 1024:10.1f} {resources.matrix_instructions:6} {resources.instructions:12}"
+        f"{resources.spills:6} {resources.shared_bytes / 1024:10.1f} {resources.matrix_instructions:6} "
+        f"{resources.instructions:12}"
     )
 
 
@@ -39,7 +43,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"Triton {triton.__version__}\n{COLUMNS}")
     rows = []
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        for configuration, resources in zip(configurations, pool.map(compile_configuration, configurations), strict=True):
+        for configuration, resources in zip(
+            configurations, pool.map(compile_configuration, configurations), strict=True
+        ):
             print(row(configuration, resources), flush=True)
             rows.append({"configuration": str(configuration), **asdict(configuration.tile), **asdict(resources)})
     spilling = sum(bool(r["spills"]) for r in rows)

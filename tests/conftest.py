@@ -1,7 +1,6 @@
 """Shared by all tests. Imports only what a bare GPU machine has: torch and pytest."""
 
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ def _seed() -> None:
 
 
 @pytest.fixture
-def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """Uninitialised floating-point memory holds NaN, so that whatever reads it before writing it shows."""
 
     def poison(tensor: torch.Tensor) -> torch.Tensor:
@@ -42,4 +41,3 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, _original=original, **k: poison(_original(*a, **k)))
-    yield

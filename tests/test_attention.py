@@ -3,6 +3,7 @@
 The Triton backend meets the same properties in tests/kernels.
 """
 
+import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -55,12 +56,12 @@ class TestExactness:
     def test_one_query_written_out(self, backend: str) -> None:
         """Two keys with scores 0 and ln 3 weigh 1/4 and 3/4; their log-sum-exp is ln 4."""
         q, k, v = torch.zeros(2, 1, 16), torch.zeros(2, 1, 16), torch.zeros(2, 1, 16)
-        q[1, 0, 0], k[1, 0, 0] = 1.0, torch.tensor(3.0).log()
+        q[1, 0, 0], k[1, 0, 0] = 1.0, math.log(3)
         v[0], v[1] = 4.0, 8.0
         mask = BlockDiagonalMask.from_seqlens([2])
         out, lse = varlen_attention(q, k, v, mask, scale=1.0, return_lse=True, backend=backend)
         torch.testing.assert_close(out[:, 0, 0], torch.tensor([4.0, 7.0]))
-        torch.testing.assert_close(lse, torch.tensor([[0.0, 4.0]]).where(lse == 0, torch.tensor(4.0).log()))
+        torch.testing.assert_close(lse, torch.tensor([[0.0, math.log(4)]]))
 
     @pytest.mark.parametrize("case", CASES, ids=str)
     def test_reference_gradients_are_those_of_autograd(self, case: Case) -> None:
@@ -68,7 +69,9 @@ class TestExactness:
         inputs = make_inputs(case, torch.float64)
         by_formula, by_autograd = run(inputs, "reference"), run_plain(inputs)
         for name in OUTPUTS:
-            torch.testing.assert_close(by_formula[name], by_autograd[name], msg=lambda text, name=name: f"{name}: {text}")
+            torch.testing.assert_close(
+                by_formula[name], by_autograd[name], msg=lambda text, name=name: f"{name}: {text}"
+            )
 
     @BACKENDS
     def test_gradients_are_the_slopes(self, backend: str) -> None:
@@ -82,7 +85,7 @@ class TestExactness:
             out, lse = varlen_attention(q, k, v, inputs.mask, return_lse=True, backend=backend)
             return out, lse[:, seeing]  # -inf - -inf has no slope
 
-        assert torch.autograd.gradcheck(outputs, (q, k, v), fast_mode=False)
+        assert torch.autograd.gradcheck(outputs, (q, k, v))
 
     @BACKENDS
     def test_out_and_lse_are_differentiable_apart(self, backend: str) -> None:
@@ -215,7 +218,9 @@ class TestIsolation:
             q, k, v, dout, dlse = tensors
             alone = rows_first(run(Inputs(q, k, v, dout, dlse.T, BlockDiagonalMask.from_seqlens([length])), backend))
             for name in OUTPUTS:
-                torch.testing.assert_close(packed[name][rows], alone[name], msg=lambda text, name=name: f"{name}: {text}")
+                torch.testing.assert_close(
+                    packed[name][rows], alone[name], msg=lambda text, name=name: f"{name}: {text}"
+                )
             begin += length
 
 
@@ -261,7 +266,9 @@ class TestLayouts:
 
 def call(*, backend: Any = "blocked", scale: Any = None, **changed: Any) -> Tensor:
     """Attention of 4 queries and keys in 2 heads of 16, with some arguments replaced."""
-    arguments = {name: torch.randn(4, 2, 16) for name in ("q", "k", "v")} | {"mask": BlockDiagonalMask.from_seqlens([4])}
+    arguments = {name: torch.randn(4, 2, 16) for name in ("q", "k", "v")} | {
+        "mask": BlockDiagonalMask.from_seqlens([4])
+    }
     return varlen_attention(**(arguments | changed), backend=backend, scale=scale)
 
 
@@ -358,7 +365,7 @@ class TestBackends:
     def test_the_triton_backend_needs_a_gpu_or_the_interpreter(self, monkeypatch: pytest.MonkeyPatch) -> None:
         knobs = pytest.importorskip("triton").knobs
         monkeypatch.setattr(knobs.runtime, "interpret", False)
-        with pytest.raises(BackendUnavailableError, match="needs tensors on a GPU; got cpu. Use backend='blocked'"):
+        with pytest.raises(BackendUnavailableError, match="needs tensors on a GPU; got cpu"):
             call(backend="triton")
 
     def test_the_triton_backend_has_no_float64(self, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,7 +376,7 @@ class TestBackends:
 
     def test_the_triton_backend_needs_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, "triton", None)
-        with pytest.raises(BackendUnavailableError, match="needs Triton 3.6 or later, which can't be imported here"):
+        with pytest.raises(BackendUnavailableError, match=r"needs Triton 3\.6 or later, which can't be imported here"):
             call(backend="triton")
         assert call(backend="auto").shape == (4, 2, 16)
 

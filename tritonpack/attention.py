@@ -9,7 +9,6 @@ Every backend is two functions, and one autograd function serves them all:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Literal, overload
@@ -37,8 +36,8 @@ _MODULES = {
 
 @overload
 def varlen_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, *, scale: float | None = ..., return_lse: Literal[False] = ...,
-    backend: Backend = ...,
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, *, scale: float | None = ...,
+    return_lse: Literal[False] = ..., backend: Backend = ...,
 ) -> Tensor: ...  # fmt: skip
 @overload
 def varlen_attention(
@@ -62,7 +61,8 @@ def varlen_attention(
 
     Args:
         q: (T_q, H, D) float32, float16, bfloat16, or float64 where the backend is in torch. D from 16 to 256.
-        k: (T_k, H_kv, D), same dtype and device; H_kv divides H, and each key head serves H / H_kv query heads in order.
+        k: (T_k, H_kv, D), same dtype and device; H_kv divides H, and each key head serves H / H_kv query heads in
+            order.
         v: (T_k, H_kv, D), same dtype and device.
         mask: the keys of each query, `mask.num_queries == T_q` and `mask.num_keys == T_k`, same device.
         scale: what scores are multiplied by before the softmax; None means 1 / sqrt(D).
@@ -79,7 +79,8 @@ def varlen_attention(
         ValueError: shapes, dtypes, devices or a scale that don't fit; the message says what would.
         BackendUnavailableError: (a ValueError) the backend can't run here.
 
-    Source: Dao, FlashAttention-2 (arXiv:2307.08691); the derivation for interval masks is docs/math.md, sections 2 and 3.
+    Source: Dao, FlashAttention-2 (arXiv:2307.08691); the derivation for interval masks is docs/math.md, sections 2 and
+        3.
     """
     scale = _check_inputs(q, k, v, mask, scale)
     out, lse = _Attention.apply(q, k, v, mask, scale, resolve_backend(backend, q))
@@ -127,18 +128,21 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, scal
         if not isinstance(tensor, Tensor) or tensor.ndim != 3:
             given = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ValueError(
-                f"{name} must be a tensor of shape (tokens, heads, head_dim); got {given}. Flatten a batch (B, H, T, D) with "
+                f"{name} must be a tensor of shape (tokens, heads, head_dim); got {given}. Flatten a batch (B, H, T, "
+                "D) with "
                 ".transpose(1, 2).flatten(0, 1)."
             )
     dtypes = [tensor.dtype for tensor in tensors.values()]
     allowed = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
     if len(set(dtypes)) > 1 or dtypes[0] not in allowed:
         raise ValueError(
-            f"q, k and v must share one dtype of bfloat16, float16, float32, float64; got {_join(dtypes)}. Cast them first."
+            f"q, k and v must share one dtype of bfloat16, float16, float32, float64; got {_join(dtypes)}. Cast them "
+            "first."
         )
     if not isinstance(mask, BlockDiagonalMask):
         raise ValueError(
-            f"mask must be a tritonpack.BlockDiagonalMask; got {type(mask).__name__}. Build one with BlockDiagonalMask.from_cu_seqlens "
+            f"mask must be a tritonpack.BlockDiagonalMask; got {type(mask).__name__}. Build one with "
+            "BlockDiagonalMask.from_cu_seqlens "
             "or one of its siblings."
         )
     devices = [tensor.device for tensor in tensors.values()] + [mask.device]
@@ -148,21 +152,27 @@ def _check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, scal
         raise ValueError(f"k and v must have the same shape; got {tuple(k.shape)} and {tuple(v.shape)}.")
     heads, kv_heads = q.shape[1], k.shape[1]
     if not heads or not kv_heads or heads % kv_heads:
-        raise ValueError(f"the number of query heads must be a multiple of the number of key heads; got {heads} and {kv_heads}.")
+        raise ValueError(
+            f"the number of query heads must be a multiple of the number of key heads; got {heads} and {kv_heads}."
+        )
     if q.shape[2] != k.shape[2] or q.shape[2] not in HEAD_DIMS:
         raise ValueError(
-            f"q, k and v must share a head dimension from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}; got {q.shape[2]}, {k.shape[2]} "
+            f"q, k and v must share a head dimension from {HEAD_DIMS[0]} to {HEAD_DIMS[-1]}; got {q.shape[2]}, "
+            f"{k.shape[2]} "
             f"and {v.shape[2]}."
         )
     if (mask.num_queries, mask.num_keys) != (q.shape[0], k.shape[0]):
         raise ValueError(
-            f"the mask is for {mask.num_queries} queries and {mask.num_keys} keys, but q has {q.shape[0]} rows and k {k.shape[0]}. Pass "
+            f"the mask is for {mask.num_queries} queries and {mask.num_keys} keys, but q has {q.shape[0]} rows and k "
+            f"{k.shape[0]}. Pass "
             "total_q and total_k if the tensors have slack rows past the last document."
         )
     if scale is None:
         return 1.0 / math.sqrt(q.shape[2])
     if isinstance(scale, Tensor) or not math.isfinite(scale) or scale <= 0:
-        raise ValueError(f"scale must be a positive finite number (not a tensor), or None for 1/sqrt(head_dim); got {scale!r}.")
+        raise ValueError(
+            f"scale must be a positive finite number (not a tensor), or None for 1/sqrt(head_dim); got {scale!r}."
+        )
     return float(scale)
 
 
@@ -171,11 +181,13 @@ def _check_triton(q: Tensor) -> None:
         from triton import knobs
     except ImportError as error:
         raise BackendUnavailableError(
-            f"backend='triton' needs Triton 3.6 or later, which can't be imported here ({error}); install it or use backend='blocked'."
+            f"backend='triton' needs Triton 3.6 or later, which can't be imported here ({error}); install it or use "
+            "backend='blocked'."
         ) from error
     if not q.is_cuda and not knobs.runtime.interpret:
         raise BackendUnavailableError(
-            f"backend='triton' needs tensors on a GPU; got {q.device}. Use backend='blocked' (or 'auto'), or set TRITON_INTERPRET=1 "
+            f"backend='triton' needs tensors on a GPU; got {q.device}. Use backend='blocked' (or 'auto'), or set "
+            "TRITON_INTERPRET=1 "
             "before Python starts to run the kernels in Triton's interpreter."
         )
     if q.dtype == torch.float64:
@@ -186,5 +198,3 @@ def _check_triton(q: Tensor) -> None:
 
 def _join(values: list[Any]) -> str:
     return ", ".join(str(value).replace("torch.", "") for value in values)
-
-

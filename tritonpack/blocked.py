@@ -3,7 +3,8 @@
 The default where there is no GPU. A tile is up to `BLOCK_ROWS` consecutive query rows together with all keys between
 the first and the last that any of them sees. The mask is read on the host, so on an accelerator this backend waits.
 
-Shapes: t tokens, h heads, d head dimension; n key heads, g query heads per key head; m rows of a tile, k keys of a tile.
+Shapes: t tokens, h heads, d head dimension; n key heads, g query heads per key head; m rows of a tile, k keys of a
+    tile.
 """
 
 from __future__ import annotations
@@ -120,6 +121,8 @@ def plan_tiles(mask: BlockDiagonalMask) -> Plan:
 
 
 def _row_blocks(start: list[int], stop: list[int]) -> list[tuple[int, int]]:
+    if not start:
+        return []
     begins = [row for row in range(len(start)) if row == 0 or start[row] >= stop[row - 1]]
     blocks, first = [], 0
     for begin, end in zip(begins, [*begins[1:], len(start)], strict=True):

@@ -36,7 +36,8 @@ class BlockDiagonalMask:
     [3, 3, 3, 5, 5, 6]
 
     The constructors never wait for an accelerator. Values that already lie in host memory are checked on the spot and
-    raise ValueError; values on an accelerator are checked there (a device-side assertion), or on demand by `validate()`.
+    raise ValueError; values on an accelerator are checked there (a device-side assertion), or on demand by
+    `validate()`.
 
     Attributes:
         key_start: (num_queries,) int32, the first key that each query sees; never decreases.
@@ -90,7 +91,8 @@ class BlockDiagonalMask:
         Args:
             seqlens: tokens per document on the query side, integers >= 0, in host memory.
             seqlens_k: the same on the key side, for cross-attention; None means the same lengths.
-            causal: whether a query sees no later key. With unequal lengths the diagonal ends in the bottom right corner.
+            causal: whether a query sees no later key. With unequal lengths the diagonal ends in the bottom right
+                corner.
             window: (left, right) keys around the diagonal, both inclusive, -1 without limit, as FlashAttention defines
                 it; `causal` sets right to 0.
             device: where the mask lies; None means the CPU.
@@ -218,8 +220,8 @@ class BlockDiagonalMask:
         """The mask of a padded batch, flattened row after row; no token is moved.
 
         Args:
-            attention_mask: (B, T) or (T,) bool or integers, nonzero for tokens and 0 for padding on the left, the right or both
-                sides; the tokens of a row are contiguous.
+            attention_mask: (B, T) or (T,) bool or integers, nonzero for tokens and 0 for padding on the left, the
+                right or both sides; the tokens of a row are contiguous.
             causal, window: see `from_seqlens`.
 
         Raises:
@@ -230,8 +232,8 @@ class BlockDiagonalMask:
         starts = changes(live)
         require(
             ((starts & live).sum(1) <= 1).all(),
-            "attention_mask has padding between the tokens of a row; padding may lie on the left and on the right only. "
-            "For several documents in a row use from_segment_ids.",
+            "attention_mask has padding between the tokens of a row; padding may lie on the left and on the right "
+            "only. For several documents in a row use from_segment_ids.",
         )
         return mask_from_runs(starts, live, window)
 
@@ -253,9 +255,7 @@ class BlockDiagonalMask:
         """
         return self._transposed
 
-    def restrict(
-        self, query_rows: Tensor | None = None, key_positions: Tensor | None = None
-    ) -> BlockDiagonalMask:
+    def restrict(self, query_rows: Tensor | None = None, key_positions: Tensor | None = None) -> BlockDiagonalMask:
         """The mask between some of the queries and some of the keys: one rank's shard, one block of a ring.
 
         Args:
@@ -312,8 +312,9 @@ class BlockDiagonalMask:
             if wrong.any():
                 row = int(wrong.nonzero()[0, 0])
                 raise ValueError(
-                    f"row {row} of the mask sees keys [{int(start[row])}, {int(stop[row])}), which {what}; intervals must lie "
-                    "within the keys and never decrease. Check the offsets, ids or indices that the mask was built from."
+                    f"row {row} of the mask sees keys [{int(start[row])}, {int(stop[row])}), which {what}; intervals "
+                    "must lie within the keys and never decrease. Check the offsets, ids or indices that the mask was "
+                    "built from."
                 )
         return self
 
@@ -350,7 +351,7 @@ def document_starts(position_ids: Tensor) -> Tensor:
 
 
 def mask_from_runs(starts: Tensor, live: Tensor | None, window: Window) -> BlockDiagonalMask:
-    """The mask of (B, T) rows cut into runs at `starts`; runs that aren't `live` see nothing and are seen by nothing."""
+    """The mask of (B, T) rows cut into runs at `starts`; runs that aren't `live` see nothing and nothing sees them."""
     starts = starts.reshape(-1)
     total = starts.shape[0]
     rows = torch.arange(total, device=starts.device)
@@ -363,7 +364,13 @@ def mask_from_runs(starts: Tensor, live: Tensor | None, window: Window) -> Block
 
 
 def _from_bounds(
-    rows: Tensor, query_begin: Tensor, query_end: Tensor, key_begin: Tensor, key_end: Tensor, num_keys: int, window: Window
+    rows: Tensor,
+    query_begin: Tensor,
+    query_end: Tensor,
+    key_begin: Tensor,
+    key_end: Tensor,
+    num_keys: int,
+    window: Window,
 ) -> BlockDiagonalMask:
     """Intervals from the bounds of each row's document (all (T_q,)), a window around the bottom-right diagonal."""
     left, right = window
@@ -436,7 +443,8 @@ def _check_total(cu: Tensor, total: int | None, total_name: str, name: str) -> i
     if total is None:
         if not on_host:
             raise ValueError(
-                f"{name} lies on {cu.device}, where reading its last offset would wait for the device; pass {total_name}, "
+                f"{name} lies on {cu.device}, where reading its last offset would wait for the device; pass "
+                f"{total_name}, "
                 "the number of rows of the stream."
             )
         total = int(cu[-1])

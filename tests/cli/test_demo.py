@@ -19,7 +19,7 @@ from tritonpack.cli.demo.training import ProcessFailedError, Training, train_in_
 
 @pytest.fixture
 def settings():
-    return settings_for("cpu", "auto", "auto", max_length=128, seed=0)
+    return settings_for("cpu", "auto", "auto", max_length=128, threads=1, seed=0)
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from tests.patches.models import tiny_model
 
 import tritonpack
+from tests.patches.models import tiny_model
 from tritonpack.patches.families import FAMILIES
 from tritonpack.testing import check_isolation
 

@@ -34,6 +34,9 @@ def demo(
     size: Annotated[Size, typer.Option(help="The model; auto: tiny, small on a GPU.")] = "auto",
     device: Annotated[Device, typer.Option(help="auto: the GPU where there is one.")] = "auto",
     dtype: Annotated[DType, typer.Option(help="auto: float32, bfloat16 on a GPU.")] = "auto",
+    threads: Annotated[
+        int, typer.Option(min=1, help="CPU threads of each way; one is disturbed the least by whatever else runs.")
+    ] = 1,
     seed: Annotated[int, typer.Option(min=0, help="Decides weights, documents and their order.")] = 0,
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the picture.")] = Path("demo-out"),
 ) -> None:
@@ -45,7 +48,7 @@ def demo(
     from tritonpack.cli.demo.training import ProcessFailedError
 
     try:
-        settings = settings_for(device, dtype, size, max_length, seed)
+        settings = settings_for(device, dtype, size, max_length, threads, seed)
         out.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error

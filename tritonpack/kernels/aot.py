@@ -88,7 +88,12 @@ def shipped_configurations() -> list[Configuration]:
     for arch in TILES:
         for dtype, dims in head_dims.items():
             for head_dim in dims:
-                kernels: tuple[Kernel, ...] = ("forward", *key_gradient_kernels(head_dim, dtype, arch), "dq", "row_statistics")
+                kernels: tuple[Kernel, ...] = (
+                    "forward",
+                    *key_gradient_kernels(head_dim, dtype, arch),
+                    "dq",
+                    "row_statistics",
+                )
                 configurations += [Configuration(kernel, arch, head_dim, dtype) for kernel in kernels]
     return configurations
 

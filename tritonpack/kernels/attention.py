@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 import triton
 from torch import Tensor
+from torch.nn.functional import pad
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tritonpack.kernels.backward import dkdv_kernel, dq_kernel, row_statistics_kernel
@@ -166,6 +166,6 @@ def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """
     unit = 16 // x.element_size()
     if x.stride(2) != 1 or x.stride(0) % unit or x.stride(1) % unit or x.data_ptr() % 16 or 0 in x.stride():
-        x = F.pad(x, (0, -x.shape[2] % unit)).contiguous()
+        x = pad(x, (0, -x.shape[2] % unit)).contiguous()
     block = [1, rows, triton.next_power_of_2(x.shape[2])]
     return TensorDescriptor(x, [x.shape[1], x.shape[0], x.shape[2]], [x.stride(1), x.stride(0), 1], block)

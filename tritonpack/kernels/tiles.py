@@ -45,7 +45,8 @@ TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
         "dkdv": {64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 2), 256: Tile(32, 64, 8, 2)},
         "dq": {64: Tile(128, 64, 8, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 4, 2)},
     },
-    # Ampere: no TMA, so addresses take registers; tiles are chosen to fit 99 KiB of shared memory (sm_86, sm_89, sm_120).
+    # Ampere: no TMA, so addresses take registers; tiles are chosen to fit 99 KiB of shared memory (sm_86, sm_89,
+    # sm_120).
     "sm_80": {
         "forward": {64: Tile(128, 64, 8, 2), 128: Tile(128, 32, 8, 2), 256: Tile(64, 32, 8, 2)},
         "dkdv": {64: Tile(32, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 8, 2)},
@@ -65,19 +66,19 @@ FLOAT32_TILES = {64: Tile(32, 32, 4, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 
 # In the interpreter speed is the number of blocks; the shapes differ so that a mix-up of the two sides shows.
 INTERPRETER_TILE = Tile(64, 32, 4, 1)
 
-ROW_STATISTICS_TILE = Tile(32, 1, 4, 1)
+ROW_STATISTICS_TILES = {64: Tile(64, 1, 4, 1), 128: Tile(32, 1, 4, 1), 256: Tile(16, 1, 4, 1)}
 
 # The row statistics are padded to a multiple of this many rows, so that no block of queries reads past them.
 ROW_PADDING = 128
 
 
 def select_tile(kernel: Kernel, block_d: int, dtype: torch.dtype, arch: str) -> Tile:
-    """The tile for a kernel; `block_d` is the head dimension padded to a power of two, `arch` as `current_arch` says it."""
+    """The tile for a kernel; `block_d` is the head dimension padded to a power of two, `arch` that of `current_arch`."""
+    row = max(block_d, 64)
     if kernel == "row_statistics":
-        return ROW_STATISTICS_TILE
+        return ROW_STATISTICS_TILES[row]
     if arch == "interpreter":
         return INTERPRETER_TILE
-    row = max(block_d, 64)
     return FLOAT32_TILES[row] if dtype == torch.float32 else TILES[arch][kernel][row]
 
 
@@ -89,7 +90,7 @@ def key_gradient_kernels(block_d: int, dtype: torch.dtype, arch: str) -> tuple[K
 
 @cache
 def current_arch(device: torch.device) -> str:
-    """The row of the table for a device. Ampere's serves every NVIDIA GPU without a row of its own, CDNA3's every AMD one."""
+    """The row of the table for a device: Ampere's for NVIDIA GPUs without their own, CDNA3's for all of AMD's."""
     if device.type == "cpu":
         return "interpreter"
     if torch.version.hip:

@@ -22,7 +22,7 @@ NAME = "tritonpack"
 
 
 def register() -> None:
-    """Make the name known to transformers. Entries are only added, and once; no model uses them before it is patched."""
+    """Make the name known to transformers; no model uses it before it is patched."""
     AttentionInterface.register(NAME, attention_forward)
     AttentionMaskInterface.register(NAME, make_mask)
 
@@ -49,8 +49,8 @@ def make_mask(
         return attention_mask
     if isinstance(attention_mask, Packing):
         return attention_mask.interval_mask(kv_length, q_offset, kv_offset, local_size)
-    # generate() with a cache of fixed size prepares the mask before it calls the model: a padded batch, never a packed one.
-    # Its backend stays open until a patched decoder claims it.
+    # generate() with a cache of fixed size prepares the mask before it calls the model: a padded batch, never a packed
+    # one. Its backend stays open until a patched decoder claims it.
     rows = (torch.arange(q_length, device=device) + q_offset).expand(batch_size, q_length)
     begin = torch.zeros((batch_size, 1), dtype=torch.long, device=rows.device)
     if attention_mask is not None:
@@ -71,36 +71,45 @@ def attention_forward(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: query (B, H, T, D), key and value (B, H_kv, K, D) -> (B, T, H, D) and no weights.
+    """transformers' attention function: query (B, H, T, D), key and value (B, H_kv, K, D) -> (B, T, H, D) and no
+    weights.
 
     The mask is the truth: windows, causality and documents are in it already.
     """
     if not isinstance(attention_mask, IntervalMask):
         given = "no mask" if attention_mask is None else f"a {type(attention_mask).__name__}"
         raise ValueError(
-            f"a patched model's layer got {given} where it needs the packed one. Four-dimensional attention masks aren't supported: mark "
-            "documents by position_ids (or cu_seq_lens_q, seq_idx, a two-dimensional mask), and call the model, not its layers."
+            f"a patched model's layer got {given} where it needs the packed one. Four-dimensional attention masks "
+            "aren't supported: mark "
+            "documents by position_ids (or cu_seq_lens_q, seq_idx, a two-dimensional mask), and call the model, not "
+            "its layers."
         )
     if attention_mask.backend is None:
         raise ValueError(
-            "this model's attention is named 'tritonpack' but the model isn't patched (it may share its config object with one that "
-            "is), so packed documents would not be told apart. Call tritonpack.patch(model), or give it a config of its own."
+            "this model's attention is named 'tritonpack' but the model isn't patched (it may share its config object "
+            "with one that "
+            "is), so packed documents would not be told apart. Call tritonpack.patch(model), or give it a config of "
+            "its own."
         )
     if dropout:
         raise ValueError(
-            f"attention dropout of {dropout} isn't supported yet; set model.config.attention_dropout = 0.0 before building the model, or "
+            f"attention dropout of {dropout} isn't supported yet; set model.config.attention_dropout = 0.0 before "
+            "building the model, or "
             "call model.eval()."
         )
     unsupported = [name for name in UNSUPPORTED_ARGUMENTS if kwargs.get(name) is not None]
     if unsupported or kwargs.get("output_attentions"):
         raise UnsupportedModelError(
-            f"attention asks for {', '.join(unsupported) or 'output_attentions'}, which tritonpack doesn't support yet; unpatch the model."
+            f"attention asks for {', '.join(unsupported) or 'output_attentions'}, which tritonpack doesn't support "
+            "yet; unpatch the model."
         )
     batch, _, length, _ = query.shape
     if attention_mask.shape[0] != batch or attention_mask.shape[2:] != (length, key.shape[2]):
         raise ValueError(
-            f"the mask is for {tuple(attention_mask.shape)} (batch, 1, queries, keys) but attention got {batch} rows of {length} queries and "
-            f"{key.shape[2]} keys; this model changes its keys between mask and attention, which tritonpack doesn't support."
+            f"the mask is for {tuple(attention_mask.shape)} (batch, 1, queries, keys) but attention got {batch} rows "
+            f"of {length} queries and "
+            f"{key.shape[2]} keys; this model changes its keys between mask and attention, which tritonpack doesn't "
+            "support."
         )
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     mask = attention_mask.mask.to(q.device) if attention_mask.device != q.device else attention_mask.mask

@@ -18,7 +18,8 @@ from tritonpack.mask import BlockDiagonalMask, Window, changes, document_starts,
 
 @dataclass(frozen=True)
 class IntervalMask:
-    """A `BlockDiagonalMask` that looks like the 4D tensor which transformers' code expects between a model and its layers.
+    """A `BlockDiagonalMask` that looks like the 4D tensor which transformers' code expects between a model and its
+    layers.
 
     Attributes:
         mask: batch_size * num_queries rows, batch_size * num_keys keys, row after row.
@@ -86,10 +87,7 @@ class Packing:
         key = (num_keys, key_offset, sliding_window)
         if key not in self._masks:
             window = (-1 if sliding_window is None else sliding_window - 1, 0)
-            if fresh:
-                mask = self._documents(window)
-            else:
-                mask = self._cached(num_keys, query_offset, key_offset, window)
+            mask = self._documents(window) if fresh else self._cached(num_keys, query_offset, key_offset, window)
             self._masks[key] = IntervalMask(mask, torch.Size((self.shape[0], 1, self.shape[1], num_keys)), self.backend)
         return self._masks[key]
 
@@ -103,25 +101,26 @@ class Packing:
         ids = self.attention_mask
         if ids.shape != self.shape:
             raise ValueError(
-                f"attention_mask has shape {tuple(ids.shape)} but the tokens have {tuple(self.shape)}; without a cache they must be "
+                f"attention_mask has shape {tuple(ids.shape)} but the tokens have {tuple(self.shape)}; without a "
+                "cache they must be "
                 "the same. Four-dimensional masks are not supported by a patched model: mark documents by position_ids."
             )
         pieces = changes(ids)
         seen_before = torch.cat([torch.zeros_like(ids[:, :1]), ids.cummax(1).values[:, :-1]], dim=1)
         require(
             ~(pieces & ~starts & (ids != 0) & (ids <= seen_before)).any() & (ids >= 0).all(),
-            "attention_mask has padding inside a document. Padding may lie before, between and after documents; number documents "
+            "attention_mask has padding inside a document. Padding may lie before, between and after documents; "
+            "number documents "
             "in ascending order, or let position_ids restart where one begins.",
         )
         return mask_from_runs(starts | pieces, ids != 0, window)
 
-    def _cached(
-        self, num_keys: int, query_offset: int | Tensor, key_offset: int, window: Window
-    ) -> BlockDiagonalMask:
+    def _cached(self, num_keys: int, query_offset: int | Tensor, key_offset: int, window: Window) -> BlockDiagonalMask:
         """Queries continue what the cache holds: a token at position p follows p tokens of its own document."""
         if self.boundaries is not None:
             raise ValueError(
-                "cu_seq_lens_q, seq_idx and cu_seqlens describe a batch of whole documents, but the cache already holds tokens. Pass "
+                "cu_seq_lens_q, seq_idx and cu_seqlens describe a batch of whole documents, but the cache already "
+                "holds tokens. Pass "
                 "position_ids alone when continuing from a cache, or past_key_values=None."
             )
         batch, length = self.shape
@@ -156,7 +155,8 @@ def first_tokens(attention_mask: Tensor) -> Tensor:
     live = attention_mask != 0
     require(
         ((changes(live) & live).sum(1) <= 1).all(),
-        "attention_mask has padding between the tokens that the cache holds and new ones; pad on the left when generating.",
+        "attention_mask has padding between the tokens that the cache holds and new ones; pad on the left when "
+        "generating.",
     )
     return live.int().argmax(1)
 
@@ -168,8 +168,8 @@ def cached_mask(rows: Tensor, begin: Tensor, num_keys: int, key_offset: int, win
     base = torch.arange(rows.shape[0], device=rows.device)[:, None] * num_keys
     stop = (rows + 1 - key_offset).clamp(0, num_keys)
     start = torch.minimum((start - key_offset).clamp(0, num_keys), stop)
-    flat = ((base + bound).flatten().to(torch.int32) for bound in (start, stop))
-    return BlockDiagonalMask(*flat, num_keys=rows.shape[0] * num_keys)
+    start, stop = ((base + bound).flatten().to(torch.int32) for bound in (start, stop))
+    return BlockDiagonalMask(start, stop, rows.shape[0] * num_keys)
 
 
 def read_packing(arguments: dict[str, Any], backend: str) -> Any:
@@ -200,7 +200,9 @@ def read_packing(arguments: dict[str, Any], backend: str) -> Any:
         if attention_mask.is_floating_point():
             raise ValueError(f"attention_mask must hold integers or bool; got {attention_mask.dtype}.")
         attention_mask = attention_mask.to(device=device, dtype=torch.int32)
-    return Packing(attention_mask, arguments.get("position_ids"), _boundaries(arguments, shape, device), shape, device, backend)
+    return Packing(
+        attention_mask, arguments.get("position_ids"), _boundaries(arguments, shape, device), shape, device, backend
+    )
 
 
 def _claim(mask: Any, backend: str) -> Any:
@@ -218,7 +220,8 @@ def _boundaries(arguments: dict[str, Any], shape: torch.Size, device: torch.devi
             require((cu_q == cu_k).all(), differ)
         require(
             (cu_q[0] == 0) & (cu_q[-1] == total) & (cu_q[1:] >= cu_q[:-1]).all(),
-            f"cu_seq_lens_q must begin with 0, never decrease and end with the number of tokens, {total} ({shape[0]} x {shape[1]}).",
+            f"cu_seq_lens_q must begin with 0, never decrease and end with the number of tokens, {total} ({shape[0]} "
+            f"x {shape[1]}).",
         )
         starts = torch.zeros(total + 1, dtype=torch.bool, device=device)
         starts[cu_q.to(device=device, dtype=torch.long)] = True

@@ -36,9 +36,12 @@ class Report:
 
     def __str__(self) -> str:
         kinds = sorted({window for window in self.windows if window is not None})
-        sliding = f"{sum(w is not None for w in self.windows)} with a sliding window of {kinds}" if kinds else "no window"
+        sliding = (
+            f"{sum(w is not None for w in self.windows)} with a sliding window of {kinds}" if kinds else "no window"
+        )
         return (
-            f"{FAMILIES[self.model_type]} ({self.model_type}): {self.layers} attention layers, {sliding}; backend {self.backend}, in "
+            f"{FAMILIES[self.model_type]} ({self.model_type}): {self.layers} attention layers, {sliding}; backend "
+            f"{self.backend}, in "
             f"place of {self.replaced}"
         )
 
@@ -70,10 +73,10 @@ class Patch:
 def patch(model: nn.Module, *, backend: str = "auto") -> Patch:
     """Replace a transformers model's attention with varlen attention that keeps packed documents apart.
 
-    Afterwards documents are told apart by whatever says where they begin: `cu_seq_lens_q` or `seq_idx` as collators pass
-    them, a two-dimensional `attention_mask` (0 for padding; other numbers number documents), or `position_ids` that
-    restart; with or without `use_cache`, in one row or many. Nothing process-wide is replaced and no state outlives a
-    forward pass.
+    Afterwards documents are told apart by whatever says where they begin: `cu_seq_lens_q` or `seq_idx` as collators
+    pass them, a two-dimensional `attention_mask` (0 for padding; other numbers number documents), or `position_ids`
+    that restart; with or without `use_cache`, in one row or many. Nothing process-wide is replaced and no state
+    outlives a forward pass.
 
     Args:
         model: a transformers model of a supported family, or a module that holds one (PEFT's wrappers do).
@@ -112,7 +115,7 @@ def unpatch(model: nn.Module) -> None:
     decoder, key, hook = found
     del decoder._forward_pre_hooks[key]
     decoder._forward_pre_hooks_with_kwargs.pop(key, None)
-    decoder.config._attn_implementation_internal = hook.replaced
+    decoder.config._attn_implementation_internal = hook.replaced  # type: ignore[union-attr]
 
 
 class PackingHook:
@@ -137,7 +140,8 @@ def _decoder(model: nn.Module) -> PreTrainedModel:
     for module in models:
         if module.config.model_type not in FAMILIES:
             raise UnsupportedModelError(
-                f"{type(module).__name__} (model type {module.config.model_type!r}) isn't supported yet: it isn't known to keep packed "
+                f"{type(module).__name__} (model type {module.config.model_type!r}) isn't supported yet: it isn't "
+                "known to keep packed "
                 f"documents apart. Supported: {', '.join(sorted(FAMILIES))}."
             )
     decoders = [module for module in models if module.base_model is module]

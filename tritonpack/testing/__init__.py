@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tritonpack.testing.isolation import check_isolation as check_isolation
     from tritonpack.testing.tolerance import Errors as Errors
     from tritonpack.testing.tolerance import check_backend as check_backend
+    from tritonpack.testing.tolerance import check_outputs as check_outputs
 
 _HOMES = {
     "CASES": "cases",
@@ -19,6 +20,7 @@ _HOMES = {
     "Inputs": "cases",
     "check_backend": "tolerance",
     "check_isolation": "isolation",
+    "check_outputs": "tolerance",
     "make_inputs": "cases",
 }
 

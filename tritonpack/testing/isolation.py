@@ -26,8 +26,8 @@ class IsolationReport:
         moved_by_others: how far logits moved when another document changed; 0.0 is bitwise equality.
         gradient_to_others: the largest gradient that a document's loss has in another document's embeddings, relative
             to the largest in its own.
-        allowed: what the first of these may be: half the digits of the model's dtype. The others may be rounding, 64 units
-            in the last place (zero where no kernel's shape depends on the tokens, as a mixture of experts' does).
+        allowed: what the first of these may be: half the digits of the model's dtype. The others may be rounding, 64
+            units in the last place (zero where no kernel's shape depends on the tokens, as a mixture of experts' does).
     """
 
     lengths: tuple[int, ...]
@@ -38,8 +38,10 @@ class IsolationReport:
 
     def __str__(self) -> str:
         return (
-            f"isolated: documents of {', '.join(map(str, self.lengths))} tokens; packed against alone {self.packed_against_alone:.1e} "
-            f"(allowed {self.allowed:.1e}), moved by other documents {self.moved_by_others:.1e}, gradient to other documents "
+            f"isolated: documents of {', '.join(map(str, self.lengths))} tokens; packed against alone "
+            f"{self.packed_against_alone:.1e} "
+            f"(allowed {self.allowed:.1e}), moved by other documents {self.moved_by_others:.1e}, gradient to other "
+            "documents "
             f"{self.gradient_to_others:.1e}"
         )
 
@@ -130,12 +132,17 @@ def _explain(
     others: Tensor,
 ) -> str:
     layer = next((name for name in before if not torch.equal(before[name][:, others], after[name][:, others])), None)
-    where = f"the leak begins in {layer}" if layer else "no layer's output moved, so positions or gradients are at fault"
+    where = (
+        f"the leak begins in {layer}" if layer else "no layer's output moved, so positions or gradients are at fault"
+    )
     told = "position_ids" if form == "position_ids" else "position_ids and an all-ones attention_mask"
     return (
-        f"documents of a batch packed by {told} see each other: {where}. Packed logits differ from each document's own by "
-        f"{found['alone']:.1e}, move by {found['moved']:.1e} when document {changed} changes, and reach it with a gradient of "
-        f"{found['gradient']:.1e} (all relative; {allowed:.1e}, {rounding:.1e} and {rounding:.1e} would be rounding). tritonpack.patch(model) keeps documents apart."
+        f"documents of a batch packed by {told} see each other: {where}. Packed logits differ from each document's "
+        "own by "
+        f"{found['alone']:.1e}, move by {found['moved']:.1e} when document {changed} changes, and reach it with a "
+        "gradient of "
+        f"{found['gradient']:.1e} (all relative; {allowed:.1e}, {rounding:.1e} and {rounding:.1e} would be rounding). "
+        "tritonpack.patch(model) keeps documents apart."
     )
 
 

@@ -1,9 +1,9 @@
 """How exact is exact: a backend's error against float64, bounded by the error of plain attention in the same dtype.
 
 The rule (that of FlashAttention's own tests): on the same rounded inputs, the largest error against a float64 reference
-is at most twice that of plain attention computed in the low precision throughout, plus a band of rounding: of the result
-in its own dtype, and of its terms in the float32 (or float64) that they are summed in. So no tolerance is chosen by hand,
-and none grows with a dtype that doesn't need it.
+is at most twice that of plain attention computed in the low precision throughout, plus a band of rounding: of the
+result in its own dtype, and of its terms in the float32 (or float64) that they are summed in. So no tolerance is
+chosen by hand, and none grows with a dtype that doesn't need it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ BAND = 4
 
 @dataclass(frozen=True)
 class Errors:
-    """Largest absolute errors against float64, by output name: the backend's, plain attention's, and what was allowed."""
+    """Largest absolute errors against float64, by output name: the backend's, plain attention's, and what was
+    allowed."""
 
     backend: dict[str, float]
     plain: dict[str, float]
@@ -34,7 +35,7 @@ class Errors:
     def __str__(self) -> str:
         rows = (
             f"{name}: {self.backend[name]:.2e} (plain {self.plain[name]:.2e}, allowed {self.allowed[name]:.2e})"
-            for name in OUTPUTS
+            for name in self.backend
         )
         return "; ".join(rows)
 
@@ -54,12 +55,16 @@ def check_backend(inputs: Inputs, backend: Any = "auto", *, scale: float | None 
         AssertionError: a value that isn't finite where the reference's is, a row that should be empty and isn't, or an
             error beyond what is allowed; the message names the output and the figures.
     """
+    return check_outputs(inputs, run(inputs, backend, scale=scale), scale=scale)
+
+
+def check_outputs(inputs: Inputs, actual: dict[str, Tensor], *, scale: float | None = None) -> Errors:
+    """As `check_backend`, on outputs computed elsewhere: some or all of "out", "lse", "dq", "dk", "dv"."""
     exact = run(_as_float64(inputs), "reference", scale=scale)
     plain = run_plain(inputs, scale=scale)
-    actual = run(inputs, backend, scale=scale)
     terms = _sizes_of_terms(_as_float64(inputs), exact, scale=scale)
     errors: dict[str, dict[str, float]] = {"backend": {}, "plain": {}, "allowed": {}}
-    for name in OUTPUTS:
+    for name in actual:
         got, want = actual[name], exact[name]
         finite = want.isfinite()
         if not torch.equal(got.isfinite(), finite) or not torch.equal(got.isneginf(), want.isneginf()):
@@ -70,7 +75,7 @@ def check_backend(inputs: Inputs, backend: Any = "auto", *, scale: float | None 
         rounding = torch.finfo(got.dtype).eps * _largest(want, finite) + torch.finfo(wide).eps * terms[name]
         errors["allowed"][name] = 2 * errors["plain"][name] + BAND * rounding
     report = Errors(**errors)
-    worse = [name for name in OUTPUTS if errors["backend"][name] > errors["allowed"][name]]
+    worse = [name for name in actual if errors["backend"][name] > errors["allowed"][name]]
     if worse:
         raise AssertionError(f"{', '.join(worse)} beyond twice plain attention's error: {report}")
     return report
@@ -101,7 +106,9 @@ def run_plain(inputs: Inputs, *, scale: float | None = None) -> dict[str, Tensor
     p = torch.softmax(safe, -1).masked_fill(~seeing[:, :, 0], 0.0)
     out = torch.einsum("hqk,khd->qhd", p, v.repeat_interleave(group, 1))
     lse = torch.logsumexp(safe, -1).masked_fill(~seeing[:, 0, 0], float("-inf"))
-    dout, dlse = (torch.where(live, x, 0.0).to(q.dtype) for x, live in ((inputs.dout, seeing), (inputs.dlse, seeing[:, 0, 0])))
+    dout, dlse = (
+        torch.where(live, x, 0.0).to(q.dtype) for x, live in ((inputs.dout, seeing), (inputs.dlse, seeing[:, 0, 0]))
+    )
     grads = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
     return dict(zip(OUTPUTS, (out.detach(), lse.detach(), *grads), strict=True))
 
@@ -135,8 +142,8 @@ def _sizes_of_terms(inputs: Inputs, exact: dict[str, Tensor], *, scale: float | 
 
 
 def _as_float64(inputs: Inputs) -> Inputs:
-    tensors = (x.double() for x in (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse))
-    return Inputs(*tensors, mask=inputs.mask)
+    q, k, v, dout, dlse = (x.double() for x in (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse))
+    return Inputs(q, k, v, dout, dlse, inputs.mask)
 
 
 def _largest(x: Tensor, where: Tensor) -> float:

@@ -44,7 +44,7 @@ class Options:
     out: Path
 
 
-def settings_for(device: str, dtype: str, size: str, max_length: int | None, seed: int) -> Settings:
+def settings_for(device: str, dtype: str, size: str, max_length: int | None, threads: int, seed: int) -> Settings:
     """The settings that options stand for, "auto" and None being whatever suits the device.
 
     Raises:
@@ -61,6 +61,7 @@ def settings_for(device: str, dtype: str, size: str, max_length: int | None, see
         dtype=getattr(torch, defaults.dtype if dtype == "auto" else dtype),
         size=defaults.size if size == "auto" else size,
         max_length=max_length or defaults.max_length,
+        threads=threads,
     )
 
 
@@ -98,10 +99,12 @@ def _preface(corpus: Corpus, settings: Settings, steps: int, documents: int) -> 
     )
     if corpus.unreadable:
         yield f"Left out, because this Python can't parse them: {count(corpus.unreadable, 'file')}."
+    dtype = str(settings.dtype).removeprefix("torch.")
+    threads = count(settings.threads, "CPU thread")
     yield (
-        f"{steps} steps of {count(documents, 'document')} each way, with the {settings.size} model on {settings.device}"
-        f" in {str(settings.dtype).removeprefix('torch.')}. Each way has a fresh process, and they take turns, step by"
-        f" step; the first {WARMUP_STEPS} steps aren't timed."
+        f"{steps} steps of {count(documents, 'document')} each way: the {settings.size} model on {settings.device}, "
+        f"{dtype}, {threads}. Each way has a fresh process, and they take turns, step by step; the first "
+        f"{WARMUP_STEPS} steps aren't timed."
     )
 
 

@@ -14,7 +14,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from tritonpack.cli.demo.model import WAYS, Way
-from tritonpack.cli.demo.report import count, loss_gap
+from tritonpack.cli.demo.report import count
 from tritonpack.cli.demo.training import Run
 from tritonpack.mask import BlockDiagonalMask
 from tritonpack.packing import pack
@@ -132,10 +132,10 @@ def _draw_gaps(axes: Axes, runs: Mapping[Way, Run]) -> None:
     padded = runs["padded"].losses
     for way in WAYS[1:]:
         gap = np.abs(np.subtract(runs[way].losses, padded))
-        label = f"{way} (largest: {loss_gap(runs[way], runs['padded']):.1e})"
-        # A logarithm has no place for an exact zero: those steps are left blank.
-        shown = np.where(gap > 0, gap, np.nan)
-        axes.plot(range(1, len(gap) + 1), shown, color=_WAY_COLORS[way], marker=".", label=label)
+        apart = np.flatnonzero(gap)  # a logarithm has no place for the steps at an exact zero
+        same = f"; 0 at {count(len(gap) - len(apart), 'step')}" if len(apart) < len(gap) else ""
+        label = f"{way} (largest: {gap.max():.1e}{same})"
+        axes.plot(apart + 1, gap[apart], color=_WAY_COLORS[way], marker=".", label=label)
     axes.set_yscale("log")
     axes.set_title("Distance of the training loss from padded's")
     axes.set_xlabel("step")

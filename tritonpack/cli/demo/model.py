@@ -45,6 +45,7 @@ class Settings:
     dtype: torch.dtype
     size: str
     max_length: int
+    threads: int
 
     @property
     def learning_rate(self) -> float:

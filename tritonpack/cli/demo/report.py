@@ -36,8 +36,8 @@ def table(runs: Mapping[Way, Run]) -> Table:
     result = Table(
         title="The same documents in the same order, three ways",
         caption="Tokens per second don't count padding. Losses are in nats per token: training is the mean of the last "
-        f"{LAST_STEPS} steps, held out is judged alike for all (documents apart, stock attention), the gap is the largest "
-        "distance of a step's training loss from padded's.",
+        f"{LAST_STEPS} steps; held-out is judged alike for all, documents apart, with stock attention; the gap is the "
+        "largest distance of a step's training loss from padded's.",
         caption_justify="left",
     )
     result.add_column("way")

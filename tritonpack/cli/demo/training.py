@@ -112,7 +112,7 @@ def train_in_turns(
     Raises:
         ProcessFailedError: a process failed; its own traceback is on stderr.
     """
-    from tqdm import tqdm  # type: ignore[import-untyped]
+    from tqdm import tqdm
 
     with ExitStack() as stack:
         workers = {way: stack.enter_context(_Worker(way, steps, validation, settings)) for way in WAYS}
@@ -127,11 +127,13 @@ def train_in_turns(
 class _Worker:
     """A process with a Training in it, whose methods are called one at a time; leaving the context ends it."""
 
-    def __init__(self, way: Way, *arguments: Any) -> None:
+    def __init__(
+        self, way: Way, steps: Sequence[Sequence[Document]], validation: Sequence[Document], settings: Settings
+    ) -> None:
         context = multiprocessing.get_context("spawn")
         self._way = way
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(theirs, way, *arguments))
+        self._process = context.Process(target=_work, args=(theirs, way, steps, validation, settings))
         self._process.start()
         theirs.close()  # so that the pipe ends when the process does
 
@@ -157,8 +159,15 @@ class _Worker:
             raise ProcessFailedError(message) from None
 
 
-def _work(connection: Connection, *arguments: Any) -> None:
-    training = Training(*arguments)
+def _work(
+    connection: Connection,
+    way: Way,
+    steps: Sequence[Sequence[Document]],
+    validation: Sequence[Document],
+    settings: Settings,
+) -> None:
+    torch.set_num_threads(settings.threads)
+    training = Training(way, steps, validation, settings)
     connection.send(None)
     with suppress(EOFError):  # nobody asks any more
         while True:

@@ -1,0 +1,161 @@
+"""What only a GPU can show: bf16 on tensor cores, races, memory, large offsets, no waiting, no recompiling."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import tritonpack
+import tritonpack.testing
+from tritonpack import BlockDiagonalMask, varlen_attention
+from tritonpack.testing import CASES, Case, check_backend, make_inputs
+from tritonpack.testing.tolerance import OUTPUTS, run
+
+pytestmark = pytest.mark.gpu
+
+HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+
+LARGE = (
+    Case("long", (4096,), heads=8, kv_heads=2, head_dim=128),
+    Case("ordinary", (700, 130, 0, 1500, 63, 1, 900), heads=8, kv_heads=2, head_dim=128, slack=77),
+    Case("ordinary-64", (700, 130, 0, 1500, 63, 1, 900), heads=8, kv_heads=8, head_dim=64),
+    Case("ordinary-256", (700, 130, 0, 1500, 63, 1), heads=4, kv_heads=1, head_dim=256),
+    Case("tiny", (20,) * 150, heads=8, kv_heads=2, head_dim=128),
+    Case("bidirectional", (700, 130, 1500), heads=8, kv_heads=2, head_dim=128, causal=False),
+    Case("window", (2000, 300), heads=8, kv_heads=2, head_dim=128, window=(256, 0)),
+    Case("cross", (300, 900), (1500, 200), heads=8, kv_heads=2, head_dim=128),
+)
+
+
+@pytest.fixture
+def waiting_is_an_error() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    yield
+    torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_small_cases(case: Case, dtype: torch.dtype) -> None:
+    check_backend(make_inputs(case, dtype, "cuda", slack_value=float("nan")), "triton")
+
+
+@HALF
+@pytest.mark.parametrize("case", LARGE, ids=str)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_large_cases(case: Case, dtype: torch.dtype) -> None:
+    check_backend(make_inputs(case, dtype, "cuda", slack_value=float("nan")), "triton")
+
+
+@HALF
+@pytest.mark.parametrize("case", LARGE, ids=str)
+def test_repeats_are_equal_to_the_bit(case: Case, dtype: torch.dtype) -> None:
+    """A race would show as a moving result."""
+    inputs = make_inputs(case, dtype, "cuda")
+    first = run(inputs, "triton")
+    for _ in range(50):
+        again = run(inputs, "triton")
+        assert all(torch.equal(first[name], again[name]) for name in OUTPUTS)
+
+
+def test_documents_are_isolated_to_the_bit() -> None:
+    case = LARGE[1]
+    inputs = make_inputs(case, torch.bfloat16, "cuda")
+    before = run(inputs, "triton")
+    rows = slice(830, 2330)
+    for x in (inputs.q, inputs.k, inputs.v, inputs.dout):
+        x[rows] += 1.5
+    after = run(inputs, "triton")
+    for name in OUTPUTS:
+        was, now = (x[name].movedim(-1, 0) if name == "lse" else x[name] for x in (before, after))
+        others = torch.ones(was.shape[0], dtype=torch.bool, device="cuda")
+        others[rows] = False
+        assert torch.equal(was[others], now[others]), name
+        assert not torch.equal(was[rows], now[rows]), name
+
+
+def test_backward_memory_is_gradients_and_row_statistics() -> None:
+    tokens, heads, kv_heads, head_dim = 16384, 32, 8, 128
+    q = torch.randn(tokens, heads, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    k, v = (
+        torch.randn(tokens, kv_heads, head_dim, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        for _ in range(2)
+    )
+    mask = BlockDiagonalMask.from_seqlens([tokens - 300, 300], device="cuda")
+    out = varlen_attention(q, k, v, mask)
+    dout = torch.randn_like(out)
+    torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    grads = torch.autograd.grad(out, (q, k, v), dout)
+    extra = torch.cuda.max_memory_allocated() - before - sum(g.nbytes for g in grads)
+    assert extra <= 2 * 4 * heads * tokens + 2**20
+
+
+@pytest.mark.usefixtures("waiting_is_an_error")
+def test_nothing_waits_for_the_host() -> None:
+    cu_seqlens = torch.tensor([0, 100, 100, 600], dtype=torch.int32, device="cpu").to("cuda", non_blocking=True)
+    q, k, v = (torch.randn(640, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    masks = (
+        BlockDiagonalMask.from_cu_seqlens(cu_seqlens, total_q=640),
+        BlockDiagonalMask.from_position_ids(torch.arange(640, device="cuda") % 50),
+        BlockDiagonalMask.from_segment_ids((torch.arange(640, device="cuda") // 50).clamp(max=9)),
+        BlockDiagonalMask.from_padding_mask((torch.arange(640, device="cuda") < 600).int()),
+    )
+    for mask in masks:
+        varlen_attention(q, k, v, mask).sum().backward()
+
+
+def test_new_lengths_compile_nothing() -> None:
+    from tritonpack.kernels.backward import dkdv_kernel, dq_kernel, row_statistics_kernel
+    from tritonpack.kernels.forward import forward_kernel
+
+    kernels = (forward_kernel, dkdv_kernel, dq_kernel, row_statistics_kernel)
+
+    def compiled() -> int:
+        return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())
+
+    def step(lengths: list[int]) -> None:
+        q = torch.randn(sum(lengths), 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        varlen_attention(q, q, q, BlockDiagonalMask.from_seqlens(lengths, device="cuda")).sum().backward()
+
+    step([64, 64])
+    before = compiled()
+    for lengths in ([1], [16], [17, 0, 31], [1000, 24], [4096], [333] * 7):
+        step(lengths)
+    assert compiled() == before
+
+
+def test_more_than_two_to_the_31_elements() -> None:
+    tokens, heads, head_dim = 2**31 // (32 * 128) + 1000, 32, 128
+    q = torch.randn(tokens, heads, head_dim, device="cuda", dtype=torch.bfloat16)
+    k, v = (torch.randn(tokens, 1, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    assert q.numel() > 2**31
+    tail = 500
+    lengths = [*[1000] * ((tokens - tail) // 1000), (tokens - tail) % 1000, tail]
+    out = varlen_attention(q, k, v, BlockDiagonalMask.from_seqlens(lengths, device="cuda"))
+    alone = varlen_attention(q[-tail:], k[-tail:], v[-tail:], BlockDiagonalMask.from_seqlens([tail], device="cuda"))
+    assert float((out[-tail:] - alone).abs().max()) < 2e-2
+    assert torch.isfinite(out[::1001]).all()
+
+
+def test_a_bad_offset_on_the_device_is_caught_on_demand() -> None:
+    start = torch.tensor([0, 0, 2], dtype=torch.int32, device="cuda")
+    with pytest.raises(ValueError, match="row 2"):
+        BlockDiagonalMask(start, torch.tensor([1, 2, 9], dtype=torch.int32, device="cuda"), 3).validate()
+
+
+def test_a_patched_model() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=256, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to("cuda", torch.bfloat16)
+    with tritonpack.patch(model) as handle:
+        print(handle.report)
+        tritonpack.testing.check_isolation(model, lengths=(200, 1, 70, 333))
+    with pytest.raises(tritonpack.IsolationError):
+        tritonpack.testing.check_isolation(model, lengths=(200, 1, 70, 333))

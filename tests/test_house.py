@@ -1,0 +1,181 @@
+"""The house rules: which way imports run, what a cold import needs, how large a file grows, what is documented."""
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "tritonpack"
+MODULES = sorted(PACKAGE.rglob("*.py"))
+SOURCES = MODULES + [
+    path for folder in ("tests", "benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py"))
+]
+
+# Each room of the package, and the rooms that it may import from besides itself.
+GROUND = {"errors", "mask"}
+BACKENDS = {"blocked", "kernels", "reference"}
+ALLOWED = {
+    "errors": set(),
+    "mask": {"errors"},
+    "blocked": GROUND,
+    "kernels": GROUND,
+    "reference": GROUND,
+    "attention": GROUND | BACKENDS,
+    "packing": GROUND,
+    "patches": GROUND | {"attention"},
+    "testing": GROUND | {"attention", "patches"},
+    "cli": GROUND | BACKENDS | {"attention", "packing", "patches", "testing"},
+    "__main__": {"cli"},
+    "__init__": GROUND | {"attention", "packing", "patches"},
+}
+
+# Heavy or optional packages, and the rooms that may import them at all.
+GUESTS = {
+    "accelerate": {"cli"},
+    "matplotlib": {"cli"},
+    "numba": {"packing"},
+    "rich": {"cli"},
+    "torch.distributed": set(),
+    "tqdm": {"cli"},
+    "transformers": {"cli", "patches"},
+    "triton": {"attention", "kernels"},
+    "typer": {"cli"},
+}
+
+
+def imports_of(source: str, module: str) -> set[str]:
+    """The dotted names that a module imports, wherever in it, also by a string such as "tritonpack.mask"."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = module.split(".")[: -node.level]
+                base = ".".join([*package, base] if base else package)
+            # `from tritonpack import mask` imports a room, `from tritonpack import patch` the room that patch is in.
+            names |= {f"{base}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            names |= set(re.findall(r"^tritonpack(?:\.\w+)+$", node.value))
+    return names
+
+
+def room_of(name: str) -> str:
+    """The room that a dotted name within the package belongs to; names that the package itself offers count by home."""
+    from tritonpack import _HOMES
+
+    first = name.split(".")[1] if "." in name else "__init__"
+    return _HOMES.get(first, first if first in ALLOWED else "__init__")
+
+
+def breaches(source: str, module: str) -> Iterator[str]:
+    room = module.split(".")[1] if "." in module else "__init__"
+    for name in sorted(imports_of(source, module)):
+        if name.split(".")[0] == "tritonpack":
+            target = room_of(name)
+            if target not in ALLOWED[room] | {room, "__init__"}:
+                yield f"{module} imports {name}, but {room} may import from {sorted(ALLOWED[room])} alone"
+        for guest, rooms in GUESTS.items():
+            if (name + ".").startswith(guest + ".") and room not in rooms:
+                yield f"{module} imports {name}, which is for {sorted(rooms)} alone"
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts)
+
+
+class TestImports:
+    @pytest.mark.parametrize("path", MODULES, ids=module_name)
+    def test_imports_run_one_way(self, path: Path) -> None:
+        assert not list(breaches(path.read_text(encoding="utf-8"), module_name(path)))
+
+    @pytest.mark.parametrize(
+        ("module", "source"),
+        [
+            ("tritonpack.mask", "from tritonpack.attention import varlen_attention"),
+            ("tritonpack.mask", "from .attention import varlen_attention"),
+            ("tritonpack.mask", "from tritonpack import varlen_attention"),
+            ("tritonpack.mask", "def later():\n    import tritonpack.blocked"),
+            ("tritonpack.kernels.forward", "import_module('tritonpack.patches')"),
+            ("tritonpack.kernels.forward", "from ..attention import resolve_backend"),
+            ("tritonpack.kernels.forward", "from transformers import LlamaModel"),
+            ("tritonpack.kernels.forward", "from torch import distributed"),
+            ("tritonpack.packing.bins", "import triton.language as tl"),
+            ("tritonpack.packing.bins", "from tritonpack import reference"),
+            ("tritonpack.patches.patching", "from tritonpack.testing import check_isolation"),
+            ("tritonpack.testing.cases", "import tritonpack.cli"),
+        ],
+    )
+    def test_a_breach_is_seen(self, module: str, source: str) -> None:
+        assert list(breaches(source, module))
+
+    def test_every_room_has_a_rule(self) -> None:
+        rooms = {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in MODULES}
+        assert rooms == set(ALLOWED)
+
+
+COLD = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {absent!r}:
+            raise ModuleNotFoundError(f"no module named {{name!r}} here", name=name)
+
+sys.meta_path.insert(0, Absent())
+import tritonpack
+assert "torch" not in sys.modules, "import tritonpack loads torch"
+import torch
+from tritonpack import BlockDiagonalMask, PackingCollator, varlen_attention
+
+batch = PackingCollator()([{{"input_ids": [5, 6, 7]}}, {{"input_ids": [8, 9]}}])
+mask = BlockDiagonalMask.from_position_ids(batch["position_ids"])
+for backend in ("auto", "blocked", "reference"):
+    q, k, v = (torch.randn(5, 2, 16, requires_grad=True) for _ in range(3))
+    varlen_attention(q, k, v, mask, backend=backend).sum().backward()
+    assert v.grad.any()
+import tritonpack.cli, tritonpack.testing
+print(sorted({absent!r} & set(sys.modules)))
+"""
+
+
+def test_works_where_heavy_packages_are_absent() -> None:
+    """A fresh interpreter in which they can't be imported builds masks, collates and computes attention."""
+    absent = {"accelerate", "matplotlib", "numba", "rich", "tqdm", "transformers", "triton", "typer"}
+    result = subprocess.run(
+        [sys.executable, "-c", COLD.format(absent=absent)], capture_output=True, text=True, cwd=ROOT, timeout=120
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("path", SOURCES, ids=module_name)
+def test_no_file_grows_past_500_lines(path: Path) -> None:
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 500
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_public_names_are_documented(path: Path) -> None:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    public = [node for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
+    documented = {node.name for node in public if ast.get_docstring(node)}  # an overload's name has one, somewhere
+    assert ast.get_docstring(tree), "the module has no docstring"
+    assert {node.name for node in public} <= documented
+
+
+def test_public_names_exist() -> None:
+    import tritonpack
+
+    pytest.importorskip("transformers")
+    for name in tritonpack.__all__:
+        assert getattr(tritonpack, name) is not None
+    with pytest.raises(AttributeError, match=r"has no attribute 'flash'; it has .*varlen_attention"):
+        tritonpack.flash  # noqa: B018
