@@ -127,6 +127,13 @@ class TestPositionIds:
         mask = BlockDiagonalMask.from_position_ids(torch.tensor([5, 6, 7, 100, 101, 0, 0]))
         assert mask.key_start.tolist() == [0, 0, 0, 3, 3, 5, 6]
 
+    @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64], ids=str)
+    def test_steps_back_do_not_wrap(self, dtype: torch.dtype) -> None:
+        """0 - 255 is 1 in eight bits without a sign."""
+        text = torch.tensor([[254, 255, 0, 1]]).to(dtype)
+        for ids in (text, text.expand(3, 1, 4), text.expand(4, 1, 4)):
+            assert document_starts(ids).tolist() == [[True, False, True, False]]
+
     def test_a_row_ends_a_document_even_where_positions_run_on(self) -> None:
         mask = BlockDiagonalMask.from_position_ids(torch.tensor([[0, 1], [2, 3]]))
         assert mask.key_start.tolist() == [0, 0, 2, 2]
@@ -153,6 +160,20 @@ class TestPositionIds:
         width = [0, 1, 2, 3, 2, 3, 4, 0, 1, 0, 1, 2]
         starts = document_starts(torch.tensor([time, height, width])[:, None])
         assert starts[0].nonzero().flatten().tolist() == [0, 7]
+
+    @pytest.mark.parametrize(
+        ("tokens", "starts"),
+        [
+            ([(0, 0, 0), (1, 1, 1), (7, 7, 7), (8, 8, 8)], [0, 2]),  # positions ascend, but words step by one
+            ([(3, 3, 3), (3, 3, 3), (4, 4, 4)], [0, 1]),
+            ([(2, 2, 3), (2, 2, 3), (2, 3, 2)], [0, 1]),  # the same patch twice is two images
+            ([(2, 3, 2), (2, 2, 9)], [0, 1]),
+            ([(2, 2, 2), (2, 2, 3), (9, 9, 9)], [0]),  # after an image, a jump ahead is the image's size
+        ],
+    )
+    def test_steps_that_end_a_document(self, tokens: list[tuple[int, int, int]], starts: list[int]) -> None:
+        found = document_starts(torch.tensor(tokens).T[:, None])
+        assert found[0].nonzero().flatten().tolist() == starts
 
     def test_four_rows_are_read_from_the_text_positions(self) -> None:
         text = torch.tensor([[0, 1, 2, 0, 1]])

@@ -24,7 +24,7 @@ Size = Literal["auto", "tiny", "small"]
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(min=3, help="Optimizer steps of each way.")] = 40,
+    steps: Annotated[int, typer.Option(min=3, help="Optimizer steps of each way.")] = 32,
     documents: Annotated[
         int | None, typer.Option(min=1, help="Documents per step.", show_default="8, 64 on a GPU")
     ] = None,

@@ -14,7 +14,7 @@ import triton.language as tl
 from tritonpack.kernels.primitives import LOG2E, block_range, dot, load_bounds, load_rows
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys"])
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "stride_dlh", "stride_dlt"])
 def row_statistics_kernel(
     out_ptr,
     dout_ptr,

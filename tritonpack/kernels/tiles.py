@@ -73,7 +73,7 @@ ROW_PADDING = 128
 
 
 def select_tile(kernel: Kernel, block_d: int, dtype: torch.dtype, arch: str) -> Tile:
-    """The tile for a kernel; `block_d` is the head dimension padded to a power of two, `arch` that of `current_arch`."""
+    """The tile for a kernel; `block_d` is the head dimension padded to a power of two, `arch` from `current_arch`."""
     row = max(block_d, 64)
     if kernel == "row_statistics":
         return ROW_STATISTICS_TILES[row]

@@ -137,7 +137,8 @@ def _draw_gaps(axes: Axes, runs: Mapping[Way, Run]) -> None:
         label = f"{way} (largest: {gap.max():.1e}{same})"
         axes.plot(apart + 1, gap[apart], color=_WAY_COLORS[way], marker=".", label=label)
     axes.set_yscale("log")
+    axes.margins(y=0.3)  # room for the legend
     axes.set_title("Distance of the training loss from padded's")
     axes.set_xlabel("step")
     axes.set_ylabel("nats per token")
-    axes.legend(loc="best", framealpha=0.9)
+    axes.legend(loc="upper left", framealpha=0.9)
