@@ -9,8 +9,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def pytest_configure() -> None:
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)  # the tensors are tiny, and pytest-xdist gives every core a process
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

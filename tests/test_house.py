@@ -17,11 +17,12 @@ SOURCES = MODULES + [
 ]
 
 # Each room of the package, and the rooms that it may import from besides itself.
-GROUND = {"errors", "mask"}
+GROUND = {"checks", "errors", "mask"}
 BACKENDS = {"blocked", "kernels", "reference"}
 ALLOWED = {
     "errors": set(),
-    "mask": {"errors"},
+    "checks": {"errors"},
+    "mask": {"checks", "errors"},
     "blocked": GROUND,
     "kernels": GROUND,
     "reference": GROUND,

@@ -7,7 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tritonpack.mask import BlockDiagonalMask, require
+from tritonpack.checks import require
+from tritonpack.mask import BlockDiagonalMask
 
 INT32 = torch.zeros(3, dtype=torch.int32)
 META_OFFSETS = torch.empty(3, dtype=torch.int32, device="meta")

@@ -7,16 +7,25 @@ padding, cross-attention and the shards of sequence parallelism are all of this 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from operator import index
 
 import torch
 from torch import Tensor
 
-Lengths = Sequence[int] | Tensor
-Window = tuple[int, int]
+from tritonpack.checks import (
+    Lengths,
+    Window,
+    as_offsets,
+    check_documents,
+    check_indices,
+    check_rows,
+    check_total,
+    check_window,
+    describe,
+    offsets_from_lengths,
+    require,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +63,11 @@ class BlockDiagonalMask:
         for name in ("key_start", "key_stop"):
             rows = getattr(self, name)
             if not isinstance(rows, Tensor) or rows.ndim != 1 or rows.dtype != torch.int32:
-                raise ValueError(f"{name} must be a one-dimensional int32 tensor; got {_describe(rows)}.")
+                raise ValueError(f"{name} must be a one-dimensional int32 tensor; got {describe(rows)}.")
         if self.key_start.shape != self.key_stop.shape or self.key_start.device != self.key_stop.device:
             raise ValueError(
                 "key_start and key_stop must have the same length and device; got "
-                f"{_describe(self.key_start)} and {_describe(self.key_stop)}."
+                f"{describe(self.key_start)} and {describe(self.key_stop)}."
             )
         if self.num_keys < 0:
             raise ValueError(f"num_keys must not be negative; got {self.num_keys}.")
@@ -103,10 +112,10 @@ class BlockDiagonalMask:
         >>> BlockDiagonalMask.from_seqlens([2, 1], [3, 2]).key_stop.tolist()
         [2, 3, 5]
         """
-        cu_seqlens = _offsets_from_lengths(seqlens, "seqlens")
-        cu_seqlens_k = cu_seqlens if seqlens_k is None else _offsets_from_lengths(seqlens_k, "seqlens_k")
+        cu_seqlens = offsets_from_lengths(seqlens, "seqlens")
+        cu_seqlens_k = cu_seqlens if seqlens_k is None else offsets_from_lengths(seqlens_k, "seqlens_k")
         total_q, total_k = int(cu_seqlens[-1]), int(cu_seqlens_k[-1])
-        _check_documents(cu_seqlens, cu_seqlens_k)
+        check_documents(cu_seqlens, cu_seqlens_k)
         target = torch.device("cpu" if device is None else device)
         return cls.from_cu_seqlens(
             cu_seqlens.to(target, non_blocking=True),
@@ -143,16 +152,16 @@ class BlockDiagonalMask:
             ValueError: wrong dtype or shape; a missing total for offsets on an accelerator; and, for offsets in host
                 memory, offsets that decrease, don't begin with 0 or exceed the total.
         """
-        window = _check_window(window, causal)
-        cu_q = _as_offsets(cu_seqlens, "cu_seqlens")
-        cu_k = cu_q if cu_seqlens_k is None else _as_offsets(cu_seqlens_k, "cu_seqlens_k")
+        window = check_window(window, causal)
+        cu_q = as_offsets(cu_seqlens, "cu_seqlens")
+        cu_k = cu_q if cu_seqlens_k is None else as_offsets(cu_seqlens_k, "cu_seqlens_k")
         if cu_seqlens_k is None and total_k is None:
             total_k = total_q
         if cu_q.device != cu_k.device:
             raise ValueError(f"cu_seqlens is on {cu_q.device} and cu_seqlens_k on {cu_k.device}; move them together.")
-        _check_documents(cu_q, cu_k)
-        total_q = _check_total(cu_q, total_q, "total_q", "cu_seqlens")
-        total_k = _check_total(cu_k, total_k, "total_k", "cu_seqlens_k")
+        check_documents(cu_q, cu_k)
+        total_q = check_total(cu_q, total_q, "total_q", "cu_seqlens")
+        total_k = check_total(cu_k, total_k, "total_k", "cu_seqlens" if cu_seqlens_k is None else "cu_seqlens_k")
 
         rows = torch.arange(total_q, device=cu_q.device)
         # The last document that starts at or before the row; slack rows land one past the last document, whose bounds
@@ -185,7 +194,7 @@ class BlockDiagonalMask:
         >>> BlockDiagonalMask.from_position_ids(ids).key_start.tolist()
         [0, 0, 0, 3, 3, 5, 5, 7, 7, 7]
         """
-        window = _check_window(window, causal)
+        window = check_window(window, causal)
         return mask_from_runs(document_starts(position_ids), None, window)
 
     @classmethod
@@ -201,8 +210,8 @@ class BlockDiagonalMask:
         Raises:
             ValueError: wrong dtype or shape; and, for ids in host memory, negative ids or a document in several pieces.
         """
-        window = _check_window(window, causal)
-        ids = _check_rows(segment_ids, "segment_ids")
+        window = check_window(window, causal)
+        ids = check_rows(segment_ids, "segment_ids")
         starts, in_order = changes(ids), ids.sort(dim=1).values
         pieces = (starts & (ids != 0)).sum(1)
         documents = (changes(in_order) & (in_order != 0)).sum(1)
@@ -227,8 +236,8 @@ class BlockDiagonalMask:
         Raises:
             ValueError: wrong dtype or shape; and, for a mask in host memory, a row with padding between its tokens.
         """
-        window = _check_window(window, causal)
-        live = _check_rows(attention_mask, "attention_mask", allow_bool=True) != 0
+        window = check_window(window, causal)
+        live = check_rows(attention_mask, "attention_mask", allow_bool=True) != 0
         starts = changes(live)
         require(
             ((starts & live).sum(1) <= 1).all(),
@@ -274,10 +283,10 @@ class BlockDiagonalMask:
         """
         start, stop, num_keys = self.key_start, self.key_stop, self.num_keys
         if query_rows is not None:
-            rows = _check_indices(query_rows, "query_rows", self.num_queries, self.device)
+            rows = check_indices(query_rows, "query_rows", self.num_queries, self.device)
             start, stop = start[rows], stop[rows]
         if key_positions is not None:
-            keys = _check_indices(key_positions, "key_positions", num_keys, self.device).to(torch.int32)
+            keys = check_indices(key_positions, "key_positions", num_keys, self.device).to(torch.int32)
             start = torch.searchsorted(keys, start, out_int32=True)
             stop = torch.searchsorted(keys, stop, out_int32=True)
             num_keys = keys.shape[0]
@@ -340,7 +349,7 @@ def document_starts(position_ids: Tensor) -> Tensor:
         raise ValueError(
             f"position_ids of three dimensions must be (3, B, T) or (4, B, T); got {tuple(position_ids.shape)}."
         )
-    time = _check_rows(position_ids[0] if multimodal else position_ids, "position_ids").long()  # unsigned steps wrap
+    time = check_rows(position_ids[0] if multimodal else position_ids, "position_ids").long()  # unsigned steps wrap
     begins = time.diff(dim=1) != 1
     if multimodal and position_ids.shape[0] == 3:
         text = (position_ids == time).all(0)
@@ -380,120 +389,12 @@ def _from_bounds(
     return BlockDiagonalMask(start.to(torch.int32), stop.to(torch.int32), num_keys)
 
 
-def require(condition: Tensor, message: str) -> None:
-    """Raise for a condition in host memory; assert it on the device, without waiting, for one on an accelerator."""
-    if torch.compiler.is_compiling() or condition.device.type == "meta":
-        return
-    if condition.device.type == "cpu":
-        if not bool(condition):
-            raise ValueError(message)
-    else:
-        torch._assert_async(condition, message)
-
-
-def _check_window(window: Window, causal: bool) -> Window:
-    if not isinstance(window, (tuple, list)) or len(window) != 2 or not all(_is_int(w) and w >= -1 for w in window):
-        raise ValueError(
-            f"window must be two integers (left, right) of at least -1, where -1 means without limit; got {window!r}."
-        )
-    left, right = window
-    return (left, 0) if causal else (left, right)
-
-
-def _check_documents(cu_q: Tensor, cu_k: Tensor) -> None:
-    if cu_q.shape != cu_k.shape:
-        raise ValueError(
-            f"queries have {cu_q.shape[0] - 1} documents and keys {cu_k.shape[0] - 1}; each document needs a length on "
-            "both sides (0 is allowed)."
-        )
-
-
-def _offsets_from_lengths(seqlens: Lengths, name: str) -> Tensor:
-    if isinstance(seqlens, Tensor) and seqlens.device.type != "cpu":
-        raise ValueError(
-            f"{name} lies on {seqlens.device}; reading its sum would wait for the device. Pass lengths in host memory, "
-            "or use from_cu_seqlens(..., total_q=...)."
-        )
-    lengths = _as_integers(seqlens, name).to(torch.int64)
-    if lengths.numel() and int(lengths.min()) < 0:
-        raise ValueError(f"{name} must not be negative; got {int(lengths.min())} at index {int(lengths.argmin())}.")
-    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-
-
-def _as_offsets(offsets: Lengths, name: str) -> Tensor:
-    offsets = _as_integers(offsets, name)
-    if offsets.numel() == 0:
-        raise ValueError(f"{name} must hold at least one offset, 0; got an empty one.")
-    return offsets
-
-
-def _as_integers(values: Lengths, name: str) -> Tensor:
-    if not isinstance(values, Tensor):
-        try:
-            return torch.tensor([index(value) for value in values], dtype=torch.int64)
-        except TypeError:
-            raise ValueError(f"{name} must hold integers; got {values!r:.200}.") from None
-    if values.ndim != 1 or values.dtype not in (torch.int32, torch.int64):
-        raise ValueError(f"{name} must be a one-dimensional int32 or int64 tensor; got {_describe(values)}.")
-    return values
-
-
-def _check_total(cu: Tensor, total: int | None, total_name: str, name: str) -> int:
-    on_host = cu.device.type == "cpu" and not torch.compiler.is_compiling()
-    if total is None:
-        if not on_host:
-            raise ValueError(
-                f"{name} lies on {cu.device}, where reading its last offset would wait for the device; pass "
-                f"{total_name}, "
-                "the number of rows of the stream."
-            )
-        total = int(cu[-1])
-    if not _is_int(total) or not 0 <= total < 2**31:
-        raise ValueError(f"{total_name} must be an integer from 0 to 2**31 - 1; got {total!r}.")
-    require(
-        (cu[0] == 0) & (cu[1:] >= cu[:-1]).all() & (cu[-1] <= total),
-        f"{name} must begin with 0, never decrease, and end at most at {total_name} = {total}"
-        + (f"; got {cu.tolist()!r:.200}." if on_host else "."),
-    )
-    return int(total)
-
-
 def changes(ids: Tensor) -> Tensor:
     """True where a (B, T) row begins and where its value differs from the one before."""
     return torch.cat([torch.ones_like(ids[:, :1], dtype=torch.bool), ids[:, 1:] != ids[:, :-1]], dim=1)
-
-
-def _check_rows(ids: Tensor, name: str, *, allow_bool: bool = False) -> Tensor:
-    if not isinstance(ids, Tensor) or ids.ndim not in (1, 2) or ids.is_floating_point() or ids.is_complex():
-        raise ValueError(f"{name} must be an integer tensor of shape (T,) or (B, T); got {_describe(ids)}.")
-    if ids.dtype == torch.bool and not allow_bool:
-        raise ValueError(f"{name} must hold integers; got bool. For a padding mask use from_padding_mask.")
-    return ids if ids.ndim == 2 else ids[None]
-
-
-def _check_indices(indices: Tensor, name: str, bound: int, device: torch.device) -> Tensor:
-    indices = _as_integers(indices, name)
-    if indices.device != device:
-        raise ValueError(f"{name} is on {indices.device} and the mask on {device}; move them together.")
-    if indices.numel():
-        require(
-            (indices[0] >= 0) & (indices[-1] < bound) & (indices[1:] > indices[:-1]).all(),
-            f"{name} must ascend strictly within 0..{bound - 1}.",
-        )
-    return indices
 
 
 def _falls(values: Tensor) -> Tensor:
     falls = torch.zeros_like(values, dtype=torch.bool)
     falls[1:] = values[1:] < values[:-1]
     return falls
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _describe(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"{tuple(value.shape)} {value.dtype} on {value.device}".replace("torch.", "")
-    return f"{type(value).__name__} {value!r:.100}"

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonpack.mask import BlockDiagonalMask, Window, changes, document_starts, mask_from_runs, require
+from tritonpack.checks import Window, require
+from tritonpack.mask import BlockDiagonalMask, changes, document_starts, mask_from_runs
 
 
 @dataclass(frozen=True)

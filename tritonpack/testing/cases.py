@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tritonpack.mask import BlockDiagonalMask, Window
+from tritonpack.checks import Window
+from tritonpack.mask import BlockDiagonalMask
 
 
 @dataclass(frozen=True)

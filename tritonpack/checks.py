@@ -1,0 +1,133 @@
+"""Checks of what users pass to masks: host values at once, device values without waiting for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import index
+
+import torch
+from torch import Tensor
+
+Lengths = Sequence[int] | Tensor
+Window = tuple[int, int]
+
+
+def require(condition: Tensor, message: str) -> None:
+    """Raise for a condition in host memory; assert it on the device, without waiting, for one on an accelerator."""
+    if torch.compiler.is_compiling() or condition.device.type == "meta":
+        return
+    if condition.device.type == "cpu":
+        if not bool(condition):
+            raise ValueError(message)
+    else:
+        torch._assert_async(condition, message)
+
+
+def check_window(window: Window, causal: bool) -> Window:
+    """The window with `causal` taken into it."""
+    if not isinstance(window, (tuple, list)) or len(window) != 2 or not all(is_int(w) and w >= -1 for w in window):
+        raise ValueError(
+            f"window must be two integers (left, right) of at least -1, where -1 means without limit; got {window!r}."
+        )
+    left, right = window
+    return (left, 0) if causal else (left, right)
+
+
+def check_documents(cu_q: Tensor, cu_k: Tensor) -> None:
+    """Queries and keys must have the same number of documents."""
+    if cu_q.shape != cu_k.shape:
+        raise ValueError(
+            f"queries have {cu_q.shape[0] - 1} documents and keys {cu_k.shape[0] - 1}; each document needs a length on "
+            "both sides (0 is allowed)."
+        )
+
+
+def offsets_from_lengths(seqlens: Lengths, name: str) -> Tensor:
+    """Cumulative offsets of lengths in host memory."""
+    if isinstance(seqlens, Tensor) and seqlens.device.type != "cpu":
+        raise ValueError(
+            f"{name} lies on {seqlens.device}; reading its sum would wait for the device. Pass lengths in host memory, "
+            "or use from_cu_seqlens(..., total_q=...)."
+        )
+    lengths = as_integers(seqlens, name).to(torch.int64)
+    if lengths.numel() and int(lengths.min()) < 0:
+        raise ValueError(f"{name} must not be negative; got {int(lengths.min())} at index {int(lengths.argmin())}.")
+    return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+
+
+def as_offsets(offsets: Lengths, name: str) -> Tensor:
+    """Offsets as a tensor, one at least."""
+    offsets = as_integers(offsets, name)
+    if offsets.numel() == 0:
+        raise ValueError(f"{name} must hold at least one offset, 0; got an empty one.")
+    return offsets
+
+
+def as_integers(values: Lengths, name: str) -> Tensor:
+    """A list or tensor of integers as a one-dimensional tensor."""
+    if not isinstance(values, Tensor):
+        try:
+            return torch.tensor([index(value) for value in values], dtype=torch.int64)
+        except TypeError:
+            raise ValueError(f"{name} must hold integers; got {values!r:.200}.") from None
+    if values.ndim != 1 or values.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"{name} must be a one-dimensional int32 or int64 tensor; got {describe(values)}.")
+    return values
+
+
+def check_total(cu: Tensor, total: int | None, total_name: str, name: str) -> int:
+    """The number of rows of a stream, which the offsets must fit."""
+    on_host = cu.device.type == "cpu" and not torch.compiler.is_compiling()
+    if total is None:
+        if not on_host:
+            raise ValueError(
+                f"{name} lies on {cu.device}, where reading its last offset would wait for the device; pass "
+                f"{total_name}, the number of rows of the stream."
+            )
+        total = int(cu[-1])
+    try:
+        size = index(total)
+    except TypeError:
+        size = -1
+    if isinstance(total, bool) or not 0 <= size < 2**31:
+        raise ValueError(f"{total_name} must be an integer from 0 to 2**31 - 1; got {total!r}.")
+    require(
+        (cu[0] == 0) & (cu[1:] >= cu[:-1]).all() & (cu[-1] <= size),
+        f"{name} must begin with 0, never decrease, and end at most at {total_name} = {size}"
+        + (f"; got {cu.tolist()!r:.200}." if on_host else "."),
+    )
+    return size
+
+
+def check_rows(ids: Tensor, name: str, *, allow_bool: bool = False) -> Tensor:
+    """Integers of shape (T,) or (B, T), as (B, T)."""
+    if not isinstance(ids, Tensor) or ids.ndim not in (1, 2) or ids.is_floating_point() or ids.is_complex():
+        raise ValueError(f"{name} must be an integer tensor of shape (T,) or (B, T); got {describe(ids)}.")
+    if ids.dtype == torch.bool and not allow_bool:
+        raise ValueError(f"{name} must hold integers; got bool. For a padding mask use from_padding_mask.")
+    return ids if ids.ndim == 2 else ids[None]
+
+
+def check_indices(indices: Tensor, name: str, bound: int, device: torch.device) -> Tensor:
+    """Strictly ascending indices below a bound."""
+    indices = as_integers(indices, name)
+    if indices.device != device:
+        raise ValueError(f"{name} is on {indices.device} and the mask on {device}; move them together.")
+    if indices.numel():
+        require(
+            (indices[0] >= 0) & (indices[-1] < bound) & (indices[1:] > indices[:-1]).all(),
+            f"{name} must ascend strictly within 0..{bound - 1}.",
+        )
+    return indices
+
+
+def is_int(value: object) -> bool:
+    """An int that isn't a bool."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def describe(value: object) -> str:
+    """A value as an error message names it."""
+    if isinstance(value, Tensor):
+        return f"{tuple(value.shape)} {value.dtype} on {value.device}".replace("torch.", "")
+    return f"{type(value).__name__} {value!r:.100}"
