@@ -3,6 +3,8 @@ import ast
 import numpy as np
 import pytest
 
+pytest.importorskip("rich")
+
 from tritonpack.cli.demo.corpus import END_OF_DOCUMENT, read_corpus
 
 

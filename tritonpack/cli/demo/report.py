@@ -40,7 +40,7 @@ def table(runs: Mapping[Way, Run]) -> Table:
         "largest distance of a step's training loss from padded's.",
         caption_justify="left",
     )
-    result.add_column("way")
+    result.add_column("way", no_wrap=True, min_width=6)
     for header in (
         "tokens/s",
         "speed",
