@@ -1,6 +1,6 @@
 """How long patch() and unpatch() take on models as deep as real ones (narrow, so that they fit anywhere).
 
-    python -m benchmarks.patch_time
+python -m benchmarks.patch_time
 """
 
 from __future__ import annotations
