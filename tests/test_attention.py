@@ -224,6 +224,29 @@ class TestIsolation:
             begin += length
 
 
+class TestAutocast:
+    @BACKENDS
+    @pytest.mark.parametrize("given", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+    def test_as_if_cast_by_hand(self, backend: Any, given: torch.dtype) -> None:
+        """Queries and keys that rotary embeddings made float32 beside bfloat16 values; no product loses precision."""
+        inputs = make_inputs(ISOLATION, torch.bfloat16)
+        expected = run(inputs, backend)
+        q, k = (x.to(given).requires_grad_() for x in (inputs.q, inputs.k))
+        v = inputs.v.clone().requires_grad_()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            out, lse = varlen_attention(q, k, v, inputs.mask, return_lse=True, backend=backend)
+            grads = torch.autograd.grad((out, lse), (q, k, v), (inputs.dout, inputs.dlse))
+        assert [x.dtype for x in (out, lse, *grads)] == [torch.bfloat16, torch.float32, given, given, torch.bfloat16]
+        for name, got in zip(OUTPUTS, (out, lse, *grads), strict=True):
+            assert torch.equal(got.to(expected[name].dtype), expected[name]), name
+
+    @BACKENDS
+    def test_float64_stays(self, backend: Any) -> None:
+        inputs = make_inputs(ISOLATION, torch.float64)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            check_backend(inputs, backend)
+
+
 class TestLayouts:
     @BACKENDS
     def test_strided_and_expanded_inputs(self, backend: str) -> None:

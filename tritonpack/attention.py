@@ -9,6 +9,7 @@ Every backend is two functions, and one autograd function serves them all:
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from types import ModuleType
 from typing import Any, Literal, overload
@@ -57,7 +58,8 @@ def varlen_attention(
     """Attention in which each query sees exactly the keys that the mask gives it.
 
     Rows that see nothing (padding, slack) come out as zeros, whatever they contain; nothing they contain reaches any
-    other row, and their gradients are zeros. Forward and backward are deterministic.
+    other row, and their gradients are zeros. Forward and backward are deterministic. Under `torch.autocast` q, k and v
+    are cast to its dtype, as torch's own attention does.
 
     Args:
         q: (T_q, H, D) float32, float16, bfloat16, or float64 where the backend is in torch. D from 16 to 256.
@@ -82,6 +84,7 @@ def varlen_attention(
     Source: Dao, FlashAttention-2 (arXiv:2307.08691); the derivation for interval masks is docs/math.md, sections 2 and
         3.
     """
+    q, k, v = _autocast(q, k, v)
     scale = _check_inputs(q, k, v, mask, scale)
     out, lse = _Attention.apply(q, k, v, mask, scale, resolve_backend(backend, q))
     return (out, lse) if return_lse else out
@@ -106,7 +109,8 @@ def resolve_backend(backend: Backend, q: Tensor) -> ModuleType:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, scale: float, module: Any) -> Any:
-        out, lse = module.forward(q, k, v, mask, scale=scale)
+        with _plain_precision(q):
+            out, lse = module.forward(q, k, v, mask, scale=scale)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.mask, ctx.scale, ctx.module = mask, scale, module
         ctx.set_materialize_grads(False)
@@ -118,8 +122,27 @@ class _Attention(torch.autograd.Function):
         q, k, v, out, lse = ctx.saved_tensors
         if dout is None:
             dout = torch.zeros_like(out)
-        grads = ctx.module.backward(dout, dlse, q, k, v, out, lse, ctx.mask, scale=ctx.scale)
+        with _plain_precision(q):
+            grads = ctx.module.backward(dout, dlse, q, k, v, out, lse, ctx.mask, scale=ctx.scale)
         return *grads, None, None, None
+
+
+def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The tensors in autocast's dtype where it is on; float64 stays, as in torch."""
+
+    def cast(x: Tensor) -> Tensor:
+        if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
+            return x
+        on = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
+        return x.to(torch.get_autocast_dtype(x.device.type)) if on else x
+
+    return tuple(cast(x) for x in tensors)
+
+
+def _plain_precision(q: Tensor) -> AbstractContextManager[Any]:
+    """Autocast off: the backends choose the precision of each product themselves."""
+    device = q.device.type
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
 
 
 def _check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, scale: float | None) -> float:

@@ -217,6 +217,28 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
     assert float((expected - got).abs().max() / expected.abs().max()) < 8 * torch.finfo(dtype).eps
 
 
+@every_family
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_mixed_precision_training(family: str, use_cache: bool) -> None:
+    """Under autocast some families hand float32 queries and bfloat16 values to attention; torch's own casts, as ours
+    does."""
+    model = tiny_model(family, dtype=torch.float32).train()
+    ids = torch.cat(documents(), 1)
+
+    def loss_and_gradient() -> tuple[Tensor, Tensor]:
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = model(ids, labels=ids, use_cache=use_cache).loss
+        loss.backward()
+        return loss, model.get_input_embeddings().weight.grad
+
+    expected, expected_gradient = loss_and_gradient()
+    with tritonpack.patch(model):
+        got, gradient = loss_and_gradient()
+    assert torch.allclose(got, expected, rtol=1e-3)
+    assert (gradient - expected_gradient).norm() < 0.05 * expected_gradient.norm()
+
+
 def state(model: nn.Module) -> dict[str, Any]:
     """Everything that a patch could have left behind, by identity."""
     hooks = {
@@ -292,6 +314,16 @@ def test_a_config_shared_with_a_patched_model_is_refused_not_leaking() -> None:
     other.config = patched.config
     with tritonpack.patch(patched), pytest.raises(ValueError, match="isn't patched"):
         other(torch.cat(documents(), 1), position_ids=positions())
+
+
+def test_an_implementation_set_after_patching_is_refused() -> None:
+    model = tiny_model("llama")
+    with tritonpack.patch(model) as handle:
+        model.set_attn_implementation("eager")
+        with pytest.raises(ValueError, match="'eager' since this model was patched"):
+            model(torch.cat(documents(), 1), position_ids=positions())
+        handle.unpatch()
+        assert model.config._attn_implementation == "sdpa"
 
 
 def test_report() -> None:

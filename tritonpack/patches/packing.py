@@ -141,7 +141,7 @@ class Packing:
     def _position_starts(self) -> Tensor:
         if self.position_ids is None:
             starts = torch.zeros(self.shape, dtype=torch.bool, device=self.device)
-            starts[:, 0] = True
+            starts[:, :1] = True
             return starts
         starts = document_starts(self.position_ids)
         if starts.shape[1] != self.shape[1] or starts.shape[0] not in (1, self.shape[0]):
@@ -234,5 +234,5 @@ def _boundaries(arguments: dict[str, Any], shape: torch.Size, device: torch.devi
         starts = changes(seq_idx.to(device))
     else:
         return None
-    starts[:, 0] = True
+    starts[:, :1] = True
     return starts

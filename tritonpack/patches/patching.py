@@ -127,6 +127,12 @@ class PackingHook:
         self.replaced = replaced
 
     def __call__(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        chosen = decoder.config._attn_implementation_internal  # type: ignore[union-attr]
+        if chosen != interface.NAME:
+            raise ValueError(
+                f"the attention implementation was set to {chosen!r} since this model was patched, which would ignore "
+                "its packing. Call tritonpack.unpatch(model) before setting another."
+            )
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
         arguments["attention_mask"] = read_packing(arguments, self.backend)
         return (), arguments
