@@ -41,11 +41,11 @@ def test_measurements():
 
 
 def test_table_shows_what_was_measured():
-    console = Console(width=160, record=True, quiet=False)
+    console = Console(width=80, record=True, quiet=False)
     with console.capture() as capture:
         console.print(table(make_runs() | {"naive": make_run("naive", [5.5, 4.0, 3.0, 2.0], peak_bytes=None)}))
-    rows = {line.split()[1]: line for line in capture.get().splitlines() if line.startswith("│")}
-    assert set(rows) == {"padded", "naive", "packed"}
+    lines = [line.split() for line in capture.get().splitlines()]
+    rows = {words[0]: " ".join(words) for words in lines if words and words[0] in ("padded", "naive", "packed")}
     for value in ("200", "1.00x", "50 MiB", "50.0%", "3.5000", "2.5000"):
         assert value in rows["padded"]
     assert "unknown" in rows["naive"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from tritonpack.cli.demo.checks import Checks
@@ -39,6 +40,8 @@ def table(runs: Mapping[Way, Run]) -> Table:
         f"{LAST_STEPS} steps; held-out is judged alike for all, documents apart, with stock attention; the gap is the "
         "largest distance of a step's training loss from padded's.",
         caption_justify="left",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),  # with the box: within the 80 columns of a plain terminal, and of a pipe
     )
     result.add_column("way", no_wrap=True, min_width=6)
     for header in (
