@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import pytest
@@ -15,8 +16,9 @@ from torch import Tensor
 
 from tritonpack import BackendUnavailableError, BlockDiagonalMask, blocked, reference, varlen_attention
 from tritonpack.attention import resolve_backend
+from tritonpack.ops import MODULES
 from tritonpack.testing import CASES, Case, Inputs, check_backend, make_inputs
-from tritonpack.testing.tolerance import OUTPUTS, run, run_plain
+from tritonpack.testing.tolerance import ROW_OUTPUTS, run, run_plain
 
 NAN, INF = float("nan"), float("inf")
 
@@ -68,7 +70,7 @@ class TestExactness:
         """The formula of the backward pass against autograd through the formula of the forward pass, in float64."""
         inputs = make_inputs(case, torch.float64)
         by_formula, by_autograd = run(inputs, "reference"), run_plain(inputs)
-        for name in OUTPUTS:
+        for name in ROW_OUTPUTS:
             torch.testing.assert_close(
                 by_formula[name], by_autograd[name], msg=lambda text, name=name: f"{name}: {text}"
             )
@@ -105,7 +107,7 @@ class TestExactness:
         q = inputs.q.requires_grad_()
         out = varlen_attention(q, inputs.k, inputs.v, inputs.mask, backend=backend)
         (dq,) = torch.autograd.grad(out, q, inputs.dout.requires_grad_(), create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
+        with pytest.raises(RuntimeError, match="has no second derivative"):
             dq.sum().backward()
 
 
@@ -174,7 +176,7 @@ class TestIsolation:
         for x in (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse.T):
             x[rows] += 1.5 * torch.randn_like(x[rows])
         after = rows_first(run(inputs, backend))
-        for name in OUTPUTS:
+        for name in ROW_OUTPUTS:
             others = torch.ones(before[name].shape[0], dtype=torch.bool)
             others[rows] = False
             assert torch.equal(before[name][others], after[name][others]), name
@@ -185,7 +187,7 @@ class TestIsolation:
     @pytest.mark.parametrize("value", [NAN, INF, -INF], ids=str)
     def test_slack_is_inert(self, value: float, backend: str) -> None:
         clean, poisoned = (run(make_inputs(ISOLATION, slack_value=x), backend) for x in (0.0, value))
-        for name in OUTPUTS:
+        for name in ROW_OUTPUTS:
             assert torch.equal(clean[name], poisoned[name]), name
         slack = {name: x[-ISOLATION.slack :] for name, x in rows_first(poisoned).items()}
         assert bool((slack.pop("lse") == -INF).all())
@@ -202,7 +204,7 @@ class TestIsolation:
             for x in (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse.T):
                 x[dead] = value
         expected, actual = rows_first(run(clean, backend)), rows_first(run(poisoned, backend))
-        for name in OUTPUTS:
+        for name in ROW_OUTPUTS:
             assert torch.equal(expected[name], actual[name]), name
             if name != "lse":
                 assert not actual[name][dead].any(), name
@@ -217,7 +219,7 @@ class TestIsolation:
             tensors = (x[rows] for x in (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse.T))
             q, k, v, dout, dlse = tensors
             alone = rows_first(run(Inputs(q, k, v, dout, dlse.T, BlockDiagonalMask.from_seqlens([length])), backend))
-            for name in OUTPUTS:
+            for name in ROW_OUTPUTS:
                 torch.testing.assert_close(
                     packed[name][rows], alone[name], msg=lambda text, name=name: f"{name}: {text}"
                 )
@@ -237,7 +239,7 @@ class TestAutocast:
             out, lse = varlen_attention(q, k, v, inputs.mask, return_lse=True, backend=backend)
             grads = torch.autograd.grad((out, lse), (q, k, v), (inputs.dout, inputs.dlse))
         assert [x.dtype for x in (out, lse, *grads)] == [torch.bfloat16, torch.float32, given, given, torch.bfloat16]
-        for name, got in zip(OUTPUTS, (out, lse, *grads), strict=True):
+        for name, got in zip(ROW_OUTPUTS, (out, lse, *grads), strict=True):
             assert torch.equal(got.to(expected[name].dtype), expected[name]), name
 
     @BACKENDS
@@ -264,7 +266,7 @@ class TestLayouts:
         )
         assert not any(x.is_contiguous() for x in (strided.q, strided.k, strided.v, strided.dlse))
         actual = run(strided, backend)
-        for name in OUTPUTS:
+        for name in ROW_OUTPUTS:
             torch.testing.assert_close(actual[name], expected[name], msg=lambda text, name=name: f"{name}: {text}")
 
     @BACKENDS
@@ -322,8 +324,8 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         "must be on one device; got cpu, cpu, cpu, meta",
     ),
     "values of another shape": (
-        lambda: call(v=torch.zeros(4, 2, 32)),
-        r"k and v must have the same shape; got \(4, 2, 16\) and \(4, 2, 32\)",
+        lambda: call(v=torch.zeros(5, 2, 16)),
+        r"k and v must have the same numbers of tokens and heads; got \(4, 2, 16\) and \(5, 2, 16\)",
     ),
     "heads that don't divide": (
         lambda: call(q=torch.zeros(4, 3, 16)),
@@ -332,15 +334,15 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "no heads": (lambda: call(**{name: torch.zeros(4, 0, 16) for name in "qkv"}), "multiple .*; got 0 and 0"),
     "head dimensions differ": (
         lambda: call(q=torch.zeros(4, 2, 32)),
-        "must share a head dimension from 16 to 256; got 32, 16 and 16",
+        "q and k must share a head dimension.* each from 1 to 512; got 32, 16 and 16",
     ),
     "head dimension too small": (
-        lambda: call(**{name: torch.zeros(4, 2, 8) for name in "qkv"}),
-        "head dimension from 16 to 256; got 8, 8 and 8",
+        lambda: call(**{name: torch.zeros(4, 2, 0) for name in "qkv"}),
+        "from 1 to 512; got 0, 0 and 0",
     ),
     "head dimension too large": (
-        lambda: call(**{name: torch.zeros(4, 2, 257) for name in "qkv"}),
-        "head dimension from 16 to 256; got 257, 257 and 257",
+        lambda: call(**{name: torch.zeros(4, 2, 513) for name in "qkv"}),
+        "from 1 to 512; got 513, 513 and 513",
     ),
     "rows without a mask": (
         lambda: call(q=torch.zeros(6, 2, 16)),
@@ -372,7 +374,7 @@ def test_bad_input_is_refused_with_its_reason(name: str) -> None:
 class TestBackends:
     @pytest.mark.parametrize(("name", "module"), [("reference", reference), ("blocked", blocked), ("auto", blocked)])
     def test_a_name_is_a_module(self, name: Any, module: Any) -> None:
-        assert resolve_backend(name, torch.zeros(4, 2, 16)) is module
+        assert import_module(MODULES[resolve_backend(name, torch.zeros(4, 2, 16))]) is module
 
     @pytest.mark.parametrize("name", ["reference", "blocked"])
     def test_a_named_backend_does_not_fall_back(self, name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -407,5 +409,4 @@ class TestBackends:
     @DTYPES
     def test_auto_on_a_gpu(self, dtype: torch.dtype) -> None:
         q = torch.zeros(4, 2, 16, dtype=dtype, device="cuda")
-        expected = "tritonpack.blocked" if dtype == torch.float64 else "tritonpack.kernels.attention"
-        assert resolve_backend("auto", q).__name__ == expected
+        assert resolve_backend("auto", q) == ("blocked" if dtype == torch.float64 else "triton")

@@ -17,20 +17,24 @@ SOURCES = MODULES + [
 ]
 
 # Each room of the package, and the rooms that it may import from besides itself.
-GROUND = {"checks", "errors", "mask"}
-BACKENDS = {"blocked", "kernels", "reference"}
+GROUND = {"checks", "errors", "mask", "options"}
+BACKENDS = {"blocked", "fused", "reference"}
 ALLOWED = {
     "errors": set(),
     "checks": {"errors"},
-    "mask": {"checks", "errors"},
-    "blocked": GROUND,
-    "kernels": GROUND,
-    "reference": GROUND,
-    "attention": GROUND | BACKENDS,
+    "kernels": {"checks", "errors"},
+    "mask": {"checks", "errors", "kernels"},
+    "options": {"checks", "errors", "mask"},
+    "dropout": set(),
+    "blocked": GROUND | {"dropout"},
+    "fused": GROUND | {"kernels"},
+    "reference": GROUND | {"dropout"},
+    "ops": GROUND | BACKENDS,
+    "attention": GROUND | {"ops"},
     "packing": GROUND,
     "patches": GROUND | {"attention"},
-    "testing": GROUND | {"attention", "patches"},
-    "cli": GROUND | BACKENDS | {"attention", "packing", "patches", "testing"},
+    "testing": GROUND | {"attention", "dropout", "patches"},
+    "cli": GROUND | BACKENDS | {"attention", "kernels", "packing", "patches", "testing"},
     "__main__": {"cli"},
     "__init__": GROUND | {"attention", "packing", "patches"},
 }
@@ -44,7 +48,7 @@ GUESTS = {
     "torch.distributed": set(),
     "tqdm": {"cli"},
     "transformers": {"cli", "patches"},
-    "triton": {"attention", "kernels"},
+    "triton": {"attention", "fused", "kernels"},
     "typer": {"cli"},
 }
 

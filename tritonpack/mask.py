@@ -53,22 +53,30 @@ class BlockDiagonalMask:
         key_stop: (num_queries,) int32, one past the last key that each query sees; never decreases, and equals
             `key_start` in rows that see nothing (padding and slack).
         num_keys: the length of the key stream.
+        diagonal: (num_queries,) int32, the key at each query's own place, from which distances count (ALiBi); None
+            where there is no such key, as in a transpose. It may lie outside the keys.
+        document: (num_queries,) int32, the number of each query's document in the order of the stream; None where
+            it isn't known. Rows outside every document hold any document's number.
     """
 
     key_start: Tensor
     key_stop: Tensor
     num_keys: int
+    diagonal: Tensor | None = None
+    document: Tensor | None = None
 
     def __post_init__(self) -> None:
-        for name in ("key_start", "key_stop"):
+        for name in ("key_start", "key_stop", "diagonal", "document"):
             rows = getattr(self, name)
+            if rows is None and name in ("diagonal", "document"):
+                continue
             if not isinstance(rows, Tensor) or rows.ndim != 1 or rows.dtype != torch.int32:
                 raise ValueError(f"{name} must be a one-dimensional int32 tensor; got {describe(rows)}.")
-        if self.key_start.shape != self.key_stop.shape or self.key_start.device != self.key_stop.device:
-            raise ValueError(
-                "key_start and key_stop must have the same length and device; got "
-                f"{describe(self.key_start)} and {describe(self.key_stop)}."
-            )
+            if rows.shape != self.key_start.shape or rows.device != self.key_start.device:
+                raise ValueError(
+                    f"key_start and {name} must have the same length and device; got "
+                    f"{describe(self.key_start)} and {describe(rows)}."
+                )
         if self.num_keys < 0:
             raise ValueError(f"num_keys must not be negative; got {self.num_keys}.")
 
@@ -167,9 +175,16 @@ class BlockDiagonalMask:
         # The last document that starts at or before the row; slack rows land one past the last document, whose bounds
         # are the empty interval [cu[-1], cu[-1]).
         document = torch.searchsorted(cu_q, rows, right=True) - 1
-        next_document = (document + 1).clamp(max=cu_q.shape[0] - 1)
+        following = (document + 1).clamp(max=cu_q.shape[0] - 1)
         return _from_bounds(
-            rows, cu_q[document], cu_q[next_document], cu_k[document], cu_k[next_document], total_k, window
+            rows,
+            cu_q[document],
+            cu_q[following],
+            cu_k[document],
+            cu_k[following],
+            total_k,
+            window,
+            document.clamp(max=max(cu_q.shape[0] - 2, 0)),
         )
 
     @classmethod
@@ -257,6 +272,10 @@ class BlockDiagonalMask:
             self.num_queries,
         )
 
+    def know_transpose(self, transposed: BlockDiagonalMask) -> None:
+        """Take a transpose that was computed before, where a mask is put together again from its tensors."""
+        self.__dict__["_transposed"] = transposed
+
     def transpose(self) -> BlockDiagonalMask:
         """The queries that each key is seen by, again as intervals; computed once and kept.
 
@@ -282,15 +301,17 @@ class BlockDiagonalMask:
         [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
         """
         start, stop, num_keys = self.key_start, self.key_stop, self.num_keys
+        diagonal, document = self.diagonal, self.document
         if query_rows is not None:
             rows = check_indices(query_rows, "query_rows", self.num_queries, self.device)
             start, stop = start[rows], stop[rows]
+            diagonal, document = (None if x is None else x[rows] for x in (diagonal, document))
         if key_positions is not None:
             keys = check_indices(key_positions, "key_positions", num_keys, self.device).to(torch.int32)
             start = torch.searchsorted(keys, start, out_int32=True)
             stop = torch.searchsorted(keys, stop, out_int32=True)
-            num_keys = keys.shape[0]
-        return BlockDiagonalMask(start, stop, num_keys)
+            num_keys, diagonal = keys.shape[0], None  # keys that are left out break the count of distances
+        return BlockDiagonalMask(start, stop, num_keys, diagonal, document)
 
     def to_dense(self) -> Tensor:
         """The mask as (num_queries, num_keys) bool, True where a query sees a key: O(T^2) memory."""
@@ -299,7 +320,8 @@ class BlockDiagonalMask:
 
     def to(self, device: torch.device | str) -> BlockDiagonalMask:
         """The same mask on another device."""
-        return BlockDiagonalMask(self.key_start.to(device), self.key_stop.to(device), self.num_keys)
+        diagonal, document = (None if x is None else x.to(device) for x in (self.diagonal, self.document))
+        return BlockDiagonalMask(self.key_start.to(device), self.key_stop.to(device), self.num_keys, diagonal, document)
 
     def validate(self) -> BlockDiagonalMask:
         """Check the values, waiting for the device where it must.
@@ -368,8 +390,10 @@ def mask_from_runs(starts: Tensor, live: Tensor | None, window: Window) -> Block
     # The next start at or after row i + 1, scanned from the right.
     following = torch.where(starts, rows, total).flip(0).cummin(0).values.flip(0) if total else rows
     end = torch.cat([following[1:], following.new_full((min(total, 1),), total)])
-    key_end = end if live is None else torch.where(live.reshape(-1), end, begin)
-    return _from_bounds(rows, begin, end, begin, key_end, total, window)
+    live = None if live is None else live.reshape(-1)
+    key_end = end if live is None else torch.where(live, end, begin)
+    document = (starts if live is None else starts & live).cumsum(0) - 1
+    return _from_bounds(rows, begin, end, begin, key_end, total, window, document.clamp(min=0))
 
 
 def _from_bounds(
@@ -380,13 +404,15 @@ def _from_bounds(
     key_end: Tensor,
     num_keys: int,
     window: Window,
+    document: Tensor,
 ) -> BlockDiagonalMask:
     """Intervals from the bounds of each row's document (all (T_q,)), a window around the bottom-right diagonal."""
     left, right = window
     diagonal = rows - query_end + key_end  # the key that the row's own token would be, counted from the documents' ends
     start = key_begin if left < 0 else torch.clamp(diagonal - left, key_begin, key_end)
     stop = key_end if right < 0 else torch.clamp(diagonal + right + 1, key_begin, key_end)
-    return BlockDiagonalMask(start.to(torch.int32), stop.to(torch.int32), num_keys)
+    start, stop, diagonal, document = (x.to(torch.int32) for x in (start, stop, diagonal, document))
+    return BlockDiagonalMask(start, stop, num_keys, diagonal, document)
 
 
 def changes(ids: Tensor) -> Tensor:

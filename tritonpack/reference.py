@@ -1,19 +1,26 @@
-"""The oracle: dense attention straight from the formula, in any dtype, on any device. O(T^2) memory."""
+"""The oracle: dense attention straight from the formulas, in any dtype, on any device. O(T^2) memory."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
+from tritonpack.dropout import keep_mask
 from tritonpack.mask import BlockDiagonalMask
+from tritonpack.options import AttentionOptions
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, *, scale: float) -> tuple[Tensor, Tensor]:
-    """out (T_q, H, D) in q's dtype, lse (H, T_q) in float32 or float64; computed in that wider dtype."""
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions
+) -> tuple[Tensor, Tensor]:
+    """out (T_q, H, D_v) in q's dtype, lse (H, T_q) in float32 or float64; computed in that wider dtype."""
     q_, k_, v_ = _clean(q, k, v, mask)
-    scores = _scores(q_, k_, mask, scale)
+    scores, _ = _scores(q_, k_, mask, options)
     lse = torch.logsumexp(scores, dim=-1)
-    out = torch.einsum("hqk,khd->qhd", _probabilities(scores, lse), v_)
+    if options.sinks is not None:
+        with_sink = torch.logaddexp(lse, options.sinks[:, None].to(lse.dtype))
+        lse = torch.where(lse == float("-inf"), lse, with_sink)  # a row that sees nothing has no sink either
+    out = torch.einsum("hqk,khd->qhd", _probabilities(scores, lse) * _kept(q, k, options), v_)
     return out.to(q.dtype), lse
 
 
@@ -26,23 +33,27 @@ def backward(
     out: Tensor,
     lse: Tensor,
     mask: BlockDiagonalMask,
-    *,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) in the shapes and dtype of q, k, v: the gradients of docs/math.md, section 3."""
+    options: AttentionOptions,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v, sinks: the gradients of docs/math.md, section 3."""
     q_, k_, v_ = _clean(q, k, v, mask)
     live = (mask.key_start < mask.key_stop)[:, None, None]
     dout_ = torch.where(live, dout.to(q_.dtype), 0.0)
-    p = _probabilities(_scores(q_, k_, mask, scale), lse)
-    dp = torch.einsum("qhd,khd->hqk", dout_, v_)
+    scores, slope = _scores(q_, k_, mask, options)
+    p, kept = _probabilities(scores, lse), _kept(q, k, options)
+    dp = torch.einsum("qhd,khd->hqk", dout_, v_) * kept
     delta = (p * dp).sum(-1)
     if dlse is not None:
         delta = delta - torch.where(live[:, 0, 0], dlse.to(q_.dtype), 0.0)
-    ds = p * (dp - delta[..., None]) * scale
+    ds = p * (dp - delta[..., None]) * slope * options.scale
     dq = torch.einsum("hqk,khd->qhd", ds, k_)
     dk = _sum_groups(torch.einsum("hqk,qhd->khd", ds, q_), k.shape[1])
-    dv = _sum_groups(torch.einsum("hqk,qhd->khd", p, dout_), v.shape[1])
-    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype)
+    dv = _sum_groups(torch.einsum("hqk,qhd->khd", p * kept, dout_), v.shape[1])
+    dsinks = None
+    if options.sinks is not None:
+        share = torch.exp(options.sinks[:, None] - lse).masked_fill(lse == float("-inf"), 0.0)
+        dsinks = -(share * delta).sum(-1).to(options.sinks.dtype)
+    return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 
 def _clean(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask) -> tuple[Tensor, Tensor, Tensor]:
@@ -57,9 +68,29 @@ def _clean(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask) -> tuple[Te
     return q, k, v
 
 
-def _scores(q: Tensor, k: Tensor, mask: BlockDiagonalMask, scale: float) -> Tensor:
-    scores = torch.einsum("qhd,khd->hqk", q, k) * scale
-    return scores.masked_fill(~mask.to_dense(), float("-inf"))
+def _scores(q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionOptions) -> tuple[Tensor, Tensor | float]:
+    """Scores [H, T_q, T_k], -inf where the mask hides a key, and their slope by the scaled product of q and k."""
+    scores = torch.einsum("qhd,khd->hqk", q, k) * options.scale
+    slope: Tensor | float = 1.0
+    if options.softcap:
+        capped = torch.tanh(scores / options.softcap)
+        scores, slope = options.softcap * capped, 1 - capped**2
+    if options.alibi_slopes is not None:
+        assert mask.diagonal is not None
+        keys = torch.arange(mask.num_keys, device=q.device)
+        distance = (mask.diagonal[:, None] - keys).abs()  # [T_q, T_k]
+        scores = scores - options.alibi_slopes.T[..., None] * distance
+    return scores.masked_fill(~mask.to_dense(), float("-inf")), slope
+
+
+def _kept(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor | float:
+    """What dropout multiplies each pair's weight by, [H, T_q, T_k]."""
+    if not options.dropout_p:
+        return 1.0
+    assert options.dropout_seed is not None
+    heads, queries, keys = (torch.arange(n, device=q.device) for n in (q.shape[1], q.shape[0], k.shape[0]))
+    keep = keep_mask(options.dropout_seed, heads[:, None, None], queries[:, None], keys, options.dropout_p)
+    return keep.to(torch.promote_types(q.dtype, torch.float32)) / (1 - options.dropout_p)
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:

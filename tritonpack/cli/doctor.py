@@ -33,7 +33,7 @@ def examine() -> None:
         reason = why_not(backend)
         backends.add_row(backend, "no" if reason else "yes", reason)
     console.print(backends)
-    auto = resolve_backend("auto", _probe()).__name__.removeprefix("tritonpack.")
+    auto = resolve_backend("auto", _probe())
     console.print(f"backend='auto' uses {auto} for float32 here.")
 
 

@@ -1,8 +1,9 @@
-"""Attention cases, small and named: odd lengths, empty documents, slack, windows, grouped heads, cross-attention."""
+"""Attention cases, small and named: odd lengths, empty documents, slack, windows, grouped heads, softcap, sinks, ..."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,8 +20,11 @@ class Case:
         name: what it is about, for test ids.
         seqlens, seqlens_k: tokens per document; None on the key side means the same.
         slack: rows past the last document, on both sides.
-        heads, kv_heads, head_dim: the shape of q and of k and v.
+        heads, kv_heads, head_dim, head_dim_v: the shape of q, k and v; None means that v has q's head dimension.
         causal, window: as `BlockDiagonalMask.from_cu_seqlens` takes them.
+        softcap, dropout_p: as `varlen_attention` takes them.
+        sinks: whether there are any.
+        alibi: whether scores fall with the distance, by a slope per head or per document and head.
     """
 
     name: str
@@ -32,6 +36,11 @@ class Case:
     head_dim: int = 32
     causal: bool = True
     window: Window = (-1, -1)
+    head_dim_v: int | None = None
+    softcap: float = 0.0
+    sinks: bool = False
+    alibi: Literal["heads", "documents"] | None = None
+    dropout_p: float = 0.0
 
     def __str__(self) -> str:
         return self.name
@@ -50,7 +59,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Inputs:
-    """The tensors of a case: q (T_q, H, D); k, v (T_k, H_kv, D); the gradients of out and of lse (H, T_q); the mask."""
+    """The tensors of a case.
+
+    Attributes:
+        q, k, v: (T_q, H, D), (T_k, H_kv, D), (T_k, H_kv, D_v).
+        dout, dlse: the gradients of out (T_q, H, D_v) and of lse (H, T_q).
+        mask: which keys each query sees.
+        sinks: (H,), or None.
+        keywords: what else `varlen_attention` is called with.
+    """
 
     q: Tensor
     k: Tensor
@@ -58,6 +75,8 @@ class Inputs:
     dout: Tensor
     dlse: Tensor
     mask: BlockDiagonalMask
+    sinks: Tensor | None = None
+    keywords: dict[str, Any] = field(default_factory=dict)
 
 
 ODD = (1, 63, 0, 111, 64, 65)
@@ -86,7 +105,40 @@ CASES = (
     Case("head-dim-80", (0, 40, 33), head_dim=80, heads=2, kv_heads=1),
     Case("head-dim-128", (0, 70, 33), head_dim=128, heads=2, kv_heads=1),
     Case("head-dim-256", (0, 70, 33), head_dim=256, heads=2, kv_heads=1),
+    Case("head-dim-96", (0, 40, 33), head_dim=96, heads=2, kv_heads=1),
+    Case("head-dim-111", (0, 40, 33), head_dim=111, heads=2, kv_heads=1),
+    Case("head-dim-160", (0, 40, 33), head_dim=160, heads=2, kv_heads=1),
+    Case("head-dim-192-128", (0, 40, 33), head_dim=192, head_dim_v=128, heads=2, kv_heads=1),
+    Case("head-dim-224", (0, 40, 33), head_dim=224, heads=2, kv_heads=1),
+    Case("head-dim-24-12", (0, 40, 33), head_dim=24, head_dim_v=12),
+    Case("head-dim-16-80", (0, 40, 33), head_dim=16, head_dim_v=80),
+    Case("head-dim-320", (0, 40, 33), head_dim=320, heads=2, kv_heads=1),
+    Case("head-dim-512", (0, 70, 33), head_dim=512, heads=2, kv_heads=1),
+    Case("head-dim-512-64", (0, 40, 33), head_dim=512, head_dim_v=64, heads=2, kv_heads=1),
+    Case("head-dim-64-512", (0, 40, 33), head_dim=64, head_dim_v=512, heads=2, kv_heads=1),
     Case("nothing-visible", (0, 0), slack=20),
+    Case("nothing-visible-sinks", (0, 0), slack=20, sinks=True),
+    Case("softcap", (0, 70, 33, 1), softcap=1.5),
+    Case("softcap-window", (0, 70, 33), softcap=30.0, window=(9, 4), causal=False),
+    Case("sinks", ODD, sinks=True, slack=7),
+    Case("sinks-window", (0, 70, 33), sinks=True, window=(16, 0), kv_heads=4),
+    Case("sinks-cross", (90, 12, 5), (40, 0, 8), sinks=True),
+    Case("alibi", (0, 70, 33, 1), alibi="heads"),
+    Case("alibi-documents", (9, 0, 70, 33, 1), alibi="documents", slack=5),
+    Case("alibi-cross", (33, 0, 90), (60, 5, 40), alibi="documents", causal=False),
+    Case("alibi-window-slack", (0, 70, 33), alibi="heads", window=(20, 20), causal=False, slack=7),
+    Case("dropout", (0, 70, 33, 1), dropout_p=0.3, slack=7),
+    Case("dropout-bidirectional", (0, 70, 33), dropout_p=0.17, causal=False, kv_heads=4),
+    Case(
+        "everything",
+        (30, 0, 64, 1),
+        softcap=5.0,
+        sinks=True,
+        alibi="documents",
+        dropout_p=0.1,
+        window=(40, 0),
+        head_dim_v=48,
+    ),
 )
 
 
@@ -108,19 +160,30 @@ def make_inputs(
     """
     generator = torch.Generator().manual_seed(seed)
     total_q, total_k = sum(case.seqlens) + case.slack, sum(case.seqlens_k or case.seqlens) + case.slack
+    head_dim_v = case.head_dim_v or case.head_dim
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
     q = draw(total_q, case.heads, case.head_dim)
-    k, v = (draw(total_k, case.kv_heads, case.head_dim) for _ in range(2))
-    dout, dlse = draw(total_q, case.heads, case.head_dim), draw(case.heads, total_q)
+    k, v = (draw(total_k, case.kv_heads, width) for width in (case.head_dim, head_dim_v))
+    dout, dlse = draw(total_q, case.heads, head_dim_v), draw(case.heads, total_q)
     if case.slack:
         for rows in (q, k, v, dout, dlse.T):
             rows[-case.slack :] = slack_value
     wide = torch.promote_types(dtype, torch.float32)
     q, k, v, dout = (x.to(device=device, dtype=dtype) for x in (q, k, v, dout))
-    return Inputs(q, k, v, dout, dlse.to(device=device, dtype=wide), case.mask(device))
+    dlse = dlse.to(device=device, dtype=wide)
+    sinks = draw(case.heads).to(device=device, dtype=wide) if case.sinks else None
+    keywords: dict[str, Any] = {}
+    if case.softcap:
+        keywords["softcap"] = case.softcap
+    if case.alibi:
+        shape = (case.heads,) if case.alibi == "heads" else (len(case.seqlens), case.heads)
+        keywords["alibi_slopes"] = draw(*shape).abs().div(8).to(device=device, dtype=torch.float32)
+    if case.dropout_p:
+        keywords |= {"dropout_p": case.dropout_p, "dropout_seed": seed + 2**40}
+    return Inputs(q, k, v, dout, dlse, case.mask(device), sinks, keywords)
 
 
 def _offsets(lengths: tuple[int, ...], device: torch.device | str) -> Tensor:

@@ -15,9 +15,12 @@ import torch
 from torch import Tensor
 
 from tritonpack.attention import varlen_attention
+from tritonpack.dropout import keep_mask
+from tritonpack.mask import BlockDiagonalMask
 from tritonpack.testing.cases import Inputs
 
-OUTPUTS = ("out", "lse", "dq", "dk", "dv")
+ROW_OUTPUTS = ("out", "lse", "dq", "dk", "dv")  # those with a value for every token
+OUTPUTS = (*ROW_OUTPUTS, "dsinks")
 
 # How many roundings the band admits: a product, a sum and a final cast, with one to spare.
 BAND = 4
@@ -59,7 +62,7 @@ def check_backend(inputs: Inputs, backend: Any = "auto", *, scale: float | None 
 
 
 def check_outputs(inputs: Inputs, actual: dict[str, Tensor], *, scale: float | None = None) -> Errors:
-    """As `check_backend`, on outputs computed elsewhere: some or all of "out", "lse", "dq", "dk", "dv"."""
+    """As `check_backend`, on outputs computed elsewhere: some or all of "out", "lse", "dq", "dk", "dv", "dsinks"."""
     exact = run(_as_float64(inputs), "reference", scale=scale)
     plain = run_plain(inputs, scale=scale)
     terms = _sizes_of_terms(_as_float64(inputs), exact, scale=scale)
@@ -82,35 +85,86 @@ def check_outputs(inputs: Inputs, actual: dict[str, Tensor], *, scale: float | N
 
 
 def run(inputs: Inputs, backend: Any, *, scale: float | None = None) -> dict[str, Tensor]:
-    """out, lse and the gradients of q, k, v under the case's dout and dlse, through `varlen_attention`."""
-    q, k, v = (x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
-    out, lse = varlen_attention(q, k, v, inputs.mask, scale=scale, return_lse=True, backend=backend)
-    grads = torch.autograd.grad((out, lse), (q, k, v), (inputs.dout, inputs.dlse))
-    return dict(zip(OUTPUTS, (out.detach(), lse.detach(), *grads), strict=True))
+    """out, lse and the gradients of q, k, v and sinks under the case's dout and dlse, through `varlen_attention`."""
+    leaves = _leaves(inputs.q, inputs.k, inputs.v, inputs.sinks)
+    q, k, v = leaves[:3]
+    sinks = leaves[3] if inputs.sinks is not None else None
+    out, lse = varlen_attention(
+        q, k, v, inputs.mask, scale=scale, sinks=sinks, return_lse=True, backend=backend, **inputs.keywords
+    )
+    return _outputs(out, lse, torch.autograd.grad((out, lse), leaves, (inputs.dout, inputs.dlse)))
 
 
 def run_plain(inputs: Inputs, *, scale: float | None = None) -> dict[str, Tensor]:
     """The same from plain attention in the inputs' dtype throughout, differentiated by autograd."""
-    seeing = (inputs.mask.key_start < inputs.mask.key_stop)[:, None, None]
-    transposed = inputs.mask.transpose()
-    seen = (transposed.key_start < transposed.key_stop)[:, None, None]
-    q = inputs.q.masked_fill(~seeing, 0.0).requires_grad_()
-    k, v = (x.masked_fill(~seen, 0.0).requires_grad_() for x in (inputs.k, inputs.v))
-    group = q.shape[1] // k.shape[1]
-    hidden = ~inputs.mask.to_dense()
-    scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(group, 1))
-    scores = scores * (q.shape[2] ** -0.5 if scale is None else scale)
-    scores = scores.masked_fill(hidden, float("-inf"))
-    # A row without keys would make NaN of its softmax and of every gradient it touches.
-    safe = scores.masked_fill(~seeing[:, :, 0], 0.0)
-    p = torch.softmax(safe, -1).masked_fill(~seeing[:, :, 0], 0.0)
-    out = torch.einsum("hqk,khd->qhd", p, v.repeat_interleave(group, 1))
-    lse = torch.logsumexp(safe, -1).masked_fill(~seeing[:, 0, 0], float("-inf"))
-    dout, dlse = (
-        torch.where(live, x, 0.0).to(q.dtype) for x, live in ((inputs.dout, seeing), (inputs.dlse, seeing[:, 0, 0]))
+    seeing, seen = _live_rows(inputs.mask)
+    dtype = inputs.q.dtype
+    leaves = _leaves(
+        inputs.q.masked_fill(~seeing, 0.0),
+        *(x.masked_fill(~seen, 0.0) for x in (inputs.k, inputs.v)),
+        None if inputs.sinks is None else inputs.sinks.to(dtype),
     )
-    grads = torch.autograd.grad((out, lse), (q, k, v), (dout, dlse))
-    return dict(zip(OUTPUTS, (out.detach(), lse.detach(), *grads), strict=True))
+    q, k, v = leaves[:3]
+    scores = _plain_scores(q, k, inputs, scale)[0].masked_fill(~inputs.mask.to_dense(), float("-inf"))
+    # A row without keys would make NaN of its softmax and of every gradient it touches.
+    blind = ~seeing[:, :, 0]
+    scores = scores.masked_fill(blind, 0.0)
+    if inputs.sinks is not None:
+        scores = torch.cat([leaves[3][:, None, None].expand(-1, q.shape[0], 1), scores], -1)
+    p = torch.softmax(scores, -1).masked_fill(blind, 0.0)[..., -k.shape[0] :] * _kept(inputs).to(dtype)
+    out = torch.einsum("hqk,khd->qhd", p, v.repeat_interleave(q.shape[1] // k.shape[1], 1))
+    lse = torch.logsumexp(scores, -1).masked_fill(blind[:, 0], float("-inf"))
+    dout, dlse = (
+        torch.where(live, x, 0.0).to(dtype) for x, live in ((inputs.dout, seeing), (inputs.dlse, seeing[:, 0, 0]))
+    )
+    return _outputs(out, lse, torch.autograd.grad((out, lse), leaves, (dout, dlse)))
+
+
+def _leaves(*tensors: Tensor | None) -> tuple[Tensor, ...]:
+    return tuple(x.detach().requires_grad_() for x in tensors if x is not None)
+
+
+def _outputs(out: Tensor, lse: Tensor, grads: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    return dict(zip(OUTPUTS, (out.detach(), lse.detach(), *grads), strict=False))  # dsinks where there are sinks
+
+
+def _live_rows(mask: BlockDiagonalMask) -> tuple[Tensor, Tensor]:
+    """Queries that see something, keys that something sees; (T, 1, 1) bool."""
+    transposed = mask.transpose()
+    seeing, seen = (m.key_start < m.key_stop for m in (mask, transposed))
+    return seeing[:, None, None], seen[:, None, None]
+
+
+def _plain_scores(q: Tensor, k: Tensor, inputs: Inputs, scale: float | None) -> tuple[Tensor, Tensor | float]:
+    """Scores (H, T_q, T_k) before the mask, and their slope by the scaled products."""
+    keys = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
+    scores = torch.einsum("qhd,khd->hqk", q, keys) * (q.shape[2] ** -0.5 if scale is None else scale)
+    softcap, slopes = inputs.keywords.get("softcap", 0.0), inputs.keywords.get("alibi_slopes")
+    slope: Tensor | float = 1.0
+    if softcap:
+        capped = torch.tanh(scores / softcap)
+        scores, slope = softcap * capped, 1 - capped**2
+    if slopes is not None:
+        mask = inputs.mask
+        assert mask.diagonal is not None
+        assert mask.document is not None
+        per_row = slopes[None] if slopes.ndim == 1 else slopes[mask.document]
+        distance = (mask.diagonal[:, None] - torch.arange(mask.num_keys, device=q.device)).abs()
+        scores = scores - (per_row.T[..., None] * distance).to(scores.dtype)
+    return scores, slope
+
+
+def _kept(inputs: Inputs) -> Tensor:
+    """What dropout multiplies each pair by, (H, T_q, T_k) or a single 1."""
+    p = inputs.keywords.get("dropout_p", 0.0)
+    device = inputs.q.device
+    if not p:
+        return torch.ones((), device=device)
+    seed = torch.tensor(inputs.keywords["dropout_seed"], device=device)
+    heads, queries, keys = (
+        torch.arange(n, device=device) for n in (inputs.q.shape[1], inputs.q.shape[0], inputs.k.shape[0])
+    )
+    return keep_mask(seed, heads[:, None, None], queries[:, None], keys, p) / (1 - p)
 
 
 def _sizes_of_terms(inputs: Inputs, exact: dict[str, Tensor], *, scale: float | None) -> dict[str, float]:
@@ -119,31 +173,35 @@ def _sizes_of_terms(inputs: Inputs, exact: dict[str, Tensor], *, scale: float | 
     Where terms cancel (a row with a single key has no gradient but that of its lse), rounding is in proportion to
     these, not to what is left of them.
     """
-    scale = inputs.q.shape[2] ** -0.5 if scale is None else scale
+    factor = inputs.q.shape[2] ** -0.5 if scale is None else scale
     lse = exact["lse"].masked_fill(exact["lse"].isinf(), 0.0)
     q, k, v, dout, dlse, out = (
         x.nan_to_num().abs() for x in (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse, exact["out"])
     )
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
-    raw_q, raw_k = inputs.q.nan_to_num(), inputs.k.nan_to_num().repeat_interleave(group, 1)
-    scores = torch.einsum("qhd,khd->hqk", raw_q, raw_k) * scale
+    scores, slope = _plain_scores(inputs.q.nan_to_num(), inputs.k.nan_to_num(), inputs, scale)
     p = torch.exp(scores - lse[..., None]).masked_fill(~inputs.mask.to_dense(), 0.0)
+    kept = _kept(inputs)
     delta = (out * dout).sum(-1).T + dlse
-    ds = p * (torch.einsum("qhd,khd->hqk", dout, v) + delta[..., None]) * scale
+    ds = p * (torch.einsum("qhd,khd->hqk", dout, v) * kept + delta[..., None]) * slope * factor
     terms = {
-        "out": torch.einsum("hqk,khd->qhd", p, v),
-        "lse": torch.einsum("qhd,khd->hqk", q, k) * scale,
+        "out": torch.einsum("hqk,khd->qhd", p * kept, v),
+        "lse": torch.einsum("qhd,khd->hqk", q, k) * factor,
         "dq": torch.einsum("hqk,khd->qhd", ds, k),
         "dk": torch.einsum("hqk,qhd->khd", ds, q).unflatten(1, (-1, group)).sum(2),
-        "dv": torch.einsum("hqk,qhd->khd", p, dout).unflatten(1, (-1, group)).sum(2),
+        "dv": torch.einsum("hqk,qhd->khd", p * kept, dout).unflatten(1, (-1, group)).sum(2),
     }
+    if inputs.sinks is not None:
+        share = torch.exp(inputs.sinks[:, None] - lse).masked_fill(exact["lse"].isinf(), 0.0)
+        terms["dsinks"] = (share * delta).sum(-1)
     return {name: float(x.max()) if x.numel() else 0.0 for name, x in terms.items()}
 
 
 def _as_float64(inputs: Inputs) -> Inputs:
     q, k, v, dout, dlse = (x.double() for x in (inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse))
-    return Inputs(q, k, v, dout, dlse, inputs.mask)
+    sinks = None if inputs.sinks is None else inputs.sinks.double()
+    return Inputs(q, k, v, dout, dlse, inputs.mask, sinks, inputs.keywords)
 
 
 def _largest(x: Tensor, where: Tensor) -> float:

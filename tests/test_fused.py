@@ -5,7 +5,7 @@ import torch
 
 from tritonpack import BlockDiagonalMask, varlen_attention
 from tritonpack.testing import CASES, Case, check_backend, make_inputs
-from tritonpack.testing.tolerance import OUTPUTS, run
+from tritonpack.testing.tolerance import ROW_OUTPUTS, run
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
@@ -23,7 +23,7 @@ def test_as_exact_as_plain_attention(case: Case, dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("poisoned_memory")
 def test_slack_is_inert() -> None:
     clean, poisoned = (run(make_inputs(ISOLATION, slack_value=value), "triton") for value in (0.0, float("nan")))
-    for name in OUTPUTS:
+    for name in ROW_OUTPUTS:
         assert torch.equal(clean[name], poisoned[name]), name
         if name != "lse":
             assert not poisoned[name][-ISOLATION.slack :].any(), name
@@ -57,7 +57,7 @@ def test_documents_are_isolated_to_the_bit(document: int) -> None:
     for x in (inputs.q, inputs.k, inputs.v, inputs.dout):
         x[rows] += 1.5
     after = run(inputs, "triton")
-    for name in OUTPUTS:
+    for name in ROW_OUTPUTS:
         was, now = (x[name].movedim(-1, 0) if name == "lse" else x[name] for x in (before, after))
         others = torch.ones(was.shape[0], dtype=torch.bool)
         others[rows] = False

@@ -1,0 +1,171 @@
+"""The custom operators `tritonpack::attention` and `tritonpack::attention_backward`: one for all backends.
+
+Being operators they are opaque to `torch.compile`, which calls them without breaking its graph and without looking at
+token counts. They take tensors and numbers alone; `attend` makes these from a mask and its options.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonpack.mask import BlockDiagonalMask
+from tritonpack.options import AttentionOptions
+
+MODULES = {
+    "triton": "tritonpack.fused",
+    "blocked": "tritonpack.blocked",
+    "reference": "tritonpack.reference",
+}
+
+
+class Arguments(NamedTuple):
+    """What both operators take after their tensors, in the order of the schema below.
+
+    Attributes:
+        key_start, key_stop, diagonal: the mask's.
+        query_start, query_stop: the bounds of the mask's transpose.
+        tiles: what the backend planned for the mask (`fused.plan_tiles`), or None.
+        scale, softcap, sinks, alibi_slopes, dropout_p, dropout_seed, pack_invariant: as in `AttentionOptions`.
+        backend: a name of `MODULES`.
+    """
+
+    key_start: Tensor
+    key_stop: Tensor
+    query_start: Tensor
+    query_stop: Tensor
+    diagonal: Tensor | None
+    tiles: Tensor | None
+    scale: float
+    softcap: float
+    sinks: Tensor | None
+    alibi_slopes: Tensor | None
+    dropout_p: float
+    dropout_seed: Tensor | None
+    pack_invariant: bool
+    backend: str
+
+
+_ARGUMENTS = (
+    "Tensor key_start, Tensor key_stop, Tensor query_start, Tensor query_stop, Tensor? diagonal, Tensor? tiles, "
+    "float scale, float softcap, Tensor? sinks, Tensor? alibi_slopes, float dropout_p, Tensor? dropout_seed, "
+    "bool pack_invariant, str backend"
+)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, backend: str
+) -> tuple[Tensor, Tensor]:
+    """out (T_q, H, D_v) and lse (H, T_q), differentiable in q, k, v and the options' sinks."""
+    transposed = mask.transpose()
+    arguments = Arguments(
+        key_start=mask.key_start,
+        key_stop=mask.key_stop,
+        query_start=transposed.key_start,
+        query_stop=transposed.key_stop,
+        diagonal=mask.diagonal if options.alibi_slopes is not None else None,
+        tiles=import_module(MODULES[backend]).plan_tiles(q, k, v, mask, options) if backend == "triton" else None,
+        scale=options.scale,
+        softcap=options.softcap,
+        sinks=options.sinks,
+        alibi_slopes=options.alibi_slopes,
+        dropout_p=options.dropout_p,
+        dropout_seed=options.dropout_seed,
+        pack_invariant=options.pack_invariant,
+        backend=backend,
+    )
+    return attention(q, k, v, *arguments)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    module, mask, options, tiles = _unpack(k, Arguments(*arguments))
+    with _plain_precision(q):
+        return module.forward(q, k, v, mask, options, *tiles)
+
+
+def _attention_backward(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    module, mask, options, tiles = _unpack(k, Arguments(*arguments))
+    with _plain_precision(q):
+        dq, dk, dv, dsinks = module.backward(dout, dlse, q, k, v, out, lse, mask, options, *tiles)
+    return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
+
+
+def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    wide = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2]), q.new_empty(q.shape[1], q.shape[0], dtype=wide)
+
+
+def _attention_backward_fake(
+    dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    dsinks = lse.new_empty(0 if Arguments(*arguments).sinks is None else q.shape[1])
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), dsinks
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *rest = inputs
+    tensors = [x if isinstance(x, Tensor) else None for x in rest]
+    ctx.save_for_backward(q, k, v, *output, *tensors)
+    ctx.others = [None if isinstance(x, Tensor) else x for x in rest]
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    arguments = Arguments(*(x if y is None else y for x, y in zip(tensors, ctx.others, strict=True)))
+    if dout is None:
+        dout = torch.zeros_like(out)
+    dq, dk, dv, dsinks = attention_backward(dout, dlse, q, k, v, out, lse, *arguments)
+    gradients = dict.fromkeys(Arguments._fields)
+    gradients["sinks"] = None if arguments.sinks is None else dsinks
+    return dq, dk, dv, *gradients.values()
+
+
+def _no_second_derivative(ctx: Any, *grads: Tensor | None) -> None:
+    raise RuntimeError(
+        "tritonpack's attention has no second derivative: its backward was differentiated (create_graph=True). For a "
+        "gradient penalty use attention that autograd differentiates twice, such as torch's math sdpa."
+    )
+
+
+# Defined by hand, because `torch.library.custom_op` imports the compiler, seconds of it, when it is first called.
+_library = torch.library.Library("tritonpack", "DEF")
+_library.define(f"attention(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor, Tensor)")
+_library.define(
+    "attention_backward(Tensor dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+    f"{_ARGUMENTS}) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+for _name, _implementation, _fake in (
+    ("attention", _attention, _attention_fake),
+    ("attention_backward", _attention_backward, _attention_backward_fake),
+):
+    _library.impl(_name, _implementation, "CPU")
+    _library.impl(_name, _implementation, "CUDA")
+    torch.library.register_fake(f"tritonpack::{_name}", _fake, lib=_library)
+torch.library.register_autograd("tritonpack::attention", _differentiate, setup_context=_save, lib=_library)
+torch.library.register_autograd("tritonpack::attention_backward", _no_second_derivative, lib=_library)
+attention = torch.ops.tritonpack.attention.default
+attention_backward = torch.ops.tritonpack.attention_backward.default
+
+
+def _unpack(k: Tensor, given: Arguments) -> tuple[ModuleType, BlockDiagonalMask, AttentionOptions, tuple[Tensor, ...]]:
+    options = AttentionOptions(
+        given.scale, given.softcap, given.sinks, given.alibi_slopes, given.dropout_p, given.dropout_seed,
+        given.pack_invariant,
+    )  # fmt: skip
+    mask = BlockDiagonalMask(given.key_start, given.key_stop, k.shape[0], given.diagonal)
+    mask.know_transpose(BlockDiagonalMask(given.query_start, given.query_stop, given.key_start.shape[0]))
+    return import_module(MODULES[given.backend]), mask, options, () if given.tiles is None else (given.tiles,)
+
+
+def _plain_precision(q: Tensor) -> AbstractContextManager[Any]:
+    """Autocast off: the backends choose the precision of each product themselves."""
+    device = q.device.type
+    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()

@@ -1,0 +1,141 @@
+"""AttentionOptions: what attention computes beyond a plain softmax, as every backend takes it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tritonpack.checks import describe
+from tritonpack.mask import BlockDiagonalMask
+
+
+@dataclass(frozen=True)
+class AttentionOptions:
+    """The parameters of attention besides q, k, v and the mask (docs/math.md, section 6).
+
+    Attributes:
+        scale: what products of queries and keys are multiplied by.
+        softcap: scores become softcap * tanh(score / softcap); 0 leaves them as they are.
+        sinks: (H,) float32 (float64 with float64 inputs), the score of a key without a value that every query of the
+            head sees; None without. Differentiable.
+        alibi_slopes: (T_q, H) or (1, H) float32, what a score loses per key of distance from its query; None without.
+        dropout_p: the probability that a pair's weight is dropped.
+        dropout_seed: () int64 on the inputs' device; with (head, query, key) it decides which pairs are dropped.
+        pack_invariant: whether a document's results must not depend on where in a pack it lies, to the bit.
+    """
+
+    scale: float
+    softcap: float = 0.0
+    sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
+    dropout_p: float = 0.0
+    dropout_seed: Tensor | None = None
+    pack_invariant: bool = False
+
+
+def make_options(
+    q: Tensor,
+    mask: BlockDiagonalMask,
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
+    pack_invariant: bool = False,
+) -> AttentionOptions:
+    """Check what a user passed to `varlen_attention` and bring it to the form that backends take.
+
+    Raises:
+        ValueError: a value out of range, a wrong shape, dtype or device, or options that exclude each other.
+    """
+    if pack_invariant and dropout_p:
+        raise ValueError(
+            "pack_invariant=True and dropout exclude each other: which pairs are dropped depends on where a document "
+            "lies. Set dropout_p=0.0 or pack_invariant=False."
+        )
+    return AttentionOptions(
+        scale=1.0 / math.sqrt(q.shape[2]) if scale is None else _positive(scale, "scale", "1/sqrt(head_dim)"),
+        softcap=_softcap(softcap),
+        sinks=None if sinks is None else _sinks(sinks, q),
+        alibi_slopes=None if alibi_slopes is None else _slopes(alibi_slopes, q, mask),
+        dropout_p=_probability(dropout_p),
+        dropout_seed=_seed(dropout_seed, q) if dropout_p else None,
+        pack_invariant=pack_invariant,
+    )
+
+
+def _positive(value: float, name: str, default: str) -> float:
+    if isinstance(value, Tensor) or not math.isfinite(value) or value <= 0:
+        raise ValueError(
+            f"{name} must be a positive finite number (not a tensor), or None for {default}; got {value!r}."
+        )
+    return float(value)
+
+
+def _softcap(value: float) -> float:
+    if isinstance(value, Tensor) or not math.isfinite(value) or value < 0:
+        raise ValueError(f"softcap must be a finite number above 0, or 0.0 for none; got {value!r}.")
+    return float(value)
+
+
+def _probability(value: float) -> float:
+    if isinstance(value, Tensor) or not 0.0 <= value < 1.0:
+        raise ValueError(f"dropout_p must be a number from 0 to below 1; got {value!r}.")
+    return float(value)
+
+
+def _sinks(sinks: Tensor, q: Tensor) -> Tensor:
+    if not isinstance(sinks, Tensor) or sinks.shape != (q.shape[1],) or not sinks.is_floating_point():
+        raise ValueError(
+            f"sinks must be a floating-point tensor of shape (heads,) = ({q.shape[1]},); got {describe(sinks)}."
+        )
+    if sinks.device != q.device:
+        raise ValueError(f"sinks are on {sinks.device} and q on {q.device}; move them together.")
+    wide = torch.promote_types(q.dtype, torch.float32)
+    if torch.promote_types(sinks.dtype, wide) != wide:
+        raise ValueError(f"sinks of {sinks.dtype} don't fit {q.dtype} inputs; cast them to {wide}.")
+    return sinks.to(wide)
+
+
+def _slopes(slopes: Tensor, q: Tensor, mask: BlockDiagonalMask) -> Tensor:
+    heads = q.shape[1]
+    if not isinstance(slopes, Tensor) or slopes.ndim not in (1, 2) or slopes.shape[-1] != heads:
+        raise ValueError(
+            f"alibi_slopes must be a tensor of shape (heads,) or (documents, heads) with {heads} heads; got "
+            f"{describe(slopes)}."
+        )
+    if slopes.dtype != torch.float32:
+        raise ValueError(f"alibi_slopes must be float32; got {describe(slopes)}.")
+    if slopes.device != q.device:
+        raise ValueError(f"alibi_slopes are on {slopes.device} and q on {q.device}; move them together.")
+    if slopes.requires_grad:
+        raise ValueError("alibi_slopes have no gradient; pass alibi_slopes.detach().")
+    if mask.diagonal is None:
+        raise ValueError(
+            "alibi_slopes need a mask that knows distances; this one has no diagonal (a transpose, or one restricted "
+            "to some keys). Use a mask as the from_* constructors make it."
+        )
+    if slopes.ndim == 1:
+        return slopes[None]
+    if mask.document is None:
+        raise ValueError("alibi_slopes per document need a mask that numbers its documents; pass one slope per head.")
+    return slopes[mask.document]
+
+
+def _seed(seed: int | Tensor | None, q: Tensor) -> Tensor:
+    if seed is None:
+        return torch.randint(2**62, (), device=q.device)
+    if isinstance(seed, Tensor):
+        if seed.shape != () or seed.dtype != torch.int64 or seed.device != q.device:
+            raise ValueError(f"dropout_seed must be an int64 scalar on {q.device}; got {describe(seed)}.")
+        return seed
+    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**63:
+        raise ValueError(
+            f"dropout_seed must be an integer from 0 to 2**63 - 1, or None for torch's generator; got {seed!r}."
+        )
+    return torch.full((), seed, dtype=torch.int64, device=q.device)
