@@ -14,6 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests import invariance
 from tritonpack import BackendUnavailableError, BlockDiagonalMask, blocked, reference, varlen_attention
 from tritonpack.attention import resolve_backend
 from tritonpack.ops import MODULES
@@ -224,6 +225,20 @@ class TestIsolation:
                     packed[name][rows], alone[name], msg=lambda text, name=name: f"{name}: {text}"
                 )
             begin += length
+
+
+class TestPackInvariance:
+    @DTYPES
+    @pytest.mark.parametrize("case", invariance.CASES, ids=str)
+    def test_a_document_has_the_same_bits_wherever_it_lies(self, case: Case, dtype: torch.dtype) -> None:
+        assert not invariance.moved_outputs(case, dtype, "blocked", pack_invariant=True)
+
+    def test_without_asking_it_has_not(self) -> None:
+        assert invariance.moved_outputs(invariance.CASES[1], torch.float32, "blocked", pack_invariant=False)
+
+    def test_the_reference_refuses(self) -> None:
+        with pytest.raises(BackendUnavailableError, match="can't be pack_invariant; use 'blocked' or 'triton'"):
+            call(pack_invariant=True, backend="reference")
 
 
 class TestAutocast:

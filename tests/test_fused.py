@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests import invariance
 from tritonpack import BlockDiagonalMask, varlen_attention
 from tritonpack.testing import CASES, Case, check_backend, make_inputs
 from tritonpack.testing.tolerance import ROW_OUTPUTS, run
@@ -106,3 +107,14 @@ def test_backward_allocates_two_numbers_per_row(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(torch, "empty", counting)
     run(inputs, "triton")
     assert sum(allocated) == 2 * 4 * 8 * 128
+
+
+@DTYPES
+@pytest.mark.parametrize("case", invariance.CASES, ids=str)
+def test_a_document_has_the_same_bits_wherever_it_lies(case: Case, dtype: torch.dtype) -> None:
+    assert not invariance.moved_outputs(case, dtype, "triton", pack_invariant=True)
+
+
+def test_without_asking_it_has_not() -> None:
+    moved = invariance.moved_outputs(invariance.CASES[1], torch.float32, "triton", pack_invariant=False)
+    assert moved == {"out", "lse", "dq", "dk", "dv"}

@@ -172,7 +172,7 @@ def _blind_rows(mask: BlockDiagonalMask) -> Tensor | None:
 def _scores(
     qs: Tensor, ks: Tensor, mask: BlockDiagonalMask, tile: Tile, options: AttentionOptions
 ) -> tuple[Tensor, Tensor | None]:
-    """A tile's scores, [n, g, m, k], -inf where the mask hides a key, and their slope by the scaled product (None: 1)."""
+    """Scores of a tile, [n, g, m, k], -inf where a key is hidden, and their slope by the scaled product (None: 1)."""
     rows = slice(tile.row, tile.row_end)
     scores = _times(qs[:, :, rows], ks[:, tile.key : tile.key_end].mT).mul_(options.scale)
     slope = None

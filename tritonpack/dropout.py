@@ -21,7 +21,7 @@ def keep_mask(seed: Tensor, heads: Tensor, queries: Tensor, keys: Tensor, dropou
     Args:
         seed: () int64.
         heads, queries, keys: integers that broadcast against each other: query heads, and rows of the two streams.
-        dropout_p: the probability that a pair is dropped, known to 2**-32.
+        dropout_p: the probability that a pair is dropped, known to 2**-31.
 
     Returns:
         bool in the broadcast shape.
@@ -35,12 +35,12 @@ def keep_mask(seed: Tensor, heads: Tensor, queries: Tensor, keys: Tensor, dropou
         high2, low2 = _product(word2, _MULTIPLIERS[1])
         word0, word1, word2, word3 = high2 ^ word1 ^ key0, low2, high0 ^ word3 ^ key1, low0
         key0, key1 = (key0 + _KEY_STEPS[0]) & _LOW, (key1 + _KEY_STEPS[1]) & _LOW
-    return word0 >= drop_below(dropout_p)
+    return (word0 >> 1) >= drop_below(dropout_p)
 
 
 def drop_below(dropout_p: float) -> int:
-    """The number of 32 random bits below which a pair is dropped."""
-    return min(round(dropout_p * 2**32), _LOW)
+    """The number of 31 random bits below which a pair is dropped; fits an int32."""
+    return min(round(dropout_p * 2**31), 2**31 - 1)
 
 
 def _product(x: Tensor, y: int) -> tuple[Tensor, Tensor]:

@@ -10,38 +10,64 @@ from torch import Tensor
 from torch.nn.functional import pad
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tritonpack.dropout import drop_below
 from tritonpack.kernels.backward import dkdv_kernel, dq_kernel, row_statistics_kernel
 from tritonpack.kernels.forward import forward_kernel
 from tritonpack.kernels.primitives import LOG2E
 from tritonpack.kernels.tiles import ROW_PADDING, Kernel, Tile, current_arch, key_gradient_kernels, select_tile
 from tritonpack.mask import BlockDiagonalMask
+from tritonpack.options import AttentionOptions
+from tritonpack.schedule import Tiles, tile_table
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, *, scale: float) -> tuple[Tensor, Tensor]:
-    """out (T_q, H, D) in q's dtype, lse (H, T_q) float32."""
-    out = q.new_empty(q.shape)
+def plan_tiles(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions) -> Tiles:
+    """The tile tables of all kernels; without gradients only forward's."""
+
+    def table(kernel: Kernel) -> Tensor:
+        tile = _tile(kernel, q, v)
+        tiled, rows = (mask, tile.block_m) if kernel in ("forward", "dq") else (mask.transpose(), tile.block_n)
+        return tile_table(tiled, rows, whole_documents=options.pack_invariant)
+
+    inputs = (q, k, v) if options.sinks is None else (q, k, v, options.sinks)
+    if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
+        return Tiles(table("forward"), None, None)
+    return Tiles(table("forward"), table(_key_gradients(q, v)[0]), table("dq"))
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: Tiles
+) -> tuple[Tensor, Tensor]:
+    """out (T_q, H, D_v) in q's dtype, lse (H, T_q) float32; `tiles` as `plan_tiles` makes them."""
+    out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
-    if not q.numel() or not k.numel():
+    if not q.shape[0] or not k.shape[0]:
         return out.zero_(), lse.fill_(float("-inf"))
-    tile = _tile("forward", q)
+    assert tiles.forward is not None
+    tile, block_v = _tile("forward", q, v), _padded(v)
+    columns = min(tile.columns, block_v)
     transposed = mask.transpose()
     with torch.cuda.device_of(q):
-        forward_kernel[(triton.cdiv(q.shape[0], tile.block_m), q.shape[1])](
+        # Heads turn fastest, so that the heaviest tiles of all heads start first.
+        forward_kernel[(q.shape[1], tiles.forward.shape[0], block_v // columns)](
             q_desc=_descriptor(q, tile.block_m),
             k_desc=_descriptor(k, tile.block_n),
-            v_desc=_descriptor(v, tile.block_n),
+            v_desc=_descriptor(v, tile.block_n, columns),
             out_ptr=out,
             lse_ptr=lse,
+            tiles_ptr=tiles.forward,
             key_start_ptr=mask.key_start,
             key_stop_ptr=mask.key_stop,
             query_start_ptr=transposed.key_start,
             query_stop_ptr=transposed.key_stop,
+            sinks_ptr=options.sinks,
             stride_ot=out.stride(0),
             stride_oh=out.stride(1),
             num_queries=q.shape[0],
             num_keys=k.shape[0],
-            scale_log2=scale * LOG2E.value,
-            **_constants(q, k, tile),
+            HEAD_DIM_V=v.shape[2],
+            BLOCK_D=_padded(q),
+            COLUMNS=columns,
+            **_common(q, k, mask, options, tile),
         )
     return out, lse
 
@@ -55,30 +81,41 @@ def backward(
     out: Tensor,
     lse: Tensor,
     mask: BlockDiagonalMask,
-    *,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(dq, dk, dv) in the shapes and dtype of q, k, v; beside them it allocates 8 bytes per query row and head."""
+    options: AttentionOptions,
+    tiles: Tiles,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v, sinks.
+
+    Beside them it allocates 8 bytes per query row and head (and with sinks 4 more for every few rows).
+    """
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-    if not q.numel() or not k.numel():
-        return dq.zero_(), dk.zero_(), dv.zero_()
-    (num_queries, heads, head_dim), (num_keys, kv_heads) = q.shape, k.shape[:2]
+    (num_queries, heads, head_dim), (num_keys, kv_heads, head_dim_v) = q.shape, v.shape
+    if not num_queries or not num_keys:
+        dsinks = None if options.sinks is None else torch.zeros_like(options.sinks)
+        return dq.zero_(), dk.zero_(), dv.zero_(), dsinks
+    assert tiles.keys is not None
+    assert tiles.queries is not None
+    block_d, block_v = _padded(q), _padded(v)
     transposed = mask.transpose()
     num_rows = triton.cdiv(num_queries, ROW_PADDING) * ROW_PADDING
     assert heads * num_rows < 2**31, "the row statistics are addressed with 32 bits"
     lse2, delta = torch.empty((2, heads, num_rows), dtype=torch.float32, device=q.device)
-    scales = {"scale": scale, "scale_log2": scale * LOG2E.value}
+    scales = {"scale": options.scale, "num_rows": num_rows, "num_keys": num_keys, "HEAD_DIM": head_dim}
 
     with torch.cuda.device_of(q):
-        tile = _tile("row_statistics", q)
+        tile = _tile("row_statistics", q, v)
+        row_tiles = num_rows // tile.block_m
+        shares = None if options.sinks is None else lse.new_empty(heads, row_tiles)
         dout = dout if dout.stride(2) == 1 else dout.contiguous()
-        row_statistics_kernel[(num_rows // tile.block_m, heads)](
+        row_statistics_kernel[(row_tiles, heads)](
             out_ptr=out,
             dout_ptr=dout,
             lse_ptr=lse,
-            dlse_ptr=lse if dlse is None else dlse,
+            dlse_ptr=dlse,
+            sinks_ptr=options.sinks,
             lse2_ptr=lse2,
             delta_ptr=delta,
+            dsinks_ptr=shares,
             stride_ot=out.stride(0),
             stride_oh=out.stride(1),
             stride_dot=dout.stride(0),
@@ -87,79 +124,112 @@ def backward(
             stride_dlt=0 if dlse is None else dlse.stride(1),
             num_queries=num_queries,
             num_rows=num_rows,
-            HAS_DLSE=dlse is not None,
-            HEAD_DIM=head_dim,
+            HEAD_DIM_V=head_dim_v,
             BLOCK_M=tile.block_m,
-            BLOCK_D=triton.next_power_of_2(head_dim),
+            BLOCK_V=block_v,
             num_warps=tile.num_warps,
+            enable_fp_fusion=True,
         )
-        for kernel in key_gradient_kernels(triton.next_power_of_2(head_dim), q.dtype, current_arch(q.device)):
-            tile = _tile(kernel, q)
-            dkdv_kernel[(triton.cdiv(num_keys, tile.block_n), kv_heads)](
+        for kernel in _key_gradients(q, v):
+            tile = _tile(kernel, q, v)
+            width = block_v if kernel == "dv" else block_d
+            columns = width if kernel == "dkdv" else min(tile.columns, width)
+            statistics: Any = (lse2, delta)
+            if not options.pack_invariant:
+                statistics = [TensorDescriptor(x, [x.numel()], [1], [tile.block_m]) for x in statistics]
+            dkdv_kernel[(kv_heads, tiles.keys.shape[0], width // columns)](
                 q_desc=_descriptor(q, tile.block_m),
+                q_columns_desc=_descriptor(q, tile.block_m, columns),
                 k_desc=_descriptor(k, tile.block_n),
                 v_desc=_descriptor(v, tile.block_n),
-                dout_desc=_descriptor(dout, tile.block_m),
-                lse2_desc=TensorDescriptor(lse2, [lse2.numel()], [1], [tile.block_m]),
-                delta_desc=TensorDescriptor(delta, [delta.numel()], [1], [tile.block_m]),
+                dout_desc=_descriptor(dout, tile.block_m, columns if kernel == "dv" else block_v),
+                lse2=statistics[0],
+                delta=statistics[1],
                 dk_ptr=dk,
                 dv_ptr=dv,
+                tiles_ptr=tiles.keys,
                 query_start_ptr=transposed.key_start,
                 query_stop_ptr=transposed.key_stop,
-                stride_kt=dk.stride(0),
-                stride_kh=dk.stride(1),
-                num_rows=num_rows,
-                num_keys=num_keys,
-                **scales,
+                stride_dkt=dk.stride(0),
+                stride_dkh=dk.stride(1),
+                stride_dvt=dv.stride(0),
+                stride_dvh=dv.stride(1),
+                num_queries=num_queries,
+                HEAD_DIM_V=head_dim_v,
                 HAS_DK=kernel != "dv",
                 HAS_DV=kernel != "dk",
-                **_constants(q, k, tile),
+                ALIGN=1 if options.pack_invariant else 4,
+                BLOCK_D=block_d,
+                BLOCK_V=block_v,
+                COLUMNS=columns,
+                **scales,
+                **_common(q, k, mask, options, tile),
             )
-        tile = _tile("dq", q)
-        dq_kernel[(triton.cdiv(num_queries, tile.block_m), heads)](
+        tile = _tile("dq", q, v)
+        columns = min(tile.columns, block_d)
+        dq_kernel[(heads, tiles.queries.shape[0], block_d // columns)](
             q_desc=_descriptor(q, tile.block_m),
             k_desc=_descriptor(k, tile.block_n),
+            k_columns_desc=_descriptor(k, tile.block_n, columns),
             v_desc=_descriptor(v, tile.block_n),
             dout_desc=_descriptor(dout, tile.block_m),
             lse2_ptr=lse2,
             delta_ptr=delta,
             dq_ptr=dq,
+            tiles_ptr=tiles.queries,
             key_start_ptr=mask.key_start,
             key_stop_ptr=mask.key_stop,
             query_start_ptr=transposed.key_start,
             query_stop_ptr=transposed.key_stop,
-            stride_qt=dq.stride(0),
-            stride_qh=dq.stride(1),
-            num_rows=num_rows,
-            num_queries=num_queries,
-            num_keys=num_keys,
+            stride_dqt=dq.stride(0),
+            stride_dqh=dq.stride(1),
+            BLOCK_D=block_d,
+            BLOCK_V=block_v,
+            COLUMNS=columns,
             **scales,
-            **_constants(q, k, tile),
+            **_common(q, k, mask, options, tile),
         )
-    return dq, dk, dv
+    return dq, dk, dv, None if shares is None else shares.sum(1)
 
 
-def _tile(kernel: Kernel, q: Tensor) -> Tile:
-    return select_tile(kernel, triton.next_power_of_2(q.shape[2]), q.dtype, current_arch(q.device))
-
-
-def _constants(q: Tensor, k: Tensor, tile: Tile) -> dict[str, Any]:
-    """The compile-time arguments that the three attention kernels share, none of which is a token count."""
+def _common(q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tile: Tile) -> dict[str, Any]:
+    """The arguments that the three attention kernels share; no constant among them depends on a token count."""
+    slopes = options.alibi_slopes
     return {
+        "diagonal_ptr": None if slopes is None else mask.diagonal,
+        "alibi_ptr": slopes,
+        "stride_at": 0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0),
+        "stride_ah": 0 if slopes is None else slopes.stride(1),
+        "seed_ptr": options.dropout_seed,
+        "drop_below": drop_below(options.dropout_p),
+        "keep_scale": 1.0 / (1.0 - options.dropout_p),
+        "scale_log2": options.scale * LOG2E.value,
+        "softcap_log2": options.softcap * LOG2E.value if options.softcap else None,
         "GROUP": q.shape[1] // k.shape[1],
-        "HEAD_DIM": q.shape[2],
         "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "UPCAST": q.dtype == torch.bfloat16 and q.device.type == "cpu",
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
-        "BLOCK_D": triton.next_power_of_2(q.shape[2]),
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
+        "enable_fp_fusion": True,
     }
 
 
-def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """A (T, H, D) tensor as blocks of `rows` rows of one head; reads outside the tensor give zeros.
+def _key_gradients(q: Tensor, v: Tensor) -> tuple[Kernel, ...]:
+    return key_gradient_kernels(max(_padded(q), _padded(v)), q.dtype, current_arch(q.device))
+
+
+def _tile(kernel: Kernel, q: Tensor, v: Tensor) -> Tile:
+    return select_tile(kernel, max(_padded(q), _padded(v)), q.dtype, current_arch(q.device))
+
+
+def _padded(x: Tensor) -> int:
+    return max(triton.next_power_of_2(x.shape[2]), 16)
+
+
+def _descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
+    """A (T, H, D) tensor as blocks of `rows` rows of one head, and all columns or so many; zeros outside the tensor.
 
     The hardware wants 16-byte strides and a contiguous last dimension; what isn't so is copied, with zero columns
     after the last.
@@ -167,5 +237,5 @@ def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     unit = 16 // x.element_size()
     if x.stride(2) != 1 or x.stride(0) % unit or x.stride(1) % unit or x.data_ptr() % 16 or 0 in x.stride():
         x = pad(x, (0, -x.shape[2] % unit)).contiguous()
-    block = [1, rows, triton.next_power_of_2(x.shape[2])]
+    block = [1, rows, _padded(x) if columns is None else columns]
     return TensorDescriptor(x, [x.shape[1], x.shape[0], x.shape[2]], [x.stride(1), x.stride(0), 1], block)

@@ -57,6 +57,7 @@ class BlockDiagonalMask:
             where there is no such key, as in a transpose. It may lie outside the keys.
         document: (num_queries,) int32, the number of each query's document in the order of the stream; None where
             it isn't known. Rows outside every document hold any document's number.
+        max_documents: how many documents there are at most, where the host knows.
     """
 
     key_start: Tensor
@@ -64,6 +65,7 @@ class BlockDiagonalMask:
     num_keys: int
     diagonal: Tensor | None = None
     document: Tensor | None = None
+    max_documents: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("key_start", "key_stop", "diagonal", "document"):
@@ -185,6 +187,7 @@ class BlockDiagonalMask:
             total_k,
             window,
             document.clamp(max=max(cu_q.shape[0] - 2, 0)),
+            max_documents=cu_q.shape[0] - 1,
         )
 
     @classmethod
@@ -266,10 +269,13 @@ class BlockDiagonalMask:
     @cached_property
     def _transposed(self) -> BlockDiagonalMask:
         rows = torch.arange(self.num_keys, device=self.device, dtype=torch.int32)
+        query_start = torch.searchsorted(self.key_stop, rows, right=True, out_int32=True)
+        query_stop = torch.searchsorted(self.key_start, rows, right=True, out_int32=True)
+        document = None
+        if self.document is not None and self.num_queries:
+            document = self.document[query_start.clamp(max=self.num_queries - 1)]
         return BlockDiagonalMask(
-            torch.searchsorted(self.key_stop, rows, right=True, out_int32=True),
-            torch.searchsorted(self.key_start, rows, right=True, out_int32=True),
-            self.num_queries,
+            query_start, query_stop, self.num_queries, document=document, max_documents=self.max_documents
         )
 
     def know_transpose(self, transposed: BlockDiagonalMask) -> None:
@@ -311,7 +317,7 @@ class BlockDiagonalMask:
             start = torch.searchsorted(keys, start, out_int32=True)
             stop = torch.searchsorted(keys, stop, out_int32=True)
             num_keys, diagonal = keys.shape[0], None  # keys that are left out break the count of distances
-        return BlockDiagonalMask(start, stop, num_keys, diagonal, document)
+        return BlockDiagonalMask(start, stop, num_keys, diagonal, document, self.max_documents)
 
     def to_dense(self) -> Tensor:
         """The mask as (num_queries, num_keys) bool, True where a query sees a key: O(T^2) memory."""
@@ -405,6 +411,7 @@ def _from_bounds(
     num_keys: int,
     window: Window,
     document: Tensor,
+    max_documents: int | None = None,
 ) -> BlockDiagonalMask:
     """Intervals from the bounds of each row's document (all (T_q,)), a window around the bottom-right diagonal."""
     left, right = window
@@ -412,7 +419,7 @@ def _from_bounds(
     start = key_begin if left < 0 else torch.clamp(diagonal - left, key_begin, key_end)
     stop = key_end if right < 0 else torch.clamp(diagonal + right + 1, key_begin, key_end)
     start, stop, diagonal, document = (x.to(torch.int32) for x in (start, stop, diagonal, document))
-    return BlockDiagonalMask(start, stop, num_keys, diagonal, document)
+    return BlockDiagonalMask(start, stop, num_keys, diagonal, document, max_documents)
 
 
 def changes(ids: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from tritonpack.mask import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
+from tritonpack.schedule import Tiles
 
 MODULES = {
     "triton": "tritonpack.fused",
@@ -30,7 +31,7 @@ class Arguments(NamedTuple):
     Attributes:
         key_start, key_stop, diagonal: the mask's.
         query_start, query_stop: the bounds of the mask's transpose.
-        tiles: what the backend planned for the mask (`fused.plan_tiles`), or None.
+        forward_tiles, key_tiles, query_tiles: what the Triton backend planned for the mask (`fused.plan_tiles`), or None.
         scale, softcap, sinks, alibi_slopes, dropout_p, dropout_seed, pack_invariant: as in `AttentionOptions`.
         backend: a name of `MODULES`.
     """
@@ -40,7 +41,9 @@ class Arguments(NamedTuple):
     query_start: Tensor
     query_stop: Tensor
     diagonal: Tensor | None
-    tiles: Tensor | None
+    forward_tiles: Tensor | None
+    key_tiles: Tensor | None
+    query_tiles: Tensor | None
     scale: float
     softcap: float
     sinks: Tensor | None
@@ -52,7 +55,8 @@ class Arguments(NamedTuple):
 
 
 _ARGUMENTS = (
-    "Tensor key_start, Tensor key_stop, Tensor query_start, Tensor query_stop, Tensor? diagonal, Tensor? tiles, "
+    "Tensor key_start, Tensor key_stop, Tensor query_start, Tensor query_stop, Tensor? diagonal, "
+    "Tensor? forward_tiles, Tensor? key_tiles, Tensor? query_tiles, "
     "float scale, float softcap, Tensor? sinks, Tensor? alibi_slopes, float dropout_p, Tensor? dropout_seed, "
     "bool pack_invariant, str backend"
 )
@@ -63,13 +67,18 @@ def attend(
 ) -> tuple[Tensor, Tensor]:
     """out (T_q, H, D_v) and lse (H, T_q), differentiable in q, k, v and the options' sinks."""
     transposed = mask.transpose()
+    tiles = Tiles(None, None, None)
+    if backend == "triton":
+        tiles = import_module(MODULES[backend]).plan_tiles(q, k, v, mask, options)
     arguments = Arguments(
         key_start=mask.key_start,
         key_stop=mask.key_stop,
         query_start=transposed.key_start,
         query_stop=transposed.key_stop,
         diagonal=mask.diagonal if options.alibi_slopes is not None else None,
-        tiles=import_module(MODULES[backend]).plan_tiles(q, k, v, mask, options) if backend == "triton" else None,
+        forward_tiles=tiles.forward,
+        key_tiles=tiles.keys,
+        query_tiles=tiles.queries,
         scale=options.scale,
         softcap=options.softcap,
         sinks=options.sinks,
@@ -162,7 +171,8 @@ def _unpack(k: Tensor, given: Arguments) -> tuple[ModuleType, BlockDiagonalMask,
     )  # fmt: skip
     mask = BlockDiagonalMask(given.key_start, given.key_stop, k.shape[0], given.diagonal)
     mask.know_transpose(BlockDiagonalMask(given.query_start, given.query_stop, given.key_start.shape[0]))
-    return import_module(MODULES[given.backend]), mask, options, () if given.tiles is None else (given.tiles,)
+    tiles = Tiles(given.forward_tiles, given.key_tiles, given.query_tiles)
+    return import_module(MODULES[given.backend]), mask, options, (tiles,) if given.backend == "triton" else ()
 
 
 def _plain_precision(q: Tensor) -> AbstractContextManager[Any]:

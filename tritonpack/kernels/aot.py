@@ -42,24 +42,33 @@ _MATRIX_INSTRUCTION = re.compile(r"\b(HGMMA|HMMA|UTC\w*MMA|v_mfma)")
 
 @dataclass(frozen=True)
 class Configuration:
-    """One kernel as the package ships it: everything that decides what the compiler makes of it."""
+    """One kernel as the package ships it: everything that decides what the compiler makes of it.
+
+    Attributes:
+        kernel, arch, head_dim, dtype: as in the table of tiles.
+        head_dim_v: of the values; None means head_dim.
+        group: query heads per key head.
+        features: of "softcap", "sinks", "alibi", "dropout", "pack_invariant", those that are in use.
+        tile: None means the table's.
+    """
 
     kernel: Kernel
     arch: str
     head_dim: int
     dtype: torch.dtype
+    head_dim_v: int | None = None
     group: int = 4
+    features: tuple[str, ...] = ()
+    tile: Tile | None = None
 
     @property
-    def block_d(self) -> int:
-        return triton.next_power_of_2(self.head_dim)
-
-    @property
-    def tile(self) -> Tile:
-        return select_tile(self.kernel, self.block_d, self.dtype, self.arch)
+    def blocks(self) -> tuple[int, int]:
+        """The head dimensions of keys and values, padded to powers of two."""
+        return triton.next_power_of_2(self.head_dim), triton.next_power_of_2(self.head_dim_v or self.head_dim)
 
     def __str__(self) -> str:
-        return f"{self.kernel}-{self.arch}-d{self.head_dim}-{_DTYPES[self.dtype]}"
+        dims = f"d{self.head_dim}" + ("" if self.head_dim_v is None else f"-{self.head_dim_v}")
+        return "-".join([self.kernel, self.arch, dims, _DTYPES[self.dtype], *self.features])
 
 
 @dataclass(frozen=True)
@@ -81,27 +90,38 @@ class Resources:
     instructions: int
 
 
+FEATURES = ("softcap", "sinks", "alibi", "dropout", "pack_invariant")
+
+
 def shipped_configurations() -> list[Configuration]:
-    """Every kernel of every architecture in the table: bfloat16 at each power of two, float16 and float32 at 128."""
-    head_dims = {torch.bfloat16: (16, 32, 64, 128, 256), torch.float16: (128,), torch.float32: (128,)}
+    """Every tile of the table in bfloat16, and at 128 also in float16 and float32 and with all features on."""
+    head_dims = {torch.bfloat16: (16, 32, 64, 128, 256, 512), torch.float16: (128,), torch.float32: (128,)}
+    kinds = [(dtype, head_dim, None) for dtype, dims in head_dims.items() for head_dim in dims]
+    kinds.append((torch.bfloat16, 192, 128))
     configurations = []
     for arch in TILES:
-        for dtype, dims in head_dims.items():
-            for head_dim in dims:
-                kernels: tuple[Kernel, ...] = (
-                    "forward",
-                    *key_gradient_kernels(head_dim, dtype, arch),
-                    "dq",
-                    "row_statistics",
-                )
-                configurations += [Configuration(kernel, arch, head_dim, dtype) for kernel in kernels]
+        for dtype, head_dim, head_dim_v in kinds:
+            row = triton.next_power_of_2(max(head_dim, head_dim_v or 0))
+            kernels: tuple[Kernel, ...] = ("forward", *key_gradient_kernels(row, dtype, arch), "dq", "row_statistics")
+            configurations += [Configuration(kernel, arch, head_dim, dtype, head_dim_v) for kernel in kernels]
+            if dtype == torch.bfloat16 and head_dim in (64, 128):
+                configurations += [
+                    Configuration(kernel, arch, head_dim, dtype, features=FEATURES) for kernel in kernels
+                ]
     return configurations
+
+
+def tile_of(configuration: Configuration) -> Tile:
+    """The tile that a configuration runs with."""
+    if configuration.tile is not None:
+        return configuration.tile
+    return select_tile(configuration.kernel, max(configuration.blocks), configuration.dtype, configuration.arch)
 
 
 def compile_configuration(configuration: Configuration) -> Resources:
     """Compile for the configuration's architecture and read the binary."""
-    tile = configuration.tile
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages}
+    tile = tile_of(configuration)
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
     compiled = triton.compile(_source(configuration), target=TARGETS[configuration.arch], options=options)
     if "amdgcn" in compiled.asm:
         return _read_amd(compiled.asm["amdgcn"], compiled.metadata.shared)
@@ -110,41 +130,53 @@ def compile_configuration(configuration: Configuration) -> Resources:
 
 def _source(configuration: Configuration) -> ASTSource:
     """The kernel with the argument types and alignments that the launcher gives it."""
-    kernel, tile, block_d = _KERNELS[configuration.kernel], configuration.tile, configuration.block_d
-    element = _DTYPES[configuration.dtype]
-    constants = {
+    kernel, tile, (block_d, block_v) = _KERNELS[configuration.kernel], tile_of(configuration), configuration.blocks
+    features, element = configuration.features, _DTYPES[configuration.dtype]
+    width = block_v if configuration.kernel in ("forward", "dv") else block_d
+    columns = width if configuration.kernel == "dkdv" else min(tile.columns, width)
+    of_v = columns if configuration.kernel == "forward" else block_v
+    constants: dict[str, Any] = {
         "GROUP": configuration.group,
         "HEAD_DIM": configuration.head_dim,
+        "HEAD_DIM_V": configuration.head_dim_v or configuration.head_dim,
         "PRECISION": "ieee" if configuration.dtype == torch.float32 else "tf32",
         "UPCAST": False,
         "HAS_DK": configuration.kernel != "dv",
         "HAS_DV": configuration.kernel != "dk",
-        "HAS_DLSE": True,
+        "ALIGN": 1 if "pack_invariant" in features else 4,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_D": block_d,
+        "BLOCK_V": block_v,
+        "COLUMNS": columns,
     }
-    rows = {"q_desc": tile.block_m, "dout_desc": tile.block_m, "k_desc": tile.block_n, "v_desc": tile.block_n}
-    signature: dict[str, str] = {}
-    aligned: list[int] = []
+    absent = {"alibi": ("alibi_ptr", "diagonal_ptr"), "dropout": ("seed_ptr",), "softcap": ("softcap_log2",)}
+    absent["sinks"] = ("sinks_ptr", "dsinks_ptr")
+    constants |= {name: None for feature, names in absent.items() if feature not in features for name in names}
+    descriptors = {
+        "q_desc": (tile.block_m, block_d),
+        "q_columns_desc": (tile.block_m, columns),
+        "k_desc": (tile.block_n, block_d),
+        "k_columns_desc": (tile.block_n, columns),
+        "v_desc": (tile.block_n, of_v),
+        "dout_desc": (tile.block_m, columns if configuration.kernel == "dv" else block_v),
+    }
+    types = {
+        "scale": "fp32", "scale_log2": "fp32", "softcap_log2": "fp32", "keep_scale": "fp32", "seed_ptr": "*i64",
+        "lse_ptr": "*fp32", "dlse_ptr": "*fp32", "lse2_ptr": "*fp32", "delta_ptr": "*fp32", "sinks_ptr": "*fp32",
+        "dsinks_ptr": "*fp32", "alibi_ptr": "*fp32", "out_ptr": f"*{element}", "dout_ptr": f"*{element}",
+        "dq_ptr": f"*{element}", "dk_ptr": f"*{element}", "dv_ptr": f"*{element}",
+    }  # fmt: skip
+    statistics = "*fp32" if "pack_invariant" in features else f"tensordesc<fp32[{tile.block_m}]>"
+    types |= {"lse2": statistics, "delta": statistics}
+    types |= {name: f"tensordesc<{element}[1,{rows},{width}]>" for name, (rows, width) in descriptors.items()}
+    unaligned = {"num_queries", "num_keys", "stride_at", "stride_ah", "stride_dlh", "stride_dlt", "drop_below"}
+
+    signature, attributes = {}, {}
     for position, name in enumerate(kernel.arg_names):
-        if name in constants:
-            signature[name] = "constexpr"
-        elif name in rows:
-            signature[name] = f"tensordesc<{element}[1,{rows[name]},{block_d}]>"
-        elif name.endswith("_desc"):
-            signature[name] = f"tensordesc<fp32[{tile.block_m}]>"
-        elif name.endswith("_ptr"):
-            bounds, statistics = ("start" in name or "stop" in name), ("lse" in name or "delta" in name)
-            signature[name] = "*i32" if bounds else "*fp32" if statistics else f"*{element}"
-            aligned.append(position)
-        elif name.startswith("scale"):
-            signature[name] = "fp32"
-        else:
-            signature[name] = "i32"
-            if name.startswith("stride_") or name == "num_rows":
-                aligned.append(position)
-    attributes = {(position,): [["tt.divisibility", 16]] for position in aligned}
+        signature[name] = "constexpr" if name in constants else types.get(name, "*i32" if name.endswith("_ptr") else "i32")
+        if signature[name].startswith("*") or (signature[name] == "i32" and name not in unaligned):
+            attributes[(position,)] = [["tt.divisibility", 16]]
     constexprs: dict[Any, Any] = {
         (position,): constants[name] for position, name in enumerate(kernel.arg_names) if name in constants
     }

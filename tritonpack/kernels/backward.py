@@ -1,27 +1,40 @@
 """The backward kernels: row statistics, then dK and dV by tiles of keys, then dQ by tiles of queries.
 
 No program adds to what another one writes, so the gradients are deterministic; the query heads that share a key head
-are summed inside the program. The mathematics is docs/math.md, section 3.
+are summed inside the program. The mathematics is docs/math.md, sections 3 and 6.
 
-Legend: M query rows, N keys, D head dimension padded to a power of two; t token, h head. The row statistics are
-`lse2` (base 2, +inf in rows that see nothing, so that their probabilities are 0) and `delta`, both [H, ROWS] with
-ROWS = T_q rounded up, so that blocks may read past the end.
+Legend: M query rows, N keys, D and V the head dimensions of keys and values padded to powers of two, C columns of a
+gradient that a program computes; t token, h head. The row statistics are `lse2` (base 2, +inf in rows that see nothing,
+so that their probabilities are 0) and `delta`, both [H, ROWS] with ROWS = T_q rounded up, so that blocks may read past
+the end. Pointers that are None belong to features that a call doesn't use.
 """
 
 import triton
 import triton.language as tl
 
-from tritonpack.kernels.primitives import LOG2E, block_range, dot, load_bounds, load_rows
+from tritonpack.kernels.primitives import (
+    LOG2E,
+    block_range,
+    dot,
+    kept,
+    load_alibi,
+    load_bounds,
+    load_rows,
+    load_tile,
+    score,
+)
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "stride_dlh", "stride_dlt"])
+@triton.jit(do_not_specialize=["num_queries", "stride_dlh", "stride_dlt"])
 def row_statistics_kernel(
     out_ptr,
     dout_ptr,
     lse_ptr,
     dlse_ptr,
+    sinks_ptr,
     lse2_ptr,
     delta_ptr,
+    dsinks_ptr,
     stride_ot,
     stride_oh,
     stride_dot,
@@ -30,74 +43,105 @@ def row_statistics_kernel(
     stride_dlt,
     num_queries,
     num_rows,
-    HAS_DLSE: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
     BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
 ):
-    """lse2 and delta = rowsum(out * dout) - dlse, [H, ROWS]; grid (tiles of BLOCK_M rows up to ROWS, heads)."""
+    """lse2 and delta = rowsum(out * dout) - dlse, [H, ROWS]; grid (tiles of BLOCK_M rows up to ROWS, heads).
+
+    With sinks also each tile's share of their gradient, [H, tiles].
+    """
     head = tl.program_id(1).to(tl.int64)
     offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, BLOCK_D)
+    offs_d = tl.arange(0, BLOCK_V)
     in_range = offs_m < num_queries
     lse = tl.load(lse_ptr + head * num_queries + offs_m, mask=in_range, other=float("-inf"))
     live = lse > float("-inf")
     rows = offs_m.to(tl.int64)
-    mask = live[:, None] & (offs_d < HEAD_DIM)[None, :]
+    mask = live[:, None] & (offs_d < HEAD_DIM_V)[None, :]
     out = tl.load(out_ptr + rows[:, None] * stride_ot + head * stride_oh + offs_d[None, :], mask=mask, other=0.0)
     dout = tl.load(dout_ptr + rows[:, None] * stride_dot + head * stride_doh + offs_d[None, :], mask=mask, other=0.0)
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
-    if HAS_DLSE:
+    if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + head * stride_dlh + rows * stride_dlt, mask=live, other=0.0)
+    lse2 = tl.where(live, lse * LOG2E, float("inf"))
     tl.store(delta_ptr + head * num_rows + offs_m, delta)
-    tl.store(lse2_ptr + head * num_rows + offs_m, tl.where(live, lse * LOG2E, float("inf")))
+    tl.store(lse2_ptr + head * num_rows + offs_m, lse2)
+    if sinks_ptr is not None:
+        share = tl.exp2(tl.load(sinks_ptr + head) * LOG2E - lse2)
+        tl.store(dsinks_ptr + head * tl.num_programs(0) + tl.program_id(0), -tl.sum(share * delta, 0))
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys"])
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "stride_at", "stride_ah", "drop_below"])
 def dkdv_kernel(
     q_desc,
+    q_columns_desc,
     k_desc,
     v_desc,
     dout_desc,
-    lse2_desc,
-    delta_desc,
+    lse2,
+    delta,
     dk_ptr,
     dv_ptr,
+    tiles_ptr,
     query_start_ptr,
     query_stop_ptr,
-    stride_kt,
-    stride_kh,
+    diagonal_ptr,
+    alibi_ptr,
+    seed_ptr,
+    stride_dkt,
+    stride_dkh,
+    stride_dvt,
+    stride_dvh,
+    stride_at,
+    stride_ah,
     num_rows,
+    num_queries,
     num_keys,
     scale,
     scale_log2,
+    softcap_log2,
+    drop_below,
+    keep_scale,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
+    HEAD_DIM_V: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
     HAS_DK: tl.constexpr,
     HAS_DV: tl.constexpr,
+    ALIGN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """dk and dv [T_k, H_kv, D], or one of them; grid (tiles of BLOCK_N keys, key heads).
+    """dk [T_k, H_kv, D] and dv [T_k, H_kv, D_v], or one of them; grid (key heads, tiles of keys, column chunks).
 
     The bounds are those of the transposed mask. At large head dimensions both accumulators don't fit in registers, and
-    two launches that repeat the scores cost less than spilling.
+    two launches that repeat the scores cost less than spilling; at the largest each also goes by chunks of columns.
+    The row statistics are descriptors, or pointers where ALIGN is 1: descriptors read 16 bytes at a time, so blocks of
+    queries then begin at a multiple of 4 rows of the whole stream, whatever the document.
     """
-    kv_head = tl.program_id(1)
-    first = tl.program_id(0) * BLOCK_N
-    last = tl.minimum(first + BLOCK_N, num_keys) - 1
+    kv_head = tl.program_id(0)
+    column = tl.program_id(2) * COLUMNS
+    first, end = load_tile(tiles_ptr)
+    if first >= end:
+        return
     offs_n = first + tl.arange(0, BLOCK_N)
-    start, stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, num_keys)  # [N]
-    # The statistics are read 16 bytes at a time, so blocks of queries begin at a multiple of 4 rows.
-    begin, full, full_end, blocks = block_range(query_start_ptr, query_stop_ptr, first, last, 4, BLOCK_M)
+    start, stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, end)  # [N]
+    seed = 0 if seed_ptr is None else tl.load(seed_ptr)
+    begin, full, full_end, blocks = block_range(query_start_ptr, query_stop_ptr, first, end - 1, ALIGN, BLOCK_M)
 
-    k = load_rows(k_desc, first, kv_head, BLOCK_N, BLOCK_D, UPCAST)  # [N, D]
-    v = load_rows(v_desc, first, kv_head, BLOCK_N, BLOCK_D, UPCAST)  # [N, D]
-    dk = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
-    dv = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
+    BLOCK_DOUT: tl.constexpr = BLOCK_V if HAS_DK else COLUMNS
+    dout_column = 0 if HAS_DK else column
+    k = load_rows(k_desc, first, kv_head, 0, BLOCK_N, BLOCK_D, UPCAST)  # [N, D]
+    if HAS_DK:
+        v = load_rows(v_desc, first, kv_head, 0, BLOCK_N, BLOCK_V, UPCAST)  # [N, V]
+        dk = tl.zeros([BLOCK_N, BLOCK_D if HAS_DV else COLUMNS], dtype=tl.float32)
+    if HAS_DV:
+        dv = tl.zeros([BLOCK_N, BLOCK_DOUT], dtype=tl.float32)
     # One loop over (head of the group, block) per phase: a loop nested in the loop over heads costs registers.
     for phase in tl.static_range(2):
         head = kv_head * GROUP
@@ -106,62 +150,95 @@ def dkdv_kernel(
         for _ in tl.range(0, steps * GROUP):
             block = step + (tl.where(step >= full, full_end - full, 0) if phase == 0 else full)
             row = begin + block * BLOCK_M
-            q = load_rows(q_desc, row, head, BLOCK_M, BLOCK_D, UPCAST)  # [M, D]
-            dout = load_rows(dout_desc, row, head, BLOCK_M, BLOCK_D, UPCAST)  # [M, D]
-            lse2 = lse2_desc.load([head * num_rows + row])  # [M]
-            delta = delta_desc.load([head * num_rows + row])  # [M]
+            offs_m = row + tl.arange(0, BLOCK_M)
+            q = load_rows(q_desc, row, head, 0, BLOCK_M, BLOCK_D, UPCAST)  # [M, D]
+            dout = load_rows(dout_desc, row, head, dout_column, BLOCK_M, BLOCK_DOUT, UPCAST)  # [M, V]
+            if ALIGN == 1:
+                statistics = tl.cast(head, tl.int64) * num_rows + offs_m
+                lse2_m = tl.load(lse2 + statistics, mask=offs_m < num_rows, other=float("inf"))  # [M]
+                delta_m = tl.load(delta + statistics, mask=offs_m < num_rows, other=0.0)  # [M]
+            else:
+                lse2_m = lse2.load([head * num_rows + row])  # [M]
+                delta_m = delta.load([head * num_rows + row])  # [M]
+            if phase == 0:  # what is summed over rows mustn't hold a NaN of rows that see nothing
+                live = (lse2_m < float("inf"))[:, None]
+                if HAS_DV:
+                    dout = tl.where(live, dout, 0.0)
+                if HAS_DK and (HAS_DV or COLUMNS == BLOCK_D):
+                    q = tl.where(live, q, 0.0)
+            products = tl.dot(k, q.T, input_precision=PRECISION)  # [N, D] @ [D, M] -> [N, M]
+            slopes, diagonal = load_alibi(alibi_ptr, diagonal_ptr, offs_m, head, num_queries, stride_at, stride_ah)
+            distance = diagonal[None, :] - offs_n[:, None]
+            scores, unit, slope = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[None, :], distance)
+            p = tl.exp2(scores * unit - lse2_m[None, :])
             if phase == 0:
-                live = (lse2 < float("inf"))[:, None]
-                q = tl.where(live, q, 0.0)
-                dout = tl.where(live, dout, 0.0)
-            scores = tl.dot(k, q.T, input_precision=PRECISION)  # [N, D] @ [D, M] -> [N, M]
-            p = tl.exp2(scores * scale_log2 - lse2[None, :])
-            if phase == 0:
-                offs_m = row + tl.arange(0, BLOCK_M)
                 visible = (offs_m[None, :] >= start[:, None]) & (offs_m[None, :] < stop[:, None])
                 p = tl.where(visible, p, 0.0)
+            if seed_ptr is not None:
+                keep = kept(seed, head, offs_m[None, :], offs_n[:, None], drop_below)
             if HAS_DV:
-                dv = dot(p, dout, dv, PRECISION)  # [N, M] @ [M, D] -> [N, D]
+                weights = p if seed_ptr is None else tl.where(keep, p * keep_scale, 0.0)
+                dv = dot(weights, dout, dv, PRECISION)  # [N, M] @ [M, C] -> [N, C]
             if HAS_DK:
-                dp = tl.dot(v, dout.T, input_precision=PRECISION)  # [N, D] @ [D, M] -> [N, M]
-                ds = p * (dp - delta[None, :])
+                dp = tl.dot(v, dout.T, input_precision=PRECISION)  # [N, V] @ [V, M] -> [N, M]
+                if seed_ptr is not None:
+                    dp = tl.where(keep, dp * keep_scale, 0.0)
+                ds = p * (dp - delta_m[None, :]) * slope
                 if phase == 0:
                     ds = tl.where(visible, ds, 0.0)
-                dk = dot(ds, q, dk, PRECISION)  # [N, M] @ [M, D] -> [N, D]
+                if HAS_DV or COLUMNS == BLOCK_D:
+                    dk = dot(ds, q, dk, PRECISION)  # [N, M] @ [M, D] -> [N, D]
+                else:
+                    q_columns = load_rows(q_columns_desc, row, head, column, BLOCK_M, COLUMNS, UPCAST)  # [M, C]
+                    if phase == 0:
+                        q_columns = tl.where(live, q_columns, 0.0)
+                    dk = dot(ds, q_columns, dk, PRECISION)  # [N, M] @ [M, C] -> [N, C]
             step += 1
             wrapped = step == steps
             step = tl.where(wrapped, 0, step)
             head = tl.where(wrapped, head + 1, head)
 
-    offs_d = tl.arange(0, BLOCK_D)
-    offs = offs_n.to(tl.int64)[:, None] * stride_kt + kv_head * stride_kh + offs_d[None, :]
-    in_range = (offs_n < num_keys)[:, None] & (offs_d < HEAD_DIM)[None, :]
+    rows = offs_n.to(tl.int64)[:, None]
+    in_range = (offs_n < end)[:, None]
     if HAS_DK:
-        tl.store(dk_ptr + offs, (dk * scale).to(dk_ptr.dtype.element_ty), mask=in_range)
+        offs_d = column + tl.arange(0, BLOCK_D if HAS_DV else COLUMNS)[None, :]
+        dk_ptrs = dk_ptr + rows * stride_dkt + kv_head * stride_dkh + offs_d
+        tl.store(dk_ptrs, (dk * scale).to(dk_ptr.dtype.element_ty), mask=in_range & (offs_d < HEAD_DIM))
     if HAS_DV:
-        tl.store(dv_ptr + offs, dv.to(dv_ptr.dtype.element_ty), mask=in_range)
+        offs_v = dout_column + tl.arange(0, BLOCK_DOUT)[None, :]
+        dv_ptrs = dv_ptr + rows * stride_dvt + kv_head * stride_dvh + offs_v
+        tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=in_range & (offs_v < HEAD_DIM_V))
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys"])
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "stride_at", "stride_ah", "drop_below"])
 def dq_kernel(
     q_desc,
     k_desc,
+    k_columns_desc,
     v_desc,
     dout_desc,
     lse2_ptr,
     delta_ptr,
     dq_ptr,
+    tiles_ptr,
     key_start_ptr,
     key_stop_ptr,
     query_start_ptr,
     query_stop_ptr,
-    stride_qt,
-    stride_qh,
+    diagonal_ptr,
+    alibi_ptr,
+    seed_ptr,
+    stride_dqt,
+    stride_dqh,
+    stride_at,
+    stride_ah,
     num_rows,
-    num_queries,
     num_keys,
     scale,
     scale_log2,
+    softcap_log2,
+    drop_below,
+    keep_scale,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -169,43 +246,58 @@ def dq_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """dq [T_q, H, D]; grid (tiles of BLOCK_M rows, heads)."""
-    head = tl.program_id(1)
-    first = tl.program_id(0) * BLOCK_M
-    last = tl.minimum(first + BLOCK_M, num_queries) - 1
+    """dq [T_q, H, D]; grid (heads, tiles, column chunks)."""
+    head = tl.program_id(0)
+    column = tl.program_id(2) * COLUMNS
+    first, end = load_tile(tiles_ptr)
+    if first >= end:
+        return
     offs_m = first + tl.arange(0, BLOCK_M)
-    start, stop = load_bounds(key_start_ptr, key_stop_ptr, offs_m, num_queries)  # [M]
-    begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, last, 1, BLOCK_N)
+    start, stop = load_bounds(key_start_ptr, key_stop_ptr, offs_m, end)  # [M]
+    slopes, diagonal = load_alibi(alibi_ptr, diagonal_ptr, offs_m, head, end, stride_at, stride_ah)  # [M]
+    seed = 0 if seed_ptr is None else tl.load(seed_ptr)
+    begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, 1, BLOCK_N)
 
-    q = load_rows(q_desc, first, head, BLOCK_M, BLOCK_D, UPCAST)  # [M, D]
-    dout = load_rows(dout_desc, first, head, BLOCK_M, BLOCK_D, UPCAST)  # [M, D]
+    q = load_rows(q_desc, first, head, 0, BLOCK_M, BLOCK_D, UPCAST)  # [M, D]
+    dout = load_rows(dout_desc, first, head, 0, BLOCK_M, BLOCK_V, UPCAST)  # [M, V]
     statistics = head.to(tl.int64) * num_rows + offs_m
-    in_range = offs_m < num_queries
+    in_range = offs_m < end
     lse2 = tl.load(lse2_ptr + statistics, mask=in_range, other=float("inf"))  # [M]
     delta = tl.load(delta_ptr + statistics, mask=in_range, other=0.0)  # [M]
-    dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
+    dq = tl.zeros([BLOCK_M, COLUMNS], dtype=tl.float32)
     for phase in tl.static_range(2):
         steps = full + blocks - full_end if phase == 0 else full_end - full
         for step in tl.range(0, steps):
             block = step + (tl.where(step >= full, full_end - full, 0) if phase == 0 else full)
             key = begin + block * BLOCK_N
-            k = load_rows(k_desc, key, head // GROUP, BLOCK_N, BLOCK_D, UPCAST)  # [N, D]
-            v = load_rows(v_desc, key, head // GROUP, BLOCK_N, BLOCK_D, UPCAST)  # [N, D]
             offs_n = key + tl.arange(0, BLOCK_N)
+            k = load_rows(k_desc, key, head // GROUP, 0, BLOCK_N, BLOCK_D, UPCAST)  # [N, D]
+            v = load_rows(v_desc, key, head // GROUP, 0, BLOCK_N, BLOCK_V, UPCAST)  # [N, V]
+            if COLUMNS == BLOCK_D:
+                k_columns = k
+            else:
+                k_columns = load_rows(k_columns_desc, key, head // GROUP, column, BLOCK_N, COLUMNS, UPCAST)  # [N, C]
             if phase == 0:
                 query_start, query_stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, num_keys)
-                k = tl.where((query_start < query_stop)[:, None], k, 0.0)
-            scores = tl.dot(q, k.T, input_precision=PRECISION)  # [M, D] @ [D, N] -> [M, N]
-            p = tl.exp2(scores * scale_log2 - lse2[:, None])
-            dp = tl.dot(dout, v.T, input_precision=PRECISION)  # [M, D] @ [D, N] -> [M, N]
-            ds = p * (dp - delta[:, None])
+                k_columns = tl.where((query_start < query_stop)[:, None], k_columns, 0.0)
+            products = tl.dot(q, k.T, input_precision=PRECISION)  # [M, D] @ [D, N] -> [M, N]
+            distance = diagonal[:, None] - offs_n[None, :]
+            scores, unit, slope = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[:, None], distance)
+            p = tl.exp2(scores * unit - lse2[:, None])
+            dp = tl.dot(dout, v.T, input_precision=PRECISION)  # [M, V] @ [V, N] -> [M, N]
+            if seed_ptr is not None:
+                keep = kept(seed, head, offs_m[:, None], offs_n[None, :], drop_below)
+                dp = tl.where(keep, dp * keep_scale, 0.0)
+            ds = p * (dp - delta[:, None]) * slope
             if phase == 0:
                 visible = (offs_n[None, :] >= start[:, None]) & (offs_n[None, :] < stop[:, None])
                 ds = tl.where(visible, ds, 0.0)
-            dq = dot(ds, k, dq, PRECISION)  # [M, N] @ [N, D] -> [M, D]
+            dq = dot(ds, k_columns, dq, PRECISION)  # [M, N] @ [N, C] -> [M, C]
 
-    offs_d = tl.arange(0, BLOCK_D)
-    offs = offs_m.to(tl.int64)[:, None] * stride_qt + head * stride_qh + offs_d[None, :]
+    offs_d = column + tl.arange(0, COLUMNS)
+    offs = offs_m.to(tl.int64)[:, None] * stride_dqt + head * stride_dqh + offs_d[None, :]
     mask = in_range[:, None] & (offs_d < HEAD_DIM)[None, :]
     tl.store(dq_ptr + offs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=mask)

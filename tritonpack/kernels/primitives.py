@@ -1,4 +1,4 @@
-"""What the forward and backward kernels share: reading a mask's intervals by the block, loading rows, products.
+"""What the forward and backward kernels share: their tile, a mask's intervals by the block, loads, scores, dropout.
 
 Legend: M query rows of a tile or block, N keys of a tile or block, D head dimension padded to a power of two.
 """
@@ -8,6 +8,13 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def load_tile(tiles_ptr):
+    """The rows [first, end) of this program's tile; none where the table has room to spare."""
+    tile = tiles_ptr + 2 * tl.program_id(1)
+    return tl.load(tile), tl.load(tile + 1)
 
 
 @triton.jit
@@ -29,18 +36,70 @@ def block_range(start_ptr, stop_ptr, first, last, ALIGN: tl.constexpr, BLOCK: tl
 
 @triton.jit
 def load_bounds(start_ptr, stop_ptr, offs, size):
-    """The intervals of rows `offs`; rows past the end see nothing."""
+    """The intervals of rows `offs`; rows from `size` on see nothing."""
     start = tl.load(start_ptr + offs, mask=offs < size, other=0)
     stop = tl.load(stop_ptr + offs, mask=offs < size, other=0)
     return start, stop
 
 
 @triton.jit
-def load_rows(desc, row, head, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, UPCAST: tl.constexpr):
-    """Rows [row, row + ROWS) of one head of a (heads, tokens, D) descriptor, zeros outside it."""
-    rows = tl.reshape(desc.load([head, row, 0]), (ROWS, BLOCK_D))
+def load_rows(desc, row, head, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, UPCAST: tl.constexpr):
+    """Rows from `row` and columns from `column` of one head of a (heads, tokens, D) descriptor, zeros outside it."""
+    rows = tl.reshape(desc.load([head, row, column]), (ROWS, COLUMNS))
     # Triton's interpreter multiplies bfloat16 matrices wrongly, without a word.
-    return rows.to(tl.float32) if UPCAST else rows  # [ROWS, D]
+    return rows.to(tl.float32) if UPCAST else rows  # [ROWS, COLUMNS]
+
+
+@triton.jit
+def load_alibi(alibi_ptr, diagonal_ptr, offs_m, head, size, stride_at, stride_ah):
+    """What rows lose per key of distance, in base 2, and the keys at their own place; zeros without ALiBi."""
+    slopes = tl.zeros(offs_m.shape, dtype=tl.float32)
+    diagonal = tl.zeros(offs_m.shape, dtype=tl.int32)
+    if alibi_ptr is not None:
+        rows = offs_m.to(tl.int64)
+        slopes = tl.load(alibi_ptr + rows * stride_at + head * stride_ah, mask=offs_m < size, other=0.0) * LOG2E
+        diagonal = tl.load(diagonal_ptr + offs_m, mask=offs_m < size, other=0)
+    return slopes, diagonal  # [M]
+
+
+@triton.jit
+def score(products, scale_log2, softcap_log2, alibi_ptr, slopes, distance):
+    """Scores in base 2, as a pair (scores, unit) whose product they are, and their slope by the scaled products.
+
+    Without softcap and ALiBi the unit is the scale, which then costs nothing: it folds into the exponential.
+    """
+    slope = 1.0
+    if softcap_log2 is None and alibi_ptr is None:
+        scores = products
+        unit = scale_log2
+    else:
+        scores = products * scale_log2
+        unit = 1.0
+    if softcap_log2 is not None:
+        capped = tanh(scores / softcap_log2)
+        scores = capped * softcap_log2
+        slope = 1.0 - capped * capped
+    if alibi_ptr is not None:
+        scores -= slopes * tl.abs(distance).to(tl.float32)
+    return scores, unit, slope
+
+
+@triton.jit
+def tanh(x):
+    """The hyperbolic tangent to float32's precision, also near zero, where the quotient would cancel."""
+    square = x * x
+    series = x * (1.0 - square * (1.0 / 3 - square * (2.0 / 15 - square * (17.0 / 315))))
+    decay = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
+    quotient = (1.0 - decay) / (1.0 + decay)
+    return tl.where(square < 0.04, series, tl.where(x < 0.0, -quotient, quotient))
+
+
+@triton.jit
+def kept(seed, head, queries, keys, drop_below):
+    """Which pairs dropout keeps, as tritonpack/dropout.py has it; queries and keys broadcast against each other."""
+    zero = (queries + keys) * 0
+    bits, _, _, _ = tl.philox(seed, zero + keys, zero + queries, zero + head, zero)
+    return (bits >> 1).to(tl.int32) >= drop_below
 
 
 @triton.jit

@@ -20,12 +20,20 @@ Kernel = Literal["forward", "dkdv", "dk", "dv", "dq", "row_statistics"]
 
 @dataclass(frozen=True)
 class Tile:
-    """Query rows and keys that a program handles at a time, its warps, and how many blocks ahead it loads."""
+    """How a program works.
+
+    Attributes:
+        block_m, block_n: query rows and keys that it handles at a time.
+        num_warps: of 32 threads (AMD: 64).
+        num_stages: how many blocks ahead it loads.
+        columns: of its output (of one output, where it has two) at most; the rest is for other programs.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    columns: int = 256
 
 
 # Architecture -> kernel -> padded head dimension -> tile, for the 16-bit types. Head dimensions up to 64 share a row.
@@ -33,11 +41,13 @@ TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
     # Hopper: TMA and asynchronous warpgroup products. Eight warps need 128 rows in the product's first dimension, or
     # work is done twice; that is why both accumulators of dK and dV don't fit at head dimension 256.
     "sm_90": {
-        "forward": {64: Tile(128, 128, 8, 2), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2)},
+        "forward": {
+            64: Tile(128, 128, 8, 2), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2), 512: Tile(64, 32, 4, 1),
+        },
         "dkdv": {64: Tile(64, 128, 8, 2), 128: Tile(32, 128, 8, 3)},
-        "dk": {256: Tile(32, 128, 8, 2)},
-        "dv": {256: Tile(32, 128, 8, 2)},
-        "dq": {64: Tile(128, 128, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 2)},
+        "dk": {256: Tile(32, 128, 8, 2), 512: Tile(32, 64, 4, 1)},
+        "dv": {256: Tile(32, 128, 8, 2), 512: Tile(32, 64, 4, 1)},
+        "dq": {64: Tile(128, 128, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 2), 512: Tile(64, 32, 4, 1)},
     },
     # Blackwell: accumulators live in tensor memory, so registers are less of a limit than shared memory.
     "sm_100": {
@@ -61,19 +71,24 @@ TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
 }
 
 # float32 is multiplied exactly ("ieee"), without matrix instructions: small tiles everywhere.
-FLOAT32_TILES = {64: Tile(32, 32, 4, 1), 128: Tile(32, 32, 8, 1), 256: Tile(16, 32, 8, 1)}
+FLOAT32_TILES = {
+    64: Tile(32, 32, 4, 1),
+    128: Tile(32, 32, 8, 1),
+    256: Tile(16, 32, 8, 1),
+    512: Tile(16, 16, 8, 1, columns=128),
+}
 
 # In the interpreter speed is the number of blocks; the shapes differ so that a mix-up of the two sides shows.
 INTERPRETER_TILE = Tile(64, 32, 4, 1)
 
-ROW_STATISTICS_TILES = {64: Tile(64, 1, 4, 1), 128: Tile(32, 1, 4, 1), 256: Tile(16, 1, 4, 1)}
+ROW_STATISTICS_TILES = {64: Tile(64, 1, 4, 1), 128: Tile(32, 1, 4, 1), 256: Tile(16, 1, 4, 1), 512: Tile(8, 1, 4, 1)}
 
 # The row statistics are padded to a multiple of this many rows, so that no block of queries reads past them.
 ROW_PADDING = 128
 
 
 def select_tile(kernel: Kernel, block_d: int, dtype: torch.dtype, arch: str) -> Tile:
-    """The tile for a kernel; `block_d` is the head dimension padded to a power of two, `arch` from `current_arch`."""
+    """The tile for a kernel; `block_d` is the larger of the head dimensions, padded to a power of two."""
     row = max(block_d, 64)
     if kernel == "row_statistics":
         return ROW_STATISTICS_TILES[row]
@@ -84,7 +99,10 @@ def select_tile(kernel: Kernel, block_d: int, dtype: torch.dtype, arch: str) -> 
 
 def key_gradient_kernels(block_d: int, dtype: torch.dtype, arch: str) -> tuple[Kernel, ...]:
     """The launches that compute dK and dV: one for both, or one each where the table has them apart."""
-    together = dtype == torch.float32 or arch == "interpreter" or max(block_d, 64) in TILES[arch]["dkdv"]
+    if dtype == torch.float32 or arch == "interpreter":
+        together = block_d <= 256
+    else:
+        together = max(block_d, 64) in TILES[arch]["dkdv"]
     return ("dkdv",) if together else ("dk", "dv")
 
 

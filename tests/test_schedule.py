@@ -1,0 +1,77 @@
+"""The tile table: every row once, long documents at a tile's beginning, heaviest first, never more than fits."""
+
+import pytest
+import torch
+
+from tritonpack import BlockDiagonalMask
+from tritonpack.schedule import capacity, tile_table
+
+WINDOWS = [(-1, -1), (16, 0), (0, 0)]
+
+
+def random_lengths(seed: int) -> list[int]:
+    generator = torch.Generator().manual_seed(seed)
+    count = int(torch.randint(0, 30, (), generator=generator))
+    longest = int(torch.randint(1, 400, (), generator=generator))
+    return torch.randint(0, longest + 1, (count,), generator=generator).tolist()
+
+
+def masks(seed: int) -> list[BlockDiagonalMask]:
+    """One batch in the forms that masks come in: with and without knowing how many documents there are."""
+    lengths = random_lengths(seed)
+    total = sum(lengths) + seed % 3 * 50
+    cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    mask = BlockDiagonalMask.from_cu_seqlens(cu, total_q=total, window=WINDOWS[seed % 3], causal=seed % 2 == 0)
+    bare = BlockDiagonalMask(mask.key_start, mask.key_stop, mask.num_keys)
+    crossed = BlockDiagonalMask.from_seqlens(lengths, lengths[::-1])
+    return [mask, bare, crossed, mask.transpose(), crossed.transpose()]
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["shared", "whole"])
+@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize("seed", range(25))
+def test_every_row_lies_in_one_tile(seed: int, rows: int, whole: bool) -> None:
+    for mask in masks(seed):
+        table = tile_table(mask, rows, whole_documents=whole)
+        assert table.shape == (capacity(mask, rows, whole), 2)
+        tiles = sorted((first, end) for first, end in table.tolist() if first < end)
+        assert all(end - first <= rows for first, end in tiles)
+        assert [first for first, _ in tiles] + [mask.num_queries] == [0, *(end for _, end in tiles)]
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_heaviest_come_first(seed: int) -> None:
+    mask = masks(seed)[0]
+    table = tile_table(mask, 32)
+    keys = [int(mask.key_stop[end - 1] - mask.key_start[first]) for first, end in table.tolist() if first < end]
+    assert keys == sorted(keys, reverse=True)
+
+
+def tiles_of(lengths: list[int], rows: int, **keywords: bool) -> list[list[int]]:
+    table = tile_table(BlockDiagonalMask.from_seqlens(lengths), rows, **keywords)
+    return sorted([first, end] for first, end in table.tolist() if first < end)
+
+
+def test_short_documents_share_and_long_ones_begin_a_tile() -> None:
+    assert tiles_of([3, 4, 5, 6], 16) == [[0, 16], [16, 18]]
+    assert tiles_of([3, 4, 20, 5, 6], 16) == [[0, 7], [7, 23], [23, 27], [27, 38]]
+    assert tiles_of([3, 4, 20, 5, 6], 16, whole_documents=True) == [
+        [0, 3], [3, 7], [7, 23], [23, 27], [27, 32], [32, 38],
+    ]  # fmt: skip
+
+
+def test_a_run_of_rows_that_see_nothing_is_one_document() -> None:
+    mask = BlockDiagonalMask.from_cu_seqlens([0, 5], total_q=40)
+    table = tile_table(mask, 16, whole_documents=True)
+    assert sorted(t for t in table.tolist() if t[0] < t[1]) == [[0, 5], [5, 21], [21, 37], [37, 40]]
+
+
+def test_the_table_is_computed_once() -> None:
+    mask = BlockDiagonalMask.from_seqlens([30, 4])
+    assert tile_table(mask, 16) is tile_table(mask, 16)
+    assert tile_table(mask, 16) is not tile_table(mask, 16, whole_documents=True)
+
+
+def test_no_rows() -> None:
+    assert tile_table(BlockDiagonalMask.from_seqlens([]), 16).shape == (0, 2)
+    assert tile_table(BlockDiagonalMask.from_seqlens([5], [0]).transpose(), 16).shape == (0, 2)

@@ -1,0 +1,89 @@
+"""Where tiles begin: at every long document, across runs of short ones; the heaviest tiles come first.
+
+Who sees whom is the mask's business, so tiles may begin anywhere. A tile that straddles two long documents has no block
+that all of its rows see, and one that holds a short document alone is mostly empty; so a document as long as a tile
+begins one, and shorter ones share. The table is built where the mask lies, without waiting for it: its length is a
+bound that the host knows, and entries to spare are empty.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonpack.mask import BlockDiagonalMask
+
+
+class Tiles(NamedTuple):
+    """The tile tables of a call: forward's, that of dk and dv, and dq's; None for what the call doesn't need."""
+
+    forward: Tensor | None
+    keys: Tensor | None
+    queries: Tensor | None
+
+
+def tile_table(mask: BlockDiagonalMask, rows: int, *, whole_documents: bool = False) -> Tensor:
+    """The tiles of at most `rows` consecutive query rows that cover all queries once.
+
+    Args:
+        mask: whose rows are to be tiled; its transpose to tile the keys.
+        rows: of a tile.
+        whole_documents: no tile holds rows of two documents, so that none depends on the document's neighbours.
+
+    Returns:
+        (capacity, 2) int32 on the mask's device, the rows [first, end) of each tile, those with most keys to visit
+        first; the rest holds first = end. Computed once for a mask and kept with it.
+    """
+    tables = mask.__dict__.setdefault("_tile_tables", {})
+    key = (rows, whole_documents)
+    if key not in tables:
+        tables[key] = _build_table(mask, rows, whole_documents)
+    return tables[key]  # type: ignore[no-any-return]
+
+
+def capacity(mask: BlockDiagonalMask, rows: int, whole_documents: bool) -> int:
+    """How many tiles there may be: the full ones, and one that isn't at the end of each stretch between beginnings."""
+    total = mask.num_queries
+    runs = total  # documents, and runs of rows that see nothing, of which one may lie before and after each document
+    if mask.document is not None and mask.max_documents is not None:
+        runs = min(2 * mask.max_documents + 1, total)
+    # A run as long as a tile begins a stretch and ends one.
+    stretches = runs if whole_documents else min(runs, 2 * (total // rows) + 1)
+    return min(total // rows + stretches, total)
+
+
+def _build_table(mask: BlockDiagonalMask, rows: int, whole_documents: bool) -> Tensor:
+    total = mask.num_queries
+    if not total:
+        return mask.key_start.new_empty(0, 2)
+    row = torch.arange(total, device=mask.device, dtype=torch.int32)
+    begins = _document_begins(mask)
+    if not whole_documents:
+        begin = torch.where(begins, row, 0).cummax(0).values
+        end = torch.where(begins, row, total).flip(0).cummin(0).values.flip(0)  # the next beginning at or after a row
+        end = torch.cat([end[1:], end.new_full((1,), total)])
+        long = end - begin >= rows
+        begins &= long | torch.cat([long.new_zeros(1), long[:-1]])
+        begins[:1] = True
+    stretch = torch.where(begins, row, 0).cummax(0).values
+    tiles_so_far = ((row - stretch) % rows == 0).cumsum(0, dtype=torch.int32)
+    number = torch.arange(1, capacity(mask, rows, whole_documents) + 1, device=mask.device, dtype=torch.int32)
+    first = torch.searchsorted(tiles_so_far, number, out_int32=True)
+    end = torch.cat([first[1:], first.new_full((1,), total)])
+    keys = mask.key_stop[(end - 1).clamp(min=0)] - mask.key_start[first.clamp(max=total - 1)]
+    order = torch.where(first < end, keys, -1).argsort(descending=True, stable=True)
+    return torch.stack([first, end], dim=1)[order]
+
+
+def _document_begins(mask: BlockDiagonalMask) -> Tensor:
+    """Rows where a document begins, or a run of rows that see nothing."""
+    start, stop = mask.key_start, mask.key_stop
+    live = start < stop
+    if mask.document is not None:
+        differs = mask.document[1:] != mask.document[:-1]
+    else:
+        differs = start[1:] >= stop[:-1]  # no key in common with the row above
+    differs &= live[1:] | live[:-1]
+    return torch.cat([live.new_ones(1), differs | (live[1:] != live[:-1])])
