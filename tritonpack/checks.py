@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import index
 
 import torch
@@ -12,15 +12,19 @@ Lengths = Sequence[int] | Tensor
 Window = tuple[int, int]
 
 
-def require(condition: Tensor, message: str) -> None:
-    """Raise for a condition in host memory; assert it on the device, without waiting, for one on an accelerator."""
+def require(condition: Tensor, message: str | Callable[[], str]) -> None:
+    """Raise for a condition in host memory; assert it on the device, without waiting, for one on an accelerator.
+
+    A message that names sizes comes as a function: writing them out would tie a compiled graph to them.
+    """
     if torch.compiler.is_compiling() or condition.device.type == "meta":
         return
+    if condition.device.type == "cpu" and bool(condition):
+        return
+    text = message if isinstance(message, str) else message()
     if condition.device.type == "cpu":
-        if not bool(condition):
-            raise ValueError(message)
-    else:
-        torch._assert_async(condition, message)
+        raise ValueError(text)
+    torch._assert_async(condition, text)
 
 
 def check_window(window: Window, causal: bool) -> Window:
@@ -85,18 +89,18 @@ def check_total(cu: Tensor, total: int | None, total_name: str, name: str) -> in
                 f"{total_name}, the number of rows of the stream."
             )
         total = int(cu[-1])
-    try:
-        size = index(total)
-    except TypeError:
-        size = -1
-    if isinstance(total, bool) or not 0 <= size < 2**31:
+    if not isinstance(total, (int, torch.SymInt)) and hasattr(total, "__index__"):
+        total = index(total)
+    if isinstance(total, bool) or not isinstance(total, (int, torch.SymInt)) or not 0 <= total < 2**31:
         raise ValueError(f"{total_name} must be an integer from 0 to 2**31 - 1; got {total!r}.")
     require(
-        (cu[0] == 0) & (cu[1:] >= cu[:-1]).all() & (cu[-1] <= size),
-        f"{name} must begin with 0, never decrease, and end at most at {total_name} = {size}"
-        + (f"; got {cu.tolist()!r:.200}." if on_host else "."),
+        (cu[0] == 0) & (cu[1:] >= cu[:-1]).all() & (cu[-1] <= total),
+        lambda: (
+            f"{name} must begin with 0, never decrease, and end at most at {total_name} = {total}"
+            + (f"; got {cu.tolist()!r:.200}." if on_host else ".")
+        ),
     )
-    return size
+    return total
 
 
 def check_rows(ids: Tensor, name: str, *, allow_bool: bool = False) -> Tensor:
@@ -116,7 +120,7 @@ def check_indices(indices: Tensor, name: str, bound: int, device: torch.device) 
     if indices.numel():
         require(
             (indices[0] >= 0) & (indices[-1] < bound) & (indices[1:] > indices[:-1]).all(),
-            f"{name} must ascend strictly within 0..{bound - 1}.",
+            lambda: f"{name} must ascend strictly within 0..{bound - 1}.",
         )
     return indices
 

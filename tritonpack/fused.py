@@ -24,7 +24,7 @@ def plan_tiles(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options
     """The tile tables of all kernels; without gradients only forward's."""
 
     def table(kernel: Kernel) -> Tensor:
-        tile = _tile(kernel, q, v)
+        tile = _tile(kernel, q, v, options)
         tiled, rows = (mask, tile.block_m) if kernel in ("forward", "dq") else (mask.transpose(), tile.block_n)
         return tile_table(tiled, rows, whole_documents=options.pack_invariant)
 
@@ -43,7 +43,7 @@ def forward(
     if not q.shape[0] or not k.shape[0]:
         return out.zero_(), lse.fill_(float("-inf"))
     assert tiles.forward is not None
-    tile, block_v = _tile("forward", q, v), _padded(v)
+    tile, block_v = _tile("forward", q, v, options), _padded(v)
     columns = min(tile.columns, block_v)
     transposed = mask.transpose()
     with torch.cuda.device_of(q):
@@ -103,7 +103,7 @@ def backward(
     scales = {"scale": options.scale, "num_rows": num_rows, "num_keys": num_keys, "HEAD_DIM": head_dim}
 
     with torch.cuda.device_of(q):
-        tile = _tile("row_statistics", q, v)
+        tile = _tile("row_statistics", q, v, options)
         row_tiles = num_rows // tile.block_m
         shares = None if options.sinks is None else lse.new_empty(heads, row_tiles)
         dout = dout if dout.stride(2) == 1 else dout.contiguous()
@@ -131,7 +131,7 @@ def backward(
             enable_fp_fusion=True,
         )
         for kernel in _key_gradients(q, v):
-            tile = _tile(kernel, q, v)
+            tile = _tile(kernel, q, v, options)
             width = block_v if kernel == "dv" else block_d
             columns = width if kernel == "dkdv" else min(tile.columns, width)
             statistics: Any = (lse2, delta)
@@ -165,7 +165,7 @@ def backward(
                 **scales,
                 **_common(q, k, mask, options, tile),
             )
-        tile = _tile("dq", q, v)
+        tile = _tile("dq", q, v, options)
         columns = min(tile.columns, block_d)
         dq_kernel[(heads, tiles.queries.shape[0], block_d // columns)](
             q_desc=_descriptor(q, tile.block_m),
@@ -220,8 +220,10 @@ def _key_gradients(q: Tensor, v: Tensor) -> tuple[Kernel, ...]:
     return key_gradient_kernels(max(_padded(q), _padded(v)), q.dtype, current_arch(q.device))
 
 
-def _tile(kernel: Kernel, q: Tensor, v: Tensor) -> Tile:
-    return select_tile(kernel, max(_padded(q), _padded(v)), q.dtype, current_arch(q.device))
+def _tile(kernel: Kernel, q: Tensor, v: Tensor, options: AttentionOptions) -> Tile:
+    extended = (options.softcap, options.alibi_slopes is not None, options.dropout_p, options.pack_invariant)
+    arch = current_arch(q.device)
+    return select_tile(kernel, max(_padded(q), _padded(v)), q.dtype, arch, extended=any(extended))
 
 
 def _padded(x: Tensor) -> int:

@@ -7,8 +7,8 @@ padding, cross-attention and the shards of sequence parallelism are all of this 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -58,6 +58,7 @@ class BlockDiagonalMask:
         document: (num_queries,) int32, the number of each query's document in the order of the stream; None where
             it isn't known. Rows outside every document hold any document's number.
         max_documents: how many documents there are at most, where the host knows.
+        kept: what was computed from the mask before.
     """
 
     key_start: Tensor
@@ -66,6 +67,7 @@ class BlockDiagonalMask:
     diagonal: Tensor | None = None
     document: Tensor | None = None
     max_documents: int | None = None
+    kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("key_start", "key_stop", "diagonal", "document"):
@@ -266,28 +268,22 @@ class BlockDiagonalMask:
 
     # --------------------------------------------------------------------------------------------------- operations
 
-    @cached_property
-    def _transposed(self) -> BlockDiagonalMask:
-        rows = torch.arange(self.num_keys, device=self.device, dtype=torch.int32)
-        query_start = torch.searchsorted(self.key_stop, rows, right=True, out_int32=True)
-        query_stop = torch.searchsorted(self.key_start, rows, right=True, out_int32=True)
-        document = None
-        if self.document is not None and self.num_queries:
-            document = self.document[query_start.clamp(max=self.num_queries - 1)]
-        return BlockDiagonalMask(
-            query_start, query_stop, self.num_queries, document=document, max_documents=self.max_documents
-        )
-
-    def know_transpose(self, transposed: BlockDiagonalMask) -> None:
-        """Take a transpose that was computed before, where a mask is put together again from its tensors."""
-        self.__dict__["_transposed"] = transposed
-
     def transpose(self) -> BlockDiagonalMask:
         """The queries that each key is seen by, again as intervals; computed once and kept.
 
         Key j is seen from the first query whose interval reaches past j to the first whose interval begins past it.
         """
-        return self._transposed
+        if "transpose" not in self.kept:
+            rows = torch.arange(self.num_keys, device=self.device, dtype=torch.int32)
+            query_start = torch.searchsorted(self.key_stop, rows, right=True, out_int32=True)
+            query_stop = torch.searchsorted(self.key_start, rows, right=True, out_int32=True)
+            document = None
+            if self.document is not None and self.num_queries:
+                document = self.document[query_start.clamp(max=self.num_queries - 1)]
+            self.kept["transpose"] = BlockDiagonalMask(
+                query_start, query_stop, self.num_queries, document=document, max_documents=self.max_documents
+            )
+        return self.kept["transpose"]
 
     def restrict(self, query_rows: Tensor | None = None, key_positions: Tensor | None = None) -> BlockDiagonalMask:
         """The mask between some of the queries and some of the keys: one rank's shard, one block of a ring.

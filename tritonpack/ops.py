@@ -31,7 +31,7 @@ class Arguments(NamedTuple):
     Attributes:
         key_start, key_stop, diagonal: the mask's.
         query_start, query_stop: the bounds of the mask's transpose.
-        forward_tiles, key_tiles, query_tiles: what the Triton backend planned for the mask (`fused.plan_tiles`), or None.
+        forward_tiles, key_tiles, query_tiles: what the Triton backend planned for the mask (`fused.plan_tiles`).
         scale, softcap, sinks, alibi_slopes, dropout_p, dropout_seed, pack_invariant: as in `AttentionOptions`.
         backend: a name of `MODULES`.
     """
@@ -94,7 +94,8 @@ def attend(
 def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     module, mask, options, tiles = _unpack(k, Arguments(*arguments))
     with _plain_precision(q):
-        return module.forward(q, k, v, mask, options, *tiles)
+        out, lse = module.forward(q, k, v, mask, options, *tiles)
+    return out.contiguous(), lse.contiguous()  # as the fakes below promise
 
 
 def _attention_backward(
@@ -103,7 +104,7 @@ def _attention_backward(
     module, mask, options, tiles = _unpack(k, Arguments(*arguments))
     with _plain_precision(q):
         dq, dk, dv, dsinks = module.backward(dout, dlse, q, k, v, out, lse, mask, options, *tiles)
-    return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), lse.new_empty(0) if dsinks is None else dsinks
 
 
 def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -164,13 +165,13 @@ attention = torch.ops.tritonpack.attention.default
 attention_backward = torch.ops.tritonpack.attention_backward.default
 
 
-def _unpack(k: Tensor, given: Arguments) -> tuple[ModuleType, BlockDiagonalMask, AttentionOptions, tuple[Tensor, ...]]:
+def _unpack(k: Tensor, given: Arguments) -> tuple[ModuleType, BlockDiagonalMask, AttentionOptions, tuple[Tiles, ...]]:
     options = AttentionOptions(
         given.scale, given.softcap, given.sinks, given.alibi_slopes, given.dropout_p, given.dropout_seed,
         given.pack_invariant,
     )  # fmt: skip
     mask = BlockDiagonalMask(given.key_start, given.key_stop, k.shape[0], given.diagonal)
-    mask.know_transpose(BlockDiagonalMask(given.query_start, given.query_stop, given.key_start.shape[0]))
+    mask.kept["transpose"] = BlockDiagonalMask(given.query_start, given.query_stop, given.key_start.shape[0])
     tiles = Tiles(given.forward_tiles, given.key_tiles, given.query_tiles)
     return import_module(MODULES[given.backend]), mask, options, (tiles,) if given.backend == "triton" else ()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tritonpack.checks import describe
+from tritonpack.checks import describe, require
 from tritonpack.mask import BlockDiagonalMask
 
 
@@ -70,23 +70,25 @@ def make_options(
 
 
 def _positive(value: float, name: str, default: str) -> float:
-    if isinstance(value, Tensor) or not math.isfinite(value) or value <= 0:
-        raise ValueError(
-            f"{name} must be a positive finite number (not a tensor), or None for {default}; got {value!r}."
-        )
-    return float(value)
+    if not _is_number(value) or not 0.0 < value < math.inf:
+        raise ValueError(f"{name} must be a positive finite int or float, or None for {default}; got {value!r}.")
+    return value
 
 
 def _softcap(value: float) -> float:
-    if isinstance(value, Tensor) or not math.isfinite(value) or value < 0:
-        raise ValueError(f"softcap must be a finite number above 0, or 0.0 for none; got {value!r}.")
-    return float(value)
+    if not _is_number(value) or not 0.0 <= value < math.inf:
+        raise ValueError(f"softcap must be a finite int or float above 0, or 0.0 for none; got {value!r}.")
+    return value
 
 
 def _probability(value: float) -> float:
-    if isinstance(value, Tensor) or not 0.0 <= value < 1.0:
-        raise ValueError(f"dropout_p must be a number from 0 to below 1; got {value!r}.")
-    return float(value)
+    if not _is_number(value) or not 0.0 <= value < 1.0:
+        raise ValueError(f"dropout_p must be an int or float from 0 to below 1; got {value!r}.")
+    return value
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float, torch.SymFloat)) and not isinstance(value, bool)
 
 
 def _sinks(sinks: Tensor, q: Tensor) -> Tensor:
@@ -124,6 +126,10 @@ def _slopes(slopes: Tensor, q: Tensor, mask: BlockDiagonalMask) -> Tensor:
         return slopes[None]
     if mask.document is None:
         raise ValueError("alibi_slopes per document need a mask that numbers its documents; pass one slope per head.")
+    require(
+        (mask.document < slopes.shape[0]).all(),
+        lambda: f"alibi_slopes are for {slopes.shape[0]} documents, but the mask has more; give each document a row.",
+    )
     return slopes[mask.document]
 
 

@@ -36,11 +36,10 @@ def tile_table(mask: BlockDiagonalMask, rows: int, *, whole_documents: bool = Fa
         (capacity, 2) int32 on the mask's device, the rows [first, end) of each tile, those with most keys to visit
         first; the rest holds first = end. Computed once for a mask and kept with it.
     """
-    tables = mask.__dict__.setdefault("_tile_tables", {})
-    key = (rows, whole_documents)
-    if key not in tables:
-        tables[key] = _build_table(mask, rows, whole_documents)
-    return tables[key]  # type: ignore[no-any-return]
+    key = ("tiles", rows, whole_documents)
+    if key not in mask.kept:
+        mask.kept[key] = _build_table(mask, rows, whole_documents)
+    return mask.kept[key]
 
 
 def capacity(mask: BlockDiagonalMask, rows: int, whole_documents: bool) -> int:
@@ -81,9 +80,7 @@ def _document_begins(mask: BlockDiagonalMask) -> Tensor:
     """Rows where a document begins, or a run of rows that see nothing."""
     start, stop = mask.key_start, mask.key_stop
     live = start < stop
-    if mask.document is not None:
-        differs = mask.document[1:] != mask.document[:-1]
-    else:
-        differs = start[1:] >= stop[:-1]  # no key in common with the row above
+    # Where documents aren't numbered: rows that have no key in common with the row above.
+    differs = start[1:] >= stop[:-1] if mask.document is None else mask.document[1:] != mask.document[:-1]
     differs &= live[1:] | live[:-1]
     return torch.cat([live.new_ones(1), differs | (live[1:] != live[:-1])])

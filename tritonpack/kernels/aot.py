@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 
 from tritonpack.kernels.backward import dkdv_kernel, dq_kernel, row_statistics_kernel
 from tritonpack.kernels.forward import forward_kernel
-from tritonpack.kernels.tiles import TILES, Kernel, Tile, key_gradient_kernels, select_tile
+from tritonpack.kernels.tiles import EXTENDED, TILES, Kernel, Tile, key_gradient_kernels, select_tile
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -40,6 +40,9 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _MATRIX_INSTRUCTION = re.compile(r"\b(HGMMA|HMMA|UTC\w*MMA|v_mfma)")
 
 
+FEATURES = ("softcap", "sinks", "alibi", "dropout", "pack_invariant")
+
+
 @dataclass(frozen=True)
 class Configuration:
     """One kernel as the package ships it: everything that decides what the compiler makes of it.
@@ -49,7 +52,7 @@ class Configuration:
         head_dim_v: of the values; None means head_dim.
         group: query heads per key head.
         features: of "softcap", "sinks", "alibi", "dropout", "pack_invariant", those that are in use.
-        tile: None means the table's.
+        another_tile: None means the table's.
     """
 
     kernel: Kernel
@@ -59,7 +62,13 @@ class Configuration:
     head_dim_v: int | None = None
     group: int = 4
     features: tuple[str, ...] = ()
-    tile: Tile | None = None
+    another_tile: Tile | None = None
+
+    @property
+    def tile(self) -> Tile:
+        return self.another_tile or select_tile(
+            self.kernel, max(self.blocks), self.dtype, self.arch, extended=bool(EXTENDED & {*self.features})
+        )
 
     @property
     def blocks(self) -> tuple[int, int]:
@@ -90,13 +99,12 @@ class Resources:
     instructions: int
 
 
-FEATURES = ("softcap", "sinks", "alibi", "dropout", "pack_invariant")
-
-
 def shipped_configurations() -> list[Configuration]:
     """Every tile of the table in bfloat16, and at 128 also in float16 and float32 and with all features on."""
     head_dims = {torch.bfloat16: (16, 32, 64, 128, 256, 512), torch.float16: (128,), torch.float32: (128,)}
-    kinds = [(dtype, head_dim, None) for dtype, dims in head_dims.items() for head_dim in dims]
+    kinds: list[tuple[torch.dtype, int, int | None]] = [
+        (dtype, head_dim, None) for dtype, dims in head_dims.items() for head_dim in dims
+    ]
     kinds.append((torch.bfloat16, 192, 128))
     configurations = []
     for arch in TILES:
@@ -111,16 +119,9 @@ def shipped_configurations() -> list[Configuration]:
     return configurations
 
 
-def tile_of(configuration: Configuration) -> Tile:
-    """The tile that a configuration runs with."""
-    if configuration.tile is not None:
-        return configuration.tile
-    return select_tile(configuration.kernel, max(configuration.blocks), configuration.dtype, configuration.arch)
-
-
 def compile_configuration(configuration: Configuration) -> Resources:
     """Compile for the configuration's architecture and read the binary."""
-    tile = tile_of(configuration)
+    tile = configuration.tile
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
     compiled = triton.compile(_source(configuration), target=TARGETS[configuration.arch], options=options)
     if "amdgcn" in compiled.asm:
@@ -130,7 +131,7 @@ def compile_configuration(configuration: Configuration) -> Resources:
 
 def _source(configuration: Configuration) -> ASTSource:
     """The kernel with the argument types and alignments that the launcher gives it."""
-    kernel, tile, (block_d, block_v) = _KERNELS[configuration.kernel], tile_of(configuration), configuration.blocks
+    kernel, tile, (block_d, block_v) = _KERNELS[configuration.kernel], configuration.tile, configuration.blocks
     features, element = configuration.features, _DTYPES[configuration.dtype]
     width = block_v if configuration.kernel in ("forward", "dv") else block_d
     columns = width if configuration.kernel == "dkdv" else min(tile.columns, width)
@@ -174,7 +175,9 @@ def _source(configuration: Configuration) -> ASTSource:
 
     signature, attributes = {}, {}
     for position, name in enumerate(kernel.arg_names):
-        signature[name] = "constexpr" if name in constants else types.get(name, "*i32" if name.endswith("_ptr") else "i32")
+        signature[name] = (
+            "constexpr" if name in constants else types.get(name, "*i32" if name.endswith("_ptr") else "i32")
+        )
         if signature[name].startswith("*") or (signature[name] == "i32" and name not in unaligned):
             attributes[(position,)] = [["tt.divisibility", 16]]
     constexprs: dict[Any, Any] = {

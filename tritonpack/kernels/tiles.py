@@ -42,12 +42,20 @@ TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
     # work is done twice; that is why both accumulators of dK and dV don't fit at head dimension 256.
     "sm_90": {
         "forward": {
-            64: Tile(128, 128, 8, 2), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 2), 512: Tile(64, 32, 4, 1),
+            64: Tile(128, 128, 8, 2),
+            128: Tile(128, 64, 8, 3),
+            256: Tile(128, 32, 8, 2),
+            512: Tile(128, 32, 8, 1),
         },
         "dkdv": {64: Tile(64, 128, 8, 2), 128: Tile(32, 128, 8, 3)},
-        "dk": {256: Tile(32, 128, 8, 2), 512: Tile(32, 64, 4, 1)},
-        "dv": {256: Tile(32, 128, 8, 2), 512: Tile(32, 64, 4, 1)},
-        "dq": {64: Tile(128, 128, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 2), 512: Tile(64, 32, 4, 1)},
+        "dk": {256: Tile(32, 128, 8, 2), 512: Tile(16, 64, 4, 1, columns=128)},
+        "dv": {256: Tile(32, 128, 8, 2), 512: Tile(64, 64, 4, 1, columns=128)},
+        "dq": {
+            64: Tile(128, 128, 8, 2),
+            128: Tile(128, 64, 8, 2),
+            256: Tile(128, 32, 8, 2),
+            512: Tile(64, 32, 4, 1, columns=128),
+        },
     },
     # Blackwell: accumulators live in tensor memory, so registers are less of a limit than shared memory.
     "sm_100": {
@@ -70,6 +78,21 @@ TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
     },
 }
 
+# What takes registers for every score, and with them other tiles where those above would spill.
+EXTENDED = frozenset({"softcap", "alibi", "dropout", "pack_invariant"})
+EXTENDED_TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
+    "sm_90": {
+        "forward": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2)},
+        "dkdv": {64: Tile(32, 128, 8, 2), 128: Tile(16, 128, 8, 2)},
+        "dk": {256: Tile(16, 128, 8, 1)},
+        "dv": {256: Tile(32, 128, 8, 2)},
+        "dq": {64: Tile(128, 64, 8, 2), 128: Tile(128, 32, 8, 2), 256: Tile(128, 16, 8, 2)},
+    },
+    "sm_100": {},
+    "sm_80": {},
+    "gfx942": {},
+}
+
 # float32 is multiplied exactly ("ieee"), without matrix instructions: small tiles everywhere.
 FLOAT32_TILES = {
     64: Tile(32, 32, 4, 1),
@@ -87,14 +110,16 @@ ROW_STATISTICS_TILES = {64: Tile(64, 1, 4, 1), 128: Tile(32, 1, 4, 1), 256: Tile
 ROW_PADDING = 128
 
 
-def select_tile(kernel: Kernel, block_d: int, dtype: torch.dtype, arch: str) -> Tile:
+def select_tile(kernel: Kernel, block_d: int, dtype: torch.dtype, arch: str, *, extended: bool = False) -> Tile:
     """The tile for a kernel; `block_d` is the larger of the head dimensions, padded to a power of two."""
     row = max(block_d, 64)
     if kernel == "row_statistics":
         return ROW_STATISTICS_TILES[row]
     if arch == "interpreter":
         return INTERPRETER_TILE
-    return FLOAT32_TILES[row] if dtype == torch.float32 else TILES[arch][kernel][row]
+    if dtype == torch.float32:
+        return FLOAT32_TILES[row]
+    return (extended and EXTENDED_TILES[arch].get(kernel, {}).get(row)) or TILES[arch][kernel][row]
 
 
 def key_gradient_kernels(block_d: int, dtype: torch.dtype, arch: str) -> tuple[Kernel, ...]:

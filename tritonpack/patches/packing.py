@@ -68,7 +68,7 @@ class Packing:
     device: torch.device
     backend: str
     ndim: int = 2
-    _masks: dict[Any, IntervalMask] = field(default_factory=dict)
+    _masks: list[tuple[tuple[Any, ...], IntervalMask]] = field(default_factory=list)
 
     def to(self, *_: Any, **__: Any) -> Packing:
         return self
@@ -85,12 +85,15 @@ class Packing:
             sliding_window: keys that a query sees at most, itself included; None without limit.
         """
         fresh = isinstance(query_offset, int) and query_offset == 0 and key_offset == 0 and num_keys == self.shape[1]
-        key = (num_keys, key_offset, sliding_window)
-        if key not in self._masks:
-            window = (-1 if sliding_window is None else sliding_window - 1, 0)
-            mask = self._documents(window) if fresh else self._cached(num_keys, query_offset, key_offset, window)
-            self._masks[key] = IntervalMask(mask, torch.Size((self.shape[0], 1, self.shape[1], num_keys)), self.backend)
-        return self._masks[key]
+        kind = (num_keys, key_offset, sliding_window)
+        for known, interval_mask in self._masks:  # a list: a compiled graph that hashes a size is tied to it
+            if known == kind:
+                return interval_mask
+        window = (-1 if sliding_window is None else sliding_window - 1, 0)
+        mask = self._documents(window) if fresh else self._cached(num_keys, query_offset, key_offset, window)
+        interval_mask = IntervalMask(mask, torch.Size((self.shape[0], 1, self.shape[1], num_keys)), self.backend)
+        self._masks.append((kind, interval_mask))
+        return interval_mask
 
     def _documents(self, window: Window) -> BlockDiagonalMask:
         """Queries and keys are the same tokens: every row is cut into its documents."""
@@ -221,8 +224,10 @@ def _boundaries(arguments: dict[str, Any], shape: torch.Size, device: torch.devi
             require((cu_q == cu_k).all(), differ)
         require(
             (cu_q[0] == 0) & (cu_q[-1] == total) & (cu_q[1:] >= cu_q[:-1]).all(),
-            f"cu_seq_lens_q must begin with 0, never decrease and end with the number of tokens, {total} ({shape[0]} "
-            f"x {shape[1]}).",
+            lambda: (
+                f"cu_seq_lens_q must begin with 0, never decrease and end with the number of tokens, {total} "
+                f"({shape[0]} x {shape[1]})."
+            ),
         )
         starts = torch.zeros(total + 1, dtype=torch.bool, device=device)
         starts[cu_q.to(device=device, dtype=torch.long)] = True

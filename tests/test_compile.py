@@ -1,0 +1,92 @@
+"""torch.compile: one graph, no recompilation when lengths change, and operators that keep torch's rules."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tritonpack import BlockDiagonalMask, varlen_attention
+from tritonpack.ops import Arguments
+from tritonpack.options import make_options
+from tritonpack.testing import Case, make_inputs
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler's own
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler() -> None:
+    torch._dynamo.reset()
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    mask = BlockDiagonalMask.from_cu_seqlens(cu_seqlens, total_q=q.shape[0])
+    return varlen_attention(q, k, v, mask, sinks=sinks, softcap=20.0, return_lse=True)
+
+
+def tensors(lengths: list[int]) -> tuple[Tensor, ...]:
+    q, k, v = (torch.randn(sum(lengths), heads, 16, requires_grad=True) for heads in (4, 2, 2))
+    sinks = torch.randn(4, requires_grad=True)
+    return q, k, v, torch.tensor([0, *lengths]).cumsum(0).to(torch.int32), sinks
+
+
+def outputs(function: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sinks: Tensor) -> list[Tensor]:
+    out, lse = function(q, k, v, cu_seqlens, sinks)
+    return [out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v, sinks))]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_one_graph_forward_and_backward(backend: str) -> None:
+    compiled = torch.compile(attend, fullgraph=True, backend=backend)
+    given = tensors([30, 5, 0, 21])
+    for expected, got in zip(outputs(attend, *given), outputs(compiled, *given), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+def test_new_lengths_compile_nothing() -> None:
+    graphs = 0
+
+    def count(module: Any, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return module
+
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=count)
+    for lengths in ([30, 5, 21], [7, 90, 4], [3, 3, 3], [64, 64, 1]):
+        given = tensors(lengths)
+        for expected, got in zip(outputs(attend, *given), outputs(compiled, *given), strict=True):
+            torch.testing.assert_close(got, expected)
+    assert graphs == 1
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("plain", (9, 0, 5)),
+        Case("everything", (9, 4, 5), softcap=5.0, sinks=True, alibi="documents", dropout_p=0.2, head_dim_v=8),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("backend", ["blocked", "reference"])
+def test_operators_keep_the_rules(case: Case, backend: str) -> None:
+    inputs = make_inputs(case)
+    options = make_options(inputs.q, inputs.mask, sinks=inputs.sinks, **inputs.keywords)
+    transposed = inputs.mask.transpose()
+    arguments = Arguments(
+        inputs.mask.key_start, inputs.mask.key_stop, transposed.key_start, transposed.key_stop, inputs.mask.diagonal,
+        None, None, None, options.scale, options.softcap, options.sinks, options.alibi_slopes, options.dropout_p,
+        options.dropout_seed, False, backend,
+    )  # fmt: skip
+    q, k, v = (x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    if options.sinks is not None:
+        options.sinks.requires_grad_()
+    torch.library.opcheck(torch.ops.tritonpack.attention.default, (q, k, v, *arguments))
+    with torch.no_grad():
+        out, lse = torch.ops.tritonpack.attention.default(q, k, v, *arguments)
+    torch.library.opcheck(
+        torch.ops.tritonpack.attention_backward.default,
+        tuple(
+            x.detach() if isinstance(x, Tensor) else x
+            for x in (inputs.dout, inputs.dlse, q, k, v, out, lse, *arguments)
+        ),
+    )
