@@ -84,7 +84,7 @@ EXTENDED_TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
     "sm_90": {
         "forward": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2)},
         "dkdv": {64: Tile(32, 128, 8, 2), 128: Tile(16, 128, 8, 2)},
-        "dk": {256: Tile(16, 128, 8, 1)},
+        "dk": {256: Tile(16, 128, 8, 2, columns=128)},
         "dv": {256: Tile(32, 128, 8, 2)},
         "dq": {64: Tile(128, 64, 8, 2), 128: Tile(128, 32, 8, 2), 256: Tile(128, 16, 8, 2)},
     },
