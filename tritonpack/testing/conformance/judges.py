@@ -221,7 +221,9 @@ def lse_of_empty_rows(problem: Problem) -> str:
     blind = problem.inputs.mask.key_start == problem.inputs.mask.key_stop
     values = lse[:, blind].unique().tolist()
     if values not in ([-INF], [INF]):
-        raise FailedError(f"{', '.join(f'{x:.3g}' for x in values[:4])} in rows that see nothing; -inf belongs there")
+        raise FailedError(
+            f"{', '.join(dict.fromkeys(f'{x:.3g}' for x in values[:4]))} in rows that see nothing; -inf belongs there"
+        )
     _exact(problem, {"lse": lse.masked_fill(blind, -INF)})
     return "-inf" if values == [-INF] else "+inf, as in FlashAttention 2"
 
