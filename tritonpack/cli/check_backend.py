@@ -41,8 +41,11 @@ def examine(
     """
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda was asked for, but torch sees no GPU here; use --device cpu or auto")
+    called = resolve(function)
+    if path is not None:
+        path.touch()  # before the checks, which may take long
     report = conformance.run(
-        resolve(function),
+        called,
         dtypes=[getattr(torch, name) for name in dtypes] or None,
         device=None if device == "auto" else device,
         only=only,
