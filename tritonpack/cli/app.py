@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from enum import Enum
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,6 +21,14 @@ _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16"]
 Size = Literal["auto", "tiny", "small"]
+
+
+class CheckedDType(str, Enum):  # a list of Literals is beyond typer
+    """Data types that a backend may be checked in."""
+
+    FLOAT32 = "float32"
+    FLOAT16 = "float16"
+    BFLOAT16 = "bfloat16"
 
 
 @app.command()
@@ -58,6 +67,33 @@ def demo(
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
     if not exact:
+        raise typer.Exit(1)
+
+
+@app.command()
+def check_backend(
+    function: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", show_default=False)] = "",
+    device: Annotated[Device, typer.Option(help="auto: the GPU where there is one.")] = "auto",
+    dtype: Annotated[
+        list[CheckedDType] | None,
+        typer.Option(help="Of q, k and v; repeatable.", show_default="float32 and bfloat16, bfloat16 on a GPU"),
+    ] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Checks by pattern, as 'backward/*'; repeatable.")] = None,
+    skip: Annotated[list[str] | None, typer.Option(help="Checks to leave out, by pattern; repeatable.")] = None,
+    json: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the results there as well.")] = None,
+    list_: Annotated[bool, typer.Option("--list", help="Print the names of the checks and stop.")] = False,
+) -> None:
+    """Check a function of flash_attn_varlen_func's shape: exactness, isolation, slack, empty documents, ..."""
+    from tritonpack.cli.check_backend import examine, list_checks
+
+    try:
+        if list_:
+            list_checks(only or ["*"], skip or [])
+            return
+        passed = examine(function, device, [d.value for d in dtype or []], only or ["*"], skip or [], json)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    if not passed:
         raise typer.Exit(1)
 
 

@@ -1,0 +1,330 @@
+"""The conformance kit: what is right passes, and what is wrong fails where it is wrong and nowhere else."""
+
+import re
+from collections.abc import Callable
+from fnmatch import fnmatch
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.testing import backends
+from tests.testing.backends import attention
+from tritonpack.testing import conformance
+from tritonpack.testing.conformance.call import VarlenFunction
+
+LARGE = ("*/head-dim-*", "inputs/many-*")
+NAMES = [check.name for check in conformance.CHECKS]
+BY_NAME = {check.name: check for check in conformance.CHECKS}
+
+
+def matching(*patterns: str, but: tuple[str, ...] = ()) -> set[str]:
+    found = {name for name in NAMES if any(fnmatch(name, p) for p in patterns)}
+    assert all(any(fnmatch(name, p) for name in NAMES) for p in (*patterns, *but)), "a pattern that matches nothing"
+    return {name for name in found if not any(fnmatch(name, p) for p in but)}
+
+
+QUICK = matching("*", but=LARGE)
+
+
+def quick_report(function: Callable[..., Any]) -> conformance.Report:
+    """Its report in float32 on all checks but the large ones."""
+    return conformance.run(function, dtypes=[torch.float32], device="cpu", skip=LARGE)
+
+
+class TestRightFunctions:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+    def test_ours_pass_everything(self, dtype: torch.dtype) -> None:
+        report = conformance.run(attention, dtypes=[dtype], device="cpu")
+        assert report.of("pass") == NAMES, "\n".join(str(r) for r in report.results if r.outcome != "pass")
+        assert report.passed
+
+    @pytest.mark.parametrize("check", conformance.checks(only=["slack/*", "dropout/*"]), ids=str)
+    def test_checks_are_for_parametrize(self, check: conformance.Check) -> None:
+        result = check(attention, torch.float64, "cpu")
+        assert result.passed, result
+        assert (result.check, result.dtype) == (str(check), "float64")
+
+
+FORWARD_AND_BACKWARD = ("forward/*", "backward/*")
+MANY = ("inputs/large-scores", "inputs/many-*", "inputs/slices")
+BROKEN = {
+    "ignores_boundaries": matching(
+        *FORWARD_AND_BACKWARD,
+        "inputs/large-scores",
+        "inputs/slices",
+        "empty/*",
+        "isolation/*",
+        "lse/*",
+        "dropout/*",
+        but=("*/one-document", "*/window-self", "empty/all"),
+    ),
+    "window_off_by_one": matching("*/window-*", "*/cross-window", "*/softcap-window", but=("*/window-wide",))
+    | matching("*/sinks-window"),
+    "top_left": matching("*/cross", "*/cross-more-queries", "lse/empty-rows", but=("isolation/*",)),
+    "scale_forgotten": matching("*/scale"),
+    "garbage_in_slack": matching("slack/*"),
+    "garbage_in_gradients_of_slack": matching("slack/*"),
+    "slack_leaks": matching("slack/inert"),
+    "head_order": matching("*/grouped", "*/group-of-three", "inputs/slices", but=("isolation/*", "repeat/*")),
+    "softcap_ignored": matching("*/softcap*"),
+    "low_precision": matching(
+        *FORWARD_AND_BACKWARD,
+        *MANY,
+        "empty/*",
+        "lse/values",
+        "lse/gradient",
+        "dropout/*",
+        "lse/empty-rows",
+        but=("empty/all",),
+    ),
+    "noisy": matching("repeat/*"),
+    "noisy_gradient": matching("repeat/*"),
+    "drops_dk": matching("backward/*", "inputs/*", "empty/*", "lse/gradient", but=("inputs/unchanged",)),
+    "zeros_for_dk": matching(
+        "backward/*",
+        "inputs/*",
+        "empty/*",
+        "lse/gradient",
+        but=("inputs/unchanged", "empty/all", "*/one-token-documents", "*/window-self"),
+    ),
+    "lse_to_the_base_2": matching("lse/*"),
+    "lse_of_nothing_is_nan": matching("lse/empty-rows"),
+    "lse_gradient_dropped": matching("lse/gradient"),
+    "writes_to_q": matching("inputs/unchanged"),
+    "strides_ignored": matching("inputs/slices"),
+    "exponentials_overflow": matching("inputs/large-scores"),
+    "dropout_not_scaled": matching("dropout/*"),
+    "dropout_ignored": matching("dropout/*"),
+    "dropout_differs_in_backward": matching("dropout/*"),
+}
+
+
+class TestWrongFunctions:
+    @pytest.mark.parametrize("name", BROKEN)
+    def test_fails_where_it_is_wrong_and_nowhere_else(self, name: str) -> None:
+        report = quick_report(getattr(backends, name))
+        assert report.function == name
+        assert {result.check for result in report.results if result.outcome != "pass"} == BROKEN[name] & QUICK, report
+        assert not report.passed
+
+    def test_raising_is_an_error_with_the_first_line(self) -> None:
+        report = quick_report(backends.raises_on_empty_documents)
+        assert set(report.of("error")) == matching("empty/*")
+        assert set(report.of("pass")) == QUICK - matching("empty/*")
+        assert {r.detail for r in report.results if r.outcome == "error"} == {"RuntimeError: an empty document"}
+        assert not report.passed
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+    def test_a_running_sum_in_16_bits(self, dtype: torch.dtype) -> None:
+        """Plain attention but for `out`, which is summed key by key in q's dtype."""
+
+        def running(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
+            p = torch.softmax(torch.einsum("qhd,khd->qhk", q, k).float() * q.shape[2] ** -0.5, -1).to(q.dtype)
+            out = torch.zeros_like(q)
+            for key in range(k.shape[0]):
+                out = out + p[:, :, key, None] * v[key]
+            return out
+
+        assert BY_NAME["inputs/many-keys"](running, dtype).outcome == "fail"
+
+    @pytest.mark.parametrize("name", ["forward/causal", "repeat/causal", "lse/values"])
+    def test_out_of_another_dtype(self, name: str) -> None:
+        result = BY_NAME[name](backends.out_in_float32, torch.bfloat16)
+        assert result.outcome == "fail"
+        assert "in float32; " in result.detail
+        assert result.detail.endswith("in bfloat16 belongs there")
+
+    @pytest.mark.parametrize(
+        ("name", "check", "detail"),
+        [
+            ("ignores_boundaries", "isolation/causal", r"a change to document 0 moves out of another by \d"),
+            ("garbage_in_slack", "slack/zeros", "out has values that aren't finite in rows past the last document"),
+            ("garbage_in_gradients_of_slack", "slack/zeros", "dk has values up to 1.0e-30 in rows past the last"),
+            ("slack_leaks", "slack/inert", "nan in slack rows moves dq of a document by inf"),
+            ("noisy", "repeat/causal", r"5 runs on the same inputs differ: out by \d\.\de-\d+"),
+            ("drops_dk", "backward/causal", "no gradient reaches k"),
+            ("zeros_for_dk", "backward/causal", r"dk beyond twice plain attention's error: dq: .*allowed"),
+            ("lse_of_nothing_is_nan", "lse/empty-rows", "nan in rows that see nothing; -inf belongs there"),
+            ("writes_to_q", "inputs/unchanged", "q changed in place"),
+            ("dropout_ignored", "dropout/weights", r"0\.000 of \d+ pairs are dropped; dropout_p=0.3 asks for 0.300"),
+            ("dropout_differs_in_backward", "dropout/weights", "backward drops other pairs than forward"),
+        ],
+    )
+    def test_the_reason_is_said(self, name: str, check: str, detail: str) -> None:
+        result = BY_NAME[check](getattr(backends, name), torch.float32, "cpu")
+        assert result.outcome == "fail"
+        assert re.match(detail, result.detail), result.detail
+
+    def test_noise_does_not_hide_a_leak(self) -> None:
+        def both(**arguments: Any) -> Tensor:
+            return backends.ignores_boundaries(**arguments) * (1 + 1e-7 * torch.rand(()))
+
+        assert BY_NAME["isolation/causal"](both).outcome == "fail"
+        assert "than repetition" in BY_NAME["isolation/causal"](backends.noisy).detail
+
+
+class TestSpellings:
+    def test_flash_attention_4(self) -> None:
+        """None for an open window, a learnable sink, no max_seqlen, always (out, lse), lse as (T_q, H)."""
+
+        def fa4(
+            q: Tensor, k: Tensor, v: Tensor, qv: Any = None, cu_seqlens_q: Any = None, cu_seqlens_k: Any = None, *,
+            softmax_scale: Any = None, causal: bool = False, window_size: Any = (None, None), softcap: float = 0.0,
+            learnable_sink: Any = None,
+        ) -> Any:  # fmt: skip
+            window = tuple(-1 if side is None else side for side in window_size)
+            assert window == (-1, -1) or None in window_size or -1 not in window_size
+            out, lse, _ = attention(
+                q, k, v, cu_seqlens_q, cu_seqlens_k, 0, 0, 0.0, softmax_scale, causal, window, softcap,
+                return_attn_probs=True, s_aux=learnable_sink,
+            )  # fmt: skip
+            return out, lse.T
+
+        report = quick_report(fa4)
+        assert set(report.of("not offered")) == matching("*/alibi*", "dropout/*")
+        assert set(report.of("pass")) == QUICK - matching("*/alibi*", "dropout/*")
+        assert report.passed
+
+    def test_torch(self) -> None:
+        """Causal as a window; the grouping of heads must be announced; lse on request."""
+        seen = []
+
+        def varlen_attn(
+            query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
+            return_aux: Any = None, scale: Any = None, window_size: Any = (-1, -1), enable_gqa: bool = False,
+        ) -> Any:  # fmt: skip
+            assert enable_gqa == (query.shape[1] != key.shape[1])
+            seen.append((window_size, return_aux))
+            return attention(
+                query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, 0.0, scale, False, window_size,
+                return_attn_probs=return_aux is not None,
+            )[: 2 if return_aux else None]  # fmt: skip
+
+        only = ["*/causal", "*/window-left", "*/grouped", "*/scale", "*/sinks*", "forward/softcap"]
+        report = conformance.run(varlen_attn, dtypes=[torch.float32], device="cpu", only=only)
+        assert set(report.of("not offered")) == matching("*/sinks*", "forward/softcap")
+        assert report.passed
+        assert {window for window, _ in seen} == {(-1, 0), (16, 0)}
+        pytest.importorskip("torch.nn.attention.varlen")
+        assert BY_NAME["lse/values"](varlen_attn).outcome == "pass"
+        assert seen[-1][1].lse is True
+
+    def test_bare_minimum(self) -> None:
+        """Forward alone, bidirectional, nothing optional."""
+
+        @torch.no_grad()
+        def bare(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
+            return attention(q, k, v, cu_seqlens_q, cu_seqlens_k, 0, 0)
+
+        report = quick_report(bare)
+        offered = {
+            name for name in matching("*", but=("backward/*", "lse/*"))
+            if not VarlenFunction(bare).lacks(BY_NAME[name].case, scale=BY_NAME[name].scale)
+        }  # fmt: skip
+        assert set(report.of("pass")) == offered & QUICK
+        assert {
+            "forward/bidirectional",
+            "forward/cross-bidirectional",
+            "isolation/bidirectional",
+            "empty/keys",
+        } <= offered
+        details = {r.check: r.detail for r in report.results if r.outcome == "not offered"}
+        assert details["forward/causal"] == "no parameter causal or is_causal"
+        assert details["backward/bidirectional"] == "not differentiable"
+        assert details["forward/sinks"].startswith("no parameter")
+        assert not report.of("fail")
+        assert not report.of("error")
+        assert report.passed
+
+    def test_no_signature_is_taken_for_flash_attention_2(self) -> None:
+        def anything(**keywords: Any) -> Any:
+            return attention(**keywords)
+
+        report = quick_report(anything)
+        assert set(report.of("not offered")) == matching("*/sinks*")
+        assert report.passed
+
+    def test_determinism_is_asked_for_and_lengths_are_given(self) -> None:
+        """Where a function can be deterministic at a price, it is told to be, in checks of bits alone."""
+
+        @backends.altered
+        def priced(call: Any, **rest: Any) -> Any:
+            for side in "qk":
+                assert rest[f"max_seqlen_{side}"] == int(rest[f"cu_seqlens_{side}"].diff().max())
+                assert rest[f"cu_seqlens_{side}"].dtype == torch.int32
+            asked.append(rest["deterministic"])
+            return call(**rest) if rest["deterministic"] else backends.noisy(**rest)
+
+        asked: list[bool] = []
+        for name in ("repeat/causal", "isolation/cross", "slack/inert"):
+            assert BY_NAME[name](priced).outcome == "pass", name
+        assert all(asked)
+        assert BY_NAME["backward/causal"](priced).outcome == "pass"
+        assert not asked[-1]
+
+    def test_infinite_lse_of_either_sign(self) -> None:
+        @backends.altered
+        def fa2(call: Any, **rest: Any) -> Any:
+            return backends.map_lse(call(**rest), lambda lse: lse.masked_fill(lse == -torch.inf, torch.inf))
+
+        assert BY_NAME["lse/empty-rows"](attention).detail == "-inf"
+        result = BY_NAME["lse/empty-rows"](fa2)
+        assert (result.outcome, result.detail) == ("pass", "+inf, as in FlashAttention 2")
+
+    def test_not_implemented_is_not_offered(self) -> None:
+        @backends.altered
+        def narrow(call: Any, **rest: Any) -> Any:
+            if rest["q"].shape[2] > 256:
+                raise NotImplementedError("head dimensions up to 256")
+            return call(**rest)
+
+        result = BY_NAME["forward/head-dim-512"](narrow)
+        assert (result.outcome, result.detail) == ("not offered", "NotImplementedError: head dimensions up to 256")
+
+    @pytest.mark.parametrize(
+        ("function", "message"),
+        [
+            (3, "must be a function called as flash_attn_varlen_func is; got int"),
+            (lambda q, k, v: q, "has no parameter for cu_seqlens_q, cu_seqlens_k; it has q, k, v"),
+            (lambda q, k, v, cu_seqlens_q, cu_seqlens_k, pages: q, "requires pages, which the kit doesn't know"),
+        ],
+        ids=["no function", "no offsets", "pages"],
+    )
+    def test_other_shapes_are_refused(self, function: Any, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            VarlenFunction(function)
+
+
+class TestReport:
+    def test_text(self) -> None:
+        report = conformance.run(
+            backends.softcap_ignored,
+            dtypes=[torch.float32, torch.bfloat16],
+            device="cpu",
+            only=["forward/softcap", "*/scale"],
+        )
+        lines = str(report).splitlines()
+        assert report.of("pass") == ["forward/scale", "backward/scale"]
+        assert lines[0].startswith("forward/softcap")
+        assert lines[-1] == report.summary() == "softcap_ignored on cpu: 4 pass, 2 fail"
+        assert report.as_dict()["results"][0]["outcome"] == "fail"
+        assert report.as_dict()["passed"] is False
+
+    def test_nothing_offered_is_no_pass(self) -> None:
+        def bare(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
+            raise AssertionError("never called")
+
+        report = conformance.run(bare, dtypes=[torch.float32], device="cpu", only=["*/sinks"])
+        assert report.of("not offered") == ["forward/sinks", "backward/sinks"]
+        assert not report.passed
+
+    def test_patterns(self) -> None:
+        chosen = [c.name for c in conformance.checks(only=["slack/*", "lse/*"], skip=["*/gradient", "*/inert"])]
+        assert chosen == ["slack/zeros", "lse/values", "lse/empty-rows"]
+        with pytest.raises(ValueError, match=r"no check is left .*kinds forward, backward, inputs, empty, isolation"):
+            conformance.checks(only=["nothing/*"])
+
+    def test_names_are_unique(self) -> None:
+        assert len(set(NAMES)) == len(NAMES)

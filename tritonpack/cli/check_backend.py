@@ -1,0 +1,106 @@
+"""`tritonpack check-backend module:function`: the conformance kit, as a table."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from functools import reduce
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tritonpack.testing import conformance
+
+_STYLES = {"pass": "green", "fail": "bold red", "not offered": "dim", "error": "bold red"}
+
+
+def examine(
+    function: str, device: str, dtypes: Sequence[str], only: Sequence[str], skip: Sequence[str], path: Path | None
+) -> bool:
+    """Run the checks, print their results as a table, and write them to `path` as JSON if there is one.
+
+    Args:
+        function: "module:function".
+        device: "auto", "cpu" or "cuda".
+        dtypes: names of torch's; none means those that `conformance.run` chooses.
+        only, skip: patterns of checks' names.
+
+    Returns:
+        Whether nothing failed.
+
+    Raises:
+        ValueError: no such function, or one of another shape; no such device; patterns that leave no check.
+        OSError: `path` can't be written.
+    """
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda was asked for, but torch sees no GPU here; use --device cpu or auto")
+    called = resolve(function)
+    if path is not None:
+        path.touch()  # before the checks, which may take long
+    report = conformance.run(
+        called,
+        dtypes=[getattr(torch, name) for name in dtypes] or None,
+        device=None if device == "auto" else device,
+        only=only,
+        skip=skip,
+    )
+    console = Console()
+    console.print(table(report))
+    console.print(escape(report.summary()))
+    if path is not None:
+        path.write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")
+    return report.passed
+
+
+def list_checks(only: Sequence[str], skip: Sequence[str]) -> None:
+    """Print the names of the checks, one a line."""
+    for check in conformance.checks(only, skip):
+        print(check.name)
+
+
+def resolve(name: str) -> Callable[..., Any]:
+    """The function that "module:function" names; modules of the working directory are found too.
+
+    Raises:
+        ValueError: no such module, or it can't be imported; no such function in it, or not a function.
+    """
+    module_name, _, path = name.partition(":")
+    if not module_name or not path:
+        raise ValueError(
+            f"name the function as module:function, such as flash_attn:flash_attn_varlen_func; got {name!r}"
+        )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = import_module(module_name)
+    except Exception as error:
+        raise ValueError(f"{module_name} can't be imported: {type(error).__name__}: {error}") from error
+    try:
+        function = reduce(getattr, path.split("."), module)
+    except AttributeError:
+        public = [n for n in vars(module) if callable(getattr(module, n)) and not n.startswith("_")]
+        offers = f"it has {', '.join(sorted(public)[:20])}" if public else "it has no public functions"
+        raise ValueError(f"{module_name} has no {path}; {offers}") from None
+    if not callable(function):
+        raise ValueError(f"{name} is not a function but {type(function).__name__}")
+    return function
+
+
+def table(report: conformance.Report) -> Table:
+    """The results, a row each."""
+    rows = Table("check", "dtype", "result", "detail", title=escape(report.function))
+    for result in report.results:
+        rows.add_row(
+            result.check,
+            result.dtype,
+            f"[{_STYLES[result.outcome]}]{result.outcome}[/]",
+            escape(result.detail),
+        )
+    return rows
