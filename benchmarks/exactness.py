@@ -30,7 +30,7 @@ def main() -> None:
                      for name, x in run(make_inputs(case, torch.float64, device), "reference").items()}  # fmt: skip
             for backend in backends:
                 errors = check_backend(inputs, backend)
-                for name in OUTPUTS:
+                for name in errors.backend:
                     size = sizes[name] or 1.0
                     worst[backend][name] = max(worst[backend][name], errors.backend[name] / size)
                     worst["plain"][name] = max(worst["plain"][name], errors.plain[name] / size)

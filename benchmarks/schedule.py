@@ -1,0 +1,80 @@
+"""What it gains where tiles begin: a simulation over the tile tables that the kernels run with. Nothing here is a time.
+
+    python -m benchmarks.schedule [--tokens 32768] [--lengths FILE.json]
+
+A tile costs a unit for every block of keys that all of its rows see, 1.45 for one that needs masking (what its
+instructions come to on sm_90) and 2 for itself; a batch costs the sum, causal, for one head. The makespan is that of all
+heads' tiles on so many multiprocessors, each taking the next tile in the table's order when it is free.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.lengths import distributions
+from tritonpack import BlockDiagonalMask
+from tritonpack.schedule import tile_table
+
+MASKED, TILE = 1.45, 2.0
+SLOTS, HEADS = 132, 32
+
+
+def costs(mask: BlockDiagonalMask, tiles: Tensor, block: int) -> list[float]:
+    """The cost of each tile (rows [first, end)) with blocks of so many keys, in the order given."""
+    first, last = tiles[:, 0].long(), tiles[:, 1].long() - 1
+    start, stop = mask.key_start.long(), mask.key_stop.long()
+    begin = start[first]
+    blocks = (stop[last] - begin + block - 1) // block
+    full = torch.minimum((start[last] - begin + block - 1) // block, blocks)
+    full_end = torch.maximum((stop[first] - begin) // block, full)
+    unmasked = full_end - full
+    return (TILE + unmasked + MASKED * (blocks - unmasked)).tolist()
+
+
+def makespan(work: list[float]) -> float:
+    """When the last multiprocessor is done, every tile's heads one after another."""
+    free = [0.0] * SLOTS
+    for cost in work:
+        for _ in range(HEADS):
+            heapq.heapreplace(free, free[0] + cost)
+    return max(free)
+
+
+def ways(mask: BlockDiagonalMask, rows: int) -> dict[str, Tensor]:
+    """The tiles of three ways to cut the rows: blindly, one document per tile in order, and the kernels' table."""
+    total = mask.num_queries
+    flat = torch.arange(0, total, rows)
+    whole = tile_table(mask, rows, whole_documents=True)
+    ours = tile_table(mask, rows)
+    return {
+        "flat": torch.stack([flat, (flat + rows).clamp(max=total)], 1),
+        "per document": whole[whole[:, 0] < whole[:, 1]].sort(0).values,
+        "table": ours[ours[:, 0] < ours[:, 1]],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--lengths", type=Path, help="a JSON list of token counts")
+    options = parser.parse_args()
+    print(f"{'batch':8} {'tile':8}  cost and makespan relative to one document per tile (tiles per head)")
+    for name, lengths in distributions(options.tokens, options.lengths).items():
+        mask = BlockDiagonalMask.from_seqlens(lengths)
+        for rows, block in ((128, 64), (128, 128)):
+            work = {way: costs(mask, tiles, block) for way, tiles in ways(mask, rows).items()}
+            base, base_span = sum(work["per document"]), makespan(work["per document"])
+            figures = "; ".join(
+                f"{way} {sum(cost) / base:.2f} {makespan(cost) / base_span:.2f} ({len(cost)})"
+                for way, cost in work.items()
+            )
+            print(f"{name:8} {rows}x{block:<4}  {figures}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
