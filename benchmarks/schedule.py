@@ -2,8 +2,8 @@
 
     python -m benchmarks.schedule [--tokens 32768] [--lengths FILE.json]
 
-A tile costs a unit for every block of keys that all of its rows see, 1.45 for one that needs masking (what its
-instructions come to on sm_90) and 2 for itself; a batch costs the sum, causal, for one head. The makespan is that of all
+A tile costs a unit for every block of keys that all of its rows see, 1.45 for one that needs masking (by its number of
+instructions on sm_90) and 2 for itself; a batch costs the sum, causal, for one head. The makespan is that of all
 heads' tiles on so many multiprocessors, each taking the next tile in the table's order when it is free.
 """
 

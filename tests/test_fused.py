@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from tests import invariance
-from tritonpack import BlockDiagonalMask, varlen_attention
+from tritonpack import BlockDiagonalMask, fused, varlen_attention
+from tritonpack.options import make_options
 from tritonpack.testing import CASES, Case, check_backend, make_inputs
-from tritonpack.testing.tolerance import ROW_OUTPUTS, run
+from tritonpack.testing.tolerance import OUTPUTS, ROW_OUTPUTS, run
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
@@ -81,6 +82,34 @@ def test_strided_misaligned_and_expanded_inputs() -> None:
     out = varlen_attention(q, inputs.k, inputs.v, inputs.mask, backend="triton")
     (from_ones,) = torch.autograd.grad(out, q, torch.ones_like(out))
     assert torch.equal(from_sum, from_ones)
+
+
+def test_addresses_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows so far apart that their offsets exceed 2**31 elements, in inputs and outputs; the memory between is never
+    touched."""
+    inputs = make_inputs(Case("far", (30, 11), heads=2, kv_heads=1, sinks=True), torch.float16)
+    expected = run(inputs, "triton")
+    apart, rows = 2**26, inputs.q.shape[0]
+    assert rows * apart > 2**31
+    original = torch.Tensor.new_empty
+
+    def far(shape: torch.Size) -> torch.Tensor:
+        return torch.empty(rows * apart, dtype=torch.float16).as_strided(shape, (apart, shape[2], 1))
+
+    def new_empty(self: torch.Tensor, *shape: int, **keywords: object) -> torch.Tensor:
+        size = torch.Size(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
+        return far(size) if len(size) == 3 else original(self, size, **keywords)
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
+    q, k, v, dout = (far(x.shape).copy_(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
+    options = make_options(q, inputs.mask, sinks=inputs.sinks)
+    tiles = fused.plan_tiles(q.requires_grad_(), k, v, inputs.mask, options)
+    with torch.no_grad():
+        out, lse = fused.forward(q, k, v, inputs.mask, options, tiles)
+        grads = fused.backward(dout, inputs.dlse, q, k, v, out, lse, inputs.mask, options, tiles)
+    assert out.stride(0) == grads[0].stride(0) == apart
+    for name, got in zip(OUTPUTS, (out, lse, *grads), strict=True):
+        assert torch.equal(expected[name], got), name
 
 
 def test_no_queries_and_no_keys() -> None:

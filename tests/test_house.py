@@ -37,7 +37,7 @@ ALLOWED = {
     "testing": GROUND | {"attention", "dropout", "patches"},
     "cli": GROUND | BACKENDS | {"attention", "kernels", "packing", "patches", "testing"},
     "__main__": {"cli"},
-    "__init__": GROUND | {"attention", "packing", "patches"},
+    "__init__": GROUND | {"attention", "kernels", "packing", "patches"},
 }
 
 # Heavy or optional packages, and the rooms that may import them at all.
@@ -77,7 +77,7 @@ def room_of(name: str) -> str:
     from tritonpack import _HOMES
 
     first = name.split(".")[1] if "." in name else "__init__"
-    return _HOMES.get(first, first if first in ALLOWED else "__init__")
+    return _HOMES.get(first, first if first in ALLOWED else "__init__").split(".")[0]
 
 
 def breaches(source: str, module: str) -> Iterator[str]:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from tritonpack.errors import BackendUnavailableError as BackendUnavailableError
     from tritonpack.errors import IsolationError as IsolationError
     from tritonpack.errors import UnsupportedModelError as UnsupportedModelError
+    from tritonpack.kernels.tiles import load_tiles as load_tiles
     from tritonpack.mask import BlockDiagonalMask as BlockDiagonalMask
     from tritonpack.packing import PackingCollator as PackingCollator
     from tritonpack.patches import patch as patch
@@ -23,6 +24,7 @@ _HOMES = {
     "IsolationError": "errors",
     "PackingCollator": "packing",
     "UnsupportedModelError": "errors",
+    "load_tiles": "kernels.tiles",
     "patch": "patches",
     "unpatch": "patches",
     "varlen_attention": "attention",

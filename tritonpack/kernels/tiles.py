@@ -8,9 +8,12 @@ pointers. No row depends on a token count: packing changes that at every step.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import os
+from dataclasses import asdict, dataclass
 from functools import cache
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -110,6 +113,13 @@ ROW_STATISTICS_TILES = {64: Tile(64, 1, 4, 1), 128: Tile(32, 1, 4, 1), 256: Tile
 ROW_PADDING = 128
 
 
+# What a program may take, at most: KiB of shared memory (sm_80: the smallest GPU that its row serves).
+SHARED_KIB = {"sm_80": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}
+
+# Tiles that a user has loaded, by (architecture, kernel, padded head dimension); they go before the tables.
+_loaded: dict[tuple[str, Kernel, int], Tile] = {}
+
+
 def select_tile(kernel: Kernel, block_d: int, dtype: torch.dtype, arch: str, *, extended: bool = False) -> Tile:
     """The tile for a kernel; `block_d` is the larger of the head dimensions, padded to a power of two."""
     row = max(block_d, 64)
@@ -119,7 +129,84 @@ def select_tile(kernel: Kernel, block_d: int, dtype: torch.dtype, arch: str, *, 
         return INTERPRETER_TILE
     if dtype == torch.float32:
         return FLOAT32_TILES[row]
-    return (extended and EXTENDED_TILES[arch].get(kernel, {}).get(row)) or TILES[arch][kernel][row]
+    if extended:
+        return EXTENDED_TILES[arch].get(kernel, {}).get(row) or TILES[arch][kernel][row]
+    return _loaded.get((arch, kernel, row)) or TILES[arch][kernel][row]
+
+
+def why_illegal(kernel: Kernel, tile: Tile, block_d: int, arch: str) -> str | None:
+    """Why a tile can't work for a kernel in a 16-bit type, or None: the one rule for tables, files and the tuner.
+
+    Args:
+        kernel, tile: as in the tables.
+        block_d: the head dimension of keys and values, a power of two.
+        arch: a key of `TILES`.
+    """
+    sizes = {"block_m": tile.block_m, "block_n": tile.block_n, "columns": tile.columns}
+    for name, size in sizes.items():
+        if size < 16 or size & (size - 1):
+            return f"{name} must be a power of two from 16; got {size}"
+    if tile.num_warps not in (1, 2, 4, 8, 16) or not 1 <= tile.num_stages <= 8:
+        return f"warps must be 1, 2, 4, 8 or 16 and stages 1 to 8; got {tile.num_warps} and {tile.num_stages}"
+    own, other = (tile.block_m, tile.block_n) if kernel in ("forward", "dq") else (tile.block_n, tile.block_m)
+    if kernel in ("dkdv", "dk", "dv") and ROW_PADDING % tile.block_m:
+        return f"block_m must divide {ROW_PADDING}, the padding of the row statistics; got {tile.block_m}"
+    if arch == "sm_90" and own < 16 * tile.num_warps:
+        return (
+            f"{tile.num_warps} warps repeat each other's work unless a tile has {16 * tile.num_warps} rows; got {own}"
+        )
+    columns = min(tile.columns, block_d)
+    resident = own * block_d * (1 if kernel in ("forward", "dv") else 2)
+    streamed = other * (block_d + (columns if kernel in ("forward", "dv") else block_d))
+    if columns < block_d and kernel in ("dk", "dq"):
+        streamed += other * columns
+    kib = 2 * (resident + tile.num_stages * streamed) / 1024
+    if kib > SHARED_KIB[arch]:
+        return f"about {kib:.0f} KiB of shared memory, of {SHARED_KIB[arch]}"
+    return None
+
+
+def load_tiles(path: str | os.PathLike[str]) -> int:
+    """Use the tiles of a file, as `python -m benchmarks.tune` writes it, in place of those that ship.
+
+    They hold for this process, for 16-bit types without softcap, ALiBi, dropout or pack invariance. The environment
+    variable TRITONPACK_TILES names a file that is loaded at the start.
+
+    Args:
+        path: JSON, {"tiles": [{"arch": "sm_90", "kernel": "forward", "block_d": 128, "block_m": 128, ...}, ...]}.
+
+    Returns:
+        How many were loaded.
+
+    Raises:
+        ValueError: a file that isn't of this form, or a tile that can't work; then none of them is used.
+    """
+    loaded = {}
+    try:
+        rows: list[dict[str, Any]] = json.loads(Path(path).read_text(encoding="utf-8"))["tiles"]
+        for row in rows:
+            arch, kernel, block_d = (row[name] for name in ("arch", "kernel", "block_d"))
+            tile = Tile(**{name: int(row[name]) for name in Tile.__dataclass_fields__ if name in row})
+            if arch not in TILES or kernel not in get_args(Kernel) or block_d not in (64, 128, 256, 512):
+                raise ValueError(f"no table has a row for {arch!r}, {kernel!r}, {block_d!r}")
+            reason = why_illegal(kernel, tile, block_d, arch)
+            if reason:
+                raise ValueError(f"{kernel} on {arch} at head dimension {block_d}: {reason}")
+            loaded[arch, kernel, block_d] = tile
+    except (OSError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{os.fspath(path)} holds no usable tiles: {type(error).__name__}: {error}") from error
+    for (arch, kernel, block_d), tile in loaded.items():
+        other: Kernel | None = {"dk": "dv", "dv": "dk"}.get(kernel)  # type: ignore[assignment]
+        if other and (loaded.get((arch, other, block_d)) or TILES[arch][other][block_d]).block_n != tile.block_n:
+            raise ValueError(f"{os.fspath(path)}: dk and dv of {arch} at {block_d} must have the same block_n.")
+    _loaded.update(loaded)
+    return len(loaded)
+
+
+def save_tiles(path: str | os.PathLike[str], tiles: dict[tuple[str, Kernel, int], Tile], **facts: str) -> None:
+    """Write a file that `load_tiles` takes; `facts` say where it comes from."""
+    rows = [{"arch": arch, "kernel": kernel, "block_d": d, **asdict(tile)} for (arch, kernel, d), tile in tiles.items()]
+    Path(path).write_text(json.dumps(facts | {"tiles": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 def key_gradient_kernels(block_d: int, dtype: torch.dtype, arch: str) -> tuple[Kernel, ...]:
@@ -140,3 +227,7 @@ def current_arch(device: torch.device) -> str:
         return "gfx942"
     arch = f"sm_{torch.cuda.get_device_capability(device)[0]}0"
     return arch if arch in TILES else "sm_80"
+
+
+if "TRITONPACK_TILES" in os.environ:
+    load_tiles(os.environ["TRITONPACK_TILES"])

@@ -1,0 +1,123 @@
+"""Search the tiles that are fastest on the GPU at hand, and write a file that `tritonpack.load_tiles` takes.
+
+    python -m benchmarks.tune --out tiles.json [--head-dims 64 128] [--kernels forward dq] [--tokens 32768]
+
+Nothing in the package tunes by itself: lengths change with every step, and a search in the middle of training is a
+stall. Candidates are the legal tiles of every kernel, timed one by one by device events on a packed batch of documents
+like the standard library's; the fastest is kept if it also computes what the reference does, and beats the tile that
+ships.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import triton
+from tqdm import tqdm
+
+from benchmarks.lengths import distributions
+from tritonpack import BlockDiagonalMask, fused
+from tritonpack.kernels import tiles
+from tritonpack.kernels.tiles import Kernel, Tile
+from tritonpack.options import make_options
+from tritonpack.testing import Case, check_backend, make_inputs
+
+# Kernel, tile, padded head dimension -> milliseconds, or None where it doesn't run.
+Measure = Callable[[Kernel, Tile, int], float | None]
+
+
+def candidates(kernel: Kernel, block_d: int, arch: str) -> Iterator[Tile]:
+    """All legal tiles of sizes that can be fast."""
+    sizes, columns = (16, 32, 64, 128), (128, 256) if block_d == 512 else (256,)
+    for m, n, warps, stages, width in itertools.product(sizes, sizes, (4, 8), (1, 2, 3, 4), columns):
+        tile = Tile(m, n, warps, stages, width)
+        if 512 <= m * n <= 128 * 128 and not tiles.why_illegal(kernel, tile, block_d, arch):
+            yield tile
+
+
+def tune(kernel: Kernel, block_d: int, arch: str, measure: Measure, *, block_n: int | None = None) -> Tile:
+    """The fastest tile, the one that ships among the candidates; `block_n` fixes that side."""
+    shipped = tiles.select_tile(kernel, block_d, torch.bfloat16, arch)
+    choice = [shipped, *(t for t in candidates(kernel, block_d, arch) if t != shipped)]
+    if block_n is not None:
+        choice = [tile for tile in choice if tile.block_n == block_n]
+    best, fastest = shipped, float("inf")
+    for tile in tqdm(choice, desc=f"{kernel} {block_d}", unit="tile", leave=False):
+        time = measure(kernel, tile, block_d)
+        if time is not None and time < fastest:
+            best, fastest = tile, time
+    return best
+
+
+class DeviceTimer:
+    """Times a direction of attention with a kernel's tile replaced."""
+
+    def __init__(self, tokens: int, arch: str) -> None:
+        self.lengths = distributions(tokens)["stdlib"]
+        self.arch = arch
+
+    def __call__(self, kernel: Kernel, tile: Tile, block_d: int) -> float | None:
+        """The median of 10 runs in milliseconds; None where the tile can't be launched."""
+        before = dict(tiles._loaded)
+        tiles._loaded[self.arch, kernel, block_d] = tile
+        try:
+            return self._time(kernel, block_d)
+        except (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError, RuntimeError):
+            return None
+        finally:
+            tiles._loaded.clear()
+            tiles._loaded.update(before)
+
+    def _time(self, kernel: Kernel, head_dim: int) -> float:
+        total = sum(self.lengths)
+        q, dout = (torch.randn(total, 16, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        k, v = (torch.randn(total, 4, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        mask = BlockDiagonalMask.from_seqlens(self.lengths, device="cuda")
+        options = make_options(q, mask)
+        plan = fused.plan_tiles(q.requires_grad_(), k, v, mask, options)
+        out, lse = fused.forward(q, k, v, mask, options, plan)
+
+        def run() -> None:
+            if kernel == "forward":
+                fused.forward(q, k, v, mask, options, plan)
+            else:
+                fused.backward(dout, None, q, k, v, out, lse, mask, options, plan)
+
+        with torch.no_grad():
+            return float(triton.testing.do_bench(run, warmup=5, rep=30, return_mode="median"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128], choices=(64, 128, 256, 512))
+    parser.add_argument("--kernels", nargs="+", default=["forward", "dkdv", "dk", "dv", "dq"])
+    parser.add_argument("--tokens", type=int, default=32768)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("tiles are tuned on the GPU that they are for; there is none here.")
+    arch = tiles.current_arch(torch.device("cuda", torch.cuda.current_device()))
+    timer = DeviceTimer(options.tokens, arch)
+    best: dict[tuple[str, Kernel, int], Tile] = {}
+    for head_dim in options.head_dims:
+        offered = ("forward", *tiles.key_gradient_kernels(head_dim, torch.bfloat16, arch), "dq")
+        for kernel in (name for name in offered if name in options.kernels):
+            fixed = best.get((arch, "dk", head_dim)) if kernel == "dv" else None
+            tile = tune(kernel, head_dim, arch, timer, block_n=None if fixed is None else fixed.block_n)
+            best[arch, kernel, head_dim] = tile
+            shipped = tiles.select_tile(kernel, head_dim, torch.bfloat16, arch)
+            times = [timer(kernel, t, head_dim) for t in (tile, shipped)]
+            print(f"{kernel} {head_dim}: {tile} {times[0]} ms; shipped {times[1]} ms", flush=True)
+    tiles.save_tiles(options.out, best, device=torch.cuda.get_device_name(), triton=triton.__version__)
+    print(f"{tiles.load_tiles(options.out)} tiles in {options.out}")
+    for head_dim in options.head_dims:
+        case = Case("tuned", (300, 1, 0, 77, 500), heads=8, kv_heads=2, head_dim=head_dim, slack=9)
+        print(f"head dimension {head_dim}: {check_backend(make_inputs(case, torch.bfloat16, 'cuda'), 'triton')}")
+
+
+if __name__ == "__main__":
+    main()

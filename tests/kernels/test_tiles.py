@@ -1,0 +1,123 @@
+"""Tiles: every table keeps the rule, files are loaded whole or not at all, the tuner takes the fastest."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from benchmarks import tune
+from tritonpack.kernels import tiles
+from tritonpack.kernels.tiles import EXTENDED_TILES, TILES, Tile, load_tiles, save_tiles, select_tile, why_illegal
+
+ROWS = [
+    (table, arch, kernel, row)
+    for table in (TILES, EXTENDED_TILES)
+    for arch in table
+    for kernel in table[arch]
+    for row in table[arch][kernel]
+]
+
+
+@pytest.fixture(autouse=True)
+def _nothing_loaded() -> Iterator[None]:
+    yield
+    tiles._loaded.clear()
+
+
+@pytest.mark.parametrize(
+    ("table", "arch", "kernel", "row"), ROWS, ids=lambda x: None if isinstance(x, dict) else str(x)
+)
+def test_every_row_is_legal(table: Any, arch: str, kernel: Any, row: int) -> None:
+    assert why_illegal(kernel, table[arch][kernel][row], row, arch) is None
+
+
+@pytest.mark.parametrize("table", [TILES, EXTENDED_TILES], ids=["plain", "extended"])
+def test_dk_and_dv_share_their_tiles_of_keys(table: Any) -> None:
+    for arch in table:
+        for row in table[arch].get("dk", {}):
+            shared = {
+                select_tile(k, row, torch.bfloat16, arch, extended=table is EXTENDED_TILES).block_n
+                for k in ("dk", "dv")
+            }
+            assert len(shared) == 1
+
+
+@pytest.mark.parametrize(
+    ("tile", "message"),
+    [
+        (Tile(96, 64, 4, 2), "block_m must be a power of two from 16; got 96"),
+        (Tile(64, 8, 4, 2), "block_n must be a power of two from 16; got 8"),
+        (Tile(128, 64, 3, 2), "warps must be 1, 2, 4, 8 or 16"),
+        (Tile(64, 64, 8, 2), "8 warps repeat each other's work unless a tile has 128 rows; got 64"),
+        (Tile(128, 128, 8, 4), "about 288 KiB of shared memory, of 227"),
+    ],
+)
+def test_what_is_illegal(tile: Tile, message: str) -> None:
+    assert message in str(why_illegal("forward", tile, 128, "sm_90"))
+
+
+def test_a_file_replaces_tiles(tmp_path: Path) -> None:
+    mine = {("sm_90", "forward", 128): Tile(64, 64, 4, 2), ("sm_80", "dq", 64): Tile(64, 32, 4, 1)}
+    save_tiles(tmp_path / "tiles.json", mine, device="a GPU")  # type: ignore[arg-type]
+    assert load_tiles(tmp_path / "tiles.json") == 2
+    assert select_tile("forward", 128, torch.bfloat16, "sm_90") == Tile(64, 64, 4, 2)
+    assert select_tile("forward", 128, torch.bfloat16, "sm_90", extended=True) != Tile(64, 64, 4, 2)
+    assert select_tile("forward", 128, torch.float32, "sm_90") != Tile(64, 64, 4, 2)
+    assert select_tile("forward", 64, torch.bfloat16, "sm_90") == TILES["sm_90"]["forward"][64]
+
+
+GOOD = {
+    "arch": "sm_90",
+    "kernel": "forward",
+    "block_d": 128,
+    "block_m": 64,
+    "block_n": 64,
+    "num_warps": 4,
+    "num_stages": 2,
+}
+BAD = {
+    "no file": (None, "FileNotFoundError"),
+    "no json": ("tiles", "JSONDecodeError"),
+    "no tiles": ({}, "KeyError: 'tiles'"),
+    "a missing size": ([{k: v for k, v in GOOD.items() if k != "block_n"}], "block_n"),
+    "an unknown architecture": ([GOOD | {"arch": "sm_70"}], "no table has a row for 'sm_70'"),
+    "a row that no table has": ([GOOD | {"block_d": 96}], "no table has a row for 'sm_90', 'forward', 96"),
+    "an illegal tile": (
+        [GOOD, GOOD | {"block_m": 100}],
+        "forward on sm_90 at head dimension 128: block_m must be a power of two",
+    ),
+    "dk without its dv": (
+        [GOOD | {"kernel": "dk", "block_d": 256, "block_n": 64, "block_m": 16}],
+        "dk and dv of sm_90 at 256 must have the same block_n",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_file_changes_nothing(name: str, tmp_path: Path) -> None:
+    content, message = BAD[name]
+    path = tmp_path / "tiles.json"
+    if content is not None:
+        document = {"tiles": content} if isinstance(content, list) else content
+        path.write_text(content if isinstance(content, str) else json.dumps(document))
+    with pytest.raises(ValueError, match=message):
+        load_tiles(path)
+    assert not tiles._loaded
+
+
+def test_the_tuner_takes_the_fastest() -> None:
+    wanted = Tile(64, 32, 4, 3)
+    assert wanted in set(tune.candidates("forward", 128, "sm_90"))
+    shipped = select_tile("forward", 128, torch.bfloat16, "sm_90")
+
+    def measure(kernel: Any, tile: Tile, block_d: int) -> float | None:
+        return {wanted: 1.0, shipped: 2.0}.get(tile)  # the others don't run
+
+    assert tune.tune("forward", 128, "sm_90", measure) == wanted
+    assert tune.tune("forward", 128, "sm_90", lambda *_: None) == shipped
+    assert tune.tune("dv", 256, "sm_90", lambda *_: 1.0, block_n=64).block_n == 64
