@@ -19,9 +19,11 @@ CASES = (
 )
 
 
-def moved_outputs(case: Case, dtype: torch.dtype, backend: Any, *, pack_invariant: bool) -> set[str]:
+def moved_outputs(
+    case: Case, dtype: torch.dtype, backend: Any, *, pack_invariant: bool, device: str = "cpu"
+) -> set[str]:
     """The outputs in which a document's bits in the pack differ from its bits alone."""
-    inputs = make_inputs(case, dtype)
+    inputs = make_inputs(case, dtype, device)
 
     def outputs(mask: BlockDiagonalMask, rows: slice) -> tuple[Tensor, ...]:
         q, k, v = (x[rows].clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
@@ -35,7 +37,8 @@ def moved_outputs(case: Case, dtype: torch.dtype, backend: Any, *, pack_invarian
     packed, moved, begin = outputs(inputs.mask, slice(None)), set(), 0
     for length in case.seqlens:
         rows = slice(begin, begin + length)
-        alone = outputs(BlockDiagonalMask.from_seqlens([length], causal=case.causal, window=case.window), rows)
+        mask = BlockDiagonalMask.from_seqlens([length], causal=case.causal, window=case.window, device=device)
+        alone = outputs(mask, rows)
         moved |= {n for n, a, p in zip(ROW_OUTPUTS, alone, packed, strict=True) if not torch.equal(a, p[rows])}
         begin += length
     return moved

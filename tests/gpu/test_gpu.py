@@ -7,6 +7,7 @@ import torch
 
 import tritonpack
 import tritonpack.testing
+from tests import invariance
 from tritonpack import BlockDiagonalMask, varlen_attention
 from tritonpack.testing import CASES, Case, check_backend, make_inputs
 from tritonpack.testing.tolerance import ROW_OUTPUTS, run
@@ -24,7 +25,15 @@ LARGE = (
     Case("bidirectional", (700, 130, 1500), heads=8, kv_heads=2, head_dim=128, causal=False),
     Case("window", (2000, 300), heads=8, kv_heads=2, head_dim=128, window=(256, 0)),
     Case("cross", (300, 900), (1500, 200), heads=8, kv_heads=2, head_dim=128),
-)
+    Case("softcap", (700, 130, 0, 1500), heads=8, kv_heads=4, head_dim=256, softcap=50.0),
+    Case("sinks", (700, 130, 0, 1500), heads=16, kv_heads=2, head_dim=64, sinks=True, window=(128, 0)),
+    Case("alibi", (700, 130, 0, 1500), heads=8, kv_heads=8, head_dim=128, alibi="documents"),
+    Case("dropout", (700, 130, 0, 1500), heads=8, kv_heads=2, head_dim=128, dropout_p=0.1),
+    Case("everything", (700, 1, 1500), heads=8, kv_heads=2, head_dim=64, softcap=20.0, sinks=True, alibi="heads",
+         dropout_p=0.1, window=(256, 0)),
+    Case("values-128", (700, 130, 500), heads=8, kv_heads=8, head_dim=192, head_dim_v=128),
+    Case("ordinary-512", (700, 130, 0, 500), heads=4, kv_heads=1, head_dim=512),
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -56,7 +65,47 @@ def test_repeats_are_equal_to_the_bit(case: Case, dtype: torch.dtype) -> None:
     first = run(inputs, "triton")
     for _ in range(50):
         again = run(inputs, "triton")
-        assert all(torch.equal(first[name], again[name]) for name in ROW_OUTPUTS)
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@HALF
+@pytest.mark.parametrize("case", invariance.CASES, ids=str)
+def test_a_document_has_the_same_bits_wherever_it_lies(case: Case, dtype: torch.dtype) -> None:
+    assert not invariance.moved_outputs(case, dtype, "triton", pack_invariant=True, device="cuda")
+
+
+def test_cuda_graph_with_offsets_of_fixed_capacity() -> None:
+    """Captured once, replayed for other documents; the mask and its tiles are built inside the graph."""
+    total, capacity, heads, head_dim = 1024, 16, 4, 64
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    q, k, v, dout = (
+        torch.randn(total, heads, head_dim, device="cuda", dtype=torch.bfloat16, generator=generator) for _ in range(4)
+    )
+    q, k, v = (x.requires_grad_() for x in (q, k, v))
+    cu_seqlens = torch.zeros(capacity + 1, dtype=torch.int32, device="cuda")
+
+    def offsets(lengths: list[int]) -> torch.Tensor:
+        padded = [*lengths, *[0] * (capacity - len(lengths))]
+        return torch.tensor([0, *padded]).cumsum(0).to(device="cuda", dtype=torch.int32)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        out = varlen_attention(q, k, v, BlockDiagonalMask.from_cu_seqlens(cu_seqlens, total_q=total))
+        return out, *torch.autograd.grad(out, (q, k, v), dout)
+
+    cu_seqlens.copy_(offsets([1000]))
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for lengths in ([1000], [10, 300, 0, 500], [64] * 16, [1, 2, 3]):
+        cu_seqlens.copy_(offsets(lengths))
+        graph.replay()
+        for got, expected in zip(captured, step(), strict=True):
+            assert torch.equal(got, expected)
 
 
 def test_documents_are_isolated_to_the_bit() -> None:
