@@ -112,7 +112,7 @@ def shipped_configurations() -> list[Configuration]:
             row = triton.next_power_of_2(max(head_dim, head_dim_v or 0))
             kernels: tuple[Kernel, ...] = ("forward", *key_gradient_kernels(row, dtype, arch), "dq", "row_statistics")
             configurations += [Configuration(kernel, arch, head_dim, dtype, head_dim_v) for kernel in kernels]
-            if dtype == torch.bfloat16 and head_dim in (64, 128):
+            if dtype == torch.bfloat16 and head_dim in (64, 128, 256):
                 configurations += [
                     Configuration(kernel, arch, head_dim, dtype, features=FEATURES) for kernel in kernels
                 ]

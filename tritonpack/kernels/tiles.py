@@ -60,24 +60,61 @@ TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
             512: Tile(64, 32, 4, 1, columns=128),
         },
     },
-    # Blackwell: accumulators live in tensor memory, so registers are less of a limit than shared memory.
+    # Blackwell: accumulators live in tensor memory, so registers are less of a limit than shared memory. At 512 the
+    # descriptors of 32 products a block are what spills in dK and dQ, whatever the tile; see docs/decisions.
     "sm_100": {
-        "forward": {64: Tile(128, 128, 8, 2), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 2)},
+        "forward": {
+            64: Tile(128, 128, 8, 2),
+            128: Tile(128, 64, 8, 2),
+            256: Tile(128, 32, 8, 2),
+            512: Tile(64, 32, 4, 1, columns=128),
+        },
         "dkdv": {64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 2), 256: Tile(32, 64, 8, 2)},
-        "dq": {64: Tile(128, 64, 8, 2), 128: Tile(64, 64, 4, 2), 256: Tile(64, 32, 4, 2)},
+        "dk": {512: Tile(16, 64, 8, 1, columns=128)},
+        "dv": {512: Tile(64, 64, 4, 1, columns=128)},
+        "dq": {
+            64: Tile(128, 64, 8, 2),
+            128: Tile(64, 64, 4, 2),
+            256: Tile(64, 32, 4, 2),
+            512: Tile(64, 32, 4, 1, columns=128),
+        },
     },
     # Ampere: no TMA, so addresses take registers; tiles are chosen to fit 99 KiB of shared memory (sm_86, sm_89,
     # sm_120).
     "sm_80": {
-        "forward": {64: Tile(128, 64, 8, 2), 128: Tile(128, 32, 8, 2), 256: Tile(64, 32, 8, 2)},
+        "forward": {
+            64: Tile(128, 64, 8, 2),
+            128: Tile(128, 32, 8, 2),
+            256: Tile(64, 32, 8, 2),
+            512: Tile(32, 32, 8, 1, columns=128),
+        },
         "dkdv": {64: Tile(32, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 8, 2)},
-        "dq": {64: Tile(128, 32, 8, 2), 128: Tile(64, 32, 8, 2), 256: Tile(32, 32, 8, 2)},
+        "dk": {512: Tile(16, 16, 8, 1, columns=128)},
+        "dv": {512: Tile(16, 16, 4, 1, columns=128)},
+        "dq": {
+            64: Tile(128, 32, 8, 2),
+            128: Tile(64, 32, 8, 2),
+            256: Tile(32, 32, 8, 2),
+            512: Tile(16, 16, 8, 1, columns=128),
+        },
     },
-    # CDNA3: 512 registers per lane with the accumulation half, in waves of 64.
+    # CDNA3: 512 registers per lane with the accumulation half, in waves of 64; a tile's own operands stay in them.
     "gfx942": {
-        "forward": {64: Tile(128, 64, 4, 1), 128: Tile(64, 64, 4, 1), 256: Tile(64, 16, 4, 1)},
+        "forward": {
+            64: Tile(128, 64, 4, 1),
+            128: Tile(64, 64, 4, 1),
+            256: Tile(64, 16, 4, 1),
+            512: Tile(32, 16, 4, 1),
+        },
         "dkdv": {64: Tile(32, 64, 4, 1), 128: Tile(16, 64, 4, 1), 256: Tile(16, 32, 4, 1)},
-        "dq": {64: Tile(64, 64, 4, 1), 128: Tile(64, 32, 4, 1), 256: Tile(32, 16, 4, 1)},
+        "dk": {512: Tile(16, 32, 4, 1, columns=128)},
+        "dv": {512: Tile(16, 32, 4, 1, columns=128)},
+        "dq": {
+            64: Tile(64, 64, 4, 1),
+            128: Tile(64, 32, 4, 1),
+            256: Tile(32, 16, 4, 1),
+            512: Tile(32, 16, 4, 1, columns=128),
+        },
     },
 }
 
@@ -91,8 +128,15 @@ EXTENDED_TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
         "dv": {256: Tile(32, 128, 8, 2)},
         "dq": {64: Tile(128, 64, 8, 2), 128: Tile(128, 32, 8, 2), 256: Tile(128, 16, 8, 2)},
     },
-    "sm_100": {},
-    "sm_80": {},
+    "sm_100": {
+        "forward": {64: Tile(64, 128, 8, 2), 128: Tile(64, 64, 8, 2), 256: Tile(64, 64, 8, 2)},
+        "dkdv": {64: Tile(32, 128, 8, 2), 128: Tile(32, 128, 8, 2), 256: Tile(32, 64, 8, 1)},
+        "dq": {64: Tile(64, 64, 8, 2), 128: Tile(128, 32, 8, 2), 256: Tile(128, 32, 8, 2)},
+    },
+    "sm_80": {
+        "forward": {256: Tile(64, 16, 8, 2)},
+        "dkdv": {64: Tile(32, 32, 4, 2), 128: Tile(64, 32, 8, 2), 256: Tile(16, 32, 8, 1)},
+    },
     "gfx942": {},
 }
 
@@ -156,7 +200,7 @@ def why_illegal(kernel: Kernel, tile: Tile, block_d: int, arch: str) -> str | No
             f"{tile.num_warps} warps repeat each other's work unless a tile has {16 * tile.num_warps} rows; got {own}"
         )
     columns = min(tile.columns, block_d)
-    resident = own * block_d * (1 if kernel in ("forward", "dv") else 2)
+    resident = 0 if arch == "gfx942" else own * block_d * (1 if kernel in ("forward", "dv") else 2)
     streamed = other * (block_d + (columns if kernel in ("forward", "dv") else block_d))
     if columns < block_d and kernel in ("dk", "dq"):
         streamed += other * columns
