@@ -6,13 +6,14 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
-.PHONY: help install test lint demo bench test-gpu bench-gpu clean
+.PHONY: help install test lint demo bench compile-matrix test-gpu bench-gpu clean
 
 help:
 	@echo "make demo       train three ways (padded, naive, packed), compare, draw a picture: demo-out/demo.png"
 	@echo "make test       all tests that need no GPU"
 	@echo "make lint       ruff and mypy"
 	@echo "make bench      the compile report: registers, spills, shared memory of every shipped kernel"
+	@echo "make compile-matrix  the same under several versions of Triton, to docs/compile-matrix.md; takes a while"
 	@echo "make test-gpu   the GPU tests, with the python3 at hand; installs nothing"
 	@echo "make bench-gpu  the GPU benchmarks, likewise"
 
@@ -41,6 +42,9 @@ demo: install
 bench: install
 	$(BIN)/python -m benchmarks.compile_report
 
+compile-matrix: install
+	$(BIN)/python -m benchmarks.compile_matrix
+
 test-gpu:
 	python3 -m pytest tests -m gpu -q
 
@@ -48,4 +52,4 @@ bench-gpu:
 	python3 -m benchmarks.gpu
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo-out
+	rm -rf $(VENV) build dist *.egg-info demo-out .matrix
