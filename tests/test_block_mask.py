@@ -42,9 +42,7 @@ def assert_same_blocks(mask: BlockDiagonalMask, block_size: int | tuple[int, int
     )
     assert (ours.shape, ours.BLOCK_SIZE) == (theirs.shape, theirs.BLOCK_SIZE)
     for side in ("kv", "full_kv", "q", "full_q"):
-        one, other = (
-            listed(getattr(m, f"{side}_num_blocks"), getattr(m, f"{side}_indices")) for m in (ours, theirs)
-        )
+        one, other = (listed(getattr(m, f"{side}_num_blocks"), getattr(m, f"{side}_indices")) for m in (ours, theirs))
         assert one == other, side
 
 
@@ -79,9 +77,9 @@ def test_flex_attention_computes_what_we_do(name: str) -> None:
     mask = MASKS[name]
     q, k, v = torch.randn(3, mask.num_queries, 2, 16)
     ours = varlen_attention(q, k, v, mask, backend="reference")
-    theirs = flex_attention(
-        *(x.transpose(0, 1)[None] for x in (q, k, v)), block_mask=mask.to_block_mask(16)
-    )[0].transpose(0, 1)
+    theirs = flex_attention(*(x.transpose(0, 1)[None] for x in (q, k, v)), block_mask=mask.to_block_mask(16))[
+        0
+    ].transpose(0, 1)
     torch.testing.assert_close(theirs, ours)
 
 

@@ -13,9 +13,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 
-def block_mask(
-    key_start: Tensor, key_stop: Tensor, num_keys: int, block_size: int | tuple[int, int]
-) -> BlockMask:
+def block_mask(key_start: Tensor, key_stop: Tensor, num_keys: int, block_size: int | tuple[int, int]) -> BlockMask:
     """See `BlockDiagonalMask.to_block_mask`."""
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -44,7 +42,11 @@ def block_mask(
         return (key_start[q_idx] <= kv_idx) & (kv_idx < key_stop[q_idx])
 
     return BlockMask.from_kv_blocks(
-        *_listed(visited & ~full), *_listed(full), BLOCK_SIZE=sizes, mask_mod=mask_mod, seq_lengths=(num_queries, num_keys)
+        *_listed(visited & ~full),
+        *_listed(full),
+        BLOCK_SIZE=sizes,
+        mask_mod=mask_mod,
+        seq_lengths=(num_queries, num_keys),
     )
 
 

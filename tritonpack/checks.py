@@ -42,7 +42,8 @@ def check_reach(window: Window, causal: bool, chunk_size: int | None) -> Reach:
         )
     if chunk_size is not None and not (is_int(chunk_size) and chunk_size >= 1):
         raise ValueError(
-            f"chunk_size must be an integer of at least 1, or None for attention that isn't chunked; got {chunk_size!r}."
+            "chunk_size must be an integer of at least 1, or None for attention that isn't chunked; got "
+            f"{chunk_size!r}."
         )
     left, right = (UNLIMITED if w == -1 else min(w, UNLIMITED) for w in window)
     return Reach(left, 0 if causal else right, UNLIMITED if chunk_size is None else min(chunk_size, UNLIMITED))

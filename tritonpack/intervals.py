@@ -33,8 +33,8 @@ def from_offsets(cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, reach: 
     if kernels.serve(cu_q):
         from tritonpack.kernels.intervals import intervals_of_offsets
 
-        *fields, sound = intervals_of_offsets(cu_q, cu_k, total_q, total_k, *reach)
-        return Intervals(*fields), sound
+        start, stop, diagonal, document, sound = intervals_of_offsets(cu_q, cu_k, total_q, total_k, *reach)
+        return Intervals(start, stop, diagonal, document), sound
     rows = torch.arange(total_q, device=cu_q.device)
     # The last document that starts at or before the row; slack rows land one past the last document, whose bounds
     # are the empty interval [cu[-1], cu[-1]).
@@ -42,10 +42,10 @@ def from_offsets(cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, reach: 
     following = (document + 1).clamp(max=cu_q.shape[0] - 1)
     begin, end = cu_k[document], cu_k[following]
     document = document.clamp(max=max(cu_q.shape[0] - 2, 0)).to(torch.int32)
-    sound = [
-        (cu[0] == 0) & (cu[1:] >= cu[:-1]).all() & (cu[-1] <= total) for cu, total in ((cu_q, total_q), (cu_k, total_k))
-    ]
-    return _see(rows - cu_q[following] + end, begin, end, reach, document), torch.stack(sound)
+    sound = torch.stack(
+        [(cu[0] == 0) & (cu[1:] >= cu[:-1]).all() & (cu[-1] <= n) for cu, n in ((cu_q, total_q), (cu_k, total_k))]
+    )
+    return _see(rows - cu_q[following] + end, begin, end, reach, document), sound
 
 
 def from_position_ids(position_ids: Tensor, reach: Reach) -> Intervals:
@@ -138,8 +138,8 @@ def number_documents(first: Tensor) -> Tensor:
 def _from_ids(ids: Tensor, rule: str, reach: Reach) -> Intervals:
     from tritonpack.kernels.intervals import intervals_of_ids
 
-    *fields, first = intervals_of_ids(ids, rule, *reach)
-    return Intervals(*fields, partial(number_documents, first))
+    start, stop, diagonal, first = intervals_of_ids(ids, rule, *reach)
+    return Intervals(start, stop, diagonal, partial(number_documents, first))
 
 
 def _runs(starts: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -160,4 +160,4 @@ def _see(
     chunk_begin = begin + (diagonal - begin).clamp(min=0) // reach.chunk * reach.chunk
     start = torch.maximum(diagonal - reach.left, chunk_begin).clamp(begin, end)
     stop = torch.minimum(diagonal + reach.right + 1, chunk_begin + reach.chunk).clamp(begin, end)
-    return Intervals(*(x.to(torch.int32) for x in (start, stop, diagonal)), document)
+    return Intervals(start.to(torch.int32), stop.to(torch.int32), diagonal.to(torch.int32), document)

@@ -188,8 +188,8 @@ class BlockDiagonalMask:
             total_k: the same on the key side.
 
         Raises:
-            ValueError: wrong dtype or shape; spans with `cu_seqlens_k`; a missing total for offsets on an accelerator; and, for offsets in host
-                memory, offsets that decrease, don't begin with 0 or exceed the total.
+            ValueError: wrong dtype or shape; spans with `cu_seqlens_k`; a missing total for offsets on an accelerator;
+                and, for offsets in host memory, offsets that decrease, don't begin with 0 or exceed the total.
         """
         reach = check_reach(window, causal, chunk_size)
         if spans is not None and cu_seqlens_k is not None:

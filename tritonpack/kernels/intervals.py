@@ -11,6 +11,7 @@ from torch import Tensor
 
 OFFSET_ROWS = 256  # rows per program: small, because the search waits for one load after another
 RUN_ROWS = 1024
+RUN_WARPS = 16  # with fewer, the ids of a look take more registers than a thread gets
 LOOK = 4096  # ids read at once when a document reaches out of a program's rows
 
 
@@ -144,17 +145,17 @@ def runs_kernel(
     while before < 0:
         look -= LOOK
         back = look + tl.arange(0, LOOK)
-        begins, _ = load_runs(ids_ptr, back, num_rows, row_length, RULE)
+        begins = load_runs(ids_ptr, back, num_rows, row_length, RULE)[0]
         before = tl.max(tl.where(begins, back, -1), 0)  # row 0 begins a run, so this ends
     begin = tl.maximum(begin, before)
 
-    ends, _ = load_runs(ids_ptr, offs + 1, num_rows, row_length, RULE)
+    ends = load_runs(ids_ptr, offs + 1, num_rows, row_length, RULE)[0]
     end = tl.associative_scan(tl.where(ends, offs + 1, none), 0, _smaller, reverse=True)
     after = tl.max(end, 0)
     look = begin_row + ROWS
-    while after == none:
+    while (after == none) & (right > 0):  # a row that sees nothing after its own place ends there, not at the end
         ahead = look + tl.arange(0, LOOK)
-        begins, _ = load_runs(ids_ptr, ahead, num_rows, row_length, RULE)
+        begins = load_runs(ids_ptr, ahead, num_rows, row_length, RULE)[0]
         after = tl.min(tl.where(begins, ahead, none), 0)
         look += LOOK
     end = tl.where(live, tl.minimum(end, after), begin)
@@ -168,7 +169,7 @@ def runs_kernel(
 def intervals_of_offsets(
     cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, left: int, right: int, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """(start, stop, diagonal, document), each (total_q,) int32, and (2,) bool: whether each side's offsets are sound.
+    """start, stop, diagonal and document, (total_q,) int32 each, and (2,) bool: whether each side's offsets are sound.
 
     Args:
         cu_q, cu_k: (documents + 1,) int32 or int64.
@@ -230,6 +231,6 @@ def intervals_of_ids(
                 RULE=rule,
                 ROWS=RUN_ROWS,
                 LOOK=LOOK,
-                num_warps=8,
+                num_warps=RUN_WARPS,
             )
     return start, stop, diagonal, first
