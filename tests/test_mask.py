@@ -214,11 +214,7 @@ class TestSegmentIds:
         (window, causal), tokens = rng.choice(DIAGONALS), rng.randint(1, 14)
         rows = []
         for _ in range(rng.randint(1, 3)):
-            row: list[int] = []
-            names = rng.sample(range(1, 99), 20)  # in no order: a document's number is only a name
-            while len(row) < tokens:
-                row += [rng.choice((0, names.pop()))] * rng.randint(1, 4)
-            rows.append(row[:tokens])
+            rows.append(random_names(rng, tokens))  # in no order: a document's number is only a name
         mask = BlockDiagonalMask.from_segment_ids(torch.tensor(rows), window=window, causal=causal)
         assert_is(mask, dense_of_labels([[label or None for label in row] for row in rows], window, causal))
 
@@ -245,9 +241,93 @@ class TestPaddingMask:
         assert_is(mask, torch.tensor([[0, 0, 0], [0, 1, 0], [0, 1, 1]]) == 1)
 
 
-def random_intervals(rng: random.Random) -> BlockDiagonalMask:
+class TestChunks:
+    """Chunks are counted from each document's first key; a query sees its own place's chunk alone."""
+
+    @pytest.mark.parametrize("seed", SEEDS)
+    def test_against_pairs(self, seed: int) -> None:
+        rng = random.Random(seed)
+        documents, (window, causal) = rng.randint(0, 6), rng.choice(DIAGONALS)
+        seqlens, chunk = random_lengths(rng, documents), rng.choice((1, 2, 3, 5, 100))
+        seqlens_k = rng.choice((seqlens, random_lengths(rng, documents)))
+        mask = BlockDiagonalMask.from_seqlens(seqlens, seqlens_k, window=window, causal=causal, chunk_size=chunk)
+        dense = dense_of_documents(seqlens, seqlens_k, window, causal, sum(seqlens), sum(seqlens_k))
+        begin_q = begin_k = 0
+        for len_q, len_k in zip(seqlens, seqlens_k, strict=True):
+            for i in range(len_q):
+                place = max(i + len_k - len_q, 0)  # queries ahead of the first key belong to the first chunk
+                for j in range(len_k):
+                    dense[begin_q + i, begin_k + j] &= j // chunk == place // chunk
+            begin_q, begin_k = begin_q + len_q, begin_k + len_k
+        assert_is(mask, dense)
+
+    def test_every_constructor_takes_them(self) -> None:
+        expected = BlockDiagonalMask.from_seqlens([5, 3], chunk_size=2).to_dense()
+        assert expected.int().argmax(1).tolist() == [0, 0, 2, 2, 4, 5, 5, 7]
+        position_ids, segment_ids = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2]), torch.tensor([1, 1, 1, 1, 1, 2, 2, 2])
+        for mask in (
+            BlockDiagonalMask.from_cu_seqlens([0, 5, 8], chunk_size=2),
+            BlockDiagonalMask.from_position_ids(position_ids, chunk_size=2),
+            BlockDiagonalMask.from_segment_ids(segment_ids, chunk_size=2),
+        ):
+            assert torch.equal(mask.to_dense(), expected)
+        padded = BlockDiagonalMask.from_padding_mask(torch.tensor([[0, 1, 1, 1, 0]]), chunk_size=2)
+        assert padded.key_start.tolist() == [0, 1, 1, 3, 4]
+
+
+class TestSpans:
+    @pytest.mark.parametrize("seed", SEEDS)
+    def test_against_pairs(self, seed: int) -> None:
+        """Packed rows with padding, windows and chunks; spans end where documents do, whatever their ids."""
+        rng = random.Random(seed)
+        (window, causal), chunk = rng.choice(DIAGONALS), rng.choice((None, 2, 4))
+        rows, tokens = rng.randint(1, 3), rng.randint(1, 14)
+        segments = torch.tensor([random_names(rng, tokens) for _ in range(rows)])
+        spans = torch.tensor([random_names(rng, tokens) for _ in range(rows)]).clamp(max=3)  # ids come again
+        reach = {"window": window, "causal": causal, "chunk_size": chunk}
+        dense = BlockDiagonalMask.from_segment_ids(segments, **reach).to_dense()
+        flat_segments, flat_spans = segments.flatten().tolist(), spans.flatten().tolist()
+        for i in range(rows * tokens):
+            j = i
+            while flat_spans[i] and flat_segments[i] and j < rows * tokens and (j == i or j % tokens):
+                if (flat_spans[j], flat_segments[j]) != (flat_spans[i], flat_segments[i]):
+                    break
+                dense[i, j] = dense[j, i] = True
+                j += 1
+        shape = rng.choice(((rows, tokens), (-1,)))
+        mask = BlockDiagonalMask.from_segment_ids(segments, spans=spans.view(shape), **reach)
+        assert_is(mask, dense)
+
+    def test_an_image_in_a_causal_text(self) -> None:
+        spans = torch.tensor([0, 7, 7, 7, 0, 0, 7, 7])  # the last two in documents of their own
+        for mask in (
+            BlockDiagonalMask.from_seqlens([5, 2, 1], spans=spans),
+            BlockDiagonalMask.from_cu_seqlens([0, 5, 7, 8], spans=spans[None]),
+            BlockDiagonalMask.from_position_ids(torch.tensor([0, 1, 2, 3, 4, 0, 1, 0]), spans=spans),
+        ):
+            assert mask.validate().key_start.tolist() == [0, 0, 0, 0, 0, 5, 5, 7]
+            assert mask.key_stop.tolist() == [1, 4, 4, 4, 5, 6, 7, 8]
+
+    def test_spans_neither_reach_into_slack_nor_begin_there(self) -> None:
+        mask = BlockDiagonalMask.from_cu_seqlens([0, 3], total_q=6, spans=torch.tensor([0, 1, 1, 1, 2, 2]))
+        assert mask.validate().key_start.tolist() == [0, 0, 0, 3, 3, 3]
+        assert mask.key_stop.tolist() == [1, 3, 3, 3, 3, 3]
+        padded = BlockDiagonalMask.from_padding_mask(torch.tensor([[0, 1, 1, 0]]), spans=torch.full((1, 4), 3))
+        assert padded.validate().to_dense().sum(1).tolist() == [0, 2, 2, 0]
+
+
+def random_names(rng: random.Random, tokens: int) -> list[int]:
+    """Runs of ids, some of them 0."""
+    row: list[int] = []
+    names = rng.sample(range(1, 99), 20)
+    while len(row) < tokens:
+        row += [rng.choice((0, names.pop()))] * rng.randint(1, 5)
+    return row[:tokens]
+
+
+def random_intervals(rng: random.Random, most: int = 12) -> BlockDiagonalMask:
     """Any mask at all: bounds that ascend, empty rows wherever they fall."""
-    queries, keys = rng.randint(0, 12), rng.randint(0, 12)
+    queries, keys = rng.randint(0, most), rng.randint(0, most)
     start = sorted(rng.randint(0, keys) for _ in range(queries))
     stop = sorted(rng.randint(0, keys) for _ in range(queries))
     stop = [max(pair) for pair in zip(start, stop, strict=True)]

@@ -88,6 +88,32 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "window a number": (lambda: BlockDiagonalMask.from_seqlens([3], window=4), "window must be two integers .* got 4"),
     "window of floats": (lambda: BlockDiagonalMask.from_seqlens([3], window=(1.0, 0)), r"got \(1.0, 0\)"),
+    "chunk of none": (lambda: BlockDiagonalMask.from_seqlens([3], chunk_size=0), "chunk_size must be .* 1, .*; got 0"),
+    "chunk a float": (lambda: BlockDiagonalMask.from_seqlens([3], chunk_size=2.0), "chunk_size must be .*; got 2.0"),
+    "too few spans": (
+        lambda: BlockDiagonalMask.from_seqlens([3], spans=INT32[:2]),
+        r"spans must hold an id for each of the 3 tokens, as \(T,\) or \(B, T\), on cpu; got \(2,\) int32 on cpu",
+    ),
+    "spans on another device": (
+        lambda: BlockDiagonalMask.from_seqlens([3], spans=META_OFFSETS),
+        "spans must hold .* on cpu; got .* on meta",
+    ),
+    "bool spans": (
+        lambda: BlockDiagonalMask.from_seqlens([3], spans=INT32.bool()),
+        "spans must hold integers; got bool",
+    ),
+    "a list of spans": (
+        lambda: BlockDiagonalMask.from_seqlens([3], spans=[0, 1, 1]),
+        "spans must be an integer tensor",
+    ),
+    "negative spans": (
+        lambda: BlockDiagonalMask.from_seqlens([3], spans=INT32 - 1),
+        r"spans must not be negative: 0 marks ordinary tokens.* pass spans \+ 1",
+    ),
+    "spans in cross-attention": (
+        lambda: BlockDiagonalMask.from_seqlens([3], [3], spans=INT32),
+        "need self-attention; leave out the lengths or offsets of the keys",
+    ),
     "float positions": (
         lambda: BlockDiagonalMask.from_position_ids(torch.zeros(4)),
         r"position_ids must be an integer tensor of shape \(T,\) or \(B, T\); got \(4,\) float32",
@@ -170,6 +196,8 @@ def everything(device: str) -> list[BlockDiagonalMask]:
         BlockDiagonalMask.from_segment_ids(segments),
         BlockDiagonalMask.from_padding_mask(segments[1:], causal=False),
         packed.restrict(rows, rows),
+        BlockDiagonalMask.from_segment_ids(segments, window=(2, 0), chunk_size=3, spans=positions),
+        BlockDiagonalMask.from_cu_seqlens(offsets, total_q=8, spans=segments),
     ]
     return masks + [mask.transpose() for mask in masks]
 

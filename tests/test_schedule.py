@@ -24,7 +24,8 @@ def masks(seed: int) -> list[BlockDiagonalMask]:
     mask = BlockDiagonalMask.from_cu_seqlens(cu, total_q=total, window=WINDOWS[seed % 3], causal=seed % 2 == 0)
     bare = BlockDiagonalMask(mask.key_start, mask.key_stop, mask.num_keys)
     crossed = BlockDiagonalMask.from_seqlens(lengths, lengths[::-1])
-    return [mask, bare, crossed, mask.transpose(), crossed.transpose()]
+    chunks = BlockDiagonalMask.from_cu_seqlens(cu, total_q=total, chunk_size=17 + 48 * (seed % 2))
+    return [mask, bare, crossed, chunks, mask.transpose(), crossed.transpose(), chunks.transpose()]
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["shared", "whole"])

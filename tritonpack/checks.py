@@ -4,12 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from operator import index
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 Lengths = Sequence[int] | Tensor
 Window = tuple[int, int]
+UNLIMITED = 2**31 - 1  # further than any key
+
+
+class Reach(NamedTuple):
+    """How far a query sees within its document: from `left` keys before its own place to `right` after it, and no
+    further than its chunk of `chunk` keys; UNLIMITED where there is no limit."""
+
+    left: int
+    right: int
+    chunk: int
 
 
 def require(condition: Tensor, message: str | Callable[[], str]) -> None:
@@ -27,14 +38,19 @@ def require(condition: Tensor, message: str | Callable[[], str]) -> None:
     torch._assert_async(condition, text)
 
 
-def check_window(window: Window, causal: bool) -> Window:
-    """The window with `causal` taken into it."""
+def check_reach(window: Window, causal: bool, chunk_size: int | None) -> Reach:
+    """Window, causality and chunks in one."""
     if not isinstance(window, (tuple, list)) or len(window) != 2 or not all(is_int(w) and w >= -1 for w in window):
         raise ValueError(
             f"window must be two integers (left, right) of at least -1, where -1 means without limit; got {window!r}."
         )
-    left, right = window
-    return (left, 0) if causal else (left, right)
+    if chunk_size is not None and not (is_int(chunk_size) and chunk_size >= 1):
+        raise ValueError(
+            "chunk_size must be an integer of at least 1, or None for attention that isn't chunked; got "
+            f"{chunk_size!r}."
+        )
+    left, right = (UNLIMITED if w == -1 else min(w, UNLIMITED) for w in window)
+    return Reach(left, 0 if causal else right, UNLIMITED if chunk_size is None else min(chunk_size, UNLIMITED))
 
 
 def check_documents(cu_q: Tensor, cu_k: Tensor) -> None:
@@ -93,14 +109,35 @@ def check_total(cu: Tensor, total: int | None, total_name: str, name: str) -> in
         total = index(total)
     if isinstance(total, bool) or not isinstance(total, (int, torch.SymInt)) or not 0 <= total < 2**31:
         raise ValueError(f"{total_name} must be an integer from 0 to 2**31 - 1; got {total!r}.")
+    return total
+
+
+def check_sound(sound: Tensor, cu: Tensor, size: int, total_name: str, name: str) -> None:
+    """Raise if offsets turned out not to be sound."""
+    on_host = cu.device.type == "cpu" and not torch.compiler.is_compiling()
     require(
-        (cu[0] == 0) & (cu[1:] >= cu[:-1]).all() & (cu[-1] <= total),
+        sound,
         lambda: (
-            f"{name} must begin with 0, never decrease, and end at most at {total_name} = {total}"
+            f"{name} must begin with 0, never decrease, and end at most at {total_name} = {size}"
             + (f"; got {cu.tolist()!r:.200}." if on_host else ".")
         ),
     )
-    return total
+
+
+def check_spans(spans: Tensor, num_queries: int, device: torch.device) -> Tensor:
+    """Span ids of every query, as (num_queries,)."""
+    flat = check_rows(spans, "spans").reshape(-1)
+    if flat.shape[0] != num_queries or flat.device != device:
+        raise ValueError(
+            f"spans must hold an id for each of the {num_queries} tokens, as (T,) or (B, T), on {device}; got "
+            f"{describe(spans)}."
+        )
+    require(
+        (flat >= 0).all(),
+        "spans must not be negative: 0 marks ordinary tokens, larger ids the tokens of a span. Where -1 marks ordinary "
+        "tokens pass spans + 1.",
+    )
+    return flat
 
 
 def check_rows(ids: Tensor, name: str, *, allow_bool: bool = False) -> Tensor:
@@ -108,7 +145,8 @@ def check_rows(ids: Tensor, name: str, *, allow_bool: bool = False) -> Tensor:
     if not isinstance(ids, Tensor) or ids.ndim not in (1, 2) or ids.is_floating_point() or ids.is_complex():
         raise ValueError(f"{name} must be an integer tensor of shape (T,) or (B, T); got {describe(ids)}.")
     if ids.dtype == torch.bool and not allow_bool:
-        raise ValueError(f"{name} must hold integers; got bool. For a padding mask use from_padding_mask.")
+        hint = " For a padding mask use from_padding_mask." if name == "segment_ids" else ""
+        raise ValueError(f"{name} must hold integers; got bool.{hint}")
     return ids if ids.ndim == 2 else ids[None]
 
 

@@ -7,25 +7,37 @@ padding, cross-attention and the shards of sequence parallelism are all of this 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from tritonpack import block_mask, dense_mask, intervals
 from tritonpack.checks import (
     Lengths,
+    Reach,
     Window,
     as_offsets,
     check_documents,
     check_indices,
+    check_reach,
     check_rows,
+    check_sound,
+    check_spans,
     check_total,
-    check_window,
     describe,
     offsets_from_lengths,
     require,
 )
+from tritonpack.intervals import WHOLE_DOCUMENT, Intervals, changes, document_starts
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+__all__ = ["BlockDiagonalMask", "changes", "document_starts", "mask_from_runs"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,8 +67,8 @@ class BlockDiagonalMask:
         num_keys: the length of the key stream.
         diagonal: (num_queries,) int32, the key at each query's own place, from which distances count (ALiBi); None
             where there is no such key, as in a transpose. It may lie outside the keys.
-        document: (num_queries,) int32, the number of each query's document in the order of the stream; None where
-            it isn't known. Rows outside every document hold any document's number.
+        document_source: what `document` is made of when it is first asked for: the tensor, or a function that
+            computes it.
         max_documents: how many documents there are at most, where the host knows.
         kept: what was computed from the mask before.
     """
@@ -65,14 +77,14 @@ class BlockDiagonalMask:
     key_stop: Tensor
     num_keys: int
     diagonal: Tensor | None = None
-    document: Tensor | None = None
+    document_source: Tensor | Callable[[], Tensor] | None = None
     max_documents: int | None = None
     kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
-        for name in ("key_start", "key_stop", "diagonal", "document"):
+        for name in ("key_start", "key_stop", "diagonal", "document_source"):
             rows = getattr(self, name)
-            if rows is None and name in ("diagonal", "document"):
+            if (rows is None and name == "diagonal") or (name == "document_source" and not isinstance(rows, Tensor)):
                 continue
             if not isinstance(rows, Tensor) or rows.ndim != 1 or rows.dtype != torch.int32:
                 raise ValueError(f"{name} must be a one-dimensional int32 tensor; got {describe(rows)}.")
@@ -92,6 +104,15 @@ class BlockDiagonalMask:
     def device(self) -> torch.device:
         return self.key_start.device
 
+    @property
+    def document(self) -> Tensor | None:
+        """(num_queries,) int32, the number of each query's document in the order of the stream; None where it isn't
+        known. Rows outside every document hold any document's number."""
+        if "document" not in self.kept:
+            source = self.document_source
+            self.kept["document"] = source() if callable(source) else source
+        return self.kept["document"]
+
     def __repr__(self) -> str:
         return f"BlockDiagonalMask(num_queries={self.num_queries}, num_keys={self.num_keys}, device={self.device})"
 
@@ -105,6 +126,8 @@ class BlockDiagonalMask:
         *,
         causal: bool = True,
         window: Window = (-1, -1),
+        chunk_size: int | None = None,
+        spans: Tensor | None = None,
         device: torch.device | str | None = None,
     ) -> BlockDiagonalMask:
         """The mask of documents laid end to end.
@@ -116,10 +139,16 @@ class BlockDiagonalMask:
                 corner.
             window: (left, right) keys around the diagonal, both inclusive, -1 without limit, as FlashAttention defines
                 it; `causal` sets right to 0.
-            device: where the mask lies; None means the CPU.
+            chunk_size: keys per chunk, counted from the first key of each document: a query sees the chunk of its own
+                place alone (Llama 4); None for attention that isn't chunked.
+            spans: (T,) or (B, T) integers >= 0, one per token. Neighbours of one document that share an id other than
+                0 form a span, such as an image in a causal text (Gemma 3): each sees the whole span besides what it
+                sees otherwise, also beyond windows and chunks. For self-attention alone.
+            device: where the mask lies; None means the CPU. `spans` must lie there.
 
         Raises:
-            ValueError: negative or non-integer lengths, lengths on an accelerator, a different number of documents.
+            ValueError: negative or non-integer lengths, lengths on an accelerator, a different number of documents;
+                a window, chunk size or spans that aren't as above.
 
         >>> BlockDiagonalMask.from_seqlens([2, 1], [3, 2]).key_stop.tolist()
         [2, 3, 5]
@@ -134,6 +163,8 @@ class BlockDiagonalMask:
             None if seqlens_k is None else cu_seqlens_k.to(target, non_blocking=True),
             causal=causal,
             window=window,
+            chunk_size=chunk_size,
+            spans=spans,
             total_q=total_q,
             total_k=total_k,
         )
@@ -146,6 +177,8 @@ class BlockDiagonalMask:
         *,
         causal: bool = True,
         window: Window = (-1, -1),
+        chunk_size: int | None = None,
+        spans: Tensor | None = None,
         total_q: int | None = None,
         total_k: int | None = None,
     ) -> BlockDiagonalMask:
@@ -155,16 +188,21 @@ class BlockDiagonalMask:
             cu_seqlens: (documents + 1,) int32 or int64, starts with 0, never decreases; a repeated offset is an empty
                 document, so a fixed-capacity tensor may repeat its last offset.
             cu_seqlens_k: the same on the key side; None means the same offsets.
-            causal, window: see `from_seqlens`.
+            causal, window, chunk_size, spans: see `from_seqlens`.
             total_q: rows of the query stream. Rows past the last offset are slack: they see nothing and nothing sees
                 them. None means the last offset, which is possible only for offsets in host memory.
             total_k: the same on the key side.
 
         Raises:
-            ValueError: wrong dtype or shape; a missing total for offsets on an accelerator; and, for offsets in host
-                memory, offsets that decrease, don't begin with 0 or exceed the total.
+            ValueError: wrong dtype or shape; spans with `cu_seqlens_k`; a missing total for offsets on an accelerator;
+                and, for offsets in host memory, offsets that decrease, don't begin with 0 or exceed the total.
         """
-        window = check_window(window, causal)
+        reach = check_reach(window, causal, chunk_size)
+        if spans is not None and cu_seqlens_k is not None:
+            raise ValueError(
+                "spans are runs of tokens that are queries and keys alike, so they need self-attention; leave out the "
+                "lengths or offsets of the keys, or leave out spans."
+            )
         cu_q = as_offsets(cu_seqlens, "cu_seqlens")
         cu_k = cu_q if cu_seqlens_k is None else as_offsets(cu_seqlens_k, "cu_seqlens_k")
         if cu_seqlens_k is None and total_k is None:
@@ -172,29 +210,27 @@ class BlockDiagonalMask:
         if cu_q.device != cu_k.device:
             raise ValueError(f"cu_seqlens is on {cu_q.device} and cu_seqlens_k on {cu_k.device}; move them together.")
         check_documents(cu_q, cu_k)
+        key_name = "cu_seqlens" if cu_seqlens_k is None else "cu_seqlens_k"
         total_q = check_total(cu_q, total_q, "total_q", "cu_seqlens")
-        total_k = check_total(cu_k, total_k, "total_k", "cu_seqlens" if cu_seqlens_k is None else "cu_seqlens_k")
+        total_k = check_total(cu_k, total_k, "total_k", key_name)
 
-        rows = torch.arange(total_q, device=cu_q.device)
-        # The last document that starts at or before the row; slack rows land one past the last document, whose bounds
-        # are the empty interval [cu[-1], cu[-1]).
-        document = torch.searchsorted(cu_q, rows, right=True) - 1
-        following = (document + 1).clamp(max=cu_q.shape[0] - 1)
-        return _from_bounds(
-            rows,
-            cu_q[document],
-            cu_q[following],
-            cu_k[document],
-            cu_k[following],
-            total_k,
-            window,
-            document.clamp(max=max(cu_q.shape[0] - 2, 0)),
-            max_documents=cu_q.shape[0] - 1,
-        )
+        def build(reach: Reach) -> Intervals:
+            found, sound = intervals.from_offsets(cu_q, cu_k, total_q, total_k, reach)
+            check_sound(sound[0], cu_q, total_q, "total_q", "cu_seqlens")
+            check_sound(sound[1], cu_k, total_k, "total_k", key_name)
+            return found
+
+        return _mask(build, reach, spans, total_k, max_documents=cu_q.shape[0] - 1)
 
     @classmethod
     def from_position_ids(
-        cls, position_ids: Tensor, *, causal: bool = True, window: Window = (-1, -1)
+        cls,
+        position_ids: Tensor,
+        *,
+        causal: bool = True,
+        window: Window = (-1, -1),
+        chunk_size: int | None = None,
+        spans: Tensor | None = None,
     ) -> BlockDiagonalMask:
         """The mask of a packed batch that marks its documents by position ids alone.
 
@@ -205,7 +241,7 @@ class BlockDiagonalMask:
             position_ids: integers, (T,), (B, T), or the multimodal forms (3, B, T) (time, height, width, where the
                 patches of an image ascend in that order: see `document_starts`) and (4, B, T) (text positions
                 first; documents are read from those).
-            causal, window: see `from_seqlens`.
+            causal, window, chunk_size, spans: see `from_seqlens`.
 
         Raises:
             ValueError: wrong dtype or shape.
@@ -214,23 +250,29 @@ class BlockDiagonalMask:
         >>> BlockDiagonalMask.from_position_ids(ids).key_start.tolist()
         [0, 0, 0, 3, 3, 5, 5, 7, 7, 7]
         """
-        window = check_window(window, causal)
-        return mask_from_runs(document_starts(position_ids), None, window)
+        reach = check_reach(window, causal, chunk_size)
+        return _mask(partial(intervals.from_position_ids, position_ids), reach, spans)
 
     @classmethod
     def from_segment_ids(
-        cls, segment_ids: Tensor, *, causal: bool = True, window: Window = (-1, -1)
+        cls,
+        segment_ids: Tensor,
+        *,
+        causal: bool = True,
+        window: Window = (-1, -1),
+        chunk_size: int | None = None,
+        spans: Tensor | None = None,
     ) -> BlockDiagonalMask:
         """The mask of rows whose tokens carry the number of their document, 0 for padding.
 
         Args:
             segment_ids: (T,) or (B, T) integers >= 0. Within a row the tokens of a document are contiguous.
-            causal, window: see `from_seqlens`.
+            causal, window, chunk_size, spans: see `from_seqlens`.
 
         Raises:
             ValueError: wrong dtype or shape; and, for ids in host memory, negative ids or a document in several pieces.
         """
-        window = check_window(window, causal)
+        reach = check_reach(window, causal, chunk_size)
         ids = check_rows(segment_ids, "segment_ids")
         starts, in_order = changes(ids), ids.sort(dim=1).values
         pieces = (starts & (ids != 0)).sum(1)
@@ -240,23 +282,29 @@ class BlockDiagonalMask:
             "segment_ids must not be negative, and the tokens of a document must be contiguous within their row (0 is "
             "padding); renumber the pieces, or move the tokens of each document together.",
         )
-        return mask_from_runs(starts, ids != 0, window)
+        return _mask(partial(intervals.from_segment_ids, ids), reach, spans)
 
     @classmethod
     def from_padding_mask(
-        cls, attention_mask: Tensor, *, causal: bool = True, window: Window = (-1, -1)
+        cls,
+        attention_mask: Tensor,
+        *,
+        causal: bool = True,
+        window: Window = (-1, -1),
+        chunk_size: int | None = None,
+        spans: Tensor | None = None,
     ) -> BlockDiagonalMask:
         """The mask of a padded batch, flattened row after row; no token is moved.
 
         Args:
             attention_mask: (B, T) or (T,) bool or integers, nonzero for tokens and 0 for padding on the left, the
                 right or both sides; the tokens of a row are contiguous.
-            causal, window: see `from_seqlens`.
+            causal, window, chunk_size, spans: see `from_seqlens`.
 
         Raises:
             ValueError: wrong dtype or shape; and, for a mask in host memory, a row with padding between its tokens.
         """
-        window = check_window(window, causal)
+        reach = check_reach(window, causal, chunk_size)
         live = check_rows(attention_mask, "attention_mask", allow_bool=True) != 0
         starts = changes(live)
         require(
@@ -264,7 +312,7 @@ class BlockDiagonalMask:
             "attention_mask has padding between the tokens of a row; padding may lie on the left and on the right "
             "only. For several documents in a row use from_segment_ids.",
         )
-        return mask_from_runs(starts, live, window)
+        return _mask(partial(intervals.from_segment_ids, live), reach, spans)
 
     # --------------------------------------------------------------------------------------------------- operations
 
@@ -277,11 +325,13 @@ class BlockDiagonalMask:
             rows = torch.arange(self.num_keys, device=self.device, dtype=torch.int32)
             query_start = torch.searchsorted(self.key_stop, rows, right=True, out_int32=True)
             query_stop = torch.searchsorted(self.key_start, rows, right=True, out_int32=True)
-            document = None
-            if self.document is not None and self.num_queries:
-                document = self.document[query_start.clamp(max=self.num_queries - 1)]
+            known = self.document_source is not None and self.num_queries > 0
             self.kept["transpose"] = BlockDiagonalMask(
-                query_start, query_stop, self.num_queries, document=document, max_documents=self.max_documents
+                query_start,
+                query_stop,
+                self.num_queries,
+                document_source=partial(_document_of_keys, self, query_start) if known else None,
+                max_documents=self.max_documents,
             )
         return self.kept["transpose"]
 
@@ -315,15 +365,55 @@ class BlockDiagonalMask:
             num_keys, diagonal = keys.shape[0], None  # keys that are left out break the count of distances
         return BlockDiagonalMask(start, stop, num_keys, diagonal, document, self.max_documents)
 
-    def to_dense(self) -> Tensor:
-        """The mask as (num_queries, num_keys) bool, True where a query sees a key: O(T^2) memory."""
-        keys = torch.arange(self.num_keys, device=self.device)
-        return (keys >= self.key_start[:, None]) & (keys < self.key_stop[:, None])
+    def to_dense(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
+        """The mask as (num_queries, num_keys), one number per pair: O(T^2) memory.
+
+        Args:
+            dtype: bool, bfloat16, float16 or float32.
+            additive: whether the mask is to be added to scores, as eager attention does: 0 where a query sees a key,
+                `torch.finfo(dtype).min` elsewhere. Not -inf, of which a softmax over a row that sees nothing makes
+                NaN; there it now gives numbers without meaning, and to every other row the same weights as -inf does.
+
+        Returns:
+            True or 1 where a query sees a key, or as `additive` says. Rows begin at multiples of 16 bytes, so the
+            tensor may not be contiguous.
+
+        Raises:
+            ValueError: another dtype, or an additive mask of bool.
+        """
+        return dense_mask.dense(self.key_start, self.key_stop, self.num_keys, dtype, additive)
+
+    def to_bits(self) -> Tensor:
+        """The mask as (num_queries, ceil(num_keys / 32)) int32, one bit per pair.
+
+        Key j is bit j % 32 of word j // 32, counted from the lowest; bits past the last key are 0. Rows begin at
+        multiples of 16 bytes, so the tensor may not be contiguous.
+
+        >>> BlockDiagonalMask.from_seqlens([2, 1]).to_bits().tolist()
+        [[1], [3], [4]]
+        """
+        return dense_mask.bits(self.key_start, self.key_stop, self.num_keys)
+
+    def to_block_mask(self, BLOCK_SIZE: int | tuple[int, int] = 128) -> BlockMask:  # noqa: N803 (flex_attention's name)
+        """The mask for `torch.nn.attention.flex_attention`, for one batch of one row, all heads.
+
+        The same blocks as `create_block_mask` finds, but from the intervals' ends alone: neither a mask function nor a
+        pair is looked at.
+
+        Args:
+            BLOCK_SIZE: queries and keys per block, or (queries, keys).
+
+        Raises:
+            ValueError: block sizes that aren't positive integers, or a mask without queries or keys.
+        """
+        return block_mask.block_mask(self.key_start, self.key_stop, self.num_keys, BLOCK_SIZE)
 
     def to(self, device: torch.device | str) -> BlockDiagonalMask:
         """The same mask on another device."""
         diagonal, document = (None if x is None else x.to(device) for x in (self.diagonal, self.document))
-        return BlockDiagonalMask(self.key_start.to(device), self.key_stop.to(device), self.num_keys, diagonal, document)
+        return BlockDiagonalMask(
+            self.key_start.to(device), self.key_stop.to(device), self.num_keys, diagonal, document, self.max_documents
+        )
 
     def validate(self) -> BlockDiagonalMask:
         """Check the values, waiting for the device where it must.
@@ -352,75 +442,38 @@ class BlockDiagonalMask:
         return self
 
 
-def document_starts(position_ids: Tensor) -> Tensor:
-    """Where documents begin in rows of position ids.
-
-    In the (3, B, T) form, text tokens carry one number three times and documents begin with such a token; the patches
-    of an image or a video ascend lexicographically. So a document begins where the triples don't ascend, and where
-    one text token follows another by a step other than +1.
-
-    Args:
-        position_ids: as `BlockDiagonalMask.from_position_ids` takes them.
-
-    Returns:
-        (B, T) bool, True at the first token of every document (B = 1 for a one-dimensional argument).
-
-    Raises:
-        ValueError: wrong dtype or shape.
-    """
-    multimodal = isinstance(position_ids, Tensor) and position_ids.ndim == 3
-    if multimodal and position_ids.shape[0] not in (3, 4):
-        raise ValueError(
-            f"position_ids of three dimensions must be (3, B, T) or (4, B, T); got {tuple(position_ids.shape)}."
-        )
-    time = check_rows(position_ids[0] if multimodal else position_ids, "position_ids").long()  # unsigned steps wrap
-    begins = time.diff(dim=1) != 1
-    if multimodal and position_ids.shape[0] == 3:
-        text = (position_ids == time).all(0)
-        step_t, step_h, step_w = position_ids.long().diff(dim=2)
-        ascends = (step_t > 0) | (step_t == 0) & ((step_h > 0) | (step_h == 0) & (step_w > 0))
-        begins = ~ascends | (begins & text[:, 1:] & text[:, :-1])
-    return torch.cat([torch.ones_like(time[:, :1], dtype=torch.bool), begins], dim=1)
-
-
-def mask_from_runs(starts: Tensor, live: Tensor | None, window: Window) -> BlockDiagonalMask:
-    """The mask of (B, T) rows cut into runs at `starts`; runs that aren't `live` see nothing and nothing sees them."""
-    starts = starts.reshape(-1)
-    total = starts.shape[0]
-    rows = torch.arange(total, device=starts.device)
-    begin = torch.where(starts, rows, 0).cummax(0).values if total else rows
-    # The next start at or after row i + 1, scanned from the right.
-    following = torch.where(starts, rows, total).flip(0).cummin(0).values.flip(0) if total else rows
-    end = torch.cat([following[1:], following.new_full((min(total, 1),), total)])
-    live = None if live is None else live.reshape(-1)
-    key_end = end if live is None else torch.where(live, end, begin)
-    document = (starts if live is None else starts & live).cumsum(0) - 1
-    return _from_bounds(rows, begin, end, begin, key_end, total, window, document.clamp(min=0))
-
-
-def _from_bounds(
-    rows: Tensor,
-    query_begin: Tensor,
-    query_end: Tensor,
-    key_begin: Tensor,
-    key_end: Tensor,
-    num_keys: int,
+def mask_from_runs(
+    starts: Tensor,
+    live: Tensor | None,
     window: Window,
-    document: Tensor,
+    chunk_size: int | None = None,
+    spans: Tensor | None = None,
+) -> BlockDiagonalMask:
+    """The mask of (B, T) rows cut into runs at `starts`; runs that aren't `live` see nothing and nothing sees them."""
+    reach = check_reach(window, causal=False, chunk_size=chunk_size)
+    return _mask(partial(intervals.from_runs, starts, live), reach, spans)
+
+
+def _mask(
+    build: Callable[[Reach], Intervals],
+    reach: Reach,
+    spans: Tensor | None,
+    num_keys: int | None = None,
     max_documents: int | None = None,
 ) -> BlockDiagonalMask:
-    """Intervals from the bounds of each row's document (all (T_q,)), a window around the bottom-right diagonal."""
-    left, right = window
-    diagonal = rows - query_end + key_end  # the key that the row's own token would be, counted from the documents' ends
-    start = key_begin if left < 0 else torch.clamp(diagonal - left, key_begin, key_end)
-    stop = key_end if right < 0 else torch.clamp(diagonal + right + 1, key_begin, key_end)
-    start, stop, diagonal, document = (x.to(torch.int32) for x in (start, stop, diagonal, document))
-    return BlockDiagonalMask(start, stop, num_keys, diagonal, document, max_documents)
+    """The mask that `build` makes for a reach, with spans; as many keys as queries unless said otherwise."""
+    seen = build(reach)
+    if spans is not None:
+        spans = check_spans(spans, seen.start.shape[0], seen.start.device)
+        seen = intervals.widen_to_spans(seen, build(WHOLE_DOCUMENT), spans)
+    num_keys = seen.start.shape[0] if num_keys is None else num_keys
+    return BlockDiagonalMask(seen.start, seen.stop, num_keys, seen.diagonal, seen.document, max_documents)
 
 
-def changes(ids: Tensor) -> Tensor:
-    """True where a (B, T) row begins and where its value differs from the one before."""
-    return torch.cat([torch.ones_like(ids[:, :1], dtype=torch.bool), ids[:, 1:] != ids[:, :-1]], dim=1)
+def _document_of_keys(mask: BlockDiagonalMask, query_start: Tensor) -> Tensor:
+    """The document of each key: that of the first query that sees it."""
+    assert mask.document is not None
+    return mask.document[query_start.clamp(max=mask.num_queries - 1)]
 
 
 def _falls(values: Tensor) -> Tensor:

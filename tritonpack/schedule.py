@@ -45,11 +45,11 @@ def tile_table(mask: BlockDiagonalMask, rows: int, *, whole_documents: bool = Fa
 def capacity(mask: BlockDiagonalMask, rows: int, whole_documents: bool) -> int:
     """How many tiles there may be: the full ones, and one that isn't at the end of each stretch between beginnings."""
     total = mask.num_queries
-    runs = total  # documents, and runs of rows that see nothing, of which one may lie before and after each document
-    if mask.document is not None and mask.max_documents is not None:
-        runs = min(2 * mask.max_documents + 1, total)
-    # A run as long as a tile begins a stretch and ends one.
-    stretches = runs if whole_documents else min(runs, 2 * (total // rows) + 1)
+    # A run of rows as long as a tile begins a stretch and ends one; there is no room for more of them than full tiles.
+    stretches = 2 * (total // rows) + 1
+    if whole_documents:  # every document, and every run of rows that see nothing, before and after each
+        known = mask.document_source is not None and mask.max_documents is not None
+        stretches = 2 * mask.max_documents + 1 if known else total  # type: ignore[operator]
     return min(total // rows + stretches, total)
 
 
@@ -58,7 +58,7 @@ def _build_table(mask: BlockDiagonalMask, rows: int, whole_documents: bool) -> T
     if not total:
         return mask.key_start.new_empty(0, 2)
     row = torch.arange(total, device=mask.device, dtype=torch.int32)
-    begins = _document_begins(mask)
+    begins = _document_begins(mask, whole_documents)
     if not whole_documents:
         begin = torch.where(begins, row, 0).cummax(0).values
         end = torch.where(begins, row, total).flip(0).cummin(0).values.flip(0)  # the next beginning at or after a row
@@ -76,11 +76,16 @@ def _build_table(mask: BlockDiagonalMask, rows: int, whole_documents: bool) -> T
     return torch.stack([first, end], dim=1)[order]
 
 
-def _document_begins(mask: BlockDiagonalMask) -> Tensor:
-    """Rows where a document begins, or a run of rows that see nothing."""
+def _document_begins(mask: BlockDiagonalMask, exact: bool) -> Tensor:
+    """Rows where a document begins, or a run of rows that see nothing.
+
+    A row that has no key in common with the row above begins a document, as far as tiles are concerned. Where a tile
+    must hold the whole of one, documents go by their numbers, if the mask has them.
+    """
     start, stop = mask.key_start, mask.key_stop
     live = start < stop
-    # Where documents aren't numbered: rows that have no key in common with the row above.
-    differs = start[1:] >= stop[:-1] if mask.document is None else mask.document[1:] != mask.document[:-1]
-    differs &= live[1:] | live[:-1]
+    differs = start[1:] >= stop[:-1]
+    if exact and mask.document is not None:
+        differs = mask.document[1:] != mask.document[:-1]
+    differs = differs & (live[1:] | live[:-1])
     return torch.cat([live.new_ones(1), differs | (live[1:] != live[:-1])])

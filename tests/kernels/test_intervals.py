@@ -1,0 +1,153 @@
+"""The interval kernels, run by Triton's interpreter, build what the builders in torch build, to the bit."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.test_mask import WINDOWS, random_lengths, random_multimodal_document
+from tritonpack import BlockDiagonalMask, kernels
+from tritonpack.kernels import intervals
+from tritonpack.mask import mask_from_runs
+
+pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+SEEDS = range(8)
+Build = Callable[[], BlockDiagonalMask]
+
+
+@pytest.fixture(params=[(8, 16), (32, 8)], ids=str)
+def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a few rows, so that small masks have documents that span several and blocks that hold several."""
+    rows, look = request.param
+    for name, value in (("OFFSET_ROWS", rows), ("RUN_ROWS", rows), ("LOOK", look)):
+        monkeypatch.setattr(intervals, name, value)
+
+
+@pytest.fixture
+def assert_same(small_blocks: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[Build], None]:
+    def check(build: Build) -> None:
+        with monkeypatch.context() as patch:
+            patch.setattr(kernels, "serve", lambda x: True)
+            served = build().validate()
+        plain = build()
+        assert served.num_keys == plain.num_keys
+        for name in ("key_start", "key_stop", "diagonal", "document"):
+            ours, theirs = getattr(served, name), getattr(plain, name)
+            assert ours.dtype == theirs.dtype == torch.int32
+            assert torch.equal(ours, theirs), name
+
+    return check
+
+
+def random_reach(rng: random.Random) -> dict[str, object]:
+    return {
+        "causal": rng.random() < 0.5,
+        "window": rng.choice(WINDOWS),
+        "chunk_size": rng.choice((None, None, 1, 3, 10)),
+    }
+
+
+def random_row(rng: random.Random, tokens: int, longest: int) -> list[int]:
+    """Document names, 0 for padding; some documents are long enough to span blocks."""
+    names, row = list(range(1, 99)), []
+    rng.shuffle(names)
+    while len(row) < tokens:
+        row += [rng.choice((0, names.pop(), names[-1]))] * rng.randint(1, rng.choice((2, longest)))
+    return row[:tokens]
+
+
+@pytest.mark.parametrize("documents", [0, 1, 2, 5, 8, 9, 40])
+@pytest.mark.parametrize("seed", range(3))
+def test_offsets(seed: int, documents: int, assert_same: Callable[[Build], None]) -> None:
+    rng = random.Random(100 * documents + seed)
+    seqlens, seqlens_k = random_lengths(rng, documents), random_lengths(rng, documents)
+    dtype, reach = rng.choice((torch.int32, torch.int64)), random_reach(rng)
+    cu_q, cu_k = (torch.tensor([0, *lengths]).cumsum(0).to(dtype) for lengths in (seqlens, seqlens_k))
+    total_q, total_k = sum(seqlens) + rng.choice((0, 20)), sum(seqlens_k) + rng.randint(0, 5)
+    assert_same(lambda: BlockDiagonalMask.from_cu_seqlens(cu_q, total_q=total_q, **reach))
+    assert_same(lambda: BlockDiagonalMask.from_cu_seqlens(cu_q, cu_k, total_q=total_q, total_k=total_k, **reach))
+
+
+@pytest.mark.parametrize(
+    ("cu_q", "cu_k", "message"),
+    [
+        ([1, 3], [0, 3], r"cu_seqlens must begin with 0.* got \[1, 3\]"),
+        ([0, 3, 2, 4], [0, 1, 2, 3], "cu_seqlens must .* never decrease"),
+        ([0] * 30 + [3, 2, 4], [0] * 33, "cu_seqlens must .* never decrease"),  # in a block that no row is in
+        ([0, 5], [0, 6], "cu_seqlens_k must .* end at most at total_k = 4"),
+        ([0, 2**33], [0, 4], "cu_seqlens must"),
+    ],
+)
+@pytest.mark.usefixtures("small_blocks")
+def test_offsets_are_checked(cu_q: list[int], cu_k: list[int], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "serve", lambda x: True)
+    with pytest.raises(ValueError, match=message):
+        BlockDiagonalMask.from_cu_seqlens(cu_q, cu_k, total_q=5, total_k=4)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_position_ids(seed: int, assert_same: Callable[[Build], None]) -> None:
+    rng = random.Random(seed)
+    reach, tokens = random_reach(rng), rng.choice((1, 7, 8, 40, 70))
+    rows = []
+    for _ in range(rng.randint(1, 3)):
+        row: list[int] = []
+        while len(row) < tokens:
+            begin = rng.choice((0, 0, rng.randint(0, 20)))
+            row += range(begin, begin + rng.randint(1, rng.choice((3, 60))))
+        rows.append(row[:tokens])
+    ids = torch.tensor(rows).to(rng.choice((torch.uint8, torch.int16, torch.int32, torch.int64)))
+    for form in (ids, ids[0], ids.expand(4, *ids.shape), ids.T.contiguous().T, ids[:1].expand(2, tokens)):
+        assert_same(lambda form=form: BlockDiagonalMask.from_position_ids(form, **reach))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_multimodal_position_ids(seed: int, assert_same: Callable[[Build], None]) -> None:
+    rng = random.Random(seed)
+    tokens = [token for _ in range(4) for token in random_multimodal_document(rng)]
+    ids = torch.tensor(tokens).T[:, None]
+    assert_same(lambda: BlockDiagonalMask.from_position_ids(ids, **random_reach(random.Random(seed))))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_segment_ids_and_padding(seed: int, assert_same: Callable[[Build], None]) -> None:
+    rng = random.Random(seed)
+    reach, tokens = random_reach(rng), rng.choice((1, 7, 8, 40, 70))
+    ids = torch.tensor([random_row(rng, tokens, 30) for _ in range(rng.randint(1, 3))])
+    assert_same(lambda: BlockDiagonalMask.from_segment_ids(ids, **reach))
+    edges = torch.tensor([sorted(rng.choices(range(tokens + 1), k=2)) for _ in range(3)])
+    place = torch.arange(tokens)
+    padding = (place >= edges[:, :1]) & (place < edges[:, 1:])
+    assert_same(lambda: BlockDiagonalMask.from_padding_mask(padding, **reach))
+    assert_same(lambda: BlockDiagonalMask.from_padding_mask(padding.int(), **reach))
+    spans = torch.tensor([random_row(rng, tokens, 9) for _ in range(len(ids))])
+    assert_same(lambda: BlockDiagonalMask.from_segment_ids(ids, spans=spans, **reach))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_runs(seed: int, assert_same: Callable[[Build], None]) -> None:
+    """Runs cut at any place, also within padding."""
+    rng = random.Random(seed)
+    shape = (rng.randint(1, 3), rng.choice((1, 8, 50)))
+    starts = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.1
+    starts[:, 0] = True
+    live = torch.rand(shape, generator=torch.Generator().manual_seed(-seed)) < 0.7
+    live = live.flatten()[torch.where(starts.flatten(), torch.arange(starts.numel()), 0).cummax(0).values].view(shape)
+    assert_same(lambda: mask_from_runs(starts, live, (2, 5)))
+    assert_same(lambda: mask_from_runs(starts, None, (-1, -1)))
+
+
+def test_no_tokens(assert_same: Callable[[Build], None]) -> None:
+    for shape in ((0,), (0, 4), (2, 0), (3, 2, 0)):
+        assert_same(lambda shape=shape: BlockDiagonalMask.from_position_ids(torch.zeros(shape, dtype=torch.int64)))
+    assert_same(lambda: BlockDiagonalMask.from_cu_seqlens([0], total_q=0))
+
+
+def test_reach_beyond_32_bits(assert_same: Callable[[Build], None]) -> None:
+    for window in ((2**31 - 1, 2**31 - 1), (2**40, 2**40)):
+        assert_same(lambda window=window: BlockDiagonalMask.from_seqlens([5, 3], [2, 7], causal=False, window=window))
+        assert_same(lambda window=window: BlockDiagonalMask.from_seqlens([5, 3], chunk_size=window[0], causal=False))

@@ -1,0 +1,58 @@
+"""Intervals as FlexAttention's block mask, without evaluating a mask function on pairs."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from tritonpack.checks import is_int
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+
+def block_mask(key_start: Tensor, key_stop: Tensor, num_keys: int, block_size: int | tuple[int, int]) -> BlockMask:
+    """See `BlockDiagonalMask.to_block_mask`."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    sizes = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
+    if len(sizes) != 2 or not all(is_int(size) and size >= 1 for size in sizes):
+        raise ValueError(f"BLOCK_SIZE must be an integer of at least 1, or two (queries, keys); got {block_size!r}.")
+    num_queries, device = key_start.shape[0], key_start.device
+    if not num_queries or not num_keys:
+        raise ValueError(
+            f"a block mask needs queries and keys; this mask has {num_queries} queries and {num_keys} keys."
+        )
+    row, key = (torch.arange(0, n, size, device=device) for n, size in zip((num_queries, num_keys), sizes, strict=True))
+    row_end, key_end = (row + sizes[0]).clamp(max=num_queries), (key + sizes[1]).to(torch.int32)
+
+    # The rows that reach into a block of keys: those from the first that ends past its first key up to the first that
+    # begins past its last one. The block is visited if any of these, within the tile, sees anything at all.
+    first = torch.searchsorted(key_stop, key.to(torch.int32), right=True)
+    last = torch.searchsorted(key_start, key_end)
+    seeing = torch.zeros(num_queries + 1, dtype=torch.int32, device=device)
+    seeing[1:] = (key_start < key_stop).cumsum(0)
+    visited = seeing[torch.minimum(row_end[:, None], last)] > seeing[torch.maximum(row[:, None], first)]
+    full = (key_start[row_end - 1][:, None] <= key) & (key_stop[row][:, None] >= key_end)
+    full &= (row + sizes[0] <= num_queries)[:, None]  # flex_attention counts rows past the end as seeing nothing
+
+    def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+        return (key_start[q_idx] <= kv_idx) & (kv_idx < key_stop[q_idx])
+
+    return BlockMask.from_kv_blocks(
+        *_listed(visited & ~full),
+        *_listed(full),
+        BLOCK_SIZE=sizes,
+        mask_mod=mask_mod,
+        seq_lengths=(num_queries, num_keys),
+    )
+
+
+def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks each row of tiles takes, and which, as (1, 1, rows) and (1, 1, rows, columns) int32."""
+    number = blocks.sum(1, dtype=torch.int32)
+    # In ascending order those it takes, then the others, as create_block_mask lists them.
+    indices = torch.argsort(blocks.to(torch.int32), dim=1, descending=True, stable=True).to(torch.int32)
+    return number[None, None], indices[None, None].contiguous()

@@ -1,0 +1,163 @@
+"""What the rows of a batch see, built from offsets, position ids, segment ids or padding: torch, or a kernel on GPUs.
+
+Every builder finds the document of each row and the key at the row's own place, its diagonal; a `Reach` says how far
+it sees from there (docs/math.md, section 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tritonpack import kernels
+from tritonpack.checks import UNLIMITED, Reach, check_rows
+
+WHOLE_DOCUMENT = Reach(UNLIMITED, UNLIMITED, UNLIMITED)
+
+
+class Intervals(NamedTuple):
+    """The fields of a `BlockDiagonalMask`, each (T_q,) int32; `document` may be a function that computes it."""
+
+    start: Tensor
+    stop: Tensor
+    diagonal: Tensor
+    document: Tensor | Callable[[], Tensor]
+
+
+def from_offsets(cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, reach: Reach) -> tuple[Intervals, Tensor]:
+    """Documents given by offsets, and (2,) bool: whether the offsets of queries and of keys are sound."""
+    if kernels.serve(cu_q):
+        from tritonpack.kernels.intervals import intervals_of_offsets
+
+        start, stop, diagonal, document, sound = intervals_of_offsets(cu_q, cu_k, total_q, total_k, *reach)
+        return Intervals(start, stop, diagonal, document), sound
+    rows = torch.arange(total_q, device=cu_q.device)
+    # The last document that starts at or before the row; slack rows land one past the last document, whose bounds
+    # are the empty interval [cu[-1], cu[-1]).
+    document = torch.searchsorted(cu_q, rows, right=True) - 1
+    following = (document + 1).clamp(max=cu_q.shape[0] - 1)
+    begin, end = cu_k[document], cu_k[following]
+    document = document.clamp(max=max(cu_q.shape[0] - 2, 0)).to(torch.int32)
+    sound = torch.stack(
+        [(cu[0] == 0) & (cu[1:] >= cu[:-1]).all() & (cu[-1] <= n) for cu, n in ((cu_q, total_q), (cu_k, total_k))]
+    )
+    return _see(rows - cu_q[following] + end, begin, end, reach, document), sound
+
+
+def from_position_ids(position_ids: Tensor, reach: Reach) -> Intervals:
+    """Rows of position ids, as `BlockDiagonalMask.from_position_ids` takes them."""
+    if isinstance(position_ids, Tensor) and kernels.serve(position_ids):
+        if position_ids.ndim == 3 and position_ids.shape[0] == 4:
+            position_ids = position_ids[0]
+        if position_ids.ndim < 3:
+            return _from_ids(check_rows(position_ids, "position_ids"), "positions", reach)
+    return from_runs(document_starts(position_ids), None, reach)
+
+
+def from_segment_ids(segment_ids: Tensor, reach: Reach) -> Intervals:
+    """(B, T) integers or bool, 0 for padding."""
+    if kernels.serve(segment_ids):
+        return _from_ids(segment_ids, "segments", reach)
+    return from_runs(changes(segment_ids), segment_ids != 0, reach)
+
+
+def from_runs(starts: Tensor, live: Tensor | None, reach: Reach) -> Intervals:
+    """(B, T) rows cut into runs at `starts`; runs that aren't `live` see nothing and nothing sees them."""
+    if kernels.serve(starts):
+        codes = starts.to(torch.uint8) + 2 * (torch.ones_like(starts) if live is None else live)
+        return _from_ids(codes.reshape(1, -1), "codes", reach)
+    starts = starts.reshape(-1)
+    rows = torch.arange(starts.shape[0], device=starts.device)
+    begin, end = _runs(starts, rows)
+    live = None if live is None else live.reshape(-1)
+    end = end if live is None else torch.where(live, end, begin)
+    first = starts if live is None else starts & live
+    return _see(rows, begin, end, reach, partial(number_documents, first))
+
+
+def widen_to_spans(seen: Intervals, documents: Intervals, spans: Tensor) -> Intervals:
+    """Let every token of a span see the whole span.
+
+    Args:
+        seen: what rows see otherwise.
+        documents: the whole document of each row, at whose bounds spans end.
+        spans: (T_q,) ids, 0 for tokens outside every span.
+    """
+    rows = torch.arange(spans.shape[0], device=spans.device)
+    begin, end = _runs(changes(spans[None])[0] | (spans == 0), rows)
+    begin = torch.maximum(begin.to(torch.int32), documents.start)
+    end = torch.minimum(end.to(torch.int32), documents.stop)
+    return seen._replace(start=torch.minimum(seen.start, begin), stop=torch.maximum(seen.stop, end))
+
+
+def document_starts(position_ids: Tensor) -> Tensor:
+    """Where documents begin in rows of position ids.
+
+    In the (3, B, T) form, text tokens carry one number three times and documents begin with such a token; the patches
+    of an image or a video ascend lexicographically. So a document begins where the triples don't ascend, and where
+    one text token follows another by a step other than +1.
+
+    Args:
+        position_ids: as `BlockDiagonalMask.from_position_ids` takes them.
+
+    Returns:
+        (B, T) bool, True at the first token of every document (B = 1 for a one-dimensional argument).
+
+    Raises:
+        ValueError: wrong dtype or shape.
+    """
+    multimodal = isinstance(position_ids, Tensor) and position_ids.ndim == 3
+    if multimodal and position_ids.shape[0] not in (3, 4):
+        raise ValueError(
+            f"position_ids of three dimensions must be (3, B, T) or (4, B, T); got {tuple(position_ids.shape)}."
+        )
+    time = check_rows(position_ids[0] if multimodal else position_ids, "position_ids").long()  # unsigned steps wrap
+    begins = time.diff(dim=1) != 1
+    if multimodal and position_ids.shape[0] == 3:
+        text = (position_ids == time).all(0)
+        step_t, step_h, step_w = position_ids.long().diff(dim=2)
+        ascends = (step_t > 0) | (step_t == 0) & ((step_h > 0) | (step_h == 0) & (step_w > 0))
+        begins = ~ascends | (begins & text[:, 1:] & text[:, :-1])
+    return torch.cat([torch.ones_like(time[:, :1], dtype=torch.bool), begins], dim=1)
+
+
+def changes(ids: Tensor) -> Tensor:
+    """True where a (B, T) row begins and where its value differs from the one before."""
+    return torch.cat([torch.ones_like(ids[:, :1], dtype=torch.bool), ids[:, 1:] != ids[:, :-1]], dim=1)
+
+
+def number_documents(first: Tensor) -> Tensor:
+    """The number of each row's document, (T,) int32, from whether a document begins at each row."""
+    return (first.cumsum(0, dtype=torch.int32) - 1).clamp(min=0)
+
+
+def _from_ids(ids: Tensor, rule: str, reach: Reach) -> Intervals:
+    from tritonpack.kernels.intervals import intervals_of_ids
+
+    start, stop, diagonal, first = intervals_of_ids(ids, rule, *reach)
+    return Intervals(start, stop, diagonal, partial(number_documents, first))
+
+
+def _runs(starts: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """The bounds of each row's run; a run reaches from one start to the next."""
+    total = starts.shape[0]
+    if not total:
+        return rows, rows
+    begin = torch.where(starts, rows, 0).cummax(0).values
+    # The next start at or after row i + 1, scanned from the right.
+    following = torch.where(starts, rows, total).flip(0).cummin(0).values.flip(0)
+    return begin, torch.cat([following[1:], following.new_full((1,), total)])
+
+
+def _see(
+    diagonal: Tensor, begin: Tensor, end: Tensor, reach: Reach, document: Tensor | Callable[[], Tensor]
+) -> Intervals:
+    """What rows with these diagonals see of the keys [begin, end) of their documents."""
+    chunk_begin = begin + (diagonal - begin).clamp(min=0) // reach.chunk * reach.chunk
+    start = torch.maximum(diagonal - reach.left, chunk_begin).clamp(begin, end)
+    stop = torch.minimum(diagonal + reach.right + 1, chunk_begin + reach.chunk).clamp(begin, end)
+    return Intervals(start.to(torch.int32), stop.to(torch.int32), diagonal.to(torch.int32), document)

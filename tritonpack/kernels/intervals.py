@@ -1,0 +1,236 @@
+"""The kernels that build intervals: one launch from offsets, one from ids. They equal tritonpack/intervals.py.
+
+Legend: `begin` and `end` bound the keys of a row's document, `diagonal` is the key at the row's own place; `left`,
+`right` and `chunk` say how far a row sees (docs/math.md, section 1). Lengths are never compiled in.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+OFFSET_ROWS = 256  # rows per program: small, because the search waits for one load after another
+RUN_ROWS = 1024
+RUN_WARPS = 16  # with fewer, the ids of a look take more registers than a thread gets
+LOOK = 4096  # ids read at once when a document reaches out of a program's rows
+
+
+@triton.jit
+def store_interval(start_ptr, stop_ptr, offs, diagonal, begin, end, inside, left, right, chunk):
+    """Write what rows with these diagonals see of the keys [begin, end)."""
+    chunk_begin = begin + tl.maximum(diagonal - begin, 0) // chunk * chunk
+    # Without a limit `left`, `right` and `chunk` are 2**31 - 1, so the sums take 64 bits.
+    start = tl.maximum(diagonal.to(tl.int64) - left, chunk_begin)
+    stop = tl.minimum(diagonal.to(tl.int64) + right + 1, chunk_begin.to(tl.int64) + chunk)
+    start = tl.minimum(tl.maximum(start, begin), end)
+    stop = tl.minimum(tl.maximum(stop, begin), end)
+    tl.store(start_ptr + offs, start.to(tl.int32), mask=inside)
+    tl.store(stop_ptr + offs, stop.to(tl.int32), mask=inside)
+
+
+@triton.jit
+def check_offsets(cu_ptr, first, num_documents, total, ROWS: tl.constexpr):
+    """Whether the offsets `first`, ... that fall to this program begin with 0, never decrease and fit the total."""
+    sound = tl.full([ROWS], 1, tl.int32)
+    while first <= num_documents:
+        offs = first + tl.arange(0, ROWS)
+        inside = offs <= num_documents
+        offset = tl.load(cu_ptr + offs, mask=inside, other=0).to(tl.int64)
+        before = tl.load(cu_ptr + offs - 1, mask=inside & (offs > 0), other=0).to(tl.int64)
+        good = (offset >= before) & (offset <= total) & ((offs > 0) | (offset == 0))
+        sound &= (good | ~inside).to(tl.int32)
+        first += tl.num_programs(0) * ROWS
+    return tl.min(sound, 0)
+
+
+@triton.jit(do_not_specialize=["num_documents", "top", "total_q", "total_k", "left", "right", "chunk"])
+def offsets_kernel(
+    cu_q_ptr,
+    cu_k_ptr,
+    start_ptr,
+    stop_ptr,
+    diagonal_ptr,
+    document_ptr,
+    sound_ptr,
+    num_documents,
+    top,
+    total_q,
+    total_k,
+    left,
+    right,
+    chunk,
+    ROWS: tl.constexpr,
+):
+    """Four numbers per row [T_q], and sound [2, programs]: whether each side's offsets are; grid (blocks of ROWS,).
+
+    A row's document is found by halving steps from `top`, the largest power of two up to `num_documents`.
+    """
+    program = tl.program_id(0)
+    offs = program * ROWS + tl.arange(0, ROWS)
+    inside = offs < total_q
+    document = tl.zeros([ROWS], dtype=tl.int32)
+    step = top
+    while step > 0:
+        ahead = document + step
+        # Offsets past the last are past every row.
+        offset = tl.load(cu_q_ptr + ahead, mask=ahead <= num_documents, other=2**31 - 1)
+        document = tl.where(offset <= offs, ahead, document)
+        step //= 2
+    following = tl.minimum(document + 1, num_documents)  # slack follows the last document: both bounds are its end
+    query_end = tl.load(cu_q_ptr + following).to(tl.int32)
+    begin = tl.load(cu_k_ptr + document).to(tl.int32)
+    end = tl.load(cu_k_ptr + following).to(tl.int32)
+    diagonal = offs - query_end + end
+    store_interval(start_ptr, stop_ptr, offs, diagonal, begin, end, inside, left, right, chunk)
+    tl.store(diagonal_ptr + offs, diagonal, mask=inside)
+    tl.store(document_ptr + offs, tl.minimum(document, tl.maximum(num_documents - 1, 0)), mask=inside)
+    sound_q = check_offsets(cu_q_ptr, program * ROWS, num_documents, total_q, ROWS)
+    sound_k = check_offsets(cu_k_ptr, program * ROWS, num_documents, total_k, ROWS)
+    tl.store(sound_ptr + program, sound_q.to(tl.int8))
+    tl.store(sound_ptr + tl.num_programs(0) + program, sound_k.to(tl.int8))
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _smaller(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit
+def load_runs(ids_ptr, offs, num_rows, row_length, RULE: tl.constexpr):
+    """Whether a run begins at rows `offs`, and whether the rows belong to a document. A run begins at the end, too."""
+    current = tl.load(ids_ptr + offs, mask=(offs >= 0) & (offs < num_rows), other=0).to(tl.int64)
+    if RULE == "codes":
+        starts = (current & 1) != 0
+        live = (current & 2) != 0
+    else:
+        before = tl.load(ids_ptr + offs - 1, mask=(offs > 0) & (offs < num_rows), other=0).to(tl.int64)
+        starts = (current - before != (1 if RULE == "positions" else 0)) | (offs % row_length == 0)
+        live = (current != 0) | (RULE == "positions")
+    return starts | (offs >= num_rows), live
+
+
+@triton.jit(do_not_specialize=["num_rows", "row_length", "left", "right", "chunk"])
+def runs_kernel(
+    ids_ptr,
+    start_ptr,
+    stop_ptr,
+    diagonal_ptr,
+    first_ptr,
+    num_rows,
+    row_length,
+    left,
+    right,
+    chunk,
+    RULE: tl.constexpr,
+    ROWS: tl.constexpr,
+    LOOK: tl.constexpr,
+):
+    """Three numbers per row [T] and `first` [T], whether a document begins there; grid (blocks of ROWS,).
+
+    A program finds the runs within its rows by two scans. Where the first and the last of them reach further, it reads
+    on in that direction until they end: no program waits for another.
+    """
+    begin_row = tl.program_id(0) * ROWS
+    offs = begin_row + tl.arange(0, ROWS)
+    none = 2**31 - 1
+    starts, live = load_runs(ids_ptr, offs, num_rows, row_length, RULE)
+    begin = tl.associative_scan(tl.where(starts, offs, -1), 0, _larger)
+    before = tl.min(begin, 0)  # -1 if the first row continues a run
+    look = begin_row
+    while before < 0:
+        look -= LOOK
+        back = look + tl.arange(0, LOOK)
+        begins = load_runs(ids_ptr, back, num_rows, row_length, RULE)[0]
+        before = tl.max(tl.where(begins, back, -1), 0)  # row 0 begins a run, so this ends
+    begin = tl.maximum(begin, before)
+
+    ends = load_runs(ids_ptr, offs + 1, num_rows, row_length, RULE)[0]
+    end = tl.associative_scan(tl.where(ends, offs + 1, none), 0, _smaller, reverse=True)
+    after = tl.max(end, 0)
+    look = begin_row + ROWS
+    while (after == none) & (right > 0):  # a row that sees nothing after its own place ends there, not at the end
+        ahead = look + tl.arange(0, LOOK)
+        begins = load_runs(ids_ptr, ahead, num_rows, row_length, RULE)[0]
+        after = tl.min(tl.where(begins, ahead, none), 0)
+        look += LOOK
+    end = tl.where(live, tl.minimum(end, after), begin)
+
+    inside = offs < num_rows
+    store_interval(start_ptr, stop_ptr, offs, offs, begin, end, inside, left, right, chunk)
+    tl.store(diagonal_ptr + offs, offs, mask=inside)
+    tl.store(first_ptr + offs, (starts & live).to(tl.int8), mask=inside)
+
+
+def intervals_of_offsets(
+    cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, left: int, right: int, chunk: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """start, stop, diagonal and document, (total_q,) int32 each, and (2,) bool: whether each side's offsets are sound.
+
+    Args:
+        cu_q, cu_k: (documents + 1,) int32 or int64.
+        left, right, chunk: from 0 (chunk: 1) to 2**31 - 1, which is without limit.
+    """
+    num_documents = cu_q.shape[0] - 1
+    programs = max(triton.cdiv(total_q, OFFSET_ROWS), 1)
+    start, stop, diagonal, document = (cu_q.new_empty(total_q, dtype=torch.int32) for _ in range(4))
+    sound = cu_q.new_empty((2, programs), dtype=torch.bool)
+    with torch.cuda.device_of(cu_q):
+        offsets_kernel[(programs,)](
+            cu_q_ptr=cu_q.contiguous(),
+            cu_k_ptr=cu_k.contiguous(),
+            start_ptr=start,
+            stop_ptr=stop,
+            diagonal_ptr=diagonal,
+            document_ptr=document,
+            sound_ptr=sound.view(torch.int8),
+            num_documents=num_documents,
+            top=1 << num_documents.bit_length() >> 1,
+            total_q=total_q,
+            total_k=total_k,
+            left=left,
+            right=right,
+            chunk=chunk,
+            ROWS=OFFSET_ROWS,
+        )
+    return start, stop, diagonal, document, sound.all(1)
+
+
+def intervals_of_ids(
+    ids: Tensor, rule: str, left: int, right: int, chunk: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(start, stop, diagonal), each (B * T,) int32, and whether a document begins at each row, (B * T,) bool.
+
+    Args:
+        ids: (B, T) integers or bool.
+        rule: what cuts rows into runs: "positions", a step other than +1; "segments", a change, and runs of 0 are
+            padding; "codes", the lowest bit, and the next one tells documents from padding.
+        left, right, chunk: see `intervals_of_offsets`.
+    """
+    total = ids.numel()
+    start, stop, diagonal = (ids.new_empty(total, dtype=torch.int32) for _ in range(3))
+    first = ids.new_empty(total, dtype=torch.bool)
+    if total:
+        ids = ids.contiguous()
+        with torch.cuda.device_of(ids):
+            runs_kernel[(triton.cdiv(total, RUN_ROWS),)](
+                ids_ptr=ids.view(torch.uint8) if ids.dtype == torch.bool else ids,
+                start_ptr=start,
+                stop_ptr=stop,
+                diagonal_ptr=diagonal,
+                first_ptr=first.view(torch.int8),
+                num_rows=total,
+                row_length=ids.shape[1],
+                left=left,
+                right=right,
+                chunk=chunk,
+                RULE=rule,
+                ROWS=RUN_ROWS,
+                LOOK=LOOK,
+                num_warps=RUN_WARPS,
+            )
+    return start, stop, diagonal, first
