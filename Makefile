@@ -50,6 +50,7 @@ test-gpu:
 
 bench-gpu:
 	python3 -m benchmarks.gpu
+	python3 -m benchmarks.gpu.masks
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo-out .matrix

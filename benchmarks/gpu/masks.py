@@ -1,0 +1,104 @@
+"""Building masks and writing them out, timed by device events after their values were found correct.
+
+    python3 -m benchmarks.gpu.masks [--out DIR] [--tokens 131072]
+
+Dense masks are for 16,384 tokens, beside a plain fill of the same bytes; FlexAttention's block mask beside the one
+that torch finds with a mask function. Rows are appended to DIR/masks.csv.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch.nn.attention.flex_attention import create_block_mask
+
+from benchmarks.gpu.__main__ import REPEATS, environment, time_alternating
+from benchmarks.lengths import distributions
+from tritonpack import BlockDiagonalMask
+from tritonpack.schedule import tile_table
+
+DENSE_TOKENS = 16384
+
+
+def builders(tokens: int) -> dict[str, Callable[[], object]]:
+    """What a training step does once: a mask, its transpose and its tiles."""
+    lengths = torch.tensor(distributions(tokens)["stdlib"])
+    cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to("cuda", torch.int32)
+    positions = torch.cat([torch.arange(int(n)) for n in lengths]).cuda()
+    segments = torch.repeat_interleave(torch.arange(1, len(lengths) + 1), lengths).cuda()[None]
+    expected = BlockDiagonalMask.from_seqlens(lengths.tolist())
+    made = {
+        "from_cu_seqlens": lambda: BlockDiagonalMask.from_cu_seqlens(cu_seqlens, total_q=tokens),
+        "from_position_ids": lambda: BlockDiagonalMask.from_position_ids(positions),
+        "from_segment_ids": lambda: BlockDiagonalMask.from_segment_ids(segments),
+    }
+    for name, make in made.items():
+        mask = make()
+        for field in ("key_start", "key_stop", "diagonal"):
+            assert torch.equal(getattr(mask, field).cpu(), getattr(expected, field)), f"{name}: {field}"
+    return {
+        **made,
+        "transpose": lambda: made["from_cu_seqlens"]().transpose(),
+        "tile_table": lambda: tile_table(made["from_cu_seqlens"](), 128),
+    }
+
+
+def writers() -> tuple[dict[str, Callable[[], object]], dict[str, int]]:
+    """Masks written out, and how many bytes each is."""
+    lengths = distributions(DENSE_TOKENS)["stdlib"]
+    mask = BlockDiagonalMask.from_seqlens(lengths, device="cuda")
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).cuda()
+    expected = BlockDiagonalMask.from_seqlens(lengths).to_dense().cuda()
+    assert torch.equal(mask.to_dense(), expected)
+
+    def causal_document(b: object, h: object, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        return (document[q] == document[k]) & (q >= k)
+
+    target = torch.empty(DENSE_TOKENS, DENSE_TOKENS, dtype=torch.bfloat16, device="cuda")
+    compiled = torch.compile(create_block_mask)
+    pairs = DENSE_TOKENS**2
+    calls: dict[str, Callable[[], object]] = {
+        "to_dense bool": mask.to_dense,
+        "to_dense additive bf16": lambda: mask.to_dense(torch.bfloat16, additive=True),
+        "to_bits": mask.to_bits,
+        "fill bf16 (torch)": lambda: target.fill_(1.0),
+        "to_block_mask": mask.to_block_mask,
+        "create_block_mask (torch)": lambda: create_block_mask(causal_document, None, None, DENSE_TOKENS, DENSE_TOKENS),
+        "create_block_mask compiled": lambda: compiled(causal_document, None, None, DENSE_TOKENS, DENSE_TOKENS),
+    }
+    sizes = {"to_dense bool": pairs, "to_dense additive bf16": 2 * pairs, "to_bits": pairs // 8}
+    return calls, sizes | {"fill bf16 (torch)": 2 * pairs}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--tokens", type=int, default=131072)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("benchmarks.gpu.masks needs a GPU, and torch sees none here.")
+    options.out.mkdir(parents=True, exist_ok=True)
+    path, about = options.out / "masks.csv", environment()
+    calls, sizes = writers()
+    measured = [(options.tokens, builders(options.tokens), {}), (DENSE_TOKENS, calls, sizes)]
+    fresh = not path.exists()
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, ["what", "tokens", "p50_us", "gb_per_s", *about])
+        if fresh:
+            writer.writeheader()
+        for tokens, timed, written in measured:
+            for name, times in time_alternating(timed).items():
+                median = sorted(times)[REPEATS // 2]
+                rate = round(written[name] / median / 1e6) if name in written else ""
+                row = {"what": name, "tokens": tokens, "p50_us": round(1000 * median, 1), "gb_per_s": rate}
+                writer.writerow(row | about)
+                file.flush()
+                print(f"{name:28} {tokens:7} tokens  {row['p50_us']:9} us  {rate} GB/s", flush=True)
+
+
+if __name__ == "__main__":
+    main()
