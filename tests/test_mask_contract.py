@@ -239,3 +239,58 @@ class TestNothingWaits:
     def test_a_gpu_builds_the_same_masks(self) -> None:
         for mask, same in zip(everything("cuda"), everything("cpu"), strict=True):
             assert torch.equal(mask.validate().to_dense().cpu(), same.to_dense())
+            for name in ("diagonal", "document"):
+                found, expected = getattr(mask, name), getattr(same, name)
+                assert found is expected is None or torch.equal(found.cpu(), expected), name
+
+    @pytest.mark.gpu
+    def test_a_gpu_writes_the_same_masks(self) -> None:
+        for lengths in ([3000, 1, 70, 2000], [1, 31, 600], [64]):
+            mask, same = (BlockDiagonalMask.from_seqlens(lengths, device=device) for device in ("cuda", "cpu"))
+            assert torch.equal(mask.to_bits().cpu(), same.to_bits())
+            assert torch.equal(mask.to_dense().cpu(), same.to_dense())
+            for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                ours, theirs = (m.to_dense(dtype, additive=True) for m in (mask, same))
+                assert torch.equal(ours.cpu(), theirs)
+            ours, theirs = mask.to_block_mask(), same.to_block_mask()
+            assert torch.equal(ours.kv_indices.cpu(), theirs.kv_indices)
+            assert torch.equal(ours.full_kv_num_blocks.cpu(), theirs.full_kv_num_blocks)
+
+    @pytest.mark.gpu
+    def test_a_gpu_does_not_wait(self) -> None:
+        offsets = torch.tensor([0, 300, 300, 800], dtype=torch.int32).to("cuda")
+        ids = torch.arange(800, device="cuda") // 100 + 1
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for mask in (
+                BlockDiagonalMask.from_cu_seqlens(offsets, total_q=800, chunk_size=64, spans=ids),
+                BlockDiagonalMask.from_position_ids(ids, spans=ids),
+                BlockDiagonalMask.from_segment_ids(ids, window=(9, 0)),
+            ):
+                mask.to_dense(torch.bfloat16, additive=True)
+                mask.to_bits()
+                mask.to_block_mask()
+                assert mask.document is not None
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    @pytest.mark.gpu
+    def test_new_lengths_compile_nothing(self) -> None:
+        from tritonpack.kernels.dense_mask import dense_mask_kernel
+        from tritonpack.kernels.intervals import offsets_kernel, runs_kernel
+
+        def compiled() -> int:
+            kernels = (dense_mask_kernel, offsets_kernel, runs_kernel)
+            return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())
+
+        def build(length: int, window: int) -> None:
+            ids = torch.arange(length, device="cuda")
+            offsets = torch.arange(0, length + 1, max(length // 3, 1), device="cuda")
+            BlockDiagonalMask.from_cu_seqlens(offsets, total_q=length, window=(window, 0)).to_dense()
+            BlockDiagonalMask.from_position_ids(ids, window=(window, 0), chunk_size=window + 2)
+
+        build(64, -1)
+        before = compiled()
+        for length, window in ((1, 1), (16, 0), (17, 16), (1000, 17), (4096, 2**20)):
+            build(length, window)
+        assert compiled() == before
