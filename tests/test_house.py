@@ -35,12 +35,13 @@ ALLOWED = {
     "reference": GROUND | {"dropout"},
     "ops": GROUND | BACKENDS | {"schedule"},
     "attention": GROUND | {"ops"},
+    "flash_attn": GROUND | {"attention"},
     "packing": GROUND,
     "patches": GROUND | {"attention"},
     "testing": GROUND | {"attention", "dropout", "patches"},
-    "cli": GROUND | BACKENDS | {"attention", "kernels", "packing", "patches", "testing"},
+    "cli": GROUND | BACKENDS | {"attention", "flash_attn", "kernels", "packing", "patches", "testing"},
     "__main__": {"cli"},
-    "__init__": GROUND | {"attention", "kernels", "packing", "patches"},
+    "__init__": GROUND | {"attention", "flash_attn", "kernels", "packing", "patches"},
 }
 
 # Heavy or optional packages, and the rooms that may import them at all.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from tritonpack import flash_attn as flash_attn
     from tritonpack.attention import varlen_attention as varlen_attention
     from tritonpack.errors import BackendUnavailableError as BackendUnavailableError
     from tritonpack.errors import IsolationError as IsolationError
@@ -16,14 +17,15 @@ if TYPE_CHECKING:
     from tritonpack.patches import patch as patch
     from tritonpack.patches import unpatch as unpatch
 
-# Public name -> the module it comes from, imported when first asked for: packing needs no transformers, and nothing
-# needs Triton until a kernel runs.
+# Public name -> the module it comes from (or is, where both are the same), imported when first asked for: packing needs
+# no transformers, and nothing needs Triton until a kernel runs.
 _HOMES = {
     "BackendUnavailableError": "errors",
     "BlockDiagonalMask": "mask",
     "IsolationError": "errors",
     "PackingCollator": "packing",
     "UnsupportedModelError": "errors",
+    "flash_attn": "flash_attn",
     "load_tiles": "kernels.tiles",
     "patch": "patches",
     "unpatch": "patches",
@@ -36,7 +38,8 @@ __all__ = ["__version__", *_HOMES]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'tritonpack' has no attribute {name!r}; it has {', '.join(__all__)}")
-    value = getattr(import_module(f"tritonpack.{_HOMES[name]}"), name)
+    home = import_module(f"tritonpack.{_HOMES[name]}")
+    value = home if name == _HOMES[name] else getattr(home, name)
     globals()[name] = value
     return value
 

@@ -1,0 +1,432 @@
+"""Every spelling against a dense reference in float64 that shares no code with the package, and its conventions."""
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tritonpack import flash_attn
+from tritonpack.flash_attn import fa2, fa3, fa4, torch_varlen_attn
+
+INF, NAN = float("inf"), float("nan")
+BACKENDS = pytest.mark.parametrize("backend", ["blocked", "reference"])
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call in FlashAttention's terms; lengths per document."""
+
+    name: str
+    lens_q: tuple[int, ...]
+    lens_k: tuple[int, ...] | None = None
+    causal: bool = False
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    scale: float | None = None
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+
+    def __str__(self) -> str:
+        return self.name
+
+    def keywords(self) -> dict[str, Any]:
+        return {
+            "causal": self.causal, "window_size": self.window, "softcap": self.softcap, "softmax_scale": self.scale,
+        }  # fmt: skip
+
+
+CALLS = (
+    Call("bidirectional", (5, 0, 12, 1)),
+    Call("causal", (5, 0, 12, 1), causal=True),
+    Call("causal-more-keys", (5, 0, 7), (9, 3, 7), causal=True),
+    Call("causal-more-queries", (9, 4, 7), (5, 0, 7), causal=True),
+    Call("window", (11, 3, 20), window=(4, 2)),
+    Call("window-left", (11, 3, 20), window=(4, -1)),
+    Call("window-right", (11, 3, 20), (14, 9, 6), window=(-1, 2)),
+    Call("window-causal", (11, 3, 20), causal=True, window=(4, 7)),
+    Call("softcap-scale", (11, 3), causal=True, softcap=2.0, scale=0.7),
+    Call("odd-head-dim", (6, 9), causal=True, head_dim=59, heads=3, kv_heads=1),
+    Call("wide-head-dim", (6, 9), causal=True, head_dim=512, heads=1, kv_heads=1),
+)
+EACH_CALL = pytest.mark.parametrize("call", CALLS, ids=str)
+
+
+def offsets(lengths: tuple[int, ...]) -> Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+
+
+def inputs(call: Call, dtype: torch.dtype = torch.float64, slack: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    total_q, total_k = sum(call.lens_q) + slack, sum(call.lens_k or call.lens_q) + slack
+    shapes = ((total_q, call.heads), (total_k, call.kv_heads), (total_k, call.kv_heads))
+    return tuple(torch.randn(*s, call.head_dim, dtype=torch.float64).to(dtype).requires_grad_() for s in shapes)  # type: ignore[return-value]
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, call: Call, slopes: Tensor | None = None, sinks: Tensor | None = None):
+    """out and lse of documents one by one, written from FlashAttention's documentation; -inf for empty rows."""
+    outs, lses = [], []
+    first_q = first_k = 0
+    for b, (len_q, len_k) in enumerate(zip(call.lens_q, call.lens_k or call.lens_q, strict=True)):
+        qs = q[first_q : first_q + len_q].transpose(0, 1)
+        ks, vs = (
+            x[first_k : first_k + len_k].transpose(0, 1).repeat_interleave(call.heads // call.kv_heads, 0)
+            for x in (k, v)
+        )
+        first_q, first_k = first_q + len_q, first_k + len_k
+        scores = qs @ ks.mT * (call.head_dim**-0.5 if call.scale is None else call.scale)
+        if call.softcap:
+            scores = call.softcap * torch.tanh(scores / call.softcap)
+        place = torch.arange(len_q)[:, None] + len_k - len_q
+        keys = torch.arange(len_k)
+        if slopes is not None:
+            of_document = slopes if slopes.ndim == 1 else slopes[b]
+            scores = scores - of_document[:, None, None].double() * (place - keys).abs()
+        left, right = call.window
+        right = 0 if call.causal else right
+        hidden = torch.zeros(len_q, len_k, dtype=torch.bool)
+        if left >= 0:
+            hidden |= keys < place - left
+        if right >= 0:
+            hidden |= keys > place + right
+        scores = scores.masked_fill(hidden, -INF)
+        empty = hidden.all(1) if len_k else torch.ones(len_q, dtype=torch.bool)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, len_q, 1)], -1)
+        lse = scores.logsumexp(-1).masked_fill(empty, -INF)
+        p = torch.softmax(scores.masked_fill(empty[:, None], 0.0), -1).masked_fill(empty[:, None], 0.0)
+        outs.append((p[..., :len_k] @ vs).transpose(0, 1))
+        lses.append(lse)
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+def assert_same(actual: Tensor, q: Tensor, others: tuple[Tensor, ...], expected: Tensor) -> None:
+    """Values, and the gradients of all leaves."""
+    torch.testing.assert_close(actual, expected)
+    leaves, dout = (q, *others), torch.randn_like(expected)
+    got = torch.autograd.grad(actual, leaves, dout, retain_graph=True)
+    want = torch.autograd.grad(expected, leaves, dout, retain_graph=True)
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+class TestVarlen:
+    @BACKENDS
+    @EACH_CALL
+    def test_fa2(self, call: Call, backend: Any) -> None:
+        q, k, v = inputs(call)
+        cu_q, cu_k = offsets(call.lens_q), offsets(call.lens_k or call.lens_q)
+        out = fa2.flash_attn_varlen_func(q, k, v, cu_q, cu_k, None, None, **call.keywords(), backend=backend)
+        assert_same(out, q, (k, v), dense(q, k, v, call)[0])
+
+    @EACH_CALL
+    def test_fa3(self, call: Call) -> None:
+        q, k, v = inputs(call)
+        cu_q, cu_k = offsets(call.lens_q), offsets(call.lens_k or call.lens_q)
+        longest = max(call.lens_q), max(call.lens_k or call.lens_q)
+        out, lse = fa3.flash_attn_varlen_func(q, k, v, cu_q, cu_k, *longest, **call.keywords(), return_attn_probs=True)
+        expected, expected_lse = dense(q, k, v, call)
+        torch.testing.assert_close(lse, expected_lse)
+        assert_same(out, q, (k, v), expected)
+
+    @EACH_CALL
+    def test_fa4(self, call: Call) -> None:
+        q, k, v = inputs(call)
+        cu_q, cu_k = offsets(call.lens_q), offsets(call.lens_k or call.lens_q)
+        keywords = call.keywords() | {"window_size": tuple(None if side < 0 else side for side in call.window)}
+        out, lse = fa4.flash_attn_varlen_func(q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, **keywords)
+        expected, expected_lse = dense(q, k, v, call)
+        torch.testing.assert_close(lse, expected_lse)
+        assert_same(out, q, (k, v), expected)
+
+    @pytest.mark.parametrize("call", [c for c in CALLS if not c.softcap], ids=str)
+    def test_torch(self, call: Call) -> None:
+        q, k, v = inputs(call)
+        cu_q, cu_k = offsets(call.lens_q), offsets(call.lens_k or call.lens_q)
+        window = (call.window[0], 0) if call.causal else call.window
+        out, lse = torch_varlen_attn(q, k, v, cu_q, cu_k, 99, 99, window_size=window, return_aux=Aux())
+        expected, expected_lse = dense(q, k, v, call)
+        torch.testing.assert_close(lse, expected_lse)
+        assert_same(out, q, (k, v), expected)
+
+    def test_packed_forms_are_the_same(self) -> None:
+        call = Call("packed", (5, 0, 9), causal=True, heads=2, kv_heads=2)
+        q, k, v = inputs(call)
+        cu = offsets(call.lens_q)
+        expected = fa2.flash_attn_varlen_func(q, k, v, cu, cu, 9, 9, causal=True, window_size=(3, 0))
+        qkv = fa2.flash_attn_varlen_qkvpacked_func(torch.stack([q, k, v], 1), cu, 9, causal=True, window_size=(3, 0))
+        kv = fa2.flash_attn_varlen_kvpacked_func(
+            q, torch.stack([k, v], 1), cu, cu, 9, 9, causal=True, window_size=(3, 0)
+        )
+        for packed in (qkv, kv):
+            assert_same(packed, q, (k, v), expected)
+
+    @pytest.mark.parametrize("per_document", [False, True])
+    def test_alibi(self, per_document: bool) -> None:
+        call = Call("alibi", (5, 0, 9), (7, 3, 4), causal=True)
+        q, k, v = inputs(call)
+        slopes = torch.rand(*([3] if per_document else []), call.heads)
+        cu_q, cu_k = offsets(call.lens_q), offsets(call.lens_k or ())
+        out = fa2.flash_attn_varlen_func(q, k, v, cu_q, cu_k, 9, 7, causal=True, alibi_slopes=slopes)
+        assert_same(out, q, (k, v), dense(q, k, v, call, slopes=slopes)[0])
+
+    def test_sinks_in_every_spelling(self) -> None:
+        call = Call("sinks", (5, 0, 9), causal=True)
+        q, k, v = inputs(call)
+        cu, sinks = offsets(call.lens_q), torch.randn(call.heads, dtype=torch.float64, requires_grad=True)
+        expected = dense(q, k, v, call, sinks=sinks)[0]
+        for out in (
+            fa2.flash_attn_varlen_func(q, k, v, cu, cu, causal=True, s_aux=sinks),
+            fa3.flash_attn_varlen_func(q, k, v, cu, cu, causal=True, s_aux=sinks),
+            fa4.flash_attn_varlen_func(q, k, v, None, cu, cu, causal=True, learnable_sink=sinks)[0],
+        ):
+            assert_same(out, q, (k, v, sinks), expected)
+
+    def test_dropout_drops_what_it_says(self) -> None:
+        call = Call("dropout", (5, 0, 40), (7, 3, 33))
+        q, k, v = inputs(call)
+        cu_q, cu_k = offsets(call.lens_q), offsets(call.lens_k or ())
+        out, lse, dropped = fa2.flash_attn_varlen_func(
+            q, k, v, cu_q, cu_k, None, None, 0.3, return_attn_probs=True, window_size=(20, 20)
+        )
+        assert dropped.shape == (3, 4, 40, 33)
+        _, expected_lse = dense(q, k, v, Call("same", call.lens_q, call.lens_k, window=(20, 20)))
+        torch.testing.assert_close(lse, expected_lse.masked_fill(expected_lse == -INF, INF))
+        p = dropped.abs()
+        torch.testing.assert_close(p[2].sum(-1), torch.ones(4, 40, dtype=torch.float64))
+        assert not p[1].any()
+        assert not p[0, :, 5:].any()
+        share = float((dropped < 0).sum() / (dropped != 0).sum())
+        assert abs(share - 0.3) < 0.05
+        values = v[7 + 3 :].transpose(0, 1).repeat_interleave(2, 0)
+        torch.testing.assert_close(out[5:].transpose(0, 1), dropped[2].clamp(min=0) @ values / 0.7)
+
+    def test_more_columns_than_a_head_is_wide(self) -> None:
+        q, k = torch.randn(3, 2, 8), torch.randn(700, 1, 8)
+        cu_q, cu_k = offsets((3,)), offsets((700,))
+        _, _, dropped = fa2.flash_attn_varlen_func(q, k, k, cu_q, cu_k, 3, 700, 0.5, return_attn_probs=True)
+        torch.testing.assert_close(dropped.abs().sum(-1), torch.ones(1, 2, 3))
+
+
+class Aux:
+    lse = True
+
+
+class TestBatch:
+    @EACH_CALL
+    def test_rows_of_one_length(self, call: Call) -> None:
+        len_q, len_k = call.lens_q[0], (call.lens_k or call.lens_q)[0]
+        many = Call("rows", (len_q,) * 3, (len_k,) * 3, *[getattr(call, f) for f in
+            ("causal", "window", "softcap", "scale", "heads", "kv_heads", "head_dim")])  # fmt: skip
+        q, k, v = inputs(many)
+        expected, expected_lse = dense(q, k, v, many)
+        batch = [x.unflatten(0, (3, -1)) for x in (q, k, v)]
+        sides = tuple(None if side < 0 else side for side in call.window)
+        out, lse, empty = fa2.flash_attn_func(*batch, **call.keywords(), return_attn_probs=True)
+        assert empty.numel() == 0
+        torch.testing.assert_close(lse.transpose(0, 1).flatten(1).nan_to_num(posinf=-INF, neginf=NAN), expected_lse)
+        outs = [out, fa3.flash_attn_func(*batch, **call.keywords())]
+        for varlen in (False, True):
+            function = fa4.flash_attn_varlen_func if varlen else fa4.flash_attn_func
+            out, lse = function(*batch, **(call.keywords() | {"window_size": sides}))
+            torch.testing.assert_close(lse.transpose(0, 1).flatten(1), expected_lse)
+            outs.append(out)
+        for out in outs:
+            assert out.shape == batch[0].shape
+            assert_same(out.flatten(0, 1), q, (k, v), expected)
+
+    def test_packed_forms_are_the_same(self) -> None:
+        q, k, v = (torch.randn(2, 7, 3, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
+        expected = fa2.flash_attn_func(q, k, v, causal=True, softcap=3.0)
+        for packed in (
+            fa2.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), causal=True, softcap=3.0),
+            fa2.flash_attn_kvpacked_func(q, torch.stack([k, v], 2), causal=True, softcap=3.0),
+            fa3.flash_attn_qkvpacked_func(torch.stack([q, k, v], 2), causal=True, softcap=3.0),
+            fa3.flash_attn_qkvpacked_func(torch.cat([q, k, v], 2), causal=True, softcap=3.0, num_heads_q=3),
+        ):
+            assert_same(packed, q, (k, v), expected)
+
+    def test_alibi_per_row(self) -> None:
+        q, k, v = (torch.randn(2, 7, 4, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
+        call, slopes = Call("alibi", (7, 7), kv_heads=4), torch.rand(2, 4)
+        out = fa2.flash_attn_func(q, k, v, alibi_slopes=slopes)
+        flat = dense(*(x.flatten(0, 1) for x in (q, k, v)), call, slopes=slopes)[0]
+        assert_same(out, q, (k, v), flat.unflatten(0, (2, 7)))
+
+
+class TestConventions:
+    def test_empty_rows(self) -> None:
+        """+inf in FlashAttention-2's terms, -inf in the others; zeros in all."""
+        q, k = torch.randn(5, 2, 16), torch.randn(2, 2, 16)
+        cu_q, cu_k = offsets((3, 2)), offsets((0, 2))
+        out, lse, _ = fa2.flash_attn_varlen_func(q, k, k, cu_q, cu_k, return_attn_probs=True)
+        assert not out[:3].any()
+        assert bool((lse[:, :3] == INF).all())
+        assert lse[:, 3:].isfinite().all()
+        for _, lse in (
+            fa3.flash_attn_varlen_func(q, k, k, cu_q, cu_k, return_attn_probs=True),
+            fa4.flash_attn_varlen_func(q, k, k, None, cu_q, cu_k),
+            torch_varlen_attn(q, k, k, cu_q, cu_k, return_aux=Aux()),
+        ):
+            assert bool((lse[:, :3] == -INF).all())
+
+    @pytest.mark.parametrize("backend", ["blocked", "reference"])
+    def test_rows_past_the_last_offset(self, backend: Any) -> None:
+        call = Call("slack", (5, 0, 9), causal=True)
+        q, k, v = inputs(call, torch.float32, slack=4)
+        with torch.no_grad():
+            for x in (q, k, v):
+                x[-4:] = NAN
+        cu = offsets(call.lens_q)
+        out = fa2.flash_attn_varlen_func(q, k, v, cu, cu, 9, 9, causal=True, backend=backend)
+        assert not out[-4:].any()
+        dout = torch.randn_like(out)
+        dout[-4:] = NAN
+        for x, grad in zip((q, k, v), torch.autograd.grad(out, (q, k, v), dout), strict=True):
+            assert grad.isfinite().all()
+            assert not grad[-4:].any()
+            assert grad[:-4].any(), x.shape
+
+    @pytest.mark.parametrize("causal", [False, True])
+    @pytest.mark.parametrize("window", [(-1, -1), (3, 2)])
+    def test_used_lengths(self, causal: bool, window: tuple[int, int]) -> None:
+        """Rows that don't count, NaN here, are as if they weren't there."""
+        lens_q, lens_k, used_q, used_k = (6, 4, 0, 5), (9, 4, 2, 7), (4, 4, 0, 0), (7, 0, 2, 6)
+        call = Call("used", used_q, used_k, causal=causal, window=window)
+        q, k, v = inputs(call)
+        rows_q, rows_k = (
+            torch.cat([torch.arange(u) + start for u, start in zip(used, offsets(lens).tolist(), strict=False)])
+            for used, lens in ((used_q, lens_q), (used_k, lens_k))
+        )
+        wide_q, wide_k, wide_v = (
+            torch.full((sum(lens), *x.shape[1:]), NAN, dtype=x.dtype).index_copy(0, rows, x)
+            for x, rows, lens in ((q, rows_q, lens_q), (k, rows_k, lens_k), (v, rows_k, lens_k))
+        )
+        slopes = torch.rand(4, call.heads)
+        used = {"seqused_q": torch.tensor(used_q, dtype=torch.int32), "seqused_k": torch.tensor(used_k)}
+        keywords = {"causal": causal, "window_size": window}
+        cu = offsets(lens_q), offsets(lens_k)
+        expected = dense(q, k, v, call)[0]
+        out = fa3.flash_attn_varlen_func(wide_q, wide_k, wide_v, *cu, **used, **keywords)
+        assert_same(out[rows_q], q, (k, v), expected)
+        assert int((out != 0).any(-1).any(-1).sum()) <= len(rows_q)
+        assert_same(fa4.flash_attn_varlen_func(
+            wide_q, wide_k, wide_v, None, *cu, **used, causal=causal,
+            window_size=tuple(None if side < 0 else side for side in window),
+        )[0][rows_q], q, (k, v), expected)  # fmt: skip
+        with_alibi = fa2.flash_attn_varlen_func(wide_q, wide_k, wide_v, *cu, **used, **keywords, alibi_slopes=slopes)
+        assert_same(with_alibi[rows_q], q, (k, v), dense(q, k, v, call, slopes=slopes)[0])
+
+    def test_used_keys_of_a_batch(self) -> None:
+        """FlashAttention-4 takes a batch whose rows count in part."""
+        q, k = torch.randn(2, 3, 2, 16, dtype=torch.float64), torch.randn(2, 8, 2, 16, dtype=torch.float64)
+        out, _ = fa4.flash_attn_varlen_func(q, k, k, seqused_k=torch.tensor([8, 5]), causal=True)
+        keys = torch.cat([k[0], k[1, :5]])
+        expected = dense(q.flatten(0, 1), keys, keys, Call("batch", (3, 3), (8, 5), causal=True, heads=2))[0]
+        torch.testing.assert_close(out.flatten(0, 1), expected)
+
+    @pytest.mark.parametrize("lengths", [(100, 3), (500,)])
+    def test_qv_as_one_product(self, lengths: tuple[int, ...]) -> None:
+        """What the refusal of qv proposes in its place."""
+        total = sum(lengths)
+        q, k = torch.randn(total, 2, 8, dtype=torch.float64), torch.randn(total, 1, 8, dtype=torch.float64)
+        qv, v = torch.randn(total, 2, 32, dtype=torch.float64), torch.randn(total, 1, 32, dtype=torch.float64)
+        out, _ = fa4.flash_attn_varlen_func(
+            torch.cat([q, qv], -1), torch.cat([k, v], -1), v, None, offsets(lengths), offsets(lengths)
+        )
+        scores = torch.einsum("qhd,kd->hqk", q, k[:, 0]) + torch.einsum("qhd,kd->hqk", qv, v[:, 0])
+        first = lengths[0]
+        p = torch.softmax(scores[:, :first, :first] / math.sqrt(40), -1)
+        torch.testing.assert_close(out[:first], torch.einsum("hqk,kd->qhd", p, v[:first, 0]))
+
+    def test_window_as_a_tensor(self) -> None:
+        q = torch.randn(9, 2, 16)
+        cu = offsets((9,))
+        first, second = (
+            fa2.flash_attn_varlen_func(q, q, q, cu, cu, window_size=w) for w in (torch.tensor([3, 1]), (3, 1))
+        )
+        assert torch.equal(first, second)
+
+    def test_softcap_below_zero_is_none(self) -> None:
+        q = torch.randn(1, 9, 2, 16)
+        assert torch.equal(fa2.flash_attn_func(q, q, q, softcap=-1.0), fa2.flash_attn_func(q, q, q))
+
+    def test_lse_is_differentiable(self) -> None:
+        call = Call("lse", (5, 9), causal=True)
+        q, k, v = inputs(call)
+        cu = offsets(call.lens_q)
+        _, lse, _ = fa2.flash_attn_varlen_func(q, k, v, cu, cu, causal=True, return_attn_probs=True)
+        assert_same(lse, q, (k,), dense(q, k, v, call)[1])
+
+    def test_one_split_is_batch_invariance(self) -> None:
+        q = torch.randn(40, 2, 16)
+        packed = torch_varlen_attn(q, q, q, *[offsets((3, 30, 7))] * 2, window_size=(-1, 0), num_splits=1)
+        alone = torch_varlen_attn(*[q[3:33]] * 3, *[offsets((30,))] * 2, window_size=(-1, 0), num_splits=1)
+        assert torch.equal(packed[3:33], alone)
+
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+    def test_lse_is_float32(self, dtype: torch.dtype) -> None:
+        q = torch.randn(1, 3, 2, 16, dtype=dtype)
+        out, lse, _ = flash_attn.flash_attn_func(q, q, q, return_attn_probs=True)
+        assert (out.dtype, lse.dtype, lse.shape) == (dtype, torch.float32, (1, 2, 3))
+
+
+# FlashAttention's parameters in order, as its source has them; ours may follow by keyword alone.
+FA2_END = ["dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic",
+           "return_attn_probs"]  # fmt: skip
+VARLEN = ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]
+DESCALE = ["q_descale", "k_descale", "v_descale"]
+ORDERS: list[tuple[Callable[..., Any], list[str]]] = [
+    (fa2.flash_attn_func, ["q", "k", "v", *FA2_END]),
+    (fa2.flash_attn_qkvpacked_func, ["qkv", *FA2_END]),
+    (fa2.flash_attn_kvpacked_func, ["q", "kv", *FA2_END]),
+    (fa2.flash_attn_varlen_func, ["q", "k", "v", *VARLEN, *FA2_END, "block_table"]),
+    (fa2.flash_attn_varlen_qkvpacked_func, ["qkv", "cu_seqlens", "max_seqlen", *FA2_END]),
+    (fa2.flash_attn_varlen_kvpacked_func, ["q", "kv", *VARLEN, *FA2_END]),
+    (fa3.flash_attn_func, ["q", "k", "v", "softmax_scale", "causal", "qv", *DESCALE, "window_size", "attention_chunk",
+                           "softcap", "num_splits", "pack_gqa", "deterministic", "sm_margin", "return_attn_probs"]),
+    (fa3.flash_attn_qkvpacked_func, ["qkv", "softmax_scale", "causal", *DESCALE, "window_size", "attention_chunk",
+                                     "softcap", "deterministic", "num_heads_q", "sm_margin", "return_attn_probs"]),
+    (fa3.flash_attn_varlen_func, ["q", "k", "v", *VARLEN, "seqused_q", "seqused_k", "softmax_scale", "causal", "qv",
+                                  *DESCALE, "window_size", "attention_chunk", "softcap", "num_splits", "pack_gqa",
+                                  "deterministic", "sm_margin", "return_attn_probs"]),
+    (fa4.flash_attn_func, ["q", "k", "v", "qv", "gather_kv_indices", "softmax_scale", "causal", "window_size",
+                           "learnable_sink", "softcap", "num_splits", "pack_gqa", "deterministic", "score_mod",
+                           "score_mod_bwd", "mask_mod", "aux_tensors", "aux_scalars", "block_sparse_tensors",
+                           "block_sparse_tensors_bwd", "return_lse"]),
+    (fa4.flash_attn_varlen_func, ["q", "k", "v", "qv", *VARLEN, "min_seqlen_k", "seqused_q", "seqused_k",
+                                  "gather_kv_indices", "page_table", "softmax_scale", "causal", "window_size",
+                                  "learnable_sink", "softcap", "num_splits", "pack_gqa", "deterministic", "score_mod",
+                                  "score_mod_bwd", "mask_mod", "block_sparse_tensors", "aux_tensors", "aux_scalars",
+                                  "return_lse", "scheduler_metadata", "seqlen_k_per_split",
+                                  "disable_scheduler_metadata"]),
+    (torch_varlen_attn, ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k", "is_causal"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "order"), ORDERS, ids=lambda x: getattr(x, "__name__", ""))
+def test_names_and_order(function: Callable[..., Any], order: list[str]) -> None:
+    parameters = inspect.signature(function).parameters.values()
+    assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == order
+
+
+def test_torch_spelling_is_that_of_this_torch() -> None:
+    varlen = pytest.importorskip("torch.nn.attention.varlen")
+    assert set(inspect.signature(varlen.varlen_attn).parameters) <= set(inspect.signature(torch_varlen_attn).parameters)
+
+
+def test_compiles_to_one_graph() -> None:
+    q = torch.randn(9, 2, 16)
+
+    def layers(q: Tensor, cu: Tensor) -> Tensor:
+        for _ in range(2):
+            q = fa2.flash_attn_varlen_func(q, q, q, cu, cu, 6, 6, causal=True, window_size=(4, 0))
+        return q + fa2.flash_attn_func(q[None], q[None], q[None])[0]
+
+    compiled = torch.compile(layers, fullgraph=True, backend="aot_eager")
+    for lengths in ((3, 6), (5, 4)):
+        torch.testing.assert_close(compiled(q, offsets(lengths)), layers(q, offsets(lengths)))

@@ -1,0 +1,168 @@
+"""The mask that layers share: one for the same offsets, never an outdated one."""
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tritonpack import BlockDiagonalMask
+from tritonpack.flash_attn import fa2, masks
+from tritonpack.flash_attn.masks import mask_from_offsets, regular_offsets
+
+
+def build(cu: Tensor, cu_k: Tensor | None = None, **keywords: Any) -> BlockDiagonalMask:
+    keywords = {"causal": True, "window": (-1, -1)} | keywords
+    return mask_from_offsets(cu, cu if cu_k is None else cu_k, 9, 9, **keywords)
+
+
+@pytest.fixture
+def cu() -> Tensor:
+    return torch.tensor([0, 3, 8], dtype=torch.int32)
+
+
+class TestShared:
+    def test_one_mask_for_the_same_offsets(self, cu: Tensor) -> None:
+        assert build(cu) is build(cu)
+        assert build(cu).key_start.tolist() == [0, 0, 0, 3, 3, 3, 3, 3, 8]
+
+    def test_all_layers_share_one(self, cu: Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+        built = []
+        original = masks._build
+        monkeypatch.setattr(masks, "_build", lambda *a: built.append(1) or original(*a))
+        q = torch.randn(9, 2, 16, requires_grad=True)
+        x = q
+        for _ in range(3):
+            x = checkpoint(lambda x: fa2.flash_attn_varlen_func(x, x, x, cu, cu, causal=True), x, use_reentrant=False)
+        x.sum().backward()
+        assert len(built) == 1
+
+    @pytest.mark.parametrize(
+        "other", [{"causal": False}, {"window": (2, 0)}, {"used_k": torch.tensor([1, 2])}], ids=str
+    )
+    def test_other_options_have_their_own(self, cu: Tensor, other: dict[str, Any]) -> None:
+        first = build(cu)
+        second = build(cu, **other)
+        assert first is not second
+        assert not torch.equal(first.to_dense(), second.to_dense())
+        assert build(cu) is first
+        assert build(cu, **other) is second
+
+    def test_the_role_of_a_tensor_counts(self, cu: Tensor) -> None:
+        used = torch.tensor([1, 2])
+        as_queries, as_keys = build(cu, used_q=used), build(cu, used_k=used)
+        assert not torch.equal(as_queries.to_dense(), as_keys.to_dense())
+
+    def test_regular_offsets_are_shared(self) -> None:
+        device = torch.device("cpu")
+        assert regular_offsets(3, 5, device) is regular_offsets(3, 5, device)
+        assert regular_offsets(3, 5, device).tolist() == [0, 5, 10, 15]
+        with torch.inference_mode():
+            inside = regular_offsets(4, 7, device)
+        assert not inside.is_inference()
+
+    def test_number_is_bounded(self, cu: Tensor) -> None:
+        for left in range(3 * masks.MASKS_PER_OFFSETS):
+            build(cu, window=(left, 0))
+        assert len(masks._kept[cu]) == masks.MASKS_PER_OFFSETS
+
+    def test_lives_as_long_as_the_offsets(self) -> None:
+        gc.collect()
+        before = len(masks._kept)
+        offsets = torch.tensor([0, 9])
+        build(offsets)
+        assert len(masks._kept) == before + 1
+        del offsets
+        gc.collect()
+        assert len(masks._kept) == before
+
+
+def in_place(cu: Tensor) -> None:
+    cu[1] = 5
+
+
+def by_data(cu: Tensor) -> None:
+    cu.data[1] = 5
+
+
+def by_numpy(cu: Tensor) -> None:
+    cu.numpy()[1] = 5
+
+
+def by_another_storage(cu: Tensor) -> None:
+    cu.data = torch.tensor([0, 5, 8], dtype=torch.int32)
+
+
+def by_another_shape(cu: Tensor) -> None:
+    cu.data = torch.tensor([0, 5, 8, 8], dtype=torch.int32)
+
+
+def in_inference_mode(cu: Tensor) -> None:
+    with torch.inference_mode():
+        cu[1] = 5
+
+
+WRITES = pytest.mark.parametrize(
+    "write", [in_place, by_data, by_numpy, by_another_storage, by_another_shape, in_inference_mode]
+)
+
+
+class TestNeverOutdated:
+    @WRITES
+    def test_after_a_write(self, cu: Tensor, write: Callable[[Tensor], None]) -> None:
+        build(cu)
+        write(cu)
+        assert build(cu).key_start.tolist() == [0, 0, 0, 0, 0, 5, 5, 5, 8]
+
+    @pytest.mark.parametrize("write", [in_place, by_data, by_numpy, by_another_storage])
+    def test_after_a_write_to_the_other_tensors(self, cu: Tensor, write: Callable[[Tensor], None]) -> None:
+        other = cu.clone()
+        build(cu, other)
+        write(other)
+        assert build(cu, other).key_start.tolist() == [0, 0, 0, 5, 5, 5, 5, 5, 8]
+        used = torch.tensor([3, 2], dtype=torch.int32)
+        build(cu, used_k=used)
+        used.data[1] = 4
+        assert build(cu, used_k=used).key_stop.tolist() == [1, 2, 3, 3, 4, 5, 6, 7, 8]
+
+    def test_shared_memory_with_numpy(self) -> None:
+        array = np.array([0, 3, 8])
+        cu = torch.from_numpy(array)
+        build(cu)
+        array[1] = 5
+        assert build(cu).key_start.tolist() == [0, 0, 0, 0, 0, 5, 5, 5, 8]
+
+    def test_another_tensor_in_the_place_of_a_dead_one(self, cu: Tensor) -> None:
+        for first in range(1, 8):
+            other = torch.tensor([0, first, 8], dtype=torch.int32)
+            assert build(cu, other).key_start[3] == first
+
+    def test_a_view_is_another_tensor(self, cu: Tensor) -> None:
+        first = build(cu)
+        assert build(cu.view(-1)) is not first
+
+    def test_inference_tensors_are_not_kept(self) -> None:
+        with torch.inference_mode():
+            cu = torch.tensor([0, 3, 8])
+            assert build(cu) is not build(cu)
+
+    def test_what_inference_built_is_not_trained_on(self, cu: Tensor) -> None:
+        q = torch.randn(9, 2, 16, requires_grad=True)
+        with torch.inference_mode():
+            fa2.flash_attn_varlen_func(q, q, q, cu, cu)
+        fa2.flash_attn_varlen_func(q, q, q, cu, cu).sum().backward()
+        assert q.grad is not None
+
+    def test_traced_masks_are_not_kept(self, cu: Tensor) -> None:
+        mask = build(cu)
+        with torch._subclasses.FakeTensorMode():
+            regular = regular_offsets(5, 11, torch.device("cpu"))
+        assert isinstance(regular, torch._subclasses.FakeTensor)
+        assert type(regular_offsets(5, 11, torch.device("cpu"))) is Tensor
+        with torch.utils.flop_counter.FlopCounterMode(display=False):
+            assert build(cu) is not mask
+        assert build(cu) is mask

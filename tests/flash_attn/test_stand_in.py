@@ -1,0 +1,253 @@
+"""install(): what packages ask before they use flash_attn, transformers among them; and the way back."""
+
+import importlib
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from tritonpack import flash_attn
+from tritonpack.flash_attn import bert_padding, fa2, stand_in
+from tritonpack.flash_attn.stand_in import NAME, VERSION
+
+ROOT = Path(__file__).parents[2]
+
+
+def state() -> tuple[dict[str, ModuleType], list[Any], list[Any]]:
+    return dict(sys.modules), list(sys.meta_path), list(sys.path)
+
+
+@pytest.fixture(autouse=True)
+def _undone() -> Iterator[None]:
+    """Whatever a test does, the real state is back afterwards."""
+    modules, finders, _ = state()
+    yield
+    for name in [name for name in sys.modules if name.split(".")[0] == NAME]:
+        del sys.modules[name]
+    sys.modules.update({name: m for name, m in modules.items() if name.split(".")[0] == NAME})
+    sys.meta_path[:] = finders
+
+
+class TestInstalled:
+    def test_imports(self) -> None:
+        with flash_attn.install():
+            import flash_attn as package
+            from flash_attn import flash_attn_interface, flash_attn_varlen_func
+            from flash_attn.bert_padding import index_first_axis, pad_input, unpad_input
+            from flash_attn.flash_attn_interface import flash_attn_func
+
+            assert package.flash_attn_interface is flash_attn_interface
+            assert package.bert_padding.pad_input is pad_input
+            assert flash_attn_varlen_func is fa2.flash_attn_varlen_func
+            assert flash_attn_func is fa2.flash_attn_func
+            assert (index_first_axis, unpad_input) == (bert_padding.index_first_axis, bert_padding.unpad_input)
+            with pytest.raises(ImportError):
+                from flash_attn.losses import cross_entropy  # noqa: F401
+            with pytest.raises(ImportError, match="_flash_attn_varlen_forward"):
+                from flash_attn.flash_attn_interface import _flash_attn_varlen_forward  # noqa: F401
+
+    def test_what_packages_ask(self) -> None:
+        with flash_attn.install():
+            for name in ("flash_attn", "flash-attn", "Flash_Attn"):
+                assert importlib.metadata.version(name) == VERSION
+            assert importlib.metadata.packages_distributions()[NAME] == ["flash-attn"]
+            assert "flash-attn" in [d.metadata["Name"] for d in importlib.metadata.distributions()]
+            for name in (NAME, f"{NAME}.flash_attn_interface", f"{NAME}.bert_padding"):
+                assert importlib.util.find_spec(name).name == name  # type: ignore[union-attr]
+            assert importlib.import_module(NAME).__version__ == VERSION
+            assert importlib.metadata.version("torch") == torch.__version__
+            assert not list(importlib.metadata.distributions(path=[]))
+            with pytest.raises(importlib.metadata.PackageNotFoundError):
+                importlib.metadata.version("flash-attn-3")
+
+    def test_computes(self) -> None:
+        with flash_attn.install():
+            from flash_attn import flash_attn_varlen_qkvpacked_func
+
+            cu = torch.tensor([0, 3, 5], dtype=torch.int32)
+            assert flash_attn_varlen_qkvpacked_func(torch.randn(5, 3, 2, 16), cu, 3, causal=True).shape == (5, 2, 16)
+
+
+class TestTheWayBack:
+    def test_uninstall(self) -> None:
+        before = state()
+        handle = flash_attn.install()
+        assert "active" in repr(handle)
+        handle.uninstall()
+        assert state() == before
+        handle.uninstall()
+        assert state() == before
+        assert "uninstalled" in repr(handle)
+        assert importlib.util.find_spec(NAME) is None
+        with pytest.raises(importlib.metadata.PackageNotFoundError):
+            importlib.metadata.version(NAME)
+
+    def test_after_an_exception(self) -> None:
+        before = state()
+        with pytest.raises(ZeroDivisionError), flash_attn.install():
+            importlib.import_module(f"{NAME}.bert_padding").no_such_thing = 1 / 0
+        assert state() == before
+
+    def test_after_an_exception_while_installing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        before = state()
+
+        def fail() -> None:
+            monkeypatch.undo()
+            raise ZeroDivisionError
+
+        monkeypatch.setattr(stand_in, "_make_transformers_look_again", fail)
+        with pytest.raises(ZeroDivisionError):
+            flash_attn.install()
+        assert state() == before
+        flash_attn.install().uninstall()
+
+    def test_modules_that_others_added_go_too(self) -> None:
+        before = state()
+        with flash_attn.install():
+            sys.modules[f"{NAME}.extra"] = ModuleType(f"{NAME}.extra")
+        assert state() == before
+
+    def test_finders_that_others_added_stay(self) -> None:
+        handle, other = flash_attn.install(), object()
+        sys.meta_path.append(other)  # type: ignore[arg-type]
+        handle.uninstall()
+        assert sys.meta_path[-1] is other
+
+
+class TestTheRealOne:
+    def test_imported(self) -> None:
+        real, part = ModuleType(NAME), ModuleType(f"{NAME}.layers")
+        sys.modules.update({NAME: real, f"{NAME}.layers": part})
+        before = state()
+        with pytest.raises(RuntimeError, match=r"imported already.*force=True"):
+            flash_attn.install()
+        assert state() == before
+        with flash_attn.install(force=True):
+            assert sys.modules[NAME] is not real
+            assert f"{NAME}.layers" not in sys.modules
+        assert state() == before
+
+    def test_installed(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        (tmp_path / NAME).mkdir()
+        (tmp_path / NAME / "__init__.py").write_text("__version__ = '1.0'")
+        metadata = tmp_path / "flash_attn-1.0.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: flash-attn\nVersion: 1.0\n")
+        monkeypatch.syspath_prepend(tmp_path)
+        with pytest.raises(RuntimeError, match="the real flash-attn is installed"):
+            flash_attn.install()
+        with flash_attn.install(force=True):
+            assert importlib.import_module(NAME).__version__ == VERSION
+            assert importlib.metadata.version(NAME) == VERSION
+        assert importlib.metadata.version(NAME) == "1.0"
+        assert importlib.import_module(NAME).__version__ == "1.0"
+
+    def test_twice(self) -> None:
+        with flash_attn.install():
+            for force in (False, True):
+                with pytest.raises(RuntimeError, match="installed already; call uninstall"):
+                    flash_attn.install(force=force)
+
+
+class TestPadding:
+    def test_there_and_back(self) -> None:
+        mask = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 1]])
+        x = torch.randn(3, 4, 2, 5, requires_grad=True)
+        rows, indices, cu, longest, used = bert_padding.unpad_input(x, mask)
+        assert (cu.tolist(), cu.dtype, longest) == ([0, 2, 2, 5], torch.int32, 3)
+        assert used.tolist() == [2, 0, 3]
+        assert torch.equal(rows, x[mask.bool()])
+        back = bert_padding.pad_input(rows, indices, 3, 4)
+        assert torch.equal(back, x * mask[..., None, None])
+        (grad,) = torch.autograd.grad(back.sum(), x)
+        assert torch.equal(grad, mask[..., None, None].expand_as(x).float())
+
+    def test_places_that_do_not_count(self) -> None:
+        mask, unused = torch.tensor([[1, 1, 0], [1, 0, 0]]), torch.tensor([[0, 0, 1], [0, 0, 1]])
+        rows, indices, cu, longest, used = bert_padding.unpad_input(torch.randn(2, 3, 4), mask, unused)
+        assert (cu.tolist(), longest, used.tolist()) == ([0, 3, 5], 3, [2, 1])
+        assert indices.tolist() == [0, 1, 2, 3, 5]
+        assert rows.shape == (5, 4)
+
+
+# transformers asks for a GPU before it lets a model use FlashAttention; that one answer is given here.
+TRANSFORMERS = """
+import torch, transformers
+from transformers.utils import import_utils
+import transformers.modeling_flash_attention_utils as functions
+from transformers import LlamaConfig, LlamaForCausalLM
+
+{before}
+import_utils.is_torch_cuda_available = lambda: True
+row = functions.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2]
+row["supported_devices"] = ((lambda: True, "cpu"),)
+assert not import_utils.is_flash_attn_2_available()  # transformers remembers this answer
+
+from tritonpack import flash_attn
+config = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+              num_key_value_heads=2, use_cache=False)
+
+def losses(implementation, grads=True):
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**config, attn_implementation=implementation)).train()
+    ids = torch.randint(64, (2, 9))
+    packed = torch.randint(64, (1, 12))
+    positions = torch.tensor([[0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 5, 6]])
+    cu = torch.tensor([0, 5, 12], dtype=torch.int32)
+    dense = torch.full((1, 1, 12, 12), -torch.inf)
+    dense[..., :5, :5] = dense[..., 5:, 5:] = 0
+    dense = dense.masked_fill(torch.ones(12, 12).triu(1).bool(), -torch.inf)
+    padded = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
+    flash = implementation == "flash_attention_2"
+    ways = [
+        dict(input_ids=ids),
+        dict(input_ids=ids, attention_mask=padded),
+        dict(input_ids=packed, position_ids=positions, attention_mask=None if flash else dense),
+        dict(input_ids=packed, position_ids=positions, cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=7,
+             max_length_k=7) if flash else dict(input_ids=packed, position_ids=positions, attention_mask=dense),
+    ]
+    results = []
+    for way in ways:
+        logits = model(**way).logits
+        if way.get("attention_mask") is padded:
+            logits = logits * padded[..., None]
+        (grad,) = torch.autograd.grad(logits.square().mean(), model.model.layers[0].self_attn.k_proj.weight)
+        results += [logits, grad]
+    return results
+
+with flash_attn.install():
+    assert import_utils.is_flash_attn_2_available()
+    assert import_utils.is_flash_attn_greater_or_equal("2.4.1")
+    got = losses("flash_attention_2")
+    assert functions._flash_varlen_fn is flash_attn.flash_attn_varlen_func
+want = losses("eager")
+for x, y in zip(got, want, strict=True):
+    torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-5)
+assert not import_utils.is_flash_attn_2_available()
+try:
+    losses("flash_attention_2")
+except ImportError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.mark.parametrize("before", ["", "from transformers import modeling_utils"])
+def test_transformers(before: str) -> None:
+    """A model asked for FlashAttention-2 after install(): plain, padded and packed, as eager attention computes it."""
+    pytest.importorskip("transformers")
+    result = subprocess.run(
+        [sys.executable, "-c", TRANSFORMERS.format(before=before)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+    )
+    assert result.returncode == 0, result.stderr
+    assert "refused: FlashAttention2 has been toggled on" in result.stdout

@@ -1,0 +1,41 @@
+"""FlashAttention's functions, computed by tritonpack: a drop-in for training code that is written against them.
+
+The names here are FlashAttention-2's. `fa3` and `fa4` have FlashAttention-3's (`flash_attn_interface`) and
+FlashAttention-4's (`flash_attn.cute`), `torch_varlen_attn` has torch's, and `install()` lets packages that import
+`flash_attn` use these. What is common to all, and where conventions differ: `fa2`, and docs/features.md.
+
+>>> import torch
+>>> q = k = v = torch.ones(5, 2, 16)
+>>> cu_seqlens = torch.tensor([0, 3, 5], dtype=torch.int32)
+>>> flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, None, None, causal=True).shape
+torch.Size([5, 2, 16])
+"""
+
+from tritonpack.flash_attn import bert_padding, fa3, fa4
+from tritonpack.flash_attn.fa2 import (
+    flash_attn_func,
+    flash_attn_kvpacked_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_varlen_kvpacked_func,
+    flash_attn_varlen_qkvpacked_func,
+    flash_attn_with_kvcache,
+)
+from tritonpack.flash_attn.stand_in import Installation, install
+from tritonpack.flash_attn.torch_varlen import torch_varlen_attn
+
+__all__ = [
+    "Installation",
+    "bert_padding",
+    "fa3",
+    "fa4",
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+    "install",
+    "torch_varlen_attn",
+]

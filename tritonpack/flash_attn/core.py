@@ -1,0 +1,155 @@
+"""What all spellings share: a call in FlashAttention's terms, brought to `varlen_attention`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import index
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonpack.attention import varlen_attention
+from tritonpack.checks import Window, as_integers, describe
+from tritonpack.flash_attn.masks import mask_from_offsets, regular_offsets
+
+# What FlashAttention has and this package hasn't, and what to do instead.
+_PAGES = (
+    "keys and values laid end to end, (total_k, heads, headdim) with cu_seqlens_k, and seqused_k where documents use "
+    "less of their place"
+)
+_DESCALE = "bfloat16, float16, float32 and float64"
+_ANY_MASK = (
+    "documents, causal masks and windows, and any mask with one interval of keys per query through "
+    "tritonpack.varlen_attention"
+)
+_ANY_SCORE = "softcap, ALiBi slopes and sinks"
+REMEDIES = {
+    "aux_scalars": _ANY_SCORE,
+    "aux_tensors": _ANY_SCORE,
+    "attention_chunk": "documents, which may be chunks: cut them in cu_seqlens",
+    "block_sparse_tensors": _ANY_MASK,
+    "block_sparse_tensors_bwd": _ANY_MASK,
+    "block_table": _PAGES,
+    "gather_kv_indices": _ANY_MASK,
+    "k_descale": _DESCALE,
+    "mask_mod": _ANY_MASK,
+    "page_table": _PAGES,
+    "q_descale": _DESCALE,
+    "qv": "the same as one product, of torch.cat([q, qv], -1) and torch.cat([k, v], -1), up to 512 wide",
+    "score_mod": _ANY_SCORE,
+    "score_mod_bwd": _ANY_SCORE,
+    "v_descale": _DESCALE,
+}
+
+
+def refuse(**given: Any) -> None:
+    """Raise ValueError for the first argument that isn't None, saying what is supported in its place."""
+    for name, value in given.items():
+        if value is not None:
+            raise ValueError(
+                f"{name} isn't supported by tritonpack.flash_attn; got {describe(value)}. Supported: {REMEDIES[name]}."
+            )
+
+
+def read_window(window_size: Iterable[Any]) -> Window:
+    """(left, right) with -1 for a side without limit, from numbers, Nones (no limit) or an integer tensor.
+
+    Raises:
+        ValueError: anything but two integers or Nones.
+    """
+    try:
+        left, right = (-1 if side is None else max(index(side), -1) for side in window_size)
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"window_size must be two integers (left, right), where -1 (or None) means without limit; got "
+            f"{window_size!r}."
+        ) from None
+    return left, right
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor | None = None,
+    cu_k: Tensor | None = None,
+    *,
+    causal: bool,
+    window: Window,
+    used_q: Tensor | None = None,
+    used_k: Tensor | None = None,
+    max_q: int | Tensor | None = None,
+    max_k: int | Tensor | None = None,
+    softcap: float | None = 0.0,
+    alibi_slopes: Tensor | None = None,
+    return_probabilities: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Attention over packed rows, or over a batch of rows of one length where there are no offsets.
+
+    Args:
+        q: (total_q, H, D), or (B, S_q, H, D) without `cu_q`.
+        k, v: (total_k, H_kv, D) and (total_k, H_kv, D_v), or (B, S_k, ...) without `cu_k`.
+        cu_q, cu_k: (B + 1,) offsets on q's device.
+        causal, window, used_q, used_k: as `mask_from_offsets` takes them.
+        max_q, max_k: the longest document; only checked, and only where that doesn't wait for a device.
+        softcap: 0 or less, or None, means none.
+        return_probabilities: whether to compute them, for tests.
+        **options: what else `varlen_attention` takes.
+
+    Returns:
+        out in the shape of q with D_v; lse (H, total_q), or (B, H, S_q), -inf in rows that see nothing; the
+        probabilities (B, H, max_q, max_k), negative where dropped, or an empty tensor.
+
+    Raises:
+        ValueError: shapes, devices or options that don't fit.
+    """
+    batch = None if cu_q is not None else q.shape[:2]
+    q, cu_q = _stream(q, cu_q, "q")
+    v, _ = _stream(v, cu_k, "v")
+    k, cu_k = _stream(k, cu_k, "k")
+    for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
+        if as_integers(cu, name).device != q.device:
+            raise ValueError(f"{name} is on {cu.device} and q on {q.device}; move them together.")
+    documents = cu_q.shape[0] - 1
+    if isinstance(alibi_slopes, Tensor) and alibi_slopes.ndim == 2 and alibi_slopes.shape[0] != documents:
+        raise ValueError(
+            f"alibi_slopes must be (heads,) or (documents, heads) with {documents} documents; got "
+            f"{describe(alibi_slopes)}."
+        )
+    if used_q is None:
+        _check_longest(cu_q, max_q, "max_seqlen_q")
+    if used_k is None:
+        _check_longest(cu_k, max_k, "max_seqlen_k")
+    mask = mask_from_offsets(
+        cu_q, cu_k, q.shape[0], k.shape[0], causal=causal, window=window, used_q=used_q, used_k=used_k
+    )
+    options |= {"softcap": max(softcap or 0.0, 0.0), "alibi_slopes": alibi_slopes}
+    if return_probabilities and options["dropout_p"]:
+        options["dropout_seed"] = torch.randint(2**62, (), device=q.device)
+    out, lse = varlen_attention(q, k, v, mask, return_lse=True, **options)
+    probabilities = out.new_empty(0)
+    if return_probabilities:
+        from tritonpack.flash_attn.probabilities import probabilities_of
+
+        probabilities = probabilities_of(q, k, cu_q, cu_k, mask, max_q, max_k, **options)
+    if batch is not None:
+        out, lse = out.unflatten(0, batch), lse.unflatten(1, batch).transpose(0, 1)
+    return out, lse, probabilities
+
+
+def _stream(x: Tensor, cu: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
+    """Rows as one stream, and the offsets of its documents."""
+    shape = "(total, heads, headdim)" if cu is not None else "(batch, seqlen, heads, headdim)"
+    if not isinstance(x, Tensor) or x.ndim != (4 if cu is None else 3):
+        raise ValueError(f"{name} must be {shape}; got {describe(x)}.")
+    return (x, cu) if cu is not None else (x.flatten(0, 1), regular_offsets(x.shape[0], x.shape[1], x.device))
+
+
+def _check_longest(cu: Tensor, longest: int | Tensor | None, name: str) -> None:
+    if not isinstance(longest, int) or torch.compiler.is_compiling() or cu.device.type != "cpu" or cu.shape[0] < 2:
+        return
+    actual = int(cu.diff().max())
+    if actual > longest:
+        raise ValueError(f"{name} is {longest}, but a document has {actual} tokens; pass {actual}, or None.")

@@ -1,0 +1,255 @@
+"""FlashAttention-2's functions: its parameter names, their order, its return values.
+
+Common to all of them:
+
+- `dropout_p`, `softmax_scale` (None: 1 / sqrt(headdim)), `causal` (the diagonal ends in the bottom right corner),
+  `window_size` ((left, right), inclusive, -1 without limit) and `softcap` (0 or less: none) are FlashAttention-2's.
+- `alibi_slopes` is (nheads,) or (batch, nheads) float32, and has no gradient.
+- `deterministic` is accepted and always so.
+- `return_attn_probs=True` returns (out, softmax_lse, S_dmask). softmax_lse is float32, (nheads, total_q) or (batch,
+  nheads, seqlen_q), +inf in rows that see nothing, and differentiable. S_dmask is for tests: with dropout (batch,
+  nheads, max_seqlen_q, max_seqlen_k), each pair's probability, negative where it was dropped; empty without.
+- By keyword alone, and not in FlashAttention-2: `s_aux`, (nheads,) attention sinks, differentiable; `seqused_q` and
+  `seqused_k`, (batch,) how many rows of each document count; `backend`, as `tritonpack.varlen_attention` takes it.
+- Rows past the last offset, and rows that see nothing, give zeros and get zero gradients.
+- Inputs are bfloat16, float16, float32 or float64; head dimensions any from 1 to 512, that of v its own.
+- ValueError for shapes, dtypes, devices or options that don't fit, and for what isn't supported (paged caches).
+
+Source: https://github.com/Dao-AILab/flash-attention, flash_attn/flash_attn_interface.py, version 2.8.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from torch import Tensor
+
+from tritonpack.attention import Backend
+from tritonpack.flash_attn.core import attend, read_window, refuse
+
+Returned = Tensor | tuple[Tensor, Tensor, Tensor]
+WindowSize = Sequence[int] | Tensor
+
+__all__ = [
+    "flash_attn_func",
+    "flash_attn_kvpacked_func",
+    "flash_attn_qkvpacked_func",
+    "flash_attn_varlen_func",
+    "flash_attn_varlen_kvpacked_func",
+    "flash_attn_varlen_qkvpacked_func",
+    "flash_attn_with_kvcache",
+]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Returned:
+    """Attention over a batch of rows of one length.
+
+    Args:
+        q: (batch, seqlen_q, nheads, headdim).
+        k, v: (batch, seqlen_k, nheads_k, headdim); nheads_k divides nheads.
+        dropout_p, ..., backend: see the module.
+
+    Returns:
+        out (batch, seqlen_q, nheads, headdim of v), or (out, softmax_lse, S_dmask).
+
+    Raises:
+        ValueError: see the module.
+    """
+    return _returned(
+        return_attn_probs, q, k, v, None, None,
+        dropout_p=dropout_p, scale=softmax_scale, causal=causal, window=read_window(window_size), softcap=softcap,
+        alibi_slopes=alibi_slopes, sinks=s_aux, backend=backend,
+    )  # fmt: skip
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Returned:
+    """`flash_attn_func` of one tensor qkv (batch, seqlen, 3, nheads, headdim)."""
+    q, k, v = _unpacked(qkv, "qkv", 3, 5)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, s_aux=s_aux, backend=backend,
+    )  # fmt: skip
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Returned:
+    """`flash_attn_func` of q and one tensor kv (batch, seqlen_k, 2, nheads_k, headdim)."""
+    k, v = _unpacked(kv, "kv", 2, 5)
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs, s_aux=s_aux, backend=backend,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Returned:
+    """Attention over documents laid end to end.
+
+    Args:
+        q: (total_q, nheads, headdim).
+        k, v: (total_k, nheads_k, headdim); nheads_k divides nheads.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 or int64 on q's device, where documents begin, and the end of
+            the last. The same tensor object in every layer shares one mask.
+        max_seqlen_q, max_seqlen_k: not needed. An integer is checked where the offsets lie in host memory.
+        block_table: not supported.
+        dropout_p, ..., backend: see the module.
+
+    Returns:
+        out (total_q, nheads, headdim of v), or (out, softmax_lse, S_dmask).
+
+    Raises:
+        ValueError: see the module.
+    """
+    refuse(block_table=block_table)
+    return _returned(
+        return_attn_probs, q, k, v, cu_seqlens_q, cu_seqlens_k,
+        used_q=seqused_q, used_k=seqused_k, max_q=max_seqlen_q, max_k=max_seqlen_k,
+        dropout_p=dropout_p, scale=softmax_scale, causal=causal, window=read_window(window_size), softcap=softcap,
+        alibi_slopes=alibi_slopes, sinks=s_aux, backend=backend,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int | Tensor | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Returned:
+    """`flash_attn_varlen_func` of one tensor qkv (total, 3, nheads, headdim)."""
+    q, k, v = _unpacked(qkv, "qkv", 3, 4)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs, s_aux=s_aux, backend=backend,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor,
+    kv: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSize = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    *,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    s_aux: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Returned:
+    """`flash_attn_varlen_func` of q and one tensor kv (total_k, 2, nheads_k, headdim)."""
+    k, v = _unpacked(kv, "kv", 2, 4)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+        seqused_q=seqused_q, seqused_k=seqused_k, s_aux=s_aux, backend=backend,
+    )  # fmt: skip
+
+
+def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> NoReturn:
+    """Not supported: a cache that is written in place, for inference. Here so that packages can import it.
+
+    Raises:
+        ValueError: always.
+    """
+    raise ValueError(
+        "flash_attn_with_kvcache isn't supported by tritonpack.flash_attn, which is made for training. Use "
+        "flash_attn_varlen_func with seqused_k for a cache that is already written, or FlashAttention itself for "
+        "serving."
+    )
+
+
+def _returned(return_attn_probs: bool, *args: Any, **keywords: Any) -> Returned:
+    want = return_attn_probs and keywords["dropout_p"] > 0
+    out, lse, probabilities = attend(*args, return_probabilities=want, **keywords)
+    if not return_attn_probs:
+        return out
+    return out, lse.masked_fill(lse.isneginf(), float("inf")), probabilities
+
+
+def _unpacked(x: Tensor, name: str, count: int, ndim: int) -> tuple[Tensor, ...]:
+    if not isinstance(x, Tensor) or x.ndim != ndim or x.shape[-3] != count:
+        shape = f"({'total' if ndim == 4 else 'batch, seqlen'}, {count}, heads, headdim)"
+        given = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        raise ValueError(f"{name} must be {shape}; got {given}.")
+    return x.unbind(-3)

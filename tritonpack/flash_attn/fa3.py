@@ -1,0 +1,177 @@
+"""FlashAttention-3's functions (`flash_attn_interface`): its parameter names, their order, its return values.
+
+They differ from FlashAttention-2's: there is no dropout, no ALiBi, and softmax_lse, -inf in rows that see nothing, is
+returned as (out, softmax_lse) with `return_attn_probs=True`. `num_splits`, `pack_gqa`, `sm_margin` and `deterministic`
+change no result there and are ignored here. `qv`, the descale factors of 8-bit inputs and `attention_chunk` aren't
+supported. `s_aux` (sinks) and `backend`, by keyword alone, are as in `tritonpack.flash_attn`.
+
+Source: https://github.com/Dao-AILab/flash-attention, hopper/flash_attn_interface.py, commit 0251105.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tritonpack.attention import Backend
+from tritonpack.checks import describe
+from tritonpack.flash_attn.core import attend, read_window, refuse
+from tritonpack.flash_attn.fa2 import WindowSize, flash_attn_with_kvcache
+
+Returned = Tensor | tuple[Tensor, Tensor]
+
+__all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: WindowSize = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Returned:
+    """Attention over a batch of rows of one length.
+
+    Args:
+        q: (batch, seqlen_q, nheads, headdim).
+        k, v: (batch, seqlen_k, nheads_k, headdim), (batch, seqlen_k, nheads_k, headdim_v).
+        softmax_scale, ..., backend: see the module.
+
+    Returns:
+        out (batch, seqlen_q, nheads, headdim_v), or (out, softmax_lse (batch, nheads, seqlen_q)).
+
+    Raises:
+        ValueError: shapes, dtypes, devices or options that don't fit or aren't supported.
+    """
+    refuse(
+        qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk or None
+    )
+    return _returned(
+        return_attn_probs, q, k, v,
+        scale=softmax_scale, causal=causal, window=read_window(window_size), softcap=softcap, sinks=s_aux,
+        backend=backend,
+    )  # fmt: skip
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: WindowSize = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    deterministic: bool = False,
+    num_heads_q: int | None = None,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Returned:
+    """`flash_attn_func` of one tensor.
+
+    Args:
+        qkv: (batch, seqlen, 3, nheads, headdim); or (batch, seqlen, num_heads_q + 2 * nheads_k, headdim), the heads of
+            q, then those of k, then those of v.
+        num_heads_q: how many of the latter are q's.
+        softmax_scale, ..., backend: see `flash_attn_func`.
+    """
+    if qkv.ndim == 5 and qkv.shape[2] == 3:
+        q, k, v = qkv.unbind(2)
+    elif (
+        qkv.ndim == 4
+        and num_heads_q is not None
+        and qkv.shape[2] > num_heads_q
+        and (qkv.shape[2] - num_heads_q) % 2 == 0
+    ):
+        kv_heads = (qkv.shape[2] - num_heads_q) // 2
+        q, k, v = qkv.split([num_heads_q, kv_heads, kv_heads], 2)
+    else:
+        raise ValueError(
+            "qkv must be (batch, seqlen, 3, heads, headdim), or (batch, seqlen, num_heads_q + 2 * kv_heads, headdim) "
+            f"with num_heads_q; got {describe(qkv)} and num_heads_q={num_heads_q}."
+        )
+    return flash_attn_func(
+        q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap,
+        return_attn_probs=return_attn_probs, s_aux=s_aux, backend=backend,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    qv: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    window_size: WindowSize = (-1, -1),
+    attention_chunk: int = 0,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    sm_margin: int = 0,
+    return_attn_probs: bool = False,
+    *,
+    s_aux: Tensor | None = None,
+    backend: Backend = "auto",
+) -> Returned:
+    """Attention over documents laid end to end.
+
+    Args:
+        q: (total_q, nheads, headdim).
+        k, v: (total_k, nheads_k, headdim), (total_k, nheads_k, headdim_v).
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 or int64 on q's device.
+        max_seqlen_q, max_seqlen_k: not needed.
+        seqused_q, seqused_k: (batch,) integers, how many rows of each document count, from its first. The others give
+            zeros and get zero gradients, whatever they hold.
+        softmax_scale, ..., backend: see the module.
+
+    Returns:
+        out (total_q, nheads, headdim_v), or (out, softmax_lse (nheads, total_q)).
+
+    Raises:
+        ValueError: shapes, dtypes, devices or options that don't fit or aren't supported.
+    """
+    refuse(
+        qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk or None
+    )
+    return _returned(
+        return_attn_probs, q, k, v, cu_seqlens_q, cu_seqlens_k,
+        used_q=seqused_q, used_k=seqused_k, max_q=max_seqlen_q, max_k=max_seqlen_k,
+        scale=softmax_scale, causal=causal, window=read_window(window_size), softcap=softcap, sinks=s_aux,
+        backend=backend,
+    )  # fmt: skip
+
+
+def _returned(return_attn_probs: bool, *args: Any, **keywords: Any) -> Returned:
+    out, lse, _ = attend(*args, **keywords)
+    return (out, lse) if return_attn_probs else out

@@ -1,0 +1,152 @@
+"""FlashAttention-4's functions (`flash_attn.cute`): its parameter names, their order, its return values.
+
+They differ from FlashAttention-2's: (out, lse) is always returned, lse with -inf in rows that see nothing; None is a
+window side without limit; sinks are `learnable_sink`; `qv` stands where FlashAttention-2 has its first offsets;
+rows may also be a batch, (batch, seqlen, heads, headdim), where there are no offsets. `num_splits`, `pack_gqa`,
+`deterministic`, `min_seqlen_k` and what schedules the work change no result and are ignored. `qv`, `gather_kv_indices`,
+`page_table`, `score_mod`, `mask_mod` and block sparsity aren't supported. `backend`, by keyword
+alone, is as in `tritonpack.flash_attn`.
+
+Source: https://github.com/Dao-AILab/flash-attention, flash_attn/cute/interface.py, commit 0251105.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tritonpack.attention import Backend
+from tritonpack.checks import Window
+from tritonpack.flash_attn.core import attend, read_window, refuse
+
+WindowSides = tuple[int | None, int | None]
+
+__all__ = ["flash_attn_func", "flash_attn_varlen_func"]
+
+
+def flash_attn_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSides = (None, None),
+    learnable_sink: Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    score_mod: Any = None,
+    score_mod_bwd: Any = None,
+    mask_mod: Any = None,
+    aux_tensors: Any = None,
+    aux_scalars: Any = None,
+    block_sparse_tensors: Any = None,
+    block_sparse_tensors_bwd: Any = None,
+    return_lse: bool = False,
+    *,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Attention over a batch of rows of one length.
+
+    Args:
+        q: (batch, seqlen_q, nheads, headdim).
+        k, v: (batch, seqlen_k, nheads_k, headdim), (batch, seqlen_k, nheads_k, headdim_v).
+        learnable_sink: (nheads,) floating point, differentiable.
+        softmax_scale, ..., backend: see the module.
+
+    Returns:
+        out (batch, seqlen_q, nheads, headdim_v) and lse (batch, nheads, seqlen_q) float32.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or options that don't fit or aren't supported.
+    """
+    refuse(
+        qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod,
+        aux_tensors=aux_tensors, aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors,
+        block_sparse_tensors_bwd=block_sparse_tensors_bwd,
+    )  # fmt: skip
+    out, lse, _ = attend(
+        q, k, v, scale=softmax_scale, causal=causal, window=_read_sides(window_size), softcap=softcap,
+        sinks=learnable_sink, backend=backend,
+    )  # fmt: skip
+    return out, lse
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    qv: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    min_seqlen_k: int | None = None,
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    gather_kv_indices: Tensor | None = None,
+    page_table: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: WindowSides = (None, None),
+    learnable_sink: Tensor | None = None,
+    softcap: float = 0.0,
+    num_splits: int = 1,
+    pack_gqa: bool | None = None,
+    deterministic: bool = False,
+    score_mod: Any = None,
+    score_mod_bwd: Any = None,
+    mask_mod: Any = None,
+    block_sparse_tensors: Any = None,
+    aux_tensors: Any = None,
+    aux_scalars: Any = None,
+    return_lse: bool = False,
+    scheduler_metadata: Any = None,
+    seqlen_k_per_split: int | None = None,
+    disable_scheduler_metadata: bool = False,
+    *,
+    backend: Backend = "auto",
+) -> tuple[Tensor, Tensor]:
+    """Attention over documents laid end to end, or over a batch whose rows count in part.
+
+    Args:
+        q: (total_q, nheads, headdim) with `cu_seqlens_q`, else (batch, seqlen_q, nheads, headdim).
+        k, v: (total_k, nheads_k, headdim) and (total_k, nheads_k, headdim_v) with `cu_seqlens_k`, else (batch, ...).
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 or int64 on q's device, or None.
+        seqused_q, seqused_k: (batch,) integers, how many rows of each document count, from its first.
+        max_seqlen_q, max_seqlen_k: not needed.
+        learnable_sink: (nheads,) floating point, differentiable.
+        softmax_scale, ..., backend: see the module.
+
+    Returns:
+        out in the shape of q with headdim_v; lse (nheads, total_q) or (batch, nheads, seqlen_q), float32.
+
+    Raises:
+        ValueError: shapes, dtypes, devices or options that don't fit or aren't supported.
+    """
+    refuse(
+        qv=qv, gather_kv_indices=gather_kv_indices, page_table=page_table, score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors,
+        aux_tensors=aux_tensors, aux_scalars=aux_scalars,
+    )  # fmt: skip
+    out, lse, _ = attend(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, used_q=seqused_q, used_k=seqused_k, max_q=max_seqlen_q, max_k=max_seqlen_k,
+        scale=softmax_scale, causal=causal, window=_read_sides(window_size), softcap=softcap, sinks=learnable_sink,
+        backend=backend,
+    )  # fmt: skip
+    return out, lse
+
+
+def _read_sides(window_size: WindowSides) -> Window:
+    """(-1, -1) for sides without limit; there a single negative side moves the window off the diagonal."""
+    window = read_window(window_size)
+    negative = [side is not None and side < 0 for side in window_size]
+    if any(negative) and not all(negative):
+        raise ValueError(
+            f"window_size must be (left, right) of at least 0, or None for a side without limit; got {window_size!r}."
+        )
+    return window

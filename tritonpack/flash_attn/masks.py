@@ -1,0 +1,175 @@
+"""The mask of a call that brings cumulative offsets, built once for all layers that are given the same offsets.
+
+A mask is kept as long as the tensor of query offsets lives, and is used again only while all tensors that it was made
+from are the same objects, unwritten. Writes that torch doesn't count (through numpy, `.data`, another library's kernel,
+a collective in place) are found as well: on the CPU the values themselves are compared and the mask is built anew, on a
+GPU their equality is asserted there, so that an outdated mask stops the program and never gives a wrong result.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from tritonpack.checks import Window, as_integers, require
+from tritonpack.mask import BlockDiagonalMask
+
+# The windows and totals that one tensor of offsets may serve at a time.
+MASKS_PER_OFFSETS = 8
+
+_OUTDATED = (
+    "cu_seqlens or seqused were overwritten since the last call in a way that torch doesn't count (a collective in "
+    "place, .data, another library's kernel), and the mask kept for them is outdated. Pass a new tensor for a new "
+    "batch: cu_seqlens.clone()."
+)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A mask, and the tensors that it was made from: the objects, how often each had been written, their values."""
+
+    mask: BlockDiagonalMask
+    sources: tuple[weakref.ref[Tensor], ...]
+    versions: tuple[int, ...]
+    values: tuple[Tensor, ...]
+
+    def fits(self, sources: tuple[Tensor, ...]) -> bool:
+        """Whether the mask is that of these tensors as they are now."""
+        if len(sources) != len(self.sources) or any(
+            ref() is not x for ref, x in zip(self.sources, sources, strict=True)
+        ):
+            return False
+        if self.versions != tuple(x._version for x in sources):
+            return False
+        for value, x in zip(self.values, sources, strict=True):
+            if value.shape != x.shape or (x.device.type == "cpu" and not torch.equal(value, x)):
+                return False
+            if x.device.type != "cpu":
+                require((value == x).all(), _OUTDATED)
+        return True
+
+
+# By the tensor of query offsets.
+_kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def mask_from_offsets(
+    cu_q: Tensor,
+    cu_k: Tensor,
+    total_q: int,
+    total_k: int,
+    *,
+    causal: bool,
+    window: Window,
+    used_q: Tensor | None = None,
+    used_k: Tensor | None = None,
+) -> BlockDiagonalMask:
+    """The mask of documents given by cumulative offsets; the same object while the offsets are.
+
+    Args:
+        cu_q, cu_k: (documents + 1,) int32 or int64, on one device.
+        total_q, total_k: rows of the two streams.
+        causal, window: as `BlockDiagonalMask.from_cu_seqlens` takes them.
+        used_q, used_k: (documents,) int32 or int64, how many rows of each document count, from its first; None: all.
+            The others see nothing and aren't seen, and the diagonal ends at the last row that counts.
+
+    Raises:
+        ValueError: as `BlockDiagonalMask.from_cu_seqlens`; used lengths of another shape, or (in host memory) negative
+            or longer than their documents.
+    """
+    sources = tuple({id(x): x for x in (cu_q, cu_k, used_q, used_k) if x is not None}.values())
+    if not _eager() or not _lasts(sources):
+        return _build(cu_q, cu_k, total_q, total_k, causal, window, used_q, used_k)
+    # Lazily computed parts of a mask must not mix inference tensors with others, nor two streams of work.
+    stream = torch.cuda.current_stream(cu_q.device).cuda_stream if cu_q.is_cuda else None
+    roles = tuple(next((i for i, s in enumerate(sources) if s is x), None) for x in (cu_q, cu_k, used_q, used_k))
+    key = (total_q, total_k, causal, window, roles, torch.is_inference_mode_enabled(), stream)
+    masks = _kept.setdefault(cu_q, {})
+    if key in masks and masks[key].fits(sources):
+        return masks[key].mask
+    mask = _build(cu_q, cu_k, total_q, total_k, causal, window, used_q, used_k)
+    masks.pop(key, None)
+    while len(masks) >= MASKS_PER_OFFSETS:
+        del masks[next(iter(masks))]
+    masks[key] = Kept(
+        mask, tuple(map(weakref.ref, sources)), tuple(x._version for x in sources), tuple(x.clone() for x in sources)
+    )
+    return mask
+
+
+def regular_offsets(batch: int, seqlen: int, device: torch.device) -> Tensor:
+    """(batch + 1,) int32, the offsets of rows of one length; the same tensor for the same numbers."""
+    return (_regular_offsets if _eager() and not _capturing(device) else _new_offsets)(batch, seqlen, device)
+
+
+def _new_offsets(batch: int, seqlen: int, device: torch.device) -> Tensor:
+    return torch.arange(batch + 1, dtype=torch.int32, device=device) * seqlen
+
+
+@lru_cache(maxsize=16)
+def _regular_offsets(batch: int, seqlen: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return _new_offsets(batch, seqlen, device)
+
+
+def _lasts(sources: tuple[Tensor, ...]) -> bool:
+    """Whether these are tensors that a mask can be kept for: they count their writes, and outlive no graph."""
+    plain = all(type(x) is Tensor and x.device.type in ("cpu", "cuda") and not x.is_inference() for x in sources)
+    return plain and not _capturing(sources[0].device)
+
+
+def _eager() -> bool:
+    # What a tracer sees must not be kept, nor what was kept be taken for what it sees.
+    return not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
+
+
+def _capturing(device: torch.device) -> bool:
+    # What a graph computes lives in the graph; outside of it, and in another graph, its memory holds other things.
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _build(
+    cu_q: Tensor,
+    cu_k: Tensor,
+    total_q: int,
+    total_k: int,
+    causal: bool,
+    window: Window,
+    used_q: Tensor | None,
+    used_k: Tensor | None,
+) -> BlockDiagonalMask:
+    if used_q is None and used_k is None:
+        return BlockDiagonalMask.from_cu_seqlens(
+            cu_q, None if cu_k is cu_q else cu_k, causal=causal, window=window, total_q=total_q, total_k=total_k
+        )
+    # Each document becomes three: what counts of it; the rest of its queries, with no keys; the rest of its keys.
+    stop_q, stop_k = _used_stop(cu_q, used_q, "seqused_q"), _used_stop(cu_k, used_k, "seqused_k")
+    pieces_q = torch.cat([torch.stack([cu_q[:-1], stop_q, cu_q[1:]], 1).flatten(), cu_q[-1:]])
+    pieces_k = torch.cat([torch.stack([cu_k[:-1], stop_k, stop_k], 1).flatten(), cu_k[-1:]])
+    mask = BlockDiagonalMask.from_cu_seqlens(
+        pieces_q, pieces_k, causal=causal, window=window, total_q=total_q, total_k=total_k
+    )
+    assert mask.document is not None
+    return replace(mask, document=mask.document // 3)
+
+
+def _used_stop(cu: Tensor, used: Tensor | None, name: str) -> Tensor:
+    """Where what counts of each document ends."""
+    if used is None:
+        return cu[1:]
+    used = as_integers(used, name)
+    if used.shape[0] != cu.shape[0] - 1 or used.device != cu.device:
+        raise ValueError(
+            f"{name} must hold a length for each of the {cu.shape[0] - 1} documents, on {cu.device}; got "
+            f"{used.shape[0]} on {used.device}."
+        )
+    require(
+        ((used >= 0) & (used <= cu.diff())).all(), f"{name} must lie between 0 and the length of the document it is of."
+    )
+    return (cu[:-1] + used).to(cu.dtype)

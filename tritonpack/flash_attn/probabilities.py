@@ -1,0 +1,60 @@
+"""The probabilities that a call used, as FlashAttention-2's tests ask for them; dense, and slow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonpack.attention import MAX_HEAD_DIM, varlen_attention
+from tritonpack.mask import BlockDiagonalMask
+
+
+@torch.no_grad()
+def probabilities_of(
+    q: Tensor,
+    k: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor,
+    mask: BlockDiagonalMask,
+    max_q: int | Tensor | None,
+    max_k: int | Tensor | None,
+    **options: Any,
+) -> Tensor:
+    """Each pair's probability before dropout, negative where dropout drops the pair.
+
+    They are what attention gives for values that are unit vectors, by the kernels themselves: once without dropout, and
+    once with it to see which are left.
+
+    Args:
+        q, k: (T_q, H, D), (T_k, H_kv, D).
+        cu_q, cu_k: (B + 1,) offsets.
+        mask: made of them.
+        max_q, max_k: the longest document; None reads it from the offsets, and waits.
+        **options: of the call.
+
+    Returns:
+        (B, H, max_q, max_k) in q's dtype.
+    """
+    documents, heads = cu_q.shape[0] - 1, q.shape[1]
+    max_q, max_k = (int(cu.diff().max()) if m is None else int(m) for cu, m in ((cu_q, max_q), (cu_k, max_k)))
+    document, row = _places(cu_q, q.shape[0])
+    _, column = _places(cu_k, k.shape[0])
+    result = q.new_zeros(documents, heads, max_q, max_k)
+    within = torch.arange(q.shape[0], device=q.device) < cu_q[-1]
+    for first in range(0, max_k, MAX_HEAD_DIM):
+        columns = torch.arange(first, min(first + MAX_HEAD_DIM, max_k), device=q.device)
+        units = (column[:, None] == columns).to(k.dtype)[:, None].expand(-1, k.shape[1], -1)
+        p = varlen_attention(q, k, units, mask, **{**options, "dropout_p": 0.0, "dropout_seed": None})
+        if options["dropout_p"]:
+            p = torch.where(varlen_attention(q, k, units, mask, **options) > 0, p, -p)
+        result[document[within], :, row[within], first : first + columns.shape[0]] = p[within]
+    return result
+
+
+def _places(cu: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Each row's document, and its place in it."""
+    rows = torch.arange(total, device=cu.device)
+    document = torch.searchsorted(cu, rows, right=True) - 1
+    return document, rows - cu[document]

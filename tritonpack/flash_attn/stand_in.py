@@ -1,0 +1,172 @@
+"""install(): packages that `import flash_attn` get tritonpack's functions; uninstall() takes everything back."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import re
+import sys
+from collections.abc import Iterable
+from importlib.machinery import ModuleSpec
+from os import PathLike
+from pathlib import Path
+from types import ModuleType, TracebackType
+from typing import Any
+
+from tritonpack.flash_attn import bert_padding, fa2
+
+NAME = "flash_attn"
+DISTRIBUTION = "flash-attn"
+VERSION = "2.8.3"  # the release whose functions these are
+
+# Module -> what it offers.
+_MODULES: dict[str, dict[str, Any]] = {
+    NAME: {"__version__": VERSION, **{name: getattr(fa2, name) for name in fa2.__all__}},
+    f"{NAME}.flash_attn_interface": {name: getattr(fa2, name) for name in fa2.__all__},
+    f"{NAME}.bert_padding": {name: getattr(bert_padding, name) for name in bert_padding.__all__},
+}
+
+
+class Installation:
+    """A stand-in for `flash_attn`; a context manager that uninstalls it on leaving, also after an exception."""
+
+    def __init__(self) -> None:
+        self._replaced = _loaded()
+        self._finder = _Metadata()
+        self._active = False
+
+    def _install(self) -> None:
+        self._active = True
+        try:
+            for name in self._replaced:
+                del sys.modules[name]
+            for name, contents in _MODULES.items():
+                sys.modules[name] = _module(name, contents)
+            for name in _MODULES:
+                if "." in name:
+                    setattr(sys.modules[NAME], name.split(".")[1], sys.modules[name])
+            sys.meta_path.insert(0, self._finder)
+            _make_transformers_look_again()
+        except BaseException:
+            self.uninstall()
+            raise
+
+    def uninstall(self) -> None:
+        """Restore what `import flash_attn` found before; does nothing if that has been done already."""
+        if not self._active:
+            return
+        self._active = False
+        for name in _loaded():
+            del sys.modules[name]
+        sys.modules.update(self._replaced)
+        sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self._finder]
+        _make_transformers_look_again()
+
+    def __enter__(self) -> Installation:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.uninstall()
+
+    def __repr__(self) -> str:
+        return f"Installation({NAME} {VERSION}, {'active' if self._active else 'uninstalled'})"
+
+
+def install(*, force: bool = False) -> Installation:
+    """Let `import flash_attn` give tritonpack's functions, in this process, until uninstalled.
+
+    Provides `flash_attn`, `flash_attn.flash_attn_interface` (their public functions) and `flash_attn.bert_padding`,
+    and answers `importlib.util.find_spec("flash_attn")` and `importlib.metadata.version("flash_attn")`, which packages
+    ask to know whether it is there. Packages that decide this while they are imported must be imported afterwards;
+    transformers, which remembers the answer, is told to look again. Names that were taken from the modules meanwhile
+    (`from flash_attn import ...`) stay with who took them.
+
+    Args:
+        force: also where the real flash-attn is installed or imported; it is set aside until uninstalled.
+
+    Returns:
+        A handle with `uninstall()`; as a context manager it uninstalls on leaving.
+
+    Raises:
+        RuntimeError: the real flash-attn is there and `force` isn't given, or this is installed already.
+
+    >>> with install():
+    ...     from flash_attn import flash_attn_varlen_func
+    """
+    if any(isinstance(finder, _Metadata) for finder in sys.meta_path):
+        raise RuntimeError("tritonpack.flash_attn is installed already; call uninstall() on its handle first.")
+    if not force:
+        if _loaded():
+            raise RuntimeError(
+                f"{NAME} has been imported already, and whoever imported it goes on using it. Install before that, or "
+                "pass force=True to set it aside."
+            )
+        if importlib.util.find_spec(NAME) is not None or _installed():
+            raise RuntimeError(
+                f"the real {DISTRIBUTION} is installed here. Use it, or pass force=True to set it aside."
+            )
+    installation = Installation()
+    installation._install()
+    return installation
+
+
+class _Metadata(importlib.metadata.DistributionFinder):
+    """Finds the metadata of the stand-in, wherever all installed packages are looked through."""
+
+    def find_spec(self, *args: Any) -> None:
+        return None
+
+    def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
+        given = vars(context) if context is not None else {}
+        wanted = given.get("name") in (None, *_spellings(given.get("name")))
+        return [_Distribution()] if wanted and "path" not in given else []
+
+
+class _Distribution(importlib.metadata.Distribution):
+    def read_text(self, filename: str) -> str | None:
+        return {
+            "METADATA": f"Metadata-Version: 2.1\nName: {DISTRIBUTION}\nVersion: {VERSION}\nSummary: by tritonpack\n",
+            "top_level.txt": f"{NAME}\n",
+        }.get(filename)
+
+    def locate_file(self, path: str | PathLike[str]) -> Path:
+        return Path(__file__).parent / path
+
+
+def _spellings(name: str | None) -> tuple[str, ...]:
+    """The name itself if it is the distribution's, however it is spelled."""
+    return (name,) if name is not None and re.sub(r"[-_.]+", "-", name).lower() == DISTRIBUTION else ()
+
+
+def _loaded() -> dict[str, ModuleType]:
+    return {name: module for name, module in sys.modules.items() if name == NAME or name.startswith(f"{NAME}.")}
+
+
+def _installed() -> bool:
+    try:
+        importlib.metadata.distribution(DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def _module(name: str, contents: dict[str, Any]) -> ModuleType:
+    package = "." not in name
+    spec = ModuleSpec(name, None, origin=__file__, is_package=package)
+    module = importlib.util.module_from_spec(spec)
+    module.__doc__ = "tritonpack in the place of FlashAttention-2: see tritonpack.flash_attn."
+    module.__dict__.update(contents, __file__=__file__)
+    return module
+
+
+def _make_transformers_look_again() -> None:
+    """Clear what transformers, if it is imported, remembers about which FlashAttention there is."""
+    answers = sys.modules.get("transformers.utils.import_utils")
+    for name, answer in list(vars(answers).items()) if answers is not None else ():
+        if ("flash_attn" in name or name == "_package_distribution_mapping") and hasattr(answer, "cache_clear"):
+            answer.cache_clear()
+    functions = sys.modules.get("transformers.modeling_flash_attention_utils")
+    if getattr(functions, "_loaded_implementation", None) == "flash_attention_2":
+        functions._loaded_implementation = None  # type: ignore[union-attr]

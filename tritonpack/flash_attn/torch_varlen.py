@@ -1,0 +1,68 @@
+"""torch's `torch.nn.attention.varlen.varlen_attn`: its parameter names, their order, its return values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from tritonpack.attention import Backend
+from tritonpack.flash_attn.core import attend, read_window, refuse
+
+
+def torch_varlen_attn(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seq_q: Tensor,
+    cu_seq_k: Tensor,
+    max_q: int | Tensor | None = None,
+    max_k: int | Tensor | None = None,
+    is_causal: bool = False,
+    *,
+    return_aux: Any = None,
+    scale: float | None = None,
+    window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool | None = None,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
+    num_splits: int | None = None,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Attention over documents laid end to end, as torch 2.10 and later spell it.
+
+    Args:
+        query: (T_q, H, D).
+        key, value: (T_k, H_kv, D), (T_k, H_kv, D_v).
+        cu_seq_q, cu_seq_k: (documents + 1,) int32 or int64 on the query's device.
+        max_q, max_k: not needed.
+        is_causal: torch 2.10's spelling of window_size=(-1, 0).
+        return_aux: torch's AuxRequest, or whatever has `lse`; true returns lse as well.
+        scale: None means 1 / sqrt(D).
+        window_size: (left, right), inclusive, -1 without limit; (-1, 0) is causal.
+        enable_gqa: False refuses fewer heads in key and value than in query, as torch does by default; None and True
+            allow them.
+        seqused_k: (documents,) how many keys of each document count; unlike torch's, with gradients.
+        block_table: not supported.
+        num_splits: 1 makes a document's results independent, to the bit, of what else is in the batch.
+        backend: as `tritonpack.varlen_attention` takes it.
+
+    Returns:
+        out (T_q, H, D_v), or (out, lse (H, T_q) float32, -inf in rows that see nothing).
+
+    Raises:
+        ValueError: shapes, dtypes, devices or options that don't fit or aren't supported.
+
+    Source: torch/nn/attention/varlen.py.
+    """
+    refuse(block_table=block_table)
+    if enable_gqa is False and query.shape[1] != key.shape[1]:
+        raise ValueError(
+            f"query has {query.shape[1]} heads and key {key.shape[1]}; pass enable_gqa=True to share each key head "
+            "among several query heads."
+        )
+    out, lse, _ = attend(
+        query, key, value, cu_seq_q, cu_seq_k, used_k=seqused_k, max_q=max_q, max_k=max_k, scale=scale,
+        causal=is_causal, window=read_window(window_size), pack_invariant=num_splits == 1, backend=backend,
+    )  # fmt: skip
+    return (out, lse) if return_aux is not None and return_aux.lse else out
