@@ -156,7 +156,7 @@ def _build(
         pieces_q, pieces_k, causal=causal, window=window, total_q=total_q, total_k=total_k
     )
     assert mask.document is not None
-    return replace(mask, document=mask.document // 3)
+    return replace(mask, document_source=mask.document // 3)
 
 
 def _used_stop(cu: Tensor, used: Tensor | None, name: str) -> Tensor:
