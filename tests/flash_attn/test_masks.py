@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from tritonpack import BlockDiagonalMask
 from tritonpack.flash_attn import fa2, masks
@@ -173,6 +174,6 @@ class TestNeverOutdated:
             regular = regular_offsets(5, 11, torch.device("cpu"))
         assert isinstance(regular, torch._subclasses.FakeTensor)
         assert type(regular_offsets(5, 11, torch.device("cpu"))) is Tensor
-        with torch.utils.flop_counter.FlopCounterMode(display=False):
+        with FlopCounterMode(display=False):
             assert build(cu) is not mask
         assert build(cu) is mask
