@@ -142,6 +142,16 @@ class TestNeverOutdated:
             other = torch.tensor([0, first, 8], dtype=torch.int32)
             assert build(cu, other).key_start[3] == first
 
+    def test_what_decides_where_values_cannot_be_read(self, cu: Tensor) -> None:
+        """On a GPU a new object, or a write that torch counts, makes a new mask, whatever the values."""
+        other = cu.clone()
+        first = build(cu, other)
+        assert build(cu, other) is first
+        assert build(cu, cu.clone()) is not first
+        second = build(cu, other)
+        cu.add_(0)
+        assert build(cu, other) is not second
+
     def test_a_view_is_another_tensor(self, cu: Tensor) -> None:
         first = build(cu)
         assert build(cu.view(-1)) is not first

@@ -1,0 +1,93 @@
+"""tritonpack.flash_attn on a GPU: no call waits, graphs follow their offsets, layers share a mask, none is outdated."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tritonpack.flash_attn import fa2, masks
+
+pytestmark = pytest.mark.gpu
+
+ROOT = Path(__file__).parents[2]
+
+
+def offsets(*ends: int) -> Tensor:
+    return torch.tensor([0, *ends], dtype=torch.int32).cuda()
+
+
+def inputs(total: int = 1024) -> list[Tensor]:
+    return [torch.randn(total, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)]
+
+
+def test_no_call_waits() -> None:
+    q, k, v = inputs()
+    cu, used = offsets(300, 301, 1000), torch.tensor([200, 1, 0], device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            fa2.flash_attn_varlen_func(q, k, v, cu, cu, causal=True, seqused_k=used).sum().backward()
+            fa2.flash_attn_func(q[None], k[None], v[None], causal=True).sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_layers_share_a_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    built, original = [], masks._build
+    monkeypatch.setattr(masks, "_build", lambda *a: built.append(1) or original(*a))
+    q, k, v = inputs()
+    cu = offsets(300, 1000)
+    for _ in range(3):
+        fa2.flash_attn_varlen_func(q, k, v, cu, cu, causal=True)
+    assert len(built) == 1
+    with torch.cuda.stream(torch.cuda.Stream()):
+        fa2.flash_attn_varlen_func(q, k, v, cu, cu, causal=True)
+    assert len(built) == 2
+
+
+def test_graphs_follow_their_offsets() -> None:
+    q, k, v = inputs()
+    cu = offsets(300, 1000)
+
+    def step() -> tuple[Tensor, ...]:
+        out = fa2.flash_attn_varlen_func(q, k, v, cu, cu, causal=True)
+        return out, *torch.autograd.grad(out.sum(), (q, k, v))
+
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    for ends in ((300, 1000), (1, 2), (512, 1024)):
+        cu.copy_(offsets(*ends))
+        graph.replay()
+        for got, expected in zip(captured, step(), strict=True):
+            assert torch.equal(got, expected)
+
+
+STALE = """
+import torch
+from tritonpack.flash_attn import flash_attn_varlen_func
+q = torch.randn(100, 4, 64, device="cuda", dtype=torch.bfloat16)
+cu = torch.tensor([0, 30, 100], dtype=torch.int32, device="cuda")
+flash_attn_varlen_func(q, q, q, cu, cu)
+cu.data[1] = {value}
+flash_attn_varlen_func(q, q, q, cu, cu)
+torch.cuda.synchronize()
+print("went on")
+"""
+
+
+@pytest.mark.parametrize(("value", "goes_on"), [(30, True), (31, False)])
+def test_a_write_that_torch_does_not_count_stops_the_program(value: int, goes_on: bool) -> None:
+    """In a process of its own, because a device-side assertion ends all work on the GPU."""
+    result = subprocess.run(
+        [sys.executable, "-c", STALE.format(value=value)], capture_output=True, text=True, cwd=ROOT, timeout=300
+    )
+    assert ("went on" in result.stdout) is goes_on, result.stderr
