@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.testing import backends
 from tests.testing.backends import attention
+from tritonpack import flash_attn
 from tritonpack.testing import conformance
 from tritonpack.testing.conformance.call import VarlenFunction
 
@@ -34,9 +35,9 @@ def quick_report(function: Callable[..., Any]) -> conformance.Report:
 
 
 class TestRightFunctions:
-    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
     def test_ours_pass_everything(self, dtype: torch.dtype) -> None:
-        report = conformance.run(attention, dtypes=[dtype], device="cpu")
+        report = conformance.run(flash_attn.flash_attn_varlen_func, dtypes=[dtype], device="cpu")
         assert report.of("pass") == NAMES, "\n".join(str(r) for r in report.results if r.outcome != "pass")
         assert report.passed
 

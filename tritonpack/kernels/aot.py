@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 
 from tritonpack.kernels.backward import dkdv_kernel, dq_kernel, row_statistics_kernel
 from tritonpack.kernels.forward import forward_kernel
-from tritonpack.kernels.tiles import EXTENDED, TILES, Kernel, Tile, key_gradient_kernels, select_tile
+from tritonpack.kernels.tiles import EXTENDED, EXTENDED_TILES, TILES, Kernel, Tile, key_gradient_kernels, select_tile
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -100,25 +100,26 @@ class Resources:
 
 
 def shipped_configurations() -> list[Configuration]:
-    """Every tile of the tables in bfloat16, and at head dimension 128 also in float16 and float32.
+    """Every row of the tables in bfloat16, and what else may run on the same rows once, on sm_90.
 
-    The smallest head dimension runs with the tile of 64; 192 for keys and 128 for values with that of 256.
+    That is the smallest head dimension, keys of 192 with values of 128, float16 and float32.
     """
-    head_dims = {torch.bfloat16: (16, 64, 128, 256, 512), torch.float16: (128,), torch.float32: (128,)}
-    kinds: list[tuple[torch.dtype, int, int | None]] = [
-        (dtype, head_dim, None) for dtype, dims in head_dims.items() for head_dim in dims
-    ]
-    kinds.append((torch.bfloat16, 192, 128))
     configurations = []
     for arch in TILES:
+        kinds: list[tuple[torch.dtype, int, int | None]] = [(torch.bfloat16, d, None) for d in (64, 128, 256, 512)]
+        if arch == "sm_90":
+            kinds += [(torch.bfloat16, 16, None), (torch.bfloat16, 192, 128)]
+            kinds += [(torch.float16, 128, None), (torch.float32, 128, None)]
         for dtype, head_dim, head_dim_v in kinds:
             row = triton.next_power_of_2(max(head_dim, head_dim_v or 0))
             kernels: tuple[Kernel, ...] = ("forward", *key_gradient_kernels(row, dtype, arch), "dq", "row_statistics")
             configurations += [Configuration(kernel, arch, head_dim, dtype, head_dim_v) for kernel in kernels]
-            if dtype == torch.bfloat16 and head_dim in (64, 128, 256):
-                configurations += [
-                    Configuration(kernel, arch, head_dim, dtype, features=FEATURES) for kernel in kernels
-                ]
+    for arch, rows in EXTENDED_TILES.items():
+        configurations += [
+            Configuration(kernel, arch, head_dim, torch.bfloat16, features=FEATURES)
+            for kernel in rows
+            for head_dim in rows[kernel]
+        ]
     return configurations
 
 

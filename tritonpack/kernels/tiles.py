@@ -88,7 +88,7 @@ TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
             256: Tile(64, 32, 8, 2),
             512: Tile(32, 32, 8, 1, columns=128),
         },
-        "dkdv": {64: Tile(32, 64, 4, 2), 128: Tile(64, 64, 8, 2), 256: Tile(32, 32, 8, 2)},
+        "dkdv": {64: Tile(32, 64, 4, 1), 128: Tile(64, 64, 8, 2), 256: Tile(16, 32, 8, 2)},
         "dk": {512: Tile(16, 16, 8, 1, columns=128)},
         "dv": {512: Tile(16, 16, 4, 1, columns=128)},
         "dq": {
