@@ -430,3 +430,12 @@ def test_compiles_to_one_graph() -> None:
     compiled = torch.compile(layers, fullgraph=True, backend="aot_eager")
     for lengths in ((3, 6), (5, 4)):
         torch.testing.assert_close(compiled(q, offsets(lengths)), layers(q, offsets(lengths)))
+
+
+def test_attention_chunk() -> None:
+    """Each chunk of a document by itself, as if it were one: the diagonal stays where it was."""
+    q, k, v = (torch.randn(30, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
+    cu = torch.tensor([0, 17, 30], dtype=torch.int32)
+    pieces = torch.tensor([0, 8, 16, 17, 25, 30], dtype=torch.int32)
+    got = fa3.flash_attn_varlen_func(q, k, v, cu, cu, 17, 17, causal=True, attention_chunk=8)
+    torch.testing.assert_close(got, fa3.flash_attn_varlen_func(q, k, v, pieces, pieces, 8, 8, causal=True))

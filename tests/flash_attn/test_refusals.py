@@ -29,7 +29,7 @@ UNSUPPORTED = [
     *(
         (function, name, value)
         for function in (fa3.flash_attn_func, fa3.flash_attn_varlen_func)
-        for name, value in {"qv": T, "q_descale": T, "k_descale": T, "v_descale": T, "attention_chunk": 4}.items()
+        for name, value in {"qv": T, "q_descale": T, "k_descale": T, "v_descale": T}.items()
     ),
     *(
         (function, name, T)

@@ -27,7 +27,6 @@ _ANY_SCORE = "softcap, ALiBi slopes and sinks"
 REMEDIES = {
     "aux_scalars": _ANY_SCORE,
     "aux_tensors": _ANY_SCORE,
-    "attention_chunk": "documents, which may be chunks: cut them in cu_seqlens",
     "block_sparse_tensors": _ANY_MASK,
     "block_sparse_tensors_bwd": _ANY_MASK,
     "block_table": _PAGES,
@@ -81,6 +80,7 @@ def attend(
     used_k: Tensor | None = None,
     max_q: int | Tensor | None = None,
     max_k: int | Tensor | None = None,
+    chunk_size: int | None = None,
     softcap: float | None = 0.0,
     alibi_slopes: Tensor | None = None,
     return_probabilities: bool = False,
@@ -92,7 +92,7 @@ def attend(
         q: (total_q, H, D), or (B, S_q, H, D) without `cu_q`.
         k, v: (total_k, H_kv, D) and (total_k, H_kv, D_v), or (B, S_k, ...) without `cu_k`.
         cu_q, cu_k: (B + 1,) offsets on q's device.
-        causal, window, used_q, used_k: as `mask_from_offsets` takes them.
+        causal, window, chunk_size, used_q, used_k: as `mask_from_offsets` takes them.
         max_q, max_k: the longest document; only checked, and only where that doesn't wait for a device.
         softcap: 0 or less, or None, means none.
         return_probabilities: whether to compute them, for tests.
@@ -123,8 +123,9 @@ def attend(
     if used_k is None:
         _check_longest(cu_k, max_k, "max_seqlen_k")
     mask = mask_from_offsets(
-        cu_q, cu_k, q.shape[0], k.shape[0], causal=causal, window=window, used_q=used_q, used_k=used_k
-    )
+        cu_q, cu_k, q.shape[0], k.shape[0], causal=causal, window=window, chunk_size=chunk_size, used_q=used_q,
+        used_k=used_k,
+    )  # fmt: skip
     options |= {"softcap": max(softcap or 0.0, 0.0), "alibi_slopes": alibi_slopes}
     if return_probabilities and options["dropout_p"]:
         options["dropout_seed"] = torch.randint(2**62, (), device=q.device)

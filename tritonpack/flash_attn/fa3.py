@@ -2,8 +2,9 @@
 
 They differ from FlashAttention-2's: there is no dropout, no ALiBi, and softmax_lse, -inf in rows that see nothing, is
 returned as (out, softmax_lse) with `return_attn_probs=True`. `num_splits`, `pack_gqa`, `sm_margin` and `deterministic`
-change no result there and are ignored here. `qv`, the descale factors of 8-bit inputs and `attention_chunk` aren't
-supported. `s_aux` (sinks) and `backend`, by keyword alone, are as in `tritonpack.flash_attn`.
+change no result there and are ignored here. `attention_chunk` limits a query to the chunk of its own place, counted
+from its document's first key. `qv` and the descale factors of 8-bit inputs aren't supported. `s_aux` (sinks) and
+`backend`, by keyword alone, are as in `tritonpack.flash_attn`.
 
 Source: https://github.com/Dao-AILab/flash-attention, hopper/flash_attn_interface.py, commit 0251105.
 """
@@ -59,13 +60,11 @@ def flash_attn_func(
     Raises:
         ValueError: shapes, dtypes, devices or options that don't fit or aren't supported.
     """
-    refuse(
-        qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk or None
-    )
+    refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     return _returned(
         return_attn_probs, q, k, v,
         scale=softmax_scale, causal=causal, window=read_window(window_size), softcap=softcap, sinks=s_aux,
-        backend=backend,
+        chunk_size=attention_chunk or None, backend=backend,
     )  # fmt: skip
 
 
@@ -161,14 +160,12 @@ def flash_attn_varlen_func(
     Raises:
         ValueError: shapes, dtypes, devices or options that don't fit or aren't supported.
     """
-    refuse(
-        qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk or None
-    )
+    refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     return _returned(
         return_attn_probs, q, k, v, cu_seqlens_q, cu_seqlens_k,
         used_q=seqused_q, used_k=seqused_k, max_q=max_seqlen_q, max_k=max_seqlen_k,
         scale=softmax_scale, causal=causal, window=read_window(window_size), softcap=softcap, sinks=s_aux,
-        backend=backend,
+        chunk_size=attention_chunk or None, backend=backend,
     )  # fmt: skip
 
 

@@ -67,6 +67,7 @@ def mask_from_offsets(
     *,
     causal: bool,
     window: Window,
+    chunk_size: int | None = None,
     used_q: Tensor | None = None,
     used_k: Tensor | None = None,
 ) -> BlockDiagonalMask:
@@ -75,7 +76,7 @@ def mask_from_offsets(
     Args:
         cu_q, cu_k: (documents + 1,) int32 or int64, on one device.
         total_q, total_k: rows of the two streams.
-        causal, window: as `BlockDiagonalMask.from_cu_seqlens` takes them.
+        causal, window, chunk_size: as `BlockDiagonalMask.from_cu_seqlens` takes them.
         used_q, used_k: (documents,) int32 or int64, how many rows of each document count, from its first; None: all.
             The others see nothing and aren't seen, and the diagonal ends at the last row that counts.
 
@@ -85,15 +86,15 @@ def mask_from_offsets(
     """
     sources = tuple({id(x): x for x in (cu_q, cu_k, used_q, used_k) if x is not None}.values())
     if not _eager() or not _lasts(sources):
-        return _build(cu_q, cu_k, total_q, total_k, causal, window, used_q, used_k)
+        return _build(cu_q, cu_k, total_q, total_k, causal, window, chunk_size, used_q, used_k)
     # Lazily computed parts of a mask must not mix inference tensors with others, nor two streams of work.
     stream = torch.cuda.current_stream(cu_q.device).cuda_stream if cu_q.is_cuda else None
     roles = tuple(next((i for i, s in enumerate(sources) if s is x), None) for x in (cu_q, cu_k, used_q, used_k))
-    key = (total_q, total_k, causal, window, roles, torch.is_inference_mode_enabled(), stream)
+    key = (total_q, total_k, causal, window, chunk_size, roles, torch.is_inference_mode_enabled(), stream)
     masks = _kept.setdefault(cu_q, {})
     if key in masks and masks[key].fits(sources):
         return masks[key].mask
-    mask = _build(cu_q, cu_k, total_q, total_k, causal, window, used_q, used_k)
+    mask = _build(cu_q, cu_k, total_q, total_k, causal, window, chunk_size, used_q, used_k)
     masks.pop(key, None)
     while len(masks) >= MASKS_PER_OFFSETS:
         del masks[next(iter(masks))]
@@ -141,20 +142,22 @@ def _build(
     total_k: int,
     causal: bool,
     window: Window,
+    chunk_size: int | None,
     used_q: Tensor | None,
     used_k: Tensor | None,
 ) -> BlockDiagonalMask:
-    if used_q is None and used_k is None:
+    def of(cu_q: Tensor, cu_k: Tensor | None) -> BlockDiagonalMask:
         return BlockDiagonalMask.from_cu_seqlens(
-            cu_q, None if cu_k is cu_q else cu_k, causal=causal, window=window, total_q=total_q, total_k=total_k
+            cu_q, cu_k, causal=causal, window=window, chunk_size=chunk_size, total_q=total_q, total_k=total_k
         )
+
+    if used_q is None and used_k is None:
+        return of(cu_q, None if cu_k is cu_q else cu_k)
     # Each document becomes three: what counts of it; the rest of its queries, with no keys; the rest of its keys.
     stop_q, stop_k = _used_stop(cu_q, used_q, "seqused_q"), _used_stop(cu_k, used_k, "seqused_k")
     pieces_q = torch.cat([torch.stack([cu_q[:-1], stop_q, cu_q[1:]], 1).flatten(), cu_q[-1:]])
     pieces_k = torch.cat([torch.stack([cu_k[:-1], stop_k, stop_k], 1).flatten(), cu_k[-1:]])
-    mask = BlockDiagonalMask.from_cu_seqlens(
-        pieces_q, pieces_k, causal=causal, window=window, total_q=total_q, total_k=total_k
-    )
+    mask = of(pieces_q, pieces_k)
     assert mask.document is not None
     return replace(mask, document_source=mask.document // 3)
 
