@@ -9,7 +9,7 @@ from tritonpack import BlockDiagonalMask, varlen_attention
 from tritonpack.testing import Case, make_inputs
 from tritonpack.testing.tolerance import ROW_OUTPUTS
 
-LENGTHS = (37, 5, 150, 1, 64, 129, 33)
+LENGTHS = (21, 5, 70, 1, 64, 9)  # around the interpreter's tiles of 64 and 32
 CASES = (
     Case("causal", LENGTHS),
     Case("bidirectional", LENGTHS, causal=False),

@@ -144,10 +144,9 @@ def test_backward_allocates_two_numbers_per_row(monkeypatch: pytest.MonkeyPatch)
     assert sum(allocated) == 2 * 4 * 8 * 128
 
 
-@DTYPES
 @pytest.mark.parametrize("case", invariance.CASES, ids=str)
-def test_a_document_has_the_same_bits_wherever_it_lies(case: Case, dtype: torch.dtype) -> None:
-    assert not invariance.moved_outputs(case, dtype, "triton", pack_invariant=True)
+def test_a_document_has_the_same_bits_wherever_it_lies(case: Case) -> None:
+    assert not invariance.moved_outputs(case, torch.float32, "triton", pack_invariant=True)
 
 
 def test_without_asking_it_has_not() -> None:

@@ -1,6 +1,7 @@
 """What only a GPU can show: bf16 on tensor cores, races, memory, large offsets, no waiting, no recompiling."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -71,7 +72,8 @@ def test_repeats_are_equal_to_the_bit(case: Case, dtype: torch.dtype) -> None:
 @HALF
 @pytest.mark.parametrize("case", invariance.CASES, ids=str)
 def test_a_document_has_the_same_bits_wherever_it_lies(case: Case, dtype: torch.dtype) -> None:
-    assert not invariance.moved_outputs(case, dtype, "triton", pack_invariant=True, device="cuda")
+    longer = replace(case, seqlens=(37, 5, 450, 1, 128, 129, 33))
+    assert not invariance.moved_outputs(longer, dtype, "triton", pack_invariant=True, device="cuda")
 
 
 def test_cuda_graph_with_offsets_of_fixed_capacity() -> None:
