@@ -139,7 +139,7 @@ def backward(
                 statistics = [TensorDescriptor(x, [x.numel()], [1], [tile.block_m]) for x in statistics]
             dkdv_kernel[(kv_heads, tiles.keys.shape[0], width // columns)](
                 q_desc=_descriptor(q, tile.block_m),
-                q_columns_desc=_descriptor(q, tile.block_m, columns),
+                q_columns_desc=_descriptor(q, tile.block_m, columns) if kernel == "dk" and columns < block_d else None,
                 k_desc=_descriptor(k, tile.block_n),
                 v_desc=_descriptor(v, tile.block_n),
                 dout_desc=_descriptor(dout, tile.block_m, columns if kernel == "dv" else block_v),
@@ -170,7 +170,7 @@ def backward(
         dq_kernel[(heads, tiles.queries.shape[0], block_d // columns)](
             q_desc=_descriptor(q, tile.block_m),
             k_desc=_descriptor(k, tile.block_n),
-            k_columns_desc=_descriptor(k, tile.block_n, columns),
+            k_columns_desc=_descriptor(k, tile.block_n, columns) if columns < block_d else None,
             v_desc=_descriptor(v, tile.block_n),
             dout_desc=_descriptor(dout, tile.block_m),
             lse2_ptr=lse2,

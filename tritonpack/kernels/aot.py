@@ -158,6 +158,8 @@ def _source(configuration: Configuration) -> ASTSource:
     absent = {"alibi": ("alibi_ptr", "diagonal_ptr"), "dropout": ("seed_ptr",), "softcap": ("softcap_log2",)}
     absent["sinks"] = ("sinks_ptr", "dsinks_ptr")
     constants |= {name: None for feature, names in absent.items() if feature not in features for name in names}
+    if columns == width:
+        constants |= {"q_columns_desc": None, "k_columns_desc": None}
     descriptors = {
         "q_desc": (tile.block_m, block_d),
         "q_columns_desc": (tile.block_m, columns),
