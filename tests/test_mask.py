@@ -255,7 +255,7 @@ class TestChunks:
         begin_q = begin_k = 0
         for len_q, len_k in zip(seqlens, seqlens_k, strict=True):
             for i in range(len_q):
-                place = max(i + len_k - len_q, 0)  # queries ahead of the first key belong to the first chunk
+                place = i + len_k - len_q  # queries ahead of the first key belong to chunks that have no keys
                 for j in range(len_k):
                     dense[begin_q + i, begin_k + j] &= j // chunk == place // chunk
             begin_q, begin_k = begin_q + len_q, begin_k + len_k

@@ -157,7 +157,9 @@ def _see(
     diagonal: Tensor, begin: Tensor, end: Tensor, reach: Reach, document: Tensor | Callable[[], Tensor]
 ) -> Intervals:
     """What rows with these diagonals see of the keys [begin, end) of their documents."""
-    chunk_begin = begin + (diagonal - begin).clamp(min=0) // reach.chunk * reach.chunk
-    start = torch.maximum(diagonal - reach.left, chunk_begin).clamp(begin, end)
-    stop = torch.minimum(diagonal + reach.right + 1, chunk_begin + reach.chunk).clamp(begin, end)
+    start, stop = diagonal - reach.left, diagonal + reach.right + 1
+    if reach.chunk < UNLIMITED:
+        chunk_begin = begin + (diagonal - begin) // reach.chunk * reach.chunk
+        start, stop = torch.maximum(start, chunk_begin), torch.minimum(stop, chunk_begin + reach.chunk)
+    start, stop = start.clamp(begin, end), stop.clamp(begin, end)
     return Intervals(start.to(torch.int32), stop.to(torch.int32), diagonal.to(torch.int32), document)

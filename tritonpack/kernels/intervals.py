@@ -18,8 +18,10 @@ LOOK = 4096  # ids read at once when a document reaches out of a program's rows
 @triton.jit
 def store_interval(start_ptr, stop_ptr, offs, diagonal, begin, end, inside, left, right, chunk):
     """Write what rows with these diagonals see of the keys [begin, end)."""
-    chunk_begin = begin + tl.maximum(diagonal - begin, 0) // chunk * chunk
-    # Without a limit `left`, `right` and `chunk` are 2**31 - 1, so the sums take 64 bits.
+    place = diagonal - begin
+    number = tl.where(place < 0, -((-place - 1) // chunk) - 1, place // chunk)  # rounded down, also below zero
+    # Without a limit `left`, `right` and `chunk` are 2**31 - 1: the sums take 64 bits, and all places are in chunk 0.
+    chunk_begin = begin + tl.where(chunk == 2**31 - 1, 0, number) * chunk
     start = tl.maximum(diagonal.to(tl.int64) - left, chunk_begin)
     stop = tl.minimum(diagonal.to(tl.int64) + right + 1, chunk_begin.to(tl.int64) + chunk)
     start = tl.minimum(tl.maximum(start, begin), end)
