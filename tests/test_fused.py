@@ -74,6 +74,14 @@ def test_documents_are_isolated_to_the_bit(document: int) -> None:
             assert not torch.equal(was[rows], now[rows]), name
 
 
+def test_fifty_backward_passes_give_the_same_bits() -> None:
+    inputs = make_inputs(Case("repeat", (21, 9), head_dim=16, sinks=True))
+    first = run(inputs, "triton")
+    for _ in range(50):
+        again = run(inputs, "triton")
+        assert all(torch.equal(first[name], again[name]) for name in OUTPUTS)
+
+
 def test_strided_misaligned_and_expanded_inputs() -> None:
     inputs = make_inputs(Case("strided", (30, 21), head_dim=24, heads=2, kv_heads=1))
     expected = run(inputs, "triton")
