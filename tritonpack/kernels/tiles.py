@@ -1,9 +1,9 @@
 """Tile shapes as data: which block sizes, warps and pipeline stages each kernel runs with, per architecture.
 
 A row is kept only if it compiles without spilling a register and with matrix instructions on the newest Triton
-(`python -m benchmarks.compile_report` prints the evidence; tests/kernels/test_compile.py insists on it, and names what it
-lets pass). What older versions make of the rows is in docs/compile-matrix.md. No row depends on a token count: packing
-changes that at every step.
+(`python -m benchmarks.compile_report` prints the evidence; tests/kernels/test_compile.py insists on it, and names what
+it lets pass). What older versions make of the rows is in docs/compile-matrix.md. No row depends on a token count:
+packing changes that at every step.
 """
 
 from __future__ import annotations
@@ -140,8 +140,8 @@ EXTENDED_TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
     "gfx942": {},
 }
 
-# float32 is multiplied exactly ("ieee"), without matrix instructions: small tiles everywhere. At 512 they take 136 KiB of
-# shared memory, which the smallest GPUs haven't; the launch says so.
+# float32 is multiplied exactly ("ieee"), without matrix instructions: small tiles everywhere. At 512 they take 136 KiB
+# of shared memory, which the smallest GPUs haven't; the launch says so.
 FLOAT32_TILES = {
     64: Tile(32, 32, 4, 1),
     128: Tile(32, 32, 8, 1),
