@@ -64,7 +64,9 @@ def main() -> None:
     parser.add_argument("--lengths", type=Path, help="a JSON list of token counts")
     options = parser.parse_args()
     print(f"{'batch':8} {'tile':8}  cost and makespan relative to one document per tile (tiles per head)")
-    for name, lengths in distributions(options.tokens, options.lengths).items():
+    batches = distributions(options.tokens, options.lengths)
+    batches |= {f"{n} each": [n] * (options.tokens // n) for n in (65, 100, 150)}
+    for name, lengths in batches.items():
         mask = BlockDiagonalMask.from_seqlens(lengths)
         for rows, block in ((128, 64), (128, 128)):
             work = {way: costs(mask, tiles, block) for way, tiles in ways(mask, rows).items()}
