@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import tritonpack
-from tests.patches.models import tiny_model
-from tritonpack.patches.families import FAMILIES
+from tests.patches.models import FAMILIES, tiny_model
 from tritonpack.testing import check_isolation
 
 

@@ -1,5 +1,6 @@
 """patch(model): a Hugging Face model whose attention knows where each document of a packed batch ends."""
 
-from tritonpack.patches.patching import Patch, Report, patch, unpatch
+from tritonpack.patches.patching import Patch, patch, unpatch
+from tritonpack.patches.report import Report
 
 __all__ = ["Patch", "Report", "patch", "unpatch"]

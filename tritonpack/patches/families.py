@@ -1,33 +1,77 @@
-"""The model families that can be patched, as data. A family is added by a row here, once the tests show it exact."""
+"""What is special about model families, as data. A row is added here once the tests show what it says."""
 
 from __future__ import annotations
 
-from typing import Any
 
-# transformers' model type -> the family's name. All of these reach attention through transformers' attention interface
-# and describe their masks by its mask functions (causal, or causal with a sliding window).
-FAMILIES = {
-    "gemma": "Gemma",
-    "gpt_neox": "GPT-NeoX",
-    "granite": "Granite",
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "mixtral": "Mixtral",
-    "olmo2": "OLMo 2",
-    "phi3": "Phi-3",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "starcoder2": "StarCoder2",
+def _names(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+# Model types whose attention doesn't go through transformers' interface: they get a dense mask, O(T^2) memory.
+DENSE = _names(
+    """
+    big_bird bloom codegen git gpt_neo gpt_neox_japanese gptj megatron-bert mpt mvp rembert roformer trocr
+    xglm
+    """
+)
+
+# Model types that can't be packed exactly, and why.
+REFUSED = {
+    "blt": "its patches and its hashes of preceding bytes run across documents",
+    "cpmant": "its attention makes masks and position buckets of its own from segments and spans",
+    "deepseek_v4": "its compressor pools keys across documents",
+    "gemma4_assistant": "it drafts tokens from another model's cache",
+    "gemma4_unified_assistant": "it drafts tokens from another model's cache",
+    "prophetnet": "its decoder makes masks and position buckets of its own for n-grams",
+    "xlstm": "its recurrent blocks run over the whole row, in pieces of their own",
+    "reformer": "its attention sorts the tokens of a row into buckets",
 }
 
-# Arguments that models of other families hand to attention and that would change its result.
-UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "sinks", "position_bias", "indices", "block_indices", "head_mask")
+# Position ids of these begin at padding_idx + 1, as fairseq counts.
+COUNT_FROM_PADDING = _names(
+    """
+    camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod
+    """
+)
 
+# Tables of absolute positions that count a row's tokens, whatever position ids the model is given.
+POSITION_TABLES = _names(
+    """
+    BartLearnedPositionalEmbedding BigBirdPegasusLearnedPositionalEmbedding BlenderbotLearnedPositionalEmbedding
+    BlenderbotSmallLearnedPositionalEmbedding MBartLearnedPositionalEmbedding
+    MarianSinusoidalPositionalEmbedding MusicgenSinusoidalPositionalEmbedding
+    MusicgenMelodySinusoidalPositionalEmbedding MvpLearnedPositionalEmbedding PLBartLearnedPositionalEmbedding
+    PegasusSinusoidalPositionalEmbedding RoFormerSinusoidalPositionalEmbedding TrOCRLearnedPositionalEmbedding
+    TrOCRSinusoidalPositionalEmbedding
+    """
+)
 
-def layer_windows(config: Any) -> tuple[int | None, ...]:
-    """The sliding window of each layer (how many keys a query sees, itself included), None for full attention."""
-    window = getattr(config, "sliding_window", None)
-    layer_types = getattr(config, "layer_types", None) or []
-    if layer_types:
-        return tuple(window if kind == "sliding_attention" else None for kind in layer_types)
-    return (window,) * config.num_hidden_layers
+# Layers that mix along the row, by recurrence or convolution: each document runs by itself.
+MIXERS = _names(
+    """
+    BailingHybridDeltaAttention BambaMixer FalconH1Mixer FalconMambaMixer GraniteMoeHybridMambaLayer
+    Inkling2DynamicShortConvolution Inkling2ShortConvolution InklingShortConvolution JambaMambaMixer
+    KimiLinearDeltaAttention Lfm2MoeShortConv Lfm2ShortConv Lfm3ShortConv Mamba2Mixer MambaMixer
+    MiniMaxLightningAttention NemotronHMamba2Mixer OlmoHybridGatedDeltaNet Qwen3NextGatedDeltaNet
+    Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet Qwen4ExpTextGatedDeltaNet Qwen4ExpTextPLELayer
+    RecurrentGemmaRecurrentBlock RwkvFeedForward RwkvSelfAttention Zamba2MambaMixer ZambaMambaMixer
+    ZayaCCAProjection xLSTMLayer
+    """
+)
+
+# Model types whose heads keep position ids from the model inside, so that they must be read before the head runs.
+HEADS = _names("bloom falcon_mamba git mamba mamba2 mpt mvp openai-gpt rwkv trocr xlm xlnet")
+
+# Decoders whose rows of input_ids are codebooks, `num_codebooks` to a row of tokens.
+CODEBOOKS = _names("musicgen_decoder musicgen_melody_decoder")
+
+# Attention that makes its own mask: the class (with the end of its module's name) and the argument that takes ours.
+OWN_MASKS = {
+    ("modeling_openai", "Attention"): "attention_mask",
+    ("modeling_xlm", "MultiHeadAttention"): "mask",
+}
+
+# Layers that can't be told where documents begin, and why.
+REFUSED_LAYERS = {
+    "MiniMaxM3VLIndexer": "it chooses keys in blocks that are counted from the beginning of the row",
+}

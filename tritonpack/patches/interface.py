@@ -1,30 +1,45 @@
-"""The two functions that transformers calls: one makes the mask of a kind of layer, the other attends.
+"""The functions that transformers calls, registered under our names: one makes the mask of a kind of layer, the others
+attend.
 
-Both are registered under one name. A model whose attention has that name without having been patched is refused: its
-packing would be lost before it reaches the mask.
+A model whose attention has one of the names without having been patched reads its documents where attention gets
+them, from position ids or offsets, and is refused where they don't get there.
 """
 
 from __future__ import annotations
 
+import math
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
 from tritonpack.attention import varlen_attention
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.families import UNSUPPORTED_ARGUMENTS
-from tritonpack.patches.packing import IntervalMask, Packing, cached_mask, first_tokens
+from tritonpack.patches.kinds import read_kind
+from tritonpack.patches.local import temperature
+from tritonpack.patches.packing import IntervalMask, OpenMask, Packing, Serving
 
-NAME = "tritonpack"
+# What a patched model's config calls its attention, by who attends; and a second name for stacks that want a slash.
+NAMES = {"tritonpack": "tritonpack", "sdpa": "tritonpack_sdpa", "eager": "tritonpack_eager"}
+ALIAS = "tritonpack/flash-attn"
+
+# What says where documents begin; one of them must reach attention in a model that isn't patched.
+TELLING = ("position_ids", "cu_seq_lens_q", "seq_idx")
 
 
 def register() -> None:
-    """Make the name known to transformers; no model uses it before it is patched."""
-    AttentionInterface.register(NAME, attention_forward)
-    AttentionMaskInterface.register(NAME, make_mask)
+    """Make the names known to transformers; no model uses them before it is patched or asks for them."""
+    functions = {"tritonpack": attend, "sdpa": attend_sdpa, "eager": attend_eager}
+    for attention, name in NAMES.items():
+        AttentionInterface.register(name, functions[attention])
+        AttentionMaskInterface.register(name, make_mask)
+    AttentionInterface.register(ALIAS, attend)
+    AttentionMaskInterface.register(ALIAS, make_mask)
 
 
 def make_mask(
@@ -36,82 +51,175 @@ def make_mask(
     mask_function: Any = causal_mask_function,
     attention_mask: Packing | IntervalMask | Tensor | None = None,
     local_size: int | None = None,
-    use_vmap: bool = False,
+    dtype: torch.dtype = torch.float32,
+    config: Any = None,
     device: torch.device | str = "cpu",
-    **_: Any,
-) -> IntervalMask:
+    **flags: Any,
+) -> Any:
     """transformers' mask function: what every layer of one kind gets as `attention_mask`."""
-    if use_vmap or (local_size is None and mask_function is not causal_mask_function):
-        raise UnsupportedModelError(
-            "this model lays a mask of its own over causal attention, which tritonpack doesn't support yet; unpatch it."
-        )
-    if isinstance(attention_mask, IntervalMask):
+    if isinstance(attention_mask, (IntervalMask, OpenMask)):
         return attention_mask
+    kind = read_kind(mask_function, local_size, config, flags)
     if isinstance(attention_mask, Packing):
-        return attention_mask.interval_mask(kv_length, q_offset, kv_offset, local_size)
-    # generate() with a cache of fixed size prepares the mask before it calls the model: a padded batch, never a packed
-    # one. Its backend stays open until a patched decoder claims it.
-    rows = (torch.arange(q_length, device=device) + q_offset).expand(batch_size, q_length)
-    begin = torch.zeros((batch_size, 1), dtype=torch.long, device=rows.device)
-    if attention_mask is not None:
-        begin = first_tokens(attention_mask)[:, None]
-    window = (-1 if local_size is None else local_size - 1, 0)
-    mask = cached_mask(rows, begin, kv_length, kv_offset, window)
-    return IntervalMask(mask, torch.Size((batch_size, 1, q_length, kv_length)), backend=None)
+        mask = attention_mask.interval_mask(kv_length, q_offset, kv_offset, kind)
+        return served(mask, dtype)
+    shape = torch.Size((batch_size, 1, q_length, kv_length))
+    return OpenMask(attention_mask, shape, q_offset, kv_offset, kind, torch.device(device))
 
 
-def attention_forward(
+def served(mask: IntervalMask, dtype: torch.dtype) -> IntervalMask | Tensor:
+    """A mask in the form that takes part in attention: intervals, or dense numbers for transformers' own functions."""
+    attention = mask.serving.attention
+    if attention == "tritonpack":
+        return mask
+    return mask.to_tensor() if attention == "sdpa" else mask.to_tensor(dtype, additive=True)
+
+
+def attend(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: IntervalMask | None,
+    attention_mask: IntervalMask | OpenMask | Tensor | None,
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    indices: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: query (B, H, T, D), key and value (B, H_kv, K, D) -> (B, T, H, D) and no
-    weights.
+    """transformers' attention function: query (B, H, T, D), key (B, H_kv, K, D) and value (B, H_kv, K, D_v)
+    -> (B, T, H, D_v) and no weights.
 
-    The mask is the truth: windows, causality and documents are in it already.
+    The mask is the truth: windows, causality and documents are in it already. A tensor in its place is what a model has
+    made of it.
     """
-    if not isinstance(attention_mask, IntervalMask):
-        given = "no mask" if attention_mask is None else f"a {type(attention_mask).__name__}"
+    if kwargs.get("output_attentions"):
+        raise UnsupportedModelError("output_attentions=True: tritonpack's attention has no weights; unpatch the model.")
+    sinks = s_aux if sinks is None else sinks
+    if isinstance(attention_mask, Tensor) or indices is not None or position_bias is not None:
+        if softcap or block_indices is not None:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} combines a mask of its own with softcap or blocks, which tritonpack doesn't "
+                "support; unpatch the model."
+            )
+        if isinstance(attention_mask, Tensor):
+            dense = attention_mask
+        else:
+            mask = _claimed(attention_mask, kwargs, "tritonpack")
+            tuning = temperature(module, mask)
+            query = query * tuning
+            position_bias = None if position_bias is None else position_bias * tuning
+            dense = mask.to_tensor()
+        return attend_dense(query, key, value, dense, indices, position_bias, sinks, dropout, scaling), None
+    mask = _claimed(attention_mask, kwargs, "tritonpack")
+    batch, _, length, _ = query.shape
+    if mask.shape[0] != batch or mask.shape[2:] != (length, key.shape[2]):
+        raise ValueError(
+            f"the mask is for {tuple(mask.shape)} (batch, 1, queries, keys) but attention got {batch} rows of {length} "
+            f"queries and {key.shape[2]} keys; this model changes its keys between mask and attention, which "
+            "tritonpack doesn't support."
+        )
+    intervals = mask.mask.to(query.device) if mask.device != query.device else mask.mask
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query * temperature(module, mask), key, value))
+    out = varlen_attention(
+        q,
+        k,
+        v,
+        intervals,
+        scale=scaling,
+        softcap=softcap or 0.0,
+        sinks=None if sinks is None else sinks.flatten(),
+        dropout_p=dropout,
+        backend=mask.serving.backend,
+    )
+    return out.unflatten(0, (batch, length)), None
+
+
+def attend_sdpa(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, None]:
+    """transformers' sdpa, with the dense mask of the documents."""
+    return sdpa_attention_forward(
+        module, query, key, value, _dense(attention_mask, query.dtype, kwargs, "sdpa"), **kwargs
+    )
+
+
+def attend_eager(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor]:
+    """The model's own eager attention, with the dense mask of the documents."""
+    own: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
+    return own(module, query, key, value, _dense(attention_mask, query.dtype, kwargs, "eager"), **kwargs)
+
+
+def attend_dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    indices: Tensor | None,
+    bias: Tensor | None,
+    sinks: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+) -> Tensor:
+    """Attention where a model lays a mask or a bias of its own over that of the documents: torch's, O(T^2) memory.
+
+    Args:
+        mask: (B, 1 or H, T, K) bool, or floating point to be added to scores.
+        indices: (B, T, top-k) the keys that an indexer chose, among those of the mask.
+        bias: (B, H, T, K), added to scores.
+        sinks: (H,), each head's score of a key without a value, or (B, H, T, 1), each query's.
+    """
+    if indices is not None:
+        chosen = torch.zeros((*indices.shape[:2], mask.shape[-1]), dtype=torch.bool, device=query.device)
+        chosen.scatter_(-1, indices.long().clamp(min=0), indices >= 0)
+        mask = mask & chosen[:, None] if mask.dtype == torch.bool else mask.masked_fill(~chosen[:, None], -math.inf)
+    if bias is not None:
+        bias = bias.to(query.dtype)
+        mask = bias.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else bias + mask
+    if sinks is not None:
+        if mask.dtype == torch.bool:
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, -math.inf)
+        column = sinks if sinks.ndim == 4 else sinks.view(1, -1, 1, 1)
+        column = column.to(query.dtype).expand(query.shape[0], -1, query.shape[2], -1)
+        mask = torch.cat([mask.expand(-1, query.shape[1], -1, -1), column], dim=-1)
+        key, value = (nn.functional.pad(x, (0, 0, 0, 1)) for x in (key, value))
+    if mask.dtype != torch.bool:
+        mask = mask.to(query.dtype)
+    grouped = query.shape[1] != key.shape[1]
+    attention = nn.functional.scaled_dot_product_attention
+    out = attention(query, key, value, mask, dropout, scale=scaling, enable_gqa=grouped)
+    return out.transpose(1, 2).contiguous()
+
+
+def _dense(mask: Any, dtype: torch.dtype, arguments: dict[str, Any], attention: str) -> Tensor:
+    if isinstance(mask, Tensor):
+        return mask
+    claimed = served(_claimed(mask, arguments, attention), dtype)
+    assert isinstance(claimed, Tensor)
+    return claimed
+
+
+def _claimed(mask: Any, arguments: dict[str, Any], attention: str) -> IntervalMask:
+    """The mask that knows its documents."""
+    if isinstance(mask, IntervalMask):
+        return mask
+    if not isinstance(mask, OpenMask):
+        given = "no mask" if mask is None else f"a {type(mask).__name__}"
         raise ValueError(
             f"a patched model's layer got {given} where it needs the packed one. Four-dimensional attention masks "
-            "aren't supported: mark "
-            "documents by position_ids (or cu_seq_lens_q, seq_idx, a two-dimensional mask), and call the model, not "
-            "its layers."
+            "aren't supported: mark documents by position_ids (or cu_seq_lens_q, seq_idx, a two-dimensional mask), and "
+            "call the model, not its layers."
         )
-    if attention_mask.backend is None:
+    if not mask.claimed and not any(name in arguments for name in TELLING):
         raise ValueError(
-            "this model's attention is named 'tritonpack' but the model isn't patched (it may share its config object "
-            "with one that "
-            "is), so packed documents would not be told apart. Call tritonpack.patch(model), or give it a config of "
-            "its own."
+            "this model's attention is named 'tritonpack' but the model isn't patched, and its layers aren't told "
+            "where documents begin, so packed documents would not be told apart. Call tritonpack.patch(model)."
         )
-    if dropout:
-        raise ValueError(
-            f"attention dropout of {dropout} isn't supported yet; set model.config.attention_dropout = 0.0 before "
-            "building the model, or "
-            "call model.eval()."
-        )
-    unsupported = [name for name in UNSUPPORTED_ARGUMENTS if kwargs.get(name) is not None]
-    if unsupported or kwargs.get("output_attentions"):
-        raise UnsupportedModelError(
-            f"attention asks for {', '.join(unsupported) or 'output_attentions'}, which tritonpack doesn't support "
-            "yet; unpatch the model."
-        )
-    batch, _, length, _ = query.shape
-    if attention_mask.shape[0] != batch or attention_mask.shape[2:] != (length, key.shape[2]):
-        raise ValueError(
-            f"the mask is for {tuple(attention_mask.shape)} (batch, 1, queries, keys) but attention got {batch} rows "
-            f"of {length} queries and "
-            f"{key.shape[2]} keys; this model changes its keys between mask and attention, which tritonpack doesn't "
-            "support."
-        )
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    mask = attention_mask.mask.to(q.device) if attention_mask.device != q.device else attention_mask.mask
-    out = varlen_attention(q, k, v, mask, scale=scaling, backend=attention_mask.backend)  # type: ignore[call-overload]
-    return out.unflatten(0, (batch, length)), None
+    return mask.claim(arguments, Serving(attention, "auto"))

@@ -1,8 +1,8 @@
 """What a forward pass says about its documents, and the interval masks that follow from it.
 
 A `Packing` takes the place of the model's `attention_mask` argument: transformers hands it, untouched, to the
-registered mask function, once per kind of mask; what that returns, an `IntervalMask`, goes to every layer as
-`attention_mask`. So the packing travels with the call and no state outlives it.
+registered mask function, once per kind of mask; what that returns goes to every layer as `attention_mask`. So the
+packing travels with the call and no state outlives it.
 """
 
 from __future__ import annotations
@@ -13,145 +13,347 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonpack.checks import Window, require
+from tritonpack.attention import Backend
+from tritonpack.checks import require
 from tritonpack.mask import BlockDiagonalMask, changes, document_starts, mask_from_runs
+from tritonpack.patches.kinds import Kind, overlay_intervals
+from tritonpack.patches.tensor_like import TensorLike
+
+ATTENTIONS = ("tritonpack", "sdpa", "eager")
 
 
 @dataclass(frozen=True)
-class IntervalMask:
-    """A `BlockDiagonalMask` that looks like the 4D tensor which transformers' code expects between a model and its
-    layers.
+class Serving:
+    """Who attends.
+
+    Attributes:
+        attention: "tritonpack" for the kernels, which take intervals; "sdpa" or "eager" for transformers' own
+            attention, which takes dense masks.
+        backend: of the kernels, as `varlen_attention` takes it.
+    """
+
+    attention: str
+    backend: Backend
+
+
+@dataclass(frozen=True, eq=False)
+class IntervalMask(TensorLike):
+    """A `BlockDiagonalMask` in the place of a 4D mask; a bool tensor to a model that computes with it.
 
     Attributes:
         mask: batch_size * num_queries rows, batch_size * num_keys keys, row after row.
         shape: (batch_size, 1, num_queries, num_keys).
-        backend: as `varlen_attention` takes it; None until a patched decoder has claimed the mask.
+        serving: who attends.
+        packing: of the tokens, where these are queries and keys alike; None where a cache holds some of the keys.
     """
 
     mask: BlockDiagonalMask
     shape: torch.Size
-    backend: str | None
+    serving: Serving
+    packing: Packing | None = None
     dtype: torch.dtype = torch.bool
-    ndim: int = 4
 
     @property
     def device(self) -> torch.device:
         return self.mask.device
 
-    def to(self, *args: Any, **kwargs: Any) -> IntervalMask:
+    def to(self, *args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device", args[0] if args and isinstance(args[0], (str, torch.device)) else None)
+        if any(isinstance(x, torch.dtype) and x != torch.bool for x in (*args, kwargs.get("dtype"))):
+            return self.to_tensor().to(*args, **kwargs)
         if device is None or torch.device(device) == self.device:
             return self
         return replace(self, mask=self.mask.to(device))
 
-    def contiguous(self) -> IntervalMask:
+    def to_addend(self, dtype: torch.dtype) -> Tensor:
+        """A model that adds the mask to its scores means an additive one."""
+        return self.to_tensor(dtype, additive=True) if dtype.is_floating_point else self.to_tensor()
+
+    def to_tensor(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
+        """The mask as (B, 1, T, K). Padding sees itself, where it has a place among the keys: a softmax over nothing
+        has no value, and what padding computes reaches no document."""
+        if dtype == torch.float64:
+            return self.to_tensor(torch.float32, additive=additive).double()
+        batch, _, queries, keys = self.shape
+        base = torch.arange(batch, device=self.device, dtype=torch.int32)[:, None] * keys
+        start, stop = (x.view(batch, queries) - base for x in (self.mask.key_start, self.mask.key_stop))
+        if queries == keys:
+            own = torch.arange(keys, device=self.device, dtype=torch.int32)
+            start, stop = torch.where(start < stop, start, own), torch.where(start < stop, stop, own + 1)
+        start, stop = start.flatten(), stop.flatten()
+        rows = BlockDiagonalMask(start, stop, keys)  # as many rows as queries, each over its own keys
+        return rows.to_dense(dtype, additive=additive).unflatten(0, (batch, 1, queries))
+
+
+@dataclass(frozen=True, eq=False)
+class OpenMask(TensorLike):
+    """A mask that transformers made outside of a patched model's forward pass: it doesn't know the documents yet.
+
+    generate() prepares such masks before it calls the model, and a model whose attention has our name without having
+    been patched gets one. `claim` turns it into the mask of a packing.
+    """
+
+    attention_mask: Tensor | None
+    shape: torch.Size
+    query_offset: int | Tensor
+    key_offset: int
+    kind: Kind
+    where: torch.device
+    dtype: torch.dtype = torch.bool
+    claimed: list[IntervalMask] = field(default_factory=list)  # one at most
+
+    @property
+    def device(self) -> torch.device:
+        return self.where
+
+    def to(self, *_: Any, **__: Any) -> OpenMask:
         return self
 
+    def to_tensor(self) -> Tensor:
+        raise ValueError(
+            "this model's attention has tritonpack's name but the model isn't patched, so packed documents would not "
+            "be told apart. Call tritonpack.patch(model), or give it a config of its own."
+        )
 
-@dataclass(frozen=True)
-class Packing:
-    """The documents of one forward pass; looks like a 2D padding mask.
+    def claim(self, arguments: dict[str, Any], serving: Serving) -> IntervalMask:
+        """The mask for a call with these arguments; the same one for every layer that asks."""
+        if not self.claimed:
+            batch, _, queries, keys = self.shape
+            told = {**arguments, "attention_mask": self.attention_mask}
+            packing = make_packing(told, torch.Size((batch, queries)), self.where, serving)
+            self.claimed.append(packing.interval_mask(keys, self.query_offset, self.key_offset, self.kind))
+        return self.claimed[0]
+
+
+@dataclass(frozen=True, eq=False)
+class Packing(TensorLike):
+    """The documents of one forward pass, in the place of a 2D padding mask.
 
     Attributes:
         attention_mask: (B, keys) int, 0 for padding, or None. Other numbers tell documents apart.
         position_ids: (B, T), (3, B, T) or (4, B, T) integers, or None for consecutive positions.
         boundaries: (B, T) bool, True where a document begins, where the caller said so outright; else None.
-        shape: (B, T) of the tokens.
-        device: of the tokens.
-        backend: as `varlen_attention` takes it.
+        tokens: (B, T), the shape of the tokens.
+        where: the tokens' device.
+        serving: who attends.
+        by_document: whether layers that mix along the row run on each document by itself.
     """
 
     attention_mask: Tensor | None
     position_ids: Tensor | None
     boundaries: Tensor | None
-    shape: torch.Size
-    device: torch.device
-    backend: str
-    ndim: int = 2
-    _masks: list[tuple[tuple[Any, ...], IntervalMask]] = field(default_factory=list)
+    tokens: torch.Size
+    where: torch.device
+    serving: Serving
+    by_document: bool = False
+    dtype: torch.dtype = torch.int64
+    kept: list[tuple[tuple[Any, ...], IntervalMask]] = field(default_factory=list)
+    kept_batches: list[tuple[list[tuple[Tensor, Tensor]], Tensor]] = field(default_factory=list)
+
+    @property
+    def shape(self) -> torch.Size:  # type: ignore[override]
+        return self.tokens if self.attention_mask is None else self.attention_mask.shape
+
+    @property
+    def device(self) -> torch.device:
+        return self.where
 
     def to(self, *_: Any, **__: Any) -> Packing:
         return self
 
-    def interval_mask(
-        self, num_keys: int, query_offset: int | Tensor, key_offset: int, sliding_window: int | None
-    ) -> IntervalMask:
+    def to_tensor(self) -> Tensor:
+        """(B, keys) int64, 1 for tokens and 0 for padding, as tokenizers make it."""
+        if self.attention_mask is None:
+            return torch.ones(self.tokens, dtype=torch.int64, device=self.where)
+        return (self.attention_mask != 0).long()
+
+    def cumsum(self, dim: int = -1, **options: Any) -> Tensor:
+        """Models count tokens by the cumulative sum of their mask: each document's from 1, and padding as 0."""
+        if self.shape != self.tokens or dim not in (-1, 1):
+            return self.to_tensor().cumsum(dim, **options)
+        return (self.positions() + 1) * self.to_tensor()
+
+    def interval_mask(self, num_keys: int, query_offset: int | Tensor, key_offset: int, kind: Kind) -> IntervalMask:
         """The mask of a layer; built once for all layers of one kind.
 
         Args:
             num_keys: keys per row that the layer attends to.
             query_offset: how many tokens of each row the cache holds; a tensor for caches of fixed size.
             key_offset: how many of those the layer's cache has forgotten.
-            sliding_window: keys that a query sees at most, itself included; None without limit.
+            kind: what the layer sees of a document.
         """
-        fresh = isinstance(query_offset, int) and query_offset == 0 and key_offset == 0 and num_keys == self.shape[1]
-        kind = (num_keys, key_offset, sliding_window)
-        for known, interval_mask in self._masks:  # a list: a compiled graph that hashes a size is tied to it
-            if known == kind:
+        fresh = isinstance(query_offset, int) and query_offset == 0 and key_offset == 0 and num_keys == self.tokens[1]
+        key = (num_keys, key_offset, kind)
+        for known, interval_mask in self.kept:  # a list: a compiled graph that hashes a size is tied to it
+            if known == key:
                 return interval_mask
-        window = (-1 if sliding_window is None else sliding_window - 1, 0)
-        mask = self._documents(window) if fresh else self._cached(num_keys, query_offset, key_offset, window)
-        interval_mask = IntervalMask(mask, torch.Size((self.shape[0], 1, self.shape[1], num_keys)), self.backend)
-        self._masks.append((kind, interval_mask))
+        mask = self.documents(kind) if fresh else self._cached(num_keys, query_offset, key_offset, kind)
+        shape = torch.Size((self.tokens[0], 1, self.tokens[1], num_keys))
+        interval_mask = IntervalMask(mask, shape, self.serving, self if fresh else None)
+        self.kept.append((key, interval_mask))
         return interval_mask
 
-    def _documents(self, window: Window) -> BlockDiagonalMask:
-        """Queries and keys are the same tokens: every row is cut into its documents."""
+    def documents(self, kind: Kind) -> BlockDiagonalMask:
+        """The mask where queries and keys are the same tokens: every row is cut into its documents."""
+        starts, live = self.runs()
+        if kind.overlay is None:
+            return mask_from_runs(starts, live, kind.window, kind.chunk_size)
+        whole = mask_from_runs(starts, live, (-1, -1))
+        rows, base = self._rows(0), self._base(self.tokens[1])
+        begin, end = (bound.view(self.tokens) - base for bound in (whole.key_start, whole.key_stop))
+        bounds = overlay_intervals(kind.overlay, rows, begin.long(), end.long(), self.tokens[1])
+        start, stop = ((bound + base).flatten().to(torch.int32) for bound in bounds)
+        return replace(whole, key_start=start, key_stop=stop)
+
+    def runs(self) -> tuple[Tensor, Tensor | None]:
+        """(B, T) bool: where documents and stretches of padding begin, and which tokens aren't padding (None: all)."""
         starts = self.boundaries
         if starts is None:
             starts = self._position_starts()
         if self.attention_mask is None:
-            return mask_from_runs(starts, None, window)
+            return starts, None
         ids = self.attention_mask
-        if ids.shape != self.shape:
+        if ids.shape != self.tokens:
             raise ValueError(
-                f"attention_mask has shape {tuple(ids.shape)} but the tokens have {tuple(self.shape)}; without a "
-                "cache they must be "
-                "the same. Four-dimensional masks are not supported by a patched model: mark documents by position_ids."
+                f"attention_mask has shape {tuple(ids.shape)} but the tokens have {tuple(self.tokens)}; without a "
+                "cache they must be the same. Four-dimensional masks are not supported by a patched model: mark "
+                "documents by position_ids."
             )
         pieces = changes(ids)
         seen_before = torch.cat([torch.zeros_like(ids[:, :1]), ids.cummax(1).values[:, :-1]], dim=1)
+        torn = pieces & ~starts & (ids != 0) & (ids <= seen_before)
         require(
-            ~(pieces & ~starts & (ids != 0) & (ids <= seen_before)).any() & (ids >= 0).all(),
-            "attention_mask has padding inside a document. Padding may lie before, between and after documents; "
-            "number documents "
-            "in ascending order, or let position_ids restart where one begins.",
+            ~torn.any() & (ids >= 0).all(),
+            lambda: (
+                f"attention_mask has padding inside a document{_first(torn, ids, starts)}. Padding may lie before, "
+                "between and after documents; number documents in ascending order, or let position_ids restart where "
+                "one begins."
+            ),
         )
-        return mask_from_runs(starts | pieces, ids != 0, window)
+        return starts | pieces, ids != 0
 
-    def _cached(self, num_keys: int, query_offset: int | Tensor, key_offset: int, window: Window) -> BlockDiagonalMask:
+    def positions(self) -> Tensor:
+        """(B, T) int64, each token's place within its document, counted from 0."""
+        starts, _ = self.runs()
+        rows = self._rows(0)
+        return rows - torch.where(starts, rows, 0).cummax(1).values
+
+    def lengths(self) -> tuple[Tensor, Tensor]:
+        """Where documents begin in the flattened rows and how long they are, both on the host: waits for the device."""
+        starts, live = self.runs()
+        flat = starts.flatten()
+        begin = flat.nonzero().flatten()
+        length = torch.diff(begin, append=begin.new_tensor([flat.shape[0]]))
+        if live is not None:
+            keep = live.flatten()[begin]
+            begin, length = begin[keep], length[keep]
+        return begin.cpu(), length.cpu()
+
+    def batches(self) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+        """Documents as padded batches, those whose lengths have as many binary digits together: below twice the tokens.
+
+        Returns:
+            For each batch (documents, longest) the places of its tokens in the flattened rows, one past the last for
+            padding, and which of them are tokens; and, for every token of the rows, its place among the tokens of all
+            batches one after the other, one past the last for padding.
+        """
+        if not self.kept_batches:
+            begin, length = self.lengths()
+            total = self.tokens.numel()
+            batches, order = [], []
+            for digits in sorted({int(n).bit_length() for n in length}):
+                some = torch.tensor([int(n).bit_length() == digits for n in length])
+                steps = torch.arange(int(length[some].max()))
+                inside = steps < length[some][:, None]
+                places = torch.where(inside, begin[some][:, None] + steps, total)
+                order.append(places[inside])
+                batches.append((places.to(self.where), inside.to(self.where)))
+            found = torch.cat(order) if order else begin
+            inverse = torch.full((total,), found.shape[0], dtype=torch.long)
+            inverse[found] = torch.arange(found.shape[0])
+            self.kept_batches.append((batches, inverse.to(self.where)))
+        return self.kept_batches[0]
+
+    def _cached(self, num_keys: int, query_offset: int | Tensor, key_offset: int, kind: Kind) -> BlockDiagonalMask:
         """Queries continue what the cache holds: a token at position p follows p tokens of its own document."""
         if self.boundaries is not None:
             raise ValueError(
                 "cu_seq_lens_q, seq_idx and cu_seqlens describe a batch of whole documents, but the cache already "
-                "holds tokens. Pass "
-                "position_ids alone when continuing from a cache, or past_key_values=None."
+                "holds tokens. Pass position_ids alone when continuing from a cache, or past_key_values=None."
             )
-        batch, length = self.shape
-        begin = torch.zeros((batch, 1), dtype=torch.long, device=self.device)
+        begin = torch.zeros((self.tokens[0], 1), dtype=torch.long, device=self.where)
         if self.attention_mask is not None:
             begin = first_tokens(self.attention_mask)[:, None]
-        rows = (torch.arange(length, device=self.device) + query_offset).expand(batch, length)  # counted with the cache
+        rows = self._rows(query_offset)  # counted with the cache
+        begin = begin.expand_as(rows)
         if self.position_ids is not None:
             starts = self._position_starts()
             starts[:, 0] = False  # the first token continues, by as many tokens as its position says
             positions = self.position_ids[0] if self.position_ids.ndim == 3 else self.position_ids
-            first = rows[:, :1] - positions.expand(batch, length)[:, :1]
+            first = rows[:, :1] - positions.expand(self.tokens)[:, :1]
             inner = torch.where(starts, rows, -1).cummax(1).values
             begin = torch.maximum(begin, torch.where(inner < 0, first, inner))
-        return cached_mask(rows, begin, num_keys, key_offset, window)
+        start, stop = self._reach(kind, rows, begin, num_keys + key_offset)
+        stop = (stop - key_offset).clamp(0, num_keys)
+        start = torch.minimum((start - key_offset).clamp(0, num_keys), stop)
+        start, stop = ((self._base(num_keys) + bound).flatten().to(torch.int32) for bound in (start, stop))
+        return BlockDiagonalMask(start, stop, self.tokens[0] * num_keys)
+
+    @staticmethod
+    def _reach(kind: Kind, rows: Tensor, begin: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+        """What queries at these places see of the keys from `begin` on."""
+        end = torch.full_like(rows, num_keys)
+        if kind.overlay is not None:
+            return overlay_intervals(kind.overlay, rows, begin, end, num_keys)
+        left, right = kind.window
+        if kind.chunk_size is not None:
+            begin = begin + (rows - begin).clamp(min=0) // kind.chunk_size * kind.chunk_size
+        start = begin if left < 0 else torch.maximum(begin, rows - left)
+        return start, end if right < 0 else torch.minimum(end, rows + right + 1)
+
+    def _rows(self, offset: int | Tensor) -> Tensor:
+        return (torch.arange(self.tokens[1], device=self.where) + offset).expand(self.tokens)
+
+    def _base(self, num_keys: int) -> Tensor:
+        return torch.arange(self.tokens[0], device=self.where)[:, None] * num_keys
 
     def _position_starts(self) -> Tensor:
         if self.position_ids is None:
-            starts = torch.zeros(self.shape, dtype=torch.bool, device=self.device)
+            starts = torch.zeros(self.tokens, dtype=torch.bool, device=self.where)
             starts[:, :1] = True
             return starts
         starts = document_starts(self.position_ids)
-        if starts.shape[1] != self.shape[1] or starts.shape[0] not in (1, self.shape[0]):
+        if starts.shape[1] != self.tokens[1] or starts.shape[0] not in (1, self.tokens[0]):
             raise ValueError(
-                f"position_ids of shape {tuple(self.position_ids.shape)} don't fit tokens of shape {tuple(self.shape)}."
+                f"position_ids of shape {tuple(self.position_ids.shape)} don't fit tokens of shape "
+                f"{tuple(self.tokens)}."
             )
-        return starts.expand(self.shape).clone()
+        return starts.expand(self.tokens).clone()
+
+
+def make_packing(arguments: dict[str, Any], tokens: torch.Size, device: torch.device, serving: Serving) -> Packing:
+    """The packing of a forward pass over tokens of shape (B, T), from the arguments it was called with.
+
+    Documents are told apart by `cu_seq_lens_q` (FlashAttention's offsets over the flattened tokens), else `seq_idx`
+    ((B, T) document numbers), else where `position_ids` don't ascend by one. A two-dimensional `attention_mask` marks
+    padding by 0, and may number documents.
+
+    Raises:
+        ValueError: arguments that contradict each other or the tokens.
+    """
+    mask = arguments.get("attention_mask")
+    if mask is not None:
+        if mask.is_floating_point():
+            raise ValueError(f"attention_mask must hold integers or bool; got {mask.dtype}.")
+        mask = mask.to(device=device, dtype=torch.int32)
+    position_ids = arguments.get("position_ids")
+    if position_ids is not None:
+        position_ids = position_ids.to(device)
+    boundaries, name = _boundaries(arguments, tokens, device)
+    packing = Packing(mask, position_ids, boundaries, tokens, device, serving)
+    if boundaries is not None and position_ids is not None and position_ids.ndim < 3:
+        _require_agreement(packing, boundaries, name)
+    return packing
 
 
 def first_tokens(attention_mask: Tensor) -> Tensor:
@@ -165,56 +367,51 @@ def first_tokens(attention_mask: Tensor) -> Tensor:
     return live.int().argmax(1)
 
 
-def cached_mask(rows: Tensor, begin: Tensor, num_keys: int, key_offset: int, window: Window) -> BlockDiagonalMask:
-    """Causal intervals of (B, T) token indices `rows`, which see nothing before `begin`; keys begin at `key_offset`."""
-    left, _ = window
-    start = torch.maximum(begin, rows - left) if left >= 0 else begin.expand_as(rows)
-    base = torch.arange(rows.shape[0], device=rows.device)[:, None] * num_keys
-    stop = (rows + 1 - key_offset).clamp(0, num_keys)
-    start = torch.minimum((start - key_offset).clamp(0, num_keys), stop)
-    start, stop = ((base + bound).flatten().to(torch.int32) for bound in (start, stop))
-    return BlockDiagonalMask(start, stop, rows.shape[0] * num_keys)
-
-
-def read_packing(arguments: dict[str, Any], backend: str) -> Any:
-    """The `attention_mask` argument that carries the packing of a forward pass, from the arguments it was called with.
-
-    A mask that generate() has prepared already is claimed for the backend; what isn't two-dimensional is left for
-    attention to refuse.
-
-    Documents are told apart by `cu_seq_lens_q` (FlashAttention's offsets over the flattened tokens), else `seq_idx`
-    ((B, T) document numbers), else where `position_ids` don't ascend by one. A two-dimensional `attention_mask` marks
-    padding by 0, and may number documents.
-
-    Raises:
-        ValueError: arguments that contradict each other or the tokens.
-    """
-    attention_mask = arguments.get("attention_mask")
-    if isinstance(attention_mask, dict):
-        return {kind: _claim(mask, backend) for kind, mask in attention_mask.items()}
-    if attention_mask is not None and (not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2):
-        return _claim(attention_mask, backend)
-    tokens = arguments.get("input_ids")
-    if tokens is None:
-        tokens = arguments.get("inputs_embeds")
-    if tokens is None:
-        return attention_mask  # the model itself says what is missing
-    shape, device = torch.Size(tokens.shape[:2]), tokens.device
-    if attention_mask is not None:
-        if attention_mask.is_floating_point():
-            raise ValueError(f"attention_mask must hold integers or bool; got {attention_mask.dtype}.")
-        attention_mask = attention_mask.to(device=device, dtype=torch.int32)
-    return Packing(
-        attention_mask, arguments.get("position_ids"), _boundaries(arguments, shape, device), shape, device, backend
+def _require_agreement(packing: Packing, boundaries: Tensor, name: str) -> None:
+    """Position ids must restart exactly where documents begin; padding may be counted as it likes."""
+    positions = packing.position_ids
+    assert positions is not None
+    told = packing._position_starts()
+    told[:, :1] = boundaries[:, :1]
+    zeros = (positions == 0).expand(packing.tokens)
+    padding = zeros & torch.cat([zeros[:, :1], zeros[:, :-1]], dim=1)  # collators fill up with zeros
+    if packing.attention_mask is not None and packing.attention_mask.shape == packing.tokens:
+        padding = padding | (packing.attention_mask == 0)
+    differ = (told != boundaries) & ~padding
+    require(
+        ~differ.any(),
+        lambda: (
+            f"{name} and position_ids contradict each other"
+            f"{_first(differ, positions.expand(packing.tokens), boundaries)}: by {name} documents begin at "
+            f"{_places(boundaries)}, by position_ids at {_places(told)}. Let positions "
+            "restart where a document begins, or leave one of the two out."
+        ),
     )
 
 
-def _claim(mask: Any, backend: str) -> Any:
-    return replace(mask, backend=backend) if isinstance(mask, IntervalMask) else mask
+def _first(wrong: Tensor, ids: Tensor, starts: Tensor) -> str:
+    """Where a check failed first, with the numbers around it, for messages; nothing where reading it would wait."""
+    if wrong.device.type != "cpu" or not bool(wrong.any()):
+        return ""
+    row, column = (int(x) for x in wrong.nonzero()[0])
+    around = slice(max(column - 3, 0), column + 4)
+    return (
+        f" (row {row}, token {column}: {ids[row, around].tolist()} around it, where a document begins at "
+        f"{starts[row, around].int().tolist()})"
+    )
 
 
-def _boundaries(arguments: dict[str, Any], shape: torch.Size, device: torch.device) -> Tensor | None:
+def _places(starts: Tensor) -> str:
+    if starts.device.type != "cpu":
+        return "other places"
+    places = starts.flatten().nonzero().flatten().tolist()
+    return ", ".join(map(str, places[:8])) + (", ..." if len(places) > 8 else "")
+
+
+def _boundaries(arguments: dict[str, Any], shape: torch.Size, device: torch.device) -> tuple[Tensor | None, str]:
+    """Where documents begin, as (B, T) bool, and the name of the argument that said so."""
     cu_q, cu_k = arguments.get("cu_seq_lens_q"), arguments.get("cu_seq_lens_k")
+    seq_idx = arguments.get("seq_idx")
     if cu_q is not None:
         total = shape.numel()
         if cu_k is not None and cu_k is not cu_q:
@@ -226,18 +423,17 @@ def _boundaries(arguments: dict[str, Any], shape: torch.Size, device: torch.devi
             (cu_q[0] == 0) & (cu_q[-1] == total) & (cu_q[1:] >= cu_q[:-1]).all(),
             lambda: (
                 f"cu_seq_lens_q must begin with 0, never decrease and end with the number of tokens, {total} "
-                f"({shape[0]} x {shape[1]})."
+                f"({shape[0]} x {shape[1]}){f'; got {cu_q.tolist()!r:.200}' if cu_q.device.type == 'cpu' else ''}."
             ),
         )
         starts = torch.zeros(total + 1, dtype=torch.bool, device=device)
         starts[cu_q.to(device=device, dtype=torch.long)] = True
-        starts = starts[:-1].view(shape)
-    elif arguments.get("seq_idx") is not None:
-        seq_idx = arguments["seq_idx"]
+        starts, name = starts[:-1].view(shape), "cu_seq_lens_q"
+    elif isinstance(seq_idx, Tensor):
         if seq_idx.shape != shape:
             raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)} but the tokens have {tuple(shape)}.")
-        starts = changes(seq_idx.to(device))
+        starts, name = changes(seq_idx.to(device)), "seq_idx"
     else:
-        return None
+        return None, ""
     starts[:, :1] = True
-    return starts
+    return starts, name

@@ -1,49 +1,24 @@
-"""patch(model) and unpatch(model): a pre-hook on the decoder and a name in its config; leaving takes both away."""
+"""patch(model) and unpatch(model): hooks on the model and a name in its config; leaving takes both away."""
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from tritonpack.attention import Backend
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import interface
-from tritonpack.patches.families import FAMILIES, layer_windows
-from tritonpack.patches.packing import read_packing
-
-
-@dataclass(frozen=True)
-class Report:
-    """What a patch changed.
-
-    Attributes:
-        model_type: transformers' name for the family.
-        layers: how many attention layers go through tritonpack.
-        windows: the sliding window of each layer in tokens, itself included; None for full attention.
-        backend: what computes attention, as `varlen_attention` takes it.
-        replaced: the attention implementation that the model had before.
-    """
-
-    model_type: str
-    layers: int
-    windows: tuple[int | None, ...]
-    backend: str
-    replaced: str | None
-
-    def __str__(self) -> str:
-        kinds = sorted({window for window in self.windows if window is not None})
-        sliding = (
-            f"{sum(w is not None for w in self.windows)} with a sliding window of {kinds}" if kinds else "no window"
-        )
-        return (
-            f"{FAMILIES[self.model_type]} ({self.model_type}): {self.layers} attention layers, {sliding}; backend "
-            f"{self.backend}, in "
-            f"place of {self.replaced}"
-        )
+from tritonpack.patches.families import DENSE, HEADS, MIXERS, OWN_MASKS, POSITION_TABLES, REFUSED, REFUSED_LAYERS
+from tritonpack.patches.hand import HAND_WRITTEN, fits
+from tritonpack.patches.hooks import PackingHook
+from tritonpack.patches.local import Current, DocumentByDocument, DocumentMask, InstanceForward, LocalPositions
+from tritonpack.patches.packing import ATTENTIONS, Serving
+from tritonpack.patches.report import Report, make_report
 
 
 class Patch:
@@ -55,7 +30,7 @@ class Patch:
 
     def unpatch(self) -> None:
         """Restore the model; does nothing if that has been done already."""
-        if _find_hook(self.model) is not None:
+        if _hooks(self.model):
             unpatch(self.model)
 
     def __enter__(self) -> Patch:
@@ -70,37 +45,52 @@ class Patch:
         return f"Patch({self.report})"
 
 
-def patch(model: nn.Module, *, backend: str = "auto") -> Patch:
+def patch(
+    model: nn.Module,
+    *,
+    attention: Literal["tritonpack", "sdpa", "eager"] = "tritonpack",
+    backend: Backend = "auto",
+) -> Patch:
     """Replace a transformers model's attention with varlen attention that keeps packed documents apart.
 
     Afterwards documents are told apart by whatever says where they begin: `cu_seq_lens_q` or `seq_idx` as collators
     pass them, a two-dimensional `attention_mask` (0 for padding; other numbers number documents), or `position_ids`
     that restart; with or without `use_cache`, in one row or many. Nothing process-wide is replaced and no state
-    outlives a forward pass.
+    outlives a forward pass. Patching a patched model again the same way changes nothing.
+
+    Layers that mix along the row otherwise (recurrences, convolutions) run on each document by itself; a packed batch
+    leaves no cache behind in such models. Families whose attention lies outside transformers' interface get a dense
+    mask. `Patch.report` says what a model got.
 
     Args:
-        model: a transformers model of a supported family, or a module that holds one (PEFT's wrappers do).
-        backend: as `varlen_attention` takes it: "auto", "triton", "blocked" or "reference".
+        model: a transformers model, or a module that holds one (PEFT's wrappers do).
+        attention: "tritonpack" for the kernels; "sdpa" or "eager" keeps transformers' own attention and gives it the
+            dense block-diagonal mask, O(T^2) memory.
+        backend: of the kernels, as `varlen_attention` takes it: "auto", "triton", "blocked" or "reference".
 
     Returns:
         A handle with `report` and `unpatch()`; as a context manager it unpatches on leaving.
 
     Raises:
-        UnsupportedModelError: (a ValueError) a family that isn't supported yet.
-        ValueError: a model that is patched already, or an unknown backend.
+        UnsupportedModelError: (a ValueError) a family that can't be packed exactly; the message says why.
+        ValueError: a model that is patched already in another way, or an unknown option.
     """
+    if attention not in ATTENTIONS:
+        raise ValueError(f"attention must be 'tritonpack', 'sdpa' or 'eager'; got {attention!r}.")
     if backend not in ("auto", "triton", "blocked", "reference"):
         raise ValueError(f"backend must be 'auto', 'triton', 'blocked' or 'reference'; got {backend!r}.")
-    decoder = _decoder(model)
-    if _hook_of(decoder) is not None:
-        raise ValueError("this model is patched already; call tritonpack.unpatch(model) first to change its options.")
+    if hooks := _hooks(model):
+        report = hooks[0][2].report
+        if (report.attention, report.backend) != (attention, backend):
+            raise ValueError(
+                f"this model is patched already, with attention={report.attention!r} and backend={report.backend!r}; "
+                "call tritonpack.unpatch(model) first to change that."
+            )
+        return Patch(model, report)
+    _require_supported(model, attention)
+    modules = _modules(model)
     interface.register()
-    config = decoder.config
-    hook = PackingHook(decoder, backend, replaced=config._attn_implementation_internal)
-    decoder.register_forward_pre_hook(hook, with_kwargs=True)
-    config._attn_implementation_internal = interface.NAME
-    windows = layer_windows(config)
-    return Patch(model, Report(config.model_type, len(windows), windows, backend, hook.replaced))
+    return Patch(model, _apply(model, modules, attention, backend))
 
 
 def unpatch(model: nn.Module) -> None:
@@ -109,64 +99,137 @@ def unpatch(model: nn.Module) -> None:
     Raises:
         ValueError: the model isn't patched.
     """
-    found = _find_hook(model)
-    if found is None:
+    found = _hooks(model)
+    if not found:
         raise ValueError("this model isn't patched; tritonpack.patch(model) does that.")
-    decoder, key, hook = found
-    del decoder._forward_pre_hooks[key]
-    decoder._forward_pre_hooks_with_kwargs.pop(key, None)
-    decoder.config._attn_implementation_internal = hook.replaced  # type: ignore[union-attr]
+    for module, key, hook in found:
+        del module._forward_pre_hooks[key]
+        module._forward_pre_hooks_with_kwargs.pop(key, None)
+        for after, function in list(module._forward_hooks.items()):
+            if getattr(function, "__self__", None) is hook:
+                del module._forward_hooks[after]
+                module._forward_hooks_always_called.pop(after, None)
+        _release(module.config, hook.replaced)
+    for inner in model.modules():
+        forward = inner.__dict__.get("forward")
+        if isinstance(forward, InstanceForward):
+            forward.remove()
 
 
-class PackingHook:
-    """The decoder's pre-hook: reads where documents begin and passes it on as `attention_mask`."""
-
-    def __init__(self, decoder: PreTrainedModel, backend: str, replaced: str | None) -> None:
-        self.names = tuple(inspect.signature(decoder.forward).parameters)
-        self.backend = backend
-        self.replaced = replaced
-
-    def __call__(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        chosen = decoder.config._attn_implementation_internal  # type: ignore[union-attr]
-        if chosen != interface.NAME:
-            raise ValueError(
-                f"the attention implementation was set to {chosen!r} since this model was patched, which would ignore "
-                "its packing. Call tritonpack.unpatch(model) before setting another."
-            )
-        arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        arguments["attention_mask"] = read_packing(arguments, self.backend)
-        return (), arguments
-
-
-def _decoder(model: nn.Module) -> PreTrainedModel:
-    """The one module inside that embeds tokens and runs the layers."""
+def _modules(model: nn.Module) -> list[PreTrainedModel]:
+    """The modules that take tokens and an attention mask, outermost first; heads pass both on to the model inside, and
+    torch.compile runs the hooks of the outermost module outside of its graph."""
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if not models:
         raise UnsupportedModelError(f"expected a transformers model; got {type(model).__name__}.")
+    modules = []
     for module in models:
-        if module.config.model_type not in FAMILIES:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} (model type {module.config.model_type!r}) isn't supported yet: it isn't "
-                "known to keep packed "
-                f"documents apart. Supported: {', '.join(sorted(FAMILIES))}."
-            )
-    decoders = [module for module in models if module.base_model is module]
-    if len(decoders) != 1:
-        names = ", ".join(type(module).__name__ for module in decoders)
-        raise UnsupportedModelError(f"expected one decoder; {type(model).__name__} holds {len(decoders)} ({names}).")
-    return decoders[0]
+        parameters = inspect.signature(module.forward).parameters
+        if module.base_model is not module and module.config.model_type not in HEADS:
+            continue
+        if "attention_mask" in parameters and ("input_ids" in parameters or "inputs_embeds" in parameters):
+            modules.append(module)
+    if not modules:
+        raise UnsupportedModelError(
+            f"{type(models[0]).__name__} (model type {models[0].config.model_type!r}) takes no attention_mask, so it "
+            "can't be told where documents begin."
+        )
+    return modules
 
 
-def _hook_of(decoder: nn.Module) -> tuple[int, PackingHook] | None:
-    for key, hook in decoder._forward_pre_hooks.items():
-        if isinstance(hook, PackingHook):
-            return key, hook
-    return None
-
-
-def _find_hook(model: nn.Module) -> tuple[nn.Module, int, PackingHook] | None:
+def _require_supported(model: nn.Module, attention: str) -> None:
+    """Refuse what can't be packed exactly, before anything is changed."""
     for module in model.modules():
-        found = _hook_of(module)
-        if found is not None:
-            return module, *found
+        if isinstance(module, PreTrainedModel) and (why := REFUSED.get(module.config.model_type)):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} (model type {module.config.model_type!r}) can't be packed exactly: {why}."
+            )
+    for module in _modules(model):
+        kind = module.config.model_type
+        if kind == "gemma" and getattr(module.config, "use_bidirectional_attention", False):
+            raise UnsupportedModelError(
+                "Gemma with use_bidirectional_attention sees both directions in a batch without padding and one in a "
+                "batch with it, so there is nothing to be equal to."
+            )
+        if attention == "sdpa" and not module._supports_sdpa and kind not in DENSE:
+            raise UnsupportedModelError(
+                f"{type(module).__name__} (model type {kind!r}) doesn't support sdpa; use attention='eager' or "
+                "'tritonpack'."
+            )
+    for path, layer in model.named_modules():
+        name = type(layer).__name__
+        if why := REFUSED_LAYERS.get(name):
+            raise UnsupportedModelError(f"{path} ({name}) can't be packed exactly: {why}.")
+        if name in HAND_WRITTEN and not fits(layer, HAND_WRITTEN[name]):
+            raise UnsupportedModelError(
+                f"{path} ({name}) takes other arguments in this version of transformers than the one it was rewritten "
+                "for."
+            )
+
+
+def _apply(model: nn.Module, modules: list[PreTrainedModel], attention: str, backend: Backend) -> Report:
+    report = make_report(model, modules, attention, backend, modules[-1].config._attn_implementation_internal)
+    current = Current()
+    stand_ins = [make for layer in model.modules() if (make := _stand_in(layer, current)) is not None]
+    needed = bool(stand_ins) or any(module.config.model_type == "xlnet" for module in modules)
+    mixes = any(make.func is DocumentByDocument for make in stand_ins)
+    for module in modules:
+        serving = Serving("eager" if module.config.model_type in DENSE else attention, backend)
+        before = _claim(module.config, interface.NAMES[serving.attention])
+        outermost = not any(other is not module and _holds(other, module) for other in modules)
+        hook = PackingHook(module, serving, current if needed else None, mixes, outermost, before, report)
+        module.register_forward_pre_hook(hook, with_kwargs=True)
+        if needed:
+            module.register_forward_hook(hook.after, always_call=True)
+    for make in stand_ins:
+        make()
+    return report
+
+
+def _stand_in(layer: nn.Module, current: Current) -> partial[Any] | None:
+    """What gives a layer a forward of ours, or None for layers that keep their own."""
+    name, home = type(layer).__name__, type(layer).__module__.rpartition(".")[2]
+    if name in POSITION_TABLES:
+        return partial(LocalPositions, layer, current)
+    if name in MIXERS:
+        return partial(DocumentByDocument, layer, current)
+    if name in HAND_WRITTEN:
+        return partial(HAND_WRITTEN[name], layer, current)
+    if (home, name) in OWN_MASKS:
+        return partial(DocumentMask, layer, current, OWN_MASKS[home, name])
     return None
+
+
+def _holds(outer: nn.Module, inner: nn.Module) -> bool:
+    return any(module is inner for module in outer.modules())
+
+
+# Configs whose attention has our name: how many patched modules share each, and the name it had. By identity, because
+# configs compare by value and models may share one.
+_claims: dict[int, tuple[int, str | None]] = {}
+
+
+def _claim(config: Any, name: str) -> str | None:
+    """Give a config our name; returns the one it had before any patch."""
+    count, before = _claims.get(id(config), (0, config._attn_implementation_internal))
+    _claims[id(config)] = count + 1, before
+    config._attn_implementation_internal = name
+    return before
+
+
+def _release(config: Any, before: str | None) -> None:
+    """Give a config its own name back when the last patched module lets go of it (a copy's config has none)."""
+    count, before = _claims.pop(id(config), (1, before))
+    if count > 1:
+        _claims[id(config)] = count - 1, before
+    else:
+        config._attn_implementation_internal = before
+
+
+def _hooks(model: nn.Module) -> list[tuple[PreTrainedModel, int, PackingHook]]:
+    return [
+        (module, key, hook)
+        for module in model.modules()
+        for key, hook in module._forward_pre_hooks.items()
+        if isinstance(hook, PackingHook)
+    ]

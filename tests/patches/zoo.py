@@ -1,0 +1,160 @@
+"""A tiny random model of every causal language model type that transformers knows, with features that matter.
+
+Windows, chunks and selections are shorter than the documents of the tests, and every kind of layer that a family has
+is present, so that a patch which forgets one of them shows. What a type needs is a row in `zoo_rows.py`.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from tests.patches.zoo_rows import (
+    COMMON,
+    DIFFERENTIABLE,
+    FLOAT32_ONLY,
+    FORWARD_ONLY,
+    OF_A_PART,
+    ROWS,
+    UNBUILT,
+    VARIANTS,
+    VOCAB,
+)
+
+__all__ = [
+    "DIFFERENTIABLE", "FLOAT32_ONLY", "FORWARD_ONLY", "MODEL_TYPES", "UNBUILT", "VARIANTS", "call", "documents",
+    "logits", "tiny_config", "tiny_model",
+]  # fmt: skip
+
+MODEL_TYPES: tuple[str, ...] = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+
+FIRST_TOKEN = 6  # below are padding, the ends of a document, and masks and separators of a few types
+
+
+def _values(config_class: type[PreTrainedConfig], row: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a configuration: what is common and known to its class, its parts, and then the row."""
+    row = dict(row)
+    known = {field.name for field in dataclasses.fields(config_class)}
+    renamed = getattr(config_class, "attribute_map", {})
+    values = {}
+    for key, value in COMMON.items():
+        name = key if key in known else renamed.get(key)
+        if name in known:
+            values[name] = value
+    for name, part_class in (config_class.sub_configs or {}).items():
+        part_row = dict(row.pop(name, {}))
+        if part_class is AutoConfig:
+            part_type = config_class.sub_configs_defaults[name].model_type
+            part_class = CONFIG_MAPPING[part_type]
+        values[name] = part_class(**_values(part_class, {**ROWS.get(part_class.model_type, {}), **part_row}))
+    return {**values, **row}
+
+
+def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
+    """The configuration of a model type, or of a variant of one."""
+    variant = dict(VARIANTS.get(name, {}))
+    model_type = variant.pop("model_type", name)
+    row = {**ROWS.get(model_type, {}), **variant, **overrides}
+    config_class = CONFIG_MAPPING[model_type]
+    return config_class(**_values(config_class, row))
+
+
+@contextlib.contextmanager
+def _without_timm() -> Iterator[None]:
+    """The one vision tower that needs a package of its own is left out: text never enters it."""
+    build = transformers.AutoModel.from_config
+
+    def from_config(config: PreTrainedConfig, **kwargs: Any) -> nn.Module:
+        return nn.Identity() if config.model_type == "gemma3n_vision" else build(config, **kwargs)
+
+    with mock.patch.object(transformers.AutoModel, "from_config", from_config):
+        yield
+
+
+def _spread(model: nn.Module, generator: torch.Generator) -> None:
+    """Weights under which every part contributes: transformers' own are so small that attention hardly shows."""
+    done: set[int] = set()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) in done or parameter.numel() == 0:
+                continue
+            done.add(id(parameter))
+            noise = torch.randn(parameter.shape, generator=generator)
+            values = parameter.data
+            settled = bool(values.isfinite().all()) and 0.1 < float(values.abs().mean()) < 100
+            if isinstance(module, nn.Embedding):
+                parameter.data = 0.5 * noise
+            elif parameter.ndim >= 2 and not settled:
+                parameter.data = noise / parameter.shape[-1] ** 0.5
+            else:  # norms, decays, biases, sinks: where they were meant to be, but no two alike
+                parameter.data = values + 0.2 * noise
+
+
+def tiny_model(
+    name: str, *, dtype: torch.dtype = torch.float32, attn_implementation: str | None = None, seed: int = 0,
+    **overrides: Any,
+) -> PreTrainedModel:  # fmt: skip
+    """A random model in evaluation mode.
+
+    Args:
+        name: A model type of `MODEL_TYPES` or a key of `VARIANTS`.
+        dtype: The types in `FLOAT32_ONLY` compute in float32 alone and fail in any other.
+        attn_implementation: transformers' own choice if None.
+        seed: Of the weights.
+        overrides: Replace keys of the configuration.
+    """
+    torch.manual_seed(seed)  # a few parts draw their constants at construction
+    config = tiny_config(name, **overrides)
+    # The fused experts know no float64.
+    options = {"experts_implementation": "eager", "attn_implementation": attn_implementation}
+    if config.model_type in OF_A_PART:
+        class_name, part = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type], OF_A_PART[config.model_type]
+        model = getattr(transformers, class_name)._from_config(getattr(config, part), **options)
+    else:
+        with _without_timm():
+            model = AutoModelForCausalLM.from_config(config, **options)
+    _spread(model, torch.Generator().manual_seed(seed))
+    return model.to(dtype).eval()
+
+
+def documents(lengths: tuple[int, ...], seed: int = 1) -> list[Tensor]:
+    """Random token ids `[1, n]` for every length."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(FIRST_TOKEN, VOCAB, (1, n), generator=generator) for n in lengths]
+
+
+def call(model: PreTrainedModel, input_ids: Tensor) -> dict[str, Any]:
+    """The keyword arguments that carry token ids `[b, t]` into a model: most types take them as they are."""
+    kind = model.config.model_type
+    if kind in ("musicgen_decoder", "musicgen_melody_decoder"):
+        # One row of ids for every codebook.
+        books = [(input_ids + i) % VOCAB for i in range(model.config.num_codebooks)]
+        return {"input_ids": torch.stack(books, dim=1).flatten(0, 1)}
+    if kind in ("gemma4_assistant", "gemma4_unified_assistant"):
+        # A drafter: hidden states of the model it drafts for, and that model's keys and values in place of its own.
+        generator = torch.Generator().manual_seed(2)
+        text, weight = model.config.text_config, model.pre_projection.weight
+
+        def states(*shape: int) -> Tensor:
+            return torch.randn(VOCAB, *shape, generator=generator).to(weight)[input_ids]
+
+        shared = {}
+        for layer, layer_type in enumerate(text.layer_types):
+            part = text.per_layer_config[layer]
+            heads = part.num_key_value_heads, part.head_dim
+            shared[layer_type] = tuple(states(*heads).transpose(1, 2) for _ in range(2))
+        return {"inputs_embeds": states(weight.shape[1]), "shared_kv_states": shared}
+    return {"input_ids": input_ids}
+
+
+def logits(model: PreTrainedModel, output: Any) -> Tensor:
+    """Logits `[b, t, n]` of a call; those of several codebooks lie side by side."""
+    books = getattr(model.config, "num_codebooks", 1) if model.config.model_type.startswith("musicgen") else 1
+    return output.logits.unflatten(0, (-1, books)).transpose(1, 2).flatten(2) if books > 1 else output.logits

@@ -1,0 +1,57 @@
+"""Attention layers outside of transformers' interface, rewritten to use it: an instance's forward each."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+from torch import Tensor
+
+from tritonpack.patches.interface import attend, attend_dense
+from tritonpack.patches.local import InstanceForward
+
+
+class FalconAttention(InstanceForward):
+    """Falcon's attention: packed queries, keys and values, rotary positions or ALiBi.
+
+    With ALiBi the model folds slopes and mask into one tensor, so that form stays dense.
+    """
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        alibi: Tensor | None,
+        attention_mask: Any,
+        position_ids: Tensor | None = None,
+        layer_past: Any = None,
+        use_cache: bool = False,
+        output_attentions: bool = False,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        module: Any = self.module
+        query, key, value = (x.transpose(1, 2) for x in module._split_heads(module.query_key_value(hidden_states)))
+        if alibi is None:
+            assert position_embeddings is not None
+            rotate = sys.modules[type(module).__module__].apply_rotary_pos_emb
+            query, key = rotate(query, key, *position_embeddings)
+        if layer_past is not None:
+            key, value = layer_past.update(key, value, module.layer_idx)
+        dropout = module.attention_dropout.p if alibi is not None and module.training else 0.0
+        if isinstance(attention_mask, Tensor):
+            out = attend_dense(query, key, value, attention_mask, None, None, None, dropout, None)
+        else:
+            arguments = {"output_attentions": output_attentions, "position_ids": position_ids, **kwargs}
+            out, _ = attend(module, query, key, value, attention_mask, dropout=dropout, **arguments)
+        return module.dense(out.flatten(2)), None
+
+
+# Attention classes and what stands for their forward; the names of their arguments must be transformers'.
+HAND_WRITTEN = {"FalconAttention": FalconAttention, "FalconFlashAttention2": FalconAttention}
+
+
+def fits(module: Any, stand_in: type[InstanceForward]) -> bool:
+    """Whether a layer still takes the arguments that were rewritten here; other versions of transformers may differ."""
+    theirs = list(inspect.signature(type(module).forward).parameters)
+    return theirs == list(inspect.signature(stand_in.__call__).parameters)

@@ -1,0 +1,141 @@
+"""The pre-hook of a patched module: reads where documents begin and passes it on as `attention_mask`."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tritonpack.patches.families import CODEBOOKS, COUNT_FROM_PADDING
+from tritonpack.patches.interface import NAMES, served
+from tritonpack.patches.kinds import Kind
+from tritonpack.patches.local import Current
+from tritonpack.patches.packing import OpenMask, Packing, Serving, make_packing
+
+CACHES = ("past_key_values", "cache_params", "state")
+
+
+class PackingHook:
+    """Registered twice on a module: before its forward, and after it where `current` is needed.
+
+    Attributes:
+        serving: who attends.
+        current: where modules that transformers passes nothing to find the packing; None if there are no such modules.
+        mixes: whether layers of the module mix along the row.
+        outermost: whether no other patched module holds this one, so that its arguments are the user's.
+        replaced: the name of the attention that the module's config had before.
+    """
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        serving: Serving,
+        current: Current | None,
+        mixes: bool,
+        outermost: bool,
+        replaced: str | None,
+        report: Any,
+    ) -> None:
+        signature = inspect.signature(module.forward)
+        self.names = tuple(signature.parameters)
+        self.takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+        self.serving, self.current, self.mixes, self.outermost = serving, current, mixes, outermost
+        self.replaced, self.report = replaced, report
+        config = module.config
+        counts = config.model_type in COUNT_FROM_PADDING
+        self.first_position = (config.pad_token_id or 0) + 1 if counts else 0
+        self.codebooks = config.num_codebooks if config.model_type in CODEBOOKS else 1
+        # Multimodal positions are the model's to make: a place in the text isn't all of them.
+        multimodal = any(hasattr(inner, "get_rope_index") for inner in module.modules())
+        self.gives_positions = "position_ids" in self.names and not multimodal
+
+    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        chosen = module.config._attn_implementation_internal  # type: ignore[union-attr]
+        if chosen != NAMES[self.serving.attention]:
+            raise ValueError(
+                f"the attention implementation was set to {chosen!r} since this model was patched, which would ignore "
+                "its packing. Call tritonpack.unpatch(model) before setting another."
+            )
+        arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        packing = self._read(arguments)
+        if packing is not None:
+            self._pass_on(packing, arguments)
+        return (), arguments
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        """Forget the packing when the outermost module is done, also after an exception."""
+        assert self.current is not None
+        self.current.depth = max(self.current.depth - 1, 0)
+        if self.current.depth == 0:
+            self.current.packing = None
+
+    def _read(self, arguments: dict[str, Any]) -> Packing | None:
+        """The packing of this call, or None where masks are made already or the model itself says what is missing."""
+        mask = arguments.get("attention_mask")
+        if isinstance(mask, Packing):
+            return mask
+        if isinstance(mask, dict):
+            arguments["attention_mask"] = {kind: self._claim(one, arguments) for kind, one in mask.items()}
+            return None
+        if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
+            arguments["attention_mask"] = self._claim(mask, arguments)
+            return None
+        tokens = arguments.get("input_ids")
+        shape = tokens.shape if tokens is not None else None
+        if tokens is None:
+            tokens = arguments.get("inputs_embeds")
+            shape = None if tokens is None else tokens.shape[:-1]
+        if tokens is None or shape is None or len(shape) != 2:
+            return None
+        shape = (shape[0] // self.codebooks, shape[1])
+        return make_packing(arguments, torch.Size(shape), tokens.device, self.serving)
+
+    def _claim(self, mask: Any, arguments: dict[str, Any]) -> Any:
+        """A mask that was made before the call, for this model."""
+        if isinstance(mask, OpenMask):
+            return served(mask.claim(arguments, self.serving), torch.float32)
+        if isinstance(mask, Tensor) and mask.ndim == 4 and self.outermost:
+            raise ValueError(
+                f"attention_mask has shape {tuple(mask.shape)}; a patched model makes four-dimensional masks itself. "
+                "Mark documents by position_ids, cu_seq_lens_q, seq_idx or a two-dimensional mask, or unpatch the "
+                "model to use a mask of your own."
+            )
+        return mask
+
+    def _pass_on(self, packing: Packing, arguments: dict[str, Any]) -> None:
+        cached = any(arguments.get(name) is not None for name in CACHES)
+        given = (packing.boundaries, packing.position_ids, packing.attention_mask)
+        wanting = arguments.get("position_ids") is None or self.first_position > 0
+        if wanting and self.gives_positions and not cached and any(x is not None for x in given):
+            arguments["position_ids"] = packing.positions() + self.first_position
+        if self.mixes and not isinstance(arguments.get("attention_mask"), Packing):
+            packing = replace(packing, by_document=self._runs_by_document(packing, arguments, cached))
+        if self.current is not None:
+            self.current.depth += 1
+            if self.current.depth == 1:
+                self.current.packing = None if cached else packing
+        if self.mixes and self.takes_any:
+            arguments["tritonpack_packing"] = packing
+        if self.mixes and packing.by_document and (self.takes_any or "use_cache" in self.names):
+            arguments["use_cache"] = False
+        arguments["attention_mask"] = packing
+        if "perm_mask" in self.names and not cached and arguments.get("perm_mask") is None:  # XLNet's
+            seen = packing.interval_mask(packing.tokens[1], 0, 0, Kind((-1, -1))).to_tensor()[:, 0]
+            arguments["perm_mask"] = (~seen).float()
+
+    def _runs_by_document(self, packing: Packing, arguments: dict[str, Any], cached: bool) -> bool:
+        """Recurrent layers keep one state per row: documents run by themselves, and leave no cache behind."""
+        _, length = packing.lengths()
+        rows, row_length = packing.tokens
+        whole = length.numel() == rows and bool((length == row_length).all())  # nothing packed, nothing padded
+        padded = length.numel() <= rows
+        if cached and not padded:
+            raise ValueError(
+                "layers of this model mix along the row and keep one state for it, so a batch of several documents to "
+                "a row can't use a cache; pass past_key_values=None."
+            )
+        return not whole and not cached and not (padded and arguments.get("use_cache"))

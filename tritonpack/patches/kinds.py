@@ -1,0 +1,127 @@
+"""Kinds of masks: what transformers' mask functions say about a layer, as intervals around each query's own place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+from tritonpack.checks import Window, require
+from tritonpack.errors import UnsupportedModelError
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+ROWS_AT_ONCE = 1024  # of a dense mask, when an overlay is checked
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What the layers of one kind see of their document.
+
+    Attributes:
+        window: (left, right), as `BlockDiagonalMask` takes it; (-1, 0) is causal attention, (-1, -1) all of it.
+        chunk_size: keys per chunk, counted from the document's first; None without chunks.
+        overlay: a function that says all of it, in the coordinates of the row, for masks that models compose
+            themselves (images that see all of themselves, prefixes); None without.
+    """
+
+    window: Window
+    chunk_size: int | None = None
+    overlay: MaskFunction | None = None
+
+
+def read_kind(mask_function: Any, local_size: int | None, config: Any, flags: dict[str, Any]) -> Kind:
+    """The kind of mask that transformers asks for, from what it passes to a mask function.
+
+    Args:
+        mask_function: whether a query sees a key, composed of transformers' functions and the model's.
+        local_size: the window or chunk.
+        config: of the layers.
+        flags: the other arguments; transformers sets `use_vmap` and clears the permissions to skip the mask where a
+            model has composed its own.
+
+    Raises:
+        UnsupportedModelError: chunks and an overlay at once, or a window that may be either of two.
+    """
+    bidirectional = "allow_is_bidirectional_skip" in flags
+    plain = flags.get("allow_is_bidirectional_skip" if bidirectional else "allow_is_causal_skip", False)
+    if mask_function is causal_mask_function:
+        return Kind((-1, 0))
+    if mask_function is bidirectional_mask_function:
+        return Kind((-1, -1))
+    chunked = local_size is not None and getattr(config, "attention_chunk_size", None) == local_size
+    if chunked and (flags.get("use_vmap") or getattr(config, "sliding_window", None) == local_size):
+        raise UnsupportedModelError(
+            f"a mask of local size {local_size} may be chunks, a window or either under a mask of the model's own; "
+            "tritonpack can't tell. Unpatch the model."
+        )
+    if chunked:
+        return Kind((-1, 0), chunk_size=local_size)
+    if plain and local_size is not None and not flags.get("use_vmap"):
+        return Kind((local_size, local_size) if bidirectional else (local_size - 1, 0))
+    return Kind((-1, -1), overlay=mask_function)
+
+
+def overlay_intervals(
+    overlay: MaskFunction, rows: Tensor, begin: Tensor, end: Tensor, num_keys: int
+) -> tuple[Tensor, Tensor]:
+    """What a mask function lets each query see of the keys [begin, end), by bisection from its own place outwards.
+
+    Args:
+        overlay: as transformers composes it, in the coordinates of the row.
+        rows: (B, T) int64, each query's own place.
+        begin, end: (B, T) int64, the bounds of what it may see at most; equal where that is nothing.
+        num_keys: keys per row.
+
+    Returns:
+        start and stop, (B, T) int64.
+
+    Raises:
+        ValueError: what a query sees isn't an interval around its own place (checked eagerly, in host memory).
+    """
+    batch = torch.arange(rows.shape[0], device=rows.device)[:, None].expand_as(rows)
+    head = torch.zeros((), dtype=torch.long, device=rows.device)
+    # A fixed number of steps under the compiler, so that a graph isn't tied to a length.
+    steps = 31 if torch.compiler.is_compiling() else (num_keys + 1).bit_length() + 1
+
+    def sees(keys: Tensor) -> Tensor:
+        inside = (keys >= begin) & (keys < end)
+        return inside & overlay(batch, head, rows, torch.where(inside, keys, rows))
+
+    def furthest(unseen: Tensor) -> Tensor:
+        seen = rows
+        for _ in range(steps):
+            middle = torch.div(seen + unseen, 2, rounding_mode="floor")
+            at_middle = sees(middle) & (middle != unseen)
+            seen, unseen = torch.where(at_middle, middle, seen), torch.where(at_middle, unseen, middle)
+        return seen
+
+    live = sees(rows)
+    start = torch.where(live, furthest(begin - 1), begin)
+    stop = torch.where(live, furthest(end) + 1, begin)
+    if not torch.compiler.is_compiling():
+        _require_intervals(overlay, rows, (begin, end), (start, stop), num_keys)
+    return start, stop
+
+
+def _require_intervals(
+    overlay: MaskFunction, rows: Tensor, bounds: tuple[Tensor, Tensor], found: tuple[Tensor, Tensor], num_keys: int
+) -> None:
+    """Compare intervals with the function itself, pair by pair; what stock transformers spends on such masks, too."""
+    keys = torch.arange(num_keys, device=rows.device)
+    batch = torch.arange(rows.shape[0], device=rows.device)[:, None, None]
+    head = torch.zeros((), dtype=torch.long, device=rows.device)
+    equal = torch.ones((), dtype=torch.bool, device=rows.device)
+    for first in range(0, rows.shape[1], ROWS_AT_ONCE):
+        query, begin, end, start, stop = (x[:, first : first + ROWS_AT_ONCE, None] for x in (rows, *bounds, *found))
+        dense = overlay(batch, head, query, keys) & (keys >= begin) & (keys < end)
+        equal &= (dense == ((keys >= start) & (keys < stop))).all()
+    require(
+        equal,
+        "the mask that this model composes lets a token see keys that aren't one interval around its own place (such "
+        "as two images with one number in a document), which tritonpack's kernels can't express. Number images "
+        "differently, or unpatch the model.",
+    )

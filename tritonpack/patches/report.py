@@ -1,0 +1,119 @@
+"""Report: what a patch changed in a model, for people to read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from tritonpack.patches.families import MIXERS, POSITION_TABLES
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a patch changed.
+
+    Attributes:
+        model_type: transformers' name for the family.
+        attention: who attends: "tritonpack" for the kernels, "sdpa" or "eager" for transformers' own attention with a
+            dense block-diagonal mask.
+        backend: what computes the kernels' attention, as `varlen_attention` takes it.
+        layers: how many layers the decoder has.
+        windows: the sliding window of each layer in tokens, itself included; None for full attention.
+        features: what else attention computes, such as "softcap", "sinks" or "chunks of 8192".
+        by_document: the layers that mix along the row otherwise and run on each document by itself, by name.
+        positions: the tables of absolute positions that are looked up by each token's place in its document.
+        left: parts of the model that were left as they are, such as a vision tower.
+        replaced: the attention implementation that the model had before.
+    """
+
+    model_type: str
+    attention: str
+    backend: str
+    layers: int
+    windows: tuple[int | None, ...]
+    features: tuple[str, ...]
+    by_document: tuple[str, ...]
+    positions: tuple[str, ...]
+    left: tuple[str, ...]
+    replaced: str | None
+
+    def __str__(self) -> str:
+        kinds = sorted({window for window in self.windows if window is not None})
+        sliding = f"{sum(w is not None for w in self.windows)} with a sliding window of {kinds}" if kinds else ""
+        parts = [f"{self.model_type}: {self.layers} layers", sliding, *self.features]
+        who = f"backend {self.backend}" if self.attention == "tritonpack" else f"{self.attention} with a dense mask"
+        lines = [", ".join(filter(None, parts)) + f"; {who}, in place of {self.replaced}"]
+        for what, names in (
+            ("run document by document", self.by_document),
+            ("positions counted per document", self.positions),
+            ("left alone", self.left),
+        ):
+            if names:
+                lines.append(f"  {what}: {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}")
+        return "\n".join(lines)
+
+
+def make_report(
+    model: nn.Module, patched: Sequence[PreTrainedModel], attention: str, backend: str, replaced: str | None
+) -> Report:
+    """What patching these modules of a model means."""
+    config = patched[-1].config
+    windows = layer_windows(config)
+    inside = {id(module) for decoder in patched for module in decoder.modules()}
+    others = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, PreTrainedModel) and module not in patched and not _holds(module, patched)
+    ]
+    assert inside
+    return Report(
+        model_type=config.model_type,
+        attention=attention,
+        backend=backend,
+        layers=len(windows),
+        windows=windows,
+        features=_features(config, patched[-1]),
+        by_document=_named(model, MIXERS),
+        positions=_named(model, POSITION_TABLES),
+        left=tuple(others),
+        replaced=replaced,
+    )
+
+
+def layer_windows(config: Any) -> tuple[int | None, ...]:
+    """The sliding window of each layer (how many keys a query sees, itself included), None for full attention."""
+    window = getattr(config, "sliding_window", None)
+    layer_types = getattr(config, "layer_types", None) or []
+    if layer_types:
+        return tuple(window if "sliding" in kind else None for kind in layer_types)
+    return (window,) * getattr(config, "num_hidden_layers", 0)
+
+
+def _features(config: Any, decoder: nn.Module) -> tuple[str, ...]:
+    """What attention computes besides a plain softmax."""
+    found = []
+    if getattr(config, "attn_logit_softcapping", None):
+        found.append(f"softcap {config.attn_logit_softcapping:g}")
+    if any(name.endswith(("sinks", "sink_bias", "attention_sink")) for name, _ in decoder.named_parameters()):
+        found.append("sinks")
+    if getattr(config, "attention_chunk_size", None):
+        found.append(f"chunks of {config.attention_chunk_size}")
+    if getattr(config, "alibi", False) or config.model_type in ("bloom", "mpt"):
+        found.append("ALiBi")
+    if getattr(config, "index_topk", None):
+        found.append(f"{config.index_topk} keys chosen by an indexer")
+    if getattr(config, "is_causal", True) is False:
+        found.append("bidirectional")
+    return tuple(found)
+
+
+def _named(model: nn.Module, classes: frozenset[str]) -> tuple[str, ...]:
+    return tuple(name for name, module in model.named_modules() if type(module).__name__ in classes)
+
+
+def _holds(module: nn.Module, patched: Sequence[nn.Module]) -> bool:
+    return any(inner in patched for inner in module.modules())

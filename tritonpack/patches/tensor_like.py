@@ -1,0 +1,107 @@
+"""TensorLike: what stands where transformers expects a mask tensor, and becomes one when a model computes with it."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+
+class TensorLike:
+    """Looks like a tensor of `shape`; operators, torch's functions and unknown attributes work on `to_tensor()`.
+
+    So what a patch passes through a model as its mask costs nothing where the model only hands it on.
+    """
+
+    shape: torch.Size
+    dtype: torch.dtype
+    __hash__ = object.__hash__
+
+    def to_tensor(self) -> Tensor:
+        raise NotImplementedError
+
+    def to_addend(self, dtype: torch.dtype) -> Tensor:
+        """What it stands for where a model adds it to something of this dtype."""
+        return self.to_tensor()
+
+    @property
+    def device(self) -> torch.device:
+        raise NotImplementedError
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def contiguous(self) -> TensorLike:
+        return self
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, index: Any) -> Any:
+        """Slices that leave nothing out are the mask itself."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if len(parts) <= len(self.shape) and all(map(_keeps_all, parts, self.shape)):
+            return self
+        return self.to_tensor()[index]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+        return getattr(self.to_tensor(), name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(function, "__name__", "").strip("_") in ("add", "radd", "iadd") and len(args) == 2:
+            return _add(*args)
+        return function(*tree_map(as_tensor, args), **tree_map(as_tensor, kwargs or {}))
+
+    def __add__(self, other: Any) -> Any:
+        return _add(self, other)
+
+    def __radd__(self, other: Any) -> Any:
+        return _add(other, self)
+
+
+def as_tensor(value: Any) -> Any:
+    """The tensor that a `TensorLike` stands for; anything else as it is."""
+    return value.to_tensor() if isinstance(value, TensorLike) else value
+
+
+def _add(left: Any, right: Any) -> Any:
+    if isinstance(left, TensorLike) and isinstance(right, Tensor):
+        return left.to_addend(right.dtype) + right
+    if isinstance(right, TensorLike) and isinstance(left, Tensor):
+        return left + right.to_addend(left.dtype)
+    return as_tensor(left) + as_tensor(right)
+
+
+def _keeps_all(part: Any, size: int) -> bool:
+    if not isinstance(part, slice) or part.step not in (None, 1):
+        return False
+    return part.start in (None, 0, -size) and (part.stop is None or part.stop >= size)
+
+
+def _forward(name: str) -> Any:
+    function = getattr(operator, name)
+
+    def method(self: TensorLike, *others: Any) -> Any:
+        return function(self.to_tensor(), *map(as_tensor, others))
+
+    return method
+
+
+for _name in ("sub", "mul", "and_", "or_", "xor", "invert", "neg", "eq", "ne", "lt", "le", "gt", "ge"):
+    setattr(TensorLike, f"__{_name.rstrip('_')}__", _forward(_name))
+for _name in ("mul", "and_", "or_", "xor"):
+    setattr(TensorLike, f"__r{_name.rstrip('_')}__", _forward(_name))
+TensorLike.__rsub__ = lambda self, other: other - self.to_tensor()  # type: ignore[attr-defined]
