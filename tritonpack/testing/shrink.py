@@ -92,17 +92,18 @@ TOKEN_NAMES = ("bos_index", "eos_index", "pad_index", "unk_index", "mask_index")
 
 
 def _token_ids(config: Any) -> dict[int, int]:
-    found = sorted(_found_tokens(config))
+    found = sorted(special_tokens(config))
     small = [token for token in found if 0 <= token < VOCAB // 2]
     free = [token for token in reversed(range(VOCAB // 2)) if token not in small]
     return {**{token: token for token in small}, **dict(zip(sorted(set(found) - set(small)), free, strict=False))}
 
 
-def _found_tokens(config: Any) -> set[int]:
+def special_tokens(config: Any) -> set[int]:
+    """The ids that a configuration names: padding, the ends of a document, images, ..."""
     found: set[int] = set()
     for name, value in config.__dict__.items():
         if _is_config(value):
-            found |= _found_tokens(value)
+            found |= special_tokens(value)
         elif _names_tokens(name):
             values = value if isinstance(value, (list, tuple)) else [value]
             found |= {token for token in values if isinstance(token, int) and token >= 0}
