@@ -62,6 +62,9 @@ MIXERS = _names(
 # Model types whose heads keep position ids from the model inside, so that they must be read before the head runs.
 HEADS = _names("bloom falcon_mamba git mamba mamba2 mpt mvp openai-gpt rwkv trocr xlm xlnet")
 
+# Model types that make ALiBi from the mask for padding, so that it must be as wide as their keys.
+ALIBI_FROM_MASK = _names("bloom falcon mpt")
+
 # Decoders whose rows of input_ids are codebooks, `num_codebooks` to a row of tokens.
 CODEBOOKS = _names("musicgen_decoder musicgen_melody_decoder")
 

@@ -16,7 +16,14 @@ from tritonpack.patches import interface
 from tritonpack.patches.families import DENSE, HEADS, MIXERS, OWN_MASKS, POSITION_TABLES, REFUSED, REFUSED_LAYERS
 from tritonpack.patches.hand import HAND_WRITTEN, fits
 from tritonpack.patches.hooks import PackingHook
-from tritonpack.patches.local import Current, DocumentByDocument, DocumentMask, InstanceForward, LocalPositions
+from tritonpack.patches.local import (
+    Current,
+    DocumentByDocument,
+    DocumentMask,
+    InstanceForward,
+    LocalPositions,
+    release_checkpoint,
+)
 from tritonpack.patches.packing import ATTENTIONS, Serving
 from tritonpack.patches.report import Report, make_report
 
@@ -111,6 +118,7 @@ def unpatch(model: nn.Module) -> None:
                 module._forward_hooks_always_called.pop(after, None)
         _release(module.config, hook.replaced)
     for inner in model.modules():
+        release_checkpoint(inner)
         forward = inner.__dict__.get("forward")
         if isinstance(forward, InstanceForward):
             forward.remove()
@@ -174,7 +182,7 @@ def _apply(model: nn.Module, modules: list[PreTrainedModel], attention: str, bac
     needed = bool(stand_ins) or any(module.config.model_type == "xlnet" for module in modules)
     mixes = any(make.func is DocumentByDocument for make in stand_ins)
     for module in modules:
-        serving = Serving("eager" if module.config.model_type in DENSE else attention, backend)
+        serving = Serving("dense" if module.config.model_type in DENSE else attention, backend)
         before = _claim(module.config, interface.NAMES[serving.attention])
         outermost = not any(other is not module and _holds(other, module) for other in modules)
         hook = PackingHook(module, serving, current if needed else None, mixes, outermost, before, report)
