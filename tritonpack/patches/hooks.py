@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.families import ALIBI_FROM_MASK, CODEBOOKS, COUNT_FROM_PADDING
 from tritonpack.patches.interface import NAMES, served
 from tritonpack.patches.kinds import Kind
@@ -63,6 +64,11 @@ class PackingHook:
                 "its packing. Call tritonpack.unpatch(model) before setting another."
             )
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        if arguments.get("encoder_hidden_states") is not None:
+            raise UnsupportedModelError(
+                "cross-attention (encoder_hidden_states) sees one sequence from every document of a row; unpatch the "
+                "model."
+            )
         packing = self._read(arguments)
         if packing is not None:
             packing = self._pass_on(packing, arguments)
