@@ -34,6 +34,55 @@ class Current:
     packing: Packing | None = None
     depth: int = 0
 
+    def enter(self, packing: Packing | None) -> None:
+        """A patched module begins; the outermost one says what the packing is."""
+        self.depth += 1
+        if self.depth == 1:
+            self.packing = packing
+
+    def leave(self) -> None:
+        """A patched module is done, perhaps by an exception."""
+        self.depth = max(self.depth - 1, 0)
+        if self.depth == 0:
+            self.packing = None
+
+
+class Checkpoint:
+    """Stands for a layer's checkpointing function: what is recomputed in backward finds the packing of its forward."""
+
+    def __init__(self, own: Any, current: Current) -> None:
+        self.own, self.current = own, current
+
+    def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
+        current, packing = self.current, self.current.packing
+
+        def run(*inputs: Any) -> Any:
+            current.enter(packing)
+            try:
+                return function(*inputs)
+            finally:
+                current.leave()
+
+        return self.own(run, *args, **kwargs)
+
+
+CHECKPOINT = "_gradient_checkpointing_func"  # transformers' name for it, an attribute of every layer that has one
+
+
+def hold_checkpoints(layers: list[nn.Module], current: Current) -> None:
+    """Put ourselves before the checkpointing function of layers that have got one since."""
+    for layer in layers:
+        own = layer.__dict__.get(CHECKPOINT)
+        if own is not None and not isinstance(own, Checkpoint):
+            layer.__dict__[CHECKPOINT] = Checkpoint(own, current)
+
+
+def release_checkpoint(layer: nn.Module) -> None:
+    """Give a layer its own checkpointing function back."""
+    held = layer.__dict__.get(CHECKPOINT)
+    if isinstance(held, Checkpoint):
+        layer.__dict__[CHECKPOINT] = held.own
+
 
 class InstanceForward:
     """Stands for one module's forward; `remove()` takes it away."""
@@ -69,7 +118,7 @@ class LocalPositions(InstanceForward):
             table, offset = module.weights, getattr(module, "offset", None)
             if offset is None:  # as fairseq counts
                 offset = getattr(module, "padding_idx", -1) + 1
-        found = nn.functional.embedding(packing.positions() + offset, table)
+        found = nn.functional.embedding(packing.places() + offset, table)
         return _Indexed(found) if type(self.module).__name__ in ADDS_AXES else found
 
 
@@ -97,7 +146,7 @@ class DocumentMask(InstanceForward):
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
         packing = self.current.packing
         if packing is None and self.current.depth == 0:
-            raise ValueError(RECOMPUTED.format(type(self.module).__name__))
+            raise ValueError(OUTSIDE.format(type(self.module).__name__))
         if packing is not None:
             length = packing.tokens[1]
             mask = packing.interval_mask(length, 0, 0, Kind((-1, -1)))
@@ -112,13 +161,13 @@ class DocumentMask(InstanceForward):
         return self.inner(**arguments)
 
 
-RECOMPUTED = (
-    "{} runs outside of its model's forward pass (gradient checkpointing recomputes it there) and isn't told where "
-    "documents begin. Turn gradient checkpointing off for this model."
+OUTSIDE = (
+    "{} was called outside of its model's forward pass, where nothing says where documents begin. Call the model, or "
+    "unpatch it first."
 )
 
 
-def temperature(module: nn.Module, mask: IntervalMask) -> Tensor | float:
+def temperature(module: nn.Module, mask: IntervalMask) -> Tensor | None:
     """What queries are to be multiplied by where a layer has scaled them by their place in the row: (B, 1, T, 1).
 
     Layers without positions of long-context models sharpen attention as a row goes on; in a packed row it is the place
@@ -126,8 +175,8 @@ def temperature(module: nn.Module, mask: IntervalMask) -> Tensor | float:
     """
     rule = TEMPERATURES.get(type(module).__name__)
     if rule is None or mask.packing is None:
-        return 1.0
-    places = mask.packing.positions()
+        return None
+    places = mask.packing.places()
     in_row = torch.arange(places.shape[1], device=places.device).expand_as(places)
     return (rule(module, places) / rule(module, in_row))[:, None, :, None]
 
@@ -163,11 +212,9 @@ class DocumentByDocument(InstanceForward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        packing = arguments.pop("tritonpack_packing", None)
-        if packing is None:
-            packing = next((x for x in arguments.values() if isinstance(x, Packing)), self.current.packing)
+        packing = self.current.packing
         if packing is None and self.current.depth == 0:
-            raise ValueError(RECOMPUTED.format(type(self.module).__name__))
+            raise ValueError(OUTSIDE.format(type(self.module).__name__))
         if packing is None or not packing.by_document:
             return self.inner(**tree_map(as_tensor, arguments, is_leaf=lambda x: isinstance(x, TensorLike)))
         for name in ROW_ARGUMENTS:

@@ -16,7 +16,7 @@ from torch import Tensor
 from tritonpack.attention import Backend
 from tritonpack.checks import require
 from tritonpack.mask import BlockDiagonalMask, changes, document_starts, mask_from_runs
-from tritonpack.patches.kinds import Kind, overlay_intervals
+from tritonpack.patches.kinds import CAUSAL, Kind, overlay_intervals
 from tritonpack.patches.tensor_like import TensorLike
 
 ATTENTIONS = ("tritonpack", "sdpa", "eager")
@@ -28,7 +28,7 @@ class Serving:
 
     Attributes:
         attention: "tritonpack" for the kernels, which take intervals; "sdpa" or "eager" for transformers' own
-            attention, which takes dense masks.
+            attention, which takes dense masks; "dense" for layers outside of its interface, which take them, too.
         backend: of the kernels, as `varlen_attention` takes it.
     """
 
@@ -45,17 +45,29 @@ class IntervalMask(TensorLike):
         shape: (batch_size, 1, num_queries, num_keys).
         serving: who attends.
         packing: of the tokens, where these are queries and keys alike; None where a cache holds some of the keys.
+        kind: what the layer sees of a document.
     """
 
     mask: BlockDiagonalMask
     shape: torch.Size
     serving: Serving
     packing: Packing | None = None
+    kind: Kind = CAUSAL
     dtype: torch.dtype = torch.bool
+    kept: list[tuple[torch.dtype, Tensor]] = field(default_factory=list)
 
     @property
     def device(self) -> torch.device:
         return self.mask.device
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """(B, 1, T, K) bool, or additive of another dtype: written once for all layers."""
+        for known, tensor in self.kept:
+            if known == dtype:
+                return tensor
+        tensor = self.to_tensor() if dtype == torch.bool else self.to_tensor(dtype, additive=True)
+        self.kept.append((dtype, tensor))
+        return tensor
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device", args[0] if args and isinstance(args[0], (str, torch.device)) else None)
@@ -63,7 +75,7 @@ class IntervalMask(TensorLike):
             return self.to_tensor().to(*args, **kwargs)
         if device is None or torch.device(device) == self.device:
             return self
-        return replace(self, mask=self.mask.to(device))
+        return replace(self, mask=self.mask.to(device), kept=[])
 
     def to_addend(self, dtype: torch.dtype) -> Tensor:
         """A model that adds the mask to its scores means an additive one."""
@@ -137,6 +149,7 @@ class Packing(TensorLike):
         where: the tokens' device.
         serving: who attends.
         by_document: whether layers that mix along the row run on each document by itself.
+        cached: whether the call brought a cache, empty or not.
     """
 
     attention_mask: Tensor | None
@@ -146,6 +159,7 @@ class Packing(TensorLike):
     where: torch.device
     serving: Serving
     by_document: bool = False
+    cached: bool = False
     dtype: torch.dtype = torch.int64
     kept: list[tuple[tuple[Any, ...], IntervalMask]] = field(default_factory=list)
     kept_batches: list[tuple[list[tuple[Tensor, Tensor]], Tensor]] = field(default_factory=list)
@@ -182,6 +196,9 @@ class Packing(TensorLike):
             key_offset: how many of those the layer's cache has forgotten.
             kind: what the layer sees of a document.
         """
+        columns = self.shape[1]
+        if isinstance(query_offset, int) and query_offset == 0 and num_keys == self.tokens[1] < columns:
+            num_keys, query_offset = columns, columns - num_keys  # the cache asked was that of a layer without keys
         fresh = isinstance(query_offset, int) and query_offset == 0 and key_offset == 0 and num_keys == self.tokens[1]
         key = (num_keys, key_offset, kind)
         for known, interval_mask in self.kept:  # a list: a compiled graph that hashes a size is tied to it
@@ -189,7 +206,7 @@ class Packing(TensorLike):
                 return interval_mask
         mask = self.documents(kind) if fresh else self._cached(num_keys, query_offset, key_offset, kind)
         shape = torch.Size((self.tokens[0], 1, self.tokens[1], num_keys))
-        interval_mask = IntervalMask(mask, shape, self.serving, self if fresh else None)
+        interval_mask = IntervalMask(mask, shape, self.serving, self if fresh else None, kind)
         self.kept.append((key, interval_mask))
         return interval_mask
 
@@ -273,6 +290,18 @@ class Packing(TensorLike):
             inverse[found] = torch.arange(found.shape[0])
             self.kept_batches.append((batches, inverse.to(self.where)))
         return self.kept_batches[0]
+
+    def places(self) -> Tensor:
+        """(B, T) int64, what stands for a token's place in its row where a model counts those: that in its document.
+
+        A row that is one document and goes on from a cache counts its padding, as the model will later.
+        """
+        positions = self.positions()
+        if not self.cached:
+            return positions
+        starts, live = self.runs()
+        documents = (starts if live is None else starts & live).sum(1, keepdim=True)
+        return torch.where(documents > 1, positions, self._rows(0))
 
     def _cached(self, num_keys: int, query_offset: int | Tensor, key_offset: int, kind: Kind) -> BlockDiagonalMask:
         """Queries continue what the cache holds: a token at position p follows p tokens of its own document."""

@@ -13,11 +13,19 @@ from transformers import PreTrainedModel
 from tritonpack.attention import Backend
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import interface
-from tritonpack.patches.families import DENSE, HEADS, MIXERS, OWN_MASKS, POSITION_TABLES, REFUSED, REFUSED_LAYERS
+from tritonpack.patches.families import DENSE, HEADS, KNOWN, MIXERS, OWN_MASKS, POSITION_TABLES, REFUSED, REFUSED_LAYERS
 from tritonpack.patches.hand import HAND_WRITTEN, fits
 from tritonpack.patches.hooks import PackingHook
-from tritonpack.patches.local import Current, DocumentByDocument, DocumentMask, InstanceForward, LocalPositions
+from tritonpack.patches.local import (
+    Current,
+    DocumentByDocument,
+    DocumentMask,
+    InstanceForward,
+    LocalPositions,
+    release_checkpoint,
+)
 from tritonpack.patches.packing import ATTENTIONS, Serving
+from tritonpack.patches.probe import probe_alone, probe_packed
 from tritonpack.patches.report import Report, make_report
 
 
@@ -58,6 +66,10 @@ def patch(
     that restart; with or without `use_cache`, in one row or many. Nothing process-wide is replaced and no state
     outlives a forward pass. Patching a patched model again the same way changes nothing.
 
+    Families that the tests show to be exact are patched at once. Any other model is tried on a few tokens first: packed
+    documents must equal each alone, and none may move another; what a few tokens can't show (windows longer than they
+    are) is for `tritonpack.testing.check_isolation` with longer ones.
+
     Layers that mix along the row otherwise (recurrences, convolutions) run on each document by itself; a packed batch
     leaves no cache behind in such models. Families whose attention lies outside transformers' interface get a dense
     mask. `Patch.report` says what a model got.
@@ -90,7 +102,16 @@ def patch(
     _require_supported(model, attention)
     modules = _modules(model)
     interface.register()
-    return Patch(model, _apply(model, modules, attention, backend))
+    known = all(module.config.model_type in KNOWN for module in modules)
+    alone = None if known else probe_alone(model)
+    handle = Patch(model, _apply(model, modules, attention, backend))
+    if alone is not None:
+        try:
+            probe_packed(model, alone)
+        except UnsupportedModelError:
+            handle.unpatch()
+            raise
+    return handle
 
 
 def unpatch(model: nn.Module) -> None:
@@ -111,6 +132,7 @@ def unpatch(model: nn.Module) -> None:
                 module._forward_hooks_always_called.pop(after, None)
         _release(module.config, hook.replaced)
     for inner in model.modules():
+        release_checkpoint(inner)
         forward = inner.__dict__.get("forward")
         if isinstance(forward, InstanceForward):
             forward.remove()
@@ -146,6 +168,11 @@ def _require_supported(model: nn.Module, attention: str) -> None:
             )
     for module in _modules(model):
         kind = module.config.model_type
+        if getattr(module.config, "is_encoder_decoder", False):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} (model type {kind!r}) is an encoder with a decoder, whose documents would "
+                "have to be told apart on both sides. Decoders by themselves can be patched."
+            )
         if kind == "gemma" and getattr(module.config, "use_bidirectional_attention", False):
             raise UnsupportedModelError(
                 "Gemma with use_bidirectional_attention sees both directions in a batch without padding and one in a "
@@ -174,7 +201,7 @@ def _apply(model: nn.Module, modules: list[PreTrainedModel], attention: str, bac
     needed = bool(stand_ins) or any(module.config.model_type == "xlnet" for module in modules)
     mixes = any(make.func is DocumentByDocument for make in stand_ins)
     for module in modules:
-        serving = Serving("eager" if module.config.model_type in DENSE else attention, backend)
+        serving = Serving("dense" if module.config.model_type in DENSE else attention, backend)
         before = _claim(module.config, interface.NAMES[serving.attention])
         outermost = not any(other is not module and _holds(other, module) for other in modules)
         hook = PackingHook(module, serving, current if needed else None, mixes, outermost, before, report)
