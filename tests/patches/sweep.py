@@ -64,6 +64,10 @@ def _subject(model: PreTrainedModel, *, stock: bool = False) -> packed_forms.Sub
     )  # fmt: skip
 
 
+def _logits(model: PreTrainedModel, batch: packed_forms.Batch) -> Tensor:
+    return _subject(model).run(batch)
+
+
 def tolerance(model: PreTrainedModel) -> float:
     return packed_forms.tolerance(model.dtype)
 

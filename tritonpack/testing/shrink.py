@@ -52,16 +52,19 @@ def shrink(config: C) -> C:
     for part in (*reversed(_parts(config)), config):
         sizes = _Sizes(part, _values(part), {})
         streams[sizes.hidden] = sizes.new_hidden
-    return type(config).from_dict(_shrunk(config, _token_ids(config), streams))  # type: ignore[attr-defined,no-any-return]
+    return type(config).from_dict(_shrunk(config, _token_ids(config), streams, {}))  # type: ignore[attr-defined,no-any-return]
 
 
-def _shrunk(config: Any, tokens: dict[int, int], streams: dict[int, int]) -> Values:
+def _shrunk(config: Any, tokens: dict[int, int], streams: dict[int, int], given: Values) -> Values:
+    """The small values of a configuration and its parts, those in `given` as they are there."""
     values = _values(config)
     _cut_layers(config, values)
     sizes = _Sizes(config, values, streams)
+    of_parts = {name: value for name, value in sizes.fixed.items() if name not in values}
+    sizes.fixed.update(given)
     for name, value in values.items():
         part = config.__dict__.get(name)
-        values[name] = _shrunk(part, tokens, streams) if _is_config(part) else sizes.of(name, value)
+        values[name] = _shrunk(part, tokens, streams, of_parts) if _is_config(part) else sizes.of(name, value)
         if _names_tokens(name):
             values[name] = _mapped(value, tokens)
     return {**values, **ROWS.get(config.model_type, {})}
@@ -254,12 +257,13 @@ class _Sizes:
     def _set_heads(self) -> tuple[int, int] | None:
         """All numbers of heads; returns the first, old and new."""
         first = None
+        known = {**(self.values.get("attn_config") or {}), **self.values}
         for name, others in HEADS.items():
             value = self.values.get(name)
             if not value:
                 continue
-            other = next((n for n in others if isinstance(self.values.get(n), int)), None)
-            keys = self.values[other] if other else None
+            other = next((n for n in others if isinstance(known.get(n), int)), None)
+            keys = known[other] if other else None
             if isinstance(value, list):
                 self.fixed[name] = [_heads(v, keys)[0] for v in value]
                 continue

@@ -43,7 +43,7 @@ HEADS = {
 # Widths of heads, the first that a class has is the one that others keep their proportion to.
 HEAD_DIMS = (
     "head_dim dim_head d_head d_kv attention_head_dim attention_head_size kv_channels swa_head_dim global_head_dim "
-    "rotary_dim v_head_dim swa_v_head_dim"
+    "rotary_dim v_head_dim swa_v_head_dim index_head_dim indexer_head_dim"
 ).split()
 
 # Heads of recurrences, whose width follows from their number.
@@ -78,7 +78,7 @@ PERIODS = {
 
 # The largest that a field may be; smaller values stay.
 LIMITS = _limits(
-    (VOCAB, "audio_vocab_size decoder_vocab_size pronunciation_vocab_size shape_vocab_size unpadded_vocab_size "
+    (VOCAB, "audio_vocab_size decoder_vocab_size encoder_hash_byte_group_vocab pronunciation_vocab_size shape_vocab_size unpadded_vocab_size "
             "vocab_size vocab_size_per_layer_input n_words"),
     (128, "max_position_embeddings max_position max_sequence_length max_seq_len max_source_positions "
           "max_target_positions model_max_length n_ctx n_positions context_length num_position_embeddings "
@@ -97,7 +97,7 @@ LIMITS = _limits(
     # Ranks and states
     (24, "q_lora_rank swa_q_lora_rank"),
     (16, "kv_lora_rank swa_kv_lora_rank codebook_dim"),
-    (8, "index_head_dim indexer_head_dim linear_head_dim linear_key_head_dim o_lora_rank router_hidden_size "
+    (8, "linear_head_dim linear_key_head_dim o_lora_rank router_hidden_size "
         "hidden_size_per_layer_input ple_embed_dim"),
     (16, "index_n_heads indexer_n_heads"),
     (4, "adapter_rank d_rel gated_norm_rank hc_lowrank laurel_rank mamba_d_state mamba_dt_rank ssm_state_size "

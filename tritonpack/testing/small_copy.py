@@ -58,9 +58,11 @@ def small_copy(config: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0
     """
     try:
         torch.manual_seed(seed)  # a few parts draw their constants at construction
-        auto, small = auto_class(config), part_of(shrink(config))
-        # The fused experts know no float64.
-        model = auto.from_config(small, experts_implementation="eager", **options)
+        auto, small = auto_class(config), shrink(config)
+        if config.model_type in PARTS:
+            model = model_class(config)(part_of(small))
+        else:  # the fused experts know no float64
+            model = auto.from_config(small, experts_implementation="eager", **options)
     except Exception as error:  # whatever a configuration's or a model's own code raises
         reason = one_line(error)
         text = config.get_text_config(decoder=True)
@@ -80,17 +82,26 @@ def auto_class(config: Any) -> Any:
         ValueError: none has.
     """
     import transformers
-    from transformers.models.auto import modeling_auto
 
-    known = (
-        modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
-        modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-        modeling_auto.MODEL_MAPPING,
-    )
-    for name, mapping in zip(AUTO, known, strict=True):
-        if type(config) in mapping or name in (getattr(config, "auto_map", None) or {}):
+    for name in AUTO:
+        if type(config) in _mapping(name) or name in (getattr(config, "auto_map", None) or {}):
             return getattr(transformers, name)
     raise ValueError(f"transformers has no model for a {type(config).__name__}")
+
+
+def model_class(config: Any) -> Any:
+    """The model class of a configuration whose class transformers knows."""
+    return _mapping(auto_class(config).__name__)[type(config)]
+
+
+def _mapping(auto: str) -> Any:
+    from transformers.models.auto import modeling_auto
+
+    return {
+        "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+        "AutoModelForImageTextToText": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        "AutoModel": modeling_auto.MODEL_MAPPING,
+    }[auto]
 
 
 def part_of(config: Any) -> Any:
