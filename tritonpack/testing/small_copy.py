@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
+import textwrap
 from dataclasses import dataclass
 from typing import Any
 
@@ -155,5 +154,5 @@ def subject_of(model: nn.Module) -> Subject:
 
 
 def one_line(error: BaseException) -> str:
-    """An error in one line."""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    """An error in one line of moderate length, without a full stop."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 240, placeholder=" [...]").rstrip(".")
