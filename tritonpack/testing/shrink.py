@@ -29,7 +29,10 @@ C = TypeVar("C")
 Values = dict[str, Any]
 
 # Of the checkpoint, not of the model; and what a class works out again.
-DROPPED = ("transformers_version", "architectures", "dtype", "torch_dtype", "quantization_config", "_name_or_path")
+DROPPED = (
+    "_name_or_path", "_out_features", "_out_indices", "architectures", "dtype", "out_features", "out_indices",
+    "quantization_config", "stage_names", "torch_dtype", "transformers_version",
+)  # fmt: skip
 
 MOST_LAYERS = 6
 
@@ -109,14 +112,14 @@ def special_tokens(config: Any) -> set[int]:
             found |= special_tokens(value)
         elif _names_tokens(name):
             values = value if isinstance(value, (list, tuple)) else [value]
-            found |= {token for token in values if isinstance(token, int) and token >= 0}
+            found |= {token for token in values if _is_number(token) and token >= 0}
     return found
 
 
 def _mapped(value: Any, tokens: dict[int, int]) -> Any:
     if isinstance(value, (list, tuple)):
         return [_mapped(token, tokens) for token in value]
-    return tokens.get(value, value) if isinstance(value, int) else value
+    return tokens.get(value, value) if _is_number(value) else value
 
 
 # Layers: the first of every kind.
@@ -180,7 +183,7 @@ def _lists_layers(name: str, value: Any, total: int) -> bool:
     return (
         isinstance(value, list)
         and any(part in name for part in ("layer", "idx", "indices", "indexes", "_ids"))
-        and all(isinstance(item, int) and not isinstance(item, bool) and 0 <= item < total for item in value)
+        and all(_is_number(item) and 0 <= item < total for item in value)
         and all(a < b for a, b in zip(value, value[1:], strict=False))
         and len(value) > 0
     )
@@ -192,15 +195,17 @@ class _Sizes:
     Attributes:
         dim, new_dim: the width of a head.
         hidden, new_hidden: the width of the residual stream; `hidden` is None where there is none.
+        multimodal: whether rotary embeddings have sections for time, height and width.
         streams: those of all parts of a configuration, which others may be as wide as.
     """
 
     def __init__(self, config: Any, values: Values, streams: dict[int, int]) -> None:
         self.values, self.streams = dict(values), streams
         self.fixed: Values = {}
+        self.multimodal = "mrope_section" in (getattr(config, "ignore_keys_at_rope_validation", None) or ())
         self.hidden = values.get(config.attribute_map.get("hidden_size", "hidden_size"))
         heads = self._set_heads()
-        self.dim = next((values[name] for name in HEAD_DIMS if isinstance(values.get(name), int)), None)
+        self.dim = next((values[name] for name in HEAD_DIMS if values.get(name)), None)
         if self.dim is None:
             self.dim = self.hidden // heads[0] if self.hidden and heads else HEAD_DIM
         self.new_dim = self._rotary_width(many=heads is not None and heads[1] > 4)
@@ -229,7 +234,7 @@ class _Sizes:
         """The small value of a field that no other decides."""
         if isinstance(value, list):
             return [self._free(name, item) for item in value]
-        if isinstance(value, bool) or not isinstance(value, int):
+        if not _is_number(value):
             return value
         if name in LIMITS:
             return min(value, LIMITS[name])
@@ -276,7 +281,7 @@ class _Sizes:
         return first
 
     def _scaled(self, width: int) -> int:
-        return max(4, int(Fraction(width * self.new_dim, self.dim)))
+        return max(4, width * self.new_dim // self.dim) if width else 0
 
     def _rotary_width(self, many: bool) -> int:
         """A width of which rotary embeddings take four or more, and enough for their sections."""
@@ -296,15 +301,20 @@ class _Sizes:
         if isinstance(values.get("rotary_dim"), int):
             share = values["rotary_dim"] / self.dim
         if isinstance(share, (int, float)):
-            found.append((share, len(values.get("mrope_section") or ())))
+            found.append((share, 3 if self.multimodal else len(values.get("mrope_section") or ())))
         return found
 
     def _latent(self, values: Values) -> Values:
-        """Widths of latent attention, in proportion to 4 for the rotary part; none for other attention."""
-        if not all(isinstance(values.get(name), int) for name in LATENT_DIMS):
-            return {}
-        new = {name: max(4, values[name] * 4 // self.values["qk_rope_head_dim"]) for name in LATENT_DIMS}
+        """Widths of latent attention, in proportion to 4 for the rotary part (or 8 for the other); none for other attention."""
         rope, nope, width = LATENT_DIMS
+        if not (values.get(nope) and values.get(width) and _is_number(values.get(rope))):
+            return {}
+        whole = self.values[rope] or self.values[nope] // 2
+
+        def scaled(old: int) -> int:
+            return max(4, old * 4 // whole) if old else 0
+
+        new = {name: scaled(values[name]) for name in LATENT_DIMS}
         known = {
             values[rope]: new[rope],
             values[width]: new[width],
@@ -312,7 +322,7 @@ class _Sizes:
         }
         for name in ("head_dim", "qk_head_dim"):
             if isinstance(values.get(name), int):
-                new[name] = known.get(values[name], max(4, values[name] * 4 // self.values[rope]))
+                new[name] = known.get(values[name], scaled(values[name]))
         return new
 
     def _set_state_heads(self) -> None:
@@ -338,8 +348,10 @@ class _Sizes:
     def _rope(self, rope: Values) -> Values:
         """Rotary embeddings, also those of several kinds of layers."""
         new = dict(rope)
+        if self.multimodal and not any(isinstance(value, dict) for value in rope.values()):
+            new.setdefault("mrope_section", [16, 24, 24])  # what modeling code has where a configuration says nothing
         half = int(self.fixed.get("qk_rope_head_dim", self.new_dim) * (rope.get("partial_rotary_factor") or 1.0)) // 2
-        for name, value in rope.items():
+        for name, value in list(new.items()):
             if isinstance(value, dict):
                 new[name] = self._rope(value)
             elif name == "original_max_position_embeddings" and value:
@@ -350,6 +362,10 @@ class _Sizes:
                 rest = [max(1, part * half // sum(value)) for part in value[1:]]
                 new[name] = [half - sum(rest), *rest]
         return new
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _simple(times: Fraction) -> bool:

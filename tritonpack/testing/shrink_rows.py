@@ -105,10 +105,12 @@ LIMITS = _limits(
     (2, "hc_count hc_mult mamba_n_groups mamba_ngroups n_groups o_groups num_codebooks altup_num_inputs "
         "ngram_size split_ngram_parts make_ngram_vocab_size_divisible_by"),
     # Towers, which text never enters
-    (32, "image_size crop_size num_mel_bins codebook_size upsample_groups base_channels num_filters out_channel "
+    (32, "image_size crop_size num_mel_bins codebook_size upsample_groups base_channels out_channel "
          "depthwise_separable_out_channel ext_pw_out_channel nemo_conv_channels input_feat_size "
          "vector_quantization_hidden_dimension"),
     (8, "patch_size"),
+    (4, "num_filters"),
+    (1, "depths"),
     (64, "num_chroma chroma_length bias_max_distance mm_tokens_per_image ngram_vocab_size_base"),
 )  # fmt: skip
 

@@ -67,7 +67,10 @@ def small_copy(config: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0
         text = config.get_text_config(decoder=True)
         if text is config or text.__class__ is config.__class__:
             raise NotSmallError(reason) from error
-        inside = small_copy(text, dtype=dtype, seed=seed, **options)
+        try:
+            inside = small_copy(text, dtype=dtype, seed=seed, **options)
+        except NotSmallError:
+            raise NotSmallError(reason) from error
         note = f"only the language model inside was built, because the whole can't be: {reason}"
         return Built(inside.model, inside.kind, (note, *inside.notes))
     spread(model, torch.Generator().manual_seed(seed))
