@@ -52,7 +52,7 @@ GUESTS = {
     "rich": {"cli"},
     "torch.distributed": set(),
     "tqdm": {"cli"},
-    "transformers": {"cli", "patches"},
+    "transformers": {"cli", "patches", "testing"},
     "triton": {"attention", "fused", "kernels"},
     "typer": {"cli"},
 }

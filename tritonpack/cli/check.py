@@ -21,6 +21,8 @@ from tritonpack.cli.model_source import load_config, load_weights
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import patch
 from tritonpack.testing.packed_forms import LENGTHS, Judgement, Results, Subject, alone, judge, message, tolerance
+from tritonpack.testing.shrink_rows import REACH
+from tritonpack.testing.shrink_sizes import rope_kinds
 from tritonpack.testing.small_copy import Built, NotSmallError, one_line, small_copy, subject_of
 
 # Forms by their names in `packed_forms`, and what a user would say.
@@ -151,8 +153,10 @@ def _check_small_copy(name: str, config: Any, dtype: torch.dtype, trust_remote_c
         return _refused(name, False, built, error)
     limit = tolerance(dtype)
     compared = "logits and gradients" if expected[1] else "logits"
-    columns = _columns(subject, documents, expected, limit, None)
-    return Findings(name, False, built, limit, compared, *columns, (*built.notes, *notes))
+    stock, patched = _columns(subject, documents, expected, limit, None)
+    if patched.verdict == "inexact":
+        notes += _reach_notes(config)
+    return Findings(name, False, built, limit, compared, stock, patched, (*built.notes, *notes))
 
 
 def check_weights(name: str, built: Built) -> Findings:
@@ -207,6 +211,23 @@ def _alone(subject: Subject, documents: list[Tensor]) -> tuple[Results, tuple[st
         return expected, (f"gradients weren't compared: {one_line(error)}",)
 
 
+def _reach_notes(config: Any) -> tuple[str, ...]:
+    """What isn't exact, although no document sees another, where rotary embeddings follow the longest of a call."""
+    text = config.get_text_config(decoder=True)
+    for rope in rope_kinds(getattr(text, "rope_parameters", None)):
+        kind, name = rope.get("rope_type") or "", "original_max_position_embeddings"
+        if kind == "longrope" or "dynamic" in kind:
+            reach = rope.get(name) or getattr(text, name, None) or text.max_position_embeddings
+            if "dynamic" in kind:
+                reach = text.max_position_embeddings
+            return (
+                f"rotary embeddings of the type {kind!r} are those of a call's longest document, and other ones from "
+                f"{reach:,} tokens on ({REACH} in the small copy); calls whose documents are all shorter aren't "
+                "concerned",
+            )
+    return ()
+
+
 def _columns(
     subject: Subject, documents: list[Tensor], expected: Results, limit: float, moved_limit: float | None
 ) -> tuple[Column, Column]:
@@ -216,9 +237,7 @@ def _columns(
 
     def fill(column: Column, subject: Subject) -> None:
         for form in FORMS:
-            column.forms[form] = judge(
-                subject, form, documents, expected, limit, moved_limit=moved_limit, always=True
-            )
+            column.forms[form] = judge(subject, form, documents, expected, limit, moved_limit=moved_limit, always=True)
 
     fill(stock, replace(subject, stock=True))
     try:

@@ -11,15 +11,21 @@ WINDOW, CHUNK, TOPK = 4, 5, 4
 REACH = 8  # where position ids begin to change how positions are computed
 
 
+def _names(words: str) -> tuple[str, ...]:
+    return tuple(words.split())
+
+
 def _limits(*groups: tuple[int, str]) -> dict[str, int]:
     return {name: limit for limit, names in groups for name in names.split()}
 
 
 # How many layers there are, first of all the one that lists of layers are as long as.
-LAYERS = (
-    "num_hidden_layers num_layers n_layer n_layers decoder_layers encoder_layers num_decoder_layers num_encoder_layers "
-    "depth num_blocks conf_num_hidden_layers num_layers_per_stack num_lstm_layers num_global_layers"
-).split()
+LAYERS = _names(
+    """
+    num_hidden_layers num_layers n_layer n_layers decoder_layers encoder_layers num_decoder_layers num_encoder_layers
+    depth num_blocks conf_num_hidden_layers num_layers_per_stack num_lstm_layers num_global_layers
+    """
+)
 
 # Query heads, beside key heads that may be fewer.
 HEADS = {
@@ -40,11 +46,13 @@ HEADS = {
     "num_attention_heads_per_layer": ("num_key_value_heads",),
 }  # fmt: skip
 
-# Widths of heads, the first that a class has is the one that others keep their proportion to.
-HEAD_DIMS = (
-    "head_dim dim_head d_head d_kv attention_head_dim attention_head_size kv_channels swa_head_dim global_head_dim "
-    "rotary_dim v_head_dim swa_v_head_dim index_head_dim indexer_head_dim"
-).split()
+# Widths of heads; the first that a class has is the one that others keep their proportion to.
+HEAD_DIMS = _names(
+    """
+    head_dim dim_head d_head d_kv attention_head_dim attention_head_size kv_channels swa_head_dim global_head_dim
+    rotary_dim v_head_dim swa_v_head_dim index_head_dim indexer_head_dim
+    """
+)
 
 # Heads of recurrences, whose width follows from their number.
 STATE_HEADS = (
@@ -61,7 +69,7 @@ FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_in
 LAST_LAYERS = ("num_kv_shared_layers",)
 
 # A kind of layer that shares its weights with others of its kind: two of them stay.
-SHARED = "'hybrid'"
+SHARED = "hybrid"
 
 # Layers told apart by their number modulo a period, and where in it.
 PERIODS = {
@@ -78,18 +86,21 @@ PERIODS = {
 
 # The largest that a field may be; smaller values stay.
 LIMITS = _limits(
-    (VOCAB, "audio_vocab_size decoder_vocab_size encoder_hash_byte_group_vocab pronunciation_vocab_size shape_vocab_size unpadded_vocab_size "
-            "vocab_size vocab_size_per_layer_input n_words"),
+    (VOCAB, "audio_vocab_size decoder_vocab_size encoder_hash_byte_group_vocab n_words pronunciation_vocab_size "
+            "shape_vocab_size unpadded_vocab_size vocab_size vocab_size_per_layer_input"),
     (128, "max_position_embeddings max_position max_sequence_length max_seq_len max_source_positions "
           "max_target_positions model_max_length n_ctx n_positions context_length num_position_embeddings "
           "position_embedding_size"),
-    (WINDOW, "sliding_window sliding_window_size attention_window_size local_attention_window_len keep_window_size"),
+    (WINDOW, "attention_window_size keep_window_size local_attention_window_len sliding_window sliding_window_size "
+             "window_size"),
     (2 * WINDOW, "local_attention rel_extent"),
     (CHUNK, "attention_chunk_size"),
     (TOPK, "index_topk indexer_budget"),
     (3, "floor_scale log_scaling_n_floor"),
     (2, "index_block_size index_topk_blocks indexer_compress_ratio lsh_attn_chunk_length local_attn_chunk_length"),
-    (4, "chunk_size mamba_chunk_size block_size ffn_round_up_to_multiple_of"),
+    (2, "block_size index_kpool"),
+    (1, "num_random_blocks"),
+    (4, "chunk_size mamba_chunk_size ffn_round_up_to_multiple_of"),
     # Experts
     (4, "num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num"),
     (2, "num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k_experts n_group num_expert_group"),
@@ -122,6 +133,7 @@ ROWS: dict[str, dict[str, Any]] = {
     "xlstm": {"qk_dim_factor": 1.0},
     # What positions of its own need is the length of the row; buckets have no size that is small.
     "reformer": {"axial_pos_embds": False, "num_buckets": 2, "hash_seed": 1, "attention_head_size": 16},
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3}},
     # It has a cache for every use of a layer, and works out how many there are.
     "hrm_text": {"num_layers_per_stack": None, "num_hidden_layers": 1},
 }

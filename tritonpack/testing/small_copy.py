@@ -58,6 +58,7 @@ def small_copy(config: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0
     try:
         torch.manual_seed(seed)  # a few parts draw their constants at construction
         auto, small = auto_class(config), shrink(config)
+        small.name_or_path = config.name_or_path  # where a model's own code lies
         if config.model_type in PARTS:
             model = model_class(config)(part_of(small))
         else:  # the fused experts know no float64
