@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches.current import Current, hold_checkpoints
 from tritonpack.patches.families import ALIBI_FROM_MASK, CODEBOOKS, COUNT_FROM_PADDING
 from tritonpack.patches.interface import NAMES, served
 from tritonpack.patches.kinds import Kind
-from tritonpack.patches.local import Current, hold_checkpoints
-from tritonpack.patches.packing import OpenMask, Packing, Serving, make_packing
+from tritonpack.patches.packing import Packing, Serving
+from tritonpack.patches.reading import OpenMask, make_packing
 
 CACHES = ("past_key_values", "cache_params", "state", "cache", "mems")
 

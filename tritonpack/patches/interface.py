@@ -21,8 +21,9 @@ from transformers.masking_utils import causal_mask_function
 from tritonpack.attention import varlen_attention
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.kinds import read_kind
-from tritonpack.patches.local import temperature
-from tritonpack.patches.packing import IntervalMask, OpenMask, Packing, Serving
+from tritonpack.patches.packing import IntervalMask, Packing, Serving
+from tritonpack.patches.positions import temperature
+from tritonpack.patches.reading import OpenMask
 
 # What a patched model's config calls its attention, by who attends; and a second name for stacks that want a slash.
 NAMES = {

@@ -13,18 +13,13 @@ from transformers import PreTrainedModel
 from tritonpack.attention import Backend
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import interface
+from tritonpack.patches.current import Current, InstanceForward, release_checkpoint
 from tritonpack.patches.families import DENSE, HEADS, KNOWN, MIXERS, OWN_MASKS, POSITION_TABLES, REFUSED, REFUSED_LAYERS
-from tritonpack.patches.hand import HAND_WRITTEN, fits
+from tritonpack.patches.hand import HAND_WRITTEN, DocumentMask, fits
 from tritonpack.patches.hooks import PackingHook
-from tritonpack.patches.local import (
-    Current,
-    DocumentByDocument,
-    DocumentMask,
-    InstanceForward,
-    LocalPositions,
-    release_checkpoint,
-)
+from tritonpack.patches.mixers import DocumentByDocument, takes_boundaries
 from tritonpack.patches.packing import ATTENTIONS, Serving
+from tritonpack.patches.positions import LocalPositions
 from tritonpack.patches.probe import probe_alone, probe_packed
 from tritonpack.patches.report import Report, make_report
 
@@ -197,7 +192,9 @@ def _require_supported(model: nn.Module, attention: str) -> None:
 def _apply(model: nn.Module, modules: list[PreTrainedModel], attention: str, backend: Backend) -> Report:
     report = make_report(model, modules, attention, backend, modules[-1].config._attn_implementation_internal)
     current = Current()
-    stand_ins = [make for layer in model.modules() if (make := _stand_in(layer, current)) is not None]
+    text_config = modules[-1].config.get_text_config()
+    once = _keep_apart_by_themselves(model, getattr(text_config, "hidden_size", 0))
+    stand_ins = [make for layer in model.modules() if (make := _stand_in(layer, current, once)) is not None]
     needed = bool(stand_ins) or any(module.config.model_type == "xlnet" for module in modules)
     mixes = any(make.func is DocumentByDocument for make in stand_ins)
     for module in modules:
@@ -213,18 +210,24 @@ def _apply(model: nn.Module, modules: list[PreTrainedModel], attention: str, bac
     return report
 
 
-def _stand_in(layer: nn.Module, current: Current) -> partial[Any] | None:
+def _stand_in(layer: nn.Module, current: Current, once: set[type]) -> partial[Any] | None:
     """What gives a layer a forward of ours, or None for layers that keep their own."""
     name, home = type(layer).__name__, type(layer).__module__.rpartition(".")[2]
     if name in POSITION_TABLES:
         return partial(LocalPositions, layer, current)
     if name in MIXERS:
-        return partial(DocumentByDocument, layer, current)
+        return partial(DocumentByDocument, layer, current, type(layer) in once)
     if name in HAND_WRITTEN:
         return partial(HAND_WRITTEN[name], layer, current)
     if (home, name) in OWN_MASKS:
         return partial(DocumentMask, layer, current, OWN_MASKS[home, name])
     return None
+
+
+def _keep_apart_by_themselves(model: nn.Module, hidden_size: int) -> set[type]:
+    """The classes of mixing layers that need only be told where documents begin; one layer of each is tried."""
+    mixers = {type(layer): layer for layer in model.modules() if type(layer).__name__ in MIXERS}
+    return {kind for kind, layer in mixers.items() if takes_boundaries(layer, hidden_size)}
 
 
 def _holds(outer: nn.Module, inner: nn.Module) -> bool:
