@@ -30,6 +30,8 @@ class PackingHook:
         mixes: whether layers of the module mix along the row.
         outermost: whether no other patched module holds this one, so that its arguments are the user's.
         replaced: the name of the attention that the module's config had before.
+        report: of the patch.
+        asked: the attention and the backend that the user asked for.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class PackingHook:
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
         self.serving, self.current, self.mixes, self.outermost = serving, current, mixes, outermost
         self.replaced, self.report = replaced, report
+        self.asked: tuple[str, str] = serving.attention, serving.backend
         config = module.config
         self.model_type = config.model_type
         counts = self.model_type in COUNT_FROM_PADDING

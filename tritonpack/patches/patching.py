@@ -87,13 +87,13 @@ def patch(
     if backend not in ("auto", "triton", "blocked", "reference"):
         raise ValueError(f"backend must be 'auto', 'triton', 'blocked' or 'reference'; got {backend!r}.")
     if hooks := _hooks(model):
-        report = hooks[0][2].report
-        if (report.attention, report.backend) != (attention, backend):
+        before = hooks[0][2].asked
+        if before != (attention, backend):
             raise ValueError(
-                f"this model is patched already, with attention={report.attention!r} and backend={report.backend!r}; "
-                "call tritonpack.unpatch(model) first to change that."
+                f"this model is patched already, with attention={before[0]!r} and backend={before[1]!r}; call "
+                "tritonpack.unpatch(model) first to change that."
             )
-        return Patch(model, report)
+        return Patch(model, hooks[0][2].report)
     _require_supported(model, attention)
     modules = _modules(model)
     interface.register()
@@ -190,7 +190,9 @@ def _require_supported(model: nn.Module, attention: str) -> None:
 
 
 def _apply(model: nn.Module, modules: list[PreTrainedModel], attention: str, backend: Backend) -> Report:
-    report = make_report(model, modules, attention, backend, modules[-1].config._attn_implementation_internal)
+    replaced = modules[-1].config._attn_implementation_internal
+    who = "dense" if modules[-1].config.model_type in DENSE else attention
+    report = make_report(model, modules, who, backend, replaced)
     current = Current()
     text_config = modules[-1].config.get_text_config()
     once = _keep_apart_by_themselves(model, getattr(text_config, "hidden_size", 0))
@@ -202,6 +204,7 @@ def _apply(model: nn.Module, modules: list[PreTrainedModel], attention: str, bac
         before = _claim(module.config, interface.NAMES[serving.attention])
         outermost = not any(other is not module and _holds(other, module) for other in modules)
         hook = PackingHook(module, serving, current if needed else None, mixes, outermost, before, report)
+        hook.asked = attention, backend
         module.register_forward_pre_hook(hook, with_kwargs=True)
         if needed:
             module.register_forward_hook(hook.after, always_call=True)

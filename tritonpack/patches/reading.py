@@ -75,13 +75,21 @@ def make_packing(arguments: dict[str, Any], tokens: torch.Size, device: torch.de
         position_ids = position_ids.to(device)
     boundaries, name = _boundaries(arguments, tokens, device)
     packing = Packing(mask, position_ids, boundaries, tokens, device, serving)
-    if boundaries is not None and position_ids is not None and position_ids.ndim < 3:
-        _require_agreement(packing, boundaries, name)
+    if position_ids is not None and position_ids.ndim < 3:
+        if boundaries is not None:
+            _require_agreement(packing, boundaries, name)
+        if mask is not None and mask.shape == tokens:
+            numbered = changes(mask) & (mask != 0)
+            numbered[:, 1:] &= mask[:, :-1] != 0
+            _require_agreement(packing, numbered, "attention_mask", also=True)
     return packing
 
 
-def _require_agreement(packing: Packing, boundaries: Tensor, name: str) -> None:
-    """Position ids must restart exactly where documents begin; padding may be counted as it likes."""
+def _require_agreement(packing: Packing, boundaries: Tensor, name: str, *, also: bool = False) -> None:
+    """Position ids must restart exactly where documents begin; padding may be counted as it likes.
+
+    With `also`, documents may begin where position ids say so and `boundaries` don't.
+    """
     positions = packing.position_ids
     assert positions is not None
     told = packing._position_starts()
@@ -90,14 +98,14 @@ def _require_agreement(packing: Packing, boundaries: Tensor, name: str) -> None:
     padding = zeros & torch.cat([zeros[:, :1], zeros[:, :-1]], dim=1)  # collators fill up with zeros
     if packing.attention_mask is not None and packing.attention_mask.shape == packing.tokens:
         padding = padding | (packing.attention_mask == 0)
-    differ = (told != boundaries) & ~padding
+    differ = (boundaries & ~told if also else told != boundaries) & ~padding
     require(
         ~differ.any(),
         lambda: (
             f"{name} and position_ids contradict each other"
             f"{shown(differ, positions.expand(packing.tokens), boundaries)}: by {name} documents begin at "
-            f"{_places(boundaries)}, by position_ids at {_places(told)}. Let positions "
-            "restart where a document begins, or leave one of the two out."
+            f"{_places(boundaries)}, by position_ids at {_places(told)}. Let positions restart where a document "
+            "begins, or leave one of the two out."
         ),
     )
 
