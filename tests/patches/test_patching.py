@@ -382,7 +382,7 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "segments against positions": (
         {"position_ids": torch.arange(22)[None], "attention_mask": segments()},
-        r"attention_mask and position_ids contradict.*by attention_mask documents begin at 0, 7, 8, 11, by position_ids",
+        r"attention_mask and position_ids contradict.*by attention_mask documents begin at 0, 7, 8, 11, by",
     ),
     "zeros over packed documents": (
         {"position_ids": positions(), "attention_mask": torch.tensor([[1] * 13 + [0] * 2 + [1] * 7])},
