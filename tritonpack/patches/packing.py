@@ -167,7 +167,8 @@ class Packing(TensorLike):
         mask = self.documents(kind) if fresh else self._cached(num_keys, query_offset, key_offset, kind)
         shape = torch.Size((self.tokens[0], 1, self.tokens[1], num_keys))
         interval_mask = IntervalMask(mask, shape, self.serving, self if fresh else None, kind)
-        self.kept.append((key, interval_mask))
+        if not torch.compiler.is_compiling():  # a graph can't change what came into it
+            self.kept.append((key, interval_mask))
         return interval_mask
 
     def documents(self, kind: Kind) -> BlockDiagonalMask:

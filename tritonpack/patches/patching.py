@@ -139,19 +139,28 @@ def _modules(model: nn.Module) -> list[PreTrainedModel]:
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if not models:
         raise UnsupportedModelError(f"expected a transformers model; got {type(model).__name__}.")
-    modules = []
+    takes_tokens = []
     for module in models:
         parameters = inspect.signature(module.forward).parameters
-        if module.base_model is not module and module.config.model_type not in HEADS:
-            continue
         if "attention_mask" in parameters and ("input_ids" in parameters or "inputs_embeds" in parameters):
-            modules.append(module)
+            takes_tokens.append(module)
+    modules = [
+        module
+        for module in takes_tokens
+        if module.config.model_type in HEADS
+        or not _is_head(module)
+        or not any(other is not module and _holds(module, other) for other in takes_tokens)
+    ]
     if not modules:
         raise UnsupportedModelError(
             f"{type(models[0]).__name__} (model type {models[0].config.model_type!r}) takes no attention_mask, so it "
             "can't be told where documents begin."
         )
     return modules
+
+
+def _is_head(module: PreTrainedModel) -> bool:
+    return module.base_model is not module or module.get_output_embeddings() is not None
 
 
 def _require_supported(model: nn.Module, attention: str) -> None:
