@@ -40,8 +40,9 @@ ALLOWED = {
     "patches": GROUND | {"attention"},
     "testing": GROUND | {"attention", "dropout", "patches"},
     "cli": GROUND | BACKENDS | {"attention", "flash_attn", "kernels", "packing", "patches", "testing"},
+    "registration": {"patches"},
     "__main__": {"cli"},
-    "__init__": GROUND | {"attention", "flash_attn", "kernels", "packing", "patches"},
+    "__init__": GROUND | {"attention", "flash_attn", "kernels", "packing", "patches", "registration"},
 }
 
 # Heavy or optional packages, and the rooms that may import them at all.
