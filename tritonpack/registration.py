@@ -82,7 +82,10 @@ def _register() -> None:
         from tritonpack.patches import interface
 
         interface.register()
-    except ImportError as error:  # transformers itself must stay importable
+    except ImportError as error:
+        if (error.name or "").split(".")[0] != "transformers":
+            raise
+        # An older one has no such interface, and must stay importable.
         warnings.warn(
             f"tritonpack's attention isn't known to this version of transformers: {error}. tritonpack.patch() needs "
             "transformers 5.17 or later.",

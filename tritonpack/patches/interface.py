@@ -20,6 +20,7 @@ from transformers.masking_utils import causal_mask_function
 
 from tritonpack.attention import varlen_attention
 from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches.by_name import require_attention_alone
 from tritonpack.patches.kinds import read_kind
 from tritonpack.patches.local import temperature
 from tritonpack.patches.packing import IntervalMask, OpenMask, Packing, Serving
@@ -64,6 +65,8 @@ def make_mask(
         mask = attention_mask.interval_mask(kv_length, q_offset, kv_offset, kind)
         return served(mask, dtype)
     shape = torch.Size((batch_size, 1, q_length, kv_length))
+    if isinstance(q_offset, Tensor):
+        q_offset = q_offset.clone()  # a static cache counts in place, and layers ask only after it has
     return OpenMask(attention_mask, shape, q_offset, kv_offset, kind, torch.device(device))
 
 
@@ -110,13 +113,13 @@ def attend(
         if isinstance(attention_mask, Tensor):
             dense = attention_mask
         else:
-            mask = _claimed(attention_mask, kwargs, "tritonpack")
+            mask = _claimed(module, attention_mask, kwargs, "tritonpack")
             tuning = temperature(module, mask)
             query = query * tuning
             position_bias = None if position_bias is None else position_bias * tuning
             dense = mask.to_tensor()
         return attend_dense(query, key, value, dense, indices, position_bias, sinks, dropout, scaling), None
-    mask = _claimed(attention_mask, kwargs, "tritonpack")
+    mask = _claimed(module, attention_mask, kwargs, "tritonpack")
     batch, _, length, _ = query.shape
     if mask.shape[0] != batch or mask.shape[2:] != (length, key.shape[2]):
         raise ValueError(
@@ -145,7 +148,7 @@ def attend_sdpa(
 ) -> tuple[Tensor, None]:
     """transformers' sdpa, with the dense mask of the documents."""
     return sdpa_attention_forward(
-        module, query, key, value, _dense(attention_mask, query.dtype, kwargs, "sdpa"), **kwargs
+        module, query, key, value, _dense(module, attention_mask, query.dtype, kwargs, "sdpa"), **kwargs
     )
 
 
@@ -154,7 +157,7 @@ def attend_eager(
 ) -> tuple[Tensor, Tensor]:
     """The model's own eager attention, with the dense mask of the documents."""
     own: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
-    return own(module, query, key, value, _dense(attention_mask, query.dtype, kwargs, "eager"), **kwargs)
+    return own(module, query, key, value, _dense(module, attention_mask, query.dtype, kwargs, "eager"), **kwargs)
 
 
 def attend_dense(
@@ -198,15 +201,15 @@ def attend_dense(
     return out.transpose(1, 2).contiguous()
 
 
-def _dense(mask: Any, dtype: torch.dtype, arguments: dict[str, Any], attention: str) -> Tensor:
+def _dense(module: nn.Module, mask: Any, dtype: torch.dtype, arguments: dict[str, Any], attention: str) -> Tensor:
     if isinstance(mask, Tensor):
         return mask
-    claimed = served(_claimed(mask, arguments, attention), dtype)
+    claimed = served(_claimed(module, mask, arguments, attention), dtype)
     assert isinstance(claimed, Tensor)
     return claimed
 
 
-def _claimed(mask: Any, arguments: dict[str, Any], attention: str) -> IntervalMask:
+def _claimed(module: nn.Module, mask: Any, arguments: dict[str, Any], attention: str) -> IntervalMask:
     """The mask that knows its documents."""
     if isinstance(mask, IntervalMask):
         return mask
@@ -222,4 +225,5 @@ def _claimed(mask: Any, arguments: dict[str, Any], attention: str) -> IntervalMa
             "this model's attention is named 'tritonpack' but the model isn't patched, and its layers aren't told "
             "where documents begin, so packed documents would not be told apart. Call tritonpack.patch(model)."
         )
+    require_attention_alone(module)
     return mask.claim(arguments, Serving(attention, "auto"))
