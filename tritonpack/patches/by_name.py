@@ -23,10 +23,11 @@ def require_attention_alone(module: nn.Module) -> None:
     Raises:
         UnsupportedModelError: with the remedy, patch(), or why there is none.
     """
-    kind = getattr(getattr(module, "config", None), "model_type", None)
+    home = type(module).__module__
+    kind = (home.split(".")[-2:] or [""])[0]  # a part's config has a type of its own
     if why := REFUSED.get(kind):
         raise UnsupportedModelError(f"models of type {kind!r} can't be packed exactly: {why}.")
-    if layers := _special_layers(type(module).__module__):
+    if layers := _special_layers(home):
         raise UnsupportedModelError(
             f"{type(module).__name__} has tritonpack's attention by name, but models of its family have other layers "
             f"that must know where documents begin ({', '.join(layers)}). Call tritonpack.patch(model)."
