@@ -93,7 +93,6 @@ def run(model: nn.Module, collator: Any, packed: bool, first: str = "patch") -> 
             optimizer.step()
             optimizer.zero_grad()
         losses.append(loss.item())
-    assert tritonpack.patch(accelerator.unwrap_model(model)).report is not None
     return losses, [p.detach().clone() for p in accelerator.unwrap_model(model).parameters()]
 
 
