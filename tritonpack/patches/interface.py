@@ -20,7 +20,7 @@ from transformers.masking_utils import causal_mask_function
 
 from tritonpack.attention import varlen_attention
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.by_name import require_attention_alone
+from tritonpack.patches.by_name import MORE_THAN_A_TOWER, attend_in_tower, require_attention_alone, takes_tokens
 from tritonpack.patches.kinds import read_kind
 from tritonpack.patches.local import temperature
 from tritonpack.patches.packing import IntervalMask, OpenMask, Packing, Serving
@@ -103,6 +103,9 @@ def attend(
     """
     if kwargs.get("output_attentions"):
         raise UnsupportedModelError("output_attentions=True: tritonpack's attention has no weights; unpatch the model.")
+    if attention_mask is None and not takes_tokens(module):
+        more = dict(zip(MORE_THAN_A_TOWER, (softcap, s_aux, sinks, indices, position_bias, block_indices), strict=False))
+        return attend_in_tower(module, query, key, value, dropout, scaling, **more, **kwargs), None
     sinks = s_aux if sinks is None else sinks
     if isinstance(attention_mask, Tensor) or indices is not None or position_bias is not None:
         if softcap or block_indices is not None:
@@ -220,7 +223,7 @@ def _claimed(module: nn.Module, mask: Any, arguments: dict[str, Any], attention:
             "aren't supported: mark documents by position_ids (or cu_seq_lens_q, seq_idx, a two-dimensional mask), and "
             "call the model, not its layers."
         )
-    if not mask.claimed and not any(name in arguments for name in TELLING):
+    if takes_tokens(module) and not mask.claimed and not any(name in arguments for name in TELLING):
         raise ValueError(
             "this model's attention is named 'tritonpack' but the model isn't patched, and its layers aren't told "
             "where documents begin, so packed documents would not be told apart. Call tritonpack.patch(model)."
