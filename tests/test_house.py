@@ -40,7 +40,8 @@ ALLOWED = {
     "patches": GROUND | {"attention"},
     "testing": GROUND | {"attention", "dropout", "patches"},
     "cli": GROUND | BACKENDS | {"attention", "flash_attn", "kernels", "packing", "patches", "testing"},
-    "registration": {"patches"},
+    "hub": {"flash_attn", "patches"},
+    "registration": {"hub", "patches"},
     "__main__": {"cli"},
     "__init__": GROUND | {"attention", "flash_attn", "kernels", "packing", "patches", "registration"},
 }
@@ -53,7 +54,7 @@ GUESTS = {
     "rich": {"cli"},
     "torch.distributed": set(),
     "tqdm": {"cli"},
-    "transformers": {"cli", "patches"},
+    "transformers": {"cli", "hub", "patches"},
     "triton": {"attention", "fused", "kernels"},
     "typer": {"cli"},
 }

@@ -79,9 +79,11 @@ def _ready(executed: str = "") -> bool:
 
 def _register() -> None:
     try:
+        from tritonpack.hub import loading
         from tritonpack.patches import interface
 
         interface.register()
+        loading.answer_for_alias()
     except ImportError as error:
         if (error.name or "").split(".")[0] != "transformers":
             raise
