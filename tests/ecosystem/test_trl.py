@@ -2,8 +2,6 @@
 
 import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +10,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import tritonpack
-from tests.ecosystem.training import EXACT, arguments, distance, features, trained
+from tests.ecosystem.training import EXACT, arguments, distance, features, no_warning, trained
 from tests.patches import zoo
 from tests.patches.models import VOCAB, tiny_model
 
@@ -42,28 +40,6 @@ def make_trainer(model: PreTrainedModel | str, folder: Path, peft_config: Any = 
         processing_class=tokenizer(),
         peft_config=peft_config,
     )
-
-
-@contextmanager
-def no_warning() -> Iterator[None]:
-    """Fail at warnings, and at log records of TRL and transformers that are as grave."""
-    records: list[logging.LogRecord] = []
-    handler = logging.Handler(logging.WARNING)
-    handler.emit = records.append  # type: ignore[method-assign]
-    loggers = [logging.getLogger(name) for name in ("trl", "transformers")]
-    for logger in loggers:
-        logger.addHandler(handler)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            # Not about training: how these libraries deprecate each other's parts.
-            for category in (DeprecationWarning, FutureWarning):
-                warnings.filterwarnings("ignore", category=category)
-            yield
-    finally:
-        for logger in loggers:
-            logger.removeHandler(handler)
-    assert not records, [record.getMessage() for record in records]
 
 
 def test_a_warning_is_seen() -> None:

@@ -1,5 +1,9 @@
 """Documents, a tiny model and the comparison of two ways to train it, for the tests of other libraries."""
 
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -64,3 +68,25 @@ def distance(a: tuple[list[float], dict[str, Tensor]], b: tuple[list[float], dic
     moved = max(float(x.abs().max()) for x in a[1].values())
     assert moved > 0
     return max(losses, max(float((a[1][name] - b[1][name]).abs().max()) for name in a[1]) / moved)
+
+
+@contextmanager
+def no_warning() -> Iterator[None]:
+    """Fail at warnings, and at log records of TRL and transformers that are as grave."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = records.append  # type: ignore[method-assign]
+    loggers = [logging.getLogger(name) for name in ("trl", "transformers")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            # Not about training: how these libraries deprecate each other's parts.
+            for category in (DeprecationWarning, FutureWarning):
+                warnings.filterwarnings("ignore", category=category)
+            yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+    assert not records, [record.getMessage() for record in records]
