@@ -41,6 +41,7 @@ ALLOWED = {
     "testing": GROUND | {"attention", "dropout", "patches"},
     "cli": GROUND | BACKENDS | {"attention", "flash_attn", "kernels", "packing", "patches", "testing"},
     "hub": {"flash_attn", "patches"},
+    "integrations": GROUND | {"patches"},
     "registration": {"hub", "patches"},
     "__main__": {"cli"},
     "__init__": GROUND | {"attention", "flash_attn", "kernels", "packing", "patches", "registration"},
@@ -49,8 +50,10 @@ ALLOWED = {
 # Heavy or optional packages, and the rooms that may import them at all.
 GUESTS = {
     "accelerate": {"cli"},
+    "axolotl": {"integrations"},
     "matplotlib": {"cli"},
     "numba": {"packing"},
+    "pydantic": {"integrations"},
     "rich": {"cli"},
     "torch.distributed": set(),
     "tqdm": {"cli"},
