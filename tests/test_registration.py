@@ -1,4 +1,4 @@
-"""Our attention's names reach transformers in every order of imports, and `import tritonpack` brings nothing with it."""
+"""Our names reach transformers in every order of imports, and `import tritonpack` brings nothing with it."""
 
 import subprocess
 import sys
@@ -24,7 +24,6 @@ assert not [finder for finder in sys.meta_path if type(finder).__module__ == "tr
 modeling = sys.modules["transformers.modeling_utils"]
 assert "exec_module" not in vars(modeling.__loader__)
 assert "class PreTrainedModel" in inspect.getsource(modeling)
-assert not [name for name in sys.modules if name.startswith("transformers.models.") and "llama4" in name]
 """
 
 ORDERS = {
@@ -60,8 +59,14 @@ def test_a_version_without_the_interface_stays_importable(tmp_path: Path) -> Non
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "modeling_utils.py").write_text("models = 3")
-    code = "import warnings, tritonpack\nwith warnings.catch_warnings(record=True) as caught:\n    {}\nprint(caught[0].message)"
-    result = run(code.format("from transformers.modeling_utils import models; assert models == 3"), tmp_path)
+    code = """
+import warnings, tritonpack
+with warnings.catch_warnings(record=True) as caught:
+    from transformers.modeling_utils import models
+assert models == 3
+print(caught[0].message)
+"""
+    result = run(code, tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("tritonpack's attention isn't known to this version of transformers: cannot import")
 

@@ -80,7 +80,9 @@ def test_a_family_in_which_stock_leaks(tmp_path: Path) -> None:
     position ids."""
     options = {"router_aux_loss_coef": 0.0, **WHOLE}
     expected = trained(make_trainer(zoo.tiny_model("gpt_oss", dtype=torch.float64), tmp_path, **options))
-    stock = trained(make_trainer(zoo.tiny_model("gpt_oss", dtype=torch.float64), tmp_path, padding_free=True, **options))
+    stock = trained(
+        make_trainer(zoo.tiny_model("gpt_oss", dtype=torch.float64), tmp_path, padding_free=True, **options)
+    )
     assert distance(expected, stock) > 1e-3
     model = zoo.tiny_model("gpt_oss", dtype=torch.float64)
     with no_warning(), tritonpack.patch(model):
@@ -122,7 +124,9 @@ def test_lora(tmp_path: Path) -> None:
         if options:
             tritonpack.patch(model)
         torch.manual_seed(0)
-        config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+        config = peft.LoraConfig(
+            r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+        )
         with no_warning():
             runs.append(trained(make_trainer(model, tmp_path, peft_config=config, **WHOLE, **options)))
         assert all("lora" in name for name in runs[-1][1])

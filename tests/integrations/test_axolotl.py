@@ -185,9 +185,7 @@ def test_options(saved: Path, chosen: str | None, options: dict[str, str] | None
     assert error(got, separate(model)) < EXACT
 
 
-@pytest.mark.parametrize(
-    "options", [{"backend": "cuda"}, {"attention": "flash"}, {"window": 4}, "tritonpack"], ids=str
-)
+@pytest.mark.parametrize("options", [{"backend": "cuda"}, {"attention": "flash"}, {"window": 4}, "tritonpack"], ids=str)
 def test_mistakes_are_reported_by_the_schema(options: Any) -> None:
     with pytest.raises(pydantic.ValidationError, match="tritonpack"):
         Axolotl(tritonpack=options)
@@ -246,6 +244,8 @@ def test_importing_the_plugin_needs_neither_axolotl_nor_pydantic() -> None:
         "import sys, tritonpack.integrations.axolotl as a; a.TritonpackPlugin();"
         "sys.exit('axolotl' in sys.modules or 'tritonpack.integrations.axolotl.args' in sys.modules)"
     )
+    if find_spec("axolotl") is not None:
+        pytest.skip("axolotl is installed")
     root = str(Path(tritonpack.__file__).parents[1])
     result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr

@@ -190,7 +190,18 @@ def test_every_type_is_exact_or_refuses(form: str) -> None:
             wrong[kind] = gap
     assert not wrong
     assert len(exact) >= 100
-    assert exact >= {"llama", "mistral", "qwen3", "qwen3_moe", "gemma2", "gemma3", "gpt_oss", "olmo3", "phi3", "granite"}
+    assert exact >= {
+        "llama",
+        "mistral",
+        "qwen3",
+        "qwen3_moe",
+        "gemma2",
+        "gemma3",
+        "gpt_oss",
+        "olmo3",
+        "phi3",
+        "granite",
+    }
 
 
 def test_a_claim_ends_with_its_config() -> None:

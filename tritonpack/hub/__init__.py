@@ -2,7 +2,8 @@
 
 The folder is a kernel that `kernels` loads from disk, for programs that can't be made to import tritonpack:
 
-    LOCAL_KERNELS="tritonpack/flash-attn=$(python -m tritonpack.hub)" program --attn_implementation tritonpack/flash-attn
+    export LOCAL_KERNELS="tritonpack/flash-attn=$(python -m tritonpack.hub)"
+    program --attn_implementation tritonpack/flash-attn
 """
 
 from typing import Any

@@ -104,7 +104,9 @@ def attend(
     if kwargs.get("output_attentions"):
         raise UnsupportedModelError("output_attentions=True: tritonpack's attention has no weights; unpatch the model.")
     if attention_mask is None and not takes_tokens(module):
-        more = dict(zip(MORE_THAN_A_TOWER, (softcap, s_aux, sinks, indices, position_bias, block_indices), strict=False))
+        more = dict(
+            zip(MORE_THAN_A_TOWER, (softcap, s_aux, sinks, indices, position_bias, block_indices), strict=False)
+        )
         return attend_in_tower(module, query, key, value, dropout, scaling, **more, **kwargs), None
     sinks = s_aux if sinks is None else sinks
     if isinstance(attention_mask, Tensor) or indices is not None or position_bias is not None:

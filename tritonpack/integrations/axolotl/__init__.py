@@ -48,7 +48,7 @@ def _base_plugin() -> Any:
 _BasePlugin: Any = _base_plugin()
 
 
-class TritonpackPlugin(_BasePlugin):  # type: ignore[misc]
+class TritonpackPlugin(_BasePlugin):
     """Patches models when axolotl has loaded them, adapters included, and unpatches them at the end."""
 
     def __init__(self) -> None:
