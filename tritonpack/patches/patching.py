@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
@@ -247,23 +248,24 @@ def _holds(outer: nn.Module, inner: nn.Module) -> bool:
 
 
 # Configs whose attention has our name: how many patched modules share each, and the name it had. By identity, because
-# configs compare by value and models may share one.
-_claims: dict[int, tuple[int, str | None]] = {}
+# configs compare by value and models may share one; gone with the config, because another may get its address.
+_claims: dict[int, tuple[weakref.ref[Any], int, str | None]] = {}
 
 
 def _claim(config: Any, name: str) -> str | None:
     """Give a config our name; returns the one it had before any patch."""
-    count, before = _claims.get(id(config), (0, config._attn_implementation_internal))
-    _claims[id(config)] = count + 1, before
+    key = id(config)
+    _, count, before = _claims.get(key, (None, 0, config._attn_implementation_internal))
+    _claims[key] = weakref.ref(config, lambda _: _claims.pop(key, None)), count + 1, before
     config._attn_implementation_internal = name
     return before
 
 
 def _release(config: Any, before: str | None) -> None:
     """Give a config its own name back when the last patched module lets go of it (a copy's config has none)."""
-    count, before = _claims.pop(id(config), (1, before))
-    if count > 1:
-        _claims[id(config)] = count - 1, before
+    reference, count, before = _claims.pop(id(config), (None, 1, before))
+    if reference is not None and count > 1:
+        _claims[id(config)] = reference, count - 1, before
     else:
         config._attn_implementation_internal = before
 

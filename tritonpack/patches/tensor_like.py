@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-
 ADDITIONS = ("add", "add_", "__add__", "__iadd__", "__radd__")
 
 
