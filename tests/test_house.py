@@ -40,19 +40,24 @@ ALLOWED = {
     "patches": GROUND | {"attention"},
     "testing": GROUND | {"attention", "dropout", "patches"},
     "cli": GROUND | BACKENDS | {"attention", "flash_attn", "kernels", "packing", "patches", "testing"},
+    "hub": {"flash_attn", "patches"},
+    "integrations": GROUND | {"patches"},
+    "registration": {"hub", "patches"},
     "__main__": {"cli"},
-    "__init__": GROUND | {"attention", "flash_attn", "kernels", "packing", "patches"},
+    "__init__": GROUND | {"attention", "flash_attn", "kernels", "packing", "patches", "registration"},
 }
 
 # Heavy or optional packages, and the rooms that may import them at all.
 GUESTS = {
     "accelerate": {"cli"},
+    "axolotl": {"integrations"},
     "matplotlib": {"cli"},
     "numba": {"packing"},
+    "pydantic": {"integrations"},
     "rich": {"cli"},
     "torch.distributed": set(),
     "tqdm": {"cli"},
-    "transformers": {"cli", "patches", "testing"},
+    "transformers": {"cli", "hub", "patches", "testing"},
     "triton": {"attention", "fused", "kernels"},
     "typer": {"cli"},
 }

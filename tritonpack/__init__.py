@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from tritonpack.registration import register_with_transformers
+
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -46,3 +48,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+register_with_transformers()  # for from_pretrained(..., attn_implementation="tritonpack")

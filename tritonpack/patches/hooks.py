@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches.current import Current, hold_checkpoints
 from tritonpack.patches.families import ALIBI_FROM_MASK, CODEBOOKS, COUNT_FROM_PADDING
 from tritonpack.patches.interface import NAMES, served
 from tritonpack.patches.kinds import Kind
-from tritonpack.patches.local import Current, hold_checkpoints
-from tritonpack.patches.packing import OpenMask, Packing, Serving, make_packing
+from tritonpack.patches.packing import Packing, Serving
+from tritonpack.patches.reading import OpenMask, make_packing
 
 CACHES = ("past_key_values", "cache_params", "state", "cache", "mems")
 
@@ -29,6 +30,8 @@ class PackingHook:
         mixes: whether layers of the module mix along the row.
         outermost: whether no other patched module holds this one, so that its arguments are the user's.
         replaced: the name of the attention that the module's config had before.
+        report: of the patch.
+        asked: the attention and the backend that the user asked for.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class PackingHook:
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
         self.serving, self.current, self.mixes, self.outermost = serving, current, mixes, outermost
         self.replaced, self.report = replaced, report
+        self.asked: tuple[str, str] = serving.attention, serving.backend
         config = module.config
         self.model_type = config.model_type
         counts = self.model_type in COUNT_FROM_PADDING

@@ -20,9 +20,11 @@ from transformers.masking_utils import causal_mask_function
 
 from tritonpack.attention import varlen_attention
 from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches.by_name import MORE_THAN_A_TOWER, attend_in_tower, require_attention_alone, takes_tokens
 from tritonpack.patches.kinds import read_kind
-from tritonpack.patches.local import temperature
-from tritonpack.patches.packing import IntervalMask, OpenMask, Packing, Serving
+from tritonpack.patches.packing import IntervalMask, Packing, Serving
+from tritonpack.patches.positions import temperature
+from tritonpack.patches.reading import OpenMask
 
 # What a patched model's config calls its attention, by who attends; and a second name for stacks that want a slash.
 NAMES = {
@@ -69,6 +71,8 @@ def make_mask(
         mask = attention_mask.interval_mask(kv_length, q_offset, kv_offset, kind)
         return served(mask, dtype)
     shape = torch.Size((batch_size, 1, q_length, kv_length))
+    if isinstance(q_offset, Tensor):
+        q_offset = q_offset.clone()  # a static cache counts in place, and layers ask only after it has
     return OpenMask(attention_mask, shape, q_offset, kv_offset, kind, torch.device(device))
 
 
@@ -102,6 +106,11 @@ def attend(
     """
     if kwargs.get("output_attentions"):
         raise UnsupportedModelError("output_attentions=True: tritonpack's attention has no weights; unpatch the model.")
+    if attention_mask is None and not takes_tokens(module):
+        more = dict(
+            zip(MORE_THAN_A_TOWER, (softcap, s_aux, sinks, indices, position_bias, block_indices), strict=False)
+        )
+        return attend_in_tower(module, query, key, value, dropout, scaling, **more, **kwargs), None
     sinks = s_aux if sinks is None else sinks
     if isinstance(attention_mask, Tensor) or indices is not None or position_bias is not None:
         if softcap or block_indices is not None:
@@ -110,9 +119,9 @@ def attend(
                 "support; unpatch the model."
             )
         query, position_bias = _tuned(module, query, position_bias, attention_mask)
-        dense = _dense(attention_mask, torch.bool, kwargs, "tritonpack")
+        dense = _dense(module, attention_mask, torch.bool, kwargs, "tritonpack")
         return attend_dense(query, key, value, dense, indices, position_bias, sinks, dropout, scaling), None
-    mask = _claimed(attention_mask, kwargs, "tritonpack")
+    mask = _claimed(module, attention_mask, kwargs, "tritonpack")
     batch, _, length, _ = query.shape
     if mask.packing is not None and length == 1 < key.shape[2]:  # the cache asked was that of a layer without keys
         mask = mask.packing.interval_mask(key.shape[2], key.shape[2] - 1, 0, mask.kind)
@@ -152,7 +161,7 @@ def attend_sdpa(
 ) -> tuple[Tensor, None]:
     """transformers' sdpa, with the dense mask of the documents."""
     query, position_bias = _tuned(module, query, position_bias, attention_mask)
-    mask = _dense(attention_mask, torch.bool, kwargs, "sdpa")
+    mask = _dense(module, attention_mask, torch.bool, kwargs, "sdpa")
     if indices is not None or position_bias is not None:
         dropout, scaling = kwargs.get("dropout", 0.0), kwargs.get("scaling")
         return attend_dense(query, key, value, mask, indices, position_bias, None, dropout, scaling), None
@@ -173,7 +182,7 @@ def attend_eager(
     """The model's own eager attention, with the dense mask of the documents."""
     own: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
     query, position_bias = _tuned(module, query, position_bias, attention_mask)
-    mask = _dense(attention_mask, query.dtype, kwargs, "eager")
+    mask = _dense(module, attention_mask, query.dtype, kwargs, "eager")
     if indices is not None:
         mask = mask.masked_fill(~_chosen(indices, mask), torch.finfo(mask.dtype).min)
     if position_bias is not None:
@@ -237,16 +246,16 @@ def _tuned(module: nn.Module, query: Tensor, bias: Tensor | None, mask: Any) -> 
     return (query * tuning).to(query.dtype), None if bias is None else (bias * tuning).to(bias.dtype)
 
 
-def _dense(mask: Any, dtype: torch.dtype, arguments: dict[str, Any], attention: str) -> Tensor:
+def _dense(module: nn.Module, mask: Any, dtype: torch.dtype, arguments: dict[str, Any], attention: str) -> Tensor:
     """The mask as a tensor: bool, or additive of another dtype; what a model has made of it in the same form."""
     if not isinstance(mask, Tensor):
-        return _claimed(mask, arguments, attention).dense(dtype)
+        return _claimed(module, mask, arguments, attention).dense(dtype)
     if mask.dtype != torch.bool or dtype == torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
-def _claimed(mask: Any, arguments: dict[str, Any], attention: str) -> IntervalMask:
+def _claimed(module: nn.Module, mask: Any, arguments: dict[str, Any], attention: str) -> IntervalMask:
     """The mask that knows its documents."""
     if isinstance(mask, IntervalMask):
         return mask
@@ -257,9 +266,10 @@ def _claimed(mask: Any, arguments: dict[str, Any], attention: str) -> IntervalMa
             "aren't supported: mark documents by position_ids (or cu_seq_lens_q, seq_idx, a two-dimensional mask), and "
             "call the model, not its layers."
         )
-    if not mask.claimed and not any(name in arguments for name in TELLING):
+    if takes_tokens(module) and not mask.claimed and not any(name in arguments for name in TELLING):
         raise ValueError(
             "this model's attention is named 'tritonpack' but the model isn't patched, and its layers aren't told "
             "where documents begin, so packed documents would not be told apart. Call tritonpack.patch(model)."
         )
+    require_attention_alone(module)
     return mask.claim(arguments, Serving(attention, "auto"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import weakref
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal
@@ -13,18 +14,13 @@ from transformers import PreTrainedModel
 from tritonpack.attention import Backend
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import interface
+from tritonpack.patches.current import Current, InstanceForward, release_checkpoint
 from tritonpack.patches.families import DENSE, HEADS, KNOWN, MIXERS, OWN_MASKS, POSITION_TABLES, REFUSED, REFUSED_LAYERS
-from tritonpack.patches.hand import HAND_WRITTEN, fits
+from tritonpack.patches.hand import HAND_WRITTEN, DocumentMask, fits
 from tritonpack.patches.hooks import PackingHook
-from tritonpack.patches.local import (
-    Current,
-    DocumentByDocument,
-    DocumentMask,
-    InstanceForward,
-    LocalPositions,
-    release_checkpoint,
-)
+from tritonpack.patches.mixers import DocumentByDocument, takes_boundaries
 from tritonpack.patches.packing import ATTENTIONS, Serving
+from tritonpack.patches.positions import LocalPositions
 from tritonpack.patches.probe import probe_alone, probe_packed
 from tritonpack.patches.report import Report, make_report
 
@@ -92,13 +88,13 @@ def patch(
     if backend not in ("auto", "triton", "blocked", "reference"):
         raise ValueError(f"backend must be 'auto', 'triton', 'blocked' or 'reference'; got {backend!r}.")
     if hooks := _hooks(model):
-        report = hooks[0][2].report
-        if (report.attention, report.backend) != (attention, backend):
+        before = hooks[0][2].asked
+        if before != (attention, backend):
             raise ValueError(
-                f"this model is patched already, with attention={report.attention!r} and backend={report.backend!r}; "
-                "call tritonpack.unpatch(model) first to change that."
+                f"this model is patched already, with attention={before[0]!r} and backend={before[1]!r}; call "
+                "tritonpack.unpatch(model) first to change that."
             )
-        return Patch(model, report)
+        return Patch(model, hooks[0][2].report)
     _require_supported(model, attention)
     modules = _modules(model)
     interface.register()
@@ -144,19 +140,28 @@ def _modules(model: nn.Module) -> list[PreTrainedModel]:
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if not models:
         raise UnsupportedModelError(f"expected a transformers model; got {type(model).__name__}.")
-    modules = []
+    takes_tokens = []
     for module in models:
         parameters = inspect.signature(module.forward).parameters
-        if module.base_model is not module and module.config.model_type not in HEADS:
-            continue
         if "attention_mask" in parameters and ("input_ids" in parameters or "inputs_embeds" in parameters):
-            modules.append(module)
+            takes_tokens.append(module)
+    modules = [
+        module
+        for module in takes_tokens
+        if module.config.model_type in HEADS
+        or not _is_head(module)
+        or not any(other is not module and _holds(module, other) for other in takes_tokens)
+    ]
     if not modules:
         raise UnsupportedModelError(
             f"{type(models[0]).__name__} (model type {models[0].config.model_type!r}) takes no attention_mask, so it "
             "can't be told where documents begin."
         )
     return modules
+
+
+def _is_head(module: PreTrainedModel) -> bool:
+    return module.base_model is not module or module.get_output_embeddings() is not None
 
 
 def _require_supported(model: nn.Module, attention: str) -> None:
@@ -195,9 +200,13 @@ def _require_supported(model: nn.Module, attention: str) -> None:
 
 
 def _apply(model: nn.Module, modules: list[PreTrainedModel], attention: str, backend: Backend) -> Report:
-    report = make_report(model, modules, attention, backend, modules[-1].config._attn_implementation_internal)
+    replaced = modules[-1].config._attn_implementation_internal
+    who = "dense" if modules[-1].config.model_type in DENSE else attention
+    report = make_report(model, modules, who, backend, replaced)
     current = Current()
-    stand_ins = [make for layer in model.modules() if (make := _stand_in(layer, current)) is not None]
+    text_config = modules[-1].config.get_text_config()
+    once = _keep_apart_by_themselves(model, getattr(text_config, "hidden_size", 0))
+    stand_ins = [make for layer in model.modules() if (make := _stand_in(layer, current, once)) is not None]
     needed = bool(stand_ins) or any(module.config.model_type == "xlnet" for module in modules)
     mixes = any(make.func is DocumentByDocument for make in stand_ins)
     for module in modules:
@@ -205,6 +214,7 @@ def _apply(model: nn.Module, modules: list[PreTrainedModel], attention: str, bac
         before = _claim(module.config, interface.NAMES[serving.attention])
         outermost = not any(other is not module and _holds(other, module) for other in modules)
         hook = PackingHook(module, serving, current if needed else None, mixes, outermost, before, report)
+        hook.asked = attention, backend
         module.register_forward_pre_hook(hook, with_kwargs=True)
         if needed:
             module.register_forward_hook(hook.after, always_call=True)
@@ -213,13 +223,13 @@ def _apply(model: nn.Module, modules: list[PreTrainedModel], attention: str, bac
     return report
 
 
-def _stand_in(layer: nn.Module, current: Current) -> partial[Any] | None:
+def _stand_in(layer: nn.Module, current: Current, once: set[type]) -> partial[Any] | None:
     """What gives a layer a forward of ours, or None for layers that keep their own."""
     name, home = type(layer).__name__, type(layer).__module__.rpartition(".")[2]
     if name in POSITION_TABLES:
         return partial(LocalPositions, layer, current)
     if name in MIXERS:
-        return partial(DocumentByDocument, layer, current)
+        return partial(DocumentByDocument, layer, current, type(layer) in once)
     if name in HAND_WRITTEN:
         return partial(HAND_WRITTEN[name], layer, current)
     if (home, name) in OWN_MASKS:
@@ -227,28 +237,35 @@ def _stand_in(layer: nn.Module, current: Current) -> partial[Any] | None:
     return None
 
 
+def _keep_apart_by_themselves(model: nn.Module, hidden_size: int) -> set[type]:
+    """The classes of mixing layers that need only be told where documents begin; one layer of each is tried."""
+    mixers = {type(layer): layer for layer in model.modules() if type(layer).__name__ in MIXERS}
+    return {kind for kind, layer in mixers.items() if takes_boundaries(layer, hidden_size)}
+
+
 def _holds(outer: nn.Module, inner: nn.Module) -> bool:
     return any(module is inner for module in outer.modules())
 
 
 # Configs whose attention has our name: how many patched modules share each, and the name it had. By identity, because
-# configs compare by value and models may share one.
-_claims: dict[int, tuple[int, str | None]] = {}
+# configs compare by value and models may share one; gone with the config, because another may get its address.
+_claims: dict[int, tuple[weakref.ref[Any], int, str | None]] = {}
 
 
 def _claim(config: Any, name: str) -> str | None:
     """Give a config our name; returns the one it had before any patch."""
-    count, before = _claims.get(id(config), (0, config._attn_implementation_internal))
-    _claims[id(config)] = count + 1, before
+    key = id(config)
+    _, count, before = _claims.get(key, (None, 0, config._attn_implementation_internal))
+    _claims[key] = weakref.ref(config, lambda _: _claims.pop(key, None)), count + 1, before
     config._attn_implementation_internal = name
     return before
 
 
 def _release(config: Any, before: str | None) -> None:
     """Give a config its own name back when the last patched module lets go of it (a copy's config has none)."""
-    count, before = _claims.pop(id(config), (1, before))
-    if count > 1:
-        _claims[id(config)] = count - 1, before
+    reference, count, before = _claims.pop(id(config), (None, 1, before))
+    if reference is not None and count > 1:
+        _claims[id(config)] = reference, count - 1, before
     else:
         config._attn_implementation_internal = before
 

@@ -1,0 +1,124 @@
+"""Liger-Kernel, applied before or after: each leaves the other's changes alone, and their numbers agree.
+
+Liger's kernels need a GPU, or Triton's interpreter, in which its rotary positions and its fused loss run and its norms
+and MLPs don't.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+
+import tritonpack
+from tests.ecosystem.training import arguments, distance, features, pad, trained
+from tests.patches.models import tiny_model
+from tests.patches.test_patching import state
+
+liger = pytest.importorskip("liger_kernel.transformers")
+
+APPLY: dict[str, Callable[..., None]] = {
+    "llama": liger.apply_liger_kernel_to_llama,
+    "mistral": liger.apply_liger_kernel_to_mistral,
+    "qwen3": liger.apply_liger_kernel_to_qwen3,
+}
+SHORT = features((9, 2, 14, 5))
+INTERPRETED = {"rope": True, "fused_linear_cross_entropy": True, "rms_norm": False, "swiglu": False}
+
+
+@pytest.fixture(autouse=True)
+def _no_trace_of_liger() -> Iterator[None]:
+    """Liger replaces functions and classes of transformers' modules, for the whole process and for good."""
+    import transformers.models.llama.modeling_llama
+    import transformers.models.mistral.modeling_mistral
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+
+    modules = [sys.modules[f"transformers.models.{name}.modeling_{name}"] for name in APPLY]
+    heads = [vars(m)[name] for m, name in zip(modules, HEADS, strict=True)]
+    before = [dict(vars(m)) for m in modules]
+    forwards = [head.forward for head in heads]
+    cross_entropy = nn.functional.cross_entropy
+    yield
+    for module, names, head, forward in zip(modules, before, heads, forwards, strict=True):
+        vars(module).update(names)
+        head.forward = forward
+    nn.functional.cross_entropy = cross_entropy
+
+
+HEADS = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM")
+
+
+def compute(model: PreTrainedModel, batch: dict[str, Any]) -> tuple[Tensor, list[Tensor]]:
+    model.zero_grad()
+    loss = model.train()(**batch, use_cache=False, num_items_in_batch=torch.tensor(100)).loss
+    loss.backward()
+    return loss.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("whole_process", [False, True], ids=["instance", "process"])
+@pytest.mark.parametrize("family", APPLY)
+def test_each_leaves_the_other_alone(family: str, whole_process: bool) -> None:
+    """Whichever comes first, unpatching takes away what is ours and nothing of Liger's."""
+    if whole_process:
+        APPLY[family]()
+    model = tiny_model(family)
+    if not whole_process:
+        APPLY[family](model=model)
+    with_liger = state(model)
+    handle = tritonpack.patch(model)
+    assert state(model) != with_liger
+    handle.unpatch()
+    assert state(model) == with_liger
+
+    twin = tiny_model(family)
+    tritonpack.patch(twin)
+    APPLY[family](model=twin)
+    forwards = {name: m.__dict__["forward"] for name, m in twin.named_modules() if "forward" in m.__dict__}
+    assert forwards
+    tritonpack.unpatch(twin)
+    assert forwards == {name: m.__dict__["forward"] for name, m in twin.named_modules() if "forward" in m.__dict__}
+    assert not any(m._forward_pre_hooks for m in twin.modules())
+    assert twin.config._attn_implementation == "sdpa"
+
+
+@pytest.mark.interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize(("family", "first"), [("llama", "patch"), ("llama", "liger"), ("mistral", "patch")])
+def test_the_loss_and_gradients_of_padded_training(family: str, first: str) -> None:
+    """Rotary positions and the fused loss are Liger's, documents ours; against stock, padded, to float32's rounding."""
+    expected = compute(tiny_model(family, dtype=torch.float32), pad(SHORT))
+    model = tiny_model(family, dtype=torch.float32)
+    if first == "liger":
+        APPLY[family](model=model, **INTERPRETED)
+    tritonpack.patch(model)
+    if first == "patch":
+        APPLY[family](model=model, **INTERPRETED)
+    got = compute(model, tritonpack.PackingCollator()(SHORT))
+    eps = torch.finfo(torch.float32).eps
+    assert abs(float(got[0] - expected[0])) < 4 * eps * float(expected[0])
+    largest = max(float(g.abs().max()) for g in expected[1])
+    assert max(float((a - b).abs().max()) for a, b in zip(got[1], expected[1], strict=True)) < 32 * eps * largest
+    tritonpack.unpatch(model)
+    again = compute(model, pad(SHORT))
+    assert abs(float(again[0] - expected[0])) < 4 * eps * float(expected[0])
+
+
+@pytest.mark.interpreter
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_trainer_with_liger(tmp_path: Path) -> None:
+    """Trainer applies Liger when training starts, after the patch."""
+
+    def run(model: PreTrainedModel, collator: Any, **options: Any) -> Any:
+        settings = TrainingArguments(**arguments(tmp_path, max_steps=2, per_device_train_batch_size=2, **options))
+        return trained(Trainer(model, settings, train_dataset=SHORT, data_collator=collator))
+
+    expected = run(tiny_model("llama", dtype=torch.float32), pad)
+    model = tiny_model("llama", dtype=torch.float32)
+    tritonpack.patch(model)
+    got = run(model, tritonpack.PackingCollator(), use_liger_kernel=True, liger_kernel_config=INTERPRETED)
+    assert "liger" in model.forward.__func__.__module__
+    assert distance(expected, got) < 32 * torch.finfo(torch.float32).eps

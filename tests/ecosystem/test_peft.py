@@ -1,0 +1,162 @@
+"""PEFT: adapters get the gradients of separate documents, whichever of the two comes first."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import tritonpack
+from tests.ecosystem.training import EXACT
+from tests.patches import zoo
+from tests.patches.models import tiny_model
+from tests.patches.test_patching import FORMS, documents, positions, state
+
+peft = pytest.importorskip("peft")
+
+PACKED = {name: FORMS[name] for name in ("position_ids", "collator", "segment_mask")}
+
+
+def with_lora(model: PreTrainedModel) -> Any:
+    config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    torch.manual_seed(0)
+    return peft.get_peft_model(model, config).to(next(model.parameters()).dtype)
+
+
+def outcome(logits: Tensor, model: nn.Module) -> list[Tensor]:
+    """Logits of all documents, and the gradients of the adapters' weights under a loss that weighs every one."""
+    weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    assert trained
+    assert all("lora" in name for name in trained)
+    return [logits.detach(), *torch.autograd.grad((logits * weights).sum(), list(trained.values()))]
+
+
+def alone(model: nn.Module) -> list[Tensor]:
+    return outcome(torch.cat([model(input_ids=d).logits for d in documents()], 1), model)
+
+
+def difference(a: list[Tensor], b: list[Tensor]) -> float:
+    largest = max(float(x.abs().max()) for x in a[1:])
+    gradients = max(float((x - y).abs().max()) for x, y in zip(a[1:], b[1:], strict=True)) / largest
+    return max(float((a[0] - b[0]).abs().max() / a[0].abs().max()), gradients)
+
+
+def test_stock_leaks_in_the_same_test() -> None:
+    model = with_lora(tiny_model("mistral"))
+    expected = alone(model)
+    got = outcome(model(input_ids=torch.cat(documents(), 1), **FORMS["all_ones_mask"]()).logits, model)
+    assert difference(expected, got) > 1e-3
+
+
+@pytest.mark.parametrize("first", ["patch", "peft"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss", "qwen3_next"])
+def test_adapters_learn_from_separate_documents(family: str, first: str) -> None:
+    def make() -> PreTrainedModel:
+        return tiny_model(family) if family in ("llama", "mistral") else zoo.tiny_model(family, dtype=torch.float64)
+
+    expected = alone(with_lora(make()))
+    if first == "patch":
+        base = make()
+        tritonpack.patch(base)
+        model = with_lora(base)
+    else:
+        model = with_lora(make())
+        tritonpack.patch(model)
+    for form, make_arguments in PACKED.items():
+        got = outcome(model(input_ids=torch.cat(documents(), 1), **make_arguments()).logits, model)
+        assert difference(expected, got) < EXACT, form
+
+
+@pytest.mark.parametrize("form", ["position_ids", "collator"])
+def test_a_forward_that_is_called_directly(form: str) -> None:
+    """Some versions of PEFT call the wrapped model's forward, past its hooks."""
+    model = with_lora(tiny_model("mistral"))
+    expected = alone(model)
+    ids, arguments = torch.cat(documents(), 1), PACKED[form]()
+    with tritonpack.patch(model):
+        head = model.base_model.model
+        assert difference(expected, outcome(head.forward(input_ids=ids, **arguments).logits, model)) < EXACT
+        hidden = head.model.forward(input_ids=ids, **arguments)[0]
+        assert difference(expected, outcome(head.lm_head(hidden), model)) < EXACT
+
+
+def test_a_forward_that_is_called_directly_where_attention_is_not_all() -> None:
+    """Past the hooks nobody tells the recurrent layers."""
+    model = with_lora(zoo.tiny_model("qwen3_next"))
+    with tritonpack.patch(model), pytest.raises(ValueError, match="outside of its model's forward"):
+        model.base_model.model.model.forward(input_ids=torch.cat(documents(), 1), position_ids=positions())
+
+
+def test_padded_batches() -> None:
+    model = with_lora(tiny_model("mistral"))
+    expected = alone(model)
+    rows = documents()
+    ids = nn.utils.rnn.pad_sequence([d[0] for d in rows], batch_first=True)
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(d[0]) for d in rows], batch_first=True)
+    with tritonpack.patch(model):
+        logits = model(input_ids=ids, attention_mask=mask).logits
+        got = torch.cat([row[: d.shape[1]] for row, d in zip(logits, rows, strict=True)])[None]
+        assert difference(expected, outcome(got, model)) < EXACT
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_checkpointing(reentrant: bool) -> None:
+    model = with_lora(tiny_model("mistral")).train()
+    expected = alone(model)
+    tritonpack.patch(model)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    logits = model(input_ids=torch.cat(documents(), 1), position_ids=positions(), use_cache=False).logits
+    weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
+    (logits * weights).sum().backward()
+    got = [logits.detach(), *(p.grad for p in model.parameters() if p.requires_grad)]
+    assert difference(expected, got) < EXACT
+
+
+@pytest.mark.parametrize("first", ["patch", "peft"])
+def test_merging(first: str, tmp_path: Any) -> None:
+    """The merged model is still patched, gives what adapters and base gave together, and can be unpatched and saved."""
+    base = tiny_model("mistral")
+    before = state(base)
+    if first == "patch":
+        tritonpack.patch(base)
+    model = with_lora(base)
+    if first == "peft":
+        tritonpack.patch(model)
+    ids = torch.cat(documents(), 1)
+    expected = model(input_ids=ids, position_ids=positions()).logits
+    merged = model.merge_and_unload()
+    got = merged(input_ids=ids, position_ids=positions()).logits
+    assert float((got - expected).detach().abs().max() / expected.detach().abs().max()) < EXACT
+    tritonpack.unpatch(merged)
+    assert state(merged) == before
+    separate = torch.cat([merged(d).logits for d in documents()], 1)
+    assert float((separate - expected).detach().abs().max() / expected.detach().abs().max()) < EXACT
+    merged.save_pretrained(tmp_path)
+    assert "tritonpack" not in (tmp_path / "config.json").read_text()
+
+
+def test_unpatching_through_the_wrapper() -> None:
+    model = with_lora(tiny_model("llama"))
+    before = state(model)
+    handle = tritonpack.patch(model.base_model.model)
+    assert tritonpack.patch(model).report == handle.report  # one patch, whichever name it is called by
+    tritonpack.unpatch(model)
+    assert state(model) == before
+
+
+def test_saved_adapters_hold_no_trace(tmp_path: Any) -> None:
+    tiny_model("mistral").save_pretrained(tmp_path / "base")
+    model = with_lora(AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64))
+    expected = alone(model)
+    tritonpack.patch(model)
+    model.save_pretrained(tmp_path / "adapter")
+    assert not [path for path in (tmp_path / "adapter").glob("*.json") if "tritonpack" in path.read_text()]
+    base = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "base", dtype=torch.float64, attn_implementation="tritonpack"
+    )
+    again = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True).to(torch.float64)
+    got = outcome(again(input_ids=torch.cat(documents(), 1), position_ids=positions()).logits, again)
+    assert difference(expected, got) < EXACT

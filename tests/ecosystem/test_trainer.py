@@ -1,0 +1,157 @@
+"""transformers.Trainer: packed training is padded training, step by step."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, PreTrainedModel, Trainer, TrainingArguments
+
+import tritonpack
+from tests.ecosystem.training import EXACT, LENGTHS, arguments, distance, features, pad, trained
+from tests.patches.models import tiny_model
+
+pytest.importorskip("accelerate")
+
+PACKERS: dict[str, Callable[[], Any]] = {
+    "ours": tritonpack.PackingCollator,
+    "ours, padded rows": lambda: tritonpack.PackingCollator(pad_to_multiple_of=64, pad_token_id=0),
+    "flattening": DataCollatorWithFlattening,
+    "flattening, flash": lambda: DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True),
+}
+
+
+def make_trainer(model: PreTrainedModel, collator: Any, folder: Path, **options: Any) -> Trainer:
+    return Trainer(
+        model,
+        TrainingArguments(**arguments(folder, gradient_accumulation_steps=2, **options)),
+        train_dataset=features() * 2,
+        eval_dataset=features(),
+        data_collator=collator,
+    )
+
+
+@pytest.mark.parametrize("packer", PACKERS)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_packed_training_is_padded_training(family: str, packer: str, tmp_path: Path) -> None:
+    """Windows of two batches of unequal token counts: only the count of predicted tokens weighs them rightly."""
+    expected = trained(make_trainer(tiny_model(family), pad, tmp_path))
+    model = tiny_model(family)
+    with tritonpack.patch(model):
+        got = trained(make_trainer(model, PACKERS[packer](), tmp_path))
+    assert distance(expected, got) < EXACT
+
+
+def test_stock_leaks_in_the_same_test(tmp_path: Path) -> None:
+    """Trainer turns the cache off, with which transformers itself tells documents apart in one row; a mask of ones
+    undoes that."""
+
+    def collate(batch: Any) -> Any:
+        flat = DataCollatorWithFlattening()(batch)
+        return {**flat, "attention_mask": torch.ones_like(flat["input_ids"])}
+
+    expected = trained(make_trainer(tiny_model("llama"), pad, tmp_path))
+    assert distance(expected, trained(make_trainer(tiny_model("llama"), collate, tmp_path))) > 1e-3
+    model = tiny_model("llama")
+    with tritonpack.patch(model):
+        assert distance(expected, trained(make_trainer(model, collate, tmp_path))) < EXACT
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "checkpointing": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    "reentrant checkpointing": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
+    "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # the compiler's; of renamed options
+@pytest.mark.parametrize("way", WAYS)
+def test_checkpointed_and_compiled(way: str, tmp_path: Path) -> None:
+    torch._dynamo.reset()
+    expected = trained(make_trainer(tiny_model("llama"), pad, tmp_path))
+    model = tiny_model("llama")
+    tritonpack.patch(model)
+    assert distance(expected, trained(make_trainer(model, PACKERS["ours"](), tmp_path, **WAYS[way]))) < EXACT
+
+
+def test_attention_by_name(tmp_path: Path) -> None:
+    """A model that was loaded with our attention and not patched."""
+    expected = trained(make_trainer(tiny_model("mistral"), pad, tmp_path))
+    model = tiny_model("mistral")
+    model.set_attn_implementation("tritonpack")
+    assert distance(expected, trained(make_trainer(model, PACKERS["flattening"](), tmp_path))) < EXACT
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_keeping_transformers_own_attention(attention: Any, tmp_path: Path) -> None:
+    expected = trained(make_trainer(tiny_model("mistral"), pad, tmp_path))
+    model = tiny_model("mistral")
+    with tritonpack.patch(model, attention=attention):
+        got = trained(make_trainer(model, PACKERS["flattening, flash"](), tmp_path))
+    assert distance(expected, got) < EXACT
+
+
+def test_every_predicted_token_counts_once(tmp_path: Path) -> None:
+    """num_items_in_batch: each document predicts all of its tokens but the first."""
+    counted: dict[str, list[int]] = {}
+
+    class Counting(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            counted[self.args.run_name].append(int(kwargs["num_items_in_batch"]))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    for name, collator in {"padded": pad, **{name: make() for name, make in PACKERS.items()}}.items():
+        counted[name] = []
+        model = tiny_model("llama")
+        tritonpack.patch(model)
+        options = arguments(tmp_path, run_name=name, max_steps=1, gradient_accumulation_steps=4)
+        Counting(model, TrainingArguments(**options), train_dataset=features(), data_collator=collator).train()
+    assert counted == dict.fromkeys(counted, [sum(LENGTHS) - len(LENGTHS)] * 4)
+
+
+@pytest.mark.parametrize("collator", [pad, tritonpack.PackingCollator()], ids=["padded", "packed"])
+def test_evaluation_of_a_patched_model(collator: Any, tmp_path: Path) -> None:
+    """The mean over batches of as many documents each, in either form."""
+    expected = make_trainer(tiny_model("mistral"), pad, tmp_path, per_device_eval_batch_size=4).evaluate()
+    model = tiny_model("mistral")
+    with tritonpack.patch(model):
+        got = make_trainer(model, collator, tmp_path, per_device_eval_batch_size=4).evaluate()
+    assert got["eval_loss"] == pytest.approx(expected["eval_loss"], rel=EXACT)
+
+
+def test_training_packed_and_evaluating_padded(tmp_path: Path) -> None:
+    """What a library with a collator of its own for evaluation does."""
+    losses = []
+    for packed in (False, True):
+        model = tiny_model("llama")
+        if packed:
+            tritonpack.patch(model)
+        trainer = make_trainer(model, tritonpack.PackingCollator() if packed else pad, tmp_path)
+        trainer.train()
+        trainer.data_collator = pad
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[1] == pytest.approx(losses[0], rel=EXACT)
+
+
+def test_a_saved_model_holds_no_trace(tmp_path: Path) -> None:
+    """Neither the checkpoints that Trainer writes nor its last word name our attention; a saved model loads by name."""
+    model = tiny_model("llama")
+    tritonpack.patch(model)
+    trainer = make_trainer(model, tritonpack.PackingCollator(), tmp_path / "run", save_strategy="steps", save_steps=1)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "last"))
+    configs = list(tmp_path.rglob("*.json"))
+    assert len([path for path in configs if path.name == "config.json"]) == 4
+    assert not [path for path in configs if "tritonpack" in path.read_text()]
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "last").config._attn_implementation == "sdpa"
+    batch = tritonpack.PackingCollator()(features())
+    tritonpack.unpatch(model)
+    expected = torch.cat([model(torch.tensor([d["input_ids"]])).logits.detach() for d in features()], 1)
+    loaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "last", attn_implementation="tritonpack", dtype=torch.float64
+    )
+    assert float((loaded(**batch).logits - expected).detach().abs().max() / expected.abs().max()) < EXACT

@@ -1,0 +1,133 @@
+"""TRL's SFTTrainer, packing and padding-free: without a word of warning, and what padded training gives."""
+
+import logging
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
+
+import tritonpack
+from tests.ecosystem.training import EXACT, arguments, distance, features, no_warning, trained
+from tests.patches import zoo
+from tests.patches.models import VOCAB, tiny_model
+
+trl = pytest.importorskip("trl")
+datasets = pytest.importorskip("datasets")
+tokenizers = pytest.importorskip("tokenizers")
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, VOCAB)}}
+    model = tokenizers.models.WordLevel(words, unk_token="<pad>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(model), pad_token="<pad>", bos_token="<s>", eos_token="</s>"
+    )
+
+
+def make_trainer(model: PreTrainedModel | str, folder: Path, peft_config: Any = None, **options: Any) -> Any:
+    plain = {"packing": False, "padding_free": False, "max_length": None, "gradient_checkpointing": False}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # TRL's own defaults use names that transformers has replaced
+        config = trl.SFTConfig(**arguments(folder, **{**plain, **options}))
+    return trl.SFTTrainer(
+        model,
+        config,
+        train_dataset=datasets.Dataset.from_list(features()),
+        eval_dataset=datasets.Dataset.from_list(features()[:8]),
+        processing_class=tokenizer(),
+        peft_config=peft_config,
+    )
+
+
+def test_a_warning_is_seen() -> None:
+    with pytest.raises(AssertionError, match="mind the step"), no_warning():
+        logging.getLogger("trl.trainer.sft_trainer").warning("mind the step")
+    with pytest.raises(UserWarning, match="mind the step"), no_warning():
+        warnings.warn("mind the step", stacklevel=1)
+
+
+# All documents take part in every step, so that it doesn't matter to which rows packing deals them.
+WHOLE = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 3}
+WAYS: dict[str, dict[str, Any]] = {
+    "padding-free": {"padding_free": True, **WHOLE},
+    "padding-free, padded rows": {"padding_free": True, "pad_to_multiple_of": 64, **WHOLE},
+    "packing": {"packing": True, "max_length": 64, "per_device_train_batch_size": 3},
+    "packing, row by row": {
+        "packing": True,
+        "max_length": 64,
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 3,
+    },
+    "checkpointing": {"padding_free": True, "gradient_checkpointing": True, **WHOLE},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_packed_training_is_padded_training(family: str, way: str, tmp_path: Path) -> None:
+    expected = trained(make_trainer(tiny_model(family), tmp_path, **WHOLE))
+    model = tiny_model(family)
+    with no_warning(), tritonpack.patch(model):
+        got = trained(make_trainer(model, tmp_path, **WAYS[way]))
+    assert distance(expected, got) < EXACT
+
+
+def test_a_family_in_which_stock_leaks(tmp_path: Path) -> None:
+    """transformers keeps the documents of one row apart for llama, for gpt_oss it doesn't: its masks know nothing of
+    position ids."""
+    options = {"router_aux_loss_coef": 0.0, **WHOLE}
+    expected = trained(make_trainer(zoo.tiny_model("gpt_oss", dtype=torch.float64), tmp_path, **options))
+    stock = trained(
+        make_trainer(zoo.tiny_model("gpt_oss", dtype=torch.float64), tmp_path, padding_free=True, **options)
+    )
+    assert distance(expected, stock) > 1e-3
+    model = zoo.tiny_model("gpt_oss", dtype=torch.float64)
+    with no_warning(), tritonpack.patch(model):
+        got = trained(make_trainer(model, tmp_path, padding_free=True, **options))
+    assert distance(expected, got) < EXACT
+
+
+def test_a_model_that_the_trainer_loads_by_name(tmp_path: Path) -> None:
+    tiny_model("mistral").save_pretrained(tmp_path / "model")
+    losses = []
+    for options in ({}, {"padding_free": True}):
+        name = "tritonpack" if options else "sdpa"
+        load = {"model_init_kwargs": {"attn_implementation": name, "dtype": "auto"}}
+        with no_warning():
+            trainer = make_trainer(str(tmp_path / "model"), tmp_path, **WHOLE, **load, **options)
+            losses.append(trained(trainer))
+        assert trainer.model.config._attn_implementation == name
+    assert distance(*losses) < EXACT
+
+
+@pytest.mark.parametrize("way", ["padding-free", "packing"])
+def test_evaluation(way: str, tmp_path: Path) -> None:
+    """One batch holds all documents, so that the mean is over the same tokens."""
+    whole = {"per_device_eval_batch_size": 8}
+    expected = make_trainer(tiny_model("mistral"), tmp_path, **whole).evaluate()
+    model = tiny_model("mistral")
+    with no_warning(), tritonpack.patch(model):
+        got = make_trainer(model, tmp_path, **{**WAYS[way], **whole}).evaluate()
+    for name in ("eval_loss", "eval_entropy", "eval_mean_token_accuracy"):
+        assert got[name] == pytest.approx(expected[name], rel=EXACT), name
+
+
+def test_lora(tmp_path: Path) -> None:
+    """SFTTrainer wraps a patched model in PEFT's."""
+    peft = pytest.importorskip("peft")
+    runs = []
+    for options in ({}, {"padding_free": True}):
+        model = tiny_model("mistral")
+        if options:
+            tritonpack.patch(model)
+        torch.manual_seed(0)
+        config = peft.LoraConfig(
+            r=4, init_lora_weights=False, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+        )
+        with no_warning():
+            runs.append(trained(make_trainer(model, tmp_path, peft_config=config, **WHOLE, **options)))
+        assert all("lora" in name for name in runs[-1][1])
+    assert distance(*runs) < EXACT

@@ -1,0 +1,92 @@
+"""Documents, a tiny model and the comparison of two ways to train it, for the tests of other libraries."""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.patches.models import VOCAB
+
+LENGTHS = (9, 2, 23, 4, 14, 31, 5, 17, 3, 12, 8, 26)
+# Relative, in float64; transformers computes norms and rotary angles in float32 even so. A leak is 1e-3 and more.
+EXACT = 8 * torch.finfo(torch.float32).eps
+
+
+def features(lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, list[int]]]:
+    """Tokenized documents."""
+    generator = torch.Generator().manual_seed(1)
+    return [{"input_ids": torch.randint(3, VOCAB, (n,), generator=generator).tolist()} for n in lengths]
+
+
+def pad(documents: list[dict[str, list[int]]]) -> dict[str, Tensor]:
+    """One document per row, padded on the right: what stock transformers trains on."""
+    rows = [torch.tensor(document["input_ids"]) for document in documents]
+    ids = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+
+
+def arguments(folder: Path, **options: Any) -> dict[str, Any]:
+    """What TrainingArguments and its heirs are made of: plain gradient descent, which doesn't magnify rounding as
+    Adam's division by the gradient's size does."""
+    return {
+        "output_dir": str(folder),
+        "max_steps": 3,
+        "per_device_train_batch_size": 3,
+        "learning_rate": 0.1,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "bf16": False,
+        "use_cpu": True,
+        "seed": 0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+        **options,
+    }
+
+
+def trained(trainer: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Run a Trainer: the loss of each step, and how far each trainable weight moved."""
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    after = dict(trainer.model.named_parameters())
+    return losses, {name: after[name].detach() - start for name, start in before.items()}
+
+
+def distance(a: tuple[list[float], dict[str, Tensor]], b: tuple[list[float], dict[str, Tensor]]) -> float:
+    """The largest relative difference of two trainings: in the losses, or in where the weights went."""
+    losses = max(abs(x - y) / abs(x) for x, y in zip(a[0], b[0], strict=True))
+    assert a[1].keys() == b[1].keys()
+    moved = max(float(x.abs().max()) for x in a[1].values())
+    assert moved > 0
+    return max(losses, max(float((a[1][name] - b[1][name]).abs().max()) for name in a[1]) / moved)
+
+
+@contextmanager
+def no_warning() -> Iterator[None]:
+    """Fail at warnings, and at log records of TRL and transformers that are as grave."""
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = records.append  # type: ignore[method-assign]
+    loggers = [logging.getLogger(name) for name in ("trl", "transformers")]
+    for logger in loggers:
+        logger.addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            # Not about training: how these libraries deprecate each other's parts.
+            for category in (DeprecationWarning, FutureWarning):
+                warnings.filterwarnings("ignore", category=category)
+            yield
+    finally:
+        for logger in loggers:
+            logger.removeHandler(handler)
+    assert not records, [record.getMessage() for record in records]

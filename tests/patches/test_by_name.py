@@ -1,0 +1,215 @@
+"""Models that have our attention by name alone, without having been patched: exact, or refused."""
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import tritonpack
+from tests.patches import zoo
+from tests.patches.models import VOCAB, tiny_model
+from tests.patches.test_patching import (
+    EXACT,
+    FORMS,
+    LENGTHS,
+    alone,
+    collator_kwargs,
+    difference,
+    documents,
+    logits_and_gradients,
+    positions,
+    state,
+)
+from tritonpack.patches import patching
+from tritonpack.patches.families import COUNT_FROM_PADDING
+
+NAME = "tritonpack"
+FAMILIES = ("llama", "mistral", "qwen3", "gpt_oss")
+
+every_family = pytest.mark.parametrize("family", FAMILIES)
+
+
+def make(family: str, **options: Any) -> PreTrainedModel:
+    return zoo.tiny_model(family, dtype=torch.float64, **options)
+
+
+@every_family
+def test_packed_equals_alone(family: str) -> None:
+    expected = alone(make(family))
+    model = make(family, attn_implementation=NAME)
+    for form, arguments in FORMS.items():
+        call = {"input_ids": torch.cat(documents(), dim=1), **arguments()}
+        assert difference(expected, logits_and_gradients(model, [call], lambda out: out[0])) < EXACT, form
+
+
+@every_family
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padded_equals_alone(family: str, side: str) -> None:
+    expected = alone(make(family))
+    width = max(LENGTHS)
+    ids, mask = torch.zeros(len(LENGTHS), width, dtype=torch.long), torch.zeros(len(LENGTHS), width, dtype=torch.long)
+    spans = [slice(width - n, width) if side == "left" else slice(0, n) for n in LENGTHS]
+    for row, (span, d) in enumerate(zip(spans, documents(), strict=True)):
+        ids[row, span], mask[row, span] = d[0], 1
+
+    def pick(out: list[Tensor]) -> Tensor:
+        return torch.cat([out[0][row, span] for row, span in enumerate(spans)])[None]
+
+    call = {"input_ids": ids, "attention_mask": mask}
+    got = logits_and_gradients(make(family, attn_implementation=NAME), [call], pick)
+    assert difference(expected, got) < EXACT
+
+
+@every_family
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("padded", [False, True], ids=["", "left-padded"])
+def test_generate(family: str, cache: str, padded: bool) -> None:
+    """A static cache counts its tokens in place, between the mask's making and its use."""
+    ids = torch.cat([documents((9,))[0], documents((1, 9))[1]])
+    mask = torch.ones_like(ids)
+    if padded:
+        ids[0, :4], mask[0, :4] = 0, 0
+    options = {
+        "attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "cache_implementation": cache,
+        "disable_compile": True, "eos_token_id": -1, "return_dict_in_generate": True, "output_logits": True,
+    }  # fmt: skip
+    expected = make(family).generate(ids, **options)
+    got = make(family, attn_implementation=NAME).generate(ids, **options)
+    assert torch.equal(expected.sequences, got.sequences)
+    want, have = torch.stack(expected.logits), torch.stack(got.logits)
+    assert float((want - have).abs().max() / want.abs().max()) < EXACT
+
+
+@every_family
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
+    expected = alone(make(family))
+    model = make(family, attn_implementation=NAME).train()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    arguments = {"position_ids": positions(), **collator_kwargs()}
+    logits = model(torch.cat(documents(), 1), use_cache=False, **arguments).logits
+    weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
+    (logits * weights).sum().backward()
+    got = (logits.detach(), [p.grad for p in model.parameters() if p.requires_grad])
+    assert difference(expected, got) < EXACT
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler's own
+def test_one_graph_for_every_length() -> None:
+    torch._dynamo.reset()
+    graphs = 0
+
+    def count(module: Any, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return module
+
+    model = tiny_model("mistral", dtype=torch.float32)
+    model.set_attn_implementation(NAME)
+    compiled = torch.compile(model, backend=count, fullgraph=True, dynamic=True)
+    for total in (12, 9, 20, 33):
+        ids = torch.randint(3, VOCAB, (1, total))
+        batch = {"input_ids": ids, "position_ids": (torch.arange(total) % 7)[None], "use_cache": False}
+        assert torch.equal(compiled(**batch).logits, model(**batch).logits)
+    assert graphs == 1
+
+
+def test_saved_and_loaded(tmp_path: Any) -> None:
+    model = make("mistral", attn_implementation=NAME)
+    model.save_pretrained(tmp_path)
+    assert not [path for path in tmp_path.glob("*.json") if NAME in path.read_text()]
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=NAME, dtype=torch.float64)
+    assert loaded.config._attn_implementation == NAME
+    call = {"input_ids": torch.cat(documents(), 1), "position_ids": positions()}
+    assert torch.equal(loaded(**call).logits, model(**call).logits)
+    config = AutoConfig.from_pretrained(tmp_path, attn_implementation=NAME)
+    assert AutoModelForCausalLM.from_config(config).config._attn_implementation == NAME
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).config._attn_implementation == "sdpa"
+
+
+def test_patching_a_model_that_has_the_name() -> None:
+    """patch() adds what the name alone can't; unpatching gives the name back."""
+    expected = alone(make("qwen3_next"))
+    model = make("qwen3_next", attn_implementation=NAME)
+    before = state(model)
+    call = {"input_ids": torch.cat(documents(), 1), "position_ids": positions()}
+    with pytest.raises(tritonpack.UnsupportedModelError, match=r"Qwen3NextGatedDeltaNet\). Call tritonpack.patch"):
+        model(**call)
+    with tritonpack.patch(model) as handle:
+        assert handle.report.replaced == NAME
+        assert difference(expected, logits_and_gradients(model, [call], lambda out: out[0])) < EXACT
+    assert state(model) == before
+    assert model.config._attn_implementation == NAME
+
+
+def test_layers_that_are_not_told_refuse() -> None:
+    """GPT-BigCode keeps position ids to itself; offsets it passes on."""
+    expected = alone(make("gpt_bigcode"))
+    model = make("gpt_bigcode", attn_implementation=NAME)
+    ids = torch.cat(documents(), 1)
+    with pytest.raises(ValueError, match="aren't told where documents begin"):
+        model(ids, position_ids=positions())
+    with pytest.raises(ValueError, match="aren't told where documents begin"):
+        model(ids)
+    call = {"input_ids": ids, **FORMS["collator"]()}
+    assert difference(expected, logits_and_gradients(model, [call], lambda out: out[0])) < EXACT
+
+
+# Types of which no layer asks for an attention function: transformers takes any name for them and uses none.
+NEVER_ASK = {
+    "cpmant", "falcon_mamba", "mamba", "mamba2", "openai-gpt", "prophetnet", "reformer", "rwkv", "xlm", "xlnet",
+    "xlstm",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["position_ids", "collator"])
+def test_every_type_is_exact_or_refuses(form: str) -> None:
+    wrong, exact = {}, set()
+    for kind in zoo.MODEL_TYPES:
+        # Those that count positions from padding's are given other position ids than here, by name or not.
+        if kind in zoo.UNBUILT or kind in NEVER_ASK or kind in COUNT_FROM_PADDING:
+            continue
+        dtype = torch.float32 if kind in zoo.FLOAT32_ONLY else torch.float64
+        stock, rows = zoo.tiny_model(kind, dtype=dtype), [d.clamp(min=zoo.FIRST_TOKEN) for d in documents()]
+        with torch.no_grad():
+            calls = [zoo.call(stock, d) for d in rows]
+            expected = torch.cat([zoo.logits(stock, stock(**call, use_cache=False)) for call in calls], 1)
+            try:
+                model = zoo.tiny_model(kind, dtype=dtype, attn_implementation=NAME)
+                got = zoo.logits(model, model(**zoo.call(model, torch.cat(rows, 1)), **FORMS[form]()))
+            except (ValueError, KeyError):  # KeyError: classes of their own per name, at construction
+                continue
+        gap = float((got - expected).abs().max() / expected.abs().max())
+        if gap < 1e-5:
+            exact.add(kind)
+        else:
+            wrong[kind] = gap
+    assert not wrong
+    assert len(exact) >= 100
+    assert exact >= {
+        "llama",
+        "mistral",
+        "qwen3",
+        "qwen3_moe",
+        "gemma2",
+        "gemma3",
+        "gpt_oss",
+        "olmo3",
+        "phi3",
+        "granite",
+    }
+
+
+def test_a_claim_ends_with_its_config() -> None:
+    """A model that goes without being unpatched leaves nothing for the next config at its address."""
+    model = tiny_model("llama")
+    tritonpack.patch(model)
+    key = id(model.config)
+    assert key in patching._claims
+    del model
+    gc.collect()
+    assert key not in patching._claims
