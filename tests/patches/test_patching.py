@@ -372,6 +372,23 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
         {"cu_seq_lens_q": torch.tensor([0, 22]), "cu_seq_lens_k": torch.tensor([0, 2, 22])},
         "differ",
     ),
+    "offsets against positions": (
+        {"position_ids": positions(), "cu_seq_lens_q": torch.tensor([0, 9, 22])},
+        r"cu_seq_lens_q and position_ids contradict each other \(row 0, token 7: \[4, 5, 6, 0, 0, 1, 2\] around it.*"
+        r"by cu_seq_lens_q documents begin at 0, 9, by position_ids at 0, 7, 8, 11",
+    ),
+    "numbers against positions": (
+        {"position_ids": torch.arange(22)[None], "seq_idx": segments()},
+        r"seq_idx and position_ids contradict.*by seq_idx documents begin at 0, 7, 8, 11, by position_ids at 0\.",
+    ),
+    "segments against positions": (
+        {"position_ids": torch.arange(22)[None], "attention_mask": segments()},
+        r"attention_mask and position_ids contradict.*by attention_mask documents begin at 0, 7, 8, 11, by",
+    ),
+    "zeros over packed documents": (
+        {"position_ids": positions(), "attention_mask": torch.tensor([[1] * 13 + [0] * 2 + [1] * 7])},
+        r"padding inside a document \(row 0, token 15: \[1, 0, 0, 1, 1, 1, 1\] around it",
+    ),
     "numbers of another length": ({"seq_idx": torch.zeros(1, 9, dtype=torch.int32)}, "seq_idx has shape"),
     "attentions asked for": ({"output_attentions": True}, "output_attentions"),
 }

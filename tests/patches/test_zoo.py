@@ -107,7 +107,7 @@ def test_verdicts_of_the_sweep() -> None:
     assert stock.verdict == "leak"
     wrong = sweep.run("llama", patch=shifted, forms=["position_ids", "two_rows"])
     assert wrong.by_form == {"position_ids": "inexact", "two_rows": "inexact"}
-    assert sweep.run("opt").verdict == "refused"
+    assert sweep.run("prophetnet").verdict == "refused"
     assert sweep.run("gemma4_assistant").verdict == "unbuilt"
     broken = sweep.run("llama", patch=lambda model: contextlib.nullcontext(model.lm_head.register_forward_hook(1)))
     assert (broken.verdict, broken.by_form["position_ids"]) == ("error", "error")

@@ -1,4 +1,4 @@
-"""Attention layers outside of transformers' interface, rewritten to use it: an instance's forward each."""
+"""Attention layers outside of transformers' interface: an instance's forward each."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import inspect
 import sys
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from tritonpack.patches.current import OUTSIDE, Current, InstanceForward
 from tritonpack.patches.interface import attend, attend_dense
-from tritonpack.patches.local import InstanceForward
+from tritonpack.patches.kinds import Kind
 
 
 class FalconAttention(InstanceForward):
@@ -45,6 +47,33 @@ class FalconAttention(InstanceForward):
             arguments = {"output_attentions": output_attentions, "position_ids": position_ids, **kwargs}
             out, _ = attend(module, query, key, value, attention_mask, dropout=dropout, **arguments)
         return module.dense(out.flatten(2)), None
+
+
+class DocumentMask(InstanceForward):
+    """Attention that makes its own causal mask, or none: gets that of the documents in the argument for padding."""
+
+    def __init__(self, module: nn.Module, current: Current, argument: str) -> None:
+        super().__init__(module, current)
+        self.argument = argument
+        self.names = list(inspect.signature(type(module).forward).parameters)[1:]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        packing = self.current.packing
+        if packing is None and self.current.depth == 0:
+            raise ValueError(OUTSIDE.format(type(self.module).__name__))
+        if packing is not None:
+            length = packing.tokens[1]
+            mask = packing.interval_mask(length, 0, 0, Kind((-1, -1)))
+            if arguments[self.argument] is not None and arguments[self.argument].ndim == 4:
+                arguments[self.argument] = mask.to_tensor(torch.float32, additive=True)
+            else:
+                causal = torch.ones((length, length), dtype=torch.bool, device=packing.device)
+                given = arguments[self.argument]
+                if given is not None and given.ndim == 3:  # causal already
+                    causal = causal.tril()
+                arguments[self.argument] = mask.to_tensor()[:, 0] & causal
+        return self.inner(**arguments)
 
 
 # Attention classes and what stands for their forward; the names of their arguments must be transformers'.

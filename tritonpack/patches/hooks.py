@@ -10,13 +10,15 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tritonpack.patches.families import CODEBOOKS, COUNT_FROM_PADDING
+from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches.current import Current, hold_checkpoints
+from tritonpack.patches.families import ALIBI_FROM_MASK, CODEBOOKS, COUNT_FROM_PADDING
 from tritonpack.patches.interface import NAMES, served
 from tritonpack.patches.kinds import Kind
-from tritonpack.patches.local import Current
-from tritonpack.patches.packing import OpenMask, Packing, Serving, make_packing
+from tritonpack.patches.packing import Packing, Serving
+from tritonpack.patches.reading import OpenMask, make_packing
 
-CACHES = ("past_key_values", "cache_params", "state")
+CACHES = ("past_key_values", "cache_params", "state", "cache", "mems")
 
 
 class PackingHook:
@@ -28,6 +30,8 @@ class PackingHook:
         mixes: whether layers of the module mix along the row.
         outermost: whether no other patched module holds this one, so that its arguments are the user's.
         replaced: the name of the attention that the module's config had before.
+        report: of the patch.
+        asked: the attention and the backend that the user asked for.
     """
 
     def __init__(
@@ -45,10 +49,13 @@ class PackingHook:
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
         self.serving, self.current, self.mixes, self.outermost = serving, current, mixes, outermost
         self.replaced, self.report = replaced, report
+        self.asked: tuple[str, str] = serving.attention, serving.backend
         config = module.config
-        counts = config.model_type in COUNT_FROM_PADDING
+        self.model_type = config.model_type
+        counts = self.model_type in COUNT_FROM_PADDING
         self.first_position = (config.pad_token_id or 0) + 1 if counts else 0
-        self.codebooks = config.num_codebooks if config.model_type in CODEBOOKS else 1
+        self.codebooks = config.num_codebooks if self.model_type in CODEBOOKS else 1
+        self.checkpointed = [layer for layer in module.modules() if hasattr(layer, "gradient_checkpointing")]
         # Multimodal positions are the model's to make: a place in the text isn't all of them.
         multimodal = any(hasattr(inner, "get_rope_index") for inner in module.modules())
         self.gives_positions = "position_ids" in self.names and not multimodal
@@ -61,17 +68,23 @@ class PackingHook:
                 "its packing. Call tritonpack.unpatch(model) before setting another."
             )
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        if arguments.get("encoder_hidden_states") is not None:
+            raise UnsupportedModelError(
+                "cross-attention (encoder_hidden_states) sees one sequence from every document of a row; unpatch the "
+                "model."
+            )
         packing = self._read(arguments)
         if packing is not None:
-            self._pass_on(packing, arguments)
+            packing = self._pass_on(packing, arguments)
+        if self.current is not None:
+            self.current.enter(packing)
+            hold_checkpoints(self.checkpointed, self.current)
         return (), arguments
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
         """Forget the packing when the outermost module is done, also after an exception."""
         assert self.current is not None
-        self.current.depth = max(self.current.depth - 1, 0)
-        if self.current.depth == 0:
-            self.current.packing = None
+        self.current.leave()
 
     def _read(self, arguments: dict[str, Any]) -> Packing | None:
         """The packing of this call, or None where masks are made already or the model itself says what is missing."""
@@ -92,7 +105,12 @@ class PackingHook:
         if tokens is None or shape is None or len(shape) != 2:
             return None
         shape = (shape[0] // self.codebooks, shape[1])
-        return make_packing(arguments, torch.Size(shape), tokens.device, self.serving)
+        cache = arguments.get("past_key_values")
+        if mask is None and cache is not None and self.model_type in ALIBI_FROM_MASK:
+            columns, _ = cache.get_mask_sizes(shape[1], 0)
+            arguments["attention_mask"] = torch.ones((shape[0], columns), dtype=torch.long, device=tokens.device)
+        packing = make_packing(arguments, torch.Size(shape), tokens.device, self.serving)
+        return replace(packing, cached=any(arguments.get(name) is not None for name in CACHES))
 
     def _claim(self, mask: Any, arguments: dict[str, Any]) -> Any:
         """A mask that was made before the call, for this model."""
@@ -106,31 +124,33 @@ class PackingHook:
             )
         return mask
 
-    def _pass_on(self, packing: Packing, arguments: dict[str, Any]) -> None:
-        cached = any(arguments.get(name) is not None for name in CACHES)
+    def _pass_on(self, packing: Packing, arguments: dict[str, Any]) -> Packing | None:
+        """Put the packing where the model hands it on; returns it where it covers whole rows: nothing is cached yet."""
+        cached = packing.cached
         given = (packing.boundaries, packing.position_ids, packing.attention_mask)
         wanting = arguments.get("position_ids") is None or self.first_position > 0
         if wanting and self.gives_positions and not cached and any(x is not None for x in given):
             arguments["position_ids"] = packing.positions() + self.first_position
-        if self.mixes and not isinstance(arguments.get("attention_mask"), Packing):
-            packing = replace(packing, by_document=self._runs_by_document(packing, arguments, cached))
-        if self.current is not None:
-            self.current.depth += 1
-            if self.current.depth == 1:
-                self.current.packing = None if cached else packing
-        if self.mixes and self.takes_any:
-            arguments["tritonpack_packing"] = packing
-        if self.mixes and packing.by_document and (self.takes_any or "use_cache" in self.names):
-            arguments["use_cache"] = False
+        if self.mixes:
+            if not isinstance(arguments.get("attention_mask"), Packing):
+                packing = replace(packing, by_document=self._runs_by_document(packing, arguments, cached))
+            if packing.by_document and (self.takes_any or "use_cache" in self.names):
+                arguments["use_cache"] = False
         arguments["attention_mask"] = packing
-        if "perm_mask" in self.names and not cached and arguments.get("perm_mask") is None:  # XLNet's
+        fresh = not cached or _is_empty(arguments)
+        if "perm_mask" in self.names and fresh and arguments.get("perm_mask") is None:  # XLNet's
             seen = packing.interval_mask(packing.tokens[1], 0, 0, Kind((-1, -1))).to_tensor()[:, 0]
             arguments["perm_mask"] = (~seen).float()
+        return packing if fresh else None
 
     def _runs_by_document(self, packing: Packing, arguments: dict[str, Any], cached: bool) -> bool:
         """Recurrent layers keep one state per row: documents run by themselves, and leave no cache behind."""
-        _, length = packing.lengths()
         rows, row_length = packing.tokens
+        if cached and packing.boundaries is None and (row_length == 1 or packing.position_ids is None):
+            return False
+        if cached and packing.attention_mask is not None:
+            packing = replace(packing, attention_mask=packing.attention_mask[:, -row_length:])
+        _, length = packing.lengths()
         whole = length.numel() == rows and bool((length == row_length).all())  # nothing packed, nothing padded
         padded = length.numel() <= rows
         if cached and not padded:
@@ -139,3 +159,16 @@ class PackingHook:
                 "a row can't use a cache; pass past_key_values=None."
             )
         return not whole and not cached and not (padded and arguments.get("use_cache"))
+
+
+def _is_empty(arguments: dict[str, Any]) -> bool:
+    """Whether the cache of a call is known to hold nothing yet; one of fixed size keeps its count on the device."""
+    for name in CACHES:
+        cache = arguments.get(name)
+        if cache is not None:
+            try:
+                length = cache.get_seq_length()
+            except (AttributeError, ValueError):  # no keys are kept: states of recurrent layers
+                return False
+            return isinstance(length, int) and length == 0
+    return True

@@ -22,11 +22,17 @@ from tritonpack.attention import varlen_attention
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.by_name import MORE_THAN_A_TOWER, attend_in_tower, require_attention_alone, takes_tokens
 from tritonpack.patches.kinds import read_kind
-from tritonpack.patches.local import temperature
-from tritonpack.patches.packing import IntervalMask, OpenMask, Packing, Serving
+from tritonpack.patches.packing import IntervalMask, Packing, Serving
+from tritonpack.patches.positions import temperature
+from tritonpack.patches.reading import OpenMask
 
 # What a patched model's config calls its attention, by who attends; and a second name for stacks that want a slash.
-NAMES = {"tritonpack": "tritonpack", "sdpa": "tritonpack_sdpa", "eager": "tritonpack_eager"}
+NAMES = {
+    "tritonpack": "tritonpack",
+    "sdpa": "tritonpack_sdpa",
+    "eager": "tritonpack_eager",
+    "dense": "tritonpack_dense",
+}
 ALIAS = "tritonpack/flash-attn"
 
 # What says where documents begin; one of them must reach attention in a model that isn't patched.
@@ -35,7 +41,7 @@ TELLING = ("position_ids", "cu_seq_lens_q", "seq_idx")
 
 def register() -> None:
     """Make the names known to transformers; no model uses them before it is patched or asks for them."""
-    functions = {"tritonpack": attend, "sdpa": attend_sdpa, "eager": attend_eager}
+    functions = {"tritonpack": attend, "sdpa": attend_sdpa, "eager": attend_eager, "dense": attend_sdpa}
     for attention, name in NAMES.items():
         AttentionInterface.register(name, functions[attention])
         AttentionMaskInterface.register(name, make_mask)
@@ -71,11 +77,8 @@ def make_mask(
 
 
 def served(mask: IntervalMask, dtype: torch.dtype) -> IntervalMask | Tensor:
-    """A mask in the form that takes part in attention: intervals, or dense numbers for transformers' own functions."""
-    attention = mask.serving.attention
-    if attention == "tritonpack":
-        return mask
-    return mask.to_tensor() if attention == "sdpa" else mask.to_tensor(dtype, additive=True)
+    """A mask as a model's layers take it: layers outside of the interface add it to their scores."""
+    return mask.dense(dtype) if mask.serving.attention == "dense" else mask
 
 
 def attend(
@@ -115,17 +118,13 @@ def attend(
                 f"{type(module).__name__} combines a mask of its own with softcap or blocks, which tritonpack doesn't "
                 "support; unpatch the model."
             )
-        if isinstance(attention_mask, Tensor):
-            dense = attention_mask
-        else:
-            mask = _claimed(module, attention_mask, kwargs, "tritonpack")
-            tuning = temperature(module, mask)
-            query = query * tuning
-            position_bias = None if position_bias is None else position_bias * tuning
-            dense = mask.to_tensor()
+        query, position_bias = _tuned(module, query, position_bias, attention_mask)
+        dense = _dense(module, attention_mask, torch.bool, kwargs, "tritonpack")
         return attend_dense(query, key, value, dense, indices, position_bias, sinks, dropout, scaling), None
     mask = _claimed(module, attention_mask, kwargs, "tritonpack")
     batch, _, length, _ = query.shape
+    if mask.packing is not None and length == 1 < key.shape[2]:  # the cache asked was that of a layer without keys
+        mask = mask.packing.interval_mask(key.shape[2], key.shape[2] - 1, 0, mask.kind)
     if mask.shape[0] != batch or mask.shape[2:] != (length, key.shape[2]):
         raise ValueError(
             f"the mask is for {tuple(mask.shape)} (batch, 1, queries, keys) but attention got {batch} rows of {length} "
@@ -133,7 +132,8 @@ def attend(
             "tritonpack doesn't support."
         )
     intervals = mask.mask.to(query.device) if mask.device != query.device else mask.mask
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query * temperature(module, mask), key, value))
+    query, _ = _tuned(module, query, None, mask)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
     out = varlen_attention(
         q,
         k,
@@ -149,20 +149,45 @@ def attend(
 
 
 def attend_sdpa(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    indices: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' sdpa, with the dense mask of the documents."""
-    return sdpa_attention_forward(
-        module, query, key, value, _dense(module, attention_mask, query.dtype, kwargs, "sdpa"), **kwargs
-    )
+    query, position_bias = _tuned(module, query, position_bias, attention_mask)
+    mask = _dense(module, attention_mask, torch.bool, kwargs, "sdpa")
+    if indices is not None or position_bias is not None:
+        dropout, scaling = kwargs.get("dropout", 0.0), kwargs.get("scaling")
+        return attend_dense(query, key, value, mask, indices, position_bias, None, dropout, scaling), None
+    return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
 
 
 def attend_eager(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **kwargs: Any
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    *,
+    indices: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **kwargs: Any,
 ) -> tuple[Tensor, Tensor]:
     """The model's own eager attention, with the dense mask of the documents."""
     own: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
-    return own(module, query, key, value, _dense(module, attention_mask, query.dtype, kwargs, "eager"), **kwargs)
+    query, position_bias = _tuned(module, query, position_bias, attention_mask)
+    mask = _dense(module, attention_mask, query.dtype, kwargs, "eager")
+    if indices is not None:
+        mask = mask.masked_fill(~_chosen(indices, mask), torch.finfo(mask.dtype).min)
+    if position_bias is not None:
+        kwargs["position_bias"] = position_bias
+    return own(module, query, key, value, mask, **kwargs)
 
 
 def attend_dense(
@@ -185,9 +210,8 @@ def attend_dense(
         sinks: (H,), each head's score of a key without a value, or (B, H, T, 1), each query's.
     """
     if indices is not None:
-        chosen = torch.zeros((*indices.shape[:2], mask.shape[-1]), dtype=torch.bool, device=query.device)
-        chosen.scatter_(-1, indices.long().clamp(min=0), indices >= 0)
-        mask = mask & chosen[:, None] if mask.dtype == torch.bool else mask.masked_fill(~chosen[:, None], -math.inf)
+        chosen = _chosen(indices, mask)
+        mask = mask & chosen if mask.dtype == torch.bool else mask.masked_fill(~chosen, -math.inf)
     if bias is not None:
         bias = bias.to(query.dtype)
         mask = bias.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else bias + mask
@@ -206,12 +230,29 @@ def attend_dense(
     return out.transpose(1, 2).contiguous()
 
 
+def _chosen(indices: Tensor, mask: Tensor) -> Tensor:
+    """(B, 1, T, K) bool: the keys that an indexer chose, from their (B, T, top-k) places, -1 for none."""
+    chosen = torch.zeros((*indices.shape[:2], mask.shape[-1]), dtype=torch.bool, device=mask.device)
+    return chosen.scatter_(-1, indices.long().clamp(min=0), indices >= 0)[:, None]
+
+
+def _tuned(module: nn.Module, query: Tensor, bias: Tensor | None, mask: Any) -> tuple[Tensor, Tensor | None]:
+    """Queries, and a bias that goes with them, scaled by their place in the document instead of the row."""
+    if not isinstance(mask, IntervalMask):
+        return query, bias
+    tuning = temperature(module, mask)
+    if tuning is None:
+        return query, bias
+    return (query * tuning).to(query.dtype), None if bias is None else (bias * tuning).to(bias.dtype)
+
+
 def _dense(module: nn.Module, mask: Any, dtype: torch.dtype, arguments: dict[str, Any], attention: str) -> Tensor:
-    if isinstance(mask, Tensor):
+    """The mask as a tensor: bool, or additive of another dtype; what a model has made of it in the same form."""
+    if not isinstance(mask, Tensor):
+        return _claimed(module, mask, arguments, attention).dense(dtype)
+    if mask.dtype != torch.bool or dtype == torch.bool:
         return mask
-    claimed = served(_claimed(module, mask, arguments, attention), dtype)
-    assert isinstance(claimed, Tensor)
-    return claimed
+    return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
 def _claimed(module: nn.Module, mask: Any, arguments: dict[str, Any], attention: str) -> IntervalMask:

@@ -33,6 +33,9 @@ class Kind:
     overlay: MaskFunction | None = None
 
 
+CAUSAL = Kind((-1, 0))
+
+
 def read_kind(mask_function: Any, local_size: int | None, config: Any, flags: dict[str, Any]) -> Kind:
     """The kind of mask that transformers asks for, from what it passes to a mask function.
 
@@ -49,7 +52,7 @@ def read_kind(mask_function: Any, local_size: int | None, config: Any, flags: di
     bidirectional = "allow_is_bidirectional_skip" in flags
     plain = flags.get("allow_is_bidirectional_skip" if bidirectional else "allow_is_causal_skip", False)
     if mask_function is causal_mask_function:
-        return Kind((-1, 0))
+        return CAUSAL
     if mask_function is bidirectional_mask_function:
         return Kind((-1, -1))
     chunked = local_size is not None and getattr(config, "attention_chunk_size", None) == local_size

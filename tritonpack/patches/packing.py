@@ -16,7 +16,7 @@ from torch import Tensor
 from tritonpack.attention import Backend
 from tritonpack.checks import require
 from tritonpack.mask import BlockDiagonalMask, changes, document_starts, mask_from_runs
-from tritonpack.patches.kinds import Kind, overlay_intervals
+from tritonpack.patches.kinds import CAUSAL, Kind, overlay_intervals
 from tritonpack.patches.tensor_like import TensorLike
 
 ATTENTIONS = ("tritonpack", "sdpa", "eager")
@@ -28,7 +28,7 @@ class Serving:
 
     Attributes:
         attention: "tritonpack" for the kernels, which take intervals; "sdpa" or "eager" for transformers' own
-            attention, which takes dense masks.
+            attention, which takes dense masks; "dense" for layers outside of its interface, which take them, too.
         backend: of the kernels, as `varlen_attention` takes it.
     """
 
@@ -45,17 +45,29 @@ class IntervalMask(TensorLike):
         shape: (batch_size, 1, num_queries, num_keys).
         serving: who attends.
         packing: of the tokens, where these are queries and keys alike; None where a cache holds some of the keys.
+        kind: what the layer sees of a document.
     """
 
     mask: BlockDiagonalMask
     shape: torch.Size
     serving: Serving
     packing: Packing | None = None
+    kind: Kind = CAUSAL
     dtype: torch.dtype = torch.bool
+    kept: list[tuple[torch.dtype, Tensor]] = field(default_factory=list)
 
     @property
     def device(self) -> torch.device:
         return self.mask.device
+
+    def dense(self, dtype: torch.dtype) -> Tensor:
+        """(B, 1, T, K) bool, or additive of another dtype: written once for all layers."""
+        for known, tensor in self.kept:
+            if known == dtype:
+                return tensor
+        tensor = self.to_tensor() if dtype == torch.bool else self.to_tensor(dtype, additive=True)
+        self.kept.append((dtype, tensor))
+        return tensor
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device", args[0] if args and isinstance(args[0], (str, torch.device)) else None)
@@ -63,7 +75,7 @@ class IntervalMask(TensorLike):
             return self.to_tensor().to(*args, **kwargs)
         if device is None or torch.device(device) == self.device:
             return self
-        return replace(self, mask=self.mask.to(device))
+        return replace(self, mask=self.mask.to(device), kept=[])
 
     def to_addend(self, dtype: torch.dtype) -> Tensor:
         """A model that adds the mask to its scores means an additive one."""
@@ -86,46 +98,6 @@ class IntervalMask(TensorLike):
 
 
 @dataclass(frozen=True, eq=False)
-class OpenMask(TensorLike):
-    """A mask that transformers made outside of a patched model's forward pass: it doesn't know the documents yet.
-
-    generate() prepares such masks before it calls the model, and a model whose attention has our name without having
-    been patched gets one. `claim` turns it into the mask of a packing.
-    """
-
-    attention_mask: Tensor | None
-    shape: torch.Size
-    query_offset: int | Tensor
-    key_offset: int
-    kind: Kind
-    where: torch.device
-    dtype: torch.dtype = torch.bool
-    claimed: list[IntervalMask] = field(default_factory=list)  # one at most
-
-    @property
-    def device(self) -> torch.device:
-        return self.where
-
-    def to(self, *_: Any, **__: Any) -> OpenMask:
-        return self
-
-    def to_tensor(self) -> Tensor:
-        raise ValueError(
-            "this model's attention has tritonpack's name but the model isn't patched, so packed documents would not "
-            "be told apart. Call tritonpack.patch(model), or give it a config of its own."
-        )
-
-    def claim(self, arguments: dict[str, Any], serving: Serving) -> IntervalMask:
-        """The mask for a call with these arguments; the same one for every layer that asks."""
-        if not self.claimed:
-            batch, _, queries, keys = self.shape
-            told = {**arguments, "attention_mask": self.attention_mask}
-            packing = make_packing(told, torch.Size((batch, queries)), self.where, serving)
-            self.claimed.append(packing.interval_mask(keys, self.query_offset, self.key_offset, self.kind))
-        return self.claimed[0]
-
-
-@dataclass(frozen=True, eq=False)
 class Packing(TensorLike):
     """The documents of one forward pass, in the place of a 2D padding mask.
 
@@ -137,6 +109,7 @@ class Packing(TensorLike):
         where: the tokens' device.
         serving: who attends.
         by_document: whether layers that mix along the row run on each document by itself.
+        cached: whether the call brought a cache, empty or not.
     """
 
     attention_mask: Tensor | None
@@ -146,6 +119,7 @@ class Packing(TensorLike):
     where: torch.device
     serving: Serving
     by_document: bool = False
+    cached: bool = False
     dtype: torch.dtype = torch.int64
     kept: list[tuple[tuple[Any, ...], IntervalMask]] = field(default_factory=list)
     kept_batches: list[tuple[list[tuple[Tensor, Tensor]], Tensor]] = field(default_factory=list)
@@ -182,6 +156,9 @@ class Packing(TensorLike):
             key_offset: how many of those the layer's cache has forgotten.
             kind: what the layer sees of a document.
         """
+        columns = self.shape[1]
+        if isinstance(query_offset, int) and query_offset == 0 and num_keys == self.tokens[1] < columns:
+            num_keys, query_offset = columns, columns - num_keys  # the cache asked was that of a layer without keys
         fresh = isinstance(query_offset, int) and query_offset == 0 and key_offset == 0 and num_keys == self.tokens[1]
         key = (num_keys, key_offset, kind)
         for known, interval_mask in self.kept:  # a list: a compiled graph that hashes a size is tied to it
@@ -189,8 +166,9 @@ class Packing(TensorLike):
                 return interval_mask
         mask = self.documents(kind) if fresh else self._cached(num_keys, query_offset, key_offset, kind)
         shape = torch.Size((self.tokens[0], 1, self.tokens[1], num_keys))
-        interval_mask = IntervalMask(mask, shape, self.serving, self if fresh else None)
-        self.kept.append((key, interval_mask))
+        interval_mask = IntervalMask(mask, shape, self.serving, self if fresh else None, kind)
+        if not torch.compiler.is_compiling():  # a graph can't change what came into it
+            self.kept.append((key, interval_mask))
         return interval_mask
 
     def documents(self, kind: Kind) -> BlockDiagonalMask:
@@ -225,7 +203,7 @@ class Packing(TensorLike):
         require(
             ~torn.any() & (ids >= 0).all(),
             lambda: (
-                f"attention_mask has padding inside a document{_first(torn, ids, starts)}. Padding may lie before, "
+                f"attention_mask has padding inside a document{shown(torn, ids, starts)}. Padding may lie before, "
                 "between and after documents; number documents in ascending order, or let position_ids restart where "
                 "one begins."
             ),
@@ -273,6 +251,18 @@ class Packing(TensorLike):
             inverse[found] = torch.arange(found.shape[0])
             self.kept_batches.append((batches, inverse.to(self.where)))
         return self.kept_batches[0]
+
+    def places(self) -> Tensor:
+        """(B, T) int64, what stands for a token's place in its row where a model counts those: that in its document.
+
+        A row that is one document and goes on from a cache counts its padding, as the model will later.
+        """
+        positions = self.positions()
+        if not self.cached:
+            return positions
+        starts, live = self.runs()
+        documents = (starts if live is None else starts & live).sum(1, keepdim=True)
+        return torch.where(documents > 1, positions, self._rows(0))
 
     def _cached(self, num_keys: int, query_offset: int | Tensor, key_offset: int, kind: Kind) -> BlockDiagonalMask:
         """Queries continue what the cache holds: a token at position p follows p tokens of its own document."""
@@ -331,35 +321,6 @@ class Packing(TensorLike):
         return starts.expand(self.tokens).clone()
 
 
-def make_packing(arguments: dict[str, Any], tokens: torch.Size, device: torch.device, serving: Serving) -> Packing:
-    """The packing of a forward pass over tokens of shape (B, T), from the arguments it was called with.
-
-    Documents are told apart by `cu_seq_lens_q` (FlashAttention's offsets over the flattened tokens), else `seq_idx`
-    ((B, T) document numbers), else where `position_ids` don't ascend by one. A two-dimensional `attention_mask` marks
-    padding by 0, and may number documents.
-
-    Raises:
-        ValueError: arguments that contradict each other or the tokens.
-    """
-    mask = arguments.get("attention_mask")
-    if mask is not None:
-        if mask.is_floating_point():  # PEFT's virtual tokens make it so
-            require(
-                ((mask >= 0) & (mask == mask.round())).all(),
-                "attention_mask must hold whole numbers, 0 for padding; got others. A mask to be added to scores isn't "
-                "supported.",
-            )
-        mask = mask.to(device=device, dtype=torch.int32)
-    position_ids = arguments.get("position_ids")
-    if position_ids is not None:
-        position_ids = position_ids.to(device)
-    boundaries, name = _boundaries(arguments, tokens, device)
-    packing = Packing(mask, position_ids, boundaries, tokens, device, serving)
-    if boundaries is not None and position_ids is not None and position_ids.ndim < 3:
-        _require_agreement(packing, boundaries, name)
-    return packing
-
-
 def first_tokens(attention_mask: Tensor) -> Tensor:
     """(B,) the first token of each row that isn't padding; requires that no padding lies between tokens."""
     live = attention_mask != 0
@@ -371,29 +332,7 @@ def first_tokens(attention_mask: Tensor) -> Tensor:
     return live.int().argmax(1)
 
 
-def _require_agreement(packing: Packing, boundaries: Tensor, name: str) -> None:
-    """Position ids must restart exactly where documents begin; padding may be counted as it likes."""
-    positions = packing.position_ids
-    assert positions is not None
-    told = packing._position_starts()
-    told[:, :1] = boundaries[:, :1]
-    zeros = (positions == 0).expand(packing.tokens)
-    padding = zeros & torch.cat([zeros[:, :1], zeros[:, :-1]], dim=1)  # collators fill up with zeros
-    if packing.attention_mask is not None and packing.attention_mask.shape == packing.tokens:
-        padding = padding | (packing.attention_mask == 0)
-    differ = (told != boundaries) & ~padding
-    require(
-        ~differ.any(),
-        lambda: (
-            f"{name} and position_ids contradict each other"
-            f"{_first(differ, positions.expand(packing.tokens), boundaries)}: by {name} documents begin at "
-            f"{_places(boundaries)}, by position_ids at {_places(told)}. Let positions "
-            "restart where a document begins, or leave one of the two out."
-        ),
-    )
-
-
-def _first(wrong: Tensor, ids: Tensor, starts: Tensor) -> str:
+def shown(wrong: Tensor, ids: Tensor, starts: Tensor) -> str:
     """Where a check failed first, with the numbers around it, for messages; nothing where reading it would wait."""
     if wrong.device.type != "cpu" or not bool(wrong.any()):
         return ""
@@ -403,41 +342,3 @@ def _first(wrong: Tensor, ids: Tensor, starts: Tensor) -> str:
         f" (row {row}, token {column}: {ids[row, around].tolist()} around it, where a document begins at "
         f"{starts[row, around].int().tolist()})"
     )
-
-
-def _places(starts: Tensor) -> str:
-    if starts.device.type != "cpu":
-        return "other places"
-    places = starts.flatten().nonzero().flatten().tolist()
-    return ", ".join(map(str, places[:8])) + (", ..." if len(places) > 8 else "")
-
-
-def _boundaries(arguments: dict[str, Any], shape: torch.Size, device: torch.device) -> tuple[Tensor | None, str]:
-    """Where documents begin, as (B, T) bool, and the name of the argument that said so."""
-    cu_q, cu_k = arguments.get("cu_seq_lens_q"), arguments.get("cu_seq_lens_k")
-    seq_idx = arguments.get("seq_idx")
-    if cu_q is not None:
-        total = shape.numel()
-        if cu_k is not None and cu_k is not cu_q:
-            differ = "cu_seq_lens_q and cu_seq_lens_k differ; in self-attention they are the same."
-            if cu_q.shape != cu_k.shape:
-                raise ValueError(differ)
-            require((cu_q == cu_k).all(), differ)
-        require(
-            (cu_q[0] == 0) & (cu_q[-1] == total) & (cu_q[1:] >= cu_q[:-1]).all(),
-            lambda: (
-                f"cu_seq_lens_q must begin with 0, never decrease and end with the number of tokens, {total} "
-                f"({shape[0]} x {shape[1]}){f'; got {cu_q.tolist()!r:.200}' if cu_q.device.type == 'cpu' else ''}."
-            ),
-        )
-        starts = torch.zeros(total + 1, dtype=torch.bool, device=device)
-        starts[cu_q.to(device=device, dtype=torch.long)] = True
-        starts, name = starts[:-1].view(shape), "cu_seq_lens_q"
-    elif isinstance(seq_idx, Tensor):
-        if seq_idx.shape != shape:
-            raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)} but the tokens have {tuple(shape)}.")
-        starts, name = changes(seq_idx.to(device)), "seq_idx"
-    else:
-        return None, ""
-    starts[:, :1] = True
-    return starts, name

@@ -14,11 +14,14 @@ from transformers import PreTrainedModel
 from tritonpack.attention import Backend
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import interface
-from tritonpack.patches.families import DENSE, HEADS, MIXERS, OWN_MASKS, POSITION_TABLES, REFUSED, REFUSED_LAYERS
-from tritonpack.patches.hand import HAND_WRITTEN, fits
+from tritonpack.patches.current import Current, InstanceForward, release_checkpoint
+from tritonpack.patches.families import DENSE, HEADS, KNOWN, MIXERS, OWN_MASKS, POSITION_TABLES, REFUSED, REFUSED_LAYERS
+from tritonpack.patches.hand import HAND_WRITTEN, DocumentMask, fits
 from tritonpack.patches.hooks import PackingHook
-from tritonpack.patches.local import Current, DocumentByDocument, DocumentMask, InstanceForward, LocalPositions
+from tritonpack.patches.mixers import DocumentByDocument, takes_boundaries
 from tritonpack.patches.packing import ATTENTIONS, Serving
+from tritonpack.patches.positions import LocalPositions
+from tritonpack.patches.probe import probe_alone, probe_packed
 from tritonpack.patches.report import Report, make_report
 
 
@@ -59,6 +62,10 @@ def patch(
     that restart; with or without `use_cache`, in one row or many. Nothing process-wide is replaced and no state
     outlives a forward pass. Patching a patched model again the same way changes nothing.
 
+    Families that the tests show to be exact are patched at once. Any other model is tried on a few tokens first: packed
+    documents must equal each alone, and none may move another; what a few tokens can't show (windows longer than they
+    are) is for `tritonpack.testing.check_isolation` with longer ones.
+
     Layers that mix along the row otherwise (recurrences, convolutions) run on each document by itself; a packed batch
     leaves no cache behind in such models. Families whose attention lies outside transformers' interface get a dense
     mask. `Patch.report` says what a model got.
@@ -81,17 +88,26 @@ def patch(
     if backend not in ("auto", "triton", "blocked", "reference"):
         raise ValueError(f"backend must be 'auto', 'triton', 'blocked' or 'reference'; got {backend!r}.")
     if hooks := _hooks(model):
-        report = hooks[0][2].report
-        if (report.attention, report.backend) != (attention, backend):
+        before = hooks[0][2].asked
+        if before != (attention, backend):
             raise ValueError(
-                f"this model is patched already, with attention={report.attention!r} and backend={report.backend!r}; "
-                "call tritonpack.unpatch(model) first to change that."
+                f"this model is patched already, with attention={before[0]!r} and backend={before[1]!r}; call "
+                "tritonpack.unpatch(model) first to change that."
             )
-        return Patch(model, report)
+        return Patch(model, hooks[0][2].report)
     _require_supported(model, attention)
     modules = _modules(model)
     interface.register()
-    return Patch(model, _apply(model, modules, attention, backend))
+    known = all(module.config.model_type in KNOWN for module in modules)
+    alone = None if known else probe_alone(model)
+    handle = Patch(model, _apply(model, modules, attention, backend))
+    if alone is not None:
+        try:
+            probe_packed(model, alone)
+        except UnsupportedModelError:
+            handle.unpatch()
+            raise
+    return handle
 
 
 def unpatch(model: nn.Module) -> None:
@@ -112,6 +128,7 @@ def unpatch(model: nn.Module) -> None:
                 module._forward_hooks_always_called.pop(after, None)
         _release(module.config, hook.replaced)
     for inner in model.modules():
+        release_checkpoint(inner)
         forward = inner.__dict__.get("forward")
         if isinstance(forward, InstanceForward):
             forward.remove()
@@ -123,19 +140,28 @@ def _modules(model: nn.Module) -> list[PreTrainedModel]:
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if not models:
         raise UnsupportedModelError(f"expected a transformers model; got {type(model).__name__}.")
-    modules = []
+    takes_tokens = []
     for module in models:
         parameters = inspect.signature(module.forward).parameters
-        if module.base_model is not module and module.config.model_type not in HEADS:
-            continue
         if "attention_mask" in parameters and ("input_ids" in parameters or "inputs_embeds" in parameters):
-            modules.append(module)
+            takes_tokens.append(module)
+    modules = [
+        module
+        for module in takes_tokens
+        if module.config.model_type in HEADS
+        or not _is_head(module)
+        or not any(other is not module and _holds(module, other) for other in takes_tokens)
+    ]
     if not modules:
         raise UnsupportedModelError(
             f"{type(models[0]).__name__} (model type {models[0].config.model_type!r}) takes no attention_mask, so it "
             "can't be told where documents begin."
         )
     return modules
+
+
+def _is_head(module: PreTrainedModel) -> bool:
+    return module.base_model is not module or module.get_output_embeddings() is not None
 
 
 def _require_supported(model: nn.Module, attention: str) -> None:
@@ -147,6 +173,11 @@ def _require_supported(model: nn.Module, attention: str) -> None:
             )
     for module in _modules(model):
         kind = module.config.model_type
+        if getattr(module.config, "is_encoder_decoder", False):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} (model type {kind!r}) is an encoder with a decoder, whose documents would "
+                "have to be told apart on both sides. Decoders by themselves can be patched."
+            )
         if kind == "gemma" and getattr(module.config, "use_bidirectional_attention", False):
             raise UnsupportedModelError(
                 "Gemma with use_bidirectional_attention sees both directions in a batch without padding and one in a "
@@ -169,16 +200,21 @@ def _require_supported(model: nn.Module, attention: str) -> None:
 
 
 def _apply(model: nn.Module, modules: list[PreTrainedModel], attention: str, backend: Backend) -> Report:
-    report = make_report(model, modules, attention, backend, modules[-1].config._attn_implementation_internal)
+    replaced = modules[-1].config._attn_implementation_internal
+    who = "dense" if modules[-1].config.model_type in DENSE else attention
+    report = make_report(model, modules, who, backend, replaced)
     current = Current()
-    stand_ins = [make for layer in model.modules() if (make := _stand_in(layer, current)) is not None]
+    text_config = modules[-1].config.get_text_config()
+    once = _keep_apart_by_themselves(model, getattr(text_config, "hidden_size", 0))
+    stand_ins = [make for layer in model.modules() if (make := _stand_in(layer, current, once)) is not None]
     needed = bool(stand_ins) or any(module.config.model_type == "xlnet" for module in modules)
     mixes = any(make.func is DocumentByDocument for make in stand_ins)
     for module in modules:
-        serving = Serving("eager" if module.config.model_type in DENSE else attention, backend)
+        serving = Serving("dense" if module.config.model_type in DENSE else attention, backend)
         before = _claim(module.config, interface.NAMES[serving.attention])
         outermost = not any(other is not module and _holds(other, module) for other in modules)
         hook = PackingHook(module, serving, current if needed else None, mixes, outermost, before, report)
+        hook.asked = attention, backend
         module.register_forward_pre_hook(hook, with_kwargs=True)
         if needed:
             module.register_forward_hook(hook.after, always_call=True)
@@ -187,18 +223,24 @@ def _apply(model: nn.Module, modules: list[PreTrainedModel], attention: str, bac
     return report
 
 
-def _stand_in(layer: nn.Module, current: Current) -> partial[Any] | None:
+def _stand_in(layer: nn.Module, current: Current, once: set[type]) -> partial[Any] | None:
     """What gives a layer a forward of ours, or None for layers that keep their own."""
     name, home = type(layer).__name__, type(layer).__module__.rpartition(".")[2]
     if name in POSITION_TABLES:
         return partial(LocalPositions, layer, current)
     if name in MIXERS:
-        return partial(DocumentByDocument, layer, current)
+        return partial(DocumentByDocument, layer, current, type(layer) in once)
     if name in HAND_WRITTEN:
         return partial(HAND_WRITTEN[name], layer, current)
     if (home, name) in OWN_MASKS:
         return partial(DocumentMask, layer, current, OWN_MASKS[home, name])
     return None
+
+
+def _keep_apart_by_themselves(model: nn.Module, hidden_size: int) -> set[type]:
+    """The classes of mixing layers that need only be told where documents begin; one layer of each is tried."""
+    mixers = {type(layer): layer for layer in model.modules() if type(layer).__name__ in MIXERS}
+    return {kind for kind, layer in mixers.items() if takes_boundaries(layer, hidden_size)}
 
 
 def _holds(outer: nn.Module, inner: nn.Module) -> bool:

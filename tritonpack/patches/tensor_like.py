@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+ADDITIONS = ("add", "add_", "__add__", "__iadd__", "__radd__")
+
 
 class TensorLike:
     """Looks like a tensor of `shape`; operators, torch's functions and unknown attributes work on `to_tensor()`.
@@ -61,7 +63,7 @@ class TensorLike:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(function, "__name__", "").strip("_") in ("add", "radd", "iadd") and len(args) == 2:
+        if getattr(function, "__name__", "") in ADDITIONS and len(args) == 2:
             return _add(*args)
         return function(*tree_map(as_tensor, args), **tree_map(as_tensor, kwargs or {}))
 

@@ -1,0 +1,183 @@
+"""Every causal model type of transformers: packed exactly in every form or refused with a reason; never a leak.
+
+What is refused, and all that differs from stock on purpose, is written out here; a type that begins or ceases to be
+exact shows as a failure. `python -m tests.patches.sweep` prints the same as a table.
+"""
+
+import copy
+import functools
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+import tritonpack
+from tests.patches import sweep, zoo
+from tritonpack.patches.families import KNOWN
+
+REFUSED = {
+    "blt": "hashes of preceding bytes run across documents",
+    "cpmant": "masks and position buckets of its own",
+    "deepseek_v4": "compressor pools keys across documents",
+    "gemma4_unified_assistant": "drafts tokens from another model's cache",
+    "minimax_m3_vl_text": "in blocks that are counted from the beginning of the row",
+    "prophetnet": "masks and position buckets of its own",
+    "reformer": "sorts the tokens of a row into buckets",
+    "xlstm": "recurrent blocks run over the whole row",
+    "gemma-bidirectional": "sees both directions in a batch without padding",
+}
+# Stock transformers itself can't do these, in transformers 5.23.
+STOCK_FAILS = {
+    "xlnet-causal": {"two_rows", "padded_right", "padded_left"},  # its causal mask has room for one row
+}
+REENTRANT_IS_WRONG = {"gemma3n", "gemma3n_text"}  # keys shared between layers lose a gradient
+RANDOM_IN_TRAINING = {"phimoe"}  # its router jitters
+# Static caches give other tokens than dynamic ones (gpt_neo), a mask for all tokens is taken for padding (xlm), the
+# window isn't kept while decoding (minimax), and text alone can't be continued (git).
+GENERATE_DIFFERS = {"gpt_neo", "xlm", "minimax", "git"}
+
+BUILT = [name for name in zoo.MODEL_TYPES if name not in zoo.UNBUILT]
+EXACT = [name for name in BUILT if name not in REFUSED]
+
+every_exact_type = pytest.mark.parametrize("name", EXACT)
+
+
+def build(name: str) -> PreTrainedModel:
+    return zoo.tiny_model(name, dtype=torch.float32 if name in zoo.FLOAT32_ONLY else torch.float64)
+
+
+def test_how_many() -> None:
+    """Of the 189 types of transformers 5.23; other versions have others."""
+    assert len(EXACT) >= 148
+    assert set(REFUSED) <= {*BUILT, *zoo.VARIANTS}
+
+
+@pytest.mark.parametrize("name", [*BUILT, *zoo.VARIANTS])
+def test_packed_equals_alone_or_is_refused(name: str) -> None:
+    forms = [form for form in sweep.FORMS if form not in STOCK_FAILS.get(name, ())]
+    row = sweep.run(name, forms=forms)
+    if name in REFUSED:
+        assert row.verdict == "refused"
+        assert REFUSED[name] in row.reason
+    else:
+        assert (row.verdict, row.reason) == ("exact", "")
+        assert len(row.by_form) == len(forms)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+@every_exact_type
+def test_with_transformers_own_attention(name: str, attention: Any) -> None:
+    patch = functools.partial(tritonpack.patch, attention=attention)
+    row = sweep.run(name, patch=patch, forms=["all_ones_mask", "two_rows"])
+    if row.verdict == "refused":
+        assert "doesn't support sdpa" in row.reason
+        assert attention == "sdpa"
+    else:
+        assert (row.verdict, row.reason) == ("exact", "")
+
+
+def test_known_types_are_those_shown_here() -> None:
+    """A type in the list that no test runs would be patched without having been shown exact."""
+    found = set()
+    for name in EXACT:
+        model = zoo.tiny_model(name)
+        with tritonpack.patch(model):
+            found |= {module.config.model_type for module in model.modules() if module._forward_pre_hooks}
+    assert found >= KNOWN
+
+
+@every_exact_type
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("padded", [False, True], ids=["", "left-padded"])
+@pytest.mark.filterwarnings("ignore")
+def test_generate_as_stock(name: str, cache: str, padded: bool) -> None:
+    if name in GENERATE_DIFFERS:
+        pytest.skip("stock transformers is at odds with itself")
+    model = build(name)
+    ids = torch.cat(zoo.documents((9, 9)))
+    mask = torch.ones_like(ids)
+    if padded:
+        ids[0, :4], mask[0, :4] = 0, 0
+    options = {
+        "attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "cache_implementation": cache,
+        "disable_compile": True, "eos_token_id": -1, "return_dict_in_generate": True, "output_logits": True,
+    }  # fmt: skip
+    try:
+        expected = model.generate(ids, **options)
+    except Exception as error:  # whatever a type can't do by itself
+        pytest.skip(f"stock can't: {error}")
+    want = torch.stack(expected.logits)
+    if want.isnan().any():
+        pytest.skip("stock makes NaN of padding in float64")
+    with tritonpack.patch(model):
+        got = model.generate(ids, **options)
+    assert torch.equal(expected.sequences, got.sequences)
+    assert float((want - torch.stack(got.logits)).abs().max() / want.abs().max()) < sweep.tolerance(model)
+
+
+def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
+    configs = [model.config, *(getattr(model.config, part) for part in model.config.sub_configs or {})]
+    for holder in (*model.modules(), *configs):
+        for key, value in list(vars(holder).items()):
+            if "drop" in key and isinstance(value, float):
+                setattr(holder, key, 0.0)
+        if isinstance(holder, nn.Dropout):
+            holder.p = 0.0
+    return model
+
+
+@every_exact_type
+@pytest.mark.parametrize("reentrant", [False, True], ids=["", "reentrant"])
+@pytest.mark.filterwarnings("ignore")
+def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
+    if name in RANDOM_IN_TRAINING or (reentrant and name in REENTRANT_IS_WRONG):
+        pytest.skip("stock transformers differs from itself")
+    model = without_dropout(build(name))
+    if not model.supports_gradient_checkpointing:
+        pytest.skip("can't be checkpointed")
+    documents = zoo.documents(sweep.LENGTHS)
+    expected = sweep.alone(model, documents)
+    model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.enable_input_require_grads()
+    with tritonpack.patch(model):
+        logits = sweep._logits(model, sweep.FORMS["without_cache"](documents))
+        weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
+        (logits * weights).sum().backward()
+    gradients = [p.grad for p in model.parameters() if p.requires_grad]
+    assert sweep.difference(expected, (logits.detach(), gradients)) < sweep.tolerance(model)
+
+
+def state(model: nn.Module) -> dict[str, Any]:
+    """Everything that a patch could have left behind, by identity."""
+    registries = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks")
+    return {
+        name: [dict(getattr(module, registry)) for registry in registries]
+        + [module.__dict__.get("forward"), module.__dict__.get("_gradient_checkpointing_func")]
+        + [getattr(getattr(module, "config", None), "_attn_implementation_internal", None)]
+        for name, module in model.named_modules()
+    }
+
+
+@every_exact_type
+def test_unpatching_copies_and_pickles(name: str) -> None:
+    model = build(name)
+    before, documents = state(model), zoo.documents(sweep.LENGTHS)
+    keys = list(model.state_dict())
+    handle = tritonpack.patch(model)
+    assert list(model.state_dict()) == keys
+    file = io.BytesIO()
+    pickle.dump(model, file)
+    file.seek(0)
+    copies: list[PreTrainedModel] = [copy.deepcopy(model), pickle.load(file)]
+    handle.unpatch()
+    assert state(model) == before
+    expected: Tensor = sweep.alone(model, documents, gradients=False)[0]
+    for twin in copies:
+        logits = sweep._logits(twin, sweep.FORMS["position_ids"](documents)).detach()
+        assert sweep.difference((expected, []), (logits, [])) < sweep.tolerance(model)
+        tritonpack.unpatch(twin)
+        assert not any(module._forward_pre_hooks for module in twin.modules())

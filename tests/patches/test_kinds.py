@@ -1,0 +1,97 @@
+"""What mask functions say, as intervals: those of transformers against the masks that it makes of them itself."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import masking_utils as stock
+
+from tritonpack.patches.kinds import Kind, overlay_intervals, read_kind
+from tritonpack.patches.packing import Packing, Serving
+
+SERVING = Serving("tritonpack", "reference")
+LENGTHS = (7, 1, 3, 11)
+TOTAL = sum(LENGTHS)
+
+
+def positions() -> Tensor:
+    return torch.cat([torch.arange(n) for n in LENGTHS])[None]
+
+
+def packing(**changes: Any) -> Packing:
+    fields = {
+        "attention_mask": None, "position_ids": positions(), "boundaries": None, "tokens": torch.Size((1, TOTAL)),
+        "where": torch.device("cpu"), "serving": SERVING,
+    }  # fmt: skip
+    return Packing(**{**fields, **changes})
+
+
+def dense(function: Callable[..., Tensor]) -> Tensor:
+    """(T, T) bool, a mask function between the tokens of a row, within documents."""
+    rows, keys = torch.arange(TOTAL)[:, None], torch.arange(TOTAL)
+    document = torch.cat([torch.full((n,), i) for i, n in enumerate(LENGTHS)])
+    zero = torch.zeros((), dtype=torch.long)
+    return function(zero, zero, rows, keys) & (document[:, None] == document)
+
+
+def blocks() -> Tensor:
+    """Images of four, two and three tokens, one of them from one document into the next."""
+    ids = torch.full((1, TOTAL), -1)
+    ids[0, 2:6], ids[0, 9:13], ids[0, 15:18] = 0, 1, 2
+    return ids
+
+
+OVERLAYS = {
+    "causal": stock.causal_mask_function,
+    "both ways": stock.bidirectional_mask_function,
+    "window": stock.sliding_window_causal_mask_function(4),
+    "window both ways": stock.sliding_window_bidirectional_mask_function(3),
+    "images": stock.or_masks(stock.causal_mask_function, stock.blockwise_overlay(blocks())),
+    "images in a window": stock.or_masks(
+        stock.sliding_window_causal_mask_function(3), stock.blockwise_overlay(blocks())
+    ),
+    "all": stock.or_masks(stock.causal_mask_function, lambda *_: torch.tensor(True)),
+}
+
+
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_bisection_finds_what_the_function_says(name: str) -> None:
+    mask = packing().documents(Kind((-1, -1), overlay=OVERLAYS[name])).validate()
+    assert torch.equal(mask.to_dense(), dense(OVERLAYS[name]))
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "flags", "kind"),
+    [
+        ("causal", None, {"allow_is_causal_skip": False}, Kind((-1, 0))),
+        ("both ways", None, {"allow_is_bidirectional_skip": True}, Kind((-1, -1))),
+        ("window", 4, {"allow_is_causal_skip": True}, Kind((3, 0))),
+        ("window both ways", 3, {"allow_is_bidirectional_skip": True}, Kind((3, 3))),
+    ],
+)
+def test_plain_kinds_are_read_without_bisection(name: str, size: int | None, flags: Any, kind: Kind) -> None:
+    found = read_kind(OVERLAYS[name], size, object(), flags)
+    assert found == kind
+    assert torch.equal(packing().documents(found).to_dense(), dense(OVERLAYS[name]))
+
+
+def test_a_composed_window_is_bisected() -> None:
+    """transformers clears the permission to skip a mask where a model has composed its own."""
+    assert read_kind(OVERLAYS["images in a window"], 3, object(), {"allow_is_causal_skip": False}).overlay is not None
+
+
+def test_one_number_for_two_images_is_refused() -> None:
+    ids = torch.full((1, TOTAL), -1)
+    ids[0, 12:14] = ids[0, 18:20] = 0
+    overlay = stock.or_masks(stock.causal_mask_function, stock.blockwise_overlay(ids))
+    with pytest.raises(ValueError, match="aren't one interval"):
+        packing().documents(Kind((-1, -1), overlay=overlay))
+
+
+def test_padding_sees_nothing() -> None:
+    rows = torch.arange(5)[None]
+    begin, end = torch.tensor([[0, 0, 2, 2, 2]]), torch.tensor([[2, 2, 2, 2, 2]])
+    start, stop = overlay_intervals(OVERLAYS["both ways"], rows, begin, end, 5)
+    assert (stop - start).tolist() == [[2, 2, 0, 0, 0]]

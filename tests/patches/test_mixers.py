@@ -1,0 +1,136 @@
+"""Layers that mix along the row: on each document by itself, or once where their kernels take boundaries."""
+
+import importlib
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import tritonpack
+from tests.patches import sweep, zoo
+from tritonpack.patches.mixers import DocumentByDocument
+from tritonpack.patches.packing import Packing, Serving
+
+
+def modeling(model_type: str) -> Any:
+    return importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
+
+
+def by_offsets(offsets: Tensor, dim: int, run: Callable[[Callable[[Any], Any]], Any]) -> Tensor:
+    """What a kernel does that takes boundaries: a run for every document, laid end to end."""
+    bounds = offsets.tolist()
+    pieces = [
+        run(lambda x, a=a, b=b: x.narrow(dim if x.ndim > 2 else 1, a, b - a)) for a, b in itertools.pairwise(bounds)
+    ]
+    return torch.cat(pieces, dim=dim)
+
+
+def fake_convolution(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """causal-conv1d's function, which keeps the documents of `seq_idx` apart; (B, channels, T)."""
+
+    def causal_conv1d_fn(x: Tensor, *args: Any, seq_idx: Tensor | None = None, **kwargs: Any) -> Tensor:
+        for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+            kwargs.pop(name, None)
+        if seq_idx is None:
+            return own(x, *args, **kwargs)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.long), seq_idx[0].bincount().cumsum(0)])
+        return by_offsets(offsets, 2, lambda cut: own(cut(x), *args, **kwargs))
+
+    return causal_conv1d_fn
+
+
+def fake_delta_rule(own: Callable[..., Any]) -> Callable[..., Any]:
+    """flash-linear-attention's function, which keeps the documents of `cu_seqlens` apart; (B, T, heads, n)."""
+
+    def chunk_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **kwargs: Any) -> Any:
+        offsets = kwargs.pop("cu_seqlens", None)
+        for name in ("seq_idx", "cu_seq_lens_k"):
+            kwargs.pop(name, None)
+        if offsets is None:
+            return own(q, k, v, g=g, beta=beta, **kwargs)
+        run = lambda cut: own(cut(q), cut(k), cut(v), g=cut(g), beta=cut(beta), **kwargs)[0]  # noqa: E731
+        return by_offsets(offsets, 1, run), None
+
+    return chunk_gated_delta_rule
+
+
+def count_calls(model: Any) -> list[tuple[int, ...]]:
+    """The shapes that the model's mixing layers see from now on."""
+    shapes: list[tuple[int, ...]] = []
+    for module in model.modules():
+        if isinstance(module.__dict__.get("forward"), DocumentByDocument):
+            stand_in = module.forward
+            own = type(module).forward
+
+            def recorded(*args: Any, own: Any = own, module: Any = module, **kwargs: Any) -> Any:
+                shapes.append(tuple(kwargs["hidden_states"].shape[:2]))
+                return own(module, *args, **kwargs)
+
+            stand_in.own = recorded
+    return shapes
+
+
+@pytest.mark.parametrize("model_type", ["lfm2", "qwen3_next"])
+def test_kernels_that_take_boundaries_get_them(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the packages at hand, functions of their shape stand for them: the row runs once, as exactly."""
+    home = modeling(model_type)
+    monkeypatch.setattr(home, "causal_conv1d_fn", fake_convolution(home.causal_conv1d_fn))
+    if hasattr(home, "torch_chunk_gated_delta_rule"):
+        name = "torch_chunk_gated_delta_rule"
+        monkeypatch.setattr(home, name, fake_delta_rule(getattr(home, name)))
+    assert sweep.run(model_type).verdict == "exact"
+    model, documents = zoo.tiny_model(model_type, dtype=torch.float64), zoo.documents(sweep.LENGTHS)
+    with tritonpack.patch(model):
+        shapes = count_calls(model)
+        sweep._logits(model, sweep.FORMS["position_ids"](documents))
+        assert set(shapes) == {(1, sum(sweep.LENGTHS))}
+
+
+@pytest.mark.parametrize("model_type", ["zamba", "lfm2"])
+def test_layers_that_would_leak_run_on_each_document(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Zamba's convolution takes boundaries and its scan takes no notice of them; LFM2's kernel isn't installed."""
+    home = modeling(model_type)
+    if model_type == "zamba":
+        monkeypatch.setattr(home, "causal_conv1d_fn", fake_convolution(home.causal_conv1d_fn))
+    assert sweep.run(model_type, forms=["position_ids", "collator"]).verdict == "exact"
+    model, documents = zoo.tiny_model(model_type, dtype=torch.float64), zoo.documents(sweep.LENGTHS)
+    with tritonpack.patch(model):
+        shapes = count_calls(model)
+        sweep._logits(model, sweep.FORMS["position_ids"](documents))
+        assert set(shapes) == {(1, 1), (1, 3), (1, 7), (1, 11)}
+
+
+def test_documents_of_similar_lengths_share_a_batch() -> None:
+    lengths = (5, 1, 7, 6, 12, 1)
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    packing = Packing(
+        None, positions, None, torch.Size((1, 32)), torch.device("cpu"), Serving("tritonpack", "auto"), True
+    )
+    batches, inverse = packing.batches()
+    assert [tuple(places.shape) for places, _ in batches] == [(2, 1), (3, 7), (1, 12)]
+    tokens = torch.cat([places[inside] for places, inside in batches])
+    assert torch.equal(tokens[inverse], torch.arange(32))
+    assert sum(places.numel() for places, _ in batches) < 2 * 32
+
+
+def test_a_packed_batch_leaves_no_cache_behind() -> None:
+    model, documents = zoo.tiny_model("bamba"), zoo.documents(sweep.LENGTHS)
+    ids, told = torch.cat(documents, 1), sweep.FORMS["position_ids"](documents).arguments
+    with tritonpack.patch(model):
+        assert model(ids, use_cache=True, **told).past_key_values is None
+        assert model(documents[0], use_cache=True).past_key_values is not None
+        cache = DynamicCache(config=model.config)
+        with pytest.raises(ValueError, match="can't use a cache; pass past_key_values=None"):
+            model(ids, past_key_values=cache, **told)
+
+
+def test_a_layer_called_by_itself_says_so() -> None:
+    model = zoo.tiny_model("lfm2")
+    layer = next(m for m in model.modules() if type(m).__name__ == "Lfm2ShortConv")
+    with tritonpack.patch(model), pytest.raises(ValueError, match="Lfm2ShortConv was called outside"):
+        layer(torch.zeros(1, 3, 32))
+    assert layer(torch.zeros(1, 3, 32)).shape == (1, 3, 32)

@@ -1,0 +1,159 @@
+"""Images in packed documents: positions of three kinds (Qwen2-VL), images that see all of themselves (Gemma 3)."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import (
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    PreTrainedModel,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+)
+
+import tritonpack
+from tests.patches.models import COMMON
+
+IMAGE, BEGIN, END = 60, 58, 59
+EXACT = 64 * torch.finfo(torch.float32).eps  # as in tests/patches/sweep.py
+
+
+def spread(model: PreTrainedModel) -> PreTrainedModel:
+    """Weights large enough that attention shows."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            torch.nn.init.normal_(parameter, std=0.3)
+    return model.double().eval()
+
+
+def text(count: int, generator: torch.Generator) -> Tensor:
+    return torch.randint(3, 50, (1, count), generator=generator)
+
+
+def document(patches: list[int], generator: torch.Generator) -> Tensor:
+    """Text around images of so many tokens."""
+    pieces = [text(3, generator)]
+    for count in patches:
+        image = torch.full((1, count), IMAGE)
+        pieces += [torch.tensor([[BEGIN]]), image, torch.tensor([[END]]), text(6, generator)]
+    return torch.cat(pieces, dim=1)
+
+
+def numbered(documents: list[Tensor]) -> Tensor:
+    return torch.cat([torch.full_like(ids, i + 1) for i, ids in enumerate(documents)], dim=1)
+
+
+def counted(documents: list[Tensor]) -> Tensor:
+    return torch.cat([torch.arange(ids.shape[1]) for ids in documents])[None]
+
+
+def differs(expected: Tensor, got: Tensor) -> float:
+    return float((expected - got).abs().max() / expected.abs().max())
+
+
+@pytest.fixture(scope="module")
+def qwen() -> dict[str, Any]:
+    """A tiny Qwen2-VL, three documents of one image each, their logits alone, and the call that packs them."""
+    layers = {"hidden_size": 32, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2, "embed_dim": 32, "depth": 1}
+    rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+    config = Qwen2VLConfig(
+        text_config={**COMMON, "rope_parameters": rope}, vision_config=layers, image_token_id=IMAGE, video_token_id=61,
+        vision_start_token_id=BEGIN, vision_end_token_id=END,
+    )  # fmt: skip
+    model = spread(Qwen2VLForConditionalGeneration(config))
+    generator = torch.Generator().manual_seed(1)
+    grids = [(1, 4, 6), (1, 6, 4), (1, 4, 4)]
+    documents = [document([h * w // 4], generator) for _, h, w in grids]
+    pixels = [torch.randn(h * w, 3 * 2 * 16, generator=generator, dtype=torch.float64) for _, h, w in grids]
+    alone, places = [], []
+    for ids, patches, grid in zip(documents, pixels, grids, strict=True):
+        sizes, kinds = torch.tensor([grid]), (ids == IMAGE).int()
+        alone.append(
+            model(input_ids=ids, pixel_values=patches, image_grid_thw=sizes, mm_token_type_ids=kinds).logits.detach()
+        )
+        places.append(model.model.get_rope_index(ids, kinds, image_grid_thw=sizes)[0])
+    ids = torch.cat(documents, dim=1)
+    call = {
+        "input_ids": ids, "pixel_values": torch.cat(pixels), "image_grid_thw": torch.tensor(grids),
+        "mm_token_type_ids": (ids == IMAGE).int(),
+    }  # fmt: skip
+    offsets = torch.tensor([0, *(d.shape[1] for d in documents)]).cumsum(0).int()
+    return {
+        "model": model, "alone": torch.cat(alone, dim=1), "call": call, "documents": documents,
+        "places": torch.cat(places, dim=2), "offsets": offsets,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("form", ["three rows", "four rows", "offsets", "offsets alone", "segments", "segments alone"])
+def test_positions_of_three_kinds(qwen: dict[str, Any], form: str) -> None:
+    """As the collator gives them, with text positions in front, and as the model makes them of a whole row."""
+    told: dict[str, Any] = {}
+    if "alone" not in form:
+        told["position_ids"] = qwen["places"]
+    if form == "four rows":
+        told["position_ids"] = torch.cat([counted(qwen["documents"])[None], qwen["places"]])
+    if "offsets" in form:
+        told |= {"cu_seq_lens_q": qwen["offsets"], "cu_seq_lens_k": qwen["offsets"]}
+    if "segments" in form:
+        told["attention_mask"] = numbered(qwen["documents"])
+    model = qwen["model"]
+    assert differs(qwen["alone"], model(**qwen["call"], **told).logits) > 0.1  # stock leaks in all of them
+    with tritonpack.patch(model) as handle:
+        assert differs(qwen["alone"], model(**qwen["call"], **told).logits) < EXACT
+        assert handle.report.left == ("model.visual",)
+
+
+def gemma() -> PreTrainedModel:
+    kinds = ["sliding_attention", "full_attention"]
+    vision = {
+        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16,
+        "patch_size": 4,
+    }  # fmt: skip
+    config = Gemma3Config(
+        text_config={**COMMON, "layer_types": kinds, "sliding_window": 4, "query_pre_attn_scalar": 16},
+        vision_config=vision, mm_tokens_per_image=4, image_token_index=IMAGE, boi_token_index=BEGIN,
+        eoi_token_index=END,
+    )  # fmt: skip
+    return spread(Gemma3ForConditionalGeneration(config))
+
+
+def with_images(ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
+    count = int((ids == IMAGE).sum()) // 4
+    pixels = torch.randn(count, 3, 16, 16, generator=generator, dtype=torch.float64)
+    return {"input_ids": ids, "pixel_values": pixels, "token_type_ids": (ids == IMAGE).long()}
+
+
+@pytest.mark.parametrize("attention", ["tritonpack", "sdpa", "eager"])
+def test_images_that_see_all_of_themselves(attention: Any) -> None:
+    """One image in the first and last document, two in the middle; windows shorter than an image."""
+    model, generator = gemma(), torch.Generator().manual_seed(1)
+    documents = [document([4] * n, generator) for n in (1, 2, 1)]
+    calls = [with_images(ids, generator) for ids in documents]
+    alone = torch.cat([model(**call).logits for call in calls], dim=1)
+    packed = {key: torch.cat([call[key] for call in calls], 0 if key == "pixel_values" else 1) for key in calls[0]}
+    places = {"position_ids": counted(documents)}
+    for told in (
+        places, {**places, "attention_mask": torch.ones_like(packed["input_ids"])},
+        {"attention_mask": numbered(documents)},
+    ):  # fmt: skip
+        assert differs(alone, model(**packed, **told).logits) > 0.1
+        with tritonpack.patch(model, attention=attention):
+            assert differs(alone, model(**packed, **told).logits) < EXACT
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generating_after_an_image(cache: str) -> None:
+    model, generator = gemma(), torch.Generator().manual_seed(1)
+    call = with_images(document([4, 4], generator), generator)
+    options = {
+        "max_new_tokens": 5, "do_sample": False, "cache_implementation": cache, "disable_compile": True,
+        "return_dict_in_generate": True, "output_logits": True,
+    }  # fmt: skip
+    expected = model.generate(**call, **options)
+    with tritonpack.patch(model):
+        got = model.generate(**call, **options)
+    assert torch.equal(expected.sequences, got.sequences)
+    assert differs(torch.stack(expected.logits), torch.stack(got.logits)) < EXACT

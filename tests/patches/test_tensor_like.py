@@ -1,0 +1,75 @@
+"""What stands for a mask: handed on as it is, a tensor as soon as a model computes with it."""
+
+import pytest
+import torch
+
+from tritonpack.patches.kinds import CAUSAL
+from tritonpack.patches.packing import IntervalMask, Packing, Serving
+
+LENGTHS = (3, 2)
+SERVING = Serving("tritonpack", "reference")
+
+
+def packing(padding: int = 0) -> Packing:
+    positions = torch.cat([torch.arange(n) for n in (*LENGTHS, padding) if n])[None]
+    mask = torch.tensor([[1] * sum(LENGTHS) + [0] * padding], dtype=torch.int32)
+    return Packing(mask, positions, None, positions.shape, positions.device, SERVING)
+
+
+def interval_mask() -> IntervalMask:
+    return packing().interval_mask(5, 0, 0, CAUSAL)
+
+
+BOOL = torch.block_diag(torch.ones(3, 3), torch.ones(2, 2)).tril().bool()[None, None]
+
+
+def test_handing_on_costs_nothing() -> None:
+    mask = interval_mask()
+    for same in (mask.to("cpu"), mask.contiguous(), mask[:, :, :, :5], mask[:, :, -5:, :], mask.to(torch.bool)):
+        assert same is mask
+    assert (mask.shape, mask.ndim, mask.dim(), mask.size(-1), len(mask)) == ((1, 1, 5, 5), 4, 4, 5, 1)
+    assert mask.dtype == torch.bool
+    both = packing()
+    assert both.to(device="cpu", dtype=torch.bool) is both
+    assert both[:, -5:] is both
+
+
+def test_computing_makes_a_tensor() -> None:
+    mask = interval_mask()
+    assert torch.equal(mask.to_tensor(), BOOL)
+    for got in (mask[:, 0], mask.squeeze(1), torch.squeeze(mask, 1)):
+        assert torch.equal(got, BOOL[:, 0])
+    assert torch.equal(~mask, ~BOOL)
+    assert torch.equal(mask & torch.ones(5, 5, dtype=torch.bool), BOOL)
+    assert torch.equal(torch.where(mask, 1.0, 0.0), BOOL.float())
+    assert torch.equal(mask == 1, BOOL)
+    assert torch.equal(mask.float(), BOOL.float())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_added_to_scores_it_hides_what_it_hides(dtype: torch.dtype) -> None:
+    scores = torch.randn(1, 2, 5, 5).to(dtype)
+    expected = scores.masked_fill(~BOOL, -torch.inf).softmax(-1)
+    mask = interval_mask()
+    for added in (scores + mask, mask + scores, torch.add(scores, mask), scores.clone().__iadd__(mask)):
+        assert added.dtype == dtype
+        assert torch.equal(added.softmax(-1), expected)
+
+
+def test_tokens_are_counted_per_document() -> None:
+    """As models do that make positions of their mask: ((mask.cumsum(-1) - 1) * mask)."""
+    both = packing(padding=2)
+    assert ((both.cumsum(dim=-1) - 1) * both).tolist() == [[0, 1, 2, 0, 1, 0, 0]]
+    assert both.to_tensor().tolist() == [[1, 1, 1, 1, 1, 0, 0]]
+    assert (1 - both).tolist() == [[0, 0, 0, 0, 0, 1, 1]]
+
+
+def test_padding_sees_itself_in_a_dense_mask() -> None:
+    mask = packing(padding=2).interval_mask(7, 0, 0, CAUSAL)
+    assert mask.mask.to_dense()[5:].sum() == 0
+    assert mask.to_tensor()[0, 0, 5:].int().tolist() == [[0, 0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 0, 0, 1]]
+
+
+def test_attributes_that_no_tensor_has() -> None:
+    with pytest.raises(AttributeError):
+        interval_mask().nonsense  # noqa: B018

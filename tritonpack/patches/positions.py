@@ -1,0 +1,75 @@
+"""Absolute positions that a layer counts along the row: counted within each document instead."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tritonpack.patches.current import InstanceForward
+from tritonpack.patches.packing import IntervalMask
+
+
+class LocalPositions(InstanceForward):
+    """A table of absolute positions that counts a row's tokens: looked up by each token's place in its document."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        packing = self.current.packing
+        if packing is None:
+            return self.inner(*args, **kwargs)
+        module: Any = self.module
+        if isinstance(module, nn.Embedding):
+            table, offset = module.weight, getattr(module, "offset", 0)
+        else:
+            self.inner(*args, **kwargs)  # which lengthens a sinusoidal table as it needs
+            table, offset = module.weights, getattr(module, "offset", None)
+            if offset is None:  # as fairseq counts
+                offset = getattr(module, "padding_idx", -1) + 1
+        found = nn.functional.embedding(packing.places() + offset, table)
+        return _Indexed(found) if type(self.module).__name__ in ADDS_AXES else found
+
+
+# RoFormer gives its table's rows the axes of batch and heads, [None, None]; ours have a batch already.
+ADDS_AXES = ("RoFormerSinusoidalPositionalEmbedding",)
+
+
+@dataclass(frozen=True)
+class _Indexed:
+    found: Tensor
+
+    def __getitem__(self, _: Any) -> Tensor:
+        return self.found[:, None]
+
+
+def temperature(module: nn.Module, mask: IntervalMask) -> Tensor | None:
+    """What queries are to be multiplied by where a layer has scaled them by their place in the row: (B, 1, T, 1).
+
+    Layers without positions of long-context models sharpen attention as a row goes on; in a packed row it is the place
+    in the document that counts.
+    """
+    rule = TEMPERATURES.get(type(module).__name__)
+    if rule is None or mask.packing is None:
+        return None
+    places = mask.packing.places()
+    in_row = torch.arange(places.shape[1], device=places.device).expand_as(places)
+    return (rule(module, places) / rule(module, in_row))[:, None, :, None]
+
+
+def _llama4(module: Any, places: Tensor) -> Tensor:
+    if module.use_rope or not module.attn_temperature_tuning:
+        return torch.ones(places.shape, device=places.device)
+    return torch.log1p(torch.floor((places.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+
+
+def _inkling(module: Any, places: Tensor) -> Tensor:
+    config = module.config
+    if module.is_sliding or config.log_scaling_n_floor is None:
+        return torch.ones(places.shape, device=places.device)
+    beyond = ((places + 1).float() / config.log_scaling_n_floor).clamp(min=1.0)
+    return 1.0 + config.log_scaling_alpha * torch.log(beyond)
+
+
+# Attention layers whose queries are scaled by their place in the row, whatever position ids the model is given.
+TEMPERATURES = {"Llama4TextAttention": _llama4, "InklingAttention": _inkling}

@@ -1,0 +1,99 @@
+"""The probe of models that aren't known: tiny documents packed against each alone, and one of them changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tritonpack.errors import UnsupportedModelError
+
+LENGTHS = (5, 1, 7)
+
+
+def probe_alone(model: nn.Module) -> Tensor:
+    """What the model makes of each document by itself, before it is patched: (1, tokens, n).
+
+    Raises:
+        UnsupportedModelError: the model can't be run as it is.
+    """
+    unknown = f"{type(model).__name__} isn't a model that tritonpack knows"
+    if any(parameter.is_meta for parameter in model.parameters()):
+        raise UnsupportedModelError(
+            f"{unknown}, and its weights are on the meta device; patch it once they are loaded."
+        )
+    try:
+        with _running(model):
+            return torch.cat([_run(model, ids, None) for ids in _documents(model)], dim=1)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{unknown}, and it can't be tried on a few tokens to see whether packed documents stay apart "
+            f"({type(error).__name__}: {error}). Patch it before it is sharded, or as a causal language model."
+        ) from error
+
+
+def probe_packed(model: nn.Module, alone: Tensor) -> None:
+    """Compare the patched model's packed documents with `alone`.
+
+    Raises:
+        UnsupportedModelError: they differ, or a document moves another one's.
+    """
+    documents = _documents(model)
+    ids = torch.cat(documents, dim=1)
+    places = _places(LENGTHS, ids)
+    others = documents[:1] + documents[1:]
+    others[0] = documents[0].flip(1)
+    finfo = torch.finfo(alone.dtype)
+    try:
+        with _running(model):
+            packed = _run(model, ids, places)
+            moved = _run(model, torch.cat(others, dim=1), places)
+    except Exception as error:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} isn't a model that tritonpack knows, and it doesn't run when it is patched "
+            f"({type(error).__name__}: {error})."
+        ) from error
+    scale = float(alone.abs().max())
+    differs = float((packed - alone).abs().max()) / scale
+    moves = float((packed - moved)[:, LENGTHS[0] :].abs().max()) / scale
+    if not (differs <= finfo.eps**0.5 and moves <= 64 * finfo.eps):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} isn't a model that tritonpack knows, and on a few tokens its packed documents "
+            f"don't stay apart: they differ from each alone by {differs:.1e} and move by {moves:.1e} when another one "
+            f"changes ({finfo.eps**0.5:.1e} and {64 * finfo.eps:.1e} would be rounding)."
+        )
+
+
+def _documents(model: nn.Module) -> list[Tensor]:
+    embed = model.get_input_embeddings()  # type: ignore[operator]
+    special = {value for key, value in vars(model.config).items() if key.endswith("_token_id")}
+    ordinary = [i for i in range(min(embed.num_embeddings, 4096)) if i not in special]
+    generator = torch.Generator().manual_seed(0)
+    chosen = torch.tensor(ordinary)[torch.randint(len(ordinary), (1, sum(LENGTHS)), generator=generator)]
+    return list(chosen.to(embed.weight.device).split(list(LENGTHS), dim=1))
+
+
+def _places(lengths: Any, like: Tensor) -> Tensor:
+    return torch.cat([torch.arange(n, device=like.device) for n in lengths])[None]
+
+
+def _run(model: nn.Module, ids: Tensor, places: Tensor | None) -> Tensor:
+    told = {} if places is None else {"position_ids": places}
+    return model(input_ids=ids, **told)[0].detach()
+
+
+@contextmanager
+def _running(model: nn.Module) -> Iterator[None]:
+    """Without gradients, in evaluation mode; modes and random state come back."""
+    training = [module for module in model.modules() if module.training]
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    model.eval()
+    try:
+        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        for module in training:
+            module.training = True
