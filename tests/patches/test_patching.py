@@ -360,7 +360,8 @@ def test_what_cannot_be_packed_is_refused_with_the_reason() -> None:
 BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "hole in the mask": ({"attention_mask": torch.tensor([[1] * 5 + [0] + [1] * 16])}, "padding inside a document"),
     "mask of another length": ({"attention_mask": torch.ones(1, 9, dtype=torch.long)}, "attention_mask has shape"),
-    "mask of floats": ({"attention_mask": torch.ones(1, 22)}, "must hold integers"),
+    "mask of fractions": ({"attention_mask": torch.full((1, 22), 0.5)}, "must hold whole numbers"),
+    "mask of addends": ({"attention_mask": torch.full((1, 22), -torch.inf)}, "must hold whole numbers"),
     "mask of four dimensions": (
         {"attention_mask": torch.ones(1, 1, 22, 22, dtype=torch.bool)},
         "four-dimensional masks itself",
