@@ -57,7 +57,7 @@ GUESTS = {
     "rich": {"cli"},
     "torch.distributed": set(),
     "tqdm": {"cli"},
-    "transformers": {"cli", "hub", "patches"},
+    "transformers": {"cli", "hub", "patches", "testing"},
     "triton": {"attention", "fused", "kernels"},
     "typer": {"cli"},
 }

@@ -7,7 +7,6 @@ patch, which is what packing does to a model today.
 import argparse
 import csv
 import dataclasses
-import inspect
 import math
 import time
 from collections import Counter
@@ -18,17 +17,22 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
 import tritonpack
 from tests.patches import zoo
+from tritonpack.testing import packed_forms
+from tritonpack.testing.packed_forms import FORMS, LENGTHS, STOCK_FORMS, Results, difference
 
-LENGTHS = (7, 1, 3, 11)
+__all__ = [
+    "FORMS", "LENGTHS", "STOCK_FORMS", "Row", "alone", "counts", "difference", "influence", "run", "tolerance",
+    "write_csv", "write_markdown",
+]  # fmt: skip
+
 VERDICTS = ("exact", "refused", "leak", "inexact", "error", "unbuilt")
 
 Patch = Callable[[PreTrainedModel], AbstractContextManager[Any]]
-Results = tuple[Tensor, list[Tensor | None]]  # logits of all documents in a row `[t, n]`, and gradients
 
 
 @dataclasses.dataclass
@@ -41,7 +45,7 @@ class Row:
         reason: The form and the number, or the message, behind any verdict but "exact".
         worst: The largest of `forms`; NaN where there is none.
         forms: The difference from documents alone in each form, in logits or gradients, relative to the largest.
-        by_form: "exact", "leak", "inexact" or "error", for each form.
+        by_form: "exact", "leak", "inexact", "refused" or "error", for each form.
     """
 
     model_type: str
@@ -53,147 +57,27 @@ class Row:
     by_form: dict[str, str] = dataclasses.field(default_factory=dict)
 
 
-@dataclasses.dataclass(frozen=True)
-class Batch:
-    """Documents laid out in rows; `spans` says where each of them is."""
-
-    ids: Tensor
-    spans: list[tuple[int, slice]]
-    arguments: dict[str, Any]
-
-    def gather(self, values: Tensor) -> Tensor:
-        return torch.cat([values[row, span] for row, span in self.spans])
-
-
-def _lay_out(rows: Iterable[Iterable[int]], documents: list[Tensor], *, left: bool = False) -> Batch:
-    """Rows of documents, by number, padded to the longest row. The arguments are position ids and the mask."""
-    rows = [list(row) for row in rows]
-    width = max(sum(documents[i].numel() for i in row) for row in rows)
-    ids, places, mask = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(3))
-    spans: dict[int, tuple[int, slice]] = {}
-    for r, row in enumerate(rows):
-        at = width - sum(documents[i].numel() for i in row) if left else 0
-        for i in row:
-            n = documents[i].numel()
-            spans[i] = (r, slice(at, at + n))
-            ids[spans[i]], places[spans[i]], mask[spans[i]] = documents[i][0], torch.arange(n), 1
-            at += n
-    return Batch(ids, [spans[i] for i in range(len(documents))], {"position_ids": places, "attention_mask": mask})
-
-
-def _packed(documents: list[Tensor], *drop: str, **arguments: Any) -> Batch:
-    batch = _lay_out([range(len(documents))], documents)
-    kept = {key: value for key, value in batch.arguments.items() if key not in drop}
-    return dataclasses.replace(batch, arguments={**kept, **arguments})
-
-
-def _collated(documents: list[Tensor]) -> Batch:
-    lengths = torch.tensor([d.numel() for d in documents])
-    offsets = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    longest = int(lengths.max())
-    return _packed(
-        documents, "attention_mask", cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=longest,
-        max_length_k=longest, seq_idx=torch.arange(len(documents)).repeat_interleave(lengths)[None].to(torch.int32),
+def _subject(model: PreTrainedModel, *, stock: bool = False) -> packed_forms.Subject:
+    return packed_forms.Subject(
+        model, zoo.documents, call=lambda ids: zoo.call(model, ids), values=lambda output: zoo.logits(model, output),
+        differentiable=zoo.DIFFERENTIABLE.get(model.config.model_type, {}), stock=stock,
     )  # fmt: skip
 
 
-def _numbered(documents: list[Tensor]) -> Tensor:
-    lengths = torch.tensor([d.numel() for d in documents])
-    return torch.arange(1, len(documents) + 1).repeat_interleave(lengths)[None]
-
-
-FORMS: dict[str, Callable[[list[Tensor]], Batch]] = {
-    "position_ids": lambda d: _packed(d, "attention_mask"),
-    "without_cache": lambda d: _packed(d, "attention_mask", use_cache=False),
-    "with_cache": lambda d: _packed(d, "attention_mask", use_cache=True),
-    "all_ones_mask": lambda d: _packed(d),
-    "collator": _collated,
-    "segment_mask": lambda d: _packed(d, attention_mask=_numbered(d)),
-    "two_rows": lambda d: _lay_out([range(len(d) - 1), [len(d) - 1]], d),
-    "padded_right": lambda d: _lay_out([[i] for i in range(len(d))], d),
-    "padded_left": lambda d: _lay_out([[i] for i in range(len(d))], d, left=True),
-}
-STOCK_FORMS = ("position_ids", "without_cache", "all_ones_mask")
+def _logits(model: PreTrainedModel, batch: packed_forms.Batch) -> Tensor:
+    return _subject(model).run(batch)
 
 
 def tolerance(model: PreTrainedModel) -> float:
-    """Relative. transformers computes norms and rotary angles in float32 whatever the weights are."""
-    return (8 if model.dtype == torch.float64 else 64) * torch.finfo(torch.float32).eps
-
-
-def _logits(model: PreTrainedModel, batch: Batch, *, stock: bool = False) -> Tensor:
-    more = zoo.DIFFERENTIABLE.get(model.config.model_type, {}) if torch.is_grad_enabled() else {}
-    arguments = {**zoo.call(model, batch.ids), **more, **batch.arguments}
-    if stock:  # an unpatched model is called as it can be
-        arguments = {key: value for key, value in arguments.items() if _accepts(model, key)}
-    return batch.gather(zoo.logits(model, model(**arguments)))
-
-
-def _accepts(model: nn.Module, name: str) -> bool:
-    code = inspect.signature(model.forward).parameters
-    return name in code or any(p.kind is p.VAR_KEYWORD for p in code.values())
-
-
-def _gradients(model: nn.Module, logits: Tensor) -> list[Tensor | None]:
-    weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    return list(torch.autograd.grad((logits * weights).sum(), parameters, allow_unused=True))
+    return packed_forms.tolerance(model.dtype)
 
 
 def alone(model: PreTrainedModel, documents: list[Tensor], *, gradients: bool = True) -> Results:
-    """What every form is held against: each document in a call of its own, with nothing but its tokens."""
-    batches = [Batch(d, [(0, slice(None))], {}) for d in documents]
-    logits = torch.cat([_logits(model, batch) for batch in batches])
-    return logits.detach(), _gradients(model, logits) if gradients else []
+    return packed_forms.alone(_subject(model), documents, gradients=gradients)
 
 
-def difference(expected: Results, got: Results) -> float:
-    """Relative to the largest value of each kind: gradients of key biases are mathematically zero."""
-    worst = float((expected[0] - got[0]).abs().max() / expected[0].abs().max())
-    worst = math.inf if math.isnan(worst) else worst
-    largest = max((float(g.abs().max()) for g in expected[1] if g is not None), default=1.0)
-    for a, b in zip(expected[1], got[1], strict=True):
-        if a is not None or b is not None:
-            a, b = (torch.zeros_like(b) if a is None else a), (torch.zeros_like(a) if b is None else b)
-            worst = max(worst, float((a - b).abs().max()) / largest)
-    return worst
-
-
-@torch.no_grad()
 def influence(model: PreTrainedModel, form: str, documents: list[Tensor], *, stock: bool = False) -> float:
-    """How far other tokens in the first document, or in the last, move the logits of the rest."""
-    before, worst = _logits(model, FORMS[form](documents), stock=stock), 0.0
-    ends = torch.tensor([d.numel() for d in documents]).cumsum(0)
-    for changed, kept in ((0, slice(int(ends[0]), None)), (-1, slice(0, int(ends[-2])))):
-        others = list(documents)
-        others[changed] = zoo.documents((documents[changed].numel(),), seed=9)[0]
-        after = _logits(model, FORMS[form](others), stock=stock)
-        worst = max(worst, float((after - before)[kept].abs().max() / before.abs().max()))
-    return worst
-
-
-def _judge(
-    model: PreTrainedModel, form: str, documents: list[Tensor], expected: Results, *, stock: bool
-) -> tuple[str, float, str]:
-    """Verdict, difference and reason of one form."""
-    limit = tolerance(model)
-    worst = math.nan
-    try:
-        logits = _logits(model, FORMS[form](documents), stock=stock)
-        worst = difference((expected[0], []), (logits.detach(), []))
-        if worst > limit or form == "position_ids":
-            moved = influence(model, form, documents, stock=stock)
-            if moved > limit:
-                return "leak", worst, f"{form}: {moved:.0e} from another document, {worst:.0e} in all"
-        if worst <= limit and expected[1]:
-            worst = max(worst, difference(expected, (logits.detach(), _gradients(model, logits))))
-    except Exception as error:  # whatever a model's own code raises is a result here
-        return "error", worst, _message(form, error)
-    return ("exact", worst, "") if worst <= limit else ("inexact", worst, f"{form}: {worst:.0e}")
-
-
-def _message(where: str, error: Exception) -> str:
-    return f"{where}: {type(error).__name__}: {error}".split("\n")[0]
+    return packed_forms.influence(_subject(model, stock=stock), form, documents)
 
 
 def run(
@@ -221,15 +105,16 @@ def run(
         expected = alone(model, documents, gradients=gradients and model_type not in zoo.FORWARD_ONLY)
         with patch(model) if patch else nullcontext():
             for form in forms or (FORMS if patch else STOCK_FORMS):
-                row.by_form[form], row.forms[form], reasons[form] = _judge(
-                    model, form, documents, expected, stock=patch is None
+                found = packed_forms.judge(
+                    _subject(model, stock=patch is None), form, documents, expected, tolerance(model)
                 )
+                row.by_form[form], row.forms[form], reasons[form] = found.verdict, found.worst, found.reason
     except tritonpack.UnsupportedModelError as error:
         row.verdict, row.reason = "refused", str(error).split("\n")[0]
     except Exception as error:
-        row.verdict, row.reason = "error", _message("alone, or patching", error)
+        row.verdict, row.reason = "error", packed_forms.message("alone, or patching", error)
     else:
-        order = ("leak", "error", "inexact", "exact")
+        order = ("leak", "error", "inexact", "refused", "exact")
         first = min(row.by_form, key=lambda form: order.index(row.by_form[form]))
         row.verdict, row.reason = row.by_form[first], reasons[first]
         row.worst = max((d for d in row.forms.values() if not math.isnan(d)), default=math.nan)

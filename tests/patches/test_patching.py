@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification, LlamaModel
 
 import tritonpack
-from tests.patches import zoo
+from tests.patches import sweep, zoo
 from tests.patches.models import COMMON, FAMILIES, VOCAB, tiny_model
 
 LENGTHS = (7, 1, 3, 11)
@@ -205,6 +205,20 @@ def test_arguments_by_position() -> None:
     with tritonpack.patch(model):
         by_name = model.model(input_ids=ids, position_ids=positions())[0]
         assert torch.equal(model.model(ids, None, positions())[0], by_name)
+
+
+@pytest.mark.parametrize("name", ["llama", "bloom", "gptj", "mamba", "xlnet"])
+@pytest.mark.parametrize("form", ["position_ids", "offsets_alone"])
+def test_called_by_its_forward_past_any_hook(name: str, form: str) -> None:
+    """As PEFT does; some heads keep to themselves what they are told about documents."""
+    model, pieces = zoo.tiny_model(name, dtype=torch.float64), zoo.documents(LENGTHS)
+    expected = torch.cat([model(d).logits for d in pieces], dim=1)
+    columns = list(inspect.signature(model.forward).parameters)
+    with tritonpack.patch(model):
+        assert list(inspect.signature(model.forward).parameters) == columns  # by which trainers choose
+        batch = sweep.FORMS[form](pieces)
+        got = model.forward(batch.ids, **batch.arguments).logits
+    assert float((got - expected).abs().max() / expected.abs().max()) < sweep.tolerance(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -1,4 +1,4 @@
-"""The command line: `tritonpack demo`, `tritonpack check-backend` and `tritonpack doctor`."""
+"""The command line: `tritonpack check`, `tritonpack check-backend`, `tritonpack demo` and `tritonpack doctor`."""
 
 from __future__ import annotations
 

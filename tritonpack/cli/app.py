@@ -98,6 +98,33 @@ def check_backend(
 
 
 @app.command()
+def check(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model on the Hub, a folder, or a config.json.")],
+    weights: Annotated[
+        bool, typer.Option("--weights", help="Load the model, instead of building a small random copy of it.")
+    ] = False,
+    device: Annotated[Device, typer.Option(help="With --weights; auto: the GPU where there is one.")] = "auto",
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the code that the model brings.")
+    ] = False,
+    json: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the findings there as well.")] = None,
+) -> None:
+    """Say whether packing a model is exact, refused or leaking, with stock transformers and with tritonpack.
+
+    Exit code: 0 exact, 1 refused, 2 anything else.
+    """
+    if importlib.util.find_spec("transformers") is None:
+        raise typer.BadParameter("the check needs transformers, which isn't installed; pip install transformers")
+    from tritonpack.cli.check import examine
+
+    try:
+        code = examine(model, weights=weights, device=device, trust_remote_code=trust_remote_code, path=json)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    raise typer.Exit(code)
+
+
+@app.command()
 def doctor() -> None:
     """Show versions, the device, and which attention backends can run here and why others can't."""
     from tritonpack.cli.doctor import examine

@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from tritonpack.errors import IsolationError
+from tritonpack.testing import packed_forms
 
-# How packed documents reach the model: by position ids alone, and with the all-ones mask that tokenizers add.
-FORMS = ("position_ids", "attention_mask")
+# How packed documents reach the model: by position ids alone, and with the all-ones mask that tokenizers add; and what
+# `packed_forms` calls that.
+FORMS = {"position_ids": "position_ids", "attention_mask": "all_ones_mask"}
 
 
 @dataclass(frozen=True)
@@ -77,18 +79,18 @@ def check_isolation(
     generator = torch.Generator().manual_seed(seed)
     ids, other_ids = (torch.randint(size, (1, sum(lengths)), generator=generator).to(device) for _ in range(2))
     other_ids = torch.where(other_ids == ids, (ids + 1) % size, other_ids)
-    positions = torch.cat([torch.arange(n, device=device) for n in lengths])[None]
+    documents = list(ids.split(list(lengths), dim=1))
     document = torch.cat([torch.full((n,), i, device=device) for i, n in enumerate(lengths)])
 
     worst = {"alone": 0.0, "moved": 0.0, "gradient": 0.0}
     with _as_found(model):
         with torch.no_grad():
-            alone = torch.cat([_logits(model, input_ids=piece) for piece in ids.split(list(lengths), dim=1)], dim=1)
+            alone = torch.cat([_logits(model, input_ids=piece) for piece in documents], dim=1)
         allowed, rounding = torch.finfo(alone.dtype).eps ** 0.5, 64 * torch.finfo(alone.dtype).eps
         for form in FORMS:
-            packing = {"position_ids": positions}
-            if form == "attention_mask":
-                packing["attention_mask"] = torch.ones_like(ids)
+            packing = {
+                name: value.to(device) for name, value in packed_forms.FORMS[FORMS[form]](documents).arguments.items()
+            }
             for changed in range(len(lengths)):
                 here = document == changed
                 perturbed = torch.where(here, other_ids, ids)

@@ -1,0 +1,259 @@
+import contextlib
+import json
+import re
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+pytest.importorskip("transformers")
+
+import transformers
+
+import tritonpack
+from tritonpack.cli import check as command
+from tritonpack.cli import main
+from tritonpack.testing.shrink import shrink
+
+TINY = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+ROWS = list(command.FORMS.values())
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["check", *map(str, arguments)])
+    return exit_info.value.code
+
+
+def cells(output):
+    """What the table says about each form: stock, tritonpack."""
+    found = re.findall(r"│ (.+?) +│ (\w+).*? +│ (\w+).*? +│\n", output)
+    return {form: (stock, patched) for form, stock, patched in found}
+
+
+def config_of(kind, **values):
+    return transformers.CONFIG_MAPPING[kind](**values)
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A folder as save_pretrained writes it, with weights."""
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config_of("llama", **TINY)).save_pretrained(tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+def test_a_folder(tiny, capsys):
+    assert run(tiny) == 0
+    output = capsys.readouterr().out
+    assert f"{tiny}: a small random copy of LlamaForCausalLM, a causal language model; " in output
+    assert cells(output) == {form: ("exact" if "use_cache=False" in form else "leak", "exact") for form in ROWS}
+    assert "llama: 2 layers; backend auto, in place of sdpa" in output
+    assert output.endswith("tritonpack: exact\n")
+
+
+def test_weights(tiny, tmp_path, capsys):
+    path = tmp_path / "findings.json"
+    assert run(tiny, "--weights", "--device", "cpu", "--json", path) == 0
+    output = capsys.readouterr().out
+    assert f"{tiny}: LlamaForCausalLM, a causal language model; " in output
+    assert (
+        "the longest document has 11 tokens, so windows, chunks and selections that are longer weren't felt" in output
+    )
+    found = json.loads(path.read_text())
+    assert (found["weights"], found["model_type"], found["class"]) == (True, "llama", "LlamaForCausalLM")
+    assert found["stock"]["forms"]["position_ids"]["verdict"] == "leak"
+    assert found["stock"]["forms"]["position_ids"]["moved"] > 0.01
+    assert found["tritonpack"]["verdict"] == "exact"
+    assert max(form["worst"] for form in found["tritonpack"]["forms"].values()) < 1e-5
+    assert max(form["moved"] for form in found["tritonpack"]["forms"].values()) == 0.0
+
+
+def test_windows_and_caps(tmp_path, capsys):
+    config_of("gemma2").save_pretrained(tmp_path)
+    assert run(tmp_path / "config.json") == 0
+    output = capsys.readouterr().out
+    assert "gemma2: 2 layers, 1 with a sliding window of [4], softcap 50; backend auto" in output
+    assert set(cells(output)) == set(ROWS)
+
+
+def test_recurrences(tmp_path, capsys):
+    config_of("qwen3_next").save_pretrained(tmp_path)
+    assert run(tmp_path, "--json", tmp_path / "findings.json") == 0
+    output = capsys.readouterr().out
+    assert "run document by document: model.layers.0.linear_attn\n" in output
+    found = json.loads((tmp_path / "findings.json").read_text())
+    assert found["stock"]["forms"]["without_cache"]["verdict"] == "leak"
+    assert found["compared"] == "logits and gradients"
+    assert found["tritonpack"]["report"].startswith("qwen3_next: 2 layers; backend auto")
+
+
+def test_refused_is_exit_code_1(tmp_path, capsys):
+    config_of("prophetnet").save_pretrained(tmp_path)
+    assert run(tmp_path) == 1
+    output = capsys.readouterr().out
+    assert cells(output)["position_ids"] == ("leak", "refused")
+    assert re.search(r"tritonpack: refused: ProphetNetForCausalLM .* can't be packed exactly: its decoder", output)
+
+
+def test_what_does_not_run_on_tokens_alone_may_be_refused(tmp_path, capsys):
+    config_of("t5").save_pretrained(tmp_path)
+    assert run(tmp_path, "--json", tmp_path / "findings.json") == 1
+    output = capsys.readouterr().out
+    assert "a small random copy of T5Model, a model without a language head" in output
+    assert "tritonpack: refused: T5Model (model type 't5') is an encoder with a decoder" in output
+    assert "│" not in output
+    assert json.loads((tmp_path / "findings.json").read_text())["stock"]["verdict"] == "not tried"
+
+
+def test_a_leak_is_exit_code_2(tiny, capsys, monkeypatch):
+    handle = contextlib.nullcontext(SimpleNamespace(report="nothing was changed"))
+    monkeypatch.setattr(command, "patch", lambda model: handle)
+    assert run(tiny) == 2
+    output = capsys.readouterr().out
+    assert cells(output)[ROWS[0]] == ("leak", "leak")
+    assert re.search(
+        r"nothing was changed\ntritonpack: leak: position_ids: \S+ from another document, \S+ in all\n$", output
+    )
+
+
+def test_inexact_is_exit_code_2_and_tried_in_float64(tmp_path, capsys, monkeypatch):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 4096}
+    factors = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+    config_of("llama", rope_parameters={**rope, **factors}).save_pretrained(tmp_path)
+
+    @contextlib.contextmanager
+    def shifted(model):
+        """Keeps documents apart and gets every one of them wrong."""
+        with tritonpack.patch(model) as handle:
+            hook = model.lm_head.register_forward_hook(lambda module, arguments, output: output + 1e-3)
+            yield handle
+            hook.remove()
+
+    monkeypatch.setattr(command, "patch", shifted)
+    assert run(tmp_path) == 2
+    output = capsys.readouterr().out
+    assert "parameters, float64" in output
+    assert cells(output)["position_ids"] == ("leak", "inexact")
+    assert "Note: rotary embeddings of the type 'longrope' are those of a call's longest document" in output
+    assert "from 4,096 tokens on (8 in the small copy)" in output
+
+
+def test_a_part_where_the_whole_cannot_be_built(tmp_path, capsys, monkeypatch):
+    config_of("gemma3").save_pretrained(tmp_path)
+
+    def broken(config):
+        if config.model_type == "gemma3":
+            raise ImportError("a tower needs a package that isn't here")
+        return shrink(config)
+
+    monkeypatch.setattr("tritonpack.testing.small_copy.shrink", broken)
+    assert run(tmp_path) == 0
+    output = capsys.readouterr().out
+    assert "a small random copy of Gemma3ForCausalLM, a causal language model" in output
+    assert "only the language model inside was built, because the whole can't be: ImportError: a tower needs" in output
+
+
+CODE = """
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OurConfig(LlamaConfig):
+    model_type = "ours"
+
+class OurModel(LlamaForCausalLM):
+    config_class = OurConfig
+"""
+
+
+def test_code_of_its_own_runs_only_when_asked(tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "ours"
+    folder.mkdir()
+    auto_map = {"AutoConfig": "modeling_ours.OurConfig", "AutoModelForCausalLM": "modeling_ours.OurModel"}
+    (folder / "config.json").write_text(json.dumps({**TINY, "model_type": "ours", "auto_map": auto_map}))
+    (folder / "modeling_ours.py").write_text(CODE)
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr("sys.path", [str(tmp_path / "modules"), *sys.path])
+    assert run(folder) == 2
+    assert "brings code of its own, which isn't run unless you say --trust-remote-code" in capsys.readouterr().err
+    assert run(folder, "--trust-remote-code") == 0
+    assert "a small random copy of OurModel, a causal language model" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("config.json", None, r"there is no file or folder \S+config\.json"),
+        ("", "folder", r"\S+ has no config\.json; name a folder that save_pretrained wrote, or a config\.json"),
+        ("x.json", "nonsense", r"x\.json can't be loaded: OSError: .*not a valid JSON file"),
+        ("x.json", "{}", r"x\.json has no config\.json that names a model_type"),
+        ("x.json", '{"model_type": "foo"}', r"is of the model type 'foo', which transformers \S+ doesn't know"),
+        ("x.json", '{"model_type": "llama", "hidden_size": 33}', r"x\.json can't be loaded: \S+: .*not a multiple"),
+        (
+            "x.json",
+            '{"model_type": "hunyuan_v1_dense", "num_attention_heads": 32}',
+            r"x\.json can't be built small: TypeError: unsupported operand .*; use --weights$",
+        ),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_read_is_one_line_and_exit_code_2(name, content, message, tmp_path, capsys):
+    path = tmp_path / name
+    if content and name:
+        path.write_text(content)
+    assert run(path) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert re.fullmatch(r"error: [^\n]*\n", captured.err)
+    assert re.search(message, captured.err.strip())
+
+
+@pytest.mark.parametrize(
+    ("cause", "message"),
+    [
+        ("GatedRepoError", r"owner/model is gated: ask for access at https://huggingface\.co/owner/model, then log in"),
+        ("RepositoryNotFoundError", r"owner/model is neither a file or folder here nor a model on the Hub"),
+        ("LocalEntryNotFoundError", r"owner/model isn't in the cache, and the Hub can't be reached; its config\.json"),
+    ],
+)
+def test_what_the_hub_does_not_give(cause, message, capsys, monkeypatch):
+    def from_pretrained(name, **options):
+        raise OSError("several\nlines") from type(cause, (Exception,), {})()
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", from_pretrained)
+    assert run("owner/model") == 2
+    captured = capsys.readouterr()
+    assert re.fullmatch(r"error: [^\n]*\n", captured.err)
+    assert re.search(message, captured.err)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Missing argument 'MODEL'"),
+        (["--device", "cuda"], "small copies run on the CPU"),
+        (["--device", "cuda", "--weights"], "torch sees no GPU here; use --device cpu or auto"),
+        (["--json", "/proc/nowhere/x"], "/proc/nowhere"),
+        (["--weights"], r"config\.json has no weights; name its folder, or leave out --weights"),
+    ],
+)
+def test_options_that_cannot_be(arguments, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    config_of("llama", **TINY).save_pretrained(tmp_path)
+    assert run(*([tmp_path / "config.json"] if arguments else []), *arguments) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_folder_without_weights(tmp_path, capsys):
+    config_of("llama", **TINY).save_pretrained(tmp_path)
+    assert run(tmp_path, "--weights") == 2
+    assert re.search(r"can't be loaded: OSError: Error no file named model\.safetensors", capsys.readouterr().err)

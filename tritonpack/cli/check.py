@@ -1,0 +1,338 @@
+"""`tritonpack check MODEL`: whether packing is exact, refused or leaking, with stock transformers and patched."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+from torch import Tensor
+
+from tritonpack.cli.model_source import load_config, load_weights
+from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches import patch
+from tritonpack.testing.packed_forms import LENGTHS, Judgement, Results, Subject, alone, judge, message, tolerance
+from tritonpack.testing.shrink_rows import REACH
+from tritonpack.testing.shrink_sizes import rope_kinds
+from tritonpack.testing.small_copy import Built, NotSmallError, one_line, small_copy, subject_of
+
+# Forms by their names in `packed_forms`, and what a user would say.
+FORMS = {
+    "position_ids": "position_ids",
+    "without_cache": "position_ids, use_cache=False",
+    "all_ones_mask": "position_ids, attention_mask of ones",
+    "collator": "position_ids, cu_seq_lens_q, seq_idx (collators)",
+    "two_rows": "position_ids, attention_mask, two rows",
+}
+WORST_FIRST = ("leak", "error", "inexact", "refused", "exact")
+EXIT_CODES = {"exact": 0, "refused": 1}  # 2 for anything else
+
+_STYLES = {"exact": "green", "refused": "yellow", "leak": "bold red", "inexact": "bold red", "error": "bold red"}
+
+
+@dataclass
+class Column:
+    """What became of all forms, with stock transformers or patched.
+
+    Attributes:
+        refused: why `patch` refuses the model; empty if it doesn't.
+        report: what `patch` changed.
+    """
+
+    forms: dict[str, Judgement] = field(default_factory=dict)
+    refused: str = ""
+    report: str = ""
+
+    @property
+    def verdict(self) -> str:
+        if self.refused:
+            return "refused"
+        return min((found.verdict for found in self.forms.values()), key=WORST_FIRST.index, default="not tried")
+
+    @property
+    def reason(self) -> str:
+        """Of the worst form."""
+        return self.refused or next((x.reason for x in self.forms.values() if x.verdict == self.verdict), "")
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a check found.
+
+    Attributes:
+        name: what was typed.
+        weights: whether the model itself was run, not a small copy of it.
+        model: what was run.
+        limit: what counts as rounding.
+        compared: the values that were.
+    """
+
+    name: str
+    weights: bool
+    model: Built
+    limit: float
+    compared: str
+    stock: Column
+    tritonpack: Column
+    notes: tuple[str, ...]
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_CODES.get(self.tritonpack.verdict, 2)
+
+
+def examine(name: str, *, weights: bool, device: str, trust_remote_code: bool, path: Path | None) -> int:
+    """Check a model, print a table, and write the findings to `path` as JSON if there is one.
+
+    Args:
+        name: a model on the Hub, a folder, or a config.json.
+        weights: load the model; otherwise a small random copy is built from its configuration.
+        device: of the loaded model: "auto", "cpu" or "cuda".
+        trust_remote_code: run the code that a model brings.
+
+    Returns:
+        The exit code: 0 if packing with tritonpack is exact, 1 if refused, 2 if it leaks, is inexact or fails.
+
+    Raises:
+        ValueError: no such model, or it can't be built or loaded.
+        OSError: `path` can't be written.
+    """
+    if device == "cuda" and not weights:
+        raise ValueError("--device is for --weights: small copies run on the CPU")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device cuda was asked for, but torch sees no GPU here; use --device cpu or auto")
+    if path is not None:
+        path.touch()  # before the check, which may take long
+    with _quiet():
+        config = load_config(name, trust_remote_code)
+        if weights:
+            findings = check_weights(name, load_weights(name, config, device, trust_remote_code))
+        else:
+            findings = check_small_copy(name, config, trust_remote_code)
+    console = Console()
+    _print(console, findings)
+    if path is not None:
+        path.write_text(json.dumps(as_dict(findings), indent=1) + "\n", encoding="utf-8")
+    return findings.exit_code
+
+
+def check_small_copy(name: str, config: Any, trust_remote_code: bool = False) -> Findings:
+    """Check a small random copy of a model, in float32; where that seems inexact, in float64.
+
+    Raises:
+        ValueError: no small copy can be built, or it doesn't run.
+    """
+    findings = _check_small_copy(name, config, torch.float32, trust_remote_code)
+    if findings.tritonpack.verdict == "inexact":
+        try:
+            return _check_small_copy(name, config, torch.float64, trust_remote_code)
+        except ValueError:  # a constant or a cast in the model's own code
+            return findings
+    return findings
+
+
+def _check_small_copy(name: str, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Findings:
+    try:
+        built = small_copy(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    except NotSmallError as error:
+        raise ValueError(f"{name} can't be built small: {error}; use --weights") from error
+    try:
+        subject = subject_of(built.model)
+        documents = subject.draw(LENGTHS, 1)
+        expected, notes = _alone(subject, documents)
+    except Exception as error:  # whatever a model's own code raises
+        return _refused(name, False, built, error)
+    limit = tolerance(dtype)
+    compared = "logits and gradients" if expected[1] else "logits"
+    stock, patched = _columns(subject, documents, expected, limit, None)
+    if patched.verdict == "inexact":
+        notes += _reach_notes(config)
+    return Findings(name, False, built, limit, compared, stock, patched, (*built.notes, *notes))
+
+
+def check_weights(name: str, built: Built) -> Findings:
+    """Check a model itself, with the tolerances of `tritonpack.testing.check_isolation`.
+
+    Raises:
+        ValueError: it doesn't run on tokens alone.
+    """
+    try:
+        subject = subject_of(built.model)
+        documents = subject.draw(LENGTHS, 1)
+        expected = alone(subject, documents, gradients=False)
+    except Exception as error:  # whatever a model's own code raises
+        return _refused(name, True, built, error)
+    eps = torch.finfo(expected[0].dtype).eps
+    note = (
+        f"the longest document has {max(LENGTHS)} tokens, so windows, chunks and selections that are longer weren't "
+        "felt; without --weights a small copy with short ones is checked"
+    )
+    columns = _columns(subject, documents, expected, eps**0.5, min(64 * eps, eps**0.5))
+    return Findings(name, True, built, eps**0.5, "logits", *columns, (*built.notes, note))
+
+
+def _refused(name: str, weights: bool, built: Built, error: Exception) -> Findings:
+    """The findings on a model that doesn't run on tokens alone, if `patch` refuses it.
+
+    Raises:
+        ValueError: it doesn't.
+    """
+    try:
+        with patch(built.model):
+            pass
+    except UnsupportedModelError as refusal:
+        return Findings(name, weights, built, 0.0, "nothing", Column(), Column(refused=str(refusal)), built.notes)
+    copy = "" if weights else "its small copy "
+    hint = "" if weights else "; use --weights"
+    raise ValueError(f"{name}: {copy}doesn't run on tokens alone: {one_line(error)}{hint}") from error
+
+
+def _alone(subject: Subject, documents: list[Tensor]) -> tuple[Results, tuple[str, ...]]:
+    """Documents alone, with gradients where a model has any, and a note where it has none.
+
+    Raises:
+        ValueError: (or whatever the model raises) it doesn't run on tokens alone, or not in this dtype.
+    """
+    expected = alone(subject, documents, gradients=False)
+    if not expected[0].isfinite().all():
+        raise ValueError("with random weights its logits aren't finite")
+    try:
+        return alone(subject, documents), ()
+    except Exception as error:  # such as states that are updated in place
+        return expected, (f"gradients weren't compared: {one_line(error)}",)
+
+
+def _reach_notes(config: Any) -> tuple[str, ...]:
+    """What isn't exact, although no document sees another, where rotary embeddings follow the longest of a call."""
+    text = config.get_text_config(decoder=True)
+    for rope in rope_kinds(getattr(text, "rope_parameters", None)):
+        kind, name = rope.get("rope_type") or "", "original_max_position_embeddings"
+        if kind == "longrope" or "dynamic" in kind:
+            reach = rope.get(name) or getattr(text, name, None) or text.max_position_embeddings
+            if "dynamic" in kind:
+                reach = text.max_position_embeddings
+            return (
+                f"rotary embeddings of the type {kind!r} are those of a call's longest document, and other ones from "
+                f"{reach:,} tokens on ({REACH} in the small copy); calls whose documents are all shorter aren't "
+                "concerned",
+            )
+    return ()
+
+
+def _columns(
+    subject: Subject, documents: list[Tensor], expected: Results, limit: float, moved_limit: float | None
+) -> tuple[Column, Column]:
+    """Stock transformers, and patched."""
+    model = subject.model
+    stock, patched = Column(), Column()
+
+    def fill(column: Column, subject: Subject) -> None:
+        for form in FORMS:
+            column.forms[form] = judge(subject, form, documents, expected, limit, moved_limit=moved_limit, always=True)
+
+    fill(stock, replace(subject, stock=True))
+    try:
+        with patch(model) as handle:
+            patched.report = str(handle.report)
+            fill(patched, subject)
+    except UnsupportedModelError as error:
+        patched.refused = str(error)
+    except Exception as error:  # patching isn't to fail in any other way
+        patched.forms = dict.fromkeys(FORMS, Judgement("error", float("nan"), float("nan"), message("patch", error)))
+    return stock, patched
+
+
+def as_dict(findings: Findings) -> dict[str, Any]:
+    """The findings, for JSON: numbers that there are none of are null."""
+
+    def column(found: Column) -> dict[str, Any]:
+        forms = {
+            name: {"verdict": x.verdict, "worst": _number(x.worst), "moved": _number(x.moved), "reason": x.reason}
+            for name, x in found.forms.items()
+        }
+        return {"verdict": found.verdict, "reason": found.reason, "report": found.report, "forms": forms}
+
+    model = findings.model.model
+    return {
+        "model": findings.name,
+        "weights": findings.weights,
+        "model_type": model.config.model_type,  # type: ignore[union-attr]
+        "class": type(model).__name__,
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
+        "lengths": list(LENGTHS),
+        "compared": findings.compared,
+        "limit": findings.limit,
+        "notes": list(findings.notes),
+        "stock": column(findings.stock),
+        "tritonpack": column(findings.tritonpack),
+    }
+
+
+def _number(value: float) -> float | None:
+    return value if value == value and abs(value) != float("inf") else None
+
+
+def _print(console: Console, findings: Findings) -> None:
+    model = findings.model.model
+    size = sum(parameter.numel() for parameter in model.parameters())
+    dtype = str(model.dtype).removeprefix("torch.")
+    what = "" if findings.weights else "a small random copy of "
+    _line(console, f"{findings.name}: {what}{findings.model.kind}; {size:,} parameters, {dtype}")
+    if findings.stock.forms:
+        _print_forms(console, findings)
+    for note in findings.notes:
+        _line(console, f"Note: {note}.")
+    if findings.tritonpack.report:
+        _line(console, findings.tritonpack.report)
+    verdict, reason = findings.tritonpack.verdict, findings.tritonpack.reason
+    _line(console, f"tritonpack: {verdict}{': ' if reason else ''}{reason}")
+
+
+def _print_forms(console: Console, findings: Findings) -> None:
+    rows = Table("packed documents told apart by", "stock", "tritonpack")
+    for form, label in FORMS.items():
+        rows.add_row(label, *(_cell(column, form) for column in (findings.stock, findings.tritonpack)))
+    console.print(rows)
+    _line(
+        console,
+        f"Numbers: how far {findings.compared} of packed documents are from those of each alone, relative to the "
+        f"largest; up to {findings.limit:.0e} is rounding. A leak: they move when another document changes.",
+    )
+
+
+def _line(console: Console, text: str) -> None:
+    """Text as it is, neither coloured nor broken where a line of the terminal ends."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def _cell(column: Column, form: str) -> str:
+    if column.refused:
+        return f"[{_STYLES['refused']}]refused[/]"
+    found = column.forms[form]
+    number = "" if found.worst != found.worst else f" {found.worst:.0e}"
+    detail = f" {found.reason.partition(': ')[2]}" if found.verdict in ("error", "refused") else number
+    return f"[{_STYLES[found.verdict]}]{found.verdict}[/]{escape(detail)}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the warnings that transformers gives to those who train or generate."""
+    logging = transformers.utils.logging
+    level = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(level)

@@ -1,0 +1,251 @@
+"""Every form in which packed documents reach a model, and what becomes of them there, held against each alone."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tritonpack.errors import UnsupportedModelError
+
+LENGTHS = (7, 1, 3, 11)
+
+Results = tuple[Tensor, list[Tensor | None]]  # values of all documents in a row `[t, n]`, and gradients
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Documents laid out in rows.
+
+    Attributes:
+        ids: `[b, t]`, 0 for padding.
+        spans: the row of each document, and where it lies in it.
+        arguments: what a model is given besides.
+    """
+
+    ids: Tensor
+    spans: list[tuple[int, slice]]
+    arguments: dict[str, Any]
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Values of rows `[b, t, n]` as those of all documents, one after the other, `[tokens, n]`."""
+        return torch.cat([values[row, span] for row, span in self.spans])
+
+
+def lay_out(rows: Iterable[Iterable[int]], documents: list[Tensor], *, left: bool = False) -> Batch:
+    """Rows of documents, by number, padded to the longest row. The arguments are position ids and the mask.
+
+    Args:
+        rows: the numbers of the documents in each row.
+        documents: token ids `[1, n]`.
+        left: pad on the left.
+    """
+    rows = [list(row) for row in rows]
+    width = max(sum(documents[i].numel() for i in row) for row in rows)
+    ids, places, mask = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(3))
+    spans: dict[int, tuple[int, slice]] = {}
+    for r, row in enumerate(rows):
+        at = width - sum(documents[i].numel() for i in row) if left else 0
+        for i in row:
+            n = documents[i].numel()
+            spans[i] = (r, slice(at, at + n))
+            ids[spans[i]], places[spans[i]], mask[spans[i]] = documents[i][0], torch.arange(n), 1
+            at += n
+    return Batch(ids, [spans[i] for i in range(len(documents))], {"position_ids": places, "attention_mask": mask})
+
+
+def _packed(documents: list[Tensor], *drop: str, **arguments: Any) -> Batch:
+    batch = lay_out([range(len(documents))], documents)
+    kept = {key: value for key, value in batch.arguments.items() if key not in drop}
+    return dataclasses.replace(batch, arguments={**kept, **arguments})
+
+
+def _collated(documents: list[Tensor]) -> Batch:
+    lengths = torch.tensor([d.numel() for d in documents])
+    offsets, longest = _offsets(documents), int(lengths.max())
+    return _packed(
+        documents, "attention_mask", cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=longest,
+        max_length_k=longest, seq_idx=torch.arange(len(documents)).repeat_interleave(lengths)[None].to(torch.int32),
+    )  # fmt: skip
+
+
+def _offsets(documents: list[Tensor]) -> Tensor:
+    lengths = torch.tensor([d.numel() for d in documents])
+    return nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
+
+
+def _numbered(documents: list[Tensor]) -> Tensor:
+    lengths = torch.tensor([d.numel() for d in documents])
+    return torch.arange(1, len(documents) + 1).repeat_interleave(lengths)[None]
+
+
+FORMS: dict[str, Callable[[list[Tensor]], Batch]] = {
+    "position_ids": lambda d: _packed(d, "attention_mask"),
+    "without_cache": lambda d: _packed(d, "attention_mask", use_cache=False),
+    "with_cache": lambda d: _packed(d, "attention_mask", use_cache=True),
+    "all_ones_mask": lambda d: _packed(d),
+    "collator": _collated,
+    "offsets_alone": lambda d: _packed(d, "attention_mask", "position_ids", cu_seq_lens_q=_offsets(d)),
+    "segment_mask": lambda d: _packed(d, attention_mask=_numbered(d)),
+    "segments_alone": lambda d: _packed(d, "position_ids", attention_mask=_numbered(d)),
+    "two_rows": lambda d: lay_out([range(len(d) - 1), [len(d) - 1]], d),
+    "padded_right": lambda d: lay_out([[i] for i in range(len(d))], d),
+    "padded_left": lambda d: lay_out([[i] for i in range(len(d))], d, left=True),
+}
+STOCK_FORMS = ("position_ids", "without_cache", "all_ones_mask")
+
+
+def values_of(output: Any) -> Tensor:
+    """What a call computes for every token, `[b, t, n]`: logits, or the hidden states of a model without a head."""
+    logits = getattr(output, "logits", None)
+    return output[0] if logits is None else logits
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model, and how it is called.
+
+    Attributes:
+        model: in evaluation mode, on any device.
+        draw: documents `[1, n]` of random token ids, of given lengths and from a seed.
+        call: the keyword arguments that carry token ids `[b, t]` into the model.
+        values: what is compared, `[b, t, n]`, of an output.
+        differentiable: what else a call takes for gradients to be had.
+        stock: whether it is called only with arguments that it knows; an unpatched model is called as it can be.
+    """
+
+    model: nn.Module
+    draw: Callable[[tuple[int, ...], int], list[Tensor]]
+    call: Callable[[Tensor], dict[str, Any]] = lambda ids: {"input_ids": ids}
+    values: Callable[[Any], Tensor] = values_of
+    differentiable: dict[str, Any] = dataclasses.field(default_factory=dict)
+    stock: bool = False
+
+    def run(self, batch: Batch) -> Tensor:
+        """The values of all documents of a batch, `[tokens, n]`."""
+        device = next(self.model.parameters()).device
+        more = self.differentiable if torch.is_grad_enabled() else {}
+        arguments = {**self.call(batch.ids.to(device)), **more, **batch.arguments}
+        if self.stock:
+            known = inspect.signature(self.model.forward).parameters
+            if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
+                arguments = {key: value for key, value in arguments.items() if key in known}
+        arguments = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in arguments.items()}
+        return batch.gather(self.values(self.model(**arguments)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Judgement:
+    """What became of documents packed in one form.
+
+    Attributes:
+        verdict: "exact"; "leak": tokens of one document move the values of another; "inexact": a document differs from
+            itself alone, and no other moves it; "refused" by tritonpack when called; "error".
+        worst: the difference from documents alone in values or gradients, relative to the largest; NaN where there is
+            none.
+        moved: how far other documents move the values, relative to the largest; NaN where that wasn't tried.
+        reason: the form and the number, or the message, behind any verdict but "exact".
+    """
+
+    verdict: str
+    worst: float
+    moved: float
+    reason: str = ""
+
+
+def alone(subject: Subject, documents: list[Tensor], *, gradients: bool = True) -> Results:
+    """What every form is held against: each document in a call of its own, with nothing but its tokens."""
+    batches = [Batch(d, [(0, slice(None))], {}) for d in documents]
+    with torch.set_grad_enabled(gradients):
+        values = torch.cat([subject.run(batch) for batch in batches])
+        return values.detach(), gradients_of(subject.model, values) if gradients else []
+
+
+def gradients_of(model: nn.Module, values: Tensor) -> list[Tensor | None]:
+    """The gradients of all parameters, under weights for the values that no two share."""
+    weights = torch.linspace(-1, 1, values.numel(), dtype=values.dtype, device=values.device).view_as(values)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return list(torch.autograd.grad((values * weights).sum(), parameters, allow_unused=True))
+
+
+def difference(expected: Results, got: Results) -> float:
+    """Relative to the largest value of each kind: gradients of key biases are mathematically zero."""
+    worst = float((expected[0] - got[0]).abs().max() / expected[0].abs().max())
+    worst = math.inf if math.isnan(worst) else worst
+    largest = max((float(g.abs().max()) for g in expected[1] if g is not None), default=1.0)
+    for a, b in zip(expected[1], got[1], strict=True):
+        found = [x for x in (a, b) if x is not None]  # a parameter that takes no part has none
+        if found:
+            worst = max(worst, float((found[0] - found[1] if len(found) == 2 else found[0]).abs().max()) / largest)
+    return worst
+
+
+@torch.no_grad()
+def influence(subject: Subject, form: str, documents: list[Tensor]) -> float:
+    """How far other tokens in the first document, or in the last, move the values of the rest."""
+    before, worst = subject.run(FORMS[form](documents)), 0.0
+    ends = torch.tensor([d.numel() for d in documents]).cumsum(0)
+    for changed, kept in ((0, slice(int(ends[0]), None)), (-1, slice(0, int(ends[-2])))):
+        others = list(documents)
+        others[changed] = subject.draw((documents[changed].numel(),), 9)[0]
+        after = subject.run(FORMS[form](others))
+        worst = max(worst, float((after - before)[kept].abs().max() / before.abs().max()))
+    return worst
+
+
+def judge(
+    subject: Subject,
+    form: str,
+    documents: list[Tensor],
+    expected: Results,
+    limit: float,
+    *,
+    moved_limit: float | None = None,
+    always: bool = False,
+) -> Judgement:
+    """Judge one form.
+
+    Args:
+        subject: the model.
+        form: a name of `FORMS`.
+        documents: token ids `[1, n]`.
+        expected: as `alone` gives them; gradients are compared where it has any.
+        limit: what `difference` may be.
+        moved_limit: what `influence` may be, if not the same.
+        always: measure the influence of other documents also where a document's values are those that it has alone.
+    """
+    moved_limit = limit if moved_limit is None else moved_limit
+    worst = moved = math.nan
+    try:
+        with torch.set_grad_enabled(bool(expected[1])):
+            values = subject.run(FORMS[form](documents))
+        worst = difference((expected[0], []), (values.detach(), []))
+        if worst > limit or always or form == "position_ids":
+            moved = influence(subject, form, documents)
+            if moved > moved_limit:
+                reason = f"{form}: {moved:.0e} from another document, {worst:.0e} in all"
+                return Judgement("leak", worst, moved, reason)
+        if worst <= limit and expected[1]:
+            worst = max(worst, difference(expected, (values.detach(), gradients_of(subject.model, values))))
+    except UnsupportedModelError as error:
+        return Judgement("refused", worst, moved, message(form, error))
+    except Exception as error:  # whatever a model's own code raises is a result here
+        return Judgement("error", worst, moved, message(form, error))
+    if worst <= limit:
+        return Judgement("exact", worst, moved)
+    return Judgement("inexact", worst, moved, f"{form}: {worst:.0e}")
+
+
+def message(where: str, error: Exception) -> str:
+    """An error in one line."""
+    return f"{where}: {type(error).__name__}: {error}".split("\n")[0]
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """Relative. transformers computes norms and rotary angles in float32 whatever the weights are."""
+    return (8 if dtype == torch.float64 else 64) * torch.finfo(torch.float32).eps

@@ -1,0 +1,139 @@
+"""What `shrink` knows of configurations' fields, as data: which of them are sizes, and how small each may become."""
+
+from __future__ import annotations
+
+from typing import Any
+
+VOCAB = 96  # special tokens lie in the lower half, so that text can be drawn from the upper
+HEAD_DIM = 16
+HIDDEN = 64  # where it isn't the product of heads and their width
+WINDOW, CHUNK, TOPK = 4, 5, 4
+REACH = 8  # where position ids begin to change how positions are computed
+
+
+def _names(words: str) -> tuple[str, ...]:
+    return tuple(words.split())
+
+
+def _limits(*groups: tuple[int, str]) -> dict[str, int]:
+    return {name: limit for limit, names in groups for name in names.split()}
+
+
+# How many layers there are, first of all the one that lists of layers are as long as.
+LAYERS = _names(
+    """
+    num_hidden_layers num_layers n_layer n_layers decoder_layers encoder_layers num_decoder_layers num_encoder_layers
+    depth num_blocks conf_num_hidden_layers num_layers_per_stack num_lstm_layers num_global_layers
+    """
+)
+
+# Query heads, beside key heads that may be fewer.
+HEADS = {
+    "num_attention_heads": ("num_key_value_heads", "num_kv_heads", "kv_n_heads"),
+    "n_head": ("num_kv_heads",),
+    "n_heads": ("kv_n_heads",),
+    "num_heads": ("num_key_value_heads",),
+    "attention_heads": (),
+    "conf_num_attention_heads": (),
+    "decoder_attention_heads": (),
+    "encoder_attention_heads": (),
+    "num_decoder_attention_heads": (),
+    "num_encoder_attention_heads": (),
+    "num_query_groups": (),
+    "swa_num_attention_heads": ("swa_num_key_value_heads",),
+    "linear_num_value_heads": ("linear_num_key_heads",),
+    "linear_num_heads": (),
+    "num_attention_heads_per_layer": ("num_key_value_heads",),
+}  # fmt: skip
+
+# Widths of heads; the first that a class has is the one that others keep their proportion to.
+HEAD_DIMS = _names(
+    """
+    head_dim dim_head d_head d_kv attention_head_dim attention_head_size kv_channels swa_head_dim global_head_dim
+    rotary_dim v_head_dim swa_v_head_dim index_head_dim indexer_head_dim
+    """
+)
+
+# Heads of recurrences, whose width follows from their number.
+STATE_HEADS = (
+    ("mamba_n_heads", "mamba_d_head"),
+    ("mamba_num_heads", "mamba_head_dim"),
+    ("n_mamba_heads", "mamba_headdim"),
+)
+
+# Keys and values compressed to a latent: widths in proportion to that of the rotary part.
+LATENT_DIMS = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+
+# Layers told apart by their number: below these counts, from the end, or listed.
+FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "num_hash_layers")
+LAST_LAYERS = ("num_kv_shared_layers",)
+
+# A kind of layer that shares its weights with others of its kind: two of them stay.
+SHARED = "hybrid"
+
+# Layers told apart by their number modulo a period, and where in it.
+PERIODS = {
+    "attn_layer_period": "attn_layer_offset",
+    "expert_layer_period": "expert_layer_offset",
+    "decoder_sparse_step": "",
+    "global_attn_every_n_layers": "",
+    "interleave_moe_layer_step": "",
+    "layer_group_size": "",
+    "moe_layer_interval": "",
+    "no_rope_layer_interval": "",
+    "sliding_window_pattern": "",
+}
+
+# The largest that a field may be; smaller values stay.
+LIMITS = _limits(
+    (VOCAB, "audio_vocab_size decoder_vocab_size encoder_hash_byte_group_vocab n_words pronunciation_vocab_size "
+            "shape_vocab_size unpadded_vocab_size vocab_size vocab_size_per_layer_input"),
+    (128, "max_position_embeddings max_position max_sequence_length max_seq_len max_source_positions "
+          "max_target_positions model_max_length n_ctx n_positions context_length num_position_embeddings "
+          "position_embedding_size"),
+    (WINDOW, "attention_window_size keep_window_size local_attention_window_len sliding_window sliding_window_size "
+             "window_size"),
+    (2 * WINDOW, "local_attention rel_extent"),
+    (CHUNK, "attention_chunk_size"),
+    (TOPK, "index_topk indexer_budget"),
+    (3, "floor_scale log_scaling_n_floor"),
+    (2, "index_block_size index_topk_blocks indexer_compress_ratio lsh_attn_chunk_length local_attn_chunk_length"),
+    (2, "block_size index_kpool"),
+    (1, "num_random_blocks"),
+    (4, "chunk_size mamba_chunk_size ffn_round_up_to_multiple_of"),
+    # Experts
+    (4, "num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num"),
+    (2, "num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k_experts n_group num_expert_group"),
+    (1, "n_shared_experts num_shared_experts moe_num_shared_experts topk_group"),
+    # Ranks and states
+    (24, "q_lora_rank swa_q_lora_rank"),
+    (16, "kv_lora_rank swa_kv_lora_rank codebook_dim"),
+    (8, "linear_head_dim linear_key_head_dim o_lora_rank router_hidden_size "
+        "hidden_size_per_layer_input ple_embed_dim"),
+    (16, "index_n_heads indexer_n_heads"),
+    (4, "adapter_rank d_rel gated_norm_rank hc_lowrank laurel_rank mamba_d_state mamba_dt_rank ssm_state_size "
+        "state_size time_step_rank"),
+    (2, "hc_count hc_mult mamba_n_groups mamba_ngroups n_groups o_groups num_codebooks altup_num_inputs "
+        "ngram_size split_ngram_parts make_ngram_vocab_size_divisible_by"),
+    # Towers, which text never enters
+    (32, "image_size crop_size num_mel_bins codebook_size upsample_groups base_channels out_channel "
+         "depthwise_separable_out_channel ext_pw_out_channel nemo_conv_channels input_feat_size "
+         "vector_quantization_hidden_dimension"),
+    (8, "patch_size"),
+    (4, "num_filters"),
+    (1, "depths"),
+    (64, "num_chroma chroma_length bias_max_distance mm_tokens_per_image ngram_vocab_size_base"),
+)  # fmt: skip
+
+# Widths that follow the hidden size: a multiple of it stays one, others become at most twice its new value.
+WIDTHS = ("size", "dim", "rank", "width", "inner", "channels", "embd", "dff", "model", "dim_ff", "shape", "ssm")
+
+ROWS: dict[str, dict[str, Any]] = {
+    # It rounds what it takes from keys up to 64, and its cache doesn't.
+    "xlstm": {"qk_dim_factor": 1.0},
+    # What positions of its own need is the length of the row; buckets have no size that is small.
+    "reformer": {"axial_pos_embds": False, "num_buckets": 2, "hash_seed": 1, "attention_head_size": 16},
+    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3}},
+    # It has a cache for every use of a layer, and works out how many there are.
+    "hrm_text": {"num_layers_per_stack": None, "num_hidden_layers": 1},
+}

@@ -1,0 +1,221 @@
+"""What the sizes of one configuration become when it is shrunk, those that depend on each other together."""
+
+from __future__ import annotations
+
+import math
+from fractions import Fraction
+from typing import Any, TypeGuard
+
+from tritonpack.testing.shrink_rows import (
+    HEAD_DIM,
+    HEAD_DIMS,
+    HEADS,
+    HIDDEN,
+    LATENT_DIMS,
+    LIMITS,
+    REACH,
+    STATE_HEADS,
+    WIDTHS,
+)
+
+Values = dict[str, Any]
+
+
+class Sizes:
+    """What the sizes of one configuration become.
+
+    Attributes:
+        dim, new_dim: the width of a head.
+        hidden, new_hidden: the width of the residual stream; `hidden` is None where there is none.
+        multimodal: whether rotary embeddings have sections for time, height and width.
+        streams: those of all parts of a configuration, which others may be as wide as.
+    """
+
+    def __init__(self, config: Any, values: Values, streams: dict[int, int]) -> None:
+        self.values, self.streams = dict(values), streams
+        self.fixed: Values = {}
+        self.multimodal = "mrope_section" in (getattr(config, "ignore_keys_at_rope_validation", None) or ())
+        hidden = values.get(config.attribute_map.get("hidden_size", "hidden_size"))
+        self.hidden: int | None = hidden if is_number(hidden) else None
+        heads = self._set_heads()
+        own = self.hidden // heads[0] if self.hidden and heads else HEAD_DIM
+        self.dim: int = next((values[n] for n in HEAD_DIMS if is_number(values.get(n)) and values[n]), own)
+        self.new_dim = self._rotary_width(many=heads is not None and heads[1] > 4)
+        self.new_hidden = min(HIDDEN, self.hidden or HIDDEN)
+        if self.hidden and heads:
+            times = Fraction(heads[0] * self.dim, self.hidden)
+            if _simple(times) and (heads[1] * self.new_dim / times).denominator == 1:
+                self.new_hidden = int(heads[1] * self.new_dim / times)
+        if latent := self._latent(values):
+            self.fixed.update(latent)
+            self.new_hidden = min(HIDDEN, self.hidden or HIDDEN)
+        self._set_state_heads()
+        self._set_reach()
+
+    def of(self, name: str, value: Any) -> Any:
+        """The small value of a field."""
+        if name in self.fixed:
+            return self.fixed[name]
+        if name == "per_layer_config":
+            return {layer: self._own(own) for layer, own in value.items()}
+        if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
+            return self._rope(value)
+        return self._free(name, value)
+
+    def _free(self, name: str, value: Any) -> Any:
+        """The small value of a field that no other decides."""
+        if isinstance(value, list):
+            return [self._free(name, item) for item in value]
+        if not is_number(value):
+            return value
+        if name in LIMITS:
+            return min(value, LIMITS[name])
+        if name in HEAD_DIMS:
+            return self._scaled(value)
+        if value >= 8 and self.hidden and (set(name.split("_")) & set(WIDTHS)) and "kernel" not in name:
+            times = Fraction(value, self.hidden)
+            if times != 1 and value in self.streams:
+                return self.streams[value]
+            if _simple(times):
+                return int(times * self.new_hidden)
+            return min(value, 2 * self.new_hidden)
+        return value
+
+    def _own(self, own: Values) -> Values:
+        """The small values of the fields that one layer has for itself."""
+        new = {name: self._free(name, value) for name, value in own.items()}
+        heads = self.values.get("num_attention_heads")
+        for name in ("num_attention_heads", "num_key_value_heads"):
+            if name in own and heads:
+                new[name] = max(1, self.fixed["num_attention_heads"] * own[name] // heads)
+        latent = self._latent({**self.values, **own})
+        return {**new, **{name: value for name, value in latent.items() if name in own}}
+
+    def _set_heads(self) -> tuple[int, int] | None:
+        """All numbers of heads; returns the first, old and new."""
+        first = None
+        known = {**(self.values.get("attn_config") or {}), **self.values}
+        for name, others in HEADS.items():
+            value = self.values.get(name)
+            other = next((n for n in others if is_number(known.get(n))), None)
+            keys = known[other] if other else None
+            if isinstance(value, list):
+                self.fixed[name] = [_heads(v, keys)[0] for v in value]
+            if not is_number(value):
+                continue
+            self.fixed[name], new_keys = _heads(value, keys)
+            if other:
+                self.fixed[other] = new_keys
+            first = first or (value, self.fixed[name])
+        return first
+
+    def _scaled(self, width: int) -> int:
+        """A width of heads, in proportion to the others."""
+        return max(4, width * self.new_dim // self.dim) if width else 0
+
+    def _rotary_width(self, many: bool) -> int:
+        """A width of which rotary embeddings take four or more, and enough for their sections."""
+        width = min(self.dim, HEAD_DIM // 2 if many else HEAD_DIM)
+        for _ in range(3):
+            if all(int(width * share) // 2 >= max(2, sections) for share, sections in self._shares(self.values)):
+                return width
+            width *= 2
+        return width
+
+    def _shares(self, values: Values) -> list[tuple[float, int]]:
+        """What part of a head is rotated, and in how many sections, for every kind of layer."""
+        found = []
+        for name, value in values.items():
+            if isinstance(value, dict) and name != "per_layer_config":
+                found += self._shares(value)
+        share = values.get("partial_rotary_factor") or 1.0
+        if is_number(values.get("rotary_dim")):
+            share = values["rotary_dim"] / self.dim
+        if isinstance(share, (int, float)):
+            found.append((share, 3 if self.multimodal else len(values.get("mrope_section") or ())))
+        return found
+
+    def _latent(self, values: Values) -> Values:
+        """Widths of latent attention, in proportion to 4 for the rotary part (or 8 for the other)."""
+        rope, nope, width = LATENT_DIMS
+        if not (values.get(nope) and values.get(width) and is_number(values.get(rope))):
+            return {}
+        whole = self.values[rope] or self.values[nope] // 2
+
+        def scaled(old: int) -> int:
+            return max(4, old * 4 // whole) if old else 0
+
+        new = {name: scaled(values[name]) for name in LATENT_DIMS}
+        known = {
+            values[rope]: new[rope],
+            values[width]: new[width],
+            values[nope] + values[rope]: new[nope] + new[rope],
+        }
+        for name in ("head_dim", "qk_head_dim"):
+            if is_number(values.get(name)):
+                new[name] = known.get(values[name], scaled(values[name]))
+        return new
+
+    def _set_state_heads(self) -> None:
+        """Heads of recurrences: up to four, as wide all together as before in proportion to the residual stream."""
+        for heads, width in STATE_HEADS:
+            if not (self.hidden and is_number(self.values.get(heads)) and is_number(self.values.get(width))):
+                continue
+            inner = Fraction(self.values[heads] * self.values[width] * self.new_hidden, self.hidden)
+            number = math.gcd(int(inner), 4)
+            self.fixed[heads], self.fixed[width] = number, int(inner) // number
+
+    def _set_reach(self) -> None:
+        """The length from which position ids count otherwise, and the longest in proportion to it."""
+        name, longest = "original_max_position_embeddings", self.values.get("max_position_embeddings")
+        ropes = rope_kinds(self.values.get("rope_parameters"))
+        old = next((kind[name] for kind in [self.values, *ropes] if kind.get(name)), None)
+        if longest and any("dynamic" in (rope.get("rope_type") or "") for rope in ropes):
+            self.fixed["max_position_embeddings"] = REACH
+        elif old and longest:
+            self.fixed["max_position_embeddings"] = max(int(longest * REACH / old), REACH)
+        if self.values.get(name):
+            self.fixed[name] = REACH
+
+    def _rope(self, rope: Values) -> Values:
+        """Rotary embeddings, also those of several kinds of layers."""
+        new = dict(rope)
+        if self.multimodal and not any(isinstance(value, dict) for value in rope.values()):
+            new.setdefault("mrope_section", [16, 24, 24])  # what modeling code has where a configuration says nothing
+        half = int(self.fixed.get("qk_rope_head_dim", self.new_dim) * (rope.get("partial_rotary_factor") or 1.0)) // 2
+        for name, value in list(new.items()):
+            if isinstance(value, dict):
+                new[name] = self._rope(value)
+            elif name == "original_max_position_embeddings" and value:
+                new[name] = REACH
+            elif name in ("short_factor", "long_factor"):
+                new[name] = [value[i * len(value) // half] for i in range(half)]
+            elif name == "mrope_section" and value:
+                rest = [max(1, part * half // sum(value)) for part in value[1:]]
+                new[name] = [half - sum(rest), *rest]
+        return new
+
+
+def is_number(value: Any) -> TypeGuard[int]:
+    """Whether a value is an int, and neither True nor False."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def rope_kinds(rope: Any) -> list[Values]:
+    """The parameters of rotary embeddings, of each kind of layer where these differ."""
+    if not isinstance(rope, dict):
+        return []
+    inner = [kind for kind in rope.values() if isinstance(kind, dict)]
+    return inner or [rope]
+
+
+def _simple(times: Fraction) -> bool:
+    return max(times.numerator, times.denominator) <= 8 and min(times.numerator, times.denominator) == 1
+
+
+def _heads(queries: int, keys: int | None) -> tuple[int, int]:
+    """How many query heads, and key heads if there are fewer: in the same proportion, up to eight to one."""
+    if keys is None or keys == queries:
+        return min(queries, 4), min(queries, 4)
+    new_keys = min(keys, 2)
+    return new_keys * max(1, min(queries // keys, 8)), new_keys

@@ -1,0 +1,162 @@
+"""A small random copy of a model, from its configuration alone."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tritonpack.patches.families import CODEBOOKS
+from tritonpack.testing.packed_forms import Subject, values_of
+from tritonpack.testing.shrink import shrink, special_tokens
+
+# What models are looked for among, in this order, and what each is called.
+AUTO = {
+    "AutoModelForCausalLM": "a causal language model",
+    "AutoModelForImageTextToText": "a multimodal language model, given text alone",
+    "AutoModel": "a model without a language head: its hidden states are compared",
+}
+
+# Wholes whose language model takes the configuration of a part.
+PARTS = {"musicgen": "decoder", "musicgen_melody": "decoder"}
+
+
+class NotSmallError(ValueError):
+    """A configuration that no small copy can be built from; the message says why."""
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model, and what it is.
+
+    Attributes:
+        model: in evaluation mode.
+        kind: the name of its class, and what it is.
+        notes: what isn't as the configuration says.
+    """
+
+    model: nn.Module
+    kind: str
+    notes: tuple[str, ...] = ()
+
+
+def small_copy(config: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0, **options: Any) -> Built:
+    """Build a small random model with every switch of a configuration (see `shrink`).
+
+    Args:
+        config: a transformers configuration; it stays as it is.
+        dtype: of the weights.
+        seed: of the weights.
+        options: as the `from_config` of transformers' auto classes takes them, such as `trust_remote_code`.
+
+    Raises:
+        NotSmallError: transformers builds no such model, or not in this size.
+    """
+    try:
+        torch.manual_seed(seed)  # a few parts draw their constants at construction
+        auto, small = auto_class(config), shrink(config)
+        small.name_or_path = config.name_or_path  # where a model's own code lies
+        if config.model_type in PARTS:
+            model = model_class(config)(part_of(small))
+        else:  # the fused experts know no float64
+            model = auto.from_config(small, experts_implementation="eager", **options)
+    except Exception as error:  # whatever a configuration's or a model's own code raises
+        reason = one_line(error)
+        text = config.get_text_config(decoder=True)
+        if text is config or text.__class__ is config.__class__:
+            raise NotSmallError(reason) from error
+        try:
+            inside = small_copy(text, dtype=dtype, seed=seed, **options)
+        except NotSmallError:
+            raise NotSmallError(reason) from error
+        note = f"only the language model inside was built, because the whole can't be: {reason}"
+        return Built(inside.model, inside.kind, (note, *inside.notes))
+    spread(model, torch.Generator().manual_seed(seed))
+    return Built(model.to(dtype).eval(), f"{type(model).__name__}, {AUTO[auto.__name__]}")
+
+
+def auto_class(config: Any) -> Any:
+    """The first of the classes in `AUTO` that has a model for a configuration.
+
+    Raises:
+        ValueError: none has.
+    """
+    import transformers
+
+    for name in AUTO:
+        if type(config) in _mapping(name) or name in (getattr(config, "auto_map", None) or {}):
+            return getattr(transformers, name)
+    raise ValueError(f"transformers has no model for a {type(config).__name__}")
+
+
+def model_class(config: Any) -> Any:
+    """The model class of a configuration whose class transformers knows."""
+    return _mapping(auto_class(config).__name__)[type(config)]
+
+
+def _mapping(auto: str) -> Any:
+    from transformers.models.auto import modeling_auto
+
+    return {
+        "AutoModelForCausalLM": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING,
+        "AutoModelForImageTextToText": modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+        "AutoModel": modeling_auto.MODEL_MAPPING,
+    }[auto]
+
+
+def part_of(config: Any) -> Any:
+    """The part of a configuration that its language model takes, mostly all of it."""
+    return getattr(config, PARTS[config.model_type]) if config.model_type in PARTS else config
+
+
+def spread(model: nn.Module, generator: torch.Generator) -> None:
+    """Weights under which every part contributes: transformers' own are so small that attention hardly shows."""
+    done: set[int] = set()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if id(parameter) in done or parameter.numel() == 0:
+                continue
+            done.add(id(parameter))
+            noise = torch.randn(parameter.shape, generator=generator)
+            values = parameter.data
+            settled = bool(values.isfinite().all()) and 0.1 < float(values.abs().mean()) < 100
+            if isinstance(module, nn.Embedding):
+                parameter.data = 0.5 * noise
+            elif parameter.ndim >= 2 and not settled:
+                parameter.data = noise / parameter.shape[-1] ** 0.5
+            else:  # norms, decays, biases, sinks: where they were meant to be, but no two alike
+                parameter.data = values + 0.2 * noise
+
+
+def subject_of(model: nn.Module) -> Subject:
+    """How a model is called with documents of ordinary tokens: none that its configuration names, such as padding."""
+    config: Any = model.config
+    text = config.get_text_config(decoder=True)
+    size = getattr(text, "vocab_size", None) or model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    named = special_tokens(config)
+    ordinary = torch.tensor([token for token in range(size) if token not in named])
+
+    def draw(lengths: tuple[int, ...], seed: int) -> list[Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return [ordinary[torch.randint(len(ordinary), (1, n), generator=generator)] for n in lengths]
+
+    books = text.num_codebooks if text.model_type in CODEBOOKS else 1
+    if books == 1:
+        return Subject(model, draw)
+
+    def call(ids: Tensor) -> dict[str, Any]:
+        """One row of ids for every codebook."""
+        return {"input_ids": torch.stack([(ids + i) % size for i in range(books)], dim=1).flatten(0, 1)}
+
+    def values(output: Any) -> Tensor:
+        return values_of(output).unflatten(0, (-1, books)).transpose(1, 2).flatten(2)
+
+    return Subject(model, draw, call, values)
+
+
+def one_line(error: BaseException) -> str:
+    """An error in one line of moderate length, without a full stop."""
+    return textwrap.shorten(f"{type(error).__name__}: {error}", 240, placeholder=" [...]").rstrip(".")
