@@ -160,3 +160,27 @@ def test_saved_adapters_hold_no_trace(tmp_path: Any) -> None:
     again = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True).to(torch.float64)
     got = outcome(again(input_ids=torch.cat(documents(), 1), position_ids=positions()).logits, again)
     assert difference(expected, got) < EXACT
+
+
+VIRTUAL = {
+    "prompt": lambda: peft.PromptTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+    "prefix": lambda: peft.PrefixTuningConfig(num_virtual_tokens=3, task_type="CAUSAL_LM"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")
+@pytest.mark.parametrize("kind", VIRTUAL)
+def test_virtual_tokens(kind: str) -> None:
+    """They come before a row, and with them a mask of floats. Before each of several documents in a row they can't."""
+    torch.manual_seed(0)
+    model = peft.get_peft_model(tiny_model("mistral"), VIRTUAL[kind]()).double().eval()
+    rows = documents()
+    ids = nn.utils.rnn.pad_sequence([d[0] for d in rows], batch_first=True)
+    mask = nn.utils.rnn.pad_sequence([torch.ones_like(d[0]) for d in rows], batch_first=True)
+    expected = model(input_ids=ids, attention_mask=mask).logits
+    seen = nn.functional.pad(mask, (expected.shape[1] - mask.shape[1], 0), value=1).bool()
+    with tritonpack.patch(model):
+        got = model(input_ids=ids, attention_mask=mask).logits
+        assert float((got - expected)[seen].abs().max() / expected[seen].abs().max()) < EXACT
+        with pytest.raises(ValueError, match=r"cu_seq_lens_q must begin with 0|the cache already holds tokens"):
+            model(input_ids=torch.cat(rows, 1), **FORMS["collator"]())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForSequenceClassification, LlamaModel
 
 import tritonpack
-from tests.patches import zoo
+from tests.patches import sweep, zoo
 from tests.patches.models import COMMON, FAMILIES, VOCAB, tiny_model
 
 LENGTHS = (7, 1, 3, 11)
@@ -207,6 +207,20 @@ def test_arguments_by_position() -> None:
         assert torch.equal(model.model(ids, None, positions())[0], by_name)
 
 
+@pytest.mark.parametrize("name", ["llama", "bloom", "gptj", "mamba", "xlnet"])
+@pytest.mark.parametrize("form", ["position_ids", "offsets_alone"])
+def test_called_by_its_forward_past_any_hook(name: str, form: str) -> None:
+    """As PEFT does; some heads keep to themselves what they are told about documents."""
+    model, pieces = zoo.tiny_model(name, dtype=torch.float64), zoo.documents(LENGTHS)
+    expected = torch.cat([model(d).logits for d in pieces], dim=1)
+    columns = list(inspect.signature(model.forward).parameters)
+    with tritonpack.patch(model):
+        assert list(inspect.signature(model.forward).parameters) == columns  # by which trainers choose
+        batch = sweep.FORMS[form](pieces)
+        got = model.forward(batch.ids, **batch.arguments).logits
+    assert float((got - expected).abs().max() / expected.abs().max()) < sweep.tolerance(model)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_other_dtypes(dtype: torch.dtype) -> None:
     model = tiny_model("llama", dtype=dtype)
@@ -360,7 +374,8 @@ def test_what_cannot_be_packed_is_refused_with_the_reason() -> None:
 BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "hole in the mask": ({"attention_mask": torch.tensor([[1] * 5 + [0] + [1] * 16])}, "padding inside a document"),
     "mask of another length": ({"attention_mask": torch.ones(1, 9, dtype=torch.long)}, "attention_mask has shape"),
-    "mask of floats": ({"attention_mask": torch.ones(1, 22)}, "must hold integers"),
+    "mask of fractions": ({"attention_mask": torch.full((1, 22), 0.5)}, "must hold whole numbers"),
+    "mask of addends": ({"attention_mask": torch.full((1, 22), -torch.inf)}, "must hold whole numbers"),
     "mask of four dimensions": (
         {"attention_mask": torch.ones(1, 1, 22, 22, dtype=torch.bool)},
         "four-dimensional masks itself",

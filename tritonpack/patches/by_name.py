@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from tritonpack.attention import varlen_attention
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.mask import BlockDiagonalMask
-from tritonpack.patches.families import MIXERS, POSITION_TABLES, REFUSED, REFUSED_LAYERS
+from tritonpack.patches.families import COUNT_FROM_PADDING, MIXERS, POSITION_TABLES, REFUSED, REFUSED_LAYERS
 
 # What attention would have to do besides, if a tower asked for it; known ones don't.
 MORE_THAN_A_TOWER = ("softcap", "s_aux", "sinks", "indices", "position_bias", "block_indices", "sliding_window")
@@ -35,6 +35,11 @@ def require_attention_alone(module: nn.Module) -> None:
     kind = (home.split(".")[-2:] or [""])[0]  # a part's config has a type of its own
     if why := REFUSED.get(kind):
         raise UnsupportedModelError(f"models of type {kind!r} can't be packed exactly: {why}.")
+    if kind.replace("_", "-") in COUNT_FROM_PADDING or kind == "data2vec":
+        raise UnsupportedModelError(
+            f"models of type {kind!r} count positions from their padding token, position ids from 0. Call "
+            "tritonpack.patch(model)."
+        )
     if layers := _special_layers(home):
         raise UnsupportedModelError(
             f"{type(module).__name__} has tritonpack's attention by name, but models of its family have other layers "

@@ -3,7 +3,8 @@ instances' forwards, which unpatching takes away again while classes stay as the
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -23,10 +24,12 @@ class Current:
     Attributes:
         packing: None outside of a forward pass, and where rows are left to the model (a cache is in use).
         depth: how many patched modules are running inside each other.
+        told: what the head around them was told about documents, where heads keep it to themselves.
     """
 
     packing: Packing | None = None
     depth: int = 0
+    told: dict[str, Any] = field(default_factory=dict)
 
     def enter(self, packing: Packing | None) -> None:
         """A patched module begins; the outermost one says what the packing is."""
@@ -95,3 +98,25 @@ class InstanceForward:
             del self.module.__dict__["forward"]
             if self.own is not None:
                 self.module.__dict__["forward"] = self.own
+
+
+TELLING = ("attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+
+
+class HeadForward(InstanceForward):
+    """A head that keeps to itself where documents begin. PEFT calls its forward, past any hook, so that is replaced."""
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the forward it stands for: trainers ask which columns of a dataset a model takes."""
+        return inspect.signature(self.inner)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        names = list(inspect.signature(type(self.module).forward).parameters)[1:]
+        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        outer = self.current.told
+        self.current.told = {name: arguments[name] for name in TELLING if arguments.get(name) is not None}
+        try:
+            return self.inner(*args, **kwargs)
+        finally:
+            self.current.told = outer

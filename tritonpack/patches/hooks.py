@@ -27,6 +27,7 @@ class PackingHook:
     Attributes:
         serving: who attends.
         current: where modules that transformers passes nothing to find the packing; None if there are no such modules.
+        head: what the head around this module was told, if it keeps that to itself.
         mixes: whether layers of the module mix along the row.
         outermost: whether no other patched module holds this one, so that its arguments are the user's.
         replaced: the name of the attention that the module's config had before.
@@ -49,6 +50,7 @@ class PackingHook:
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
         self.serving, self.current, self.mixes, self.outermost = serving, current, mixes, outermost
         self.replaced, self.report = replaced, report
+        self.head: Current | None = None
         self.asked: tuple[str, str] = serving.attention, serving.backend
         config = module.config
         self.model_type = config.model_type
@@ -109,7 +111,10 @@ class PackingHook:
         if mask is None and cache is not None and self.model_type in ALIBI_FROM_MASK:
             columns, _ = cache.get_mask_sizes(shape[1], 0)
             arguments["attention_mask"] = torch.ones((shape[0], columns), dtype=torch.long, device=tokens.device)
-        packing = make_packing(arguments, torch.Size(shape), tokens.device, self.serving)
+        told = arguments
+        if self.head is not None and self.outermost:
+            told = {**arguments, **{name: x for name, x in self.head.told.items() if arguments.get(name) is None}}
+        packing = make_packing(told, torch.Size(shape), tokens.device, self.serving)
         return replace(packing, cached=any(arguments.get(name) is not None for name in CACHES))
 
     def _claim(self, mask: Any, arguments: dict[str, Any]) -> Any:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from tritonpack.attention import Backend
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import interface
-from tritonpack.patches.current import Current, InstanceForward, release_checkpoint
+from tritonpack.patches.current import Current, HeadForward, InstanceForward, release_checkpoint
 from tritonpack.patches.families import DENSE, HEADS, KNOWN, MIXERS, OWN_MASKS, POSITION_TABLES, REFUSED, REFUSED_LAYERS
 from tritonpack.patches.hand import HAND_WRITTEN, DocumentMask, fits
 from tritonpack.patches.hooks import PackingHook
@@ -148,9 +148,7 @@ def _modules(model: nn.Module) -> list[PreTrainedModel]:
     modules = [
         module
         for module in takes_tokens
-        if module.config.model_type in HEADS
-        or not _is_head(module)
-        or not any(other is not module and _holds(module, other) for other in takes_tokens)
+        if not _is_head(module) or not any(other is not module and _holds(module, other) for other in takes_tokens)
     ]
     if not modules:
         raise UnsupportedModelError(
@@ -215,11 +213,15 @@ def _apply(model: nn.Module, modules: list[PreTrainedModel], attention: str, bac
         outermost = not any(other is not module and _holds(other, module) for other in modules)
         hook = PackingHook(module, serving, current if needed else None, mixes, outermost, before, report)
         hook.asked = attention, backend
+        hook.head = current if module.config.model_type in HEADS else None
         module.register_forward_pre_hook(hook, with_kwargs=True)
         if needed:
             module.register_forward_hook(hook.after, always_call=True)
     for make in stand_ins:
         make()
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module not in modules and module.config.model_type in HEADS:
+            HeadForward(module, current)
     return report
 
 

@@ -67,8 +67,12 @@ def make_packing(arguments: dict[str, Any], tokens: torch.Size, device: torch.de
     """
     mask = arguments.get("attention_mask")
     if mask is not None:
-        if mask.is_floating_point():
-            raise ValueError(f"attention_mask must hold integers or bool; got {mask.dtype}.")
+        if mask.is_floating_point():  # PEFT's virtual tokens make it so
+            require(
+                ((mask >= 0) & (mask == mask.round())).all(),
+                "attention_mask must hold whole numbers, 0 for padding; got others. A mask to be added to scores isn't "
+                "supported.",
+            )
         mask = mask.to(device=device, dtype=torch.int32)
     position_ids = arguments.get("position_ids")
     if position_ids is not None:

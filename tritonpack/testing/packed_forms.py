@@ -67,12 +67,16 @@ def _packed(documents: list[Tensor], *drop: str, **arguments: Any) -> Batch:
 
 def _collated(documents: list[Tensor]) -> Batch:
     lengths = torch.tensor([d.numel() for d in documents])
-    offsets = nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
-    longest = int(lengths.max())
+    offsets, longest = _offsets(documents), int(lengths.max())
     return _packed(
         documents, "attention_mask", cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=longest,
         max_length_k=longest, seq_idx=torch.arange(len(documents)).repeat_interleave(lengths)[None].to(torch.int32),
     )  # fmt: skip
+
+
+def _offsets(documents: list[Tensor]) -> Tensor:
+    lengths = torch.tensor([d.numel() for d in documents])
+    return nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
 def _numbered(documents: list[Tensor]) -> Tensor:
@@ -86,7 +90,9 @@ FORMS: dict[str, Callable[[list[Tensor]], Batch]] = {
     "with_cache": lambda d: _packed(d, "attention_mask", use_cache=True),
     "all_ones_mask": lambda d: _packed(d),
     "collator": _collated,
+    "offsets_alone": lambda d: _packed(d, "attention_mask", "position_ids", cu_seq_lens_q=_offsets(d)),
     "segment_mask": lambda d: _packed(d, attention_mask=_numbered(d)),
+    "segments_alone": lambda d: _packed(d, "position_ids", attention_mask=_numbered(d)),
     "two_rows": lambda d: lay_out([range(len(d) - 1), [len(d) - 1]], d),
     "padded_right": lambda d: lay_out([[i] for i in range(len(d))], d),
     "padded_left": lambda d: lay_out([[i] for i in range(len(d))], d, left=True),
