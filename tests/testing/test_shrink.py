@@ -152,6 +152,15 @@ def test_switches_stay() -> None:
     assert yarn.max_position_embeddings == 32
 
 
+def test_sections_of_multimodal_rotary_embeddings() -> None:
+    sections = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [22, 22, 20]}
+    small = shrink(default("ernie4_5_vl_moe", text_config={"rope_parameters": sections, "head_dim": 128})).text_config
+    assert small.rope_parameters["mrope_section"] == [1, 1, 2]
+    unsaid = shrink(default("qwen2_vl")).text_config
+    assert unsaid.rope_parameters["mrope_section"] == [2, 1, 1]
+    assert sum(unsaid.rope_parameters["mrope_section"]) == unsaid.hidden_size // unsaid.num_attention_heads // 2
+
+
 def test_the_configuration_stays_as_it_was() -> None:
     config = default("gemma4")
     before = copy.deepcopy(config.to_dict())

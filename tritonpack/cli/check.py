@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -132,12 +133,13 @@ def check_small_copy(name: str, config: Any, trust_remote_code: bool = False) ->
         ValueError: no small copy can be built, or it doesn't run.
     """
     findings = _check_small_copy(name, config, torch.float32, trust_remote_code)
-    if findings.tritonpack.verdict == "inexact":
-        try:
-            return _check_small_copy(name, config, torch.float64, trust_remote_code)
-        except ValueError:  # a constant or a cast in the model's own code
-            return findings
-    return findings
+    if findings.tritonpack.verdict != "inexact":
+        return findings
+    try:
+        exacter = _check_small_copy(name, config, torch.float64, trust_remote_code)
+    except ValueError:  # a constant or a cast in the model's own code
+        return findings
+    return findings if exacter.tritonpack.refused else exacter
 
 
 def _check_small_copy(name: str, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Findings:
@@ -176,6 +178,7 @@ def check_weights(name: str, built: Built) -> Findings:
         f"the longest document has {max(LENGTHS)} tokens, so windows, chunks and selections that are longer weren't "
         "felt; without --weights a small copy with short ones is checked"
     )
+    # 64 units in the last place would be half of the largest logit in bfloat16.
     columns = _columns(subject, documents, expected, eps**0.5, min(64 * eps, eps**0.5))
     return Findings(name, True, built, eps**0.5, "logits", *columns, (*built.notes, note))
 
@@ -191,6 +194,8 @@ def _refused(name: str, weights: bool, built: Built, error: Exception) -> Findin
             pass
     except UnsupportedModelError as refusal:
         return Findings(name, weights, built, 0.0, "nothing", Column(), Column(refused=str(refusal)), built.notes)
+    except Exception:  # what keeps the model from running is what there is to say
+        pass
     copy = "" if weights else "its small copy "
     hint = "" if weights else "; use --weights"
     raise ValueError(f"{name}: {copy}doesn't run on tokens alone: {one_line(error)}{hint}") from error
@@ -247,7 +252,7 @@ def _columns(
     except UnsupportedModelError as error:
         patched.refused = str(error)
     except Exception as error:  # patching isn't to fail in any other way
-        patched.forms = dict.fromkeys(FORMS, Judgement("error", float("nan"), float("nan"), message("patch", error)))
+        patched.forms = dict.fromkeys(FORMS, Judgement("error", math.nan, math.nan, message("patch", error)))
     return stock, patched
 
 
@@ -279,7 +284,7 @@ def as_dict(findings: Findings) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | None:
-    return value if value == value and abs(value) != float("inf") else None
+    return value if math.isfinite(value) else None
 
 
 def _print(console: Console, findings: Findings) -> None:
@@ -319,7 +324,7 @@ def _cell(column: Column, form: str) -> str:
     if column.refused:
         return f"[{_STYLES['refused']}]refused[/]"
     found = column.forms[form]
-    number = "" if found.worst != found.worst else f" {found.worst:.0e}"
+    number = "" if math.isnan(found.worst) else f" {found.worst:.0e}"
     detail = f" {found.reason.partition(': ')[2]}" if found.verdict in ("error", "refused") else number
     return f"[{_STYLES[found.verdict]}]{found.verdict}[/]{escape(detail)}"
 

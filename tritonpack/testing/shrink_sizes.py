@@ -180,7 +180,7 @@ class Sizes:
     def _rope(self, rope: Values) -> Values:
         """Rotary embeddings, also those of several kinds of layers."""
         new = dict(rope)
-        if self.multimodal and not any(isinstance(value, dict) for value in rope.values()):
+        if self.multimodal and rope and not any(isinstance(value, dict) for value in rope.values()):
             new.setdefault("mrope_section", [16, 24, 24])  # what modeling code has where a configuration says nothing
         half = int(self.fixed.get("qk_rope_head_dim", self.new_dim) * (rope.get("partial_rotary_factor") or 1.0)) // 2
         for name, value in list(new.items()):
@@ -191,8 +191,11 @@ class Sizes:
             elif name in ("short_factor", "long_factor"):
                 new[name] = [value[i * len(value) // half] for i in range(half)]
             elif name == "mrope_section" and value:
-                rest = [max(1, part * half // sum(value)) for part in value[1:]]
-                new[name] = [half - sum(rest), *rest]
+                sections = [max(1, part * half // sum(value)) for part in value]
+                # Height and width are as wide as each other, so that what is left over goes to another one.
+                odd = next((i for i, part in enumerate(value) if value.count(part) == 1), 0)
+                sections[odd] += half - sum(sections)
+                new[name] = sections
         return new
 
 
