@@ -28,6 +28,7 @@ REFUSED = {
     "prophetnet": "masks and position buckets of its own",
     "reformer": "sorts the tokens of a row into buckets",
     "xlstm": "recurrent blocks run over the whole row",
+    "doge-experts": "router mixes the tokens of a row",
     "gemma-bidirectional": "sees both directions in a batch without padding",
 }
 # Stock transformers itself can't do these, in transformers 5.23.

@@ -1,5 +1,7 @@
 """Positions that a model counts along the row, in rows long enough to tell."""
 
+import copy
+
 import pytest
 import torch
 
@@ -30,3 +32,30 @@ def test_documents_longer_together_than_a_table(name: str) -> None:
     with tritonpack.patch(model):
         packed = model(torch.cat(documents, 1), position_ids=places).logits
     assert float((packed - alone).abs().max() / alone.abs().max()) < sweep.tolerance(model)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_rotary_embeddings_that_follow_the_longest_document(kind: str) -> None:
+    """They would make a short document another one beside a long one; packs of one side of the limit are exact."""
+    rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 8}
+    model = zoo.tiny_model("llama", dtype=torch.float64)
+    config = copy.deepcopy(model.config)
+    config.rope_parameters, config.max_position_embeddings = rope, 8
+    torch.manual_seed(0)
+    model = type(model)(config).double().eval()
+
+    def differs(lengths: tuple[int, ...]) -> float:
+        documents = zoo.documents(lengths)
+        alone = torch.cat([model(d).logits for d in documents], dim=1)
+        places = torch.cat([torch.arange(n) for n in lengths])[None]
+        with tritonpack.patch(model):
+            packed = model(torch.cat(documents, 1), position_ids=places).logits
+        return float((packed - alone).abs().max() / alone.abs().max())
+
+    assert differs((3, 8, 5)) < sweep.tolerance(model)
+    with pytest.raises(ValueError, match=f"'{kind}'.* more than 8 tokens.*calls of their own"):
+        differs((3, 12, 5))
+    if kind == "longrope":
+        assert differs((9, 12)) < sweep.tolerance(model)

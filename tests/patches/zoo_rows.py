@@ -185,6 +185,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "model_type": "big_bird", "is_decoder": False, "attention_type": "block_sparse", "block_size": 2,
         "num_random_blocks": 1,
     },
+    "doge-experts": {"model_type": "doge", "is_moe": True},
     "doge-sliding": {"model_type": "doge", "sliding_window": WINDOW, "keep_window_size": 128},
     "falcon-alibi": {"model_type": "falcon", "alibi": True},
     "falcon-multi-head": {"model_type": "falcon", "multi_query": False, "parallel_attn": False},

@@ -103,5 +103,6 @@ OWN_MASKS = {
 
 # Layers that can't be told where documents begin, and why.
 REFUSED_LAYERS = {
+    "DogeCDMoE": "its router mixes the tokens of a row",
     "MiniMaxM3VLIndexer": "it chooses keys in blocks that are counted from the beginning of the row",
 }

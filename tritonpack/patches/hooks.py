@@ -16,6 +16,7 @@ from tritonpack.patches.families import ALIBI_FROM_MASK, CODEBOOKS, COUNT_FROM_P
 from tritonpack.patches.interface import NAMES, served
 from tritonpack.patches.kinds import Kind
 from tritonpack.patches.packing import Packing, Serving
+from tritonpack.patches.positions import require_one_rope, rope_limits
 from tritonpack.patches.reading import OpenMask, make_packing
 
 CACHES = ("past_key_values", "cache_params", "state", "cache", "mems")
@@ -58,6 +59,7 @@ class PackingHook:
         self.first_position = (config.pad_token_id or 0) + 1 if counts else 0
         self.codebooks = config.num_codebooks if self.model_type in CODEBOOKS else 1
         self.checkpointed = [layer for layer in module.modules() if hasattr(layer, "gradient_checkpointing")]
+        self.rope_limits = rope_limits(config.get_text_config())
         # Multimodal positions are the model's to make: a place in the text isn't all of them.
         multimodal = any(hasattr(inner, "get_rope_index") for inner in module.modules())
         self.gives_positions = "position_ids" in self.names and not multimodal
@@ -143,6 +145,9 @@ class PackingHook:
                 arguments["use_cache"] = False
         arguments["attention_mask"] = packing
         fresh = not cached or _is_empty(arguments)
+        if fresh and self.outermost:
+            for kind, limit in self.rope_limits:
+                require_one_rope(packing, kind, limit)
         if "perm_mask" in self.names and fresh and arguments.get("perm_mask") is None:  # XLNet's
             seen = packing.interval_mask(packing.tokens[1], 0, 0, Kind((-1, -1))).to_tensor()[:, 0]
             arguments["perm_mask"] = (~seen).float()

@@ -176,10 +176,11 @@ def _require_supported(model: nn.Module, attention: str) -> None:
                 f"{type(module).__name__} (model type {kind!r}) is an encoder with a decoder, whose documents would "
                 "have to be told apart on both sides. Decoders by themselves can be patched."
             )
-        if kind == "gemma" and getattr(module.config, "use_bidirectional_attention", False):
+        both_ways = getattr(module.config.get_text_config(), "use_bidirectional_attention", None)
+        if kind in ("gemma", "gemma3") and both_ways is True:
             raise UnsupportedModelError(
-                "Gemma with use_bidirectional_attention sees both directions in a batch without padding and one in a "
-                "batch with it, so there is nothing to be equal to."
+                f"{type(module).__name__} with use_bidirectional_attention sees both directions in a batch without "
+                "padding and one in a batch with it, so there is nothing to be equal to."
             )
         if attention == "sdpa" and not module._supports_sdpa and kind not in DENSE:
             raise UnsupportedModelError(

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tritonpack.checks import require
 from tritonpack.patches.current import InstanceForward
-from tritonpack.patches.packing import IntervalMask
+from tritonpack.patches.packing import IntervalMask, Packing
 
 
 class LocalPositions(InstanceForward):
@@ -73,3 +74,36 @@ def _inkling(module: Any, places: Tensor) -> Tensor:
 
 # Attention layers whose queries are scaled by their place in the row, whatever position ids the model is given.
 TEMPERATURES = {"Llama4TextAttention": _llama4, "InklingAttention": _inkling}
+
+
+def rope_limits(config: Any) -> list[tuple[str, int]]:
+    """Rotary embeddings whose frequencies follow the longest document of a call: their types, and beyond which length."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    found = []
+    for rope in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        kind, limit = rope.get("rope_type"), getattr(config, "max_position_embeddings", None)
+        if kind == "longrope":
+            own = rope.get("original_max_position_embeddings")
+            limit = own or getattr(config, "original_max_position_embeddings", None) or limit
+        if kind in ("longrope", "dynamic") and limit is not None:
+            found.append((kind, limit))
+    return found
+
+
+def require_one_rope(packing: Packing, kind: str, limit: int) -> None:
+    """Packed documents must have the frequencies that each has alone.
+
+    Raises:
+        ValueError: documents on both sides of the limit ("longrope"), or one beyond it beside others ("dynamic").
+    """
+    starts, live = packing.runs()
+    tokens = torch.ones_like(starts) if live is None else live
+    documents = starts & tokens
+    long = ((packing.positions() == limit) & tokens).sum()  # a document longer than that has one such place
+    alike = long == documents.sum() if kind == "longrope" else documents.sum() == 1
+    require(
+        (long == 0) | alike | (documents.sum(1) <= 1).all(),
+        f"this model's rotary embeddings ({kind!r}) change for the whole call when a document has more than {limit} "
+        "tokens, so documents packed with a longer one would not be what they are alone. Pack documents of up to "
+        f"{limit} tokens, and give longer ones calls of their own.",
+    )

@@ -47,7 +47,7 @@ def probe_packed(model: nn.Module, alone: Tensor) -> None:
     places = _places(LENGTHS, ids)
     others = documents[:1] + documents[1:]
     others[0] = documents[0].flip(1)
-    finfo = torch.finfo(alone.dtype)
+    finfo = torch.finfo(torch.float32 if alone.dtype == torch.float64 else alone.dtype)  # norms compute in float32
     try:
         with _running(model):
             packed = _run(model, ids, places)
@@ -58,6 +58,11 @@ def probe_packed(model: nn.Module, alone: Tensor) -> None:
             f"{type(model).__name__} isn't a model that tritonpack knows, and it doesn't run when it is patched "
             f"({type(error).__name__}: {error})."
         ) from error
+    if packed.shape != alone.shape or by_offsets.shape != alone.shape:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} isn't a model that tritonpack knows, and it has no value for every token of a "
+            f"row: {tuple(packed.shape)} of {ids.shape[1]} tokens."
+        )
     scale = float(alone.abs().max())
     differs = max(float((x - alone).abs().max()) for x in (packed, by_offsets)) / scale
     moves = float((packed - moved)[:, LENGTHS[0] :].abs().max()) / scale
@@ -71,7 +76,8 @@ def probe_packed(model: nn.Module, alone: Tensor) -> None:
 
 def _documents(model: nn.Module) -> list[Tensor]:
     embed = model.get_input_embeddings()  # type: ignore[operator]
-    special = {value for key, value in vars(model.config).items() if key.endswith("_token_id")}
+    given = (value for key, value in vars(model.config).items() if key.endswith("_token_id"))
+    special = {i for value in given for i in (value if isinstance(value, (list, tuple)) else (value,))}
     ordinary = [i for i in range(min(embed.num_embeddings, 4096)) if i not in special]
     generator = torch.Generator().manual_seed(0)
     chosen = torch.tensor(ordinary)[torch.randint(len(ordinary), (1, sum(LENGTHS)), generator=generator)]

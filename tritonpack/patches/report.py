@@ -85,7 +85,10 @@ def make_report(
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
     """The sliding window of each layer (how many keys a query sees, itself included), None for full attention."""
-    window = getattr(config, "sliding_window", None)
+    try:
+        window = getattr(config, "sliding_window", None)
+    except Exception:  # a configuration that has one of its own for every layer says so by raising
+        window = None
     layer_types = getattr(config, "layer_types", None) or []
     if layer_types:
         return tuple(window if "sliding" in kind else None for kind in layer_types)
