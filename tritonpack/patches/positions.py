@@ -77,7 +77,7 @@ TEMPERATURES = {"Llama4TextAttention": _llama4, "InklingAttention": _inkling}
 
 
 def rope_limits(config: Any) -> list[tuple[str, int]]:
-    """Rotary embeddings whose frequencies follow the longest document of a call: their types, and beyond which length."""
+    """Rotary embeddings whose frequencies follow a call's longest document: their types, and beyond which length."""
     parameters = getattr(config, "rope_parameters", None) or {}
     found = []
     for rope in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
