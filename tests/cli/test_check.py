@@ -129,9 +129,7 @@ def test_a_leak_is_exit_code_2(tiny, capsys, monkeypatch):
 
 
 def test_inexact_is_exit_code_2_and_tried_in_float64(tmp_path, capsys, monkeypatch):
-    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 4096}
-    factors = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
-    config_of("llama", rope_parameters={**rope, **factors}).save_pretrained(tmp_path)
+    config_of("llama").save_pretrained(tmp_path)
 
     @contextlib.contextmanager
     def shifted(model):
@@ -146,8 +144,17 @@ def test_inexact_is_exit_code_2_and_tried_in_float64(tmp_path, capsys, monkeypat
     output = capsys.readouterr().out
     assert "parameters, float64" in output
     assert cells(output)["position_ids"] == ("leak", "inexact")
+
+
+def test_rotary_embeddings_of_the_longest_document(tmp_path, capsys):
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 4096}
+    factors = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
+    config_of("llama", rope_parameters={**rope, **factors}).save_pretrained(tmp_path)
+    assert run(tmp_path) == 2
+    output = " ".join(capsys.readouterr().out.split())
     assert "Note: rotary embeddings of the type 'longrope' are those of a call's longest document" in output
     assert "from 4,096 tokens on (8 in the small copy)" in output
+    assert "Pack documents of up to 8 tokens" in output
 
 
 def test_a_part_where_the_whole_cannot_be_built(tmp_path, capsys, monkeypatch):

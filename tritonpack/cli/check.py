@@ -156,7 +156,7 @@ def _check_small_copy(name: str, config: Any, dtype: torch.dtype, trust_remote_c
     limit = tolerance(dtype)
     compared = "logits and gradients" if expected[1] else "logits"
     stock, patched = _columns(subject, documents, expected, limit, None)
-    if patched.verdict == "inexact":
+    if patched.verdict in ("inexact", "error"):
         notes += _reach_notes(config)
     return Findings(name, False, built, limit, compared, stock, patched, (*built.notes, *notes))
 
@@ -217,7 +217,7 @@ def _alone(subject: Subject, documents: list[Tensor]) -> tuple[Results, tuple[st
 
 
 def _reach_notes(config: Any) -> tuple[str, ...]:
-    """What isn't exact, although no document sees another, where rotary embeddings follow the longest of a call."""
+    """What a call is refused for although no document sees another: rotary embeddings that follow its longest one."""
     text = config.get_text_config(decoder=True)
     for rope in rope_kinds(getattr(text, "rope_parameters", None)):
         kind, name = rope.get("rope_type") or "", "original_max_position_embeddings"
