@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-_MAX_INT32 = 2**31 - 1
+from tritonpack.packing.lengths import fit_lengths, positive_integer
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,41 +85,14 @@ def pack(lengths: Sequence[int] | NDArray[Any], capacity: int) -> Packing:
         The packing; its arrays are fresh.
 
     Raises:
-        ValueError: lengths that aren't a row of integers, an empty document, one longer than `capacity`, or a capacity
-            that isn't a positive integer. No document is dropped, cut or split.
+        ValueError: no lengths, lengths that aren't a row of integers, an empty document, one longer than `capacity`, or
+            a capacity that isn't a positive integer. No document is dropped, cut or split.
 
     Source: Johnson, Near-optimal bin packing algorithms (MIT, 1973) defines the heuristic.
     """
-    if isinstance(capacity, bool) or not isinstance(capacity, (int, np.integer)) or not 1 <= capacity <= _MAX_INT32:
-        raise ValueError(f"capacity must be an integer from 1 to {_MAX_INT32}; got {capacity!r}.")
-    checked = _check_lengths(lengths, int(capacity))
+    capacity = positive_integer(capacity, "capacity")
+    checked = fit_lengths(lengths, capacity).lengths
     from tritonpack.packing.best_fit import best_fit_decreasing  # numba, slow to import: only when something is packed
 
-    items, offsets = best_fit_decreasing(checked, int(capacity))
-    return Packing(items, offsets, int(checked.sum(dtype=np.int64)), int(capacity))
-
-
-def _check_lengths(lengths: Sequence[int] | NDArray[Any], capacity: int) -> NDArray[np.int32]:
-    """Lengths as an int32 array, every one of them known to lie in 1..capacity."""
-    array = np.asarray(lengths)
-    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
-        raise ValueError(
-            f"lengths must be a row of integers, the tokens of each document; got {array.dtype} of shape {array.shape}."
-        )
-    if array.size > _MAX_INT32:
-        raise ValueError(f"pack takes at most {_MAX_INT32} documents; got {array.size}. Pack them in several calls.")
-    if array.size and array.min() < 1:
-        first = int(np.argmax(array < 1))
-        raise ValueError(
-            f"every document needs at least one token; document {first} has length {array[first]}. Remove empty "
-            "documents first."
-        )
-    if array.size and array.max() > capacity:
-        overlong = array > capacity
-        first = int(np.argmax(overlong))
-        raise ValueError(
-            f"{int(overlong.sum())} of {array.size} documents are longer than the capacity of {capacity} tokens (the "
-            f"first: document {first}, {array[first]} tokens). Raise capacity to at least {array.max()}, or split or "
-            "remove those documents."
-        )
-    return np.ascontiguousarray(array, dtype=np.int32)
+    items, offsets = best_fit_decreasing(checked, capacity)
+    return Packing(items, offsets, int(checked.sum(dtype=np.int64)), capacity)

@@ -1,0 +1,65 @@
+"""Plan: which documents each rank takes in each step of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """An epoch's steps, one row of documents per rank and step: items, and the offsets at which rows begin (CSR form).
+
+    Two steps of two ranks; rank 1 takes documents 0 and 4 in the first step:
+
+    >>> plan = Plan(np.array([2, 0, 4, 1, 3]), np.array([0, 1, 3, 4, 5]), num_ranks=2, capacity=8)
+    >>> plan.num_steps, plan.row(0, 1).tolist()
+    (2, [0, 4])
+    >>> [row.tolist() for row in plan.rows_of_rank(0)]
+    [[2], [1]]
+
+    Attributes:
+        items: (entries,) int32, document indices.
+        offsets: (num_steps * num_ranks + 1,) int64; row `step * num_ranks + rank` holds
+            `items[offsets[row] : offsets[row + 1]]`.
+        num_ranks: rows per step.
+        capacity: tokens that fit into a row.
+    """
+
+    items: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+    num_ranks: int
+    capacity: int
+
+    def __post_init__(self) -> None:
+        assert (len(self.offsets) - 1) % self.num_ranks == 0, "a plan has whole steps"
+
+    @property
+    def num_steps(self) -> int:
+        return (len(self.offsets) - 1) // self.num_ranks
+
+    def __len__(self) -> int:
+        return self.num_steps
+
+    def row(self, step: int, rank: int) -> NDArray[np.int32]:
+        """The documents of one rank in one step, a view."""
+        index = step * self.num_ranks + rank
+        return self.items[self.offsets[index] : self.offsets[index + 1]]
+
+    def rows_of_rank(self, rank: int) -> Iterator[NDArray[np.int32]]:
+        """One rank's rows, step by step."""
+        return (self.row(step, rank) for step in range(self.num_steps))
+
+    def sums(self, values: NDArray[np.number]) -> NDArray[np.number]:
+        """(num_steps, num_ranks): the sum over each row's documents of `values` (documents,), in their own dtype."""
+        totals = np.concatenate([np.zeros(1, values.dtype), np.cumsum(values[self.items])])
+        return np.diff(totals[self.offsets]).reshape(self.num_steps, self.num_ranks)
+
+    def __repr__(self) -> str:
+        return (
+            f"Plan({self.num_steps} steps of {self.num_ranks} ranks with {self.capacity} tokens each, "
+            f"{len(self.items)} documents)"
+        )
