@@ -55,7 +55,7 @@ GUESTS = {
     "numba": {"packing"},
     "pydantic": {"integrations"},
     "rich": {"cli"},
-    "torch.distributed": set(),
+    "torch.distributed": {"packing"},
     "tqdm": {"cli"},
     "transformers": {"cli", "hub", "patches", "testing"},
     "triton": {"attention", "fused", "kernels"},

@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from tritonpack.errors import UnsupportedModelError as UnsupportedModelError
     from tritonpack.kernels.tiles import load_tiles as load_tiles
     from tritonpack.mask import BlockDiagonalMask as BlockDiagonalMask
+    from tritonpack.packing import CostModel as CostModel
+    from tritonpack.packing import MultipackDistributedBatchSampler as MultipackDistributedBatchSampler
     from tritonpack.packing import Packing as Packing
     from tritonpack.packing import PackingCollator as PackingCollator
     from tritonpack.packing import pack as pack
@@ -26,7 +28,9 @@ if TYPE_CHECKING:
 _HOMES = {
     "BackendUnavailableError": "errors",
     "BlockDiagonalMask": "mask",
+    "CostModel": "packing",
     "IsolationError": "errors",
+    "MultipackDistributedBatchSampler": "packing",
     "Packing": "packing",
     "PackingCollator": "packing",
     "UnsupportedModelError": "errors",

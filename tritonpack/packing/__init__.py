@@ -2,5 +2,7 @@
 
 from tritonpack.packing.bins import Packing, pack
 from tritonpack.packing.collator import PackingCollator
+from tritonpack.packing.cost import CostModel
+from tritonpack.packing.distributed import MultipackDistributedBatchSampler
 
-__all__ = ["Packing", "PackingCollator", "pack"]
+__all__ = ["CostModel", "MultipackDistributedBatchSampler", "Packing", "PackingCollator", "pack"]

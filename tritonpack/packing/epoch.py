@@ -53,7 +53,7 @@ def plan_epoch(
         tail: what becomes of documents that don't fill a last step: "drop" leaves them out, unless the step is
             filled to 95%; "keep" makes a short step of them, with a document or more for every rank; "spread" divides
             all documents over the fewest possible steps, which are equally full.
-        lookahead: the share of a step's tokens that planning it may look at beyond it; more fills rows better and
+        lookahead: the share of its tokens that a step is offered in addition, from 0 to 1; more fills rows better and
             defers more documents.
         shuffle: whether to shuffle.
         advance: called after every step with the number of documents placed, to show progress.
@@ -78,7 +78,6 @@ def plan_epoch(
     from tritonpack.packing.reorder import group_by_bin
 
     def steps(target: int, last_step: int | None = None) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        ahead = int(lookahead * num_ranks * target)
         level = objective == "cost"
         return plan_steps(
             stream,
@@ -86,7 +85,7 @@ def plan_epoch(
             num_ranks,
             capacity,
             target=target,
-            ahead=ahead,
+            lookahead=lookahead,
             last_step=last_step,
             level=level,
             advance=advance,
@@ -135,13 +134,17 @@ def check_options(objective: str, cost_model: CostModel | None, tail: str, looka
         raise ValueError(f"lookahead must be a number from 0 to 1; got {lookahead!r}.")
 
 
+def check_seed(value: Any, name: str) -> int:
+    """A seed or an epoch as an int of at least 0; ValueError otherwise."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or value < 0:
+        raise ValueError(f"{name} must be an integer of at least 0; got {value!r}.")
+    return int(value)
+
+
 def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int32]:
     """0 to count - 1 in an order that seed and epoch decide; seed 0's epoch 1 isn't seed 1's epoch 0."""
-    for value, name in ((seed, "seed"), (epoch, "epoch")):
-        if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 0:
-            raise ValueError(f"{name} must be an integer of at least 0; got {value!r}.")
-    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([int(seed), int(epoch)])))
-    return generator.permutation(count).astype(np.int32)
+    sequence = np.random.SeedSequence([check_seed(seed, "seed"), check_seed(epoch, "epoch")])
+    return np.random.Generator(np.random.Philox(sequence)).permutation(count).astype(np.int32)
 
 
 def _costs(
@@ -157,15 +160,16 @@ def _costs(
 def _spread(steps: Any, lengths: NDArray[np.int32], capacity: int, num_ranks: int) -> Any:
     """Every document in as few steps as possible, all of them about equally full."""
     tokens = int(lengths.sum(dtype=np.int64))
-    fewest = -(-tokens // (num_ranks * capacity))
-    for num_steps in range(fewest, len(lengths) // num_ranks + 1):
-        for slack in _SLACK:
-            target = min(capacity, int(-(-tokens // (num_ranks * num_steps)) * slack))
+    num_steps = -(-tokens // (num_ranks * capacity))
+    while num_steps * num_ranks <= len(lengths):
+        part = -(-tokens // (num_ranks * num_steps))
+        needed = 0
+        for target in [int(part * slack) for slack in _SLACK if part * slack < capacity] + [capacity]:
             step_of, rank_of = steps(target, num_steps - 1)
-            if step_of.max() < num_steps:
+            needed = int(step_of.max()) + 1
+            if needed <= num_steps:
                 return step_of, rank_of
-            if target == capacity:
-                break
+        num_steps = needed  # what full rows take
     raise _not_whole(len(lengths), num_ranks, "spread")
 
 

@@ -1,10 +1,11 @@
 """The steps of an epoch, planned one after the other: full rows, equally expensive on every rank.
 
-A step is planned from a pool: documents that earlier steps deferred, then the next ones of the shuffled stream, a
-little more than the step holds. The longest go first, each to the cheapest rank with room for it; what fits nowhere
-waits for the next step, and what has waited twice goes before all others. Then the ranks trade documents
-(`trading.py`) while that narrows the gap between the costliest and the cheapest. So the stream's order survives but for
-two steps, which packing a whole epoch at once would destroy.
+A step is offered a little more than it holds: documents that earlier steps deferred, then the next ones of the
+shuffled stream, passing over those that would exceed the offer. So every step is offered the same, and what it defers,
+the shortest of the offer, is the same for all. Of the offer, the longest go first, each to the cheapest rank with room
+for it; what fits nowhere waits for the next step, and what has waited twice goes before all others. Then the ranks
+trade documents (`trading.py`) while that narrows the gap between the costliest and the cheapest. So the stream's order
+survives but for two steps, which packing a whole epoch at once would destroy.
 
 Costs are whole numbers, so every machine computes the same plan.
 """
@@ -21,7 +22,9 @@ from numpy.typing import NDArray
 from tritonpack.packing.trading import balance
 
 PATIENCE = 2  # steps that a document may be deferred
-_HALF_ROWS = 2  # documents longer than half a row that a pool may hold, per rank: a step takes one each
+_HALF_ROWS = 2  # documents longer than half a row that a step is offered, per rank: it takes one each
+_CLOSE = 2.0**-11  # the share of a step that its offer may lack
+_BEYOND = 0.1  # the share of a step that is passed over, at most, to complete its offer
 _UNLIMITED = 2**62
 
 
@@ -32,7 +35,7 @@ def plan_steps(
     capacity: int,
     *,
     target: int,
-    ahead: int,
+    lookahead: float,
     last_step: int | None,
     level: bool,
     advance: Callable[[int], object] | None = None,
@@ -45,8 +48,8 @@ def plan_steps(
         ranks: rows of a step.
         capacity: tokens that fit into a row.
         target: tokens up to which rows are filled, at most `capacity`; a single document may be longer.
-        ahead: tokens that the pool holds beyond `ranks * target`.
-        last_step: the step whose pool is all that is left and whose rows are filled up to `capacity`.
+        lookahead: the share of its tokens that a step is offered in addition.
+        last_step: the step that is offered all that is left and whose rows are filled up to `capacity`.
         level: whether a row that has its share of the step's cost takes nothing more, however much room it has.
         advance: called after every step with the number of documents placed.
 
@@ -56,29 +59,40 @@ def plan_steps(
     count = len(lengths)
     step_of = np.full(count, -1, dtype=np.int32)
     rank_of = np.full(count, -1, dtype=np.int32)
-    arrived = np.empty(count, dtype=np.int32)  # the step into whose pool a document came
-    pool = np.empty(0, dtype=np.int32)
-    cursor = step = 0
-    while len(pool) or cursor < count:
-        last = step == last_step
-        fill = capacity if last else target
-        stop = count if last else _pool_end(lengths, pool, cursor, ranks, ranks * fill + ahead, fill // 2)
-        arrived[cursor:stop] = step
-        pool = np.concatenate([pool, np.arange(cursor, stop, dtype=np.int32)])
-        cursor = stop
-
-        documents = _longest_first(pool, lengths)
-        pool_lengths, pool_costs = lengths[documents].astype(np.int64), costs[documents]
-        tokens, cost = int(pool_lengths.sum()), int(pool_costs.sum())
-        # What a row costs that is full of documents like the pool's; a pool that can't fill its rows needs no limit.
-        share = int(cost / tokens * fill) if level and tokens >= ranks * fill else _UNLIMITED
-        row_of = _place(pool_lengths, pool_costs, step - arrived[documents] >= PATIENCE, ranks, fill, share)
-        balance(pool_lengths, pool_costs, row_of, ranks, fill)
+    arrived = np.empty(count, dtype=np.int32)  # the step that came upon a document first
+    pool = np.empty(count, dtype=np.int32)  # documents that steps came upon and haven't placed, in the stream's order
+    offered = np.empty(count, dtype=np.bool_)  # of those, whether to this step
+    waiting = cursor = step = 0
+    while waiting or cursor < count:
+        fill = capacity if step == last_step else target
+        whole = ranks * fill
+        spare = int(lookahead * whole)
+        offer = _UNLIMITED if step == last_step else whole + spare
+        for last_offer in (False, True):
+            limits = (offer - int(_CLOSE * whole), offer, int(_BEYOND * whole), _HALF_ROWS * ranks)
+            pooled, stop = _offer(lengths, pool, offered, waiting, cursor, ranks, fill // 2, limits)
+            arrived[cursor:stop] = step
+            documents = _longest_first(pool[:pooled][offered[:pooled]], lengths)
+            own_lengths, own_costs = lengths[documents].astype(np.int64), costs[documents]
+            tokens, cost = int(own_lengths.sum()), int(own_costs.sum())
+            # What a row costs that is full of documents like those offered, or the costliest of them alone, which the
+            # step takes in any case. The rest of an epoch needs no limit.
+            limited = level and (stop < count or tokens >= whole)
+            share = max(int(cost / tokens * fill), int(own_costs.max())) if limited else _UNLIMITED
+            row_of = _place(own_lengths, own_costs, step - arrived[documents] >= PATIENCE, ranks, fill, share)
+            taken = int(own_lengths[row_of >= 0].sum())
+            if last_offer or not limited or offer <= taken + spare + spare // 8:
+                break
+            offer = taken + spare  # rows that stop at their share hold less than a step: offer that instead
+        waiting, cursor = pooled, stop
+        balance(own_lengths, own_costs, row_of, ranks, fill)
 
         placed = row_of >= 0
         step_of[documents[placed]] = step
         rank_of[documents[placed]] = row_of[placed]
-        pool = pool[step_of[pool] < 0]
+        left = pool[:waiting][step_of[pool[:waiting]] < 0]
+        waiting = len(left)
+        pool[:waiting] = left
         step += 1
         if advance is not None:
             advance(int(placed.sum()))
@@ -86,29 +100,46 @@ def plan_steps(
 
 
 @numba.njit(cache=True, nogil=True)
-def _pool_end(lengths: Any, deferred: Any, cursor: int, ranks: int, wanted: int, half: int) -> int:
-    """Up to where a step's pool reads the stream: `wanted` tokens, but at least a document for every rank.
+def _offer(
+    lengths: Any, pool: Any, offered: Any, waiting: int, cursor: int, ranks: int, half: int, limits: Any
+) -> tuple[int, int]:
+    """Choose what a step is offered from the pool and, added to it, the stream.
 
-    Of documents longer than half a row each rank takes one a step, so a pool with more than two per rank would let
-    some wait too long.
+    Of documents longer than half a row each rank takes one a step, so an offer of more than two per rank would let some
+    wait too long.
+
+    Args:
+        limits: the tokens at which the offer is complete, those that it doesn't exceed, but to give every rank a
+            document; the tokens passed over and the documents longer than `half` that end it.
+
+    Returns:
+        The documents in the pool now, and up to where the stream is read.
     """
-    waiting = len(deferred)
-    tokens = np.int64(0)
-    halves = 0
-    for document in deferred:
-        tokens += lengths[document]
-        halves += lengths[document] > half
-    while cursor < len(lengths) and (waiting < ranks or (tokens < wanted and halves < _HALF_ROWS * ranks)):
-        tokens += lengths[cursor]
-        halves += lengths[cursor] > half
-        waiting += 1
-        cursor += 1
-    return cursor
+    complete, most, beyond, most_halves = limits
+    tokens = passed = np.int64(0)
+    given = halves = place = 0
+    while place < waiting or cursor < len(lengths):
+        if place == waiting:
+            if given >= ranks and (tokens >= complete or passed >= beyond or halves >= most_halves):
+                break
+            pool[waiting] = cursor
+            waiting += 1
+            cursor += 1
+        length = lengths[pool[place]]
+        offered[place] = tokens + length <= most or given < ranks
+        if offered[place]:
+            tokens += length
+            given += 1
+            halves += length > half
+        else:
+            passed += length
+        place += 1
+    return waiting, cursor
 
 
 @numba.njit(cache=True, nogil=True)
 def _longest_first(pool: Any, lengths: Any) -> Any:
-    """The pool from long to short; of equally long documents the one that has waited longest comes first."""
+    """Documents from long to short; of equally long ones the one that comes first in the stream."""
     keys = np.empty(len(pool), dtype=np.int64)
     for position in range(len(pool)):
         keys[position] = (np.int64(-lengths[pool[position]]) << 32) | np.int64(position)

@@ -1,0 +1,306 @@
+"""The sampler that gives each rank its part: alike on all ranks, exact in length and on resuming."""
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import textwrap
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from tests.packing.lengths import log_normal
+from tritonpack import CostModel, MultipackDistributedBatchSampler
+
+LENGTHS = log_normal(700, mean=100, longest=512)
+CAPACITY = 512
+
+
+def sampler(rank=0, num_replicas=4, lengths=LENGTHS, **options):
+    return MultipackDistributedBatchSampler(CAPACITY, lengths, num_replicas, rank, **options)
+
+
+def test_ranks_share_the_plan_and_nothing_else():
+    samplers = [sampler(rank) for rank in range(4)]
+    batches = [list(one) for one in samplers]
+    assert {len(one) for one in samplers} == {len(rows) for rows in batches} == {samplers[0].num_batches()}
+    items = [item for rows in batches for batch in rows for item in batch]
+    assert len(set(items)) == len(items)
+    assert all(0 < LENGTHS[batch].sum() <= CAPACITY for rows in batches for batch in rows)
+    assert all(type(item) is int for item in items)
+
+
+def test_unsharded_it_yields_every_ranks_rows_step_by_step():
+    rows = list(sampler(None, shard=False))
+    assert rows == [batch for step in zip(*(sampler(rank) for rank in range(4)), strict=True) for batch in step]
+    assert len(sampler(None, shard=False)) == len(rows)
+
+
+def test_epochs_differ_and_come_back():
+    one = sampler()
+    first = list(one)
+    one.set_epoch(1)
+    second = list(one)
+    assert first != second
+    one.set_epoch(0)
+    assert list(one) == first == list(sampler())
+    assert list(sampler(seed=1)) != first
+
+
+def test_measures():
+    one = sampler(tail="keep")
+    tokens = one.tokens_per_step()
+    assert tokens.tolist() == [
+        sum(LENGTHS[one.plan.row(step, rank)].sum() for rank in range(4)) for step in range(len(one))
+    ]
+    assert tokens.sum() == LENGTHS.sum()
+    assert one.efficiency() == LENGTHS.sum() / (len(one) * 4 * CAPACITY)
+
+
+@pytest.mark.parametrize("batches", [0, 1, 7, "all"])
+def test_resumes_after_any_batch(batches):
+    source = sampler()
+    source.set_epoch(3)
+    done = len(source) if batches == "all" else batches
+    iterator = iter(source)
+    seen = [next(iterator) for _ in range(done)]
+    state = json.loads(json.dumps(source.state_dict()))
+    target = sampler(rank=0)
+    target.load_state_dict(state)
+    assert target.epoch == 3
+    target.set_epoch(3)  # as training loops do at an epoch's start
+    assert seen + list(target) == list(source)
+    assert len(list(target)) == len(target) == len(source), "the pass after the resumed one is whole"
+
+
+def test_a_state_counts_what_was_trained_on_if_told():
+    source = sampler()
+    iterator = iter(source)
+    for _ in range(5):
+        next(iterator)
+    target = sampler()
+    target.load_state_dict(source.state_dict(batches_done=3))
+    assert next(iter(target)) == list(sampler())[3]
+    with pytest.raises(ValueError, match=rf"batches_done must be an integer from 0 to {len(source)}.*got {10**6}"):
+        source.state_dict(batches_done=10**6)
+
+
+def test_another_epoch_ends_a_resume():
+    target = sampler()
+    target.load_state_dict(sampler().state_dict(batches_done=3))
+    target.set_epoch(1)
+    assert len(list(target)) == len(target)
+
+
+def test_a_rank_resumes_from_another_ranks_state():
+    source = sampler(rank=0)
+    target = sampler(rank=3)
+    target.load_state_dict(source.state_dict(batches_done=2))
+    assert list(target) == list(sampler(rank=3))[2:]
+
+
+@pytest.mark.parametrize(
+    ("other", "message"),
+    [
+        (sampler(seed=1), "seed was 1 and is 0"),
+        (sampler(tail="keep"), "tail was 'keep' and is 'drop'"),
+        (sampler(num_replicas=2), "num_replicas was 2 and is 4"),
+        (sampler(objective="cost", cost_model=CostModel(2.0, 1.0)), "cost_model was {.*} and is None; objective was"),
+        (sampler(lengths=np.roll(LENGTHS, 1)), "the lengths are others"),
+    ],
+)
+def test_refuses_the_state_of_another(other, message):
+    target = sampler()
+    target.set_epoch(2)
+    before = list(target)
+    with pytest.raises(ValueError, match=f"can't be resumed.*{message}"):
+        target.load_state_dict(other.state_dict(batches_done=1))
+    assert (target.epoch, list(target)) == (2, before)
+
+
+def test_refuses_a_plan_that_comes_out_otherwise():
+    state = sampler().state_dict(batches_done=2) | {"plan": "0" * 32}
+    target = sampler()
+    target.set_epoch(5)
+    with pytest.raises(ValueError, match="another version of tritonpack or NumPy"):
+        target.load_state_dict(state)
+    assert target.epoch == 5
+
+
+@pytest.mark.parametrize("state", [{}, {"epoch": 1}, sampler().state_dict() | {"version": 99}])
+def test_refuses_what_is_no_state(state):
+    with pytest.raises(ValueError, match="isn't a state of version 1"):
+        sampler().load_state_dict(state)
+
+
+class Documents(torch.utils.data.Dataset):
+    def __len__(self):
+        return len(LENGTHS)
+
+    def __getitem__(self, index):
+        return index
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_dataloader(num_workers):
+    one = sampler(rank=1)
+    loader = DataLoader(Documents(), batch_sampler=one, num_workers=num_workers, collate_fn=list)
+    assert len(loader) == len(one)
+    assert list(loader) == list(sampler(rank=1))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("stop", [1, 6, "end"])
+def test_stateful_dataloader_resumes_what_was_trained_on(num_workers, stop):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader():
+        return stateful.StatefulDataLoader(
+            Documents(), batch_sampler=sampler(rank=2), num_workers=num_workers, collate_fn=list
+        )
+
+    expected = list(sampler(rank=2))
+    stop = len(expected) if stop == "end" else stop
+    source, target = loader(), loader()
+    iterator = iter(source)
+    assert [next(iterator) for _ in range(stop)] == expected[:stop]
+    target.load_state_dict(source.state_dict())
+    assert list(target) == expected[stop:]
+    assert list(target) == expected
+
+
+def prepared(rank, loader):
+    """As accelerate gives it to one of four processes."""
+    data_loader = pytest.importorskip("accelerate.data_loader")
+    return data_loader.prepare_data_loader(
+        loader, num_processes=4, process_index=rank, put_on_device=False, even_batches=False
+    )
+
+
+def test_under_accelerate_each_process_gets_its_rows_and_every_epoch_its_own():
+    loaders = [
+        prepared(rank, DataLoader(Documents(), batch_sampler=sampler(None, shard=False), collate_fn=list))
+        for rank in range(4)
+    ]
+    for epoch in range(3):
+        for rank, loader in enumerate(loaders):
+            expected = sampler(rank)
+            expected.set_epoch(epoch)
+            assert list(loader) == list(expected)
+            assert len(loader) == len(expected)
+
+
+def test_under_accelerate_a_sharding_sampler_is_refused():
+    loader = DataLoader(Documents(), batch_sampler=sampler(1), collate_fn=list)
+    with pytest.raises(ValueError, match=r"yields rank 1's batches of 4 ranks alone.*shard=False"):
+        prepared(1, loader)
+
+
+def test_one_process_is_the_world_where_nothing_else_is_meant():
+    one = MultipackDistributedBatchSampler(CAPACITY, LENGTHS)
+    assert (one.num_replicas, one.rank) == (1, 0)
+
+
+def test_a_launched_process_without_a_group_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(ValueError, match=r"WORLD_SIZE is 8.*init_process_group"):
+        MultipackDistributedBatchSampler(CAPACITY, LENGTHS)
+
+
+WORLD = textwrap.dedent(
+    """
+    import sys
+    import torch.distributed as dist
+    from tritonpack import MultipackDistributedBatchSampler
+
+    rank, store = int(sys.argv[1]), sys.argv[2]
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    lengths = [5, 3, 4, 4, 2, 6, 8, 8]
+    sampler = MultipackDistributedBatchSampler(8, lengths)
+    assert (sampler.num_replicas, sampler.rank) == (2, rank)
+    sampler.verify_ranks()
+    gathered = [None, None]
+    dist.all_gather_object(gathered, list(sampler))
+    assert gathered == [list(MultipackDistributedBatchSampler(8, lengths, 2, other)) for other in range(2)]
+    sampler.set_epoch(rank)
+    try:
+        sampler.verify_ranks()
+    except ValueError as error:
+        assert "the ranks have different plans" in str(error), error
+    else:
+        raise AssertionError("different epochs went unnoticed")
+    dist.destroy_process_group()
+    """
+)
+
+
+def test_ranks_find_their_place_and_compare_plans(tmp_path):
+    command = [sys.executable, "-c", WORLD]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, env={**os.environ})
+        for rank in range(2)
+    ]
+    for process in ranks:
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors.decode()
+
+
+def test_overlong_documents_are_dropped_or_truncated_and_counted():
+    lengths = LENGTHS.copy()
+    lengths[[3, 50]] = [600, 5000]
+    with pytest.raises(ValueError, match="2 of 700 documents are longer than the batch_max_length of 512"):
+        sampler(lengths=lengths)
+    with pytest.raises(ValueError, match="overlong='split' makes pieces"):
+        sampler(lengths=lengths, overlong="split")
+    dropping = sampler(lengths=lengths, overlong="drop", tail="keep")
+    assert (dropping.overlong_report.documents, dropping.overlong_report.tokens_lost) == (2, 5600)
+    assert sorted(dropping.plan.items.tolist()) == [item for item in range(700) if item not in (3, 50)]
+    assert dropping.tokens_per_step().sum() == lengths.sum() - 5600
+    cutting = sampler(lengths=lengths, overlong="truncate", tail="keep")
+    assert cutting.overlong_report.tokens_lost == 600 + 5000 - 2 * CAPACITY
+    assert sorted(cutting.plan.items.tolist()) == list(range(700))
+
+
+def test_pickles():
+    one = sampler()
+    next(iter(one))
+    copy = pickle.loads(pickle.dumps(one))
+    assert list(copy) == list(one)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rank": 4}, "rank must be an integer from 0 to 3, as there are 4; got 4"),
+        ({"rank": -1}, "rank must be .* got -1"),
+        ({"num_replicas": 0}, "num_replicas must be an integer from 1 to .* got 0"),
+        ({"rank": None}, "num_replicas=4 and rank=None leave the place of this process open"),
+        ({"lengths": []}, "lengths is empty"),
+        ({"lengths": [5, 0, 3, 4]}, "document 1 has length 0"),
+        ({"lengths": [5, -2, 3, 4]}, "document 1 has length -2"),
+        ({"lengths": [5.0, float("nan")]}, "lengths must be a row of integers.*float64.*NaN"),
+        ({"lengths": [5, 5, 5]}, "3 documents can't give each of 4 ranks one"),
+        ({"lengths": [5, 5, 5, 513]}, "longer than the batch_max_length of 512"),
+        ({"seed": -1}, "seed must be"),
+        ({"tail": "all"}, "tail must be one of"),
+        ({"objective": "cost"}, "cost_model go together"),
+        ({"lookahead": 2}, "lookahead must be a number from 0 to 1; got 2"),
+    ],
+)
+def test_refuses(options, message):
+    with pytest.raises(ValueError, match=message):
+        sampler(**options)
+
+
+@pytest.mark.parametrize("capacity", [0, -1, 512.0, True, 2**30 + 1])
+def test_refuses_capacity(capacity):
+    with pytest.raises(ValueError, match="batch_max_length must be an integer from 1 to 1073741824"):
+        MultipackDistributedBatchSampler(capacity, LENGTHS, 4, 0)
+
+
+def test_refuses_epochs():
+    with pytest.raises(ValueError, match="epoch must be an integer of at least 0; got -1"):
+        sampler().set_epoch(-1)

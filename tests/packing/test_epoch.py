@@ -1,0 +1,206 @@
+"""The plan of an epoch: what it must hold always, and how good it is on real and on awkward lengths."""
+
+import numpy as np
+import pytest
+
+from tests.packing.lengths import log_normal, openchat
+from tritonpack.packing.cost import CostModel
+from tritonpack.packing.epoch import plan_epoch, shuffled
+
+MODEL = CostModel(per_token=57255.0, per_square=1.9)
+OBJECTIVES = {"quadratic": {}, "linear": {"objective": "linear"}, "cost": {"objective": "cost", "cost_model": MODEL}}
+AWKWARD = {
+    "one-length": np.full(600, 100, dtype=np.int32),
+    "just-over-half": np.full(312, 513, dtype=np.int32),
+    "full-rows": np.full(96, 1024, dtype=np.int32),
+    "tiny": np.full(20_000, 3, dtype=np.int32),
+    "one-giant": np.concatenate([np.full(1, 1024), np.full(3000, 16)]).astype(np.int32),
+    "two-sizes": np.tile(np.array([700, 340], dtype=np.int32), 200),
+    "mixed": log_normal(3000, mean=150, longest=1024),
+}
+
+
+def tokens_of(plan, lengths):
+    return plan.sums(lengths.astype(np.int64))
+
+
+def assert_sound(plan, lengths, capacity):
+    """No document twice, no row too long, none empty."""
+    assert len(np.unique(plan.items)) == len(plan.items)
+    tokens = tokens_of(plan, lengths)
+    assert tokens.max() <= capacity
+    assert tokens.min() > 0
+
+
+def deferrals(plan, order):
+    """Steps between the one in which a document would come if every step took the next ones of the stream, and its own.
+
+    A step's pool is at most what the steps before have not taken, so documents that arrived with the pool of step s
+    are known from how many documents the steps up to s took.
+    """
+    step_of = np.full(len(order), -1)
+    for step in range(plan.num_steps):
+        for rank in range(plan.num_ranks):
+            step_of[plan.row(step, rank)] = step
+    steps = step_of[order]
+    taken = steps[steps >= 0]
+    # The first step at which the stream had been read up to each place: that of the furthest document taken so far.
+    furthest = np.array([np.flatnonzero(steps == step).max() for step in range(plan.num_steps)])
+    read_at = np.searchsorted(np.maximum.accumulate(furthest), np.arange(len(steps)))
+    return (steps - read_at)[steps >= 0], taken
+
+
+@pytest.mark.parametrize("options", OBJECTIVES.values(), ids=OBJECTIVES)
+@pytest.mark.parametrize("tail", ["drop", "spread", "keep"])
+@pytest.mark.parametrize("name", AWKWARD)
+def test_rows_fit_and_hold_each_document_once(name, tail, options):
+    lengths = AWKWARD[name]
+    plan = plan_epoch(lengths, 1024, 4, tail=tail, **options)
+    assert_sound(plan, lengths, 1024)
+    if tail != "drop":
+        assert sorted(plan.items.tolist()) == list(range(len(lengths)))
+
+
+@pytest.mark.parametrize("options", OBJECTIVES.values(), ids=OBJECTIVES)
+@pytest.mark.parametrize("num_ranks", [1, 3, 8])
+@pytest.mark.parametrize("name", [*AWKWARD, "openchat"])
+def test_documents_are_deferred_by_two_steps_at_most(name, num_ranks, options):
+    lengths, capacity = (openchat(), 32768) if name == "openchat" else (AWKWARD[name], 1024)
+    plan = plan_epoch(lengths, capacity, num_ranks, tail="keep", **options)
+    deferred, _ = deferrals(plan, shuffled(len(lengths), 0, 0))
+    assert deferred.max() <= 2
+
+
+def test_drop_leaves_out_less_than_a_step():
+    lengths = AWKWARD["mixed"]
+    kept, dropped = (plan_epoch(lengths, 1024, 4, tail=tail) for tail in ("keep", "drop"))
+    assert kept.num_steps == dropped.num_steps + 1
+    assert np.array_equal(kept.items[: len(dropped.items)], dropped.items)
+    assert int(lengths.sum()) - int(tokens_of(dropped, lengths).sum()) < 4 * 1024
+
+
+def test_drop_keeps_a_last_step_that_is_full():
+    lengths = np.full(64, 64, dtype=np.int32)  # exactly four rows of 1024
+    plan = plan_epoch(lengths, 1024, 4, tail="drop")
+    assert (plan.num_steps, len(plan.items)) == (1, 64)
+
+
+def test_keep_borrows_for_ranks_that_would_have_nothing():
+    lengths = np.full(9, 500, dtype=np.int32)  # 8 in the first step, 1 left for 4 ranks
+    plan = plan_epoch(lengths, 1024, 4, tail="keep")
+    assert_sound(plan, lengths, 1024)
+    assert [len(plan.row(step, rank)) for step in range(2) for rank in range(4)] == [1, 1, 1, 2, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("epoch", range(3))
+def test_spread_makes_the_fewest_steps_equally_full(epoch):
+    lengths = openchat()
+    plan = plan_epoch(lengths, 32768, 8, tail="spread", epoch=epoch)
+    tokens = tokens_of(plan, lengths)
+    assert plan.num_steps == -(-int(lengths.sum()) // (8 * 32768))
+    assert len(plan.items) == len(lengths)
+    steps = tokens.sum(axis=1)
+    assert steps.min() > 0.95 * steps.max()
+
+
+def measures(plan, lengths, model=MODEL):
+    tokens, squares = tokens_of(plan, lengths), plan.sums(lengths.astype(np.int64) ** 2)
+    cost = model.of(tokens, squares)
+    lag = np.sqrt(squares.max(axis=1) - squares.min(axis=1))
+    return {
+        "efficiency": tokens.sum() / (tokens.size * plan.capacity),
+        "utilization": tokens.sum() / (plan.num_ranks * tokens.max(axis=1).sum()),
+        "cost utilization": cost.sum() / (plan.num_ranks * cost.max(axis=1).sum()),
+        "lag": lag.mean(),
+        "largest lag": lag.max(),
+    }
+
+
+@pytest.mark.parametrize("epoch", range(3))
+def test_openchat_is_full_and_balanced(epoch):
+    """The bounds that the design sets: multipack's two samplers reach 98.2 and 99.6% and a lag of 438 and 6500."""
+    lengths = openchat()
+    plan = measures(plan_epoch(lengths, 32768, 8, epoch=epoch), lengths)
+    assert min(plan["efficiency"], plan["utilization"]) >= 0.998
+    assert plan["lag"] <= 250
+    assert plan["largest lag"] <= 450
+    cost = measures(plan_epoch(lengths, 32768, 8, epoch=epoch, **OBJECTIVES["cost"]), lengths)
+    assert cost["cost utilization"] >= 0.999
+    linear = measures(plan_epoch(lengths, 32768, 8, epoch=epoch, **OBJECTIVES["linear"]), lengths)
+    assert linear["utilization"] >= 0.999
+
+
+def test_the_cost_objective_leaves_room_beside_expensive_documents():
+    """Rows with an 8,192-token document can't be balanced by trading: they stop at their share of the cost."""
+    lengths = log_normal(60_000)
+    full = measures(plan_epoch(lengths, 32768, 16), lengths)
+    level = measures(plan_epoch(lengths, 32768, 16, **OBJECTIVES["cost"]), lengths)
+    assert level["cost utilization"] > 0.99 > full["cost utilization"]
+    assert level["efficiency"] > 0.99
+
+
+@pytest.mark.parametrize("name", ["openchat", "log-normal"])
+@pytest.mark.parametrize("options", OBJECTIVES.values(), ids=OBJECTIVES)
+def test_steps_are_as_mixed_as_random_ones(name, options):
+    """The spread of the steps' mean lengths is that of i.i.d. steps; packing an epoch at once has 4 to 13 times it."""
+    lengths, ratios = (openchat() if name == "openchat" else log_normal(60_000)), []
+    for epoch in range(5):
+        plan = plan_epoch(lengths, 32768, 8, epoch=epoch, **options)
+        documents = np.diff(plan.offsets).reshape(plan.num_steps, plan.num_ranks).sum(axis=1)
+        means = tokens_of(plan, lengths).sum(axis=1) / documents
+        ratios.append(means.std(ddof=1) / (lengths.std() * np.sqrt((1 / documents).mean())))
+    assert np.mean(ratios) <= 1.1
+
+
+def test_the_order_is_the_shuffled_one_up_to_two_steps():
+    lengths = log_normal(20_000)
+    plan = plan_epoch(lengths, 32768, 8)
+    deferred, steps = deferrals(plan, shuffled(len(lengths), 0, 0))
+    assert (deferred > 0).mean() < 0.1
+    assert np.all(np.diff(steps) >= -2)
+
+
+def test_seed_and_epoch_decide():
+    lengths = log_normal(2000)
+    plans = {
+        (seed, epoch): plan_epoch(lengths, 32768, 2, seed=seed, epoch=epoch).items.tolist()
+        for seed in range(2)
+        for epoch in range(2)
+    }
+    assert len({tuple(items) for items in plans.values()}) == 4
+    assert plans[1, 1] == plan_epoch(lengths, 32768, 2, seed=1, epoch=1).items.tolist()
+
+
+def test_without_shuffling_the_order_is_the_given_one():
+    lengths = np.full(64, 256, dtype=np.int32)
+    plan = plan_epoch(lengths, 1024, 2, shuffle=False)
+    assert [sorted(plan.items[plan.offsets[2 * step] : plan.offsets[2 * step + 2]].tolist()) for step in range(8)] == [
+        list(range(8 * step, 8 * step + 8)) for step in range(8)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("count", "options", "message"),
+    [
+        (3, {}, "3 documents can't give each of 4 ranks one; use at most 3 ranks"),
+        (8, {}, "800 tokens don't fill one step of 4 ranks with 1024 tokens each.*tail='keep'"),
+        (8, {"tail": "last"}, "tail must be one of 'drop', 'spread', 'keep'; got 'last'"),
+        (8, {"objective": "cubic"}, "objective must be one of 'quadratic', 'linear', 'cost'; got 'cubic'"),
+        (8, {"objective": "cost"}, "objective='cost' and cost_model go together"),
+        (8, {"cost_model": MODEL}, "go together.*got objective='quadratic'"),
+        (8, {"objective": "cost", "cost_model": (1, 2)}, "cost_model must be a CostModel; got tuple"),
+        (8, {"lookahead": -0.1}, "lookahead must be a number from 0 to 1; got -0.1"),
+        (8, {"lookahead": float("nan")}, "lookahead must be .* got nan"),
+        (8, {"seed": -1}, "seed must be an integer of at least 0; got -1"),
+        (8, {"epoch": 0.5}, "epoch must be .* got 0.5"),
+    ],
+)
+def test_refuses(count, options, message):
+    with pytest.raises(ValueError, match=message):
+        plan_epoch(np.full(count, 100, dtype=np.int32), 1024, 4, **options)
+
+
+@pytest.mark.parametrize("tail", ["keep", "spread"])
+def test_refuses_documents_that_make_no_whole_steps(tail):
+    with pytest.raises(ValueError, match=rf"tail='{tail}': the 5 documents don't divide .* 4 ranks"):
+        plan_epoch(np.full(5, 1000, dtype=np.int32), 1024, 4, tail=tail)

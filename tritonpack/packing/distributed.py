@@ -1,0 +1,325 @@
+"""MultipackDistributedBatchSampler: each rank's documents, step by step, from one plan that all ranks compute alike."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch.utils.data import Sampler
+
+from tritonpack.packing.cost import CostModel
+from tritonpack.packing.epoch import MOST_TOKENS, Objective, Tail, check_options, check_seed, plan_epoch
+from tritonpack.packing.lengths import Overlong, OverlongReport, fit_lengths, positive_integer
+from tritonpack.packing.plan import Plan
+
+_STATE_VERSION = 1
+
+
+class MultipackDistributedBatchSampler(Sampler[list[int]]):
+    """Batches of whole documents, at most `batch_max_length` tokens each, in as many steps on every rank.
+
+    Every rank computes the same plan from the lengths, the seed and the epoch, without communication, and takes its own
+    part of each step. Takes the place of the multipack project's class of this name, and with `objective="linear"` of
+    its variant for linear attention.
+
+    >>> lengths = [5, 3, 4, 4, 2, 6, 8, 8]
+    >>> sampler = MultipackDistributedBatchSampler(8, lengths, num_replicas=2, rank=0)
+    >>> len(sampler), list(sampler)
+    (2, [[6], [7]])
+    >>> len(sampler), list(MultipackDistributedBatchSampler(8, lengths, num_replicas=2, rank=1))
+    (2, [[3, 4], [0]])
+
+    Documents 1, 2 and 5, thirteen tokens, don't fill a third step for two ranks: `tail` says what becomes of them.
+
+    With a plain DataLoader, as `batch_sampler`, call `set_epoch` before each epoch. Under accelerate, which gives every
+    process its part of the batches itself, pass `shard=False` and have accelerate configured with `even_batches=False`;
+    it calls `set_epoch` on its own.
+
+    Attributes:
+        num_replicas, rank, seed, epoch: as given, or found; `rank` is None with `shard=False`.
+        lengths: (documents,) int32, of those that are left after dropping and truncating.
+        overlong_report: what became of documents longer than `batch_max_length`.
+
+    Args:
+        batch_max_length: tokens of a rank's batch, at least 1.
+        lengths: (documents,) integers, tokens per document, at least 1, the same on every rank.
+        num_replicas: ranks; None asks torch.distributed, and is 1 where no process group is meant.
+        rank: this process's; None likewise.
+        seed: at least 0, the same on every rank.
+        objective: what the ranks of a step get equal shares of: "quadratic" squared lengths, what attention costs;
+            "linear" tokens; "cost" what `cost_model` says, and rows stop at their share.
+        tail: what becomes of documents that don't fill a last step: "drop" leaves them out of this epoch; "spread"
+            divides all documents over the fewest steps possible, equally full; "keep" makes a last, short step.
+        lookahead: the share of its tokens that a step is offered in addition, from 0 to 1; more fills batches better
+            and defers more documents, by two steps at most.
+        cost_model: for the objective "cost".
+        overlong: for documents longer than `batch_max_length`: "error", "drop", or "truncate", which counts their
+            first `batch_max_length` tokens and leaves the cutting to the dataset.
+        shuffle: whether to shuffle, anew in each epoch.
+        shard: whether to yield this rank's batches alone; False yields every rank's in turn, step by step.
+
+    Raises:
+        ValueError: lengths that aren't whole numbers of tokens or don't fit, fewer documents than ranks, a rank outside
+            the world, an unknown or contradictory option; on iterating, documents that make no full step.
+
+    Source: https://github.com/imoneoi/multipack_sampler defines the interface and the measures.
+    """
+
+    def __init__(
+        self,
+        batch_max_length: int,
+        lengths: Sequence[int] | NDArray[Any],
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        seed: int = 0,
+        *,
+        objective: Objective = "quadratic",
+        tail: Tail = "drop",
+        lookahead: float = 0.01,
+        cost_model: CostModel | None = None,
+        overlong: Overlong = "error",
+        shuffle: bool = True,
+        shard: bool = True,
+    ) -> None:
+        self.batch_max_length = positive_integer(batch_max_length, "batch_max_length", MOST_TOKENS)
+        self.num_replicas, self.rank = _place_in_world(num_replicas, rank, shard)
+        self.seed = check_seed(seed, "seed")
+        self.epoch = 0
+        check_options(objective, cost_model, tail, lookahead)
+        if overlong == "split":
+            raise ValueError(
+                "overlong='split' makes pieces, and a sampler can only name documents. Split the dataset first "
+                "(tritonpack.pack_dataset, or fit_lengths and your own cutting), or use 'truncate' or 'drop'."
+            )
+        fitted = fit_lengths(lengths, self.batch_max_length, overlong, name="batch_max_length")
+        if len(fitted.lengths) < self.num_replicas:
+            raise ValueError(
+                f"{len(fitted.lengths)} documents can't give each of {self.num_replicas} ranks one; use at most "
+                f"{len(fitted.lengths)} ranks, or more documents."
+            )
+        self.lengths = fitted.lengths
+        self.overlong_report: OverlongReport = fitted.report
+        self._documents = fitted.documents
+        self._options: dict[str, Any] = {
+            "objective": objective,
+            "tail": tail,
+            "lookahead": float(lookahead),
+            "cost_model": cost_model,
+            "shuffle": bool(shuffle),
+        }
+        self._shard = bool(shard)
+        self._plan: Plan | None = None
+        self._drawn = 0  # batches of this epoch drawn by the latest iterator
+        self._resumed = False  # the next iterator goes on after `_drawn` batches
+
+    def __len__(self) -> int:
+        """Batches of the current epoch, exact, the same on every rank; all of them, also after a resume."""
+        return self.plan.num_steps * (1 if self._shard else self.num_replicas)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        start = self._drawn if self._resumed else 0
+        self._resumed = False
+        self._drawn = start
+        return self._batches(self.plan, start)
+
+    def _batches(self, plan: Plan, start: int) -> Iterator[list[int]]:
+        for number in range(start, plan.num_steps * (1 if self._shard else self.num_replicas)):
+            if plan is self._plan:  # not an iterator that outlived its epoch
+                self._drawn = number + 1
+            step, rank = (number, self.rank) if self._shard else divmod(number, self.num_replicas)
+            assert rank is not None, "a sharding sampler has a rank"
+            yield plan.row(step, rank).tolist()
+
+    @property
+    def plan(self) -> Plan:
+        """The current epoch's plan, of all ranks; made when it is first asked for."""
+        if self._plan is None:
+            plan = plan_epoch(
+                self.lengths,
+                self.batch_max_length,
+                self.num_replicas,
+                seed=self.seed,
+                epoch=self.epoch,
+                **self._options,
+            )
+            if self._documents is not None:
+                plan = Plan(self._documents[plan.items], plan.offsets, plan.num_ranks, plan.capacity)
+            self._plan = plan
+        return self._plan
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch that the next iteration goes through; the one being resumed stays where it is."""
+        epoch = check_seed(epoch, "epoch")
+        if epoch != self.epoch:
+            self.epoch = epoch
+            self._plan = None
+            self._drawn = 0
+            self._resumed = False
+
+    def num_batches(self) -> int:
+        """Steps of the current epoch, as the multipack project's class calls them."""
+        return self.plan.num_steps
+
+    def efficiency(self) -> float:
+        """The share of the current epoch's rows that holds tokens, from 0 to 1, over all ranks."""
+        plan = self.plan
+        return self.tokens_per_step().sum() / (plan.num_steps * plan.num_ranks * plan.capacity)
+
+    def tokens_per_step(self) -> NDArray[np.int64]:
+        """(steps,) int64: the tokens of all ranks in each step of the current epoch, by which losses are weighed."""
+        return self.plan.sums(self._lengths_by_document()).sum(axis=1)
+
+    def state_dict(self, batches_done: int | None = None) -> dict[str, Any]:
+        """Where the epoch stands, as plain numbers and strings; the same on every rank, so one rank may save for all.
+
+        Args:
+            batches_done: batches trained on in this epoch; None counts those that the latest iterator has handed out,
+                more than were trained on where a DataLoader's workers fetch ahead. torchdata's StatefulDataLoader
+                keeps account of that by itself.
+
+        Raises:
+            ValueError: more batches than the epoch has.
+        """
+        done = self._drawn if batches_done is None else batches_done
+        if isinstance(done, bool) or not isinstance(done, (int, np.integer)) or not 0 <= done <= len(self):
+            raise ValueError(
+                f"batches_done must be an integer from 0 to {len(self)}, the epoch's batches; got {done!r}."
+            )
+        return {
+            "version": _STATE_VERSION,
+            "epoch": self.epoch,
+            "batches_done": int(done),
+            "settings": self._settings(),
+            "lengths": _digest(self.lengths),
+            "plan": _digest(self.plan.items, self.plan.offsets),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where a state was taken: the next iteration yields the batch after it, in that epoch.
+
+        Raises:
+            ValueError: a state of other lengths, settings or ranks, or that isn't this class's; the sampler is then
+                left as it was.
+        """
+        missing = {"version", "epoch", "batches_done", "settings", "lengths", "plan"} - set(state)
+        if missing or state["version"] != _STATE_VERSION:
+            raise ValueError(
+                f"this isn't a state of version {_STATE_VERSION} of MultipackDistributedBatchSampler"
+                + (f": it lacks {', '.join(sorted(missing))}." if missing else f": it has version {state['version']}.")
+            )
+        settings = self._settings()
+        changes = [
+            f"{name} was {state['settings'].get(name)!r} and is {settings.get(name)!r}"
+            for name in sorted({*settings, *state["settings"]})
+            if state["settings"].get(name) != settings.get(name)
+        ]
+        if state["lengths"] != _digest(self.lengths):
+            changes.append("the lengths are others")
+        if changes:
+            raise ValueError(
+                f"the state can't be resumed, because what it was saved with has changed: {'; '.join(changes)}. "
+                "Restore that, or start an epoch anew with set_epoch."
+            )
+        before = (self.epoch, self._plan, self._drawn, self._resumed)
+        self.set_epoch(state["epoch"])
+        if state["plan"] != _digest(self.plan.items, self.plan.offsets):
+            self.epoch, self._plan, self._drawn, self._resumed = before
+            raise ValueError(
+                "the state was saved with another version of tritonpack or NumPy, which plans other batches from the "
+                "same settings. Resume with that version, or start an epoch anew with set_epoch."
+            )
+        self._drawn = int(state["batches_done"])
+        self._resumed = True
+
+    def verify_ranks(self, group: dist.ProcessGroup | None = None) -> None:
+        """Compare plans with the other ranks, a collective call: a few bytes that find lengths or options that differ.
+
+        Raises:
+            ValueError: on every rank, if any two ranks have different plans.
+        """
+        mine = f"{_digest(self.plan.items, self.plan.offsets)} in epoch {self.epoch}"
+        plans: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(plans, mine, group)
+        if len(set(plans)) > 1:
+            others = ", ".join(f"rank {rank}: {plan}" for rank, plan in enumerate(plans))
+            raise ValueError(
+                f"the ranks have different plans ({others}). Pass the same lengths in the same order, the same seed "
+                "and the same options on every rank, and call set_epoch on all of them."
+            )
+
+    @property
+    def sampler(self) -> MultipackDistributedBatchSampler:
+        """Itself: where accelerate looks for `set_epoch` once it has wrapped a batch sampler."""
+        return self
+
+    @property
+    def batch_size(self) -> None:
+        """None, batches have different numbers of documents. Asked for by those who divide batches among processes.
+
+        Raises:
+            ValueError: a sampler that has done so already, which would lose most batches.
+        """
+        if self._shard and self.num_replicas > 1:
+            raise ValueError(
+                f"this sampler yields rank {self.rank}'s batches of {self.num_replicas} ranks alone; dividing them "
+                "among processes again would lose most of them. Pass shard=False to a sampler whose batches accelerate "
+                "or another library divides, or don't let it prepare this DataLoader."
+            )
+        return None
+
+    def _settings(self) -> dict[str, Any]:
+        """What decides the batches besides the lengths, as plain values."""
+        cost_model = self._options["cost_model"]
+        return {
+            **self._options,
+            "cost_model": None if cost_model is None else asdict(cost_model),
+            "batch_max_length": self.batch_max_length,
+            "num_replicas": self.num_replicas,
+            "seed": self.seed,
+            "shard": self._shard,
+        }
+
+    def _lengths_by_document(self) -> NDArray[np.int64]:
+        if self._documents is None:
+            return self.lengths.astype(np.int64)
+        by_document = np.zeros(int(self._documents[-1]) + 1, dtype=np.int64)
+        by_document[self._documents] = self.lengths
+        return by_document
+
+
+def _place_in_world(num_replicas: int | None, rank: int | None, shard: bool) -> tuple[int, int | None]:
+    """The number of ranks and this one's, from torch.distributed where they aren't given."""
+    meant = dist.is_available() and dist.is_initialized()
+    if not meant and (num_replicas is None or (rank is None and shard)):
+        launched = os.environ.get("WORLD_SIZE", "1")
+        if launched != "1" or (num_replicas is not None and num_replicas != 1):
+            raise ValueError(
+                f"num_replicas={num_replicas} and rank={rank} leave the place of this process open, and no process "
+                f"group tells it (WORLD_SIZE is {launched}). Call torch.distributed.init_process_group first, or pass "
+                "both."
+            )
+    if num_replicas is None:
+        num_replicas = dist.get_world_size() if meant else 1
+    num_replicas = positive_integer(num_replicas, "num_replicas")
+    if not shard:
+        return num_replicas, None
+    if rank is None:
+        rank = dist.get_rank() if meant else 0
+    if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)) or not 0 <= rank < num_replicas:
+        raise ValueError(
+            f"rank must be an integer from 0 to {num_replicas - 1}, as there are {num_replicas}; got {rank!r}."
+        )
+    return num_replicas, int(rank)
+
+
+def _digest(*arrays: NDArray[Any]) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for array in arrays:
+        digest.update(np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False).data)
+    return digest.hexdigest()
