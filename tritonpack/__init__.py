@@ -15,7 +15,9 @@ if TYPE_CHECKING:
     from tritonpack.errors import UnsupportedModelError as UnsupportedModelError
     from tritonpack.kernels.tiles import load_tiles as load_tiles
     from tritonpack.mask import BlockDiagonalMask as BlockDiagonalMask
+    from tritonpack.packing import Packing as Packing
     from tritonpack.packing import PackingCollator as PackingCollator
+    from tritonpack.packing import pack as pack
     from tritonpack.patches import patch as patch
     from tritonpack.patches import unpatch as unpatch
 
@@ -25,10 +27,12 @@ _HOMES = {
     "BackendUnavailableError": "errors",
     "BlockDiagonalMask": "mask",
     "IsolationError": "errors",
+    "Packing": "packing",
     "PackingCollator": "packing",
     "UnsupportedModelError": "errors",
     "flash_attn": "flash_attn",
     "load_tiles": "kernels.tiles",
+    "pack": "packing",
     "patch": "patches",
     "unpatch": "patches",
     "varlen_attention": "attention",

@@ -1,59 +1,72 @@
 import math
+import pickle
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
+import tritonpack
+from tests.packing import naive
 from tritonpack.packing import pack
+from tritonpack.packing.bins import ALGORITHMS
 
 
-def naive_best_fit_decreasing(lengths, capacity):
-    """The textbook loop: longest first, into the fullest bin with room; among equals, the bin changed last."""
-    bins, room, changed = [], [], []
-    for step, item in enumerate(sorted(range(len(lengths)), key=lambda item: -lengths[item])):
-        fitting = [b for b in range(len(bins)) if room[b] >= lengths[item]]
-        if fitting:
-            chosen = min(fitting, key=lambda b: (room[b], -changed[b]))
-        else:
-            chosen = len(bins)
-            bins.append([])
-            room.append(capacity)
-            changed.append(step)
-        bins[chosen].append(item)
-        room[chosen] -= lengths[item]
-        changed[chosen] = step
-    return [sorted(items) for items in bins]
+def draw_lengths(rng, capacity, most=120):
+    """Lengths of every kind: spread out, or long runs of few different ones."""
+    count = int(rng.integers(1, most))
+    longest = int(rng.integers(1, capacity + 1))
+    if rng.random() < 0.5:
+        return rng.choice(rng.integers(1, longest + 1, 3), count)
+    return rng.integers(1, longest + 1, count)
 
 
-CAPACITIES = [1, 2, 7, 63, 64, 65, 100, 4095, 4096, 4097, 5000]
+def bins_of(packing):
+    return [items.tolist() for items in packing]
 
 
-@pytest.mark.parametrize("capacity", CAPACITIES)
-def test_equals_the_naive_loop(capacity):
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("capacity", [1, 2, 7, 63, 64, 65, 100, 4095, 4096, 4097, 5000])
+def test_equals_the_naive_loop(capacity, algorithm):
     rng = np.random.default_rng(capacity)
-    for _ in range(20):
-        count = int(rng.integers(1, 120))
-        longest = int(rng.integers(1, capacity + 1))
-        lengths = rng.integers(1, longest + 1, count)
-        if rng.random() < 0.5:  # few different lengths: long runs of equal ones
-            lengths = rng.choice(rng.integers(1, longest + 1, 3), count)
-        packing = pack(lengths, capacity)
-        assert [items.tolist() for items in packing] == naive_best_fit_decreasing(lengths.tolist(), capacity)
+    for round_ in range(16):
+        lengths = draw_lengths(rng, capacity)
+        max_items = None if round_ % 2 else int(rng.integers(1, 9))
+        packing = pack(lengths, capacity, algorithm=algorithm, max_items=max_items)
+        expected = getattr(naive, algorithm)(lengths.tolist(), capacity, max_items or len(lengths))
+        assert bins_of(packing) == expected
+        assert packing.lengths.tolist() == lengths[packing.items].tolist()
+        assert not packing.starts.any()
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("max_items", [None, 3])
 @pytest.mark.parametrize("capacity", [64**2 - 1, 64**2, 64**3 - 1, 64**3, 64**3 + 1])
-def test_every_document_once_and_no_bin_over_capacity(capacity):
-    """At capacities where the bitmap gains a level."""
+def test_every_document_once_and_no_bin_over_its_limits(capacity, max_items, algorithm):
+    """At capacities where the bitmap gains a level; more documents than two windows hold."""
     rng = np.random.default_rng(0)
-    lengths = np.concatenate([rng.integers(1, capacity + 1, 300), rng.integers(1, 9, 300), [capacity, 1]])
-    packing = pack(lengths, capacity)
+    lengths = np.concatenate([rng.integers(1, capacity + 1, 1500), rng.integers(1, 9, 1500), [capacity, 1]])
+    rng.shuffle(lengths)
+    packing = pack(lengths, capacity, algorithm=algorithm, max_items=max_items)
     assert sorted(packing.items.tolist()) == list(range(len(lengths)))
     loads = [int(lengths[items].sum()) for items in packing]
     assert max(loads) <= capacity
-    assert packing.num_bins == len(loads) >= math.ceil(lengths.sum() / capacity)
-    # Best fit never leaves two bins that one could hold.
-    assert sum(sorted(loads)[:2]) > capacity
+    assert max(map(len, packing)) <= (max_items or len(lengths))
+    assert packing.num_bins == len(loads) >= packing.lower_bound >= math.ceil(lengths.sum() / capacity)
+    assert all(items.tolist() == sorted(items.tolist()) for items in packing)
+
+
+def test_first_fit_with_many_bins_of_every_kind():
+    """The tree has leaves enough where bins are half full, and where the limit of documents closes them."""
+    for lengths in ([51] * 257, [1] * 257, [100] * 257, [1, 100] * 129):
+        for max_items in (None, 1, 2):
+            packing = pack(lengths, 100, algorithm="first_fit", max_items=max_items)
+            assert bins_of(packing) == naive.first_fit(lengths, 100, max_items or len(lengths))
+
+
+def test_next_fit_keeps_consecutive_documents_together():
+    packing = pack([3, 3, 3, 8, 1, 1, 1, 1], 8, algorithm="next_fit", max_items=3)
+    assert bins_of(packing) == [[0, 1], [2], [3], [4, 5, 6], [7]]
 
 
 def test_efficiency_is_tokens_over_capacity():
@@ -64,55 +77,153 @@ def test_efficiency_is_tokens_over_capacity():
     assert repr(packing) == "Packing(3 documents in 2 bins of 10 tokens, efficiency 75.00%)"
 
 
-def test_token_sums_do_not_wrap_at_32_bits():
-    packing = pack(np.full(5_000, 1_000_000, dtype=np.int32), capacity=1_000_000)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_token_sums_do_not_wrap_at_32_bits(algorithm):
+    packing = pack(np.full(5_000, 1_000_000, dtype=np.int32), capacity=1_000_000, algorithm=algorithm)
     assert packing.num_tokens == 5_000_000_000
+    assert packing.num_bins == packing.lower_bound == 5_000
     assert packing.efficiency == 1.0
+
+
+@pytest.mark.parametrize("algorithm", ["first_fit", "next_fit"])
+def test_a_bin_may_hold_as_many_tokens_as_32_bits_count(algorithm):
+    """Those algorithms whose memory isn't linear in the capacity."""
+    packing = pack([2**31 - 2, 1, 1], 2**31 - 1, algorithm=algorithm)
+    assert bins_of(packing) == [[0, 1], [2]]
 
 
 def test_bins_are_indexed_like_a_sequence():
     packing = pack([8, 3, 5], capacity=8)
     assert packing[0].tolist() == [0]
     assert packing[-1].tolist() == [1, 2]
-    with pytest.raises(IndexError, match="bin 2 of a packing with 2 bins"):
-        packing[2]
+    assert packing.spans(-1) == [(1, 0, 3), (2, 0, 5)]
+    for ask in (packing.__getitem__, packing.spans):
+        with pytest.raises(IndexError, match="bin 2 of a packing with 2 bins"):
+            ask(2)
+
+
+def test_pickles():
+    packing = pack([8, 3, 5, 30], capacity=8, overlong="split")
+    copy = pickle.loads(pickle.dumps(packing))
+    assert [copy.spans(b) for b in range(len(copy))] == [packing.spans(b) for b in range(len(packing))]
+    assert (copy.report, copy.capacity, copy.lower_bound) == (packing.report, 8, packing.lower_bound)
+
+
+class TestOverlong:
+    LENGTHS = (5, 20, 3, 8, 9)
+
+    def pack(self, overlong, algorithm="next_fit"):
+        return pack(self.LENGTHS, 8, overlong=overlong, algorithm=algorithm)
+
+    def test_truncated(self):
+        packing = self.pack("truncate")
+        assert [packing.spans(b) for b in range(5)] == [[(0, 0, 5)], [(1, 0, 8)], [(2, 0, 3)], [(3, 0, 8)], [(4, 0, 8)]]
+        assert packing.num_tokens == 32
+        assert (packing.report.documents, packing.report.tokens_lost, packing.report.pieces) == (2, 13, 2)
+
+    def test_split(self):
+        packing = self.pack("split")
+        assert [packing.spans(b) for b in range(packing.num_bins)] == [
+            [(0, 0, 5)],
+            [(1, 0, 8)],
+            [(1, 8, 16)],
+            [(1, 16, 20), (2, 0, 3)],
+            [(3, 0, 8)],
+            [(4, 0, 8)],
+            [(4, 8, 9)],
+        ]
+        assert packing.num_tokens == sum(self.LENGTHS)
+        assert repr(packing).startswith("Packing(8 documents and pieces of documents in 7 bins")
+
+    @pytest.mark.parametrize("algorithm", ALGORITHMS)
+    def test_split_covers_every_token_once(self, algorithm):
+        lengths = np.random.default_rng(0).integers(1, 400, 3000)
+        packing = pack(lengths, 64, overlong="split", algorithm=algorithm)
+        seen = [np.zeros(length, dtype=int) for length in lengths]
+        for bin_index in range(packing.num_bins):
+            spans = packing.spans(bin_index)
+            assert sum(stop - start for _, start, stop in spans) <= 64
+            for document, start, stop in spans:
+                seen[document][start:stop] += 1
+        assert (np.concatenate(seen) == 1).all()
+
+    def test_dropped(self):
+        packing = self.pack("drop", "best_fit_decreasing")
+        assert [packing.spans(b) for b in range(2)] == [[(3, 0, 8)], [(0, 0, 5), (2, 0, 3)]]
+        assert packing.report.tokens_lost == 29
+        with pytest.raises(ValueError, match=r"leaves nothing: all 1 documents"):
+            pack([9], 8, overlong="drop")
+
+    def test_no_length_is_too_long_to_split(self):
+        packing = pack(np.array([2**33 + 1]), 2**30, overlong="split", algorithm="next_fit")
+        assert packing.spans(8) == [(0, 2**33, 2**33 + 1)]
+        assert packing.num_tokens == 2**33 + 1
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int16, np.uint64])
 def test_any_integer_dtype(dtype):
     lengths = np.array([200, 100, 50], dtype=np.uint8).astype(dtype)
-    assert [items.tolist() for items in pack(lengths, 250)] == [[0, 2], [1]]
+    assert bins_of(pack(lengths, 250)) == [[0, 2], [1]]
+
+
+def test_takes_arrays_that_cannot_be_written():
+    """As arrow gives them; without compiling the loops a second time for their type."""
+    from tritonpack.packing.best_fit import best_fit
+
+    lengths = np.array([5, 3], dtype=np.int32)
+    pack(lengths, 8)
+    compiled = len(best_fit.signatures)
+    lengths.flags.writeable = False
+    assert bins_of(pack(lengths, 8)) == [[0, 1]]
+    assert len(best_fit.signatures) == compiled
 
 
 @pytest.mark.parametrize(
-    ("lengths", "capacity", "message"),
+    ("lengths", "capacity", "options", "message"),
     [
         (
             [4, 9, 12],
             8,
+            {},
             "2 of 3 documents are longer than .* 8 .*document 1, 9 tokens.*at least 12.*overlong=",
         ),
-        ([], 8, "lengths is empty"),
-        ([4, 0], 8, "document 1 has length 0"),
-        ([4, -3], 8, "document 1 has length -3"),
-        ([4.0, 2.0], 8, "lengths must be a row of integers.*float64"),
-        ([True, True], 8, "lengths must be a row of integers.*bool"),
-        ([[1, 2]], 8, r"shape \(1, 2\)"),
-        ([2**40], 8, "longer than the capacity"),
-        ([1], 0, "capacity must be an integer from 1 to 2147483647; got 0"),
-        ([1], 8.0, "got 8.0"),
-        ([1], True, "got True"),
-        ([1], 2**31, "got 2147483648"),
+        ([], 8, {}, "lengths is empty"),
+        ([4, 0], 8, {}, "document 1 has length 0"),
+        ([4, -3], 8, {}, "document 1 has length -3"),
+        ([4.0, 2.0], 8, {}, "lengths must be a row of integers.*float64"),
+        ([4.0, float("nan")], 8, {}, r"a missing length \(NaN\) must be measured"),
+        ([True, True], 8, {}, "lengths must be a row of integers.*bool"),
+        ([[1, 2]], 8, {}, r"shape \(1, 2\)"),
+        ([2**40], 8, {}, "longer than the capacity"),
+        ([1], 0, {}, "capacity must be an integer from 1 to 2147483647; got 0"),
+        ([1], 8.0, {}, "got 8.0"),
+        ([1], True, {}, "got True"),
+        ([1], 2**31, {}, "got 2147483648"),
+        ([1], 8, {"max_items": 0}, "max_items must be an integer from 1 .*got 0"),
+        ([1], 8, {"max_items": 1.5}, "max_items must be .*got 1.5"),
+        ([1], 8, {"overlong": "cut"}, "overlong must be one of 'error', 'truncate', 'split', 'drop'; got 'cut'"),
+        (
+            [1],
+            8,
+            {"algorithm": "ffd"},
+            "algorithm must be one of 'best_fit_decreasing', 'first_fit_decreasing', 'first_fit', 'next_fit', "
+            "'windowed'; got 'ffd'",
+        ),
     ],
 )
-def test_refuses(lengths, capacity, message):
+def test_refuses(lengths, capacity, options, message):
     with pytest.raises(ValueError, match=message):
-        pack(lengths, capacity)
+        pack(lengths, capacity, **options)
+
+
+def test_public_names():
+    assert tritonpack.pack is pack
+    assert isinstance(pack([1], 1), tritonpack.Packing)
 
 
 def test_numba_is_imported_by_the_first_call_only():
     script = (
-        "import sys; from tritonpack.packing import pack; assert not {'numba', 'transformers'} & set(sys.modules); "
+        "import sys; from tritonpack import pack; assert not {'numba', 'transformers'} & set(sys.modules); "
         "pack([1], 1); assert 'numba' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)

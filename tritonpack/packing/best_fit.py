@@ -13,6 +13,8 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from tritonpack.packing.reorder import group_by_bin, longest_first
+
 _WORD_BITS = 64
 _ONE = np.uint64(1)
 # Multiplying a power of two by a de Bruijn constant leaves a different number in its top six bits for each of the 64.
@@ -22,35 +24,53 @@ for _bit in range(_WORD_BITS):
     _BIT_OF_PRODUCT[((int(_DE_BRUIJN) << _bit) & (2**64 - 1)) >> 58] = _bit
 
 
-@numba.njit(cache=True, nogil=True)
-def best_fit_decreasing(lengths: Any, capacity: int) -> Any:
+def best_fit_decreasing(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
     """Exact best-fit-decreasing.
 
-    Documents of one length are alike, and the fullest bin that fits stays so until it is too full for that length, so
-    each run of equal lengths fills a bin with as many as fit at once. Among bins with equal room the one that was
-    changed last is taken.
+    Among bins with equal room the one that was changed last is taken.
 
     Args:
         lengths: (documents,) int32, each in 1..capacity.
         capacity: tokens per bin.
+        max_items: documents per bin; as many as there are documents sets no limit.
 
     Returns:
-        items (documents,) int32 and offsets (bins + 1,) int64, as `Packing` holds them.
+        items (documents,) int32 and offsets (bins + 1,) int64: bin b holds `items[offsets[b] : offsets[b + 1]]`.
+    """
+    order, sorted_lengths = longest_first(lengths, capacity)
+    bins, num_bins = best_fit(sorted_lengths, capacity, max_items)
+    return group_by_bin(bins, order, num_bins)
+
+
+@numba.njit(cache=True, nogil=True)
+def best_fit(lengths: Any, capacity: int, max_items: int) -> Any:
+    """Each document, in the order given, into the fullest bin with room for it.
+
+    Documents of one length are alike, and the fullest bin that fits stays so until it is too full for that length, so
+    each run of equal lengths fills a bin with as many as fit at once.
+
+    Args:
+        lengths, capacity, max_items: as best_fit_decreasing.
+
+    Returns:
+        The bin of each document, (documents,) int32, and the number of bins.
     """
     num_items = len(lengths)
-    order, shortest = _sort_descending(lengths, capacity)
+    shortest = lengths.min()
     level_starts = _level_starts(capacity + 1)
     bitmap = np.zeros(level_starts[-1], dtype=np.uint64)
     top_bin = np.full(capacity + 1, -1, dtype=np.int32)  # by room left: the top of that stack of bins
     below = np.empty(num_items, dtype=np.int32)  # by bin: the next bin down its stack
-    bin_of = np.empty(num_items, dtype=np.int32)
+    bins = np.empty(num_items, dtype=np.int32)
+    limited = max_items < num_items
+    held = np.zeros(num_items if limited else 0, dtype=np.int32)  # by bin: documents in it, counted only for a limit
 
     num_bins = 0
     placed = 0
     while placed < num_items:
-        length = lengths[order[placed]]
+        length = lengths[placed]
         run_end = placed
-        while run_end < num_items and lengths[order[run_end]] == length:
+        while run_end < num_items and lengths[run_end] == length:
             run_end += 1
         while placed < run_end:
             room = _next_set(bitmap, level_starts, length)
@@ -64,52 +84,18 @@ def best_fit_decreasing(lengths: Any, capacity: int) -> Any:
                 if below[chosen] < 0:
                     _clear(bitmap, level_starts, room)
             count = min(run_end - placed, room // length)
-            for position in range(placed, placed + count):
-                bin_of[order[position]] = chosen
+            if limited:
+                count = min(count, max_items - held[chosen])
+                held[chosen] += count
+            bins[placed : placed + count] = chosen
             placed += count
             room -= count * length
-            if room >= shortest:  # fuller bins can take nothing more
+            if room >= shortest and not (limited and held[chosen] == max_items):  # others can take nothing more
                 below[chosen] = top_bin[room]
                 if top_bin[room] < 0:
                     _set(bitmap, level_starts, room)
                 top_bin[room] = chosen
-    return _group_by_bin(bin_of, num_bins)
-
-
-@numba.njit(cache=True, nogil=True)
-def _sort_descending(lengths: Any, capacity: int) -> Any:
-    """Documents from long to short (a counting sort: equal lengths stay in input order), and the shortest length."""
-    starts = np.zeros(capacity + 2, dtype=np.int64)
-    for length in lengths:
-        starts[length] += 1
-    shortest = capacity
-    total = 0
-    for length in range(capacity, 0, -1):
-        count = starts[length]
-        starts[length] = total
-        total += count
-        if count:
-            shortest = length
-    order = np.empty(len(lengths), dtype=np.int32)
-    for item in range(len(lengths)):
-        order[starts[lengths[item]]] = item
-        starts[lengths[item]] += 1
-    return order, shortest
-
-
-@numba.njit(cache=True, nogil=True)
-def _group_by_bin(bin_of: Any, num_bins: int) -> Any:
-    offsets = np.zeros(num_bins + 1, dtype=np.int64)
-    for chosen in bin_of:
-        offsets[chosen + 1] += 1
-    for bin_index in range(num_bins):
-        offsets[bin_index + 1] += offsets[bin_index]
-    cursor = offsets[:-1].copy()
-    items = np.empty(len(bin_of), dtype=np.int32)
-    for item in range(len(bin_of)):
-        items[cursor[bin_of[item]]] = item
-        cursor[bin_of[item]] += 1
-    return items, offsets
+    return bins, num_bins
 
 
 def _level_starts_of(num_bits: int) -> NDArray[np.int64]:

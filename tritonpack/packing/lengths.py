@@ -121,7 +121,8 @@ def fit_lengths(
     array = whole_lengths(lengths)
     longest = int(array.max())
     if longest <= capacity:
-        return FittedLengths(np.ascontiguousarray(array, dtype=np.int32), None, None, OverlongReport(overlong))
+        # Writable too: for an array that isn't, numba would compile every loop a second time.
+        return FittedLengths(np.require(array, np.int32, ["C", "W"]), None, None, OverlongReport(overlong))
 
     above = array > capacity
     count = int(above.sum())

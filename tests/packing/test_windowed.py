@@ -1,0 +1,71 @@
+import numpy as np
+import pytest
+
+from tests.packing import naive
+from tritonpack.packing import pack
+from tritonpack.packing.windowed import MAX_CARRIES, WINDOW, WindowPacker
+
+
+def pack_windows(lengths, capacity, max_items, window, threshold):
+    packer = WindowPacker(capacity, max_items, threshold)
+    bins = []
+    for start in range(0, len(lengths), window):
+        documents, offsets = packer.add(lengths[start : start + window], last=start + window >= len(lengths))
+        bins += [part.tolist() for part in np.split(documents, offsets[1:-1]) if len(part)]
+    return bins
+
+
+@pytest.mark.parametrize("threshold", [0.0, 0.5, 0.95, 1.0])
+@pytest.mark.parametrize("window", [1, 2, 7, 50])
+def test_equals_the_naive_loop(window, threshold):
+    rng = np.random.default_rng(window)
+    for max_items in (200, 3):
+        lengths = rng.integers(1, 64, 200).astype(np.int32)
+        expected = naive.windowed(lengths.tolist(), 64, max_items, window, threshold)
+        assert pack_windows(lengths, 64, max_items, window, threshold) == expected
+
+
+def test_pack_equals_the_naive_loop_across_windows():
+    lengths = np.random.default_rng(0).integers(1, 600, 2 * WINDOW + 100)
+    packing = pack(lengths, 1000, algorithm="windowed")
+    assert [items.tolist() for items in packing] == naive.windowed(lengths.tolist(), 1000, len(lengths))
+
+
+def test_no_document_waits_longer_than_promised():
+    """Lengths that leave every bin at 60% would be carried to the end; the packer holds a few windows, no more."""
+    packer = WindowPacker(100, 10, 0.95)
+    for window in range(10):
+        documents, offsets = packer.add(np.full(8, 60, dtype=np.int32))
+        waiting = (window + 1) * 8 - MAX_CARRIES * 8
+        assert documents.tolist() == (list(range(waiting - 8, waiting)) if waiting > 0 else [])
+        assert len(offsets) - 1 == len(documents)
+
+
+def test_overdue_documents_are_packed_first():
+    """The shortest document goes last into bins, so it is left over time and again; once overdue it goes first."""
+    packer = WindowPacker(100, 10, 0.95)
+    window = np.array([99, 98], dtype=np.int32)
+    assert packer.add(np.array([50], dtype=np.int32))[0].tolist() == []
+    for added in range(1, 1 + 2 * (MAX_CARRIES - 1), 2):
+        assert packer.add(window)[0].tolist() == [added, added + 1]
+    documents, offsets = packer.add(np.array([50, 50], dtype=np.int32))
+    assert documents.tolist()[: offsets[1]] == [0, 1 + 2 * (MAX_CARRIES - 1)]
+
+
+def test_nothing_left_is_no_bin():
+    packer = WindowPacker(100, 10, 0.95)
+    none = np.zeros(0, dtype=np.int32)
+    documents, offsets = packer.add(none, last=True)
+    assert (documents.tolist(), offsets.tolist()) == ([], [0])
+    documents, offsets = packer.add(np.array([10], dtype=np.int32))
+    assert (documents.tolist(), offsets.tolist()) == ([], [0])
+    documents, offsets = packer.add(none, last=True)
+    assert (documents.tolist(), offsets.tolist()) == ([0], [0, 1])
+
+
+def test_close_to_packing_everything_at_once_in_nearly_the_input_order():
+    lengths = np.random.default_rng(0).integers(1, 2049, 20 * WINDOW)
+    packing = pack(lengths, 4096, algorithm="windowed")
+    assert packing.num_bins <= 1.005 * pack(lengths, 4096).num_bins
+    late = np.maximum.accumulate(packing.items) - packing.items
+    assert late.max() < (MAX_CARRIES + 1) * WINDOW

@@ -1,0 +1,195 @@
+"""Trading between the ranks of one step, until all ranks are about equally expensive.
+
+The costliest rank gives up to two documents for up to two of a cheaper rank's, such that about half the gap between
+them moves over and neither outgrows its row. Rows that are full to the last tokens trade as well: two pairs of
+documents may be equally long while their squares are not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+_TOLERANCE = 2.0**-11  # the gap, relative to the costliest rank, at which ranks count as balanced
+_PARTNERS = 8  # ranks that the costliest one turns to before all are left as they are
+_TRADES_PER_RANK = 4
+_OFFERED = 24  # documents, from long to short, that a row offers
+_GROUPS = 1 + _OFFERED + _OFFERED * (_OFFERED - 1) // 2  # none of them, one or two
+_LOOKS = 4096  # combinations of groups looked at for one trade
+_NONE = -1
+
+
+@numba.njit(cache=True, nogil=True)
+def balance(lengths: Any, row_of: Any, ranks: int, fill: int, weights: Any) -> None:
+    """Narrow the gap between the costliest row and the cheapest by trading documents, in place.
+
+    Args:
+        lengths: (documents,) int64 tokens, from long to short.
+        row_of: (documents,) int32, each document's row, -1 for none; changed.
+        ranks: the number of rows.
+        fill: tokens up to which a row may grow; one that is longer already doesn't grow.
+        weights: (2,) int64: a document costs `weights[0] * length + weights[1] * length**2`.
+    """
+    room, cost, size = _rows(lengths, row_of, ranks, fill, weights)
+    by_cost = np.argsort(cost, kind="mergesort")
+    if _balanced(cost, by_cost[-1], by_cost[0]):
+        return
+    held = _documents_of_rows(row_of, size)
+    # What each row offers, by ascending tokens: the documents of a group, its tokens, its cost; 0 groups: not made yet.
+    offers = np.empty((ranks, _GROUPS, 4), dtype=np.int64)
+    num_offers = np.zeros(ranks, dtype=np.int64)
+    deal = np.empty(4, dtype=np.int64)
+    for _ in range(_TRADES_PER_RANK * ranks):
+        dear = by_cost[-1]
+        traded = False
+        for partner in range(min(_PARTNERS, ranks - 1)):
+            cheap = by_cost[partner]
+            if _balanced(cost, dear, cheap):
+                break
+            if max(size[dear], size[cheap]) + 2 > held.shape[1]:
+                continue
+            for row in (dear, cheap):
+                if num_offers[row] == 0:
+                    num_offers[row] = _make_offers(held[row, : size[row]], lengths, weights, offers[row])
+            gap = cost[dear] - cost[cheap]
+            dear_offers, cheap_offers = offers[dear, : num_offers[dear]], offers[cheap, : num_offers[cheap]]
+            if not _find_deal(dear_offers, cheap_offers, room[dear], room[cheap], gap, deal):
+                continue
+            for place in range(4):
+                document = deal[place]
+                if document != _NONE:
+                    giver, taker = (dear, cheap) if place < 2 else (cheap, dear)
+                    _hand_over(held, size, document, giver, taker)
+                    row_of[document] = taker
+                    room[giver] += lengths[document]
+                    room[taker] -= lengths[document]
+                    cost[giver] -= cost_of(lengths[document], weights)
+                    cost[taker] += cost_of(lengths[document], weights)
+            num_offers[dear] = num_offers[cheap] = 0
+            _settle(by_cost, cost)
+            traded = True
+            break
+        if not traded:
+            return
+
+
+@numba.njit(cache=True, nogil=True)
+def cost_of(length: Any, weights: Any) -> Any:
+    """What a document costs, a whole number."""
+    return weights[0] * length + weights[1] * length * length
+
+
+@numba.njit(cache=True, nogil=True)
+def _balanced(cost: Any, dear: int, cheap: int) -> bool:
+    return cost[dear] - cost[cheap] <= _TOLERANCE * cost[dear]
+
+
+@numba.njit(cache=True, nogil=True)
+def _rows(lengths: Any, row_of: Any, ranks: int, fill: int, weights: Any) -> Any:
+    """Each row's room, cost and number of documents, (ranks,) int64 each."""
+    room = np.full(ranks, fill, dtype=np.int64)
+    cost = np.zeros(ranks, dtype=np.int64)
+    size = np.zeros(ranks, dtype=np.int64)
+    for document in range(len(lengths)):
+        row = row_of[document]
+        if row != _NONE:
+            room[row] -= lengths[document]
+            cost[row] += cost_of(lengths[document], weights)
+            size[row] += 1
+    return room, cost, size
+
+
+@numba.njit(cache=True, nogil=True)
+def _documents_of_rows(row_of: Any, size: Any) -> Any:
+    """(ranks, most documents + spare) int32: each row's documents in front, ascending, so from long to short."""
+    held = np.empty((len(size), 2 * size.max() + 2), dtype=np.int32)
+    filled = np.zeros(len(size), dtype=np.int64)
+    for document in range(len(row_of)):
+        row = row_of[document]
+        if row != _NONE:
+            held[row, filled[row]] = document
+            filled[row] += 1
+    return held
+
+
+@numba.njit(cache=True, nogil=True)
+def _make_offers(documents: Any, lengths: Any, weights: Any, offers: Any) -> int:
+    """Write the groups of up to two documents that a row offers, (groups, 4), by tokens; how many there are."""
+    num_offered = min(len(documents), _OFFERED)
+    offered = np.empty(num_offered + 1, dtype=np.int64)
+    tokens = np.zeros(num_offered + 1, dtype=np.int64)
+    for place in range(num_offered):
+        offered[place] = documents[place * len(documents) // num_offered]
+        tokens[place] = lengths[offered[place]]
+    offered[num_offered] = _NONE
+
+    count = 0
+    keys = np.empty(_GROUPS, dtype=np.int64)
+    for first in range(num_offered + 1):
+        for second in range(first + (first < num_offered), num_offered + 1):
+            keys[count] = (tokens[first] + tokens[second]) << 16 | first << 8 | second
+            count += 1
+    keys = keys[:count]
+    keys.sort()
+    for group in range(count):
+        first, second = (keys[group] >> 8) & 255, keys[group] & 255
+        offers[group, 0] = offered[first]
+        offers[group, 1] = offered[second]
+        offers[group, 2] = keys[group] >> 16
+        offers[group, 3] = cost_of(tokens[first], weights) + cost_of(tokens[second], weights)
+    return count
+
+
+@numba.njit(cache=True, nogil=True)
+def _find_deal(dear: Any, cheap: Any, dear_room: int, cheap_room: int, gap: int, deal: Any) -> bool:
+    """The groups whose exchange brings two rows closest to each other, written to `deal`; False if none does."""
+    best = gap  # twice how far from the middle the exchange ends
+    looks = 0
+    lowest = 0
+    for mine in range(len(dear)):
+        least = dear[mine, 2] - max(cheap_room, 0)
+        most = dear[mine, 2] + max(dear_room, 0)
+        while lowest < len(cheap) and cheap[lowest, 2] < least:
+            lowest += 1
+        theirs = lowest
+        while theirs < len(cheap) and cheap[theirs, 2] <= most:
+            distance = abs(gap - 2 * (dear[mine, 3] - cheap[theirs, 3]))
+            if distance < best:
+                best = distance
+                deal[0], deal[1], deal[2], deal[3] = dear[mine, 0], dear[mine, 1], cheap[theirs, 0], cheap[theirs, 1]
+            theirs += 1
+        looks += theirs - lowest
+        if best <= gap >> 3 or looks > _LOOKS:
+            break
+    return best < gap
+
+
+@numba.njit(cache=True, nogil=True)
+def _hand_over(held: Any, size: Any, document: int, giver: int, taker: int) -> None:
+    """Move a document from one row's list to another's, both ascending."""
+    place = 0
+    while held[giver, place] != document:
+        place += 1
+    size[giver] -= 1
+    for later in range(place, size[giver]):
+        held[giver, later] = held[giver, later + 1]
+    place = size[taker]
+    while place and held[taker, place - 1] > document:
+        held[taker, place] = held[taker, place - 1]
+        place -= 1
+    held[taker, place] = document
+    size[taker] += 1
+
+
+@numba.njit(cache=True, nogil=True)
+def _settle(by_cost: Any, cost: Any) -> None:
+    """Sort rows by cost again after two of them have changed."""
+    for place in range(1, len(by_cost)):
+        row = by_cost[place]
+        hole = place
+        while hole and cost[by_cost[hole - 1]] > cost[row]:
+            by_cost[hole] = by_cost[hole - 1]
+            hole -= 1
+        by_cost[hole] = row
