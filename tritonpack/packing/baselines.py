@@ -50,14 +50,8 @@ def next_fit_rows(lengths: Lengths, capacity: int, num_ranks: int, seed: int = 0
     Rows that don't make a whole step are left out. Arguments and errors are those of `padded_rows`.
     """
     tokens, order, capacity, num_ranks = _prepare(lengths, capacity, num_ranks, seed, epoch)
-    ends = np.cumsum(tokens[order], dtype=np.int64)
-    # By the document that a row begins with: the one that the next row begins with.
-    begins_next = np.searchsorted(ends, ends - tokens[order] + capacity, side="right").tolist()
-    offsets = [0]
-    while offsets[-1] < len(order):
-        offsets.append(begins_next[offsets[-1]])
-    rows = (len(offsets) - 1) // num_ranks * num_ranks
-    kept = np.array(offsets[: rows + 1], dtype=np.int64)
+    offsets = pack(tokens[order], capacity, algorithm="next_fit").offsets
+    kept = offsets[: (len(offsets) - 1) // num_ranks * num_ranks + 1]
     return Plan(order[: kept[-1]], kept, num_ranks, capacity)
 
 
