@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -68,28 +68,42 @@ class Result:
         return mean_over_epochs(self.epochs)
 
 
+def our_way(objective: Objective, tail: Tail, lookahead: float, cost: CostModel) -> Way:
+    """tritonpack's planner with its options."""
+
+    def plan(lengths: NDArray[np.integer], capacity: int, num_ranks: int, seed: int, epoch: int) -> Plan:
+        raise NotImplementedError
+
+    return Way(OURS, "steps planned one by one from shuffled documents: rows full, ranks equally loaded", plan)
+
+
 def compare(
     ways: Sequence[Way],
     lengths: NDArray[np.integer],
+    *,
     total_tokens: int,
     capacity: int,
     num_ranks: int,
     seed: int,
     epochs: int,
     cost: Cost,
-) -> Iterator[Result]:
-    """Plan the epochs each way, one result after the other.
+    advance: Callable[[], None],
+) -> list[Result]:
+    """Plan the epochs each way.
 
     Args:
         lengths: (pieces,) from 1 to `capacity`.
         total_tokens: of the documents before they were fitted.
+        advance: called after each epoch of each way.
     """
+    results = []
     for way in ways:
-        first: Plan | None = None
+        plans = []
         found = []
         for epoch in range(epochs):
             plan = way.plan(lengths, capacity, num_ranks, seed, epoch)
-            first = plan if first is None else first
+            plans = plans or [plan]
             found.append(plan_statistics(plan, lengths, cost=cost, total_tokens=total_tokens, padded=way.padded))
-        assert first is not None
-        yield Result(way, first, tuple(found))
+            advance()
+        results.append(Result(way, plans[0], tuple(found)))
+    return results
