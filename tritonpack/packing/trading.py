@@ -22,17 +22,17 @@ _NONE = -1
 
 
 @numba.njit(cache=True, nogil=True)
-def balance(lengths: Any, row_of: Any, ranks: int, fill: int, weights: Any) -> None:
+def balance(lengths: Any, costs: Any, row_of: Any, ranks: int, fill: int) -> None:
     """Narrow the gap between the costliest row and the cheapest by trading documents, in place.
 
     Args:
         lengths: (documents,) int64 tokens, from long to short.
+        costs: (documents,) int64, by length.
         row_of: (documents,) int32, each document's row, -1 for none; changed.
         ranks: the number of rows.
         fill: tokens up to which a row may grow; one that is longer already doesn't grow.
-        weights: (2,) int64: a document costs `weights[0] * length + weights[1] * length**2`.
     """
-    room, cost, size = _rows(lengths, row_of, ranks, fill, weights)
+    room, cost, size = _rows(lengths, costs, row_of, ranks, fill)
     by_cost = np.argsort(cost, kind="mergesort")
     if _balanced(cost, by_cost[-1], by_cost[0]):
         return
@@ -52,7 +52,7 @@ def balance(lengths: Any, row_of: Any, ranks: int, fill: int, weights: Any) -> N
                 continue
             for row in (dear, cheap):
                 if num_offers[row] == 0:
-                    num_offers[row] = _make_offers(held[row, : size[row]], lengths, weights, offers[row])
+                    num_offers[row] = _make_offers(held[row, : size[row]], lengths, costs, offers[row])
             gap = cost[dear] - cost[cheap]
             dear_offers, cheap_offers = offers[dear, : num_offers[dear]], offers[cheap, : num_offers[cheap]]
             if not _find_deal(dear_offers, cheap_offers, room[dear], room[cheap], gap, deal):
@@ -65,8 +65,8 @@ def balance(lengths: Any, row_of: Any, ranks: int, fill: int, weights: Any) -> N
                     row_of[document] = taker
                     room[giver] += lengths[document]
                     room[taker] -= lengths[document]
-                    cost[giver] -= cost_of(lengths[document], weights)
-                    cost[taker] += cost_of(lengths[document], weights)
+                    cost[giver] -= costs[document]
+                    cost[taker] += costs[document]
             num_offers[dear] = num_offers[cheap] = 0
             _settle(by_cost, cost)
             traded = True
@@ -76,18 +76,12 @@ def balance(lengths: Any, row_of: Any, ranks: int, fill: int, weights: Any) -> N
 
 
 @numba.njit(cache=True, nogil=True)
-def cost_of(length: Any, weights: Any) -> Any:
-    """What a document costs, a whole number."""
-    return weights[0] * length + weights[1] * length * length
-
-
-@numba.njit(cache=True, nogil=True)
 def _balanced(cost: Any, dear: int, cheap: int) -> bool:
     return cost[dear] - cost[cheap] <= _TOLERANCE * cost[dear]
 
 
 @numba.njit(cache=True, nogil=True)
-def _rows(lengths: Any, row_of: Any, ranks: int, fill: int, weights: Any) -> Any:
+def _rows(lengths: Any, costs: Any, row_of: Any, ranks: int, fill: int) -> Any:
     """Each row's room, cost and number of documents, (ranks,) int64 each."""
     room = np.full(ranks, fill, dtype=np.int64)
     cost = np.zeros(ranks, dtype=np.int64)
@@ -96,7 +90,7 @@ def _rows(lengths: Any, row_of: Any, ranks: int, fill: int, weights: Any) -> Any
         row = row_of[document]
         if row != _NONE:
             room[row] -= lengths[document]
-            cost[row] += cost_of(lengths[document], weights)
+            cost[row] += costs[document]
             size[row] += 1
     return room, cost, size
 
@@ -115,14 +109,16 @@ def _documents_of_rows(row_of: Any, size: Any) -> Any:
 
 
 @numba.njit(cache=True, nogil=True)
-def _make_offers(documents: Any, lengths: Any, weights: Any, offers: Any) -> int:
+def _make_offers(documents: Any, lengths: Any, costs: Any, offers: Any) -> int:
     """Write the groups of up to two documents that a row offers, (groups, 4), by tokens; how many there are."""
     num_offered = min(len(documents), _OFFERED)
     offered = np.empty(num_offered + 1, dtype=np.int64)
     tokens = np.zeros(num_offered + 1, dtype=np.int64)
+    cost = np.zeros(num_offered + 1, dtype=np.int64)
     for place in range(num_offered):
         offered[place] = documents[place * len(documents) // num_offered]
         tokens[place] = lengths[offered[place]]
+        cost[place] = costs[offered[place]]
     offered[num_offered] = _NONE
 
     count = 0
@@ -138,7 +134,7 @@ def _make_offers(documents: Any, lengths: Any, weights: Any, offers: Any) -> int
         offers[group, 0] = offered[first]
         offers[group, 1] = offered[second]
         offers[group, 2] = keys[group] >> 16
-        offers[group, 3] = cost_of(tokens[first], weights) + cost_of(tokens[second], weights)
+        offers[group, 3] = cost[first] + cost[second]
     return count
 
 

@@ -1,0 +1,210 @@
+"""CostModel: what documents of given lengths cost a training step, from a model's shape or from timed steps."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any, TypeVar
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+Number = TypeVar("Number", int, float, NDArray[Any])
+
+# Training takes three times the forward pass: 2 floating-point operations per weight and token forward, 4 backward; of
+# attention, for each pair of a query and a key and each number of a head, 4 forward and 10 backward, which computes the
+# scores once more. A causal document of n tokens has n**2 / 2 pairs.
+_PER_WEIGHT = 6
+_PER_SQUARE = 7
+_BITS = 50
+
+
+@dataclass(frozen=True)
+class CostModel:
+    """A row's cost: `per_token * tokens + per_square * sum(length**2) + per_step`.
+
+    Where attention costs as much as all else together:
+
+    >>> model = CostModel.from_shape(hidden_size=4096, num_layers=32, num_heads=32, head_dim=128, num_key_value_heads=8,
+    ...                              intermediate_size=14336, vocab_size=128256)
+    >>> round(model.per_token / model.per_square)
+    29446
+
+    Attributes:
+        per_token: of everything but attention, in any unit.
+        per_square: of attention, per squared token of a document, in the same unit.
+        per_step: of a step whatever it holds; the same for every row, so it changes predictions but no plan.
+
+    Raises:
+        ValueError: a number that is negative or not finite, or all of them zero.
+    """
+
+    per_token: float
+    per_square: float
+    per_step: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("per_token", "per_square", "per_step"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+                raise ValueError(f"{name} must be a number of at least 0; got {value!r}.")
+        if not self.per_token + self.per_square:
+            raise ValueError("a cost model needs per_token or per_square above 0; got 0 for both.")
+
+    def of(self, tokens: Number, squares: Number) -> Any:
+        """The cost of rows with so many tokens and such sums of squared lengths, numbers or arrays of one shape."""
+        return self.per_token * tokens + self.per_square * squares + self.per_step
+
+    @classmethod
+    def from_shape(
+        cls,
+        *,
+        hidden_size: int,
+        num_layers: int,
+        num_heads: int,
+        head_dim: int,
+        num_key_value_heads: int,
+        intermediate_size: int,
+        vocab_size: int,
+        attention_efficiency: float = 0.6,
+    ) -> CostModel:
+        """The floating-point operations of training a decoder with gated MLPs and causal attention.
+
+        Args:
+            hidden_size, num_layers, num_heads, head_dim, num_key_value_heads, vocab_size: as in the model's
+                configuration.
+            intermediate_size: of the MLP; for a mixture of experts, of all experts together that a token visits.
+            attention_efficiency: how fast attention computes relative to matrix products, above 0. Kernels reach about
+                0.6 of it.
+
+        Returns:
+            A model in floating-point operations, of attention in those that matrix products do in the same time.
+
+        Raises:
+            ValueError: a size that isn't a positive integer, an efficiency that isn't above 0.
+        """
+        sizes = {name: value for name, value in locals().items() if name not in ("cls", "attention_efficiency")}
+        for name, value in sizes.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                raise ValueError(f"{name} must be a positive integer; got {value!r}.")
+        if not 0 < attention_efficiency < math.inf:
+            raise ValueError(f"attention_efficiency must be above 0; got {attention_efficiency!r}.")
+        queries = num_heads * head_dim
+        attention = 2 * hidden_size * (queries + num_key_value_heads * head_dim)  # queries and output; keys and values
+        weights = num_layers * (attention + 3 * hidden_size * intermediate_size) + hidden_size * vocab_size
+        squares = num_layers * _PER_SQUARE * queries / attention_efficiency
+        return cls(float(_PER_WEIGHT * weights), float(squares))
+
+    @classmethod
+    def from_config(cls, config: Any, *, attention_efficiency: float = 0.6) -> CostModel:
+        """From a transformers configuration (its text part, where it has several), by `from_shape`.
+
+        Layers that `layer_types` doesn't call "full_attention" count without their attention: a window or a recurrence
+        costs about the same for each token. Mixtures of experts count the experts that a token visits.
+
+        Raises:
+            ValueError: a configuration without one of the sizes.
+        """
+        config = getattr(config, "text_config", None) or config
+
+        def size(*names: str, default: int | None = None) -> int:
+            for name in names:
+                value = getattr(config, name, None)
+                if value is not None:
+                    return int(value)
+            if default is None:
+                raise ValueError(
+                    f"{type(config).__name__} has no {' or '.join(names)}, which costs follow from; pass sizes to "
+                    "CostModel.from_shape, or times of a few steps to CostModel.fit."
+                )
+            return default
+
+        hidden, layers = size("hidden_size", "n_embd", "d_model"), size("num_hidden_layers", "n_layer")
+        heads = size("num_attention_heads", "n_head")
+        intermediate = size("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
+        experts = size("num_experts_per_tok", default=0)
+        if experts:
+            intermediate = experts * size("moe_intermediate_size", "intermediate_size")
+            intermediate += size("shared_expert_intermediate_size", default=0)
+        model = cls.from_shape(
+            hidden_size=hidden,
+            num_layers=layers,
+            num_heads=heads,
+            head_dim=size("head_dim", default=hidden // heads),
+            num_key_value_heads=size("num_key_value_heads", default=heads),
+            intermediate_size=intermediate,
+            vocab_size=size("vocab_size"),
+            attention_efficiency=attention_efficiency,
+        )
+        kinds = getattr(config, "layer_types", None)
+        full = sum(kind == "full_attention" for kind in kinds) / len(kinds) if kinds else 1.0
+        return cls(model.per_token, model.per_square * full)
+
+    @classmethod
+    def fit(cls, tokens: Sequence[float], squares: Sequence[float], seconds: Sequence[float]) -> CostModel:
+        """By least squares from timed steps of one rank, 20 or more of them; no coefficient comes out below 0.
+
+        Args:
+            tokens: (steps,) tokens of each step.
+            squares: (steps,) the sum of its documents' squared lengths.
+            seconds: (steps,) what it took.
+
+        Returns:
+            A model in seconds.
+
+        Raises:
+            ValueError: rows of different lengths, fewer than 3 steps, a number that isn't finite or a time below 0,
+                steps too much alike to tell the coefficients apart.
+        """
+        rows = [_finite_row(values, name) for values, name in ((tokens, "tokens"), (squares, "squares"))]
+        times = _finite_row(seconds, "seconds")
+        if len({len(rows[0]), len(rows[1]), len(times)}) != 1 or len(times) < 3:
+            raise ValueError(
+                "fit needs tokens, squares and seconds of the same 3 steps or more; got "
+                f"{len(rows[0])}, {len(rows[1])} and {len(times)}."
+            )
+        if times.min() < 0:
+            raise ValueError(f"seconds must be at least 0; got {times.min()}.")
+        columns = np.stack([*rows, np.ones(len(times))], axis=1)
+        scale = np.abs(columns).max(axis=0)
+        if not scale.all() or np.linalg.matrix_rank(columns / scale, tol=1e-9 * len(times)) < 3:
+            raise ValueError(
+                "the timed steps are too much alike to tell tokens, squares and the constant apart: time steps of "
+                "different fullness and document lengths."
+            )
+        # The best of all choices of coefficients that are left out: with three there are seven.
+        best, best_error = None, math.inf
+        for count in (3, 2, 1):
+            for chosen in combinations(range(3), count):
+                solution, *_ = np.linalg.lstsq(columns[:, chosen] / scale[list(chosen)], times, rcond=None)
+                error = float(np.square(columns[:, chosen] / scale[list(chosen)] @ solution - times).sum())
+                if (solution >= 0).all() and error < best_error:
+                    best, best_error = np.zeros(3), error
+                    best[list(chosen)] = solution / scale[list(chosen)]
+        assert best is not None, "a single non-negative column fits non-negative times with a coefficient of at least 0"
+        return cls(*(float(value) for value in best))
+
+    def whole_weights(self, capacity: int, num_ranks: int) -> tuple[int, int]:
+        """per_token and per_square as whole numbers in the same proportion, so that plans don't depend on rounding.
+
+        A step of `num_ranks` rows with `capacity` tokens each costs less than 2**62 in them.
+        """
+        scale = 2.0**_BITS / (num_ranks * (self.per_token * capacity + self.per_square * capacity**2))
+        ratio = 1.0 / min(value for value in (self.per_token, self.per_square) if value)
+        scale = max(scale, ratio)
+        weights = (round(self.per_token * scale), round(self.per_square * scale))
+        if num_ranks * (weights[0] * capacity + weights[1] * capacity**2) >= 2**62:
+            raise ValueError(
+                f"{self} can't be weighed in whole numbers for {num_ranks} rows of {capacity} tokens: per_token and "
+                "per_square are too far apart. Set the smaller one to 0."
+            )
+        return weights
+
+
+def _finite_row(values: ArrayLike, name: str) -> NDArray[np.float64]:
+    array = np.asarray(values)
+    if array.ndim != 1 or array.dtype.kind not in "iuf" or not np.isfinite(array).all():
+        raise ValueError(f"{name} must be a row of finite numbers; got {array.dtype} of shape {array.shape}.")
+    return array.astype(np.float64)
