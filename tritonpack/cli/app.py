@@ -133,8 +133,8 @@ def plan(
         Path,
         typer.Argument(
             metavar="LENGTHS",
-            help="Tokens of each document: whole numbers, or lists of token ids, in a .json, .jsonl, .npy, .parquet, .csv "
-            "or .txt file.",
+            help="Tokens of each document: whole numbers or lists of token ids in a .json, .jsonl, .npy, .parquet, "
+            ".csv or .txt file.",
         ),
     ],
     capacity: Annotated[int, typer.Option(min=1, help="Tokens that one GPU takes per step.", show_default=False)],
@@ -189,11 +189,9 @@ def plan(
         json=json,
     )
     try:
-        enough = examine(options)
+        examine(options)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
-    if not enough:
-        raise typer.Exit(1)
 
 
 @app.command()

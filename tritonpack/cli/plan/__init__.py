@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from tritonpack.cli.plan.reading import read_lengths
 from tritonpack.cli.plan.report import as_dict, findings, legend, table
 from tritonpack.cli.plan.ways import BASELINES, Result, compare, our_way
 from tritonpack.packing.cost import CostModel
-from tritonpack.packing.distributed import Objective, Tail
+from tritonpack.packing.epoch import Objective, Tail
 from tritonpack.packing.lengths import Overlong, OverlongReport, fit_lengths
 
 _SHOWN = "next-fit"  # whose loads are drawn beside ours
@@ -52,11 +52,8 @@ class Options:
     json: Path | None
 
 
-def examine(options: Options) -> bool:
+def examine(options: Options) -> None:
     """Read the lengths, plan them each way, print the table, draw the picture.
-
-    Returns:
-        Whether there is a step to train on.
 
     Raises:
         ValueError: lengths that can't be read or planned, a model that isn't there.
@@ -66,8 +63,8 @@ def examine(options: Options) -> bool:
 
     picture = options.out if options.out.suffix.lower() == ".png" else options.out / "plan.png"
     picture.parent.mkdir(parents=True, exist_ok=True)
-    for path in filter(None, (picture, options.json)):
-        path.touch()  # before the work, which may take long
+    if options.json is not None:
+        options.json.touch()  # before the work, which may take long
     console = Console()
     cost, whose = _cost(options.model)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -75,7 +72,15 @@ def examine(options: Options) -> bool:
         task = progress.add_task("reading lengths", total=1.0)
         documents = read_lengths(options.path, options.column, lambda share: progress.update(task, completed=share))
         fitted = fit_lengths(documents, options.capacity, options.overlong, name="--capacity")
-        ways = (our_way(options.objective, options.tail, options.lookahead, cost), *BASELINES)
+        count = len(fitted.lengths)
+        ours = our_way(
+            options.objective,
+            options.tail,
+            options.lookahead,
+            cost,
+            placed=lambda documents: progress.advance(task, documents / count),
+        )
+        ways = (ours, *BASELINES)
         progress.reset(task, description="planning", total=len(ways) * options.epochs)
         results = compare(
             ways,
@@ -86,25 +91,22 @@ def examine(options: Options) -> bool:
             seed=options.seed,
             epochs=options.epochs,
             cost=cost,
-            advance=lambda: progress.advance(task),
+            planned=lambda epochs: progress.update(task, completed=epochs),
         )
 
-    _print(console, _preface(options, documents, fitted.report, cost, whose))
+    for line in _preface(options, documents, fitted.report, cost, whose):
+        console.print(line, markup=False, highlight=False)
     console.print(table(results, options.epochs))
-    _print(console, legend(results))
+    console.print(legend(results))
     if options.json is not None:
         numbers = as_json(options, documents, fitted.report, cost, results)
         options.json.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
-    if not results[0].plan.num_steps:
-        picture.unlink()
-        _print(console, ["There is no step: too few documents for one. Plan for fewer ranks or with --tail keep."])
-        return False
-    _print(console, findings(results))
+    for line in findings(results):
+        console.print(line, markup=False, highlight=False)
     other = next(result for result in results if result.way.name == _SHOWN)
     title = f"{options.path.name}: {options.num_ranks:,} {'rank' if options.num_ranks == 1 else 'ranks'} of "
     draw(picture, results[0], other, fitted.lengths, cost, f"{title}{options.capacity:,} tokens", options.seed)
-    _print(console, [f"Picture: {picture}"])
-    return True
+    console.print(f"Picture: {picture}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _cost(model: str | None) -> tuple[CostModel, str]:
@@ -134,12 +136,11 @@ def _preface(
     )
     if report.documents:
         yield f"{report}."
-    yield (
-        f"Costs are those of {whose}: attention to a document of {cost.per_token / cost.per_square:,.0f} tokens takes as "
-        "long as all else."
-        if cost.per_square
-        else f"Costs are those of {whose}, whose attention doesn't grow with a document's squared length."
-    )
+    line = f"Costs are those of {whose}"
+    if cost.per_square:
+        even = cost.per_token / cost.per_square
+        line += f", in which attention to documents of {even:,.0f} tokens takes as long as all else"
+    yield f"{line}."
 
 
 def as_json(
@@ -155,9 +156,3 @@ def as_json(
         "cost": {"per_token": cost.per_token, "per_square": cost.per_square},
         "ways": as_dict(results),
     }
-
-
-def _print(console: Console, lines: Iterable[str]) -> None:
-    """Text as it is, neither coloured nor broken where a line of the terminal ends."""
-    for line in lines:
-        console.print(line, markup=False, highlight=False, soft_wrap=True)

@@ -29,9 +29,9 @@ _ROOM_COLOR = "#F2F2F2"
 _INK = "#333333"
 _BAND_COLOR = "#D6E6F2"
 _LOAD_STYLES: dict[str, dict[str, Any]] = {
-    "fullest rank": {"color": "#D55E00", "linewidth": 1.5},
+    "most loaded rank": {"color": "#D55E00", "linewidth": 1.5},
     "mean rank": {"color": _INK, "linewidth": 1.2, "linestyle": (0, (3, 1.5))},
-    "emptiest rank": {"color": "#0072B2", "linewidth": 1.2},
+    "least loaded rank": {"color": "#0072B2", "linewidth": 1.2},
 }
 _PACKED_LINES, _PADDED_LINES = 10, 16  # drawn at most
 _NARROWEST = 0.9  # the lowest load drawn, over the highest, is at most this
@@ -77,7 +77,8 @@ def draw(
     loads = [_work(result.plan, lengths, cost) for result in (other, ours)]
     for axes, result, work in zip((left, right), (other, ours), loads, strict=True):
         _draw_loads(axes, result, work)
-    shown = np.concatenate([work[:_STEPS].ravel() for work in loads])
+    # A last step may be nearly empty, and is no reason to draw the others small. Ours has a step at least.
+    shown = np.concatenate([work[: min(_STEPS, max(len(work) - 1, 1))].ravel() for work in loads])
     top = 1.01 * shown.max()
     left.set_ylim(min(0.99 * shown.min(), _NARROWEST * top), top)  # even loads look even
     left.set_ylabel("work of a rank, in tokens\n(attention counted in; the axis doesn't begin at 0)")
@@ -214,11 +215,14 @@ def _work(plan: Plan, lengths: NDArray[np.integer], cost: Cost) -> NDArray[np.fl
 
 def _draw_loads(axes: Axes, result: Result, work: NDArray[np.float64]) -> None:
     """The costliest, the mean and the cheapest rank of every step."""
+    if not len(work):
+        axes.set_title(f"{result.way.name}: no whole step")
+        return
     shown = work[:_STEPS]
-    fullest, mean, emptiest = shown.max(1), shown.mean(1), shown.min(1)
+    most, mean, least = shown.max(1), shown.mean(1), shown.min(1)
     edges = np.arange(len(shown) + 1) + 0.5
-    axes.stairs(fullest, edges, baseline=emptiest, fill=True, color=_BAND_COLOR)
-    for values, style in zip((fullest, mean, emptiest), _LOAD_STYLES.values(), strict=True):
+    axes.stairs(most, edges, baseline=least, fill=True, color=_BAND_COLOR)
+    for values, style in zip((most, mean, least), _LOAD_STYLES.values(), strict=True):
         axes.stairs(values, edges, baseline=None, **style)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
@@ -226,7 +230,9 @@ def _draw_loads(axes: Axes, result: Result, work: NDArray[np.float64]) -> None:
     axes.set_xlim(edges[0], edges[-1])
     waiting = 1 - work.sum() / (work.shape[1] * work.max(1).sum())
     waits = (
-        f"ranks wait {waiting:.1%} of the time for the fullest one" if work.shape[1] > 1 else "the work of each step"
+        f"ranks wait {waiting:.1%} of the time for the most loaded one"
+        if work.shape[1] > 1
+        else "the work of each step"
     )
     axes.set_title(f"{result.way.name}: {waits}")
 

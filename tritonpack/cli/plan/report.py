@@ -12,20 +12,18 @@ from tritonpack.cli.plan.ways import OURS, PADDED, Result
 from tritonpack.packing.statistics import PlanStatistics
 
 _MEANINGS = (
-    ("steps", "of one epoch, each with one row per rank."),
-    ("full", "how much of the rows' capacity holds tokens (efficiency): what is missing are extra steps."),
-    ("busy", "ranks wait for the one with the most tokens; the share of their time that they don't (utilization)."),
+    ("steps", "of an epoch, each with one row of documents per rank (GPU)"),
+    ("full", "the share of the rows that holds tokens (efficiency); the less, the more steps"),
+    ("busy", "what is left of the ranks' time when all wait for the one with the most tokens (utilization)"),
+    ("by cost", "the same with attention counted in, by documents' squared lengths (cost utilization)"),
+    ("lag", "of a step: sqrt(largest - smallest sum of a rank's squared lengths), in tokens; in the mean, and at most"),
+    ("padding", "its share of what is computed"),
     (
-        "by cost",
-        "the same with attention, which grows with a document's squared length, counted in (cost utilization).",
+        "spread",
+        "of the steps' mean document lengths: 1x is chance, more means some steps of long documents, some of short",
     ),
-    ("L2 lag", "sqrt(largest - smallest sum of squared lengths of a step's ranks), in tokens: mean and most."),
-    ("padding", "of what is computed."),
-    ("spread", "how far steps' mean document lengths lie apart, by shuffling alone 1x; more: some steps are all long."),
-    ("covered", "tokens that the epoch trains on; the rest is left over at its end, or was cut or dropped."),
+    ("covered", "the share of all tokens that is trained on; the rest is left over at the end, cut off or dropped"),
 )
-
-
 _HEADERS = ("steps", "full\n%", "busy\n%", "by cost\n%", "L2\nlag", "most\nlag", "padding\n%", "spread", "covered\n%")
 
 
@@ -55,14 +53,16 @@ def table(results: Sequence[Result], epochs: int) -> Table:
     return result
 
 
-def legend(results: Sequence[Result]) -> Iterator[str]:
-    """What the ways and the columns are, a line each."""
-    yield "Ways:"
+def legend(results: Sequence[Result]) -> Table:
+    """What the ways and the columns are."""
+    result = Table.grid(padding=(0, 1))
     for found in results:
-        yield f"  {found.way.name:11} {found.way.meaning}"
-    yield "Columns:"
+        result.add_row(found.way.name, found.way.meaning)
+    result.add_row()
     for name, meaning in _MEANINGS:
-        yield f"  {name:11} {meaning}"
+        result.add_row(name, meaning)
+    result.add_row()
+    return result
 
 
 def findings(results: Sequence[Result]) -> Iterator[str]:
@@ -74,7 +74,7 @@ def findings(results: Sequence[Result]) -> Iterator[str]:
     times = ours["cost_utilization"] / padded["cost_utilization"]
     yield (
         f"By this cost the same tokens take padded rows {times:.2f} times as long as tritonpack's: "
-        f"{padded['padding']:.1%} of what they compute is padding, and ranks wait for the one with the longest documents."
+        f"{padded['padding']:.1%} of what they compute is padding, and ranks wait for the longest documents."
     )
     if left_out := 1 - (ours["tokens_covered"] or 0):
         yield (

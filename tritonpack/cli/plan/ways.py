@@ -9,6 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tritonpack.packing.baselines import interleaved_rows, next_fit_rows, padded_rows, shuffled_bins
+from tritonpack.packing.cost import CostModel
+from tritonpack.packing.epoch import Objective, Tail, plan_epoch
 from tritonpack.packing.plan import Plan
 from tritonpack.packing.statistics import Cost, PlanStatistics, mean_over_epochs, plan_statistics
 
@@ -29,7 +31,7 @@ class Way:
 
     name: str
     meaning: str
-    plan: Callable[[NDArray[np.integer], int, int, int, int], Plan]
+    plan: Callable[[NDArray[np.int32], int, int, int, int], Plan]
     padded: bool = False
 
 
@@ -68,18 +70,31 @@ class Result:
         return mean_over_epochs(self.epochs)
 
 
-def our_way(objective: Objective, tail: Tail, lookahead: float, cost: CostModel) -> Way:
-    """tritonpack's planner with its options."""
+def our_way(
+    objective: Objective, tail: Tail, lookahead: float, cost: CostModel, placed: Callable[[int], object] | None = None
+) -> Way:
+    """tritonpack's planner with its options; `placed` is told of each step's number of documents."""
 
-    def plan(lengths: NDArray[np.integer], capacity: int, num_ranks: int, seed: int, epoch: int) -> Plan:
-        raise NotImplementedError
+    def plan(lengths: NDArray[np.int32], capacity: int, num_ranks: int, seed: int, epoch: int) -> Plan:
+        return plan_epoch(
+            lengths,
+            capacity,
+            num_ranks,
+            seed=seed,
+            epoch=epoch,
+            objective=objective,
+            cost_model=cost if objective == "cost" else None,
+            tail=tail,
+            lookahead=lookahead,
+            advance=placed,
+        )
 
     return Way(OURS, "steps planned one by one from shuffled documents: rows full, ranks equally loaded", plan)
 
 
 def compare(
     ways: Sequence[Way],
-    lengths: NDArray[np.integer],
+    lengths: NDArray[np.int32],
     *,
     total_tokens: int,
     capacity: int,
@@ -87,14 +102,17 @@ def compare(
     seed: int,
     epochs: int,
     cost: Cost,
-    advance: Callable[[], None],
+    planned: Callable[[int], object],
 ) -> list[Result]:
     """Plan the epochs each way.
 
     Args:
         lengths: (pieces,) from 1 to `capacity`.
         total_tokens: of the documents before they were fitted.
-        advance: called after each epoch of each way.
+        planned: told of the number of epochs planned so far, those of all ways.
+
+    Raises:
+        ValueError: a way that can't plan these.
     """
     results = []
     for way in ways:
@@ -104,6 +122,6 @@ def compare(
             plan = way.plan(lengths, capacity, num_ranks, seed, epoch)
             plans = plans or [plan]
             found.append(plan_statistics(plan, lengths, cost=cost, total_tokens=total_tokens, padded=way.padded))
-            advance()
+            planned(len(results) * epochs + len(found))
         results.append(Result(way, plans[0], tuple(found)))
     return results
