@@ -19,28 +19,55 @@ import json
 import os
 import platform
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from types import SimpleNamespace
-from typing import Any
+from typing import Any, get_args
 
 import numba
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.lengths import log_normal, lookalike
 from benchmarks.packing.peers import Lengths, Packer, Sampler, load
 from tritonpack.packing import pack
 from tritonpack.packing.baselines import interleaved_rows, next_fit_rows, shuffled_bins
+from tritonpack.packing.bins import Algorithm
+from tritonpack.packing.cost import CostModel
+from tritonpack.packing.epoch import plan_epoch
 from tritonpack.packing.plan import Plan
 from tritonpack.packing.statistics import mean_over_epochs, plan_statistics
 
-COST = SimpleNamespace(per_token=57255.0, per_square=1.9)  # a Llama-3-8B's, attention at 0.6 of the others' speed
+COST = CostModel(per_token=57255.0, per_square=1.9)  # a Llama-3-8B's, attention at 0.6 of the others' speed
 
 
 def ours() -> list[Sampler]:
-    """Our planner with each objective and tail, and the baselines."""
-    return []
+    """Our planner with each objective and tail."""
+
+    def sampler(name: str, **options: Any) -> Sampler:
+        def plan(lengths: NDArray[np.int32], capacity: int, ranks: int, seed: int, epoch: int) -> Plan:
+            return plan_epoch(lengths, capacity, ranks, seed=seed, epoch=epoch, **options)
+
+        def from_wide(lengths: Lengths, *how: int) -> Plan:
+            return plan(lengths.astype(np.int32), *how)
+
+        return Sampler(f"tritonpack {name}", from_wide, plan, lambda lengths: lengths.astype(np.int32))
+
+    return [
+        sampler("quadratic"),
+        sampler("quadratic, look ahead 5%", lookahead=0.05),
+        sampler("quadratic, spread", tail="spread"),
+        sampler("quadratic, keep", tail="keep"),
+        sampler("linear", objective="linear"),
+        sampler("cost", objective="cost", cost_model=COST),
+        sampler("cost, spread", objective="cost", cost_model=COST, tail="spread"),
+    ]
+
+
+def our_packers() -> list[Packer]:
+    """pack with each algorithm."""
+    return [Packer(f"tritonpack {name}", partial(pack, algorithm=name)) for name in get_args(Algorithm)]
 
 
 def baselines() -> list[Sampler]:
@@ -146,7 +173,7 @@ def main() -> None:
     )
     print("Absent: " + ("; ".join(f"{name} ({why})" for name, why in peers.absent.items()) or "none"))
     print_quality([*ours(), *baselines(), *peers.samplers], lengths, options)
-    print_times([Packer("tritonpack", pack), *peers.packers], options)
+    print_times([*our_packers(), *peers.packers], options)
 
 
 if __name__ == "__main__":

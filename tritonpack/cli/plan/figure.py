@@ -210,7 +210,8 @@ def _letters(number: int) -> str:
 def _work(plan: Plan, lengths: NDArray[np.integer], cost: Cost) -> NDArray[np.float64]:
     """(steps, ranks): what each row costs, over what a token does."""
     wide = lengths.astype(np.int64)
-    return plan.sums(wide) + cost.per_square / cost.per_token * plan.sums(wide**2)
+    work = plan.sums(wide) + cost.per_square / cost.per_token * plan.sums(wide**2)
+    return work.astype(np.float64)
 
 
 def _draw_loads(axes: Axes, result: Result, work: NDArray[np.float64]) -> None:

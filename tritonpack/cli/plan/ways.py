@@ -114,10 +114,10 @@ def compare(
     Raises:
         ValueError: a way that can't plan these.
     """
-    results = []
+    results: list[Result] = []
     for way in ways:
-        plans = []
-        found = []
+        plans: list[Plan] = []
+        found: list[PlanStatistics] = []
         for epoch in range(epochs):
             plan = way.plan(lengths, capacity, num_ranks, seed, epoch)
             plans = plans or [plan]
