@@ -171,6 +171,8 @@ def plan(
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("the plan needs matplotlib, which isn't installed; pip install 'tritonpack[plots]'")
+    if model is not None and importlib.util.find_spec("transformers") is None:
+        raise typer.BadParameter("--model needs transformers, which isn't installed; pip install transformers")
     from tritonpack.cli.plan import Options, examine
 
     options = Options(

@@ -5,7 +5,7 @@ Each takes whole documents in an order drawn from (seed, epoch), and fills the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,6 @@ from tritonpack.packing.lengths import fit_lengths, positive_integer
 from tritonpack.packing.plan import Plan
 
 Lengths = Sequence[int] | NDArray[Any]
-Baseline = Callable[..., Plan]  # (lengths, capacity, num_ranks, seed=0, epoch=0)
 
 
 def padded_rows(lengths: Lengths, capacity: int, num_ranks: int, seed: int = 0, epoch: int = 0) -> Plan:
@@ -39,7 +38,7 @@ def padded_rows(lengths: Lengths, capacity: int, num_ranks: int, seed: int = 0, 
 def interleaved_rows(lengths: Lengths, capacity: int, num_ranks: int, seed: int = 0, epoch: int = 0) -> Plan:
     """As `padded_rows`, each step's documents sorted by length and dealt out to the ranks one by one, unpadded.
 
-    This is what the multipack project compares its samplers with.
+    This is what the multipack project compares its samplers with. Arguments and errors are those of `padded_rows`.
     """
     return _fixed_number(lengths, capacity, num_ranks, seed, epoch, alike=True)
 
