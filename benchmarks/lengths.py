@@ -46,6 +46,28 @@ def distributions(tokens: int, lengths_file: Path | None = None) -> dict[str, li
     return batches
 
 
+def lookalike(documents: int = 6144, seed: int = 0) -> np.ndarray:
+    """(documents,) int64: lengths like those of the OpenChat conversations that the multipack project publishes.
+
+    Those are 6,144 conversations cut at 2,048 tokens, which 3,160 of them reach; the others have 24 to 2,047 tokens,
+    1,022 in the mean with a standard deviation of 507, which a beta distribution between these bounds gives. The mean
+    of all is 1,550. Order is random.
+    """
+    rng = np.random.default_rng(seed)
+    cut = round(documents * 3160 / 6144)
+    low, high, mean, deviation = 24, 2047, 1022, 507
+    share = (mean - low) / (high - low)
+    strength = share * (1 - share) / (deviation / (high - low)) ** 2 - 1
+    others = low + (high - low) * rng.beta(share * strength, (1 - share) * strength, documents - cut)
+    return rng.permutation(np.concatenate([np.full(cut, 2048), np.rint(others).astype(np.int64)]))
+
+
+def log_normal(documents: int, mean: float = 600, sigma: float = 1.0, high: int = 8192, seed: int = 0) -> np.ndarray:
+    """(documents,) int64: log-normal lengths from 1 to `high`; `mean` is that before they are cut at `high`."""
+    draws = np.random.default_rng(seed).lognormal(np.log(mean) - sigma**2 / 2, sigma, documents)
+    return np.clip(draws, 1, high).astype(np.int64)
+
+
 def visible_pairs(lengths: list[int]) -> int:
     """How many (query, key) pairs a causal batch computes."""
     return sum(n * (n + 1) // 2 for n in lengths)

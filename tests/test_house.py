@@ -53,6 +53,7 @@ GUESTS = {
     "axolotl": {"integrations"},
     "matplotlib": {"cli"},
     "numba": {"packing"},
+    "pyarrow": {"cli"},
     "pydantic": {"integrations"},
     "rich": {"cli"},
     "torch.distributed": {"packing"},

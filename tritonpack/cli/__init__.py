@@ -1,4 +1,4 @@
-"""The command line: `tritonpack check`, `tritonpack check-backend`, `tritonpack demo` and `tritonpack doctor`."""
+"""The command line: `tritonpack check`, `check-backend`, `demo`, `doctor` and `plan`."""
 
 from __future__ import annotations
 

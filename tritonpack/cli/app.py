@@ -21,6 +21,9 @@ _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16"]
 Size = Literal["auto", "tiny", "small"]
+Objective = Literal["quadratic", "linear", "cost"]
+Tail = Literal["drop", "spread", "keep"]
+Overlong = Literal["error", "truncate", "split", "drop"]
 
 
 class CheckedDType(str, Enum):  # a list of Literals is beyond typer
@@ -122,6 +125,75 @@ def check(
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     raise typer.Exit(code)
+
+
+@app.command()
+def plan(
+    lengths: Annotated[
+        Path,
+        typer.Argument(
+            metavar="LENGTHS",
+            help="Tokens of each document: whole numbers or lists of token ids in a .json, .jsonl, .npy, .parquet, "
+            ".csv or .txt file.",
+        ),
+    ],
+    capacity: Annotated[int, typer.Option(min=1, help="Tokens that one GPU takes per step.", show_default=False)],
+    ranks: Annotated[int, typer.Option(min=1, help="GPUs (data-parallel processes).")] = 1,
+    epochs: Annotated[int, typer.Option(min=1, help="Epochs to plan; the table has their means.")] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Decides the order of documents.")] = 0,
+    objective: Annotated[
+        Objective,
+        typer.Option(
+            help="What ranks of a step have alike: squared lengths (attention's load), tokens, or the model's cost."
+        ),
+    ] = "quadratic",
+    tail: Annotated[
+        Tail,
+        typer.Option(help="What doesn't fill a last step: drop it, spread it over all steps, or keep a partial step."),
+    ] = "drop",
+    lookahead: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="Documents to choose a step's from, beyond its own; a share of it.")
+    ] = 0.01,
+    overlong: Annotated[Overlong, typer.Option(help="What to do with documents longer than --capacity.")] = "error",
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Whose cost counts: a model on the Hub, a folder, a config.json.", show_default="a Llama of 8B"
+        ),
+    ] = None,
+    column: Annotated[str | None, typer.Option(help="Where the file has several: the one with the lengths.")] = None,
+    out: Annotated[Path, typer.Option(help="Folder for the picture, or its name, ending in .png.")] = Path("plan-out"),
+    json: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the numbers there as well.")] = None,
+) -> None:
+    """Show how full and how even packed batches of your documents are, beside padded and simpler ones; draw a picture.
+
+    Example: tritonpack plan lengths.json --capacity 32768 --ranks 8
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("the plan needs matplotlib, which isn't installed; pip install 'tritonpack[plots]'")
+    if model is not None and importlib.util.find_spec("transformers") is None:
+        raise typer.BadParameter("--model needs transformers, which isn't installed; pip install transformers")
+    from tritonpack.cli.plan import Options, examine
+
+    options = Options(
+        path=lengths,
+        column=column,
+        capacity=capacity,
+        num_ranks=ranks,
+        epochs=epochs,
+        seed=seed,
+        objective=objective,
+        tail=tail,
+        lookahead=lookahead,
+        overlong=overlong,
+        model=model,
+        out=out,
+        json=json,
+    )
+    try:
+        examine(options)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 @app.command()

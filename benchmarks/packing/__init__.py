@@ -1,0 +1,1 @@
+"""Packing, measured: `pytest benchmarks/packing --benchmark-only`, and `python -m benchmarks.packing.compare`."""

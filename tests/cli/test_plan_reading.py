@@ -1,0 +1,174 @@
+import sys
+
+import numpy as np
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from tritonpack.cli.plan.reading import read_lengths
+
+
+def written(tmp_path, name, content):
+    path = tmp_path / name
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "column"),
+    [
+        ("a.json", "[3, 1, 2]", None),
+        ("a.json", "[[7, 8, 9], [7], [7, 8]]", None),
+        ("a.json", '[{"length": 3}, {"length": 1}, {"length": 2}]', None),
+        ("a.json", '{"text": ["a", "b", "c"], "n": [3, 1, 2]}', "n"),
+        ("a.json", '{"input_ids": [[7, 8, 9], [7], [7, 8]], "labels": []}', None),
+        ("a.json", "\ufeff[3, 1, 2]", None),
+        ("a.jsonl", "3\n1\n2\n", None),
+        ("a.jsonl", "3\r\n\r\n1\r\n2", None),
+        ("a.jsonl", "[7, 8, 9]\n[7]\n[7, 8]\n", None),
+        ("a.jsonl", '{"tokens": [7, 8, 9]}\n{"tokens": [7]}\n{"tokens": [7, 8]}\n', None),
+        ("a.jsonl", '{"a": 9, "n": 3}\n{"n": 1, "a": 9}\n{"a": 9, "n": 2}\n', "n"),
+        ("a.JSONL", "3\n1\n2\n", None),
+        ("a.txt", "3\n 1\n\n2", None),
+        ("a.csv", "3\n1\n2\n", None),
+        ("a.csv", "length\n3\n1\n2\n", None),
+        ("a.csv", 'text,n\n"two\nlines, and a comma",3\nb,1\n\nc, 2\n', "n"),
+        ("a.csv", "length,text\n3,a\n1,b\n2,c\n", None),
+    ],
+)
+def test_reads(tmp_path, name, content, column):
+    lengths = read_lengths(written(tmp_path, name, content), column)
+    assert lengths.tolist() == [3, 1, 2]
+    assert lengths.dtype == np.int64
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint8, np.int32, ">u4"])
+def test_reads_npy(tmp_path, dtype):
+    np.save(tmp_path / "a.npy", np.array([3, 1, 2], dtype=dtype))
+    assert read_lengths(tmp_path / "a.npy").tolist() == [3, 1, 2]
+
+
+def test_reads_parquet(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    ids = [[7, 8, 9], [7], [7, 8]]
+    table = pyarrow.table({"text": ["a", "b", "c"], "n": pyarrow.array([3, 1, 2], pyarrow.uint16()), "input_ids": ids})
+    parquet.write_table(table, tmp_path / "a.parquet", row_group_size=2)
+    assert read_lengths(tmp_path / "a.parquet").tolist() == [3, 1, 2]
+    assert read_lengths(tmp_path / "a.parquet", "n").tolist() == [3, 1, 2]
+    with pytest.raises(ValueError, match=r"a.parquet, column 'text', holds string, neither integers nor lists"):
+        read_lengths(tmp_path / "a.parquet", "text")
+    with pytest.raises(ValueError, match=r"a.parquet has no column 'm'; it has 'text', 'n', 'input_ids'"):
+        read_lengths(tmp_path / "a.parquet", "m")
+
+
+@pytest.mark.parametrize(
+    ("column", "message"),
+    [
+        ([3, None, 2], "column 'n', has 1 missing values"),
+        ([3.0, 1.0], "column 'n', holds double"),
+        ([3, 0], "document 1, is a document of 0 tokens"),
+        ([[7], []], "document 1, is a document of 0 tokens"),
+        ([["a"]], "column 'n', holds string"),
+    ],
+)
+def test_refuses_parquet(tmp_path, column, message):
+    pyarrow = pytest.importorskip("pyarrow")
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.table({"n": column}), tmp_path / "a.parquet")
+    with pytest.raises(ValueError, match=message):
+        read_lengths(tmp_path / "a.parquet")
+
+
+def test_parquet_without_pyarrow(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match=r"a.parquet is read with pyarrow, which isn't installed; pip install pyarrow"):
+        read_lengths(written(tmp_path, "a.parquet", "PAR1"))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.json", "", "line 1, isn't JSON"),
+        ("a.json", "[1,\n2,\nx]", "a.json, line 3, isn't JSON"),
+        ("a.json", "1\n2\n", "with a document on each line it is a .jsonl file"),
+        ("a.json", "3", "holds the int 3, not a list of documents"),
+        ("a.json", "[]", "holds no document"),
+        ("a.json", "{}", "has the columns none"),
+        ("a.json", '{"a": [1], "b": [2]}', "'a', 'b'; say with --column"),
+        ("a.json", "[1, NaN]", "document 1, is nan, no number"),
+        ("a.json", "[1, 2.0]", "document 1, is the number 2.0"),
+        ("a.json", "[1, true]", "document 1, is true or false"),
+        ("a.json", "[1, null]", "document 1, is missing"),
+        ("a.json", '[1, "two"]', "document 1, is the text 'two'"),
+        ("a.json", "[1, -2]", "document 1, is a document of -2 tokens"),
+        ("a.json", "[[7], []]", "document 1, is a document of 0 tokens"),
+        ("a.json", '[["Hello", "world"]]', "document 0, is a list that begins with the text 'Hello'"),
+        ("a.json", "[" * 100_000, "isn't a list of documents"),
+        ("a.json", "[" + "9" * 5000 + "]", "isn't a list of documents"),
+        ("a.json", b"\xff\xfe\x00", "a.json isn't text in UTF-8"),
+        ("a.jsonl", "", "holds no document"),
+        ("a.jsonl", "3\n\n4 5\n", "a.jsonl, line 3, isn't JSON"),
+        ("a.jsonl", "3\nNaN\n", "line 2, is nan"),
+        ("a.jsonl", '{"a": 1, "b": 2}', "line 1 has the columns 'a', 'b'; say with --column"),
+        ("a.jsonl", '{"n": 1}\n{"m": 1}', "line 2 has no column 'n'; it has 'm'"),
+        ("a.jsonl", '{"n": 1}\n{"n": 0}', "line 2, is a document of 0 tokens"),
+        ("a.jsonl", "\x89PNG", "line 1, isn't JSON"),
+        ("a.txt", "3\n4.5\n", "line 2, is the number 4.5"),
+        ("a.txt", "3\nfour\n", "line 2, is the text 'four'"),
+        ("a.txt", "3\n99999999999999999999\n", "line 2, is a document of 99999999999999999999 tokens"),
+        ("a.csv", "length\n3\nnan\n", "line 3, is nan"),
+        ("a.csv", "nan\n3\n", "line 1, is nan"),
+        ("a.csv", "n,m\n3,4\n3\n", "has the columns 'n', 'm'"),
+        ("a.csv", "length,m\n3,4\n3\n", "line 3, has 1 cells where the first line has 2"),
+        ("a.npy", "[1, 2]", "isn't a NumPy file, though it ends in .npy"),
+        ("a.npy", b"\x93NUMPY\x01\x00", "isn't a whole NumPy file"),
+        ("a.parquet", "PAR1 or so", "a.parquet isn't a whole parquet file"),
+        ("a.arrow", "", "ends in '.arrow'; lengths are read from .json, .jsonl, "),
+    ],
+)
+def test_refuses(tmp_path, name, content, message):
+    if name.endswith("parquet"):
+        pytest.importorskip("pyarrow")
+    path = written(tmp_path, name, content)
+    with pytest.raises(ValueError, match=message) as info:
+        read_lengths(path)
+    assert str(path) in str(info.value)
+    assert "\n" not in str(info.value)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (np.array([1.0, 2.0]), "float64 of shape \\(2,\\), not a row of integers"),
+        (np.array([[1, 2]]), r"int64 of shape \(1, 2\)"),
+        (np.array([4, 0]), "document 1, is a document of 0 tokens"),
+        (np.array([4, 2**63], dtype=np.uint64), "document 1, is a document of 9223372036854775808 tokens"),
+        (np.zeros(0, dtype=np.int64), "holds no document"),
+        (np.array([[1], [2, 3]], dtype=object), "isn't a whole NumPy file of plain numbers"),
+    ],
+)
+def test_refuses_npy(tmp_path, values, message):
+    np.save(tmp_path / "a.npy", values, allow_pickle=True)
+    with pytest.raises(ValueError, match=message):
+        read_lengths(tmp_path / "a.npy")
+
+
+def test_missing_files_and_folders(tmp_path):
+    with pytest.raises(ValueError, match="there is no file"):
+        read_lengths(tmp_path / "nothing.json")
+    with pytest.raises(ValueError, match="is a folder; name the file"):
+        read_lengths(tmp_path)
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.txt", "3\n"), ("a.jsonl", "3\n"), ("a.json", "[3]")])
+def test_a_column_of_what_has_none(tmp_path, name, content):
+    with pytest.raises(ValueError, match="column"):
+        read_lengths(written(tmp_path, name, content), "length")
+
+
+def test_tells_how_far_it_is(tmp_path):
+    shares = []
+    read_lengths(written(tmp_path, "a.jsonl", "12\n" * 20_000), advance=shares.append)
+    assert shares == sorted(shares)
+    assert 0 < shares[0] < shares[-1] <= 1

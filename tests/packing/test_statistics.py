@@ -1,0 +1,170 @@
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from tritonpack.packing.plan import Plan
+from tritonpack.packing.statistics import mean_over_epochs, plan_statistics
+
+COST = SimpleNamespace(per_token=3.0, per_square=0.25)
+
+
+def plan_of(steps, capacity):
+    """A plan from lists: steps of ranks of documents."""
+    rows = [row for step in steps for row in step]
+    items = np.array([item for row in rows for item in row], dtype=np.int32)
+    offsets = np.cumsum([0, *map(len, rows)])
+    return Plan(items, offsets, num_ranks=len(steps[0]) if steps else 2, capacity=capacity)
+
+
+def naive(steps, lengths, capacity, padded):
+    """The definitions, one after the other, in plain Python."""
+    ranks = len(steps[0])
+    loads, costs, squares, own, slots, lags = [], [], [], 0, 0, []
+    own_cost = 0.0
+    for step in steps:
+        taken = [[max(lengths[i] for i in row) if padded else lengths[i] for i in row] for row in step]
+        loads.append([sum(row) for row in taken])
+        squares.append([sum(x * x for x in row) for row in taken])
+        costs.append([3.0 * sum(row) + 0.25 * sum(x * x for x in row) for row in taken])
+        lags.append(math.sqrt(max(squares[-1]) - min(squares[-1])))
+        for row in step:
+            own += sum(lengths[i] for i in row)
+            own_cost += sum(3.0 * lengths[i] + 0.25 * lengths[i] ** 2 for i in row)
+            if row:
+                slots += len(row) * max(lengths[i] for i in row)
+    planned = {i for step in steps for row in step for i in row}
+    whole = [step for step in steps[:-1] if any(step)]
+    means = [sum(lengths[i] for row in step for i in row) / sum(map(len, step)) for step in whole]
+    mean = sum(means) / len(means) if means else 0
+    sigma = math.sqrt(sum((x - sum(lengths) / len(lengths)) ** 2 for x in lengths) / len(lengths))
+    spread = None
+    if len(means) >= 2 and sigma:
+        deviation = math.sqrt(sum((x - mean) ** 2 for x in means) / (len(means) - 1))
+        spread = deviation / (sigma * math.sqrt(sum(1 / sum(map(len, step)) for step in whole) / len(whole)))
+    share = 1 - own / slots if slots else 0.0
+    return {
+        "num_steps": len(steps),
+        "num_ranks": ranks,
+        "capacity": capacity,
+        "documents": sum(len(row) for step in steps for row in step),
+        "tokens": own,
+        "efficiency": own / (len(steps) * ranks * capacity),
+        "utilization": own / (ranks * sum(map(max, loads))),
+        "cost_utilization": own_cost / (ranks * sum(map(max, costs))),
+        "l2_lag": math.sqrt(sum(lag**2 for lag in lags) / len(lags)),
+        "l2_lag_max": max(lags),
+        "padding": share if padded else 0.0,
+        "padding_saved": 0.0 if padded else share,
+        "spread": spread,
+        "tokens_covered": sum(lengths[i] for i in planned) / sum(lengths),
+        "documents_covered": len(planned) / len(lengths),
+    }
+
+
+HAND_MADE = {
+    "one row": [[[0, 1, 2]]],
+    "empty rows": [[[], [3]], [[0, 1], []], [[], [2]]],
+    "an empty step": [[[0], [1]], [[], []], [[2, 3], [4]], [[5], []]],
+    "one document per row": [[[0], [1]], [[2], [3]], [[4], [5]]],
+    "a document twice": [[[0, 1], [1]], [[2], [3, 4]], [[5], [6, 0]]],
+}
+LENGTHS = [5, 3, 9, 1, 4, 8, 2, 7]
+
+
+@pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])
+@pytest.mark.parametrize("steps", HAND_MADE.values(), ids=HAND_MADE.keys())
+def test_equals_the_definitions(steps, padded):
+    found = plan_statistics(plan_of(steps, 20), LENGTHS, cost=COST, padded=padded)
+    assert vars(found) == pytest.approx(naive(steps, LENGTHS, 20, padded))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_equals_the_definitions_on_random_plans(seed):
+    rng = np.random.default_rng(seed)
+    num_steps, ranks, count = int(rng.integers(1, 9)), int(rng.integers(1, 6)), int(rng.integers(1, 60))
+    lengths = rng.integers(1, int(rng.integers(2, 3000)), count)
+    rows = [[[] for _ in range(ranks)] for _ in range(num_steps)]
+    for item in rng.permutation(count)[: rng.integers(1, count + 1)].tolist():
+        rows[rng.integers(num_steps)][rng.integers(ranks)].append(item)
+    for padded in (False, True):
+        found = plan_statistics(plan_of(rows, 10_000), lengths, cost=COST, padded=padded)
+        assert vars(found) == pytest.approx(naive(rows, lengths.tolist(), 10_000, padded))
+
+
+def test_squares_and_sums_do_not_wrap():
+    """One document of 2**31 - 1 tokens: its square takes 62 bits, and the running sum of four more than 64."""
+    longest = 2**31 - 1
+    plan = plan_of([[[0], [1]], [[2], [3]], [[4], [5]]], longest)
+    found = plan_statistics(plan, np.full(6, longest, dtype=np.int32), cost=COST)
+    assert found.tokens == 6 * longest
+    assert (found.efficiency, found.utilization, found.cost_utilization, found.l2_lag_max) == (1, 1, 1, 0)
+    uneven = plan_statistics(plan, np.array([longest, 1] * 3, dtype=np.int32))
+    assert uneven.l2_lag == uneven.l2_lag_max == pytest.approx(longest)
+
+
+def test_no_cost_no_cost_utilization():
+    assert plan_statistics(plan_of([[[0], [1]]], 9), [4, 5]).cost_utilization is None
+
+
+def test_an_empty_plan():
+    found = plan_statistics(Plan(np.zeros(0, np.int32), np.zeros(1, np.int64), 4, 10), [3, 4], cost=COST)
+    assert (found.num_steps, found.tokens, found.documents_per_step) == (0, 0, 0.0)
+    assert (found.efficiency, found.utilization, found.cost_utilization, found.tokens_covered) == (1, 1, 1, 0)
+    assert (found.l2_lag, found.l2_lag_max, found.padding_saved, found.spread) == (0, 0, 0, None)
+
+
+def test_covered_tokens_are_a_share_of_what_there_was_before_documents_were_cut():
+    plan = plan_of([[[0], [1]]], 8)
+    assert plan_statistics(plan, [8, 8], total_tokens=20).tokens_covered == 0.8
+
+
+def test_spread_is_one_for_shuffled_steps_and_large_for_sorted_ones():
+    rng = np.random.default_rng(0)
+    lengths = rng.lognormal(6, 1, 40_000).astype(np.int64) + 1
+    shuffled = rng.permutation(len(lengths)).astype(np.int32)
+    offsets = np.arange(0, len(lengths) + 1, 50)
+    spread = plan_statistics(Plan(shuffled, offsets, 2, 10**6), lengths).spread
+    assert spread == pytest.approx(1, abs=0.15)  # 5 standard deviations, for 400 steps
+    by_length = np.argsort(lengths).astype(np.int32)
+    assert plan_statistics(Plan(by_length, offsets, 2, 10**6), lengths).spread > 5
+
+
+def test_the_partial_last_step_does_not_count_as_spread():
+    lengths = [10, 20, 30, 10, 20, 30, 1000]
+    even = [[[0, 1, 2]], [[3, 4, 5]], [[6]]]
+    assert plan_statistics(plan_of(even, 2000), lengths).spread == 0
+
+
+def test_spread_needs_three_steps_and_lengths_that_differ():
+    assert plan_statistics(plan_of([[[0]], [[1]]], 9), [3, 4]).spread is None
+    assert plan_statistics(plan_of([[[0]], [[1]], [[2]]], 9), [4, 4, 4]).spread is None
+
+
+def test_means_over_epochs():
+    first, second = (plan_statistics(plan_of([[[0]], [[1]], rest], 10), [2, 8, 5]) for rest in ([[2]], [[]]))
+    means = mean_over_epochs([first, second])
+    assert means["tokens"] == 12.5
+    assert means["efficiency"] == pytest.approx((15 / 30 + 10 / 30) / 2)
+    assert means["cost_utilization"] is None
+
+
+@pytest.mark.parametrize(
+    ("lengths", "total", "message"),
+    [
+        ([3], None, "holds document 1, but there are only 1 lengths"),
+        ([3, 0], None, "document 1 has length 0"),
+        ([3.0, 4.0], None, "row of integers"),
+        ([3, 4], 0, "total_tokens must be at least 1; got 0"),
+    ],
+)
+def test_refuses(lengths, total, message):
+    with pytest.raises(ValueError, match=message):
+        plan_statistics(plan_of([[[0], [1]]], 9), lengths, total_tokens=total)
+
+
+def test_reads_as_a_line():
+    assert str(plan_statistics(plan_of([[[0], [1]]], 10), [3, 4])) == (
+        "1 steps of 2 ranks, efficiency 35.00%, utilization 87.50%, L2 lag 3 (at most 3), 100.00% of all tokens"
+    )
