@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 from tests.packing.lengths import log_normal
 from tritonpack import CostModel, MultipackDistributedBatchSampler
 
-LENGTHS = log_normal(700, mean=100, longest=512)
+LENGTHS = log_normal(700, mean=100, high=512)
 CAPACITY = 512
 
 

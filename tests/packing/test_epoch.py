@@ -16,7 +16,7 @@ AWKWARD = {
     "tiny": np.full(20_000, 3, dtype=np.int32),
     "one-giant": np.concatenate([np.full(1, 1024), np.full(3000, 16)]).astype(np.int32),
     "two-sizes": np.tile(np.array([700, 340], dtype=np.int32), 200),
-    "mixed": log_normal(3000, mean=150, longest=1024),
+    "mixed": log_normal(3000, mean=150, high=1024),
 }
 
 
@@ -52,10 +52,11 @@ def deferrals(plan, order):
 
 @pytest.mark.parametrize("options", OBJECTIVES.values(), ids=OBJECTIVES)
 @pytest.mark.parametrize("tail", ["drop", "spread", "keep"])
+@pytest.mark.parametrize("together", [1, 3])
 @pytest.mark.parametrize("name", AWKWARD)
-def test_rows_fit_and_hold_each_document_once(name, tail, options):
+def test_rows_fit_and_hold_each_document_once(name, together, tail, options):
     lengths = AWKWARD[name]
-    plan = plan_epoch(lengths, 1024, 4, tail=tail, **options)
+    plan = plan_epoch(lengths, 1024, 4, tail=tail, steps_together=together, **options)
     assert_sound(plan, lengths, 1024)
     if tail != "drop":
         assert sorted(plan.items.tolist()) == list(range(len(lengths)))
@@ -101,6 +102,22 @@ def test_spread_makes_the_fewest_steps_equally_full(epoch):
     assert len(plan.items) == len(lengths)
     steps = tokens.sum(axis=1)
     assert steps.min() > 0.95 * steps.max()
+
+
+def test_steps_planned_together_are_fuller_and_keep_the_stream_s_order():
+    lengths = openchat()
+    alone, together = (plan_epoch(lengths, 4096, 1, tail="keep", steps_together=steps) for steps in (1, 64))
+    assert measures(alone, lengths)["efficiency"] < 0.9
+    assert measures(together, lengths)["efficiency"] > 0.98
+    step_of = np.empty(len(lengths), dtype=np.int64)
+    step_of[together.items] = np.repeat(np.arange(together.num_steps), np.diff(together.offsets))
+    steps = step_of[shuffled(len(lengths), 0, 0)]
+    assert np.corrcoef(steps, np.arange(len(steps)))[0, 1] > 0.999
+    within = steps[: 32 * 2]  # of the first 64 steps the stream's first half goes, in the mean, into the first ones
+    assert within.mean() < steps[64 : 2 * 64].mean() < 64
+    means = lengths[together.items[: together.offsets[-1]]]
+    first, second = np.array_split(means[: together.offsets[64]], 2)
+    assert abs(first.mean() - second.mean()) < 0.1 * means.mean(), "length decides nothing"
 
 
 def measures(plan, lengths, model=MODEL):

@@ -152,8 +152,12 @@ def plan(
         typer.Option(help="What doesn't fill a last step: drop it, spread it over all steps, or keep a partial step."),
     ] = "drop",
     lookahead: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="Documents to choose a step's from, beyond its own; a share of it.")
+        float,
+        typer.Option(min=0.0, max=1.0, help="What a step is offered beyond what it holds, a share of its tokens."),
     ] = 0.01,
+    steps_together: Annotated[
+        int, typer.Option(min=1, help="Steps planned at once: fuller rows where a step holds few documents.")
+    ] = 1,
     overlong: Annotated[Overlong, typer.Option(help="What to do with documents longer than --capacity.")] = "error",
     model: Annotated[
         str | None,
@@ -185,6 +189,7 @@ def plan(
         objective=objective,
         tail=tail,
         lookahead=lookahead,
+        steps_together=steps_together,
         overlong=overlong,
         model=model,
         out=out,

@@ -186,18 +186,18 @@ class CostModel:
         assert best is not None, "a single non-negative column fits non-negative times with a coefficient of at least 0"
         return cls(*(float(value) for value in best))
 
-    def whole_weights(self, capacity: int, num_ranks: int) -> tuple[int, int]:
+    def whole_weights(self, capacity: int, num_rows: int) -> tuple[int, int]:
         """per_token and per_square as whole numbers in the same proportion, so that plans don't depend on rounding.
 
-        A step of `num_ranks` rows with `capacity` tokens each costs less than 2**62 in them.
+        `num_rows` rows of `capacity` tokens cost less than 2**62 in them.
         """
-        scale = 2.0**_BITS / (num_ranks * (self.per_token * capacity + self.per_square * capacity**2))
+        scale = 2.0**_BITS / (num_rows * (self.per_token * capacity + self.per_square * capacity**2))
         ratio = 1.0 / min(value for value in (self.per_token, self.per_square) if value)
         scale = max(scale, ratio)
         weights = (round(self.per_token * scale), round(self.per_square * scale))
-        if num_ranks * (weights[0] * capacity + weights[1] * capacity**2) >= 2**62:
+        if num_rows * (weights[0] * capacity + weights[1] * capacity**2) >= 2**62:
             raise ValueError(
-                f"{self} can't be weighed in whole numbers for {num_ranks} rows of {capacity} tokens: per_token and "
+                f"{self} can't be weighed in whole numbers for {num_rows} rows of {capacity} tokens: per_token and "
                 "per_square are too far apart. Set the smaller one to 0."
             )
         return weights

@@ -58,6 +58,9 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
             divides all documents over the fewest steps possible, equally full; "keep" makes a last, short step.
         lookahead: the share of its tokens that a step is offered in addition, from 0 to 1; more fills batches better
             and defers more documents, by two steps at most.
+        steps_together: steps planned at once, at least 1. Where a step holds few documents, few combinations fit: 64
+            steps together fill rows of 4,096 tokens on one rank to 98% instead of 86% (OpenChat), and a document may be
+            deferred by so many times two steps.
         cost_model: for the objective "cost".
         overlong: for documents longer than `batch_max_length`: "error", "drop", or "truncate", which counts their
             first `batch_max_length` tokens and leaves the cutting to the dataset.
@@ -82,6 +85,7 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
         objective: Objective = "quadratic",
         tail: Tail = "drop",
         lookahead: float = 0.01,
+        steps_together: int = 1,
         cost_model: CostModel | None = None,
         overlong: Overlong = "error",
         shuffle: bool = True,
@@ -110,6 +114,7 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
             "objective": objective,
             "tail": tail,
             "lookahead": float(lookahead),
+            "steps_together": positive_integer(steps_together, "steps_together"),
             "cost_model": cost_model,
             "shuffle": bool(shuffle),
         }

@@ -33,6 +33,7 @@ def plan_epoch(
     cost_model: CostModel | None = None,
     tail: Tail = "drop",
     lookahead: float = 0.01,
+    steps_together: int = 1,
     shuffle: bool = True,
     advance: Callable[[int], object] | None = None,
 ) -> Plan:
@@ -55,6 +56,8 @@ def plan_epoch(
             all documents over the fewest possible steps, which are equally full.
         lookahead: the share of its tokens that a step is offered in addition, from 0 to 1; more fills rows better and
             defers more documents.
+        steps_together: plan so many steps at once and divide their rows among them in the stream's order: fuller rows
+            where a step holds few documents, but a document may be deferred by so many times two steps.
         shuffle: whether to shuffle.
         advance: called after every step with the number of documents placed, to show progress.
 
@@ -64,6 +67,7 @@ def plan_epoch(
     """
     capacity = positive_integer(capacity, "capacity", MOST_TOKENS)
     num_ranks = positive_integer(num_ranks, "num_ranks")
+    steps_together = positive_integer(steps_together, "steps_together")
     check_options(objective, cost_model, tail, lookahead)
     if len(lengths) < num_ranks:
         raise ValueError(
@@ -72,7 +76,7 @@ def plan_epoch(
         )
     order = shuffled(len(lengths), seed, epoch) if shuffle else np.arange(len(lengths), dtype=np.int32)
     stream = lengths[order]
-    costs = _costs(stream, capacity, num_ranks, objective, cost_model)
+    costs = _costs(stream, capacity, num_ranks * steps_together, objective, cost_model)
 
     from tritonpack.packing.planner import plan_steps  # numba, slow to import: only when something is planned
     from tritonpack.packing.reorder import group_by_bin
@@ -86,6 +90,7 @@ def plan_epoch(
             capacity,
             target=target,
             lookahead=lookahead,
+            together=steps_together,
             last_step=last_step,
             level=level,
             advance=advance,
@@ -148,11 +153,11 @@ def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int32]:
 
 
 def _costs(
-    lengths: NDArray[np.int32], capacity: int, num_ranks: int, objective: Objective, cost_model: CostModel | None
+    lengths: NDArray[np.int32], capacity: int, num_rows: int, objective: Objective, cost_model: CostModel | None
 ) -> NDArray[np.int64]:
     per_token, per_square = {"quadratic": (0, 1), "linear": (1, 0)}.get(objective, (0, 0))
     if cost_model is not None:
-        per_token, per_square = cost_model.whole_weights(capacity, num_ranks)
+        per_token, per_square = cost_model.whole_weights(capacity, num_rows)
     wide = lengths.astype(np.int64)
     return per_token * wide + per_square * wide * wide
 

@@ -36,6 +36,7 @@ def plan_steps(
     *,
     target: int,
     lookahead: float,
+    together: int,
     last_step: int | None,
     level: bool,
     advance: Callable[[int], object] | None = None,
@@ -49,6 +50,7 @@ def plan_steps(
         capacity: tokens that fit into a row.
         target: tokens up to which rows are filled, at most `capacity`; a single document may be longer.
         lookahead: the share of its tokens that a step is offered in addition.
+        together: steps planned as one of so many times the rows, which are then divided among them.
         last_step: the step that is offered all that is left and whose rows are filled up to `capacity`.
         level: whether a row that has its share of the step's cost takes nothing more, however much room it has.
         advance: called after every step with the number of documents placed.
@@ -59,19 +61,25 @@ def plan_steps(
     count = len(lengths)
     step_of = np.full(count, -1, dtype=np.int32)
     rank_of = np.full(count, -1, dtype=np.int32)
-    arrived = np.empty(count, dtype=np.int32)  # the step that came upon a document first
+    arrived = np.empty(count, dtype=np.int32)  # the turn in which a document was come upon
     pool = np.empty(count, dtype=np.int32)  # documents that steps came upon and haven't placed, in the stream's order
     offered = np.empty(count, dtype=np.bool_)  # of those, whether to this step
-    waiting = cursor = step = 0
+    left = int(lengths.sum(dtype=np.int64))
+    waiting = cursor = turn = step = 0
     while waiting or cursor < count:
-        fill = capacity if step == last_step else target
-        whole = ranks * fill
+        last = step == last_step
+        fill = capacity if last else target
+        steps = max(1, min(together, left // (ranks * fill)))
+        if last_step is not None:
+            steps = max(1, min(steps, last_step - step))
+        rows = ranks * steps
+        whole = rows * fill
         spare = int(lookahead * whole)
-        offer = _UNLIMITED if step == last_step else whole + spare
+        offer = _UNLIMITED if last else whole + spare
         for last_offer in (False, True):
-            limits = (offer - int(_CLOSE * whole), offer, int(_BEYOND * whole), _HALF_ROWS * ranks)
-            pooled, stop = _offer(lengths, pool, offered, waiting, cursor, ranks, fill // 2, limits)
-            arrived[cursor:stop] = step
+            limits = (offer - int(_CLOSE * whole), offer, int(_BEYOND * whole), _HALF_ROWS * rows)
+            pooled, stop = _offer(lengths, pool, offered, waiting, cursor, rows, fill // 2, limits)
+            arrived[cursor:stop] = turn
             documents = _longest_first(pool[:pooled][offered[:pooled]], lengths)
             own_lengths, own_costs = lengths[documents].astype(np.int64), costs[documents]
             tokens, cost = int(own_lengths.sum()), int(own_costs.sum())
@@ -79,24 +87,36 @@ def plan_steps(
             # step takes in any case. The rest of an epoch needs no limit.
             limited = level and (stop < count or tokens >= whole)
             share = max(int(cost / tokens * fill), int(own_costs.max())) if limited else _UNLIMITED
-            row_of = _place(own_lengths, own_costs, step - arrived[documents] >= PATIENCE, ranks, fill, share)
+            row_of = _place(own_lengths, own_costs, turn - arrived[documents] >= PATIENCE, rows, fill, share)
             taken = int(own_lengths[row_of >= 0].sum())
             if last_offer or not limited or offer <= taken + spare + spare // 8:
                 break
             offer = taken + spare  # rows that stop at their share hold less than a step: offer that instead
         waiting, cursor = pooled, stop
-        balance(own_lengths, own_costs, row_of, ranks, fill)
+        balance(own_lengths, own_costs, row_of, rows, fill)
 
         placed = row_of >= 0
-        step_of[documents[placed]] = step
-        rank_of[documents[placed]] = row_of[placed]
-        left = pool[:waiting][step_of[pool[:waiting]] < 0]
-        waiting = len(left)
-        pool[:waiting] = left
-        step += 1
+        documents, row_of = documents[placed], row_of[placed]
+        place = _in_stream_order(documents, row_of, rows)[row_of] if steps > 1 else row_of
+        step_of[documents] = step + place // ranks
+        rank_of[documents] = place % ranks
+        kept = pool[:waiting][step_of[pool[:waiting]] < 0]
+        waiting = len(kept)
+        pool[:waiting] = kept
+        left -= taken
+        turn += 1
+        step += steps
         if advance is not None:
-            advance(int(placed.sum()))
+            advance(len(documents))
     return step_of, rank_of
+
+
+def _in_stream_order(documents: NDArray[np.int32], row_of: NDArray[np.int32], rows: int) -> NDArray[np.int32]:
+    """Each row's place among rows by where in the stream their documents lie in the mean, which no length decides."""
+    middle = np.bincount(row_of, weights=documents, minlength=rows) / np.bincount(row_of, minlength=rows)
+    place = np.empty(rows, dtype=np.int32)
+    place[np.argsort(middle, kind="stable")] = np.arange(rows, dtype=np.int32)
+    return place
 
 
 @numba.njit(cache=True, nogil=True)

@@ -46,6 +46,7 @@ class Options:
     objective: Objective
     tail: Tail
     lookahead: float
+    steps_together: int
     overlong: Overlong
     model: str | None
     out: Path
@@ -77,6 +78,7 @@ def examine(options: Options) -> None:
             options.objective,
             options.tail,
             options.lookahead,
+            options.steps_together,
             cost,
             placed=lambda documents: progress.advance(task, documents / count),
         )

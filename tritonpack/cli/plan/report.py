@@ -65,6 +65,9 @@ def legend(results: Sequence[Result]) -> Table:
     return result
 
 
+_FULL, _FEW = 0.98, 200  # rows less full, of steps with fewer documents, are worth a hint
+
+
 def findings(results: Sequence[Result]) -> Iterator[str]:
     """What the table says of tritonpack's plan, in sentences."""
     means = {found.way.name: found.means for found in results}
@@ -76,6 +79,12 @@ def findings(results: Sequence[Result]) -> Iterator[str]:
         f"By this cost the same tokens take padded rows {times:.2f} times as long as tritonpack's: "
         f"{padded['padding']:.1%} of what they compute is padding, and ranks wait for the longest documents."
     )
+    documents = next(_per_step(found.epochs) for found in results if found.way.name == OURS)
+    if (ours["efficiency"] or 0) < _FULL and documents < _FEW:
+        yield (
+            f"A step holds about {documents:.0f} documents, few to combine: --steps-together 16 or more "
+            "fills rows better, and moves documents by as many times two steps."
+        )
     if left_out := 1 - (ours["tokens_covered"] or 0):
         yield (
             f"tritonpack leaves {left_out:.2%} of the tokens out of an epoch; --tail spread or keep trains on all that "

@@ -71,7 +71,12 @@ class Result:
 
 
 def our_way(
-    objective: Objective, tail: Tail, lookahead: float, cost: CostModel, placed: Callable[[int], object] | None = None
+    objective: Objective,
+    tail: Tail,
+    lookahead: float,
+    steps_together: int,
+    cost: CostModel,
+    placed: Callable[[int], object] | None = None,
 ) -> Way:
     """tritonpack's planner with its options; `placed` is told of each step's number of documents."""
 
@@ -86,6 +91,7 @@ def our_way(
             cost_model=cost if objective == "cost" else None,
             tail=tail,
             lookahead=lookahead,
+            steps_together=steps_together,
             advance=placed,
         )
 
