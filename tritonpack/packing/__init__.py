@@ -3,6 +3,19 @@
 from tritonpack.packing.bins import Packing, pack
 from tritonpack.packing.collator import PackingCollator
 from tritonpack.packing.cost import CostModel
+from tritonpack.packing.dataset import BinDataset, PackedDataset, pack_dataset
 from tritonpack.packing.distributed import MultipackDistributedBatchSampler
+from tritonpack.packing.stream import PackedStream, pack_stream
 
-__all__ = ["CostModel", "MultipackDistributedBatchSampler", "Packing", "PackingCollator", "pack"]
+__all__ = [
+    "BinDataset",
+    "CostModel",
+    "MultipackDistributedBatchSampler",
+    "PackedDataset",
+    "PackedStream",
+    "Packing",
+    "PackingCollator",
+    "pack",
+    "pack_dataset",
+    "pack_stream",
+]
