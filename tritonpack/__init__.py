@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tritonpack.mask import BlockDiagonalMask as BlockDiagonalMask
     from tritonpack.packing import BinDataset as BinDataset
     from tritonpack.packing import CostModel as CostModel
+    from tritonpack.packing import MultipackBatchSampler as MultipackBatchSampler
     from tritonpack.packing import MultipackDistributedBatchSampler as MultipackDistributedBatchSampler
     from tritonpack.packing import PackedDataset as PackedDataset
     from tritonpack.packing import Packing as Packing
@@ -35,6 +36,7 @@ _HOMES = {
     "BlockDiagonalMask": "mask",
     "CostModel": "packing",
     "IsolationError": "errors",
+    "MultipackBatchSampler": "packing",
     "MultipackDistributedBatchSampler": "packing",
     "PackedDataset": "packing",
     "Packing": "packing",

@@ -5,11 +5,13 @@ from tritonpack.packing.collator import PackingCollator
 from tritonpack.packing.cost import CostModel
 from tritonpack.packing.dataset import BinDataset, PackedDataset, pack_dataset
 from tritonpack.packing.distributed import MultipackDistributedBatchSampler
+from tritonpack.packing.multipack import MultipackBatchSampler
 from tritonpack.packing.stream import PackedStream, pack_stream
 
 __all__ = [
     "BinDataset",
     "CostModel",
+    "MultipackBatchSampler",
     "MultipackDistributedBatchSampler",
     "PackedDataset",
     "PackedStream",

@@ -73,6 +73,13 @@ def positive_integer(value: Any, name: str, highest: int = MAX_INT32) -> int:
     return int(value)
 
 
+def whole_number(value: Any, name: str) -> int:
+    """The value as an int from 0; ValueError otherwise."""
+    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or value < 0:
+        raise ValueError(f"{name} must be an integer from 0; got {value!r}.")
+    return int(value)
+
+
 def whole_lengths(lengths: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
     """Lengths as an array of integers of any size, none of them below 1.
 
