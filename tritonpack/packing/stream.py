@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from tritonpack.packing.bins import CARRY_THRESHOLD, WINDOW
 from tritonpack.packing.documents import Length, checked_length, cut, require_iterable
 from tritonpack.packing.lengths import MAX_INT32, POLICIES, Overlong, OverlongReport, positive_integer
 
@@ -94,11 +95,11 @@ def pack_stream(
     documents: Iterable[Any],
     capacity: int,
     *,
-    window: int = 1024,
+    window: int = WINDOW,
     overlong: Overlong = "error",
     max_items: int | None = None,
     length: Length | None = None,
-    carry_threshold: float = 0.95,
+    carry_threshold: float = CARRY_THRESHOLD,
 ) -> PackedStream:
     """Bins of documents from any iterable, in one pass over it.
 
