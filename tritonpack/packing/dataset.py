@@ -57,14 +57,13 @@ class PackedDataset(Dataset):
 
     def _piece(self, document: Any, number: int, start: int, stop: int) -> Any:
         tokens = checked_length(document, number, self.length)
-        if (start, stop) == (0, tokens):
-            return document
-        if tokens <= self.packing.capacity or stop > tokens:
+        # A piece is as long as a bin, or ends its document.
+        if stop > tokens or (stop < tokens and stop - start < self.packing.capacity):
             raise ValueError(
                 f"document {number} has {tokens} tokens, but its tokens {start} to {stop} were packed. The lengths are "
                 "those of another dataset; measure them again."
             )
-        return cut(document, start, stop, tokens, number)
+        return document if stop - start == tokens else cut(document, start, stop, tokens, number)
 
 
 class BinDataset(Dataset):
