@@ -85,7 +85,7 @@ class TestBatches:
     def test_overlong_documents_are_left_out_when_asked_for(self):
         batches = MultipackBatchSampler(range(4), 1, 8, [5, 9, 8, 40], overlong="drop", drop_last=False)
         assert list(batches) == [[[0]], [[2]]]
-        assert (batches.report.documents, batches.report.tokens_lost) == (2, 49)
+        assert (batches.overlong_report.documents, batches.overlong_report.tokens_lost) == (2, 49)
         assert batches.efficiency() == 13 / 16
 
     def test_its_lengths_are_its_own(self):
@@ -215,7 +215,7 @@ class TestLoading:
     def test_pickles_with_its_place(self):
         batches = batches_of()
         batches.set_epoch(2)
-        batches.load_state_dict(batches.state_dict() | {"batch": 4})
+        batches.load_state_dict(batches.state_dict() | {"batches_done": 4})
         copy = pickle.loads(pickle.dumps(batches))
         assert list(copy) == batches.generate_batches()[4:]
 
@@ -237,24 +237,54 @@ class TestResume:
         assert done + list(fresh) == batches.generate_batches()
         assert list(fresh) == batches.generate_batches()  # the same epoch again is whole
         fresh.set_epoch(2)
-        assert fresh.state_dict()["batch"] == 0
+        assert fresh.state_dict()["batches_done"] == 0
         batches.set_epoch(2)
         assert list(fresh) == list(batches)
 
     def test_the_place_is_that_of_the_iteration(self):
         batches = batches_of()
-        batches.load_state_dict(batches.state_dict() | {"batch": 5})
+        batches.load_state_dict(batches.state_dict() | {"batches_done": 5})
         iterator = iter(batches)
-        assert batches.state_dict()["batch"] == 5
+        assert batches.state_dict()["batches_done"] == 5
         next(iterator)
         batches.generate_batches()
-        assert batches.state_dict()["batch"] == 6
+        assert batches.state_dict()["batches_done"] == 6
         list(batches)
-        assert batches.state_dict()["batch"] == len(batches)
+        assert batches.state_dict()["batches_done"] == len(batches)
+
+    def test_the_batches_done_may_be_told(self):
+        batches = batches_of()
+        list(batches)
+        state = batches.state_dict(batches_done=7)
+        batches.load_state_dict(state)
+        assert list(batches) == batches.generate_batches()[7:]
+        assert batches.state_dict(0)["batches_done"] == 0
+        with pytest.raises(ValueError, match=f"batches_done must be an integer from 1 to {len(batches)}; got 1000"):
+            batches.state_dict(1000)
+
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    def test_torchdatas_loader_resumes_after_what_was_trained_on(self, num_workers):
+        """It keeps account of the batches that workers fetch ahead."""
+        stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+        def loader():
+            documents = BinDataset(range(len(LENGTHS)))
+            return stateful.StatefulDataLoader(
+                documents, batch_sampler=batches_of(), collate_fn=list, num_workers=num_workers
+            )
+
+        source, target = loader(), loader()
+        source.batch_sampler.set_epoch(2)
+        expected = source.batch_sampler.generate_batches()
+        iterator = iter(source)
+        assert [next(iterator) for _ in range(5)] == expected[:5]
+        target.load_state_dict(source.state_dict())
+        assert list(target) == expected[5:]
+        assert list(target) == expected
 
     def test_another_epoch_begins_at_its_beginning(self):
         batches = batches_of()
-        batches.load_state_dict(batches.state_dict() | {"batch": 5})
+        batches.load_state_dict(batches.state_dict() | {"batches_done": 5})
         batches.set_epoch(1)
         assert list(batches) == batches.generate_batches()
 
@@ -278,9 +308,11 @@ class TestResume:
         lengths[[0, 1]] = [1, 64]
         with pytest.raises(ValueError, match="other batches: lengths was"):
             MultipackBatchSampler(RandomSampler(lengths), 3, CAPACITY, lengths).load_state_dict(state)
+        with pytest.raises(ValueError, match=r"of MultipackBatchSampler is needed; got the keys \['plan', 'version'\]"):
+            batches_of().load_state_dict({"version": 1, "plan": ""})
         with pytest.raises(ValueError, match="another order of documents in epoch 0"):
             batches_of(range(500)).load_state_dict(state)
-        with pytest.raises(ValueError, match="version 1 is needed; got None"):
+        with pytest.raises(ValueError, match=r"version 1 of MultipackBatchSampler is needed; got the keys \[\]"):
             batches_of().load_state_dict({})
 
 
@@ -299,7 +331,7 @@ class TestRefusals:
             ({"drop_last": 1}, "drop_last must be True or False; got 1"),
             ({"sequential": "yes"}, "sequential must be True or False; got 'yes'"),
             ({"overlong": "truncate"}, "overlong must be 'error' or 'drop'; got 'truncate'.*pack_dataset"),
-            ({"seed": -1}, "seed must be an integer from 0; got -1"),
+            ({"seed": -1}, "seed must be an integer of at least 0; got -1"),
             ({"packing_efficiency_estimate": 3}, "packing_efficiency_estimate must be a number from 0 to 1; got 3"),
             ({"num_count_samples": 0}, "num_count_samples must be .*got 0"),
             ({"num_processes": "all"}, "num_processes must be .*got 'all'"),
@@ -340,7 +372,7 @@ class TestRefusals:
         assert list(MultipackBatchSampler(range(2), 2, 8, [4, 3], drop_last=False)) == [[[0, 1]]]
 
     def test_epochs_and_generators(self):
-        with pytest.raises(ValueError, match=r"epoch must be an integer from 0; got 1.5"):
+        with pytest.raises(ValueError, match=r"epoch must be an integer of at least 0; got 1.5"):
             batches_of().set_epoch(1.5)
 
 
@@ -381,7 +413,7 @@ def two_ranks(rank, path):
     list(batches_of(numbers))
     mine = batches_of(numbers[::-1] if rank else numbers)
     assert len(mine) > 1  # without communication
-    with pytest.raises(RuntimeError, match=r"samplers of ranks \[1\] yield documents in another order"):
+    with pytest.raises(ValueError, match=r"samplers of ranks \[1\] yield documents in another order"):
         iter(mine)
 
     lengths = np.concatenate([np.full(20, 128), np.full(20, 4)])
@@ -418,7 +450,7 @@ class TestRanks:
 
     def test_a_sharded_sampler_needs_the_other_ranks(self):
         batches = batches_of(DistributedSampler(LENGTHS, num_replicas=2, rank=0))
-        with pytest.raises(RuntimeError, match="init_process_group"):
+        with pytest.raises(ValueError, match="init_process_group"):
             len(batches)
 
 

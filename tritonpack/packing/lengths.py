@@ -73,13 +73,6 @@ def positive_integer(value: Any, name: str, highest: int = MAX_INT32) -> int:
     return int(value)
 
 
-def whole_number(value: Any, name: str) -> int:
-    """The value as an int from 0; ValueError otherwise."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or value < 0:
-        raise ValueError(f"{name} must be an integer from 0; got {value!r}.")
-    return int(value)
-
-
 def whole_lengths(lengths: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
     """Lengths as an array of integers of any size, none of them below 1.
 
@@ -128,8 +121,8 @@ def fit_lengths(
     array = whole_lengths(lengths)
     longest = int(array.max())
     if longest <= capacity:
-        # Writable too: for an array that isn't, numba would compile every loop a second time.
-        return FittedLengths(np.require(array, np.int32, ["C", "W"]), None, None, OverlongReport(overlong))
+        # A copy: samplers keep it, and for an array that can't be written numba would compile every loop a second time.
+        return FittedLengths(np.array(array, dtype=np.int32), None, None, OverlongReport(overlong))
 
     above = array > capacity
     count = int(above.sum())

@@ -80,9 +80,8 @@ class MultipackBatchSampler(BatchSampler):
 
     Raises:
         ValueError: bad lengths or options; when batches are asked for, a sampler that yields anything but numbers of
-            documents with a length, or fewer bins than one batch under `drop_last`.
-        RuntimeError: when batches are asked for, ranks whose samplers yield different orders; a sharded sampler without
-            torch.distributed.
+            documents with a length, fewer bins than one batch under `drop_last`, ranks whose samplers yield different
+            orders, a sharded sampler without torch.distributed.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class MultipackBatchSampler(BatchSampler):
         self.group_size = positive_integer(group_size, "group_size")
         self.sequential = sequential
         fitted = fit_lengths(lengths, self.batch_max_len, overlong, name="batch_max_len")
-        self.report = fitted.report
+        self.overlong_report = fitted.report
         self.lengths = np.zeros(len(lengths), dtype=np.int32)  # 0: left out
         self.lengths[slice(None) if fitted.documents is None else fitted.documents] = fitted.lengths
         super().__init__(EpochSampler(sampler, seed), positive_integer(batch_size, "batch_size"), drop_last)
@@ -164,7 +163,7 @@ class MultipackBatchSampler(BatchSampler):
         if not self.sampler.sharded:
             return own
         if not (dist.is_available() and dist.is_initialized()):
-            raise RuntimeError(
+            raise ValueError(
                 "the sampler has a part of the documents alone, so ranks must agree on the number of batches. Call "
                 "torch.distributed.init_process_group first, or pass a sampler of all documents."
             )
@@ -206,18 +205,28 @@ class MultipackBatchSampler(BatchSampler):
         """The least of all ranks' `num`; every rank must ask for it."""
         return min(_gather(num))
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where iteration is: the epoch, and how many of its batches were yielded (of all ranks, under accelerate).
+    def state_dict(self, batches_done: int | None = None) -> dict[str, Any]:
+        """Where the epoch stands, as plain numbers and strings.
 
-        A DataLoader with workers asks for batches ahead of those that are trained on; correct `batch` for that.
+        Args:
+            batches_done: batches trained on in this epoch, on all processes together where accelerate shares them out;
+                None counts those that were yielded, more than were trained on where a DataLoader's workers fetch ahead.
+
+        Raises:
+            ValueError: more batches than the epoch has.
         """
-        epoch, batch = self._resume or self._yielded
+        if batches_done is None:
+            epoch, batches_done = self._resume or self._yielded
+            if epoch != self.epoch:
+                batches_done = 0
+        elif batches_done:
+            batches_done = positive_integer(batches_done, "batches_done", len(self))
         return {
             "version": 1,
             "epoch": self.epoch,
-            "batch": batch if epoch == self.epoch else 0,
+            "batches_done": int(batches_done),
             "order": self._pack().order,
-            "options": self._options(),
+            "settings": self._settings(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -226,13 +235,12 @@ class MultipackBatchSampler(BatchSampler):
         Raises:
             ValueError: a state of other documents, other options or another order than this sampler has.
         """
-        if state.get("version") != 1:
-            raise ValueError(f"a state of version 1 is needed; got {state.get('version')!r}.")
-        options = self._options()
+        if state.get("version") != 1 or "order" not in state:
+            raise ValueError(f"a state of version 1 of MultipackBatchSampler is needed; got the keys {sorted(state)}.")
         different = [
-            f"{name} was {state['options'].get(name)!r} and is {value!r}"
-            for name, value in options.items()
-            if state["options"].get(name) != value
+            f"{name} was {state['settings'].get(name)!r} and is {value!r}"
+            for name, value in self._settings().items()
+            if state["settings"].get(name) != value
         ]
         if different:
             raise ValueError(f"the state is of other batches: {'; '.join(different)}. Use what it was saved with.")
@@ -244,9 +252,9 @@ class MultipackBatchSampler(BatchSampler):
                 f"the sampler yields another order of documents in epoch {state['epoch']} than when the state was "
                 "saved. Use one whose order follows from the epoch alone, such as torch's RandomSampler."
             )
-        self._resume = (state["epoch"], state["batch"])
+        self._resume = (state["epoch"], state["batches_done"])
 
-    def _options(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         names = ("batch_size", "batch_max_len", "bin_size", "drop_last", "sequential", "group_size")
         digest = hashlib.sha256(self.lengths.tobytes()).hexdigest()[:16]
         return {name: getattr(self, name) for name in names} | {"seed": self.sampler.seed, "lengths": digest}
@@ -297,7 +305,7 @@ class MultipackBatchSampler(BatchSampler):
         orders = _gather(packed.order)
         if len(set(orders)) > 1:
             different = [rank for rank, order in enumerate(orders) if order != orders[0]]
-            raise RuntimeError(
+            raise ValueError(
                 f"the samplers of ranks {different} yield documents in another order than that of rank 0, so documents "
                 "would be seen twice or never. Pass torch's RandomSampler, or a sampler whose order is the same on all "
                 "ranks."
