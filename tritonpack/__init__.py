@@ -15,11 +15,16 @@ if TYPE_CHECKING:
     from tritonpack.errors import UnsupportedModelError as UnsupportedModelError
     from tritonpack.kernels.tiles import load_tiles as load_tiles
     from tritonpack.mask import BlockDiagonalMask as BlockDiagonalMask
+    from tritonpack.packing import BinDataset as BinDataset
     from tritonpack.packing import CostModel as CostModel
+    from tritonpack.packing import MultipackBatchSampler as MultipackBatchSampler
     from tritonpack.packing import MultipackDistributedBatchSampler as MultipackDistributedBatchSampler
+    from tritonpack.packing import PackedDataset as PackedDataset
     from tritonpack.packing import Packing as Packing
     from tritonpack.packing import PackingCollator as PackingCollator
     from tritonpack.packing import pack as pack
+    from tritonpack.packing import pack_dataset as pack_dataset
+    from tritonpack.packing import pack_stream as pack_stream
     from tritonpack.patches import patch as patch
     from tritonpack.patches import unpatch as unpatch
 
@@ -27,16 +32,21 @@ if TYPE_CHECKING:
 # no transformers, and nothing needs Triton until a kernel runs.
 _HOMES = {
     "BackendUnavailableError": "errors",
+    "BinDataset": "packing",
     "BlockDiagonalMask": "mask",
     "CostModel": "packing",
     "IsolationError": "errors",
+    "MultipackBatchSampler": "packing",
     "MultipackDistributedBatchSampler": "packing",
+    "PackedDataset": "packing",
     "Packing": "packing",
     "PackingCollator": "packing",
     "UnsupportedModelError": "errors",
     "flash_attn": "flash_attn",
     "load_tiles": "kernels.tiles",
     "pack": "packing",
+    "pack_dataset": "packing",
+    "pack_stream": "packing",
     "patch": "patches",
     "unpatch": "patches",
     "varlen_attention": "attention",

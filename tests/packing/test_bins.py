@@ -168,14 +168,14 @@ def test_any_integer_dtype(dtype):
 
 def test_takes_arrays_that_cannot_be_written():
     """As arrow gives them; without compiling the loops a second time for their type."""
-    from tritonpack.packing.best_fit import best_fit
+    from tritonpack.packing.reorder import longest_first
 
     lengths = np.array([5, 3], dtype=np.int32)
     pack(lengths, 8)
-    compiled = len(best_fit.signatures)
+    compiled = len(longest_first.signatures)
     lengths.flags.writeable = False
     assert bins_of(pack(lengths, 8)) == [[0, 1]]
-    assert len(best_fit.signatures) == compiled
+    assert len(longest_first.signatures) == compiled
 
 
 @pytest.mark.parametrize(

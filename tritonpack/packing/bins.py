@@ -23,6 +23,8 @@ ALGORITHMS = {
     "next_fit": "next_fit",
     "windowed": "windowed",
 }
+WINDOW = 1024  # documents that "windowed" packs at a time
+CARRY_THRESHOLD = 0.95  # the filled share of a bin below which it leaves its documents to the next window
 
 
 @dataclass(frozen=True, eq=False)

@@ -52,12 +52,13 @@ class PackingCollator:
                 f"pad_to_multiple_of={multiple} and pad_token_id={token}."
             )
 
-    def __call__(self, features: Sequence[Mapping[str, Any]]) -> dict[str, Tensor | int]:
+    def __call__(self, features: Sequence[Mapping[str, Any] | Sequence[Mapping[str, Any]]]) -> dict[str, Tensor | int]:
         """Collate one batch.
 
         Args:
             features: one mapping per document: `input_ids`, optionally `labels` of the same length (default: the
                 input ids) and an `attention_mask` of ones. Each is a one-dimensional list, array or tensor of integers.
+                Lists of such mappings, which is what PackedDataset calls a bin, are laid end to end in the same row.
 
         Returns:
             For T tokens in all, on the CPU: `input_ids`, `labels` and `position_ids` (1, T) int64, positions
@@ -69,9 +70,12 @@ class PackingCollator:
             ValueError: no features, a key that can't be packed, a document that is empty, isn't a row of integers or
                 holds padding, labels of another length. Nothing is dropped.
         """
-        if not features:
+        whole: list[Any] = []
+        for feature in features:
+            whole.extend(feature if _is_bin(feature) else [feature])
+        if not whole:
             raise ValueError("PackingCollator needs at least one document; got an empty list of features.")
-        documents = [_document(feature, number) for number, feature in enumerate(features)]
+        documents = [_document(feature, number) for number, feature in enumerate(whole)]
         token_rows = [ids for ids, _ in documents]
         label_rows = [labels for _, labels in documents]
         padding = -sum(map(len, token_rows)) % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
@@ -98,6 +102,10 @@ class PackingCollator:
             "max_length_q": int(lengths.max()),
             "max_length_k": int(lengths.max()),
         }
+
+
+def _is_bin(feature: Any) -> bool:
+    return isinstance(feature, (list, tuple)) and all(isinstance(document, Mapping) for document in feature)
 
 
 def _document(feature: Mapping[str, Any], number: int) -> tuple[Tensor, Tensor]:

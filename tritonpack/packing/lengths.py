@@ -121,8 +121,8 @@ def fit_lengths(
     array = whole_lengths(lengths)
     longest = int(array.max())
     if longest <= capacity:
-        # Writable too: for an array that isn't, numba would compile every loop a second time.
-        return FittedLengths(np.require(array, np.int32, ["C", "W"]), None, None, OverlongReport(overlong))
+        # A copy: samplers keep it, and for an array that can't be written numba would compile every loop a second time.
+        return FittedLengths(np.array(array, dtype=np.int32), None, None, OverlongReport(overlong))
 
     above = array > capacity
     count = int(above.sum())

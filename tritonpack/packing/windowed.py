@@ -8,10 +8,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tritonpack.packing.best_fit import best_fit
+from tritonpack.packing.bins import CARRY_THRESHOLD, WINDOW
 from tritonpack.packing.reorder import group_by_bin
 
-WINDOW = 1024
-CARRY_THRESHOLD = 0.95
 MAX_CARRIES = 2  # more gains nothing measurable
 
 

@@ -1,0 +1,162 @@
+import multiprocessing
+import pickle
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, Subset, TensorDataset
+
+from tritonpack import BinDataset, PackedDataset, PackingCollator, pack, pack_dataset
+from tritonpack.packing.documents import measure_lengths
+
+LENGTHS = (3, 9, 5, 2, 8)
+
+
+def documents(lengths=LENGTHS):
+    rows = [[100 * number + position for position in range(1, length + 1)] for number, length in enumerate(lengths)]
+    return [{"input_ids": row, "labels": [-token for token in row]} for row in rows]
+
+
+def tokens_of(packed):
+    return [[document["input_ids"] for document in packed[index]] for index in range(len(packed))]
+
+
+class TestPackedDataset:
+    def test_items_are_bins(self):
+        rows = [document["input_ids"] for document in documents()]
+        packed = pack_dataset(documents(), 10)
+        assert len(packed) == 3
+        assert tokens_of(packed) == [[rows[1]], [rows[4]], [rows[0], rows[2], rows[3]]]
+        assert packed[-1] == packed[2]
+        with pytest.raises(IndexError, match="bin 3 of a packing with 3 bins"):
+            packed[3]
+
+    def test_documents_are_cut(self):
+        split = pack_dataset(documents(), 6, overlong="split", algorithm="next_fit")
+        assert split[2] == [
+            {"input_ids": [107, 108, 109], "labels": [-107, -108, -109]},
+        ]
+        assert sum(len(row) for packed in tokens_of(split) for row in packed) == sum(LENGTHS)
+        truncated = pack_dataset(documents(), 6, overlong="truncate", algorithm="next_fit")
+        assert tokens_of(truncated)[1] == [[101, 102, 103, 104, 105, 106]]
+
+    def test_given_lengths_and_a_function_for_them(self):
+        measured = pack_dataset([(4,), (7,)], 8, length=lambda document: document[0])
+        assert [measured[0], measured[1]] == [[(7,)], [(4,)]]
+        given = pack_dataset(documents(), 10, lengths=LENGTHS, max_items=1)
+        assert len(given) == 5
+
+    def test_refuses(self):
+        packing = pack(LENGTHS, 10)
+        with pytest.raises(ValueError, match=r"the packing has a document 4, but the dataset only 3 documents"):
+            PackedDataset(documents()[:3], packing)
+        with pytest.raises(ValueError, match="4 lengths for a dataset of 5 documents"):
+            pack_dataset(documents(), 10, lengths=LENGTHS[:4])
+        with pytest.raises(ValueError, match=r"got generator. Pack iterables with pack_stream"):
+            pack_dataset((document for document in documents()), 10)
+        with pytest.raises(ValueError, match="got dict"):
+            pack_dataset({"input_ids": [[1]]}, 10)
+
+    @pytest.mark.parametrize(("packed_as", "is_now"), [(8, 7), (8, 9), (8, 30), (30, 8), (30, 15)])
+    def test_lengths_of_other_documents_are_noticed(self, packed_as, is_now):
+        packing = pack((*LENGTHS[:4], packed_as), 10, overlong="split")
+        packed = PackedDataset(documents((*LENGTHS[:4], is_now)), packing)
+        with pytest.raises(ValueError, match=rf"document 4 has {is_now} tokens, but its tokens .* were packed"):
+            tokens_of(packed)
+
+
+class TestLoading:
+    def test_a_row_per_bin(self):
+        packed = pack_dataset(documents(), 10)
+        rows = [batch["input_ids"].tolist() for batch in DataLoader(packed, batch_size=1, collate_fn=PackingCollator())]
+        assert rows == [[list(chain.from_iterable(bins))] for bins in tokens_of(packed)]
+        whole = [batch["input_ids"].tolist() for batch in DataLoader(packed, None, collate_fn=PackingCollator())]
+        assert whole == rows
+
+    def test_several_bins_are_one_longer_row(self):
+        packed = pack_dataset(documents(), 10)
+        first, second = DataLoader(packed, batch_size=2, collate_fn=PackingCollator())
+        assert first["input_ids"].shape == (1, 17)
+        assert first["cu_seq_lens_q"].tolist() == [0, 9, 17]
+        assert second["cu_seq_lens_q"].tolist() == [0, 3, 8, 10]
+
+    def test_an_empty_bin_is_refused(self):
+        with pytest.raises(ValueError, match="needs at least one document"):
+            PackingCollator()([[], []])
+
+    @pytest.mark.parametrize(
+        "method", [method for method in ("fork", "spawn") if method in multiprocessing.get_all_start_methods()]
+    )
+    def test_in_workers(self, method):
+        packed = pack_dataset(documents(), 6, overlong="split")
+        loader = DataLoader(
+            packed, batch_size=2, collate_fn=PackingCollator(), num_workers=1, multiprocessing_context=method
+        )
+        expected = DataLoader(packed, batch_size=2, collate_fn=PackingCollator())
+        assert [batch["input_ids"].tolist() for batch in loader] == [batch["input_ids"].tolist() for batch in expected]
+
+    def test_pickles(self):
+        packed = pack_dataset(documents(), 6, overlong="split")
+        assert tokens_of(pickle.loads(pickle.dumps(packed))) == tokens_of(packed)
+
+
+class TestBinDataset:
+    def test_takes_lists_and_single_numbers(self):
+        rows = documents()
+        bins = BinDataset(rows)
+        assert bins[[4, 0]] == [rows[4], rows[0]]
+        assert bins[np.array([1])] == [rows[1]]
+        assert bins[2] == rows[2]
+        assert len(bins) == 5
+
+    def test_asks_a_dataset_once_that_answers_for_many(self):
+        class Counting(Subset):
+            asked = 0
+
+            def __getitems__(self, indices):
+                self.asked += 1
+                return super().__getitems__(indices)
+
+        dataset = Counting(documents(), [4, 3, 2, 1, 0])
+        assert BinDataset(dataset)[[0, 2]] == [documents()[4], documents()[2]]
+        assert dataset.asked == 1
+
+
+class TestLengths:
+    def test_of_rows_and_mappings(self):
+        assert measure_lengths(documents()).tolist() == list(LENGTHS)
+        assert measure_lengths([np.ones(3), torch.ones(2), [1]]).tolist() == [3, 2, 1]
+        assert measure_lengths(TensorDataset(torch.ones(2, 7)), lambda row: len(row[0])).tolist() == [7, 7]
+        with pytest.raises(ValueError, match="document 1 has 0"):
+            measure_lengths([[1], []])
+        with pytest.raises(ValueError, match="document 0 must be a row of tokens"):
+            measure_lengths(TensorDataset(torch.ones(2, 7)))
+
+    @pytest.mark.parametrize("kind", [None, "numpy", "torch", "arrow"])
+    def test_of_a_table_without_reading_tokens(self, kind):
+        datasets = pytest.importorskip("datasets")
+        dataset = datasets.concatenate_datasets([datasets.Dataset.from_list(documents())] * 2).with_format(kind)
+        assert measure_lengths(dataset).tolist() == list(LENGTHS * 2)
+        chosen = dataset.select([8, 1, 1, 6])
+        chosen.__class__ = type("Unread", (datasets.Dataset,), {"__getitem__": refuse})
+        assert measure_lengths(chosen).tolist() == [2, 9, 9, 9]
+
+    def test_of_a_table_with_a_missing_document(self):
+        datasets = pytest.importorskip("datasets")
+        dataset = datasets.Dataset.from_dict({"input_ids": [[1], None, [2]]})
+        with pytest.raises(ValueError, match="document 1 must be a row of tokens"):
+            measure_lengths(dataset)
+
+    @pytest.mark.parametrize("kind", [None, "numpy", "torch"])
+    def test_a_table_is_packed_and_cut(self, kind):
+        datasets = pytest.importorskip("datasets")
+        dataset = datasets.Dataset.from_list(documents()).with_format(kind)
+        packed = pack_dataset(dataset, 6, overlong="split", algorithm="next_fit")
+        assert [list(map(int, document["labels"])) for document in packed[2]] == [[-107, -108, -109]]
+        batches = DataLoader(packed, batch_size=len(packed), collate_fn=PackingCollator())
+        assert next(iter(batches))["input_ids"].shape == (1, sum(LENGTHS))
+
+
+def refuse(self, key):
+    raise AssertionError(f"document {key} was read")

@@ -1,0 +1,460 @@
+import inspect
+import math
+import multiprocessing
+import pickle
+import warnings
+from itertools import chain
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from tests.packing import naive
+from tritonpack import BinDataset, MultipackBatchSampler, PackingCollator
+
+LENGTHS = np.random.default_rng(0).integers(1, 65, 500)
+CAPACITY = 128
+
+
+def batches_of(sampler=None, batch_size=3, **options):
+    sampler = RandomSampler(LENGTHS) if sampler is None else sampler
+    return MultipackBatchSampler(sampler, batch_size, CAPACITY, LENGTHS, **options)
+
+
+def documents_of(batches):
+    return list(chain.from_iterable(chain.from_iterable(batches)))
+
+
+class TestBatches:
+    @pytest.mark.parametrize("bin_size", [None, 2])
+    def test_groups_are_packed_by_first_fit(self, bin_size):
+        order = np.random.default_rng(1).permutation(len(LENGTHS)).tolist()
+        expected = []
+        for start in range(0, len(order), 150):
+            group = order[start : start + 150]
+            bins = naive.first_fit(LENGTHS[group].tolist(), CAPACITY, bin_size or len(group))
+            expected += [[group[position] for position in items] for items in bins]
+        batches = batches_of(order, drop_last=False, group_size=150, bin_size=bin_size)
+        assert list(chain.from_iterable(batches)) == expected
+
+    @pytest.mark.parametrize("bin_size", [None, 2])
+    def test_sequential_keeps_the_order(self, bin_size):
+        batches = list(
+            batches_of(SequentialSampler(LENGTHS), sequential=True, drop_last=False, bin_size=bin_size, group_size=7)
+        )
+        assert documents_of(batches) == list(range(len(LENGTHS)))
+        assert list(chain.from_iterable(batches)) == naive.next_fit(LENGTHS.tolist(), CAPACITY, bin_size or 500)
+
+    def test_are_lists_of_lists_of_ints(self):
+        batch = next(iter(batches_of()))
+        assert [type(batch), type(batch[0]), type(batch[0][0])] == [list, list, int]
+        assert isinstance(batches_of(), BatchSampler)
+
+    @pytest.mark.parametrize("drop_last", [True, False])
+    @pytest.mark.parametrize("batch_size", [1, 3, 7])
+    def test_the_length_is_exact_and_no_document_is_lost(self, batch_size, drop_last):
+        batches = batches_of(batch_size=batch_size, drop_last=drop_last)
+        for epoch in range(5):
+            batches.set_epoch(epoch)
+            length = len(batches)
+            listed = list(batches)
+            assert len(listed) == length == batches.len_across_ranks
+            assert listed == batches.generate_batches()
+            assert all(len(batch) == batch_size for batch in listed[: None if drop_last else -1])
+            seen = documents_of(listed)
+            assert len(seen) + batches.dropped_documents == len(LENGTHS) == len(set(seen)) + batches.dropped_documents
+            assert all(LENGTHS[items].sum() <= CAPACITY for items in chain.from_iterable(listed))
+            tokens = LENGTHS[seen].sum()
+            assert batches.efficiency() == tokens / (sum(map(len, listed)) * CAPACITY)
+            assert batches.gather_efficiency() == batches.efficiency() > 0.9
+        if not drop_last:
+            assert batches.dropped_documents == 0
+
+    def test_a_sampler_of_some_documents(self):
+        assert sorted(documents_of(batches_of([5, 9, 2], batch_size=1))) == [2, 5, 9]
+
+    def test_overlong_documents_are_left_out_when_asked_for(self):
+        batches = MultipackBatchSampler(range(4), 1, 8, [5, 9, 8, 40], overlong="drop", drop_last=False)
+        assert list(batches) == [[[0]], [[2]]]
+        assert (batches.overlong_report.documents, batches.overlong_report.tokens_lost) == (2, 49)
+        assert batches.efficiency() == 13 / 16
+
+    def test_its_lengths_are_its_own(self):
+        lengths = np.array([5, 3], dtype=np.int32)
+        batches = MultipackBatchSampler(range(2), 1, 8, lengths)
+        lengths[:] = 8
+        assert list(batches) == [[[0, 1]]]
+
+
+class TestEpochs:
+    @pytest.mark.parametrize(
+        "make",
+        [
+            lambda: RandomSampler(LENGTHS),
+            lambda: RandomSampler(LENGTHS, replacement=True, num_samples=300),
+            lambda: SubsetRandomSampler(range(400)),
+            lambda: WeightedRandomSampler([1.0] * 500, 300),
+        ],
+        ids=["random", "replacement", "subset", "weighted"],
+    )
+    def test_the_order_follows_from_seed_and_epoch(self, make):
+        """Whatever the global generator's state, which differs between ranks."""
+        orders = set()
+        for seed, epoch in ((0, 0), (0, 1), (1, 0), (1, 1)):
+            runs = []
+            for global_seed in (0, 1):
+                torch.manual_seed(global_seed)
+                batches = batches_of(make(), seed=seed)
+                batches.set_epoch(epoch)
+                runs.append(list(batches))
+            assert runs[0] == runs[1]
+            orders.add(str(runs[0]))
+        assert len(orders) == 4
+
+    def test_the_samplers_own_generator_gives_the_seed(self):
+        def first(seed):
+            return list(batches_of(RandomSampler(LENGTHS, generator=torch.Generator().manual_seed(seed))))
+
+        assert first(3) == first(3) != first(4)
+        assert first(3) == list(batches_of(seed=3))
+        assert list(batches_of()) == list(batches_of(seed=0))
+
+    def test_leaves_the_sampler_and_the_global_generator_alone(self):
+        sampler = RandomSampler(LENGTHS)
+        state = torch.get_rng_state()
+        list(batches_of(sampler))
+        assert sampler.generator is None
+        assert torch.equal(torch.get_rng_state(), state)
+
+    def test_set_epoch_works_from_the_batch_sampler_and_from_its_sampler(self):
+        batches = batches_of()
+        first = list(batches)
+        assert list(batches) == first
+        batches.set_epoch(1)
+        second = list(batches)
+        assert second != first
+        batches.sampler.set_epoch(0)
+        assert list(batches) == first
+        assert batches.epoch == 0
+
+    def test_a_sampler_with_epochs_is_told(self):
+        sampler = DistributedSampler(LENGTHS, num_replicas=1, rank=0)
+        batches = batches_of(sampler)
+        batches.set_epoch(3)
+        order = documents_of(batches)
+        assert sampler.epoch == 3
+        assert order != documents_of(batches_of(DistributedSampler(LENGTHS, num_replicas=1, rank=0)))
+
+
+class TestAccelerate:
+    @pytest.mark.parametrize("drop_last", [True, False])
+    def test_epochs_reach_the_batches_of_every_process(self, drop_last):
+        """With several processes accelerate wraps the batch sampler and finds `set_epoch` on its `sampler` alone."""
+        pytest.importorskip("accelerate")
+        from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
+
+        epochs = [[], []]
+        for rank in (0, 1):
+            torch.manual_seed(rank)
+            batches = batches_of(drop_last=drop_last)
+            loader = DataLoader(BinDataset(range(len(LENGTHS))), batch_sampler=batches, collate_fn=list)
+            loader = prepare_data_loader(
+                loader, num_processes=2, process_index=rank, put_on_device=False, even_batches=False
+            )
+            assert isinstance(loader.batch_sampler, BatchSamplerShard)
+            assert loader.batch_sampler.batch_sampler is batches
+            for epoch in range(3):
+                epochs[rank].append(list(loader))  # counts epochs and tells them by itself
+                assert batches.epoch == epoch
+                assert len(loader) == len(epochs[rank][-1])
+        for epoch in range(3):
+            whole = batches_of(drop_last=drop_last)
+            whole.set_epoch(epoch)
+            shares = epochs[0][epoch], epochs[1][epoch]
+            expected = list(whole)
+            if drop_last:
+                expected = expected[: len(expected) // 2 * 2]
+            assert (list(shares[0]), list(shares[1])) == (expected[::2], expected[1::2])
+        assert epochs[0][0] != epochs[0][1] != epochs[0][2]
+
+    def test_one_process(self):
+        accelerate = pytest.importorskip("accelerate")
+        loader = DataLoader(BinDataset(range(len(LENGTHS))), batch_sampler=batches_of(), collate_fn=list)
+        loader = accelerate.Accelerator(cpu=True).prepare_data_loader(loader)
+        first, second = list(loader), list(loader)
+        assert first != second
+        assert first == list(batches_of())
+
+
+class TestLoading:
+    @pytest.mark.parametrize(
+        "method", [None, *sorted({"fork", "spawn"} & set(multiprocessing.get_all_start_methods()))], ids=str
+    )
+    def test_a_flat_row_per_batch(self, method):
+        batches = batches_of(batch_size=40)
+        loader = DataLoader(
+            BinDataset([{"input_ids": list(range(length))} for length in LENGTHS.tolist()]),
+            batch_sampler=batches,
+            collate_fn=PackingCollator(),
+            num_workers=0 if method is None else 1,
+            multiprocessing_context=method,
+        )
+        lengths = [batch["cu_seq_lens_q"].diff().tolist() for batch in loader]
+        assert lengths == [LENGTHS[list(chain.from_iterable(batch))].tolist() for batch in batches]
+        assert len(loader) == len(lengths)
+
+    def test_pickles_with_its_place(self):
+        batches = batches_of()
+        batches.set_epoch(2)
+        batches.load_state_dict(batches.state_dict() | {"batches_done": 4})
+        copy = pickle.loads(pickle.dumps(batches))
+        assert list(copy) == batches.generate_batches()[4:]
+
+
+class TestResume:
+    def test_goes_on_after_the_batches_that_were_yielded(self):
+        batches = batches_of()
+        batches.set_epoch(1)
+        iterator = iter(batches)
+        done = [next(iterator) for _ in range(5)]
+        state = batches.state_dict()
+
+        fresh = batches_of()
+        fresh.load_state_dict(pickle.loads(pickle.dumps(state)))
+        assert fresh.epoch == 1
+        assert fresh.state_dict() == state
+        fresh.set_epoch(1)  # as trainers do when they begin the epoch that was broken off
+        assert len(fresh) == len(batches)
+        assert done + list(fresh) == batches.generate_batches()
+        assert list(fresh) == batches.generate_batches()  # the same epoch again is whole
+        fresh.set_epoch(2)
+        assert fresh.state_dict()["batches_done"] == 0
+        batches.set_epoch(2)
+        assert list(fresh) == list(batches)
+
+    def test_the_place_is_that_of_the_iteration(self):
+        batches = batches_of()
+        batches.load_state_dict(batches.state_dict() | {"batches_done": 5})
+        iterator = iter(batches)
+        assert batches.state_dict()["batches_done"] == 5
+        next(iterator)
+        batches.generate_batches()
+        assert batches.state_dict()["batches_done"] == 6
+        list(batches)
+        assert batches.state_dict()["batches_done"] == len(batches)
+
+    def test_the_batches_done_may_be_told(self):
+        batches = batches_of()
+        list(batches)
+        state = batches.state_dict(batches_done=7)
+        batches.load_state_dict(state)
+        assert list(batches) == batches.generate_batches()[7:]
+        assert batches.state_dict(0)["batches_done"] == 0
+        with pytest.raises(ValueError, match=f"batches_done must be an integer from 1 to {len(batches)}; got 1000"):
+            batches.state_dict(1000)
+
+    @pytest.mark.parametrize("num_workers", [0, 2])
+    def test_torchdatas_loader_resumes_after_what_was_trained_on(self, num_workers):
+        """It keeps account of the batches that workers fetch ahead."""
+        stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+        def loader():
+            documents = BinDataset(range(len(LENGTHS)))
+            return stateful.StatefulDataLoader(
+                documents, batch_sampler=batches_of(), collate_fn=list, num_workers=num_workers
+            )
+
+        source, target = loader(), loader()
+        source.batch_sampler.set_epoch(2)
+        expected = source.batch_sampler.generate_batches()
+        iterator = iter(source)
+        assert [next(iterator) for _ in range(5)] == expected[:5]
+        target.load_state_dict(source.state_dict())
+        assert list(target) == expected[5:]
+        assert list(target) == expected
+
+    def test_another_epoch_begins_at_its_beginning(self):
+        batches = batches_of()
+        batches.load_state_dict(batches.state_dict() | {"batches_done": 5})
+        batches.set_epoch(1)
+        assert list(batches) == batches.generate_batches()
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"batch_size": 4}, "batch_size was 3 and is 4"),
+            ({"drop_last": False}, "drop_last was True and is False"),
+            ({"bin_size": 9}, "bin_size was None and is 9"),
+            ({"seed": 7}, "seed was 0 and is 7"),
+            ({"sequential": True, "group_size": 5}, "sequential was .*; group_size was 100000 and is 5"),
+        ],
+    )
+    def test_refuses_a_state_of_other_options(self, change, message):
+        with pytest.raises(ValueError, match=f"the state is of other batches: {message}"):
+            batches_of(**change).load_state_dict(batches_of().state_dict())
+
+    def test_refuses_a_state_of_other_documents(self):
+        state = batches_of().state_dict()
+        lengths = LENGTHS.copy()
+        lengths[[0, 1]] = [1, 64]
+        with pytest.raises(ValueError, match="other batches: lengths was"):
+            MultipackBatchSampler(RandomSampler(lengths), 3, CAPACITY, lengths).load_state_dict(state)
+        with pytest.raises(ValueError, match=r"of MultipackBatchSampler is needed; got the keys \['plan', 'version'\]"):
+            batches_of().load_state_dict({"version": 1, "plan": ""})
+        with pytest.raises(ValueError, match="another order of documents in epoch 0"):
+            batches_of(range(500)).load_state_dict(state)
+        with pytest.raises(ValueError, match=r"version 1 of MultipackBatchSampler is needed; got the keys \[\]"):
+            batches_of().load_state_dict({})
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ({"lengths": []}, "lengths is empty"),
+            ({"lengths": [4, 0]}, "document 1 has length 0"),
+            ({"lengths": [4, 9]}, r"longer than the batch_max_len of 8 .*document 1, 9 tokens"),
+            ({"lengths": [4.0, float("nan")]}, "must be a row of integers"),
+            ({"batch_size": 0}, "batch_size must be an integer from 1 .*got 0"),
+            ({"batch_max_len": True}, "batch_max_len must be .*got True"),
+            ({"bin_size": 0}, "bin_size must be .*got 0"),
+            ({"group_size": 0}, "group_size must be .*got 0"),
+            ({"drop_last": 1}, "drop_last must be True or False; got 1"),
+            ({"sequential": "yes"}, "sequential must be True or False; got 'yes'"),
+            ({"overlong": "truncate"}, "overlong must be 'error' or 'drop'; got 'truncate'.*pack_dataset"),
+            ({"seed": -1}, "seed must be an integer of at least 0; got -1"),
+            ({"packing_efficiency_estimate": 3}, "packing_efficiency_estimate must be a number from 0 to 1; got 3"),
+            ({"num_count_samples": 0}, "num_count_samples must be .*got 0"),
+            ({"num_processes": "all"}, "num_processes must be .*got 'all'"),
+            ({"safe_mode": None}, "safe_mode must be True or False; got None"),
+            ({"mp_start_method": "thread"}, "mp_start_method must be None or one of .*got 'thread'"),
+        ],
+    )
+    def test_options(self, change, message):
+        options = {"sampler": range(2), "batch_size": 1, "batch_max_len": 8, "lengths": [4, 3]} | change
+        with pytest.raises(ValueError, match=message):
+            MultipackBatchSampler(**options)
+
+    def test_unknown_options(self):
+        with pytest.raises(TypeError, match="bin_sise"):
+            batches_of(bin_sise=3)
+
+    @pytest.mark.parametrize(
+        ("sampler", "message"),
+        [
+            ([], "the sampler yields no document"),
+            ([0, 2, 7], "the sampler yields document 2, but there are lengths of 2 documents"),
+            ([-1], "yields document -1"),
+            ([0.5], "must yield document numbers; got float64"),
+            ([[0]], r"must yield document numbers; .* shape \(1, 1\)"),
+        ],
+    )
+    def test_samplers(self, sampler, message):
+        batches = MultipackBatchSampler(sampler, 1, 8, [4, 3])
+        for ask in (len, iter, MultipackBatchSampler.efficiency):
+            with pytest.raises(ValueError, match=message):
+                ask(batches)
+
+    def test_fewer_bins_than_a_batch(self):
+        with pytest.raises(
+            ValueError, match=r"2 documents make 1 bins of 8 tokens, fewer than batch_size=2.*drop_last=F"
+        ):
+            len(MultipackBatchSampler(range(2), 2, 8, [4, 3]))
+        assert list(MultipackBatchSampler(range(2), 2, 8, [4, 3], drop_last=False)) == [[[0, 1]]]
+
+    def test_epochs_and_generators(self):
+        with pytest.raises(ValueError, match=r"epoch must be an integer of at least 0; got 1.5"):
+            batches_of().set_epoch(1.5)
+
+
+def test_takes_axolotls_arguments_in_its_order():
+    """The names and the order of its class; what it needs and this one doesn't is accepted."""
+    names = list(inspect.signature(MultipackBatchSampler).parameters)
+    assert names[:13] == [
+        "sampler",
+        "batch_size",
+        "batch_max_len",
+        "lengths",
+        "bin_size",
+        "packing_efficiency_estimate",
+        "drop_last",
+        "num_count_samples",
+        "sequential",
+        "group_size",
+        "num_processes",
+        "safe_mode",
+        "mp_start_method",
+    ]
+    batches = MultipackBatchSampler(
+        range(500), 3, CAPACITY, LENGTHS, 200, 0.97, True, 4, False, 100_000, 8, True, "spawn"
+    )
+    assert list(batches) == list(batches_of(range(500), bin_size=200))
+
+
+def two_ranks(rank, path):
+    """What a process of two does; every disagreement must be noticed on both."""
+    torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
+    torch.manual_seed(rank)
+    numbers = list(range(len(LENGTHS)))
+
+    orders = [None, None]
+    torch.distributed.all_gather_object(orders, list(batches_of()))
+    assert orders[0] == orders[1], "torch's sampler is reseeded alike"
+
+    list(batches_of(numbers))
+    mine = batches_of(numbers[::-1] if rank else numbers)
+    assert len(mine) > 1  # without communication
+    with pytest.raises(ValueError, match=r"samplers of ranks \[1\] yield documents in another order"):
+        iter(mine)
+
+    lengths = np.concatenate([np.full(20, 128), np.full(20, 4)])
+    order = np.arange(40).reshape(2, 20).T.ravel()  # a shard of long documents, a shard of short ones
+    shard = DistributedSampler(order, num_replicas=2, rank=rank, shuffle=False)
+    batches = MultipackBatchSampler(Renumbered(shard, order), 1, CAPACITY, lengths)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert len(batches) == 1
+    told = [str(warning.message) for warning in caught if "left out" in str(warning.message)]
+    assert len(told) == (rank == 0)
+    if rank == 0:
+        assert told[0].startswith("19 of 20 batches, with 19 documents, are left out on this rank in epoch 0")
+    assert (len(list(batches)), batches.dropped_documents) == (1, 19 if rank == 0 else 0)
+    assert batches.efficiency() == (1.0 if rank == 0 else 80 / 128)
+    assert batches.gather_efficiency() == (128 + 80) / 256
+    assert batches.gather_len_batches(5 + rank) == 5
+    torch.distributed.destroy_process_group()
+
+
+class Renumbered:
+    """A sampler's documents under other numbers, as of a dataset's subset."""
+
+    def __init__(self, sampler, numbers):
+        self.sampler, self.numbers, self.num_replicas = sampler, numbers, sampler.num_replicas
+
+    def __iter__(self):
+        return (int(self.numbers[position]) for position in self.sampler)
+
+
+class TestRanks:
+    def test_two_ranks(self, tmp_path):
+        torch.multiprocessing.spawn(two_ranks, (str(tmp_path / "meet"),), nprocs=2)
+
+    def test_a_sharded_sampler_needs_the_other_ranks(self):
+        batches = batches_of(DistributedSampler(LENGTHS, num_replicas=2, rank=0))
+        with pytest.raises(ValueError, match="init_process_group"):
+            len(batches)
+
+
+def test_as_few_bins_as_the_documents_allow():
+    """First-fit stays within three percent of all tokens over the capacity on lengths like these."""
+    batches = batches_of(batch_size=1, drop_last=False)
+    assert len(batches) <= math.ceil(LENGTHS.sum() / CAPACITY) * 1.03

@@ -1,0 +1,121 @@
+"""Datasets by bins: PackedDataset has a bin as item, BinDataset takes a bin's document numbers as index."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from tritonpack.packing.bins import Algorithm, Packing, pack
+from tritonpack.packing.documents import Length, checked_length, cut, fetch, measure_lengths, require_map_style
+from tritonpack.packing.lengths import Overlong
+
+
+class PackedDataset(Dataset):
+    """A map-style dataset whose item i is the list of documents of bin i, cut where the packing cuts them.
+
+    `DataLoader(packed, batch_size=1, shuffle=True, collate_fn=PackingCollator())` gives a flat row per bin; with
+    batch_size=k a flat row holds the documents of k bins, up to k times the capacity.
+
+    >>> packed = PackedDataset([[5, 6, 7], [8, 9], [4]], pack([3, 2, 1], capacity=4))
+    >>> len(packed), packed[0]
+    (2, [[5, 6, 7], [4]])
+
+    Args:
+        dataset: documents, indexed from 0: mappings with "input_ids" as `datasets` has them, or rows of tokens; of any
+            other form with `length`.
+        packing: which of them each bin holds.
+        length: the number of a document's tokens.
+
+    Raises:
+        ValueError: a packing of more documents than the dataset has; at access a document whose tokens aren't as many
+            as were packed, or one that must be cut and can't be.
+    """
+
+    def __init__(self, dataset: Any, packing: Packing, *, length: Length | None = None) -> None:
+        require_map_style(dataset)
+        last = int(packing.items.max())
+        if last >= len(dataset):
+            raise ValueError(
+                f"the packing has a document {last}, but the dataset only {len(dataset)} documents. Pack the lengths "
+                "of this very dataset."
+            )
+        self.dataset = dataset
+        self.packing = packing
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.packing.num_bins
+
+    def __getitem__(self, bin_index: int) -> list[Any]:
+        spans = self.packing.spans(bin_index)
+        documents = fetch(self.dataset, [number for number, _, _ in spans])
+        return [self._piece(document, *span) for document, span in zip(documents, spans, strict=True)]
+
+    def _piece(self, document: Any, number: int, start: int, stop: int) -> Any:
+        tokens = checked_length(document, number, self.length)
+        # A piece is as long as a bin, or ends its document.
+        if stop > tokens or (stop < tokens and stop - start < self.packing.capacity):
+            raise ValueError(
+                f"document {number} has {tokens} tokens, but its tokens {start} to {stop} were packed. The lengths are "
+                "those of another dataset; measure them again."
+            )
+        return document if stop - start == tokens else cut(document, start, stop, tokens, number)
+
+
+class BinDataset(Dataset):
+    """A map-style dataset that also takes lists of indices, for samplers that yield bins, as MultipackBatchSampler.
+
+    >>> documents = BinDataset([[5, 6, 7], [8, 9], [4]])
+    >>> documents[[2, 0]], documents[1], len(documents)
+    ([[4], [5, 6, 7]], [8, 9], 3)
+
+    Args:
+        dataset: documents, indexed from 0.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int | Sequence[int]) -> Any:
+        return fetch(self.dataset, index) if isinstance(index, (list, tuple, np.ndarray)) else self.dataset[index]
+
+
+def pack_dataset(
+    dataset: Any,
+    capacity: int,
+    *,
+    lengths: Sequence[int] | NDArray[Any] | None = None,
+    length: Length | None = None,
+    algorithm: Algorithm = "best_fit_decreasing",
+    max_items: int | None = None,
+    overlong: Overlong = "error",
+) -> PackedDataset:
+    """Pack a map-style dataset; its own documents stay where they are.
+
+    >>> packed = pack_dataset([{"input_ids": [5, 6, 7]}, {"input_ids": [8]}], capacity=4)
+    >>> packed[0]
+    [{'input_ids': [5, 6, 7]}, {'input_ids': [8]}]
+
+    Args:
+        dataset: see PackedDataset; for a `datasets.Dataset` lengths are read without reading a token.
+        lengths: (documents,) integers, the tokens of each document, where they are known.
+        length: the number of a document's tokens, for documents that are neither rows of tokens nor mappings with
+            "input_ids".
+        capacity, algorithm, max_items, overlong: as for `pack`.
+
+    Raises:
+        ValueError: what `pack` and PackedDataset refuse, lengths of another number of documents.
+    """
+    if lengths is None:
+        lengths = measure_lengths(dataset, length)
+    elif len(lengths) != len(dataset):
+        raise ValueError(f"{len(lengths)} lengths for a dataset of {len(dataset)} documents. Give each its length.")
+    packing = pack(lengths, capacity, algorithm=algorithm, max_items=max_items, overlong=overlong)
+    return PackedDataset(dataset, packing, length=length)
