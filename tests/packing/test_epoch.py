@@ -108,7 +108,7 @@ def test_steps_planned_together_are_fuller_and_keep_the_stream_s_order():
     lengths = openchat()
     alone, together = (plan_epoch(lengths, 4096, 1, tail="keep", steps_together=steps) for steps in (1, 64))
     assert measures(alone, lengths)["efficiency"] < 0.9
-    assert measures(together, lengths)["efficiency"] > 0.98
+    assert measures(together, lengths)["efficiency"] > 0.975
     step_of = np.empty(len(lengths), dtype=np.int64)
     step_of[together.items] = np.repeat(np.arange(together.num_steps), np.diff(together.offsets))
     steps = step_of[shuffled(len(lengths), 0, 0)]

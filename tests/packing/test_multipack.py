@@ -295,18 +295,18 @@ class TestResume:
             ({"drop_last": False}, "drop_last was True and is False"),
             ({"bin_size": 9}, "bin_size was None and is 9"),
             ({"seed": 7}, "seed was 0 and is 7"),
-            ({"sequential": True, "group_size": 5}, "sequential was .*; group_size was 100000 and is 5"),
+            ({"sequential": True, "group_size": 5}, "group_size was 100000 and is 5; sequential was"),
         ],
     )
     def test_refuses_a_state_of_other_options(self, change, message):
-        with pytest.raises(ValueError, match=f"the state is of other batches: {message}"):
+        with pytest.raises(ValueError, match=f"can't be resumed.* changed: {message}"):
             batches_of(**change).load_state_dict(batches_of().state_dict())
 
     def test_refuses_a_state_of_other_documents(self):
         state = batches_of().state_dict()
         lengths = LENGTHS.copy()
         lengths[[0, 1]] = [1, 64]
-        with pytest.raises(ValueError, match="other batches: lengths was"):
+        with pytest.raises(ValueError, match="changed: lengths was"):
             MultipackBatchSampler(RandomSampler(lengths), 3, CAPACITY, lengths).load_state_dict(state)
         with pytest.raises(ValueError, match=r"of MultipackBatchSampler is needed; got the keys \['plan', 'version'\]"):
             batches_of().load_state_dict({"version": 1, "plan": ""})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -17,6 +16,7 @@ from tritonpack.packing.cost import CostModel
 from tritonpack.packing.epoch import MOST_TOKENS, Objective, Tail, check_options, check_seed, plan_epoch
 from tritonpack.packing.lengths import Overlong, OverlongReport, fit_lengths, positive_integer
 from tritonpack.packing.plan import Plan
+from tritonpack.packing.resume import digest, refuse_changes
 
 _STATE_VERSION = 1
 
@@ -201,8 +201,7 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
             "epoch": self.epoch,
             "batches_done": int(done),
             "settings": self._settings(),
-            "lengths": _digest(self.lengths),
-            "plan": _digest(self.plan.items, self.plan.offsets),
+            "plan": digest(self.plan.items, self.plan.offsets),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -212,28 +211,16 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
             ValueError: a state of other lengths, settings or ranks, or that isn't this class's; the sampler is then
                 left as it was.
         """
-        missing = {"version", "epoch", "batches_done", "settings", "lengths", "plan"} - set(state)
+        missing = {"version", "epoch", "batches_done", "settings", "plan"} - set(state)
         if missing or state["version"] != _STATE_VERSION:
             raise ValueError(
                 f"this isn't a state of version {_STATE_VERSION} of MultipackDistributedBatchSampler"
                 + (f": it lacks {', '.join(sorted(missing))}." if missing else f": it has version {state['version']}.")
             )
-        settings = self._settings()
-        changes = [
-            f"{name} was {state['settings'].get(name)!r} and is {settings.get(name)!r}"
-            for name in sorted({*settings, *state["settings"]})
-            if state["settings"].get(name) != settings.get(name)
-        ]
-        if state["lengths"] != _digest(self.lengths):
-            changes.append("the lengths are others")
-        if changes:
-            raise ValueError(
-                f"the state can't be resumed, because what it was saved with has changed: {'; '.join(changes)}. "
-                "Restore that, or start an epoch anew with set_epoch."
-            )
+        refuse_changes(state["settings"], self._settings())
         before = (self.epoch, self._plan, self._drawn, self._resumed)
         self.set_epoch(state["epoch"])
-        if state["plan"] != _digest(self.plan.items, self.plan.offsets):
+        if state["plan"] != digest(self.plan.items, self.plan.offsets):
             self.epoch, self._plan, self._drawn, self._resumed = before
             raise ValueError(
                 "the state was saved with another version of tritonpack or NumPy, which plans other batches from the "
@@ -248,7 +235,7 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
         Raises:
             ValueError: on every rank, if any two ranks have different plans.
         """
-        mine = f"{_digest(self.plan.items, self.plan.offsets)} in epoch {self.epoch}"
+        mine = f"{digest(self.plan.items, self.plan.offsets)} in epoch {self.epoch}"
         plans: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(plans, mine, group)
         if len(set(plans)) > 1:
@@ -279,7 +266,7 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
         return None
 
     def _settings(self) -> dict[str, Any]:
-        """What decides the batches besides the lengths, as plain values."""
+        """What decides the batches, as plain values."""
         cost_model = self._options["cost_model"]
         return {
             **self._options,
@@ -288,6 +275,7 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
             "num_replicas": self.num_replicas,
             "seed": self.seed,
             "shard": self._shard,
+            "lengths": digest(self.lengths),
         }
 
     def _lengths_by_document(self) -> NDArray[np.int64]:
@@ -321,10 +309,3 @@ def _place_in_world(num_replicas: int | None, rank: int | None, shard: bool) -> 
             f"rank must be an integer from 0 to {num_replicas - 1}, as there are {num_replicas}; got {rank!r}."
         )
     return num_replicas, int(rank)
-
-
-def _digest(*arrays: NDArray[Any]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for array in arrays:
-        digest.update(np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False).data)
-    return digest.hexdigest()

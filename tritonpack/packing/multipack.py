@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from torch.utils.data import BatchSampler, Sampler
 
 from tritonpack.packing.epoch_sampler import EpochSampler
 from tritonpack.packing.lengths import MAX_INT32, fit_lengths, positive_integer
+from tritonpack.packing.resume import digest, refuse_changes
 
 START_METHODS = ("fork", "spawn", "forkserver")
 
@@ -237,13 +237,7 @@ class MultipackBatchSampler(BatchSampler):
         """
         if state.get("version") != 1 or "order" not in state:
             raise ValueError(f"a state of version 1 of MultipackBatchSampler is needed; got the keys {sorted(state)}.")
-        different = [
-            f"{name} was {state['settings'].get(name)!r} and is {value!r}"
-            for name, value in self._settings().items()
-            if state["settings"].get(name) != value
-        ]
-        if different:
-            raise ValueError(f"the state is of other batches: {'; '.join(different)}. Use what it was saved with.")
+        refuse_changes(state["settings"], self._settings())
         before = self.epoch
         self.set_epoch(state["epoch"])
         if self._pack().order != state["order"]:
@@ -256,8 +250,8 @@ class MultipackBatchSampler(BatchSampler):
 
     def _settings(self) -> dict[str, Any]:
         names = ("batch_size", "batch_max_len", "bin_size", "drop_last", "sequential", "group_size")
-        digest = hashlib.sha256(self.lengths.tobytes()).hexdigest()[:16]
-        return {name: getattr(self, name) for name in names} | {"seed": self.sampler.seed, "lengths": digest}
+        own = {name: getattr(self, name) for name in names}
+        return own | {"seed": self.sampler.seed, "lengths": digest(self.lengths)}
 
     def _pack(self) -> _Epoch:
         if self._packed is None or self._packed.number != self.epoch:
@@ -274,7 +268,7 @@ class MultipackBatchSampler(BatchSampler):
                 entries, offsets = assign(group, self.batch_max_len, min(self.bin_size or MAX_INT32, len(group)))
                 items.append(documents[start + entries.astype(np.int64)])
                 sizes.append(np.diff(offsets))
-            order = hashlib.sha256(documents.tobytes()).hexdigest()[:16]
+            order = digest(documents)
             offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
             self._packed = _Epoch(self.epoch, np.concatenate(items), offsets, order)
         return self._packed
