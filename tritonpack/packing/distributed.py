@@ -98,8 +98,8 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
         check_options(objective, cost_model, tail, lookahead)
         if overlong == "split":
             raise ValueError(
-                "overlong='split' makes pieces, and a sampler can only name documents. Split the dataset first "
-                "(tritonpack.pack_dataset, or fit_lengths and your own cutting), or use 'truncate' or 'drop'."
+                "overlong='split' makes pieces, and a sampler can only name documents. Split the dataset's documents "
+                "first, use 'truncate' or 'drop', or pack_dataset, which cuts documents as it loads them."
             )
         fitted = fit_lengths(lengths, self.batch_max_length, overlong, name="batch_max_length")
         if len(fitted.lengths) < self.num_replicas:
