@@ -1,4 +1,4 @@
-"""The packing algorithms as plain loops over lists: bins of item numbers, in the order in which bins were opened."""
+"""The packing algorithms as plain loops over lists: bins as they were opened, items as they were put in."""
 
 
 def best_fit(order, lengths, capacity, max_items):
@@ -16,7 +16,7 @@ def best_fit(order, lengths, capacity, max_items):
         bins[chosen].append(item)
         room[chosen] -= lengths[item]
         changed[chosen] = step
-    return [sorted(items) for items in bins]
+    return bins
 
 
 def first_fit_in(order, lengths, capacity, max_items):
@@ -28,7 +28,7 @@ def first_fit_in(order, lengths, capacity, max_items):
                 break
         else:
             bins.append([item])
-    return [sorted(items) for items in bins]
+    return bins
 
 
 def longest_first(lengths):
@@ -65,7 +65,7 @@ def windowed(lengths, capacity, max_items, window=1024, threshold=0.95, max_carr
         overdue = {item for item in pool if pool[item] == max_carries}
         order = sorted(pool, key=lambda item: (item not in overdue, -lengths[item], item))
         carried = {}
-        for items in sorted(best_fit(order, lengths, capacity, max_items)):
+        for items in sorted(map(sorted, best_fit(order, lengths, capacity, max_items))):
             filled = sum(lengths[item] for item in items) / capacity
             if filled >= threshold or len(items) == max_items or overdue & set(items) or stop == len(lengths):
                 done.append(items)

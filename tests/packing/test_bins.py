@@ -53,7 +53,6 @@ def test_every_document_once_and_no_bin_over_its_limits(capacity, max_items, alg
     assert max(loads) <= capacity
     assert max(map(len, packing)) <= (max_items or len(lengths))
     assert packing.num_bins == len(loads) >= packing.lower_bound >= math.ceil(lengths.sum() / capacity)
-    assert all(items.tolist() == sorted(items.tolist()) for items in packing)
 
 
 def test_first_fit_with_many_bins_of_every_kind():
@@ -95,8 +94,8 @@ def test_a_bin_may_hold_as_many_tokens_as_32_bits_count(algorithm):
 def test_bins_are_indexed_like_a_sequence():
     packing = pack([8, 3, 5], capacity=8)
     assert packing[0].tolist() == [0]
-    assert packing[-1].tolist() == [1, 2]
-    assert packing.spans(-1) == [(1, 0, 3), (2, 0, 5)]
+    assert packing[-1].tolist() == [2, 1]
+    assert packing.spans(-1) == [(2, 0, 5), (1, 0, 3)]
     for ask in (packing.__getitem__, packing.spans):
         with pytest.raises(IndexError, match="bin 2 of a packing with 2 bins"):
             ask(2)

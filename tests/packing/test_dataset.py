@@ -27,7 +27,7 @@ class TestPackedDataset:
         rows = [document["input_ids"] for document in documents()]
         packed = pack_dataset(documents(), 10)
         assert len(packed) == 3
-        assert tokens_of(packed) == [[rows[1]], [rows[4]], [rows[0], rows[2], rows[3]]]
+        assert tokens_of(packed) == [[rows[1]], [rows[4]], [rows[2], rows[0], rows[3]]]
         assert packed[-1] == packed[2]
         with pytest.raises(IndexError, match="bin 3 of a packing with 3 bins"):
             packed[3]
@@ -79,7 +79,7 @@ class TestLoading:
         first, second = DataLoader(packed, batch_size=2, collate_fn=PackingCollator())
         assert first["input_ids"].shape == (1, 17)
         assert first["cu_seq_lens_q"].tolist() == [0, 9, 17]
-        assert second["cu_seq_lens_q"].tolist() == [0, 3, 8, 10]
+        assert second["cu_seq_lens_q"].tolist() == [0, 5, 8, 10]
 
     def test_an_empty_bin_is_refused(self):
         with pytest.raises(ValueError, match="needs at least one document"):

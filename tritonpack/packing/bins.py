@@ -47,16 +47,16 @@ class Packing:
 
     >>> packing = pack([3, 12], capacity=8, overlong="split")
     >>> packing.items.tolist(), packing.starts.tolist(), packing.lengths.tolist(), packing.offsets.tolist()
-    ([1, 0, 1], [0, 0, 8], [8, 3, 4], [0, 1, 3])
+    ([1, 1, 0], [0, 8, 0], [8, 4, 3], [0, 1, 3])
     >>> [packing.spans(bin_index) for bin_index in range(packing.num_bins)]
-    [[(1, 0, 8)], [(0, 0, 3), (1, 8, 12)]]
+    [[(1, 0, 8)], [(1, 8, 12), (0, 0, 3)]]
     >>> print(packing.report)
     1 documents longer than the capacity split into 2 pieces: no token lost
 
     Attributes:
         items: (entries,) int32, each entry's document, an index into the lengths that were packed; bin b holds
-            `items[offsets[b] : offsets[b + 1]]`, in ascending order. Every document occurs once, after splitting once
-            per piece, after dropping perhaps not at all.
+            `items[offsets[b] : offsets[b + 1]]`: ascending, but from long to short after the decreasing algorithms.
+            Every document occurs once, after splitting once per piece, after dropping perhaps not at all.
         starts: (entries,) int64, the entry's first token within its document: 0 but for later pieces of a split one.
         lengths: (entries,) int32, the entry's tokens.
         offsets: (num_bins + 1,) int64.

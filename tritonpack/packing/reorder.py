@@ -43,21 +43,18 @@ def group_by_bin(bins: Any, order: Any, num_bins: int) -> Any:
 
     Returns:
         items (documents,) int32 and offsets (num_bins + 1,) int64: bin b holds `items[offsets[b] : offsets[b + 1]]`, in
-        ascending order.
+        the order in which they were given.
     """
-    num_items = len(bins)
     offsets = np.zeros(num_bins + 1, dtype=np.int64)
-    bin_of = np.empty(num_items, dtype=np.int32)
-    for position in range(num_items):
-        offsets[bins[position] + 1] += 1
-        bin_of[order[position]] = bins[position]
+    for chosen in bins:
+        offsets[chosen + 1] += 1
     for bin_index in range(num_bins):
         offsets[bin_index + 1] += offsets[bin_index]
     cursor = offsets[:-1].copy()
-    items = np.empty(num_items, dtype=np.int32)
-    for item in range(num_items):
-        items[cursor[bin_of[item]]] = item
-        cursor[bin_of[item]] += 1
+    items = np.empty(len(bins), dtype=np.int32)
+    for position in range(len(bins)):
+        items[cursor[bins[position]]] = order[position]
+        cursor[bins[position]] += 1
     return items, offsets
 
 

@@ -80,10 +80,10 @@ class WindowPacker:
         done |= np.logical_or.reduceat(overdue[items], starts)
         done |= last
 
-        # A stable sort by each entry's bin, of bins by their first document; those that aren't done come last.
+        # Ascending within bins, and bins by their first document; those that aren't done come last.
         rank = np.empty(len(sizes), dtype=np.int64)
-        rank[np.lexsort([items[starts], ~done])] = np.arange(len(sizes))
-        entries = items[np.argsort(np.repeat(rank, sizes), kind="stable")]
+        rank[np.lexsort([np.minimum.reduceat(items, starts), ~done])] = np.arange(len(sizes))
+        entries = items[np.lexsort([items, np.repeat(rank, sizes)])]
         taken = int(sizes[done].sum())
         kept = np.sort(entries[taken:])
         self._documents, self._lengths, self._carries = documents[kept], lengths[kept], carries[kept] + 1
