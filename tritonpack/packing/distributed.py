@@ -57,7 +57,7 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
         tail: what becomes of documents that don't fill a last step: "drop" leaves them out of this epoch; "spread"
             divides all documents over the fewest steps possible, equally full; "keep" makes a last, short step.
         lookahead: the share of its tokens that a step is offered in addition, from 0 to 1; more fills batches better
-            and defers more documents, by two steps at most.
+            and defers more documents: up to 0.05 by two steps at most, beyond that by three in odd cases.
         steps_together: steps planned at once, at least 1. Where a step holds few documents, few combinations fit: 64
             steps together fill rows of 4,096 tokens on one rank to 98% instead of 86% (OpenChat), and a document may be
             deferred by so many times two steps.
