@@ -45,7 +45,7 @@ def probe_packed(model: nn.Module, alone: Tensor) -> None:
     documents = _documents(model)
     ids = torch.cat(documents, dim=1)
     places = _places(LENGTHS, ids)
-    others = documents[:1] + documents[1:]
+    others = list(documents)
     others[0] = documents[0].flip(1)
     finfo = torch.finfo(torch.float32 if alone.dtype == torch.float64 else alone.dtype)  # norms compute in float32
     try:

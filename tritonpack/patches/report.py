@@ -59,7 +59,11 @@ class Report:
 
 
 def make_report(
-    model: nn.Module, patched: Sequence[PreTrainedModel], attention: str, backend: str, replaced: str | None
+    model: nn.Module,
+    patched: Sequence[PreTrainedModel],
+    attention: str,
+    backend: str,
+    replaced: str | None,
 ) -> Report:
     """What patching these modules of a model means."""
     config = patched[-1].config
@@ -67,7 +71,7 @@ def make_report(
     others = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, PreTrainedModel) and module not in patched and not _holds(module, patched)
+        if isinstance(module, PreTrainedModel) and not any(holds(module, inner) for inner in patched)
     ]
     return Report(
         model_type=config.model_type,
@@ -117,5 +121,6 @@ def _named(model: nn.Module, classes: frozenset[str]) -> tuple[str, ...]:
     return tuple(name for name, module in model.named_modules() if type(module).__name__ in classes)
 
 
-def _holds(module: nn.Module, patched: Sequence[nn.Module]) -> bool:
-    return any(inner in patched for inner in module.modules())
+def holds(outer: nn.Module, inner: nn.Module) -> bool:
+    """Whether one module is the other or lies in it."""
+    return any(module is inner for module in outer.modules())
