@@ -206,9 +206,9 @@ def _supported_modules(model: nn.Module, attention: str) -> list[PreTrainedModel
 def _apply(model: nn.Module, modules: list[PreTrainedModel], attention: str, backend: Backend) -> Report:
     replaced = modules[-1].config._attn_implementation_internal
     who = "dense" if modules[-1].config.model_type in DENSE else attention
-    report = make_report(model, modules, who, backend, replaced)
     text_config = modules[-1].config.get_text_config()
     once = _keep_apart_by_themselves(model, getattr(text_config, "hidden_size", 0))
+    report = make_report(model, modules, who, backend, replaced, once)
     current = Current()
     stand_ins = [make for layer in model.modules() if (make := _stand_in(layer, current, once)) is not None]
     mixes = any(make.func is DocumentByDocument for make in stand_ins)
