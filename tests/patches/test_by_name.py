@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import tritonpack
 from tests.patches import zoo
-from tests.patches.models import VOCAB, tiny_model
+from tests.patches.models import VOCAB, generate, tiny_model
 from tests.patches.test_patching import (
     EXACT,
     FORMS,
@@ -64,21 +64,13 @@ def test_padded_equals_alone(family: str, side: str) -> None:
 
 @every_family
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("padded", [False, True], ids=["", "left-padded"])
-def test_generate(family: str, cache: str, padded: bool) -> None:
+@pytest.mark.parametrize("padding", [0, 4], ids=["", "left-padded"])
+def test_generate(family: str, cache: str, padding: int) -> None:
     """A static cache counts its tokens in place, between the mask's making and its use."""
-    ids = torch.cat([documents((9,))[0], documents((1, 9))[1]])
-    mask = torch.ones_like(ids)
-    if padded:
-        ids[0, :4], mask[0, :4] = 0, 0
-    options = {
-        "attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "cache_implementation": cache,
-        "disable_compile": True, "eos_token_id": -1, "return_dict_in_generate": True, "output_logits": True,
-    }  # fmt: skip
-    expected = make(family).generate(ids, **options)
-    got = make(family, attn_implementation=NAME).generate(ids, **options)
-    assert torch.equal(expected.sequences, got.sequences)
-    want, have = torch.stack(expected.logits), torch.stack(got.logits)
+    ids, options = torch.cat([documents((9,))[0], documents((1, 9))[1]]), {"cache": cache, "padding": padding}
+    expected, want = generate(make(family), ids, **options)
+    got, have = generate(make(family, attn_implementation=NAME), ids, **options)
+    assert torch.equal(expected, got)
     assert float((want - have).abs().max() / want.abs().max()) < EXACT
 
 

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 import tritonpack
 from tests.patches import sweep, zoo
+from tests.patches.models import generate
 from tritonpack.patches.families import KNOWN
 
 REFUSED = {
@@ -98,25 +99,18 @@ def test_generate_as_stock(name: str, cache: str) -> None:
     """Two rows, one of them padded on the left."""
     if name in GENERATE_DIFFERS:
         pytest.skip("stock transformers is at odds with itself")
-    model = build(name)
-    ids = torch.cat(zoo.documents((9, 9)))
-    mask = torch.ones_like(ids)
-    ids[0, :4], mask[0, :4] = 0, 0
-    options = {
-        "attention_mask": mask, "max_new_tokens": 4, "do_sample": False, "cache_implementation": cache,
-        "disable_compile": True, "eos_token_id": -1, "return_dict_in_generate": True, "output_logits": True,
-    }  # fmt: skip
+    model, ids = build(name), torch.cat(zoo.documents((9, 9)))
+    options: dict[str, Any] = {"cache": cache, "padding": 4, "tokens": 4}
     try:
-        expected = model.generate(ids, **options)
+        expected, want = generate(model, ids, **options)
     except Exception as error:  # whatever a type can't do by itself
         pytest.skip(f"stock can't: {error}")
-    want = torch.stack(expected.logits)
     if want.isnan().any():
         pytest.skip("stock makes NaN of padding in float64")
     with tritonpack.patch(model):
-        got = model.generate(ids, **options)
-    assert torch.equal(expected.sequences, got.sequences)
-    assert float((want - torch.stack(got.logits)).abs().max() / want.abs().max()) < sweep.tolerance(model)
+        got, have = generate(model, ids, **options)
+    assert torch.equal(expected, got)
+    assert float((want - have).abs().max() / want.abs().max()) < sweep.tolerance(model)
 
 
 def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
