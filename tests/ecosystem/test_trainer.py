@@ -64,7 +64,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": True},
     },
-    "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+    "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
 }
 
 

@@ -99,7 +99,7 @@ def test_one_graph_for_every_length() -> None:
         graphs += 1
         return module
 
-    model = tiny_model("mistral", dtype=torch.float32)
+    model = tiny_model("mistral", dtype=torch.float32, num_hidden_layers=1)
     model.set_attn_implementation(NAME)
     compiled = torch.compile(model, backend=count, fullgraph=True, dynamic=True)
     for total in (12, 9, 20, 33):
