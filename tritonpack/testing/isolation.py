@@ -29,9 +29,9 @@ class IsolationReport:
         moved_by_others: how far logits moved when another document changed; 0.0 is bitwise equality.
         gradient_to_others: the largest gradient that a document's loss has in another document's embeddings, relative
             to the largest in its own.
-        allowed: what the first of these may be: half the digits of the model's dtype. The others may be rounding, 64
-            units in the last place but no more than that (zero where no kernel's shape depends on the tokens, as a
-            mixture of experts' does).
+        allowed: what the first of these may be: half the digits of the model's dtype. The others may be rounding: 64
+            units in the last place, or as much as the first where that is less (zero where no kernel's shape depends
+            on the tokens, as a mixture of experts' does).
     """
 
     lengths: tuple[int, ...]
