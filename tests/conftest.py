@@ -1,9 +1,12 @@
 """Shared by all tests. Imports only what a bare GPU machine has: torch and pytest."""
 
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
+
+from tests.fresh import FreshInterpreters
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -40,3 +43,9 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
         original = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *a, _original=original, **k: poison(_original(*a, **k)))
+
+
+@pytest.fixture(scope="session")
+def fresh() -> Iterator[FreshInterpreters]:
+    with FreshInterpreters() as interpreters:
+        yield interpreters

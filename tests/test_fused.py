@@ -1,5 +1,7 @@
 """The Triton kernels, run by Triton's interpreter: exact, isolated, and inert where nothing is seen."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -74,10 +76,12 @@ def test_documents_are_isolated_to_the_bit(document: int) -> None:
             assert not torch.equal(was[rows], now[rows]), name
 
 
-def test_fifty_backward_passes_give_the_same_bits() -> None:
+def test_repeated_backward_passes_give_the_same_bits() -> None:
+    """Nothing is carried over from one call to the next. What order programs run in moves nothing either, but there is
+    only one here: fifty passes are for the GPU."""
     inputs = make_inputs(Case("repeat", (21, 9), head_dim=16, sinks=True))
     first = run(inputs, "triton")
-    for _ in range(50):
+    for _ in range(5):
         again = run(inputs, "triton")
         assert all(torch.equal(first[name], again[name]) for name in OUTPUTS)
 
@@ -158,5 +162,6 @@ def test_a_document_has_the_same_bits_wherever_it_lies(case: Case) -> None:
 
 
 def test_without_asking_it_has_not() -> None:
-    moved = invariance.moved_outputs(invariance.CASES[1], torch.float32, "triton", pack_invariant=False)
+    case = replace(invariance.CASES[1], seqlens=(21, 5, 64))
+    moved = invariance.moved_outputs(case, torch.float32, "triton", pack_invariant=False)
     assert moved == {"out", "lse", "dq", "dk", "dv"}

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
+from tests.fresh import ROOT, FreshInterpreters
 from tritonpack import registration
-
-ROOT = Path(__file__).parents[1]
 
 BUILD = """
 import inspect, sys, warnings
@@ -36,25 +35,24 @@ ORDERS = {
 }
 
 
-def run(code: str, *path: Path) -> subprocess.CompletedProcess[str]:
-    where = {"PYTHONPATH": ":".join(map(str, (*path, ROOT))), "PATH": "", "TRITON_INTERPRET": "0"}
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=where, timeout=180)
-
-
 @pytest.mark.parametrize("order", ORDERS)
-def test_every_order_of_imports(order: str) -> None:
+def test_every_order_of_imports(order: str, fresh: FreshInterpreters) -> None:
     pytest.importorskip("transformers")
-    result = run(ORDERS[order] + BUILD)
+    result = fresh.run(ORDERS[order] + BUILD)
     assert result.returncode == 0, result.stderr
 
 
 def test_importing_tritonpack_imports_neither() -> None:
+    def run(code: str) -> subprocess.CompletedProcess[str]:
+        where = {"PYTHONPATH": str(ROOT), "PATH": ""}
+        return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=where, timeout=60)
+
     result = run("import sys, tritonpack; print({'torch', 'transformers'} & set(sys.modules), len(sys.meta_path))")
     before = run("import sys; print(set(), len(sys.meta_path) + 1)")
     assert (result.stdout, result.returncode) == (before.stdout, 0), result.stderr
 
 
-def test_a_version_without_the_interface_stays_importable(tmp_path: Path) -> None:
+def test_a_version_without_the_interface_stays_importable(tmp_path: Path, fresh: FreshInterpreters) -> None:
     package = tmp_path / "transformers"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -66,12 +64,12 @@ with warnings.catch_warnings(record=True) as caught:
 assert models == 3
 print(caught[0].message)
 """
-    result = run(code, tmp_path)
+    result = fresh.run(code, tmp_path)
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("tritonpack's attention isn't known to this version of transformers: cannot import")
 
 
-def test_a_module_that_cannot_be_executed_is_watched_again(tmp_path: Path) -> None:
+def test_a_module_that_cannot_be_executed_is_watched_again(tmp_path: Path, fresh: FreshInterpreters) -> None:
     package = tmp_path / "transformers"
     package.mkdir()
     (package / "__init__.py").write_text("")
@@ -85,7 +83,7 @@ for _ in range(2):
         assert error.name == "absent"
     assert [finder for finder in sys.meta_path if type(finder).__module__ == "tritonpack.registration"]
 """
-    result = run(code, tmp_path)
+    result = fresh.run(code, tmp_path)
     assert result.returncode == 0, result.stderr
 
 

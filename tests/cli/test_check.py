@@ -153,7 +153,7 @@ def test_rotary_embeddings_of_the_longest_document(tmp_path, capsys):
     assert run(tmp_path) == 2
     output = " ".join(capsys.readouterr().out.split())
     assert "Note: rotary embeddings of the type 'longrope' are those of a call's longest document" in output
-    assert "from 4,096 tokens on (8 in the small copy)" in output
+    assert "other ones beyond 4,096 tokens (8 in the small copy)" in output
     assert "Pack documents of up to 8 tokens" in output
 
 

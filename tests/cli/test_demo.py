@@ -1,5 +1,6 @@
 """The demo as a whole, in miniature."""
 
+import multiprocessing
 import re
 
 import pytest
@@ -27,7 +28,16 @@ def corpus(small_library):
     return read_corpus(max_length=128, num_validation=10, seed=0)
 
 
-def test_the_whole_demo(small_library, tmp_path, capsys):
+@pytest.fixture
+def imported_once(monkeypatch):
+    """Processes come from one that has imported what they need, which takes each of them longer than its work. They
+    are given pickled arguments and nothing else, as ever."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["torch._dynamo", "transformers.models.llama.modeling_llama", "tritonpack.patches"])
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: server)
+
+
+def test_the_whole_demo(small_library, tmp_path, capsys, imported_once):
     out = tmp_path / "out"
     with pytest.raises(SystemExit) as exit_info:
         main(["demo", "--steps", "4", "--documents", "4", "--max-length", "128", "--device", "cpu", "--out", str(out)])
@@ -97,6 +107,6 @@ def test_a_run_measures_what_it_did(corpus, settings):
     assert run.validation_loss == pytest.approx(alone, rel=100 * torch.finfo(torch.float32).eps)
 
 
-def test_a_failing_process_is_an_error(corpus, settings):
+def test_a_failing_process_is_an_error(corpus, settings, imported_once):
     with pytest.raises(ProcessFailedError, match="training the padded way failed with exit code 1"):
         train_in_turns([[]], corpus.validation, settings)

@@ -1,5 +1,6 @@
 """transformers.Trainer: packed training is padded training, step by step."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM, DataCollatorWithFlattening, PreTrainedModel, Trainer, TrainingArguments
 
 import tritonpack
-from tests.ecosystem.training import EXACT, LENGTHS, arguments, distance, features, pad, trained
+from tests.ecosystem.training import EXACT, LENGTHS, Outcome, Padded, arguments, distance, features, pad, trained
 from tests.patches.models import tiny_model
 
 pytest.importorskip("accelerate")
@@ -32,18 +33,29 @@ def make_trainer(model: PreTrainedModel, collator: Any, folder: Path, **options:
     )
 
 
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory: pytest.TempPathFactory) -> Padded:
+    """What stock transformers makes of a family in padded batches, trained once for all that are held against it."""
+
+    @functools.cache
+    def train(family: str) -> Outcome:
+        return trained(make_trainer(tiny_model(family), pad, tmp_path_factory.mktemp(family)))
+
+    return train
+
+
 @pytest.mark.parametrize("packer", PACKERS)
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_packed_training_is_padded_training(family: str, packer: str, tmp_path: Path) -> None:
+def test_packed_training_is_padded_training(family: str, packer: str, padded: Padded, tmp_path: Path) -> None:
     """Windows of two batches of unequal token counts: only the count of predicted tokens weighs them rightly."""
-    expected = trained(make_trainer(tiny_model(family), pad, tmp_path))
+    expected = padded(family)
     model = tiny_model(family)
     with tritonpack.patch(model):
         got = trained(make_trainer(model, PACKERS[packer](), tmp_path))
     assert distance(expected, got) < EXACT
 
 
-def test_stock_leaks_in_the_same_test(tmp_path: Path) -> None:
+def test_stock_leaks_in_the_same_test(padded: Padded, tmp_path: Path) -> None:
     """Trainer turns the cache off, with which transformers itself tells documents apart in one row; a mask of ones
     undoes that."""
 
@@ -51,7 +63,7 @@ def test_stock_leaks_in_the_same_test(tmp_path: Path) -> None:
         flat = DataCollatorWithFlattening()(batch)
         return {**flat, "attention_mask": torch.ones_like(flat["input_ids"])}
 
-    expected = trained(make_trainer(tiny_model("llama"), pad, tmp_path))
+    expected = padded("llama")
     assert distance(expected, trained(make_trainer(tiny_model("llama"), collate, tmp_path))) > 1e-3
     model = tiny_model("llama")
     with tritonpack.patch(model):
@@ -64,31 +76,31 @@ WAYS: dict[str, dict[str, Any]] = {
         "gradient_checkpointing": True,
         "gradient_checkpointing_kwargs": {"use_reentrant": True},
     },
-    "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+    "compiled": {"torch_compile": True, "torch_compile_backend": "eager"},
 }
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # the compiler's; of renamed options
 @pytest.mark.parametrize("way", WAYS)
-def test_checkpointed_and_compiled(way: str, tmp_path: Path) -> None:
+def test_checkpointed_and_compiled(way: str, padded: Padded, tmp_path: Path) -> None:
     torch._dynamo.reset()
-    expected = trained(make_trainer(tiny_model("llama"), pad, tmp_path))
+    expected = padded("llama")
     model = tiny_model("llama")
     tritonpack.patch(model)
     assert distance(expected, trained(make_trainer(model, PACKERS["ours"](), tmp_path, **WAYS[way]))) < EXACT
 
 
-def test_attention_by_name(tmp_path: Path) -> None:
+def test_attention_by_name(padded: Padded, tmp_path: Path) -> None:
     """A model that was loaded with our attention and not patched."""
-    expected = trained(make_trainer(tiny_model("mistral"), pad, tmp_path))
+    expected = padded("mistral")
     model = tiny_model("mistral")
     model.set_attn_implementation("tritonpack")
     assert distance(expected, trained(make_trainer(model, PACKERS["flattening"](), tmp_path))) < EXACT
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-def test_keeping_transformers_own_attention(attention: Any, tmp_path: Path) -> None:
-    expected = trained(make_trainer(tiny_model("mistral"), pad, tmp_path))
+def test_keeping_transformers_own_attention(attention: Any, padded: Padded, tmp_path: Path) -> None:
+    expected = padded("mistral")
     model = tiny_model("mistral")
     with tritonpack.patch(model, attention=attention):
         got = trained(make_trainer(model, PACKERS["flattening, flash"](), tmp_path))

@@ -1,5 +1,6 @@
 """TRL's SFTTrainer, packing and padding-free: without a word of warning, and what padded training gives."""
 
+import functools
 import logging
 import warnings
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 import tritonpack
-from tests.ecosystem.training import EXACT, arguments, distance, features, no_warning, trained
+from tests.ecosystem.training import EXACT, Outcome, Padded, arguments, distance, features, no_warning, trained
 from tests.patches import zoo
 from tests.patches.models import VOCAB, tiny_model
 
@@ -65,10 +66,22 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def padded(tmp_path_factory: pytest.TempPathFactory) -> Padded:
+    """What stock transformers makes of a family in padded batches, trained once for all ways that are held against
+    it."""
+
+    @functools.cache
+    def train(family: str) -> Outcome:
+        return trained(make_trainer(tiny_model(family), tmp_path_factory.mktemp(family), **WHOLE))
+
+    return train
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_packed_training_is_padded_training(family: str, way: str, tmp_path: Path) -> None:
-    expected = trained(make_trainer(tiny_model(family), tmp_path, **WHOLE))
+def test_packed_training_is_padded_training(family: str, way: str, padded: Padded, tmp_path: Path) -> None:
+    expected = padded(family)
     model = tiny_model(family)
     with no_warning(), tritonpack.patch(model):
         got = trained(make_trainer(model, tmp_path, **WAYS[way]))

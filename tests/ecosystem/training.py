@@ -2,7 +2,7 @@
 
 import logging
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -52,7 +52,11 @@ def arguments(folder: Path, **options: Any) -> dict[str, Any]:
     }
 
 
-def trained(trainer: Any) -> tuple[list[float], dict[str, Tensor]]:
+Outcome = tuple[list[float], dict[str, Tensor]]
+Padded = Callable[[str], Outcome]  # what padded batches make of a family
+
+
+def trained(trainer: Any) -> Outcome:
     """Run a Trainer: the loss of each step, and how far each trainable weight moved."""
     before = {name: p.detach().clone() for name, p in trainer.model.named_parameters() if p.requires_grad}
     trainer.train()
@@ -61,7 +65,7 @@ def trained(trainer: Any) -> tuple[list[float], dict[str, Tensor]]:
     return losses, {name: after[name].detach() - start for name, start in before.items()}
 
 
-def distance(a: tuple[list[float], dict[str, Tensor]], b: tuple[list[float], dict[str, Tensor]]) -> float:
+def distance(a: Outcome, b: Outcome) -> float:
     """The largest relative difference of two trainings: in the losses, or in where the weights went."""
     losses = max(abs(x - y) / abs(x) for x, y in zip(a[0], b[0], strict=True))
     assert a[1].keys() == b[1].keys()

@@ -3,7 +3,6 @@
 import importlib
 import importlib.metadata
 import importlib.util
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.fresh import FreshInterpreters
 from tritonpack import flash_attn
 from tritonpack.flash_attn import bert_padding, fa2, stand_in
 from tritonpack.flash_attn.stand_in import NAME, VERSION
-
-ROOT = Path(__file__).parents[2]
 
 
 def state() -> tuple[dict[str, ModuleType], list[Any], list[Any]]:
@@ -190,6 +188,7 @@ row = functions.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2]
 row["supported_devices"] = ((lambda: True, "cpu"),)
 assert not import_utils.is_flash_attn_2_available()  # transformers remembers this answer
 
+from tests.fresh import FreshInterpreters
 from tritonpack import flash_attn
 config = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
               num_key_value_heads=2, use_cache=False)
@@ -239,15 +238,9 @@ except ImportError as error:
 
 
 @pytest.mark.parametrize("before", ["", "from transformers import modeling_utils"])
-def test_transformers(before: str) -> None:
+def test_transformers(before: str, fresh: FreshInterpreters) -> None:
     """A model asked for FlashAttention-2 after install(): plain, padded and packed, as eager attention computes it."""
     pytest.importorskip("transformers")
-    result = subprocess.run(
-        [sys.executable, "-c", TRANSFORMERS.format(before=before)],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=300,
-    )
+    result = fresh.run(TRANSFORMERS.format(before=before))
     assert result.returncode == 0, result.stderr
     assert "refused: FlashAttention2 has been toggled on" in result.stdout

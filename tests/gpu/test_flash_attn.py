@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.gpu.graphs import capture
 from tritonpack.flash_attn import fa2, masks
 
 pytestmark = pytest.mark.gpu
@@ -56,14 +57,7 @@ def test_graphs_follow_their_offsets() -> None:
         out = fa2.flash_attn_varlen_func(q, k, v, cu, cu, causal=True)
         return out, *torch.autograd.grad(out.sum(), (q, k, v))
 
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     for ends in ((300, 1000), (1, 2), (512, 1024)):
         cu.copy_(offsets(*ends))
         graph.replay()

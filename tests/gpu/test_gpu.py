@@ -9,6 +9,7 @@ import torch
 import tritonpack
 import tritonpack.testing
 from tests import invariance
+from tests.gpu.graphs import capture
 from tritonpack import BlockDiagonalMask, varlen_attention
 from tritonpack.testing import CASES, Case, check_backend, make_inputs
 from tritonpack.testing.tolerance import ROW_OUTPUTS, run
@@ -95,14 +96,7 @@ def test_cuda_graph_with_offsets_of_fixed_capacity() -> None:
         return out, *torch.autograd.grad(out, (q, k, v), dout)
 
     cu_seqlens.copy_(offsets([1000]))
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = step()
+    graph, captured = capture(step)
     for lengths in ([1000], [10, 300, 0, 500], [64] * 16, [1, 2, 3]):
         cu_seqlens.copy_(offsets(lengths))
         graph.replay()

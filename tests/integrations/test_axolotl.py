@@ -5,7 +5,6 @@ checked by pydantic classes that are found by name, and the table from which axo
 """
 
 import importlib
-import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -20,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import tritonpack
 from tests.ecosystem.training import EXACT, features
+from tests.fresh import FreshInterpreters
 from tests.patches import zoo
 from tests.patches.models import tiny_model
 from tritonpack.integrations.axolotl import TritonpackPlugin
@@ -239,15 +239,14 @@ def test_the_base_class_is_taken_where_there_is_one(axolotl_installed: type) -> 
     assert plugin.create_optimizer({}, None) is None
 
 
-def test_importing_the_plugin_needs_neither_axolotl_nor_pydantic() -> None:
+def test_importing_the_plugin_needs_neither_axolotl_nor_pydantic(fresh: FreshInterpreters) -> None:
     code = (
         "import sys, tritonpack.integrations.axolotl as a; a.TritonpackPlugin();"
         "sys.exit('axolotl' in sys.modules or 'tritonpack.integrations.axolotl.args' in sys.modules)"
     )
     if find_spec("axolotl") is not None:
         pytest.skip("axolotl is installed")
-    root = str(Path(tritonpack.__file__).parents[1])
-    result = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, timeout=120)
+    result = fresh.run(code)
     assert result.returncode == 0, result.stderr
 
 

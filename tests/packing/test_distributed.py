@@ -1,15 +1,12 @@
 """The sampler that gives each rank its part: alike on all ranks, exact in length and on resuming."""
 
 import json
-import os
 import pickle
-import subprocess
-import sys
-import textwrap
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from tests.packing.lengths import log_normal
@@ -210,42 +207,25 @@ def test_a_launched_process_without_a_group_is_refused(monkeypatch):
         MultipackDistributedBatchSampler(CAPACITY, LENGTHS)
 
 
-WORLD = textwrap.dedent(
-    """
-    import sys
-    import torch.distributed as dist
-    from tritonpack import MultipackDistributedBatchSampler
-
-    rank, store = int(sys.argv[1]), sys.argv[2]
+def one_of_two_ranks(rank, store):
+    """What a process of two does."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     lengths = [5, 3, 4, 4, 2, 6, 8, 8]
-    sampler = MultipackDistributedBatchSampler(8, lengths)
-    assert (sampler.num_replicas, sampler.rank) == (2, rank)
-    sampler.verify_ranks()
+    one = MultipackDistributedBatchSampler(8, lengths)
+    assert (one.num_replicas, one.rank) == (2, rank)
+    one.verify_ranks()
     gathered = [None, None]
-    dist.all_gather_object(gathered, list(sampler))
+    dist.all_gather_object(gathered, list(one))
     assert gathered == [list(MultipackDistributedBatchSampler(8, lengths, 2, other)) for other in range(2)]
-    sampler.set_epoch(rank)
-    try:
-        sampler.verify_ranks()
-    except ValueError as error:
-        assert "the ranks have different plans" in str(error), error
-    else:
-        raise AssertionError("different epochs went unnoticed")
+    one.set_epoch(rank)
+    with pytest.raises(ValueError, match="the ranks have different plans"):
+        one.verify_ranks()
     dist.destroy_process_group()
-    """
-)
 
 
 def test_ranks_find_their_place_and_compare_plans(tmp_path):
-    command = [sys.executable, "-c", WORLD]
-    ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stderr=subprocess.PIPE, env={**os.environ})
-        for rank in range(2)
-    ]
-    for process in ranks:
-        _, errors = process.communicate(timeout=120)
-        assert process.returncode == 0, errors.decode()
+    # Forked, because a new process takes seconds for its imports.
+    torch.multiprocessing.start_processes(one_of_two_ranks, (str(tmp_path / "store"),), nprocs=2, start_method="fork")
 
 
 def test_overlong_documents_are_dropped_or_truncated_and_counted():

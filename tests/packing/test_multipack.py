@@ -446,7 +446,8 @@ class Renumbered:
 
 class TestRanks:
     def test_two_ranks(self, tmp_path):
-        torch.multiprocessing.spawn(two_ranks, (str(tmp_path / "meet"),), nprocs=2)
+        # Forked, because a new process takes seconds for its imports.
+        torch.multiprocessing.start_processes(two_ranks, (str(tmp_path / "meet"),), nprocs=2, start_method="fork")
 
     def test_a_sharded_sampler_needs_the_other_ranks(self):
         batches = batches_of(DistributedSampler(LENGTHS, num_replicas=2, rank=0))

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCAB = 64
@@ -39,3 +40,23 @@ def tiny_model(family: str, *, dtype: torch.dtype = torch.float64, **overrides: 
     config = AutoConfig.for_model(family, **{**COMMON, **SPECIFIC.get(family, {}), **overrides})
     config._experts_implementation = "eager"  # the fused one knows no float64
     return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype).eval()
+
+
+def generate(
+    model: PreTrainedModel, ids: Tensor, *, cache: str = "dynamic", padding: int = 0, tokens: int = 12
+) -> tuple[Tensor, Tensor]:
+    """Greedy continuation of rows of ids, the first of them padded on the left: all tokens, and the logits of the new
+    ones.
+
+    Args:
+        cache: as `generate` takes it: "dynamic" or "static".
+        padding: how many tokens of the first row are padding.
+        tokens: how many are made.
+    """
+    mask = torch.ones_like(ids)
+    mask[0, :padding] = 0
+    made = model.generate(
+        ids * mask, attention_mask=mask, max_new_tokens=tokens, do_sample=False, cache_implementation=cache,
+        disable_compile=True, eos_token_id=-1, return_dict_in_generate=True, output_logits=True,
+    )  # fmt: skip
+    return made.sequences, torch.stack(made.logits)

@@ -26,8 +26,8 @@ from tritonpack.testing import packed_forms
 from tritonpack.testing.packed_forms import FORMS, LENGTHS, STOCK_FORMS, Results, difference
 
 __all__ = [
-    "FORMS", "LENGTHS", "STOCK_FORMS", "Row", "alone", "counts", "difference", "influence", "run", "tolerance",
-    "write_csv", "write_markdown",
+    "FORMS", "LENGTHS", "STOCK_FORMS", "Row", "alone", "counts", "difference", "influence", "judge", "run",
+    "tolerance", "write_csv", "write_markdown",
 ]  # fmt: skip
 
 VERDICTS = ("exact", "refused", "leak", "inexact", "error", "unbuilt")
@@ -80,6 +80,12 @@ def influence(model: PreTrainedModel, form: str, documents: list[Tensor], *, sto
     return packed_forms.influence(_subject(model, stock=stock), form, documents)
 
 
+def judge(
+    model: PreTrainedModel, form: str, documents: list[Tensor], expected: Results, *, stock: bool = False
+) -> packed_forms.Judgement:
+    return packed_forms.judge(_subject(model, stock=stock), form, documents, expected, tolerance(model))
+
+
 def run(
     model_type: str, *, patch: Patch | None = tritonpack.patch, forms: Iterable[str] | None = None,
     attn_implementation: str | None = None, gradients: bool = True,
@@ -105,9 +111,7 @@ def run(
         expected = alone(model, documents, gradients=gradients and model_type not in zoo.FORWARD_ONLY)
         with patch(model) if patch else nullcontext():
             for form in forms or (FORMS if patch else STOCK_FORMS):
-                found = packed_forms.judge(
-                    _subject(model, stock=patch is None), form, documents, expected, tolerance(model)
-                )
+                found = judge(model, form, documents, expected, stock=patch is None)
                 row.by_form[form], row.forms[form], reasons[form] = found.verdict, found.worst, found.reason
     except tritonpack.UnsupportedModelError as error:
         row.verdict, row.reason = "refused", str(error).split("\n")[0]

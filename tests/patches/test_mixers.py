@@ -84,10 +84,11 @@ def test_kernels_that_take_boundaries_get_them(model_type: str, monkeypatch: pyt
         monkeypatch.setattr(home, name, fake_delta_rule(getattr(home, name)))
     assert sweep.run(model_type).verdict == "exact"
     model, documents = zoo.tiny_model(model_type, dtype=torch.float64), zoo.documents(sweep.LENGTHS)
-    with tritonpack.patch(model):
+    with tritonpack.patch(model) as handle:
         shapes = count_calls(model)
         sweep._logits(model, sweep.FORMS["position_ids"](documents))
         assert set(shapes) == {(1, sum(sweep.LENGTHS))}
+        assert handle.report.by_document == ()
 
 
 @pytest.mark.parametrize("model_type", ["zamba", "lfm2"])
@@ -98,10 +99,11 @@ def test_layers_that_would_leak_run_on_each_document(model_type: str, monkeypatc
         monkeypatch.setattr(home, "causal_conv1d_fn", fake_convolution(home.causal_conv1d_fn))
     assert sweep.run(model_type, forms=["position_ids", "collator"]).verdict == "exact"
     model, documents = zoo.tiny_model(model_type, dtype=torch.float64), zoo.documents(sweep.LENGTHS)
-    with tritonpack.patch(model):
+    with tritonpack.patch(model) as handle:
         shapes = count_calls(model)
         sweep._logits(model, sweep.FORMS["position_ids"](documents))
         assert set(shapes) == {(1, 1), (1, 3), (1, 7), (1, 11)}
+        assert handle.report.by_document
 
 
 def test_documents_of_similar_lengths_share_a_batch() -> None:

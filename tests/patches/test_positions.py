@@ -1,12 +1,15 @@
 """Positions that a model counts along the row, in rows long enough to tell."""
 
 import copy
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 import tritonpack
 from tests.patches import sweep, zoo
+from tritonpack.patches.positions import rope_limits
 
 
 @pytest.mark.parametrize("name", ["falcon-alibi", "bloom"])
@@ -59,3 +62,23 @@ def test_rotary_embeddings_that_follow_the_longest_document(kind: str) -> None:
         differs((3, 12, 5))
     if kind == "longrope":
         assert differs((9, 12)) < sweep.tolerance(model)
+
+
+LONG = {"rope_type": "longrope", "original_max_position_embeddings": 8}
+
+
+@pytest.mark.parametrize(
+    ("rope", "limits"),
+    [
+        (None, []),
+        ({"rope_type": "yarn", "original_max_position_embeddings": 8}, []),
+        (LONG, [("longrope", 8)]),
+        ({"rope_type": "longrope"}, [("longrope", 32)]),
+        ({"rope_type": "dynamic"}, [("dynamic", 32)]),
+        ({"rope_type": "dynamic_ours"}, [("dynamic_ours", 32)]),
+        ({"full_attention": LONG, "sliding_attention": {"rope_type": "default"}}, [("longrope", 8)]),
+    ],
+)
+def test_the_lengths_from_which_rotary_embeddings_change(rope: Any, limits: list[tuple[str, int]]) -> None:
+    """transformers takes any type that has "dynamic" in its name for one that grows."""
+    assert rope_limits(SimpleNamespace(rope_parameters=rope, max_position_embeddings=32)) == limits

@@ -19,6 +19,7 @@ from transformers.masking_utils import create_causal_mask
 import tritonpack
 from tests.patches import zoo
 from tests.patches.models import VOCAB
+from tritonpack.patches import probe
 from tritonpack.testing import check_isolation
 
 
@@ -113,6 +114,13 @@ def test_trying_leaves_the_model_as_it_was() -> None:
     assert [m.training for m in model.modules()] == before
     assert torch.equal(torch.get_rng_state(), random_state)
     assert all(p.grad is None for p in model.parameters())
+
+
+def test_no_token_that_the_configuration_names_is_tried() -> None:
+    """An image's place, or a part's padding, isn't text."""
+    model = stranger(media_token_ids=list(range(30)), text=StrangerConfig(image_token_index=63, pad_token_id=62))
+    tried = set(torch.cat(probe._documents(model), dim=1).flatten().tolist())
+    assert tried <= set(range(30, 62))
 
 
 ENCODER = {

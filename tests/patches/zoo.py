@@ -21,11 +21,19 @@ from tests.patches.zoo_rows import (
     DIFFERENTIABLE,
     FLOAT32_ONLY,
     FORWARD_ONLY,
-    OF_A_PART,
     ROWS,
     UNBUILT,
     VARIANTS,
     VOCAB,
+)
+from tritonpack.testing.small_copy import (
+    PARTS,
+    codebooks_of,
+    model_class,
+    part_of,
+    rows_for_codebooks,
+    side_by_side,
+    spread,
 )
 
 __all__ = [
@@ -78,25 +86,6 @@ def _without_timm() -> Iterator[None]:
         yield
 
 
-def _spread(model: nn.Module, generator: torch.Generator) -> None:
-    """Weights under which every part contributes: transformers' own are so small that attention hardly shows."""
-    done: set[int] = set()
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            if id(parameter) in done or parameter.numel() == 0:
-                continue
-            done.add(id(parameter))
-            noise = torch.randn(parameter.shape, generator=generator)
-            values = parameter.data
-            settled = bool(values.isfinite().all()) and 0.1 < float(values.abs().mean()) < 100
-            if isinstance(module, nn.Embedding):
-                parameter.data = 0.5 * noise
-            elif parameter.ndim >= 2 and not settled:
-                parameter.data = noise / parameter.shape[-1] ** 0.5
-            else:  # norms, decays, biases, sinks: where they were meant to be, but no two alike
-                parameter.data = values + 0.2 * noise
-
-
 def tiny_model(
     name: str, *, dtype: torch.dtype = torch.float32, attn_implementation: str | None = None, seed: int = 0,
     **overrides: Any,
@@ -114,13 +103,12 @@ def tiny_model(
     config = tiny_config(name, **overrides)
     # The fused experts know no float64.
     options = {"experts_implementation": "eager", "attn_implementation": attn_implementation}
-    if config.model_type in OF_A_PART:
-        class_name, part = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type], OF_A_PART[config.model_type]
-        model = getattr(transformers, class_name)._from_config(getattr(config, part), **options)
+    if config.model_type in PARTS:
+        model = model_class(config)._from_config(part_of(config), **options)
     else:
         with _without_timm():
             model = AutoModelForCausalLM.from_config(config, **options)
-    _spread(model, torch.Generator().manual_seed(seed))
+    spread(model, torch.Generator().manual_seed(seed))
     return model.to(dtype).eval()
 
 
@@ -133,10 +121,6 @@ def documents(lengths: tuple[int, ...], seed: int = 1) -> list[Tensor]:
 def call(model: PreTrainedModel, input_ids: Tensor) -> dict[str, Any]:
     """The keyword arguments that carry token ids `[b, t]` into a model: most types take them as they are."""
     kind = model.config.model_type
-    if kind in ("musicgen_decoder", "musicgen_melody_decoder"):
-        # One row of ids for every codebook.
-        books = [(input_ids + i) % VOCAB for i in range(model.config.num_codebooks)]
-        return {"input_ids": torch.stack(books, dim=1).flatten(0, 1)}
     if kind in ("gemma4_assistant", "gemma4_unified_assistant"):
         # A drafter: hidden states of the model it drafts for, and that model's keys and values in place of its own.
         generator = torch.Generator().manual_seed(2)
@@ -151,10 +135,9 @@ def call(model: PreTrainedModel, input_ids: Tensor) -> dict[str, Any]:
             heads = part.num_key_value_heads, part.head_dim
             shared[layer_type] = tuple(states(*heads).transpose(1, 2) for _ in range(2))
         return {"inputs_embeds": states(weight.shape[1]), "shared_kv_states": shared}
-    return {"input_ids": input_ids}
+    return {"input_ids": rows_for_codebooks(input_ids, codebooks_of(model.config), VOCAB)}
 
 
 def logits(model: PreTrainedModel, output: Any) -> Tensor:
     """Logits `[b, t, n]` of a call; those of several codebooks lie side by side."""
-    books = getattr(model.config, "num_codebooks", 1) if model.config.model_type.startswith("musicgen") else 1
-    return output.logits.unflatten(0, (-1, books)).transpose(1, 2).flatten(2) if books > 1 else output.logits
+    return side_by_side(output.logits, codebooks_of(model.config))

@@ -218,9 +218,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "xlnet-causal": {"model_type": "xlnet", "attn_type": "uni"},
 }
 
-# Types whose registered configuration is that of a whole of which the language model is a part.
-OF_A_PART = {"musicgen": "decoder", "musicgen_melody": "decoder"}
-
 # A constant or a cast in the model's own code fails in float64, or gives NaN.
 FLOAT32_ONLY = frozenset({"inkling2_text", "prophetnet", "xglm"})
 

@@ -1,9 +1,10 @@
 """The conformance kit: what is right passes, and what is wrong fails where it is wrong and nowhere else."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from fnmatch import fnmatch
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,8 +13,31 @@ from torch import Tensor
 from tests.testing import backends
 from tests.testing.backends import attention
 from tritonpack import flash_attn
-from tritonpack.testing import conformance
+from tritonpack.testing import conformance, tolerance
+from tritonpack.testing.cases import Inputs
 from tritonpack.testing.conformance.call import VarlenFunction
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _one_standard_for_all_functions() -> Iterator[None]:
+    """What functions are held against depends on inputs alone, of which nearly all see the same: worked out once."""
+    known: dict[Any, Any] = {}
+
+    def content(x: Any) -> Any:
+        return (x.dtype, x.shape, x.detach().double().numpy().tobytes()) if isinstance(x, Tensor) else x
+
+    def standard(inputs: Inputs, scale: float | None, work_out: Callable[..., Any] = tolerance._standard) -> Any:
+        mask, options = inputs.mask, [x for item in sorted(inputs.keywords.items()) for x in item]
+        tensors = inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse, inputs.sinks
+        of_mask = mask.key_start, mask.key_stop, mask.num_keys, mask.diagonal, mask.document
+        key = tuple(map(content, (*tensors, *of_mask, *options, scale)))
+        if key not in known:
+            known[key] = work_out(inputs, scale)
+        return known[key]
+
+    with mock.patch.object(tolerance, "_standard", standard):
+        yield
+
 
 LARGE = ("*/head-dim-*", "inputs/many-*")
 NAMES = [check.name for check in conformance.CHECKS]

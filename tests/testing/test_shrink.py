@@ -9,8 +9,9 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from tests.patches import zoo
+from tritonpack.patches.tokens import special_tokens
 from tritonpack.testing.packed_forms import Batch
-from tritonpack.testing.shrink import shrink, special_tokens
+from tritonpack.testing.shrink import shrink
 from tritonpack.testing.small_copy import NotSmallError, small_copy, subject_of
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"

@@ -21,9 +21,9 @@ from torch import Tensor
 from tritonpack.cli.model_source import load_config, load_weights
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import patch
+from tritonpack.patches.positions import rope_limits
 from tritonpack.testing.packed_forms import LENGTHS, Judgement, Results, Subject, alone, judge, message, tolerance
 from tritonpack.testing.shrink_rows import REACH
-from tritonpack.testing.shrink_sizes import rope_kinds
 from tritonpack.testing.small_copy import Built, NotSmallError, one_line, small_copy, subject_of
 
 # Forms by their names in `packed_forms`, and what a user would say.
@@ -218,19 +218,11 @@ def _alone(subject: Subject, documents: list[Tensor]) -> tuple[Results, tuple[st
 
 def _reach_notes(config: Any) -> tuple[str, ...]:
     """What a call is refused for although no document sees another: rotary embeddings that follow its longest one."""
-    text = config.get_text_config(decoder=True)
-    for rope in rope_kinds(getattr(text, "rope_parameters", None)):
-        kind, name = rope.get("rope_type") or "", "original_max_position_embeddings"
-        if kind == "longrope" or "dynamic" in kind:
-            reach = rope.get(name) or getattr(text, name, None) or text.max_position_embeddings
-            if "dynamic" in kind:
-                reach = text.max_position_embeddings
-            return (
-                f"rotary embeddings of the type {kind!r} are those of a call's longest document, and other ones from "
-                f"{reach:,} tokens on ({REACH} in the small copy); calls whose documents are all shorter aren't "
-                "concerned",
-            )
-    return ()
+    return tuple(
+        f"rotary embeddings of the type {kind!r} are those of a call's longest document, and other ones beyond "
+        f"{limit:,} tokens ({REACH} in the small copy); calls whose documents are all shorter aren't concerned"
+        for kind, limit in rope_limits(config.get_text_config(decoder=True))[:1]
+    )
 
 
 def _columns(

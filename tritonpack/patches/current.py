@@ -86,12 +86,17 @@ class InstanceForward:
 
     def __init__(self, module: nn.Module, current: Current) -> None:
         self.module, self.current = module, current
+        self.names = list(inspect.signature(type(module).forward).parameters)[1:]
         self.own = module.__dict__.get("forward")  # somebody else's, such as accelerate's
         module.forward = self  # type: ignore[assignment]
 
     @property
     def inner(self) -> Any:
         return self.own if self.own is not None else type(self.module).forward.__get__(self.module)
+
+    def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by name."""
+        return {**dict(zip(self.names, args, strict=False)), **kwargs}
 
     def remove(self) -> None:
         if self.module.__dict__.get("forward") is self:
@@ -100,7 +105,8 @@ class InstanceForward:
                 self.module.__dict__["forward"] = self.own
 
 
-TELLING = ("attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+# The arguments by which a head is told about documents.
+TOLD = ("attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
 class HeadForward(InstanceForward):
@@ -112,10 +118,9 @@ class HeadForward(InstanceForward):
         return inspect.signature(self.inner)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        names = list(inspect.signature(type(self.module).forward).parameters)[1:]
-        arguments = {**dict(zip(names, args, strict=False)), **kwargs}
+        arguments = self.bound(args, kwargs)
         outer = self.current.told
-        self.current.told = {name: arguments[name] for name in TELLING if arguments.get(name) is not None}
+        self.current.told = {name: arguments[name] for name in TOLD if arguments.get(name) is not None}
         try:
             return self.inner(*args, **kwargs)
         finally:

@@ -55,10 +55,9 @@ class DocumentMask(InstanceForward):
     def __init__(self, module: nn.Module, current: Current, argument: str) -> None:
         super().__init__(module, current)
         self.argument = argument
-        self.names = list(inspect.signature(type(module).forward).parameters)[1:]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        arguments = self.bound(args, kwargs)
         packing = self.current.packing
         if packing is None and self.current.depth == 0:
             raise ValueError(OUTSIDE.format(type(self.module).__name__))

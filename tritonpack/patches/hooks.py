@@ -18,6 +18,7 @@ from tritonpack.patches.kinds import Kind
 from tritonpack.patches.packing import Packing, Serving
 from tritonpack.patches.positions import require_one_rope, rope_limits
 from tritonpack.patches.reading import OpenMask, make_packing
+from tritonpack.patches.report import Report
 
 CACHES = ("past_key_values", "cache_params", "state", "cache", "mems")
 
@@ -32,27 +33,29 @@ class PackingHook:
         mixes: whether layers of the module mix along the row.
         outermost: whether no other patched module holds this one, so that its arguments are the user's.
         replaced: the name of the attention that the module's config had before.
-        report: of the patch.
         asked: the attention and the backend that the user asked for.
+        report: of the patch.
     """
 
     def __init__(
         self,
         module: PreTrainedModel,
         serving: Serving,
+        *,
         current: Current | None,
+        head: Current | None,
         mixes: bool,
         outermost: bool,
         replaced: str | None,
-        report: Any,
+        asked: tuple[str, str],
+        report: Report,
     ) -> None:
         signature = inspect.signature(module.forward)
         self.names = tuple(signature.parameters)
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-        self.serving, self.current, self.mixes, self.outermost = serving, current, mixes, outermost
-        self.replaced, self.report = replaced, report
-        self.head: Current | None = None
-        self.asked: tuple[str, str] = serving.attention, serving.backend
+        self.serving, self.current, self.head = serving, current, head
+        self.mixes, self.outermost = mixes, outermost
+        self.replaced, self.asked, self.report = replaced, asked, report
         config = module.config
         self.model_type = config.model_type
         counts = self.model_type in COUNT_FROM_PADDING
@@ -133,18 +136,17 @@ class PackingHook:
 
     def _pass_on(self, packing: Packing, arguments: dict[str, Any]) -> Packing | None:
         """Put the packing where the model hands it on; returns it where it covers whole rows: nothing is cached yet."""
-        cached = packing.cached
         given = (packing.boundaries, packing.position_ids, packing.attention_mask)
         wanting = arguments.get("position_ids") is None or self.first_position > 0
-        if wanting and self.gives_positions and not cached and any(x is not None for x in given):
+        if wanting and self.gives_positions and not packing.cached and any(x is not None for x in given):
             arguments["position_ids"] = packing.positions() + self.first_position
         if self.mixes:
             if not isinstance(arguments.get("attention_mask"), Packing):
-                packing = replace(packing, by_document=self._runs_by_document(packing, arguments, cached))
+                packing = replace(packing, by_document=self._runs_by_document(packing, arguments))
             if packing.by_document and (self.takes_any or "use_cache" in self.names):
                 arguments["use_cache"] = False
         arguments["attention_mask"] = packing
-        fresh = not cached or _is_empty(arguments)
+        fresh = not packing.cached or _is_empty(arguments)
         if fresh and self.outermost:
             for kind, limit in self.rope_limits:
                 require_one_rope(packing, kind, limit)
@@ -153,9 +155,10 @@ class PackingHook:
             arguments["perm_mask"] = (~seen).float()
         return packing if fresh else None
 
-    def _runs_by_document(self, packing: Packing, arguments: dict[str, Any], cached: bool) -> bool:
+    def _runs_by_document(self, packing: Packing, arguments: dict[str, Any]) -> bool:
         """Recurrent layers keep one state per row: documents run by themselves, and leave no cache behind."""
         rows, row_length = packing.tokens
+        cached = packing.cached
         if cached and packing.boundaries is None and (row_length == 1 or packing.position_ids is None):
             return False
         if cached and packing.attention_mask is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -31,11 +30,10 @@ class DocumentByDocument(InstanceForward):
 
     def __init__(self, module: nn.Module, current: Current, takes_boundaries: bool = False) -> None:
         super().__init__(module, current)
-        self.names = list(inspect.signature(type(module).forward).parameters)[1:]
         self.takes_boundaries = takes_boundaries
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        arguments = self.bound(args, kwargs)
         packing = self.current.packing
         if packing is None and self.current.depth == 0:
             raise ValueError(OUTSIDE.format(type(self.module).__name__))

@@ -22,7 +22,7 @@ from tritonpack.patches.mixers import DocumentByDocument, takes_boundaries
 from tritonpack.patches.packing import ATTENTIONS, Serving
 from tritonpack.patches.positions import LocalPositions
 from tritonpack.patches.probe import probe_alone, probe_packed
-from tritonpack.patches.report import Report, make_report
+from tritonpack.patches.report import Report, holds, make_report
 
 
 class Patch:
@@ -95,8 +95,7 @@ def patch(
                 "tritonpack.unpatch(model) first to change that."
             )
         return Patch(model, hooks[0][2].report)
-    _require_supported(model, attention)
-    modules = _modules(model)
+    modules = _supported_modules(model, attention)
     interface.register()
     known = all(module.config.model_type in KNOWN for module in modules)
     alone = None if known else probe_alone(model)
@@ -148,7 +147,7 @@ def _modules(model: nn.Module) -> list[PreTrainedModel]:
     modules = [
         module
         for module in takes_tokens
-        if not _is_head(module) or not any(other is not module and _holds(module, other) for other in takes_tokens)
+        if not _is_head(module) or not any(other is not module and holds(module, other) for other in takes_tokens)
     ]
     if not modules:
         raise UnsupportedModelError(
@@ -162,14 +161,19 @@ def _is_head(module: PreTrainedModel) -> bool:
     return module.base_model is not module or module.get_output_embeddings() is not None
 
 
-def _require_supported(model: nn.Module, attention: str) -> None:
-    """Refuse what can't be packed exactly, before anything is changed."""
+def _supported_modules(model: nn.Module, attention: str) -> list[PreTrainedModel]:
+    """The modules to patch; refuses what can't be packed exactly, before anything is changed.
+
+    Raises:
+        UnsupportedModelError: with the reason. That of a family comes first: it says more than what its modules lack.
+    """
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and (why := REFUSED.get(module.config.model_type)):
             raise UnsupportedModelError(
                 f"{type(module).__name__} (model type {module.config.model_type!r}) can't be packed exactly: {why}."
             )
-    for module in _modules(model):
+    modules = _modules(model)
+    for module in modules:
         kind = module.config.model_type
         if getattr(module.config, "is_encoder_decoder", False):
             raise UnsupportedModelError(
@@ -196,27 +200,34 @@ def _require_supported(model: nn.Module, attention: str) -> None:
                 f"{path} ({name}) takes other arguments in this version of transformers than the one it was rewritten "
                 "for."
             )
+    return modules
 
 
 def _apply(model: nn.Module, modules: list[PreTrainedModel], attention: str, backend: Backend) -> Report:
     replaced = modules[-1].config._attn_implementation_internal
     who = "dense" if modules[-1].config.model_type in DENSE else attention
-    report = make_report(model, modules, who, backend, replaced)
-    current = Current()
     text_config = modules[-1].config.get_text_config()
     once = _keep_apart_by_themselves(model, getattr(text_config, "hidden_size", 0))
+    report = make_report(model, modules, who, backend, replaced, once)
+    current = Current()
     stand_ins = [make for layer in model.modules() if (make := _stand_in(layer, current, once)) is not None]
-    needed = bool(stand_ins) or any(module.config.model_type == "xlnet" for module in modules)
     mixes = any(make.func is DocumentByDocument for make in stand_ins)
     for module in modules:
         serving = Serving("dense" if module.config.model_type in DENSE else attention, backend)
         before = _claim(module.config, interface.NAMES[serving.attention])
-        outermost = not any(other is not module and _holds(other, module) for other in modules)
-        hook = PackingHook(module, serving, current if needed else None, mixes, outermost, before, report)
-        hook.asked = attention, backend
-        hook.head = current if module.config.model_type in HEADS else None
+        hook = PackingHook(
+            module,
+            serving,
+            current=current if stand_ins else None,
+            head=current if module.config.model_type in HEADS else None,
+            mixes=mixes,
+            outermost=not any(other is not module and holds(other, module) for other in modules),
+            replaced=before,
+            asked=(attention, backend),
+            report=report,
+        )
         module.register_forward_pre_hook(hook, with_kwargs=True)
-        if needed:
+        if stand_ins:
             module.register_forward_hook(hook.after, always_call=True)
     for make in stand_ins:
         make()
@@ -244,10 +255,6 @@ def _keep_apart_by_themselves(model: nn.Module, hidden_size: int) -> set[type]:
     """The classes of mixing layers that need only be told where documents begin; one layer of each is tried."""
     mixers = {type(layer): layer for layer in model.modules() if type(layer).__name__ in MIXERS}
     return {kind for kind, layer in mixers.items() if takes_boundaries(layer, hidden_size)}
-
-
-def _holds(outer: nn.Module, inner: nn.Module) -> bool:
-    return any(module is inner for module in outer.modules())
 
 
 # Configs whose attention has our name: how many patched modules share each, and the name it had. By identity, because

@@ -76,25 +76,37 @@ def _inkling(module: Any, places: Tensor) -> Tensor:
 TEMPERATURES = {"Llama4TextAttention": _llama4, "InklingAttention": _inkling}
 
 
+def rope_kinds(rope: Any) -> list[dict[str, Any]]:
+    """The parameters of rotary embeddings, of each kind of layer where these differ."""
+    if not isinstance(rope, dict):
+        return []
+    inner = [kind for kind in rope.values() if isinstance(kind, dict)]
+    return inner or [rope]
+
+
 def rope_limits(config: Any) -> list[tuple[str, int]]:
     """Rotary embeddings whose frequencies follow a call's longest document: their types, and beyond which length."""
-    parameters = getattr(config, "rope_parameters", None) or {}
     found = []
-    for rope in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
-        kind, limit = rope.get("rope_type"), getattr(config, "max_position_embeddings", None)
+    for rope in rope_kinds(getattr(config, "rope_parameters", None)):
+        kind, limit = rope.get("rope_type") or "", getattr(config, "max_position_embeddings", None)
         if kind == "longrope":
             own = rope.get("original_max_position_embeddings")
             limit = own or getattr(config, "original_max_position_embeddings", None) or limit
-        if kind in ("longrope", "dynamic") and limit is not None:
+        if (kind == "longrope" or is_dynamic(kind)) and limit is not None:
             found.append((kind, limit))
     return found
+
+
+def is_dynamic(kind: str) -> bool:
+    """Whether rotary embeddings of a type grow with a call's longest document; transformers asks it of the name."""
+    return "dynamic" in kind
 
 
 def require_one_rope(packing: Packing, kind: str, limit: int) -> None:
     """Packed documents must have the frequencies that each has alone.
 
     Raises:
-        ValueError: documents on both sides of the limit ("longrope"), or one beyond it beside others ("dynamic").
+        ValueError: documents on both sides of the limit ("longrope"), or one beyond it beside others (dynamic ones).
     """
     starts, live = packing.runs()
     tokens = torch.ones_like(starts) if live is None else live

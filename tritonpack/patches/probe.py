@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches.tokens import special_tokens
 
 LENGTHS = (5, 1, 7)
 
@@ -27,7 +28,7 @@ def probe_alone(model: nn.Module) -> Tensor:
             f"{unknown}, and its weights are on the meta device; patch it once they are loaded."
         )
     try:
-        with _running(model):
+        with as_found(model), torch.no_grad():
             return torch.cat([_run(model, ids, None) for ids in _documents(model)], dim=1)
     except Exception as error:
         raise UnsupportedModelError(
@@ -45,11 +46,11 @@ def probe_packed(model: nn.Module, alone: Tensor) -> None:
     documents = _documents(model)
     ids = torch.cat(documents, dim=1)
     places = _places(LENGTHS, ids)
-    others = documents[:1] + documents[1:]
+    others = list(documents)
     others[0] = documents[0].flip(1)
     finfo = torch.finfo(torch.float32 if alone.dtype == torch.float64 else alone.dtype)  # norms compute in float32
     try:
-        with _running(model):
+        with as_found(model), torch.no_grad():
             packed = _run(model, ids, places)
             by_offsets = _run_by_offsets(model, ids, packed)
             moved = _run(model, torch.cat(others, dim=1), places)
@@ -76,8 +77,7 @@ def probe_packed(model: nn.Module, alone: Tensor) -> None:
 
 def _documents(model: nn.Module) -> list[Tensor]:
     embed = model.get_input_embeddings()  # type: ignore[operator]
-    given = (value for key, value in vars(model.config).items() if key.endswith("_token_id"))
-    special = {i for value in given for i in (value if isinstance(value, (list, tuple)) else (value,))}
+    special = special_tokens(model.config)
     ordinary = [i for i in range(min(embed.num_embeddings, 4096)) if i not in special]
     generator = torch.Generator().manual_seed(0)
     chosen = torch.tensor(ordinary)[torch.randint(len(ordinary), (1, sum(LENGTHS)), generator=generator)]
@@ -103,13 +103,13 @@ def _run_by_offsets(model: nn.Module, ids: Tensor, otherwise: Tensor) -> Tensor:
 
 
 @contextmanager
-def _running(model: nn.Module) -> Iterator[None]:
-    """Without gradients, in evaluation mode; modes and random state come back."""
+def as_found(model: nn.Module) -> Iterator[None]:
+    """In evaluation mode, with the modes and the random state restored afterwards."""
     training = [module for module in model.modules() if module.training]
     devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
     model.eval()
     try:
-        with torch.no_grad(), torch.random.fork_rng(devices=devices):
+        with torch.random.fork_rng(devices=devices):
             yield
     finally:
         for module in training:

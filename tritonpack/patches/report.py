@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,15 +59,21 @@ class Report:
 
 
 def make_report(
-    model: nn.Module, patched: Sequence[PreTrainedModel], attention: str, backend: str, replaced: str | None
+    model: nn.Module,
+    patched: Sequence[PreTrainedModel],
+    attention: str,
+    backend: str,
+    replaced: str | None,
+    once: Set[type],
 ) -> Report:
-    """What patching these modules of a model means."""
+    """What patching these modules of a model means; `once` holds the classes of mixing layers that run on whole rows,
+    because they need only be told where documents begin."""
     config = patched[-1].config
     windows = layer_windows(config)
     others = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, PreTrainedModel) and module not in patched and not _holds(module, patched)
+        if isinstance(module, PreTrainedModel) and not any(holds(module, inner) for inner in patched)
     ]
     return Report(
         model_type=config.model_type,
@@ -76,7 +82,7 @@ def make_report(
         layers=len(windows),
         windows=windows,
         features=_features(config, patched[-1]),
-        by_document=_named(model, MIXERS),
+        by_document=_named(model, MIXERS, once),
         positions=_named(model, POSITION_TABLES),
         left=tuple(others),
         replaced=replaced,
@@ -113,9 +119,12 @@ def _features(config: Any, decoder: nn.Module) -> tuple[str, ...]:
     return tuple(found)
 
 
-def _named(model: nn.Module, classes: frozenset[str]) -> tuple[str, ...]:
-    return tuple(name for name, module in model.named_modules() if type(module).__name__ in classes)
+def _named(model: nn.Module, classes: frozenset[str], but: Set[type] = frozenset()) -> tuple[str, ...]:
+    return tuple(
+        name for name, module in model.named_modules() if type(module).__name__ in classes and type(module) not in but
+    )
 
 
-def _holds(module: nn.Module, patched: Sequence[nn.Module]) -> bool:
-    return any(inner in patched for inner in module.modules())
+def holds(outer: nn.Module, inner: nn.Module) -> bool:
+    """Whether one module is the other or lies in it."""
+    return any(module is inner for module in outer.modules())

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonpack.errors import IsolationError
+from tritonpack.patches.probe import as_found
 from tritonpack.testing import packed_forms
 
 # How packed documents reach the model: by position ids alone, and with the all-ones mask that tokenizers add; and what
@@ -28,8 +29,9 @@ class IsolationReport:
         moved_by_others: how far logits moved when another document changed; 0.0 is bitwise equality.
         gradient_to_others: the largest gradient that a document's loss has in another document's embeddings, relative
             to the largest in its own.
-        allowed: what the first of these may be: half the digits of the model's dtype. The others may be rounding, 64
-            units in the last place (zero where no kernel's shape depends on the tokens, as a mixture of experts' does).
+        allowed: what the first of these may be: half the digits of the model's dtype. The others may be rounding: 64
+            units in the last place, or as much as the first where that is less (zero where no kernel's shape depends
+            on the tokens, as a mixture of experts' does).
     """
 
     lengths: tuple[int, ...]
@@ -83,7 +85,7 @@ def check_isolation(
     document = torch.cat([torch.full((n,), i, device=device) for i, n in enumerate(lengths)])
 
     worst = {"alone": 0.0, "moved": 0.0, "gradient": 0.0}
-    with _as_found(model):
+    with as_found(model):
         with torch.no_grad():
             alone = torch.cat([_logits(model, input_ids=piece) for piece in documents], dim=1)
         eps = torch.finfo(alone.dtype).eps
@@ -155,20 +157,6 @@ def _logits(model: nn.Module, **inputs: Tensor) -> Tensor:
 
 def _max(a: float, b: float) -> float:
     return b if b != b else max(a, b)  # a NaN is the worst of all
-
-
-@contextmanager
-def _as_found(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode, with the modes and the random state restored afterwards."""
-    training = [module for module in model.modules() if module.training]
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    model.eval()
-    try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @contextmanager

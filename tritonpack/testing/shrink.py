@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypeVar
 
+from tritonpack.patches.tokens import is_config, names_tokens, special_tokens
 from tritonpack.testing.shrink_rows import FIRST_LAYERS, LAST_LAYERS, LAYERS, PERIODS, ROWS, SHARED, VOCAB
 from tritonpack.testing.shrink_sizes import Sizes, Values, is_number
 
@@ -50,8 +51,8 @@ def _shrunk(config: Any, tokens: dict[int, int], streams: dict[int, int], given:
     sizes.fixed.update(given)
     for name, value in values.items():
         part = config.__dict__.get(name)
-        values[name] = _shrunk(part, tokens, streams, of_parts) if _is_config(part) else sizes.of(name, value)
-        if _names_tokens(name):
+        values[name] = _shrunk(part, tokens, streams, of_parts) if is_config(part) else sizes.of(name, value)
+        if names_tokens(name):
             values[name] = _mapped(value, tokens)
     return {**values, **ROWS.get(config.model_type, {})}
 
@@ -62,22 +63,11 @@ def _values(config: Any) -> Values:
 
 def _parts(config: Any) -> list[Any]:
     """The configurations inside of one, at any depth."""
-    parts = [part for part in config.__dict__.values() if _is_config(part)]
+    parts = [part for part in config.__dict__.values() if is_config(part)]
     return parts + [inner for part in parts for inner in _parts(part)]
 
 
-def _is_config(value: Any) -> bool:
-    return hasattr(value, "to_dict") and hasattr(value, "model_type")
-
-
 # Special tokens: those beyond the small vocabulary get numbers in its lower half, no two the same.
-
-
-def _names_tokens(name: str) -> bool:
-    return name.endswith(("_token_id", "_token_ids", "_token_index", "_tokens")) or name in TOKEN_NAMES
-
-
-TOKEN_NAMES = ("bos_index", "eos_index", "pad_index", "unk_index", "mask_index")
 
 
 def _token_ids(config: Any) -> dict[int, int]:
@@ -85,18 +75,6 @@ def _token_ids(config: Any) -> dict[int, int]:
     small = [token for token in found if 0 <= token < VOCAB // 2]
     free = [token for token in reversed(range(VOCAB // 2)) if token not in small]
     return {**{token: token for token in small}, **dict(zip(sorted(set(found) - set(small)), free, strict=False))}
-
-
-def special_tokens(config: Any) -> set[int]:
-    """The ids that a configuration names: padding, the ends of a document, images, ..."""
-    found: set[int] = set()
-    for name, value in config.__dict__.items():
-        if _is_config(value):
-            found |= special_tokens(value)
-        elif _names_tokens(name):
-            values = value if isinstance(value, (list, tuple)) else [value]
-            found |= {token for token in values if is_number(token) and token >= 0}
-    return found
 
 
 def _mapped(value: Any, tokens: dict[int, int]) -> Any:

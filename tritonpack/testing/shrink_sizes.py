@@ -6,6 +6,7 @@ import math
 from fractions import Fraction
 from typing import Any, TypeGuard
 
+from tritonpack.patches.positions import is_dynamic, rope_kinds
 from tritonpack.testing.shrink_rows import (
     HEAD_DIM,
     HEAD_DIMS,
@@ -170,7 +171,7 @@ class Sizes:
         name, longest = "original_max_position_embeddings", self.values.get("max_position_embeddings")
         ropes = rope_kinds(self.values.get("rope_parameters"))
         old = next((kind[name] for kind in [self.values, *ropes] if kind.get(name)), None)
-        if longest and any("dynamic" in (rope.get("rope_type") or "") for rope in ropes):
+        if longest and any(is_dynamic(rope.get("rope_type") or "") for rope in ropes):
             self.fixed["max_position_embeddings"] = REACH
         elif old and longest:
             self.fixed["max_position_embeddings"] = max(int(longest * REACH / old), REACH)
@@ -202,14 +203,6 @@ class Sizes:
 def is_number(value: Any) -> TypeGuard[int]:
     """Whether a value is an int, and neither True nor False."""
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-def rope_kinds(rope: Any) -> list[Values]:
-    """The parameters of rotary embeddings, of each kind of layer where these differ."""
-    if not isinstance(rope, dict):
-        return []
-    inner = [kind for kind in rope.values() if isinstance(kind, dict)]
-    return inner or [rope]
 
 
 def _simple(times: Fraction) -> bool:

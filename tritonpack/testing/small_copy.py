@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from tritonpack.patches.families import CODEBOOKS
+from tritonpack.patches.tokens import special_tokens
 from tritonpack.testing.packed_forms import Subject, values_of
-from tritonpack.testing.shrink import shrink, special_tokens
+from tritonpack.testing.shrink import shrink
 
 # What models are looked for among, in this order, and what each is called.
 AUTO = {
@@ -143,18 +144,28 @@ def subject_of(model: nn.Module) -> Subject:
         generator = torch.Generator().manual_seed(seed)
         return [ordinary[torch.randint(len(ordinary), (1, n), generator=generator)] for n in lengths]
 
-    books = text.num_codebooks if text.model_type in CODEBOOKS else 1
-    if books == 1:
-        return Subject(model, draw)
+    books = codebooks_of(text)
+    return Subject(
+        model,
+        draw,
+        call=lambda ids: {"input_ids": rows_for_codebooks(ids, books, size)},
+        values=lambda output: side_by_side(values_of(output), books),
+    )
 
-    def call(ids: Tensor) -> dict[str, Any]:
-        """One row of ids for every codebook."""
-        return {"input_ids": torch.stack([(ids + i) % size for i in range(books)], dim=1).flatten(0, 1)}
 
-    def values(output: Any) -> Tensor:
-        return values_of(output).unflatten(0, (-1, books)).transpose(1, 2).flatten(2)
+def codebooks_of(config: Any) -> int:
+    """How many rows of ids stand for one row of tokens, as in a few decoders of sound."""
+    return config.num_codebooks if config.model_type in CODEBOOKS else 1
 
-    return Subject(model, draw, call, values)
+
+def rows_for_codebooks(ids: Tensor, books: int, size: int) -> Tensor:
+    """(B * books, T) ids below `size` for ids (B, T): one row for every codebook, no two of a token alike."""
+    return torch.stack([(ids + i) % size for i in range(books)], dim=1).flatten(0, 1) if books > 1 else ids
+
+
+def side_by_side(values: Tensor, books: int) -> Tensor:
+    """(B, T, books * n) values of rows of codebooks (B * books, T, n)."""
+    return values.unflatten(0, (-1, books)).transpose(1, 2).flatten(2) if books > 1 else values
 
 
 def one_line(error: BaseException) -> str:

@@ -63,9 +63,7 @@ def check_backend(inputs: Inputs, backend: Any = "auto", *, scale: float | None 
 
 def check_outputs(inputs: Inputs, actual: dict[str, Tensor], *, scale: float | None = None) -> Errors:
     """As `check_backend`, on outputs computed elsewhere: some or all of "out", "lse", "dq", "dk", "dv", "dsinks"."""
-    exact = run(_as_float64(inputs), "reference", scale=scale)
-    plain = run_plain(inputs, scale=scale)
-    terms = _sizes_of_terms(_as_float64(inputs), exact, scale=scale)
+    exact, plain, terms = _standard(inputs, scale)
     errors: dict[str, dict[str, float]] = {"backend": {}, "plain": {}, "allowed": {}}
     for name in actual:
         got, want = actual[name], exact[name]
@@ -82,6 +80,12 @@ def check_outputs(inputs: Inputs, actual: dict[str, Tensor], *, scale: float | N
     if worse:
         raise AssertionError(f"{', '.join(worse)} beyond twice plain attention's error: {report}")
     return report
+
+
+def _standard(inputs: Inputs, scale: float | None) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
+    """What outputs are held against: the float64 reference, plain attention, and the sizes of the terms."""
+    exact = run(_as_float64(inputs), "reference", scale=scale)
+    return exact, run_plain(inputs, scale=scale), _sizes_of_terms(_as_float64(inputs), exact, scale=scale)
 
 
 def run(inputs: Inputs, backend: Any, *, scale: float | None = None) -> dict[str, Tensor]:

@@ -1,0 +1,20 @@
+"""CUDA graphs, for the tests that replay one."""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+def capture(step: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
+    """A graph of a step, and the tensors that its replays write. Before it is captured the step runs on another stream:
+    what compiles, or allocates for good, does so there."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    return graph, captured

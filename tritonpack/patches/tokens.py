@@ -1,0 +1,29 @@
+"""Special tokens: the ids that a configuration names, such as padding, the ends of a document and images."""
+
+from __future__ import annotations
+
+from typing import Any
+
+_NAMES = ("bos_index", "eos_index", "pad_index", "unk_index", "mask_index")
+
+
+def special_tokens(config: Any) -> set[int]:
+    """The ids that a configuration and its parts name."""
+    found: set[int] = set()
+    for name, value in config.__dict__.items():
+        if is_config(value):
+            found |= special_tokens(value)
+        elif names_tokens(name):
+            values = value if isinstance(value, (list, tuple)) else [value]
+            found |= {token for token in values if type(token) is int and token >= 0}
+    return found
+
+
+def names_tokens(name: str) -> bool:
+    """Whether a field holds ids of tokens."""
+    return name.endswith(("_token_id", "_token_ids", "_token_index", "_tokens")) or name in _NAMES
+
+
+def is_config(value: Any) -> bool:
+    """Whether a field of a configuration is one of its parts."""
+    return hasattr(value, "to_dict") and hasattr(value, "model_type")
