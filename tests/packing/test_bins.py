@@ -8,6 +8,7 @@ import pytest
 
 import tritonpack
 from tests.packing import naive
+from tests.packing.lengths import openchat
 from tritonpack.packing import pack
 from tritonpack.packing.bins import ALGORITHMS
 
@@ -226,3 +227,10 @@ def test_numba_is_imported_by_the_first_call_only():
         "pack([1], 1); assert 'numba' in sys.modules"
     )
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+@pytest.mark.parametrize("algorithm", ["best_fit_decreasing", "first_fit_decreasing"])
+@pytest.mark.parametrize("capacity", [2048, 4096, 8192, 32768])
+def test_real_lengths_take_hardly_more_bins_than_any_packing_must(capacity, algorithm):
+    packing = pack(openchat(), capacity, algorithm=algorithm)
+    assert packing.num_bins <= max(1.003 * packing.lower_bound, packing.lower_bound + 1)
