@@ -37,10 +37,12 @@ def outputs(function: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, 
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_one_graph_forward_and_backward(backend: str) -> None:
-    compiled = torch.compile(attend, fullgraph=True, backend=backend)
-    given = tensors([30, 5, 0, 21])
-    for expected, got in zip(outputs(attend, *given), outputs(compiled, *given), strict=True):
-        torch.testing.assert_close(got, expected)
+    """For every length, too: sizes are symbols in both directions."""
+    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=backend)
+    for lengths in ([30, 5, 0, 21], [7, 12]):
+        given = tensors(lengths)
+        for expected, got in zip(outputs(attend, *given), outputs(compiled, *given), strict=True):
+            torch.testing.assert_close(got, expected)
 
 
 def test_new_lengths_compile_nothing() -> None:
