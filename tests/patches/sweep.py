@@ -10,7 +10,7 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -88,7 +88,7 @@ def judge(
 
 def run(
     model_type: str, *, patch: Patch | None = tritonpack.patch, forms: Iterable[str] | None = None,
-    attn_implementation: str | None = None, gradients: bool = True,
+    attn_implementation: str | None = None, gradients: bool | Collection[str] = True,
 ) -> Row:  # fmt: skip
     """The row of one model type, or variant.
 
@@ -97,7 +97,7 @@ def run(
         patch: Makes a context in which the model packs; None leaves the model as it is.
         forms: Names of `FORMS`; all of them by default, without a patch those in `STOCK_FORMS`.
         attn_implementation: Given to the model before it is patched.
-        gradients: Compare those of the parameters, too.
+        gradients: Compare those of the parameters, too, in all forms or in those of these names.
     """
     if model_type in zoo.UNBUILT:
         return Row(model_type, "unbuilt", zoo.UNBUILT[model_type])
@@ -108,10 +108,12 @@ def run(
     documents = zoo.documents(LENGTHS)
     reasons = {}
     try:
-        expected = alone(model, documents, gradients=gradients and model_type not in zoo.FORWARD_ONLY)
+        expected = alone(model, documents, gradients=bool(gradients) and model_type not in zoo.FORWARD_ONLY)
         with patch(model) if patch else nullcontext():
             for form in forms or (FORMS if patch else STOCK_FORMS):
-                found = judge(model, form, documents, expected, stock=patch is None)
+                differentiated = gradients if isinstance(gradients, bool) else form in gradients
+                told = expected if differentiated else (expected[0], [])
+                found = judge(model, form, documents, told, stock=patch is None)
                 row.by_form[form], row.forms[form], reasons[form] = found.verdict, found.worst, found.reason
     except tritonpack.UnsupportedModelError as error:
         row.verdict, row.reason = "refused", str(error).split("\n")[0]

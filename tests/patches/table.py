@@ -24,7 +24,8 @@ Written by `python -m tests.patches.table`: a tiny random model of each of trans
 windows, chunks and selections shorter than its documents, in float64. Documents are packed and padded in {forms} ways
 ({names})
 and held against each document alone, logits and gradients; and another document's tokens must move nothing. The same
-runs in `tests/patches/test_every_model.py`.
+runs in `tests/patches/test_every_model.py`, where gradients are compared for one of the forms that say the same of a
+row in other words.
 
 - **tritonpack**: {packed}.
 - **Stock, position ids alone** (and the default cache): {positions}.

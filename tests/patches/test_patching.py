@@ -155,7 +155,7 @@ def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
     assert difference(expected, got) < EXACT
 
 
-@every_family
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])  # without windows, with, and both
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("padding", [0, 4], ids=["", "left-padded"])
 def test_generate(family: str, cache: str, padding: int) -> None:
