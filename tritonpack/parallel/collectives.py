@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.nn.functional import pad
 
 from tritonpack.checks import is_int
-from tritonpack.parallel.wire import Ranks, as_ranks, gather, scatter_sum, wide
+from tritonpack.parallel.wire import Ranks, as_ranks, fill_up, gather, scatter_sum, wide
 
 if TYPE_CHECKING:
     from tritonpack.parallel.wire import GroupLike
@@ -114,7 +113,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, dim: int, lengths: list[int], backward: Backward, ranks: Ranks) -> Tensor:
         ctx.arguments = dim, lengths, backward, ranks
-        gathered, handle = gather(_fill_up(shard, dim, max(lengths)), ranks)
+        gathered, handle = gather(fill_up(shard, dim, max(lengths)), ranks)
         handle.wait()
         if dim == 0 and len(set(lengths)) == 1:
             return gathered.flatten(0, 1)
@@ -128,16 +127,10 @@ class _Gather(torch.autograd.Function):
         parts = gradient.split(lengths, dim)
         if backward == "slice":
             return parts[ranks.rank], None, None, None, None
-        filled = [_fill_up(part.to(wide(part.dtype)), dim, max(lengths)) for part in parts]
+        filled = [fill_up(part.to(wide(part.dtype)), dim, max(lengths)) for part in parts]
         total, handle = scatter_sum(torch.stack(filled), ranks)
         handle.wait()
         return total.narrow(dim, 0, lengths[ranks.rank]).to(gradient.dtype), None, None, None, None
-
-
-def _fill_up(x: Tensor, dim: int, size: int) -> Tensor:
-    """x with zeros after its end along `dim`: collectives want the same size of every rank."""
-    missing = size - x.shape[dim]
-    return pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing]) if missing else x
 
 
 def _exchange_lengths(shard: Tensor, dim: int, backward: Backward, ranks: Ranks) -> list[int]:

@@ -71,6 +71,18 @@ class Layout:
         rows = torch.cat(self.rows)
         return bool((rows[1:] > rows[:-1]).all())
 
+    @cached_property
+    def slots(self) -> Tensor:
+        """(num_rows,) int64: where each row lies if every shard is filled up to the length of the longest."""
+        longest = max(self.lengths)
+        begins = [torch.arange(n, device=self.inverse.device) + rank * longest for rank, n in enumerate(self.lengths)]
+        return torch.cat(begins)[self.inverse]
+
+    @cached_property
+    def fills_in_order(self) -> bool:
+        """Whether `slots` is just the order of the batch."""
+        return len(set(self.lengths)) == 1 and self.in_order
+
     def shard(self, x: Tensor, rank: int, dim: int = 0) -> Tensor:
         """The rows of one rank, of a tensor that has the batch's rows along `dim`.
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.functional import pad
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -107,6 +108,12 @@ def shift(x: Tensor, received: int, ranks: Ranks) -> tuple[Tensor, list[Any]]:
     if received:
         operations.append(dist.P2POp(dist.irecv, result, _neighbour(ranks, -1), ranks.group))
     return result, dist.batch_isend_irecv(operations) if operations else []
+
+
+def fill_up(x: Tensor, dim: int, size: int) -> Tensor:
+    """x with zeros after its end along `dim`: gathering and scattering want the same size of every rank."""
+    missing = size - x.shape[dim]
+    return pad(x, [0, 0] * (x.ndim - 1 - dim) + [0, missing]) if missing else x
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
