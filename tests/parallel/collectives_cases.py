@@ -137,6 +137,7 @@ def refuses_on_every_rank():
     refused("int64", lambda: gather(torch.zeros(2, 3, dtype=torch.int64 if odd else torch.float32)))
     refused("dimensions on every rank.*dim=2", lambda: gather(torch.zeros(2, 3), None, 2 if odd else 1))
     refused("dimensions on every rank.*dim=-3", lambda: gather(torch.zeros(2, 3), None, -3 if odd else 1))
+    refused("no tensor", lambda: gather([1.0] if odd else torch.zeros(2, 3)))
     refused("a plain dtype", lambda: gather(torch.zeros(2, 3, dtype=torch.complex32 if odd else torch.float32)))
     refused("at most 8 dimensions", lambda: gather(torch.zeros([1] * (9 if odd else 3))))
     refused("all or none need gradients.*needs gradients", lambda: gather(torch.zeros(2, 3, requires_grad=odd)))
@@ -147,6 +148,7 @@ def refuses_on_every_rank():
 
 def refuses_malformed_arguments():
     _, size = world()
+    refused("dim must be an integer; got 'rows'", lambda: AllGatherWithGrad(dim="rows"))
     refused("backward must be", lambda: AllGatherWithGrad(backward="mean"))
     refused(rf"for each of {size} ranks; got \[3\]", lambda: AllGatherWithGrad(lengths=[3]))
     lengths = [3] * size

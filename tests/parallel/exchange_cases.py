@@ -109,7 +109,7 @@ def agrees(make_batch, exchange, layout_name):
         )
 
 
-def low_precision(exchange, dtype):
+def low_precision(exchange, dtype, backend="auto"):
     """As near to float64 as the tolerance rule asks of one process."""
     inputs = make_inputs(Case("packed", LENGTHS, heads=8, kv_heads=4, sinks=True), dtype)
     rank, size = dist.get_rank(), dist.get_world_size()
@@ -117,7 +117,7 @@ def low_precision(exchange, dtype):
     dims = {"lse": 1}
 
     def call(q, k, v, sinks):
-        return attend(q, k, v, inputs.mask, layout, exchange=exchange, sinks=sinks, return_lse=True)
+        return attend(q, k, v, inputs.mask, layout, exchange=exchange, sinks=sinks, return_lse=True, backend=backend)
 
     mine = [layout.shard(x, rank) for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
     outputs = differentiate(call, *mine, layout.shard(inputs.dlse, rank, 1), inputs.sinks)
@@ -148,6 +148,7 @@ def options_are_refused(exchange):
     refused("exchange must be one of 'all_gather', 'ring', 'ulysses'; got 'p2p'", exchange="p2p")
     refused(r"layout is for 3 ranks, and the group has \d", layout=make_layout("balanced", batch.mask, 3))
     refused("layout must be a Layout.*got str", layout="zigzag")
+    refused("mask must be a tritonpack.BlockDiagonalMask.*got NoneType", mask=None)
     refused("51 rows as queries and keys; got 50", mask=BlockDiagonalMask.from_seqlens([50]))
     refused(r"owns 1\d of the layout's|owns 2\d of the layout's", q=torch.cat([q, q]))
     refused("same numbers of tokens and heads", v=v[1:])

@@ -1,14 +1,8 @@
-"""AllGatherWithGrad in groups of processes; collectives_cases.py says what each checks."""
+"""AllGatherWithGrad where there is no group; with one: collectives_cases.py, run by test_ranks.py."""
 
 import pytest
 
-from tests.parallel import world
 from tritonpack import AllGatherWithGrad
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_ranks_agree(size, tmp_path):
-    world.run("collectives_cases", size, tmp_path)
 
 
 def test_needs_a_group():

@@ -125,3 +125,20 @@ def test_refuses(call, message):
 def test_a_layout_of_ones_own():
     layout = Layout((torch.tensor([1, 2]), torch.tensor([0])))
     assert (layout.num_rows, layout.lengths, layout.inverse.tolist()) == (3, [2, 1], [2, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ((), "one at least; got none"),
+        (([0, 1],), r"int64 tensors on one device; got list \[0, 1\]"),
+        ((torch.tensor([0, 1], dtype=torch.int32),), r"got \(2,\) int32 on cpu"),
+        ((torch.tensor([1, 0]),), "must ascend"),
+        ((torch.tensor([0, 1]), torch.tensor([1])), "exactly one rank"),
+        ((torch.tensor([0, 3]), torch.tensor([1])), "exactly one rank"),
+        ((torch.tensor([-1, 0]), torch.tensor([1])), "exactly one rank"),
+    ],
+)
+def test_refuses_what_is_no_layout(rows, message):
+    with pytest.raises(ValueError, match=message):
+        Layout(rows)

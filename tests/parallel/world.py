@@ -1,7 +1,7 @@
-"""Several processes with a gloo group run a list of cases, started once for the list, as starting is what costs.
+"""Several processes with a gloo group run lists of cases; they are started once for all lists, as that is what costs.
 
 A module of cases has a dictionary CASES of functions; each process calls all of them in order. A case is red where it
-raises on any rank.
+raises on any rank. What gets stuck ends after STUCK seconds, and all of it after `timeout`.
 """
 
 import datetime
@@ -20,9 +20,9 @@ ROOT = Path(__file__).parents[2]
 STUCK = 20  # seconds after which a collective gives up
 
 
-def run(cases: str, size: int, folder: Path, timeout: float = 180) -> None:
-    """Run tests.parallel.<cases> in `size` processes; AssertionError with every failure of every rank."""
-    command = [sys.executable, "-m", "tests.parallel.world", cases, str(size), str(folder / "store")]
+def run(modules: list[str], size: int, folder: Path, timeout: float = 240) -> None:
+    """Run the cases of tests.parallel.<module> in `size` processes; AssertionError with all failures of all ranks."""
+    command = [sys.executable, "-m", "tests.parallel.world", ",".join(modules), str(size), str(folder / "store")]
     logs = [folder / f"rank{rank}.txt" for rank in range(size)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     processes = []
@@ -44,12 +44,13 @@ def run(cases: str, size: int, folder: Path, timeout: float = 180) -> None:
     assert codes == [0] * size, "\n".join(texts)
 
 
-def work(cases: str, size: int, store: str, rank: int) -> int:
+def work(modules: list[str], size: int, store: str, rank: int) -> int:
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=STUCK)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     failures = 0
-    for name, case in import_module(f"tests.parallel.{cases}").CASES.items():
+    cases = [item for module in modules for item in import_module(f"tests.parallel.{module}").CASES.items()]
+    for name, case in cases:
         torch.manual_seed(0)
         started = time.monotonic()
         failed = True
@@ -67,4 +68,4 @@ def work(cases: str, size: int, store: str, rank: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(work(sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])))
+    sys.exit(work(sys.argv[1].split(","), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ class AllGatherWithGrad:
     (..., sum of sizes, ...), in the same dtype. With "sum", backward must be run on every rank too.
 
     Raises:
-        ValueError: this process isn't in the group, `lengths` or `backward` are malformed; and when called, on every
+        ValueError: this process isn't in the group, an argument is malformed; and when called, on every
             rank (with `lengths`: on the one at fault): `dim` out of range, or shards that differ in dtype, in another
             dimension, in `dim`, in `backward` or in whether they need gradients.
     """
@@ -75,6 +75,8 @@ class AllGatherWithGrad:
         self.ranks = as_ranks(group)
         if backward not in ("sum", "slice"):
             raise ValueError(f"backward must be 'sum' or 'slice'; got {backward!r}.")
+        if not is_int(dim):
+            raise ValueError(f"dim must be an integer; got {dim!r}.")
         if lengths is not None:
             lengths = list(lengths)
             if len(lengths) != self.ranks.size or not all(is_int(n) and n >= 0 for n in lengths):
@@ -133,47 +135,69 @@ class _Gather(torch.autograd.Function):
         return total.narrow(dim, 0, lengths[ranks.rank]).to(gradient.dtype), None, None, None, None
 
 
+class _Header(NamedTuple):
+    """What ranks tell each other of a shard before it travels.
+
+    Attributes:
+        dtype: its number in `_DTYPES`, -1 for what isn't there.
+        reached: whether the group has a backend for its device.
+        differentiated: whether its backward will exchange.
+        sums: whether `backward` is "sum".
+        dim: as the user gave it.
+        ndim: of the shard; `shape` holds as many numbers.
+        shape: the first `_MAX_DIMS` of them.
+    """
+
+    dtype: int
+    reached: bool
+    differentiated: bool
+    sums: bool
+    dim: int
+    ndim: int
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        dtype = str(_DTYPES[self.dtype]).replace("torch.", "") if self.dtype >= 0 else "another dtype or no tensor"
+        notes = ["needs gradients"] * self.differentiated + ["out of the backend's reach"] * (not self.reached)
+        return ", ".join([f"{self.shape} {dtype}", f"dim={self.dim}", *notes, *["backward='slice'"] * (not self.sums)])
+
+
 def _exchange_lengths(shard: Tensor, dim: int, backward: Backward, ranks: Ranks) -> list[int]:
     """Each rank's size along `dim`. Raises on every rank if one's shard doesn't fit the others'."""
-    header = [
-        _DTYPES.index(shard.dtype) if shard.dtype in _DTYPES else -1,
-        int(ranks.reaches(shard.device)),
-        int(torch.is_grad_enabled() and shard.requires_grad and backward == "sum"),
-        int(backward == "sum"),
-        dim,
-        shard.ndim,
-        *(list(shard.shape) + [0] * _MAX_DIMS)[:_MAX_DIMS],
-    ]
-    gathered, handle = gather(torch.tensor(header, device=ranks.header_device()), ranks)
-    handle.wait()
-    headers = gathered.tolist()
-    given = "; ".join(f"rank {rank}: {_describe(one)}" for rank, one in enumerate(headers))
-    for dtype, reached, _, _, dim_, ndim, *_ in headers:
-        if dtype < 0 or not reached or ndim > _MAX_DIMS:
-            raise ValueError(
-                f"shards must have a plain dtype, at most {_MAX_DIMS} dimensions, and lie where the group's backend "
-                f"can reach them; got {given}."
-            )
-        if not -ndim <= dim_ < ndim:
-            raise ValueError(f"dim must be one of the shard's dimensions on every rank; got {given}.")
-    alike = {(dtype, grad, mode, ndim, dim_ % ndim) for dtype, _, grad, mode, dim_, ndim, *_ in headers}
+    headers = _exchange_headers(shard, dim, backward, ranks)
+    given = "; ".join(f"rank {rank}: {header}" for rank, header in enumerate(headers))
+    if any(one.dtype < 0 or not one.reached or one.ndim > _MAX_DIMS for one in headers):
+        raise ValueError(
+            f"shards must be tensors of a plain dtype, with at most {_MAX_DIMS} dimensions, and lie where the group's "
+            f"backend can reach them; got {given}."
+        )
+    if not all(-one.ndim <= one.dim < one.ndim for one in headers):
+        raise ValueError(f"dim must be one of the shard's dimensions on every rank; got {given}.")
     axis = dim % shard.ndim
-    shapes = [_shape(one) for one in headers]
-    others = {tuple(shape[:axis] + shape[axis + 1 :]) for shape in shapes}
-    if len(alike) > 1 or len(others) > 1:
+    alike = {one._replace(dim=one.dim % one.ndim, shape=one.shape[:axis] + one.shape[axis + 1 :]) for one in headers}
+    if len(alike) > 1:
         raise ValueError(
             "the ranks' shards may differ in their size along dim alone, and either all or none need gradients; got "
             f"{given}."
         )
-    return [shape[axis] for shape in shapes]
+    return [one.shape[axis] for one in headers]
 
 
-def _shape(header: list[int]) -> list[int]:
-    return header[6 : 6 + header[5]]
-
-
-def _describe(header: list[int]) -> str:
-    dtype = str(_DTYPES[header[0]]).replace("torch.", "") if header[0] >= 0 else "another dtype"
-    notes = ["needs gradients"] * header[2] + ["out of the backend's reach"] * (not header[1])
-    notes += ["backward='slice'"] * (not header[3])
-    return ", ".join([f"{tuple(_shape(header))} {dtype}", f"dim={header[4]}", *notes])
+def _exchange_headers(shard: Tensor, dim: int, backward: Backward, ranks: Ranks) -> list[_Header]:
+    whole = isinstance(shard, Tensor)
+    shape = list(shard.shape) if whole else []
+    numbers = [
+        _DTYPES.index(shard.dtype) if whole and shard.dtype in _DTYPES else -1,
+        int(not whole or ranks.reaches(shard.device)),
+        int(whole and torch.is_grad_enabled() and shard.requires_grad and backward == "sum"),
+        int(backward == "sum"),
+        dim,
+        len(shape),
+        *(shape + [0] * _MAX_DIMS)[:_MAX_DIMS],
+    ]
+    gathered, handle = gather(torch.tensor(numbers, device=ranks.header_device()), ranks)
+    handle.wait()
+    return [
+        _Header(dtype, bool(reached), bool(differentiated), bool(sums), dim, ndim, tuple(shape[:ndim]))
+        for dtype, reached, differentiated, sums, dim, ndim, *shape in gathered.tolist()
+    ]

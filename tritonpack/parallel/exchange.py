@@ -117,6 +117,8 @@ def attend(
 def _check_layout(q: Tensor, mask: BlockDiagonalMask, layout: Layout, ranks: Ranks) -> None:
     if not isinstance(layout, Layout):
         raise ValueError(f"layout must be a Layout, as make_layout makes it; got {type(layout).__name__}.")
+    if not isinstance(mask, BlockDiagonalMask):
+        raise ValueError(f"mask must be a tritonpack.BlockDiagonalMask of the whole batch; got {type(mask).__name__}.")
     if layout.ranks != ranks.size:
         raise ValueError(f"the layout is for {layout.ranks} ranks, and the group has {ranks.size}; make one for it.")
     if not mask.num_queries == mask.num_keys == layout.num_rows:

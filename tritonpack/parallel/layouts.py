@@ -15,7 +15,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from tritonpack.checks import is_int
+from tritonpack.checks import describe, is_int, require
 from tritonpack.mask import BlockDiagonalMask
 
 LayoutName = Literal["contiguous", "zigzag", "stripe", "balanced"]
@@ -43,9 +43,32 @@ class Layout:
 
     Attributes:
         rows: for each rank, (length,) int64, its rows in ascending order; all on one device.
+
+    Raises:
+        ValueError: rows of another form; and, for rows in host memory, rows that don't ascend, or of which some have
+            no owner or several.
     """
 
     rows: tuple[Tensor, ...]
+
+    def __post_init__(self) -> None:
+        first = self.rows[0] if self.rows else None
+        for rows in self.rows:
+            alike = isinstance(rows, Tensor) and isinstance(first, Tensor) and rows.device == first.device
+            if not alike or rows.ndim != 1 or rows.dtype != torch.int64:
+                given = "; ".join(map(describe, self.rows))
+                raise ValueError(f"rows must be one-dimensional int64 tensors on one device; got {given}.")
+        if first is None:
+            raise ValueError("rows must hold a tensor for every rank, one at least; got none.")
+        together = torch.cat(self.rows)
+        owned = together.new_zeros(together.shape)
+        owned[together.clamp(0, max(together.shape[0] - 1, 0))] = 1
+        ascend = torch.stack([(rows.diff() > 0).all() for rows in self.rows]).all()
+        require(
+            ascend & (together >= 0).all() & (together < together.shape[0]).all() & owned.all(),
+            "the rows of each rank must ascend, and every row of the batch must belong to exactly one rank; "
+            "make_layout makes such layouts.",
+        )
 
     @property
     def ranks(self) -> int:

@@ -42,10 +42,10 @@ def ulysses(
         out, part_lse = attend(qs[:, at], ks[:, at_keys], vs[:, at_keys], call.mask, options, call.backend)
         outs.append(out)
         lses.append(part_lse)
-    out = _ToRows.apply(call, heads, torch.cat(outs, 1))
     if not want_lse:
-        return out, None
-    return out, _ToRows.apply(call, heads, torch.cat(lses).T[..., None])[..., 0].T
+        return _ToRows.apply(call, heads, torch.cat(outs, 1))[0], None
+    out, lse = _ToRows.apply(call, heads, torch.cat(outs, 1), torch.cat(lses).T[..., None])
+    return out, lse[..., 0].T
 
 
 def _uniform(heads: slice, group: int) -> Spans:
@@ -73,19 +73,20 @@ class _ToHeads(torch.autograd.Function):
 
 
 class _ToRows(torch.autograd.Function):
-    """All rows of this rank's heads to its rows of all heads."""
+    """All rows of this rank's heads to its rows of all heads, tensor by tensor in the same order on every rank."""
 
     @staticmethod
-    def forward(ctx: Any, call: Call, heads: Spans, x: Tensor) -> Tensor:
+    def forward(ctx: Any, call: Call, heads: Spans, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.arguments = call, heads
-        shape = torch.Size([call.lengths[call.ranks.rank], heads[-1].stop, x.shape[2]])
-        return _heads_to_rows(call, [x], [heads], [shape])[0]
+        rows = call.lengths[call.ranks.rank]
+        shapes = [torch.Size([rows, heads[-1].stop, x.shape[2]]) for x in tensors]
+        return tuple(_heads_to_rows(call, [x], [heads], [shape])[0] for x, shape in zip(tensors, shapes, strict=True))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         call, heads = ctx.arguments
-        return None, None, *_rows_to_heads(call, list(gradients), [heads])
+        return None, None, *(_rows_to_heads(call, [x], [heads])[0] for x in gradients)
 
 
 def _rows_to_heads(call: Call, tensors: list[Tensor], spans: list[Spans]) -> tuple[Tensor, ...]:
