@@ -1,4 +1,4 @@
-"""What the exchanges send: as many bytes as their files say, counted on one of eight pretended ranks."""
+"""What the exchanges send, and when: on one of eight pretended ranks, as many bytes as the files say, ahead of work."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -10,19 +10,31 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tritonpack import BlockDiagonalMask
 from tritonpack.parallel import attend, make_layout, wire
+from tritonpack.parallel.call import Call
 
 RANKS, RANK = 8, 3
 TOKENS, HEADS, HEAD_DIM, HEAD_DIM_V = 128, 16, 8, 4
 
 
 @pytest.fixture
-def received(monkeypatch):
+def events():
+    """What happened, in order: "send" where a collective begins, "compute" where attention does."""
+    return []
+
+
+@pytest.fixture
+def received(monkeypatch, events):
     """Bytes that this rank gets from others, by collective."""
     dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=RANKS)
     counts = Counter()
     done = SimpleNamespace(wait=lambda: None)
 
+    def computing(*arguments, _forward=Call.forward):
+        events.append("compute")
+        return _forward(*arguments)
+
     def all_gather(target, source, **_):
+        events.append("send")
         counts["all_gather"] += target.nbytes - source.nbytes
         return done
 
@@ -34,9 +46,11 @@ def received(monkeypatch):
         counts["all_to_all"] += (sum(taken) - taken[RANK]) * target.itemsize
 
     def batch(operations):
+        events.append("send")
         counts["ring"] += sum(one.tensor.nbytes for one in operations if one.op is dist.irecv)
         return [done]
 
+    monkeypatch.setattr(Call, "forward", computing)
     monkeypatch.setattr(wire, "_all_gather", all_gather)
     monkeypatch.setattr(wire, "_reduce_scatter", reduce_scatter)
     monkeypatch.setattr(dist, "all_to_all_single", all_to_all)
@@ -78,3 +92,21 @@ def test_bytes_follow_the_formulas(received, dtype, kv_heads):
         received.clear()
         out.backward(torch.zeros_like(out))
         assert received == backward
+
+
+def forward(exchange, mask, layout, **options):
+    q, k, v = (torch.zeros(layout.lengths[RANK], HEADS, HEAD_DIM) for _ in range(3))
+    attend(q, k, v, mask, layout, exchange=exchange, **options)
+
+
+def test_the_next_heads_travel_while_attention_is_computed(received, events):
+    mask = BlockDiagonalMask.from_seqlens([TOKENS])
+    forward("all_gather", mask, make_layout("balanced", mask, RANKS), heads_k_stride=6)
+    assert events == ["send", "send", "compute", "send", "compute", "compute"]
+
+
+def test_the_next_block_travels_while_attention_is_computed(received, events):
+    """And blocks that this rank sees nothing of only pass by: of a causal document, those of the ranks after it."""
+    mask = BlockDiagonalMask.from_seqlens([TOKENS])
+    forward("ring", mask, make_layout("contiguous", mask, RANKS))
+    assert events == ["send", "compute"] * (RANK + 1) + ["send"] * (RANKS - 2 - RANK)
