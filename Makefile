@@ -29,7 +29,7 @@ $(STAMP): pyproject.toml
 test: install
 	$(PYTEST) tests -m "not gpu and not interpreter"
 	TRITON_INTERPRET=1 $(PYTEST) tests -m interpreter
-	$(BIN)/python -m pytest -q --doctest-modules tritonpack/mask.py tritonpack/packing
+	$(BIN)/python -m pytest -q --doctest-modules tritonpack/mask.py tritonpack/packing tritonpack/parallel
 
 lint: install
 	$(BIN)/ruff check .

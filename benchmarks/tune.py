@@ -78,7 +78,7 @@ class DeviceTimer:
         k, v = (torch.randn(total, 4, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         mask = BlockDiagonalMask.from_seqlens(self.lengths, device="cuda")
         options = make_options(q, mask)
-        plan = fused.plan_tiles(q.requires_grad_(), k, v, mask, options)
+        plan = fused.plan_tiles(q, k, v, mask, options, backward=True)
         out, lse = fused.forward(q, k, v, mask, options, plan)
 
         def run() -> None:

@@ -121,7 +121,7 @@ def test_addresses_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
     q, k, v, dout = (far(x.shape).copy_(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
     options = make_options(q, inputs.mask, sinks=inputs.sinks)
-    tiles = fused.plan_tiles(q.requires_grad_(), k, v, inputs.mask, options)
+    tiles = fused.plan_tiles(q, k, v, inputs.mask, options, backward=True)
     with torch.no_grad():
         out, lse = fused.forward(q, k, v, inputs.mask, options, tiles)
         grads = fused.backward(dout, inputs.dlse, q, k, v, out, lse, inputs.mask, options, tiles)

@@ -37,6 +37,7 @@ ALLOWED = {
     "attention": GROUND | {"ops"},
     "flash_attn": GROUND | {"attention"},
     "packing": GROUND,
+    "parallel": GROUND | {"attention", "ops"},
     "patches": GROUND | {"attention"},
     "testing": GROUND | {"attention", "dropout", "patches"},
     "cli": GROUND | BACKENDS | {"attention", "flash_attn", "kernels", "packing", "patches", "testing"},
@@ -44,7 +45,7 @@ ALLOWED = {
     "integrations": GROUND | {"patches"},
     "registration": {"hub", "patches"},
     "__main__": {"cli"},
-    "__init__": GROUND | {"attention", "flash_attn", "kernels", "packing", "patches", "registration"},
+    "__init__": GROUND | {"attention", "flash_attn", "kernels", "packing", "parallel", "patches", "registration"},
 }
 
 # Heavy or optional packages, and the rooms that may import them at all.
@@ -56,7 +57,7 @@ GUESTS = {
     "pyarrow": {"cli"},
     "pydantic": {"integrations"},
     "rich": {"cli"},
-    "torch.distributed": {"packing"},
+    "torch.distributed": {"packing", "parallel"},
     "tqdm": {"cli"},
     "transformers": {"cli", "hub", "patches", "testing"},
     "triton": {"attention", "fused", "kernels"},
@@ -125,6 +126,8 @@ class TestImports:
             ("tritonpack.kernels.forward", "from torch import distributed"),
             ("tritonpack.packing.bins", "import triton.language as tl"),
             ("tritonpack.packing.bins", "from tritonpack import reference"),
+            ("tritonpack.parallel.exchange", "from tritonpack import patch"),
+            ("tritonpack.ops", "from tritonpack.parallel import AllGatherWithGrad"),
             ("tritonpack.patches.patching", "from tritonpack.testing import check_isolation"),
             ("tritonpack.testing.cases", "import tritonpack.cli"),
         ],

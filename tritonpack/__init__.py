@@ -25,12 +25,14 @@ if TYPE_CHECKING:
     from tritonpack.packing import pack as pack
     from tritonpack.packing import pack_dataset as pack_dataset
     from tritonpack.packing import pack_stream as pack_stream
+    from tritonpack.parallel import AllGatherWithGrad as AllGatherWithGrad
     from tritonpack.patches import patch as patch
     from tritonpack.patches import unpatch as unpatch
 
 # Public name -> the module it comes from (or is, where both are the same), imported when first asked for: packing needs
 # no transformers, and nothing needs Triton until a kernel runs.
 _HOMES = {
+    "AllGatherWithGrad": "parallel",
     "BackendUnavailableError": "errors",
     "BinDataset": "packing",
     "BlockDiagonalMask": "mask",

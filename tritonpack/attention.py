@@ -97,8 +97,8 @@ def varlen_attention(
     Source: Dao, FlashAttention-2 (arXiv:2307.08691); the derivation for interval masks is docs/math.md, sections 2, 3
         and 6.
     """
-    q, k, v = _autocast(q, k, v)
-    _check_inputs(q, k, v, mask)
+    q, k, v = autocast(q, k, v)
+    check_inputs(q, k, v, mask)
     options = make_options(
         q,
         mask,
@@ -136,7 +136,7 @@ def resolve_backend(backend: Backend, q: Tensor) -> str:
     return backend
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """The tensors in autocast's dtype where it is on; float64 stays, as in torch."""
 
     def cast(x: Tensor) -> Tensor:
@@ -148,7 +148,8 @@ def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(cast(x) for x in tensors)
 
 
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask) -> None:
+def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask) -> None:
+    """Raise ValueError unless q, k, v and the mask are as `varlen_attention` takes them."""
     tensors = {"q": q, "k": k, "v": v}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tensor.ndim != 3:

@@ -20,16 +20,17 @@ from tritonpack.options import AttentionOptions
 from tritonpack.schedule import Tiles, tile_table
 
 
-def plan_tiles(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions) -> Tiles:
-    """The tile tables of all kernels; without gradients only forward's."""
+def plan_tiles(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, *, backward: bool
+) -> Tiles:
+    """The tile tables of all kernels; without backward only forward's."""
 
     def table(kernel: Kernel) -> Tensor:
         tile = _tile(kernel, q, v, options)
         tiled, rows = (mask, tile.block_m) if kernel in ("forward", "dq") else (mask.transpose(), tile.block_n)
         return tile_table(tiled, rows, whole_documents=options.pack_invariant)
 
-    inputs = (q, k, v) if options.sinks is None else (q, k, v, options.sinks)
-    if not (torch.is_grad_enabled() and any(x.requires_grad for x in inputs)):
+    if not backward:
         return Tiles(table("forward"), None, None)
     return Tiles(table("forward"), table(_key_gradients(q, v)[0]), table("dq"))
 

@@ -1,7 +1,7 @@
 """The custom operators `tritonpack::attention` and `tritonpack::attention_backward`: one for all backends.
 
 Being operators they are opaque to `torch.compile`, which calls them without breaking its graph and without looking at
-token counts. They take tensors and numbers alone; `attend` makes these from a mask and its options.
+token counts. They take tensors and numbers alone; `plan` makes these from a mask and its options.
 """
 
 from __future__ import annotations
@@ -66,11 +66,20 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, backend: str
 ) -> tuple[Tensor, Tensor]:
     """out (T_q, H, D_v) and lse (H, T_q), differentiable in q, k, v and the options' sinks."""
+    inputs = (q, k, v) if options.sinks is None else (q, k, v, options.sinks)
+    backward = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
+    return attention(q, k, v, *plan(q, k, v, mask, options, backend, backward=backward))
+
+
+def plan(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, backend: str, *, backward: bool
+) -> Arguments:
+    """What the operators take after their tensors; those of `attention_backward` need `backward=True`."""
     transposed = mask.transpose()
     tiles = Tiles(None, None, None)
     if backend == "triton":
-        tiles = import_module(MODULES[backend]).plan_tiles(q, k, v, mask, options)
-    arguments = Arguments(
+        tiles = import_module(MODULES[backend]).plan_tiles(q, k, v, mask, options, backward=backward)
+    return Arguments(
         key_start=mask.key_start,
         key_stop=mask.key_stop,
         query_start=transposed.key_start,
@@ -88,7 +97,6 @@ def attend(
         pack_invariant=options.pack_invariant,
         backend=backend,
     )
-    return attention(q, k, v, *arguments)
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:

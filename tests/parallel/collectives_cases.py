@@ -1,0 +1,194 @@
+"""What ranks check of AllGatherWithGrad, each in its own process (tests/parallel/world.py)."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tritonpack import AllGatherWithGrad
+from tritonpack.parallel.wire import as_ranks
+
+
+def world():
+    return dist.get_rank(), dist.get_world_size()
+
+
+def sizes(uneven):
+    return [3 * (rank != 1) + rank if uneven else 3 for rank in range(world()[1])]
+
+
+def shards(dim, uneven, dtype=torch.float64):
+    """The shards of all ranks, the same on every rank; rank 1's is the shortest."""
+    shapes = [[2, 5, 4] for _ in sizes(uneven)]
+    for shape, size in zip(shapes, sizes(uneven), strict=True):
+        shape[dim] = size
+    generator = torch.Generator().manual_seed(7)
+    return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
+
+
+def gathers(dim, uneven, told):
+    rank, _ = world()
+    given = shards(dim, uneven)
+    gather = AllGatherWithGrad(dim=dim, lengths=sizes(uneven) if told else None)
+    gathered = gather(given[rank])
+    assert torch.equal(gathered, torch.cat(given, dim))
+    assert gathered.is_contiguous()
+
+
+def gathers_any_dtype():
+    rank, size = world()
+    for dtype in (torch.int64, torch.bool, torch.bfloat16, torch.float16):
+        gathered = AllGatherWithGrad.apply(torch.full((2, rank + 1), rank).to(dtype))
+        assert gathered.dtype == dtype
+        assert torch.equal(gathered[0], torch.arange(size).repeat_interleave(torch.arange(1, size + 1)).to(dtype))
+
+
+def gathers_nothing():
+    assert AllGatherWithGrad.apply(torch.zeros(2, 0)).shape == (2, 0)
+
+
+def gathers_over_a_mesh_and_a_transposed_shard():
+    rank, size = world()
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("sp",))
+    given = shards(0, uneven=False)
+    assert torch.equal(AllGatherWithGrad.apply(given[rank].mT, mesh["sp"], 0), torch.cat(given).mT)
+
+
+def parameter_gradients(loss_of, backward):
+    """d(loss)/d(w) of x -> tanh(w x), gathered, summed over ranks; and one process's, of all ranks' losses summed."""
+    rank, size = world()
+    given = shards(1, uneven=True)
+    w = torch.linspace(0.3, 1.1, given[0].shape[2], dtype=torch.float64, requires_grad=True)
+    gathered = AllGatherWithGrad.apply(torch.tanh(given[rank] * w), None, 1, None, backward)
+    loss_of(gathered, rank).backward()
+    dist.all_reduce(w.grad)
+    alone = w.detach().clone().requires_grad_()
+    whole = torch.tanh(torch.cat(given, 1) * alone)
+    sum(loss_of(whole, other) for other in range(size)).backward()
+    return w.grad, alone.grad
+
+
+def replicated_loss(gathered, rank):
+    return (gathered**3).sum() + gathered.flatten()[1:].mul(gathered.flatten()[:-1]).sum()
+
+
+def own_rows_loss(gathered, rank):
+    return (gathered.split(sizes(True), 1)[rank] ** 3).sum()
+
+
+def strided_loss(gathered, rank):
+    """Reads rows that other ranks own."""
+    steps = gathered[:, 1:] * gathered[:, :-1]
+    return (steps[:, rank :: world()[1]] ** 2).sum()
+
+
+def sum_is_the_transpose_of_gathering(loss_of):
+    """The reduce-scatter gives the gradient of the sum of all ranks' losses, whatever they read."""
+    ours, alone = parameter_gradients(loss_of, "sum")
+    torch.testing.assert_close(ours, alone, rtol=1e-12, atol=0)
+
+
+def replicated_loss_is_exact_on_average():
+    """Every rank computes L, and data parallelism averages: 1/n of the gradient of n L."""
+    _, size = world()
+    ours, alone = parameter_gradients(replicated_loss, "sum")
+    torch.testing.assert_close(ours / size, alone / size, rtol=1e-12, atol=0)
+    ours, alone = parameter_gradients(replicated_loss, "slice")
+    torch.testing.assert_close(ours, alone / size, rtol=1e-12, atol=0)  # so sliced is exact summed, 1/n averaged
+
+
+def slicing_is_exact_for_own_rows():
+    ours, alone = parameter_gradients(own_rows_loss, "slice")
+    torch.testing.assert_close(ours, alone, rtol=1e-12, atol=0)
+
+
+def slicing_is_wrong_across_ranks():
+    """By no constant: the gradients point elsewhere."""
+    ours, alone = parameter_gradients(strided_loss, "slice")
+    assert torch.cosine_similarity(ours, alone, dim=0) < 0.999
+    assert (ours - alone).norm() > 0.05 * alone.norm()
+
+
+def half_precision_sums_in_float32():
+    """256 and a 1 from every other rank: in bfloat16 each 1 would be lost on its own."""
+    rank, size = world()
+    shard = torch.zeros(1, 2, dtype=torch.bfloat16, requires_grad=True)
+    gathered = AllGatherWithGrad.apply(shard)
+    gathered.backward(torch.full_like(gathered, 256.0 if rank == 0 else 1.0))
+    expected = torch.tensor(256.0 + size - 1).bfloat16()
+    assert shard.grad.dtype == torch.bfloat16
+    assert (shard.grad == expected).all()
+
+
+def refused(message, call):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def refuses_on_every_rank():
+    """Only the last rank is at fault, and every rank raises."""
+    rank, size = world()
+    odd = rank == size - 1
+    gather = AllGatherWithGrad.apply
+    refused(r"their size along dim alone.*\(2, 3, 5\) float32", lambda: gather(torch.zeros(2, 3, 4 + odd)))
+    refused(r"rank 0: \(2, 3\) float32, dim=1", lambda: gather(torch.zeros((2, 3) + (4,) * odd)))
+    refused("int64", lambda: gather(torch.zeros(2, 3, dtype=torch.int64 if odd else torch.float32)))
+    refused("dimensions on every rank.*dim=2", lambda: gather(torch.zeros(2, 3), None, 2 if odd else 1))
+    refused("dimensions on every rank.*dim=-3", lambda: gather(torch.zeros(2, 3), None, -3 if odd else 1))
+    refused("no tensor", lambda: gather([1.0] if odd else torch.zeros(2, 3)))
+    refused("a plain dtype", lambda: gather(torch.zeros(2, 3, dtype=torch.complex32 if odd else torch.float32)))
+    refused("at most 8 dimensions", lambda: gather(torch.zeros([1] * (9 if odd else 3))))
+    refused("all or none need gradients.*needs gradients", lambda: gather(torch.zeros(2, 3, requires_grad=odd)))
+    refused("backward='slice'", lambda: gather(torch.zeros(2, 3), None, 1, None, "slice" if odd else "sum"))
+    refused("out of the backend's reach", lambda: gather(torch.zeros(2, 3, device="meta" if odd else "cpu")))
+    assert gather(torch.zeros(2, 3), None, -1 if odd else 1).shape == (2, 3 * size)
+
+
+def refuses_malformed_arguments():
+    _, size = world()
+    refused("dim must be an integer; got 'rows'", lambda: AllGatherWithGrad(dim="rows"))
+    refused("backward must be", lambda: AllGatherWithGrad(backward="mean"))
+    refused(rf"for each of {size} ranks; got \[3\]", lambda: AllGatherWithGrad(lengths=[3]))
+    lengths = [3] * size
+    refused("lengths give rank . 3 along dim 1", lambda: AllGatherWithGrad.apply(torch.zeros(1, 2), None, 1, lengths))
+    mesh = init_device_mesh("cpu", (1, size), mesh_dim_names=("dp", "sp"))
+    refused("2 dimensions.*mesh", lambda: AllGatherWithGrad(mesh))
+
+
+def refuses_a_group_without_this_rank():
+    rank, size = world()
+    group = dist.new_group(list(range(size - 1)))
+    if rank == size - 1:
+        refused("isn't in the group", lambda: AllGatherWithGrad(group))
+    else:
+        assert as_ranks(group).size == size - 1
+        assert AllGatherWithGrad.apply(torch.zeros(1, 2), group).shape == (1, 2 * (size - 1))
+
+
+CASES = {
+    **{
+        f"gathers dim {dim}, uneven {uneven}, told {told}": partial(gathers, dim, uneven, told)
+        for dim in (0, 1, -1)
+        for uneven in (False, True)
+        for told in (False, True)
+    },
+    **{f"sum, {loss.__name__}": partial(sum_is_the_transpose_of_gathering, loss)
+       for loss in (replicated_loss, own_rows_loss, strided_loss)},
+}  # fmt: skip
+CASES |= {
+    case.__name__: case
+    for case in (
+        gathers_any_dtype,
+        gathers_nothing,
+        gathers_over_a_mesh_and_a_transposed_shard,
+        replicated_loss_is_exact_on_average,
+        slicing_is_exact_for_own_rows,
+        slicing_is_wrong_across_ranks,
+        half_precision_sums_in_float32,
+        refuses_on_every_rank,
+        refuses_malformed_arguments,
+        refuses_a_group_without_this_rank,
+    )
+}

@@ -1,0 +1,228 @@
+"""What ranks check of `attend`, each in its own process (tests/parallel/world.py): it is what one process computes."""
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tritonpack import AllGatherWithGrad, BlockDiagonalMask, varlen_attention
+from tritonpack.parallel import attend, make_layout
+from tritonpack.testing.cases import Case, make_inputs
+from tritonpack.testing.tolerance import OUTPUTS, check_outputs
+
+EXCHANGES = ("all_gather", "ring", "ulysses")
+LAYOUTS = ("contiguous", "zigzag", "stripe", "balanced")
+LENGTHS = (3, 0, 29, 1, 11, 7)  # 51 tokens: neither 2 nor 4 divides them
+
+
+def packed(**options):
+    return BlockDiagonalMask.from_seqlens(LENGTHS, **options)
+
+
+def padded():
+    """Rows of 20 with padding on the left, the right and both sides, and one of padding alone."""
+    tokens = torch.zeros(4, 20, dtype=torch.int64)
+    tokens[0, 6:] = tokens[1, :13] = tokens[2, 2:17] = 1
+    return BlockDiagonalMask.from_padding_mask(tokens)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A batch as one process sees it, and what `attend` is told beside it."""
+
+    mask: BlockDiagonalMask = field(default_factory=packed)
+    heads: int = 8
+    kv_heads: int = 4
+    options: dict = field(default_factory=dict)
+    sinks: bool = False
+    exchange_options: dict = field(default_factory=dict)
+    poisoned: bool = False
+    group: object = None
+
+
+def tensors(batch):
+    generator = torch.Generator().manual_seed(3)
+    total = batch.mask.num_queries
+    shapes = [(total, batch.heads, 8), (total, batch.kv_heads, 8), (total, batch.kv_heads, 6), (total, batch.heads, 6)]
+    q, k, v, dout = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes)
+    dlse = torch.randn(batch.heads, total, generator=generator, dtype=torch.float64)
+    sinks = torch.randn(batch.heads, generator=generator, dtype=torch.float64)
+    blind = batch.mask.key_start == batch.mask.key_stop
+    dlse[:, blind] = 0.0  # their log-sum-exp is -inf
+    if batch.poisoned:
+        for x in (q, k, v, dout):
+            x[blind] = float("nan")
+    return q, k, v, dout, dlse, sinks if batch.sinks else None
+
+
+def differentiate(call, q, k, v, dout, dlse, sinks):
+    """out, lse and the gradients of q, k, v, sinks."""
+    leaves = [x.detach().clone().requires_grad_() for x in (q, k, v)]
+    sinks = None if sinks is None else sinks.detach().clone().requires_grad_()
+    out, lse = call(*leaves, sinks)
+    outputs, seeds = ([out, lse], [dout, dlse.to(lse.dtype)]) if dlse is not None else ([out], [dout])
+    inputs = leaves if sinks is None else [*leaves, sinks]
+    return out.detach(), lse.detach(), *torch.autograd.grad(outputs, inputs, seeds)
+
+
+def expected(batch):
+    """One process, the oracle, float64."""
+    q, k, v, dout, dlse, sinks = tensors(batch)
+
+    def call(q, k, v, sinks):
+        return varlen_attention(q, k, v, batch.mask, sinks=sinks, **batch.options, return_lse=True, backend="reference")
+
+    return differentiate(call, q, k, v, dout, dlse, sinks)
+
+
+def on_ranks(batch, exchange, layout):
+    rank = dist.get_rank(batch.group)
+    q, k, v, dout, dlse, sinks = tensors(batch)
+
+    def call(q, k, v, sinks):
+        return attend(
+            q, k, v, batch.mask, layout, batch.group, exchange=exchange, sinks=sinks, return_lse=True,
+            **batch.options, **batch.exchange_options,
+        )  # fmt: skip
+
+    mine = [layout.shard(x, rank) for x in (q, k, v, dout)]
+    return differentiate(call, *mine, layout.shard(dlse, rank, 1), sinks)
+
+
+def agrees(make_batch, exchange, layout_name):
+    batch = make_batch()
+    layout = make_layout(layout_name, batch.mask, dist.get_world_size(batch.group), chunk=4)
+    got, wanted = on_ranks(batch, exchange, layout), expected(batch)
+    rank = dist.get_rank(batch.group)
+    for name, ours, whole in zip(("out", "lse", "dq", "dk", "dv", "dsinks"), got, wanted, strict=False):
+        if name == "dsinks":
+            dist.all_reduce(ours, group=batch.group)
+            mine = whole
+        else:
+            mine = layout.shard(whole, rank, int(name == "lse"))
+        size = whole[whole.isfinite()].abs().max().item()
+        torch.testing.assert_close(
+            ours, mine, rtol=1e-10, atol=1e-10 * size, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def low_precision(exchange, dtype, backend="auto"):
+    """As near to float64 as the tolerance rule asks of one process."""
+    inputs = make_inputs(Case("packed", LENGTHS, heads=8, kv_heads=4, sinks=True), dtype)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    layout = make_layout("zigzag", inputs.mask, size)
+    dims = {"lse": 1}
+
+    def call(q, k, v, sinks):
+        return attend(q, k, v, inputs.mask, layout, exchange=exchange, sinks=sinks, return_lse=True, backend=backend)
+
+    mine = [layout.shard(x, rank) for x in (inputs.q, inputs.k, inputs.v, inputs.dout)]
+    outputs = differentiate(call, *mine, layout.shard(inputs.dlse, rank, 1), inputs.sinks)
+    whole = {}
+    for name, output in zip(OUTPUTS, outputs, strict=True):
+        if name == "dsinks":
+            dist.all_reduce(output)
+            whole[name] = output
+        else:
+            dim = dims.get(name, 0)
+            whole[name] = layout.unshard(AllGatherWithGrad.apply(output, None, dim), dim)
+        assert output.dtype == (dtype if name in ("out", "dq", "dk", "dv") else torch.float32)
+    check_outputs(inputs, whole)
+
+
+def options_are_refused(exchange):
+    size = dist.get_world_size()
+    batch = Batch()
+    q, k, v, *_ = tensors(batch)
+    layout = make_layout("balanced", batch.mask, size)
+    q, k, v = (layout.shard(x, dist.get_rank()) for x in (q, k, v))
+
+    def refused(message, q=q, k=k, v=v, mask=batch.mask, layout=layout, **options):
+        with pytest.raises(ValueError, match=message):
+            attend(q, k, v, mask, layout, exchange=options.pop("exchange", exchange), **options)
+
+    refused("dropout_p must be 0.0 in sequence parallelism; got 0.1", dropout_p=0.1)
+    refused("exchange must be one of 'all_gather', 'ring', 'ulysses'; got 'p2p'", exchange="p2p")
+    refused(r"layout is for 3 ranks, and the group has \d", layout=make_layout("balanced", batch.mask, 3))
+    refused("layout must be a Layout.*got str", layout="zigzag")
+    refused("mask must be a tritonpack.BlockDiagonalMask.*got NoneType", mask=None)
+    refused("51 rows as queries and keys; got 50", mask=BlockDiagonalMask.from_seqlens([50]))
+    refused(r"owns 1\d of the layout's|owns 2\d of the layout's", q=torch.cat([q, q]))
+    refused("same numbers of tokens and heads", v=v[1:])
+    refused("softcap must be", softcap=-1.0)
+    if exchange == "all_gather":
+        refused("heads_k_stride must be an integer from 1 to.*4; got 5", heads_k_stride=5)
+        refused("heads_k_stride must be an integer from 1 to.*4; got 0", heads_k_stride=0)
+    else:
+        refused("heads_k_stride is for exchange='all_gather'", heads_k_stride=2)
+    if exchange == "ring":
+        refused("alibi_slopes need each key's distance.*use exchange='all_gather'", alibi_slopes=torch.ones(8))
+    if exchange == "ulysses":
+        refused(rf"gives every rank a query head, and there are 1 for {size}", q=q[:, :1], k=k[:, :1], v=v[:, :1])
+
+
+def in_groups_of_two():
+    """A mesh of (replicas, ranks): each pair has a batch of its own."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "sp"))
+    group = mesh["sp"].get_group()
+    longer = BlockDiagonalMask.from_seqlens([20 + 9 * mesh.get_local_rank("dp"), 5])
+    for exchange in EXCHANGES:
+        agrees(lambda: Batch(mask=longer, group=group), exchange, "zigzag")
+
+
+def gradients_without_lse(exchange):
+    """The log-sum-exp isn't asked for, and k alone needs a gradient."""
+    batch = Batch()
+    rank = dist.get_rank()
+    layout = make_layout("balanced", batch.mask, dist.get_world_size(), chunk=4)
+    q, k, v, dout, *_ = tensors(batch)
+    whole = k.clone().requires_grad_()
+    varlen_attention(q, whole, v, batch.mask, backend="reference").backward(dout)
+    mine = layout.shard(k, rank).requires_grad_()
+    out = attend(layout.shard(q, rank), mine, layout.shard(v, rank), batch.mask, layout, exchange=exchange)
+    out.backward(layout.shard(dout, rank))
+    torch.testing.assert_close(mine.grad, layout.shard(whole.grad, rank), rtol=1e-10, atol=1e-10)
+
+
+SLOPES = torch.tensor([0.5**n for n in range(1, 9)])
+BATCHES = {
+    "softcap": lambda: Batch(options={"softcap": 2.0, "scale": 0.7}),
+    "sinks": lambda: Batch(sinks=True),
+    "windows": lambda: Batch(packed(window=(5, 0))),
+    "bidirectional": lambda: Batch(packed(causal=False)),
+    "chunks": lambda: Batch(packed(chunk_size=8)),
+    "padded, NaN in padding": lambda: Batch(padded(), sinks=True, poisoned=True),
+    "one key head": lambda: Batch(kv_heads=1, sinks=True),
+    "7 heads on 7 key heads": lambda: Batch(heads=7, kv_heads=7),
+    "9 heads on 3 key heads": lambda: Batch(heads=9, kv_heads=3, sinks=True),
+    "3 tokens": lambda: Batch(BlockDiagonalMask.from_seqlens([2, 1])),
+    "all at once": lambda: Batch(packed(window=(9, 0)), options={"softcap": 3.0}, sinks=True, kv_heads=2),
+}
+ALIBI = {
+    "alibi": lambda: Batch(options={"alibi_slopes": SLOPES}),
+    "alibi per document": lambda: Batch(options={"alibi_slopes": torch.outer(torch.arange(6) + 1.0, SLOPES)}),
+}
+STRIDES = {f"stride {n}": lambda n=n: Batch(sinks=True, exchange_options={"heads_k_stride": n}) for n in (1, 3, 4)}
+
+
+def divisible():
+    return Batch(BlockDiagonalMask.from_seqlens([40, 24]))
+
+
+CASES = {f"all_gather, {name}": partial(agrees, make, "all_gather", "stripe") for name, make in STRIDES.items()}
+for exchange in EXCHANGES:
+    CASES |= {f"{exchange}, {layout}": partial(agrees, Batch, exchange, layout) for layout in LAYOUTS}
+    CASES |= {f"{exchange}, {name}": partial(agrees, make, exchange, "balanced") for name, make in BATCHES.items()}
+    if exchange != "ring":
+        CASES |= {f"{exchange}, {name}": partial(agrees, make, exchange, "zigzag") for name, make in ALIBI.items()}
+    CASES |= {
+        f"{exchange}, divisible": partial(agrees, divisible, exchange, "contiguous"),
+        f"{exchange}, float32": partial(low_precision, exchange, torch.float32),
+        f"{exchange}, bfloat16": partial(low_precision, exchange, torch.bfloat16),
+        f"{exchange}, refusals": partial(options_are_refused, exchange),
+        f"{exchange}, no lse": partial(gradients_without_lse, exchange),
+    }
+CASES["groups of two"] = in_groups_of_two

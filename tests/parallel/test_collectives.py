@@ -1,0 +1,10 @@
+"""AllGatherWithGrad where there is no group; with one: collectives_cases.py, run by test_ranks.py."""
+
+import pytest
+
+from tritonpack import AllGatherWithGrad
+
+
+def test_needs_a_group():
+    with pytest.raises(ValueError, match=r"no process group; call torch.distributed.init_process_group"):
+        AllGatherWithGrad()

@@ -1,0 +1,144 @@
+"""Layouts: every row has one owner, in order; work is even; shards and batches turn into each other."""
+
+import pytest
+import torch
+
+from benchmarks.lengths import distributions
+from tritonpack import BlockDiagonalMask
+from tritonpack.parallel import Layout, make_layout
+
+NAMES = ("contiguous", "zigzag", "stripe", "balanced")
+
+
+def mask_of(total):
+    return BlockDiagonalMask.from_seqlens([total // 3, total - total // 3])
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("total", [0, 1, 7, 64, 1000])
+def test_every_row_has_one_owner(name, ranks, total):
+    layout = make_layout(name, mask_of(total), ranks, chunk=16)
+    assert layout.ranks == ranks
+    assert torch.cat(layout.rows).sort().values.tolist() == list(range(total))
+    assert all(bool((rows[1:] > rows[:-1]).all()) for rows in layout.rows)
+    assert layout.lengths == [len(rows) for rows in layout.rows]
+    runs = max(int((rows.diff() != 1).sum()) + 1 for rows in layout.rows)
+    spread = max(layout.lengths) - min(layout.lengths)
+    assert spread <= (1 if name in ("contiguous", "stripe") else 2 if name == "zigzag" else runs)
+
+
+def test_where_rows_go():
+    mask = BlockDiagonalMask.from_seqlens([8])
+    rows = {name: [rows.tolist() for rows in make_layout(name, mask, 2, chunk=2).rows] for name in NAMES}
+    assert rows == {
+        "contiguous": [[0, 1, 2, 3], [4, 5, 6, 7]],
+        "zigzag": [[0, 1, 6, 7], [2, 3, 4, 5]],
+        "stripe": [[0, 2, 4, 6], [1, 3, 5, 7]],
+        "balanced": [[0, 3, 4, 7], [1, 2, 5, 6]],
+    }
+
+
+def test_chunks_are_as_long_as_asked():
+    layout = make_layout("balanced", BlockDiagonalMask.from_seqlens([256 * 64]), 2)
+    for rows in layout.rows:
+        chunks = rows.view(-1, 256)
+        assert (chunks == chunks[:, :1] + torch.arange(256)).all()
+        assert (chunks[:, 0] % 256 == 0).all()
+
+
+@pytest.mark.parametrize("tokens", [32768, 131072])
+@pytest.mark.parametrize("lengths", ["one", "skewed", "stdlib", "flan", "tiny"])
+def test_balanced_work_is_even(tokens, lengths):
+    mask = BlockDiagonalMask.from_seqlens(distributions(tokens)[lengths])
+    for ranks in (2, 4, 8, 16):
+        assert make_layout("balanced", mask, ranks).imbalance(mask) <= 1.02
+
+
+def test_windows_and_padding_count_as_what_they_see():
+    lengths = distributions(32768)["stdlib"]
+    padded = BlockDiagonalMask.from_cu_seqlens(
+        torch.tensor([0, *lengths]).cumsum(0), window=(512, 0), total_q=40000, total_k=40000
+    )
+    assert make_layout("balanced", padded, 8).imbalance(padded) <= 1.02
+    assert make_layout("contiguous", padded, 8).imbalance(padded) > 1.15
+
+
+def test_imbalance_counts_pairs():
+    """Of 8 tokens in one document the first four see 10 keys, the others 26."""
+    mask = BlockDiagonalMask.from_seqlens([8])
+    assert make_layout("contiguous", mask, 2).imbalance(mask) == 26 / 18
+    assert make_layout("zigzag", mask, 2).imbalance(mask) == 1.0
+    nothing = BlockDiagonalMask.from_cu_seqlens([0], total_q=8)
+    assert make_layout("balanced", nothing, 2).imbalance(nothing) == 1.0
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dim", [0, 1, -1])
+def test_shards_and_back(name, dim):
+    layout = make_layout(name, mask_of(50), 4, chunk=4)
+    x = torch.randn(50, 50, 50)
+    shards = [layout.shard(x, rank, dim) for rank in range(4)]
+    assert [shard.shape[dim] for shard in shards] == layout.lengths
+    assert torch.equal(layout.unshard(torch.cat(shards, dim), dim), x)
+
+
+def test_layouts_in_order_are_known():
+    assert make_layout("contiguous", mask_of(50), 4).in_order
+    assert not make_layout("zigzag", mask_of(50), 4).in_order
+    assert make_layout("zigzag", mask_of(50), 1).in_order
+
+
+def test_the_same_on_every_rank():
+    """Equal work everywhere: nothing but the number of a chunk decides."""
+    mask = BlockDiagonalMask.from_seqlens([10] * 64, causal=False)
+    layouts = [make_layout("balanced", mask, 4, chunk=10) for _ in range(2)]
+    assert [a.tolist() for a in layouts[0].rows] == [b.tolist() for b in layouts[1].rows]
+    assert layouts[0].rows[0].tolist()[:10] == list(range(10))
+
+
+def test_restricted_masks_are_the_masks_rows():
+    mask = BlockDiagonalMask.from_seqlens([13, 1, 30, 6], window=(9, 0))
+    for name in NAMES:
+        for rows in make_layout(name, mask, 3, chunk=4).rows:
+            assert torch.equal(mask.restrict(rows).validate().to_dense(), mask.to_dense()[rows])
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda m: make_layout("ring", m, 2), "layout must be one of 'contiguous', 'zigzag'.*got 'ring'"),
+        (lambda m: make_layout("zigzag", m, 0), "ranks must be an integer of at least 1; got 0"),
+        (lambda m: make_layout("zigzag", m, True), "ranks must be an integer of at least 1; got True"),
+        (lambda m: make_layout("balanced", m, 2, chunk=0), "chunk must be an integer of at least 1; got 0"),
+        (lambda m: make_layout("zigzag", m.restrict(torch.arange(5)), 2), "5 queries and 50 keys"),
+        (lambda m: make_layout("zigzag", m, 2).shard(torch.zeros(50), 2), "rank must be an integer from 0 to 1; got 2"),
+        (lambda m: make_layout("zigzag", m, 2).shard(torch.zeros(49), 0), r"50 rows.*dim=0; got shape \(49,\)"),
+        (lambda m: make_layout("zigzag", m, 2).unshard(torch.zeros(50), 1), r"50 rows.*dim=1; got shape \(50,\)"),
+    ],
+)
+def test_refuses(call, message):
+    with pytest.raises(ValueError, match=message):
+        call(mask_of(50))
+
+
+def test_a_layout_of_ones_own():
+    layout = Layout((torch.tensor([1, 2]), torch.tensor([0])))
+    assert (layout.num_rows, layout.lengths, layout.inverse.tolist()) == (3, [2, 1], [2, 0, 1])
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        ((), "one at least; got none"),
+        (([0, 1],), r"int64 tensors on one device; got list \[0, 1\]"),
+        ((torch.tensor([0, 1], dtype=torch.int32),), r"got \(2,\) int32 on cpu"),
+        ((torch.tensor([1, 0]),), "must ascend"),
+        ((torch.tensor([0, 1]), torch.tensor([1])), "exactly one rank"),
+        ((torch.tensor([0, 3]), torch.tensor([1])), "exactly one rank"),
+        ((torch.tensor([-1, 0]), torch.tensor([1])), "exactly one rank"),
+    ],
+)
+def test_refuses_what_is_no_layout(rows, message):
+    with pytest.raises(ValueError, match=message):
+        Layout(rows)

@@ -1,0 +1,112 @@
+"""What the exchanges send, and when: on one of eight pretended ranks, as many bytes as the files say, ahead of work."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tritonpack import BlockDiagonalMask
+from tritonpack.parallel import attend, make_layout, wire
+from tritonpack.parallel.call import Call
+
+RANKS, RANK = 8, 3
+TOKENS, HEADS, HEAD_DIM, HEAD_DIM_V = 128, 16, 8, 4
+
+
+@pytest.fixture
+def events():
+    """What happened, in order: "send" where a collective begins, "compute" where attention does."""
+    return []
+
+
+@pytest.fixture
+def received(monkeypatch, events):
+    """Bytes that this rank gets from others, by collective."""
+    dist.init_process_group("fake", store=FakeStore(), rank=RANK, world_size=RANKS)
+    counts = Counter()
+    done = SimpleNamespace(wait=lambda: None)
+
+    def computing(*arguments, _forward=Call.forward):
+        events.append("compute")
+        return _forward(*arguments)
+
+    def all_gather(target, source, **_):
+        events.append("send")
+        counts["all_gather"] += target.nbytes - source.nbytes
+        return done
+
+    def reduce_scatter(target, source, **_):
+        counts["reduce_scatter"] += source.nbytes - target.nbytes
+        return done
+
+    def all_to_all(target, source, taken, given, **_):
+        counts["all_to_all"] += (sum(taken) - taken[RANK]) * target.itemsize
+
+    def batch(operations):
+        events.append("send")
+        counts["ring"] += sum(one.tensor.nbytes for one in operations if one.op is dist.irecv)
+        return [done]
+
+    monkeypatch.setattr(Call, "forward", computing)
+    monkeypatch.setattr(wire, "_all_gather", all_gather)
+    monkeypatch.setattr(wire, "_reduce_scatter", reduce_scatter)
+    monkeypatch.setattr(dist, "all_to_all_single", all_to_all)
+    monkeypatch.setattr(dist, "batch_isend_irecv", batch)
+    yield counts
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kv_heads", [2, 8, 16])
+def test_bytes_follow_the_formulas(received, dtype, kv_heads):
+    mask = BlockDiagonalMask.from_seqlens([TOKENS - 40, 40])
+    layout = make_layout("balanced", mask, RANKS)
+    rows, size = TOKENS // RANKS, dtype.itemsize
+    keys = kv_heads * (HEAD_DIM + HEAD_DIM_V)
+    others = (RANKS - 1) / RANKS
+    expected = {
+        "all_gather": (
+            {"all_gather": others * TOKENS * keys * size},
+            {
+                "all_gather": others * TOKENS * keys * size,
+                "reduce_scatter": others * TOKENS * keys * max(size, 4),
+            },
+        ),
+        "ring": (
+            {"ring": (RANKS - 1) * rows * keys * size},
+            {"ring": (RANKS - 1) * rows * keys * size + TOKENS * keys * max(size, 4)},
+        ),
+        "ulysses": (
+            {"all_to_all": others * rows * size * (HEADS + max(kv_heads, RANKS)) * (HEAD_DIM + HEAD_DIM_V)},
+        ) * 2,
+    }  # fmt: skip
+    for exchange, (forward, backward) in expected.items():
+        widths = ((HEADS, HEAD_DIM), (kv_heads, HEAD_DIM), (kv_heads, HEAD_DIM_V))
+        q, k, v = (torch.zeros(rows, *width, dtype=dtype, requires_grad=True) for width in widths)
+        received.clear()
+        out = attend(q, k, v, mask, layout, exchange=exchange)
+        assert received == forward
+        received.clear()
+        out.backward(torch.zeros_like(out))
+        assert received == backward
+
+
+def forward(exchange, mask, layout, **options):
+    q, k, v = (torch.zeros(layout.lengths[RANK], HEADS, HEAD_DIM) for _ in range(3))
+    attend(q, k, v, mask, layout, exchange=exchange, **options)
+
+
+def test_the_next_heads_travel_while_attention_is_computed(received, events):
+    mask = BlockDiagonalMask.from_seqlens([TOKENS])
+    forward("all_gather", mask, make_layout("balanced", mask, RANKS), heads_k_stride=6)
+    assert events == ["send", "send", "compute", "send", "compute", "compute"]
+
+
+def test_the_next_block_travels_while_attention_is_computed(received, events):
+    """And blocks that this rank sees nothing of only pass by: of a causal document, those of the ranks after it."""
+    mask = BlockDiagonalMask.from_seqlens([TOKENS])
+    forward("ring", mask, make_layout("contiguous", mask, RANKS))
+    assert events == ["send", "compute"] * (RANK + 1) + ["send"] * (RANKS - 2 - RANK)

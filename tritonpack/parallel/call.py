@@ -1,0 +1,93 @@
+"""What the exchanges know of a call: who owns which rows, the mask between some rows and keys, the backend's passes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from tritonpack import ops
+from tritonpack.mask import BlockDiagonalMask
+from tritonpack.options import AttentionOptions
+from tritonpack.parallel.layouts import Layout
+from tritonpack.parallel.wire import Ranks
+
+Heads = slice
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of `attend`.
+
+    Attributes:
+        ranks: the group.
+        layout: which rows each rank owns.
+        mask: of the whole batch.
+        options: of attention, but for sinks, which travel as a differentiable argument.
+        backend: a name of `ops.MODULES`.
+    """
+
+    ranks: Ranks
+    layout: Layout
+    mask: BlockDiagonalMask
+    options: AttentionOptions
+    backend: str
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.layout.lengths
+
+    def rows_mask(self, source: int | None = None) -> BlockDiagonalMask:
+        """The mask between this rank's queries and all keys, or those of one rank; kept with the batch's mask."""
+        return rows_mask(self.mask, self.layout, self.ranks.rank, source)
+
+    def visible(self) -> list[bool]:
+        """For each rank, whether this one sees any of its keys; waits for the device once per mask."""
+        key = ("visible", self.layout, self.ranks.rank)
+        if key not in self.mask.kept:
+            masks = [self.rows_mask(source) for source in range(self.ranks.size)]
+            self.mask.kept[key] = [bool((one.key_start < one.key_stop).any()) for one in masks]
+        return self.mask.kept[key]
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, heads: Heads, sinks: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """out and lse of some query heads, without autograd; `sinks` are those of all heads."""
+        options = of_heads(self.options, heads, sinks)
+        return ops.attention(q, k, v, *ops.plan(q, k, v, mask, options, self.backend, backward=False))
+
+    def backward(
+        self,
+        dout: Tensor,
+        dlse: Tensor | None,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        lse: Tensor,
+        mask: BlockDiagonalMask,
+        heads: Heads,
+        sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """dq, dk, dv and dsinks (empty without sinks) of some query heads."""
+        options = of_heads(self.options, heads, sinks)
+        arguments = ops.plan(q, k, v, mask, options, self.backend, backward=True)
+        return ops.attention_backward(dout, dlse, q, k, v, out, lse, *arguments)
+
+
+def rows_mask(mask: BlockDiagonalMask, layout: Layout, rank: int, source: int | None = None) -> BlockDiagonalMask:
+    """The mask between the rows of `rank` and all keys, or those of the rank `source`; kept with the mask."""
+    key = ("rows", layout, rank, source)
+    if key not in mask.kept:
+        mask.kept[key] = mask.restrict(layout.rows[rank], None if source is None else layout.rows[source])
+    return mask.kept[key]
+
+
+def of_heads(options: AttentionOptions, heads: Heads, sinks: Tensor | None) -> AttentionOptions:
+    """The options for some query heads."""
+    slopes = options.alibi_slopes
+    return replace(
+        options,
+        sinks=None if sinks is None else sinks[heads],
+        alibi_slopes=None if slopes is None else slopes[:, heads],
+    )

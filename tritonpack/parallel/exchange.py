@@ -1,0 +1,172 @@
+"""attend: attention over a batch whose rows are spread over ranks, the same as on one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, get_args, overload
+
+from torch import Tensor
+
+from tritonpack.attention import Backend, autocast, check_inputs, resolve_backend
+from tritonpack.checks import is_int
+from tritonpack.mask import BlockDiagonalMask
+from tritonpack.options import make_options
+from tritonpack.parallel.all_gather import AllGather
+from tritonpack.parallel.call import Call, of_heads, rows_mask
+from tritonpack.parallel.layouts import Layout
+from tritonpack.parallel.ring import Ring
+from tritonpack.parallel.ulysses import ulysses
+from tritonpack.parallel.wire import Ranks, as_ranks
+
+if TYPE_CHECKING:
+    from tritonpack.parallel.wire import GroupLike
+
+Exchange = Literal["all_gather", "ring", "ulysses"]
+
+STEPS = 4  # of the all-gather where heads_k_stride is None: three quarters of it travel while attention is computed
+
+
+@overload
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, layout: Layout, group: GroupLike = ..., *,
+    exchange: Exchange = ..., heads_k_stride: int | None = ..., scale: float | None = ..., softcap: float = ...,
+    sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
+    return_lse: Literal[False] = ..., backend: Backend = ...,
+) -> Tensor: ...  # fmt: skip
+@overload
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, layout: Layout, group: GroupLike = ..., *,
+    exchange: Exchange = ..., heads_k_stride: int | None = ..., scale: float | None = ..., softcap: float = ...,
+    sinks: Tensor | None = ..., alibi_slopes: Tensor | None = ..., dropout_p: float = ...,
+    return_lse: Literal[True], backend: Backend = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockDiagonalMask,
+    layout: Layout,
+    group: GroupLike = None,
+    *,
+    exchange: Exchange = "all_gather",
+    heads_k_stride: int | None = None,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    dropout_p: float = 0.0,
+    return_lse: bool = False,
+    backend: Backend = "auto",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """This rank's rows of `varlen_attention` over the whole batch; every rank of the group calls it alike.
+
+    Outputs and gradients are those of one process, up to rounding, for any exchange and layout. Backward exchanges
+    too, so it must run on every rank. Gradients of q, k and v are exact for the sum of the ranks' losses.
+
+    - "all_gather": the keys and values of all ranks, a few heads at a time. No limit on heads; any option.
+    - "ring": blocks of keys go round. Least memory; partial results are merged.
+    - "ulysses": each rank computes some heads over all rows. Fewest bytes at many ranks; needs a head per rank.
+
+    Args:
+        q: (n, H, D), this rank's n rows, `layout.shard` of the batch's; dtypes as `varlen_attention` takes them.
+        k: (n, H_kv, D), the keys of the same rows.
+        v: (n, H_kv, D_v), likewise.
+        mask: of the whole batch, its queries and keys being the layout's rows; on q's device, equal on all ranks.
+        layout: which rows each rank of the group owns, equal on all ranks. Pass the same mask and layout to all
+            layers: what follows from them is kept with the mask.
+        group: a process group, a one-dimensional DeviceMesh, or None for the whole world.
+        exchange: as above.
+        heads_k_stride: key heads per step of "all_gather": fewer take less memory, and overlap more of the exchange
+            with computing. None means a quarter of them.
+        scale, softcap, return_lse, backend: as in `varlen_attention`; log-sum-exps are (H, n).
+        sinks: as in `varlen_attention`, all heads on every rank. Each rank gets its share of their gradient: sum it
+            over ranks.
+        alibi_slopes: as in `varlen_attention`; not with "ring", whose blocks of keys don't know their distances.
+        dropout_p: 0.0 alone: which pairs are dropped would depend on the layout.
+
+    Raises:
+        ValueError: what `varlen_attention` refuses; a mask, layout, group and tensors that don't fit each other; an
+            unknown exchange, or an option that it can't compute. What all ranks pass alike is refused on all; a rank
+            whose own tensors don't fit raises alone.
+        BackendUnavailableError: (a ValueError) the backend can't run here.
+    """
+    ranks = as_ranks(group)
+    q, k, v = autocast(q, k, v)
+    _check_layout(q, mask, layout, ranks)
+    rows = rows_mask(mask, layout, ranks.rank, ranks.rank)
+    check_inputs(q, k, v, rows)
+    stride = _check_exchange(exchange, q, k, ranks, heads_k_stride, alibi_slopes, dropout_p)
+    options = make_options(
+        q,
+        mask if exchange == "ulysses" else rows_mask(mask, layout, ranks.rank),
+        scale=scale,
+        softcap=softcap,
+        sinks=sinks,
+        alibi_slopes=alibi_slopes,
+    )
+    sinks = options.sinks
+    call = Call(ranks, layout, mask, of_heads(options, slice(None), None), resolve_backend(backend, q))
+    if exchange == "all_gather":
+        out, lse = AllGather.apply(call, stride, q, k, v, sinks)
+    elif exchange == "ring":
+        out, lse = Ring.apply(call, q, k, v, sinks)
+    else:
+        out, lse = ulysses(call, q, k, v, sinks, return_lse)
+    return (out, lse) if return_lse else out
+
+
+def _check_layout(q: Tensor, mask: BlockDiagonalMask, layout: Layout, ranks: Ranks) -> None:
+    if not isinstance(layout, Layout):
+        raise ValueError(f"layout must be a Layout, as make_layout makes it; got {type(layout).__name__}.")
+    if not isinstance(mask, BlockDiagonalMask):
+        raise ValueError(f"mask must be a tritonpack.BlockDiagonalMask of the whole batch; got {type(mask).__name__}.")
+    if layout.ranks != ranks.size:
+        raise ValueError(f"the layout is for {layout.ranks} ranks, and the group has {ranks.size}; make one for it.")
+    if not mask.num_queries == mask.num_keys == layout.num_rows:
+        raise ValueError(
+            f"the mask must be that of the whole batch, with the layout's {layout.num_rows} rows as queries and keys; "
+            f"got {mask.num_queries} queries and {mask.num_keys} keys."
+        )
+    if isinstance(q, Tensor) and q.ndim == 3 and q.shape[0] != layout.lengths[ranks.rank]:
+        raise ValueError(
+            f"rank {ranks.rank} owns {layout.lengths[ranks.rank]} of the layout's {layout.num_rows} rows, but q has "
+            f"{q.shape[0]}; pass layout.shard(q, {ranks.rank})."
+        )
+
+
+def _check_exchange(
+    exchange: str,
+    q: Tensor,
+    k: Tensor,
+    ranks: Ranks,
+    heads_k_stride: int | None,
+    alibi_slopes: Tensor | None,
+    dropout_p: float,
+) -> int:
+    """The key heads per step; raise for what an exchange can't do."""
+    if exchange not in get_args(Exchange):
+        raise ValueError(f"exchange must be one of {', '.join(map(repr, get_args(Exchange)))}; got {exchange!r}.")
+    if dropout_p:
+        raise ValueError(
+            f"dropout_p must be 0.0 in sequence parallelism; got {dropout_p!r}. Which pairs are dropped follows from "
+            "their places in a tensor, which differ from rank to rank."
+        )
+    if exchange == "ring" and alibi_slopes is not None:
+        raise ValueError(
+            "alibi_slopes need each key's distance, which a visiting block of keys doesn't tell; use "
+            "exchange='all_gather' or 'ulysses'."
+        )
+    if exchange == "ulysses" and q.shape[1] < ranks.size:
+        raise ValueError(
+            f"exchange='ulysses' gives every rank a query head, and there are {q.shape[1]} for {ranks.size} ranks; use "
+            "exchange='all_gather' or 'ring', or fewer ranks."
+        )
+    if heads_k_stride is None:
+        return -(-k.shape[1] // STEPS)
+    if exchange != "all_gather":
+        raise ValueError(f"heads_k_stride is for exchange='all_gather'; leave it out for {exchange!r}.")
+    if not is_int(heads_k_stride) or not 1 <= heads_k_stride <= k.shape[1]:
+        raise ValueError(
+            f"heads_k_stride must be an integer from 1 to the number of key heads, {k.shape[1]}; got "
+            f"{heads_k_stride!r}."
+        )
+    return heads_k_stride

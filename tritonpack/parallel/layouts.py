@@ -1,0 +1,214 @@
+"""Layouts: which rows of a batch each rank owns.
+
+Attention costs what a mask lets rows see, so equal numbers of rows aren't equal work: a rank with the end of a long
+document has much more of it than one with many short documents. Every rank's rows ascend in the order of the stream,
+so that the mask between them and any keys is again an interval mask (docs/math.md, section 1).
+"""
+
+from __future__ import annotations
+
+import heapq
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from tritonpack.checks import describe, is_int, require
+from tritonpack.mask import BlockDiagonalMask
+
+LayoutName = Literal["contiguous", "zigzag", "stripe", "balanced"]
+
+CHUNK = 256
+MIN_CHUNKS = 16  # per rank, unless the batch is so short that a chunk would have no row
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """The rows of a batch that each rank owns. Every row has one owner.
+
+    Any number of rows goes with any number of ranks: shards differ in length where rows don't divide. No row is added
+    to make them equal, as the mask, labels and everything else along the stream would have to know of it; the
+    collectives fill up what they send instead.
+
+    >>> mask = BlockDiagonalMask.from_seqlens([7])
+    >>> layout = make_layout("zigzag", mask, 2)
+    >>> [rows.tolist() for rows in layout.rows]
+    [[0, 5, 6], [1, 2, 3, 4]]
+    >>> layout.shard(torch.arange(10, 17), rank=0).tolist()
+    [10, 15, 16]
+    >>> layout.unshard(torch.tensor([10, 15, 16, 11, 12, 13, 14])).tolist()
+    [10, 11, 12, 13, 14, 15, 16]
+
+    Attributes:
+        rows: for each rank, (length,) int64, its rows in ascending order; all on one device.
+
+    Raises:
+        ValueError: rows of another form; and, for rows in host memory, rows that don't ascend, or of which some have
+            no owner or several.
+    """
+
+    rows: tuple[Tensor, ...]
+
+    def __post_init__(self) -> None:
+        first = self.rows[0] if self.rows else None
+        for rows in self.rows:
+            alike = isinstance(rows, Tensor) and isinstance(first, Tensor) and rows.device == first.device
+            if not alike or rows.ndim != 1 or rows.dtype != torch.int64:
+                given = "; ".join(map(describe, self.rows))
+                raise ValueError(f"rows must be one-dimensional int64 tensors on one device; got {given}.")
+        if first is None:
+            raise ValueError("rows must hold a tensor for every rank, one at least; got none.")
+        together = torch.cat(self.rows)
+        owned = together.new_zeros(together.shape)
+        owned[together.clamp(0, max(together.shape[0] - 1, 0))] = 1
+        ascend = torch.stack([(rows.diff() > 0).all() for rows in self.rows]).all()
+        require(
+            ascend & (together >= 0).all() & (together < together.shape[0]).all() & owned.all(),
+            "the rows of each rank must ascend, and every row of the batch must belong to exactly one rank; "
+            "make_layout makes such layouts.",
+        )
+
+    @property
+    def ranks(self) -> int:
+        return len(self.rows)
+
+    @cached_property
+    def lengths(self) -> list[int]:
+        """How many rows each rank has."""
+        return [rows.shape[0] for rows in self.rows]
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.lengths)
+
+    @cached_property
+    def inverse(self) -> Tensor:
+        """(num_rows,) int64: where each row of the batch lies in the ranks' shards laid end to end."""
+        return torch.cat(self.rows).argsort()
+
+    @cached_property
+    def in_order(self) -> bool:
+        """Whether the shards laid end to end are the batch; waits for the device, once."""
+        rows = torch.cat(self.rows)
+        return bool((rows[1:] > rows[:-1]).all())
+
+    @cached_property
+    def slots(self) -> Tensor:
+        """(num_rows,) int64: where each row lies if every shard is filled up to the length of the longest."""
+        longest = max(self.lengths)
+        begins = [torch.arange(n, device=self.inverse.device) + rank * longest for rank, n in enumerate(self.lengths)]
+        return torch.cat(begins)[self.inverse]
+
+    @cached_property
+    def fills_in_order(self) -> bool:
+        """Whether `slots` is just the order of the batch."""
+        return len(set(self.lengths)) == 1 and self.in_order
+
+    def shard(self, x: Tensor, rank: int, dim: int = 0) -> Tensor:
+        """The rows of one rank, of a tensor that has the batch's rows along `dim`.
+
+        Raises:
+            ValueError: a rank or dimension that doesn't exist, or one with another number of rows.
+        """
+        if not is_int(rank) or not 0 <= rank < self.ranks:
+            raise ValueError(f"rank must be an integer from 0 to {self.ranks - 1}; got {rank!r}.")
+        self._check(x, dim)
+        return x.index_select(dim, self.rows[rank])
+
+    def unshard(self, x: Tensor, dim: int = 0) -> Tensor:
+        """The batch in its order, from the ranks' shards laid end to end along `dim`.
+
+        Raises:
+            ValueError: a dimension that doesn't exist, or one with another number of rows.
+        """
+        self._check(x, dim)
+        return x.index_select(dim, self.inverse)
+
+    def imbalance(self, mask: BlockDiagonalMask) -> float:
+        """The visible pairs of the rank that has most of them, relative to the mean; 1.0 is balance.
+
+        Waits for the mask's device.
+        """
+        work = _work(mask)
+        shares = [int(work[rows.cpu()].sum()) for rows in self.rows]
+        return max(shares) * self.ranks / sum(shares) if sum(shares) else 1.0
+
+    def _check(self, x: Tensor, dim: int) -> None:
+        if not -x.ndim <= dim < x.ndim or x.shape[dim] != self.num_rows:
+            raise ValueError(
+                f"the layout has {self.num_rows} rows, which the tensor must have along dim={dim}; got shape "
+                f"{tuple(x.shape)}."
+            )
+
+
+def make_layout(name: LayoutName, mask: BlockDiagonalMask, ranks: int, *, chunk: int = CHUNK) -> Layout:
+    """Divide a batch among ranks. The same arguments give the same layout on every rank.
+
+    - "contiguous": one run of rows per rank. Needs the fewest keys of other ranks; work differs most.
+    - "zigzag": two runs per rank, the r-th from the begin and the r-th from the end. Balances a single causal document.
+    - "stripe": row i to rank i modulo `ranks`. Balances any causal mask, and every rank needs nearly every key.
+    - "balanced": chunks of rows, each rank the same number of them, the one with most work to the rank with least so
+      far. Balances any mask. Work is counted in visible pairs; reads the mask, so it waits for its device.
+
+    Args:
+        name: as above.
+        mask: of the batch, queries and keys being the same rows.
+        ranks: how many.
+        chunk: rows per chunk at most, for "balanced". Short batches have shorter ones, so that there are enough to
+            choose from.
+
+    Raises:
+        ValueError: an unknown name, a mask whose queries aren't its keys, `ranks` or `chunk` below 1.
+    """
+    if name not in get_args(LayoutName):
+        raise ValueError(f"layout must be one of {', '.join(map(repr, get_args(LayoutName)))}; got {name!r}.")
+    if mask.num_queries != mask.num_keys:
+        raise ValueError(
+            f"a layout divides rows that are queries and keys alike; the mask has {mask.num_queries} queries and "
+            f"{mask.num_keys} keys. Cross-attention can't be sharded this way."
+        )
+    for value, what in ((ranks, "ranks"), (chunk, "chunk")):
+        if not is_int(value) or value < 1:
+            raise ValueError(f"{what} must be an integer of at least 1; got {value!r}.")
+    total, device = mask.num_queries, mask.device
+    if name == "stripe":
+        every = torch.arange(total, device=device)
+        return Layout(tuple(every[rank::ranks].clone() for rank in range(ranks)))
+    if name == "contiguous":
+        owned = [[rank] for rank in range(ranks)]
+    elif name == "zigzag":
+        owned = [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)]
+    else:
+        per_rank = max(-(-total // (ranks * chunk)), min(MIN_CHUNKS, total // ranks), 1)
+        owned = _balance(_work(mask), ranks, per_rank)
+    bounds = _bounds(total, sum(map(len, owned)))
+    return Layout(
+        tuple(torch.cat([torch.arange(bounds[c], bounds[c + 1]) for c in chunks]).to(device) for chunks in owned)
+    )
+
+
+def _bounds(total: int, chunks: int) -> list[int]:
+    """Where chunks begin, and the last one ends: as even as whole rows allow."""
+    return [total * chunk // chunks for chunk in range(chunks + 1)]
+
+
+def _work(mask: BlockDiagonalMask) -> Tensor:
+    """(num_rows,) int64 in host memory: the keys that each row sees."""
+    return (mask.key_stop - mask.key_start).cpu().long()
+
+
+def _balance(work: Tensor, ranks: int, per_rank: int) -> list[list[int]]:
+    """For each rank its chunks, ascending: the heaviest chunk to the rank with least work and room; ties by number."""
+    bounds = torch.tensor(_bounds(work.shape[0], ranks * per_rank))
+    passed = torch.cat([work.new_zeros(1), work.cumsum(0)])[bounds]
+    weights = (passed[1:] - passed[:-1]).tolist()
+    owned: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [(0, rank) for rank in range(ranks)]
+    for chunk in sorted(range(len(weights)), key=lambda c: (-weights[c], c)):
+        load, rank = heapq.heappop(loads)
+        owned[rank].append(chunk)
+        if len(owned[rank]) < per_rank:
+            heapq.heappush(loads, (load + weights[chunk], rank))
+    return [sorted(chunks) for chunks in owned]
