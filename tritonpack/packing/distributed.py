@@ -174,7 +174,7 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
     def efficiency(self) -> float:
         """The share of the current epoch's rows that holds tokens, from 0 to 1, over all ranks."""
         plan = self.plan
-        return self.tokens_per_step().sum() / (plan.num_steps * plan.num_ranks * plan.capacity)
+        return float(self.tokens_per_step().sum() / (plan.num_steps * plan.num_ranks * plan.capacity))
 
     def tokens_per_step(self) -> NDArray[np.int64]:
         """(steps,) int64: the tokens of all ranks in each step of the current epoch, by which losses are weighed."""
