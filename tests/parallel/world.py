@@ -5,13 +5,16 @@ raises on any rank. What gets stuck ends after STUCK seconds, and all of it afte
 """
 
 import datetime
+import json
 import os
+import signal
 import subprocess
 import sys
 import time
 import traceback
 from importlib import import_module
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,26 +25,51 @@ STUCK = 20  # seconds after which a collective gives up
 
 def run(modules: list[str], size: int, folder: Path, timeout: float = 240) -> None:
     """Run the cases of tests.parallel.<module> in `size` processes; AssertionError with all failures of all ranks."""
-    command = [sys.executable, "-m", "tests.parallel.world", ",".join(modules), str(size), str(folder / "store")]
-    logs = [folder / f"rank{rank}.txt" for rank in range(size)]
+    command = [sys.executable, "-m", "tests.parallel.world", ",".join(modules), str(size), str(folder)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    processes = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as out:
-            processes.append(
-                subprocess.Popen([*command, str(rank)], stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env=environment)
-            )
-    end = time.monotonic() + timeout
+    # A session of its own, which ends as a whole.
+    world = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=environment, start_new_session=True)
     try:
-        codes = [process.wait(max(end - time.monotonic(), 0.1)) for process in processes]
+        codes = json.loads(world.communicate(timeout=timeout)[0] or "null") or ["not started"] * size
     except subprocess.TimeoutExpired:
         codes = ["timed out"] * size
     finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    texts = [f"--- rank {rank} of {size} ({codes[rank]})\n{log.read_text()}" for rank, log in enumerate(logs)]
+        if world.poll() is None:
+            os.killpg(world.pid, signal.SIGKILL)
+            world.wait()
+    texts = [f"--- rank {rank} of {size} ({codes[rank]})\n{read(log_of(folder, rank))}" for rank in range(size)]
     assert codes == [0] * size, "\n".join(texts)
+
+
+def log_of(folder: Path, rank: int) -> Path:
+    return folder / f"rank{rank}.txt"
+
+
+def read(log: Path) -> str:
+    return log.read_text() if log.exists() else ""
+
+
+def start(modules: list[str], size: int, folder: Path) -> list[int]:
+    """Fork the ranks, when everything has been imported once; their exit statuses."""
+    for module in modules:
+        import_module(f"tests.parallel.{module}")
+    children = [os.fork() or _be(rank, modules, size, folder) for rank in range(size)]
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def _be(rank: int, modules: list[str], size: int, folder: Path) -> NoReturn:
+    log = os.open(log_of(folder, rank), os.O_WRONLY | os.O_CREAT)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    code = 1
+    try:
+        code = work(modules, size, str(folder / "store"), rank)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
 
 
 def work(modules: list[str], size: int, store: str, rank: int) -> int:
@@ -68,4 +96,4 @@ def work(modules: list[str], size: int, store: str, rank: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(work(sys.argv[1].split(","), int(sys.argv[2]), sys.argv[3], int(sys.argv[4])))
+    print(json.dumps(start(sys.argv[1].split(","), int(sys.argv[2]), Path(sys.argv[3]))))
