@@ -47,6 +47,12 @@ def test_a_configuration_without_sizes_is_refused():
         CostModel.from_config(object())
 
 
+def test_sizes_that_differ_between_layers_are_refused():
+    transformers = pytest.importorskip("transformers")
+    with pytest.raises(ValueError, match=r"Gemma3nTextConfig.intermediate_size is \[.*not one number for all layers"):
+        CostModel.from_config(transformers.Gemma3nTextConfig())
+
+
 def test_fits_timed_steps():
     rng = np.random.default_rng(0)
     tokens, squares = rng.integers(1000, 32768, 40), rng.integers(10**6, 10**8, 40)

@@ -105,15 +105,20 @@ class CostModel:
         costs about the same for each token. Mixtures of experts count the experts that a token visits.
 
         Raises:
-            ValueError: a configuration without one of the sizes.
+            ValueError: a configuration without one of the sizes, or with one that differs between layers.
         """
         config = getattr(config, "text_config", None) or config
 
         def size(*names: str, default: int | None = None) -> int:
             for name in names:
                 value = getattr(config, name, None)
+                if isinstance(value, int):
+                    return value
                 if value is not None:
-                    return int(value)
+                    raise ValueError(
+                        f"{type(config).__name__}.{name} is {value!r:.60}, not one number for all layers; pass sizes "
+                        "to CostModel.from_shape, or times of a few steps to CostModel.fit."
+                    )
             if default is None:
                 raise ValueError(
                     f"{type(config).__name__} has no {' or '.join(names)}, which costs follow from; pass sizes to "
