@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tritonpack.packing import pack_dataset as pack_dataset
     from tritonpack.packing import pack_stream as pack_stream
     from tritonpack.parallel import AllGatherWithGrad as AllGatherWithGrad
+    from tritonpack.parallel.context import SequenceParallel as SequenceParallel
     from tritonpack.patches import patch as patch
     from tritonpack.patches import unpatch as unpatch
 
@@ -43,6 +44,7 @@ _HOMES = {
     "PackedDataset": "packing",
     "Packing": "packing",
     "PackingCollator": "packing",
+    "SequenceParallel": "parallel.context",
     "UnsupportedModelError": "errors",
     "flash_attn": "flash_attn",
     "load_tiles": "kernels.tiles",

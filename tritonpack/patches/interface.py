@@ -18,7 +18,6 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
-from tritonpack.attention import varlen_attention
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.by_name import MORE_THAN_A_TOWER, attend_in_tower, require_attention_alone, takes_tokens
 from tritonpack.patches.kinds import read_kind
@@ -131,19 +130,16 @@ def attend(
             f"queries and {key.shape[2]} keys; this model changes its keys between mask and attention, which "
             "tritonpack doesn't support."
         )
-    intervals = mask.mask.to(query.device) if mask.device != query.device else mask.mask
     query, _ = _tuned(module, query, None, mask)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    out = varlen_attention(
+    out = mask.attend(
         q,
         k,
         v,
-        intervals,
         scale=scaling,
         softcap=softcap or 0.0,
         sinks=None if sinks is None else sinks.flatten(),
         dropout_p=dropout,
-        backend=mask.serving.backend,
     )
     return out.unflatten(0, (batch, length)), None
 

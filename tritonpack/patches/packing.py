@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonpack.attention import Backend
+from tritonpack.attention import Backend, varlen_attention
 from tritonpack.checks import require
 from tritonpack.mask import BlockDiagonalMask, changes, document_starts, mask_from_runs
 from tritonpack.patches.kinds import CAUSAL, Kind, overlay_intervals
@@ -59,6 +59,11 @@ class IntervalMask(TensorLike):
     @property
     def device(self) -> torch.device:
         return self.mask.device
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        """q (B * T, H, D), k (B * K, H_kv, D) and v (B * K, H_kv, D_v) -> (B * T, H, D_v), by `varlen_attention`."""
+        mask = self.mask if self.device == q.device else self.mask.to(q.device)
+        return varlen_attention(q, k, v, mask, backend=self.serving.backend, **options)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """(B, 1, T, K) bool, or additive of another dtype: written once for all layers."""

@@ -1,0 +1,319 @@
+"""The forward of a model that shares its batch among ranks: it shards what comes in, runs the model on this rank's rows
+and makes of what comes out what one device would give."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from tritonpack.checks import is_int, require
+from tritonpack.errors import UnsupportedModelError
+from tritonpack.parallel.loss import ShardedLoss, sharded_loss, shift, shifts
+from tritonpack.parallel.packing import ShardedPacking, shard_packing, shard_positions
+from tritonpack.parallel.requirements import packing_hook
+from tritonpack.parallel.sharing import Kept, Sharing
+from tritonpack.patches.hooks import CACHES, PackingHook
+from tritonpack.patches.kinds import CAUSAL, Kind
+from tritonpack.patches.packing import Packing
+from tritonpack.patches.reading import make_packing
+from tritonpack.patches.report import layer_windows
+
+# Arguments that the packing has read, and that mean nothing to a shard.
+READ = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position")
+
+
+@dataclass(frozen=True, eq=False)
+class Batch:
+    """What a forward pass was called with, the same on every rank.
+
+    Attributes:
+        packing: its documents.
+        kept: numbers of the flattened batch's tokens that logits are wanted of, in the logits' shape; None for all.
+        targets: (B, T) or like `kept`, what each token is to predict; None without labels.
+        arguments: all by name, but for those that the packing has read.
+    """
+
+    packing: Packing
+    kept: Tensor | None
+    targets: Tensor | None
+    arguments: dict[str, Any]
+
+    def compared(self) -> dict[str, Any]:
+        """What has to be equal on all ranks."""
+        packing = self.packing
+        read = {"attention_mask": packing.attention_mask, "boundaries": packing.boundaries}
+        return {**self.arguments, **read, "position_ids": packing.position_ids}
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """One rank's part of a batch, with what its model is to be called with."""
+
+    sharing: Sharing
+    kept: Kept | None
+    loss: ShardedLoss | None
+    arguments: dict[str, Any]
+
+
+class Context(Protocol):
+    """What a forward asks of the context that it belongs to."""
+
+    @property
+    def running(self) -> bool: ...
+
+    entered: bool
+    gather_outputs: bool
+
+    def require_same_batch(self, arguments: dict[str, Any], error: Exception | None) -> None: ...
+
+    def share(self, packing: Packing, kind: Kind) -> Sharing: ...
+
+
+class ShardedForward:
+    """Stands for one model's forward, as an attribute of that instance: whoever calls it, hooks or not, gets it."""
+
+    def __init__(self, module: PreTrainedModel, context: Context) -> None:
+        self.module, self.context = module, context
+        self.names = list(inspect.signature(type(module).forward).parameters)[1:]
+        self.own = module.__dict__.get("forward")  # somebody else's, such as accelerate's
+        self.coming: Shard | None = None
+        self.kind = _costliest_kind(module)
+        module.forward = self
+        # A model that is patched itself has a hook which reads the packing: the shard must be made before it.
+        self.hook = None
+        if any(isinstance(hook, PackingHook) for hook in module._forward_pre_hooks.values()):
+            self.hook = module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the forward it stands for: trainers ask which columns of a dataset a model takes."""
+        return inspect.signature(self.inner)
+
+    @property
+    def inner(self) -> Callable[..., Any]:
+        return self.own if self.own is not None else type(self.module).forward.__get__(self.module)
+
+    def remove(self) -> None:
+        """Give the model its own forward back; under another that was put on since, once that is gone."""
+        if self.hook is not None:
+            self.hook.remove()
+        while isinstance(top := self.module.__dict__.get("forward"), ShardedForward) and not top.context.entered:
+            del self.module.__dict__["forward"]
+            if top.own is not None:
+                self.module.__dict__["forward"] = top.own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        shard, self.coming = self.coming, None
+        if shard is None:
+            shard = self._prepare(args, kwargs)
+            if shard is None:
+                return self.inner(*args, **kwargs)
+            arguments = shard.arguments
+        else:
+            arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}  # as the hooks after ours left them
+        as_tuple = not arguments.get("return_dict", getattr(self.module.config, "return_dict", True))
+        if as_tuple:
+            arguments = {**arguments, "return_dict": True}
+        with nullcontext() if shard.loss is None else sharded_loss(self.module, shard.loss):
+            output = self.inner(**arguments)
+        output = self._finish(output, shard)
+        return output.to_tuple() if as_tuple else output
+
+    def _before(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.coming = self._prepare(args, kwargs)
+        return None if self.coming is None else ((), self.coming.arguments)
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard | None:
+        """This rank's shard of a call; None for one that isn't to be shared, or that is a shard already."""
+        arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        if not self.context.running or isinstance(arguments.get("attention_mask"), ShardedPacking):
+            return None
+        try:
+            batch = self._read(arguments)
+        except Exception as error:
+            self.context.require_same_batch({}, error)
+            raise
+        self.context.require_same_batch(batch.compared(), None)
+        sharing = self.context.share(batch.packing, self.kind)
+        kept = None if batch.kept is None else sharing.keep(batch.kept)
+        loss = None
+        if batch.targets is not None:
+            targets = sharing.shard(batch.targets) if kept is None else kept.pick(batch.targets)
+            loss = ShardedLoss(self.module.loss_function, sharing, targets, batch.targets)
+        return Shard(sharing, kept, loss, self._shard(batch, sharing, kept, loss))
+
+    def _read(self, arguments: dict[str, Any]) -> Batch:
+        """What a call says about the whole batch; refuses what can't be sharded."""
+        hook = packing_hook(self.module)
+        tokens, device = _tokens(arguments)
+        _refuse_arguments(arguments, tokens, self.module)
+        packing = make_packing(arguments, tokens, device, hook.serving)
+        packing.runs()  # raises for torn documents
+        if arguments.get("position_ids") is None and "position_ids" in hook.names and not hook.gives_positions:
+            raise UnsupportedModelError(
+                f"{type(self.module).__name__} makes positions of its own from all tokens of a batch; pass "
+                "position_ids, such as its get_rope_index returns."
+            )
+        for kind, limit in hook.rope_limits:
+            require(
+                (packing.positions() < limit).all(),
+                f"this model's rotary embeddings ({kind!r}) change with the longest document that a rank sees, beyond "
+                f"{limit} tokens; sequence parallelism takes documents of up to {limit} tokens.",
+            )
+        kept = _kept(arguments.get("logits_to_keep"), tokens, device)
+        return Batch(packing, kept, self._targets(arguments, tokens, kept), _without(arguments, READ))
+
+    def _targets(self, arguments: dict[str, Any], tokens: torch.Size, kept: Tensor | None) -> Tensor | None:
+        labels, targets = arguments.get("labels"), arguments.get("shift_labels")
+        if labels is None:
+            return None
+        shifting = shifts(self.module.loss_function)
+        if targets is None:
+            if labels.shape != tokens:
+                raise ValueError(
+                    f"labels must have the shape of the tokens, {tuple(tokens)}; got {tuple(labels.shape)}."
+                )
+            targets = shift(labels) if shifting else labels
+        wanted = tokens if kept is None else kept.shape
+        if targets.shape != wanted:
+            raise ValueError(
+                f"logits are computed of tokens of shape {tuple(wanted)}, so their targets must have that shape; got "
+                f"{tuple(targets.shape)}. Pass shift_labels, the target of each token kept, beside labels."
+            )
+        return targets
+
+    def _shard(self, batch: Batch, sharing: Sharing, kept: Kept | None, loss: ShardedLoss | None) -> dict[str, Any]:
+        """The arguments that the model is called with."""
+        sharded = {
+            name: sharing.shard(x) if isinstance(x, Tensor) and x.shape[:2] == sharing.tokens else x
+            for name, x in _without(batch.arguments, ("labels", "shift_labels", "position_ids")).items()
+        }
+        sharded["attention_mask"] = shard_packing(batch.packing, sharing)
+        if batch.packing.position_ids is not None:
+            sharded["position_ids"] = shard_positions(batch.packing.position_ids, sharing)
+        if loss is not None:
+            sharded["labels"] = loss.targets
+        if kept is not None:
+            sharded["logits_to_keep"] = kept.local
+        if "use_cache" in self.names:
+            sharded["use_cache"] = False
+        return sharded
+
+    def _finish(self, output: Any, shard: Shard) -> Any:
+        """The output as one device would give it, or, if that isn't asked for, this rank's rows of it."""
+        if not isinstance(output, ModelOutput):
+            raise UnsupportedModelError(
+                f"{type(self.module).__name__} returns a {type(output).__name__}; sequence parallelism needs one of "
+                "transformers' outputs, to know what is what."
+            )
+        for name, value in list(output.items()):
+            if name != "loss" and value is not None:
+                output[name] = self._whole(name, value, shard)
+        return output
+
+    def _whole(self, name: str, value: Any, shard: Shard) -> Any:
+        if isinstance(value, tuple):
+            return tuple(self._whole(name, one, shard) for one in value)
+        gathers, sharing = self.context.gather_outputs, shard.sharing
+        if isinstance(value, Tensor) and name != "pooler_output":
+            if "logits" in name and shard.kept is not None and value.shape[:2] == (1, shard.kept.local.shape[0]):
+                return sharing.gather_kept(value, shard.kept) if gathers else value
+            if value.shape[:2] == (1, sharing.rows):
+                return sharing.gather(value) if gathers else value
+            if value.ndim and value.shape[0] == sharing.rows:  # tokens alone, such as a router's logits
+                return sharing.gather(value[None]).flatten(0, 1) if gathers else value
+        described = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise UnsupportedModelError(
+            f"{type(self.module).__name__} returns {name} ({described}), which isn't made of one row per token, so a "
+            "rank can't tell what it would be of the whole batch; sequence parallelism can't do that."
+        )
+
+
+def _costliest_kind(module: PreTrainedModel) -> Kind:
+    """What the layers see whose work differs most from row to row: rows are laid out by it."""
+    if any(getattr(inner, "is_causal", True) is False for inner in module.modules()):
+        return Kind((-1, -1))
+    windows = layer_windows(module.config.get_text_config())
+    if not windows or None in windows:
+        return CAUSAL
+    return Kind((max(window for window in windows if window is not None) - 1, 0))
+
+
+def _tokens(arguments: dict[str, Any]) -> tuple[torch.Size, torch.device]:
+    """The shape (B, T) of a call's tokens, and their device."""
+    given, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
+    tokens = given if given is not None else embeddings
+    if (given is None) == (embeddings is None) or not isinstance(tokens, Tensor):
+        raise ValueError("pass either input_ids or inputs_embeds, as a tensor of the whole batch.")
+    shape = tokens.shape if given is not None else tokens.shape[:-1]
+    if len(shape) != 2:
+        raise ValueError(f"tokens must be (batch, length); got {tuple(tokens.shape)}.")
+    if not shape.numel():
+        raise ValueError(f"a batch needs at least one token; got tokens of shape {tuple(shape)}.")
+    return shape, tokens.device
+
+
+def _refuse_arguments(arguments: dict[str, Any], tokens: torch.Size, module: PreTrainedModel) -> None:
+    """Raise for arguments that mean more than a shard of them can."""
+    if arguments.get("use_cache") or any(arguments.get(name) is not None for name in CACHES):
+        raise ValueError(
+            "sequence parallelism computes whole sequences without a cache; leave out past_key_values and use_cache. "
+            "To generate, leave the context, or pause it: `with context.paused(): model.generate(...)`."
+        )
+    router = arguments.get("output_router_logits")
+    if router or (router is None and getattr(module.config.get_text_config(), "output_router_logits", False)):
+        raise UnsupportedModelError(
+            "output_router_logits=True adds a loss over the routing of all tokens, and each rank has some of them; set "
+            "it to False."
+        )
+    mask = arguments.get("attention_mask")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
+        described = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"attention_mask must be two-dimensional, 0 for padding; got {described}. Mark documents by position_ids, "
+            "cu_seq_lens_q, seq_idx or numbers in the mask."
+        )
+    known = (*READ, "input_ids", "inputs_embeds", "position_ids", "labels", "shift_labels", "logits_to_keep")
+    for name, value in _without(arguments, known).items():
+        parts = value if isinstance(value, (tuple, list)) else [value]
+        if any(isinstance(x, Tensor) and x.ndim and x.shape[:2] != tokens for x in parts):
+            shapes = ", ".join(str(tuple(x.shape)) for x in parts if isinstance(x, Tensor))
+            raise UnsupportedModelError(
+                f"{name} has shape {shapes}, which doesn't begin with that of the tokens, {tuple(tokens)}; sequence "
+                "parallelism knows how to shard one row per token alone."
+            )
+
+
+def _kept(given: Any, tokens: torch.Size, device: torch.device) -> Tensor | None:
+    """The tokens to compute logits of, as transformers means `logits_to_keep`; None for all."""
+    if given is None or (is_int(given) and given == 0):
+        return None
+    batch, length = tokens
+    every = torch.arange(tokens.numel(), device=device).view(tokens)
+    if is_int(given) and given > 0:
+        return every[:, -given:]
+    if isinstance(given, Tensor) and given.dtype == torch.bool and given.shape == tokens:
+        return every[given.to(device)]
+    if isinstance(given, Tensor) and not given.is_floating_point() and given.dtype != torch.bool:
+        columns = given.to(device).long()
+        if columns.ndim == 1 or (columns.ndim == 2 and columns.shape[0] == batch):
+            inside = ((columns >= -length) & (columns < length)).all()
+            require(inside, f"logits_to_keep must hold places in rows of {length} tokens.")
+            return every.gather(1, (columns % length).expand(batch, -1))
+    described = f"{given.dtype} of shape {tuple(given.shape)}" if isinstance(given, Tensor) else repr(given)
+    raise ValueError(
+        "logits_to_keep must be how many of each row's last tokens, places in the rows, (k,) or (batch, k), or a bool "
+        f"mask like the tokens, {tuple(tokens)}; got {described}."
+    )
+
+
+def _without(arguments: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if name not in names}

@@ -1,0 +1,99 @@
+"""What a patched model's layers get in the place of masks when a batch is spread over ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonpack.errors import UnsupportedModelError
+from tritonpack.parallel.sharing import Sharing
+from tritonpack.patches.kinds import Kind
+from tritonpack.patches.packing import IntervalMask, Packing
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ShardedMask(IntervalMask):
+    """The mask of the whole batch, for layers that have one rank's rows of it: queries (1, rows), keys likewise.
+
+    Attributes:
+        sharing: who has which rows.
+    """
+
+    sharing: Sharing
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        return self.sharing.attend(q, k, v, self.mask, backend=self.serving.backend, **options)
+
+    def to_tensor(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
+        raise UnsupportedModelError(
+            "a layer of this model computes with the mask itself (attention outside of transformers' interface, biases "
+            "or an indexer of its own), which would need the keys of all ranks; sequence parallelism can't do that."
+        )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class ShardedPacking(Packing):
+    """One rank's rows of a packed batch, as a batch of one row; masks are of the whole.
+
+    Attributes:
+        whole: the packing of the batch.
+        sharing: who has which rows.
+    """
+
+    whole: Packing
+    sharing: Sharing
+
+    def interval_mask(self, num_keys: int, query_offset: int | Tensor, key_offset: int, kind: Kind) -> IntervalMask:
+        if kind.overlay is not None:
+            raise UnsupportedModelError(
+                "this model composes a mask of its own (images that see all of themselves, prefixes) from the tokens "
+                "that it is given, which are one rank's; sequence parallelism can't do that."
+            )
+        for known, interval_mask in self.kept:
+            if known == (kind,):
+                return interval_mask
+        whole = self.whole.interval_mask(self.whole.tokens[1], 0, 0, kind).mask
+        shape = torch.Size((1, 1, self.tokens[1], self.tokens[1]))
+        mask = ShardedMask(whole, shape, self.serving, self, kind, sharing=self.sharing)
+        self.kept.append(((kind,), mask))
+        return mask
+
+    def runs(self) -> tuple[Tensor, Tensor | None]:
+        starts, live = self.whole.runs()
+        return self.sharing.shard(starts), None if live is None else self.sharing.shard(live)
+
+    def positions(self) -> Tensor:
+        return self.sharing.shard(self.whole.positions())
+
+    def places(self) -> Tensor:
+        return self.sharing.shard(self.whole.places())
+
+    def lengths(self) -> tuple[Tensor, Tensor]:
+        raise UnsupportedModelError("layers that mix along the row need whole documents, and ranks have parts of them.")
+
+
+def shard_packing(whole: Packing, sharing: Sharing) -> ShardedPacking:
+    """This rank's rows of a packing without a cache."""
+    assert not whole.cached
+    plain = replace(whole, kept=[], kept_batches=[])
+    fields = {name: getattr(plain, name) for name in ("where", "serving", "dtype", "kept", "kept_batches")}
+    mask = None if whole.attention_mask is None else sharing.shard(whole.attention_mask)
+    positions = whole.positions() if whole.position_ids is None else whole.position_ids  # a shard can't count its own
+    return ShardedPacking(
+        attention_mask=mask,
+        position_ids=shard_positions(positions, sharing),
+        boundaries=None,
+        tokens=torch.Size((1, sharing.rows)),
+        whole=whole,
+        sharing=sharing,
+        **fields,
+    )
+
+
+def shard_positions(position_ids: Tensor, sharing: Sharing) -> Tensor:
+    """(B, T) or (1, T) for all rows alike, or several kinds of them, (3, B, T) -> (1, rows) or (3, 1, rows)."""
+    whole = position_ids.expand(*position_ids.shape[:-2], *sharing.tokens)
+    return sharing.shard(whole, whole.ndim - 2)
