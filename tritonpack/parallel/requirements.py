@@ -38,7 +38,7 @@ def require_shardable(model: nn.Module, report: Report) -> None:
         name = type(layer).__name__
         if name in MIXERS:
             raise UnsupportedModelError(
-                f"{path} ({name}, model type {kind!r}) mixes tokens along the row by recurrence or convolution, so it "
+                f"{path} ({name}, model type {kind!r}) mixes tokens along the row by recurrence or convolution: it "
                 "would need the state of the ranks before; sequence parallelism can't do that."
             )
         if isinstance(layer.__dict__.get("forward"), DocumentMask):
@@ -101,8 +101,8 @@ def require_reduction(model: nn.Module, ranks: Ranks) -> None:
             raise ValueError(
                 f"{who} reduces gradients over the ranks {sorted(reduced)}, but a batch is shared by the ranks "
                 f"{sorted(mine)}, each of which computes a part of its gradients: models would come apart silently. "
-                "Give it a mesh that holds data and sequence ranks together: that of init_device_mesh(device, (dp, sp), "
-                "mesh_dim_names=('dp', 'sp')) flattened, or both its dimensions for hybrid sharding."
+                "Give it a mesh that holds data and sequence ranks together: that of init_device_mesh(device, (dp, sp),"
+                " mesh_dim_names=('dp', 'sp')) flattened, or both its dimensions for hybrid sharding."
             )
 
 
