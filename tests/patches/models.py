@@ -35,11 +35,13 @@ SPECIFIC: dict[str, dict[str, Any]] = {
 }
 
 
-def tiny_model(family: str, *, dtype: torch.dtype = torch.float64, **overrides: Any) -> PreTrainedModel:
+def tiny_model(
+    family: str, *, dtype: torch.dtype = torch.float64, attention: str = "sdpa", **overrides: Any
+) -> PreTrainedModel:
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**COMMON, **SPECIFIC.get(family, {}), **overrides})
     config._experts_implementation = "eager"  # the fused one knows no float64
-    return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").to(dtype).eval()
+    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype).eval()
 
 
 def generate(

@@ -13,6 +13,7 @@ from tritonpack.parallel.agreement import require_same_batch, require_same_setti
 from tritonpack.parallel.exchange import Exchange
 from tritonpack.parallel.forward import ShardedForward
 from tritonpack.parallel.layouts import LayoutName, make_layout
+from tritonpack.parallel.packing import ShardedPacking, fill_up, shard_packing
 from tritonpack.parallel.requirements import (
     compared_parameters,
     find_packing_hook,
@@ -29,6 +30,8 @@ from tritonpack.patches.patching import Patch
 
 if TYPE_CHECKING:
     from tritonpack.parallel.wire import GroupLike
+
+MIN_ROWS = 2  # per rank: with them every layout gives every rank some, as models can't be run on none
 
 # axolotl's names, and what they are here.
 SCHEMES: dict[str, tuple[Exchange, LayoutName]] = {
@@ -194,14 +197,18 @@ class SequenceParallel:
         if self.check_batches:
             require_same_batch(self.ranks, error, arguments, self._parameters)
 
-    def share(self, packing: Packing, kind: Kind) -> Sharing:
+    def share(self, packing: Packing, kind: Kind) -> ShardedPacking:
         """Lay a batch out over the ranks by what layers of a kind see."""
-        mask = packing.interval_mask(packing.tokens[1], 0, 0, kind).mask
+        batch, length = packing.tokens
+        columns = max(-(-MIN_ROWS * self.ranks.size // batch) - length, 0)
+        filled = fill_up(packing, columns)
+        mask = filled.interval_mask(length + columns, 0, 0, kind).mask
         layout = make_layout(self.layout, mask, self.ranks.size)
-        self._sharing = Sharing(
-            self.ranks, layout, packing.tokens, self.exchange, self.heads_k_stride, self.grad_reduce
+        sharing = Sharing(
+            self.ranks, layout, packing.tokens, columns, self.exchange, self.heads_k_stride, self.grad_reduce
         )
-        return self._sharing
+        self._sharing = sharing
+        return shard_packing(packing, filled, sharing)
 
     def _last(self) -> Sharing:
         if self._sharing is None:

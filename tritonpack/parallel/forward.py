@@ -16,10 +16,10 @@ from transformers.utils import ModelOutput
 
 from tritonpack.checks import is_int, require
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.parallel.loss import ShardedLoss, sharded_loss, shift, shifts
-from tritonpack.parallel.packing import ShardedPacking, shard_packing, shard_positions
+from tritonpack.parallel.loss import IGNORED, ShardedLoss, sharded_loss, shift, shifts
+from tritonpack.parallel.packing import ShardedPacking
 from tritonpack.parallel.requirements import packing_hook
-from tritonpack.parallel.sharing import Kept, Sharing
+from tritonpack.parallel.sharing import Kept
 from tritonpack.patches.hooks import CACHES, PackingHook
 from tritonpack.patches.kinds import CAUSAL, Kind
 from tritonpack.patches.packing import Packing
@@ -57,7 +57,7 @@ class Batch:
 class Shard:
     """One rank's part of a batch, with what its model is to be called with."""
 
-    sharing: Sharing
+    packing: ShardedPacking
     kept: Kept | None
     loss: ShardedLoss | None
     arguments: dict[str, Any]
@@ -74,7 +74,7 @@ class Context(Protocol):
 
     def require_same_batch(self, arguments: dict[str, Any], error: Exception | None) -> None: ...
 
-    def share(self, packing: Packing, kind: Kind) -> Sharing: ...
+    def share(self, packing: Packing, kind: Kind) -> ShardedPacking: ...
 
 
 class ShardedForward:
@@ -124,6 +124,11 @@ class ShardedForward:
             arguments = {**arguments, "return_dict": True}
         with nullcontext() if shard.loss is None else sharded_loss(self.module, shard.loss):
             output = self.inner(**arguments)
+        if not shard.packing.attended:
+            raise UnsupportedModelError(
+                f"{type(self.module).__name__} makes something else of its mask before attention gets it, so layers "
+                "saw one rank's tokens alone; sequence parallelism can't do that."
+            )
         output = self._finish(output, shard)
         return output.to_tuple() if as_tuple else output
 
@@ -142,13 +147,14 @@ class ShardedForward:
             self.context.require_same_batch({}, error)
             raise
         self.context.require_same_batch(batch.compared(), None)
-        sharing = self.context.share(batch.packing, self.kind)
+        packing = self.context.share(batch.packing, self.kind)
+        sharing = packing.sharing
         kept = None if batch.kept is None else sharing.keep(batch.kept)
         loss = None
         if batch.targets is not None:
-            targets = sharing.shard(batch.targets) if kept is None else kept.pick(batch.targets)
+            targets = sharing.shard(batch.targets, fill=IGNORED) if kept is None else kept.pick(batch.targets)
             loss = ShardedLoss(self.module.loss_function, sharing, targets, batch.targets)
-        return Shard(sharing, kept, loss, self._shard(batch, sharing, kept, loss))
+        return Shard(packing, kept, loss, self._shard(batch, packing, kept, loss))
 
     def _read(self, arguments: dict[str, Any]) -> Batch:
         """What a call says about the whole batch; refuses what can't be sharded."""
@@ -190,15 +196,18 @@ class ShardedForward:
             )
         return targets
 
-    def _shard(self, batch: Batch, sharing: Sharing, kept: Kept | None, loss: ShardedLoss | None) -> dict[str, Any]:
+    def _shard(
+        self, batch: Batch, packing: ShardedPacking, kept: Kept | None, loss: ShardedLoss | None
+    ) -> dict[str, Any]:
         """The arguments that the model is called with."""
+        sharing = packing.sharing
         sharded = {
             name: sharing.shard(x) if isinstance(x, Tensor) and x.shape[:2] == sharing.tokens else x
             for name, x in _without(batch.arguments, ("labels", "shift_labels", "position_ids")).items()
         }
-        sharded["attention_mask"] = shard_packing(batch.packing, sharing)
+        sharded["attention_mask"] = packing
         if batch.packing.position_ids is not None:
-            sharded["position_ids"] = shard_positions(batch.packing.position_ids, sharing)
+            sharded["position_ids"] = packing.position_ids
         if loss is not None:
             sharded["labels"] = loss.targets
         if kept is not None:
@@ -222,7 +231,7 @@ class ShardedForward:
     def _whole(self, name: str, value: Any, shard: Shard) -> Any:
         if isinstance(value, tuple):
             return tuple(self._whole(name, one, shard) for one in value)
-        gathers, sharing = self.context.gather_outputs, shard.sharing
+        gathers, sharing = self.context.gather_outputs, shard.packing.sharing
         if isinstance(value, Tensor) and name != "pooler_output":
             if "logits" in name and shard.kept is not None and value.shape[:2] == (1, shard.kept.local.shape[0]):
                 return sharing.gather_kept(value, shard.kept) if gathers else value

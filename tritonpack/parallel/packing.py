@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.sharing import Sharing
@@ -25,6 +26,8 @@ class ShardedMask(IntervalMask):
     sharing: Sharing
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+        assert isinstance(self.packing, ShardedPacking)
+        self.packing.attended.add(self.kind)
         return self.sharing.attend(q, k, v, self.mask, backend=self.serving.backend, **options)
 
     def to_tensor(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
@@ -40,11 +43,15 @@ class ShardedPacking(Packing):
 
     Attributes:
         whole: the packing of the batch.
+        filled: the same, filled up as the layout has it; masks are made of it.
         sharing: who has which rows.
+        attended: the kinds of layers that have exchanged keys and values.
     """
 
     whole: Packing
+    filled: Packing
     sharing: Sharing
+    attended: set[Kind] = field(default_factory=set)
 
     def interval_mask(self, num_keys: int, query_offset: int | Tensor, key_offset: int, kind: Kind) -> IntervalMask:
         if kind.overlay is not None:
@@ -55,7 +62,7 @@ class ShardedPacking(Packing):
         for known, interval_mask in self.kept:
             if known == (kind,):
                 return interval_mask
-        whole = self.whole.interval_mask(self.whole.tokens[1], 0, 0, kind).mask
+        whole = self.filled.interval_mask(self.filled.tokens[1], 0, 0, kind).mask
         shape = torch.Size((1, 1, self.tokens[1], self.tokens[1]))
         mask = ShardedMask(whole, shape, self.serving, self, kind, sharing=self.sharing)
         self.kept.append(((kind,), mask))
@@ -75,19 +82,40 @@ class ShardedPacking(Packing):
         raise UnsupportedModelError("layers that mix along the row need whole documents, and ranks have parts of them.")
 
 
-def shard_packing(whole: Packing, sharing: Sharing) -> ShardedPacking:
+def fill_up(packing: Packing, columns: int) -> Packing:
+    """A packing with so many tokens of padding at the end of each row: one more document, that nobody sees."""
+    if not columns:
+        return packing
+    starts, live = packing.runs()
+    live = torch.ones_like(starts) if live is None else live
+    positions = packing.positions() if packing.position_ids is None else packing.position_ids
+    boundaries = pad(starts, [0, columns])
+    boundaries[:, -columns] = True
+    return replace(
+        packing,
+        attention_mask=pad(live.int(), [0, columns]),
+        position_ids=pad(positions, [0, columns]),
+        boundaries=boundaries,
+        tokens=torch.Size((packing.tokens[0], packing.tokens[1] + columns)),
+        kept=[],
+        kept_batches=[],
+    )
+
+
+def shard_packing(whole: Packing, filled: Packing, sharing: Sharing) -> ShardedPacking:
     """This rank's rows of a packing without a cache."""
     assert not whole.cached
     plain = replace(whole, kept=[], kept_batches=[])
     fields = {name: getattr(plain, name) for name in ("where", "serving", "dtype", "kept", "kept_batches")}
-    mask = None if whole.attention_mask is None else sharing.shard(whole.attention_mask)
+    mask = whole.to_tensor() if sharing.columns and whole.attention_mask is None else whole.attention_mask
     positions = whole.positions() if whole.position_ids is None else whole.position_ids  # a shard can't count its own
     return ShardedPacking(
-        attention_mask=mask,
+        attention_mask=None if mask is None else sharing.shard(mask),
         position_ids=shard_positions(positions, sharing),
         boundaries=None,
         tokens=torch.Size((1, sharing.rows)),
         whole=whole,
+        filled=filled,
         sharing=sharing,
         **fields,
     )

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
 
 from tritonpack.mask import BlockDiagonalMask
 from tritonpack.parallel.collectives import AllGatherWithGrad
@@ -55,6 +56,8 @@ class Sharing:
         ranks: the group.
         layout: which rows each rank owns.
         tokens: (B, T), the shape of the batch.
+        columns: how many tokens of padding stand at the end of its rows in the layout: a model can't be run on none, so
+            a very short batch is filled up until every rank has some.
         exchange, heads_k_stride: as `attend` takes them.
         grad_reduce: as above.
     """
@@ -62,6 +65,7 @@ class Sharing:
     ranks: Ranks
     layout: Layout
     tokens: torch.Size
+    columns: int
     exchange: Exchange
     heads_k_stride: int | None
     grad_reduce: GradReduce
@@ -71,13 +75,18 @@ class Sharing:
         """How many of the batch's rows this rank has."""
         return self.layout.lengths[self.ranks.rank]
 
-    def shard(self, x: Tensor, dim: int = 0) -> Tensor:
-        """This rank's rows of a tensor with the batch's (B, T) at `dim` and `dim + 1`: there, they are (1, rows)."""
+    def shard(self, x: Tensor, dim: int = 0, *, fill: float = 0) -> Tensor:
+        """This rank's rows of a tensor with the batch's (B, T) at `dim` and `dim + 1`: there, they are (1, rows).
+
+        `fill` stands where the batch has been filled up.
+        """
         if dim + 1 >= x.ndim or x.shape[dim : dim + 2] != self.tokens:
             raise ValueError(
                 f"the batch has tokens of shape {tuple(self.tokens)}, which the tensor must have at dimension {dim}; "
                 f"got shape {tuple(x.shape)}."
             )
+        if self.columns:
+            x = pad(x, [0, 0] * (x.ndim - dim - 2) + [0, self.columns], value=fill)
         rows = self.layout.rows[self.ranks.rank].to(x.device)
         return x.flatten(dim, dim + 1).index_select(dim, rows).unsqueeze(dim)
 
@@ -89,10 +98,12 @@ class Sharing:
                 f" got shape {tuple(x.shape)}."
             )
         whole = self._gather(x, self.layout.lengths)
-        return self.layout.unshard(whole, 1)[0].unflatten(0, self.tokens)
+        batch, length = self.tokens
+        return self.layout.unshard(whole, 1)[0].unflatten(0, (batch, -1))[:, :length]
 
     def keep(self, rows: Tensor) -> Kept:
         """Find rows of the batch, int64 numbers of tokens in the flattened batch in any shape and order."""
+        rows = rows + rows // self.tokens[1] * self.columns
         lengths = torch.tensor(self.layout.lengths, device=rows.device)
         ends = lengths.cumsum(0)
         places = self.layout.inverse.to(rows.device)[rows.flatten()]

@@ -46,6 +46,13 @@ class TensorLike:
     def contiguous(self) -> TensorLike:
         return self
 
+    def view(self, *shape: Any) -> Any:
+        """In its own shape, it stays itself; some models ask for that."""
+        tensor = self.to_tensor().view(*shape)
+        return self if tensor.shape == self.shape and tensor.dtype == self.dtype else tensor
+
+    reshape = view
+
     def __len__(self) -> int:
         return self.shape[0]
 

@@ -1,0 +1,268 @@
+"""What ranks check of SequenceParallel, each in its own process: losses and all gradients are those of one process."""
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from tests.parallel.sp_models import (
+    BATCHES,
+    LENGTHS,
+    Result,
+    alone,
+    alone_on,
+    close,
+    gradients_of,
+    make_model,
+    mean_over,
+    no_loss,
+    numbers,
+    on_ranks,
+    packed,
+    same,
+    two_rows,
+)
+from tritonpack import SequenceParallel, patch
+
+EXCHANGES = ("all_gather", "ring", "ulysses")
+LAYOUTS = ("contiguous", "zigzag", "stripe", "balanced")
+
+
+def agrees(family="llama", batch="packed", **options):
+    same(on_ranks(make_model(family), no_loss, BATCHES[batch](), **options), alone_on(family, batch))
+
+
+def transformers_own_loss():
+    """In float32, and with the labels that it shifts itself."""
+
+    def made():
+        model = make_model()
+        del model._loss_function
+        return model
+
+    got, wanted = on_ranks(made(), no_loss, packed()), alone(made(), no_loss, packed())
+    torch.testing.assert_close(got.loss, wanted.loss, rtol=1e-6, atol=0)
+    for name, gradient in wanted.gradients.items():
+        torch.testing.assert_close(got.gradients[name], gradient, rtol=1e-4, atol=1e-6)
+
+
+def accumulated():
+    """Two batches of different counts by one count, as trainers pass it, on both sides."""
+    batches = [packed(), packed((5, 30, 2), seed=4)]
+    count = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
+    for batch in batches:
+        batch["num_items_in_batch"] = torch.tensor(count)
+    same(on_ranks(make_model(), no_loss, *batches), alone(make_model(), no_loss, *batches))
+
+
+def checkpointed(reentrant):
+    model = make_model()
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    same(on_ranks(model, no_loss, packed()), alone_on("llama", "packed"))
+
+
+def targets_of_one_rank_alone():
+    """Only one of the tokens has a target, so all ranks but one have none."""
+    batch = packed()
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    batch["labels"][0, 20] = 7
+    same(on_ranks(make_model(), no_loss, batch), alone(make_model(), no_loss, batch))
+
+
+def preference(model, **batch):
+    """A loss like DPO's, that every rank computes alike from gathered logits and that reads all documents."""
+    labels = batch.pop("labels")
+    logits = model(**batch).logits
+    assert logits.shape[:2] == labels.shape
+    chances = logits.log_softmax(-1)[:, :-1].gather(-1, labels[:, 1:, None].clamp(min=0))[..., 0]
+    chances = chances * (labels[:, 1:] != -100)
+    half = chances.shape[1] // 2
+    return -torch.nn.functional.logsigmoid(chances[:, :half].sum() - chances[:, half:].sum()) + chances.mean() ** 2
+
+
+def own_loss(batch, grad_reduce="mean", **options):
+    wanted = alone(make_model(), preference, BATCHES[batch]())
+    same(
+        on_ranks(make_model(), preference, BATCHES[batch](), gather_outputs=True, grad_reduce=grad_reduce, **options),
+        wanted,
+    )
+
+
+def loss_in_parts(grad_reduce):
+    """Each rank computes the terms of every n-th token from gathered logits, whose targets other ranks' rows are."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+
+    def part(model, **batch):
+        labels = batch.pop("labels")
+        logits = model(**batch).logits
+        mine = torch.arange(rank, labels.shape[1] - 1, size)
+        terms = (logits[:, mine] * logits[:, mine + 1]).square().mean(-1)
+        return size * terms.sum() / labels.numel()
+
+    def whole(model, **batch):
+        labels = batch.pop("labels")
+        logits = model(**batch).logits
+        return (logits[:, :-1] * logits[:, 1:]).square().mean(-1).sum() / labels.numel()
+
+    got = on_ranks(make_model(), part, packed(), gather_outputs=True, grad_reduce=grad_reduce)
+    dist.all_reduce(got.loss)
+    got.loss /= size
+    same(got, alone(make_model(), whole, packed()))
+
+
+def loss_by_total(grad_reduce):
+    """Each rank computes the terms of its own tokens, and the context sums them."""
+    model = make_model()
+    batch = packed()
+    labels = batch.pop("labels")
+    targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    with SequenceParallel(model, layout="stripe", grad_reduce=grad_reduce) as context:
+        logits = model(**batch).logits
+        assert logits.shape[1] < labels.shape[1]
+        mine = context.shard(targets)
+        terms = torch.nn.functional.cross_entropy(logits[0], mine[0], reduction="sum")
+        loss = context.total(terms) / (targets != -100).sum()
+        loss.backward()
+        close(context.gather(mine), targets, "gathered")
+    result = Result(loss.detach()[None], None, mean_over(None, gradients_of(model), grad_reduce))
+    same(result, alone_on("llama", "packed"))
+
+
+def outputs(batch, **options):
+    """Gathered, logits and hidden states are those of one process, in its order; else this rank's rows of them."""
+    model, reference = make_model(), make_model()
+    patch(reference)
+    given = BATCHES[batch]()
+    wanted = reference(**given, output_hidden_states=True)
+    with SequenceParallel(model, gather_outputs=True, **options):
+        got = model(**given, output_hidden_states=True)
+        as_tuple = model(**given, return_dict=False)
+    assert got.keys() == wanted.keys() - {"past_key_values"}
+    close(got.logits, wanted.logits, "logits")
+    close(as_tuple[0], wanted.loss, "loss in a tuple")
+    close(as_tuple[1], wanted.logits, "logits in a tuple")
+    for ours, theirs in zip(got.hidden_states, wanted.hidden_states, strict=True):
+        close(ours, theirs, "hidden states")
+    with SequenceParallel(model, **options) as context:
+        mine = model(**given).logits
+        close(mine, context.shard(wanted.logits), "own logits")
+        close(context.gather(mine), wanted.logits, "gathered logits")
+
+
+def kept_logits(layout):
+    batch = two_rows()
+    del batch["labels"]
+    model, reference = make_model(), make_model()
+    patch(reference)
+    places = torch.tensor([3, 22, 0, 3, -2])
+    mask = (numbers(2, 23, seed=5) % 3 == 0) & (batch["attention_mask"] == 1)
+    with SequenceParallel(model, layout=layout, gather_outputs=True):
+        for keep in (1, 4, 100, places, torch.stack([places, places.flip(0)]), mask):
+            wanted, got = (one(**batch, logits_to_keep=keep).logits for one in (reference, model))
+            close(got, wanted, f"logits_to_keep={keep}")
+            assert got.shape == wanted.shape
+
+
+def kept_targets():
+    """A loss of some tokens, of which ranks have different numbers."""
+    batch = packed()
+    labels = batch.pop("labels")
+    targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    mask = targets != -100
+    mask[:, 20:] &= numbers(1, 31, seed=6) % 4 == 0
+    batch |= {"labels": labels, "shift_labels": targets[mask], "logits_to_keep": mask}
+    same(on_ranks(make_model(), no_loss, batch), alone(make_model(), no_loss, batch))
+
+
+def documents_stay_apart(exchange, layout):
+    """No token of one document moves a bit of another document's logits, wherever their rows are."""
+    batch = packed()
+    del batch["labels"]
+    model = make_model().eval()
+    with SequenceParallel(model, exchange=exchange, layout=layout, gather_outputs=True), torch.no_grad():
+        before = model(**batch).logits
+        ends = torch.tensor(LENGTHS).cumsum(0).tolist()
+        for begin, end in zip([0, *ends], ends, strict=False):
+            changed = batch["input_ids"].clone()
+            changed[0, begin:end] = 3 + (changed[0, begin:end] + 1) % 50
+            after = model(**{**batch, "input_ids": changed}).logits
+            moved = (after != before).any(-1)[0]
+            assert moved[begin:end].any()
+            moved[begin:end] = False
+            assert not moved.any()
+
+
+def base_model():
+    """A model without a head: its hidden states are sharded and gathered."""
+    batch = packed()
+    del batch["labels"]
+
+    def compute(model, **given):
+        return model.model(**given).last_hidden_state.square().mean()
+
+    model = make_model()
+    wanted = alone(make_model(), compute, batch)
+    with SequenceParallel(model.model, gather_outputs=True, layout="zigzag"):
+        loss = compute(model, **batch)
+        loss.backward()
+    same(Result(loss.detach()[None], None, mean_over(None, gradients_of(model))), wanted)
+
+
+def in_groups_of_two():
+    """Pairs of ranks of a mesh share a batch each; averaged over all, gradients are the mean over batches."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "sp"))
+    batches = [packed(seed=seed) for seed in range(mesh["dp"].size())]
+    model, reference = make_model(), make_model()
+    wanted = alone(reference, no_loss, *batches)
+    with SequenceParallel(model, mesh["sp"], exchange="ring"):
+        loss = no_loss(model, **batches[mesh["dp"].get_local_rank()])
+        loss.backward()
+    close(loss.detach(), wanted.loss[mesh["dp"].get_local_rank()], "loss")
+    for name, p in model.named_parameters():
+        dist.all_reduce(p.grad)
+        close(p.grad / dist.get_world_size(), wanted.gradients[name] / len(batches), name)
+
+
+CASES = {
+    **{
+        f"{exchange} {layout}": partial(agrees, exchange=exchange, layout=layout)
+        for exchange in EXCHANGES
+        for layout in LAYOUTS
+    },
+    **{
+        f"{exchange}: {batch}": partial(agrees, batch=batch, exchange=exchange)
+        for exchange in EXCHANGES
+        for batch in BATCHES
+        if batch != "packed"
+    },
+    **{
+        f"{exchange}: {family}": partial(agrees, family, exchange=exchange)
+        for exchange in EXCHANGES
+        for family in ("mistral", "gemma2", "gpt_oss")
+    },
+    **{
+        name: partial(agrees, exchange=name) for name in ("varlen_llama3", "batch_ring", "batch_zigzag", "batch_stripe")
+    },
+    "one head at a time": partial(agrees, heads_k_stride=1),
+    "summed gradients": partial(agrees, grad_reduce="sum"),
+    "transformers' own loss": transformers_own_loss,
+    "accumulated": accumulated,
+    "checkpointed": partial(checkpointed, False),
+    "checkpointed, reentrant": partial(checkpointed, True),
+    "targets of one rank alone": targets_of_one_rank_alone,
+    "own loss, averaged": partial(own_loss, "packed"),
+    "own loss, summed": partial(own_loss, "two_rows", "sum", exchange="ring", layout="stripe"),
+    "loss in parts, averaged": partial(loss_in_parts, "mean"),
+    "loss in parts, summed": partial(loss_in_parts, "sum"),
+    "loss by total, averaged": partial(loss_by_total, "mean"),
+    "loss by total, summed": partial(loss_by_total, "sum"),
+    "outputs": partial(outputs, "packed"),
+    "outputs of two rows": partial(outputs, "padded", layout="zigzag", exchange="ring"),
+    "kept logits": partial(kept_logits, "balanced"),
+    "kept logits, striped": partial(kept_logits, "stripe"),
+    "kept targets": kept_targets,
+    **{f"documents stay apart: {one}": partial(documents_stay_apart, one, "zigzag") for one in EXCHANGES},
+    "base model": base_model,
+    "in groups of two": in_groups_of_two,
+}
