@@ -7,7 +7,9 @@ from tests.parallel import world
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_agree_with_one_process(size, tmp_path):
-    world.run(["collectives_cases", "exchange_cases", "context_cases", "lifecycle_cases"], size, tmp_path)
+    world.run(
+        ["collectives_cases", "exchange_cases", "context_cases", "lifecycle_cases", "every_type_cases"], size, tmp_path
+    )
 
 
 @pytest.mark.interpreter

@@ -161,6 +161,11 @@ class ShardedForward:
         hook = packing_hook(self.module)
         tokens, device = _tokens(arguments)
         _refuse_arguments(arguments, tokens, self.module)
+        if hook.codebooks != 1:
+            raise UnsupportedModelError(
+                f"{type(self.module).__name__} adds up the embeddings of {hook.codebooks} rows for each of its tokens; "
+                "sequence parallelism shards one row per token."
+            )
         packing = make_packing(arguments, tokens, device, hook.serving)
         packing.runs()  # raises for torn documents
         if arguments.get("position_ids") is None and "position_ids" in hook.names and not hook.gives_positions:

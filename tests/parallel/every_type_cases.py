@@ -1,0 +1,74 @@
+"""Causal model types under SequenceParallel: their logits are those of one process, or they are refused with a reason.
+
+Each type below has something that others don't; `python -m tests.parallel.every_type_cases` tries all of them.
+"""
+
+import tempfile
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from tests.patches.test_every_model import EXACT, build
+from tritonpack import SequenceParallel, UnsupportedModelError, patch
+
+FEATURES = {
+    "bart": "positions looked up in a table",
+    "deepseek_v3": "values narrower than keys",
+    "falcon": "rewritten attention",
+    "gemma3n_text": "keys shared between layers",
+    "gpt2": "a mask that is asked for its shape",
+    "gpt_bigcode": "one key head",
+    "llama4_text": "chunks, and queries scaled by their place",
+    "qwen3_moe": "experts",
+    "xlm-roberta": "positions from the padding token on",
+}
+LENGTHS = (5, 11, 3, 9)
+TOLERANCE = 1e-5  # of families that compute parts in float32
+
+
+def verdict(name):
+    """ "exact", "refused: ..." or what went wrong."""
+    model = build(name).eval()
+    ids = torch.randint(10, 30, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": ids, "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None]}
+    if model.config.model_type in ("musicgen", "musicgen_melody", "musicgen_decoder", "musicgen_melody_decoder"):
+        batch["input_ids"] = ids.repeat(2, 1)  # codebooks
+    with torch.no_grad():
+        with patch(model):
+            wanted = model(**batch, use_cache=False).logits
+        try:
+            with SequenceParallel(model, gather_outputs=True):
+                got = model(**batch).logits
+        except UnsupportedModelError as error:
+            return f"refused: {error}"
+    off = ((got - wanted).abs().max() / wanted.abs().max()).item()
+    return "exact" if off < TOLERANCE else f"WRONG by {off:.1e}"
+
+
+def is_exact(name):
+    assert verdict(name) == "exact"
+
+
+def sweep():
+    counts = Counter()
+    for name in EXACT:
+        torch.manual_seed(0)
+        found = verdict(name)
+        counts[found.split()[0]] += 1
+        print(f"{name}: {found}", flush=True)
+    print(dict(counts))
+    assert not counts["WRONG"]
+
+
+CASES = {name: partial(is_exact, name) for name in FEATURES}
+
+if __name__ == "__main__":
+    from tests.parallel import every_type_cases, world
+
+    every_type_cases.CASES = {"every type": sweep}
+    with tempfile.TemporaryDirectory() as folder:
+        codes = world.start(["every_type_cases"], 2, Path(folder))
+        print(world.read(world.log_of(Path(folder), 0)))
+    raise SystemExit(max(codes))
