@@ -301,9 +301,30 @@ def patched_for_sdpa():
     return model
 
 
-def long_rope():
-    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
-    return make_model("llama", rope_parameters=rope, max_position_embeddings=16)
+def rotary_embeddings_that_grow():
+    """The longest document sets the frequencies of all ranks, also of those that have its beginning alone."""
+    batch = {"input_ids": numbers(1, 40)}
+    for family, rope in {
+        "llama": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
+        "phi3": {
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "original_max_position_embeddings": 16,
+            "short_factor": [1.0] * 4,
+            "long_factor": [3.0] * 4,
+        },
+    }.items():
+        more = {"original_max_position_embeddings": 16} if family == "phi3" else {}
+        model = make_model(family, rope_parameters=rope, max_position_embeddings=16, **more)
+        with patch(model):
+            short, wanted = model(input_ids=numbers(1, 12)).logits, model(**batch).logits
+        with SequenceParallel(model, layout="contiguous", gather_outputs=True):
+            close(model(**batch).logits, wanted, rope["rope_type"])
+            close(model(input_ids=numbers(1, 12)).logits, short, "short")
+            with pytest.raises(ValueError, match="documents packed with a longer one"):
+                logits_of(model)
+        assert not model.model.rotary_emb._forward_hooks
+        assert not model.model.rotary_emb._forward_pre_hooks
 
 
 torn = torch.ones(1, 51, dtype=torch.long)
@@ -371,9 +392,7 @@ CASES = {
     "a loss that can't be told": partial(
         refused_everywhere, "must take shift_labels", lambda b: b, with_a_loss_of_its_own, UnsupportedModelError
     ),
-    "rotary embeddings that grow": partial(
-        refused_everywhere, "takes documents of up to 16 tokens", lambda b: b, long_rope
-    ),
+    "rotary embeddings that grow": rotary_embeddings_that_grow,
     "too few heads": few_heads,
     "unknown exchange": partial(
         refused_on_entry,

@@ -19,10 +19,12 @@ from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.loss import IGNORED, ShardedLoss, sharded_loss, shift, shifts
 from tritonpack.parallel.packing import ShardedPacking
 from tritonpack.parallel.requirements import packing_hook
+from tritonpack.parallel.rotary import LongestPosition
 from tritonpack.parallel.sharing import Kept
 from tritonpack.patches.hooks import CACHES, PackingHook
 from tritonpack.patches.kinds import CAUSAL, Kind
 from tritonpack.patches.packing import Packing
+from tritonpack.patches.positions import require_one_rope
 from tritonpack.patches.reading import make_packing
 from tritonpack.patches.report import layer_windows
 
@@ -86,6 +88,7 @@ class ShardedForward:
         self.own = module.__dict__.get("forward")  # somebody else's, such as accelerate's
         self.coming: Shard | None = None
         self.kind = _costliest_kind(module)
+        self.rotary = LongestPosition(module)
         module.forward = self
         # A model that is patched itself has a hook which reads the packing: the shard must be made before it.
         self.hook = None
@@ -103,6 +106,7 @@ class ShardedForward:
 
     def remove(self) -> None:
         """Give the model its own forward back; under another that was put on since, once that is gone."""
+        self.rotary.remove()
         if self.hook is not None:
             self.hook.remove()
         while isinstance(top := self.module.__dict__.get("forward"), ShardedForward) and not top.context.entered:
@@ -122,8 +126,13 @@ class ShardedForward:
         as_tuple = not arguments.get("return_dict", getattr(self.module.config, "return_dict", True))
         if as_tuple:
             arguments = {**arguments, "return_dict": True}
-        with nullcontext() if shard.loss is None else sharded_loss(self.module, shard.loss):
-            output = self.inner(**arguments)
+        positions = shard.packing.whole.position_ids
+        self.rotary.last = (shard.packing.whole.positions() if positions is None else positions).max()
+        try:
+            with nullcontext() if shard.loss is None else sharded_loss(self.module, shard.loss):
+                output = self.inner(**arguments)
+        finally:
+            self.rotary.last = None
         if not shard.packing.attended:
             raise UnsupportedModelError(
                 f"{type(self.module).__name__} makes something else of its mask before attention gets it, so layers "
@@ -174,11 +183,7 @@ class ShardedForward:
                 "position_ids, such as its get_rope_index returns."
             )
         for kind, limit in hook.rope_limits:
-            require(
-                (packing.positions() < limit).all(),
-                f"this model's rotary embeddings ({kind!r}) change with the longest document that a rank sees, beyond "
-                f"{limit} tokens; sequence parallelism takes documents of up to {limit} tokens.",
-            )
+            require_one_rope(packing, kind, limit)
         kept = _kept(arguments.get("logits_to_keep"), tokens, device)
         return Batch(packing, kept, self._targets(arguments, tokens, kept), _without(arguments, READ))
 

@@ -92,9 +92,14 @@ def rope_limits(config: Any) -> list[tuple[str, int]]:
         if kind == "longrope":
             own = rope.get("original_max_position_embeddings")
             limit = own or getattr(config, "original_max_position_embeddings", None) or limit
-        if (kind == "longrope" or is_dynamic(kind)) and limit is not None:
+        if follows_longest(kind) and limit is not None:
             found.append((kind, limit))
     return found
+
+
+def follows_longest(kind: str) -> bool:
+    """Whether the frequencies of a type of rotary embeddings depend on the longest document of a call."""
+    return kind == "longrope" or is_dynamic(kind)
 
 
 def is_dynamic(kind: str) -> bool:
