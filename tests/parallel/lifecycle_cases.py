@@ -309,13 +309,13 @@ def rotary_embeddings_that_grow():
         "phi3": {
             "rope_type": "longrope",
             "rope_theta": 10000.0,
-            "original_max_position_embeddings": 16,
+            "original_max_position_embeddings": 24,
             "short_factor": [1.0] * 4,
             "long_factor": [3.0] * 4,
         },
     }.items():
-        more = {"original_max_position_embeddings": 16} if family == "phi3" else {}
-        model = make_model(family, rope_parameters=rope, max_position_embeddings=16, **more)
+        more = {"original_max_position_embeddings": 24} if family == "phi3" else {}
+        model = make_model(family, rope_parameters=rope, max_position_embeddings=24, **more)
         with patch(model):
             short, wanted = model(input_ids=numbers(1, 12)).logits, model(**batch).logits
         with SequenceParallel(model, layout="contiguous", gather_outputs=True):
