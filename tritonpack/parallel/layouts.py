@@ -61,9 +61,9 @@ class Layout:
         if first is None:
             raise ValueError("rows must hold a tensor for every rank, one at least; got none.")
         together = torch.cat(self.rows)
-        owned = together.new_zeros(together.shape)
-        owned[together.clamp(0, max(together.shape[0] - 1, 0))] = 1
-        ascend = torch.stack([(rows.diff() > 0).all() for rows in self.rows]).all()
+        owned = together.new_zeros(together.shape, dtype=torch.bool)
+        owned[together.clamp(0, max(together.shape[0] - 1, 0))] = True
+        ascend = torch.stack([(rows[1:] > rows[:-1]).all() for rows in self.rows]).all()
         require(
             ascend & (together >= 0).all() & (together < together.shape[0]).all() & owned.all(),
             "the rows of each rank must ascend, and every row of the batch must belong to exactly one rank; "
@@ -164,18 +164,28 @@ def make_layout(name: LayoutName, mask: BlockDiagonalMask, ranks: int, *, chunk:
     """
     if name not in get_args(LayoutName):
         raise ValueError(f"layout must be one of {', '.join(map(repr, get_args(LayoutName)))}; got {name!r}.")
+    check_self_attention(mask)
+    for value, what in ((ranks, "ranks"), (chunk, "chunk")):
+        if not is_int(value) or value < 1:
+            raise ValueError(f"{what} must be an integer of at least 1; got {value!r}.")
+    return Layout(divide(name, mask, ranks, chunk))
+
+
+def check_self_attention(mask: BlockDiagonalMask) -> None:
+    """Raise for a mask whose rows aren't queries and keys alike."""
     if mask.num_queries != mask.num_keys:
         raise ValueError(
             f"a layout divides rows that are queries and keys alike; the mask has {mask.num_queries} queries and "
             f"{mask.num_keys} keys. Cross-attention can't be sharded this way."
         )
-    for value, what in ((ranks, "ranks"), (chunk, "chunk")):
-        if not is_int(value) or value < 1:
-            raise ValueError(f"{what} must be an integer of at least 1; got {value!r}.")
+
+
+def divide(name: LayoutName, mask: BlockDiagonalMask, ranks: int, chunk: int = CHUNK) -> tuple[Tensor, ...]:
+    """Each rank's rows, by the name and other arguments of `make_layout`, which nothing checks."""
     total, device = mask.num_queries, mask.device
     if name == "stripe":
         every = torch.arange(total, device=device)
-        return Layout(tuple(every[rank::ranks].clone() for rank in range(ranks)))
+        return tuple(every[rank::ranks].clone() for rank in range(ranks))
     if name == "contiguous":
         owned = [[rank] for rank in range(ranks)]
     elif name == "zigzag":
@@ -184,9 +194,7 @@ def make_layout(name: LayoutName, mask: BlockDiagonalMask, ranks: int, *, chunk:
         per_rank = max(-(-total // (ranks * chunk)), min(MIN_CHUNKS, total // ranks), 1)
         owned = _balance(_work(mask), ranks, per_rank)
     bounds = _bounds(total, sum(map(len, owned)))
-    return Layout(
-        tuple(torch.cat([torch.arange(bounds[c], bounds[c + 1]) for c in chunks]).to(device) for chunks in owned)
-    )
+    return tuple(torch.cat([torch.arange(bounds[c], bounds[c + 1]) for c in chunks]).to(device) for chunks in owned)
 
 
 def _bounds(total: int, chunks: int) -> list[int]:
