@@ -30,7 +30,7 @@ def test_every_row_has_one_owner(name, ranks, total):
 
 def test_where_rows_go():
     mask = BlockDiagonalMask.from_seqlens([8])
-    rows = {name: [rows.tolist() for rows in make_layout(name, mask, 2, chunk=2).rows] for name in NAMES}
+    rows = {name: [rows.tolist() for rows in make_layout(name, mask, 2, chunk=1).rows] for name in NAMES}
     assert rows == {
         "contiguous": [[0, 1, 2, 3], [4, 5, 6, 7]],
         "zigzag": [[0, 1, 6, 7], [2, 3, 4, 5]],
@@ -45,6 +45,17 @@ def test_chunks_are_as_long_as_asked():
         chunks = rows.view(-1, 256)
         assert (chunks == chunks[:, :1] + torch.arange(256)).all()
         assert (chunks[:, 0] % 256 == 0).all()
+
+
+def test_chunks_fill_tiles():
+    """Where 16 chunks would be shorter than a tile of 128 rows, there are fewer: of 2,000 rows per rank, 15."""
+    for tokens, ranks, chunks in ((32768, 64, 4), (32000, 16, 15), (32768, 256, 1)):
+        layout = make_layout("balanced", BlockDiagonalMask.from_seqlens([64] * (tokens // 64), causal=False), ranks)
+        bounds = {tokens * chunk // (ranks * chunks) for chunk in range(ranks * chunks)}
+        assert all(int(rows[0]) in bounds for rows in layout.rows)
+        jumps = [rows[1:][rows.diff() != 1].tolist() for rows in layout.rows]
+        assert all(set(one) <= bounds and len(one) < chunks for one in jumps)
+        assert layout.in_order == (chunks == 1)
 
 
 @pytest.mark.parametrize("tokens", [32768, 131072])

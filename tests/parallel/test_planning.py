@@ -207,6 +207,15 @@ class TestChoices:
         work = {one.layout: one.attention for one in found.predictions}
         assert work["stripe"] > 2 * work["contiguous"]  # a tile's rows are of 8 times as many documents
 
+    def test_balance_costs_few_blocks(self):
+        """Chunks that share tiles would have ranks visit 7 times as many blocks as their share; 4 whole tiles don't."""
+        mask = BlockDiagonalMask.from_seqlens(spread(32768, median=700, sigma=1.0))
+        tiles, undivided = (
+            tiles_of(mask, make_layout("balanced", mask, 64)),
+            tiles_of(mask, make_layout("stripe", mask, 1)),
+        )
+        assert tiles.blocks().max() * 64 < 3 * undivided.blocks()[0]
+
     def test_few_bytes_want_ulysses_where_there_are_heads(self):
         mask = BlockDiagonalMask.from_seqlens(spread(131072, median=700))
         assert plan(mask, LLAMA, 16, 45e9, 400e12).best.exchange == "ulysses"

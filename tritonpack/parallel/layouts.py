@@ -21,7 +21,8 @@ from tritonpack.mask import BlockDiagonalMask
 LayoutName = Literal["contiguous", "zigzag", "stripe", "balanced"]
 
 CHUNK = 256
-MIN_CHUNKS = 16  # per rank, unless the batch is so short that a chunk would have no row
+MIN_CHUNKS = 16  # per rank, unless they would be shorter than LEAST
+LEAST = 128  # rows of a kernel's tile: one that holds chunks from several places visits all keys between them, too
 
 
 @dataclass(frozen=True, eq=False)
@@ -150,14 +151,15 @@ def make_layout(name: LayoutName, mask: BlockDiagonalMask, ranks: int, *, chunk:
     - "zigzag": two runs per rank, the r-th from the begin and the r-th from the end. Balances a single causal document.
     - "stripe": row i to rank i modulo `ranks`. Balances any causal mask, and every rank needs nearly every key.
     - "balanced": chunks of rows, each rank the same number of them, the one with most work to the rank with least so
-      far. Balances any mask. Work is counted in visible pairs; reads the mask, so it waits for its device.
+      far. Balances any mask, unless there are too few rows per rank for that. Work is counted in visible pairs; reads
+      the mask, so it waits for its device.
 
     Args:
         name: as above.
         mask: of the batch, queries and keys being the same rows.
         ranks: how many.
         chunk: rows per chunk at most, for "balanced". Short batches have shorter ones, so that there are enough to
-            choose from.
+            choose from, but not below 128: a rank with fewer rows than two chunks owns one run of them.
 
     Raises:
         ValueError: an unknown name, a mask whose queries aren't its keys, `ranks` or `chunk` below 1.
@@ -191,8 +193,8 @@ def divide(name: LayoutName, mask: BlockDiagonalMask, ranks: int, chunk: int = C
     elif name == "zigzag":
         owned = [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)]
     else:
-        per_rank = max(-(-total // (ranks * chunk)), min(MIN_CHUNKS, total // ranks), 1)
-        owned = _balance(_work(mask), ranks, per_rank)
+        per_rank = max(-(-total // (ranks * chunk)), min(MIN_CHUNKS, total // (ranks * min(chunk, LEAST))), 1)
+        owned = _balance(_work(mask), ranks, per_rank) if per_rank > 1 else [[rank] for rank in range(ranks)]
     bounds = _bounds(total, sum(map(len, owned)))
     return tuple(torch.cat([torch.arange(bounds[c], bounds[c + 1]) for c in chunks]).to(device) for chunks in owned)
 
