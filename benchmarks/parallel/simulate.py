@@ -7,7 +7,8 @@ that the rank with most visits, over its even share of the undivided batch's. Ti
 predictions for the shape of a Llama-3-8B (32 layers, 32 and 8 heads of 128) in bfloat16: attention and its exchange,
 forward and backward, at 400 TFLOP/s and two bandwidths.
 
-Writes benchmarks/results/layout-imbalance.csv and exchange-times.csv, which the picture is drawn from:
+Takes five minutes on one core. Writes benchmarks/results/layout-imbalance.csv and exchange-times.csv, which the
+picture is drawn from:
 
     python -m benchmarks.parallel.draw
 """
