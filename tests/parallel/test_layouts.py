@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from benchmarks.lengths import distributions
+from benchmarks.lengths import distributions, lookalike
+from benchmarks.parallel.simulate import packs
 from tritonpack import BlockDiagonalMask
 from tritonpack.parallel import Layout, make_layout
 
@@ -30,7 +31,7 @@ def test_every_row_has_one_owner(name, ranks, total):
 
 def test_where_rows_go():
     mask = BlockDiagonalMask.from_seqlens([8])
-    rows = {name: [rows.tolist() for rows in make_layout(name, mask, 2, chunk=2).rows] for name in NAMES}
+    rows = {name: [rows.tolist() for rows in make_layout(name, mask, 2, chunk=1).rows] for name in NAMES}
     assert rows == {
         "contiguous": [[0, 1, 2, 3], [4, 5, 6, 7]],
         "zigzag": [[0, 1, 6, 7], [2, 3, 4, 5]],
@@ -47,12 +48,31 @@ def test_chunks_are_as_long_as_asked():
         assert (chunks[:, 0] % 256 == 0).all()
 
 
+def test_chunks_fill_tiles():
+    """Where 16 chunks would be shorter than a tile of 128 rows, there are fewer: of 2,000 rows per rank, 15."""
+    for tokens, ranks, chunks in ((32768, 64, 4), (32000, 16, 15), (32768, 256, 1)):
+        layout = make_layout("balanced", BlockDiagonalMask.from_seqlens([tokens]), ranks)
+        bounds = {tokens * chunk // (ranks * chunks) for chunk in range(ranks * chunks)}
+        assert all(int(rows[0]) in bounds for rows in layout.rows)
+        jumps = [rows[1:][rows.diff() != 1].tolist() for rows in layout.rows]
+        assert all(set(one) <= bounds and len(one) < chunks for one in jumps)
+        assert layout.in_order == (chunks == 1)
+
+
 @pytest.mark.parametrize("tokens", [32768, 131072])
 @pytest.mark.parametrize("lengths", ["one", "skewed", "stdlib", "flan", "tiny"])
 def test_balanced_work_is_even(tokens, lengths):
     mask = BlockDiagonalMask.from_seqlens(distributions(tokens)[lengths])
     for ranks in (2, 4, 8, 16):
         assert make_layout("balanced", mask, ranks).imbalance(mask) <= 1.02
+
+
+def test_drawn_packs_are_even():
+    """Short documents, a long tail, conversations: ten batches of each."""
+    for _, lengths in packs(32768, 10, lookalike()):
+        mask = BlockDiagonalMask.from_seqlens(lengths)
+        assert mask.num_queries == 32768
+        assert max(make_layout("balanced", mask, ranks).imbalance(mask) for ranks in (4, 8, 16)) <= 1.02
 
 
 def test_windows_and_padding_count_as_what_they_see():

@@ -1,4 +1,4 @@
-"""What the exchanges send, and when: on one of eight pretended ranks, as many bytes as the files say, ahead of work."""
+"""What the exchanges send, and when: on one of eight pretended ranks, as many bytes as predicted, ahead of work."""
 
 from collections import Counter
 from types import SimpleNamespace
@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tritonpack import BlockDiagonalMask
-from tritonpack.parallel import attend, make_layout, wire
+from tritonpack.parallel import attend, make_layout, traffic, wire
 from tritonpack.parallel.call import Call
+from tritonpack.parallel.shape import AttentionShape
 
 RANKS, RANK = 8, 3
 TOKENS, HEADS, HEAD_DIM, HEAD_DIM_V = 128, 16, 8, 4
@@ -59,39 +60,47 @@ def received(monkeypatch, events):
     dist.destroy_process_group()
 
 
+def shape_of(dtype, heads, kv_heads):
+    return AttentionShape(1, heads, kv_heads, HEAD_DIM, HEAD_DIM_V, dtype.itemsize)
+
+
+@pytest.mark.parametrize("layout", ["balanced", "stripe", "zigzag"])
+@pytest.mark.parametrize("tokens", [TOKENS, TOKENS + 11, RANKS - 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("kv_heads", [2, 8, 16])
-def test_bytes_follow_the_formulas(received, dtype, kv_heads):
-    mask = BlockDiagonalMask.from_seqlens([TOKENS - 40, 40])
-    layout = make_layout("balanced", mask, RANKS)
-    rows, size = TOKENS // RANKS, dtype.itemsize
-    keys = kv_heads * (HEAD_DIM + HEAD_DIM_V)
-    others = (RANKS - 1) / RANKS
-    expected = {
-        "all_gather": (
-            {"all_gather": others * TOKENS * keys * size},
-            {
-                "all_gather": others * TOKENS * keys * size,
-                "reduce_scatter": others * TOKENS * keys * max(size, 4),
-            },
-        ),
-        "ring": (
-            {"ring": (RANKS - 1) * rows * keys * size},
-            {"ring": (RANKS - 1) * rows * keys * size + TOKENS * keys * max(size, 4)},
-        ),
-        "ulysses": (
-            {"all_to_all": others * rows * size * (HEADS + max(kv_heads, RANKS)) * (HEAD_DIM + HEAD_DIM_V)},
-        ) * 2,
-    }  # fmt: skip
-    for exchange, (forward, backward) in expected.items():
-        widths = ((HEADS, HEAD_DIM), (kv_heads, HEAD_DIM), (kv_heads, HEAD_DIM_V))
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 2), (16, 8), (16, 16), (12, 4), (20, 10)])
+def test_as_many_bytes_as_predicted(received, heads, kv_heads, dtype, tokens, layout):
+    """Also where neither rows nor heads divide by ranks, ranks share key heads, or have no row at all."""
+    mask = BlockDiagonalMask.from_seqlens([tokens - 5, 5])
+    layout = make_layout(layout, mask, RANKS)
+    for exchange in ("all_gather", "ring", "ulysses"):
+        forward, backward = traffic.received(exchange, layout.lengths, shape_of(dtype, heads, kv_heads))
+        widths = ((heads, HEAD_DIM), (kv_heads, HEAD_DIM), (kv_heads, HEAD_DIM_V))
+        rows = layout.lengths[RANK]
         q, k, v = (torch.zeros(rows, *width, dtype=dtype, requires_grad=True) for width in widths)
         received.clear()
         out = attend(q, k, v, mask, layout, exchange=exchange)
-        assert received == forward
+        assert received.total() == forward[RANK]
         received.clear()
         out.backward(torch.zeros_like(out))
-        assert received == backward
+        assert received.total() == backward[RANK]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("kv_heads", [2, 8, 16])
+def test_where_everything_divides_the_formulas_are_short(dtype, kv_heads):
+    rows, size, keys = TOKENS // RANKS, dtype.itemsize, kv_heads * (HEAD_DIM + HEAD_DIM_V)
+    others = (RANKS - 1) / RANKS
+    expected = {
+        "all_gather": (others * TOKENS * keys * size, others * TOKENS * keys * (size + max(size, 4))),
+        "ring": (
+            (RANKS - 1) * rows * keys * size,
+            (RANKS - 1) * rows * keys * size + TOKENS * keys * max(size, 4),
+        ),
+        "ulysses": (others * rows * size * (HEADS + max(kv_heads, RANKS)) * (HEAD_DIM + HEAD_DIM_V),) * 2,
+    }
+    for exchange, (forward, backward) in expected.items():
+        found = traffic.received(exchange, [rows] * RANKS, shape_of(dtype, HEADS, kv_heads))
+        assert [set(one.tolist()) for one in found] == [{forward}, {backward}]
 
 
 def forward(exchange, mask, layout, **options):

@@ -150,23 +150,39 @@ def _check_exchange(
             f"dropout_p must be 0.0 in sequence parallelism; got {dropout_p!r}. Which pairs are dropped follows from "
             "their places in a tensor, which differ from rank to rank."
         )
-    if exchange == "ring" and alibi_slopes is not None:
-        raise ValueError(
+    reason = refusal(exchange, q.shape[1], ranks.size, alibi=alibi_slopes is not None)
+    if reason is not None:
+        raise ValueError(reason)
+    if heads_k_stride is not None and exchange != "all_gather":
+        raise ValueError(f"heads_k_stride is for exchange='all_gather'; leave it out for {exchange!r}.")
+    return key_heads_per_step(heads_k_stride, k.shape[1])
+
+
+def refusal(exchange: str, heads: int, ranks: int, *, alibi: bool) -> str | None:
+    """Why an exchange can't compute attention of so many query heads on so many ranks; None where it can."""
+    if exchange == "ring" and alibi:
+        return (
             "alibi_slopes need each key's distance, which a visiting block of keys doesn't tell; use "
             "exchange='all_gather' or 'ulysses'."
         )
-    if exchange == "ulysses" and q.shape[1] < ranks.size:
-        raise ValueError(
-            f"exchange='ulysses' gives every rank a query head, and there are {q.shape[1]} for {ranks.size} ranks; use "
+    if exchange == "ulysses" and heads < ranks:
+        return (
+            f"exchange='ulysses' gives every rank a query head, and there are {heads} for {ranks} ranks; use "
             "exchange='all_gather' or 'ring', or fewer ranks."
         )
+    return None
+
+
+def key_heads_per_step(heads_k_stride: int | None, kv_heads: int) -> int:
+    """Of the all-gather.
+
+    Raises:
+        ValueError: not an integer from 1 to the number of key heads.
+    """
     if heads_k_stride is None:
-        return -(-k.shape[1] // STEPS)
-    if exchange != "all_gather":
-        raise ValueError(f"heads_k_stride is for exchange='all_gather'; leave it out for {exchange!r}.")
-    if not is_int(heads_k_stride) or not 1 <= heads_k_stride <= k.shape[1]:
+        return -(-kv_heads // STEPS)
+    if not is_int(heads_k_stride) or not 1 <= heads_k_stride <= kv_heads:
         raise ValueError(
-            f"heads_k_stride must be an integer from 1 to the number of key heads, {k.shape[1]}; got "
-            f"{heads_k_stride!r}."
+            f"heads_k_stride must be an integer from 1 to the number of key heads, {kv_heads}; got {heads_k_stride!r}."
         )
     return heads_k_stride

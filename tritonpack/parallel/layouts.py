@@ -21,7 +21,8 @@ from tritonpack.mask import BlockDiagonalMask
 LayoutName = Literal["contiguous", "zigzag", "stripe", "balanced"]
 
 CHUNK = 256
-MIN_CHUNKS = 16  # per rank, unless the batch is so short that a chunk would have no row
+MIN_CHUNKS = 16  # per rank, unless they would be shorter than LEAST
+LEAST = 128  # rows of a kernel's tile: one that holds chunks from several places visits all keys between them, too
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,9 +62,9 @@ class Layout:
         if first is None:
             raise ValueError("rows must hold a tensor for every rank, one at least; got none.")
         together = torch.cat(self.rows)
-        owned = together.new_zeros(together.shape)
-        owned[together.clamp(0, max(together.shape[0] - 1, 0))] = 1
-        ascend = torch.stack([(rows.diff() > 0).all() for rows in self.rows]).all()
+        owned = together.new_zeros(together.shape, dtype=torch.bool)
+        owned[together.clamp(0, max(together.shape[0] - 1, 0))] = True
+        ascend = torch.stack([(rows[1:] > rows[:-1]).all() for rows in self.rows]).all()
         require(
             ascend & (together >= 0).all() & (together < together.shape[0]).all() & owned.all(),
             "the rows of each rank must ascend, and every row of the batch must belong to exactly one rank; "
@@ -150,43 +151,52 @@ def make_layout(name: LayoutName, mask: BlockDiagonalMask, ranks: int, *, chunk:
     - "zigzag": two runs per rank, the r-th from the begin and the r-th from the end. Balances a single causal document.
     - "stripe": row i to rank i modulo `ranks`. Balances any causal mask, and every rank needs nearly every key.
     - "balanced": chunks of rows, each rank the same number of them, the one with most work to the rank with least so
-      far. Balances any mask. Work is counted in visible pairs; reads the mask, so it waits for its device.
+      far. Balances any mask, unless there are too few rows per rank for that. Work is counted in visible pairs; reads
+      the mask, so it waits for its device.
 
     Args:
         name: as above.
         mask: of the batch, queries and keys being the same rows.
         ranks: how many.
         chunk: rows per chunk at most, for "balanced". Short batches have shorter ones, so that there are enough to
-            choose from.
+            choose from, but not below 128: a rank with fewer rows than two chunks owns one run of them.
 
     Raises:
         ValueError: an unknown name, a mask whose queries aren't its keys, `ranks` or `chunk` below 1.
     """
     if name not in get_args(LayoutName):
         raise ValueError(f"layout must be one of {', '.join(map(repr, get_args(LayoutName)))}; got {name!r}.")
+    check_self_attention(mask)
+    for value, what in ((ranks, "ranks"), (chunk, "chunk")):
+        if not is_int(value) or value < 1:
+            raise ValueError(f"{what} must be an integer of at least 1; got {value!r}.")
+    return Layout(divide(name, mask, ranks, chunk))
+
+
+def check_self_attention(mask: BlockDiagonalMask) -> None:
+    """Raise for a mask whose rows aren't queries and keys alike."""
     if mask.num_queries != mask.num_keys:
         raise ValueError(
             f"a layout divides rows that are queries and keys alike; the mask has {mask.num_queries} queries and "
             f"{mask.num_keys} keys. Cross-attention can't be sharded this way."
         )
-    for value, what in ((ranks, "ranks"), (chunk, "chunk")):
-        if not is_int(value) or value < 1:
-            raise ValueError(f"{what} must be an integer of at least 1; got {value!r}.")
+
+
+def divide(name: LayoutName, mask: BlockDiagonalMask, ranks: int, chunk: int = CHUNK) -> tuple[Tensor, ...]:
+    """Each rank's rows, by the name and other arguments of `make_layout`, which nothing checks."""
     total, device = mask.num_queries, mask.device
     if name == "stripe":
         every = torch.arange(total, device=device)
-        return Layout(tuple(every[rank::ranks].clone() for rank in range(ranks)))
+        return tuple(every[rank::ranks].clone() for rank in range(ranks))
     if name == "contiguous":
         owned = [[rank] for rank in range(ranks)]
     elif name == "zigzag":
         owned = [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)]
     else:
-        per_rank = max(-(-total // (ranks * chunk)), min(MIN_CHUNKS, total // ranks), 1)
-        owned = _balance(_work(mask), ranks, per_rank)
+        per_rank = max(-(-total // (ranks * chunk)), min(MIN_CHUNKS, total // (ranks * min(chunk, LEAST))), 1)
+        owned = _balance(_work(mask), ranks, per_rank) if per_rank > 1 else [[rank] for rank in range(ranks)]
     bounds = _bounds(total, sum(map(len, owned)))
-    return Layout(
-        tuple(torch.cat([torch.arange(bounds[c], bounds[c + 1]) for c in chunks]).to(device) for chunks in owned)
-    )
+    return tuple(torch.cat([torch.arange(bounds[c], bounds[c + 1]) for c in chunks]).to(device) for chunks in owned)
 
 
 def _bounds(total: int, chunks: int) -> list[int]:

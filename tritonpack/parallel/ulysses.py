@@ -29,9 +29,8 @@ def ulysses(
     call: Call, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, want_lse: bool
 ) -> tuple[Tensor, Tensor | None]:
     """out (n, H, D_v) of this rank's n rows, and their log-sum-exp (H, n) if it is asked for."""
-    group, size = q.shape[1] // k.shape[1], call.ranks.size
-    heads = [slice(q.shape[1] * rank // size, q.shape[1] * (rank + 1) // size) for rank in range(size)]
-    keys = [slice(span.start // group, (span.stop - 1) // group + 1) for span in heads]
+    group = q.shape[1] // k.shape[1]
+    heads, keys = divide_heads(q.shape[1], k.shape[1], call.ranks.size)
     mine, my_keys = heads[call.ranks.rank], keys[call.ranks.rank]
     qs, ks, vs = _ToHeads.apply(call, heads, keys, q, k, v)
     outs, lses = [], []
@@ -46,6 +45,13 @@ def ulysses(
         return _ToRows.apply(call, heads, torch.cat(outs, 1))[0], None
     out, lse = _ToRows.apply(call, heads, torch.cat(outs, 1), torch.cat(lses).T[..., None])
     return out, lse[..., 0].T
+
+
+def divide_heads(heads: int, kv_heads: int, ranks: int) -> tuple[Spans, Spans]:
+    """For each rank its query heads, and the key heads that they use; each rank has a query head at least."""
+    group = heads // kv_heads
+    own = [slice(heads * rank // ranks, heads * (rank + 1) // ranks) for rank in range(ranks)]
+    return own, [slice(span.start // group, (span.stop - 1) // group + 1) for span in own]
 
 
 def _uniform(heads: slice, group: int) -> Spans:
