@@ -4,6 +4,8 @@ and makes of what comes out what one device would give."""
 from __future__ import annotations
 
 import inspect
+import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -76,7 +78,7 @@ class Context(Protocol):
 
     def require_same_batch(self, arguments: dict[str, Any], error: Exception | None) -> None: ...
 
-    def share(self, packing: Packing, kind: Kind) -> ShardedPacking: ...
+    def share(self, packing: Packing, kinds: dict[Kind, int], config: Any) -> ShardedPacking: ...
 
 
 class ShardedForward:
@@ -87,7 +89,7 @@ class ShardedForward:
         self.names = list(inspect.signature(type(module).forward).parameters)[1:]
         self.own = module.__dict__.get("forward")  # somebody else's, such as accelerate's
         self.coming: Shard | None = None
-        self.kind = _costliest_kind(module)
+        self.kinds = _layer_kinds(module)
         self.rotary = LongestPosition(module)
         module.forward = self
         # A model that is patched itself has a hook which reads the packing: the shard must be made before it.
@@ -156,7 +158,7 @@ class ShardedForward:
             self.context.require_same_batch({}, error)
             raise
         self.context.require_same_batch(batch.compared(), None)
-        packing = self.context.share(batch.packing, self.kind)
+        packing = self.context.share(batch.packing, self.kinds, self.module.config)
         sharing = packing.sharing
         kept = None if batch.kept is None else sharing.keep(batch.kept)
         loss = None
@@ -256,14 +258,15 @@ class ShardedForward:
         )
 
 
-def _costliest_kind(module: PreTrainedModel) -> Kind:
-    """What the layers see whose work differs most from row to row: rows are laid out by it."""
+def _layer_kinds(module: PreTrainedModel) -> dict[Kind, int]:
+    """What layers see of their documents, and how many of them; those that see most come first."""
+    config = module.config.get_text_config()
+    windows = layer_windows(config) or (None,)
     if any(getattr(inner, "is_causal", True) is False for inner in module.modules()):
-        return Kind((-1, -1))
-    windows = layer_windows(module.config.get_text_config())
-    if not windows or None in windows:
-        return CAUSAL
-    return Kind((max(window for window in windows if window is not None) - 1, 0))
+        return {Kind((-1, -1)): len(windows)}
+    seen = Counter(windows)
+    widest_first = sorted(seen, key=lambda window: -(window or sys.maxsize))
+    return {CAUSAL if window is None else Kind((window - 1, 0)): seen[window] for window in widest_first}
 
 
 def _tokens(arguments: dict[str, Any]) -> tuple[torch.Size, torch.device]:
