@@ -1,0 +1,46 @@
+"""`python -m tests.parallel.parity`: how far losses and gradients of 2 and 4 ranks are from those of one process.
+
+A row for each batch and family, a column for each exchange and layout; the largest difference of a loss or of any
+parameter's gradient, relative to the largest number of that tensor, in float64.
+"""
+
+import tempfile
+from pathlib import Path
+
+import torch
+
+from tests.parallel import world
+from tests.parallel.sp_models import BATCHES, alone_on, make_model, no_loss, on_ranks
+
+COLUMNS = [
+    (exchange, layout) for exchange in ("all_gather", "ring", "ulysses") for layout in ("contiguous", "balanced")
+]
+COLUMNS += [("ring", "zigzag"), ("ring", "stripe")]
+ROWS = [("llama", batch) for batch in BATCHES] + [(family, "packed") for family in ("mistral", "gemma2", "gpt_oss")]
+
+
+def difference(got, wanted):
+    pairs = [(got.loss, wanted.loss), *((got.gradients[name], x) for name, x in wanted.gradients.items())]
+    return max((((ours - theirs).abs().max() / theirs.abs().max()).item()) for ours, theirs in pairs)
+
+
+def table():
+    lines = ["family, batch".ljust(20) + "".join(f"{' '.join(column):>24}" for column in COLUMNS)]
+    for family, batch in ROWS:
+        cells = []
+        for exchange, layout in COLUMNS:
+            got = on_ranks(make_model(family), no_loss, BATCHES[batch](), exchange=exchange, layout=layout)
+            cells.append(f"{difference(got, alone_on(family, batch)):>24.1e}")
+        lines.append(f"{family} {batch}".ljust(20) + "".join(cells))
+    print("\n".join(lines))
+
+
+CASES = {"parity": table}
+
+if __name__ == "__main__":
+    torch.manual_seed(0)
+    for size in (2, 4):
+        with tempfile.TemporaryDirectory() as folder:
+            codes = world.start(["parity"], size, Path(folder))
+            print(f"{size} ranks\n{world.read(world.log_of(Path(folder), 0))}")
+        assert not any(codes), codes
