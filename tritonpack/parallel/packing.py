@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from tritonpack.patches.kinds import Kind
 from tritonpack.patches.packing import IntervalMask, Packing
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class ShardedMask(IntervalMask):
     """The mask of the whole batch, for layers that have one rank's rows of it: queries (1, rows), keys likewise.
 
@@ -22,7 +20,11 @@ class ShardedMask(IntervalMask):
         sharing: who has which rows.
     """
 
-    sharing: Sharing
+    arguments = (*IntervalMask.arguments, "sharing")
+
+    def __init__(self, *given: Any, sharing: Sharing, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.sharing = sharing
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         return self.sharing.attend(q, k, v, self.mask, backend=self.serving.backend, **options)
@@ -34,7 +36,6 @@ class ShardedMask(IntervalMask):
         )
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class ShardedPacking(Packing):
     """One rank's rows of a packed batch, as a batch of one row; masks are of the whole.
 
@@ -43,8 +44,11 @@ class ShardedPacking(Packing):
         sharing: who has which rows.
     """
 
-    whole: Packing
-    sharing: Sharing
+    arguments = (*Packing.arguments, "whole", "sharing")
+
+    def __init__(self, *, whole: Packing, sharing: Sharing, **named: Any) -> None:
+        super().__init__(**named)
+        self.whole, self.sharing = whole, sharing
 
     def interval_mask(self, num_keys: int, query_offset: int | Tensor, key_offset: int, kind: Kind) -> IntervalMask:
         if kind.overlay is not None:
@@ -78,8 +82,6 @@ class ShardedPacking(Packing):
 def shard_packing(whole: Packing, sharing: Sharing) -> ShardedPacking:
     """This rank's rows of a packing without a cache."""
     assert not whole.cached
-    plain = replace(whole, kept=[], kept_batches=[])
-    fields = {name: getattr(plain, name) for name in ("where", "serving", "dtype", "kept", "kept_batches")}
     mask = None if whole.attention_mask is None else sharing.shard(whole.attention_mask)
     positions = whole.positions() if whole.position_ids is None else whole.position_ids  # a shard can't count its own
     return ShardedPacking(
@@ -87,9 +89,10 @@ def shard_packing(whole: Packing, sharing: Sharing) -> ShardedPacking:
         position_ids=shard_positions(positions, sharing),
         boundaries=None,
         tokens=torch.Size((1, sharing.rows)),
+        where=whole.where,
+        serving=whole.serving,
         whole=whole,
         sharing=sharing,
-        **fields,
     )
 
 
