@@ -1,5 +1,6 @@
 """The examples run, and what they train gets better."""
 
+import os
 import re
 import runpy
 import shutil
@@ -33,7 +34,8 @@ def torchrun(*options: str) -> dict[int, float]:
     """Two ranks share every batch; the losses by step, as they are printed."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(EXAMPLES / "train_sequence_parallel.py"), "--sp", "2", *options]
-    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=300)
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
     assert result.returncode == 0, result.stderr
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): .*loss (.*)", result.stdout)}
 
@@ -51,6 +53,9 @@ def test_sequence_parallel_trains_as_one_process_and_goes_on_exactly(tmp_path, m
     told = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
     for name, value in told.items():
         monkeypatch.setenv(name, str(value))
-    alone = runpy.run_path(str(EXAMPLES / "train_sequence_parallel.py"))["main"](steps=8)
+    main = runpy.run_path(str(EXAMPLES / "train_sequence_parallel.py"))["main"]
+    alone = main(steps=8)
     assert list(losses.values()) == pytest.approx(alone, abs=1e-4)
     assert alone[-1] < alone[0] / 2
+    shutil.rmtree(tmp_path / "step-000008")
+    assert main(steps=8, checkpoint=tmp_path, resume=True) == pytest.approx(alone[4:], abs=1e-4)

@@ -1,48 +1,27 @@
-"""SequenceParallel under the libraries of others, on two ranks: PEFT, accelerate, Trainer, a compiler."""
+"""SequenceParallel with PEFT and under a compiler; and what its guide shows, block by block."""
 
 from __future__ import annotations
 
-import os
+import re
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from unittest import mock
+from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer
 
-from tests.parallel.composition_cases import CLIP, LEARNING_RATE, make_batch, make_model, near, optimizer_of
-from tritonpack import PackingCollator, SequenceParallel, patch
+import tritonpack
+from tests.parallel.composition_cases import make_batch, make_model, near, optimizer_of
+from tests.parallel.trainer_cases import arguments, launched
+from tritonpack import MultipackDistributedBatchSampler, PackingCollator, SequenceParallel, patch
 
-
-@contextmanager
-def launched() -> Iterator[None]:
-    """What accelerate reads of a launcher; what it remembers is forgotten afterwards."""
-    from accelerate.state import AcceleratorState
-
-    rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    told = {
-        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "ACCELERATE_USE_CPU": "true",
-        "MASTER_ADDR": "localhost", "MASTER_PORT": "0",  # asked for, and not used: there is a process group
-    }  # fmt: skip
-    AcceleratorState._reset_state(reset_partial_state=True)
-    try:
-        with mock.patch.dict(os.environ, told):
-            yield
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
-
-
-def require_equal_everywhere(model: nn.Module) -> None:
-    for name, p in model.named_parameters():
-        first = p.detach().clone()
-        dist.broadcast(first, 0)
-        assert torch.equal(first, p), f"{name} differs between ranks"
+GUIDE = Path(__file__).parents[2] / "docs" / "sequence-parallelism.md"
 
 
 def lora() -> None:
@@ -71,79 +50,6 @@ def lora() -> None:
         near(gradient, expected[name].grad, name)
 
 
-def accelerated() -> None:
-    from accelerate import Accelerator
-
-    reference, model = make_model(), make_model()
-    patch(reference)
-    expected = reference(**make_batch(0)).loss
-    expected.backward()
-    with launched():
-        accelerator = Accelerator(cpu=True)
-        model, optimizer = accelerator.prepare(model, optimizer_of(model))
-        assert isinstance(model, DistributedDataParallel)
-        with SequenceParallel(model):
-            output = model(**make_batch(0))
-            accelerator.backward(output.loss)
-            assert output.logits.shape[1] < make_batch(0)["input_ids"].shape[1]
-            near(output.loss.detach(), expected.detach(), "loss")
-            for (name, p), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
-                near(p.grad, whole.grad, name)
-            optimizer.step()
-    require_equal_everywhere(model)
-
-
-BATCHES = [make_batch(number) for number in range(6)]
-
-
-class SharedBatches(Trainer):
-    """Every rank of the group gets the same batches: accelerate, which would divide them, doesn't see the loader."""
-
-    def get_train_dataloader(self) -> DataLoader:
-        return DataLoader(BATCHES, batch_size=None)
-
-
-def arguments(folder: str, **options) -> TrainingArguments:
-    return TrainingArguments(
-        output_dir=folder, use_cpu=True, max_steps=3, save_strategy="no", report_to="none", disable_tqdm=True,
-        logging_steps=1, **options,
-    )  # fmt: skip
-
-
-def trainer() -> None:
-    """Losses and parameters after three steps of two batches are those of a plain loop in one process."""
-    reference, model = make_model(), make_model()
-    patch(reference)
-    optimizer, expected = torch.optim.SGD(reference.parameters(), lr=LEARNING_RATE), []
-    for step in range(3):
-        some = BATCHES[2 * step : 2 * step + 2]
-        items = sum((batch["labels"] != -100).sum() for batch in some)
-        losses = [reference(**batch, num_items_in_batch=items).loss for batch in some]
-        sum(losses).backward()
-        nn.utils.clip_grad_norm_(reference.parameters(), CLIP)
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(sum(losses).item())
-    options = {"gradient_accumulation_steps": 2, "max_grad_norm": CLIP, "optim": "sgd", "learning_rate": LEARNING_RATE}
-    with launched(), tempfile.TemporaryDirectory() as folder, SequenceParallel(model):
-        trained = SharedBatches(model, arguments(folder, lr_scheduler_type="constant", **options))
-        trained.train()
-    logged = [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
-    assert logged == pytest.approx(expected, abs=1e-4)  # Trainer rounds
-    for (name, p), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
-        near(p.detach(), whole.detach(), name)
-
-
-def divided_by_trainer() -> None:
-    """Trainer's own loader gives every rank other documents: an error, and no training on half of them each."""
-    documents = [{"input_ids": list(range(start, start + 9))} for start in range(16)]
-    model = make_model()
-    with launched(), tempfile.TemporaryDirectory() as folder, SequenceParallel(model):
-        trainer = Trainer(model, arguments(folder), train_dataset=documents, data_collator=PackingCollator())
-        with pytest.raises(ValueError, match="were given different batches: input_ids"):
-            trainer.train()
-
-
 def compiled() -> None:
     """Graphs end where ranks exchange, and the model compiled before entering is shared inside."""
     reference, model = make_model(), make_model()
@@ -163,10 +69,33 @@ def compiled() -> None:
         near(p.grad, whole.grad, name)
 
 
+def guide() -> None:
+    """Each block of docs/sequence-parallelism.md runs, with what it takes for granted at hand."""
+    blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) >= 10
+    documents = [{"input_ids": list(range(start, start + 9))} for start in range(16)]
+    for block in blocks:
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "sp"))
+        model = make_model(torch.float32)
+        sampler = MultipackDistributedBatchSampler(32, [9] * 16, 1, 0)
+        loader = DataLoader(documents, batch_sampler=sampler, collate_fn=PackingCollator())
+        with launched(), tempfile.TemporaryDirectory() as folder:
+            given = {
+                "tritonpack": tritonpack, "torch": torch, "dist": dist, "init_device_mesh": init_device_mesh,
+                "fully_shard": fully_shard, "DistributedDataParallel": DistributedDataParallel, "Trainer": Trainer,
+                "DataLoader": DataLoader, "get_state_dict": get_state_dict, "dcp": dcp, "folder": folder, "step": 1,
+                "model": model, "mesh": mesh, "batch": make_batch(0), "optimizer": optimizer_of(model),
+                "device_type": "cpu", "world_size": 2, "own_loss": lambda logits: logits.logsumexp(-1).mean(),
+                "sampler": sampler, "loader": loader, "dataset": documents, "lengths": [9] * 16,
+                "arguments": arguments(folder),
+            }  # fmt: skip
+            exec(compile(block, GUIDE.name, "exec"), given)
+        left = [p.grad is not None for p in model.parameters()]
+        assert all(left) or not any(left)
+
+
 CASES = {
     "a PEFT model": lora,
-    "accelerate": accelerated,
-    "Trainer": trainer,
-    "Trainer's own loader": divided_by_trainer,
     "a compiled model": compiled,
+    "the guide": guide,
 }
