@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tritonpack import PackingCollator, SequenceParallel, patch
+from tritonpack import BlockDiagonalMask, PackingCollator, SequenceParallel, patch, varlen_attention
 
 VOCABULARY = 64
 
@@ -221,6 +221,27 @@ def in_mixed_precision() -> None:
         near(full(p.grad), whole.grad, name, 5e-2)
 
 
+class Attending(nn.Module):
+    """A layer of one's own, which is handed the mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(16, 16, bias=False)
+
+    def forward(self, x: torch.Tensor, mask: BlockDiagonalMask) -> torch.Tensor:
+        q = self.project(x).view(-1, 2, 8)
+        return varlen_attention(q, q, q, mask)
+
+
+def mask_for_a_layer() -> None:
+    """FSDP copies the dataclasses that it finds in a layer's arguments."""
+    torch.manual_seed(1)
+    layer, x, mask = Attending(), torch.randn(9, 16), BlockDiagonalMask.from_seqlens([4, 5])
+    expected = layer(x, mask)
+    sharded = fully_shard(layer, mesh=make_mesh("sp"), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
+    near(sharded(x, mask).float(), expected, "output", 2e-2)
+
+
 # --- who doesn't
 
 
@@ -282,6 +303,7 @@ CASES = {
     "HSDP, replicas of sp": partial(trains_as_one, Training(fully_sharded, ("sp", "dp"))),
     "FSDP in bfloat16": in_mixed_precision,
     "FSDP, nothing shared": packed_without_sharing,
+    "FSDP, a mask for a layer": mask_for_a_layer,
     "DDP over replicas": partial(refused_on_entry, over_replicas),
     "FSDP over replicas": partial(refused_on_entry, sharded_over_replicas),
     "FSDP over replicas in one layer": partial(refused_on_entry, one_layer_over_replicas),
