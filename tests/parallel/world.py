@@ -16,6 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -85,7 +86,7 @@ def work(modules: list[str], size: int, store: str, rank: int) -> int:
         try:
             case()
             failed = False
-        except Exception:
+        except (Exception, pytest.fail.Exception):
             print(f"{name} failed:\n{traceback.format_exc()}", flush=True)
         verdicts: list = [None] * size
         dist.all_gather_object(verdicts, failed)  # raises where a rank is stuck in a case that another one left
