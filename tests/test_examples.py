@@ -1,16 +1,24 @@
 """The examples run, and what they train gets better."""
 
+import os
+import re
 import runpy
+import shutil
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("transformers")
-EXAMPLES = Path(__file__).parents[1] / "examples"
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
 
 
 def test_every_example_is_tested():
-    assert {path.stem for path in EXAMPLES.glob("*.py")} == {"train_packed", "train_with_trainer"}
+    tested = {"train_packed", "train_with_trainer", "train_sequence_parallel"}
+    assert {path.stem for path in EXAMPLES.glob("*.py")} == tested
 
 
 @pytest.mark.parametrize("name", ["train_packed", "train_with_trainer"])
@@ -20,3 +28,34 @@ def test_training_lowers_the_loss(name):
     losses = runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](steps=10)
     assert len(losses) == 10
     assert losses[-1] < losses[0]
+
+
+def torchrun(*options: str) -> dict[int, float]:
+    """Two ranks share every batch; the losses by step, as they are printed."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += [str(EXAMPLES / "train_sequence_parallel.py"), "--sp", "2", *options]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): .*loss (.*)", result.stdout)}
+
+
+def test_sequence_parallel_trains_as_one_process_and_goes_on_exactly(tmp_path, monkeypatch):
+    options = ("--steps", "8", "--save-every", "4", "--checkpoint", str(tmp_path))
+    losses = torchrun(*options)
+    shutil.rmtree(tmp_path / "step-000008")  # as if it had been interrupted before
+    resumed = torchrun(*options, "--resume")
+    assert resumed == {step: losses[step] for step in (5, 6, 7, 8)}
+
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    told = {"RANK": 0, "LOCAL_RANK": 0, "WORLD_SIZE": 1, "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    for name, value in told.items():
+        monkeypatch.setenv(name, str(value))
+    main = runpy.run_path(str(EXAMPLES / "train_sequence_parallel.py"))["main"]
+    alone = main(steps=8)
+    assert list(losses.values()) == pytest.approx(alone, abs=1e-4)
+    assert alone[-1] < alone[0] / 2
+    shutil.rmtree(tmp_path / "step-000008")
+    assert main(steps=8, checkpoint=tmp_path, resume=True) == pytest.approx(alone[4:], abs=1e-4)

@@ -8,9 +8,9 @@ padding, cross-attention and the shards of sequence parallelism are all of this 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -70,7 +70,7 @@ class BlockDiagonalMask:
         document_source: what `document` is made of when it is first asked for: the tensor, or a function that
             computes it.
         max_documents: how many documents there are at most, where the host knows.
-        kept: what was computed from the mask before.
+        kept: what was computed from the mask before; of each mask, and no field, so that copies begin with nothing.
     """
 
     key_start: Tensor
@@ -79,9 +79,10 @@ class BlockDiagonalMask:
     diagonal: Tensor | None = None
     document_source: Tensor | Callable[[], Tensor] | None = None
     max_documents: int | None = None
-    kept: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
+    kept: ClassVar[dict[Any, Any]]
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "kept", {})
         for name in ("key_start", "key_stop", "diagonal", "document_source"):
             rows = getattr(self, name)
             if (rows is None and name == "diagonal") or (name == "document_source" and not isinstance(rows, Tensor)):

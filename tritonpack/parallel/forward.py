@@ -22,7 +22,7 @@ from tritonpack.parallel.loss import IGNORED, ShardedLoss, sharded_loss, shift, 
 from tritonpack.parallel.packing import ShardedPacking
 from tritonpack.parallel.requirements import packing_hook
 from tritonpack.parallel.rotary import LongestPosition
-from tritonpack.parallel.sharing import Kept
+from tritonpack.parallel.sharing import Kept, exchanges
 from tritonpack.patches.hooks import CACHES, PackingHook
 from tritonpack.patches.kinds import CAUSAL, Kind
 from tritonpack.patches.packing import Packing
@@ -147,6 +147,7 @@ class ShardedForward:
         self.coming = self._prepare(args, kwargs)
         return None if self.coming is None else ((), self.coming.arguments)
 
+    @exchanges
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard | None:
         """This rank's shard of a call; None for one that isn't to be shared, or that is a shard already."""
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
@@ -228,6 +229,7 @@ class ShardedForward:
             sharded["use_cache"] = False
         return sharded
 
+    @exchanges
     def _finish(self, output: Any, shard: Shard) -> Any:
         """The output as one device would give it, or, if that isn't asked for, this rank's rows of it."""
         if not isinstance(output, ModelOutput):

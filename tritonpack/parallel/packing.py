@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,7 +14,6 @@ from tritonpack.patches.kinds import Kind
 from tritonpack.patches.packing import IntervalMask, Packing
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class ShardedMask(IntervalMask):
     """The mask of the whole batch, for layers that have one rank's rows of it: queries (1, rows), keys likewise.
 
@@ -23,7 +21,11 @@ class ShardedMask(IntervalMask):
         sharing: who has which rows.
     """
 
-    sharing: Sharing
+    arguments = (*IntervalMask.arguments, "sharing")
+
+    def __init__(self, *given: Any, sharing: Sharing, **named: Any) -> None:
+        super().__init__(*given, **named)
+        self.sharing = sharing
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         assert isinstance(self.packing, ShardedPacking)
@@ -37,7 +39,6 @@ class ShardedMask(IntervalMask):
         )
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
 class ShardedPacking(Packing):
     """One rank's rows of a packed batch, as a batch of one row; masks are of the whole.
 
@@ -48,10 +49,12 @@ class ShardedPacking(Packing):
         attended: the kinds of layers that have exchanged keys and values.
     """
 
-    whole: Packing
-    filled: Packing
-    sharing: Sharing
-    attended: set[Kind] = field(default_factory=set)
+    arguments = (*Packing.arguments, "whole", "filled", "sharing")
+
+    def __init__(self, *, whole: Packing, filled: Packing, sharing: Sharing, **named: Any) -> None:
+        super().__init__(**named)
+        self.whole, self.filled, self.sharing = whole, filled, sharing
+        self.attended: set[Kind] = set()
 
     def interval_mask(self, num_keys: int, query_offset: int | Tensor, key_offset: int, kind: Kind) -> IntervalMask:
         if kind.overlay is not None:
@@ -91,22 +94,17 @@ def fill_up(packing: Packing, columns: int) -> Packing:
     positions = packing.positions() if packing.position_ids is None else packing.position_ids
     boundaries = pad(starts, [0, columns])
     boundaries[:, -columns] = True
-    return replace(
-        packing,
+    return packing.replace(
         attention_mask=pad(live.int(), [0, columns]),
         position_ids=pad(positions, [0, columns]),
         boundaries=boundaries,
         tokens=torch.Size((packing.tokens[0], packing.tokens[1] + columns)),
-        kept=[],
-        kept_batches=[],
     )
 
 
 def shard_packing(whole: Packing, filled: Packing, sharing: Sharing) -> ShardedPacking:
     """This rank's rows of a packing without a cache."""
     assert not whole.cached
-    plain = replace(whole, kept=[], kept_batches=[])
-    fields = {name: getattr(plain, name) for name in ("where", "serving", "dtype", "kept", "kept_batches")}
     mask = whole.to_tensor() if sharing.columns and whole.attention_mask is None else whole.attention_mask
     positions = whole.positions() if whole.position_ids is None else whole.position_ids  # a shard can't count its own
     return ShardedPacking(
@@ -114,10 +112,11 @@ def shard_packing(whole: Packing, filled: Packing, sharing: Sharing) -> ShardedP
         position_ids=shard_positions(positions, sharing),
         boundaries=None,
         tokens=torch.Size((1, sharing.rows)),
+        where=whole.where,
+        serving=whole.serving,
         whole=whole,
         filled=filled,
         sharing=sharing,
-        **fields,
     )
 
 

@@ -20,6 +20,9 @@ from tritonpack.parallel.wire import Ranks
 
 GradReduce = Literal["mean", "sum"]
 
+# Groups, and handles of what is under way, are nothing for a graph: it ends there, and another one begins behind.
+exchanges = torch.compiler.disable(reason="sequence parallelism exchanges with other ranks here")
+
 
 @dataclass(frozen=True)
 class Kept:
@@ -117,11 +120,13 @@ class Sharing:
         """What ranks computed of kept rows, (1, own, ...), as (*kept.shape, ...)."""
         return self._gather(x, kept.lengths)[0].index_select(0, kept.order).unflatten(0, kept.shape)
 
+    @exchanges
     def total(self, part: Tensor) -> Tensor:
         """The sum over ranks of their parts of a loss, equal on all of them."""
         factor = self.ranks.size if self.grad_reduce == "mean" else 1
         return _Total.apply(part, self.ranks, factor)
 
+    @exchanges
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, **options: Any) -> Tensor:
         """Attention of this rank's rows by the batch's mask; shapes and options as `attend` takes them."""
         return attend(
@@ -136,6 +141,7 @@ class Sharing:
             **options,
         )
 
+    @exchanges
     def _gather(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
         if self.grad_reduce == "sum":
             x = _Scaled.apply(x, 1 / self.ranks.size)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -120,7 +119,7 @@ class PackingHook:
         if self.head is not None and self.outermost:
             told = {**arguments, **{name: x for name, x in self.head.told.items() if arguments.get(name) is None}}
         packing = make_packing(told, torch.Size(shape), tokens.device, self.serving)
-        return replace(packing, cached=any(arguments.get(name) is not None for name in CACHES))
+        return packing.replace(cached=any(arguments.get(name) is not None for name in CACHES))
 
     def _claim(self, mask: Any, arguments: dict[str, Any]) -> Any:
         """A mask that was made before the call, for this model."""
@@ -142,7 +141,7 @@ class PackingHook:
             arguments["position_ids"] = packing.positions() + self.first_position
         if self.mixes:
             if not isinstance(arguments.get("attention_mask"), Packing):
-                packing = replace(packing, by_document=self._runs_by_document(packing, arguments))
+                packing = packing.replace(by_document=self._runs_by_document(packing, arguments))
             if packing.by_document and (self.takes_any or "use_cache" in self.names):
                 arguments["use_cache"] = False
         arguments["attention_mask"] = packing
@@ -162,7 +161,7 @@ class PackingHook:
         if cached and packing.boundaries is None and (row_length == 1 or packing.position_ids is None):
             return False
         if cached and packing.attention_mask is not None:
-            packing = replace(packing, attention_mask=packing.attention_mask[:, -row_length:])
+            packing = packing.replace(attention_mask=packing.attention_mask[:, -row_length:])
         _, length = packing.lengths()
         whole = length.numel() == rows and bool((length == row_length).all())  # nothing packed, nothing padded
         padded = length.numel() <= rows

@@ -7,7 +7,7 @@ packing travels with the call and no state outlives it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -36,7 +36,6 @@ class Serving:
     backend: Backend
 
 
-@dataclass(frozen=True, eq=False)
 class IntervalMask(TensorLike):
     """A `BlockDiagonalMask` in the place of a 4D mask; a bool tensor to a model that computes with it.
 
@@ -48,13 +47,19 @@ class IntervalMask(TensorLike):
         kind: what the layer sees of a document.
     """
 
-    mask: BlockDiagonalMask
-    shape: torch.Size
-    serving: Serving
-    packing: Packing | None = None
-    kind: Kind = CAUSAL
-    dtype: torch.dtype = torch.bool
-    kept: list[tuple[torch.dtype, Tensor]] = field(default_factory=list)
+    arguments: tuple[str, ...] = ("mask", "shape", "serving", "packing", "kind")
+    dtype = torch.bool
+
+    def __init__(
+        self,
+        mask: BlockDiagonalMask,
+        shape: torch.Size,
+        serving: Serving,
+        packing: Packing | None = None,
+        kind: Kind = CAUSAL,
+    ) -> None:
+        self.mask, self.shape, self.serving, self.packing, self.kind = mask, shape, serving, packing, kind
+        self.kept: list[tuple[torch.dtype, Tensor]] = []
 
     @property
     def device(self) -> torch.device:
@@ -80,7 +85,7 @@ class IntervalMask(TensorLike):
             return self.to_tensor().to(*args, **kwargs)
         if device is None or torch.device(device) == self.device:
             return self
-        return replace(self, mask=self.mask.to(device), kept=[])
+        return self.replace(mask=self.mask.to(device))
 
     def to_addend(self, dtype: torch.dtype) -> Tensor:
         """A model that adds the mask to its scores means an additive one."""
@@ -102,7 +107,6 @@ class IntervalMask(TensorLike):
         return rows.to_dense(dtype, additive=additive).unflatten(0, (batch, 1, queries))
 
 
-@dataclass(frozen=True, eq=False)
 class Packing(TensorLike):
     """The documents of one forward pass, in the place of a 2D padding mask.
 
@@ -117,17 +121,27 @@ class Packing(TensorLike):
         cached: whether the call brought a cache, empty or not.
     """
 
-    attention_mask: Tensor | None
-    position_ids: Tensor | None
-    boundaries: Tensor | None
-    tokens: torch.Size
-    where: torch.device
-    serving: Serving
-    by_document: bool = False
-    cached: bool = False
-    dtype: torch.dtype = torch.int64
-    kept: list[tuple[tuple[Any, ...], IntervalMask]] = field(default_factory=list)
-    kept_batches: list[tuple[list[tuple[Tensor, Tensor]], Tensor]] = field(default_factory=list)
+    arguments: tuple[str, ...] = (
+        "attention_mask", "position_ids", "boundaries", "tokens", "where", "serving", "by_document", "cached",
+    )  # fmt: skip
+    dtype = torch.int64
+
+    def __init__(
+        self,
+        attention_mask: Tensor | None,
+        position_ids: Tensor | None,
+        boundaries: Tensor | None,
+        tokens: torch.Size,
+        where: torch.device,
+        serving: Serving,
+        by_document: bool = False,
+        cached: bool = False,
+    ) -> None:
+        self.attention_mask, self.position_ids, self.boundaries = attention_mask, position_ids, boundaries
+        self.tokens, self.where, self.serving = tokens, where, serving
+        self.by_document, self.cached = by_document, cached
+        self.kept: list[tuple[tuple[Any, ...], IntervalMask]] = []
+        self.kept_batches: list[tuple[list[tuple[Tensor, Tensor]], Tensor]] = []
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 ADDITIONS = ("add", "add_", "__add__", "__iadd__", "__radd__")
 
@@ -15,12 +18,21 @@ ADDITIONS = ("add", "add_", "__add__", "__iadd__", "__radd__")
 class TensorLike:
     """Looks like a tensor of `shape`; operators, torch's functions and unknown attributes work on `to_tensor()`.
 
-    So what a patch passes through a model as its mask costs nothing where the model only hands it on.
+    So what a patch passes through a model as its mask costs nothing where the model only hands it on. No dataclass:
+    FSDP looks into those that it finds in a layer's arguments, and in mixed precision makes new ones for each layer.
+
+    Attributes:
+        arguments: of the constructor, which are attributes, too.
     """
 
+    arguments: tuple[str, ...]
     shape: torch.Size
     dtype: torch.dtype
     __hash__ = object.__hash__
+
+    def replace(self, **changes: Any) -> Self:
+        """One that is made of other things; what this one has computed is forgotten."""
+        return type(self)(**{**{name: getattr(self, name) for name in self.arguments}, **changes})
 
     def to_tensor(self) -> Tensor:
         raise NotImplementedError

@@ -1,0 +1,135 @@
+"""SequenceParallel under accelerate and transformers' Trainer, which find their places by what a launcher tells."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+
+from tests.parallel.composition_cases import (
+    CLIP,
+    LEARNING_RATE,
+    make_batch,
+    make_mesh,
+    make_model,
+    near,
+    optimizer_of,
+)
+from tritonpack import PackingCollator, SequenceParallel, patch
+
+
+@contextmanager
+def launched() -> Iterator[None]:
+    """What accelerate reads of a launcher; what it remembers is forgotten afterwards."""
+    from accelerate.state import AcceleratorState
+
+    rank, size = str(dist.get_rank()), str(dist.get_world_size())
+    told = {
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "ACCELERATE_USE_CPU": "true",
+        "MASTER_ADDR": "localhost", "MASTER_PORT": "0",  # asked for, and not used: there is a process group
+    }  # fmt: skip
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        with mock.patch.dict(os.environ, told):
+            yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)
+
+
+def require_equal_everywhere(model: nn.Module) -> None:
+    for name, p in model.named_parameters():
+        first = p.detach().clone()
+        dist.broadcast(first, 0)
+        assert torch.equal(first, p), f"{name} differs between ranks"
+
+
+def accelerated() -> None:
+    from accelerate import Accelerator
+
+    reference, model = make_model(), make_model()
+    patch(reference)
+    expected = reference(**make_batch(0)).loss
+    expected.backward()
+    with launched():
+        accelerator = Accelerator(cpu=True)
+        model, optimizer = accelerator.prepare(model, optimizer_of(model))
+        assert isinstance(model, DistributedDataParallel)
+        with SequenceParallel(model):
+            output = model(**make_batch(0))
+            accelerator.backward(output.loss)
+            assert output.logits.shape[1] < make_batch(0)["input_ids"].shape[1]
+            near(output.loss.detach(), expected.detach(), "loss")
+            for (name, p), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
+                near(p.grad, whole.grad, name)
+            optimizer.step()
+    require_equal_everywhere(model)
+
+
+class SharedBatches(Trainer):
+    """Every rank of a group gets its replica's batches: accelerate, which would divide them, doesn't see the loader."""
+
+    def get_train_dataloader(self) -> DataLoader:
+        return DataLoader(self.train_dataset, batch_size=None)
+
+
+def arguments(folder: str, **options) -> TrainingArguments:
+    return TrainingArguments(
+        output_dir=folder, use_cpu=True, max_steps=3, save_strategy="no", report_to="none", disable_tqdm=True,
+        logging_steps=1, **options,
+    )  # fmt: skip
+
+
+def trainer() -> None:
+    """Losses and parameters after three steps of two batches each are those of a plain loop in one process, in which
+    every target of a step counts alike."""
+    mesh = make_mesh("dp", "sp")
+    replicas = [[make_batch(6 * replica + number) for number in range(6)] for replica in range(mesh["dp"].size())]
+    reference, model = make_model(), make_model()
+    patch(reference)
+    optimizer, expected = torch.optim.SGD(reference.parameters(), lr=LEARNING_RATE), []
+    for step in range(3):
+        some = [batch for batches in replicas for batch in batches[2 * step : 2 * step + 2]]
+        items = sum((batch["labels"] != -100).sum() for batch in some)
+        loss = sum(reference(**batch, num_items_in_batch=items).loss for batch in some)
+        loss.backward()
+        nn.utils.clip_grad_norm_(reference.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    options = {"gradient_accumulation_steps": 2, "max_grad_norm": CLIP, "optim": "sgd", "learning_rate": LEARNING_RATE}
+    mine = replicas[mesh.get_local_rank("dp")]
+    with launched(), tempfile.TemporaryDirectory() as folder, SequenceParallel(model, mesh["sp"]):
+        told = arguments(folder, lr_scheduler_type="constant", **options)
+        trained = SharedBatches(model, told, train_dataset=mine)
+        trained.train()
+    logged = [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
+    assert logged == pytest.approx(expected, abs=1e-3)  # Trainer rounds
+    for (name, p), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
+        near(p.detach(), whole.detach(), name)
+
+
+def divided_by_trainer() -> None:
+    """Trainer's own loader gives every rank other documents: an error, and no training on half of them each."""
+    documents = [{"input_ids": list(range(start, start + 9))} for start in range(16)]
+    model = make_model()
+    with launched(), tempfile.TemporaryDirectory() as folder, SequenceParallel(model):
+        trainer = Trainer(model, arguments(folder), train_dataset=documents, data_collator=PackingCollator())
+        with pytest.raises(ValueError, match="were given different batches: input_ids"):
+            trainer.train()
+
+
+CASES = {
+    "accelerate": accelerated,
+    "Trainer": trainer,
+    "Trainer's own loader": divided_by_trainer,
+}
