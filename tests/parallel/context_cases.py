@@ -157,10 +157,12 @@ def outputs(batch, **options):
     with SequenceParallel(model, gather_outputs=True, **options):
         got = model(**given, output_hidden_states=True)
         as_tuple = model(**given, return_dict=False)
+        as_configured = model(**given, return_dict=None)
     assert got.keys() == wanted.keys() - {"past_key_values"}
     close(got.logits, wanted.logits, "logits")
     close(as_tuple[0], wanted.loss, "loss in a tuple")
     close(as_tuple[1], wanted.logits, "logits in a tuple")
+    close(as_configured.logits, wanted.logits, "logits, return_dict=None")
     for ours, theirs in zip(got.hidden_states, wanted.hidden_states, strict=True):
         close(ours, theirs, "hidden states")
     with SequenceParallel(model, **options) as context:
@@ -228,6 +230,18 @@ def base_model():
     same(Result(loss.detach()[None], None, mean_over(None, gradients_of(model))), wanted)
 
 
+def adapted():
+    """PEFT passes all arguments that it knows, most of them None; only its own weights have gradients."""
+    from peft import LoraConfig, get_peft_model
+
+    def made():
+        torch.manual_seed(0)
+        weights = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        return get_peft_model(make_model(), weights)
+
+    same(on_ranks(made(), no_loss, packed()), alone(made(), no_loss, packed()))
+
+
 def in_groups_of_two():
     """Pairs of ranks of a mesh share a batch each; averaged over all, gradients are the mean over batches."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "sp"))
@@ -284,5 +298,6 @@ CASES = {
     "kept targets": kept_targets,
     **{f"documents stay apart: {one}": partial(documents_stay_apart, one, "zigzag") for one in EXCHANGES},
     "base model": base_model,
+    "adapted": adapted,
     "in groups of two": in_groups_of_two,
 }

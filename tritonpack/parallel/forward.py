@@ -125,7 +125,10 @@ class ShardedForward:
             arguments = shard.arguments
         else:
             arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}  # as the hooks after ours left them
-        as_tuple = not arguments.get("return_dict", getattr(self.module.config, "return_dict", True))
+        wanted = arguments.get("return_dict")
+        if wanted is None:  # as PEFT passes it
+            wanted = getattr(self.module.config, "return_dict", True)
+        as_tuple = not wanted
         if as_tuple:
             arguments = {**arguments, "return_dict": True}
         positions = shard.packing.whole.position_ids
