@@ -75,6 +75,14 @@ def accumulated():
     same(on_ranks(make_model(), no_loss, *batches), alone(make_model(), no_loss, *batches))
 
 
+def other_label_for_no_target(batch):
+    """What stands where there is none, at the ends of rows and of a batch that is filled up, too."""
+    given = BATCHES[batch]()
+    given["labels"] = given["labels"].masked_fill(given["labels"] == -100, 0)
+    given["ignore_index"] = 0
+    same(on_ranks(make_model(), no_loss, given), alone_on("llama", batch))
+
+
 def checkpointed(reentrant):
     model = make_model()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
@@ -282,6 +290,8 @@ CASES = {
     "summed gradients": partial(agrees, grad_reduce="sum"),
     "transformers' own loss": transformers_own_loss,
     "accumulated": accumulated,
+    "another label for no target": partial(other_label_for_no_target, "two_rows"),
+    "another label for no target, filled up": partial(other_label_for_no_target, "three_tokens"),
     "checkpointed": partial(checkpointed, False),
     "checkpointed, reentrant": partial(checkpointed, True),
     "targets of one rank alone": targets_of_one_rank_alone,

@@ -166,7 +166,8 @@ class ShardedForward:
         kept = None if batch.kept is None else sharing.keep(batch.kept)
         loss = None
         if batch.targets is not None:
-            targets = sharing.shard(batch.targets, fill=IGNORED) if kept is None else kept.pick(batch.targets)
+            ignored = _ignored(batch.arguments)
+            targets = sharing.shard(batch.targets, fill=ignored) if kept is None else kept.pick(batch.targets)
             loss = ShardedLoss(self.module.loss_function, sharing, targets, batch.targets)
         return Shard(packing, kept, loss, self._shard(batch, packing, kept, loss))
 
@@ -202,7 +203,7 @@ class ShardedForward:
                 raise ValueError(
                     f"labels must have the shape of the tokens, {tuple(tokens)}; got {tuple(labels.shape)}."
                 )
-            targets = shift(labels) if shifting else labels
+            targets = shift(labels, _ignored(arguments)) if shifting else labels
         wanted = tokens if kept is None else kept.shape
         if targets.shape != wanted:
             raise ValueError(
@@ -338,6 +339,11 @@ def _kept(given: Any, tokens: torch.Size, device: torch.device) -> Tensor | None
         "logits_to_keep must be how many of each row's last tokens, places in the rows, (k,) or (batch, k), or a bool "
         f"mask like the tokens, {tuple(tokens)}; got {described}."
     )
+
+
+def _ignored(arguments: dict[str, Any]) -> int:
+    """The label of tokens without a target, which transformers' losses take from a call."""
+    return arguments.get("ignore_index", IGNORED)
 
 
 def _without(arguments: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
