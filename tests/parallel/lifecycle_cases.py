@@ -1,6 +1,7 @@
 """What ranks check of entering and leaving SequenceParallel, and of what it refuses: on every rank, never a hang."""
 
 import copy
+import gc
 from functools import partial
 
 import pytest
@@ -124,6 +125,26 @@ def copies():
         other = copy.deepcopy(model)
         close(logits_of(other), mine, "copy")
     assert logits_of(other).shape[1] == packed()["input_ids"].shape[1]
+
+
+def forgets():
+    """Nothing that a batch took waits for a garbage collection: no cycle of references holds its tensors."""
+    model = make_model()
+    with SequenceParallel(model, exchange="ring"):
+        for checkpointing in (False, True):
+            if checkpointing:
+                model.gradient_checkpointing_enable()
+            gc.collect()
+            gc.disable()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            try:
+                model(**packed()).loss.backward()
+                gc.collect()
+                assert not [tuple(x.shape) for x in gc.garbage if isinstance(x, torch.Tensor)]
+            finally:
+                gc.set_debug(0)
+                gc.garbage.clear()
+                gc.enable()
 
 
 def without_a_head_or_its_own_loss():
@@ -344,6 +365,7 @@ CASES = {
     "pauses": pauses,
     "two models": two_models,
     "copies": copies,
+    "forgets": forgets,
     "without its own loss": without_a_head_or_its_own_loss,
     "tables of positions": tables_of_positions,
     "other tokens": partial(differs, "different batches: input_ids differs", replace(input_ids=numbers(1, 51, seed=9))),

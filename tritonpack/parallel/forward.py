@@ -138,6 +138,7 @@ class ShardedForward:
                 output = self.inner(**arguments)
         finally:
             self.rotary.last = None
+            shard.packing.forget()
         if not shard.packing.attended:
             raise UnsupportedModelError(
                 f"{type(self.module).__name__} makes something else of its mask before attention gets it, so layers "
