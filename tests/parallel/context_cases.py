@@ -250,6 +250,18 @@ def adapted():
     same(on_ranks(made(), no_loss, packed()), alone(made(), no_loss, packed()))
 
 
+def shards_of_tuples():
+    """Tensors of one row per token are sharded in tuples, too."""
+    model, seen = make_model(), []
+    model.model.layers[0].register_forward_pre_hook(lambda *call: seen.append(call[2]["pair"]), with_kwargs=True)
+    batch = packed()
+    pair = (batch["input_ids"], batch["position_ids"][..., None])
+    with SequenceParallel(model) as context:
+        model(**batch, pair=pair)
+        for got, whole in zip(seen[0], pair, strict=True):
+            close(got, context.shard(whole), "shard")
+
+
 def in_groups_of_two():
     """Pairs of ranks of a mesh share a batch each; averaged over all, gradients are the mean over batches."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "sp"))
@@ -309,5 +321,6 @@ CASES = {
     **{f"documents stay apart: {one}": partial(documents_stay_apart, one, "zigzag") for one in EXCHANGES},
     "base model": base_model,
     "adapted": adapted,
+    "shards of tuples": shards_of_tuples,
     "in groups of two": in_groups_of_two,
 }

@@ -22,7 +22,7 @@ from tritonpack.parallel.loss import IGNORED, ShardedLoss, sharded_loss, shift, 
 from tritonpack.parallel.packing import ShardedPacking
 from tritonpack.parallel.requirements import packing_hook
 from tritonpack.parallel.rotary import LongestPosition
-from tritonpack.parallel.sharing import Kept
+from tritonpack.parallel.sharing import Kept, Sharing
 from tritonpack.patches.hooks import CACHES, PackingHook
 from tritonpack.patches.kinds import CAUSAL, Kind
 from tritonpack.patches.packing import Packing
@@ -218,10 +218,8 @@ class ShardedForward:
     ) -> dict[str, Any]:
         """The arguments that the model is called with."""
         sharing = packing.sharing
-        sharded = {
-            name: sharing.shard(x) if isinstance(x, Tensor) and x.shape[:2] == sharing.tokens else x
-            for name, x in _without(batch.arguments, ("labels", "shift_labels", "position_ids")).items()
-        }
+        others = _without(batch.arguments, ("labels", "shift_labels", "position_ids"))
+        sharded = {name: _own_rows(x, sharing) for name, x in others.items()}
         sharded["attention_mask"] = packing
         if batch.packing.position_ids is not None:
             sharded["position_ids"] = packing.position_ids
@@ -317,6 +315,14 @@ def _refuse_arguments(arguments: dict[str, Any], tokens: torch.Size, module: Pre
                 f"{name} has shape {shapes}, which doesn't begin with that of the tokens, {tuple(tokens)}; sequence "
                 "parallelism knows how to shard one row per token alone."
             )
+
+
+def _own_rows(x: Any, sharing: Sharing) -> Any:
+    """This rank's rows of an argument that has one per token, or of those in a tuple; others as they are."""
+    if isinstance(x, (tuple, list)):
+        parts = [_own_rows(part, sharing) for part in x]
+        return tuple(parts) if isinstance(x, tuple) else parts
+    return sharing.shard(x) if isinstance(x, Tensor) and x.shape[:2] == sharing.tokens else x
 
 
 def _kept(given: Any, tokens: torch.Size, device: torch.device) -> Tensor | None:
