@@ -5,6 +5,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from tests.parallel.sp_models import (
     BATCHES,
@@ -23,7 +24,9 @@ from tests.parallel.sp_models import (
     same,
     two_rows,
 )
-from tritonpack import SequenceParallel, patch
+from tests.patches.models import COMMON
+from tritonpack import BlockDiagonalMask, SequenceParallel, patch
+from tritonpack.parallel.layouts import make_layout
 
 EXCHANGES = ("all_gather", "ring", "ulysses")
 LAYOUTS = ("contiguous", "zigzag", "stripe", "balanced")
@@ -262,6 +265,22 @@ def shards_of_tuples():
             close(got, context.shard(whole), "shard")
 
 
+def towers():
+    """A tower that sees both directions doesn't make a text of them: work is divided as the text's causal mask says."""
+    text = COMMON | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 4]}}
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32}
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    tokens = {name: 60 + number for number, name in enumerate(names)}
+    config = AutoConfig.for_model("qwen2_5_vl", text_config=text, vision_config=vision, **tokens)
+    model = AutoModelForImageTextToText.from_config(config)
+    batch = {"input_ids": numbers(1, 60), "position_ids": torch.arange(60).expand(3, 1, -1)}
+    with SequenceParallel(model, layout="balanced") as context:
+        model(**batch)
+        wanted = make_layout("balanced", BlockDiagonalMask.from_seqlens([60]), context.ranks.size)
+        for got, rows in zip(context._last().layout.rows, wanted.rows, strict=True):
+            assert got.tolist() == rows.tolist()
+
+
 def in_groups_of_two():
     """Pairs of ranks of a mesh share a batch each; averaged over all, gradients are the mean over batches."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "sp"))
@@ -322,5 +341,6 @@ CASES = {
     "base model": base_model,
     "adapted": adapted,
     "shards of tuples": shards_of_tuples,
+    "towers": towers,
     "in groups of two": in_groups_of_two,
 }

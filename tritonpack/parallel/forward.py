@@ -23,6 +23,7 @@ from tritonpack.parallel.packing import ShardedPacking
 from tritonpack.parallel.requirements import packing_hook
 from tritonpack.parallel.rotary import LongestPosition
 from tritonpack.parallel.sharing import Kept, Sharing
+from tritonpack.patches.by_name import takes_tokens
 from tritonpack.patches.hooks import CACHES, PackingHook
 from tritonpack.patches.kinds import CAUSAL, Kind
 from tritonpack.patches.packing import Packing
@@ -265,7 +266,8 @@ def _layer_kinds(module: PreTrainedModel) -> dict[Kind, int]:
     """What layers see of their documents, and how many of them; those that see most come first."""
     config = module.config.get_text_config()
     windows = layer_windows(config) or (None,)
-    if any(getattr(inner, "is_causal", True) is False for inner in module.modules()):
+    # Towers that turn images into embeddings see both directions, whatever the text does.
+    if any(getattr(inner, "is_causal", True) is False and takes_tokens(inner) for inner in module.modules()):
         return {Kind((-1, -1)): len(windows)}
     seen = Counter(windows)
     widest_first = sorted(seen, key=lambda window: -(window or sys.maxsize))
