@@ -103,6 +103,14 @@ def pauses():
         assert logits_of(model).shape[1] < packed()["input_ids"].shape[1]
         with pytest.raises(ValueError, match=r"without a cache.*paused"):
             model.generate(numbers(1, 5), max_new_tokens=4, do_sample=False)
+        with SequenceParallel(model) as inner, inner.paused():
+            assert logits_of(model).shape[1] == packed()["input_ids"].shape[1]
+    base = make_model().model
+    batch = {"input_ids": numbers(1, 51)}
+    with SequenceParallel(base), SequenceParallel(base) as inner:
+        with inner.paused():
+            assert base(**batch).last_hidden_state.shape[1] == 51
+        assert base(**batch).last_hidden_state.shape[1] < 51
 
 
 def two_models():

@@ -155,7 +155,9 @@ class ShardedForward:
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard | None:
         """This rank's shard of a call; None for one that isn't to be shared, or that is a shard already."""
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        if not self.context.running or isinstance(arguments.get("attention_mask"), ShardedPacking):
+        top = self.module.__dict__.get("forward")  # of the innermost context, which counts
+        whole = isinstance(top, ShardedForward) and top.context.entered and not top.context.running
+        if whole or not self.context.running or isinstance(arguments.get("attention_mask"), ShardedPacking):
             return None
         try:
             batch = self._read(arguments)
