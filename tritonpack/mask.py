@@ -326,12 +326,14 @@ class BlockDiagonalMask:
             rows = torch.arange(self.num_keys, device=self.device, dtype=torch.int32)
             query_start = torch.searchsorted(self.key_stop, rows, right=True, out_int32=True)
             query_stop = torch.searchsorted(self.key_start, rows, right=True, out_int32=True)
-            known = self.document_source is not None and self.num_queries > 0
+            source = self.kept.get("document", self.document_source)  # not `self`: that were a cycle of references
+            if source is not None:
+                source = partial(_document_of_keys, source, query_start) if self.num_queries else None
             self.kept["transpose"] = BlockDiagonalMask(
                 query_start,
                 query_stop,
                 self.num_queries,
-                document_source=partial(_document_of_keys, self, query_start) if known else None,
+                document_source=source,
                 max_documents=self.max_documents,
             )
         return self.kept["transpose"]
@@ -471,10 +473,10 @@ def _mask(
     return BlockDiagonalMask(seen.start, seen.stop, num_keys, seen.diagonal, seen.document, max_documents)
 
 
-def _document_of_keys(mask: BlockDiagonalMask, query_start: Tensor) -> Tensor:
+def _document_of_keys(source: Tensor | Callable[[], Tensor], query_start: Tensor) -> Tensor:
     """The document of each key: that of the first query that sees it."""
-    assert mask.document is not None
-    return mask.document[query_start.clamp(max=mask.num_queries - 1)]
+    document = source() if callable(source) else source
+    return document[query_start.clamp(max=document.shape[0] - 1)]
 
 
 def _falls(values: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoConfig, AutoModelForImageTextToText
 
 from tests.parallel.sp_models import (
     BATCHES,
@@ -23,7 +24,9 @@ from tests.parallel.sp_models import (
     same,
     two_rows,
 )
-from tritonpack import SequenceParallel, patch
+from tests.patches.models import COMMON
+from tritonpack import BlockDiagonalMask, SequenceParallel, patch
+from tritonpack.parallel.layouts import make_layout
 
 EXCHANGES = ("all_gather", "ring", "ulysses")
 LAYOUTS = ("contiguous", "zigzag", "stripe", "balanced")
@@ -73,6 +76,14 @@ def accumulated():
     for batch in batches:
         batch["num_items_in_batch"] = torch.tensor(count)
     same(on_ranks(make_model(), no_loss, *batches), alone(make_model(), no_loss, *batches))
+
+
+def other_label_for_no_target(batch):
+    """What stands where there is none, at the ends of rows and of a batch that is filled up, too."""
+    given = BATCHES[batch]()
+    given["labels"] = given["labels"].masked_fill(given["labels"] == -100, 0)
+    given["ignore_index"] = 0
+    same(on_ranks(make_model(), no_loss, given), alone_on("llama", batch))
 
 
 def checkpointed(reentrant):
@@ -157,10 +168,12 @@ def outputs(batch, **options):
     with SequenceParallel(model, gather_outputs=True, **options):
         got = model(**given, output_hidden_states=True)
         as_tuple = model(**given, return_dict=False)
+        as_configured = model(**given, return_dict=None)
     assert got.keys() == wanted.keys() - {"past_key_values"}
     close(got.logits, wanted.logits, "logits")
     close(as_tuple[0], wanted.loss, "loss in a tuple")
     close(as_tuple[1], wanted.logits, "logits in a tuple")
+    close(as_configured.logits, wanted.logits, "logits, return_dict=None")
     for ours, theirs in zip(got.hidden_states, wanted.hidden_states, strict=True):
         close(ours, theirs, "hidden states")
     with SequenceParallel(model, **options) as context:
@@ -228,6 +241,46 @@ def base_model():
     same(Result(loss.detach()[None], None, mean_over(None, gradients_of(model))), wanted)
 
 
+def adapted():
+    """PEFT passes all arguments that it knows, most of them None; only its own weights have gradients."""
+    from peft import LoraConfig, get_peft_model
+
+    def made():
+        torch.manual_seed(0)
+        weights = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        return get_peft_model(make_model(), weights)
+
+    same(on_ranks(made(), no_loss, packed()), alone(made(), no_loss, packed()))
+
+
+def shards_of_tuples():
+    """Tensors of one row per token are sharded in tuples, too."""
+    model, seen = make_model(), []
+    model.model.layers[0].register_forward_pre_hook(lambda *call: seen.append(call[2]["pair"]), with_kwargs=True)
+    batch = packed()
+    pair = (batch["input_ids"], batch["position_ids"][..., None])
+    with SequenceParallel(model) as context:
+        model(**batch, pair=pair)
+        for got, whole in zip(seen[0], pair, strict=True):
+            close(got, context.shard(whole), "shard")
+
+
+def towers():
+    """A tower that sees both directions doesn't make a text of them: work is divided as the text's causal mask says."""
+    text = COMMON | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 4]}}
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32}
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    tokens = {name: 60 + number for number, name in enumerate(names)}
+    config = AutoConfig.for_model("qwen2_5_vl", text_config=text, vision_config=vision, **tokens)
+    model = AutoModelForImageTextToText.from_config(config)
+    batch = {"input_ids": numbers(1, 60), "position_ids": torch.arange(60).expand(3, 1, -1)}
+    with SequenceParallel(model, layout="balanced") as context:
+        model(**batch)
+        wanted = make_layout("balanced", BlockDiagonalMask.from_seqlens([60]), context.ranks.size)
+        for got, rows in zip(context._last().layout.rows, wanted.rows, strict=True):
+            assert got.tolist() == rows.tolist()
+
+
 def in_groups_of_two():
     """Pairs of ranks of a mesh share a batch each; averaged over all, gradients are the mean over batches."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "sp"))
@@ -268,6 +321,8 @@ CASES = {
     "summed gradients": partial(agrees, grad_reduce="sum"),
     "transformers' own loss": transformers_own_loss,
     "accumulated": accumulated,
+    "another label for no target": partial(other_label_for_no_target, "two_rows"),
+    "another label for no target, filled up": partial(other_label_for_no_target, "three_tokens"),
     "checkpointed": partial(checkpointed, False),
     "checkpointed, reentrant": partial(checkpointed, True),
     "targets of one rank alone": targets_of_one_rank_alone,
@@ -284,5 +339,8 @@ CASES = {
     "kept targets": kept_targets,
     **{f"documents stay apart: {one}": partial(documents_stay_apart, one, "zigzag") for one in EXCHANGES},
     "base model": base_model,
+    "adapted": adapted,
+    "shards of tuples": shards_of_tuples,
+    "towers": towers,
     "in groups of two": in_groups_of_two,
 }

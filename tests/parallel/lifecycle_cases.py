@@ -1,6 +1,7 @@
 """What ranks check of entering and leaving SequenceParallel, and of what it refuses: on every rank, never a hang."""
 
 import copy
+import gc
 from functools import partial
 
 import pytest
@@ -102,6 +103,14 @@ def pauses():
         assert logits_of(model).shape[1] < packed()["input_ids"].shape[1]
         with pytest.raises(ValueError, match=r"without a cache.*paused"):
             model.generate(numbers(1, 5), max_new_tokens=4, do_sample=False)
+        with SequenceParallel(model) as inner, inner.paused():
+            assert logits_of(model).shape[1] == packed()["input_ids"].shape[1]
+    base = make_model().model
+    batch = {"input_ids": numbers(1, 51)}
+    with SequenceParallel(base), SequenceParallel(base) as inner:
+        with inner.paused():
+            assert base(**batch).last_hidden_state.shape[1] == 51
+        assert base(**batch).last_hidden_state.shape[1] < 51
 
 
 def two_models():
@@ -124,6 +133,26 @@ def copies():
         other = copy.deepcopy(model)
         close(logits_of(other), mine, "copy")
     assert logits_of(other).shape[1] == packed()["input_ids"].shape[1]
+
+
+def forgets():
+    """Nothing that a batch took waits for a garbage collection: no cycle of references holds its tensors."""
+    model = make_model()
+    with SequenceParallel(model, exchange="ring"):
+        for checkpointing in (False, True):
+            if checkpointing:
+                model.gradient_checkpointing_enable()
+            gc.collect()
+            gc.disable()
+            gc.set_debug(gc.DEBUG_SAVEALL)
+            try:
+                model(**packed()).loss.backward()
+                gc.collect()
+                assert not [tuple(x.shape) for x in gc.garbage if isinstance(x, torch.Tensor)]
+            finally:
+                gc.set_debug(0)
+                gc.garbage.clear()
+                gc.enable()
 
 
 def without_a_head_or_its_own_loss():
@@ -163,6 +192,13 @@ def differs(message, change, training=True):
         with pytest.raises(ValueError, match=message), torch.set_grad_enabled(training or not last):
             model(**(change(batch) if last else batch))
         assert model(**batch).loss.isfinite()  # and the group still works
+
+
+def differs_in_which_is_true():
+    """Names and values are alike on all ranks, but not which belong together."""
+    model, last = make_model(), dist.get_rank() == dist.get_world_size() - 1
+    with SequenceParallel(model), pytest.raises(ValueError, match="the other arguments differs"):
+        model(**packed(), output_hidden_states=last, return_dict=not last)
 
 
 def on_the_last_rank_alone(message, change):
@@ -337,6 +373,7 @@ CASES = {
     "pauses": pauses,
     "two models": two_models,
     "copies": copies,
+    "forgets": forgets,
     "without its own loss": without_a_head_or_its_own_loss,
     "tables of positions": tables_of_positions,
     "other tokens": partial(differs, "different batches: input_ids differs", replace(input_ids=numbers(1, 51, seed=9))),
@@ -349,6 +386,7 @@ CASES = {
         differs, "input_ids, position_ids, labels differ", lambda batch: {k: x[:, :40] for k, x in batch.items()}
     ),
     "other arguments": partial(differs, "the other arguments differs", replace(output_hidden_states=True)),
+    "values of each other's arguments": differs_in_which_is_true,
     "no gradients": partial(differs, "whether gradients are computed differs", lambda batch: batch, training=False),
     "no tokens on one rank": partial(on_the_last_rank_alone, "at least one token", replace(input_ids=numbers(1, 0))),
     "torn on one rank": partial(

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from numbers import Number
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ def require_same_batch(
     found: list[int | Tensor] = [error is not None, _number(torch.is_grad_enabled())]
     if error is None:
         found += [_number(arguments.get(name)) for name in NAMED]
-        found += [sum(_number((name, value)) for name, value in sorted(others.items()))]
+        found += [_number(sorted(others.items()))]
         found += [_bits(parameters)]
     header = torch.zeros(len(NAMED) + 4, dtype=torch.int64, device=ranks.header_device())
     for place, number in enumerate(found):
@@ -90,17 +91,27 @@ def raise_everywhere(ranks: Ranks, error: Exception | None) -> None:
 
 def _number(value: Any) -> int | Tensor:
     """A number that is equal for equal values, and hardly ever else."""
+    tensors: list[Tensor] = []
+    seed = zlib.crc32(_text(value, tensors).encode())
+    return sum((_mixed(x, seed + place) for place, x in enumerate(tensors)), start=seed)
+
+
+def _text(value: Any, tensors: list[Tensor]) -> str:
+    """A value without the numbers of its tensors; those that count are appended to `tensors`."""
+    if isinstance(value, Tensor):
+        if not (value.is_floating_point() or value.is_complex()):
+            tensors.append(value)
+        return f"{tuple(value.shape)} {value.dtype}"
     if isinstance(value, (tuple, list)):
-        return sum(_number(part) * (2 * place + 1) for place, part in enumerate(value))
-    if not isinstance(value, Tensor):
-        plain = value is None or isinstance(value, (bool, int, float, str))
-        return zlib.crc32((repr(value) if plain else type(value).__name__).encode())
-    shape = zlib.crc32(f"{tuple(value.shape)} {value.dtype}".encode())
-    if value.is_floating_point() or value.is_complex():
-        return shape
-    numbers = value.detach().flatten().long()
+        return f"[{', '.join(_text(part, tensors) for part in value)}]"
+    return repr(value) if value is None or isinstance(value, (Number, str)) else type(value).__name__
+
+
+def _mixed(x: Tensor, seed: int) -> Tensor:
+    """The numbers of a tensor and their places in one."""
+    numbers = x.detach().flatten().long()
     places = torch.arange(numbers.shape[0], device=numbers.device)
-    mixed = (numbers * 0x1E3779B97F4A7C15 + shape) ^ (places * 0x3F58476D1CE4E5B9)
+    mixed = (numbers * 0x1E3779B97F4A7C15 + seed) ^ (places * 0x3F58476D1CE4E5B9)
     return ((mixed ^ (mixed >> 31)) * 0x14D049BB133111EB).sum()
 
 

@@ -22,7 +22,8 @@ from tritonpack.parallel.loss import IGNORED, ShardedLoss, sharded_loss, shift, 
 from tritonpack.parallel.packing import ShardedPacking
 from tritonpack.parallel.requirements import packing_hook
 from tritonpack.parallel.rotary import LongestPosition
-from tritonpack.parallel.sharing import Kept, exchanges
+from tritonpack.parallel.sharing import Kept, Sharing, exchanges
+from tritonpack.patches.by_name import takes_tokens
 from tritonpack.patches.hooks import CACHES, PackingHook
 from tritonpack.patches.kinds import CAUSAL, Kind
 from tritonpack.patches.packing import Packing
@@ -125,7 +126,10 @@ class ShardedForward:
             arguments = shard.arguments
         else:
             arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}  # as the hooks after ours left them
-        as_tuple = not arguments.get("return_dict", getattr(self.module.config, "return_dict", True))
+        wanted = arguments.get("return_dict")
+        if wanted is None:  # as PEFT passes it
+            wanted = getattr(self.module.config, "return_dict", True)
+        as_tuple = not wanted
         if as_tuple:
             arguments = {**arguments, "return_dict": True}
         positions = shard.packing.whole.position_ids
@@ -135,6 +139,7 @@ class ShardedForward:
                 output = self.inner(**arguments)
         finally:
             self.rotary.last = None
+            shard.packing.forget()
         if not shard.packing.attended:
             raise UnsupportedModelError(
                 f"{type(self.module).__name__} makes something else of its mask before attention gets it, so layers "
@@ -151,7 +156,9 @@ class ShardedForward:
     def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shard | None:
         """This rank's shard of a call; None for one that isn't to be shared, or that is a shard already."""
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        if not self.context.running or isinstance(arguments.get("attention_mask"), ShardedPacking):
+        top = self.module.__dict__.get("forward")  # of the innermost context, which counts
+        whole = isinstance(top, ShardedForward) and top.context.entered and not top.context.running
+        if whole or not self.context.running or isinstance(arguments.get("attention_mask"), ShardedPacking):
             return None
         try:
             batch = self._read(arguments)
@@ -164,7 +171,8 @@ class ShardedForward:
         kept = None if batch.kept is None else sharing.keep(batch.kept)
         loss = None
         if batch.targets is not None:
-            targets = sharing.shard(batch.targets, fill=IGNORED) if kept is None else kept.pick(batch.targets)
+            ignored = _ignored(batch.arguments)
+            targets = sharing.shard(batch.targets, fill=ignored) if kept is None else kept.pick(batch.targets)
             loss = ShardedLoss(self.module.loss_function, sharing, targets, batch.targets)
         return Shard(packing, kept, loss, self._shard(batch, packing, kept, loss))
 
@@ -200,7 +208,7 @@ class ShardedForward:
                 raise ValueError(
                     f"labels must have the shape of the tokens, {tuple(tokens)}; got {tuple(labels.shape)}."
                 )
-            targets = shift(labels) if shifting else labels
+            targets = shift(labels, _ignored(arguments)) if shifting else labels
         wanted = tokens if kept is None else kept.shape
         if targets.shape != wanted:
             raise ValueError(
@@ -214,10 +222,8 @@ class ShardedForward:
     ) -> dict[str, Any]:
         """The arguments that the model is called with."""
         sharing = packing.sharing
-        sharded = {
-            name: sharing.shard(x) if isinstance(x, Tensor) and x.shape[:2] == sharing.tokens else x
-            for name, x in _without(batch.arguments, ("labels", "shift_labels", "position_ids")).items()
-        }
+        others = _without(batch.arguments, ("labels", "shift_labels", "position_ids"))
+        sharded = {name: _own_rows(x, sharing) for name, x in others.items()}
         sharded["attention_mask"] = packing
         if batch.packing.position_ids is not None:
             sharded["position_ids"] = packing.position_ids
@@ -264,7 +270,8 @@ def _layer_kinds(module: PreTrainedModel) -> dict[Kind, int]:
     """What layers see of their documents, and how many of them; those that see most come first."""
     config = module.config.get_text_config()
     windows = layer_windows(config) or (None,)
-    if any(getattr(inner, "is_causal", True) is False for inner in module.modules()):
+    # Towers that turn images into embeddings see both directions, whatever the text does.
+    if any(getattr(inner, "is_causal", True) is False and takes_tokens(inner) for inner in module.modules()):
         return {Kind((-1, -1)): len(windows)}
     seen = Counter(windows)
     widest_first = sorted(seen, key=lambda window: -(window or sys.maxsize))
@@ -316,6 +323,14 @@ def _refuse_arguments(arguments: dict[str, Any], tokens: torch.Size, module: Pre
             )
 
 
+def _own_rows(x: Any, sharing: Sharing) -> Any:
+    """This rank's rows of an argument that has one per token, or of those in a tuple; others as they are."""
+    if isinstance(x, (tuple, list)):
+        parts = [_own_rows(part, sharing) for part in x]
+        return tuple(parts) if isinstance(x, tuple) else parts
+    return sharing.shard(x) if isinstance(x, Tensor) and x.shape[:2] == sharing.tokens else x
+
+
 def _kept(given: Any, tokens: torch.Size, device: torch.device) -> Tensor | None:
     """The tokens to compute logits of, as transformers means `logits_to_keep`; None for all."""
     if given is None or (is_int(given) and given == 0):
@@ -337,6 +352,11 @@ def _kept(given: Any, tokens: torch.Size, device: torch.device) -> Tensor | None
         "logits_to_keep must be how many of each row's last tokens, places in the rows, (k,) or (batch, k), or a bool "
         f"mask like the tokens, {tuple(tokens)}; got {described}."
     )
+
+
+def _ignored(arguments: dict[str, Any]) -> int:
+    """The label of tokens without a target, which transformers' losses take from a call."""
+    return arguments.get("ignore_index", IGNORED)
 
 
 def _without(arguments: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.sharing import Sharing
 
-IGNORED = -100  # transformers' label for tokens without a target
+IGNORED = -100  # transformers' label for tokens without a target, unless a call says otherwise by `ignore_index`
 
 # Losses of transformers that compare every token with its own label; the others shift, and take `shift_labels`.
 PER_TOKEN = ("ForMaskedLMLoss", "ForTokenClassification")
@@ -20,9 +20,9 @@ PER_TOKEN = ("ForMaskedLMLoss", "ForTokenClassification")
 REMEDY = "Pass no labels and compute the loss from gathered logits: SequenceParallel(..., gather_outputs=True)."
 
 
-def shift(labels: Tensor) -> Tensor:
-    """The target of each token of (B, T) labels: the label of the next token of its row."""
-    return nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
+def shift(labels: Tensor, ignored: int) -> Tensor:
+    """The target of each token of (B, T) labels: the label of the next token of its row, `ignored` for the last."""
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=ignored)
 
 
 def shifts(loss_function: Any) -> bool:

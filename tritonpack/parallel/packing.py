@@ -71,6 +71,14 @@ class ShardedPacking(Packing):
         self.kept.append(((kind,), mask))
         return mask
 
+    def forget(self) -> None:
+        """Let go of the masks once a forward is done: they know us, too, and would stay until all garbage is collected.
+
+        What is recomputed in backward has been given its masks.
+        """
+        for packing in (self, self.whole, self.filled):
+            packing.kept.clear()
+
     def runs(self) -> tuple[Tensor, Tensor | None]:
         starts, live = self.whole.runs()
         return self.sharing.shard(starts), None if live is None else self.sharing.shard(live)
