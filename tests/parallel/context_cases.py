@@ -225,8 +225,8 @@ def documents_stay_apart(exchange, layout):
             assert not moved.any()
 
 
-def base_model():
-    """A model without a head: its hidden states are sharded and gathered."""
+def base_model(under_a_head):
+    """A model called without a head: its hidden states are sharded and gathered."""
     batch = packed()
     del batch["labels"]
 
@@ -235,8 +235,9 @@ def base_model():
 
     model = make_model()
     wanted = alone(make_model(), compute, batch)
-    with SequenceParallel(model.model, gather_outputs=True, layout="zigzag"):
+    with SequenceParallel(model if under_a_head else model.model, gather_outputs=True, layout="zigzag") as context:
         loss = compute(model, **batch)
+        assert context.shard(batch["input_ids"]).shape[1] < sum(LENGTHS)
         loss.backward()
     same(Result(loss.detach()[None], None, mean_over(None, gradients_of(model))), wanted)
 
@@ -338,7 +339,8 @@ CASES = {
     "kept logits, striped": partial(kept_logits, "stripe"),
     "kept targets": kept_targets,
     **{f"documents stay apart: {one}": partial(documents_stay_apart, one, "zigzag") for one in EXCHANGES},
-    "base model": base_model,
+    "base model": partial(base_model, False),
+    "base model under a head": partial(base_model, True),
     "adapted": adapted,
     "shards of tuples": shards_of_tuples,
     "towers": towers,

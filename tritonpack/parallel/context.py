@@ -19,9 +19,9 @@ from tritonpack.parallel.planning import plan
 from tritonpack.parallel.requirements import (
     compared_parameters,
     find_packing_hook,
-    outermost_models,
     require_reduction,
     require_shardable,
+    shared_modules,
 )
 from tritonpack.parallel.sharing import GradReduce, Sharing
 from tritonpack.parallel.wire import as_ranks
@@ -62,6 +62,9 @@ class SequenceParallel:
     objective is the mean over ranks of the losses that they compute: a loss of your own that every rank computes alike
     from gathered outputs, such as GRPO's or DPO's, needs nothing; one of which each rank computes a part must be
     multiplied by the number of ranks, or summed by `total`.
+
+    The model inside of a head shares what it is called with likewise. `inputs_embeds` that need gradients get them for this
+    rank's rows. Dropout in attention is refused, as which pairs are dropped would depend on the layout.
 
     Models are patched on entry where they aren't. Leaving restores them, also after an exception. Contexts nest: the
     innermost counts.
@@ -261,7 +264,7 @@ class SequenceParallel:
             if hook is None:
                 self._patches.append(patch(model))
             require_shardable(model, self._patches[-1].report if hook is None else hook.report)
-            for module in outermost_models(model):
+            for module in shared_modules(model):
                 self._forwards.append(ShardedForward(module, self))
         self._parameters = compared_parameters(self.models)
 

@@ -18,13 +18,13 @@ from transformers.utils import ModelOutput
 
 from tritonpack.checks import is_int, require
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.parallel.loss import IGNORED, ShardedLoss, sharded_loss, shift, shifts
+from tritonpack.parallel.loss import IGNORED, ShardedLoss, computing_loss, shift, shifts
 from tritonpack.parallel.packing import ShardedPacking
-from tritonpack.parallel.requirements import packing_hook
+from tritonpack.parallel.requirements import is_patched, packing_hook
 from tritonpack.parallel.rotary import LongestPosition
 from tritonpack.parallel.sharing import Kept, Sharing, exchanges
 from tritonpack.patches.by_name import takes_tokens
-from tritonpack.patches.hooks import CACHES, PackingHook
+from tritonpack.patches.hooks import CACHES
 from tritonpack.patches.kinds import CAUSAL, Kind
 from tritonpack.patches.packing import Packing
 from tritonpack.patches.positions import require_one_rope
@@ -95,7 +95,7 @@ class ShardedForward:
         module.forward = self
         # A model that is patched itself has a hook which reads the packing: the shard must be made before it.
         self.hook = None
-        if any(isinstance(hook, PackingHook) for hook in module._forward_pre_hooks.values()):
+        if is_patched(module):
             self.hook = module.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True)
 
     @property
@@ -118,27 +118,25 @@ class ShardedForward:
                 self.module.__dict__["forward"] = top.own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
         shard, self.coming = self.coming, None
-        if shard is None:
+        made = shard is not None and arguments.get("attention_mask") is shard.packing
+        if shard is None or not made:  # no hook made one, or it was for a call that never came
             shard = self._prepare(args, kwargs)
             if shard is None:
                 return self.inner(*args, **kwargs)
             arguments = shard.arguments
-        else:
-            arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}  # as the hooks after ours left them
         wanted = arguments.get("return_dict")
         if wanted is None:  # as PEFT passes it
             wanted = getattr(self.module.config, "return_dict", True)
         as_tuple = not wanted
         if as_tuple:
             arguments = {**arguments, "return_dict": True}
-        positions = shard.packing.whole.position_ids
-        self.rotary.last = (shard.packing.whole.positions() if positions is None else positions).max()
+        computing = nullcontext() if shard.loss is None else computing_loss(self.module, shard.loss)
         try:
-            with nullcontext() if shard.loss is None else sharded_loss(self.module, shard.loss):
+            with self.rotary.of(shard.packing.whole), computing:
                 output = self.inner(**arguments)
         finally:
-            self.rotary.last = None
             shard.packing.forget()
         if not shard.packing.attended:
             raise UnsupportedModelError(

@@ -74,7 +74,7 @@ class ShardedLoss:
 
 
 @contextmanager
-def sharded_loss(model: Any, loss: ShardedLoss) -> Iterator[None]:
+def computing_loss(model: Any, loss: ShardedLoss) -> Iterator[None]:
     """Have a model compute its loss by `loss`.
 
     Raises:

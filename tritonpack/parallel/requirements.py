@@ -74,19 +74,23 @@ def packing_hook(model: nn.Module) -> PackingHook:
     )
 
 
-def outermost_models(model: nn.Module) -> list[PreTrainedModel]:
-    """The transformers models in a module that lie in no other: where the arguments are the user's.
+def shared_modules(model: nn.Module) -> list[PreTrainedModel]:
+    """The transformers models in a module that may be called with a batch, from the outside in: those that lie in no
+    other, and the patched ones inside of them, which trainers call to compute a loss without logits.
 
     Raises:
         UnsupportedModelError: there is none.
     """
-    found: list[PreTrainedModel] = []
-    for module in model.modules():  # from the outside in
-        if isinstance(module, PreTrainedModel) and not any(module is one for outer in found for one in outer.modules()):
-            found.append(module)
-    if not found:
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    if not models:
         raise UnsupportedModelError(f"expected a transformers model; got {type(model).__name__}.")
-    return found
+    inner = {id(module) for outer in models for module in outer.modules() if module is not outer}
+    return [one for one in models if id(one) not in inner or is_patched(one)]
+
+
+def is_patched(module: nn.Module) -> bool:
+    """Whether it has a packing hook itself."""
+    return any(isinstance(hook, PackingHook) for hook in module._forward_pre_hooks.values())
 
 
 def require_reduction(model: nn.Module, ranks: Ranks) -> None:

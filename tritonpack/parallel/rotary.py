@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from tritonpack.patches.packing import Packing
 from tritonpack.patches.positions import follows_longest
 
 
@@ -25,6 +28,16 @@ class LongestPosition:
             if any(map(follows_longest, kinds.values() if isinstance(kinds, dict) else [kinds or ""])):
                 self._handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
                 self._handles.append(module.register_forward_hook(self._after))
+
+    @contextmanager
+    def of(self, packing: Packing) -> Iterator[None]:
+        """The batch is running."""
+        if self._handles:
+            self.last = (packing.positions() if packing.position_ids is None else packing.position_ids).max()
+        try:
+            yield
+        finally:
+            self.last = None
 
     def remove(self) -> None:
         for handle in self._handles:
