@@ -63,8 +63,8 @@ class SequenceParallel:
     from gathered outputs, such as GRPO's or DPO's, needs nothing; one of which each rank computes a part must be
     multiplied by the number of ranks, or summed by `total`.
 
-    The model inside of a head shares what it is called with likewise. `inputs_embeds` that need gradients get them for this
-    rank's rows. Dropout in attention is refused, as which pairs are dropped would depend on the layout.
+    The model inside of a head shares what it is called with likewise. `inputs_embeds` that need gradients get them for
+    this rank's rows. Dropout in attention is refused, as which pairs are dropped would depend on the layout.
 
     Models are patched on entry where they aren't. Leaving restores them, also after an exception. Contexts nest: the
     innermost counts.
