@@ -13,15 +13,25 @@ from tritonpack.testing.tolerance import OUTPUTS, ROW_OUTPUTS, run
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
-DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["fp32", "fp16"])
+# What half precision adds are conversions, which differ where the code does: not with lengths or windows.
+HALF = (
+    "causal", "slack", "cross", "group-of-three", "head-dim-20", "head-dim-64", "head-dim-192-128", "head-dim-512",
+    "softcap-window", "sinks", "alibi-documents", "dropout", "everything",
+)  # fmt: skip
+assert set(HALF) <= {case.name for case in CASES}
 ISOLATION = Case("isolation", (37, 0, 70, 30), slack=11)
 
 
-@DTYPES
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.usefixtures("poisoned_memory")
-def test_as_exact_as_plain_attention(case: Case, dtype: torch.dtype) -> None:
-    check_backend(make_inputs(case, dtype, slack_value=float("nan")), "triton")
+def test_as_exact_as_plain_attention(case: Case) -> None:
+    check_backend(make_inputs(case, torch.float32, slack_value=float("nan")), "triton")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name in HALF], ids=str)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_as_exact_as_plain_attention_in_half(case: Case) -> None:
+    check_backend(make_inputs(case, torch.float16, slack_value=float("nan")), "triton")
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in ("slack", "cross", "everything")], ids=str)

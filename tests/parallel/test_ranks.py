@@ -7,12 +7,12 @@ from tests.parallel import world
 
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_agree_with_one_process(size, tmp_path):
-    modules = ["collectives_cases", "exchange_cases", "context_cases", "lifecycle_cases", "every_type_cases"]
-    world.run([*modules, "composition_cases", "trainer_cases"], size, tmp_path)
+    modules = ["collectives_cases", "exchange_cases", "context_cases", "lifecycle_cases", "composition_cases"]
+    world.run([*modules, "trainer_cases"], size, tmp_path)
 
 
 def test_ranks_agree_with_what_wraps_models(tmp_path):
-    world.run(["library_cases"], 2, tmp_path)
+    world.run(["library_cases", "every_type_cases"], 2, tmp_path)
 
 
 @pytest.mark.interpreter
