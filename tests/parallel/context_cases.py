@@ -346,3 +346,14 @@ CASES = {
     "towers": towers,
     "in groups of two": in_groups_of_two,
 }
+
+# One of each kind: what differs with the number of ranks shows in these.
+ALSO_ON_FOUR = [
+    *(f"{exchange} {layout}" for exchange in EXCHANGES for layout in LAYOUTS),
+    *(f"all_gather: {batch}" for batch in BATCHES if batch != "packed"),
+    *("ring: two_rows", "ring: three_tokens", "ulysses: padded", "ulysses: three_tokens"),
+    *("ring: mistral", "all_gather: gemma2", "ulysses: gpt_oss"),
+    *("chosen", "accumulated", "checkpointed", "targets of one rank alone"),
+    *("own loss, averaged", "own loss, summed", "loss in parts, averaged", "loss by total, averaged"),
+    *("outputs of two rows", "kept logits, striped", "kept targets", "documents stay apart: ring", "in groups of two"),
+]

@@ -477,3 +477,9 @@ CASES = {
     "unpatched inside": unpatched_inside,
     "without comparing": without_comparing,
 }
+
+# What differs with the number of ranks: who is at fault, and who is told.
+ALSO_ON_FOUR = [
+    *("restores", "nests", "two models", "rotary embeddings that grow", "too few heads", "other tokens"),
+    *("other lengths", "no tokens on one rank", "settings differ", "not in the group", "apart"),
+]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn
@@ -73,12 +74,19 @@ def _be(rank: int, modules: list[str], size: int, folder: Path) -> NoReturn:
         os._exit(code)
 
 
+def cases_of(module: str, size: int) -> list[tuple[str, Callable[[], None]]]:
+    """A module's cases by name; more than two ranks run those of ALSO_ON_FOUR alone, where it has that."""
+    home = import_module(f"tests.parallel.{module}")
+    chosen = home.CASES if size == 2 else getattr(home, "ALSO_ON_FOUR", home.CASES)
+    return [(name, home.CASES[name]) for name in chosen]
+
+
 def work(modules: list[str], size: int, store: str, rank: int) -> int:
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=STUCK)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
     failures = 0
-    cases = [item for module in modules for item in import_module(f"tests.parallel.{module}").CASES.items()]
+    cases = [item for module in modules for item in cases_of(module, size)]
     for name, case in cases:
         torch.manual_seed(0)
         started = time.monotonic()
