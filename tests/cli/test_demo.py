@@ -94,7 +94,7 @@ def test_a_run_measures_what_it_did(corpus, settings):
     assert min(run.seconds) > 0
     # Judged by hand: each held-out document alone.
     model = build_model(settings)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.shape.learning_rate)
     for step in steps:
         model(**padded_batch(step)).loss.backward()
         optimizer.step()

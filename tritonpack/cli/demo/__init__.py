@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tritonpack.cli.demo.checks import check_ways
 from tritonpack.cli.demo.corpus import Corpus, Document, read_corpus
-from tritonpack.cli.demo.model import Settings
+from tritonpack.cli.demo.model import Settings, shape_of
 from tritonpack.cli.demo.report import count, table, verdict
 from tritonpack.cli.demo.training import WARMUP_STEPS, train_in_turns
 
@@ -59,7 +59,7 @@ def settings_for(device: str, dtype: str, size: str, max_length: int | None, thr
         seed=seed,
         device=device,
         dtype=getattr(torch, defaults.dtype if dtype == "auto" else dtype),
-        size=defaults.size if size == "auto" else size,
+        shape=shape_of(defaults.size if size == "auto" else size),
         max_length=max_length or defaults.max_length,
         threads=threads,
     )
@@ -102,9 +102,9 @@ def _preface(corpus: Corpus, settings: Settings, steps: int, documents: int) -> 
     dtype = str(settings.dtype).removeprefix("torch.")
     threads = count(settings.threads, "CPU thread")
     yield (
-        f"{steps} steps of {count(documents, 'document')} each way: the {settings.size} model on {settings.device}, "
-        f"{dtype}, {threads}. Each way has a fresh process, and they take turns, step by step; the first "
-        f"{WARMUP_STEPS} steps aren't timed."
+        f"{steps} steps of {count(documents, 'document')} each way: the {settings.shape.name} model on "
+        f"{settings.device}, {dtype}, {threads}. Each way has a fresh process, and they take turns, step by step; the "
+        f"first {WARMUP_STEPS} steps aren't timed."
     )
 
 

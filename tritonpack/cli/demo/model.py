@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -17,7 +17,23 @@ from tritonpack.packing.collator import IGNORED_LABEL
 Way = Literal["padded", "naive", "packed"]
 WAYS: tuple[Way, ...] = get_args(Way)
 
-_SIZES: dict[str, dict[str, Any]] = {
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's configuration, and the learning rate that suits it.
+
+    Attributes:
+        name: for people.
+        config: what `LlamaConfig` is told beside the length of documents and the marks at their ends.
+        learning_rate: of AdamW.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+    learning_rate: float
+
+
+SIZES: dict[str, dict[str, Any]] = {
     "tiny": {
         "hidden_size": 64,
         "intermediate_size": 176,
@@ -33,32 +49,32 @@ _SIZES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
     },
 }
-_LEARNING_RATES = {"tiny": 3e-3, "small": 6e-4}
+LEARNING_RATES = {"tiny": 3e-3, "small": 6e-4}
+
+
+def shape_of(size: str) -> Shape:
+    """One of the demo's own models."""
+    return Shape(size, {**SIZES[size], "vocab_size": VOCABULARY_SIZE}, LEARNING_RATES[size])
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What every way of one demo shares."""
+    """What every way of one comparison shares."""
 
     seed: int
     device: str
     dtype: torch.dtype
-    size: str
+    shape: Shape
     max_length: int
     threads: int
 
-    @property
-    def learning_rate(self) -> float:
-        return _LEARNING_RATES[self.size]
-
 
 def build_model(settings: Settings, dtype: torch.dtype | None = None) -> torch.nn.Module:
-    """A small Llama with stock scaled-dot-product attention; the same weights whenever it's called with one seed."""
+    """A Llama with stock scaled-dot-product attention; the same weights whenever it's called with one seed."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
-        **_SIZES[settings.size],
-        vocab_size=VOCABULARY_SIZE,
+        **settings.shape.config,
         max_position_embeddings=settings.max_length,
         bos_token_id=None,
         eos_token_id=END_OF_DOCUMENT,

@@ -69,7 +69,7 @@ class Training:
         self._way, self._steps, self._validation, self._settings = way, steps, validation, settings
         self._batches = [collate(way, documents) for documents in steps]
         self._model = build_model(settings).train()
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=settings.learning_rate)
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=settings.shape.learning_rate)
         self._losses: list[float] = []
         self._seconds: list[float] = []
         self._patch = ExitStack()

@@ -1,0 +1,165 @@
+"""Training padded, naively concatenated and packed: tokens per second, memory, and the loss of held-out documents.
+
+    python -m benchmarks.training [--lengths flan orcamath] [--model tiny] [--steps 200] [--out DIR]
+
+The experiment of "Packing with Flash Attention 2" (Kundu et al., arXiv:2407.09105): batches of four documents, with
+lengths like FLAN's, which differ much, and OrcaMath's, which differ less. Documents are cut from real text, the
+functions of Python's standard library, to the lengths that generators draw; so losses mean something, and the three
+ways see the same documents in the same order. Each way has a process of its own, and they take turns step by step.
+
+On a GPU name a shape: llama-2-7b, mistral-7b or granite-8b, with as many of its layers as three models side by side
+leave room for (--layers). Published to beat, packed over padded: 2.0 times the throughput and 20% less memory on FLAN,
+1.4 times and 6% on OrcaMath.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import platform
+import subprocess
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from rich.console import Console
+
+from benchmarks.lengths import flan, orca_math
+from tritonpack.cli.demo.corpus import END_OF_DOCUMENT, Document, read_corpus
+from tritonpack.cli.demo.model import SIZES, WAYS, Settings, Shape, Way, shape_of
+from tritonpack.cli.demo.report import final_loss, loss_gap, table
+from tritonpack.cli.demo.training import Run, train_in_turns
+
+LENGTHS: dict[str, Callable[[int, int], np.ndarray]] = {"flan": flan, "orcamath": orca_math}
+HELD_OUT = 64
+MAX_LENGTH = 4096
+
+# As their configurations on the Hub have them.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama-2-7b": {
+        "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32,
+        "vocab_size": 32000,
+    },
+    "mistral-7b": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "vocab_size": 32000,
+    },
+    "granite-8b": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8,
+        "vocab_size": 49152,
+    },
+}  # fmt: skip
+
+COLUMNS = (
+    "model", "layers", "lengths", "documents_per_step", "steps", "way", "tokens_per_second", "speed", "peak_mib",
+    "memory", "padding", "training_loss", "held_out_loss", "gap_to_padded", "device", "dtype", "python", "torch",
+    "transformers", "commit",
+)  # fmt: skip
+
+
+def documents_of(lengths: Sequence[int], text: np.ndarray) -> Iterator[Document]:
+    """Documents of exactly these lengths, the last token of each its end, cut from a text one after the other; where it
+    runs out it begins anew."""
+    place = 0
+    for length in lengths:
+        yield np.append(text.take(np.arange(place, place + length - 1), mode="wrap"), END_OF_DOCUMENT)
+        place += length
+
+
+def make_batches(
+    lengths: Callable[[int, int], np.ndarray], steps: int, documents: int, seed: int
+) -> tuple[list[list[Document]], list[Document]]:
+    """The documents of each step, and those held out."""
+    corpus = read_corpus(MAX_LENGTH, HELD_OUT, seed)
+    training, held_out = (np.concatenate(part) for part in (corpus.training, corpus.validation))
+    drawn = list(documents_of(lengths(steps * documents, seed).tolist(), training))
+    batches = [drawn[begin : begin + documents] for begin in range(0, len(drawn), documents)]
+    return batches, list(documents_of(lengths(HELD_OUT, seed + 1).tolist(), held_out))
+
+
+def shape_named(model: str, layers: int) -> Shape:
+    """One of the demo's models, or a published one's with some of its layers."""
+    if model in SIZES:
+        return shape_of(model)
+    return Shape(f"{model}, {layers} layers", {**MODELS[model], "num_hidden_layers": layers}, 1e-5)
+
+
+def rows_of(runs: Mapping[Way, Run], about: Mapping[str, object]) -> Iterator[dict[str, object]]:
+    """A row for each way; speed and memory are relative to padded."""
+    padded = runs["padded"]
+    for way in WAYS:
+        run = runs[way]
+        known = run.peak_bytes is not None and padded.peak_bytes is not None
+        yield {
+            **about,
+            "way": way,
+            "tokens_per_second": round(run.tokens_per_second),
+            "speed": round(run.tokens_per_second / padded.tokens_per_second, 3),
+            "peak_mib": round(run.peak_bytes / 2**20) if run.peak_bytes is not None else "",
+            "memory": round(run.peak_bytes / padded.peak_bytes, 3) if known else "",  # type: ignore[operator]
+            "padding": round(run.padding_share, 4),
+            "training_loss": round(final_loss(run), 5),
+            "held_out_loss": round(run.validation_loss, 5),
+            "gap_to_padded": f"{loss_gap(run, padded):.1e}",
+        }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", nargs="+", choices=LENGTHS, default=list(LENGTHS))
+    parser.add_argument("--model", choices=[*SIZES, *MODELS], help="tiny; on a GPU llama-2-7b")
+    parser.add_argument("--layers", type=int, default=4, help="of a published model")
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--documents", type=int, default=4, help="per step")
+    parser.add_argument("--threads", type=int, default=1, help="of each way, on a CPU")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of training.csv")
+    options = parser.parse_args()
+    if min(options.steps - 3, options.documents - 1, options.layers - 1, options.threads - 1) < 0:
+        parser.error("--steps must be at least 3, --documents, --layers and --threads at least 1.")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = options.model or ("llama-2-7b" if device == "cuda" else "tiny")
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    settings = Settings(options.seed, device, dtype, shape_named(model, options.layers), MAX_LENGTH, options.threads)
+    path = options.out / "training.csv"
+    options.out.mkdir(parents=True, exist_ok=True)
+    console = Console()
+    for name in options.lengths:
+        steps, held_out = make_batches(LENGTHS[name], options.steps, options.documents, options.seed)
+        runs = train_in_turns(steps, held_out, settings)
+        console.print(
+            f"{settings.shape.name}, lengths like {name}'s, {options.steps} steps of {options.documents} documents"
+        )
+        console.print(table(runs))
+        about = {
+            "model": model, "layers": settings.shape.config["num_hidden_layers"], "lengths": name,
+            "documents_per_step": options.documents, "steps": options.steps, "dtype": str(dtype).removeprefix("torch."),
+            **environment(device),
+        }  # fmt: skip
+        fresh = not path.exists()
+        with path.open("a", newline="") as file:
+            writer = csv.DictWriter(file, COLUMNS)
+            if fresh:
+                writer.writeheader()
+            writer.writerows(rows_of(runs, about))
+    console.print(f"Rows: {path}")
+
+
+def environment(device: str) -> dict[str, str]:
+    """Where and of what this was measured."""
+    command = ("git", "describe", "--always", "--dirty=+")
+    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "commit": commit or "unknown",
+    }
+
+
+if __name__ == "__main__":
+    main()

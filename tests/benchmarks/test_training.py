@@ -1,0 +1,61 @@
+"""What the training benchmark trains on, and what it makes of what it measures."""
+
+import numpy as np
+import pytest
+
+from benchmarks import training
+from benchmarks.lengths import flan, orca_math
+from tritonpack.cli.demo.corpus import END_OF_DOCUMENT
+from tritonpack.cli.demo.training import Run
+
+# Seconds, MiB and positions of a step.
+WAYS = {"padded": (2.0, 800, 200), "naive": (1.0, 500, 100), "packed": (1.0, 400, 100)}
+
+
+@pytest.fixture
+def runs():
+    return {
+        way: Run(way, (3.0, 2.5, 2.0), (seconds,) * 3, (100,) * 3, (positions,) * 3, mib * 2**20, 2.1)
+        for way, (seconds, mib, positions) in WAYS.items()
+    }
+
+
+def test_documents_have_the_lengths_drawn():
+    text = np.arange(10)
+    documents = list(training.documents_of([4, 1, 12], text))
+    assert [len(document) for document in documents] == [4, 1, 12]
+    assert [document[-1] for document in documents] == [END_OF_DOCUMENT] * 3
+    assert documents[0].tolist() == [0, 1, 2, END_OF_DOCUMENT]
+    assert documents[2][:-1].tolist() == [5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5]  # anew where it runs out
+
+
+def test_every_way_gets_the_same_documents_again():
+    steps, held_out = training.make_batches(flan, steps=3, documents=4, seed=0)
+    again, _ = training.make_batches(flan, steps=3, documents=4, seed=0)
+    assert [len(step) for step in steps] == [4, 4, 4]
+    assert len(held_out) == training.HELD_OUT
+    assert all(np.array_equal(a, b) for x, y in zip(steps, again, strict=True) for a, b in zip(x, y, strict=True))
+
+
+@pytest.mark.parametrize(("lengths", "mean", "longest"), [(flan, 200, 1.95), (orca_math, 320, 1.45)])
+def test_lengths_are_as_documented(lengths, mean, longest):
+    drawn = lengths(40000, 0)
+    assert drawn.mean() == pytest.approx(mean, rel=0.03)
+    assert drawn.reshape(-1, 4).max(1).mean() / drawn.mean() == pytest.approx(longest, abs=0.03)
+
+
+def test_rows_compare_with_padded(runs):
+    padded, naive, packed = training.rows_of(runs, {"model": "tiny"})
+    assert (padded["speed"], naive["speed"], packed["speed"]) == (1.0, 2.0, 2.0)
+    assert (padded["memory"], packed["memory"]) == (1.0, 0.5)
+    assert (padded["padding"], packed["padding"]) == (0.5, 0.0)
+    assert packed["gap_to_padded"] == "0.0e+00"
+    assert set(packed) <= set(training.COLUMNS)
+
+
+def test_published_models_have_their_shapes():
+    assert training.shape_named("tiny", 4).config["num_hidden_layers"] == 2
+    shape = training.shape_named("mistral-7b", 3)
+    assert shape.config["num_hidden_layers"] == 3
+    assert shape.config["num_key_value_heads"] == 8
+    assert set(training.MODELS) == {"llama-2-7b", "mistral-7b", "granite-8b"}
