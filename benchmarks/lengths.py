@@ -46,10 +46,10 @@ def distributions(tokens: int, lengths_file: Path | None = None) -> dict[str, li
         "tiny": _fill(np.full(tokens, 20), tokens),
     }
     if lengths_file is not None:
-        counts = np.array(json.loads(lengths_file.read_text()), dtype=np.int64)
-        if not counts.size or counts.ndim != 1 or (counts < 1).any():
+        counts = json.loads(lengths_file.read_text())
+        if not isinstance(counts, list) or not counts or not all(isinstance(n, int) and n > 0 for n in counts):
             raise ValueError(f"{lengths_file} must hold a JSON list of positive token counts.")
-        batches["file"] = _fill(np.resize(counts, tokens), tokens)
+        batches["file"] = _fill(np.resize(np.array(counts), tokens), tokens)
     return batches
 
 

@@ -4,9 +4,9 @@
 
 For every kind of attention (heads, head dimension, causal or not, window) there is one picture per number of tokens,
 with bars for each distribution, and one with lines over the number of tokens where there are several. Bars are medians
-of useful TFLOP/s with the 20th and 80th percentile, a cross is a peer without a figure (the CSV has the reason), and the
-figure above ours says how many times as fast it is as FlashAttention-2 in torch. Where a CSV has a measurement twice,
-the later one counts. Needs matplotlib.
+of useful TFLOP/s with the 20th and 80th percentile, a cross is a peer without a figure (the CSV has the reason), and
+the figure above ours says how many times as fast it is as FlashAttention-2 in torch. Where a CSV has a measurement
+twice, the later one counts. Needs matplotlib.
 """
 
 from __future__ import annotations

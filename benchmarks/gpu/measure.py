@@ -88,7 +88,12 @@ def measure(batch: Batch, peers: Sequence[Peer], write: Write) -> None:
             if times.error is not None:
                 give_up(name, [op], times.error)
                 continue
-            write({"op": op, "implementation": name} | results(times, calls[name], WORK[op] * batch.flops(), device))
+            try:
+                figures = results(times, calls[name], WORK[op] * batch.flops(), device)
+            except Exception as error:  # one more call was too much for it
+                give_up(name, [op], error)
+                continue
+            write({"op": op, "implementation": name} | figures)
 
 
 def results(times: Times, call: Call, flops: float, device: torch.device) -> dict[str, object]:

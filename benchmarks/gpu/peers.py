@@ -186,18 +186,19 @@ def document_mask(batch: Batch) -> Callable[..., Tensor]:
 
 @cache
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compiled once for all shapes: torch turns to dynamic sizes when it sees the second."""
+    """Compiled anew for every size, as it is in training with rows of one capacity: code for any size is slower."""
     from torch._functorch import config as functorch_config
 
     functorch_config.donated_buffer = False  # backward is run again and again on one graph
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    return torch.compile(function)
+    return torch.compile(function, dynamic=False)
 
 
 def flex(batch: Batch, *, build: bool = False) -> Attention:
     """FlexAttention, compiled on a GPU; on a CPU as it is, where it computes forward alone."""
     on_gpu, total = batch.q.is_cuda, batch.q.shape[0]
-    function, make = (compiled(f) if on_gpu else f for f in (flex_attention, create_block_mask))
+    function: Any = compiled(flex_attention) if on_gpu else flex_attention
+    make: Any = compiled(create_block_mask) if on_gpu else create_block_mask
     visible = document_mask(batch)
 
     def block_mask() -> Any:
