@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import dataclass
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tritonpack import BlockDiagonalMask, varlen_attention
-from tritonpack.flash_attn.fa4 import flash_attn_varlen_func
+from tritonpack.flash_attn import fa4
 from tritonpack.flash_attn.torch_varlen import torch_varlen_attn
 
 
@@ -62,7 +63,13 @@ def varlen_attn_2_12(
 
 TORCH_VERSIONS = {"2.10": varlen_attn_2_10, "2.11": varlen_attn_2_11, "2.12": varlen_attn_2_12}
 
-# FlashAttention-4: ours has its signature; early betas had no longest lengths and gave out alone.
+# FlashAttention-4: ours has its signature, but forgives -1; early betas had no longest lengths and gave out alone.
+
+
+@wraps(fa4.flash_attn_varlen_func)
+def flash_attn_varlen_func(*args: Any, **keywords: Any) -> Any:
+    assert all(side is None or side >= 0 for side in keywords["window_size"])
+    return fa4.flash_attn_varlen_func(*args, **keywords)
 
 
 def early_flash_attn_varlen_func(

@@ -110,9 +110,8 @@ class TestMeasure:
             row = rows[OURS, op]
             assert row["status"] == "ok"
             assert 0 < float(str(row["p20_ms"])) <= float(str(row["p50_ms"])) <= float(str(row["p80_ms"]))
-        forward = rows[OURS, "forward"]
-        expected = batch_of("causal").flops() / float(str(forward["p50_ms"])) / 1e9
-        assert float(str(forward["tflops"])) == pytest.approx(expected, rel=1e-2)
+            work = {"forward": 1.0, "backward": 2.5, "both": 3.5}[op] * batch_of("causal").flops()
+            assert float(str(row["tflops"])) == pytest.approx(work / float(str(row["p50_ms"])) / 1e9, rel=1e-2)
 
     def test_no_figure_for_a_wrong_result(self) -> None:
         rows = measured(Peer("wrong", wrong), Peer(OURS, tritonpack_given))
@@ -174,6 +173,45 @@ class TestTiming:
         assert not Times([200.0] * 4).enough
         assert Times([200.0] * 5).enough
         assert not Times([1.0] * 20).enough
+
+    def test_what_raises_is_not_tried_again(self) -> None:
+        calls = [0]
+
+        def fails() -> None:
+            calls[0] += 1
+            raise RuntimeError("no memory")
+
+        times = time_alternating({"fails": fails, "runs": lambda: None}, CPU, 3)
+        assert calls == [1]
+        assert str(times["fails"].error) == "no memory"
+        assert len(times["runs"].device) == 3
+
+    def test_the_order_of_things_on_a_device(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """The cache is cold and the host ahead before the first event; the last one is waited for."""
+        done: list[str] = []
+
+        class Event:
+            def __init__(self, enable_timing: bool) -> None:
+                assert enable_timing
+
+            def record(self) -> None:
+                done.append("event")
+
+            def elapsed_time(self, end: Any) -> float:
+                return 1.5
+
+        class Cache:
+            def zero_(self) -> None:
+                done.append("cold")
+
+        monkeypatch.setattr(torch.cuda, "Event", Event)
+        monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("head start"))
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
+        cache: Any = Cache()
+        on_device, on_host = timing._time_on_device(lambda: done.append("call"), cache)
+        assert done == ["cold", "head start", "event", "call", "event", "wait"]
+        assert on_device == 1.5
+        assert on_host < 1000
 
     def test_quantiles(self) -> None:
         assert quantiles([5.0, 1.0, 2.0, 3.0, 4.0, 0.0]) == (1.0, 2.5, 4.0)

@@ -76,6 +76,11 @@ def test_the_later_measurement_counts(tmp_path: Path) -> None:
     invented(path, (MODEL,), commit="new")
     assert {row["commit"] for row in plot.read(path)} == {"new"}
     assert len(plot.read(path)) == 3 * len(OPS)
+    about = dict.fromkeys(ABOUT, "") | {"device": "invented", "commit": "newer"}
+    Ledger(path, about).write(
+        {**MODEL.columns(), "op": "both", "implementation": "tritonpack", "status": "AssertionError: out"}
+    )
+    assert len(plot.read(path)) == 3 * len(OPS) - 1
 
 
 def test_devices_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
