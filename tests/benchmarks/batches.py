@@ -2,7 +2,7 @@
 
 import torch
 
-from benchmarks.gpu.shapes import NO_WINDOW, Batch, Shape, make_batch
+from benchmarks.gpu.shapes import Batch, Shape, make_batch
 
 LENGTHS = (37, 1, 80, 20)
 KINDS = {
@@ -15,6 +15,3 @@ KINDS = {
 
 def batch_of(kind: str) -> Batch:
     return make_batch(KINDS[kind], LENGTHS, torch.device("cpu"))
-
-
-__all__ = ["KINDS", "LENGTHS", "NO_WINDOW", "batch_of"]
