@@ -15,7 +15,7 @@ help:
 	@echo "make bench      the compile report: registers, spills, shared memory of every shipped kernel"
 	@echo "make compile-matrix  the same under several versions of Triton, to docs/compile-matrix.md; takes a while"
 	@echo "make test-gpu   the GPU tests, with the python3 at hand; installs nothing"
-	@echo "make bench-gpu  the GPU benchmarks, likewise"
+	@echo "make bench-gpu  the GPU benchmarks, likewise: rows in benchmarks/results; again goes on where it ended"
 
 install: $(STAMP)
 
@@ -49,8 +49,8 @@ test-gpu:
 	python3 -m pytest tests -m gpu -q
 
 bench-gpu:
-	python3 -m benchmarks.gpu
 	python3 -m benchmarks.gpu.masks
+	python3 -m benchmarks.gpu --minutes 60
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info demo-out plan-out .matrix

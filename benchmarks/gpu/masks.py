@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from benchmarks.gpu.__main__ import REPEATS, environment, time_alternating
+from benchmarks.gpu.ledger import environment
+from benchmarks.gpu.timing import quantiles, time_alternating
 from benchmarks.lengths import distributions
 from tritonpack import BlockDiagonalMask
 from tritonpack.schedule import tile_table
@@ -82,7 +83,8 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.gpu.masks needs a GPU, and torch sees none here.")
     options.out.mkdir(parents=True, exist_ok=True)
-    path, about = options.out / "masks.csv", environment()
+    device = torch.device("cuda")
+    path, about = options.out / "masks.csv", environment(device)
     calls, sizes = writers()
     measured = [(options.tokens, builders(options.tokens), {}), (DENSE_TOKENS, calls, sizes)]
     fresh = not path.exists()
@@ -91,8 +93,11 @@ def main() -> None:
         if fresh:
             writer.writeheader()
         for tokens, timed, written in measured:
-            for name, times in time_alternating(timed).items():
-                median = sorted(times)[REPEATS // 2]
+            for name, times in time_alternating(timed, device).items():
+                if times.error is not None:
+                    print(f"{name:28} {times.error}", flush=True)
+                    continue
+                median = quantiles(times.device)[1]
                 rate = round(written[name] / median / 1e6) if name in written else ""
                 row = {"what": name, "tokens": tokens, "p50_us": round(1000 * median, 1), "gb_per_s": rate}
                 writer.writerow(row | about)

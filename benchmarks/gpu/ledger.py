@@ -1,0 +1,110 @@
+"""The CSV of measurements: one row per shape, direction and implementation, written as it comes, never twice."""
+
+from __future__ import annotations
+
+import csv
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+OPS = ("forward", "backward", "both")
+SHAPE = ("distribution", "tokens", "heads", "kv_heads", "head_dim", "causal", "window", "dtype")
+RESULTS = ("status", "p20_ms", "p50_ms", "p80_ms", "host_ms", "tflops", "extra_mib", "launches")
+ABOUT = (
+    "device", "driver", "python", "torch", "cuda", "triton", "tritonpack", "commit", "flash_attn_4", "xformers",
+)  # fmt: skip
+COLUMNS = ("op", "implementation", *SHAPE, "documents", *RESULTS, *ABOUT, "date")
+
+LOST = "the device was lost"
+
+
+class Ledger:
+    """Appends rows to a CSV, and knows which of them this code has measured in this environment before.
+
+    Rows count as this code's where all of ABOUT agree, and never where the commit is unknown or has been changed since.
+    """
+
+    def __init__(self, path: Path, about: Mapping[str, str]) -> None:
+        self.path, self.about = path, dict(about)
+        self.known: dict[tuple[str, ...], str] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or not path.stat().st_size:
+            with path.open("w", newline="") as file:
+                csv.writer(file).writerow(COLUMNS)
+            return
+        with path.open(newline="") as file:
+            reader = csv.DictReader(file)
+            if tuple(reader.fieldnames or ()) != COLUMNS:
+                raise SystemExit(f"{path} has other columns than this version writes; name another folder with --out.")
+            if about["commit"] == "unknown" or about["commit"].endswith("+"):
+                return
+            for row in reader:
+                if all(row[name] == about[name] for name in ABOUT):
+                    self.known[_key(row)] = row["status"]
+
+    def write(self, row: Mapping[str, object]) -> None:
+        """Append a row with the environment and the time, and bring it to the disk."""
+        now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        whole = {name: "" if value is None else str(value) for name, value in row.items()} | self.about | {"date": now}
+        with self.path.open("a", newline="") as file:
+            csv.DictWriter(file, COLUMNS, restval="").writerow(whole)
+        self.known[_key(whole)] = whole["status"]
+
+    def finished(self, shape: Mapping[str, str], implementations: Iterable[str]) -> bool:
+        """Whether every implementation has all of its rows for a shape."""
+        return all(_key({**shape, "op": op, "implementation": name}) in self.known
+                   for name in implementations for op in OPS)  # fmt: skip
+
+    def lost(self, shape: Mapping[str, str], implementation: str) -> bool:
+        """Whether the device was lost to an implementation at a shape, so that it had better not be tried again."""
+        return any(
+            self.known.get(_key({**shape, "op": op, "implementation": implementation}), "").startswith(LOST)
+            for op in OPS
+        )
+
+
+def _key(row: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(row[name] for name in ("op", "implementation", *SHAPE))
+
+
+def environment(device: torch.device, commit: str | None = None) -> dict[str, str]:
+    """The device, every version and the commit; a "+" after it says that the code has been changed since."""
+    on_gpu = device.type == "cuda"
+    return {
+        "device": torch.cuda.get_device_name() if on_gpu else "CPU, smoke run by the host's clock",
+        "driver": _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if on_gpu else "",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda or torch.version.hip or "",
+        "triton": _installed("triton"),
+        "tritonpack": _installed("tritonpack") or "source",
+        "commit": commit or _commit(),
+        "flash_attn_4": _installed("flash-attn-4"),
+        "xformers": _installed("xformers"),
+    }
+
+
+def _commit() -> str:
+    commit = _output("git", "rev-parse", "--short", "HEAD")
+    changed = _output("git", "status", "--porcelain", "--", "tritonpack", "benchmarks/gpu") != "unknown"
+    return commit + "+" if changed and commit != "unknown" else commit
+
+
+def _output(*command: str) -> str:
+    """The first line of a command's output, "unknown" where there is none."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().splitlines()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"
+
+
+def _installed(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""

@@ -1,0 +1,142 @@
+"""Other people's attention functions by their signatures, computed by ours: what adapters are tested against."""
+
+import sys
+from dataclasses import dataclass
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tritonpack import BlockDiagonalMask, varlen_attention
+from tritonpack.flash_attn import fa4
+from tritonpack.flash_attn.torch_varlen import torch_varlen_attn
+
+
+def put(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> ModuleType:
+    """A module of that name, and packages above it, until the test ends."""
+    parts = name.split(".")
+    for depth in range(1, len(parts)):
+        above = ".".join(parts[:depth])
+        if above not in sys.modules:
+            monkeypatch.setitem(sys.modules, above, ModuleType(above))
+    module = ModuleType(name)
+    vars(module).update(contents)
+    monkeypatch.setitem(sys.modules, name, module)
+    return module
+
+
+# torch.nn.attention.varlen.varlen_attn of three versions.
+
+
+def varlen_attn_2_10(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int,
+    is_causal: bool = False, return_aux: Any = None,
+) -> Any:  # fmt: skip
+    return torch_varlen_attn(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal, return_aux=return_aux, enable_gqa=False
+    )
+
+
+def varlen_attn_2_11(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor, max_q: int, max_k: int, *,
+    return_aux: Any = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+) -> Any:  # fmt: skip
+    return torch_varlen_attn(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size, enable_gqa=False
+    )
+
+
+def varlen_attn_2_12(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, max_q: int, max_k: int, *,
+    return_aux: Any = None, scale: float | None = None, window_size: tuple[int, int] = (-1, -1),
+    enable_gqa: bool = False, seqused_k: Tensor | None = None, block_table: Tensor | None = None,
+    num_splits: int | None = None,
+) -> Any:  # fmt: skip
+    assert cu_seq_k is not None
+    return torch_varlen_attn(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size, enable_gqa=enable_gqa
+    )
+
+
+TORCH_VERSIONS = {"2.10": varlen_attn_2_10, "2.11": varlen_attn_2_11, "2.12": varlen_attn_2_12}
+
+# FlashAttention-4: ours has its signature, but forgives -1; early betas had no longest lengths and gave out alone.
+
+
+@wraps(fa4.flash_attn_varlen_func)
+def flash_attn_varlen_func(*args: Any, **keywords: Any) -> Any:
+    assert all(side is None or side >= 0 for side in keywords["window_size"])
+    return fa4.flash_attn_varlen_func(*args, **keywords)
+
+
+def early_flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
+    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None, page_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int | None, int | None] = (None, None),
+) -> Tensor:  # fmt: skip
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, causal=causal, window_size=window_size
+    )[0]
+
+
+FLASH_4 = {"4.0.0b36": flash_attn_varlen_func, "early": early_flash_attn_varlen_func}
+
+
+# xformers 0.0.35.
+
+
+@dataclass(frozen=True)
+class BlockDiagonalBias:
+    """BlockDiagonalMask and what it makes; a window of 1 is the query's own key."""
+
+    lengths: tuple[int, ...]
+    causal: bool = False
+    window: int | None = None
+
+    @classmethod
+    def from_seqlens(
+        cls, q_seqlen: list[int], kv_seqlen: list[int] | None = None, *, device: torch.device | None = None
+    ) -> "BlockDiagonalBias":
+        assert kv_seqlen is None
+        assert device == torch.device("cpu")
+        return cls(tuple(q_seqlen))
+
+    def make_causal(self) -> "BlockDiagonalBias":
+        return BlockDiagonalBias(self.lengths, causal=True)
+
+    def make_local_attention(self, window_size: int) -> "BlockDiagonalBias":
+        return BlockDiagonalBias(self.lengths, causal=True, window=window_size)
+
+
+class ForwardOnly(torch.autograd.Function):
+    """Computes nothing, and refuses to be differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        raise NotImplementedError("grouped heads have no backward")
+
+
+def memory_efficient_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_bias: BlockDiagonalBias | None = None, p: float = 0.0,
+    scale: float | None = None, *, op: Any = None, output_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    assert attn_bias is not None
+    assert query.shape == key.shape == value.shape, "heads are not broadcast"
+    left = -1 if attn_bias.window is None else attn_bias.window - 1
+    mask = BlockDiagonalMask.from_seqlens(attn_bias.lengths, causal=attn_bias.causal, window=(left, -1))
+    q, k, v = (x[0].flatten(1, -2) for x in (query, key, value))
+    out = varlen_attention(q, k, v, mask).reshape(query.shape)
+    return ForwardOnly.apply(out) if query.ndim == 5 else out
+
+
+def put_xformers(monkeypatch: pytest.MonkeyPatch, bias: type = BlockDiagonalBias) -> None:
+    put(monkeypatch, "xformers.ops", memory_efficient_attention=memory_efficient_attention)
+    put(monkeypatch, "xformers.ops.fmha.attn_bias", BlockDiagonalMask=bias)

@@ -1,0 +1,85 @@
+"""The ledger: what it writes, and what it believes to have measured before."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu.ledger import ABOUT, COLUMNS, LOST, OPS, Ledger, environment
+from benchmarks.gpu.shapes import Shape
+
+HERE = dict.fromkeys(ABOUT, "") | {"device": "a GPU", "commit": "abc1234", "torch": "2.11.0"}
+SHAPE = Shape("flan", 32768, window=(4096, 0)).columns()
+
+
+def filled(path: Path, about: dict[str, str] = HERE, status: str = "ok", ops: tuple[str, ...] = OPS) -> Ledger:
+    ledger = Ledger(path, about)
+    for op in ops:
+        ledger.write({**SHAPE, "op": op, "implementation": "x", "status": status, "p50_ms": 1.5, "launches": None})
+    return ledger
+
+
+def test_rows_on_disk(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "attention.csv"
+    filled(path, ops=("forward",))
+    filled(path, ops=("backward",))  # a second run appends
+    with path.open(newline="") as file:
+        first, second = csv.DictReader(file)
+    assert tuple(first) == COLUMNS
+    assert (first["op"], second["op"]) == ("forward", "backward")
+    assert (first["window"], first["tokens"], first["p50_ms"], first["launches"]) == ("4096 0", "32768", "1.5", "")
+    assert (first["commit"], first["torch"], first["device"]) == ("abc1234", "2.11.0", "a GPU")
+    assert first["date"].endswith("Z")
+
+
+def test_finished_where_every_row_is_there(tmp_path: Path) -> None:
+    path = tmp_path / "attention.csv"
+    assert not filled(path, ops=OPS[:2]).finished(SHAPE, ["x"])
+    filled(path, ops=OPS[2:])
+    ledger = Ledger(path, HERE)
+    assert ledger.finished(SHAPE, ["x"])
+    assert not ledger.finished(SHAPE, ["x", "y"])
+    assert not ledger.finished(Shape("flan", 32768).columns(), ["x"])
+
+
+def test_a_reason_is_a_result(tmp_path: Path) -> None:
+    assert filled(tmp_path / "attention.csv", status="ValueError: too wide").finished(SHAPE, ["x"])
+
+
+@pytest.mark.parametrize("other", [{"commit": "def5678"}, {"torch": "2.13.0"}, {"xformers": "0.0.35"}])
+def test_another_environment_is_measured_again(tmp_path: Path, other: dict[str, str]) -> None:
+    filled(tmp_path / "attention.csv")
+    assert not Ledger(tmp_path / "attention.csv", HERE | other).finished(SHAPE, ["x"])
+
+
+@pytest.mark.parametrize("commit", ["unknown", "abc1234+"])
+def test_code_that_nobody_can_name_is_measured_again(tmp_path: Path, commit: str) -> None:
+    about = HERE | {"commit": commit}
+    filled(tmp_path / "attention.csv", about)
+    assert not Ledger(tmp_path / "attention.csv", about).finished(SHAPE, ["x"])
+
+
+def test_who_lost_the_device(tmp_path: Path) -> None:
+    filled(tmp_path / "attention.csv", status=f"{LOST}: RuntimeError: an illegal memory access", ops=("backward",))
+    ledger = Ledger(tmp_path / "attention.csv", HERE)
+    assert ledger.lost(SHAPE, "x")
+    assert not ledger.lost(SHAPE, "y")
+    assert not ledger.lost(Shape("flan", 32768).columns(), "x")
+
+
+def test_another_file_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "attention.csv"
+    path.write_text("op,milliseconds\n")
+    with pytest.raises(SystemExit, match="other columns"):
+        Ledger(path, HERE)
+    assert path.read_text() == "op,milliseconds\n"
+
+
+def test_environment() -> None:
+    about = environment(torch.device("cpu"), "abc1234")
+    assert tuple(about) == ABOUT
+    assert about["commit"] == "abc1234"
+    assert about["torch"] == torch.__version__
+    assert "CPU" in about["device"]
+    assert environment(torch.device("cpu"))["commit"]

@@ -1,0 +1,117 @@
+"""Pictures of the ledger, from figures invented here."""
+
+import csv
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("matplotlib")
+
+from benchmarks import plot
+from benchmarks.gpu.ledger import ABOUT, COLUMNS, OPS, Ledger
+from benchmarks.gpu.peers import PEERS
+from benchmarks.gpu.shapes import Shape
+
+PNG = b"\x89PNG"
+MODEL = Shape("flan", 32768)
+SHAPES = (MODEL, Shape("flan", 131072), Shape("tiny", 32768), Shape("one", 16384, 16, 16, 64, causal=False))
+
+
+def invented(path: Path, shapes: tuple[Shape, ...] = SHAPES, device: str = "invented", commit: str = "abc") -> Path:
+    about = dict.fromkeys(ABOUT, "") | {"device": device, "torch": "2.11.0", "triton": "3.6.0", "commit": commit}
+    ledger = Ledger(path, about)
+    for shape in shapes:
+        for number, name in enumerate(("tritonpack", "FlashAttention-2 (torch)", "somebody else's")):
+            for op in OPS:
+                row = {**shape.columns(), "op": op, "implementation": name}
+                if number == 2 and shape.distribution == "tiny":
+                    ledger.write(row | {"status": "ValueError: too many documents"})
+                    continue
+                time = 1.0 + number
+                figures = {"p20_ms": 0.9 * time, "p50_ms": time, "p80_ms": 1.2 * time, "tflops": 400 / time}
+                ledger.write(row | {"status": "ok"} | figures)
+    return path
+
+
+def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = invented(tmp_path / "attention.csv", SHAPES[1:])
+    plot.main([str(path), "--out", str(tmp_path / "pictures")])
+    written = sorted(p.name for p in (tmp_path / "pictures").iterdir())
+    assert written == [
+        "attention-16-16-64-bidirectional-16384.png",
+        "attention-32-8-128-causal-131072.png",
+        "attention-32-8-128-causal-32768.png",
+    ]
+    assert all((tmp_path / "pictures" / name).read_bytes().startswith(PNG) for name in written)
+    assert all(name in capsys.readouterr().out for name in written[:1])
+
+
+def test_what_is_drawn(tmp_path: Path) -> None:
+    rows = plot.read(invented(tmp_path / "attention.csv"))
+    at_32k = [row for row in rows if row["tokens"] == "32768"]
+    figure = plot.bars(plot.Kind.of(at_32k[0]), 32768, at_32k)
+    assert len(figure.axes) == len(OPS)
+    for panel in figure.axes:
+        heights = [patch.get_height() for patch in panel.patches]
+        assert sorted(heights) == pytest.approx([400 / 3, 200, 200, 400, 400])
+        assert [text.get_text() for text in panel.texts] == ["2.00\u00d7"] * 2
+        assert [label.get_text() for label in panel.get_xticklabels()] == ["flan", "tiny"]
+        assert sum(line.get_marker() == "x" for line in panel.lines) == 1  # somebody else's, tiny
+    head = " ".join(text.get_text() for text in figure.texts) + str(figure.get_suptitle())
+    assert "invented; torch 2.11.0, Triton 3.6.0; commit abc" in head
+    assert "32 heads over 8 of 128, causal, bfloat16, 32,768 tokens" in head
+
+
+def test_lines_where_there_are_several_sizes(tmp_path: Path) -> None:
+    rows = plot.read(invented(tmp_path / "attention.csv"))
+    figure = plot.lines(plot.Kind.of(rows[0]), [row for row in rows if row["distribution"] == "flan"])
+    assert len(figure.axes) == len(OPS)
+    ours = figure.axes[0].lines[0]
+    assert list(ours.get_xdata()) == [32768, 131072]
+    assert list(ours.get_ydata()) == [400, 400]
+
+
+def test_the_later_measurement_counts(tmp_path: Path) -> None:
+    path = invented(tmp_path / "attention.csv", (MODEL,), commit="old")
+    invented(path, (MODEL,), commit="new")
+    assert {row["commit"] for row in plot.read(path)} == {"new"}
+    assert len(plot.read(path)) == 3 * len(OPS)
+    about = dict.fromkeys(ABOUT, "") | {"device": "invented", "commit": "newer"}
+    Ledger(path, about).write(
+        {**MODEL.columns(), "op": "both", "implementation": "tritonpack", "status": "AssertionError: out"}
+    )
+    assert len(plot.read(path)) == 3 * len(OPS) - 1
+
+
+def test_devices_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = invented(tmp_path / "attention.csv", (MODEL,), device="GPU one")
+    invented(path, (MODEL,), device="GPU two")
+    plot.main([str(path), "--device", "two"])
+    assert capsys.readouterr().out.strip().endswith("attention-32-8-128-causal-32768.png")
+    assert len(plot.draw_all(plot.read(path), tmp_path / "both")) == 2
+    with pytest.raises(SystemExit, match="no row whose device has 'three'"):
+        plot.main([str(path), "--device", "three"])
+
+
+def test_nothing_to_draw(tmp_path: Path) -> None:
+    path = tmp_path / "attention.csv"
+    with pytest.raises(SystemExit, match="doesn't exist"):
+        plot.main([str(path)])
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerow(COLUMNS)
+    with pytest.raises(SystemExit, match="no figure to draw"):
+        plot.main([str(path)])
+    Ledger(path, dict.fromkeys(ABOUT, "")).write(
+        {**MODEL.columns(), "op": "forward", "implementation": "x", "status": "ValueError: no"}
+    )
+    with pytest.raises(SystemExit, match="no figure to draw"):
+        plot.main([str(path)])
+    path.write_text("what,tokens\nmask,5\n")
+    with pytest.raises(SystemExit, match="isn't a ledger of attention: it lacks causal, "):
+        plot.main([str(path)])
+
+
+def test_every_peer_has_a_colour_of_its_own() -> None:
+    assert set(plot.COLOURS) == {peer.name for peer in PEERS}
+    assert len(set(plot.COLOURS.values())) == len(PEERS)
+    assert set(COLUMNS) >= plot.NEEDED

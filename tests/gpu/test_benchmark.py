@@ -1,0 +1,55 @@
+"""The benchmark of attention on a GPU: its clocks count what they should, and a small run has figures for ours."""
+
+import csv
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks.gpu.__main__ import Budget, run
+from benchmarks.gpu.ledger import OPS, Ledger, environment
+from benchmarks.gpu.peers import OURS, PEERS
+from benchmarks.gpu.shapes import Shape
+from benchmarks.gpu.timing import extra_bytes, launches, time_alternating
+
+pytestmark = pytest.mark.gpu
+
+DEVICE = torch.device("cuda")
+
+
+def test_clocks() -> None:
+    x = torch.randn(64 * 2**20, device="cuda")
+    calls = {"copy": x.clone, "two": lambda: x.clone().clone(), "ten": lambda: [x.clone() for _ in range(10)]}
+    times = time_alternating(calls, DEVICE, 9)
+    copy, two, ten = (sorted(times[name].device)[4] for name in calls)
+    assert copy < two < ten
+    assert 5 * copy < ten < 15 * copy
+    assert sorted(times["ten"].host)[4] < ten  # the host only enqueues
+    assert [launches(call, DEVICE) for call in calls.values()] == [1, 2, 10]
+    assert extra_bytes(calls["copy"], DEVICE) == 2**28
+    assert extra_bytes(calls["two"], DEVICE) == 2**29
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape("flan", 2048),
+        Shape("flan", 2048, causal=False),
+        Shape("one", 2048, window=(256, 0)),
+        Shape("tiny", 2048, head_dim=64),
+    ],
+    ids=str,
+)
+def test_a_small_run(shape: Shape, tmp_path: Path) -> None:
+    """Also prints what every peer says: an adapter that doesn't fit the version at hand shows here."""
+    ledger = Ledger(tmp_path / "attention.csv", environment(DEVICE, "test"))
+    peers = [peer for peer in PEERS if not peer.name.startswith("FlexAttention")]  # which takes long to compile
+    assert run([shape], ledger, Budget(5), DEVICE, peers=peers) == []
+    with ledger.path.open(newline="") as file:
+        rows = {(row["implementation"], row["op"]): row for row in csv.DictReader(file)}
+    for op in OPS:
+        row = rows[OURS, op]
+        assert row["status"] == "ok"
+        assert float(row["p50_ms"]) > 0
+        assert int(row["launches"]) > 0
+        assert float(row["extra_mib"]) > 0
