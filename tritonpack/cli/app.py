@@ -202,11 +202,21 @@ def plan(
 
 
 @app.command()
-def doctor() -> None:
-    """Show versions, the device, and which attention backends can run here and why others can't."""
+def doctor(
+    json: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the findings there as well.")] = None,
+) -> None:
+    """Show versions and the device, and try everything that can run here: attention, models, packing, ...
+
+    Exit code: 0 if all that can run is right, 1 if something that should work doesn't.
+    """
     from tritonpack.cli.doctor import examine
 
-    examine()
+    try:
+        right = examine(json)
+    except OSError as error:
+        raise typer.BadParameter(str(error)) from error
+    if not right:
+        raise typer.Exit(1)
 
 
 def run(arguments: list[str]) -> int:
