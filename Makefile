@@ -53,4 +53,4 @@ bench-gpu:
 	python3 -m benchmarks.gpu.masks
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo-out plan-out .matrix
+	rm -rf $(VENV) build dist *.egg-info demo-out plan-out bench-out site .matrix
