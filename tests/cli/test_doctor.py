@@ -1,5 +1,7 @@
 import json
+import os
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -39,7 +41,7 @@ def test_all_that_can_run_here_is_right(capsys, monkeypatch, tmp_path):
         assert re.search(rf"│ {what} +│ right +│", output)
     assert re.search(r"sequence parallelism +│ right .*by gloo", output)
     assert re.search(rf"python +{re.escape(sys.version.split()[0])}", output)
-    assert re.search(r"backend='auto' +blocked for float32 here", output)
+    assert "backend='auto' uses blocked here, and blocked for float64" in output
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["passed"] is True
     assert [finding["what"] for finding in report["findings"]][-len(checks.CHECKS) :] == list(checks.CHECKS)
@@ -53,7 +55,7 @@ def test_what_is_wrong_is_exit_code_1(capsys, monkeypatch):
     def absent():
         raise NotHereError("there is none")
 
-    monkeypatch.setattr(doctor, "CHECKS", {"one": broken, "two": absent, "three": lambda: "as it should be"})
+    monkeypatch.setattr(checks, "CHECKS", {"one": broken, "two": absent, "three": lambda: "as it should be"})
     assert run() == 1
     output = capsys.readouterr().out
     assert re.search(r"│ one +│ wrong .*RuntimeError: no \[such\] symbol", output)
@@ -151,6 +153,39 @@ def test_verdicts():
     assert doctor.verdict([right]) == "Everything that can run here is right."
     assert doctor.verdict([right, absent, noted]).endswith("Not on this machine: c. Mind the warnings: d.")
     assert doctor.verdict([right, wrong, noted]) == "Something should work here and doesn't: b."
+
+
+BARE = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"numba", "transformers", "triton"}:
+            raise ModuleNotFoundError(f"no module named {name!r} here", name=name)
+
+import importlib.util
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name in ("numba", "transformers") else find_spec(name, *rest)
+sys.meta_path.insert(0, Absent())
+from tritonpack.cli import main
+main(["doctor"])
+"""
+
+
+def test_a_machine_with_little_on_it_is_examined_too():
+    environment = os.environ | {"COLUMNS": "300"}
+    result = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, env=environment, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for what, reason in (("triton", "needs Triton 3.6"), ("patched models", "pip install transformers")):
+        assert re.search(rf"{what} +│ not here │ .*{reason}", result.stdout)
+    assert re.search("packing +│ not here .*pip install numba", result.stdout)
+    assert re.search("attention: blocked +│ right", result.stdout)
+
+
+def test_what_cannot_be_imported_is_wrong(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tritonpack.cli.doctor.checks", None)
+    assert run() == 1
+    assert re.search(r"│ tritonpack +│ wrong .*ModuleNotFoundError|ImportError", capsys.readouterr().out)
 
 
 def test_a_report_that_cannot_be_written_is_exit_code_2(capsys):

@@ -6,8 +6,10 @@ import json
 import platform
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 
 import torch
@@ -16,8 +18,6 @@ from rich.markup import escape
 from rich.table import Table
 
 import tritonpack
-from tritonpack.attention import resolve_backend
-from tritonpack.cli.doctor.checks import CHECKS, device
 from tritonpack.cli.doctor.findings import Finding, NotHereError
 from tritonpack.cli.doctor.versions import device_name, examine_gpu, examine_versions, installed_versions
 
@@ -42,7 +42,6 @@ def examine(path: Path | None = None) -> bool:
         "system": f"{platform.system()} {platform.machine()}",
         **{name: version or "not installed" for name, version in versions.items()},
         "device": device_name(),
-        "backend='auto'": f"{resolve_backend('auto', torch.empty(1, 1, 16, device=device()))} for float32 here",
     }
     grid = Table.grid(padding=(0, 2))
     for name, fact in facts.items():
@@ -50,8 +49,8 @@ def examine(path: Path | None = None) -> bool:
     console.print(grid)
 
     findings = [*examine_versions(versions), *examine_gpu()]
-    with console.status("") as status:
-        for what, check in CHECKS.items():
+    with console.status("") as status, _one_thread():
+        for what, check in _checks(findings).items():
             status.update(what)
             findings.append(run_check(what, check))
     console.print(_table(findings))
@@ -61,6 +60,26 @@ def examine(path: Path | None = None) -> bool:
         report = {"passed": passed, "facts": facts, "findings": [asdict(finding) for finding in findings]}
         path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     return passed
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The tensors are tiny, and more threads would mostly wait for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _checks(findings: list[Finding]) -> Mapping[str, Callable[[], str]]:
+    """What there is to try; where not even that can be imported, on an old torch say, that is a finding."""
+    try:
+        return import_module("tritonpack.cli.doctor.checks").CHECKS
+    except Exception as error:
+        findings.append(Finding("tritonpack", "wrong", f"{type(error).__name__}: {error}"))
+        return {}
 
 
 def run_check(what: str, check: Callable[[], str]) -> Finding:

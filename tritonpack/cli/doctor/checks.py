@@ -11,7 +11,7 @@ import torch
 from tritonpack.attention import Backend, resolve_backend
 from tritonpack.cli.doctor.findings import NotHereError
 from tritonpack.errors import BackendUnavailableError
-from tritonpack.testing import CASES, check_backend, check_isolation, conformance, make_inputs
+from tritonpack.testing import CASES, check_backend, conformance, make_inputs
 from tritonpack.testing.cases import Case
 
 BACKENDS: tuple[Backend, ...] = ("triton", "blocked", "reference")
@@ -51,6 +51,14 @@ def attention(backend: Backend) -> str:
     return f"{len(names)} cases, forward and backward, {what}, {how}: at most {nearest:.0%} of the error allowed"
 
 
+def automatic() -> str:
+    """What backend="auto" stands for here."""
+    q = torch.empty(1, 1, 16, device=device())
+    return (
+        f"backend='auto' uses {resolve_backend('auto', q)} here, and {resolve_backend('auto', q.double())} for float64"
+    )
+
+
 def _nearest(case: Case, dtype: torch.dtype, where: torch.device, backend: Backend) -> float:
     """The largest share of what is allowed that an error takes."""
     errors = check_backend(make_inputs(case, dtype, where), backend)
@@ -77,6 +85,7 @@ def models() -> str:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from tritonpack.patches import patch
+    from tritonpack.testing import check_isolation
 
     config = LlamaConfig(
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -149,6 +158,7 @@ def _compare_exchanges(where: torch.device) -> None:
 
 CHECKS: dict[str, Callable[[], str]] = {
     **{f"attention: {backend}": partial(attention, backend) for backend in BACKENDS},
+    "attention: auto": automatic,
     "flash_attn functions": varlen_function,
     "patched models": models,
     "packing": packing,
