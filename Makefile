@@ -6,12 +6,13 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
-.PHONY: help install test lint demo bench compile-matrix test-gpu bench-gpu clean
+.PHONY: help install test lint docs demo bench compile-matrix test-gpu bench-gpu clean
 
 help:
 	@echo "make demo       train three ways (padded, naive, packed), compare, draw a picture: demo-out/demo.png"
 	@echo "make test       all tests that need no GPU"
 	@echo "make lint       ruff and mypy"
+	@echo "make docs       the site, guides and reference, into site/; warnings are errors"
 	@echo "make bench      the compile report: registers, spills, shared memory of every shipped kernel"
 	@echo "make compile-matrix  the same under several versions of Triton, to docs/compile-matrix.md; takes a while"
 	@echo "make test-gpu   the GPU tests, with the python3 at hand; installs nothing"
@@ -36,6 +37,9 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+docs: install
+	$(BIN)/mkdocs build
+
 demo: install
 	$(BIN)/tritonpack demo
 
@@ -53,4 +57,4 @@ bench-gpu:
 	python3 -m benchmarks.gpu --minutes 60
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo-out plan-out .matrix
+	rm -rf $(VENV) build dist *.egg-info demo-out plan-out bench-out site .matrix

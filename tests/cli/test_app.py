@@ -56,20 +56,6 @@ def test_help(arguments, capsys):
     assert "doctor" in output
 
 
-def test_doctor_says_what_runs_and_why_not(capsys, monkeypatch):
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setenv("COLUMNS", "300")
-    knobs = pytest.importorskip("triton").knobs
-    monkeypatch.setattr(knobs.runtime, "interpret", False)
-    assert run("doctor") == 0
-    output = capsys.readouterr().out
-    assert re.search(r"triton +│ no +│ .*needs tensors on a GPU", output)
-    assert re.search(r"blocked +│ yes", output)
-    assert re.search(r"reference +│ yes", output)
-    assert re.search(rf"python +{re.escape(sys.version.split()[0])}", output)
-    assert "backend='auto' uses blocked for float32 here." in output
-
-
 def test_module_entry_point():
     done = subprocess.run([sys.executable, "-m", "tritonpack", "--help"], capture_output=True, text=True, check=True)
     assert "doctor" in done.stdout

@@ -20,6 +20,7 @@ _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 
 Device = Literal["auto", "cpu", "cuda"]
 DType = Literal["auto", "float32", "bfloat16"]
+BenchDType = Literal["auto", "float32", "bfloat16", "float16"]
 Size = Literal["auto", "tiny", "small"]
 Objective = Literal["quadratic", "linear", "cost"]
 Tail = Literal["drop", "spread", "keep"]
@@ -202,11 +203,60 @@ def plan(
 
 
 @app.command()
-def doctor() -> None:
-    """Show versions, the device, and which attention backends can run here and why others can't."""
+def doctor(
+    json: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the findings there as well.")] = None,
+) -> None:
+    """Show versions and the device, and try everything that can run here: attention, models, packing, ...
+
+    Exit code: 0 if all that can run is right, 1 if something that should work doesn't.
+    """
     from tritonpack.cli.doctor import examine
 
-    examine()
+    try:
+        right = examine(json)
+    except OSError as error:
+        raise typer.BadParameter(str(error)) from error
+    if not right:
+        raise typer.Exit(1)
+
+
+@app.command()
+def bench(
+    tokens: Annotated[
+        int | None, typer.Option(min=16, help="Tokens of a batch.", show_default="2048, 16384 on a GPU")
+    ] = None,
+    heads: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Query heads; a quarter as many key heads, if that divides.", show_default="8, 32 on a GPU"
+        ),
+    ] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, show_default="64, 128 on a GPU")] = None,
+    dtype: Annotated[BenchDType, typer.Option(help="auto: float32, bfloat16 on a GPU.")] = "auto",
+    device: Annotated[Device, typer.Option(help="auto: the GPU where there is one.")] = "auto",
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="How often each call is timed.", show_default="5, 20 on a GPU")
+    ] = None,
+    threads: Annotated[
+        int, typer.Option(min=1, help="CPU threads; one is disturbed the least by whatever else runs.")
+    ] = 1,
+    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the CSV and the picture.")] = Path("bench-out"),
+) -> None:
+    """Time attention on this machine beside sdpa, padded and with a dense mask, after checking what each computes.
+
+    On a GPU torch's varlen_attn and FlexAttention take part. Exit code: 1 if our own results were wrong.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise typer.BadParameter("the bench needs matplotlib, which isn't installed; pip install 'tritonpack[plots]'")
+    from tritonpack.cli.bench import Options, examine
+
+    options = Options(tokens, heads, head_dim, dtype, device, repeats, threads, out)
+    try:
+        right = examine(options)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    if not right:
+        raise typer.Exit(1)
 
 
 def run(arguments: list[str]) -> int:

@@ -1,0 +1,193 @@
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+
+from tritonpack.cli import doctor, main
+from tritonpack.cli.doctor import checks, versions
+from tritonpack.cli.doctor.findings import Finding, NotHereError
+
+WELL = {"python": "3.11.7", "torch": "2.13.0+cpu", "triton": "3.9.0", "transformers": "5.23.0", "numpy": "2.4.6"}
+WELL |= {"numba": "0.68.1"}
+
+
+@pytest.fixture(autouse=True)
+def _on_a_cpu(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+
+
+def run(*arguments):
+    with pytest.raises(SystemExit) as exit_info:
+        main(["doctor", *arguments])
+    return exit_info.value.code
+
+
+def test_all_that_can_run_here_is_right(capsys, monkeypatch, tmp_path):
+    pytest.importorskip("transformers")
+    knobs = pytest.importorskip("triton").knobs
+    monkeypatch.setattr(knobs.runtime, "interpret", False)
+    assert run("--json", str(tmp_path / "report.json")) == 0
+    output = capsys.readouterr().out
+    assert re.search(r"attention: triton +│ not here │ .*needs tensors on a GPU.*TRITON_INTERPRET=1", output)
+    for what in ("attention: blocked", "attention: reference", "flash_attn functions", "patched models", "packing"):
+        assert re.search(rf"│ {what} +│ right +│", output)
+    assert re.search(r"sequence parallelism +│ right .*by gloo", output)
+    assert re.search(rf"python +{re.escape(sys.version.split()[0])}", output)
+    assert "backend='auto' uses blocked here, and blocked for float64" in output
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["passed"] is True
+    assert [finding["what"] for finding in report["findings"]][-len(checks.CHECKS) :] == list(checks.CHECKS)
+    assert report["facts"]["torch"] in output
+
+
+def test_what_is_wrong_is_exit_code_1(capsys, monkeypatch):
+    def broken():
+        raise RuntimeError("no [such] symbol")
+
+    def absent():
+        raise NotHereError("there is none")
+
+    monkeypatch.setattr(checks, "CHECKS", {"one": broken, "two": absent, "three": lambda: "as it should be"})
+    assert run() == 1
+    output = capsys.readouterr().out
+    assert re.search(r"│ one +│ wrong .*RuntimeError: no \[such\] symbol", output)
+    assert re.search(r"│ three +│ right .*as it should be", output)
+    assert "Something should work here and doesn't: one." in output
+
+
+def test_a_wrong_backend_is_found(monkeypatch):
+    from tritonpack import blocked
+
+    forward = blocked.forward
+    monkeypatch.setattr(blocked, "forward", lambda *a, **k: tuple(x * 1.01 for x in forward(*a, **k)))
+    found = doctor.run_check("attention", lambda: checks.attention("blocked"))
+    assert found.outcome == "wrong"
+    assert "beyond twice plain attention's error" in found.detail
+
+
+def test_a_wrong_exchange_is_found(monkeypatch):
+    from tritonpack import parallel
+
+    attend = parallel.attend
+    assert doctor.run_check("exchanges", checks.sequence_parallelism).outcome == "right"
+    monkeypatch.setattr(parallel, "attend", lambda *a, **k: attend(*a, **k) * 1.01)
+    assert doctor.run_check("exchanges", checks.sequence_parallelism).outcome == "wrong"
+
+
+def test_leaks_are_found(monkeypatch):
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.setattr("tritonpack.patches.patch", lambda model: model.train())
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "__enter__", lambda model: model, raising=False)
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "__exit__", lambda *_: None, raising=False)
+    found = doctor.run_check("models", checks.models)
+    assert found.outcome == "wrong"
+    assert "see each other" in found.detail
+
+
+@pytest.mark.parametrize(
+    ("package", "check"), [("transformers", checks.models), ("numba", checks.packing)], ids=["transformers", "numba"]
+)
+def test_what_is_not_installed_is_no_failure(package, check, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    found = doctor.run_check("it", check)
+    assert found.outcome == "not here"
+    assert f"pip install {package}" in found.detail
+
+
+class TestVersions:
+    def of(self, **changed):
+        return list(versions.examine_versions(WELL | changed))
+
+    def test_known_ones_are_well(self):
+        assert self.of() == []
+        assert self.of(transformers=None, triton=None, numba=None) == []
+
+    @pytest.mark.parametrize(
+        ("package", "version"),
+        [("python", "3.9.18"), ("torch", "2.7.1+cu126"), ("triton", "3.5.1"), ("transformers", "4.57.0")],
+    )
+    def test_too_old(self, package, version):
+        (found,) = self.of(**{package: version})
+        assert (found.what, found.outcome) == (package, "wrong")
+        assert version in found.detail
+
+    def test_newer_than_known(self):
+        (found,) = self.of(transformers="5.30.0.dev0")
+        assert found.outcome == "warning"
+        assert "tritonpack check MODEL" in found.detail
+        assert self.of(torch="2.20.0") == []
+
+    def test_interpreter_trouble(self):
+        (found,) = self.of(triton="3.6.0", numpy="2.4.0")
+        assert (found.what, found.outcome) == ("triton and numpy", "warning")
+        assert self.of(triton="3.6.0", numpy="2.3.5") == self.of(triton="3.7.1") == []
+
+    def test_a_gpu_that_torch_cannot_see(self, monkeypatch):
+        monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+        monkeypatch.setattr("torch.version.cuda", None)
+        (found,) = versions.examine_gpu()
+        assert (found.what, found.outcome) == ("GPU", "warning")
+        assert "built without CUDA" in found.detail
+        monkeypatch.setattr("shutil.which", lambda name: None)
+        assert not list(versions.examine_gpu())
+
+    def test_the_oldest_are_those_of_the_package(self):
+        tomllib = pytest.importorskip("tomllib")
+        project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+        declared = [f"python{project['requires-python']}", *(x.split(";")[0] for x in project["dependencies"])]
+        for row in versions.KNOWN:
+            assert row.package + (f">={row.least}" if row.least else "") in declared
+
+
+def test_verdicts():
+    right, wrong = Finding("a", "right", ""), Finding("b", "wrong", "")
+    absent, noted = Finding("c", "not here", ""), Finding("d", "warning", "")
+    assert doctor.verdict([right]) == "Everything that can run here is right."
+    assert doctor.verdict([right, absent, noted]).endswith("Not on this machine: c. Mind the warnings: d.")
+    assert doctor.verdict([right, wrong, noted]) == "Something should work here and doesn't: b."
+
+
+BARE = """
+import sys
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {"numba", "transformers", "triton"}:
+            raise ModuleNotFoundError(f"no module named {name!r} here", name=name)
+
+import importlib.util
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name in ("numba", "transformers") else find_spec(name, *rest)
+sys.meta_path.insert(0, Absent())
+from tritonpack.cli import main
+main(["doctor"])
+"""
+
+
+def test_a_machine_with_little_on_it_is_examined_too():
+    environment = os.environ | {"COLUMNS": "300"}
+    result = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, env=environment, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    for what, reason in (("triton", "needs Triton 3.6"), ("patched models", "pip install transformers")):
+        assert re.search(rf"{what} +│ not here │ .*{reason}", result.stdout)
+    assert re.search("packing +│ not here .*pip install numba", result.stdout)
+    assert re.search("attention: blocked +│ right", result.stdout)
+
+
+def test_what_cannot_be_imported_is_wrong(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tritonpack.cli.doctor.checks", None)
+    assert run() == 1
+    assert re.search(r"│ tritonpack +│ wrong .*ModuleNotFoundError|ImportError", capsys.readouterr().out)
+
+
+def test_a_report_that_cannot_be_written_is_exit_code_2(capsys):
+    assert run("--json", "/proc/nowhere/x") == 2
+    assert "/proc/nowhere" in capsys.readouterr().err

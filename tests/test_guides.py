@@ -1,0 +1,101 @@
+"""Every block of Python in the guides runs, with what its page takes for granted at hand."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tritonpack
+
+DOCS = Path(__file__).parents[1] / "docs"
+GUIDES = ("fine-tuning", "backends")
+
+
+def blocks(guide: str) -> list[str]:
+    return re.findall(r"```python\n(.*?)```", (DOCS / f"{guide}.md").read_text(encoding="utf-8"), re.DOTALL)
+
+
+def my_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any) -> torch.Tensor:
+    return tritonpack.varlen_attention(q, k, v, mask, backend="blocked")
+
+
+def for_backends(folder: Path) -> dict[str, Any]:
+    mask = tritonpack.BlockDiagonalMask.from_seqlens([3, 5])
+    return {"torch": torch, "tritonpack": tritonpack, "device": "cpu", "mask": mask, "my_attention": my_attention}
+
+
+def for_fine_tuning(folder: Path) -> dict[str, Any]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+    )  # fmt: skip
+    options = {"max_steps": 2, "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
+    given = {"output_dir": str(folder), "disable_tqdm": True, **options}
+    return {
+        "torch": torch,
+        "tritonpack": tritonpack,
+        "model": transformers.LlamaForCausalLM(config),
+        "dataset": [{"input_ids": [(start + i) % 61 + 3 for i in range(5 + start % 7)]} for start in range(24)],
+        "folder": folder,
+        "options": given,
+    }
+
+
+CONTEXTS: dict[str, Callable[[Path], dict[str, Any]]] = {"fine-tuning": for_fine_tuning, "backends": for_backends}
+
+
+@pytest.mark.parametrize(
+    ("guide", "number"), [(guide, number) for guide in GUIDES for number in range(len(blocks(guide)))]
+)
+def test_block(guide: str, number: int, tmp_path: Path) -> None:
+    code, given = blocks(guide)[number], CONTEXTS[guide](tmp_path)
+    if "Trainer(" in code:
+        pytest.importorskip("accelerate")
+    if "trl." in code:
+        given["trl"], datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+        from tests.ecosystem.test_trl import tokenizer
+
+        given |= {"dataset": datasets.Dataset.from_list(given["dataset"]), "tokenizer": tokenizer()}
+    elif "arguments" in code:
+        given["arguments"] = pytest.importorskip("transformers").TrainingArguments(**given["options"])
+    before = given.get("model") and {name: p.clone() for name, p in given["model"].named_parameters()}
+    exec(compile(code, f"{guide}.md", "exec"), given)
+    if "optimizer.step" in code or ".train()" in code:
+        assert not all(torch.equal(p, before[name]) for name, p in given["model"].named_parameters())
+
+
+def test_what_the_page_on_backends_computes(tmp_path: Path) -> None:
+    """Pieces of keys merge to the whole, and the loop over cases finds a function that is wrong."""
+    code = {"merged =": "", "my_attention(": ""}
+    for part in code:
+        (code[part],) = (block for block in blocks("backends") if part in block)
+    given = for_backends(tmp_path)
+    exec(code["merged ="], given)
+    whole = tritonpack.BlockDiagonalMask.from_seqlens([40], causal=False)
+    torch.testing.assert_close(given["merged"], tritonpack.varlen_attention(*(given[x] for x in "qkv"), whole))
+
+    given = for_backends(tmp_path) | {"my_attention": lambda *args: my_attention(*args) * 1.001}
+    with pytest.raises(AssertionError, match="beyond twice plain attention's error"):
+        exec(code["my_attention("], given)
+
+
+def test_accumulated_gradients_are_those_of_one_batch(tmp_path: Path) -> None:
+    (code,) = (block for block in blocks("fine-tuning") if "num_items_in_batch" in block)
+    given = for_fine_tuning(tmp_path)
+    given["model"].double()
+    exec(code, given)
+    accumulated = [p.grad.clone() for p in given["model"].parameters()]
+    given["model"].zero_grad()
+    given["model"](**tritonpack.PackingCollator()(given["dataset"][:3])).loss.backward()
+    torch.testing.assert_close([p.grad for p in given["model"].parameters()], accumulated, rtol=1e-5, atol=1e-9)
+
+
+def test_without_the_patch_the_proof_fails(tmp_path: Path) -> None:
+    (code,) = (block for block in blocks("fine-tuning") if "assert_close" in block)
+    given = for_fine_tuning(tmp_path)
+    with pytest.raises(AssertionError, match="not close"):
+        exec(code.replace("tritonpack.patch(model)", "torch.no_grad()"), given)

@@ -1,0 +1,115 @@
+"""`tritonpack doctor`: what is installed, what can run here, and whether what can run is right."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+import tritonpack
+from tritonpack.cli.doctor.findings import Finding, NotHereError
+from tritonpack.cli.doctor.versions import device_name, examine_gpu, examine_versions, installed_versions
+
+_STYLES = {"right": "green", "wrong": "bold red", "warning": "yellow", "not here": "dim"}
+
+
+def examine(path: Path | None = None) -> bool:
+    """Print versions, the device, and what each check found; write the same to `path` as JSON if there is one.
+
+    Returns:
+        Whether everything that can run here is right.
+
+    Raises:
+        OSError: `path` can't be written.
+    """
+    if path is not None:
+        path.touch()  # before the checks, which take seconds
+    console = Console()
+    versions = installed_versions()
+    facts = {
+        "tritonpack": tritonpack.__version__,
+        "system": f"{platform.system()} {platform.machine()}",
+        **{name: version or "not installed" for name, version in versions.items()},
+        "device": device_name(),
+    }
+    grid = Table.grid(padding=(0, 2))
+    for name, fact in facts.items():
+        grid.add_row(name, escape(fact))
+    console.print(grid)
+
+    findings = [*examine_versions(versions), *examine_gpu()]
+    with console.status("") as status, _one_thread():
+        for what, check in _checks(findings).items():
+            status.update(what)
+            findings.append(run_check(what, check))
+    console.print(_table(findings))
+    console.print(escape(verdict(findings)))
+    passed = not any(finding.outcome == "wrong" for finding in findings)
+    if path is not None:
+        report = {"passed": passed, "facts": facts, "findings": [asdict(finding) for finding in findings]}
+        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    return passed
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """The tensors are tiny, and more threads would mostly wait for each other on a busy machine."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _checks(findings: list[Finding]) -> Mapping[str, Callable[[], str]]:
+    """What there is to try; where not even that can be imported, on an old torch say, that is a finding."""
+    try:
+        return import_module("tritonpack.cli.doctor.checks").CHECKS
+    except Exception as error:
+        findings.append(Finding("tritonpack", "wrong", f"{type(error).__name__}: {error}"))
+        return {}
+
+
+def run_check(what: str, check: Callable[[], str]) -> Finding:
+    """What a check found; whatever it raises is a finding, too."""
+    begin = time.perf_counter()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            outcome, detail = "right", check()
+    except NotHereError as error:
+        outcome, detail = "not here", str(error)
+    except Exception as error:
+        # What is broken on a machine may raise anything, and the other checks are still worth their answers.
+        outcome, detail = "wrong", f"{type(error).__name__}: {error}"
+    return Finding(what, outcome, detail, round(time.perf_counter() - begin, 2))  # type: ignore[arg-type]
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """One sentence on all of it."""
+    named = {outcome: [f.what for f in findings if f.outcome == outcome] for outcome in _STYLES}
+    if named["wrong"]:
+        return f"Something should work here and doesn't: {', '.join(named['wrong'])}."
+    rest = f" Not on this machine: {', '.join(named['not here'])}." if named["not here"] else ""
+    noted = f" Mind the warnings: {', '.join(named['warning'])}." if named["warning"] else ""
+    return f"Everything that can run here is right.{rest}{noted}"
+
+
+def _table(findings: Sequence[Finding]) -> Table:
+    rows = Table("what", "here", "seconds", "")
+    for finding in findings:
+        outcome = f"[{_STYLES[finding.outcome]}]{finding.outcome}[/]"
+        rows.add_row(finding.what, outcome, f"{finding.seconds:.1f}", escape(finding.detail))
+    return rows
