@@ -7,6 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+# The mean and the spread (sigma) of log-normal lengths like those of two data sets; `distributions`, `flan` and
+# `orca_math` say where they come from.
+FLAN, ORCA_MATH = (200, 0.8), (320, 0.4)
+
 
 def _fill(lengths: np.ndarray, tokens: int) -> list[int]:
     """The first lengths that fill the batch, the last one cut to fit exactly."""
@@ -40,8 +44,8 @@ def distributions(tokens: int, lengths_file: Path | None = None) -> dict[str, li
         "one": [tokens],
         "skewed": [tokens - short, *_fill(np.full(short, 256), short)],
         "stdlib": _log_normal(700, 1.2, 16, 16384, tokens, seed=0),
-        "flan": _log_normal(200, 0.8, 8, 4096, tokens, seed=0),
-        "orca": _log_normal(320, 0.4, 32, 2048, tokens, seed=0),
+        "flan": _log_normal(*FLAN, 8, 4096, tokens, seed=0),
+        "orca": _log_normal(*ORCA_MATH, 32, 2048, tokens, seed=0),
         "openchat": _fill(np.resize(lookalike(), tokens // 24 + 1), tokens),
         "tiny": _fill(np.full(tokens, 20), tokens),
     }
@@ -81,7 +85,7 @@ def flan(documents: int, seed: int = 0) -> np.ndarray:
     With this spread the longest of four documents is 1.95 times their mean, as long as padding makes all of them: what
     was published for batches of four is 2.0 times the throughput (Kundu et al., arXiv:2407.09105, and the posts on it).
     """
-    return log_normal(documents, 200, 0.8, 4096, seed)
+    return log_normal(documents, *FLAN, 4096, seed)
 
 
 def orca_math(documents: int, seed: int = 0) -> np.ndarray:
@@ -89,7 +93,7 @@ def orca_math(documents: int, seed: int = 0) -> np.ndarray:
 
     The longest of four is 1.45 times their mean; published are 1.4 times the throughput.
     """
-    return log_normal(documents, 320, 0.4, 4096, seed)
+    return log_normal(documents, *ORCA_MATH, 4096, seed)
 
 
 def visible_pairs(lengths: list[int]) -> int:

@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
+from tritonpack.cli.machine import resolve_device
 from tritonpack.cli.model_source import load_config, load_weights
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import patch
@@ -109,14 +110,13 @@ def examine(name: str, *, weights: bool, device: str, trust_remote_code: bool, p
     """
     if device == "cuda" and not weights:
         raise ValueError("--device is for --weights: small copies run on the CPU")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda was asked for, but torch sees no GPU here; use --device cpu or auto")
+    where = resolve_device(device)
     if path is not None:
         path.touch()  # before the check, which may take long
     with _quiet():
         config = load_config(name, trust_remote_code)
         if weights:
-            findings = check_weights(name, load_weights(name, config, device, trust_remote_code))
+            findings = check_weights(name, load_weights(name, config, where, trust_remote_code))
         else:
             findings = check_small_copy(name, config, trust_remote_code)
     console = Console()

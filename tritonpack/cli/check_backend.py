@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tritonpack.cli.machine import resolve_device
 from tritonpack.testing import conformance
 
 _STYLES = {"pass": "green", "fail": "bold red", "not offered": "dim", "error": "bold red"}
@@ -39,15 +40,14 @@ def examine(
         ValueError: no such function, or one of another shape; no such device; patterns that leave no check.
         OSError: `path` can't be written.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda was asked for, but torch sees no GPU here; use --device cpu or auto")
+    where = resolve_device(device)
     called = resolve(function)
     if path is not None:
         path.touch()  # before the checks, which may take long
     report = conformance.run(
         called,
         dtypes=[getattr(torch, name) for name in dtypes] or None,
-        device=None if device == "auto" else device,
+        device=where,
         only=only,
         skip=skip,
     )

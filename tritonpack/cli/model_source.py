@@ -48,13 +48,13 @@ def load_config(name: str, trust_remote_code: bool) -> Any:
         raise ValueError(_why(name, error)) from error
 
 
-def load_weights(name: str, config: Any, device: str, trust_remote_code: bool) -> Built:
+def load_weights(name: str, config: Any, device: torch.device, trust_remote_code: bool) -> Built:
     """The model itself, in the dtype that its weights have.
 
     Args:
         name: a model on the Hub or a folder.
         config: as `load_config` gives it.
-        device: "auto", "cpu" or "cuda".
+        device: where to put it.
         trust_remote_code: run the code that the model brings.
 
     Raises:
@@ -62,8 +62,6 @@ def load_weights(name: str, config: Any, device: str, trust_remote_code: bool) -
     """
     if Path(name).expanduser().is_file():
         raise ValueError(f"{name} has no weights; name its folder, or leave out --weights")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
     path = str(Path(name).expanduser()) if Path(name).expanduser().exists() else name
     try:
         auto, part = auto_class(config), part_of(config)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -30,6 +30,9 @@ from tritonpack.patches.packing import Packing
 from tritonpack.patches.positions import require_one_rope
 from tritonpack.patches.reading import make_packing
 from tritonpack.patches.report import layer_windows
+
+if TYPE_CHECKING:
+    from tritonpack.parallel.context import SequenceParallel
 
 # Arguments that the packing has read, and that mean nothing to a shard.
 READ = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position")
@@ -68,24 +71,10 @@ class Shard:
     arguments: dict[str, Any]
 
 
-class Context(Protocol):
-    """What a forward asks of the context that it belongs to."""
-
-    @property
-    def running(self) -> bool: ...
-
-    entered: bool
-    gather_outputs: bool
-
-    def require_same_batch(self, arguments: dict[str, Any], error: Exception | None) -> None: ...
-
-    def share(self, packing: Packing, kinds: dict[Kind, int], config: Any) -> ShardedPacking: ...
-
-
 class ShardedForward:
     """Stands for one model's forward, as an attribute of that instance: whoever calls it, hooks or not, gets it."""
 
-    def __init__(self, module: PreTrainedModel, context: Context) -> None:
+    def __init__(self, module: PreTrainedModel, context: SequenceParallel) -> None:
         self.module, self.context = module, context
         self.names = list(inspect.signature(type(module).forward).parameters)[1:]
         self.own = module.__dict__.get("forward")  # somebody else's, such as accelerate's

@@ -5,7 +5,6 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ from tritonpack.cli.bench.batch import Batch, Shape, distributions, make_batch
 from tritonpack.cli.bench.measure import backward_of, time_alternating, verify
 from tritonpack.cli.bench.peers import OURS, Prepared, peers_for
 from tritonpack.cli.bench.report import Row, reasons, table, write_csv
+from tritonpack.cli.machine import installed_version, resolve_device
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def examine(options: Options) -> bool:
     """
     from tritonpack.cli.bench.figure import draw
 
-    shape, repeats = shape_for(options), options.repeats or (20 if _device(options.device).type == "cuda" else 5)
+    shape, repeats = shape_for(options), options.repeats or (20 if resolve_device(options.device).type == "cuda" else 5)
     options.out.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(options.threads)
     console = Console()
@@ -107,7 +107,7 @@ def shape_for(options: Options) -> Shape:
     Raises:
         ValueError: as `examine`.
     """
-    device = _device(options.device)
+    device = resolve_device(options.device)
     on_gpu = device.type == "cuda"
     heads = options.heads or (32 if on_gpu else 8)
     head_dim = options.head_dim or (128 if on_gpu else 64)
@@ -132,7 +132,7 @@ def facts_of(shape: Shape, repeats: int) -> dict[str, object]:
         "threads": torch.get_num_threads(),
         "repeats": repeats,
         "torch": torch.__version__,
-        "triton": _version("triton"),
+        "triton": installed_version("triton") or "not installed",
         "tritonpack": tritonpack.__version__,
     }
 
@@ -144,16 +144,3 @@ def describe(facts: dict[str, object]) -> str:
         f"{facts['tokens']:,} tokens, {facts['heads']} query heads and {facts['kv_heads']} key heads of "
         f"{facts['head_dim']}, {facts['dtype']}, causal; {where}, torch {facts['torch']}, backend {facts['backend']}"
     )
-
-
-def _device(name: str) -> torch.device:
-    if name == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda was asked for, but torch sees no GPU here; use --device cpu or auto")
-    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
-
-
-def _version(package: str) -> str:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return "not installed"

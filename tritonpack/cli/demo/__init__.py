@@ -15,6 +15,7 @@ from tritonpack.cli.demo.corpus import Corpus, Document, read_corpus
 from tritonpack.cli.demo.model import Settings, shape_of
 from tritonpack.cli.demo.report import count, table, verdict
 from tritonpack.cli.demo.training import WARMUP_STEPS, train_in_turns
+from tritonpack.cli.machine import resolve_device
 
 NUM_VALIDATION = 64
 
@@ -50,10 +51,7 @@ def settings_for(device: str, dtype: str, size: str, max_length: int | None, thr
     Raises:
         ValueError: the device isn't there.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda was asked for, but torch sees no GPU here; use --device cpu or auto")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = resolve_device(device).type
     defaults = _DEFAULTS[device]
     return Settings(
         seed=seed,

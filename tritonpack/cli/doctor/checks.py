@@ -10,6 +10,7 @@ import torch
 
 from tritonpack.attention import Backend, resolve_backend
 from tritonpack.cli.doctor.findings import NotHereError
+from tritonpack.cli.machine import resolve_device
 from tritonpack.errors import BackendUnavailableError
 from tritonpack.testing import CASES, check_backend, conformance, make_inputs
 from tritonpack.testing.cases import Case
@@ -23,7 +24,7 @@ _INTERPRETED_CASES: tuple[str, ...] = ("multi-query", "cross-more-queries")  # a
 
 def device() -> torch.device:
     """Where everything is tried."""
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    return resolve_device("auto")
 
 
 def attention(backend: Backend) -> str:

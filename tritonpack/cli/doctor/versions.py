@@ -7,11 +7,11 @@ import re
 import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib import metadata
 
 import torch
 
 from tritonpack.cli.doctor.findings import Finding
+from tritonpack.cli.machine import installed_version
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ KNOWN = (
 
 def installed_versions() -> dict[str, str | None]:
     """The version of every package that counts, None for those that are absent."""
-    return {"python": platform.python_version()} | {row.package: _installed(row.package) for row in KNOWN[1:]}
+    return {"python": platform.python_version()} | {row.package: installed_version(row.package) for row in KNOWN[1:]}
 
 
 def examine_versions(versions: Mapping[str, str | None]) -> Iterator[Finding]:
@@ -95,13 +95,6 @@ def _known_troubles(versions: Mapping[str, str | None]) -> Iterator[Finding]:
             f"Triton {triton} with NumPy {numpy}: kernels fail in Triton's interpreter (TRITON_INTERPRET=1), not on "
             "GPUs; install Triton 3.7 or later, or numpy<2.4",
         )
-
-
-def _installed(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _minor(version: str) -> tuple[int, ...]:
