@@ -12,21 +12,22 @@ import numpy as np
 FLAN, ORCA_MATH = (200, 0.8), (320, 0.4)
 
 
-def _fill(lengths: np.ndarray, tokens: int) -> list[int]:
-    """The first lengths that fill the batch, the last one cut to fit exactly."""
-    taken: list[int] = []
-    left = tokens
-    for length in lengths.tolist():
-        taken.append(min(int(length), left))
-        left -= taken[-1]
-        if not left:
-            return taken
-    raise ValueError(f"{len(lengths)} lengths hold {tokens - left} tokens, fewer than the {tokens} asked for.")
+def fill(lengths: np.ndarray, tokens: int) -> list[int]:
+    """The first lengths that fill the batch, the last one cut to fit exactly.
+
+    Raises:
+        ValueError: they hold fewer tokens than that.
+    """
+    ends = lengths.astype(np.int64).cumsum()
+    held = int(ends[-1]) if len(ends) else 0
+    if held < tokens:
+        raise ValueError(f"{len(lengths)} lengths hold {held} tokens, fewer than the {tokens} asked for.")
+    return np.diff(np.append(ends[: np.searchsorted(ends, tokens)], tokens), prepend=0).tolist()
 
 
 def _log_normal(mean: float, sigma: float, low: int, high: int, tokens: int, seed: int) -> list[int]:
     draws = np.random.default_rng(seed).lognormal(np.log(mean) - sigma**2 / 2, sigma, 4 * tokens // low)
-    return _fill(np.clip(draws, low, high).astype(np.int64), tokens)
+    return fill(np.clip(draws, low, high).astype(np.int64), tokens)
 
 
 def distributions(tokens: int, lengths_file: Path | None = None) -> dict[str, list[int]]:
@@ -42,18 +43,18 @@ def distributions(tokens: int, lengths_file: Path | None = None) -> dict[str, li
     short = tokens // 2
     batches = {
         "one": [tokens],
-        "skewed": [tokens - short, *_fill(np.full(short, 256), short)],
+        "skewed": [tokens - short, *fill(np.full(short, 256), short)],
         "stdlib": _log_normal(700, 1.2, 16, 16384, tokens, seed=0),
         "flan": _log_normal(*FLAN, 8, 4096, tokens, seed=0),
         "orca": _log_normal(*ORCA_MATH, 32, 2048, tokens, seed=0),
-        "openchat": _fill(np.resize(lookalike(), tokens // 24 + 1), tokens),
-        "tiny": _fill(np.full(tokens, 20), tokens),
+        "openchat": fill(np.resize(lookalike(), tokens // 24 + 1), tokens),
+        "tiny": fill(np.full(tokens, 20), tokens),
     }
     if lengths_file is not None:
         counts = json.loads(lengths_file.read_text())
         if not isinstance(counts, list) or not counts or not all(isinstance(n, int) and n > 0 for n in counts):
             raise ValueError(f"{lengths_file} must hold a JSON list of positive token counts.")
-        batches["file"] = _fill(np.resize(np.array(counts), tokens), tokens)
+        batches["file"] = fill(np.resize(np.array(counts), tokens), tokens)
     return batches
 
 

@@ -26,7 +26,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from benchmarks.lengths import lookalike
+from benchmarks.lengths import fill, lookalike
 from tritonpack import BlockDiagonalMask
 from tritonpack.parallel.exchange import Exchange, key_heads_per_step, refusal
 from tritonpack.parallel.layouts import LayoutName, divide
@@ -50,19 +50,12 @@ def packs(tokens: int, count: int, conversations: np.ndarray) -> Iterator[tuple[
     for seed in range(count):
         rng = np.random.default_rng(seed)
         for name, (median, sigma) in LOG_NORMAL.items():
-            yield name, _fill(np.maximum(rng.lognormal(np.log(median), sigma, tokens // 64), 1), tokens)
+            yield name, fill(np.maximum(rng.lognormal(np.log(median), sigma, tokens // 64), 1), tokens)
         yield (
             CONVERSATIONS,
-            _fill(rng.permutation(np.tile(conversations, -(-tokens // int(conversations.sum())))), tokens),
+            fill(rng.permutation(np.tile(conversations, -(-tokens // int(conversations.sum())))), tokens),
         )
     yield ONE, [tokens]
-
-
-def _fill(lengths: np.ndarray, tokens: int) -> list[int]:
-    """The first of them that fill a batch, the last one cut."""
-    ends = lengths.astype(np.int64).cumsum()
-    count = int(np.searchsorted(ends, tokens))
-    return np.diff(np.append(ends[:count], tokens), prepend=0).tolist()
 
 
 def simulate(tokens: int, ranks: int, count: int, conversations: np.ndarray) -> tuple[list[dict], list[dict]]:
