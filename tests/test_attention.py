@@ -29,12 +29,15 @@ DTYPES = pytest.mark.parametrize(
 BACKENDS = pytest.mark.parametrize("backend", ["reference", "blocked"])
 
 # Lengths around the blocked backend's tiles, and documents that share one.
-BLOCK = blocked.BLOCK_ROWS
+BLOCK, KEYS = blocked.BLOCK_ROWS, blocked.BLOCK_KEYS
 EDGES = (
     Case("block-less-one", (BLOCK - 1, 0, 3), heads=2, kv_heads=1, head_dim=16),
     Case("block", (BLOCK, 0, 3), heads=2, kv_heads=1, head_dim=16),
     Case("block-and-one", (BLOCK + 1, 0, 3), heads=2, kv_heads=1, head_dim=16),
     Case("blocks-and-window", (5, 2 * BLOCK + 7, 0, 9), heads=2, kv_heads=1, head_dim=16, window=(BLOCK + 3, 0)),
+    Case("key-block", (3, KEYS, 1), heads=2, kv_heads=1, head_dim=16),
+    Case("key-blocks", (9, KEYS + 90), heads=2, kv_heads=1, head_dim=16, softcap=5.0, sinks=True, alibi="heads"),
+    Case("key-blocks-cross", (5, 40), (KEYS + 1, 2 * KEYS + 60), heads=2, kv_heads=1, head_dim=16, dropout_p=0.2),
 )
 ISOLATION = Case("isolation", (37, 0, BLOCK + 5, 30), slack=11)
 

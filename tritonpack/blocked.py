@@ -1,14 +1,17 @@
 """Attention in plain torch that walks the mask block by block: O(T) memory, work only where something is visible.
 
-The default where there is no GPU. A tile is up to `BLOCK_ROWS` consecutive query rows together with all keys between
-the first and the last that any of them sees. The mask is read on the host, so on an accelerator this backend waits.
+The default where there is no GPU, and the kernels' algorithm in a form that is easier to read: a tile is up to
+`BLOCK_ROWS` consecutive query rows, its blocks are up to `BLOCK_KEYS` keys each, between the first and the last that
+any of the rows sees. The mask is read on the host, so on an accelerator this backend waits.
 
 Shapes: t tokens, h heads, d head dimension; n key heads, g query heads per key head; m rows of a tile, k keys of a
-    tile.
+    block.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,25 +23,50 @@ from tritonpack.mask import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
 
 BLOCK_ROWS = 128
+BLOCK_KEYS = 512  # a block's scores of eight heads are then 2 MiB, what caches hold
+
+LOG2E = 1 / math.log(2)
+
+
+@dataclass(frozen=True)
+class Block:
+    """Keys [key, key_end) beside the rows of a tile.
+
+    Attributes:
+        ceiling: (m, k) float32, infinity where a row sees a key and -infinity where it doesn't; None if all see all.
+    """
+
+    key: int
+    key_end: int
+    ceiling: Tensor | None
+
+    @property
+    def keys(self) -> slice:
+        return slice(self.key, self.key_end)
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Query rows [row, row_end) and the keys [key, key_end) that they see; all of them see [full, full_end)."""
+    """Query rows [row, row_end) and all keys that they see, in blocks."""
 
     row: int
     row_end: int
-    key: int
-    key_end: int
-    full: int
-    full_end: int
+    blocks: tuple[Block, ...]
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.row, self.row_end)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The tiles of a mask, and its blind rows: None, or a bool tensor that is True where nothing is seen or sees."""
+    """The tiles of a mask, and its blind rows: None, or a bool tensor that is True where nothing is seen or sees.
+
+    `pairs` are those of the largest block.
+    """
 
     tiles: tuple[Tile, ...]
+    pairs: int
     blind_queries: Tensor | None
     blind_keys: Tensor | None
 
@@ -54,23 +82,30 @@ def forward(
     plan = plan_tiles(mask, options.pack_invariant)
     qs, ks, vs = _heads_first(q, k, v, plan)
     out = qs.new_zeros(*qs.shape[:3], v.shape[2])
-    lse = qs.new_full(qs.shape[:3], float("-inf"))
-    sinks = None if options.sinks is None else options.sinks.to(qs.dtype).view(*qs.shape[:2], 1, 1)
+    top = qs.new_full((*qs.shape[:3], 1), -math.inf)  # of the scores so far, [n, g, t, 1]
+    total = torch.zeros_like(top)
+    if options.sinks is not None:  # a key that every row has seen before the first
+        top.copy_(_sinks(options.sinks, qs).expand_as(top))
+        total.fill_(1.0)
+    scratch = _scratch(qs, plan)
     for tile in plan.tiles:
-        rows, keys = slice(tile.row, tile.row_end), slice(tile.key, tile.key_end)
-        scores, _ = _scores(qs, ks, mask, tile, options)  # [n, g, m, k]
-        top = scores.amax(-1, keepdim=True)
-        sees = top > float("-inf")
-        top = top if sinks is None else torch.maximum(top, sinks)
-        top = torch.where(sees, top, 0.0)
-        p = scores.sub_(top).exp_()
-        total = p.sum(-1, keepdim=True)
-        if sinks is not None:
-            total += torch.where(sees, torch.exp(sinks - top), 0.0)
-        lse[:, :, rows] = (top + total.log()).squeeze(-1)
-        _drop(p, tile, options)
-        out[:, :, rows] = _times(p, vs[:, keys]) / total.masked_fill_(total == 0.0, 1.0)
-    return _tokens_first(out, q), lse.flatten(0, 1)
+        acc, old_top, sum_ = out[:, :, tile.rows], top[:, :, tile.rows], total[:, :, tile.rows]
+        for block in tile.blocks:
+            scores, _ = _scores(qs, ks, mask, tile, block, options, scratch)  # [n, g, m, k]
+            new_top = torch.maximum(old_top, scores.amax(-1, keepdim=True))
+            # A row that has seen nothing yet has no maximum; 0 in its place leaves every exponential at exp(-inf) = 0.
+            pivot = new_top.masked_fill(new_top == -math.inf, 0.0)
+            p = _exp_(scores.sub_(pivot))
+            decay = _exp_(old_top - pivot)
+            sum_.mul_(decay).add_(p.sum(-1, keepdim=True))
+            acc.mul_(decay).add_(_times(_drop(p, tile, block, options), vs[:, block.keys]))
+            old_top.copy_(new_top)
+    if options.sinks is not None:
+        nothing = mask.key_start == mask.key_stop
+        total.masked_fill_(nothing[:, None], 0.0)
+    out /= total.masked_fill(total == 0.0, 1.0)
+    lse = top + total.log()  # -inf where a row saw nothing
+    return _tokens_first(out, q), lse.squeeze(-1).flatten(0, 1)
 
 
 def backward(
@@ -88,28 +123,31 @@ def backward(
     plan = plan_tiles(mask, options.pack_invariant)
     qs, ks, vs = _heads_first(q, k, v, plan)
     douts = _zero_rows(_split_heads(dout, ks), plan.blind_queries)
-    outs = _split_heads(out, ks)
-    lse = lse.to(qs.dtype).unflatten(0, qs.shape[:2]).unsqueeze(-1)  # [n, g, t, 1]
-    empty = lse == float("-inf")
-    lse = lse.masked_fill(empty, 0.0)
-    delta = (outs * douts).sum(-1, keepdim=True)
+    delta = (_split_heads(out, ks) * douts).sum(-1, keepdim=True)
     if dlse is not None:
         delta -= _zero_rows(dlse.to(qs.dtype).unflatten(0, qs.shape[:2]).unsqueeze(-1), plan.blind_queries)
+    # Rows that see nothing have +inf, so that their probabilities are 0.
+    lse = lse.to(qs.dtype).unflatten(0, qs.shape[:2]).unsqueeze(-1)  # [n, g, t, 1]
+    lse = lse.masked_fill(lse == -math.inf, math.inf)
     dq, dk, dv = torch.zeros_like(qs), torch.zeros_like(ks), torch.zeros_like(vs)
+    scratch, scratch_dp = _scratch(qs, plan), _scratch(qs, plan)
     for tile in plan.tiles:
-        rows, keys = slice(tile.row, tile.row_end), slice(tile.key, tile.key_end)
-        scores, slope = _scores(qs, ks, mask, tile, options)
-        p = scores.sub_(lse[:, :, rows]).exp_()  # [n, g, m, k]
-        dp = _drop(_times(douts[:, :, rows], vs[:, keys].mT), tile, options)
-        ds = dp.sub_(delta[:, :, rows]).mul_(p).mul_(options.scale)
-        if slope is not None:
-            ds.mul_(slope)
-        dv[:, keys] += _transposed_times(_drop(p, tile, options), douts[:, :, rows])
-        dq[:, :, rows] = _times(ds, ks[:, keys])
-        dk[:, keys] += _transposed_times(ds, qs[:, :, rows])
+        rows = tile.rows
+        for block in tile.blocks:
+            scores, slope = _scores(qs, ks, mask, tile, block, options, scratch)
+            p = _exp_(scores.sub_(lse[:, :, rows]))  # [n, g, m, k]
+            dp = _drop(_times_into(scratch_dp, douts[:, :, rows], vs[:, block.keys].mT), tile, block, options)
+            ds = dp.sub_(delta[:, :, rows]).mul_(p)
+            if slope is not None:
+                ds.mul_(slope)
+            dv[:, block.keys] += _transposed_times(_drop(p, tile, block, options), douts[:, :, rows])
+            dk[:, block.keys] += _transposed_times(ds, qs[:, :, rows])
+            dq[:, :, rows] += _times(ds, ks[:, block.keys])
+    dq *= options.scale
+    dk *= options.scale
     dsinks = None
     if options.sinks is not None:
-        share = torch.exp(options.sinks.to(qs.dtype).view(*qs.shape[:2], 1, 1) - lse).masked_fill(empty, 0.0)
+        share = torch.exp(_sinks(options.sinks, qs) - lse)
         dsinks = -(share * delta).sum((2, 3)).flatten().to(options.sinks.dtype)
     return _tokens_first(dq, q), dk.transpose(0, 1).to(k.dtype), dv.transpose(0, 1).to(v.dtype), dsinks
 
@@ -132,11 +170,10 @@ def plan_tiles(mask: BlockDiagonalMask, pack_invariant: bool = False) -> Plan:
         while row < row_end and start[row_end - 1] == stop[row_end - 1]:
             row_end -= 1
         if row < row_end:
-            full, full_end = start[row_end - 1], stop[row]
-            if full_end <= full:
-                full = full_end = start[row]
-            tiles.append(Tile(row, row_end, start[row], stop[row_end - 1], full, full_end))
-    plan = Plan(tuple(tiles), _blind_rows(mask), _blind_rows(mask.transpose()))
+            blocks = _key_blocks(mask, row, row_end, start[row], stop[row_end - 1], start[row_end - 1], stop[row])
+            tiles.append(Tile(row, row_end, tuple(blocks)))
+    pairs = max(((t.row_end - t.row) * (b.key_end - b.key) for t in tiles for b in t.blocks), default=0)
+    plan = Plan(tuple(tiles), pairs, _blind_rows(mask), _blind_rows(mask.transpose()))
     _plans[mask.key_start] = key, plan
     return plan
 
@@ -164,17 +201,36 @@ def _row_blocks(start: list[int], stop: list[int], pack_invariant: bool) -> list
     return blocks
 
 
+def _key_blocks(
+    mask: BlockDiagonalMask, row: int, row_end: int, first: int, end: int, common: int, common_end: int
+) -> Iterator[Block]:
+    """Keys [first, end) beside rows [row, row_end), all of which see the keys [common, common_end)."""
+    start, stop = mask.key_start[row:row_end, None], mask.key_stop[row:row_end, None]
+    for key in range(first, end, BLOCK_KEYS):
+        key_end = min(key + BLOCK_KEYS, end)
+        ceiling = None
+        if not common <= key < key_end <= common_end:
+            keys = torch.arange(key, key_end, device=mask.device)
+            ceiling = torch.where((keys >= start) & (keys < stop), math.inf, -math.inf)
+        yield Block(key, key_end, ceiling)
+
+
 def _blind_rows(mask: BlockDiagonalMask) -> Tensor | None:
     blind = mask.key_start == mask.key_stop
     return blind if bool(blind.any()) else None
 
 
 def _scores(
-    qs: Tensor, ks: Tensor, mask: BlockDiagonalMask, tile: Tile, options: AttentionOptions
+    qs: Tensor,
+    ks: Tensor,
+    mask: BlockDiagonalMask,
+    tile: Tile,
+    block: Block,
+    options: AttentionOptions,
+    scratch: Tensor,
 ) -> tuple[Tensor, Tensor | None]:
-    """Scores of a tile, [n, g, m, k], -inf where a key is hidden, and their slope by the scaled product (None: 1)."""
-    rows = slice(tile.row, tile.row_end)
-    scores = _times(qs[:, :, rows], ks[:, tile.key : tile.key_end].mT).mul_(options.scale)
+    """Scores of a block, [n, g, m, k], -inf where a key is hidden, and their slope by the scaled product (None: 1)."""
+    scores = _times_into(scratch, qs[:, :, tile.rows], ks[:, block.keys].mT, options.scale)
     slope = None
     if options.softcap:
         capped = scores.div_(options.softcap).tanh_()
@@ -182,26 +238,23 @@ def _scores(
         scores = capped.mul_(options.softcap)
     if options.alibi_slopes is not None:
         assert mask.diagonal is not None
-        distance = (mask.diagonal[rows, None] - torch.arange(tile.key, tile.key_end, device=qs.device)).abs()  # [m, k]
-        slopes = options.alibi_slopes.expand(qs.shape[2], -1)[rows].T.unflatten(0, qs.shape[:2])  # [n, g, m]
+        keys = torch.arange(block.key, block.key_end, device=qs.device)
+        distance = (mask.diagonal[tile.rows, None] - keys).abs()  # [m, k]
+        slopes = options.alibi_slopes.expand(qs.shape[2], -1)[tile.rows].T.unflatten(0, qs.shape[:2])  # [n, g, m]
         scores -= slopes[..., None] * distance
-    start, stop = mask.key_start[rows, None], mask.key_stop[rows, None]
-    for key, key_end in ((tile.key, tile.full), (tile.full_end, tile.key_end)):
-        if key < key_end:
-            keys = torch.arange(key, key_end, device=scores.device)
-            hidden = (keys < start) | (keys >= stop)  # [m, k]
-            scores[..., key - tile.key : key_end - tile.key].masked_fill_(hidden, float("-inf"))
+    if block.ceiling is not None:  # far cheaper than filling through a mask
+        torch.minimum(scores, block.ceiling, out=scores)
     return scores, slope
 
 
-def _drop(x: Tensor, tile: Tile, options: AttentionOptions) -> Tensor:
+def _drop(x: Tensor, tile: Tile, block: Block, options: AttentionOptions) -> Tensor:
     """x [n, g, m, k] times 0 or 1 / (1 - p), in place: dropout, as forward and backward apply it alike."""
     if not options.dropout_p:
         return x
     assert options.dropout_seed is not None
     heads = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(*x.shape[:2], 1, 1)
     queries = torch.arange(tile.row, tile.row_end, device=x.device)[:, None]
-    keys = torch.arange(tile.key, tile.key_end, device=x.device)
+    keys = torch.arange(block.key, block.key_end, device=x.device)
     keep = keep_mask(options.dropout_seed, heads, queries, keys, options.dropout_p)
     return x.masked_fill_(~keep, 0.0).div_(1 - options.dropout_p)
 
@@ -219,6 +272,10 @@ def _split_heads(x: Tensor, ks: Tensor) -> Tensor:
     return x.unflatten(1, (ks.shape[0], -1)).permute(1, 2, 0, 3).to(wide)
 
 
+def _sinks(sinks: Tensor, qs: Tensor) -> Tensor:
+    return sinks.to(qs.dtype).view(*qs.shape[:2], 1, 1)
+
+
 def _tokens_first(x: Tensor, like: Tensor) -> Tensor:
     return x.flatten(0, 1).transpose(0, 1).to(like.dtype)
 
@@ -227,9 +284,27 @@ def _zero_rows(x: Tensor, blind: Tensor | None) -> Tensor:
     return x if blind is None else x.masked_fill(blind[:, None], 0.0)
 
 
+def _exp_(x: Tensor) -> Tensor:
+    """exp in place, by exp2: on CPUs torch's exp takes up to a hundred times as long where results vanish."""
+    return x.mul_(LOG2E).exp2_()
+
+
+def _scratch(qs: Tensor, plan: Plan) -> Tensor:
+    """Room for a block's scores; taking it anew for every block costs a tenth of the time, most of it page faults."""
+    return qs.new_empty(qs.shape[0] * qs.shape[1] * plan.pairs)
+
+
 def _times(x: Tensor, y: Tensor) -> Tensor:
     """[n, g, m, a] @ [n, a, b] -> [n, g, m, b]: the query heads of a group are rows of one product."""
     return (x.flatten(1, 2) @ y).unflatten(1, x.shape[1:3])
+
+
+def _times_into(scratch: Tensor, x: Tensor, y: Tensor, scale: float = 1.0) -> Tensor:
+    """`_times` and a factor, in a part of `scratch`."""
+    rows = x.flatten(1, 2)
+    shape = (*rows.shape[:2], y.shape[2])
+    out = scratch[: math.prod(shape)].view(shape)
+    return torch.baddbmm(out, rows, y, beta=0, alpha=scale, out=out).unflatten(1, x.shape[1:3])
 
 
 def _transposed_times(x: Tensor, y: Tensor) -> Tensor:
