@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
-.PHONY: help install test lint docs demo bench compile-matrix test-gpu bench-gpu clean
+.PHONY: help install test lint docs demo bench bench-cpu compile-matrix test-gpu bench-gpu clean
 
 help:
 	@echo "make demo       train three ways (padded, naive, packed), compare, draw a picture: demo-out/demo.png"
@@ -14,6 +14,7 @@ help:
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       the site, guides and reference, into site/; warnings are errors"
 	@echo "make bench      the compile report: registers, spills, shared memory of every shipped kernel"
+	@echo "make bench-cpu  packing, masks, patching, attention beside sdpa: rows in benchmarks/results/cpu.csv"
 	@echo "make compile-matrix  the same under several versions of Triton, to docs/compile-matrix.md; takes a while"
 	@echo "make test-gpu   the GPU tests, with the python3 at hand; installs nothing"
 	@echo "make bench-gpu  the GPU benchmarks, likewise: rows in benchmarks/results; again goes on where it ended"
@@ -45,6 +46,9 @@ demo: install
 
 bench: install
 	$(BIN)/python -m benchmarks.compile_report
+
+bench-cpu: install
+	$(BIN)/python -m benchmarks.cpu
 
 compile-matrix: install
 	$(BIN)/python -m benchmarks.compile_matrix

@@ -6,16 +6,16 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu.ledger import LOST, OPS
 from benchmarks.gpu.peers import Peer
-from benchmarks.gpu.shapes import Batch
 from benchmarks.gpu.timing import Call, Times, extra_bytes, launches, quantiles, time_alternating
 from benchmarks.gpu.verify import Judge
+from tritonpack.cli.bench.batch import Batch
+from tritonpack.cli.bench.peers import Prepared
 
 # Work relative to a forward pass: backward has five matrix products to its two.
 WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
@@ -42,7 +42,7 @@ def measure(batch: Batch, peers: Sequence[Peer], write: Write) -> None:
         DeviceLostError: a peer has broken the device for this process; its row is written.
     """
     judge, device = Judge(batch), batch.q.device
-    ready: dict[str, Callable[[], Tensor]] = {}
+    ready: dict[str, Prepared] = {}
     outputs: dict[str, Tensor] = {}
 
     def give_up(name: str, ops: Sequence[str], error: Exception) -> None:
@@ -55,32 +55,31 @@ def measure(batch: Batch, peers: Sequence[Peer], write: Write) -> None:
     for peer in peers:
         try:
             with time_limit(PATIENCE):
-                forward: Any = partial(peer.prepare(batch), batch.q, batch.k, batch.v)
-                out = judge.check_forward(forward)
+                prepared = Prepared(peer, batch)
+                out = prepared.forward()
+                judge.check_forward(prepared.layout.leave(out))
         except Exception as error:  # a peer may fail in any way; the row says how
             give_up(peer.name, OPS, error)
             continue
-        ready[peer.name] = forward
+        ready[peer.name] = prepared
         try:
             with time_limit(PATIENCE):
-                judge.check_backward(out)
+                judge.check_backward(out, prepared)
         except Exception as error:
             give_up(peer.name, OPS[1:], error)
             continue
         outputs[peer.name] = out
     del judge
 
-    leaves = (batch.q, batch.k, batch.v)
+    def backward(peer: Prepared, out: Tensor) -> object:
+        return torch.autograd.grad(out, peer.leaves, peer.dout, retain_graph=True)
 
-    def backward(out: Tensor) -> object:
-        return torch.autograd.grad(out, leaves, batch.dout, retain_graph=True)
-
-    def both(forward: Callable[[], Tensor]) -> object:
-        return torch.autograd.grad(forward(), leaves, batch.dout)
+    def both(peer: Prepared) -> object:
+        return torch.autograd.grad(peer.forward(), peer.leaves, peer.dout)
 
     rounds: dict[str, dict[str, Call]] = {
-        "forward": dict(ready),
-        "backward": {name: partial(backward, out) for name, out in outputs.items()},
+        "forward": {name: peer.forward for name, peer in ready.items()},
+        "backward": {name: partial(backward, ready[name], out) for name, out in outputs.items()},
         "both": {name: partial(both, ready[name]) for name in outputs},
     }
     for op, calls in rounds.items():

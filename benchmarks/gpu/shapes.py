@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from tritonpack import BlockDiagonalMask
-
-NO_WINDOW = (-1, -1)
+from tritonpack.cli.bench.batch import NO_WINDOW, Batch
 
 
 @dataclass(frozen=True)
@@ -99,41 +98,6 @@ def smoke_shapes() -> list[Shape]:
     return [small, replace(small, causal=False), replace(small, distribution="one", window=(64, 0))]
 
 
-@dataclass(frozen=True)
-class Batch:
-    """A packed batch.
-
-    Attributes:
-        q, k, v, dout: (T, H, D), (T, H_kv, D) twice, and the gradient of the output, like q.
-        lengths: tokens per document, which sum to T.
-        cu_seqlens: (documents + 1,) int32.
-        causal, window: see `Shape`.
-        mask: the same as intervals.
-    """
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    dout: Tensor
-    lengths: tuple[int, ...]
-    cu_seqlens: Tensor
-    causal: bool
-    window: tuple[int, int]
-    mask: BlockDiagonalMask
-
-    @property
-    def grouped(self) -> bool:
-        return self.q.shape[1] != self.k.shape[1]
-
-    def visible_pairs(self) -> int:
-        """How many (query, key) pairs have to be computed: the useful work."""
-        return int((self.mask.key_stop - self.mask.key_start).sum(dtype=torch.int64))
-
-    def flops(self) -> int:
-        """Of a forward pass over the visible pairs: two matrix products."""
-        return 4 * self.q.shape[1] * self.q.shape[2] * self.visible_pairs()
-
-
 def make_batch(shape: Shape, lengths: Sequence[int], device: torch.device | str, seed: int = 0) -> Batch:
     """Random tensors for a shape; never zeros, which matrix units multiply faster."""
     generator = torch.Generator(device).manual_seed(seed)
@@ -142,7 +106,7 @@ def make_batch(shape: Shape, lengths: Sequence[int], device: torch.device | str,
     def draw(count: int) -> Tensor:
         return torch.randn(shape.tokens, count, shape.head_dim, device=device, dtype=dtype, generator=generator)
 
-    q, k, v = (draw(n).requires_grad_() for n in (shape.heads, shape.kv_heads, shape.kv_heads))
+    q, k, v = (draw(n) for n in (shape.heads, shape.kv_heads, shape.kv_heads))
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
     mask = BlockDiagonalMask.from_cu_seqlens(cu_seqlens, causal=shape.causal, window=shape.window, total_q=shape.tokens)
-    return Batch(q, k, v, draw(shape.heads), tuple(lengths), cu_seqlens, shape.causal, shape.window, mask)
+    return Batch(tuple(lengths), q, k, v, draw(shape.heads), cu_seqlens, mask, shape.causal, shape.window)

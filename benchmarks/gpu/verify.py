@@ -7,12 +7,11 @@ their outputs, their dq, and dK and dV of every key then depend on nothing but t
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.shapes import Batch
+from tritonpack.cli.bench.batch import Batch
+from tritonpack.cli.bench.peers import Prepared
 from tritonpack.testing import Inputs, check_outputs
 
 ROWS = 512
@@ -55,22 +54,20 @@ class Judge:
         group = x.shape[1] // self.batch.k.shape[1]
         return x.detach()[self.rows, -group:]
 
-    def check_forward(self, forward: Callable[[], Tensor]) -> Tensor:
-        """The output, checked.
+    def check_forward(self, out: Tensor) -> None:
+        """Check an output, (tokens, heads, head_dim).
 
         Raises:
             AssertionError: another shape, a value that isn't finite, or an error beyond what is allowed.
         """
-        out = forward()
         if out.shape != self.batch.q.shape:
             raise AssertionError(f"the output has shape {tuple(out.shape)}, not {tuple(self.batch.q.shape)}")
         if not out.isfinite().all():
             raise AssertionError("some of the output isn't finite")
         check_outputs(self.inputs, {"out": self._rows(out)})
-        return out
 
-    def check_backward(self, out: Tensor) -> None:
-        """Check the gradients of an output; its graph is kept.
+    def check_backward(self, out: Tensor, peer: Prepared) -> None:
+        """Check the gradients of an output in the peer's layout; its graph is kept.
 
         Raises:
             AssertionError: an error beyond what is allowed, or a gradient in rows that should have none.
@@ -78,8 +75,7 @@ class Judge:
         """
         if not out.requires_grad:
             raise NotImplementedError("no backward here")
-        leaves = (self.batch.q, self.batch.k, self.batch.v)
-        dq, dk, dv = torch.autograd.grad(out, leaves, self.dout, retain_graph=True)
+        dq, dk, dv = peer.gradients(out, self.dout)
         check_outputs(self.inputs, {"dq": self._rows(dq), "dk": dk[:, -1:], "dv": dv[:, -1:]})
         if dq.index_fill(0, self.rows, 0.0).count_nonzero():
             raise AssertionError("dq isn't zero in rows whose output has no gradient")

@@ -2,7 +2,8 @@
 
 import torch
 
-from benchmarks.gpu.shapes import Batch, Shape, make_batch
+from benchmarks.gpu.shapes import Shape, make_batch
+from tritonpack.cli.bench.batch import Batch
 
 LENGTHS = (37, 1, 80, 20)
 KINDS = {

@@ -17,11 +17,12 @@ from benchmarks.gpu import timing
 from benchmarks.gpu.__main__ import Budget, main, run
 from benchmarks.gpu.ledger import ABOUT, LOST, OPS, Ledger
 from benchmarks.gpu.measure import DeviceLostError, measure, time_limit
-from benchmarks.gpu.peers import OURS, Peer, tritonpack_given
-from benchmarks.gpu.shapes import Batch, Shape, make_batch, shapes, smoke_shapes
+from benchmarks.gpu.peers import OURS, Peer, ours
+from benchmarks.gpu.shapes import Shape, make_batch, shapes, smoke_shapes
 from benchmarks.gpu.timing import Times, quantiles, time_alternating
 from benchmarks.lengths import distributions
 from tests.benchmarks.batches import batch_of
+from tritonpack.cli.bench.batch import Batch
 
 CPU = torch.device("cpu")
 HERE = dict.fromkeys(ABOUT, "") | {"commit": "abc1234"}
@@ -37,12 +38,12 @@ def missing(batch: Batch) -> Any:
 
 
 def wrong(batch: Batch) -> Any:
-    right = tritonpack_given(batch)
+    right = ours(batch)
     return lambda q, k, v: right(q, k, 1.01 * v)
 
 
 def forward_only(batch: Batch) -> Any:
-    right = tritonpack_given(batch)
+    right = ours(batch)
     return lambda q, k, v: right(q, k, v).detach()
 
 
@@ -105,7 +106,7 @@ class TestShapes:
 
 class TestMeasure:
     def test_rows_of_what_runs(self) -> None:
-        rows = measured(Peer(OURS, tritonpack_given))
+        rows = measured(Peer(OURS, ours))
         for op in OPS:
             row = rows[OURS, op]
             assert row["status"] == "ok"
@@ -114,7 +115,7 @@ class TestMeasure:
             assert float(str(row["tflops"])) == pytest.approx(work / float(str(row["p50_ms"])) / 1e9, rel=1e-2)
 
     def test_no_figure_for_a_wrong_result(self) -> None:
-        rows = measured(Peer("wrong", wrong), Peer(OURS, tritonpack_given))
+        rows = measured(Peer("wrong", wrong), Peer(OURS, ours))
         assert all(str(rows["wrong", op]["status"]).startswith("AssertionError: out beyond") for op in OPS)
         assert all("p50_ms" not in rows["wrong", op] for op in OPS)
         assert all(rows[OURS, op]["status"] == "ok" for op in OPS)
@@ -142,7 +143,7 @@ class TestMeasure:
         calls = [0]
 
         def tires(batch: Batch) -> Any:
-            right = tritonpack_given(batch)
+            right = ours(batch)
 
             def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
                 calls[0] += 1
@@ -152,7 +153,7 @@ class TestMeasure:
 
             return attention
 
-        rows = measured(Peer("tires", tires), Peer(OURS, tritonpack_given))
+        rows = measured(Peer("tires", tires), Peer(OURS, ours))
         assert rows["tires", "forward"]["status"] == rows["tires", "both"]["status"] == "RuntimeError: out of memory"
         assert rows["tires", "backward"]["status"] == rows[OURS, "both"]["status"] == "ok"
 
@@ -218,7 +219,7 @@ class TestTiming:
 
 
 class TestRun:
-    peers = (Peer(OURS, tritonpack_given),)
+    peers = (Peer(OURS, ours),)
 
     def test_goes_on_where_it_ended(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         todo, path = smoke_shapes()[:2], tmp_path / "attention.csv"
@@ -277,7 +278,7 @@ class TestMain:
     def test_smoke_run(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr(program, "PEERS", (Peer(OURS, tritonpack_given), Peer("flash", missing)))
+        monkeypatch.setattr(program, "PEERS", (Peer(OURS, ours), Peer("flash", missing)))
         main(["--device", "cpu", "--out", str(tmp_path), "--parts", "2", "--part", "1", "--commit", "abc1234"])
         assert "1 of 1 shapes" in capsys.readouterr().out
         with (tmp_path / "attention.csv").open(newline="") as file:

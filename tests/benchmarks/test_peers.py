@@ -10,54 +10,68 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import peers
-from benchmarks.gpu.peers import PEERS, hidden, repeated
-from benchmarks.gpu.shapes import Batch
+from benchmarks.gpu.peers import PEERS, hidden
 from benchmarks.gpu.verify import Judge
 from tests.benchmarks import stand_ins
 from tests.benchmarks.batches import KINDS, batch_of
+from tritonpack.cli.bench import peers as shared
+from tritonpack.cli.bench.batch import Batch
+from tritonpack.cli.bench.peers import (
+    Attention,
+    Peer,
+    Prepared,
+    one_row,
+    ours,
+    packed,
+    repeated,
+    torch_knows_groups,
+    torch_varlen,
+)
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
-def check(prepare: peers.Prepare, batch: Batch, *, backward: bool = True) -> None:
-    attention, judge = prepare(batch), Judge(batch)
-    out = judge.check_forward(lambda: attention(batch.q, batch.k, batch.v))
+def check(prepare: Any, batch: Batch, *, layout: Any = packed, backward: bool = True, count: int = 512) -> None:
+    prepared, judge = Prepared(Peer("", prepare, layout), batch), Judge(batch, count)
+    out = prepared.forward()
+    judge.check_forward(prepared.layout.leave(out))
     if backward:
-        judge.check_backward(out)
+        judge.check_backward(out, prepared)
 
 
 @every_kind
 @pytest.mark.parametrize("name", ["tritonpack", "tritonpack, mask built", "sdpa, dense mask"])
 def test_what_runs_anywhere(name: str, kind: str) -> None:
-    check({peer.name: peer for peer in PEERS}[name].prepare, batch_of(kind))
+    peer = {peer.name: peer for peer in PEERS}[name]
+    check(peer.prepare, batch_of(kind), layout=peer.layout)
 
 
 @pytest.mark.parametrize("kind", ["causal", "bidirectional", "ungrouped"])
 def test_padded(kind: str) -> None:
-    check(peers.sdpa_padded, batch_of(kind))
+    check(shared.sdpa_padded, batch_of(kind), layout=shared.padded)
 
 
 def test_padded_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="window needs the dense mask"):
-        peers.sdpa_padded(batch_of("window"))
-    monkeypatch.setattr(peers, "MOST_PADDING", 2)
+        shared.sdpa_padded(batch_of("window"))
+    monkeypatch.setattr(shared, "MOST_PADDING", 2)
     with pytest.raises(ValueError, match="4 rows of 80 would be 2 times the tokens"):
-        peers.sdpa_padded(batch_of("causal"))
-    monkeypatch.setattr(peers, "LARGEST_DENSE", 100)
+        shared.padded(batch_of("causal"))
+    monkeypatch.setattr(shared, "LARGEST_DENSE", 100)
     with pytest.raises(ValueError, match="138 x 138 is out of the question"):
-        peers.sdpa_dense_mask(batch_of("causal"))
+        shared.sdpa_dense_mask(batch_of("causal"))
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @every_kind
 def test_flex_attention_forward(kind: str) -> None:
-    check(peers.flex, batch_of(kind), backward=False)
+    check(peers.flex, batch_of(kind), layout=one_row, backward=False)
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 def test_flex_attention_has_no_backward_on_a_cpu() -> None:
     with pytest.raises(NotImplementedError, match="no backward here"):
-        check(lambda batch: peers.flex(batch, build=True), batch_of("causal"))
+        check(lambda batch: peers.flex(batch, build=True), batch_of("causal"), layout=one_row)
 
 
 class TestTorch:
@@ -68,7 +82,7 @@ class TestTorch:
 
     @every_kind
     def test_heads_repeated(self, torch_version: str, kind: str) -> None:
-        prepare = repeated(peers.torch_varlen)
+        prepare = repeated(torch_varlen)
         if torch_version == "2.10" and kind == "window":
             with pytest.raises(ValueError, match="has no window"):
                 prepare(batch_of(kind))
@@ -76,12 +90,12 @@ class TestTorch:
             check(prepare, batch_of(kind))
 
     def test_grouped_heads(self, torch_version: str) -> None:
-        assert peers.torch_knows_groups() == (torch_version == "2.12")
+        assert torch_knows_groups() == (torch_version == "2.12")
         if torch_version == "2.12":
-            check(peers.torch_varlen, batch_of("causal"))
+            check(torch_varlen, batch_of("causal"))
         else:
             with pytest.raises(ValueError, match="4 heads and key 2"):
-                check(peers.torch_varlen, batch_of("causal"))
+                check(torch_varlen, batch_of("causal"))
 
     def test_who_is_repeated(self, torch_version: str) -> None:
         peer = {peer.name: peer for peer in PEERS}["FlashAttention-2 (torch), heads repeated"]
@@ -144,18 +158,20 @@ class TestJudge:
     """It sees what is wrong, also where it draws only some of the rows."""
 
     def judged(self, wrong: Any, count: int = 512) -> None:
-        batch = batch_of("causal")
-        attention, judge = peers.tritonpack_given(batch), Judge(batch, count)
-        judge.check_backward(judge.check_forward(lambda: wrong(attention, batch)))
+        def prepare(batch: Batch) -> Attention:
+            attention = ours(batch)
+            return lambda q, k, v: wrong(attention, q, k, v)
+
+        check(prepare, batch_of("causal"), count=count)
 
     @pytest.mark.parametrize("count", [512, 40])
     def test_accepts_what_is_right(self, count: int) -> None:
-        self.judged(lambda attention, batch: attention(batch.q, batch.k, batch.v), count)
+        self.judged(lambda attention, *qkv: attention(*qkv), count)
 
     @pytest.mark.parametrize("count", [512, 40])
     def test_a_leak_between_documents(self, count: int) -> None:
-        def leaking(attention: peers.Attention, batch: Batch) -> Tensor:
-            q, k, v = (x.transpose(0, 1)[None] for x in (batch.q, batch.k, batch.v))
+        def leaking(attention: Attention, *qkv: Tensor) -> Tensor:
+            q, k, v = (x.transpose(0, 1)[None] for x in qkv)
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             return out[0].transpose(0, 1)
 
@@ -164,22 +180,22 @@ class TestJudge:
 
     def test_a_gradient_that_is_a_thousandth_off(self) -> None:
         with pytest.raises(AssertionError, match="dv beyond"):
-            self.judged(lambda attention, b: attention(b.q, b.k, b.v * 0.999 + b.v.detach() * 0.001))
+            self.judged(lambda attention, q, k, v: attention(q, k, v * 0.999 + v.detach() * 0.001))
 
     def test_a_value_that_is_not_finite_in_a_row_that_was_not_drawn(self) -> None:
         batch = batch_of("causal")
         rows = set(Judge(batch, 40).rows.tolist())
         row = next(i for i in range(138) if i not in rows)
         with pytest.raises(AssertionError, match="isn't finite"):
-            self.judged(lambda attention, b: attention(b.q, b.k, b.v).index_fill(0, torch.tensor([row]), torch.nan), 40)
+            self.judged(lambda attention, *qkv: attention(*qkv).index_fill(0, torch.tensor([row]), torch.nan), 40)
 
     def test_a_gradient_where_there_should_be_none(self) -> None:
         with pytest.raises(AssertionError, match="dq isn't zero"):
-            self.judged(lambda a, b: a(b.q, b.k, b.v) + 1e-30 * (b.q.flip(0) - b.q.flip(0).detach()), 40)
+            self.judged(lambda attention, q, k, v: attention(q, k, v) + 1e-30 * (q.flip(0) - q.flip(0).detach()), 40)
 
     def test_another_shape(self) -> None:
         with pytest.raises(AssertionError, match="shape"):
-            self.judged(lambda attention, b: attention(b.q, b.k, b.v)[1:])
+            self.judged(lambda attention, *qkv: attention(*qkv)[1:])
 
     def test_rows_hold_the_ends_of_documents(self) -> None:
         rows = Judge(batch_of("causal"), 20).rows

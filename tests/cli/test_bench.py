@@ -11,8 +11,9 @@ import torch
 
 from tritonpack import varlen_attention
 from tritonpack.cli import main
-from tritonpack.cli.bench import batch, compare, measure, peers
+from tritonpack.cli.bench import batch, measure, peers
 from tritonpack.cli.bench.batch import Shape, make_batch
+from tritonpack.cli.bench.command import compare
 from tritonpack.cli.bench.measure import Times
 from tritonpack.cli.bench.report import Row, reasons, table
 
@@ -63,7 +64,7 @@ def test_wrong_results_are_never_timed(capsys, monkeypatch, tmp_path):
 @pytest.mark.parametrize("place", [0, 37, 89], ids=["first", "in the middle", "last"])
 def test_each_peer_is_right_and_every_checked_value_counts(name, place, monkeypatch):
     made = make_batch((40, 1, 49), SHAPE)
-    prepared = peers.peers_for(SHAPE.device)[name](made)
+    (prepared,) = (peers.Prepared(peer, made) for peer in peers.peers_for(SHAPE.device) if peer.name == name)
     measure.verify(made, prepared)
     monkeypatch.setattr(torch.autograd, "grad", spoilt(torch.autograd.grad, prepared, place))
     with pytest.raises(AssertionError, match=r"dk beyond|dk, dv beyond"):
@@ -77,7 +78,7 @@ def spoilt(grad, prepared, place):
         gradients = list(grad(outputs, leaves, *rest, **options))
         if leaves is prepared.leaves:
             keys = torch.arange(gradients[1].numel()).view_as(gradients[1])
-            gradients[1].view(-1)[prepared.packed(keys)[place, -1, 0]] += 0.01
+            gradients[1].view(-1)[prepared.layout.leave(keys)[place, -1, 0]] += 0.01
         return tuple(gradients)
 
     return wrong
@@ -86,14 +87,14 @@ def spoilt(grad, prepared, place):
 def test_long_documents_are_checked_at_their_end(monkeypatch):
     monkeypatch.setattr(measure, "_CHECKED_ROWS", 8)
     made = make_batch((60, 30), SHAPE)
-    prepared = peers.ours(made)
+    prepared = peers.Prepared(peers.Peer(peers.OURS, peers.ours), made)
     measure.verify(made, prepared)
     with pytest.raises(AssertionError, match="out"):
         measure.verify(make_batch((60, 30), SHAPE, seed=1), prepared)
 
 
 def test_a_peer_that_cannot_says_why(monkeypatch):
-    monkeypatch.setattr(peers, "_MOST_PADDING", 1)
+    monkeypatch.setattr(peers, "MOST_PADDING", 1)
     ours, padded, dense = compare("mixed", make_batch((80, 10), SHAPE), peers.peers_for(SHAPE.device), 1)
     assert padded.reason == "ValueError: 2 rows of 80 would be 2 times the tokens"
     assert padded.forward is None

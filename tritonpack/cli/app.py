@@ -248,7 +248,7 @@ def bench(
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("the bench needs matplotlib, which isn't installed; pip install 'tritonpack[plots]'")
-    from tritonpack.cli.bench import Options, examine
+    from tritonpack.cli.bench.command import Options, examine
 
     options = Options(tokens, heads, head_dim, dtype, device, repeats, threads, out)
     try:

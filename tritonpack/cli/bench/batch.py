@@ -10,6 +10,8 @@ from torch import Tensor
 
 from tritonpack.mask import BlockDiagonalMask
 
+NO_WINDOW = (-1, -1)
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -25,13 +27,15 @@ class Shape:
 
 @dataclass(frozen=True)
 class Batch:
-    """A causal packed batch.
+    """A packed batch.
 
     Attributes:
         lengths: tokens of its documents.
-        q, k, v, dout: (tokens, heads, head_dim), those of k and v with their own heads.
+        q, k, v, dout: (tokens, heads, head_dim), those of k and v with their own heads; dout is the output's gradient.
         cu_seqlens: (documents + 1,) int32, where documents begin.
-        mask: which keys each query sees.
+        mask: which keys each query sees, as the next two say.
+        causal: whether a query sees no later key.
+        window: how many keys before and after itself a query sees, besides itself; -1 is without limit.
     """
 
     lengths: tuple[int, ...]
@@ -41,6 +45,20 @@ class Batch:
     dout: Tensor
     cu_seqlens: Tensor
     mask: BlockDiagonalMask
+    causal: bool = True
+    window: tuple[int, int] = NO_WINDOW
+
+    @property
+    def grouped(self) -> bool:
+        return self.q.shape[1] != self.k.shape[1]
+
+    def visible_pairs(self) -> int:
+        """How many (query, key) pairs have to be computed: the useful work."""
+        return int((self.mask.key_stop - self.mask.key_start).sum(dtype=torch.int64))
+
+    def flops(self) -> int:
+        """Of a forward pass over the visible pairs: two matrix products."""
+        return 4 * self.q.shape[1] * self.q.shape[2] * self.visible_pairs()
 
 
 def distributions(tokens: int) -> dict[str, tuple[int, ...]]:

@@ -1,0 +1,135 @@
+"""The CPU ledger: every benchmark that needs no GPU, by pytest-benchmark, as rows of benchmarks/results/cpu.csv.
+
+    python -m benchmarks.cpu [--out DIR] [-k EXPRESSION] [--table]
+
+Packing, masks, what a patch costs, and attention beside sdpa, padded and with a dense mask. Then a table: each median,
+and how many times as long the others of its group take as ours. `--table` prints that of the rows there are, the latest
+of each, and measures nothing. Nothing else should run beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.gpu.ledger import environment
+
+FOLDERS = ("benchmarks/cpu", "benchmarks/packing")
+OURS = "tritonpack"
+ABOUT = ("device", "threads", "python", "torch", "commit", "date")
+COLUMNS = ("group", "case", "implementation", "min_ms", "median_ms", "iqr_ms", "rounds", *ABOUT)
+
+Row = dict[str, str]
+
+
+def rows_of(report: Mapping[str, Any], about: Mapping[str, str]) -> Iterator[Row]:
+    """The rows of a report in pytest-benchmark's JSON; a case is the test and its parameters but the implementation."""
+    for found in report["benchmarks"]:
+        parameters = dict(found["params"] or {})
+        implementation = parameters.pop("implementation", OURS)
+        parameters.pop("direction", None)  # in the group's name
+        test = found["name"].split("[")[0].removeprefix("test_")
+        times = {name: f"{1e3 * found['stats'][name]:.4f}" for name in ("min", "median", "iqr")}
+        yield {
+            "group": found["group"] or test,
+            "case": " ".join(str(parameters[name]) for name in sorted(parameters)),
+            "implementation": implementation,
+            "min_ms": times["min"],
+            "median_ms": times["median"],
+            "iqr_ms": times["iqr"],
+            "rounds": str(found["stats"]["rounds"]),
+            **about,
+        }
+
+
+def append(path: Path, rows: Iterable[Row]) -> None:
+    """Write rows to the ledger.
+
+    Raises:
+        SystemExit: a ledger with other columns.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = not path.exists()
+    if not fresh:
+        with path.open(newline="") as file:
+            if tuple(next(csv.reader(file), ())) != COLUMNS:
+                raise SystemExit(f"{path} has other columns than this version writes; name another folder with --out.")
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        if fresh:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def latest(path: Path) -> list[Row]:
+    """The rows of a ledger, the last of each."""
+    with path.open(newline="") as file:
+        return list({(r["group"], r["case"], r["implementation"]): r for r in csv.DictReader(file)}.values())
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Medians, and beside those of others how many times as long they take as ours in the same case."""
+    ours = {(r["group"], r["case"]): float(r["median_ms"]) for r in rows if r["implementation"] == OURS}
+    shown = Table("group", "case", "implementation", "median ms", "quartiles apart", "times ours")
+    before = None
+    for row in sorted(rows, key=lambda r: (r["group"], r["case"], r["implementation"] != OURS, r["implementation"])):
+        base = ours.get((row["group"], row["case"]))
+        ratio = "" if base is None or row["implementation"] == OURS else f"{float(row['median_ms']) / base:.2f}"
+        if before is not None and before != row["group"]:
+            shown.add_section()
+        before = row["group"]
+        shown.add_row(
+            row["group"], row["case"], row["implementation"], f"{float(row['median_ms']):.3f}",
+            f"{float(row['iqr_ms']):.3f}", ratio,
+        )  # fmt: skip
+    return shown
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of cpu.csv")
+    parser.add_argument("-k", dest="expression", default="", help="which benchmarks, as pytest takes it")
+    parser.add_argument("--table", action="store_true", help="print the rows there are")
+    options = parser.parse_args(arguments)
+    path, console = options.out / "cpu.csv", Console(width=None if sys.stdout.isatty() else 140)
+    if options.table:
+        if not path.exists():
+            parser.error(f"{path} doesn't exist; without --table it is written.")
+        console.print(table(latest(path)))
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        report = Path(folder) / "report.json"
+        command = [sys.executable, "-m", "pytest", "-q", "--benchmark-only", "--benchmark-disable-gc", "-p", "no:xdist"]
+        command += ["--benchmark-columns=median", f"--benchmark-json={report}", *FOLDERS, "-k", options.expression]
+        ended = subprocess.run(command, check=False).returncode
+        if not report.exists():
+            raise SystemExit(ended or f"pytest measured nothing; -k {options.expression!r} selects no benchmark.")
+        now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        about = {**environment(torch.device("cpu")), "threads": str(torch.get_num_threads()), "date": now}
+        about = {name: about[name] for name in ABOUT} | {"device": _processor()}
+        rows = list(rows_of(json.loads(report.read_text()), about))
+    append(path, rows)
+    console.print(table(rows))
+    console.print(f"Rows: {path}")
+    raise SystemExit(ended)
+
+
+def _processor() -> str:
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if sys.platform == "linux" else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "CPU")
+
+
+if __name__ == "__main__":
+    main()

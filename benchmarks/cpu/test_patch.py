@@ -1,0 +1,46 @@
+"""What a patch costs: putting it on and taking it off, and each forward pass of a model too small to do much else."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import pytest
+import torch
+from pytest_benchmark.fixture import BenchmarkFixture
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import tritonpack
+
+TOKENS = 16
+
+
+@lru_cache(maxsize=1)
+def llama(layers: int) -> LlamaForCausalLM:
+    """As deep as real ones, and narrow, so that it fits anywhere."""
+    config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=64, num_attention_heads=2)
+    config.num_hidden_layers = layers
+    return LlamaForCausalLM(config)
+
+
+@pytest.mark.parametrize("layers", [16, 32, 80])
+def test_patch(benchmark: BenchmarkFixture, layers: int) -> None:
+    benchmark.group = "patch() and unpatch()"
+    benchmark.pedantic(lambda: tritonpack.patch(llama(layers)).unpatch(), rounds=20, warmup_rounds=2)
+
+
+@pytest.mark.parametrize("implementation", ["tritonpack", "stock"])
+def test_overhead(benchmark: BenchmarkFixture, implementation: str) -> None:
+    """One document, so that both compute the same."""
+    model = llama(32)
+    batch = {"input_ids": torch.arange(TOKENS)[None], "position_ids": torch.arange(TOKENS)[None]}
+
+    def forward() -> None:
+        model(**batch, use_cache=False)
+
+    benchmark.group = f"forward pass of 32 narrow layers, {TOKENS} tokens"
+    with torch.no_grad():
+        if implementation == "stock":
+            benchmark.pedantic(forward, rounds=20, warmup_rounds=2)
+        else:
+            with tritonpack.patch(model):
+                benchmark.pedantic(forward, rounds=20, warmup_rounds=2)

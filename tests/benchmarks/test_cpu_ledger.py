@@ -1,0 +1,101 @@
+"""What the CPU ledger makes of pytest-benchmark's report, and of rows from several runs."""
+
+import csv
+import os
+
+import pytest
+from rich.console import Console
+
+from benchmarks.cpu import __main__ as ledger
+
+ABOUT = {"device": "a CPU", "threads": "2", "python": "3.11", "torch": "2.13", "commit": "abc", "date": "then"}
+
+
+def found(name, params, median, group=None):
+    return {
+        "name": name, "params": params, "group": group,
+        "stats": {"min": median / 2, "median": median, "iqr": median / 4, "rounds": 5},
+    }  # fmt: skip
+
+
+REPORT = {
+    "benchmarks": [
+        found("test_attention[flan-tritonpack-forward]",
+              {"case": "flan", "implementation": "tritonpack", "direction": "forward"}, 0.010, "attention forward"),
+        found("test_attention[flan-sdpa-forward]",
+              {"case": "flan", "implementation": "sdpa", "direction": "forward"}, 0.025, "attention forward"),
+        found("test_pack[8192-1000000]", {"capacity": 8192, "documents": 1000000}, 0.033),
+        found("test_whole", None, 1.0),
+    ]
+}  # fmt: skip
+
+
+def shown(rows) -> str:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(ledger.table(rows))
+    return capture.get()
+
+
+def test_a_row_per_benchmark():
+    ours, sdpa, pack, whole = ledger.rows_of(REPORT, ABOUT)
+    assert (ours["group"], ours["case"], ours["implementation"]) == ("attention forward", "flan", "tritonpack")
+    assert (ours["min_ms"], ours["median_ms"], ours["iqr_ms"], ours["rounds"]) == ("5.0000", "10.0000", "2.5000", "5")
+    assert sdpa["implementation"] == "sdpa"
+    assert (pack["group"], pack["case"], pack["implementation"]) == ("pack", "8192 1000000", "tritonpack")
+    assert (whole["group"], whole["case"]) == ("whole", "")
+    assert all(tuple(row) == ledger.COLUMNS for row in (ours, sdpa, pack, whole))
+
+
+def test_others_are_compared_with_ours():
+    text = shown(list(ledger.rows_of(REPORT, ABOUT)))
+    assert "2.50" in next(line for line in text.splitlines() if "sdpa" in line)
+
+
+def test_later_rows_count(tmp_path):
+    path = tmp_path / "new" / "cpu.csv"
+    ledger.append(path, ledger.rows_of(REPORT, ABOUT))
+    again = {"benchmarks": [found("test_whole", None, 3.0)]}
+    ledger.append(path, ledger.rows_of(again, ABOUT))
+    assert len(path.read_text().splitlines()) == 1 + 4 + 1
+    medians = {row["group"]: row["median_ms"] for row in ledger.latest(path)}
+    assert medians["whole"] == "3000.0000"
+    assert len(medians) == 3
+
+
+def test_a_ledger_of_another_kind_is_left_alone(tmp_path):
+    path = tmp_path / "cpu.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerow(["something", "else"])
+    before = path.read_text()
+    with pytest.raises(SystemExit, match="other columns"):
+        ledger.append(path, ledger.rows_of(REPORT, ABOUT))
+    assert path.read_text() == before
+
+
+def test_measures_and_writes(tmp_path, capsys, monkeypatch):
+    """The whole way, on the quickest benchmark there is."""
+    for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
+        monkeypatch.delenv(name)  # the run there isn't a worker of this one
+    with pytest.raises(SystemExit) as ended:
+        ledger.main(["--out", str(tmp_path), "-k", "test_build and transpose"])
+    assert ended.value.code == 0
+    (row,) = ledger.latest(tmp_path / "cpu.csv")
+    assert (row["group"], row["case"]) == ("masks, 131072 tokens", "transpose")
+    assert float(row["median_ms"]) > 0
+    capsys.readouterr()
+    ledger.main(["--out", str(tmp_path), "--table"])
+    assert "transpose" in capsys.readouterr().out
+
+
+def test_nothing_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(ledger.subprocess, "run", lambda command, **_: ledger.subprocess.CompletedProcess(command, 5))
+    with pytest.raises(SystemExit):
+        ledger.main(["--out", str(tmp_path), "-k", "no_such_benchmark"])
+    assert not (tmp_path / "cpu.csv").exists()
+
+
+def test_no_table_of_nothing(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        ledger.main(["--out", str(tmp_path), "--table"])
+    assert "doesn't exist" in capsys.readouterr().err
