@@ -5,7 +5,8 @@
 The experiment of "Packing with Flash Attention 2" (Kundu et al., arXiv:2407.09105): batches of four documents, with
 lengths like FLAN's, which differ much, and OrcaMath's, which differ less. Documents are cut from real text, the
 functions of Python's standard library, to the lengths that generators draw, or to those of the functions themselves
-(stdlib); so losses mean something, and the three ways see the same documents in the same order. Each way has a process of its own, and they take turns step by step.
+(stdlib); so losses mean something, and the three ways see the same documents in the same order. Each way has a process
+of its own, and they take turns step by step.
 
 On a GPU name a shape: llama-2-7b, mistral-7b or granite-8b, with as many of its layers as three models side by side
 leave room for (--layers). Published to beat, packed over padded: 2.0 times the throughput and 20% less memory on FLAN,

@@ -4,6 +4,10 @@ import csv
 import os
 
 import pytest
+
+pytest.importorskip("rich")
+pytest.importorskip("pytest_benchmark")
+
 from rich.console import Console
 
 from benchmarks.cpu import __main__ as ledger
