@@ -192,6 +192,8 @@ class Machine:
         """All partitions to their ends."""
         threads = {name: threading.Thread(target=self._partition, args=(name, partitions[name])) for name in partitions}
         self.baton |= {name: threading.Semaphore(0) for name in partitions}
+        # Who is slow in one program is fast in another: mistakes show when somebody is far ahead.
+        speeds = {name: 100 ** self.choice.random() for name in self.baton}
         for thread in threads.values():
             thread.start()
         while not self.failure and any(thread.is_alive() for thread in threads.values()):
@@ -203,7 +205,7 @@ class Machine:
                     waits = "; ".join(f"{name} for {self.waiting[name][0]}" for name in alive)
                     self.failure = HazardError(f"nobody can go on: {waits}")
                 break
-            self._go_on(self.choice.choice(ready))
+            self._go_on(self.choice.choices(ready, [speeds["" if isinstance(x, int) else x] for x in ready])[0])
         if not self.failure and self.copies:
             self.failure = HazardError("a copy that nobody waited for")
         for name in [*self.baton]:

@@ -154,33 +154,37 @@ def _load(
     first, work,
     GROUP: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: both halves of q once, then keys and values by the block as buffers become free."""
+    """The loading warp: q once, then keys a block ahead of values, as they are read, whenever a buffer is free."""
     q, k, v, q_filled, k_filled, v_filled, k_free, v_free = rings
     begin, full, full_end, blocks = work
+    kv_head = head // GROUP
     for half in gl.static_range(2):
         mbarrier.expect(q_filled.index(half), ROWS * BLOCK_D * 2)
         copy_block(q_desc, [head, first + half * ROWS, 0], q_filled.index(half), q.index(half))
-    for block in range(blocks):
-        slot = block % STAGES
-        parity = block // STAGES & 1
-        key = begin + block * BLOCK_N
-        mbarrier.wait(k_free.index(slot), parity ^ 1)
-        mbarrier.expect(k_filled.index(slot), BLOCK_N * BLOCK_D * 2)
-        copy_block(k_desc, [head // GROUP, key, 0], k_filled.index(slot), k.index(slot))
-        unseen = 0
-        if (block < full) | (block >= full_end):  # the others are seen by all rows of the tile
-            unseen = _count_unseen(key, query_start_ptr, query_stop_ptr, num_keys, BLOCK_N)
-        mbarrier.wait(v_free.index(slot), parity ^ 1)
-        if unseen > 0:
-            _copy_seen(
-                v_ptr + (head // GROUP) * stride_vh, stride_vt, v.index(slot), key, query_start_ptr, query_stop_ptr,
-                num_keys, BLOCK_N, BLOCK_D,
-            )  # fmt: skip
-            fence_async_shared()
-            mbarrier.arrive(v_filled.index(slot))
-        else:
-            mbarrier.expect(v_filled.index(slot), BLOCK_N * BLOCK_D * 2)
-            copy_block(v_desc, [head // GROUP, key, 0], v_filled.index(slot), v.index(slot))
+    for ahead in range(blocks + 1):
+        if ahead < blocks:
+            slot = ahead % STAGES
+            mbarrier.wait(k_free.index(slot), (ahead // STAGES & 1) ^ 1)
+            mbarrier.expect(k_filled.index(slot), BLOCK_N * BLOCK_D * 2)
+            copy_block(k_desc, [kv_head, begin + ahead * BLOCK_N, 0], k_filled.index(slot), k.index(slot))
+        if ahead > 0:
+            block = ahead - 1
+            key = begin + block * BLOCK_N
+            unseen = 0
+            if (block < full) | (block >= full_end):  # the others are seen by all rows of the tile
+                unseen = _count_unseen(key, query_start_ptr, query_stop_ptr, num_keys, BLOCK_N)
+            slot = block % STAGES
+            mbarrier.wait(v_free.index(slot), (block // STAGES & 1) ^ 1)
+            if unseen > 0:
+                _copy_seen(
+                    v_ptr + kv_head.to(gl.int64) * stride_vh, stride_vt, v.index(slot), key, query_start_ptr,
+                    query_stop_ptr, num_keys, BLOCK_N, BLOCK_D,
+                )  # fmt: skip
+                fence_async_shared()
+                mbarrier.arrive(v_filled.index(slot))
+            else:
+                mbarrier.expect(v_filled.index(slot), BLOCK_N * BLOCK_D * 2)
+                copy_block(v_desc, [kv_head, key, 0], v_filled.index(slot), v.index(slot))
 
 
 @gluon.jit
