@@ -64,6 +64,11 @@ def tritonpack_built(batch: Batch) -> Attention:
     return attention
 
 
+def tritonpack_gluon(batch: Batch) -> Attention:
+    """The forward kernel for Hopper, which "auto" doesn't choose."""
+    return lambda q, k, v: varlen_attention(q, k, v, batch.mask, backend="gluon")
+
+
 # --------------------------------------------------------------------------- FlashAttention, in torch and by itself
 
 
@@ -280,6 +285,7 @@ OURS = "tritonpack"
 PEERS = (
     Peer(OURS, tritonpack_given),
     Peer("tritonpack, mask built", tritonpack_built),
+    Peer("tritonpack, gluon", tritonpack_gluon, lambda shape: shape.head_dim in (64, 128, 256)),
     Peer("FlashAttention-2 (torch)", torch_varlen),
     Peer(
         "FlashAttention-2 (torch), heads repeated",

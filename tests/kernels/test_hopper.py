@@ -1,7 +1,6 @@
 """The Hopper kernel under the emulator: its results, and that mistakes in its synchronisation don't go unseen."""
 
 import importlib.util
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ pytest.importorskip("triton")
 
 from tests.kernels.gluon_emulator import Emulated, HazardError
 from tritonpack import BlockDiagonalMask, hopper
+from tritonpack.errors import BackendUnavailableError
 from tritonpack.kernels import hopper as kernels
 from tritonpack.kernels.hopper import HOPPER_TILES, HopperTile, hopper_forward_kernel
 from tritonpack.options import make_options
@@ -30,16 +30,17 @@ NAMES = (
 SMALL = [HopperTile(32, 2), HopperTile(16, 3, turns=False)]
 CHOSEN = [replace(case, head_dim=64, heads=case.heads // 2, kv_heads=max(case.kv_heads // 2, 1))
           for case in CASES if case.name in NAMES]  # fmt: skip
+PLAIN: dict[str, Any] = {
+    "scale": None, "softcap": 0.0, "sinks": None, "alibi_slopes": None, "dropout_p": 0.0, "dropout_seed": None,
+    "pack_invariant": False,
+}  # fmt: skip
 LONG = Case("long", (0, 300, 40), heads=1, kv_heads=1, head_dim=64, slack=30)
 
 
-def forward(inputs: Inputs, kernel: Any = hopper_forward_kernel, seed: int = 0) -> dict[str, Tensor]:
-    """out and lse, by the kernel, launched as the backend launches it."""
+def forward(inputs: Inputs, kernel: Any = hopper_forward_kernel, seed: int = 0, **keywords: Any) -> dict[str, Tensor]:
+    """out and lse, by the kernel, launched as the backend launches it; with keywords of `make_options`."""
     q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.mask
-    options = make_options(
-        q, mask, scale=None, softcap=0.0, sinks=None, alibi_slopes=None, dropout_p=0.0, dropout_seed=None,
-        pack_invariant=False,
-    )  # fmt: skip
+    options = make_options(q, mask, **PLAIN | keywords)
     tiles = hopper.plan_tiles(q, k, v, mask, options, backward=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hopper, "hopper_forward_kernel", Emulated(kernel, seed))
@@ -48,9 +49,8 @@ def forward(inputs: Inputs, kernel: Any = hopper_forward_kernel, seed: int = 0) 
 
 
 @pytest.fixture
-def small(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
+def small(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     monkeypatch.setitem(HOPPER_TILES, 64, getattr(request, "param", SMALL[0]))
-    yield
 
 
 @pytest.mark.parametrize("small", SMALL, indirect=True, ids=["2-stages-turns", "3-stages"])
@@ -114,19 +114,38 @@ def test_strided_inputs() -> None:
     check_outputs(inputs, forward(replace(inputs, q=q, k=k, v=v)))
 
 
-# What is broken, how, and what must be seen of it (a wrong result, if nothing else).
+@pytest.mark.parametrize(
+    ("case", "dtype", "keywords", "message"),
+    [
+        (Case("fp32", (5,), head_dim=64), torch.float32, {}, "takes bfloat16 and float16; got torch.float32"),
+        (Case("dim", (5,), head_dim=80), torch.float16, {}, "head dimensions 64, 128, 256, the same .* got 80 and 80"),
+        (Case("dims", (5,), head_dim=128, head_dim_v=64), torch.float16, {}, "got 128 and 64"),
+        (Case("softcap", (5,), head_dim=64), torch.float16, {"softcap": 5.0}, "plain softmax attention; got softcap"),
+        (Case("sinks", (5,), head_dim=64), torch.float16, {"sinks": torch.zeros(4)}, "got sinks"),
+        (Case("alibi", (5,), head_dim=64), torch.float16, {"alibi_slopes": torch.zeros(4)}, "got alibi_slopes"),
+        (Case("dropout", (5,), head_dim=64), torch.float16, {"dropout_p": 0.5, "dropout_seed": 1}, "got dropout_p"),
+    ],
+    ids=str,
+)
+def test_what_the_kernel_does_not_take(case: Case, dtype: torch.dtype, keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(BackendUnavailableError, match=f"backend='gluon' .*{message}.*Use backend='triton'"):
+        forward(make_inputs(case, dtype), **keywords)
+
+
+# What is replaced by what, and what must be seen of it.
 MUTATIONS = {
-    "keys-not-waited-for": ("                mbarrier.wait(k_filled.index(slot), parity)\n", "", "overwritten|not where|nobody"),
-    "values-not-waited-for": ("mbarrier.wait(v_filled.index(previous), previous_parity)", "pass", "overwritten|not where|too many"),
+    "keys-not-waited-for": ("mbarrier.wait(k_filled.index(slot), parity)", "pass", "overwritten|not where|nobody"),
+    "values-not-waited-for": ("mbarrier.wait(v_filled.index(previous), previous_parity)", "pass",
+                              "overwritten|not where|too many"),
     "wrong-parity": ("(v_filled.index(previous), previous_parity)", "(v_filled.index(previous), parity)",
                      "overwritten|nobody can go on|not where"),
     "keys-freed-early": ("                scores = warpgroup_mma_wait(1, deps=[scores])\n"
                          "                mbarrier.arrive(k_free.index(slot))\n",
                          "                mbarrier.arrive(k_free.index(slot))\n"
                          "                scores = warpgroup_mma_wait(1, deps=[scores])\n", "overwritten"),
-    "values-never-freed": ("                mbarrier.arrive(v_free.index(previous))\n", "",
+    "values-never-freed": ("mbarrier.arrive(v_free.index(previous))", "pass",
                            r"nobody can go on: .*_load for v_free\[0\] \(0 phases over, 2 arrivals"),
-    "free-keys-not-waited-for": ("            mbarrier.wait(k_free.index(slot), (ahead // STAGES & 1) ^ 1)\n", "",
+    "free-keys-not-waited-for": ("mbarrier.wait(k_free.index(slot), (ahead // STAGES & 1) ^ 1)", "pass",
                                  "overwritten|not where|nobody can go on"),
     "half-the-bytes-expected": ("expect(v_filled.index(slot), BLOCK_N * BLOCK_D * 2)",
                                 "expect(v_filled.index(slot), BLOCK_N * BLOCK_D)", "nobody can go on"),

@@ -5,9 +5,10 @@ warpgroup keeps the tensor cores busy while it takes exponentials: the scores of
 the output of the block before it, and the softmax runs while that output is being summed. The warpgroups take turns in
 requesting, so that one's softmax falls into the other's products.
 
-Legend: as in forward.py; a half is one warpgroup's 64 rows. Barriers come in pairs for each buffer of a ring: `filled`
-completes when a copy has arrived (and, of values, when rows that nothing sees are zeros), `free` when both halves have
-read it. A barrier's n-th completion is waited for with parity (n - 1) % 2; that of a `free` one precedes the n-th reuse.
+Legend: as in forward.py; a half is one warpgroup's 64 rows. Each buffer of a ring has two barriers: `filled` completes
+when a block is there (of values, with zeros where nothing sees them), `free` when both halves have read it. A barrier's
+n-th completion, from 0, is waited for with parity n % 2; a new barrier counts as complete for parity 1, so that all
+buffers are free at the start.
 The mathematics is docs/math.md, section 2; why this form, docs/decisions/hopper-forward.md.
 """
 
@@ -131,8 +132,8 @@ def hopper_forward_kernel(
                               BLOCK_N, BLOCK_D, STAGES, TURNS)),
             (_compute_lower, (rings, turn, results, bounds, scale_log2, head, first, end, work,
                               BLOCK_N, BLOCK_D, STAGES, TURNS)),
-            (_load, (q_desc, k_desc, v_desc, v_ptr, stride_vt, stride_vh, rings, query_start_ptr, query_stop_ptr, num_keys,
-                     head, first, work, GROUP, BLOCK_N, BLOCK_D, STAGES)),
+            (_load, (q_desc, k_desc, v_desc, v_ptr, stride_vt, stride_vh, rings, query_start_ptr, query_stop_ptr,
+                     num_keys, head, first, work, GROUP, BLOCK_N, BLOCK_D, STAGES)),
         ],
         [4, 1],
         [COMPUTE_REGISTERS, LOAD_REGISTERS],
@@ -293,7 +294,7 @@ def _compute(
                 weights, top, total, decay = _softmax(
                     scores, top, total, scale_log2, key, start, stop, S_LAYOUT, BLOCK_N, phase != 1
                 )
-                total = _hold(total)
+                total = _before_waiting(total)
                 acc, p = warpgroup_mma_wait(0, deps=[acc, p])
                 mbarrier.arrive(v_free.index(previous))
                 acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, O_LAYOUT))[:, None]
@@ -349,10 +350,15 @@ def _as_operand(weights, dtype: gl.constexpr, O_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _hold(total):
-    """The totals, which ptxas can't prove to be positive: what comes after stays after them.
+def _before_waiting(total):
+    """The totals as they are, by way of a store that never happens, because none is negative.
 
-    It moves a wait for products up, past arithmetic, but not past what might end the program.
+    The assembler doesn't know that. It lets arithmetic sink below a wait for products, which would end the overlap of
+    the softmax with a product, but not a store; so this keeps the softmax where it is written. A trap in place of the
+    store would do the same, and cost the products their asynchrony: branches among them serialise them.
     """
-    asm: gl.constexpr = "{ .reg .pred p; .reg .b32 a; mov.b32 a, 0; setp.lt.f32 p, $1, 0f00000000; @p st.shared.f32 [a], $1; mov.b32 $0, $1; }"
-    return gl.inline_asm_elementwise(asm, "=f,f", [total], gl.float32, is_pure=False, pack=1)
+    ASM: gl.constexpr = (
+        "{ .reg .pred p; .reg .b32 a; mov.b32 a, 0; setp.lt.f32 p, $1, 0f00000000; "
+        "@p st.shared.f32 [a], $1; mov.b32 $0, $1; }"
+    )
+    return gl.inline_asm_elementwise(ASM, "=f,f", [total], gl.float32, is_pure=False, pack=1)
