@@ -19,8 +19,10 @@ import triton
 from tritonpack.kernels.aot import (
     TARGETS,
     Configuration,
+    HopperConfiguration,
     Resources,
     compile_configuration,
+    hopper_configurations,
     shipped_configurations,
 )
 
@@ -30,7 +32,7 @@ COLUMNS = (
 )
 
 
-def attempt(configuration: Configuration) -> Resources | str:
+def attempt(configuration: Configuration | HopperConfiguration) -> Resources | str:
     """The resources, or why it doesn't compile."""
     try:
         return compile_configuration(configuration)
@@ -38,7 +40,7 @@ def attempt(configuration: Configuration) -> Resources | str:
         return f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:120]}"
 
 
-def row(configuration: Configuration, resources: Resources | str) -> str:
+def row(configuration: Configuration | HopperConfiguration, resources: Resources | str) -> str:
     """A line of the table."""
     tile = configuration.tile
     name = str(configuration).replace("softcap-sinks-alibi-dropout-pack_invariant", "features")
@@ -57,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--csv", type=Path, help="also write the rows to this file")
     parser.add_argument("--jobs", type=int, default=2, help="compilations at a time")
     options = parser.parse_args(arguments)
-    configurations = [c for c in shipped_configurations() if options.arch in (None, c.arch)]
+    shipped: list[Configuration | HopperConfiguration] = [*shipped_configurations(), *hopper_configurations()]
+    configurations = [c for c in shipped if options.arch in (None, c.arch)]
     print(f"Triton {triton.__version__}, torch {torch.__version__}\n{COLUMNS}")
     rows = []
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:

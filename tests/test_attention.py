@@ -423,7 +423,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "unknown backend": (
         lambda: call(backend="flash"),
-        "backend must be one of 'auto', 'triton', 'blocked', 'reference'; got 'flash'",
+        "backend must be one of 'auto', 'triton', 'gluon', 'blocked', 'reference'; got 'flash'",
     ),
 }
 
@@ -468,6 +468,16 @@ class TestBackends:
         with pytest.raises(BackendUnavailableError, match=r"needs Triton 3\.6 or later, which can't be imported here"):
             call(backend="triton")
         assert call(backend="auto").shape == (4, 2, 16)
+
+    def test_the_gluon_backend_needs_a_hopper_gpu(self) -> None:
+        pytest.importorskip("triton")
+        with pytest.raises(BackendUnavailableError, match=r"Hopper GPU \(sm_90\), and has no interpreter; got cpu"):
+            call(backend="gluon")
+
+    def test_the_gluon_backend_needs_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setitem(sys.modules, "triton.experimental.gluon.nvidia.hopper", None)
+        with pytest.raises(BackendUnavailableError, match=r"needs Triton 3\.6 or later, whose Gluon can't be imported"):
+            call(backend="gluon")
 
     @pytest.mark.gpu
     @DTYPES

@@ -18,7 +18,7 @@ SOURCES = MODULES + [
 
 # Each room of the package, and the rooms that it may import from besides itself.
 GROUND = {"checks", "errors", "mask", "options"}
-BACKENDS = {"blocked", "fused", "reference"}
+BACKENDS = {"blocked", "fused", "hopper", "reference"}
 ALLOWED = {
     "errors": set(),
     "checks": {"errors"},
@@ -32,6 +32,7 @@ ALLOWED = {
     "schedule": GROUND,
     "blocked": GROUND | {"dropout"},
     "fused": GROUND | {"dropout", "kernels", "schedule"},
+    "hopper": GROUND | {"fused", "kernels", "schedule"},
     "reference": GROUND | {"dropout"},
     "ops": GROUND | BACKENDS | {"schedule"},
     "attention": GROUND | {"ops"},
@@ -60,7 +61,7 @@ GUESTS = {
     "torch.distributed": {"cli", "packing", "parallel"},
     "tqdm": {"cli"},
     "transformers": {"cli", "hub", "parallel", "patches", "testing"},
-    "triton": {"attention", "fused", "kernels"},
+    "triton": {"attention", "fused", "hopper", "kernels"},
     "typer": {"cli"},
 }
 

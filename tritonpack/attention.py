@@ -18,7 +18,7 @@ from tritonpack.mask import BlockDiagonalMask
 from tritonpack.ops import MODULES, attend
 from tritonpack.options import make_options
 
-Backend = Literal["auto", "triton", "blocked", "reference"]
+Backend = Literal["auto", "triton", "gluon", "blocked", "reference"]
 
 MAX_HEAD_DIM = 512
 
@@ -82,9 +82,11 @@ def varlen_attention(
         pack_invariant: a document's results and gradients, to the bit, are the same wherever in a pack it lies, and
             alone; costs speed where documents are short. Not with dropout, nor on the reference backend.
         return_lse: also return the log-sum-exp of each row's scores, sink included.
-        backend: "triton" (kernels; a GPU, or Triton's interpreter), "blocked" (torch, walks the mask's blocks, O(T)
-            memory; reads the mask on the host), "reference" (torch, dense, O(T^2) memory) or "auto": triton on a GPU,
-            blocked elsewhere and for float64. A backend asked for by name runs or raises; no other takes its place.
+        backend: "triton" (kernels; a GPU, or Triton's interpreter), "gluon" (experimental: another forward kernel, for
+            Hopper GPUs, 16-bit types, D = D_v of 64, 128 or 256, and neither softcap nor sinks, ALiBi or dropout),
+            "blocked" (torch, walks the mask's blocks, O(T) memory; reads the mask on the host), "reference" (torch,
+            dense, O(T^2) memory) or "auto": triton on a GPU, blocked elsewhere and for float64. A backend asked for by
+            name runs or raises; no other takes its place.
 
     Returns:
         out (T_q, H, D_v) in q's dtype; with `return_lse` also lse (H, T_q) float32 (float64 for float64 inputs),
@@ -133,6 +135,8 @@ def resolve_backend(backend: Backend, q: Tensor) -> str:
         raise ValueError(f"backend must be one of 'auto', {', '.join(map(repr, MODULES))}; got {backend!r}.")
     if backend == "triton":
         _check_triton(q)
+    if backend == "gluon":
+        _check_gluon(q)
     return backend
 
 
@@ -211,6 +215,24 @@ def _check_triton(q: Tensor) -> None:
     if q.dtype == torch.float64:
         raise BackendUnavailableError(
             "backend='triton' takes bfloat16, float16 and float32; got float64. Use backend='blocked' or 'reference'."
+        )
+
+
+def _check_gluon(q: Tensor) -> None:
+    """The machine alone; what the kernel takes, the backend checks when it plans a call."""
+    try:
+        import triton.experimental.gluon.nvidia.hopper  # noqa: F401
+    except ImportError as error:
+        raise BackendUnavailableError(
+            f"backend='gluon' needs Triton 3.6 or later, whose Gluon can't be imported here ({error}); install it or "
+            "use backend='auto'."
+        ) from error
+    hopper = q.is_cuda and not torch.version.hip and torch.cuda.get_device_capability(q.device) == (9, 0)
+    if not hopper:
+        name = torch.cuda.get_device_name(q.device) if q.is_cuda else str(q.device)
+        raise BackendUnavailableError(
+            f"backend='gluon' needs tensors on a Hopper GPU (sm_90), and has no interpreter; got {name}. Use "
+            "backend='auto'."
         )
 
 

@@ -50,9 +50,9 @@ def forward(
     with torch.cuda.device_of(q):
         # Heads turn fastest, so that the heaviest tiles of all heads start first.
         forward_kernel[(q.shape[1], tiles.forward.shape[0], block_v // columns)](
-            q_desc=_descriptor(q, tile.block_m),
-            k_desc=_descriptor(k, tile.block_n),
-            v_desc=_descriptor(v, tile.block_n, columns),
+            q_desc=descriptor(q, tile.block_m),
+            k_desc=descriptor(k, tile.block_n),
+            v_desc=descriptor(v, tile.block_n, columns),
             out_ptr=out,
             lse_ptr=lse,
             tiles_ptr=tiles.forward,
@@ -139,11 +139,11 @@ def backward(
             if not options.pack_invariant:
                 statistics = [TensorDescriptor(x, [x.numel()], [1], [tile.block_m]) for x in statistics]
             dkdv_kernel[(kv_heads, tiles.keys.shape[0], width // columns)](
-                q_desc=_descriptor(q, tile.block_m),
-                q_columns_desc=_descriptor(q, tile.block_m, columns) if kernel == "dk" and columns < block_d else None,
-                k_desc=_descriptor(k, tile.block_n),
-                v_desc=_descriptor(v, tile.block_n),
-                dout_desc=_descriptor(dout, tile.block_m, columns if kernel == "dv" else block_v),
+                q_desc=descriptor(q, tile.block_m),
+                q_columns_desc=descriptor(q, tile.block_m, columns) if kernel == "dk" and columns < block_d else None,
+                k_desc=descriptor(k, tile.block_n),
+                v_desc=descriptor(v, tile.block_n),
+                dout_desc=descriptor(dout, tile.block_m, columns if kernel == "dv" else block_v),
                 lse2=statistics[0],
                 delta=statistics[1],
                 dk_ptr=dk,
@@ -169,11 +169,11 @@ def backward(
         tile = _tile("dq", q, v, options)
         columns = min(tile.columns, block_d)
         dq_kernel[(heads, tiles.queries.shape[0], block_d // columns)](
-            q_desc=_descriptor(q, tile.block_m),
-            k_desc=_descriptor(k, tile.block_n),
-            k_columns_desc=_descriptor(k, tile.block_n, columns) if columns < block_d else None,
-            v_desc=_descriptor(v, tile.block_n),
-            dout_desc=_descriptor(dout, tile.block_m),
+            q_desc=descriptor(q, tile.block_m),
+            k_desc=descriptor(k, tile.block_n),
+            k_columns_desc=descriptor(k, tile.block_n, columns) if columns < block_d else None,
+            v_desc=descriptor(v, tile.block_n),
+            dout_desc=descriptor(dout, tile.block_m),
             lse2_ptr=lse2,
             delta_ptr=delta,
             dq_ptr=dq,
@@ -231,7 +231,7 @@ def _padded(x: Tensor) -> int:
     return max(triton.next_power_of_2(x.shape[2]), 16)
 
 
-def _descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
+def descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
     """A (T, H, D) tensor as blocks of `rows` rows of one head, and all columns or so many; zeros outside the tensor.
 
     The hardware wants 16-byte strides and a contiguous last dimension; what isn't so is copied, with zero columns

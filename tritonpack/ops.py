@@ -20,9 +20,11 @@ from tritonpack.schedule import Tiles
 
 MODULES = {
     "triton": "tritonpack.fused",
+    "gluon": "tritonpack.hopper",
     "blocked": "tritonpack.blocked",
     "reference": "tritonpack.reference",
 }
+_TILED = ("triton", "gluon")  # those that plan tiles for a mask
 
 
 class Arguments(NamedTuple):
@@ -31,7 +33,7 @@ class Arguments(NamedTuple):
     Attributes:
         key_start, key_stop, diagonal: the mask's.
         query_start, query_stop: the bounds of the mask's transpose.
-        forward_tiles, key_tiles, query_tiles: what the Triton backend planned for the mask (`fused.plan_tiles`).
+        forward_tiles, key_tiles, query_tiles: what the backends in Triton planned for the mask (`fused.plan_tiles`).
         scale, softcap, sinks, alibi_slopes, dropout_p, dropout_seed, pack_invariant: as in `AttentionOptions`.
         backend: a name of `MODULES`.
     """
@@ -77,7 +79,7 @@ def plan(
     """What the operators take after their tensors; those of `attention_backward` need `backward=True`."""
     transposed = mask.transpose()
     tiles = Tiles(None, None, None)
-    if backend == "triton":
+    if backend in _TILED:
         tiles = import_module(MODULES[backend]).plan_tiles(q, k, v, mask, options, backward=backward)
     return Arguments(
         key_start=mask.key_start,
@@ -181,7 +183,7 @@ def _unpack(k: Tensor, given: Arguments) -> tuple[ModuleType, BlockDiagonalMask,
     mask = BlockDiagonalMask(given.key_start, given.key_stop, k.shape[0], given.diagonal)
     mask.kept["transpose"] = BlockDiagonalMask(given.query_start, given.query_stop, given.key_start.shape[0])
     tiles = Tiles(given.forward_tiles, given.key_tiles, given.query_tiles)
-    return import_module(MODULES[given.backend]), mask, options, (tiles,) if given.backend == "triton" else ()
+    return import_module(MODULES[given.backend]), mask, options, (tiles,) if given.backend in _TILED else ()
 
 
 def _plain_precision(q: Tensor) -> AbstractContextManager[Any]:

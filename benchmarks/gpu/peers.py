@@ -46,6 +46,11 @@ def tritonpack_built(batch: Batch) -> Attention:
     return attention
 
 
+def tritonpack_gluon(batch: Batch) -> Attention:
+    """The forward kernel for Hopper, which "auto" doesn't choose."""
+    return lambda q, k, v: varlen_attention(q, k, v, batch.mask, backend="gluon")
+
+
 def flash_attention_4(batch: Batch) -> Attention:
     """`flash_attn.cute`: None is a window side without limit, and out comes with lse."""
     function: Any = import_module("flash_attn.cute").flash_attn_varlen_func
@@ -164,6 +169,7 @@ def _grouped(shape: Shape) -> bool:
 PEERS = (
     Peer(OURS, ours),
     Peer("tritonpack, mask built", tritonpack_built),
+    Peer("tritonpack, gluon", tritonpack_gluon, meant_for=lambda shape: shape.head_dim in (64, 128, 256)),
     Peer("FlashAttention-2 (torch)", torch_varlen),
     Peer(
         "FlashAttention-2 (torch), heads repeated",

@@ -5,7 +5,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from tritonpack.kernels.aot import Configuration, compile_configuration, shipped_configurations
+from tritonpack.kernels.aot import (
+    Configuration,
+    HopperConfiguration,
+    compile_configuration,
+    compile_hopper,
+    disassemble,
+    hopper_configurations,
+    product_loops,
+    shipped_configurations,
+)
 from tritonpack.kernels.tiles import FLOAT32_TILES, key_gradient_kernels
 
 pytestmark = pytest.mark.compile
@@ -39,3 +48,21 @@ def test_shipped_configuration(configuration: Configuration) -> None:
         known = (configuration.kernel, configuration.arch, configuration.head_dim)
         assert resources.spills <= KNOWN_SPILLS.get(known, 0)
         assert resources.matrix_instructions > 0 or configuration.kernel == "row_statistics"
+
+
+@pytest.mark.parametrize("configuration", hopper_configurations(), ids=str)
+def test_hopper_kernel(configuration: HopperConfiguration) -> None:
+    """Warps that load by TMA, registers that move to those that compute, a softmax within the wait for a product."""
+    compiled = compile_hopper(configuration)
+    code = disassemble(compiled.asm["cubin"])
+    assert compiled.metadata.shared <= 227 * 1024
+    assert "UTMALDG" in code
+    assert "USETMAXREG" in code
+    loops = product_loops(code)
+    assert len(loops) == 6  # three phases in each half
+    for loop in loops:
+        requested, overlapped, after = loop.events.split("|")  # a product at a time would have more waits
+        assert requested.count("H") == loop.events.count("H")
+        assert overlapped.count("e") >= configuration.tile.block_n // 2
+        assert "e" not in requested + after
+        assert loop.spills <= 3  # addresses, at most; elsewhere it is 24 registers that the loading warp has

@@ -16,9 +16,12 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from tritonpack.kernels.backward import dkdv_kernel, dq_kernel, row_statistics_kernel
 from tritonpack.kernels.forward import forward_kernel
+from tritonpack.kernels.hopper import HOPPER_TILES, ROWS, hopper_forward_kernel
 from tritonpack.kernels.tiles import EXTENDED, EXTENDED_TILES, TILES, Kernel, Tile, key_gradient_kernels, select_tile
 
 TARGETS = {
@@ -38,6 +41,9 @@ _KERNELS = {
 }
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _MATRIX_INSTRUCTION = re.compile(r"\b(HGMMA|HMMA|UTC\w*MMA|v_mfma)")
+_SPILL = re.compile(r"\b(?:LDL|STL)\b")
+_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/", re.MULTILINE)
+_NVIDIA_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 FEATURES = ("softcap", "sinks", "alibi", "dropout", "pack_invariant")
@@ -78,6 +84,39 @@ class Configuration:
     def __str__(self) -> str:
         dims = f"d{self.head_dim}" + ("" if self.head_dim_v is None else f"-{self.head_dim_v}")
         return "-".join([self.kernel, self.arch, dims, _DTYPES[self.dtype], *self.features])
+
+
+@dataclass(frozen=True)
+class HopperConfiguration:
+    """The kernel of the backend "gluon", as `Configuration` is one of the others."""
+
+    head_dim: int
+    dtype: torch.dtype
+    arch: str = "sm_90"
+
+    @property
+    def tile(self) -> Tile:
+        """For tables: 9 warps compute and load; the GPU gives the 12 that they are rounded up to registers."""
+        tile = HOPPER_TILES[self.head_dim]
+        return Tile(2 * ROWS.value, tile.block_n, 9, tile.stages)
+
+    def __str__(self) -> str:
+        return f"gluon-forward-{self.arch}-d{self.head_dim}-{_DTYPES[self.dtype]}"
+
+
+@dataclass(frozen=True)
+class ProductLoop:
+    """An innermost loop with matrix products, as the binary has it.
+
+    Attributes:
+        events: in order, H for a part of a product, | for a wait for products, e for an exponential, b for a barrier
+            of threads, a for an arrival at an mbarrier, w for a wait for one.
+        instructions, spills: as in `Resources`.
+    """
+
+    events: str
+    instructions: int
+    spills: int
 
 
 @dataclass(frozen=True)
@@ -123,14 +162,84 @@ def shipped_configurations() -> list[Configuration]:
     return configurations
 
 
-def compile_configuration(configuration: Configuration) -> Resources:
+def hopper_configurations() -> list[HopperConfiguration]:
+    """What the backend "gluon" may run."""
+    return [
+        HopperConfiguration(head_dim, dtype) for head_dim in HOPPER_TILES for dtype in _DTYPES if dtype.itemsize == 2
+    ]
+
+
+def compile_configuration(configuration: Configuration | HopperConfiguration) -> Resources:
     """Compile for the configuration's architecture and read the binary."""
+    if isinstance(configuration, HopperConfiguration):
+        compiled = compile_hopper(configuration)
+        return _read_nvidia(compiled.asm["cubin"], compiled.metadata.shared)
     tile = configuration.tile
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
     compiled = triton.compile(_source(configuration), target=TARGETS[configuration.arch], options=options)
     if "amdgcn" in compiled.asm:
         return _read_amd(compiled.asm["amdgcn"], compiled.metadata.shared)
     return _read_nvidia(compiled.asm["cubin"], compiled.metadata.shared)
+
+
+def compile_hopper(configuration: HopperConfiguration) -> Any:
+    """The Hopper kernel with the argument types and alignments that the launcher gives it, compiled by Triton."""
+    tile, head_dim, element = HOPPER_TILES[configuration.head_dim], configuration.head_dim, _DTYPES[configuration.dtype]
+    constants = {
+        "GROUP": 4,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_D": head_dim,
+        "STAGES": tile.stages,
+        "TURNS": tile.turns,
+        "LOAD_REGISTERS": tile.registers[0],
+        "COMPUTE_REGISTERS": tile.registers[1],
+    }
+    layout = gl.NVMMASharedLayout(128, 16, rank=3)
+    blocks = {"q_desc": ROWS.value, "k_desc": tile.block_n, "v_desc": tile.block_n}
+    types = {name: f"tensordesc<{element}[1,{rows},{head_dim}],{layout!r}>" for name, rows in blocks.items()}
+    types |= {"v_ptr": f"*{element}", "out_ptr": f"*{element}", "lse_ptr": "*fp32", "scale_log2": "fp32"}
+    signature, attributes = {}, {}
+    for position, name in enumerate(hopper_forward_kernel.arg_names):
+        signature[name] = (
+            "constexpr" if name in constants else types.get(name, "*i32" if name.endswith("_ptr") else "i32")
+        )
+        if signature[name].startswith("*") or name.startswith("stride_"):
+            attributes[(position,)] = [["tt.divisibility", 16]]
+    constexprs = {(hopper_forward_kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = GluonASTSource(hopper_forward_kernel, signature, constexprs, attributes)
+    options = {"num_warps": 4, "enable_fp_fusion": True}
+    return triton.compile(source, target=TARGETS["sm_90"], options=options)
+
+
+def disassemble(cubin: bytes) -> str:
+    """A binary for NVIDIA GPUs as text."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        return _run(_NVIDIA_TOOLS / "nvdisasm", "-c", file.name)
+
+
+def product_loops(code: str) -> list[ProductLoop]:
+    """The innermost loops with matrix products in a disassembled binary for Hopper."""
+    lines = code.splitlines()
+    labels = {line[1:-1]: i for i, line in enumerate(lines) if re.fullmatch(r"\.L_\w+:", line)}
+    jumps = []
+    for i, line in enumerate(lines):
+        if found := re.search(r"@!?U?P\d BRA .*\(\.(L_\w+)\)", line):
+            jumps.append((labels.get(found[1], i), i))
+    spans = [(a, b) for a, b in jumps if a < b and any("HGMMA" in line for line in lines[a:b])]
+    inner = [(a, b) for a, b in spans if not any((a, b) != (c, d) and a <= c and d <= b for c, d in spans)]
+    return [_read_loop(lines[a : b + 1]) for a, b in inner]
+
+
+def _read_loop(lines: list[str]) -> ProductLoop:
+    marks = {"HGMMA": "H", "WARPGROUP.DEPBAR": "|", "MUFU.EX2": "e", "BAR.SYNC": "b", "SYNCS.ARRIVE": "a",
+             "SYNCS.PHASECHK": "w"}  # fmt: skip
+    code = "\n".join(lines)
+    found = re.findall("|".join(map(re.escape, marks)), code)
+    return ProductLoop(
+        "".join(marks[name] for name in found), len(_INSTRUCTION.findall(code)), len(_SPILL.findall(code))
+    )
 
 
 def _source(configuration: Configuration) -> ASTSource:
@@ -193,20 +302,19 @@ def _source(configuration: Configuration) -> ASTSource:
 
 
 def _read_nvidia(cubin: bytes, shared_bytes: int) -> Resources:
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = _run(tools / "cuobjdump", "-res-usage", file.name)
-        code = _run(tools / "nvdisasm", "-c", file.name)
+        usage = _run(_NVIDIA_TOOLS / "cuobjdump", "-res-usage", file.name)
+    code = disassemble(cubin)
     registers = re.search(r"\bREG:(\d+)", usage)
     assert registers, usage
     return Resources(
         registers=int(registers[1]),
-        spills=len(re.findall(r"\b(?:LDL|STL)\b", code)),
+        spills=len(_SPILL.findall(code)),
         shared_bytes=shared_bytes,
         matrix_instructions=len(_MATRIX_INSTRUCTION.findall(code)),
-        instructions=len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE)),
+        instructions=len(_INSTRUCTION.findall(code)),
     )
 
 

@@ -74,7 +74,7 @@ def patch(
         model: a transformers model, or a module that holds one (PEFT's wrappers do).
         attention: "tritonpack" for the kernels; "sdpa" or "eager" keeps transformers' own attention and gives it the
             dense block-diagonal mask, O(T^2) memory.
-        backend: of the kernels, as `varlen_attention` takes it: "auto", "triton", "blocked" or "reference".
+        backend: of the kernels, as `varlen_attention` takes it: "auto", "triton", "gluon", "blocked" or "reference".
 
     Returns:
         A handle with `report` and `unpatch()`; as a context manager it unpatches on leaving.
@@ -85,8 +85,8 @@ def patch(
     """
     if attention not in ATTENTIONS:
         raise ValueError(f"attention must be 'tritonpack', 'sdpa' or 'eager'; got {attention!r}.")
-    if backend not in ("auto", "triton", "blocked", "reference"):
-        raise ValueError(f"backend must be 'auto', 'triton', 'blocked' or 'reference'; got {backend!r}.")
+    if backend not in ("auto", "triton", "gluon", "blocked", "reference"):
+        raise ValueError(f"backend must be 'auto', 'triton', 'gluon', 'blocked' or 'reference'; got {backend!r}.")
     if hooks := _hooks(model):
         before = hooks[0][2].asked
         if before != (attention, backend):

@@ -16,7 +16,7 @@ class TritonpackOptions(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     attention: Literal["tritonpack", "sdpa", "eager"] = "tritonpack"
-    backend: Literal["auto", "triton", "blocked", "reference"] = "auto"
+    backend: Literal["auto", "triton", "gluon", "blocked", "reference"] = "auto"
 
 
 class TritonpackArgs(BaseModel):

@@ -1,0 +1,185 @@
+"""The Hopper kernel under the emulator: its results, and that mistakes in its synchronisation don't go unseen."""
+
+import importlib.util
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+pytest.importorskip("triton")
+
+from tests.kernels.gluon_emulator import Emulated, HazardError
+from tritonpack import BlockDiagonalMask, hopper
+from tritonpack.errors import BackendUnavailableError
+from tritonpack.kernels import hopper as kernels
+from tritonpack.kernels.hopper import HOPPER_TILES, HopperTile, hopper_forward_kernel
+from tritonpack.options import make_options
+from tritonpack.testing import CASES, Case, make_inputs
+from tritonpack.testing.cases import Inputs
+from tritonpack.testing.tolerance import check_outputs
+
+NAMES = (
+    "causal", "bidirectional", "slack", "one-token-documents", "one-document", "multi-head", "group-of-three",
+    "window-left-16", "window-self", "window-both", "cross", "cross-bidirectional", "cross-more-queries",
+    "cross-window-slack", "nothing-visible",
+)  # fmt: skip
+# Small blocks: many for little arithmetic, each buffer used many times.
+SMALL = [HopperTile(32, 2), HopperTile(16, 3, turns=False)]
+CHOSEN = [replace(case, head_dim=64, heads=case.heads // 2, kv_heads=max(case.kv_heads // 2, 1))
+          for case in CASES if case.name in NAMES]  # fmt: skip
+PLAIN: dict[str, Any] = {
+    "scale": None, "softcap": 0.0, "sinks": None, "alibi_slopes": None, "dropout_p": 0.0, "dropout_seed": None,
+    "pack_invariant": False,
+}  # fmt: skip
+LONG = Case("long", (0, 300, 40), heads=1, kv_heads=1, head_dim=64, slack=30)
+
+
+def forward(inputs: Inputs, kernel: Any = hopper_forward_kernel, seed: int = 0, **keywords: Any) -> dict[str, Tensor]:
+    """out and lse, by the kernel, launched as the backend launches it; with keywords of `make_options`."""
+    q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.mask
+    options = make_options(q, mask, **PLAIN | keywords)
+    tiles = hopper.plan_tiles(q, k, v, mask, options, backward=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper, "hopper_forward_kernel", Emulated(kernel, seed))
+        out, lse = hopper.forward(q, k, v, mask, options, tiles)
+    return {"out": out, "lse": lse}
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    monkeypatch.setitem(HOPPER_TILES, 64, getattr(request, "param", SMALL[0]))
+
+
+@pytest.mark.parametrize("small", SMALL, indirect=True, ids=["2-stages-turns", "3-stages"])
+@pytest.mark.parametrize("case", CHOSEN, ids=str)
+@pytest.mark.usefixtures("poisoned_memory", "small")
+def test_as_exact_as_plain_attention(case: Case) -> None:
+    inputs = make_inputs(case, torch.float16, slack_value=float("nan"))
+    check_outputs(inputs, forward(inputs))
+
+
+@pytest.mark.parametrize("head_dim", HOPPER_TILES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_the_tiles_that_ship(head_dim: int, dtype: torch.dtype) -> None:
+    inputs = make_inputs(replace(LONG, head_dim=head_dim), dtype, slack_value=float("nan"))
+    check_outputs(inputs, forward(inputs))
+
+
+@pytest.mark.usefixtures("small")
+def test_the_order_of_events_moves_nothing() -> None:
+    inputs = make_inputs(LONG, torch.float16, slack_value=float("nan"))
+    first = forward(inputs)
+    for seed in range(1, 8):
+        again = forward(inputs, seed=seed)
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.usefixtures("small")
+def test_padding_between_documents_is_inert() -> None:
+    mask = BlockDiagonalMask.from_padding_mask(torch.tensor([[0] * 9 + [1] * 31, [1] * 25 + [0] * 15, [1] * 40]))
+    dead = mask.key_start == mask.key_stop
+    results = []
+    for value in (0.0, float("nan")):
+        inputs = replace(make_inputs(Case("rows", (120,), head_dim=64, heads=2, kv_heads=1), torch.float16), mask=mask)
+        for x in (inputs.q, inputs.k, inputs.v):
+            x[dead] = value
+        results.append(forward(inputs)["out"])
+    assert torch.equal(*results)
+    assert not results[0][dead].any()
+
+
+@pytest.mark.usefixtures("small")
+def test_documents_are_isolated_to_the_bit() -> None:
+    inputs = make_inputs(Case("isolation", (37, 0, 70, 60), head_dim=64, heads=2, kv_heads=1), torch.float16)
+    before = forward(inputs)["out"]
+    for x in (inputs.q, inputs.k, inputs.v):
+        x[37:107] += 1.5
+    after = forward(inputs)["out"]
+    same = (before == after).flatten(1).all(1)
+    assert same[:37].all()
+    assert same[107:].all()
+    assert not same[37:107].any()
+
+
+def test_strided_inputs() -> None:
+    """Parts of a joint projection, as models have them: read where they lie."""
+    case = Case("strided", (40, 33), head_dim=64, heads=2, kv_heads=2, slack=5)
+    inputs = make_inputs(case, torch.float16, slack_value=float("nan"))
+    joint = torch.stack([inputs.q, inputs.k, inputs.v], 1)
+    q, k, v = joint.unbind(1)
+    check_outputs(inputs, forward(replace(inputs, q=q, k=k, v=v)))
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "keywords", "message"),
+    [
+        (Case("fp32", (5,), head_dim=64), torch.float32, {}, "takes bfloat16 and float16; got torch.float32"),
+        (Case("dim", (5,), head_dim=80), torch.float16, {}, "head dimensions 64, 128, 256, the same .* got 80 and 80"),
+        (Case("dims", (5,), head_dim=128, head_dim_v=64), torch.float16, {}, "got 128 and 64"),
+        (Case("softcap", (5,), head_dim=64), torch.float16, {"softcap": 5.0}, "plain softmax attention; got softcap"),
+        (Case("sinks", (5,), head_dim=64), torch.float16, {"sinks": torch.zeros(4)}, "got sinks"),
+        (Case("alibi", (5,), head_dim=64), torch.float16, {"alibi_slopes": torch.zeros(4)}, "got alibi_slopes"),
+        (Case("dropout", (5,), head_dim=64), torch.float16, {"dropout_p": 0.5, "dropout_seed": 1}, "got dropout_p"),
+    ],
+    ids=str,
+)
+def test_what_the_kernel_does_not_take(case: Case, dtype: torch.dtype, keywords: dict[str, Any], message: str) -> None:
+    with pytest.raises(BackendUnavailableError, match=f"backend='gluon' .*{message}.*Use backend='triton'"):
+        forward(make_inputs(case, dtype), **keywords)
+
+
+# What is replaced by what, and what must be seen of it.
+MUTATIONS = {
+    "keys-not-waited-for": ("mbarrier.wait(k_filled.index(slot), parity)", "pass", "overwritten|not where|nobody"),
+    "values-not-waited-for": ("mbarrier.wait(v_filled.index(previous), previous_parity)", "pass",
+                              "overwritten|not where|too many"),
+    "wrong-parity": ("(v_filled.index(previous), previous_parity)", "(v_filled.index(previous), parity)",
+                     "overwritten|nobody can go on|not where"),
+    "keys-freed-early": ("                scores = warpgroup_mma_wait(1, deps=[scores])\n"
+                         "                mbarrier.arrive(k_free.index(slot))\n",
+                         "                mbarrier.arrive(k_free.index(slot))\n"
+                         "                scores = warpgroup_mma_wait(1, deps=[scores])\n", "overwritten"),
+    "values-never-freed": ("mbarrier.arrive(v_free.index(previous))", "pass",
+                           r"nobody can go on: .*_load for v_free\[0\] \(0 phases over, 2 arrivals"),
+    "free-keys-not-waited-for": ("mbarrier.wait(k_free.index(slot), (ahead // STAGES & 1) ^ 1)", "pass",
+                                 "overwritten|not where|nobody can go on"),
+    "half-the-bytes-expected": ("expect(v_filled.index(slot), BLOCK_N * BLOCK_D * 2)",
+                                "expect(v_filled.index(slot), BLOCK_N * BLOCK_D)", "nobody can go on"),
+    "scores-not-waited-for": ("warpgroup_mma_wait(1, deps=[scores])", "warpgroup_mma_wait(2, deps=[scores])",
+                              "Product"),
+    "output-not-waited-for": ("acc, p = warpgroup_mma_wait(0, deps=[acc, p])\n                mb",
+                              "acc, p = warpgroup_mma_wait(1, deps=[acc, p])\n                mb", "Product"),
+    "no-fence": ("                fence_async_shared()\n", "", "without a fence"),
+    "turn-kept": ("mbarrier.arrive(turn.index(1 - HALF))", "pass", "nobody can go on"),
+    "turn-given-twice": ("    if TURNS:\n        mbarrier.arrive(turn.index(0))\n",
+                         "    if TURNS:\n        mbarrier.arrive(turn.index(0), count=2)\n", "too many arrivals"),
+    "padding-not-cleaned": ("if unseen > 0:", "if unseen > 1000:", "not where the reference"),
+    "mask-left-out": ("BLOCK_N, phase != 1\n", "BLOCK_N, False\n", "not where|beyond"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.usefixtures("small")
+def test_a_mistake_is_seen(name: str, tmp_path: Path) -> None:
+    """The kernel with one line broken; some order of events must show it, and in the words that are expected."""
+    old, new, seen = MUTATIONS[name]
+    source = Path(kernels.__file__).read_text(encoding="utf-8")
+    assert source.count(old) == 1
+    path = tmp_path / "mutant.py"
+    path.write_text(source.replace(old, new), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location("mutant", path)
+    assert spec is not None and spec.loader is not None  # noqa: PT018
+    mutant = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mutant)
+    inputs = make_inputs(LONG, torch.float16, slack_value=float("nan"))
+
+    def run() -> None:
+        for seed in range(5):
+            check_outputs(inputs, forward(inputs, mutant.hopper_forward_kernel, seed))
+
+    with pytest.raises((HazardError, AssertionError, AttributeError, TypeError), match=seen):
+        run()

@@ -1,0 +1,58 @@
+"""The launch of the Hopper kernel up to the GPU: its arguments compile as they are given, once for all lengths."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+from tritonpack import BlockDiagonalMask, hopper
+from tritonpack.kernels.hopper import hopper_forward_kernel
+from tritonpack.options import make_options
+
+pytestmark = pytest.mark.compile
+
+
+class _Hopper:
+    """As much of a driver as compiling for a launch asks for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the launches compile, instead of running it."""
+    kernels: list[Any] = []
+
+    class Compile:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda **arguments: kernels.append(hopper_forward_kernel.warmup(grid=(*grid, 1), **arguments))
+
+    monkeypatch.setattr(hopper, "hopper_forward_kernel", Compile())
+    monkeypatch.setattr(driver, "_active", _Hopper())  # its setter has no way back where there is no GPU
+    return kernels
+
+
+def test_one_kernel_for_all_lengths(compiled: list[Any]) -> None:
+    for tokens in (300, 333, 512, 1):
+        q, k, v = (torch.zeros(tokens, heads, 128, dtype=torch.bfloat16) for heads in (8, 2, 2))
+        mask = BlockDiagonalMask.from_seqlens([tokens])
+        options = make_options(
+            q, mask, scale=None, softcap=0.0, sinks=None, alibi_slopes=None, dropout_p=0.0, dropout_seed=None,
+            pack_invariant=False,
+        )  # fmt: skip
+        hopper.forward(q, k, v, mask, options, hopper.plan_tiles(q, k, v, mask, options, backward=False))
+    assert len(compiled) == 4
+    assert len({id(kernel) for kernel in compiled}) == 1
+    assert compiled[0].metadata.num_warps == 12  # of which 9 were asked for

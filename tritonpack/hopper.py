@@ -1,0 +1,111 @@
+"""The backend "gluon": forward by the Hopper kernel, backward by the Triton backend's. Asked for by name alone.
+
+The contract is that of tritonpack/attention.py, for 16-bit types, head dimensions 64, 128 and 256, and plain softmax.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from tritonpack import fused
+from tritonpack.errors import BackendUnavailableError
+from tritonpack.fused import backward, descriptor
+from tritonpack.kernels.hopper import HOPPER_TILES, ROWS, hopper_forward_kernel
+from tritonpack.kernels.primitives import LOG2E
+from tritonpack.mask import BlockDiagonalMask
+from tritonpack.options import AttentionOptions
+from tritonpack.schedule import Tiles, tile_table
+
+__all__ = ["backward", "forward", "plan_tiles"]
+
+
+def plan_tiles(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, *, backward: bool
+) -> Tiles:
+    """The tile tables of all kernels; without backward only forward's.
+
+    Raises:
+        BackendUnavailableError: (a ValueError) a dtype, head dimension or feature that the kernel doesn't have.
+    """
+    _check(q, v, options)
+    rows = tile_table(mask, 2 * ROWS.value, whole_documents=options.pack_invariant)
+    if not backward:
+        return Tiles(rows, None, None)
+    return fused.plan_tiles(q, k, v, mask, options, backward=True)._replace(forward=rows)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: Tiles
+) -> tuple[Tensor, Tensor]:
+    """out (T_q, H, D) in q's dtype, lse (H, T_q) float32; `tiles` as `plan_tiles` makes them."""
+    out = q.new_empty(q.shape)
+    lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    if not q.shape[0] or not k.shape[0]:
+        return out.zero_(), lse.fill_(float("-inf"))
+    assert tiles.forward is not None
+    tile, transposed = HOPPER_TILES[q.shape[2]], mask.transpose()
+    values = _swizzled(v, tile.block_n)
+    with torch.cuda.device_of(q):
+        # Heads turn fastest, so that the heaviest tiles of all heads start first.
+        hopper_forward_kernel[(q.shape[1], tiles.forward.shape[0])](
+            q_desc=_swizzled(q, ROWS.value),
+            k_desc=_swizzled(k, tile.block_n),
+            v_desc=values,
+            v_ptr=values.base,
+            out_ptr=out,
+            lse_ptr=lse,
+            tiles_ptr=tiles.forward,
+            key_start_ptr=mask.key_start,
+            key_stop_ptr=mask.key_stop,
+            query_start_ptr=transposed.key_start,
+            query_stop_ptr=transposed.key_stop,
+            stride_vt=values.strides[1],
+            stride_vh=values.strides[0],
+            stride_ot=out.stride(0),
+            stride_oh=out.stride(1),
+            num_queries=q.shape[0],
+            num_keys=k.shape[0],
+            scale_log2=options.scale * LOG2E.value,
+            GROUP=q.shape[1] // k.shape[1],
+            BLOCK_N=tile.block_n,
+            BLOCK_D=q.shape[2],
+            STAGES=tile.stages,
+            TURNS=tile.turns,
+            LOAD_REGISTERS=tile.registers[0],
+            COMPUTE_REGISTERS=tile.registers[1],
+            num_warps=4,
+            enable_fp_fusion=True,
+        )
+    return out, lse
+
+
+def _check(q: Tensor, v: Tensor, options: AttentionOptions) -> None:
+    remedy = "Use backend='triton' (or 'auto')."
+    if q.dtype not in (torch.bfloat16, torch.float16):
+        raise BackendUnavailableError(f"backend='gluon' takes bfloat16 and float16; got {q.dtype}. {remedy}")
+    if q.shape[2] not in HOPPER_TILES or v.shape[2] != q.shape[2]:
+        raise BackendUnavailableError(
+            f"backend='gluon' takes head dimensions {', '.join(map(str, HOPPER_TILES))}, the same for q, k and v; got "
+            f"{q.shape[2]} and {v.shape[2]}. {remedy}"
+        )
+    features = {
+        "softcap": bool(options.softcap),
+        "sinks": options.sinks is not None,
+        "alibi_slopes": options.alibi_slopes is not None,
+        "dropout_p": bool(options.dropout_p),
+    }
+    given = [name for name, used in features.items() if used]
+    if given:
+        raise BackendUnavailableError(
+            f"backend='gluon' computes plain softmax attention; got {', '.join(given)}. {remedy}"
+        )
+
+
+def _swizzled(x: Tensor, rows: int) -> TensorDescriptor:
+    """A (T, H, D) tensor as blocks of `rows` rows of one head, in shared memory as tensor cores read them."""
+    plain = descriptor(x, rows)
+    layout = gl.NVMMASharedLayout(128, 16, rank=3)
+    return TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, layout)

@@ -1,0 +1,364 @@
+"""The forward kernel for Hopper, in Gluon: one warp loads, two warpgroups compute, each 64 rows of a tile of 128.
+
+The loading warp fills two rings of shared-memory buffers, one of keys and one of values, by TMA. Each computing
+warpgroup keeps the tensor cores busy while it takes exponentials: the scores of a block are requested together with
+the output of the block before it, and the softmax runs while that output is being summed. The warpgroups take turns in
+requesting, so that one's softmax falls into the other's products.
+
+Legend: as in forward.py; a half is one warpgroup's 64 rows. Each buffer of a ring has two barriers: `filled` completes
+when a block is there (of values, with zeros where nothing sees them), `free` when both halves have read it. A barrier's
+n-th completion, from 0, is waited for with parity n % 2; a new barrier counts as complete for parity 1, so that all
+buffers are free at the start.
+The mathematics is docs/math.md, section 2; why this form, docs/decisions/hopper-forward.md.
+"""
+
+from dataclasses import dataclass
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from tritonpack.kernels.primitives import LN2, block_range, load_bounds, load_tile
+
+# Named anew after Triton 3.6.
+copy_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """How a program of 128 query rows works.
+
+    Attributes:
+        block_n: keys of a block.
+        stages: buffers in each of the two rings.
+        registers: per thread of the loading warp's group, and of the computing ones; their sum over three groups of
+            128 threads is at most 64 Ki.
+        turns: whether the two halves take turns in requesting products.
+    """
+
+    block_n: int
+    stages: int
+    registers: tuple[int, int] = (24, 240)
+    turns: bool = True
+
+
+ROWS = gl.constexpr(64)  # of a half
+
+# Head dimension -> tile, for the 16-bit types on sm_90.
+HOPPER_TILES = {64: HopperTile(128, 3), 128: HopperTile(128, 2), 256: HopperTile(64, 2)}
+
+
+@gluon.constexpr_function
+def _product_layout(columns):
+    """How a warpgroup holds the sums of a product, 64 rows of so many columns."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def _wide_layout(columns, warps):
+    """8 columns, 16 bytes, a thread, whole rows a warp."""
+    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [warps, 1], [1, 0])
+
+
+@gluon.constexpr_function
+def _line_layout(size):
+    """A vector in one warp."""
+    return gl.BlockedLayout([size // 32], [32], [1], [0])
+
+
+@gluon.jit(do_not_specialize=["num_queries", "num_keys"])
+def hopper_forward_kernel(
+    q_desc,
+    k_desc,
+    v_desc,
+    v_ptr,
+    out_ptr,
+    lse_ptr,
+    tiles_ptr,
+    key_start_ptr,
+    key_stop_ptr,
+    query_start_ptr,
+    query_stop_ptr,
+    stride_vt,
+    stride_vh,
+    stride_ot,
+    stride_oh,
+    num_queries,
+    num_keys,
+    scale_log2,
+    GROUP: gl.constexpr,
+    BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr,
+    STAGES: gl.constexpr,
+    TURNS: gl.constexpr,
+    LOAD_REGISTERS: gl.constexpr,
+    COMPUTE_REGISTERS: gl.constexpr,
+):
+    """out [T_q, H, D] and lse [H, T_q]; grid (heads, tiles), 4 warps besides those that it adds.
+
+    Descriptors read blocks [1, 64, D] of q and [1, BLOCK_N, D] of k and v from (heads, tokens, D).
+    """
+    head = gl.program_id(0)
+    first, end = load_tile(tiles_ptr)
+    if first >= end:
+        return
+    begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, 1, BLOCK_N)
+
+    dtype: gl.constexpr = q_desc.dtype
+    q = gl.allocate_shared_memory(dtype, [2, 1, ROWS, BLOCK_D], q_desc.layout)
+    k = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, BLOCK_D], k_desc.layout)
+    v = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+    q_filled = _barriers(2, 1)
+    k_filled = _barriers(STAGES, 1)
+    v_filled = _barriers(STAGES, 1)
+    k_free = _barriers(STAGES, 2)
+    v_free = _barriers(STAGES, 2)
+    turn = _barriers(2, 1)
+    fence_async_shared()
+
+    rings = (q, k, v, q_filled, k_filled, v_filled, k_free, v_free)
+    work = (begin, full, full_end, blocks)
+    results = (out_ptr, lse_ptr, stride_ot, stride_oh, num_queries)
+    bounds = (key_start_ptr, key_stop_ptr)
+    gl.warp_specialize(
+        [
+            (_compute_upper, (rings, turn, results, bounds, scale_log2, head, first, end, work,
+                              BLOCK_N, BLOCK_D, STAGES, TURNS)),
+            (_compute_lower, (rings, turn, results, bounds, scale_log2, head, first, end, work,
+                              BLOCK_N, BLOCK_D, STAGES, TURNS)),
+            (_load, (q_desc, k_desc, v_desc, v_ptr, stride_vt, stride_vh, rings, query_start_ptr, query_stop_ptr,
+                     num_keys, head, first, work, GROUP, BLOCK_N, BLOCK_D, STAGES)),
+        ],
+        [4, 1],
+        [COMPUTE_REGISTERS, LOAD_REGISTERS],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
+    """So many barriers, each complete after so many arrivals."""
+    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(COUNT):
+        mbarrier.init(barriers.index(i), count=ARRIVALS)
+    return barriers
+
+
+@gluon.jit
+def _load(
+    q_desc, k_desc, v_desc, v_ptr, stride_vt, stride_vh, rings, query_start_ptr, query_stop_ptr, num_keys, head,
+    first, work,
+    GROUP: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The loading warp: q once, then keys a block ahead of values, as they are read, whenever a buffer is free."""
+    q, k, v, q_filled, k_filled, v_filled, k_free, v_free = rings
+    begin, full, full_end, blocks = work
+    kv_head = head // GROUP
+    for half in gl.static_range(2):
+        mbarrier.expect(q_filled.index(half), ROWS * BLOCK_D * 2)
+        copy_block(q_desc, [head, first + half * ROWS, 0], q_filled.index(half), q.index(half))
+    for ahead in range(blocks + 1):
+        if ahead < blocks:
+            slot = ahead % STAGES
+            mbarrier.wait(k_free.index(slot), (ahead // STAGES & 1) ^ 1)
+            mbarrier.expect(k_filled.index(slot), BLOCK_N * BLOCK_D * 2)
+            copy_block(k_desc, [kv_head, begin + ahead * BLOCK_N, 0], k_filled.index(slot), k.index(slot))
+        if ahead > 0:
+            block = ahead - 1
+            key = begin + block * BLOCK_N
+            unseen = 0
+            if (block < full) | (block >= full_end):  # the others are seen by all rows of the tile
+                unseen = _count_unseen(key, query_start_ptr, query_stop_ptr, num_keys, BLOCK_N)
+            slot = block % STAGES
+            mbarrier.wait(v_free.index(slot), (block // STAGES & 1) ^ 1)
+            if unseen > 0:
+                _copy_seen(
+                    v_ptr + kv_head.to(gl.int64) * stride_vh, stride_vt, v.index(slot), key, query_start_ptr,
+                    query_stop_ptr, num_keys, BLOCK_N, BLOCK_D,
+                )  # fmt: skip
+                fence_async_shared()
+                mbarrier.arrive(v_filled.index(slot))
+            else:
+                mbarrier.expect(v_filled.index(slot), BLOCK_N * BLOCK_D * 2)
+                copy_block(v_desc, [kv_head, key, 0], v_filled.index(slot), v.index(slot))
+
+
+@gluon.jit
+def _count_unseen(key, query_start_ptr, query_stop_ptr, num_keys, BLOCK_N: gl.constexpr):
+    """How many keys of a block no query sees."""
+    layout: gl.constexpr = _line_layout(BLOCK_N)
+    offs_n = key + gl.arange(0, BLOCK_N, layout)
+    query_start, query_stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, num_keys)
+    return gl.sum(((query_start >= query_stop) & (offs_n < num_keys)).to(gl.int32), 0)
+
+
+@gluon.jit
+def _copy_seen(
+    v_ptr, stride_vt, v, key, query_start_ptr, query_stop_ptr, num_keys,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
+):  # fmt: skip
+    """A block of values with zeros for those that no query sees: a probability of zero times a NaN is a NaN.
+
+    Only padding comes here, so it goes by few rows at a time, which takes few registers.
+    """
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [1, 1], [1, 0])
+    rows = v.reshape([BLOCK_N, BLOCK_D])
+    offs_n = key + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
+    offs_d = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
+    for i in gl.static_range(BLOCK_N // 8):
+        query_start, query_stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, num_keys)
+        seen = (query_start < query_stop)[:, None]
+        v_ptrs = v_ptr + offs_n.to(gl.int64)[:, None] * stride_vt + offs_d[None, :]
+        for column in gl.static_range(0, BLOCK_D, 64):
+            rows.slice(i * 8, 8).slice(column, 64, 1).store(gl.load(v_ptrs + column, mask=seen, other=0.0))
+        offs_n += 8
+
+
+@gluon.jit
+def _compute_upper(
+    rings, turn, results, bounds, scale_log2, head, first, end, work,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
+    """The warpgroup of the tile's first 64 rows, which has the first turn."""
+    if TURNS:
+        mbarrier.arrive(turn.index(0))
+    _compute(
+        rings, turn, results, bounds, scale_log2, head, first, end, work, 0, BLOCK_N, BLOCK_D, STAGES, TURNS
+    )  # fmt: skip
+
+
+@gluon.jit
+def _compute_lower(
+    rings, turn, results, bounds, scale_log2, head, first, end, work,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
+    """The warpgroup of the tile's last 64 rows."""
+    _compute(
+        rings, turn, results, bounds, scale_log2, head, first, end, work, 1, BLOCK_N, BLOCK_D, STAGES, TURNS
+    )  # fmt: skip
+
+
+@gluon.jit
+def _compute(
+    rings, turn, results, bounds, scale_log2, head, first, end, work, HALF: gl.constexpr,
+    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+):  # fmt: skip
+    """One half of a tile: the rows' weighted means of the values, and their log-sum-exps."""
+    q, k, v, q_filled, k_filled, v_filled, k_free, v_free = rings
+    out_ptr, lse_ptr, stride_ot, stride_oh, num_queries = results
+    key_start_ptr, key_stop_ptr = bounds
+    begin, full, full_end, blocks = work
+    S_LAYOUT: gl.constexpr = _product_layout(BLOCK_N)
+    O_LAYOUT: gl.constexpr = _product_layout(BLOCK_D)
+    ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
+    low = first + HALF * ROWS
+    offs_m = low + gl.arange(0, ROWS, ROW)
+    start, stop = load_bounds(key_start_ptr, key_stop_ptr, offs_m, end)  # [M]
+    rows = q.index(HALF).reshape([ROWS, BLOCK_D])
+    acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
+    top = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+    total = gl.zeros([ROWS], gl.float32, ROW)
+    mbarrier.wait(q_filled.index(HALF), 0)
+
+    if blocks > 0:
+        mbarrier.wait(k_filled.index(0), 0)
+        scores = _request_scores(rows, k.index(0), S_LAYOUT, BLOCK_N, BLOCK_D)
+        scores = warpgroup_mma_wait(0, deps=[scores])
+        mbarrier.arrive(k_free.index(0))
+        p, top, total, decay = _softmax(scores, top, total, scale_log2, begin, start, stop, S_LAYOUT, BLOCK_N, True)
+        p = _as_operand(p, q.dtype, O_LAYOUT)
+        for phase in gl.static_range(3):
+            lo = 1 if phase == 0 else (gl.maximum(full, 1) if phase == 1 else gl.maximum(full_end, 1))
+            hi = full if phase == 0 else (full_end if phase == 1 else blocks)
+            for block in range(lo, hi):
+                slot = block % STAGES
+                parity = block // STAGES & 1
+                previous = (block - 1) % STAGES
+                previous_parity = (block - 1) // STAGES & 1
+                mbarrier.wait(k_filled.index(slot), parity)
+                if TURNS:
+                    mbarrier.wait(turn.index(HALF), block - 1 & 1)
+                scores = _request_scores(rows, k.index(slot), S_LAYOUT, BLOCK_N, BLOCK_D)
+                mbarrier.wait(v_filled.index(previous), previous_parity)
+                acc = warpgroup_mma(p, v.index(previous).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
+                if TURNS:
+                    mbarrier.arrive(turn.index(1 - HALF))
+                scores = warpgroup_mma_wait(1, deps=[scores])
+                mbarrier.arrive(k_free.index(slot))
+                key = begin + block * BLOCK_N
+                weights, top, total, decay = _softmax(
+                    scores, top, total, scale_log2, key, start, stop, S_LAYOUT, BLOCK_N, phase != 1
+                )
+                total = _before_waiting(total)
+                acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+                mbarrier.arrive(v_free.index(previous))
+                acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, O_LAYOUT))[:, None]
+                p = _as_operand(weights, q.dtype, O_LAYOUT)
+        last = (blocks - 1) % STAGES
+        mbarrier.wait(v_filled.index(last), (blocks - 1) // STAGES & 1)
+        acc = warpgroup_mma(p, v.index(last).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
+        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+
+    lse = (top + gl.log2(total)) * LN2  # -inf where a row saw nothing
+    gl.store(lse_ptr + head.to(gl.int64) * num_queries + offs_m, lse, mask=offs_m < end)
+    share = 1.0 / gl.where(total == 0.0, 1.0, total)
+    acc = acc * gl.convert_layout(share, gl.SliceLayout(1, O_LAYOUT))[:, None]
+    # By way of the memory that held q, so that a thread writes 16 bytes at a time.
+    WIDE: gl.constexpr = _wide_layout(BLOCK_D, 4)
+    rows.store(acc.to(q.dtype))
+    out = rows.load(WIDE)
+    offs_m = low + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
+    offs_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, WIDE))
+    out_ptrs = out_ptr + offs_m.to(gl.int64)[:, None] * stride_ot + head * stride_oh + offs_d[None, :]
+    gl.store(out_ptrs, out, mask=(offs_m < end)[:, None])
+
+
+@gluon.jit
+def _request_scores(rows, keys, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr):
+    """[M, D] @ [D, N] -> [M, N], not waited for."""
+    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
+    return warpgroup_mma(rows, keys.reshape([BLOCK_N, BLOCK_D]).permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _softmax(
+    scores, top, total, scale_log2, key, start, stop, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
+    MASKED: gl.constexpr,
+):  # fmt: skip
+    """A block's weights [M, N], the rows' new maximum and total, and what their past sums shrink by."""
+    if MASKED:
+        offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
+        visible = (offs_n[None, :] >= (start - key)[:, None]) & (offs_n[None, :] < (stop - key)[:, None])
+        scores = gl.where(visible, scores, float("-inf"))
+    new_top = gl.maximum(top, gl.max(scores, 1) * scale_log2)
+    # A row that has seen nothing yet has no maximum; 0 in its place leaves every exponential at exp2(-inf) = 0.
+    pivot = gl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
+    weights = gl.exp2(scores * scale_log2 - pivot[:, None])
+    decay = gl.exp2(top - pivot)
+    return weights, new_top, total * decay + gl.sum(weights, 1), decay
+
+
+@gluon.jit
+def _as_operand(weights, dtype: gl.constexpr, O_LAYOUT: gl.constexpr):
+    """Weights as the product with the values takes them, in registers."""
+    return gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
+
+
+@gluon.jit
+def _before_waiting(total):
+    """The totals as they are, by way of a store that never happens, because none is negative.
+
+    The assembler doesn't know that. It lets arithmetic sink below a wait for products, which would end the overlap of
+    the softmax with a product, but not a store; so this keeps the softmax where it is written. A trap in place of the
+    store would do the same, and cost the products their asynchrony: branches among them serialise them.
+    """
+    ASM: gl.constexpr = (
+        "{ .reg .pred p; .reg .b32 a; mov.b32 a, 0; setp.lt.f32 p, $1, 0f00000000; "
+        "@p st.shared.f32 [a], $1; mov.b32 $0, $1; }"
+    )
+    return gl.inline_asm_elementwise(ASM, "=f,f", [total], gl.float32, is_pure=False, pack=1)
