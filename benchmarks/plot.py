@@ -33,6 +33,7 @@ NEEDED = {
 COLOURS = {
     "tritonpack": "#c2410c",
     "tritonpack, mask built": "#f59e6c",
+    "tritonpack, gluon": "#7f1d1d",
     "FlashAttention-4": "#1e3a5f",
     "FlashAttention-2 (torch)": "#3b76af",
     "FlashAttention-2 (torch), heads repeated": "#9cc1e0",
@@ -45,7 +46,7 @@ COLOURS = {
 }
 OTHERS = "#8a8a8a"
 OURS, BASELINE = "tritonpack", "FlashAttention-2 (torch)"
-OUR_BARS = (OURS, "tritonpack, mask built")
+OUR_BARS = (OURS, "tritonpack, mask built", "tritonpack, gluon")
 
 Row = dict[str, str]
 
