@@ -60,6 +60,8 @@ def forward_kernel(
     """out [T_q, H, D_v] and lse [H, T_q]; grid (heads, tiles, column chunks of the values).
 
     The query bounds (the transposed mask) only tell which keys are seen at all: a NaN in the others must not spread.
+    Blocks after the full ones need neither these nor the rows' first keys: every row's keys have begun there, and the
+    last row sees all of them up to the tile's end.
     """
     head = tl.program_id(0)
     column = tl.program_id(2) * COLUMNS
@@ -71,6 +73,7 @@ def forward_kernel(
     slopes, diagonal = load_alibi(alibi_ptr, diagonal_ptr, offs_m, head, end, stride_at, stride_ah)  # [M]
     seed = 0 if seed_ptr is None else tl.load(seed_ptr)
     begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, 1, BLOCK_N)
+    key_end = tl.load(key_stop_ptr + end - 1)
 
     q = load_rows(q_desc, first, head, 0, BLOCK_M, BLOCK_D, UPCAST)  # [M, D]
     acc = tl.zeros([BLOCK_M, COLUMNS], dtype=tl.float32)
@@ -91,11 +94,14 @@ def forward_kernel(
             products = tl.dot(q, k.T, input_precision=PRECISION)  # [M, D] @ [D, N] -> [M, N]
             distance = diagonal[:, None] - offs_n[None, :]
             scores, unit, _ = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[:, None], distance)
-            if phase != 1:
+            if phase == 0:
                 visible = (offs_n[None, :] >= start[:, None]) & (offs_n[None, :] < stop[:, None])
                 scores = tl.where(visible, scores, float("-inf"))
                 query_start, query_stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, num_keys)
                 v = tl.where((query_start < query_stop)[:, None], v, 0.0)
+            elif phase == 2:
+                scores = tl.where(offs_n[None, :] < stop[:, None], scores, float("-inf"))
+                v = tl.where((offs_n < key_end)[:, None], v, 0.0)
             new_top = tl.maximum(top, tl.max(scores, 1) * unit)
             # A row that has seen nothing yet has no maximum; 0 in its place leaves every exponential at exp2(-inf) = 0.
             pivot = tl.where(new_top == float("-inf"), 0.0, new_top) if phase != 1 else new_top
