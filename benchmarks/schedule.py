@@ -24,8 +24,8 @@ MASKED, TILE = 1.45, 2.0
 SLOTS, HEADS = 132, 32
 
 
-def costs(mask: BlockDiagonalMask, tiles: Tensor, block: int) -> list[float]:
-    """The cost of each tile (rows [first, end)) with blocks of so many keys, in the order given."""
+def blocks_of(mask: BlockDiagonalMask, tiles: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """How many blocks of so many keys each tile (rows [first, end)) visits without masking them, and masking them."""
     first, last = tiles[:, 0].long(), tiles[:, 1].long() - 1
     start, stop = mask.key_start.long(), mask.key_stop.long()
     begin = start[first]
@@ -33,14 +33,20 @@ def costs(mask: BlockDiagonalMask, tiles: Tensor, block: int) -> list[float]:
     full = torch.minimum((start[last] - begin + block - 1) // block, blocks)
     full_end = torch.maximum((stop[first] - begin) // block, full)
     unmasked = full_end - full
-    return (TILE + unmasked + MASKED * (blocks - unmasked)).tolist()
+    return unmasked, blocks - unmasked
 
 
-def makespan(work: list[float]) -> float:
+def costs(mask: BlockDiagonalMask, tiles: Tensor, block: int) -> list[float]:
+    """The cost of each tile, in the order given."""
+    unmasked, masked = blocks_of(mask, tiles, block)
+    return (TILE + unmasked + MASKED * masked).tolist()
+
+
+def makespan(work: list[float], heads: int = HEADS) -> float:
     """When the last multiprocessor is done, every tile's heads one after another."""
     free = [0.0] * SLOTS
     for cost in work:
-        for _ in range(HEADS):
+        for _ in range(heads):
             heapq.heapreplace(free, free[0] + cost)
     return max(free)
 

@@ -9,6 +9,7 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -125,11 +126,16 @@ def shipped_configurations() -> list[Configuration]:
 
 def compile_configuration(configuration: Configuration) -> Resources:
     """Compile for the configuration's architecture and read the binary."""
+    return disassemble(configuration)[0]
+
+
+def disassemble(configuration: Configuration) -> tuple[Resources, str]:
+    """As `compile_configuration`, and the instructions themselves, as text."""
     tile = configuration.tile
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
     compiled = triton.compile(_source(configuration), target=TARGETS[configuration.arch], options=options)
     if "amdgcn" in compiled.asm:
-        return _read_amd(compiled.asm["amdgcn"], compiled.metadata.shared)
+        return _read_amd(compiled.asm["amdgcn"], compiled.metadata.shared), compiled.asm["amdgcn"]
     return _read_nvidia(compiled.asm["cubin"], compiled.metadata.shared)
 
 
@@ -140,8 +146,10 @@ def _source(configuration: Configuration) -> ASTSource:
     width = block_v if configuration.kernel in ("forward", "dv") else block_d
     columns = width if configuration.kernel == "dkdv" else min(tile.columns, width)
     of_v = columns if configuration.kernel == "forward" else block_v
+    heads = gcd(tile.heads, configuration.group)
     constants: dict[str, Any] = {
         "GROUP": configuration.group,
+        "HEADS": heads,
         "HEAD_DIM": configuration.head_dim,
         "HEAD_DIM_V": configuration.head_dim_v or configuration.head_dim,
         "PRECISION": "ieee" if configuration.dtype == torch.float32 else "tf32",
@@ -161,12 +169,12 @@ def _source(configuration: Configuration) -> ASTSource:
     if columns == width:
         constants |= {"q_columns_desc": None, "k_columns_desc": None}
     descriptors = {
-        "q_desc": (tile.block_m, block_d),
-        "q_columns_desc": (tile.block_m, columns),
-        "k_desc": (tile.block_n, block_d),
-        "k_columns_desc": (tile.block_n, columns),
-        "v_desc": (tile.block_n, of_v),
-        "dout_desc": (tile.block_m, columns if configuration.kernel == "dv" else block_v),
+        "q_desc": (heads, tile.block_m // heads, block_d),
+        "q_columns_desc": (1, tile.block_m, columns),
+        "k_desc": (1, tile.block_n, block_d),
+        "k_columns_desc": (1, tile.block_n, columns),
+        "v_desc": (1, tile.block_n, of_v),
+        "dout_desc": (1, tile.block_m, columns if configuration.kernel == "dv" else block_v),
     }
     types = {
         "scale": "fp32", "scale_log2": "fp32", "softcap_log2": "fp32", "keep_scale": "fp32", "seed_ptr": "*i64",
@@ -176,8 +184,17 @@ def _source(configuration: Configuration) -> ASTSource:
     }  # fmt: skip
     statistics = "*fp32" if "pack_invariant" in features else f"tensordesc<fp32[{tile.block_m}]>"
     types |= {"lse2": statistics, "delta": statistics}
-    types |= {name: f"tensordesc<{element}[1,{rows},{width}]>" for name, (rows, width) in descriptors.items()}
-    unaligned = {"num_queries", "num_keys", "stride_at", "stride_ah", "stride_dlh", "stride_dlt", "drop_below"}
+    types |= {name: f"tensordesc<{element}[{','.join(map(str, block))}]>" for name, block in descriptors.items()}
+    unaligned = {
+        "num_queries",
+        "num_keys",
+        "stride_at",
+        "stride_ah",
+        "stride_dlh",
+        "stride_dlt",
+        "drop_below",
+        "head_blocks",
+    }
 
     signature, attributes = {}, {}
     for position, name in enumerate(kernel.arg_names):
@@ -192,7 +209,7 @@ def _source(configuration: Configuration) -> ASTSource:
     return ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
 
 
-def _read_nvidia(cubin: bytes, shared_bytes: int) -> Resources:
+def _read_nvidia(cubin: bytes, shared_bytes: int) -> tuple[Resources, str]:
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
@@ -201,13 +218,14 @@ def _read_nvidia(cubin: bytes, shared_bytes: int) -> Resources:
         code = _run(tools / "nvdisasm", "-c", file.name)
     registers = re.search(r"\bREG:(\d+)", usage)
     assert registers, usage
-    return Resources(
+    resources = Resources(
         registers=int(registers[1]),
         spills=len(re.findall(r"\b(?:LDL|STL)\b", code)),
         shared_bytes=shared_bytes,
         matrix_instructions=len(_MATRIX_INSTRUCTION.findall(code)),
         instructions=len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE)),
     )
+    return resources, code
 
 
 def _read_amd(assembly: str, shared_bytes: int) -> Resources:
