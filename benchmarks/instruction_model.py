@@ -10,8 +10,11 @@ how many blocks each tile visits. Two bounds follow for a block:
 - slow: a program alternates between products and everything else, and pays a latency for each thing that it waits
   for; only programs that share the multiprocessor fill each other's gaps.
 
+Loads take their share of the way from the L2 cache: 64 bytes per cycle and multiprocessor in the fast bound, and of 5.5
+TB/s, which others have measured, in the slow one. Tiles with few rows are held up by that.
+
 Assumed: 132 multiprocessors at 1.755 GHz (the boost clock, which a GPU that multiplies matrices without pause doesn't
-hold), loads that arrive in time, 30 cycles per wait, 700 for the first load of a loop and for each of four accesses to
+hold), loads that L2 serves and that are asked for early enough, 30 cycles per wait, 700 for the first load of a loop and for each of four accesses to
 memory before the first loop, a program that ends as the next begins. The tail of the batch is that of
 benchmarks/schedule.py, for multiprocessors that take one tile after the other.
 """
@@ -34,14 +37,23 @@ import triton
 
 from benchmarks.lengths import distributions, visible_pairs
 from benchmarks.sass import QUADRANTS, Work, count, loops, parse
-from benchmarks.schedule import blocks_of, makespan
+from benchmarks.schedule import SLOTS, blocks_of, makespan
 from benchmarks.tune import candidates
 from tritonpack import BlockDiagonalMask
 from tritonpack.kernels.aot import Configuration, Resources, disassemble
 from tritonpack.kernels.tiles import key_gradient_kernels
 from tritonpack.schedule import tile_table
 
+
+class Range(NamedTuple):
+    """Two bounds of a figure: if everything overlaps, and if a program does one thing after the other."""
+
+    fast: float
+    slow: float
+
+
 CLOCK_HZ = 1.755e9
+L2_BYTES = Range(64.0, 5.5e12 / CLOCK_HZ / SLOTS)  # per cycle and multiprocessor
 WAIT, MEMORY, FIRST_ACCESSES = 30, 700, 4  # cycles, cycles, accesses one after the other
 
 # Of one multiprocessor (compute capability 9.0).
@@ -60,13 +72,6 @@ def residents(registers: int, shared_bytes: int, warps: int) -> int:
     by_registers = REGISTERS // QUADRANTS // per_warp * QUADRANTS // warps
     by_shared = SHARED_BYTES // (-(-shared_bytes // 128) * 128 + RESERVED_BYTES)
     return min(by_registers, by_shared, WARPS // warps, PROGRAMS)
-
-
-class Range(NamedTuple):
-    """Cycles of a multiprocessor: if everything overlaps, and if a program does one thing after the other."""
-
-    fast: float
-    slow: float
 
 
 @dataclass(frozen=True)
@@ -96,16 +101,24 @@ class Model:
     def residents(self) -> int:
         return residents(self.resources.registers, self.resources.shared_bytes, self.warps)
 
+    @property
+    def loaded_bytes(self) -> int:
+        """Of a block's two operands, 16 bits an element."""
+        tile = self.configuration.tile
+        rows = tile.block_n if self.configuration.kernel in ("forward", "dq") else tile.block_m
+        return 2 * rows * sum(self.configuration.blocks)
+
     def iteration(self, work: Work) -> Range:
-        """A multiprocessor's cycles per block."""
+        """Cycles of a multiprocessor per block."""
         units = work.cycles(self.warps)
-        busiest = max(units.values())
+        loads = [self.loaded_bytes / rate for rate in L2_BYTES]
         others = max(cycles for unit, cycles in units.items() if unit != "tensor")
         alone = units["tensor"] + others + WAIT * work.waits
-        return Range(busiest, max(busiest, alone / self.residents))
+        fast = max(*units.values(), loads[0])
+        return Range(fast, max(fast, alone / self.residents, loads[1]))
 
     def tile(self) -> Range:
-        """A multiprocessor's cycles per tile, besides those of its blocks."""
+        """Cycles of a multiprocessor per tile, besides those of its blocks."""
         units = self.rest.cycles(self.warps)
         latency = WAIT * self.rest.waits + MEMORY * (FIRST_ACCESSES + self.loops)
         return Range(max(units.values()), max(max(units.values()), (units["issue"] + latency) / self.residents))

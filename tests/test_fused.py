@@ -41,13 +41,13 @@ def test_bfloat16_by_way_of_float32(case: Case) -> None:
     check_backend(make_inputs(case, torch.bfloat16, slack_value=float("nan")), "triton")
 
 
-@pytest.mark.parametrize("together", [1, 2, 8])
+@pytest.mark.parametrize("together", [1, 8])
 @pytest.mark.parametrize(
     "case",
     [
-        Case("group-of-eight", (5, 0, 77, 18), heads=16, slack=3),
-        Case("group-of-six", (5, 0, 77, 18), heads=6, kv_heads=1, window=(16, 0)),
-        Case("features", (5, 0, 77, 18), heads=8, kv_heads=1, sinks=True, alibi="heads", dropout_p=0.2),
+        Case("group-of-eight", (5, 0, 47), heads=8, kv_heads=1, slack=3),
+        Case("group-of-six", (5, 0, 77), heads=6, kv_heads=1, window=(16, 0)),
+        Case("features", (5, 0, 47), heads=4, kv_heads=1, sinks=True, alibi="heads", dropout_p=0.2),
     ],
     ids=str,
 )

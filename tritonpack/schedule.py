@@ -2,7 +2,8 @@
 
 Who sees whom is the mask's business, so tiles may begin anywhere. A tile that straddles two long documents has no block
 that all of its rows see, and one that holds a short document alone is mostly empty; so a document as long as a tile
-begins one, and shorter ones share. The table is built where the mask lies, without waiting for it: its length is a
+begins one, and shorter ones share. (Where several heads share a tile, "as long" counts its rows, of which a document
+then fills more than one tile's.) The table is built where the mask lies, without waiting for it: its length is a
 bound that the host knows, and entries to spare are empty.
 """
 

@@ -45,13 +45,14 @@ class Tile:
 
 # Architecture -> kernel -> padded head dimension -> tile, for the 16-bit types. Head dimensions up to 64 share a row.
 TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
-    # Hopper: TMA and asynchronous warpgroup products. Eight warps need 128 rows in the product's first dimension, or
-    # work is done twice; that is why both accumulators of dK and dV don't fit at head dimension 256.
+    # Hopper: TMA and asynchronous warpgroup products. Two programs of four warps on a multiprocessor fill each other's
+    # gaps where registers allow them (docs/decisions/kernel-ladder.md). Eight warps need 128 rows in the product's first
+    # dimension, or work is done twice; that is why both accumulators of dK and dV don't fit at head dimension 256.
     "sm_90": {
         "forward": {
-            64: Tile(128, 128, 8, 2, heads=8),
+            64: Tile(128, 64, 4, 2, heads=8),
             128: Tile(128, 64, 8, 3, heads=8),
-            256: Tile(128, 32, 8, 2),
+            256: Tile(128, 64, 8, 2),
             512: Tile(128, 32, 8, 1),
         },
         "dkdv": {64: Tile(64, 128, 8, 2), 128: Tile(32, 128, 8, 3)},
@@ -126,7 +127,7 @@ TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
 EXTENDED = frozenset({"softcap", "alibi", "dropout", "pack_invariant"})
 EXTENDED_TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
     "sm_90": {
-        "forward": {64: Tile(128, 64, 8, 2, heads=8), 128: Tile(128, 64, 8, 2)},
+        "forward": {64: Tile(128, 64, 8, 2, heads=8), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 2)},
         "dkdv": {64: Tile(32, 128, 8, 2), 128: Tile(16, 128, 8, 2)},
         "dk": {256: Tile(16, 128, 8, 2, columns=128)},
         "dv": {256: Tile(32, 128, 8, 2)},
