@@ -46,7 +46,7 @@ class Tile:
 # Architecture -> kernel -> padded head dimension -> tile, for the 16-bit types. Head dimensions up to 64 share a row.
 TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
     # Hopper: TMA and asynchronous warpgroup products. Two programs of four warps on a multiprocessor fill each other's
-    # gaps where registers allow them (docs/decisions/kernel-ladder.md). Eight warps need 128 rows in the product's first
+    # gaps where registers allow it (docs/decisions/kernel-ladder.md). Eight warps need 128 rows in the product's first
     # dimension, or work is done twice; that is why both accumulators of dK and dV don't fit at head dimension 256.
     "sm_90": {
         "forward": {
