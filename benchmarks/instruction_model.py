@@ -15,9 +15,9 @@ TB/s, which others have measured, in the slow one. Tiles with few rows are held 
 
 Assumed: 132 multiprocessors at 1.755 GHz (the boost clock, which a GPU that multiplies matrices without pause doesn't
 hold); loads that L2 serves and that are asked for early enough; 30 cycles per wait; 700 for the first load of a loop
-and for each of four accesses to memory before the first loop; a program that begins as another ends; programs that share a
-multiprocessor without a gap (docs/decisions/kernel-ladder.md says how far published figures bear that out). The tail of
-the batch is that of benchmarks/schedule.py, for multiprocessors that take one tile after the other.
+and for each of four accesses to memory before the first loop; a program that begins as another ends; programs that
+share a multiprocessor without a gap (docs/decisions/kernel-ladder.md says how far published figures bear that out). The
+tail of the batch is that of benchmarks/schedule.py, for multiprocessors that take one tile after the other.
 """
 
 from __future__ import annotations
