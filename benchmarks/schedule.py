@@ -24,8 +24,8 @@ MASKED, TILE = 1.45, 2.0
 SLOTS, HEADS = 132, 32
 
 
-def costs(mask: BlockDiagonalMask, tiles: Tensor, block: int) -> list[float]:
-    """The cost of each tile (rows [first, end)) with blocks of so many keys, in the order given."""
+def blocks_of(mask: BlockDiagonalMask, tiles: Tensor, block: int) -> tuple[Tensor, Tensor]:
+    """How many blocks of so many keys each tile (rows [first, end)) visits without masking them, and masking them."""
     first, last = tiles[:, 0].long(), tiles[:, 1].long() - 1
     start, stop = mask.key_start.long(), mask.key_stop.long()
     begin = start[first]
@@ -33,28 +33,38 @@ def costs(mask: BlockDiagonalMask, tiles: Tensor, block: int) -> list[float]:
     full = torch.minimum((start[last] - begin + block - 1) // block, blocks)
     full_end = torch.maximum((stop[first] - begin) // block, full)
     unmasked = full_end - full
-    return (TILE + unmasked + MASKED * (blocks - unmasked)).tolist()
+    return unmasked, blocks - unmasked
 
 
-def makespan(work: list[float]) -> float:
+def costs(mask: BlockDiagonalMask, tiles: Tensor, block: int) -> list[float]:
+    """The cost of each tile, in the order given."""
+    unmasked, masked = blocks_of(mask, tiles, block)
+    return (TILE + unmasked + MASKED * masked).tolist()
+
+
+def makespan(work: list[float], heads: int = HEADS) -> float:
     """When the last multiprocessor is done, every tile's heads one after another."""
     free = [0.0] * SLOTS
     for cost in work:
-        for _ in range(HEADS):
+        for _ in range(heads):
             heapq.heapreplace(free, free[0] + cost)
     return max(free)
 
 
-def ways(mask: BlockDiagonalMask, rows: int) -> dict[str, Tensor]:
-    """The tiles of three ways to cut the rows: blindly, one document per tile in order, and the kernels' table."""
+def ways(mask: BlockDiagonalMask, rows: int) -> dict[str, tuple[Tensor, int]]:
+    """The tiles of four ways to cut the rows, and how many heads share one.
+
+    Blindly, one document per tile in order, the kernels' table for tiles of one head, and for tiles of eight.
+    """
     total = mask.num_queries
     flat = torch.arange(0, total, rows)
     whole = tile_table(mask, rows, whole_documents=True)
-    ours = tile_table(mask, rows)
+    ours, grouped = tile_table(mask, rows), tile_table(mask, rows // 8, long=rows)
     return {
-        "flat": torch.stack([flat, (flat + rows).clamp(max=total)], 1),
-        "per document": whole[whole[:, 0] < whole[:, 1]].sort(0).values,
-        "table": ours[ours[:, 0] < ours[:, 1]],
+        "flat": (torch.stack([flat, (flat + rows).clamp(max=total)], 1), 1),
+        "per document": (whole[whole[:, 0] < whole[:, 1]].sort(0).values, 1),
+        "table": (ours[ours[:, 0] < ours[:, 1]], 1),
+        "eight heads": (grouped[grouped[:, 0] < grouped[:, 1]], 8),
     }
 
 
@@ -69,11 +79,12 @@ def main() -> None:
     for name, lengths in batches.items():
         mask = BlockDiagonalMask.from_seqlens(lengths)
         for rows, block in ((128, 64), (128, 128)):
-            work = {way: costs(mask, tiles, block) for way, tiles in ways(mask, rows).items()}
-            base, base_span = sum(work["per document"]), makespan(work["per document"])
+            work = {way: (costs(mask, tiles, block), heads) for way, (tiles, heads) in ways(mask, rows).items()}
+            base, base_span = sum(work["per document"][0]), makespan(work["per document"][0])
             figures = "; ".join(
-                f"{way} {sum(cost) / base:.2f} {makespan(cost) / base_span:.2f} ({len(cost)})"
-                for way, cost in work.items()
+                f"{way} {sum(cost) / heads / base:.2f} {makespan(cost, HEADS // heads) / base_span:.2f} "
+                f"({len(cost) / heads:.0f})"
+                for way, (cost, heads) in work.items()
             )
             print(f"{name:8} {rows}x{block:<4}  {figures}", flush=True)
 

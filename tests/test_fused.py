@@ -7,6 +7,7 @@ import torch
 
 from tests import invariance
 from tritonpack import BlockDiagonalMask, fused, varlen_attention
+from tritonpack.kernels.tiles import Tile
 from tritonpack.options import make_options
 from tritonpack.testing import CASES, Case, check_backend, make_inputs
 from tritonpack.testing.tolerance import OUTPUTS, ROW_OUTPUTS, run
@@ -38,6 +39,22 @@ def test_as_exact_as_plain_attention_in_half(case: Case) -> None:
 def test_bfloat16_by_way_of_float32(case: Case) -> None:
     """The interpreter can't multiply bfloat16; the kernels widen it there, and only there."""
     check_backend(make_inputs(case, torch.bfloat16, slack_value=float("nan")), "triton")
+
+
+@pytest.mark.parametrize("together", [1, 8])
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case("group-of-eight", (5, 0, 47), heads=8, kv_heads=1, slack=3),
+        Case("group-of-six", (5, 0, 77), heads=6, kv_heads=1, window=(16, 0)),
+        Case("features", (5, 0, 47), heads=4, kv_heads=1, sinks=True, alibi="heads", dropout_p=0.2),
+    ],
+    ids=str,
+)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_tiles_may_hold_rows_of_several_heads(case: Case, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tritonpack.kernels.tiles.INTERPRETER_TILE", Tile(64, 32, 4, 1, heads=together))
+    check_backend(make_inputs(case, torch.float32, slack_value=float("nan")), "triton")
 
 
 @pytest.mark.usefixtures("poisoned_memory")

@@ -29,12 +29,12 @@ def masks(seed: int) -> list[BlockDiagonalMask]:
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["shared", "whole"])
-@pytest.mark.parametrize("rows", [16, 64])
+@pytest.mark.parametrize(("rows", "long"), [(16, 16), (64, 64), (16, 64), (8, 23)])
 @pytest.mark.parametrize("seed", range(25))
-def test_every_row_lies_in_one_tile(seed: int, rows: int, whole: bool) -> None:
+def test_every_row_lies_in_one_tile(seed: int, rows: int, long: int, whole: bool) -> None:
     for mask in masks(seed):
-        table = tile_table(mask, rows, whole_documents=whole)
-        assert table.shape == (capacity(mask, rows, whole), 2)
+        table = tile_table(mask, rows, long=long, whole_documents=whole)
+        assert table.shape == (capacity(mask, rows, long, whole), 2)
         tiles = sorted((first, end) for first, end in table.tolist() if first < end)
         assert all(end - first <= rows for first, end in tiles)
         assert [first for first, _ in tiles] + [mask.num_queries] == [0, *(end for _, end in tiles)]
@@ -48,9 +48,14 @@ def test_the_heaviest_come_first(seed: int) -> None:
     assert keys == sorted(keys, reverse=True)
 
 
-def tiles_of(lengths: list[int], rows: int, **keywords: bool) -> list[list[int]]:
+def tiles_of(lengths: list[int], rows: int, **keywords: int) -> list[list[int]]:
     table = tile_table(BlockDiagonalMask.from_seqlens(lengths), rows, **keywords)
     return sorted([first, end] for first, end in table.tolist() if first < end)
+
+
+def test_how_long_a_document_that_begins_a_tile_is_can_be_told_apart_from_the_tile() -> None:
+    assert tiles_of([3, 20, 5, 16], 8, long=20) == [[0, 3], [3, 11], [11, 19], [19, 23], [23, 31], [31, 39], [39, 44]]
+    assert tiles_of([3, 20, 5, 16], 8, long=21) == [[0, 8], [8, 16], [16, 24], [24, 32], [32, 40], [40, 44]]
 
 
 def test_short_documents_share_and_long_ones_begin_a_tile() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import Any
 
 import torch
@@ -27,8 +28,9 @@ def plan_tiles(
 
     def table(kernel: Kernel) -> Tensor:
         tile = _tile(kernel, q, v, options)
-        tiled, rows = (mask, tile.block_m) if kernel in ("forward", "dq") else (mask.transpose(), tile.block_n)
-        return tile_table(tiled, rows, whole_documents=options.pack_invariant)
+        tiled, long = (mask, tile.block_m) if kernel in ("forward", "dq") else (mask.transpose(), tile.block_n)
+        rows = long // _heads(tile, q, k) if kernel == "forward" else long
+        return tile_table(tiled, rows, long=long, whole_documents=options.pack_invariant)
 
     if not backward:
         return Tiles(table("forward"), None, None)
@@ -45,12 +47,13 @@ def forward(
         return out.zero_(), lse.fill_(float("-inf"))
     assert tiles.forward is not None
     tile, block_v = _tile("forward", q, v, options), _padded(v)
-    columns = min(tile.columns, block_v)
+    columns, heads = min(tile.columns, block_v), _heads(tile, q, k)
+    head_blocks = q.shape[1] // heads
     transposed = mask.transpose()
     with torch.cuda.device_of(q):
         # Heads turn fastest, so that the heaviest tiles of all heads start first.
-        forward_kernel[(q.shape[1], tiles.forward.shape[0], block_v // columns)](
-            q_desc=descriptor(q, tile.block_m),
+        forward_kernel[(head_blocks * tiles.forward.shape[0], block_v // columns)](
+            q_desc=descriptor(q, tile.block_m // heads, heads=heads),
             k_desc=descriptor(k, tile.block_n),
             v_desc=descriptor(v, tile.block_n, columns),
             out_ptr=out,
@@ -65,6 +68,8 @@ def forward(
             stride_oh=out.stride(1),
             num_queries=q.shape[0],
             num_keys=k.shape[0],
+            head_blocks=head_blocks,
+            HEADS=heads,
             HEAD_DIM_V=v.shape[2],
             BLOCK_D=_padded(q),
             COLUMNS=columns,
@@ -227,12 +232,17 @@ def _tile(kernel: Kernel, q: Tensor, v: Tensor, options: AttentionOptions) -> Ti
     return select_tile(kernel, max(_padded(q), _padded(v)), q.dtype, arch, extended=any(extended))
 
 
+def _heads(tile: Tile, q: Tensor, k: Tensor) -> int:
+    """How many query heads a tile of forward holds; they share a key head."""
+    return gcd(tile.heads, q.shape[1] // k.shape[1])
+
+
 def _padded(x: Tensor) -> int:
     return max(triton.next_power_of_2(x.shape[2]), 16)
 
 
-def descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
-    """A (T, H, D) tensor as blocks of `rows` rows of one head, and all columns or so many; zeros outside the tensor.
+def descriptor(x: Tensor, rows: int, columns: int | None = None, heads: int = 1) -> TensorDescriptor:
+    """A (T, H, D) tensor as blocks of so many rows, columns (None: all) and heads; zeros outside the tensor.
 
     The hardware wants 16-byte strides and a contiguous last dimension; what isn't so is copied, with zero columns
     after the last.
@@ -240,5 +250,5 @@ def descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescri
     unit = 16 // x.element_size()
     if x.stride(2) != 1 or x.stride(0) % unit or x.stride(1) % unit or x.data_ptr() % 16 or 0 in x.stride():
         x = pad(x, (0, -x.shape[2] % unit)).contiguous()
-    block = [1, rows, _padded(x) if columns is None else columns]
+    block = [heads, rows, _padded(x) if columns is None else columns]
     return TensorDescriptor(x, [x.shape[1], x.shape[0], x.shape[2]], [x.stride(1), x.stride(0), 1], block)

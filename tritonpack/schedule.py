@@ -2,7 +2,8 @@
 
 Who sees whom is the mask's business, so tiles may begin anywhere. A tile that straddles two long documents has no block
 that all of its rows see, and one that holds a short document alone is mostly empty; so a document as long as a tile
-begins one, and shorter ones share. The table is built where the mask lies, without waiting for it: its length is a
+begins one, and shorter ones share. (Where several heads share a tile, "as long" counts its rows, of which a document
+then fills more than one tile's.) The table is built where the mask lies, without waiting for it: its length is a
 bound that the host knows, and entries to spare are empty.
 """
 
@@ -24,36 +25,38 @@ class Tiles(NamedTuple):
     queries: Tensor | None
 
 
-def tile_table(mask: BlockDiagonalMask, rows: int, *, whole_documents: bool = False) -> Tensor:
+def tile_table(mask: BlockDiagonalMask, rows: int, *, long: int | None = None, whole_documents: bool = False) -> Tensor:
     """The tiles of at most `rows` consecutive query rows that cover all queries once.
 
     Args:
         mask: whose rows are to be tiled; its transpose to tile the keys.
         rows: of a tile.
+        long: so many rows make a document long, at least `rows`; None means `rows`.
         whole_documents: no tile holds rows of two documents, so that none depends on the document's neighbours.
 
     Returns:
         (capacity, 2) int32 on the mask's device, the rows [first, end) of each tile, those with most keys to visit
         first; the rest holds first = end. Computed once for a mask and kept with it.
     """
-    key = ("tiles", rows, whole_documents)
+    long = rows if long is None else long
+    assert long >= rows
+    key = ("tiles", rows, long, whole_documents)
     if key not in mask.kept:
-        mask.kept[key] = _build_table(mask, rows, whole_documents)
+        mask.kept[key] = _build_table(mask, rows, long, whole_documents)
     return mask.kept[key]
 
 
-def capacity(mask: BlockDiagonalMask, rows: int, whole_documents: bool) -> int:
+def capacity(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: bool) -> int:
     """How many tiles there may be: the full ones, and one that isn't at the end of each stretch between beginnings."""
     total = mask.num_queries
-    # A run of rows as long as a tile begins a stretch and ends one; there is no room for more of them than full tiles.
-    stretches = 2 * (total // rows) + 1
+    stretches = 2 * (total // long) + 1  # a long document begins a stretch and ends one
     if whole_documents:  # every document, and every run of rows that see nothing, before and after each
         known = mask.document_source is not None and mask.max_documents is not None
         stretches = 2 * mask.max_documents + 1 if known else total  # type: ignore[operator]
     return min(total // rows + stretches, total)
 
 
-def _build_table(mask: BlockDiagonalMask, rows: int, whole_documents: bool) -> Tensor:
+def _build_table(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: bool) -> Tensor:
     total = mask.num_queries
     if not total:
         return mask.key_start.new_empty(0, 2)
@@ -63,12 +66,12 @@ def _build_table(mask: BlockDiagonalMask, rows: int, whole_documents: bool) -> T
         begin = torch.where(begins, row, 0).cummax(0).values
         end = torch.where(begins, row, total).flip(0).cummin(0).values.flip(0)  # the next beginning at or after a row
         end = torch.cat([end[1:], end.new_full((1,), total)])
-        long = end - begin >= rows
-        begins &= long | torch.cat([long.new_zeros(1), long[:-1]])
+        alone = end - begin >= long
+        begins &= alone | torch.cat([alone.new_zeros(1), alone[:-1]])
         begins[:1] = True
     stretch = torch.where(begins, row, 0).cummax(0).values
     tiles_so_far = ((row - stretch) % rows == 0).cumsum(0, dtype=torch.int32)
-    number = torch.arange(1, capacity(mask, rows, whole_documents) + 1, device=mask.device, dtype=torch.int32)
+    number = torch.arange(1, capacity(mask, rows, long, whole_documents) + 1, device=mask.device, dtype=torch.int32)
     first = torch.searchsorted(tiles_so_far, number, out_int32=True)
     end = torch.cat([first[1:], first.new_full((1,), total)])
     keys = mask.key_stop[(end - 1).clamp(min=0)] - mask.key_start[first.clamp(max=total - 1)]

@@ -9,6 +9,7 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +42,6 @@ _KERNELS = {
 }
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _MATRIX_INSTRUCTION = re.compile(r"\b(HGMMA|HMMA|UTC\w*MMA|v_mfma)")
-_SPILL = re.compile(r"\b(?:LDL|STL)\b")
-_INSTRUCTION = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/", re.MULTILINE)
-_NVIDIA_TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
 FEATURES = ("softcap", "sinks", "alibi", "dropout", "pack_invariant")
@@ -105,21 +103,6 @@ class HopperConfiguration:
 
 
 @dataclass(frozen=True)
-class ProductLoop:
-    """An innermost loop with matrix products, as the binary has it.
-
-    Attributes:
-        events: in order, H for a part of a product, | for a wait for products, e for an exponential, b for a barrier
-            of threads, a for an arrival at an mbarrier, w for a wait for one.
-        instructions, spills: as in `Resources`.
-    """
-
-    events: str
-    instructions: int
-    spills: int
-
-
-@dataclass(frozen=True)
 class Resources:
     """What a compiled kernel takes.
 
@@ -171,18 +154,23 @@ def hopper_configurations() -> list[HopperConfiguration]:
 
 def compile_configuration(configuration: Configuration | HopperConfiguration) -> Resources:
     """Compile for the configuration's architecture and read the binary."""
+    return disassemble(configuration)[0]
+
+
+def disassemble(configuration: Configuration | HopperConfiguration) -> tuple[Resources, str]:
+    """As `compile_configuration`, and the instructions themselves, as text."""
     if isinstance(configuration, HopperConfiguration):
-        compiled = compile_hopper(configuration)
-        return _read_nvidia(compiled.asm["cubin"], compiled.metadata.shared)
-    tile = configuration.tile
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
-    compiled = triton.compile(_source(configuration), target=TARGETS[configuration.arch], options=options)
+        compiled = _compile_hopper(configuration)
+    else:
+        tile = configuration.tile
+        options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
+        compiled = triton.compile(_source(configuration), target=TARGETS[configuration.arch], options=options)
     if "amdgcn" in compiled.asm:
-        return _read_amd(compiled.asm["amdgcn"], compiled.metadata.shared)
+        return _read_amd(compiled.asm["amdgcn"], compiled.metadata.shared), compiled.asm["amdgcn"]
     return _read_nvidia(compiled.asm["cubin"], compiled.metadata.shared)
 
 
-def compile_hopper(configuration: HopperConfiguration) -> Any:
+def _compile_hopper(configuration: HopperConfiguration) -> Any:
     """The Hopper kernel with the argument types and alignments that the launcher gives it, compiled by Triton."""
     tile, head_dim, element = HOPPER_TILES[configuration.head_dim], configuration.head_dim, _DTYPES[configuration.dtype]
     constants = {
@@ -211,37 +199,6 @@ def compile_hopper(configuration: HopperConfiguration) -> Any:
     return triton.compile(source, target=TARGETS["sm_90"], options=options)
 
 
-def disassemble(cubin: bytes) -> str:
-    """A binary for NVIDIA GPUs as text."""
-    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
-        file.flush()
-        return _run(_NVIDIA_TOOLS / "nvdisasm", "-c", file.name)
-
-
-def product_loops(code: str) -> list[ProductLoop]:
-    """The innermost loops with matrix products in a disassembled binary for Hopper."""
-    lines = code.splitlines()
-    labels = {line[1:-1]: i for i, line in enumerate(lines) if re.fullmatch(r"\.L_\w+:", line)}
-    jumps = []
-    for i, line in enumerate(lines):
-        if found := re.search(r"@!?U?P\d BRA .*\(\.(L_\w+)\)", line):
-            jumps.append((labels.get(found[1], i), i))
-    spans = [(a, b) for a, b in jumps if a < b and any("HGMMA" in line for line in lines[a:b])]
-    inner = [(a, b) for a, b in spans if not any((a, b) != (c, d) and a <= c and d <= b for c, d in spans)]
-    return [_read_loop(lines[a : b + 1]) for a, b in inner]
-
-
-def _read_loop(lines: list[str]) -> ProductLoop:
-    marks = {"HGMMA": "H", "WARPGROUP.DEPBAR": "|", "MUFU.EX2": "e", "BAR.SYNC": "b", "SYNCS.ARRIVE": "a",
-             "SYNCS.PHASECHK": "w"}  # fmt: skip
-    code = "\n".join(lines)
-    found = re.findall("|".join(map(re.escape, marks)), code)
-    return ProductLoop(
-        "".join(marks[name] for name in found), len(_INSTRUCTION.findall(code)), len(_SPILL.findall(code))
-    )
-
-
 def _source(configuration: Configuration) -> ASTSource:
     """The kernel with the argument types and alignments that the launcher gives it."""
     kernel, tile, (block_d, block_v) = _KERNELS[configuration.kernel], configuration.tile, configuration.blocks
@@ -249,8 +206,10 @@ def _source(configuration: Configuration) -> ASTSource:
     width = block_v if configuration.kernel in ("forward", "dv") else block_d
     columns = width if configuration.kernel == "dkdv" else min(tile.columns, width)
     of_v = columns if configuration.kernel == "forward" else block_v
+    heads = gcd(tile.heads, configuration.group)
     constants: dict[str, Any] = {
         "GROUP": configuration.group,
+        "HEADS": heads,
         "HEAD_DIM": configuration.head_dim,
         "HEAD_DIM_V": configuration.head_dim_v or configuration.head_dim,
         "PRECISION": "ieee" if configuration.dtype == torch.float32 else "tf32",
@@ -270,12 +229,12 @@ def _source(configuration: Configuration) -> ASTSource:
     if columns == width:
         constants |= {"q_columns_desc": None, "k_columns_desc": None}
     descriptors = {
-        "q_desc": (tile.block_m, block_d),
-        "q_columns_desc": (tile.block_m, columns),
-        "k_desc": (tile.block_n, block_d),
-        "k_columns_desc": (tile.block_n, columns),
-        "v_desc": (tile.block_n, of_v),
-        "dout_desc": (tile.block_m, columns if configuration.kernel == "dv" else block_v),
+        "q_desc": (heads, tile.block_m // heads, block_d),
+        "q_columns_desc": (1, tile.block_m, columns),
+        "k_desc": (1, tile.block_n, block_d),
+        "k_columns_desc": (1, tile.block_n, columns),
+        "v_desc": (1, tile.block_n, of_v),
+        "dout_desc": (1, tile.block_m, columns if configuration.kernel == "dv" else block_v),
     }
     types = {
         "scale": "fp32", "scale_log2": "fp32", "softcap_log2": "fp32", "keep_scale": "fp32", "seed_ptr": "*i64",
@@ -285,8 +244,17 @@ def _source(configuration: Configuration) -> ASTSource:
     }  # fmt: skip
     statistics = "*fp32" if "pack_invariant" in features else f"tensordesc<fp32[{tile.block_m}]>"
     types |= {"lse2": statistics, "delta": statistics}
-    types |= {name: f"tensordesc<{element}[1,{rows},{width}]>" for name, (rows, width) in descriptors.items()}
-    unaligned = {"num_queries", "num_keys", "stride_at", "stride_ah", "stride_dlh", "stride_dlt", "drop_below"}
+    types |= {name: f"tensordesc<{element}[{','.join(map(str, block))}]>" for name, block in descriptors.items()}
+    unaligned = {
+        "num_queries",
+        "num_keys",
+        "stride_at",
+        "stride_ah",
+        "stride_dlh",
+        "stride_dlt",
+        "drop_below",
+        "head_blocks",
+    }
 
     signature, attributes = {}, {}
     for position, name in enumerate(kernel.arg_names):
@@ -301,21 +269,23 @@ def _source(configuration: Configuration) -> ASTSource:
     return ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
 
 
-def _read_nvidia(cubin: bytes, shared_bytes: int) -> Resources:
+def _read_nvidia(cubin: bytes, shared_bytes: int) -> tuple[Resources, str]:
+    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        usage = _run(_NVIDIA_TOOLS / "cuobjdump", "-res-usage", file.name)
-    code = disassemble(cubin)
+        usage = _run(tools / "cuobjdump", "-res-usage", file.name)
+        code = _run(tools / "nvdisasm", "-c", file.name)
     registers = re.search(r"\bREG:(\d+)", usage)
     assert registers, usage
-    return Resources(
+    resources = Resources(
         registers=int(registers[1]),
-        spills=len(_SPILL.findall(code)),
+        spills=len(re.findall(r"\b(?:LDL|STL)\b", code)),
         shared_bytes=shared_bytes,
         matrix_instructions=len(_MATRIX_INSTRUCTION.findall(code)),
-        instructions=len(_INSTRUCTION.findall(code)),
+        instructions=len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE)),
     )
+    return resources, code
 
 
 def _read_amd(assembly: str, shared_bytes: int) -> Resources:

@@ -1,5 +1,6 @@
-"""The forward kernel: one program attends one tile of query rows of one head to the keys that the rows see.
+"""The forward kernel: one program attends one tile to the keys that its rows see.
 
+The rows of a tile are the same few tokens of HEADS query heads that share a key head, head by head.
 Legend: M query rows, N keys of a block, D head dimension padded to a power of two, C columns of the values that a
 program computes; t token, h head. Pointers that are None belong to features that a call doesn't use.
 The mathematics is docs/math.md, sections 2 and 6: scores in base 2, a running maximum, one division at the end.
@@ -22,7 +23,7 @@ from tritonpack.kernels.primitives import (
 )
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "stride_at", "stride_ah", "drop_below"])
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "head_blocks", "stride_at", "stride_ah", "drop_below"])
 def forward_kernel(
     q_desc,
     k_desc,
@@ -44,11 +45,13 @@ def forward_kernel(
     stride_ah,
     num_queries,
     num_keys,
+    head_blocks,
     scale_log2,
     softcap_log2,
     drop_below,
     keep_scale,
     GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -57,28 +60,32 @@ def forward_kernel(
     BLOCK_D: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """out [T_q, H, D_v] and lse [H, T_q]; grid (heads, tiles, column chunks of the values).
+    """out [T_q, H, D_v] and lse [H, T_q]; grid (tiles times blocks of HEADS heads, column chunks of the values).
 
     The query bounds (the transposed mask) only tell which keys are seen at all: a NaN in the others must not spread.
+    Blocks after the full ones need neither these nor the rows' first keys: every row's keys have begun there, and the
+    last row sees all of them up to the tile's end.
     """
-    head = tl.program_id(0)
-    column = tl.program_id(2) * COLUMNS
-    first, end = load_tile(tiles_ptr)
+    first_head = tl.program_id(0) % head_blocks * HEADS
+    column = tl.program_id(1) * COLUMNS
+    first, end = load_tile(tiles_ptr, tl.program_id(0) // head_blocks)
     if first >= end:
         return
-    offs_m = first + tl.arange(0, BLOCK_M)
+    head = first_head + tl.arange(0, BLOCK_M) // (BLOCK_M // HEADS)  # [M]
+    offs_m = first + tl.arange(0, BLOCK_M) % (BLOCK_M // HEADS)  # [M], tokens
     start, stop = load_bounds(key_start_ptr, key_stop_ptr, offs_m, end)  # [M]
     slopes, diagonal = load_alibi(alibi_ptr, diagonal_ptr, offs_m, head, end, stride_at, stride_ah)  # [M]
     seed = 0 if seed_ptr is None else tl.load(seed_ptr)
     begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, 1, BLOCK_N)
+    key_end = tl.load(key_stop_ptr + end - 1)
 
-    q = load_rows(q_desc, first, head, 0, BLOCK_M, BLOCK_D, UPCAST)  # [M, D]
+    q = load_rows(q_desc, first, first_head, 0, BLOCK_M, BLOCK_D, UPCAST)  # [M, D]
     acc = tl.zeros([BLOCK_M, COLUMNS], dtype=tl.float32)
     if sinks_ptr is None:
         top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         total = tl.zeros([BLOCK_M], dtype=tl.float32)
     else:  # a key that every row has seen before the first
-        top = tl.zeros([BLOCK_M], dtype=tl.float32) + tl.load(sinks_ptr + head) * LOG2E
+        top = tl.load(sinks_ptr + head) * LOG2E
         total = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
     for phase in tl.static_range(3):
         block_lo = 0 if phase == 0 else (full if phase == 1 else full_end)
@@ -86,16 +93,19 @@ def forward_kernel(
         for block in tl.range(block_lo, block_hi):
             key = begin + block * BLOCK_N
             offs_n = key + tl.arange(0, BLOCK_N)
-            k = load_rows(k_desc, key, head // GROUP, 0, BLOCK_N, BLOCK_D, UPCAST)  # [N, D]
-            v = load_rows(v_desc, key, head // GROUP, column, BLOCK_N, COLUMNS, UPCAST)  # [N, C]
+            k = load_rows(k_desc, key, first_head // GROUP, 0, BLOCK_N, BLOCK_D, UPCAST)  # [N, D]
+            v = load_rows(v_desc, key, first_head // GROUP, column, BLOCK_N, COLUMNS, UPCAST)  # [N, C]
             products = tl.dot(q, k.T, input_precision=PRECISION)  # [M, D] @ [D, N] -> [M, N]
             distance = diagonal[:, None] - offs_n[None, :]
             scores, unit, _ = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[:, None], distance)
-            if phase != 1:
+            if phase == 0:
                 visible = (offs_n[None, :] >= start[:, None]) & (offs_n[None, :] < stop[:, None])
                 scores = tl.where(visible, scores, float("-inf"))
                 query_start, query_stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, num_keys)
                 v = tl.where((query_start < query_stop)[:, None], v, 0.0)
+            elif phase == 2:
+                scores = tl.where(offs_n[None, :] < stop[:, None], scores, float("-inf"))
+                v = tl.where((offs_n < key_end)[:, None], v, 0.0)
             new_top = tl.maximum(top, tl.max(scores, 1) * unit)
             # A row that has seen nothing yet has no maximum; 0 in its place leaves every exponential at exp2(-inf) = 0.
             pivot = tl.where(new_top == float("-inf"), 0.0, new_top) if phase != 1 else new_top
@@ -103,7 +113,7 @@ def forward_kernel(
             decay = tl.exp2(top - pivot)
             total = total * decay + tl.sum(p, 1)
             if seed_ptr is not None:
-                p = tl.where(kept(seed, head, offs_m[:, None], offs_n[None, :], drop_below), p, 0.0)
+                p = tl.where(kept(seed, head[:, None], offs_m[:, None], offs_n[None, :], drop_below), p, 0.0)
             acc = dot(p, v, acc * decay[:, None], PRECISION)  # [M, N] @ [N, C] -> [M, C]
             top = new_top
 
@@ -117,5 +127,5 @@ def forward_kernel(
     if seed_ptr is not None:
         acc *= keep_scale
     offs_d = column + tl.arange(0, COLUMNS)
-    out_ptrs = out_ptr + offs_m.to(tl.int64)[:, None] * stride_ot + head * stride_oh + offs_d[None, :]
+    out_ptrs = out_ptr + offs_m.to(tl.int64)[:, None] * stride_ot + head[:, None] * stride_oh + offs_d[None, :]
     tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=in_range[:, None] & (offs_d < HEAD_DIM_V)[None, :])

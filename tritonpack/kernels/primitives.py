@@ -11,9 +11,9 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def load_tile(tiles_ptr):
-    """The rows [first, end) of this program's tile; none where the table has room to spare."""
-    tile = tiles_ptr + 2 * tl.program_id(1)
+def load_tile(tiles_ptr, number=None):
+    """The rows [first, end) of a tile, by default the grid's second axis; none where the table has room to spare."""
+    tile = tiles_ptr + 2 * (tl.program_id(1) if number is None else number)
     return tl.load(tile), tl.load(tile + 1)
 
 

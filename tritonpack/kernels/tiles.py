@@ -30,6 +30,9 @@ class Tile:
         num_warps: of 32 threads (AMD: 64).
         num_stages: how many blocks ahead it loads.
         columns: of its output (of one output, where it has two) at most; the rest is for other programs.
+        heads: of the query heads that share a key head, so many at most divide the rows of a tile among them (forward
+            alone; a power of two). Tiles of few tokens of many heads have fewer blocks to mask and fewer empty rows
+            than tiles of many tokens of one head, and as many products.
     """
 
     block_m: int
@@ -37,17 +40,19 @@ class Tile:
     num_warps: int
     num_stages: int
     columns: int = 256
+    heads: int = 1
 
 
 # Architecture -> kernel -> padded head dimension -> tile, for the 16-bit types. Head dimensions up to 64 share a row.
 TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
-    # Hopper: TMA and asynchronous warpgroup products. Eight warps need 128 rows in the product's first dimension, or
-    # work is done twice; that is why both accumulators of dK and dV don't fit at head dimension 256.
+    # Hopper: TMA and asynchronous warpgroup products. Two programs of four warps on a multiprocessor fill each other's
+    # gaps where registers allow it (docs/decisions/kernel-ladder.md). Eight warps need 128 rows in the product's first
+    # dimension, or work is done twice; that is why both accumulators of dK and dV don't fit at head dimension 256.
     "sm_90": {
         "forward": {
-            64: Tile(128, 128, 8, 2),
-            128: Tile(128, 64, 8, 3),
-            256: Tile(128, 32, 8, 2),
+            64: Tile(128, 64, 4, 2, heads=8),
+            128: Tile(128, 64, 8, 3, heads=8),
+            256: Tile(128, 64, 8, 2),
             512: Tile(128, 32, 8, 1),
         },
         "dkdv": {64: Tile(64, 128, 8, 2), 128: Tile(32, 128, 8, 3)},
@@ -64,8 +69,8 @@ TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
     # descriptors of 32 products a block are what spills in dK and dQ, whatever the tile; see docs/decisions.
     "sm_100": {
         "forward": {
-            64: Tile(128, 128, 8, 2),
-            128: Tile(128, 64, 8, 2),
+            64: Tile(128, 128, 8, 2, heads=8),
+            128: Tile(128, 64, 8, 2, heads=8),
             256: Tile(128, 32, 8, 2),
             512: Tile(64, 32, 4, 1, columns=128),
         },
@@ -83,8 +88,8 @@ TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
     # sm_120).
     "sm_80": {
         "forward": {
-            64: Tile(128, 64, 8, 2),
-            128: Tile(128, 32, 8, 2),
+            64: Tile(128, 64, 8, 2, heads=8),
+            128: Tile(128, 32, 8, 2, heads=8),
             256: Tile(64, 32, 8, 2),
             512: Tile(32, 32, 8, 1, columns=128),
         },
@@ -101,8 +106,8 @@ TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
     # CDNA3: 512 registers per lane with the accumulation half, in waves of 64; a tile's own operands stay in them.
     "gfx942": {
         "forward": {
-            64: Tile(128, 64, 4, 1),
-            128: Tile(64, 64, 4, 1),
+            64: Tile(128, 64, 4, 1, heads=8),
+            128: Tile(64, 64, 4, 1, heads=8),
             256: Tile(64, 16, 4, 1),
             512: Tile(32, 16, 4, 1),
         },
@@ -122,14 +127,14 @@ TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
 EXTENDED = frozenset({"softcap", "alibi", "dropout", "pack_invariant"})
 EXTENDED_TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
     "sm_90": {
-        "forward": {64: Tile(128, 64, 8, 2), 128: Tile(128, 64, 8, 2)},
+        "forward": {64: Tile(128, 64, 8, 2, heads=8), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 2)},
         "dkdv": {64: Tile(32, 128, 8, 2), 128: Tile(16, 128, 8, 2)},
         "dk": {256: Tile(16, 128, 8, 2, columns=128)},
         "dv": {256: Tile(32, 128, 8, 2)},
         "dq": {64: Tile(128, 64, 8, 2), 128: Tile(128, 32, 8, 2), 256: Tile(128, 16, 8, 2)},
     },
     "sm_100": {
-        "forward": {64: Tile(64, 128, 8, 2), 128: Tile(64, 64, 8, 2), 256: Tile(64, 64, 8, 2)},
+        "forward": {64: Tile(64, 128, 8, 2, heads=8), 128: Tile(64, 64, 8, 2), 256: Tile(64, 64, 8, 2)},
         "dkdv": {64: Tile(32, 128, 8, 2), 128: Tile(32, 128, 8, 2), 256: Tile(32, 64, 8, 1)},
         "dq": {64: Tile(64, 64, 8, 2), 128: Tile(128, 32, 8, 2), 256: Tile(128, 32, 8, 2)},
     },
@@ -150,7 +155,7 @@ FLOAT32_TILES = {
 }
 
 # In the interpreter speed is the number of blocks; the shapes differ so that a mix-up of the two sides shows.
-INTERPRETER_TILE = Tile(64, 32, 4, 1)
+INTERPRETER_TILE = Tile(64, 32, 4, 1, heads=4)
 
 ROW_STATISTICS_TILES = {64: Tile(64, 1, 4, 1), 128: Tile(32, 1, 4, 1), 256: Tile(16, 1, 4, 1), 512: Tile(8, 1, 4, 1)}
 
@@ -193,6 +198,8 @@ def why_illegal(kernel: Kernel, tile: Tile, block_d: int, arch: str) -> str | No
             return f"{name} must be a power of two from 16; got {size}"
     if tile.num_warps not in (1, 2, 4, 8, 16) or not 1 <= tile.num_stages <= 8:
         return f"warps must be 1, 2, 4, 8 or 16 and stages 1 to 8; got {tile.num_warps} and {tile.num_stages}"
+    if tile.heads not in (1, 2, 4, 8, 16) or (tile.heads > 1 and kernel != "forward"):
+        return f"heads must be 1, 2, 4, 8 or 16, and 1 but in forward; got {tile.heads}"
     own, other = (tile.block_m, tile.block_n) if kernel in ("forward", "dq") else (tile.block_n, tile.block_m)
     if kernel in ("dkdv", "dk", "dv") and ROW_PADDING % tile.block_m:
         return f"block_m must divide {ROW_PADDING}, the padding of the row statistics; got {tile.block_m}"

@@ -1,0 +1,274 @@
+"""Ranks kernels without a GPU: from their machine code, a range of what a batch takes on an H100 or H200.
+
+    python -m benchmarks.instruction_model [--kernels forward] [--head-dims 64 128 256] [--candidates] [--csv FILE]
+
+Everything printed is inferred, never measured. The binary says what an iteration of each loop asks of the units of a
+multiprocessor (benchmarks/sass.py), registers and shared memory how many programs it holds, the tile table of a batch
+how many blocks each tile visits. Two bounds follow for a block:
+
+- fast: all units work at the same time, so the busiest one decides;
+- slow: a program alternates between products and everything else, and pays a latency for each thing that it waits
+  for; only programs that share the multiprocessor fill each other's gaps.
+
+Loads take their share of the way from the L2 cache: 64 bytes per cycle and multiprocessor in the fast bound, and of 5.5
+TB/s, which others have measured, in the slow one. Tiles with few rows are held up by that.
+
+Assumed: 132 multiprocessors at 1.755 GHz (the boost clock, which a GPU that multiplies matrices without pause doesn't
+hold); loads that L2 serves and that are asked for early enough; 30 cycles per wait; 700 for the first load of a loop
+and for each of four accesses to memory before the first loop; a program that begins as another ends; programs that
+share a multiprocessor without a gap (docs/decisions/kernel-ladder.md says how far published figures bear that out). The
+tail of the batch is that of benchmarks/schedule.py, for multiprocessors that take one tile after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from math import gcd
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+
+from benchmarks.lengths import distributions, visible_pairs
+from benchmarks.sass import QUADRANTS, Work, count, loops, parse
+from benchmarks.schedule import SLOTS, blocks_of, makespan
+from benchmarks.tune import candidates
+from tritonpack import BlockDiagonalMask
+from tritonpack.kernels.aot import Configuration, Resources, disassemble
+from tritonpack.kernels.tiles import key_gradient_kernels
+from tritonpack.schedule import tile_table
+
+
+class Range(NamedTuple):
+    """Two bounds of a figure: if everything overlaps, and if a program does one thing after the other."""
+
+    fast: float
+    slow: float
+
+
+CLOCK_HZ = 1.755e9
+L2_BYTES = Range(64.0, 5.5e12 / CLOCK_HZ / SLOTS)  # per cycle and multiprocessor
+WAIT, MEMORY, FIRST_ACCESSES = 30, 700, 4  # cycles, cycles, accesses one after the other
+
+# Of one multiprocessor (compute capability 9.0).
+REGISTERS, SHARED_BYTES, WARPS, PROGRAMS = 65536, 228 * 1024, 64, 32
+RESERVED_BYTES = 1024  # of shared memory, by the driver, for each program
+
+# How many products of rows and keys a kernel computes, for a pair that is seen and a column of the head dimension.
+PRODUCTS: dict[str, int] = {"forward": 2, "dkdv": 4, "dk": 3, "dv": 2, "dq": 3}
+
+BATCHES = ("one 16k", "one", "skewed", "openchat", "stdlib", "flan", "tiny")
+
+
+def residents(registers: int, shared_bytes: int, warps: int) -> int:
+    """How many programs a multiprocessor holds at a time; 0 if not even one fits."""
+    per_warp = -(-registers * 32 // 256) * 256
+    by_registers = REGISTERS // QUADRANTS // per_warp * QUADRANTS // warps
+    by_shared = SHARED_BYTES // (-(-shared_bytes // 128) * 128 + RESERVED_BYTES)
+    return min(by_registers, by_shared, WARPS // warps, PROGRAMS)
+
+
+@dataclass(frozen=True)
+class Model:
+    """What is known of a compiled kernel.
+
+    Attributes:
+        configuration, resources: what was compiled, and what it takes.
+        masked, full: an iteration of the loop over blocks that need masking (the last of these loops, at the causal
+            edge), and of the shortest one, over blocks that don't; a kernel with one loop has it in both places.
+        rest: all outside of the loops.
+        loops: how many there are.
+    """
+
+    configuration: Configuration
+    resources: Resources
+    masked: Work
+    full: Work
+    rest: Work
+    loops: int
+
+    @property
+    def warps(self) -> int:
+        return self.configuration.tile.num_warps
+
+    @property
+    def residents(self) -> int:
+        return residents(self.resources.registers, self.resources.shared_bytes, self.warps)
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Of a block's two operands, 16 bits an element."""
+        tile = self.configuration.tile
+        rows = tile.block_n if self.configuration.kernel in ("forward", "dq") else tile.block_m
+        return 2 * rows * sum(self.configuration.blocks)
+
+    def iteration(self, work: Work) -> Range:
+        """Cycles of a multiprocessor per block."""
+        units = work.cycles(self.warps)
+        loads = [self.loaded_bytes / rate for rate in L2_BYTES]
+        others = max(cycles for unit, cycles in units.items() if unit != "tensor")
+        alone = units["tensor"] + others + WAIT * work.waits
+        fast = max(*units.values(), loads[0])
+        return Range(fast, max(fast, alone / self.residents, loads[1]))
+
+    def tile(self) -> Range:
+        """Cycles of a multiprocessor per tile, besides those of its blocks."""
+        units = self.rest.cycles(self.warps)
+        latency = WAIT * self.rest.waits + MEMORY * (FIRST_ACCESSES + self.loops)
+        return Range(max(units.values()), max(max(units.values()), (units["issue"] + latency) / self.residents))
+
+
+def examine(configuration: Configuration) -> Model:
+    """Compile a configuration for sm_90 and read its machine code.
+
+    Raises:
+        ValueError: it has no loop that multiplies matrices on the tensor cores of sm_90.
+    """
+    resources, listing = disassemble(configuration)
+    code = parse(listing)
+    bodies = loops(code)
+    if not bodies:
+        raise ValueError(f"{configuration} has no loop with warpgroup products; the model is one of sm_90 alone.")
+    works = [count(code.instructions[body.start : body.stop]) for body in bodies]
+    full = min(works, key=lambda work: work.instructions)
+    masked = next((work for work in reversed(works) if work is not full), full)
+    inside = set(itertools.chain.from_iterable(bodies))
+    rest = count(instruction for i, instruction in enumerate(code.instructions) if i not in inside)
+    return Model(configuration, resources, masked, full, rest, len(bodies))
+
+
+def seconds(model: Model, mask: BlockDiagonalMask, heads: int, kv_heads: int) -> Range:
+    """What a batch takes, for all heads."""
+    tile, kernel = model.configuration.tile, model.configuration.kernel
+    group = heads // kv_heads
+    if kernel in ("forward", "dq"):
+        together = gcd(tile.heads, group)
+        tiled, rows, block = mask, tile.block_m, tile.block_n
+        programs, walks = heads // together, 1
+    else:
+        together = 1
+        tiled, rows, block = mask.transpose(), tile.block_n, tile.block_m
+        programs, walks = kv_heads, group
+    table = tile_table(tiled, rows // together, long=rows)
+    full, masked = blocks_of(tiled, table[table[:, 0] < table[:, 1]], block)
+    spans = []
+    for per_tile, per_full, per_masked in zip(
+        model.tile(), model.iteration(model.full), model.iteration(model.masked), strict=True
+    ):
+        work = per_tile + walks * (per_full * full + per_masked * masked)
+        spans.append(makespan(work.tolist(), programs) / CLOCK_HZ)
+    return Range(*spans)
+
+
+def tflops(model: Model, lengths: Sequence[int], heads: int = 32, kv_heads: int = 8) -> tuple[float, float]:
+    """Useful work per second on a causal batch, from the slow to the fast bound, in TFLOP/s.
+
+    Useful are the pairs that are seen, in all products that the kernel computes.
+    """
+    time = seconds(model, BlockDiagonalMask.from_seqlens(list(lengths)), heads, kv_heads)
+    configuration = model.configuration
+    work = 2 * PRODUCTS[configuration.kernel] * configuration.head_dim * heads * visible_pairs(list(lengths))
+    return work / time.slow / 1e12, work / time.fast / 1e12
+
+
+def batches(tokens: int = 32768) -> dict[str, list[int]]:
+    """Name -> lengths: those of benchmarks/lengths.py, and a document of 16,384."""
+    return {
+        name: lengths for name, lengths in ({"one 16k": [16384]} | distributions(tokens)).items() if name in BATCHES
+    }
+
+
+def row(configuration: Configuration) -> dict[str, Any] | None:
+    """What the table says of a configuration; None if it doesn't compile, spills, or doesn't fit."""
+    try:
+        model = examine(configuration)
+    except Exception:  # a compiler fails in many ways
+        return None
+    if model.resources.spills or not model.residents:
+        return None
+    tile = configuration.tile
+    facts: dict[str, Any] = {
+        "triton": triton.__version__,
+        "kernel": configuration.kernel,
+        "head_dim": configuration.head_dim,
+        "tile": f"{tile.block_m}x{tile.block_n} w{tile.num_warps} s{tile.num_stages}"
+        + (f" h{tile.heads}" if tile.heads > 1 else ""),
+        "registers": model.resources.registers,
+        "shared_kib": round(model.resources.shared_bytes / 1024, 1),
+        "residents": model.residents,
+        "loops": model.loops,
+    }
+    for name, work in (("full", model.full), ("masked", model.masked)):
+        facts |= {f"{name}_{unit}": round(cycles) for unit, cycles in work.cycles(model.warps).items()}
+        facts |= {f"{name}_waits": work.waits, f"{name}_barriers": work.barriers, f"{name}_branches": work.branches}
+        facts |= {f"{name}_{bound}": round(c) for bound, c in model.iteration(work)._asdict().items()}
+    facts |= {f"tile_{bound}": round(cycles) for bound, cycles in model.tile()._asdict().items()}
+    for name, lengths in batches().items():
+        slow, fast = tflops(model, lengths)
+        facts |= {f"{name} slow": round(slow), f"{name} fast": round(fast)}
+    return facts
+
+
+def report(rows: Iterable[dict[str, Any]]) -> None:
+    """The table: tiles, cycles per block of 64 x 64 scores, TFLOP/s."""
+    print(f"inferred, not measured: TFLOP/s of useful work, slow to fast bound, {CLOCK_HZ / 1e9} GHz")
+    print(f"{'kernel':8} {'D':>3} {'tile':>17} {'regs':>4} {'KiB':>5} {'res':>3} {'busiest unit, full':>22}", end=" ")
+    print(f"{'masked/full':>11} " + " ".join(f"{name:>9}" for name in BATCHES))
+    for facts in rows:
+        unit = max(("tensor", "issue", "float", "integer", "special", "shared"), key=lambda u: facts[f"full_{u}"])
+        print(
+            f"{facts['kernel']:8} {facts['head_dim']:3} {facts['tile']:>17} {facts['registers']:4} "
+            f"{facts['shared_kib']:5} {facts['residents']:3} "
+            f"{unit:>8} {facts['full_fast']:5} of {facts['full_slow']:5} "
+            f"{facts['masked_fast'] / facts['full_fast']:5.2f}-{facts['masked_slow'] / facts['full_slow']:4.2f}  "
+            + " ".join(f"{facts[f'{name} slow']:>4}-{facts[f'{name} fast']:<4}" for name in BATCHES),
+            flush=True,
+        )
+
+
+def save(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows to a CSV file; those of other versions of Triton that it has stay."""
+    kept = []
+    if path.exists():
+        with path.open(newline="") as file:
+            kept = [r for r in csv.DictReader(file) if r["triton"] != triton.__version__]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, dict.fromkeys(name for r in [*rows, *kept] for name in r))
+        writer.writeheader()
+        writer.writerows([*kept, *rows])
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kernels", nargs="+", choices=PRODUCTS, default=["forward"])
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
+    parser.add_argument("--candidates", action="store_true", help="all legal tiles, not only those that ship")
+    parser.add_argument("--csv", type=Path, help="also write the rows to this file")
+    parser.add_argument("--jobs", type=int, default=2, help="compilations at a time")
+    options = parser.parse_args(arguments)
+    configurations = []
+    for head_dim, kernel in itertools.product(options.head_dims, options.kernels):
+        if kernel in ("dkdv", "dk", "dv") and kernel not in key_gradient_kernels(head_dim, torch.bfloat16, "sm_90"):
+            continue
+        shipped = Configuration(kernel, "sm_90", head_dim, torch.bfloat16)
+        tiles = [shipped.tile]
+        if options.candidates:
+            tiles += [t for t in candidates(kernel, triton.next_power_of_2(head_dim), "sm_90") if t != shipped.tile]
+        configurations += [Configuration(kernel, "sm_90", head_dim, torch.bfloat16, another_tile=t) for t in tiles]
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+        rows = [facts for facts in pool.map(row, configurations) if facts is not None]
+    report(rows)
+    print(f"{len(rows)} of {len(configurations)} configurations are clean")
+    if options.csv:
+        save(options.csv, rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""The model that ranks kernels by their machine code: what it reads, what it counts, and what follows from that."""
+
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from benchmarks.instruction_model import Model, Range, batches, examine, residents, save, seconds, tflops
+from benchmarks.sass import Work, count, loops, parse
+from tritonpack import BlockDiagonalMask
+from tritonpack.kernels.aot import Configuration, Resources
+from tritonpack.kernels.tiles import Tile
+
+# Two loops that multiply, one inside of another that does, and after the end one that waits for a load of the first.
+LISTING = """
+	.headerflags	@"EF_CUDA_SM90"
+.text.kernel:
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [UR9+0x18400], R4 ;
+        /*0020*/              @!P2 BRA `(.L_x_7) ;
+.L_x_2:
+        /*0030*/                   HGMMA.64x128x16.F32.BF16 R24, gdesc[UR20], RZ, !UPT ;
+        /*0040*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0050*/                   FFMA R5, R5, UR4, -R6 ;
+        /*0060*/                   MUFU.EX2 R5, R5 ;
+        /*0070*/                   SHFL.BFLY PT, R5, R122, 0x2, 0x1f ;
+        /*0080*/               @P2 BRA `(.L_x_1) ;
+.L_x_3:
+        /*0090*/                   UIADD3 UR33, UR33, 0x1, URZ ;
+.L_x_4:
+        /*00a0*/                   ISETP.GE.AND P3, PT, R5, R6, PT ;
+        /*00b0*/                   LDS.128 R8, [R4] ;
+        /*00c0*/                   LDS.U16 R8, [R4] ;
+        /*00d0*/                   LDSM.16.M88.4 R8, [R4] ;
+        /*00e0*/                   STS [R4], R8 ;
+        /*00f0*/                   HGMMA.64x64x16.F32.BF16 R24, R88, gdesc[UR24].tnspB, R24, gsb0 ;
+        /*0100*/                   BAR.SYNC.DEFER_BLOCKING 0x0 ;
+        /*0110*/               @P1 BRA `(.L_x_4) ;
+        /*0120*/              @!P0 BRA `(.L_x_3) ;
+        /*0130*/                   EXIT ;
+.L_x_7:
+        /*0140*/                   SYNCS.PHASECHK.TRANS64.TRYWAIT P2, [UR9+0x18400], R4 ;
+        /*0150*/              @!P2 BRA `(.L_x_7) ;
+        /*0160*/                   BRA `(.L_x_2) ;
+.L_x_8:
+        /*0170*/                   BRA `(.L_x_8);
+"""
+
+
+def test_lines_become_instructions_and_labels_positions() -> None:
+    code = parse(LISTING)
+    assert len(code.instructions) == 24
+    assert code.instructions[2].opcode == "BRA"  # without its predicate
+    assert code.instructions[5].operands == "R5, R5, UR4, -R6"
+    assert code.labels == {".L_x_1": 1, ".L_x_2": 3, ".L_x_3": 9, ".L_x_4": 10, ".L_x_7": 20, ".L_x_8": 23}
+
+
+def test_loops_are_the_innermost_that_multiply() -> None:
+    assert loops(parse(LISTING)) == [range(1, 9), range(10, 18)]
+
+
+def test_what_is_counted() -> None:
+    code = parse(LISTING)
+    first, second = (count(code.instructions[body.start : body.stop]) for body in loops(code))
+    assert first == Work(
+        instructions=8, full_rate=1, special=1, products=2 * 64 * 128 * 16, operand_bytes=32 * (64 + 128),
+        shared_bytes=128, waits=3, branches=2,
+    )  # fmt: skip
+    assert second == Work(
+        instructions=8, half_rate=1, products=2 * 64 * 64 * 16, operand_bytes=32 * 64,
+        shared_bytes=32 * 16 + 32 * 2 + 4 * 128 + 32 * 4, barriers=1, waits=1, branches=1,
+    )  # fmt: skip
+
+
+def test_cycles_of_the_units() -> None:
+    work = Work(instructions=100, full_rate=40, half_rate=30, special=10, products=2 * 64 * 64 * 16, shared_bytes=128)
+    assert work.cycles(8) == {"tensor": 64, "issue": 200, "float": 80, "integer": 120, "special": 160, "shared": 8}
+
+
+@pytest.mark.parametrize(
+    ("registers", "shared_kib", "warps", "expected"),
+    [
+        (255, 0, 8, 1),  # 65,280 registers
+        (168, 0, 4, 3),
+        (128, 0, 8, 2),
+        (129, 0, 8, 1),  # rounded up to 136
+        (32, 0, 8, 8),  # 64 warps
+        (32, 0, 1, 32),  # 32 programs
+        (32, 113, 4, 2),
+        (32, 114, 4, 1),
+        (32, 227, 4, 1),
+        (32, 228, 4, 0),
+        (255, 0, 16, 0),
+    ],
+)
+def test_how_many_programs_fit(registers: int, shared_kib: int, warps: int, expected: int) -> None:
+    assert residents(registers, shared_kib * 1024, warps) == expected
+
+
+def model(registers: int = 200, heads: int = 1, kernel: Any = "forward") -> Model:
+    """A kernel whose blocks take 1,000 cycles of the tensor cores and 600 slots, or 1,200 with a mask."""
+    configuration = Configuration(kernel, "sm_90", 128, torch.bfloat16, another_tile=Tile(128, 64, 8, 2, heads=heads))
+    full = Work(instructions=300, products=2048000, waits=10)
+    masked = Work(instructions=600, products=2048000, waits=10)
+    return Model(configuration, Resources(registers, 0, 0, 1, 1000), masked, full, Work(instructions=500), 3)
+
+
+def test_the_fast_bound_is_the_busiest_unit_and_the_slow_one_the_sum() -> None:
+    alone, shared = model(200), model(128)
+    assert alone.iteration(alone.full) == Range(1000, 1000 + 600 + 300)
+    assert shared.residents == 2
+    loads = 2 * 64 * 256 / (5.5e12 / 1.755e9 / 132)  # which then take longest: two programs fill each other's gaps
+    assert 1250 < loads < 1900
+    assert shared.iteration(shared.full) == Range(1000, loads)
+    assert shared.iteration(shared.masked) == Range(1200, loads)
+
+
+def test_a_batch_is_its_tiles_and_blocks() -> None:
+    kernel = model()
+    mask = BlockDiagonalMask.from_seqlens([256])  # tiles of 0 and 2 full blocks and 2 masked ones each
+    expected = 1000 + 2 * 1000 + 2 * 1200
+    assert seconds(kernel, mask, 1, 1).fast == pytest.approx(expected / 1.755e9)
+    assert seconds(kernel, mask, 66, 66).fast == pytest.approx(expected / 1.755e9)  # 132 tiles at a time
+    assert seconds(kernel, mask, 67, 67).fast > expected / 1.755e9
+    slow, fast = tflops(kernel, [256], 1, 1)
+    assert fast == pytest.approx(4 * 128 * 256 * 257 / 2 / (expected / 1.755e9) / 1e12)
+    assert slow < fast
+
+
+def test_heads_that_share_a_tile_share_its_rows() -> None:
+    mask = BlockDiagonalMask.from_seqlens([128])
+    together, apart = (seconds(model(heads=heads), mask, 4, 1).fast for heads in (4, 1))
+    assert apart == pytest.approx((1000 + 2 * 1200) / 1.755e9)
+    assert together == pytest.approx((1000 + 1000 + 1200) / 1.755e9)  # the last of four tiles of 32 tokens
+
+
+def test_key_gradients_walk_the_queries_of_every_head() -> None:
+    mask = BlockDiagonalMask.from_seqlens([64])
+    kernel = model(kernel="dkdv")
+    assert seconds(kernel, mask, 4, 1).fast == pytest.approx((1000 + 4 * 1200) / 1.755e9)
+
+
+def test_files_keep_the_rows_of_other_versions(tmp_path: Any) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("triton,kernel\n0.1,forward\n")
+    save(path, [{"triton": "now", "kernel": "dq"}])
+    assert path.read_text().split() == ["triton,kernel", "0.1,forward", "now,dq"]
+
+
+@pytest.mark.compile
+def test_the_kernel_that_ships() -> None:
+    """At head dimension 128 the products of a block of 128 x 64 take 1,024 cycles, whatever the compiler does."""
+    found = examine(Configuration("forward", "sm_90", 128, torch.bfloat16))
+    rows, columns = found.configuration.tile.block_m, found.configuration.tile.block_n
+    assert found.loops == 3
+    for work in (found.full, found.masked):
+        assert work.cycles(found.warps)["tensor"] == 2 * 2 * rows * columns * 128 / 4096
+        assert work.special >= rows * columns / (32 * found.warps)  # an exponential per score
+    assert found.full.instructions < found.masked.instructions
+    slow, fast = tflops(found, batches()["one 16k"])
+    assert 200 < slow < fast < 949
+
+
+@pytest.mark.compile
+def test_what_the_model_does_not_know() -> None:
+    with pytest.raises(ValueError, match=r"row_statistics-sm_90.* no loop with warpgroup products"):
+        examine(Configuration("row_statistics", "sm_90", 64, torch.bfloat16))
