@@ -11,13 +11,17 @@ from torch.nn.functional import pad
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tritonpack.dropout import drop_below
-from tritonpack.kernels.backward import dkdv_kernel, dq_kernel, row_statistics_kernel
+from tritonpack.kernels.backward import dkdv_kernel, dq_kernel
 from tritonpack.kernels.forward import forward_kernel
 from tritonpack.kernels.primitives import LOG2E
-from tritonpack.kernels.tiles import ROW_PADDING, Kernel, Tile, current_arch, key_gradient_kernels, select_tile
+from tritonpack.kernels.tiles import Kernel, Tile, current_arch, key_gradient_kernels, select_tile
 from tritonpack.mask import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
 from tritonpack.schedule import Tiles, tile_table
+
+# The row statistics of every head begin at a multiple of so many rows: descriptors read 16 bytes at a time, and Triton
+# compiles anew for a stride that 16 divides and one that it does not.
+ROW_UNIT = 16
 
 
 def plan_tiles(
@@ -87,7 +91,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v, sinks.
 
-    Beside them it allocates 8 bytes per query row and head (and with sinks 4 more for every few rows).
+    Beside them it allocates 8 bytes per query row and head (and with sinks 4 more for every tile and head).
     """
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     (num_queries, heads, head_dim), (num_keys, kv_heads, head_dim_v) = q.shape, v.shape
@@ -98,38 +102,53 @@ def backward(
     assert tiles.queries is not None
     block_d, block_v = _padded(q), _padded(v)
     transposed = mask.transpose()
-    num_rows = triton.cdiv(num_queries, ROW_PADDING) * ROW_PADDING
+    num_rows = triton.cdiv(num_queries, ROW_UNIT) * ROW_UNIT
     assert heads * num_rows < 2**31, "the row statistics are addressed with 32 bits"
     lse2, delta = torch.empty((2, heads, num_rows), dtype=torch.float32, device=q.device)
-    scales = {"scale": options.scale, "num_rows": num_rows, "num_keys": num_keys, "HEAD_DIM": head_dim}
+    shares = None if options.sinks is None else lse.new_zeros(heads, tiles.queries.shape[0])
+    dout = dout if dout.stride(2) == 1 else dout.contiguous()
+    common = {
+        "num_rows": num_rows,
+        "num_queries": num_queries,
+        "num_keys": num_keys,
+        "scale": options.scale,
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_V": head_dim_v,
+        "BLOCK_D": block_d,
+        "BLOCK_V": block_v,
+    }
 
     with torch.cuda.device_of(q):
-        tile = _tile("row_statistics", q, v, options)
-        row_tiles = num_rows // tile.block_m
-        shares = None if options.sinks is None else lse.new_empty(heads, row_tiles)
-        dout = dout if dout.stride(2) == 1 else dout.contiguous()
-        row_statistics_kernel[(row_tiles, heads)](
+        tile = _tile("dq", q, v, options)
+        columns = min(tile.columns, block_d)
+        dq_kernel[(heads, tiles.queries.shape[0], block_d // columns)](
+            q_desc=_descriptor(q, tile.block_m),
+            k_desc=_descriptor(k, tile.block_n),
+            k_columns_desc=_descriptor(k, tile.block_n, columns) if columns < block_d else None,
+            v_desc=_descriptor(v, tile.block_n),
+            dout_desc=_descriptor(dout, tile.block_m),
             out_ptr=out,
-            dout_ptr=dout,
             lse_ptr=lse,
             dlse_ptr=dlse,
-            sinks_ptr=options.sinks,
             lse2_ptr=lse2,
             delta_ptr=delta,
+            dq_ptr=dq,
             dsinks_ptr=shares,
+            tiles_ptr=tiles.queries,
+            key_start_ptr=mask.key_start,
+            key_stop_ptr=mask.key_stop,
+            query_start_ptr=transposed.key_start,
+            query_stop_ptr=transposed.key_stop,
+            sinks_ptr=options.sinks,
             stride_ot=out.stride(0),
             stride_oh=out.stride(1),
-            stride_dot=dout.stride(0),
-            stride_doh=dout.stride(1),
             stride_dlh=0 if dlse is None else dlse.stride(0),
             stride_dlt=0 if dlse is None else dlse.stride(1),
-            num_queries=num_queries,
-            num_rows=num_rows,
-            HEAD_DIM_V=head_dim_v,
-            BLOCK_M=tile.block_m,
-            BLOCK_V=block_v,
-            num_warps=tile.num_warps,
-            enable_fp_fusion=True,
+            stride_dqt=dq.stride(0),
+            stride_dqh=dq.stride(1),
+            COLUMNS=columns,
+            **common,
+            **_common(q, k, mask, options, tile),
         )
         for kernel in _key_gradients(q, v):
             tile = _tile(kernel, q, v, options)
@@ -155,41 +174,13 @@ def backward(
                 stride_dkh=dk.stride(1),
                 stride_dvt=dv.stride(0),
                 stride_dvh=dv.stride(1),
-                num_queries=num_queries,
-                HEAD_DIM_V=head_dim_v,
                 HAS_DK=kernel != "dv",
                 HAS_DV=kernel != "dk",
                 ALIGN=1 if options.pack_invariant else 4,
-                BLOCK_D=block_d,
-                BLOCK_V=block_v,
                 COLUMNS=columns,
-                **scales,
+                **common,
                 **_common(q, k, mask, options, tile),
             )
-        tile = _tile("dq", q, v, options)
-        columns = min(tile.columns, block_d)
-        dq_kernel[(heads, tiles.queries.shape[0], block_d // columns)](
-            q_desc=_descriptor(q, tile.block_m),
-            k_desc=_descriptor(k, tile.block_n),
-            k_columns_desc=_descriptor(k, tile.block_n, columns) if columns < block_d else None,
-            v_desc=_descriptor(v, tile.block_n),
-            dout_desc=_descriptor(dout, tile.block_m),
-            lse2_ptr=lse2,
-            delta_ptr=delta,
-            dq_ptr=dq,
-            tiles_ptr=tiles.queries,
-            key_start_ptr=mask.key_start,
-            key_stop_ptr=mask.key_stop,
-            query_start_ptr=transposed.key_start,
-            query_stop_ptr=transposed.key_stop,
-            stride_dqt=dq.stride(0),
-            stride_dqh=dq.stride(1),
-            BLOCK_D=block_d,
-            BLOCK_V=block_v,
-            COLUMNS=columns,
-            **scales,
-            **_common(q, k, mask, options, tile),
-        )
     return dq, dk, dv, None if shares is None else shares.sum(1)
 
 

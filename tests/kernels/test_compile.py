@@ -14,8 +14,9 @@ pytestmark = pytest.mark.compile
 LIMITS = {"sm_80": (255, 99), "sm_90": (255, 227), "sm_100": (255, 227), "gfx942": (512, 64)}
 
 
-# What a block of 32 products takes in addresses at this head dimension (docs/decisions/kernel-forms.md).
-KNOWN_SPILLS = {("dk", "sm_100", 512): 250, ("dq", "sm_100", 512): 250}
+# What a block of 32 products takes in addresses at this head dimension (docs/decisions/kernel-forms.md); on Hopper one
+# register, stored before the loops of dQ and loaded after them (docs/decisions/backward-ladder.md).
+KNOWN_SPILLS = {("dk", "sm_100", 512): 250, ("dq", "sm_100", 512): 300, ("dq", "sm_90", 512): 2}
 
 
 # float32 runs with the same tiles on every architecture; here is where they fit.
@@ -38,4 +39,4 @@ def test_shipped_configuration(configuration: Configuration) -> None:
     if configuration.dtype != torch.float32:  # which is multiplied exactly, by ordinary instructions, where it must
         known = (configuration.kernel, configuration.arch, configuration.head_dim)
         assert resources.spills <= KNOWN_SPILLS.get(known, 0)
-        assert resources.matrix_instructions > 0 or configuration.kernel == "row_statistics"
+        assert resources.matrix_instructions > 0

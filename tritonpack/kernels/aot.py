@@ -17,7 +17,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from tritonpack.kernels.backward import dkdv_kernel, dq_kernel, row_statistics_kernel
+from tritonpack.kernels.backward import dkdv_kernel, dq_kernel
 from tritonpack.kernels.forward import forward_kernel
 from tritonpack.kernels.tiles import EXTENDED, EXTENDED_TILES, TILES, Kernel, Tile, key_gradient_kernels, select_tile
 
@@ -34,7 +34,6 @@ _KERNELS = {
     "dk": dkdv_kernel,
     "dv": dkdv_kernel,
     "dq": dq_kernel,
-    "row_statistics": row_statistics_kernel,
 }
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _MATRIX_INSTRUCTION = re.compile(r"\b(HGMMA|HMMA|UTC\w*MMA|v_mfma)")
@@ -112,7 +111,7 @@ def shipped_configurations() -> list[Configuration]:
             kinds += [(torch.float16, 128, None), (torch.float32, 128, None)]
         for dtype, head_dim, head_dim_v in kinds:
             row = triton.next_power_of_2(max(head_dim, head_dim_v or 0))
-            kernels: tuple[Kernel, ...] = ("forward", *key_gradient_kernels(row, dtype, arch), "dq", "row_statistics")
+            kernels: tuple[Kernel, ...] = ("forward", *key_gradient_kernels(row, dtype, arch), "dq")
             configurations += [Configuration(kernel, arch, head_dim, dtype, head_dim_v) for kernel in kernels]
     for arch, rows in EXTENDED_TILES.items():
         configurations += [
@@ -171,7 +170,7 @@ def _source(configuration: Configuration) -> ASTSource:
     types = {
         "scale": "fp32", "scale_log2": "fp32", "softcap_log2": "fp32", "keep_scale": "fp32", "seed_ptr": "*i64",
         "lse_ptr": "*fp32", "dlse_ptr": "*fp32", "lse2_ptr": "*fp32", "delta_ptr": "*fp32", "sinks_ptr": "*fp32",
-        "dsinks_ptr": "*fp32", "alibi_ptr": "*fp32", "out_ptr": f"*{element}", "dout_ptr": f"*{element}",
+        "dsinks_ptr": "*fp32", "alibi_ptr": "*fp32", "out_ptr": f"*{element}",
         "dq_ptr": f"*{element}", "dk_ptr": f"*{element}", "dv_ptr": f"*{element}",
     }  # fmt: skip
     statistics = "*fp32" if "pack_invariant" in features else f"tensordesc<fp32[{tile.block_m}]>"

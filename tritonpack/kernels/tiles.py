@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args
 import torch
 
 # "dkdv" computes both gradients in one launch; "dk" and "dv" are the same kernel, launched for one of them.
-Kernel = Literal["forward", "dkdv", "dk", "dv", "dq", "row_statistics"]
+Kernel = Literal["forward", "dkdv", "dk", "dv", "dq"]
 
 
 @dataclass(frozen=True)
@@ -152,12 +152,6 @@ FLOAT32_TILES = {
 # In the interpreter speed is the number of blocks; the shapes differ so that a mix-up of the two sides shows.
 INTERPRETER_TILE = Tile(64, 32, 4, 1)
 
-ROW_STATISTICS_TILES = {64: Tile(64, 1, 4, 1), 128: Tile(32, 1, 4, 1), 256: Tile(16, 1, 4, 1), 512: Tile(8, 1, 4, 1)}
-
-# The row statistics are padded to a multiple of this many rows, so that no block of queries reads past them.
-ROW_PADDING = 128
-
-
 # What a program may take, at most: KiB of shared memory (sm_80: the smallest GPU that its row serves).
 SHARED_KIB = {"sm_80": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}
 
@@ -168,8 +162,6 @@ _loaded: dict[tuple[str, Kernel, int], Tile] = {}
 def select_tile(kernel: Kernel, block_d: int, dtype: torch.dtype, arch: str, *, extended: bool = False) -> Tile:
     """The tile for a kernel; `block_d` is the larger of the head dimensions, padded to a power of two."""
     row = max(block_d, 64)
-    if kernel == "row_statistics":
-        return ROW_STATISTICS_TILES[row]
     if arch == "interpreter":
         return INTERPRETER_TILE
     if dtype == torch.float32:
@@ -194,8 +186,6 @@ def why_illegal(kernel: Kernel, tile: Tile, block_d: int, arch: str) -> str | No
     if tile.num_warps not in (1, 2, 4, 8, 16) or not 1 <= tile.num_stages <= 8:
         return f"warps must be 1, 2, 4, 8 or 16 and stages 1 to 8; got {tile.num_warps} and {tile.num_stages}"
     own, other = (tile.block_m, tile.block_n) if kernel in ("forward", "dq") else (tile.block_n, tile.block_m)
-    if kernel in ("dkdv", "dk", "dv") and ROW_PADDING % tile.block_m:
-        return f"block_m must divide {ROW_PADDING}, the padding of the row statistics; got {tile.block_m}"
     if arch == "sm_90" and own < 16 * tile.num_warps:
         return (
             f"{tile.num_warps} warps repeat each other's work unless a tile has {16 * tile.num_warps} rows; got {own}"
