@@ -14,7 +14,7 @@ from tritonpack.dropout import drop_below
 from tritonpack.kernels.backward import dkdv_kernel, dq_kernel
 from tritonpack.kernels.forward import forward_kernel
 from tritonpack.kernels.primitives import LOG2E
-from tritonpack.kernels.tiles import Kernel, Tile, current_arch, key_gradient_kernels, select_tile
+from tritonpack.kernels.tiles import Kernel, Tile, current_arch, heads_per_tile, key_gradient_kernels, select_tile
 from tritonpack.mask import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
 from tritonpack.schedule import Tiles, tile_table
@@ -32,6 +32,8 @@ def plan_tiles(
     def table(kernel: Kernel) -> Tensor:
         tile = _tile(kernel, q, v, options)
         tiled, rows = (mask, tile.block_m) if kernel in ("forward", "dq") else (mask.transpose(), tile.block_n)
+        if kernel == "dq":
+            rows //= heads_per_tile(tile, q.shape[1] // k.shape[1])
         return tile_table(tiled, rows, whole_documents=options.pack_invariant)
 
     if not backward:
@@ -121,12 +123,13 @@ def backward(
     with torch.cuda.device_of(q):
         tile = _tile("dq", q, v, options)
         columns = min(tile.columns, block_d)
-        dq_kernel[(heads, tiles.queries.shape[0], block_d // columns)](
-            q_desc=_descriptor(q, tile.block_m),
+        shared = heads_per_tile(tile, heads // kv_heads)
+        dq_kernel[(heads // shared, tiles.queries.shape[0], block_d // columns)](
+            q_desc=_descriptor(q, tile.block_m, heads=shared),
             k_desc=_descriptor(k, tile.block_n),
             k_columns_desc=_descriptor(k, tile.block_n, columns) if columns < block_d else None,
             v_desc=_descriptor(v, tile.block_n),
-            dout_desc=_descriptor(dout, tile.block_m),
+            dout_desc=_descriptor(dout, tile.block_m, heads=shared),
             out_ptr=out,
             lse_ptr=lse,
             dlse_ptr=dlse,
@@ -146,6 +149,7 @@ def backward(
             stride_dlt=0 if dlse is None else dlse.stride(1),
             stride_dqt=dq.stride(0),
             stride_dqh=dq.stride(1),
+            HEADS=shared,
             COLUMNS=columns,
             **common,
             **_common(q, k, mask, options, tile),
@@ -222,8 +226,8 @@ def _padded(x: Tensor) -> int:
     return max(triton.next_power_of_2(x.shape[2]), 16)
 
 
-def _descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescriptor:
-    """A (T, H, D) tensor as blocks of `rows` rows of one head, and all columns or so many; zeros outside the tensor.
+def _descriptor(x: Tensor, rows: int, columns: int | None = None, *, heads: int = 1) -> TensorDescriptor:
+    """A (T, H, D) tensor as blocks of `rows` rows, shared by so many heads, and all columns or so many; zeros outside.
 
     The hardware wants 16-byte strides and a contiguous last dimension; what isn't so is copied, with zero columns
     after the last.
@@ -231,5 +235,5 @@ def _descriptor(x: Tensor, rows: int, columns: int | None = None) -> TensorDescr
     unit = 16 // x.element_size()
     if x.stride(2) != 1 or x.stride(0) % unit or x.stride(1) % unit or x.data_ptr() % 16 or 0 in x.stride():
         x = pad(x, (0, -x.shape[2] % unit)).contiguous()
-    block = [1, rows, _padded(x) if columns is None else columns]
+    block = [heads, rows // heads, _padded(x) if columns is None else columns]
     return TensorDescriptor(x, [x.shape[1], x.shape[0], x.shape[2]], [x.stride(1), x.stride(0), 1], block)

@@ -19,7 +19,16 @@ from triton.compiler import ASTSource
 
 from tritonpack.kernels.backward import dkdv_kernel, dq_kernel
 from tritonpack.kernels.forward import forward_kernel
-from tritonpack.kernels.tiles import EXTENDED, EXTENDED_TILES, TILES, Kernel, Tile, key_gradient_kernels, select_tile
+from tritonpack.kernels.tiles import (
+    EXTENDED,
+    EXTENDED_TILES,
+    TILES,
+    Kernel,
+    Tile,
+    heads_per_tile,
+    key_gradient_kernels,
+    select_tile,
+)
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -76,7 +85,8 @@ class Configuration:
 
     def __str__(self) -> str:
         dims = f"d{self.head_dim}" + ("" if self.head_dim_v is None else f"-{self.head_dim_v}")
-        return "-".join([self.kernel, self.arch, dims, _DTYPES[self.dtype], *self.features])
+        group = [] if self.group == 4 else [f"group{self.group}"]
+        return "-".join([self.kernel, self.arch, dims, _DTYPES[self.dtype], *group, *self.features])
 
 
 @dataclass(frozen=True)
@@ -101,7 +111,7 @@ class Resources:
 def shipped_configurations() -> list[Configuration]:
     """Every row of the tables in bfloat16, and what else may run on the same rows once, on sm_90.
 
-    That is the smallest head dimension, keys of 192 with values of 128, float16 and float32.
+    That is the smallest head dimension, keys of 192 with values of 128, float16, float32, and dQ of heads without groups.
     """
     configurations = []
     for arch in TILES:
@@ -113,6 +123,7 @@ def shipped_configurations() -> list[Configuration]:
             row = triton.next_power_of_2(max(head_dim, head_dim_v or 0))
             kernels: tuple[Kernel, ...] = ("forward", *key_gradient_kernels(row, dtype, arch), "dq")
             configurations += [Configuration(kernel, arch, head_dim, dtype, head_dim_v) for kernel in kernels]
+    configurations += [Configuration("dq", "sm_90", head_dim, torch.bfloat16, group=1) for head_dim in (64, 128)]
     for arch, rows in EXTENDED_TILES.items():
         configurations += [
             Configuration(kernel, arch, head_dim, torch.bfloat16, features=FEATURES)
@@ -138,9 +149,11 @@ def _source(configuration: Configuration) -> ASTSource:
     features, element = configuration.features, _DTYPES[configuration.dtype]
     width = block_v if configuration.kernel in ("forward", "dv") else block_d
     columns = width if configuration.kernel == "dkdv" else min(tile.columns, width)
+    heads = heads_per_tile(tile, configuration.group) if configuration.kernel == "dq" else 1
     of_v = columns if configuration.kernel == "forward" else block_v
     constants: dict[str, Any] = {
         "GROUP": configuration.group,
+        "HEADS": heads,
         "HEAD_DIM": configuration.head_dim,
         "HEAD_DIM_V": configuration.head_dim_v or configuration.head_dim,
         "PRECISION": "ieee" if configuration.dtype == torch.float32 else "tf32",
@@ -175,7 +188,9 @@ def _source(configuration: Configuration) -> ASTSource:
     }  # fmt: skip
     statistics = "*fp32" if "pack_invariant" in features else f"tensordesc<fp32[{tile.block_m}]>"
     types |= {"lse2": statistics, "delta": statistics}
-    types |= {name: f"tensordesc<{element}[1,{rows},{width}]>" for name, (rows, width) in descriptors.items()}
+    for name, (rows, width) in descriptors.items():
+        share = heads if name in ("q_desc", "dout_desc") else 1
+        types[name] = f"tensordesc<{element}[{share},{rows // share},{width}]>"
     unaligned = {"num_queries", "num_keys", "stride_at", "stride_ah", "stride_dlh", "stride_dlt", "drop_below"}
 
     signature, attributes = {}, {}

@@ -68,6 +68,7 @@ def dq_kernel(
     drop_below,
     keep_scale,
     GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -78,16 +79,22 @@ def dq_kernel(
     BLOCK_V: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """dq [T_q, H, D], lse2 and delta = rowsum(out * dout) - dlse, both [H, ROWS]; grid (heads, tiles, column chunks).
+    """dq [T_q, H, D], lse2 and delta = rowsum(out * dout) - dlse, both [H, ROWS].
 
-    With sinks also each tile's share of their gradient, [H, tiles]; empty tiles leave theirs as it is.
+    Grid (heads / HEADS, tiles, column chunks). A tile has the rows of HEADS heads that share a key head, one head after
+    another: its tokens are fewer for it, and where documents are short, so are its hidden pairs. With sinks also each
+    tile's share of their gradient, [H, tiles]; empty tiles leave theirs as it is.
     """
-    head = tl.program_id(0)
+    first_head = tl.program_id(0) * HEADS
+    kv_head = first_head // GROUP
     column = tl.program_id(2) * COLUMNS
     first, end = load_tile(tiles_ptr)
     if first >= end:
         return
-    offs_m = first + tl.arange(0, BLOCK_M)
+    TOKENS: tl.constexpr = BLOCK_M // HEADS
+    row = tl.arange(0, BLOCK_M)
+    offs_m = first + row % TOKENS
+    head = first_head + row // TOKENS  # [M]
     start, stop = load_bounds(key_start_ptr, key_stop_ptr, offs_m, end)  # [M]
     slopes, diagonal = load_alibi(alibi_ptr, diagonal_ptr, offs_m, head, end, stride_at, stride_ah)  # [M]
     seed = 0 if seed_ptr is None else tl.load(seed_ptr)
@@ -96,11 +103,11 @@ def dq_kernel(
     rows = offs_m.to(tl.int64)
     in_range = offs_m < end
     offs_v = tl.arange(0, BLOCK_V)
-    out_ptrs = out_ptr + rows[:, None] * stride_ot + head * stride_oh + offs_v[None, :]
+    out_ptrs = out_ptr + (rows * stride_ot + head * stride_oh)[:, None] + offs_v[None, :]
     out = tl.load(out_ptrs, mask=in_range[:, None] & (offs_v < HEAD_DIM_V)[None, :], other=0.0)  # [M, V]
     lse = tl.load(lse_ptr + head.to(tl.int64) * num_queries + offs_m, mask=in_range, other=float("-inf"))  # [M]
     live = lse > float("-inf")
-    dout = load_rows(dout_desc, first, head, 0, BLOCK_M, BLOCK_V, UPCAST)  # [M, V]
+    dout = load_rows(dout_desc, first, first_head, 0, BLOCK_M, BLOCK_V, UPCAST)  # [M, V]
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)  # [M]
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + head * stride_dlh + rows * stride_dlt, mask=live, other=0.0)
@@ -112,8 +119,10 @@ def dq_kernel(
         tl.store(delta_ptr + statistics, delta, mask=in_range)
         if sinks_ptr is not None:
             share = tl.exp2(tl.load(sinks_ptr + head) * LOG2E - lse2)
-            tl.store(dsinks_ptr + head * tl.num_programs(1) + tl.program_id(1), -tl.sum(share * delta, 0))
-    q = load_rows(q_desc, first, head, 0, BLOCK_M, BLOCK_D, UPCAST)  # [M, D]
+            shares = tl.sum(tl.reshape(share * delta, (HEADS, TOKENS)), 1)
+            heads = first_head + tl.arange(0, HEADS)
+            tl.store(dsinks_ptr + heads * tl.num_programs(1) + tl.program_id(1), -shares)
+    q = load_rows(q_desc, first, first_head, 0, BLOCK_M, BLOCK_D, UPCAST)  # [M, D]
     dq = tl.zeros([BLOCK_M, COLUMNS], dtype=tl.float32)
     for phase in tl.static_range(2):
         steps = full + blocks - full_end if phase == 0 else full_end - full
@@ -121,12 +130,12 @@ def dq_kernel(
             block = step + (tl.where(step >= full, full_end - full, 0) if phase == 0 else full)
             key = begin + block * BLOCK_N
             offs_n = key + tl.arange(0, BLOCK_N)
-            k = load_rows(k_desc, key, head // GROUP, 0, BLOCK_N, BLOCK_D, UPCAST)  # [N, D]
-            v = load_rows(v_desc, key, head // GROUP, 0, BLOCK_N, BLOCK_V, UPCAST)  # [N, V]
+            k = load_rows(k_desc, key, kv_head, 0, BLOCK_N, BLOCK_D, UPCAST)  # [N, D]
+            v = load_rows(v_desc, key, kv_head, 0, BLOCK_N, BLOCK_V, UPCAST)  # [N, V]
             if COLUMNS == BLOCK_D:
                 k_columns = k
             else:
-                k_columns = load_rows(k_columns_desc, key, head // GROUP, column, BLOCK_N, COLUMNS, UPCAST)  # [N, C]
+                k_columns = load_rows(k_columns_desc, key, kv_head, column, BLOCK_N, COLUMNS, UPCAST)  # [N, C]
             if phase == 0:
                 query_start, query_stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, num_keys)
                 k_columns = tl.where((query_start < query_stop)[:, None], k_columns, 0.0)
@@ -136,7 +145,7 @@ def dq_kernel(
             p = tl.exp2(scores * unit - lse2[:, None])
             dp = tl.dot(dout, v.T, input_precision=PRECISION)  # [M, V] @ [V, N] -> [M, N]
             if seed_ptr is not None:
-                keep = kept(seed, head, offs_m[:, None], offs_n[None, :], drop_below)
+                keep = kept(seed, head[:, None], offs_m[:, None], offs_n[None, :], drop_below)
                 dp = tl.where(keep, dp * keep_scale, 0.0)
             ds = p * (dp - delta[:, None]) * slope
             if phase == 0:
@@ -145,7 +154,7 @@ def dq_kernel(
             dq = dot(ds, k_columns, dq, PRECISION)  # [M, N] @ [N, C] -> [M, C]
 
     offs_d = column + tl.arange(0, COLUMNS)
-    offs = rows[:, None] * stride_dqt + head * stride_dqh + offs_d[None, :]
+    offs = (rows * stride_dqt + head * stride_dqh)[:, None] + offs_d[None, :]
     mask = in_range[:, None] & (offs_d < HEAD_DIM)[None, :]
     tl.store(dq_ptr + offs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=mask)
 

@@ -30,6 +30,7 @@ class Tile:
         num_warps: of 32 threads (AMD: 64).
         num_stages: how many blocks ahead it loads.
         columns: of its output (of one output, where it has two) at most; the rest is for other programs.
+        heads: whose query rows share a tile in dQ at most; block_m counts the rows of all of them.
     """
 
     block_m: int
@@ -37,6 +38,7 @@ class Tile:
     num_warps: int
     num_stages: int
     columns: int = 256
+    heads: int = 1
 
 
 # Architecture -> kernel -> padded head dimension -> tile, for the 16-bit types. Head dimensions up to 64 share a row.
@@ -54,8 +56,8 @@ TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
         "dk": {256: Tile(32, 128, 8, 2), 512: Tile(16, 64, 4, 1, columns=128)},
         "dv": {256: Tile(32, 128, 8, 2), 512: Tile(64, 64, 4, 1, columns=128)},
         "dq": {
-            64: Tile(128, 128, 8, 2),
-            128: Tile(128, 64, 8, 2),
+            64: Tile(128, 128, 8, 2, heads=4),
+            128: Tile(128, 64, 8, 2, heads=4),
             256: Tile(128, 32, 8, 2),
             512: Tile(64, 32, 4, 1, columns=128),
         },
@@ -126,7 +128,7 @@ EXTENDED_TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
         "dkdv": {64: Tile(32, 128, 8, 2), 128: Tile(16, 128, 8, 2)},
         "dk": {256: Tile(16, 128, 8, 2, columns=128)},
         "dv": {256: Tile(32, 128, 8, 2)},
-        "dq": {64: Tile(128, 64, 8, 2), 128: Tile(128, 32, 8, 2), 256: Tile(128, 16, 8, 2)},
+        "dq": {64: Tile(128, 64, 8, 2), 128: Tile(128, 32, 8, 2, heads=4), 256: Tile(128, 16, 8, 2)},
     },
     "sm_100": {
         "forward": {64: Tile(64, 128, 8, 2), 128: Tile(64, 64, 8, 2), 256: Tile(64, 64, 8, 2)},
@@ -150,7 +152,7 @@ FLOAT32_TILES = {
 }
 
 # In the interpreter speed is the number of blocks; the shapes differ so that a mix-up of the two sides shows.
-INTERPRETER_TILE = Tile(64, 32, 4, 1)
+INTERPRETER_TILE = Tile(64, 32, 4, 1, heads=4)
 
 # What a program may take, at most: KiB of shared memory (sm_80: the smallest GPU that its row serves).
 SHARED_KIB = {"sm_80": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}
@@ -185,6 +187,8 @@ def why_illegal(kernel: Kernel, tile: Tile, block_d: int, arch: str) -> str | No
             return f"{name} must be a power of two from 16; got {size}"
     if tile.num_warps not in (1, 2, 4, 8, 16) or not 1 <= tile.num_stages <= 8:
         return f"warps must be 1, 2, 4, 8 or 16 and stages 1 to 8; got {tile.num_warps} and {tile.num_stages}"
+    if tile.heads not in (1, 2, 4, 8) or tile.block_m < 8 * tile.heads:
+        return f"heads must be 1, 2, 4 or 8, with at least 8 tokens of each in block_m; got {tile.heads}"
     own, other = (tile.block_m, tile.block_n) if kernel in ("forward", "dq") else (tile.block_n, tile.block_m)
     if arch == "sm_90" and own < 16 * tile.num_warps:
         return (
@@ -251,6 +255,11 @@ def key_gradient_kernels(block_d: int, dtype: torch.dtype, arch: str) -> tuple[K
     else:
         together = max(block_d, 64) in TILES[arch]["dkdv"]
     return ("dkdv",) if together else ("dk", "dv")
+
+
+def heads_per_tile(tile: Tile, group: int) -> int:
+    """How many of the query heads that share a key head go into a tile of dQ: a power of two that divides them."""
+    return min(group & -group, tile.heads)
 
 
 @cache
