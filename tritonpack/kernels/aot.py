@@ -111,7 +111,7 @@ class Resources:
 def shipped_configurations() -> list[Configuration]:
     """Every row of the tables in bfloat16, and what else may run on the same rows once, on sm_90.
 
-    That is the smallest head dimension, keys of 192 with values of 128, float16, float32, and dQ of heads without groups.
+    That is the smallest head dimension, keys of 192 with values of 128, float16, float32, and dQ with groups of one.
     """
     configurations = []
     for arch in TILES:

@@ -8,6 +8,9 @@ gradient that a program computes; t token, h head. The row statistics are `lse2`
 so that their probabilities are 0) and `delta`, both [H, ROWS] with ROWS = T_q rounded up to what descriptors can read.
 Rows from T_q on are never written: whatever is there, no key is seen by them, and their q and dout are zeros. Pointers
 that are None belong to features that a call doesn't use.
+
+What is hidden is replaced in both factors of dS: after their product, the compiler would select among 16-bit numbers,
+which takes it twice the instructions.
 """
 
 import triton
@@ -23,6 +26,7 @@ from tritonpack.kernels.primitives import (
     load_rows,
     load_tile,
     score,
+    within,
 )
 
 
@@ -142,16 +146,19 @@ def dq_kernel(
             products = tl.dot(q, k.T, input_precision=PRECISION)  # [M, D] @ [D, N] -> [M, N]
             distance = diagonal[:, None] - offs_n[None, :]
             scores, unit, slope = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[:, None], distance)
-            p = tl.exp2(scores * unit - lse2[:, None])
+            exponents = scores * unit - lse2[:, None]
+            if phase == 0:
+                visible = within(offs_n[None, :], start[:, None], (stop - start)[:, None])
+                exponents = tl.where(visible, exponents, float("-inf"))
+            p = tl.exp2(exponents)
             dp = tl.dot(dout, v.T, input_precision=PRECISION)  # [M, V] @ [V, N] -> [M, N]
             if seed_ptr is not None:
                 keep = kept(seed, head[:, None], offs_m[:, None], offs_n[None, :], drop_below)
                 dp = tl.where(keep, dp * keep_scale, 0.0)
-            ds = p * (dp - delta[:, None]) * slope
+            dp = (dp - delta[:, None]) * slope
             if phase == 0:
-                visible = (offs_n[None, :] >= start[:, None]) & (offs_n[None, :] < stop[:, None])
-                ds = tl.where(visible, ds, 0.0)
-            dq = dot(ds, k_columns, dq, PRECISION)  # [M, N] @ [N, C] -> [M, C]
+                dp = tl.where(visible, dp, 0.0)
+            dq = dot(p * dp, k_columns, dq, PRECISION)  # [M, N] @ [N, C] -> [M, C]
 
     offs_d = column + tl.arange(0, COLUMNS)
     offs = (rows * stride_dqt + head * stride_dqh)[:, None] + offs_d[None, :]
@@ -259,7 +266,7 @@ def dkdv_kernel(
             scores, unit, slope = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[None, :], distance)
             p = tl.exp2(scores * unit - lse2_m[None, :])
             if phase == 0:
-                visible = (offs_m[None, :] >= start[:, None]) & (offs_m[None, :] < stop[:, None])
+                visible = within(offs_m[None, :], start[:, None], (stop - start)[:, None])
                 p = tl.where(visible, p, 0.0)
             if seed_ptr is not None:
                 keep = kept(seed, head, offs_m[None, :], offs_n[:, None], drop_below)
@@ -270,9 +277,10 @@ def dkdv_kernel(
                 dp = tl.dot(v, dout.T, input_precision=PRECISION)  # [N, V] @ [V, M] -> [N, M]
                 if seed_ptr is not None:
                     dp = tl.where(keep, dp * keep_scale, 0.0)
-                ds = p * (dp - delta_m[None, :]) * slope
+                dp = (dp - delta_m[None, :]) * slope
                 if phase == 0:
-                    ds = tl.where(visible, ds, 0.0)
+                    dp = tl.where(visible, dp, 0.0)
+                ds = p * dp
                 if HAS_DV or COLUMNS == BLOCK_D:
                     dk = dot(ds, q, dk, PRECISION)  # [N, M] @ [M, D] -> [N, D]
                 else:

@@ -43,6 +43,12 @@ def load_bounds(start_ptr, stop_ptr, offs, size):
 
 
 @triton.jit
+def within(offs, start, length):
+    """Whether start <= offs < start + length, with int32 numbers: one comparison, as what is below wraps around."""
+    return (offs - start).to(tl.uint32, bitcast=True) < length.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
 def load_rows(desc, row, head, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, UPCAST: tl.constexpr):
     """Rows from `row` and columns from `column` of one head of a (heads, tokens, D) descriptor, zeros outside it."""
     rows = tl.reshape(desc.load([head, row, column]), (ROWS, COLUMNS))
