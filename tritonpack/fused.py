@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from math import gcd
 from typing import Any
 
 import torch
@@ -12,13 +11,17 @@ from torch.nn.functional import pad
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tritonpack.dropout import drop_below
-from tritonpack.kernels.backward import dkdv_kernel, dq_kernel, row_statistics_kernel
+from tritonpack.kernels.backward import dkdv_kernel, dq_kernel
 from tritonpack.kernels.forward import forward_kernel
 from tritonpack.kernels.primitives import LOG2E
-from tritonpack.kernels.tiles import ROW_PADDING, Kernel, Tile, current_arch, key_gradient_kernels, select_tile
+from tritonpack.kernels.tiles import Kernel, Tile, current_arch, heads_per_tile, key_gradient_kernels, select_tile
 from tritonpack.mask import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
 from tritonpack.schedule import Tiles, tile_table
+
+# The row statistics of every head begin at a multiple of so many rows: descriptors read 16 bytes at a time, and Triton
+# compiles anew for a stride that 16 divides and one that it does not.
+ROW_UNIT = 16
 
 
 def plan_tiles(
@@ -29,7 +32,7 @@ def plan_tiles(
     def table(kernel: Kernel) -> Tensor:
         tile = _tile(kernel, q, v, options)
         tiled, long = (mask, tile.block_m) if kernel in ("forward", "dq") else (mask.transpose(), tile.block_n)
-        rows = long // _heads(tile, q, k) if kernel == "forward" else long
+        rows = long // heads_per_tile(tile, q.shape[1] // k.shape[1]) if tiled is mask else long
         return tile_table(tiled, rows, long=long, whole_documents=options.pack_invariant)
 
     if not backward:
@@ -47,11 +50,10 @@ def forward(
         return out.zero_(), lse.fill_(float("-inf"))
     assert tiles.forward is not None
     tile, block_v = _tile("forward", q, v, options), _padded(v)
-    columns, heads = min(tile.columns, block_v), _heads(tile, q, k)
+    columns, heads = min(tile.columns, block_v), heads_per_tile(tile, q.shape[1] // k.shape[1])
     head_blocks = q.shape[1] // heads
     transposed = mask.transpose()
     with torch.cuda.device_of(q):
-        # Heads turn fastest, so that the heaviest tiles of all heads start first.
         forward_kernel[(head_blocks * tiles.forward.shape[0], block_v // columns)](
             q_desc=descriptor(q, tile.block_m // heads, heads=heads),
             k_desc=descriptor(k, tile.block_n),
@@ -92,7 +94,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v, sinks.
 
-    Beside them it allocates 8 bytes per query row and head (and with sinks 4 more for every few rows).
+    Beside them it allocates 8 bytes per query row and head (and with sinks 4 more for every tile and head).
     """
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     (num_queries, heads, head_dim), (num_keys, kv_heads, head_dim_v) = q.shape, v.shape
@@ -103,38 +105,57 @@ def backward(
     assert tiles.queries is not None
     block_d, block_v = _padded(q), _padded(v)
     transposed = mask.transpose()
-    num_rows = triton.cdiv(num_queries, ROW_PADDING) * ROW_PADDING
+    num_rows = triton.cdiv(num_queries, ROW_UNIT) * ROW_UNIT
     assert heads * num_rows < 2**31, "the row statistics are addressed with 32 bits"
     lse2, delta = torch.empty((2, heads, num_rows), dtype=torch.float32, device=q.device)
-    scales = {"scale": options.scale, "num_rows": num_rows, "num_keys": num_keys, "HEAD_DIM": head_dim}
+    shares = None if options.sinks is None else lse.new_zeros(heads, tiles.queries.shape[0])
+    dout = dout if dout.stride(2) == 1 else dout.contiguous()
+    common = {
+        "num_rows": num_rows,
+        "num_queries": num_queries,
+        "num_keys": num_keys,
+        "scale": options.scale,
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_V": head_dim_v,
+        "BLOCK_D": block_d,
+        "BLOCK_V": block_v,
+    }
 
     with torch.cuda.device_of(q):
-        tile = _tile("row_statistics", q, v, options)
-        row_tiles = num_rows // tile.block_m
-        shares = None if options.sinks is None else lse.new_empty(heads, row_tiles)
-        dout = dout if dout.stride(2) == 1 else dout.contiguous()
-        row_statistics_kernel[(row_tiles, heads)](
+        tile = _tile("dq", q, v, options)
+        columns = min(tile.columns, block_d)
+        shared = heads_per_tile(tile, heads // kv_heads)
+        head_blocks = heads // shared
+        dq_kernel[(head_blocks * tiles.queries.shape[0], block_d // columns)](
+            q_desc=descriptor(q, tile.block_m // shared, heads=shared),
+            k_desc=descriptor(k, tile.block_n),
+            k_columns_desc=descriptor(k, tile.block_n, columns) if columns < block_d else None,
+            v_desc=descriptor(v, tile.block_n),
+            dout_desc=descriptor(dout, tile.block_m // shared, heads=shared),
             out_ptr=out,
-            dout_ptr=dout,
             lse_ptr=lse,
             dlse_ptr=dlse,
-            sinks_ptr=options.sinks,
             lse2_ptr=lse2,
             delta_ptr=delta,
+            dq_ptr=dq,
             dsinks_ptr=shares,
+            tiles_ptr=tiles.queries,
+            key_start_ptr=mask.key_start,
+            key_stop_ptr=mask.key_stop,
+            query_start_ptr=transposed.key_start,
+            query_stop_ptr=transposed.key_stop,
+            sinks_ptr=options.sinks,
             stride_ot=out.stride(0),
             stride_oh=out.stride(1),
-            stride_dot=dout.stride(0),
-            stride_doh=dout.stride(1),
             stride_dlh=0 if dlse is None else dlse.stride(0),
             stride_dlt=0 if dlse is None else dlse.stride(1),
-            num_queries=num_queries,
-            num_rows=num_rows,
-            HEAD_DIM_V=head_dim_v,
-            BLOCK_M=tile.block_m,
-            BLOCK_V=block_v,
-            num_warps=tile.num_warps,
-            enable_fp_fusion=True,
+            stride_dqt=dq.stride(0),
+            stride_dqh=dq.stride(1),
+            head_blocks=head_blocks,
+            HEADS=shared,
+            COLUMNS=columns,
+            **common,
+            **_common(q, k, mask, options, tile),
         )
         for kernel in _key_gradients(q, v):
             tile = _tile(kernel, q, v, options)
@@ -143,7 +164,7 @@ def backward(
             statistics: Any = (lse2, delta)
             if not options.pack_invariant:
                 statistics = [TensorDescriptor(x, [x.numel()], [1], [tile.block_m]) for x in statistics]
-            dkdv_kernel[(kv_heads, tiles.keys.shape[0], width // columns)](
+            dkdv_kernel[(kv_heads * tiles.keys.shape[0], width // columns)](
                 q_desc=descriptor(q, tile.block_m),
                 q_columns_desc=descriptor(q, tile.block_m, columns) if kernel == "dk" and columns < block_d else None,
                 k_desc=descriptor(k, tile.block_n),
@@ -160,41 +181,14 @@ def backward(
                 stride_dkh=dk.stride(1),
                 stride_dvt=dv.stride(0),
                 stride_dvh=dv.stride(1),
-                num_queries=num_queries,
-                HEAD_DIM_V=head_dim_v,
+                head_blocks=kv_heads,
                 HAS_DK=kernel != "dv",
                 HAS_DV=kernel != "dk",
                 ALIGN=1 if options.pack_invariant else 4,
-                BLOCK_D=block_d,
-                BLOCK_V=block_v,
                 COLUMNS=columns,
-                **scales,
+                **common,
                 **_common(q, k, mask, options, tile),
             )
-        tile = _tile("dq", q, v, options)
-        columns = min(tile.columns, block_d)
-        dq_kernel[(heads, tiles.queries.shape[0], block_d // columns)](
-            q_desc=descriptor(q, tile.block_m),
-            k_desc=descriptor(k, tile.block_n),
-            k_columns_desc=descriptor(k, tile.block_n, columns) if columns < block_d else None,
-            v_desc=descriptor(v, tile.block_n),
-            dout_desc=descriptor(dout, tile.block_m),
-            lse2_ptr=lse2,
-            delta_ptr=delta,
-            dq_ptr=dq,
-            tiles_ptr=tiles.queries,
-            key_start_ptr=mask.key_start,
-            key_stop_ptr=mask.key_stop,
-            query_start_ptr=transposed.key_start,
-            query_stop_ptr=transposed.key_stop,
-            stride_dqt=dq.stride(0),
-            stride_dqh=dq.stride(1),
-            BLOCK_D=block_d,
-            BLOCK_V=block_v,
-            COLUMNS=columns,
-            **scales,
-            **_common(q, k, mask, options, tile),
-        )
     return dq, dk, dv, None if shares is None else shares.sum(1)
 
 
@@ -232,16 +226,11 @@ def _tile(kernel: Kernel, q: Tensor, v: Tensor, options: AttentionOptions) -> Ti
     return select_tile(kernel, max(_padded(q), _padded(v)), q.dtype, arch, extended=any(extended))
 
 
-def _heads(tile: Tile, q: Tensor, k: Tensor) -> int:
-    """How many query heads a tile of forward holds; they share a key head."""
-    return gcd(tile.heads, q.shape[1] // k.shape[1])
-
-
 def _padded(x: Tensor) -> int:
     return max(triton.next_power_of_2(x.shape[2]), 16)
 
 
-def descriptor(x: Tensor, rows: int, columns: int | None = None, heads: int = 1) -> TensorDescriptor:
+def descriptor(x: Tensor, rows: int, columns: int | None = None, *, heads: int = 1) -> TensorDescriptor:
     """A (T, H, D) tensor as blocks of so many rows, columns (None: all) and heads; zeros outside the tensor.
 
     The hardware wants 16-byte strides and a contiguous last dimension; what isn't so is copied, with zero columns

@@ -50,7 +50,7 @@ def forward(
     values = _swizzled(v, tile.block_n)
     with torch.cuda.device_of(q):
         # Heads turn fastest, so that the heaviest tiles of all heads start first.
-        hopper_forward_kernel[(q.shape[1], tiles.forward.shape[0])](
+        hopper_forward_kernel[(q.shape[1] * tiles.forward.shape[0], 1)](
             q_desc=_swizzled(q, ROWS.value),
             k_desc=_swizzled(k, tile.block_n),
             v_desc=values,
@@ -68,6 +68,7 @@ def forward(
             stride_oh=out.stride(1),
             num_queries=q.shape[0],
             num_keys=k.shape[0],
+            num_heads=q.shape[1],
             scale_log2=options.scale * LOG2E.value,
             GROUP=q.shape[1] // k.shape[1],
             BLOCK_N=tile.block_n,

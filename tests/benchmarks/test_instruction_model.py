@@ -166,5 +166,5 @@ def test_the_kernel_that_ships() -> None:
 
 @pytest.mark.compile
 def test_what_the_model_does_not_know() -> None:
-    with pytest.raises(ValueError, match=r"row_statistics-sm_90.* no loop with warpgroup products"):
-        examine(Configuration("row_statistics", "sm_90", 64, torch.bfloat16))
+    with pytest.raises(ValueError, match=r"forward-sm_90.* no loop with warpgroup products"):
+        examine(Configuration("forward", "sm_90", 16, torch.float32))

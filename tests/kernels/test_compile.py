@@ -23,7 +23,7 @@ LIMITS = {"sm_80": (255, 99), "sm_90": (255, 227), "sm_100": (255, 227), "gfx942
 
 
 # What a block of 32 products takes in addresses at this head dimension (docs/decisions/kernel-forms.md).
-KNOWN_SPILLS = {("dk", "sm_100", 512): 250, ("dq", "sm_100", 512): 250}
+KNOWN_SPILLS = {("dk", "sm_100", 512): 250, ("dq", "sm_100", 512): 300}
 
 
 # float32 runs with the same tiles on every architecture; here is where they fit.
@@ -46,7 +46,7 @@ def test_shipped_configuration(configuration: Configuration) -> None:
     if configuration.dtype != torch.float32:  # which is multiplied exactly, by ordinary instructions, where it must
         known = (configuration.kernel, configuration.arch, configuration.head_dim)
         assert resources.spills <= KNOWN_SPILLS.get(known, 0)
-        assert resources.matrix_instructions > 0 or configuration.kernel == "row_statistics"
+        assert resources.matrix_instructions > 0
 
 
 @pytest.mark.parametrize("configuration", hopper_configurations(), ids=str)

@@ -54,6 +54,7 @@ def test_dk_and_dv_share_their_tiles_of_keys(table: Any) -> None:
         (Tile(64, 8, 4, 2), "block_n must be a power of two from 16; got 8"),
         (Tile(128, 64, 3, 2), "warps must be 1, 2, 4, 8 or 16"),
         (Tile(64, 64, 8, 2), "8 warps repeat each other's work unless a tile has 128 rows; got 64"),
+        (Tile(128, 64, 8, 2, heads=3), "heads must be 1, 2, 4, 8 or 16"),
         (Tile(128, 128, 8, 4), "about 288 KiB of shared memory, of 227"),
     ],
 )

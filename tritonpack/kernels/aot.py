@@ -9,7 +9,6 @@ import re
 import subprocess
 import tempfile
 from dataclasses import dataclass
-from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +19,19 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from tritonpack.kernels.backward import dkdv_kernel, dq_kernel, row_statistics_kernel
+from tritonpack.kernels.backward import dkdv_kernel, dq_kernel
 from tritonpack.kernels.forward import forward_kernel
 from tritonpack.kernels.hopper import HOPPER_TILES, ROWS, hopper_forward_kernel
-from tritonpack.kernels.tiles import EXTENDED, EXTENDED_TILES, TILES, Kernel, Tile, key_gradient_kernels, select_tile
+from tritonpack.kernels.tiles import (
+    EXTENDED,
+    EXTENDED_TILES,
+    TILES,
+    Kernel,
+    Tile,
+    heads_per_tile,
+    key_gradient_kernels,
+    select_tile,
+)
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -38,7 +46,6 @@ _KERNELS = {
     "dk": dkdv_kernel,
     "dv": dkdv_kernel,
     "dq": dq_kernel,
-    "row_statistics": row_statistics_kernel,
 }
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _MATRIX_INSTRUCTION = re.compile(r"\b(HGMMA|HMMA|UTC\w*MMA|v_mfma)")
@@ -81,7 +88,8 @@ class Configuration:
 
     def __str__(self) -> str:
         dims = f"d{self.head_dim}" + ("" if self.head_dim_v is None else f"-{self.head_dim_v}")
-        return "-".join([self.kernel, self.arch, dims, _DTYPES[self.dtype], *self.features])
+        group = [] if self.group == 4 else [f"group{self.group}"]
+        return "-".join([self.kernel, self.arch, dims, _DTYPES[self.dtype], *group, *self.features])
 
 
 @dataclass(frozen=True)
@@ -124,7 +132,7 @@ class Resources:
 def shipped_configurations() -> list[Configuration]:
     """Every row of the tables in bfloat16, and what else may run on the same rows once, on sm_90.
 
-    That is the smallest head dimension, keys of 192 with values of 128, float16 and float32.
+    That is the smallest head dimension, keys of 192 with values of 128, float16, float32, and dQ with groups of one.
     """
     configurations = []
     for arch in TILES:
@@ -134,8 +142,9 @@ def shipped_configurations() -> list[Configuration]:
             kinds += [(torch.float16, 128, None), (torch.float32, 128, None)]
         for dtype, head_dim, head_dim_v in kinds:
             row = triton.next_power_of_2(max(head_dim, head_dim_v or 0))
-            kernels: tuple[Kernel, ...] = ("forward", *key_gradient_kernels(row, dtype, arch), "dq", "row_statistics")
+            kernels: tuple[Kernel, ...] = ("forward", *key_gradient_kernels(row, dtype, arch), "dq")
             configurations += [Configuration(kernel, arch, head_dim, dtype, head_dim_v) for kernel in kernels]
+    configurations += [Configuration("dq", "sm_90", head_dim, torch.bfloat16, group=1) for head_dim in (64, 128)]
     for arch, rows in EXTENDED_TILES.items():
         configurations += [
             Configuration(kernel, arch, head_dim, torch.bfloat16, features=FEATURES)
@@ -206,7 +215,7 @@ def _source(configuration: Configuration) -> ASTSource:
     width = block_v if configuration.kernel in ("forward", "dv") else block_d
     columns = width if configuration.kernel == "dkdv" else min(tile.columns, width)
     of_v = columns if configuration.kernel == "forward" else block_v
-    heads = gcd(tile.heads, configuration.group)
+    heads = heads_per_tile(tile, configuration.group)
     constants: dict[str, Any] = {
         "GROUP": configuration.group,
         "HEADS": heads,
@@ -234,27 +243,20 @@ def _source(configuration: Configuration) -> ASTSource:
         "k_desc": (1, tile.block_n, block_d),
         "k_columns_desc": (1, tile.block_n, columns),
         "v_desc": (1, tile.block_n, of_v),
-        "dout_desc": (1, tile.block_m, columns if configuration.kernel == "dv" else block_v),
+        "dout_desc": (heads, tile.block_m // heads, columns if configuration.kernel == "dv" else block_v),
     }
     types = {
         "scale": "fp32", "scale_log2": "fp32", "softcap_log2": "fp32", "keep_scale": "fp32", "seed_ptr": "*i64",
         "lse_ptr": "*fp32", "dlse_ptr": "*fp32", "lse2_ptr": "*fp32", "delta_ptr": "*fp32", "sinks_ptr": "*fp32",
-        "dsinks_ptr": "*fp32", "alibi_ptr": "*fp32", "out_ptr": f"*{element}", "dout_ptr": f"*{element}",
+        "dsinks_ptr": "*fp32", "alibi_ptr": "*fp32", "out_ptr": f"*{element}",
         "dq_ptr": f"*{element}", "dk_ptr": f"*{element}", "dv_ptr": f"*{element}",
     }  # fmt: skip
     statistics = "*fp32" if "pack_invariant" in features else f"tensordesc<fp32[{tile.block_m}]>"
     types |= {"lse2": statistics, "delta": statistics}
     types |= {name: f"tensordesc<{element}[{','.join(map(str, block))}]>" for name, block in descriptors.items()}
     unaligned = {
-        "num_queries",
-        "num_keys",
-        "stride_at",
-        "stride_ah",
-        "stride_dlh",
-        "stride_dlt",
-        "drop_below",
-        "head_blocks",
-    }
+        "num_queries", "num_keys", "head_blocks", "stride_at", "stride_ah", "stride_dlh", "stride_dlt", "drop_below",
+    }  # fmt: skip
 
     signature, attributes = {}, {}
     for position, name in enumerate(kernel.arg_names):

@@ -1,12 +1,16 @@
-"""The backward kernels: row statistics, then dK and dV by tiles of keys, then dQ by tiles of queries.
+"""The backward kernels: dQ and the row statistics by tiles of queries, then dK and dV by tiles of keys.
 
 No program adds to what another one writes, so the gradients are deterministic; the query heads that share a key head
 are summed inside the program. The mathematics is docs/math.md, sections 3 and 6.
 
 Legend: M query rows, N keys, D and V the head dimensions of keys and values padded to powers of two, C columns of a
 gradient that a program computes; t token, h head. The row statistics are `lse2` (base 2, +inf in rows that see nothing,
-so that their probabilities are 0) and `delta`, both [H, ROWS] with ROWS = T_q rounded up, so that blocks may read past
-the end. Pointers that are None belong to features that a call doesn't use.
+so that their probabilities are 0) and `delta`, both [H, ROWS] with ROWS = T_q rounded up to what descriptors can read.
+Rows from T_q on are never written: whatever is there, no key is seen by them, and their q and dout are zeros. Pointers
+that are None belong to features that a call doesn't use.
+
+What is hidden is replaced in both factors of dS: after their product, the compiler would select among 16-bit numbers,
+which takes it twice the instructions.
 """
 
 import triton
@@ -22,57 +26,157 @@ from tritonpack.kernels.primitives import (
     load_rows,
     load_tile,
     score,
+    within,
 )
 
 
-@triton.jit(do_not_specialize=["num_queries", "stride_dlh", "stride_dlt"])
-def row_statistics_kernel(
+@triton.jit(
+    do_not_specialize=[
+        "num_queries",
+        "num_keys",
+        "head_blocks",
+        "stride_dlh",
+        "stride_dlt",
+        "stride_at",
+        "stride_ah",
+        "drop_below",
+    ]
+)
+def dq_kernel(
+    q_desc,
+    k_desc,
+    k_columns_desc,
+    v_desc,
+    dout_desc,
     out_ptr,
-    dout_ptr,
     lse_ptr,
     dlse_ptr,
-    sinks_ptr,
     lse2_ptr,
     delta_ptr,
+    dq_ptr,
     dsinks_ptr,
+    tiles_ptr,
+    key_start_ptr,
+    key_stop_ptr,
+    query_start_ptr,
+    query_stop_ptr,
+    diagonal_ptr,
+    sinks_ptr,
+    alibi_ptr,
+    seed_ptr,
     stride_ot,
     stride_oh,
-    stride_dot,
-    stride_doh,
     stride_dlh,
     stride_dlt,
-    num_queries,
+    stride_dqt,
+    stride_dqh,
+    stride_at,
+    stride_ah,
     num_rows,
+    num_queries,
+    num_keys,
+    head_blocks,
+    scale,
+    scale_log2,
+    softcap_log2,
+    drop_below,
+    keep_scale,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
+    PRECISION: tl.constexpr,
+    UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
-    """lse2 and delta = rowsum(out * dout) - dlse, [H, ROWS]; grid (tiles of BLOCK_M rows up to ROWS, heads).
+    """dq [T_q, H, D], lse2 and delta = rowsum(out * dout) - dlse, both [H, ROWS].
 
-    With sinks also each tile's share of their gradient, [H, tiles].
+    Grid (tiles times blocks of HEADS heads, column chunks). A tile has the rows of HEADS heads that share a key head,
+    one head after another: its tokens are fewer for it, and where documents are short, so are its hidden pairs. With
+    sinks also each tile's share of their gradient, [H, tiles]; empty tiles leave theirs as it is.
     """
-    head = tl.program_id(1).to(tl.int64)
-    offs_m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    offs_d = tl.arange(0, BLOCK_V)
-    in_range = offs_m < num_queries
-    lse = tl.load(lse_ptr + head * num_queries + offs_m, mask=in_range, other=float("-inf"))
-    live = lse > float("-inf")
+    head_block, number, first, end = load_tile(tiles_ptr, head_blocks)
+    if first >= end:
+        return
+    first_head = head_block * HEADS
+    kv_head = first_head // GROUP
+    column = tl.program_id(1) * COLUMNS
+    TOKENS: tl.constexpr = BLOCK_M // HEADS
+    row = tl.arange(0, BLOCK_M)
+    offs_m = first + row % TOKENS
+    head = first_head + row // TOKENS  # [M]
+    start, stop = load_bounds(key_start_ptr, key_stop_ptr, offs_m, end)  # [M]
+    slopes, diagonal = load_alibi(alibi_ptr, diagonal_ptr, offs_m, head, end, stride_at, stride_ah)  # [M]
+    seed = 0 if seed_ptr is None else tl.load(seed_ptr)
+    begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, 1, BLOCK_N)
+
     rows = offs_m.to(tl.int64)
-    mask = live[:, None] & (offs_d < HEAD_DIM_V)[None, :]
-    out = tl.load(out_ptr + rows[:, None] * stride_ot + head * stride_oh + offs_d[None, :], mask=mask, other=0.0)
-    dout = tl.load(dout_ptr + rows[:, None] * stride_dot + head * stride_doh + offs_d[None, :], mask=mask, other=0.0)
-    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)
+    in_range = offs_m < end
+    offs_v = tl.arange(0, BLOCK_V)
+    out_ptrs = out_ptr + (rows * stride_ot + head * stride_oh)[:, None] + offs_v[None, :]
+    out = tl.load(out_ptrs, mask=in_range[:, None] & (offs_v < HEAD_DIM_V)[None, :], other=0.0)  # [M, V]
+    lse = tl.load(lse_ptr + head.to(tl.int64) * num_queries + offs_m, mask=in_range, other=float("-inf"))  # [M]
+    live = lse > float("-inf")
+    dout = load_rows(dout_desc, first, first_head, 0, BLOCK_M, BLOCK_V, UPCAST)  # [M, V]
+    delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)  # [M]
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + head * stride_dlh + rows * stride_dlt, mask=live, other=0.0)
-    lse2 = tl.where(live, lse * LOG2E, float("inf"))
-    tl.store(delta_ptr + head * num_rows + offs_m, delta)
-    tl.store(lse2_ptr + head * num_rows + offs_m, lse2)
-    if sinks_ptr is not None:
-        share = tl.exp2(tl.load(sinks_ptr + head) * LOG2E - lse2)
-        tl.store(dsinks_ptr + head * tl.num_programs(0) + tl.program_id(0), -tl.sum(share * delta, 0))
+    delta = tl.where(live, delta, 0.0)
+    lse2 = tl.where(live, lse * LOG2E, float("inf"))  # [M]
+    if column == 0:
+        statistics = head.to(tl.int64) * num_rows + offs_m
+        tl.store(lse2_ptr + statistics, lse2, mask=in_range)
+        tl.store(delta_ptr + statistics, delta, mask=in_range)
+        if sinks_ptr is not None:
+            share = tl.exp2(tl.load(sinks_ptr + head) * LOG2E - lse2)
+            shares = tl.sum(tl.reshape(share * delta, (HEADS, TOKENS)), 1)
+            heads = first_head + tl.arange(0, HEADS)
+            tl.store(dsinks_ptr + heads * (tl.num_programs(0) // head_blocks) + number, -shares)
+    q = load_rows(q_desc, first, first_head, 0, BLOCK_M, BLOCK_D, UPCAST)  # [M, D]
+    dq = tl.zeros([BLOCK_M, COLUMNS], dtype=tl.float32)
+    for phase in tl.static_range(2):
+        steps = full + blocks - full_end if phase == 0 else full_end - full
+        for step in tl.range(0, steps):
+            block = step + (tl.where(step >= full, full_end - full, 0) if phase == 0 else full)
+            key = begin + block * BLOCK_N
+            offs_n = key + tl.arange(0, BLOCK_N)
+            k = load_rows(k_desc, key, kv_head, 0, BLOCK_N, BLOCK_D, UPCAST)  # [N, D]
+            v = load_rows(v_desc, key, kv_head, 0, BLOCK_N, BLOCK_V, UPCAST)  # [N, V]
+            if COLUMNS == BLOCK_D:
+                k_columns = k
+            else:
+                k_columns = load_rows(k_columns_desc, key, kv_head, column, BLOCK_N, COLUMNS, UPCAST)  # [N, C]
+            if phase == 0:
+                query_start, query_stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, num_keys)
+                k_columns = tl.where((query_start < query_stop)[:, None], k_columns, 0.0)
+            products = tl.dot(q, k.T, input_precision=PRECISION)  # [M, D] @ [D, N] -> [M, N]
+            distance = diagonal[:, None] - offs_n[None, :]
+            scores, unit, slope = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[:, None], distance)
+            exponents = scores * unit - lse2[:, None]
+            if phase == 0:
+                visible = within(offs_n[None, :], start[:, None], (stop - start)[:, None])
+                exponents = tl.where(visible, exponents, float("-inf"))
+            p = tl.exp2(exponents)
+            dp = tl.dot(dout, v.T, input_precision=PRECISION)  # [M, V] @ [V, N] -> [M, N]
+            if seed_ptr is not None:
+                keep = kept(seed, head[:, None], offs_m[:, None], offs_n[None, :], drop_below)
+                dp = tl.where(keep, dp * keep_scale, 0.0)
+            dp = (dp - delta[:, None]) * slope
+            if phase == 0:
+                dp = tl.where(visible, dp, 0.0)
+            dq = dot(p * dp, k_columns, dq, PRECISION)  # [M, N] @ [N, C] -> [M, C]
+
+    offs_d = column + tl.arange(0, COLUMNS)
+    offs = (rows * stride_dqt + head * stride_dqh)[:, None] + offs_d[None, :]
+    mask = in_range[:, None] & (offs_d < HEAD_DIM)[None, :]
+    tl.store(dq_ptr + offs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "stride_at", "stride_ah", "drop_below"])
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "head_blocks", "stride_at", "stride_ah", "drop_below"])
 def dkdv_kernel(
     q_desc,
     q_columns_desc,
@@ -98,6 +202,7 @@ def dkdv_kernel(
     num_rows,
     num_queries,
     num_keys,
+    head_blocks,
     scale,
     scale_log2,
     softcap_log2,
@@ -117,18 +222,17 @@ def dkdv_kernel(
     BLOCK_V: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """dk [T_k, H_kv, D] and dv [T_k, H_kv, D_v], or one of them; grid (key heads, tiles of keys, column chunks).
+    """dk [T_k, H_kv, D] and dv [T_k, H_kv, D_v], or one of them; grid (tiles times key heads, column chunks).
 
     The bounds are those of the transposed mask. At large head dimensions both accumulators don't fit in registers, and
     two launches that repeat the scores cost less than spilling; at the largest each also goes by chunks of columns.
     The row statistics are descriptors, or pointers where ALIGN is 1: descriptors read 16 bytes at a time, so blocks of
     queries then begin at a multiple of 4 rows of the whole stream, whatever the document.
     """
-    kv_head = tl.program_id(0)
-    column = tl.program_id(2) * COLUMNS
-    first, end = load_tile(tiles_ptr)
+    kv_head, _number, first, end = load_tile(tiles_ptr, head_blocks)
     if first >= end:
         return
+    column = tl.program_id(1) * COLUMNS
     offs_n = first + tl.arange(0, BLOCK_N)
     start, stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, end)  # [N]
     seed = 0 if seed_ptr is None else tl.load(seed_ptr)
@@ -172,7 +276,7 @@ def dkdv_kernel(
             scores, unit, slope = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[None, :], distance)
             p = tl.exp2(scores * unit - lse2_m[None, :])
             if phase == 0:
-                visible = (offs_m[None, :] >= start[:, None]) & (offs_m[None, :] < stop[:, None])
+                visible = within(offs_m[None, :], start[:, None], (stop - start)[:, None])
                 p = tl.where(visible, p, 0.0)
             if seed_ptr is not None:
                 keep = kept(seed, head, offs_m[None, :], offs_n[:, None], drop_below)
@@ -183,9 +287,10 @@ def dkdv_kernel(
                 dp = tl.dot(v, dout.T, input_precision=PRECISION)  # [N, V] @ [V, M] -> [N, M]
                 if seed_ptr is not None:
                     dp = tl.where(keep, dp * keep_scale, 0.0)
-                ds = p * (dp - delta_m[None, :]) * slope
+                dp = (dp - delta_m[None, :]) * slope
                 if phase == 0:
-                    ds = tl.where(visible, ds, 0.0)
+                    dp = tl.where(visible, dp, 0.0)
+                ds = p * dp
                 if HAS_DV or COLUMNS == BLOCK_D:
                     dk = dot(ds, q, dk, PRECISION)  # [N, M] @ [M, D] -> [N, D]
                 else:
@@ -208,96 +313,3 @@ def dkdv_kernel(
         offs_v = dout_column + tl.arange(0, BLOCK_DOUT)[None, :]
         dv_ptrs = dv_ptr + rows * stride_dvt + kv_head * stride_dvh + offs_v
         tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=in_range & (offs_v < HEAD_DIM_V))
-
-
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "stride_at", "stride_ah", "drop_below"])
-def dq_kernel(
-    q_desc,
-    k_desc,
-    k_columns_desc,
-    v_desc,
-    dout_desc,
-    lse2_ptr,
-    delta_ptr,
-    dq_ptr,
-    tiles_ptr,
-    key_start_ptr,
-    key_stop_ptr,
-    query_start_ptr,
-    query_stop_ptr,
-    diagonal_ptr,
-    alibi_ptr,
-    seed_ptr,
-    stride_dqt,
-    stride_dqh,
-    stride_at,
-    stride_ah,
-    num_rows,
-    num_keys,
-    scale,
-    scale_log2,
-    softcap_log2,
-    drop_below,
-    keep_scale,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PRECISION: tl.constexpr,
-    UPCAST: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    """dq [T_q, H, D]; grid (heads, tiles, column chunks)."""
-    head = tl.program_id(0)
-    column = tl.program_id(2) * COLUMNS
-    first, end = load_tile(tiles_ptr)
-    if first >= end:
-        return
-    offs_m = first + tl.arange(0, BLOCK_M)
-    start, stop = load_bounds(key_start_ptr, key_stop_ptr, offs_m, end)  # [M]
-    slopes, diagonal = load_alibi(alibi_ptr, diagonal_ptr, offs_m, head, end, stride_at, stride_ah)  # [M]
-    seed = 0 if seed_ptr is None else tl.load(seed_ptr)
-    begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, 1, BLOCK_N)
-
-    q = load_rows(q_desc, first, head, 0, BLOCK_M, BLOCK_D, UPCAST)  # [M, D]
-    dout = load_rows(dout_desc, first, head, 0, BLOCK_M, BLOCK_V, UPCAST)  # [M, V]
-    statistics = head.to(tl.int64) * num_rows + offs_m
-    in_range = offs_m < end
-    lse2 = tl.load(lse2_ptr + statistics, mask=in_range, other=float("inf"))  # [M]
-    delta = tl.load(delta_ptr + statistics, mask=in_range, other=0.0)  # [M]
-    dq = tl.zeros([BLOCK_M, COLUMNS], dtype=tl.float32)
-    for phase in tl.static_range(2):
-        steps = full + blocks - full_end if phase == 0 else full_end - full
-        for step in tl.range(0, steps):
-            block = step + (tl.where(step >= full, full_end - full, 0) if phase == 0 else full)
-            key = begin + block * BLOCK_N
-            offs_n = key + tl.arange(0, BLOCK_N)
-            k = load_rows(k_desc, key, head // GROUP, 0, BLOCK_N, BLOCK_D, UPCAST)  # [N, D]
-            v = load_rows(v_desc, key, head // GROUP, 0, BLOCK_N, BLOCK_V, UPCAST)  # [N, V]
-            if COLUMNS == BLOCK_D:
-                k_columns = k
-            else:
-                k_columns = load_rows(k_columns_desc, key, head // GROUP, column, BLOCK_N, COLUMNS, UPCAST)  # [N, C]
-            if phase == 0:
-                query_start, query_stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, num_keys)
-                k_columns = tl.where((query_start < query_stop)[:, None], k_columns, 0.0)
-            products = tl.dot(q, k.T, input_precision=PRECISION)  # [M, D] @ [D, N] -> [M, N]
-            distance = diagonal[:, None] - offs_n[None, :]
-            scores, unit, slope = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[:, None], distance)
-            p = tl.exp2(scores * unit - lse2[:, None])
-            dp = tl.dot(dout, v.T, input_precision=PRECISION)  # [M, V] @ [V, N] -> [M, N]
-            if seed_ptr is not None:
-                keep = kept(seed, head, offs_m[:, None], offs_n[None, :], drop_below)
-                dp = tl.where(keep, dp * keep_scale, 0.0)
-            ds = p * (dp - delta[:, None]) * slope
-            if phase == 0:
-                visible = (offs_n[None, :] >= start[:, None]) & (offs_n[None, :] < stop[:, None])
-                ds = tl.where(visible, ds, 0.0)
-            dq = dot(ds, k_columns, dq, PRECISION)  # [M, N] @ [N, C] -> [M, C]
-
-    offs_d = column + tl.arange(0, COLUMNS)
-    offs = offs_m.to(tl.int64)[:, None] * stride_dqt + head * stride_dqh + offs_d[None, :]
-    mask = in_range[:, None] & (offs_d < HEAD_DIM)[None, :]
-    tl.store(dq_ptr + offs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=mask)

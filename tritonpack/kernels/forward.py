@@ -66,11 +66,11 @@ def forward_kernel(
     Blocks after the full ones need neither these nor the rows' first keys: every row's keys have begun there, and the
     last row sees all of them up to the tile's end.
     """
-    first_head = tl.program_id(0) % head_blocks * HEADS
-    column = tl.program_id(1) * COLUMNS
-    first, end = load_tile(tiles_ptr, tl.program_id(0) // head_blocks)
+    head_block, _number, first, end = load_tile(tiles_ptr, head_blocks)
     if first >= end:
         return
+    first_head = head_block * HEADS
+    column = tl.program_id(1) * COLUMNS
     head = first_head + tl.arange(0, BLOCK_M) // (BLOCK_M // HEADS)  # [M]
     offs_m = first + tl.arange(0, BLOCK_M) % (BLOCK_M // HEADS)  # [M], tokens
     start, stop = load_bounds(key_start_ptr, key_stop_ptr, offs_m, end)  # [M]

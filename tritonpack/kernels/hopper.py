@@ -72,7 +72,7 @@ def _line_layout(size):
     return gl.BlockedLayout([size // 32], [32], [1], [0])
 
 
-@gluon.jit(do_not_specialize=["num_queries", "num_keys"])
+@gluon.jit(do_not_specialize=["num_queries", "num_keys", "num_heads"])
 def hopper_forward_kernel(
     q_desc,
     k_desc,
@@ -91,6 +91,7 @@ def hopper_forward_kernel(
     stride_oh,
     num_queries,
     num_keys,
+    num_heads,
     scale_log2,
     GROUP: gl.constexpr,
     BLOCK_N: gl.constexpr,
@@ -100,12 +101,11 @@ def hopper_forward_kernel(
     LOAD_REGISTERS: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr,
 ):
-    """out [T_q, H, D] and lse [H, T_q]; grid (heads, tiles), 4 warps besides those that it adds.
+    """out [T_q, H, D] and lse [H, T_q]; grid (tiles times heads), 4 warps besides those that it adds.
 
     Descriptors read blocks [1, 64, D] of q and [1, BLOCK_N, D] of k and v from (heads, tokens, D).
     """
-    head = gl.program_id(0)
-    first, end = load_tile(tiles_ptr)
+    head, _number, first, end = load_tile(tiles_ptr, num_heads)
     if first >= end:
         return
     begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, 1, BLOCK_N)

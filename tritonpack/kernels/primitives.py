@@ -11,10 +11,14 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def load_tile(tiles_ptr, number=None):
-    """The rows [first, end) of a tile, by default the grid's second axis; none where the table has room to spare."""
-    tile = tiles_ptr + 2 * (tl.program_id(1) if number is None else number)
-    return tl.load(tile), tl.load(tile + 1)
+def load_tile(tiles_ptr, head_blocks):
+    """This program's block of heads and its tile: the number, the rows [first, end), none if there is room to spare.
+
+    Both are in the grid's first axis, because the others end at 65,535. Blocks of heads turn fastest, so that the
+    heaviest tiles of all heads start first.
+    """
+    number = tl.program_id(0) // head_blocks
+    return tl.program_id(0) % head_blocks, number, tl.load(tiles_ptr + 2 * number), tl.load(tiles_ptr + 2 * number + 1)
 
 
 @triton.jit
@@ -40,6 +44,12 @@ def load_bounds(start_ptr, stop_ptr, offs, size):
     start = tl.load(start_ptr + offs, mask=offs < size, other=0)
     stop = tl.load(stop_ptr + offs, mask=offs < size, other=0)
     return start, stop
+
+
+@triton.jit
+def within(offs, start, length):
+    """Whether start <= offs < start + length, with int32 numbers: one comparison, as what is below wraps around."""
+    return (offs - start).to(tl.uint32, bitcast=True) < length.to(tl.uint32, bitcast=True)
 
 
 @triton.jit

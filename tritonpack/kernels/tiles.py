@@ -12,13 +12,14 @@ import json
 import os
 from dataclasses import asdict, dataclass
 from functools import cache
+from math import gcd
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 
 # "dkdv" computes both gradients in one launch; "dk" and "dv" are the same kernel, launched for one of them.
-Kernel = Literal["forward", "dkdv", "dk", "dv", "dq", "row_statistics"]
+Kernel = Literal["forward", "dkdv", "dk", "dv", "dq"]
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,9 @@ class Tile:
         num_warps: of 32 threads (AMD: 64).
         num_stages: how many blocks ahead it loads.
         columns: of its output (of one output, where it has two) at most; the rest is for other programs.
-        heads: of the query heads that share a key head, so many at most divide the rows of a tile among them (forward
-            alone; a power of two). Tiles of few tokens of many heads have fewer blocks to mask and fewer empty rows
-            than tiles of many tokens of one head, and as many products.
+        heads: of the query heads that share a key head, so many at most divide the rows of a tile among them (in
+            forward and dQ; a power of two). Tiles of few tokens of many heads have fewer blocks to mask and fewer empty
+            rows than tiles of many tokens of one head, and as many products.
     """
 
     block_m: int
@@ -59,8 +60,8 @@ TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
         "dk": {256: Tile(32, 128, 8, 2), 512: Tile(16, 64, 4, 1, columns=128)},
         "dv": {256: Tile(32, 128, 8, 2), 512: Tile(64, 64, 4, 1, columns=128)},
         "dq": {
-            64: Tile(128, 128, 8, 2),
-            128: Tile(128, 64, 8, 2),
+            64: Tile(128, 128, 8, 2, heads=4),
+            128: Tile(128, 64, 8, 2, heads=4),
             256: Tile(128, 32, 8, 2),
             512: Tile(64, 32, 4, 1, columns=128),
         },
@@ -131,7 +132,7 @@ EXTENDED_TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
         "dkdv": {64: Tile(32, 128, 8, 2), 128: Tile(16, 128, 8, 2)},
         "dk": {256: Tile(16, 128, 8, 2, columns=128)},
         "dv": {256: Tile(32, 128, 8, 2)},
-        "dq": {64: Tile(128, 64, 8, 2), 128: Tile(128, 32, 8, 2), 256: Tile(128, 16, 8, 2)},
+        "dq": {64: Tile(128, 64, 8, 2), 128: Tile(128, 32, 8, 2, heads=4), 256: Tile(128, 16, 8, 2)},
     },
     "sm_100": {
         "forward": {64: Tile(64, 128, 8, 2, heads=8), 128: Tile(64, 64, 8, 2), 256: Tile(64, 64, 8, 2)},
@@ -157,12 +158,6 @@ FLOAT32_TILES = {
 # In the interpreter speed is the number of blocks; the shapes differ so that a mix-up of the two sides shows.
 INTERPRETER_TILE = Tile(64, 32, 4, 1, heads=4)
 
-ROW_STATISTICS_TILES = {64: Tile(64, 1, 4, 1), 128: Tile(32, 1, 4, 1), 256: Tile(16, 1, 4, 1), 512: Tile(8, 1, 4, 1)}
-
-# The row statistics are padded to a multiple of this many rows, so that no block of queries reads past them.
-ROW_PADDING = 128
-
-
 # What a program may take, at most: KiB of shared memory (sm_80: the smallest GPU that its row serves).
 SHARED_KIB = {"sm_80": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}
 
@@ -173,8 +168,6 @@ _loaded: dict[tuple[str, Kernel, int], Tile] = {}
 def select_tile(kernel: Kernel, block_d: int, dtype: torch.dtype, arch: str, *, extended: bool = False) -> Tile:
     """The tile for a kernel; `block_d` is the larger of the head dimensions, padded to a power of two."""
     row = max(block_d, 64)
-    if kernel == "row_statistics":
-        return ROW_STATISTICS_TILES[row]
     if arch == "interpreter":
         return INTERPRETER_TILE
     if dtype == torch.float32:
@@ -198,11 +191,11 @@ def why_illegal(kernel: Kernel, tile: Tile, block_d: int, arch: str) -> str | No
             return f"{name} must be a power of two from 16; got {size}"
     if tile.num_warps not in (1, 2, 4, 8, 16) or not 1 <= tile.num_stages <= 8:
         return f"warps must be 1, 2, 4, 8 or 16 and stages 1 to 8; got {tile.num_warps} and {tile.num_stages}"
-    if tile.heads not in (1, 2, 4, 8, 16) or (tile.heads > 1 and kernel != "forward"):
-        return f"heads must be 1, 2, 4, 8 or 16, and 1 but in forward; got {tile.heads}"
+    if tile.heads not in (1, 2, 4, 8, 16) or (tile.heads > 1 and kernel not in ("forward", "dq")):
+        return f"heads must be 1, 2, 4, 8 or 16, and 1 but in forward and dq; got {tile.heads}"
+    if tile.block_m < 8 * tile.heads:
+        return f"block_m must hold 8 tokens of each of the {tile.heads} heads; got {tile.block_m}"
     own, other = (tile.block_m, tile.block_n) if kernel in ("forward", "dq") else (tile.block_n, tile.block_m)
-    if kernel in ("dkdv", "dk", "dv") and ROW_PADDING % tile.block_m:
-        return f"block_m must divide {ROW_PADDING}, the padding of the row statistics; got {tile.block_m}"
     if arch == "sm_90" and own < 16 * tile.num_warps:
         return (
             f"{tile.num_warps} warps repeat each other's work unless a tile has {16 * tile.num_warps} rows; got {own}"
@@ -268,6 +261,11 @@ def key_gradient_kernels(block_d: int, dtype: torch.dtype, arch: str) -> tuple[K
     else:
         together = max(block_d, 64) in TILES[arch]["dkdv"]
     return ("dkdv",) if together else ("dk", "dv")
+
+
+def heads_per_tile(tile: Tile, group: int) -> int:
+    """How many query heads share a tile, given how many share a key head: a power of two that divides these."""
+    return gcd(tile.heads, group)
 
 
 @cache
