@@ -6,11 +6,12 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
-.PHONY: help install test lint docs demo bench bench-cpu compile-matrix test-gpu bench-gpu clean
+.PHONY: help install test test-slow lint docs demo bench bench-cpu compile-matrix test-gpu bench-gpu clean
 
 help:
 	@echo "make demo       train three ways (padded, naive, packed), compare, draw a picture: demo-out/demo.png"
-	@echo "make test       all tests that need no GPU"
+	@echo "make test       the tests that need no GPU, but for the slow ones"
+	@echo "make test-slow  those: kernels compiled for every architecture, every model type once more"
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       the site, guides and reference, into site/; warnings are errors"
 	@echo "make bench      the compile report: registers, spills, shared memory of every shipped kernel"
@@ -29,9 +30,12 @@ $(STAMP): pyproject.toml
 	touch $(STAMP)
 
 test: install
-	$(PYTEST) tests -m "not gpu and not interpreter"
+	$(PYTEST) tests -m "not gpu and not interpreter and not slow"
 	TRITON_INTERPRET=1 $(PYTEST) tests -m interpreter
 	$(BIN)/python -m pytest -q --doctest-modules tritonpack/mask.py tritonpack/packing tritonpack/parallel
+
+test-slow: install
+	$(PYTEST) tests -m "slow and not gpu"
 
 lint: install
 	$(BIN)/ruff check .

@@ -40,6 +40,7 @@ def torchrun(*options: str) -> dict[int, float]:
     return {int(step): float(loss) for step, loss in re.findall(r"step (\d+): .*loss (.*)", result.stdout)}
 
 
+@pytest.mark.slow
 def test_sequence_parallel_trains_as_one_process_and_goes_on_exactly(tmp_path, monkeypatch):
     options = ("--steps", "8", "--save-every", "4", "--checkpoint", str(tmp_path))
     losses = torchrun(*options)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 pytest.importorskip("triton")
 
@@ -34,7 +35,17 @@ FLOAT32 = [
 ]
 
 
-@pytest.mark.parametrize("configuration", shipped_configurations() + FLOAT32, ids=str)
+def _param(configuration: Configuration | HopperConfiguration, quick: bool) -> ParameterSet:
+    return pytest.param(configuration, id=str(configuration), marks=() if quick else pytest.mark.slow)
+
+
+def _is_quick(configuration: Configuration) -> bool:
+    """Compiled in every run: Hopper's rows in 16 bits. All others take five minutes."""
+    plain = not configuration.features and configuration.dtype != torch.float32
+    return configuration.arch == "sm_90" and plain
+
+
+@pytest.mark.parametrize("configuration", [_param(c, _is_quick(c)) for c in shipped_configurations() + FLOAT32])
 def test_shipped_configuration(configuration: Configuration) -> None:
     resources = compile_configuration(configuration)
     registers, shared_kib = LIMITS[configuration.arch]
@@ -49,7 +60,7 @@ def test_shipped_configuration(configuration: Configuration) -> None:
         assert resources.matrix_instructions > 0
 
 
-@pytest.mark.parametrize("configuration", hopper_configurations(), ids=str)
+@pytest.mark.parametrize("configuration", [_param(c, str(c).endswith("d128-bf16")) for c in hopper_configurations()])
 def test_hopper_kernel(configuration: HopperConfiguration) -> None:
     """Warps that load by TMA, registers that move to those that compute, a softmax within the wait for a product."""
     resources, listing = disassemble(configuration)

@@ -11,6 +11,7 @@ def test_ranks_agree_with_one_process(size, tmp_path):
     world.run([*modules, "trainer_cases"], size, tmp_path)
 
 
+@pytest.mark.slow
 def test_ranks_agree_with_what_wraps_models(tmp_path):
     world.run(["library_cases", "every_type_cases"], 2, tmp_path)
 

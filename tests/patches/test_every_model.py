@@ -73,6 +73,7 @@ def test_packed_equals_alone_or_is_refused(name: str) -> None:
         assert len(row.by_form) == len(forms)
 
 
+@pytest.mark.slow
 @every_exact_type
 def test_with_transformers_own_attention(name: str) -> None:
     model, documents = build(name), zoo.documents(sweep.LENGTHS)
@@ -105,6 +106,7 @@ def test_known_types_are_those_shown_here() -> None:
 build_for_both = functools.lru_cache(maxsize=1)(build)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @every_exact_type
 @pytest.mark.filterwarnings("ignore")
@@ -137,6 +139,7 @@ def without_dropout(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.slow
 @every_exact_type
 @pytest.mark.filterwarnings("ignore")
 def test_gradient_checkpointing(name: str) -> None:

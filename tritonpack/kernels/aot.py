@@ -51,6 +51,8 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _MATRIX_INSTRUCTION = re.compile(r"\b(HGMMA|HMMA|UTC\w*MMA|v_mfma)")
 
 
+KEY_HEADS = 8  # of what is compiled
+
 FEATURES = ("softcap", "sinks", "alibi", "dropout", "pack_invariant")
 
 
@@ -219,6 +221,7 @@ def _source(configuration: Configuration) -> ASTSource:
     constants: dict[str, Any] = {
         "GROUP": configuration.group,
         "HEADS": heads,
+        "HEAD_BLOCKS": KEY_HEADS * (configuration.group // heads if configuration.kernel in ("forward", "dq") else 1),
         "HEAD_DIM": configuration.head_dim,
         "HEAD_DIM_V": configuration.head_dim_v or configuration.head_dim,
         "PRECISION": "ieee" if configuration.dtype == torch.float32 else "tf32",
@@ -255,7 +258,7 @@ def _source(configuration: Configuration) -> ASTSource:
     types |= {"lse2": statistics, "delta": statistics}
     types |= {name: f"tensordesc<{element}[{','.join(map(str, block))}]>" for name, block in descriptors.items()}
     unaligned = {
-        "num_queries", "num_keys", "head_blocks", "stride_at", "stride_ah", "stride_dlh", "stride_dlt", "drop_below",
+        "num_queries", "num_keys", "stride_at", "stride_ah", "stride_dlh", "stride_dlt", "drop_below",
     }  # fmt: skip
 
     signature, attributes = {}, {}

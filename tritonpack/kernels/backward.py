@@ -31,16 +31,7 @@ from tritonpack.kernels.primitives import (
 
 
 @triton.jit(
-    do_not_specialize=[
-        "num_queries",
-        "num_keys",
-        "head_blocks",
-        "stride_dlh",
-        "stride_dlt",
-        "stride_at",
-        "stride_ah",
-        "drop_below",
-    ]
+    do_not_specialize=["num_queries", "num_keys", "stride_dlh", "stride_dlt", "stride_at", "stride_ah", "drop_below"]
 )
 def dq_kernel(
     q_desc,
@@ -75,12 +66,12 @@ def dq_kernel(
     num_rows,
     num_queries,
     num_keys,
-    head_blocks,
     scale,
     scale_log2,
     softcap_log2,
     drop_below,
     keep_scale,
+    HEAD_BLOCKS: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
@@ -99,7 +90,7 @@ def dq_kernel(
     one head after another: its tokens are fewer for it, and where documents are short, so are its hidden pairs. With
     sinks also each tile's share of their gradient, [H, tiles]; empty tiles leave theirs as it is.
     """
-    head_block, number, first, end = load_tile(tiles_ptr, head_blocks)
+    head_block, number, first, end = load_tile(tiles_ptr, HEAD_BLOCKS)
     if first >= end:
         return
     first_head = head_block * HEADS
@@ -135,7 +126,7 @@ def dq_kernel(
             share = tl.exp2(tl.load(sinks_ptr + head) * LOG2E - lse2)
             shares = tl.sum(tl.reshape(share * delta, (HEADS, TOKENS)), 1)
             heads = first_head + tl.arange(0, HEADS)
-            tl.store(dsinks_ptr + heads * (tl.num_programs(0) // head_blocks) + number, -shares)
+            tl.store(dsinks_ptr + heads * (tl.num_programs(0) // HEAD_BLOCKS) + number, -shares)
     q = load_rows(q_desc, first, first_head, 0, BLOCK_M, BLOCK_D, UPCAST)  # [M, D]
     dq = tl.zeros([BLOCK_M, COLUMNS], dtype=tl.float32)
     for phase in tl.static_range(2):
@@ -176,7 +167,7 @@ def dq_kernel(
     tl.store(dq_ptr + offs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "head_blocks", "stride_at", "stride_ah", "drop_below"])
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "stride_at", "stride_ah", "drop_below"])
 def dkdv_kernel(
     q_desc,
     q_columns_desc,
@@ -202,12 +193,12 @@ def dkdv_kernel(
     num_rows,
     num_queries,
     num_keys,
-    head_blocks,
     scale,
     scale_log2,
     softcap_log2,
     drop_below,
     keep_scale,
+    HEAD_BLOCKS: tl.constexpr,
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -229,7 +220,7 @@ def dkdv_kernel(
     The row statistics are descriptors, or pointers where ALIGN is 1: descriptors read 16 bytes at a time, so blocks of
     queries then begin at a multiple of 4 rows of the whole stream, whatever the document.
     """
-    kv_head, _number, first, end = load_tile(tiles_ptr, head_blocks)
+    kv_head, _number, first, end = load_tile(tiles_ptr, HEAD_BLOCKS)
     if first >= end:
         return
     column = tl.program_id(1) * COLUMNS

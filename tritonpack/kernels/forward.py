@@ -23,7 +23,7 @@ from tritonpack.kernels.primitives import (
 )
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "head_blocks", "stride_at", "stride_ah", "drop_below"])
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "stride_at", "stride_ah", "drop_below"])
 def forward_kernel(
     q_desc,
     k_desc,
@@ -45,11 +45,11 @@ def forward_kernel(
     stride_ah,
     num_queries,
     num_keys,
-    head_blocks,
     scale_log2,
     softcap_log2,
     drop_below,
     keep_scale,
+    HEAD_BLOCKS: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
@@ -66,7 +66,7 @@ def forward_kernel(
     Blocks after the full ones need neither these nor the rows' first keys: every row's keys have begun there, and the
     last row sees all of them up to the tile's end.
     """
-    head_block, _number, first, end = load_tile(tiles_ptr, head_blocks)
+    head_block, _number, first, end = load_tile(tiles_ptr, HEAD_BLOCKS)
     if first >= end:
         return
     first_head = head_block * HEADS
