@@ -103,3 +103,23 @@ def test_no_table_of_nothing(tmp_path, capsys):
     with pytest.raises(SystemExit):
         ledger.main(["--out", str(tmp_path), "--table"])
     assert "doesn't exist" in capsys.readouterr().err
+
+
+def test_the_picture_adds_both_directions():
+    pytest.importorskip("matplotlib")
+    from benchmarks.cpu.draw import draw, seconds
+
+    backward = [
+        found("test_attention[flan-tritonpack-backward]",
+              {"case": "flan", "implementation": "tritonpack", "direction": "backward"}, 0.030, "attention backward"),
+        found("test_attention[flan-sdpa-backward]",
+              {"case": "flan", "implementation": "sdpa", "direction": "backward"}, 0.055, "attention backward"),
+        found("test_attention[one-sdpa-backward]",
+              {"case": "one", "implementation": "sdpa", "direction": "backward"}, 0.055, "attention backward"),
+    ]  # fmt: skip
+    rows = list(ledger.rows_of({"benchmarks": REPORT["benchmarks"] + backward}, ABOUT))
+    assert seconds(rows) == {"tritonpack": {"flan": 40.0}, "sdpa": {"flan": 80.0}}
+    (axes,) = draw(rows).axes
+    assert [text.get_text() for text in axes.texts] == ["2\u00d7"]
+    with pytest.raises(SystemExit, match="no rows of attention"):
+        draw([row for row in rows if row["group"] == "pack"])
