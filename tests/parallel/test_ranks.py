@@ -5,7 +5,7 @@ import pytest
 from tests.parallel import world
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_agree_with_one_process(size, tmp_path):
     modules = ["collectives_cases", "exchange_cases", "context_cases", "lifecycle_cases", "composition_cases"]
     world.run([*modules, "trainer_cases"], size, tmp_path)
