@@ -21,16 +21,16 @@ from __future__ import annotations
 import argparse
 import csv
 import platform
-import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import transformers
 from rich.console import Console
 
+from benchmarks.gpu import ledger
 from benchmarks.lengths import flan, orca_math
 from tritonpack.cli.demo.corpus import END_OF_DOCUMENT, Document, read_corpus
 from tritonpack.cli.demo.model import SIZES, WAYS, Settings, Shape, Way, shape_of
@@ -164,15 +164,11 @@ def main() -> None:
 
 def environment(device: str) -> dict[str, str]:
     """Where and of what this was measured."""
-    command = ("git", "describe", "--always", "--dirty=+")
-    commit = subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip()
-    return {
-        "device": torch.cuda.get_device_name() if device == "cuda" else f"{platform.machine()} CPU",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "commit": commit or "unknown",
-    }
+    facts = ledger.environment(torch.device(device))
+    here = {"device": facts["device"] if device == "cuda" else f"{platform.machine()} CPU"}
+    return (
+        here | {name: facts[name] for name in ("python", "torch", "commit")} | {"transformers": version("transformers")}
+    )
 
 
 if __name__ == "__main__":

@@ -49,7 +49,6 @@ def forward(
     tile, transposed = HOPPER_TILES[q.shape[2]], mask.transpose()
     values = _swizzled(v, tile.block_n)
     with torch.cuda.device_of(q):
-        # Heads turn fastest, so that the heaviest tiles of all heads start first.
         hopper_forward_kernel[(q.shape[1] * tiles.forward.shape[0], 1)](
             q_desc=_swizzled(q, ROWS.value),
             k_desc=_swizzled(k, tile.block_n),

@@ -7,10 +7,11 @@ import platform
 import subprocess
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+
+from tritonpack.cli.machine import installed_version
 
 OPS = ("forward", "backward", "both")
 SHAPE = ("distribution", "tokens", "heads", "kv_heads", "head_dim", "causal", "window", "dtype")
@@ -81,17 +82,18 @@ def environment(device: torch.device, commit: str | None = None) -> dict[str, st
         "python": platform.python_version(),
         "torch": torch.__version__,
         "cuda": torch.version.cuda or torch.version.hip or "",
-        "triton": _installed("triton"),
-        "tritonpack": _installed("tritonpack") or "source",
+        "triton": installed_version("triton") or "",
+        "tritonpack": installed_version("tritonpack") or "source",
         "commit": commit or _commit(),
-        "flash_attn_4": _installed("flash-attn-4"),
-        "xformers": _installed("xformers"),
+        "flash_attn_4": installed_version("flash-attn-4") or "",
+        "xformers": installed_version("xformers") or "",
     }
 
 
 def _commit() -> str:
     commit = _output("git", "rev-parse", "--short", "HEAD")
-    changed = _output("git", "status", "--porcelain", "--", "tritonpack", "benchmarks/gpu") != "unknown"
+    code = ("tritonpack", "benchmarks", ":(exclude)benchmarks/results")
+    changed = _output("git", "status", "--porcelain", "--", *code) != "unknown"
     return commit + "+" if changed and commit != "unknown" else commit
 
 
@@ -101,10 +103,3 @@ def _output(*command: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().splitlines()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
         return "unknown"
-
-
-def _installed(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""

@@ -101,10 +101,10 @@ class Prepared:
     """
 
     def __init__(self, peer: Peer, batch: Batch) -> None:
+        self._attention = peer.prepare(batch)  # first: what refuses needs no copies
         self.layout = peer.layout(batch)
         q, k, v = (self.layout.enter(x).detach().requires_grad_() for x in (batch.q, batch.k, batch.v))
         self.leaves, self.dout = (q, k, v), self.layout.enter(batch.dout)
-        self._attention = peer.prepare(batch)
 
     def forward(self) -> Tensor:
         """The output, in its layout."""
