@@ -37,7 +37,7 @@ import torch
 import triton
 
 from benchmarks.lengths import distributions, visible_pairs
-from benchmarks.sass import QUADRANTS, Work, count, loops, parse
+from benchmarks.sass import QUADRANTS, Code, Work, count, loops, parse
 from benchmarks.schedule import SLOTS, blocks_of, makespan
 from benchmarks.tune import candidates
 from tritonpack import BlockDiagonalMask
@@ -81,10 +81,10 @@ class Model:
 
     Attributes:
         configuration, resources: what was compiled, and what it takes.
-        masked, full: an iteration of the loop over blocks that need masking (the last of these loops, at the causal
-            edge), and of the shortest one, over blocks that don't; a kernel with one loop has it in both places.
-        rest: all outside of the loops.
-        loops: how many there are.
+        masked, full: an iteration of the shortest of the loops over blocks that need masking, and of the shortest one
+            of all, over blocks that don't; a kernel with one loop has it in both places.
+        rest: all before the first loop and after the last.
+        entry: all between two loops, where that is most.
     """
 
     configuration: Configuration
@@ -92,7 +92,7 @@ class Model:
     masked: Work
     full: Work
     rest: Work
-    loops: int
+    entry: Work
 
     @property
     def warps(self) -> int:
@@ -119,9 +119,16 @@ class Model:
         return Range(fast, max(fast, alone / self.residents, loads[1]))
 
     def tile(self) -> Range:
-        """Cycles of a multiprocessor per tile, besides those of its blocks."""
-        units = self.rest.cycles(self.warps)
-        latency = WAIT * self.rest.waits + MEMORY * (FIRST_ACCESSES + self.loops)
+        """Cycles of a multiprocessor per tile with one loop, besides those of its blocks."""
+        return self._outside(self.rest, FIRST_ACCESSES + 1)
+
+    def further_loop(self) -> Range:
+        """Cycles of a multiprocessor for each loop of a tile after the first; loops without blocks cost nothing."""
+        return self._outside(self.entry, 1)
+
+    def _outside(self, work: Work, accesses: int) -> Range:
+        units = work.cycles(self.warps)
+        latency = WAIT * work.waits + MEMORY * accesses
         return Range(max(units.values()), max(max(units.values()), (units["issue"] + latency) / self.residents))
 
 
@@ -136,12 +143,21 @@ def examine(configuration: Configuration) -> Model:
     bodies = loops(code)
     if not bodies:
         raise ValueError(f"{configuration} has no loop with warpgroup products; the model is one of sm_90 alone.")
-    works = [count(code.instructions[body.start : body.stop]) for body in bodies]
-    full = min(works, key=lambda work: work.instructions)
-    masked = next((work for work in reversed(works) if work is not full), full)
-    inside = set(itertools.chain.from_iterable(bodies))
-    rest = count(instruction for i, instruction in enumerate(code.instructions) if i not in inside)
-    return Model(configuration, resources, masked, full, rest, len(bodies))
+    full, *masked = sorted((_work(code, body) for body in bodies), key=lambda work: work.instructions)
+    between = [_work(code, range(a.stop, b.start)) for a, b in itertools.pairwise(bodies)]
+    before, after = range(bodies[0].start), range(bodies[-1].stop, len(code.instructions))
+    return Model(
+        configuration=configuration,
+        resources=resources,
+        masked=masked[0] if masked else full,
+        full=full,
+        rest=_work(code, before, after),
+        entry=max(between, key=lambda work: work.instructions, default=Work()),
+    )
+
+
+def _work(code: Code, *stretches: range) -> Work:
+    return count(itertools.chain(*(code.instructions[part.start : part.stop] for part in stretches)))
 
 
 def seconds(model: Model, mask: BlockDiagonalMask, heads: int, kv_heads: int) -> Range:
@@ -158,11 +174,12 @@ def seconds(model: Model, mask: BlockDiagonalMask, heads: int, kv_heads: int) ->
         programs, walks = kv_heads, group
     table = tile_table(tiled, rows // together, long=rows)
     full, masked = blocks_of(tiled, table[table[:, 0] < table[:, 1]], block)
+    further = ((full > 0) & (masked > 0)).long()
     spans = []
-    for per_tile, per_full, per_masked in zip(
-        model.tile(), model.iteration(model.full), model.iteration(model.masked), strict=True
+    for per_tile, per_loop, per_full, per_masked in zip(
+        model.tile(), model.further_loop(), model.iteration(model.full), model.iteration(model.masked), strict=True
     ):
-        work = per_tile + walks * (per_full * full + per_masked * masked)
+        work = per_tile + per_loop * further + walks * (per_full * full + per_masked * masked)
         spans.append(makespan(work.tolist(), programs) / CLOCK_HZ)
     return Range(*spans)
 
@@ -203,13 +220,13 @@ def row(configuration: Configuration) -> dict[str, Any] | None:
         "registers": model.resources.registers,
         "shared_kib": round(model.resources.shared_bytes / 1024, 1),
         "residents": model.residents,
-        "loops": model.loops,
     }
     for name, work in (("full", model.full), ("masked", model.masked)):
         facts |= {f"{name}_{unit}": round(cycles) for unit, cycles in work.cycles(model.warps).items()}
         facts |= {f"{name}_waits": work.waits, f"{name}_barriers": work.barriers, f"{name}_branches": work.branches}
         facts |= {f"{name}_{bound}": round(c) for bound, c in model.iteration(work)._asdict().items()}
-    facts |= {f"tile_{bound}": round(cycles) for bound, cycles in model.tile()._asdict().items()}
+    for name, outside in (("tile", model.tile()), ("further_loop", model.further_loop())):
+        facts |= {f"{name}_{bound}": round(cycles) for bound, cycles in outside._asdict().items()}
     for name, lengths in batches().items():
         slow, fast = tflops(model, lengths)
         facts |= {f"{name} slow": round(slow), f"{name} fast": round(fast)}
