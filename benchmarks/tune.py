@@ -33,7 +33,7 @@ Measure = Callable[[Kernel, Tile, int], float | None]
 def candidates(kernel: Kernel, block_d: int, arch: str) -> Iterator[Tile]:
     """All legal tiles of sizes that can be fast."""
     sizes, columns = (16, 32, 64, 128), (128, 256) if block_d == 512 else (256,)
-    heads = (1, 8) if kernel == "forward" else (1,)
+    heads = {"forward": (1, 8), "dq": (1, 4)}.get(kernel, (1,))
     for m, n, warps, stages, width, together in itertools.product(sizes, sizes, (4, 8), (1, 2, 3, 4), columns, heads):
         tile = Tile(m, n, warps, stages, width, together)
         if 512 <= m * n <= 128 * 128 and not tiles.why_illegal(kernel, tile, block_d, arch):

@@ -1,15 +1,18 @@
 """Packed against alone, to the bit: shared by the tests of the backends."""
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonpack import BlockDiagonalMask, varlen_attention
-from tritonpack.testing import Case, make_inputs
+from tritonpack.testing import Case, Inputs, make_inputs
 from tritonpack.testing.tolerance import ROW_OUTPUTS
 
 LENGTHS = (21, 5, 70, 1, 64, 9)  # around the interpreter's tiles of 64 and 32
+POISONS = (("q", "k", "v", "dout", "dlse"), ("v", "dout"))  # with finite q and k the rows have their log-sum-exp
 CASES = (
     Case("causal", LENGTHS),
     Case("bidirectional", LENGTHS, causal=False),
@@ -20,25 +23,47 @@ CASES = (
 
 
 def moved_outputs(
-    case: Case, dtype: torch.dtype, backend: Any, *, pack_invariant: bool, device: str = "cpu"
+    case: Case,
+    dtype: torch.dtype,
+    backend: Any,
+    *,
+    pack_invariant: bool,
+    device: str = "cpu",
+    poison: tuple[str, ...] = (),
 ) -> set[str]:
-    """The outputs in which a document's bits in the pack differ from its bits alone."""
+    """The outputs in which a document's bits in the pack differ from its bits alone.
+
+    `poison` names tensors that are NaN in all other documents of the pack.
+    """
     inputs = make_inputs(case, dtype, device)
 
-    def outputs(mask: BlockDiagonalMask, rows: slice) -> tuple[Tensor, ...]:
-        q, k, v = (x[rows].clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
+    def outputs(inputs: Inputs) -> dict[str, Tensor]:
+        q, k, v = (x.clone().requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
         out, lse = varlen_attention(
-            q, k, v, mask, sinks=inputs.sinks, return_lse=True, pack_invariant=pack_invariant, backend=backend,
+            q, k, v, inputs.mask, sinks=inputs.sinks, return_lse=True, pack_invariant=pack_invariant, backend=backend,
             **inputs.keywords,
         )  # fmt: skip
-        grads = torch.autograd.grad((out, lse), (q, k, v), (inputs.dout[rows], inputs.dlse[:, rows]))
-        return out.detach(), lse.detach().T, *grads
+        grads = torch.autograd.grad((out, lse), (q, k, v), (inputs.dout, inputs.dlse))
+        return dict(zip(ROW_OUTPUTS, (out.detach(), lse.detach().T, *grads), strict=True))
 
-    packed, moved, begin = outputs(inputs.mask, slice(None)), set(), 0
+    def change(mask: BlockDiagonalMask, by: Callable[[str, Tensor], Tensor]) -> Inputs:
+        changed = {name: by(name, getattr(inputs, name)) for name in ("q", "k", "v", "dout")}
+        return replace(inputs, **changed, dlse=by("dlse", inputs.dlse.T).T, mask=mask)
+
+    packed, moved, begin = outputs(inputs), set(), 0
     for length in case.seqlens:
         rows = slice(begin, begin + length)
         mask = BlockDiagonalMask.from_seqlens([length], causal=case.causal, window=case.window, device=device)
-        alone = outputs(mask, rows)
-        moved |= {n for n, a, p in zip(ROW_OUTPUTS, alone, packed, strict=True) if not torch.equal(a, p[rows])}
+        alone = outputs(change(mask, lambda name, x, rows=rows: x[rows]))
+        if poison:
+            packed = outputs(change(inputs.mask, lambda name, x, rows=rows: _keep(x, rows) if name in poison else x))
+        moved |= {name for name, x in alone.items() if not torch.equal(x, packed[name][rows])}
         begin += length
     return moved
+
+
+def _keep(x: Tensor, rows: slice) -> Tensor:
+    """NaN but for some rows."""
+    kept = torch.full_like(x, float("nan"))
+    kept[rows] = x[rows]
+    return kept

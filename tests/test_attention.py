@@ -245,6 +245,12 @@ class TestPackInvariance:
         longer = replace(case, seqlens=(37, 5, 150, 1, BLOCK, BLOCK + 1, 33))
         assert not invariance.moved_outputs(longer, dtype, "blocked", pack_invariant=True)
 
+    @pytest.mark.parametrize("poison", invariance.POISONS, ids="-".join)
+    @pytest.mark.parametrize("case", invariance.CASES, ids=str)
+    def test_not_even_a_nan_reaches_another_document(self, case: Case, poison: tuple[str, ...]) -> None:
+        longer = replace(case, seqlens=(37, 150, 1, BLOCK + 1, 33))
+        assert not invariance.moved_outputs(longer, torch.float32, "blocked", pack_invariant=True, poison=poison)
+
     def test_without_asking_it_has_not(self) -> None:
         assert invariance.moved_outputs(invariance.CASES[1], torch.float32, "blocked", pack_invariant=False)
 

@@ -188,6 +188,13 @@ def test_a_document_has_the_same_bits_wherever_it_lies(case: Case) -> None:
     assert not invariance.moved_outputs(case, torch.float32, "triton", pack_invariant=True)
 
 
+@pytest.mark.parametrize("poison", invariance.POISONS, ids="-".join)
+@pytest.mark.parametrize("case", invariance.CASES[:2], ids=str)
+def test_then_not_even_a_nan_reaches_another_document(case: Case, poison: tuple[str, ...]) -> None:
+    shorter = replace(case, seqlens=(21, 70, 9), heads=2, kv_heads=1)
+    assert not invariance.moved_outputs(shorter, torch.float32, "triton", pack_invariant=True, poison=poison)
+
+
 def test_without_asking_it_has_not() -> None:
     case = replace(invariance.CASES[1], seqlens=(21, 5, 64))
     moved = invariance.moved_outputs(case, torch.float32, "triton", pack_invariant=False)

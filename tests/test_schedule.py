@@ -34,8 +34,8 @@ def masks(seed: int) -> list[BlockDiagonalMask]:
 def test_every_row_lies_in_one_tile(seed: int, rows: int, long: int, whole: bool) -> None:
     for mask in masks(seed):
         table = tile_table(mask, rows, long=long, whole_documents=whole)
-        assert table.shape == (capacity(mask, rows, long, whole), 2)
-        tiles = sorted((first, end) for first, end in table.tolist() if first < end)
+        assert table.shape == (capacity(mask, rows, long, whole), 3)
+        tiles = sorted((first, end) for first, end, _ in table.tolist() if first < end)
         assert all(end - first <= rows for first, end in tiles)
         assert [first for first, _ in tiles] + [mask.num_queries] == [0, *(end for _, end in tiles)]
 
@@ -44,13 +44,13 @@ def test_every_row_lies_in_one_tile(seed: int, rows: int, long: int, whole: bool
 def test_the_heaviest_come_first(seed: int) -> None:
     mask = masks(seed)[0]
     table = tile_table(mask, 32)
-    keys = [int(mask.key_stop[end - 1] - mask.key_start[first]) for first, end in table.tolist() if first < end]
+    keys = [int(mask.key_stop[end - 1] - mask.key_start[first]) for first, end, _ in table.tolist() if first < end]
     assert keys == sorted(keys, reverse=True)
 
 
 def tiles_of(lengths: list[int], rows: int, **keywords: int) -> list[list[int]]:
     table = tile_table(BlockDiagonalMask.from_seqlens(lengths), rows, **keywords)
-    return sorted([first, end] for first, end in table.tolist() if first < end)
+    return sorted([first, end] for first, end, _ in table.tolist() if first < end)
 
 
 def test_how_long_a_document_that_begins_a_tile_is_can_be_told_apart_from_the_tile() -> None:
@@ -69,7 +69,7 @@ def test_short_documents_share_and_long_ones_begin_a_tile() -> None:
 def test_a_run_of_rows_that_see_nothing_is_one_document() -> None:
     mask = BlockDiagonalMask.from_cu_seqlens([0, 5], total_q=40)
     table = tile_table(mask, 16, whole_documents=True)
-    assert sorted(t for t in table.tolist() if t[0] < t[1]) == [[0, 5], [5, 21], [21, 37], [37, 40]]
+    assert sorted(t for t in table[:, :2].tolist() if t[0] < t[1]) == [[0, 5], [5, 21], [21, 37], [37, 40]]
 
 
 def test_the_table_is_computed_once() -> None:
@@ -79,5 +79,33 @@ def test_the_table_is_computed_once() -> None:
 
 
 def test_no_rows() -> None:
-    assert tile_table(BlockDiagonalMask.from_seqlens([]), 16).shape == (0, 2)
-    assert tile_table(BlockDiagonalMask.from_seqlens([5], [0]).transpose(), 16).shape == (0, 2)
+    assert tile_table(BlockDiagonalMask.from_seqlens([]), 16).shape == (0, 3)
+    assert tile_table(BlockDiagonalMask.from_seqlens([5], [0]).transpose(), 16).shape == (0, 3)
+
+
+@pytest.mark.parametrize("block", [16, 64])
+@pytest.mark.parametrize("seed", range(25))
+def test_exposed_tiles_may_read_keys_that_nothing_sees(seed: int, block: int) -> None:
+    for mask in masks(seed):
+        unseen = ~mask.to_dense().any(0)
+        for first, end, exposed in tile_table(mask, 32, block=block).tolist():
+            if first < end:
+                start, stop = int(mask.key_start[first]), int(mask.key_stop[end - 1])
+                assert bool(exposed) == bool(unseen[start : stop + block - 1].any())
+
+
+def test_padding_exposes_the_tiles_that_meet_it_alone() -> None:
+    mask = BlockDiagonalMask.from_padding_mask(torch.tensor([[1] * 32, [1] * 20 + [0] * 12, [1] * 32, [1] * 32]))
+    table = sorted(tile for tile in tile_table(mask, 32, block=16).tolist() if tile[0] < tile[1])
+    assert table == [[0, 32, 0], [32, 64, 1], [64, 96, 0], [96, 128, 0]]
+
+
+def test_without_padding_no_tile_is_exposed() -> None:
+    mask = BlockDiagonalMask.from_seqlens([30, 0, 400, 7])
+    assert not tile_table(mask, 16, block=32)[:, 2].any()
+
+
+def test_where_documents_share_no_tile_all_are_exposed() -> None:
+    """A document must be computed in the same way whatever lies beside it."""
+    mask = BlockDiagonalMask.from_seqlens([30, 50])
+    assert tile_table(mask, 16, block=32, whole_documents=True)[:, 2].all()

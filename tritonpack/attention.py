@@ -80,7 +80,8 @@ def varlen_attention(
         dropout_seed: an integer, or an int64 scalar on q's device; the same seed drops the same pairs, on every
             backend. None draws one from torch's generator.
         pack_invariant: a document's results and gradients, to the bit, are the same wherever in a pack it lies, and
-            alone; costs speed where documents are short. Not with dropout, nor on the reference backend.
+            alone, and a NaN in one reaches no other; costs speed where documents are short. Not with dropout, nor on
+            the reference backend.
         return_lse: also return the log-sum-exp of each row's scores, sink included.
         backend: "triton" (kernels; a GPU, or Triton's interpreter), "gluon" (experimental: another forward kernel, for
             Hopper GPUs, 16-bit types, D = D_v of 64, 128 or 256, and neither softcap nor sinks, ALiBi or dropout),

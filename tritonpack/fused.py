@@ -33,7 +33,8 @@ def plan_tiles(
         tile = _tile(kernel, q, v, options)
         tiled, long = (mask, tile.block_m) if kernel in ("forward", "dq") else (mask.transpose(), tile.block_n)
         rows = long // heads_per_tile(tile, q.shape[1] // k.shape[1]) if tiled is mask else long
-        return tile_table(tiled, rows, long=long, whole_documents=options.pack_invariant)
+        block = tile.block_n if tiled is mask else None
+        return tile_table(tiled, rows, long=long, block=block, whole_documents=options.pack_invariant)
 
     if not backward:
         return Tiles(table("forward"), None, None)
@@ -69,7 +70,6 @@ def forward(
             stride_ot=out.stride(0),
             stride_oh=out.stride(1),
             num_queries=q.shape[0],
-            num_keys=k.shape[0],
             HEAD_BLOCKS=head_blocks,
             HEADS=heads,
             HEAD_DIM_V=v.shape[2],
@@ -113,7 +113,6 @@ def backward(
     common = {
         "num_rows": num_rows,
         "num_queries": num_queries,
-        "num_keys": num_keys,
         "scale": options.scale,
         "HEAD_DIM": head_dim,
         "HEAD_DIM_V": head_dim_v,

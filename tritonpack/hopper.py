@@ -31,7 +31,8 @@ def plan_tiles(
         BackendUnavailableError: (a ValueError) a dtype, head dimension or feature that the kernel doesn't have.
     """
     _check(q, v, options)
-    rows = tile_table(mask, 2 * ROWS.value, whole_documents=options.pack_invariant)
+    block = HOPPER_TILES[q.shape[2]].block_n
+    rows = tile_table(mask, 2 * ROWS.value, block=block, whole_documents=options.pack_invariant)
     if not backward:
         return Tiles(rows, None, None)
     return fused.plan_tiles(q, k, v, mask, options, backward=True)._replace(forward=rows)
@@ -66,7 +67,6 @@ def forward(
             stride_ot=out.stride(0),
             stride_oh=out.stride(1),
             num_queries=q.shape[0],
-            num_keys=k.shape[0],
             num_heads=q.shape[1],
             scale_log2=options.scale * LOG2E.value,
             GROUP=q.shape[1] // k.shape[1],

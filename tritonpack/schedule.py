@@ -3,8 +3,9 @@
 Who sees whom is the mask's business, so tiles may begin anywhere. A tile that straddles two long documents has no block
 that all of its rows see, and one that holds a short document alone is mostly empty; so a document as long as a tile
 begins one, and shorter ones share. (Where several heads share a tile, "as long" counts its rows, of which a document
-then fills more than one tile's.) The table is built where the mask lies, without waiting for it: its length is a
-bound that the host knows, and entries to spare are empty.
+then fills more than one tile's.) Tiles that come across padding or slack, which may hold anything, are marked as
+exposed. The table is built where the mask lies, without waiting for it: its length is a bound that the host knows, and
+entries to spare are empty.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tritonpack.mask import BlockDiagonalMask
 
@@ -25,24 +27,36 @@ class Tiles(NamedTuple):
     queries: Tensor | None
 
 
-def tile_table(mask: BlockDiagonalMask, rows: int, *, long: int | None = None, whole_documents: bool = False) -> Tensor:
+def tile_table(
+    mask: BlockDiagonalMask,
+    rows: int,
+    *,
+    long: int | None = None,
+    block: int | None = None,
+    whole_documents: bool = False,
+) -> Tensor:
     """The tiles of at most `rows` consecutive query rows that cover all queries once.
 
     Args:
         mask: whose rows are to be tiled; its transpose to tile the keys.
         rows: of a tile.
         long: so many rows make a document long, at least `rows`; None means `rows`.
+        block: keys that a program reads at a time, from the first that the tile sees; None if it doesn't matter which
+            tiles are exposed.
         whole_documents: no tile holds rows of two documents, so that none depends on the document's neighbours.
 
     Returns:
-        (capacity, 2) int32 on the mask's device, the rows [first, end) of each tile, those with most keys to visit
-        first; the rest holds first = end. Computed once for a mask and kept with it.
+        (capacity, 3) int32 on the mask's device: the rows [first, end) of each tile, and whether it is exposed: 0 if
+        every key that it reads is seen by some query, else 1. All are exposed without `block`, and where tiles mustn't
+        depend on neighbours. Tiles with most keys to visit come first; the rest holds first = end. Computed once for a
+        mask and kept with it.
     """
     long = rows if long is None else long
     assert long >= rows
-    key = ("tiles", rows, long, whole_documents)
+    block = None if whole_documents else block
+    key = ("tiles", rows, long, block, whole_documents)
     if key not in mask.kept:
-        mask.kept[key] = _build_table(mask, rows, long, whole_documents)
+        mask.kept[key] = _build_table(mask, rows, long, block, whole_documents)
     return mask.kept[key]
 
 
@@ -56,10 +70,10 @@ def capacity(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: boo
     return min(total // rows + stretches, total)
 
 
-def _build_table(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: bool) -> Tensor:
+def _build_table(mask: BlockDiagonalMask, rows: int, long: int, block: int | None, whole_documents: bool) -> Tensor:
     total = mask.num_queries
     if not total:
-        return mask.key_start.new_empty(0, 2)
+        return mask.key_start.new_empty(0, 3)
     row = torch.arange(total, device=mask.device, dtype=torch.int32)
     begins = _document_begins(mask, whole_documents)
     if not whole_documents:
@@ -74,9 +88,14 @@ def _build_table(mask: BlockDiagonalMask, rows: int, long: int, whole_documents:
     number = torch.arange(1, capacity(mask, rows, long, whole_documents) + 1, device=mask.device, dtype=torch.int32)
     first = torch.searchsorted(tiles_so_far, number, out_int32=True)
     end = torch.cat([first[1:], first.new_full((1,), total)])
-    keys = mask.key_stop[(end - 1).clamp(min=0)] - mask.key_start[first.clamp(max=total - 1)]
-    order = torch.where(first < end, keys, -1).argsort(descending=True, stable=True)
-    return torch.stack([first, end], dim=1)[order]
+    start, stop = mask.key_start[first.clamp(max=total - 1)], mask.key_stop[(end - 1).clamp(min=0)]
+    order = torch.where(first < end, stop - start, -1).argsort(descending=True, stable=True)
+    exposed = torch.ones_like(first)
+    if block is not None:
+        queries = mask.transpose()
+        unseen = pad((queries.key_start == queries.key_stop).cumsum(0, dtype=torch.int32), (1, 0))  # before each key
+        exposed = (unseen[(stop + block - 1).clamp(max=mask.num_keys)] > unseen[start]).to(torch.int32)
+    return torch.stack([first, end, exposed], dim=1)[order]
 
 
 def _document_begins(mask: BlockDiagonalMask, exact: bool) -> Tensor:

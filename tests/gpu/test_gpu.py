@@ -77,6 +77,15 @@ def test_a_document_has_the_same_bits_wherever_it_lies(case: Case, dtype: torch.
     assert not invariance.moved_outputs(longer, dtype, "triton", pack_invariant=True, device="cuda")
 
 
+@HALF
+@pytest.mark.parametrize("poison", invariance.POISONS, ids="-".join)
+@pytest.mark.parametrize("case", invariance.CASES, ids=str)
+def test_then_not_even_a_nan_reaches_another_document(case: Case, poison: tuple[str, ...], dtype: torch.dtype) -> None:
+    longer = replace(case, seqlens=(37, 450, 1, 129, 33))
+    moved = invariance.moved_outputs(longer, dtype, "triton", pack_invariant=True, device="cuda", poison=poison)
+    assert not moved
+
+
 def test_cuda_graph_with_offsets_of_fixed_capacity() -> None:
     """Captured once, replayed for other documents; the mask and its tiles are built inside the graph."""
     total, capacity, heads, head_dim = 1024, 16, 4, 64

@@ -23,8 +23,13 @@ pytestmark = pytest.mark.compile
 LIMITS = {"sm_80": (255, 99), "sm_90": (255, 227), "sm_100": (255, 227), "gfx942": (512, 64)}
 
 
-# What a block of 32 products takes in addresses at this head dimension (docs/decisions/kernel-forms.md).
-KNOWN_SPILLS = {("dk", "sm_100", 512): 250, ("dq", "sm_100", 512): 300}
+# At head dimension 512, what a block of 32 products takes in addresses (docs/decisions/kernel-forms.md), in each of two
+# or four loops. With all features at once, what is kept outside of the loops.
+KNOWN_SPILLS = {
+    "dk-sm_100-d512-bf16": 250,
+    "dq-sm_100-d512-bf16": 600,
+    "dq-sm_90-d256-bf16-softcap-sinks-alibi-dropout-pack_invariant": 20,
+}
 
 
 # float32 runs with the same tiles on every architecture; here is where they fit.
@@ -55,8 +60,7 @@ def test_shipped_configuration(configuration: Configuration) -> None:
     assert resources.shared_bytes <= shared_kib * 1024
     assert resources.instructions > 100  # a kernel may compile to a single trap, without an error
     if configuration.dtype != torch.float32:  # which is multiplied exactly, by ordinary instructions, where it must
-        known = (configuration.kernel, configuration.arch, configuration.head_dim)
-        assert resources.spills <= KNOWN_SPILLS.get(known, 0)
+        assert resources.spills <= KNOWN_SPILLS.get(str(configuration), 0)
         assert resources.matrix_instructions > 0
 
 

@@ -105,6 +105,17 @@ def test_documents_are_isolated_to_the_bit() -> None:
     assert not same[37:107].any()
 
 
+@pytest.mark.usefixtures("small")
+def test_pack_invariant_not_even_a_nan_reaches_another_document() -> None:
+    inputs = make_inputs(Case("isolation", (37, 0, 70, 60), head_dim=64, heads=2, kv_heads=1), torch.float16)
+    before = forward(inputs, pack_invariant=True)["out"]
+    for x in (inputs.q, inputs.k, inputs.v):
+        x[:37] = x[107:] = float("nan")
+    after = forward(inputs, pack_invariant=True)["out"]
+    assert torch.equal(before[37:107], after[37:107])
+    assert after[:37].isnan().all()
+
+
 def test_strided_inputs() -> None:
     """Parts of a joint projection, as models have them: read where they lie."""
     case = Case("strided", (40, 33), head_dim=64, heads=2, kv_heads=2, slack=5)

@@ -17,6 +17,9 @@ import triton
 import triton.language as tl
 
 from tritonpack.kernels.primitives import (
+    CLEANED,
+    FULL,
+    LATE,
     LOG2E,
     block_range,
     dot,
@@ -25,14 +28,14 @@ from tritonpack.kernels.primitives import (
     load_bounds,
     load_rows,
     load_tile,
+    masked_block,
+    phase_range,
     score,
     within,
 )
 
 
-@triton.jit(
-    do_not_specialize=["num_queries", "num_keys", "stride_dlh", "stride_dlt", "stride_at", "stride_ah", "drop_below"]
-)
+@triton.jit(do_not_specialize=["num_queries", "stride_dlh", "stride_dlt", "stride_at", "stride_ah", "drop_below"])
 def dq_kernel(
     q_desc,
     k_desc,
@@ -65,7 +68,6 @@ def dq_kernel(
     stride_ah,
     num_rows,
     num_queries,
-    num_keys,
     scale,
     scale_log2,
     softcap_log2,
@@ -90,7 +92,7 @@ def dq_kernel(
     one head after another: its tokens are fewer for it, and where documents are short, so are its hidden pairs. With
     sinks also each tile's share of their gradient, [H, tiles]; empty tiles leave theirs as it is.
     """
-    head_block, number, first, end = load_tile(tiles_ptr, HEAD_BLOCKS)
+    head_block, number, first, end, exposed = load_tile(tiles_ptr, HEAD_BLOCKS)
     if first >= end:
         return
     first_head = head_block * HEADS
@@ -104,6 +106,7 @@ def dq_kernel(
     slopes, diagonal = load_alibi(alibi_ptr, diagonal_ptr, offs_m, head, end, stride_at, stride_ah)  # [M]
     seed = 0 if seed_ptr is None else tl.load(seed_ptr)
     begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, 1, BLOCK_N)
+    key_end = tl.load(key_stop_ptr + end - 1)
 
     rows = offs_m.to(tl.int64)
     in_range = offs_m < end
@@ -129,37 +132,41 @@ def dq_kernel(
             tl.store(dsinks_ptr + heads * (tl.num_programs(0) // HEAD_BLOCKS) + number, -shares)
     q = load_rows(q_desc, first, first_head, 0, BLOCK_M, BLOCK_D, UPCAST)  # [M, D]
     dq = tl.zeros([BLOCK_M, COLUMNS], dtype=tl.float32)
-    for phase in tl.static_range(2):
-        steps = full + blocks - full_end if phase == 0 else full_end - full
-        for step in tl.range(0, steps):
-            block = step + (tl.where(step >= full, full_end - full, 0) if phase == 0 else full)
-            key = begin + block * BLOCK_N
-            offs_n = key + tl.arange(0, BLOCK_N)
-            k = load_rows(k_desc, key, kv_head, 0, BLOCK_N, BLOCK_D, UPCAST)  # [N, D]
-            v = load_rows(v_desc, key, kv_head, 0, BLOCK_N, BLOCK_V, UPCAST)  # [N, V]
-            if COLUMNS == BLOCK_D:
-                k_columns = k
-            else:
-                k_columns = load_rows(k_columns_desc, key, kv_head, column, BLOCK_N, COLUMNS, UPCAST)  # [N, C]
-            if phase == 0:
-                query_start, query_stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, num_keys)
-                k_columns = tl.where((query_start < query_stop)[:, None], k_columns, 0.0)
-            products = tl.dot(q, k.T, input_precision=PRECISION)  # [M, D] @ [D, N] -> [M, N]
-            distance = diagonal[:, None] - offs_n[None, :]
-            scores, unit, slope = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[:, None], distance)
-            exponents = scores * unit - lse2[:, None]
-            if phase == 0:
-                visible = within(offs_n[None, :], start[:, None], (stop - start)[:, None])
-                exponents = tl.where(visible, exponents, float("-inf"))
-            p = tl.exp2(exponents)
-            dp = tl.dot(dout, v.T, input_precision=PRECISION)  # [M, V] @ [V, N] -> [M, N]
-            if seed_ptr is not None:
-                keep = kept(seed, head[:, None], offs_m[:, None], offs_n[None, :], drop_below)
-                dp = tl.where(keep, dp * keep_scale, 0.0)
-            dp = (dp - delta[:, None]) * slope
-            if phase == 0:
-                dp = tl.where(visible, dp, 0.0)
-            dq = dot(p * dp, k_columns, dq, PRECISION)  # [M, N] @ [N, C] -> [M, C]
+    for phase in tl.static_range(4):
+        step_begin, step_end = phase_range(phase, exposed, full, full_end, blocks)
+        if step_begin < step_end:  # or an empty loop would still prepare its loads
+            for step in tl.range(step_begin, step_end):
+                block = masked_block(step, full, full_end) if phase == CLEANED else step
+                key = begin + block * BLOCK_N
+                offs_n = key + tl.arange(0, BLOCK_N)
+                k = load_rows(k_desc, key, kv_head, 0, BLOCK_N, BLOCK_D, UPCAST)  # [N, D]
+                v = load_rows(v_desc, key, kv_head, 0, BLOCK_N, BLOCK_V, UPCAST)  # [N, V]
+                if COLUMNS == BLOCK_D:
+                    k_columns = k
+                else:
+                    k_columns = load_rows(k_columns_desc, key, kv_head, column, BLOCK_N, COLUMNS, UPCAST)  # [N, C]
+                if phase == CLEANED:
+                    query_start, query_stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, key_end)
+                    k_columns = tl.where((query_start < query_stop)[:, None], k_columns, 0.0)
+                products = tl.dot(q, k.T, input_precision=PRECISION)  # [M, D] @ [D, N] -> [M, N]
+                distance = diagonal[:, None] - offs_n[None, :]
+                scores, unit, slope = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[:, None], distance)
+                exponents = scores * unit - lse2[:, None]
+                if phase == LATE:
+                    visible = offs_n[None, :] < stop[:, None]
+                elif phase != FULL:
+                    visible = within(offs_n[None, :], start[:, None], (stop - start)[:, None])
+                if phase != FULL:
+                    exponents = tl.where(visible, exponents, float("-inf"))
+                p = tl.exp2(exponents)
+                dp = tl.dot(dout, v.T, input_precision=PRECISION)  # [M, V] @ [V, N] -> [M, N]
+                if seed_ptr is not None:
+                    keep = kept(seed, head[:, None], offs_m[:, None], offs_n[None, :], drop_below)
+                    dp = tl.where(keep, dp * keep_scale, 0.0)
+                dp = (dp - delta[:, None]) * slope
+                if phase != FULL:
+                    dp = tl.where(visible, dp, 0.0)
+                dq = dot(p * dp, k_columns, dq, PRECISION)  # [M, N] @ [N, C] -> [M, C]
 
     offs_d = column + tl.arange(0, COLUMNS)
     offs = (rows * stride_dqt + head * stride_dqh)[:, None] + offs_d[None, :]
@@ -167,7 +174,7 @@ def dq_kernel(
     tl.store(dq_ptr + offs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "stride_at", "stride_ah", "drop_below"])
+@triton.jit(do_not_specialize=["num_queries", "stride_at", "stride_ah", "drop_below"])
 def dkdv_kernel(
     q_desc,
     q_columns_desc,
@@ -192,7 +199,6 @@ def dkdv_kernel(
     stride_ah,
     num_rows,
     num_queries,
-    num_keys,
     scale,
     scale_log2,
     softcap_log2,
@@ -220,7 +226,7 @@ def dkdv_kernel(
     The row statistics are descriptors, or pointers where ALIGN is 1: descriptors read 16 bytes at a time, so blocks of
     queries then begin at a multiple of 4 rows of the whole stream, whatever the document.
     """
-    kv_head, _number, first, end = load_tile(tiles_ptr, HEAD_BLOCKS)
+    kv_head, _number, first, end, _exposed = load_tile(tiles_ptr, HEAD_BLOCKS)
     if first >= end:
         return
     column = tl.program_id(1) * COLUMNS
@@ -228,6 +234,7 @@ def dkdv_kernel(
     start, stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, end)  # [N]
     seed = 0 if seed_ptr is None else tl.load(seed_ptr)
     begin, full, full_end, blocks = block_range(query_start_ptr, query_stop_ptr, first, end - 1, ALIGN, BLOCK_M)
+    query_end = tl.load(query_stop_ptr + end - 1)
 
     BLOCK_DOUT: tl.constexpr = BLOCK_V if HAS_DK else COLUMNS
     dout_column = 0 if HAS_DK else column
@@ -256,7 +263,7 @@ def dkdv_kernel(
                 lse2_m = lse2.load([head * num_rows + row])  # [M]
                 delta_m = delta.load([head * num_rows + row])  # [M]
             if phase == 0:  # what is summed over rows mustn't hold a NaN of rows that see nothing
-                live = (lse2_m < float("inf"))[:, None]
+                live = ((lse2_m < float("inf")) & (offs_m < query_end))[:, None]
                 if HAS_DV:
                     dout = tl.where(live, dout, 0.0)
                 if HAS_DK and (HAS_DV or COLUMNS == BLOCK_D):

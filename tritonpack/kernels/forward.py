@@ -10,6 +10,9 @@ import triton
 import triton.language as tl
 
 from tritonpack.kernels.primitives import (
+    CLEANED,
+    FULL,
+    LATE,
     LN2,
     LOG2E,
     block_range,
@@ -19,11 +22,14 @@ from tritonpack.kernels.primitives import (
     load_bounds,
     load_rows,
     load_tile,
+    masked_block,
+    phase_range,
     score,
+    within,
 )
 
 
-@triton.jit(do_not_specialize=["num_queries", "num_keys", "stride_at", "stride_ah", "drop_below"])
+@triton.jit(do_not_specialize=["num_queries", "stride_at", "stride_ah", "drop_below"])
 def forward_kernel(
     q_desc,
     k_desc,
@@ -44,7 +50,6 @@ def forward_kernel(
     stride_at,
     stride_ah,
     num_queries,
-    num_keys,
     scale_log2,
     softcap_log2,
     drop_below,
@@ -62,11 +67,9 @@ def forward_kernel(
 ):
     """out [T_q, H, D_v] and lse [H, T_q]; grid (tiles times blocks of HEADS heads, column chunks of the values).
 
-    The query bounds (the transposed mask) only tell which keys are seen at all: a NaN in the others must not spread.
-    Blocks after the full ones need neither these nor the rows' first keys: every row's keys have begun there, and the
-    last row sees all of them up to the tile's end.
+    The query bounds (the transposed mask) tell which keys are seen at all.
     """
-    head_block, _number, first, end = load_tile(tiles_ptr, HEAD_BLOCKS)
+    head_block, _number, first, end, exposed = load_tile(tiles_ptr, HEAD_BLOCKS)
     if first >= end:
         return
     first_head = head_block * HEADS
@@ -77,6 +80,7 @@ def forward_kernel(
     slopes, diagonal = load_alibi(alibi_ptr, diagonal_ptr, offs_m, head, end, stride_at, stride_ah)  # [M]
     seed = 0 if seed_ptr is None else tl.load(seed_ptr)
     begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, 1, BLOCK_N)
+
     key_end = tl.load(key_stop_ptr + end - 1)
 
     q = load_rows(q_desc, first, first_head, 0, BLOCK_M, BLOCK_D, UPCAST)  # [M, D]
@@ -87,35 +91,37 @@ def forward_kernel(
     else:  # a key that every row has seen before the first
         top = tl.load(sinks_ptr + head) * LOG2E
         total = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
-    for phase in tl.static_range(3):
-        block_lo = 0 if phase == 0 else (full if phase == 1 else full_end)
-        block_hi = full if phase == 0 else (full_end if phase == 1 else blocks)
-        for block in tl.range(block_lo, block_hi):
-            key = begin + block * BLOCK_N
-            offs_n = key + tl.arange(0, BLOCK_N)
-            k = load_rows(k_desc, key, first_head // GROUP, 0, BLOCK_N, BLOCK_D, UPCAST)  # [N, D]
-            v = load_rows(v_desc, key, first_head // GROUP, column, BLOCK_N, COLUMNS, UPCAST)  # [N, C]
-            products = tl.dot(q, k.T, input_precision=PRECISION)  # [M, D] @ [D, N] -> [M, N]
-            distance = diagonal[:, None] - offs_n[None, :]
-            scores, unit, _ = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[:, None], distance)
-            if phase == 0:
-                visible = (offs_n[None, :] >= start[:, None]) & (offs_n[None, :] < stop[:, None])
-                scores = tl.where(visible, scores, float("-inf"))
-                query_start, query_stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, num_keys)
-                v = tl.where((query_start < query_stop)[:, None], v, 0.0)
-            elif phase == 2:
-                scores = tl.where(offs_n[None, :] < stop[:, None], scores, float("-inf"))
-                v = tl.where((offs_n < key_end)[:, None], v, 0.0)
-            new_top = tl.maximum(top, tl.max(scores, 1) * unit)
-            # A row that has seen nothing yet has no maximum; 0 in its place leaves every exponential at exp2(-inf) = 0.
-            pivot = tl.where(new_top == float("-inf"), 0.0, new_top) if phase != 1 else new_top
-            p = tl.exp2(scores * unit - pivot[:, None])
-            decay = tl.exp2(top - pivot)
-            total = total * decay + tl.sum(p, 1)
-            if seed_ptr is not None:
-                p = tl.where(kept(seed, head[:, None], offs_m[:, None], offs_n[None, :], drop_below), p, 0.0)
-            acc = dot(p, v, acc * decay[:, None], PRECISION)  # [M, N] @ [N, C] -> [M, C]
-            top = new_top
+    for phase in tl.static_range(4):
+        step_begin, step_end = phase_range(phase, exposed, full, full_end, blocks)
+        if step_begin < step_end:  # or an empty loop would still prepare its loads
+            for step in tl.range(step_begin, step_end):
+                block = masked_block(step, full, full_end) if phase == CLEANED else step
+                key = begin + block * BLOCK_N
+                offs_n = key + tl.arange(0, BLOCK_N)
+                k = load_rows(k_desc, key, first_head // GROUP, 0, BLOCK_N, BLOCK_D, UPCAST)  # [N, D]
+                v = load_rows(v_desc, key, first_head // GROUP, column, BLOCK_N, COLUMNS, UPCAST)  # [N, C]
+                products = tl.dot(q, k.T, input_precision=PRECISION)  # [M, D] @ [D, N] -> [M, N]
+                distance = diagonal[:, None] - offs_n[None, :]
+                scores, unit, _ = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[:, None], distance)
+                if phase == LATE:
+                    visible = offs_n[None, :] < stop[:, None]
+                elif phase != FULL:
+                    visible = within(offs_n[None, :], start[:, None], (stop - start)[:, None])
+                if phase != FULL:
+                    scores = tl.where(visible, scores, float("-inf"))
+                if phase == CLEANED:
+                    query_start, query_stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, key_end)
+                    v = tl.where((query_start < query_stop)[:, None], v, 0.0)
+                new_top = tl.maximum(top, tl.max(scores, 1) * unit)
+                # A row that has seen nothing yet has no maximum; 0 in its place leaves every exponential at 0.
+                pivot = tl.where(new_top == float("-inf"), 0.0, new_top) if phase != FULL else new_top
+                p = tl.exp2(scores * unit - pivot[:, None])
+                decay = tl.exp2(top - pivot)
+                total = total * decay + tl.sum(p, 1)
+                if seed_ptr is not None:
+                    p = tl.where(kept(seed, head[:, None], offs_m[:, None], offs_n[None, :], drop_below), p, 0.0)
+                acc = dot(p, v, acc * decay[:, None], PRECISION)  # [M, N] @ [N, C] -> [M, C]
+                top = new_top
 
     in_range = offs_m < end
     lse = (top + tl.log2(total)) * LN2  # -inf where a row saw nothing

@@ -72,7 +72,7 @@ def _line_layout(size):
     return gl.BlockedLayout([size // 32], [32], [1], [0])
 
 
-@gluon.jit(do_not_specialize=["num_queries", "num_keys", "num_heads"])
+@gluon.jit(do_not_specialize=["num_queries", "num_heads"])
 def hopper_forward_kernel(
     q_desc,
     k_desc,
@@ -90,7 +90,6 @@ def hopper_forward_kernel(
     stride_ot,
     stride_oh,
     num_queries,
-    num_keys,
     num_heads,
     scale_log2,
     GROUP: gl.constexpr,
@@ -105,10 +104,11 @@ def hopper_forward_kernel(
 
     Descriptors read blocks [1, 64, D] of q and [1, BLOCK_N, D] of k and v from (heads, tokens, D).
     """
-    head, _number, first, end = load_tile(tiles_ptr, num_heads)
+    head, _number, first, end, exposed = load_tile(tiles_ptr, num_heads)
     if first >= end:
         return
     begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, 1, BLOCK_N)
+    key_end = gl.load(key_stop_ptr + (end - 1))
 
     dtype: gl.constexpr = q_desc.dtype
     q = gl.allocate_shared_memory(dtype, [2, 1, ROWS, BLOCK_D], q_desc.layout)
@@ -133,7 +133,7 @@ def hopper_forward_kernel(
             (_compute_lower, (rings, turn, results, bounds, scale_log2, head, first, end, work,
                               BLOCK_N, BLOCK_D, STAGES, TURNS)),
             (_load, (q_desc, k_desc, v_desc, v_ptr, stride_vt, stride_vh, rings, query_start_ptr, query_stop_ptr,
-                     num_keys, head, first, work, GROUP, BLOCK_N, BLOCK_D, STAGES)),
+                     key_end, head, first, exposed, work, GROUP, BLOCK_N, BLOCK_D, STAGES)),
         ],
         [4, 1],
         [COMPUTE_REGISTERS, LOAD_REGISTERS],
@@ -151,13 +151,13 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def _load(
-    q_desc, k_desc, v_desc, v_ptr, stride_vt, stride_vh, rings, query_start_ptr, query_stop_ptr, num_keys, head,
-    first, work,
+    q_desc, k_desc, v_desc, v_ptr, stride_vt, stride_vh, rings, query_start_ptr, query_stop_ptr, key_end, head,
+    first, exposed, work,
     GROUP: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """The loading warp: q once, then keys a block ahead of values, as they are read, whenever a buffer is free."""
     q, k, v, q_filled, k_filled, v_filled, k_free, v_free = rings
-    begin, full, full_end, blocks = work
+    begin, _full, _full_end, blocks = work
     kv_head = head // GROUP
     for half in gl.static_range(2):
         mbarrier.expect(q_filled.index(half), ROWS * BLOCK_D * 2)
@@ -172,14 +172,14 @@ def _load(
             block = ahead - 1
             key = begin + block * BLOCK_N
             unseen = 0
-            if (block < full) | (block >= full_end):  # the others are seen by all rows of the tile
-                unseen = _count_unseen(key, query_start_ptr, query_stop_ptr, num_keys, BLOCK_N)
+            if exposed != 0:
+                unseen = _count_unseen(key, query_start_ptr, query_stop_ptr, key_end, BLOCK_N)
             slot = block % STAGES
             mbarrier.wait(v_free.index(slot), (block // STAGES & 1) ^ 1)
             if unseen > 0:
                 _copy_seen(
                     v_ptr + kv_head.to(gl.int64) * stride_vh, stride_vt, v.index(slot), key, query_start_ptr,
-                    query_stop_ptr, num_keys, BLOCK_N, BLOCK_D,
+                    query_stop_ptr, key_end, BLOCK_N, BLOCK_D,
                 )  # fmt: skip
                 fence_async_shared()
                 mbarrier.arrive(v_filled.index(slot))
@@ -189,17 +189,17 @@ def _load(
 
 
 @gluon.jit
-def _count_unseen(key, query_start_ptr, query_stop_ptr, num_keys, BLOCK_N: gl.constexpr):
-    """How many keys of a block no query sees."""
+def _count_unseen(key, query_start_ptr, query_stop_ptr, key_end, BLOCK_N: gl.constexpr):
+    """How many keys of a block no query sees, or lie past those of the tile."""
     layout: gl.constexpr = _line_layout(BLOCK_N)
     offs_n = key + gl.arange(0, BLOCK_N, layout)
-    query_start, query_stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, num_keys)
-    return gl.sum(((query_start >= query_stop) & (offs_n < num_keys)).to(gl.int32), 0)
+    query_start, query_stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, key_end)
+    return gl.sum((query_start >= query_stop).to(gl.int32), 0)
 
 
 @gluon.jit
 def _copy_seen(
-    v_ptr, stride_vt, v, key, query_start_ptr, query_stop_ptr, num_keys,
+    v_ptr, stride_vt, v, key, query_start_ptr, query_stop_ptr, key_end,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
     """A block of values with zeros for those that no query sees: a probability of zero times a NaN is a NaN.
@@ -211,7 +211,7 @@ def _copy_seen(
     offs_n = key + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
     offs_d = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
     for i in gl.static_range(BLOCK_N // 8):
-        query_start, query_stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, num_keys)
+        query_start, query_stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, key_end)
         seen = (query_start < query_stop)[:, None]
         v_ptrs = v_ptr + offs_n.to(gl.int64)[:, None] * stride_vt + offs_d[None, :]
         for column in gl.static_range(0, BLOCK_D, 64):

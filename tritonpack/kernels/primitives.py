@@ -9,16 +9,20 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
+# What is done with the blocks that a tile of queries visits, in this order; see `phase_range`.
+EARLY, FULL, LATE, CLEANED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+
 
 @triton.jit
 def load_tile(tiles_ptr, head_blocks):
-    """This program's block of heads and its tile: the number, the rows [first, end), none if there is room to spare.
+    """This program's block of heads and its tile: the number, and the table's three numbers (tritonpack/schedule.py).
 
     Both are in the grid's first axis, because the others end at 65,535. Blocks of heads turn fastest, so that the
     heaviest tiles of all heads start first.
     """
     number = tl.program_id(0) // head_blocks
-    return tl.program_id(0) % head_blocks, number, tl.load(tiles_ptr + 2 * number), tl.load(tiles_ptr + 2 * number + 1)
+    tile = tiles_ptr + 3 * number
+    return tl.program_id(0) % head_blocks, number, tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
 
 
 @triton.jit
@@ -36,6 +40,37 @@ def block_range(start_ptr, stop_ptr, first, last, ALIGN: tl.constexpr, BLOCK: tl
     full = tl.minimum(tl.cdiv(tl.maximum(common - begin, 0), BLOCK), blocks)
     full_end = tl.maximum(tl.maximum(common_end - begin, 0) // BLOCK, full)
     return begin, full, full_end, blocks
+
+
+@triton.jit
+def phase_range(phase: tl.constexpr, exposed, full, full_end, blocks):
+    """The steps [begin, end) of a tile of queries in a phase.
+
+    EARLY masks the blocks before the full ones, FULL doesn't mask, LATE masks the blocks after them, by the rows' last
+    keys alone, as all rows' keys have begun there. Of an exposed tile CLEANED takes all masked blocks instead: it also
+    puts zeros where nothing sees, because a weight of zero doesn't hide a NaN, and that is the dearest part of a masked
+    block. A step is a block, in CLEANED the number of a masked one (`masked_block`).
+    """
+    clean = exposed != 0
+    if phase == EARLY:
+        begin = tl.where(clean, full, 0)
+        end = full
+    elif phase == FULL:
+        begin = full
+        end = full_end
+    elif phase == LATE:
+        begin = tl.where(clean, blocks, full_end)
+        end = blocks
+    else:
+        begin = 0
+        end = tl.where(clean, full + blocks - full_end, 0)
+    return begin, end
+
+
+@triton.jit
+def masked_block(number, full, full_end):
+    """The masked block of that number; they lie before and after the full ones."""
+    return number + tl.where(number >= full, full_end - full, 0)
 
 
 @triton.jit

@@ -63,7 +63,7 @@ TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
             64: Tile(128, 128, 8, 2, heads=4),
             128: Tile(128, 64, 8, 2, heads=4),
             256: Tile(128, 32, 8, 2),
-            512: Tile(64, 32, 4, 1, columns=128),
+            512: Tile(64, 16, 4, 2, columns=128),
         },
     },
     # Blackwell: accumulators live in tensor memory, so registers are less of a limit than shared memory. At 512 the
@@ -79,8 +79,8 @@ TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
         "dk": {512: Tile(16, 64, 8, 1, columns=128)},
         "dv": {512: Tile(64, 64, 4, 1, columns=128)},
         "dq": {
-            64: Tile(128, 64, 8, 2),
-            128: Tile(64, 64, 4, 2),
+            64: Tile(128, 64, 8, 2, heads=4),
+            128: Tile(64, 64, 4, 2, heads=4),
             256: Tile(64, 32, 4, 2),
             512: Tile(64, 32, 4, 1, columns=128),
         },
@@ -98,8 +98,8 @@ TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
         "dk": {512: Tile(16, 16, 8, 1, columns=128)},
         "dv": {512: Tile(16, 16, 4, 1, columns=128)},
         "dq": {
-            64: Tile(128, 32, 8, 2),
-            128: Tile(64, 32, 8, 2),
+            64: Tile(128, 32, 8, 2, heads=4),
+            128: Tile(64, 32, 8, 2, heads=4),
             256: Tile(32, 32, 8, 2),
             512: Tile(16, 16, 8, 1, columns=128),
         },
@@ -116,8 +116,8 @@ TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
         "dk": {512: Tile(16, 32, 4, 1, columns=128)},
         "dv": {512: Tile(16, 32, 4, 1, columns=128)},
         "dq": {
-            64: Tile(64, 64, 4, 1),
-            128: Tile(64, 32, 4, 1),
+            64: Tile(64, 64, 4, 1, heads=4),
+            128: Tile(64, 32, 4, 1, heads=4),
             256: Tile(32, 16, 4, 1),
             512: Tile(32, 16, 4, 1, columns=128),
         },
@@ -132,12 +132,12 @@ EXTENDED_TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
         "dkdv": {64: Tile(32, 128, 8, 2), 128: Tile(16, 128, 8, 2)},
         "dk": {256: Tile(16, 128, 8, 2, columns=128)},
         "dv": {256: Tile(32, 128, 8, 2)},
-        "dq": {64: Tile(128, 64, 8, 2), 128: Tile(128, 32, 8, 2, heads=4), 256: Tile(128, 16, 8, 2)},
+        "dq": {64: Tile(128, 64, 8, 2), 128: Tile(128, 32, 8, 2), 256: Tile(128, 16, 8, 2)},
     },
     "sm_100": {
-        "forward": {64: Tile(64, 128, 8, 2, heads=8), 128: Tile(64, 64, 8, 2), 256: Tile(64, 64, 8, 2)},
+        "forward": {64: Tile(64, 64, 8, 2, heads=8), 128: Tile(64, 64, 8, 2), 256: Tile(64, 64, 8, 2)},
         "dkdv": {64: Tile(32, 128, 8, 2), 128: Tile(32, 128, 8, 2), 256: Tile(32, 64, 8, 1)},
-        "dq": {64: Tile(64, 64, 8, 2), 128: Tile(128, 32, 8, 2), 256: Tile(128, 32, 8, 2)},
+        "dq": {64: Tile(64, 64, 8, 2, heads=4), 128: Tile(128, 32, 8, 2, heads=4), 256: Tile(128, 32, 8, 2)},
     },
     "sm_80": {
         "forward": {256: Tile(64, 16, 8, 2)},
