@@ -17,7 +17,8 @@ Assumed: 132 multiprocessors at 1.755 GHz (the boost clock, which a GPU that mul
 hold); loads that L2 serves and that are asked for early enough; 30 cycles per wait; 700 for the first load of a loop
 and for each of four accesses to memory before the first loop; a program that begins as another ends; programs that
 share a multiprocessor without a gap (docs/decisions/kernel-ladder.md says how far published figures bear that out). The
-tail of the batch is that of benchmarks/schedule.py, for multiprocessors that take one tile after the other.
+tail of the batch is that of benchmarks/schedule.py, for multiprocessors that take one tile after the other. Masked
+blocks before the full ones are taken for ones after them, in the same loop, though they take a loop of their own.
 """
 
 from __future__ import annotations
@@ -123,7 +124,7 @@ class Model:
         return self._outside(self.rest, FIRST_ACCESSES + 1)
 
     def further_loop(self) -> Range:
-        """Cycles of a multiprocessor for each loop of a tile after the first; loops without blocks cost nothing."""
+        """Cycles of a multiprocessor for a second loop of a tile; loops without blocks cost nothing."""
         return self._outside(self.entry, 1)
 
     def _outside(self, work: Work, accesses: int) -> Range:

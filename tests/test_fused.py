@@ -5,12 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 
+from benchmarks.schedule import blocks_of
 from tests import invariance
 from tritonpack import BlockDiagonalMask, fused, varlen_attention
 from tritonpack.kernels.tiles import Tile
 from tritonpack.options import make_options
+from tritonpack.schedule import tile_table
 from tritonpack.testing import CASES, Case, check_backend, make_inputs
-from tritonpack.testing.tolerance import OUTPUTS, ROW_OUTPUTS, run
+from tritonpack.testing.tolerance import OUTPUTS, ROW_OUTPUTS, check_outputs, run
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
@@ -55,6 +57,18 @@ def test_bfloat16_by_way_of_float32(case: Case) -> None:
 def test_tiles_may_hold_rows_of_several_heads(case: Case, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tritonpack.kernels.tiles.INTERPRETER_TILE", Tile(64, 32, 4, 1, heads=together))
     check_backend(make_inputs(case, torch.float32, slack_value=float("nan")), "triton")
+
+
+@pytest.mark.parametrize("alone", [False, True], ids=["", "pack-invariant"])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_exposed_tiles_mask_blocks_on_both_sides_of_the_full_ones(alone: bool) -> None:
+    inputs = make_inputs(Case("wide", (3, 200), window=(100, 0), slack=7), torch.float32, slack_value=float("nan"))
+    table = tile_table(inputs.mask, 32, long=64, block=32, whole_documents=alone)
+    exposed = table[(table[:, 0] < table[:, 1]) & (table[:, 2] == 1)]
+    full, masked = blocks_of(inputs.mask, exposed, 32)
+    early = (inputs.mask.key_start[exposed[:, 1] - 1] - inputs.mask.key_start[exposed[:, 0]] + 31) // 32
+    assert bool(((early > 0) & (full > 0) & (masked > early)).any())
+    check_outputs(inputs, run(replace(inputs, keywords=inputs.keywords | {"pack_invariant": alone}), "triton"))
 
 
 @pytest.mark.usefixtures("poisoned_memory")
@@ -189,7 +203,7 @@ def test_a_document_has_the_same_bits_wherever_it_lies(case: Case) -> None:
 
 
 @pytest.mark.parametrize("poison", invariance.POISONS, ids="-".join)
-@pytest.mark.parametrize("case", invariance.CASES[:2], ids=str)
+@pytest.mark.parametrize("case", invariance.CASES[:3], ids=str)
 def test_then_not_even_a_nan_reaches_another_document(case: Case, poison: tuple[str, ...]) -> None:
     shorter = replace(case, seqlens=(21, 70, 9), heads=2, kv_heads=1)
     assert not invariance.moved_outputs(shorter, torch.float32, "triton", pack_invariant=True, poison=poison)

@@ -30,11 +30,11 @@ def plan_tiles(
     """The tile tables of all kernels; without backward only forward's."""
 
     def table(kernel: Kernel) -> Tensor:
-        tile = _tile(kernel, q, v, options)
-        tiled, long = (mask, tile.block_m) if kernel in ("forward", "dq") else (mask.transpose(), tile.block_n)
-        rows = long // heads_per_tile(tile, q.shape[1] // k.shape[1]) if tiled is mask else long
-        block = tile.block_n if tiled is mask else None
-        return tile_table(tiled, rows, long=long, block=block, whole_documents=options.pack_invariant)
+        tile, alone = _tile(kernel, q, v, options), options.pack_invariant
+        if kernel in ("forward", "dq"):
+            rows = tile.block_m // heads_per_tile(tile, q.shape[1] // k.shape[1])
+            return tile_table(mask, rows, long=tile.block_m, block=tile.block_n, whole_documents=alone)
+        return tile_table(mask.transpose(), tile.block_n, whole_documents=alone)
 
     if not backward:
         return Tiles(table("forward"), None, None)

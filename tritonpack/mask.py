@@ -356,7 +356,7 @@ class BlockDiagonalMask:
         [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
         """
         start, stop, num_keys = self.key_start, self.key_stop, self.num_keys
-        diagonal, document = self.diagonal, self.document
+        diagonal, document, max_documents = self.diagonal, self.document, self.max_documents
         if query_rows is not None:
             rows = check_indices(query_rows, "query_rows", self.num_queries, self.device)
             start, stop = start[rows], stop[rows]
@@ -366,7 +366,8 @@ class BlockDiagonalMask:
             start = torch.searchsorted(keys, start, out_int32=True)
             stop = torch.searchsorted(keys, stop, out_int32=True)
             num_keys, diagonal = keys.shape[0], None  # keys that are left out break the count of distances
-        return BlockDiagonalMask(start, stop, num_keys, diagonal, document, self.max_documents)
+            max_documents = None  # and may leave a document many runs of rows that see nothing
+        return BlockDiagonalMask(start, stop, num_keys, diagonal, document, max_documents)
 
     def to_dense(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
         """The mask as (num_queries, num_keys), one number per pair: O(T^2) memory.

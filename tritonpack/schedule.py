@@ -3,9 +3,9 @@
 Who sees whom is the mask's business, so tiles may begin anywhere. A tile that straddles two long documents has no block
 that all of its rows see, and one that holds a short document alone is mostly empty; so a document as long as a tile
 begins one, and shorter ones share. (Where several heads share a tile, "as long" counts its rows, of which a document
-then fills more than one tile's.) Tiles that come across padding or slack, which may hold anything, are marked as
-exposed. The table is built where the mask lies, without waiting for it: its length is a bound that the host knows, and
-entries to spare are empty.
+then fills more than one tile's.) Tiles that come across keys that nothing sees, which may hold anything (padding,
+slack), are marked as exposed. The table is built where the mask lies, without waiting for it: its length is a bound
+that the host knows, and entries to spare are empty.
 """
 
 from __future__ import annotations
@@ -47,16 +47,18 @@ def tile_table(
 
     Returns:
         (capacity, 3) int32 on the mask's device: the rows [first, end) of each tile, and whether it is exposed: 0 if
-        every key that it reads is seen by some query, else 1. All are exposed without `block`, and where tiles mustn't
-        depend on neighbours. Tiles with most keys to visit come first; the rest holds first = end. Computed once for a
-        mask and kept with it.
+        some query sees every key that it reads, else 1. Without `block`, or where tiles mustn't depend on neighbours,
+        all are. Tiles with most keys to visit come first; the rest holds first = end. Computed once for a mask and kept
+        with it.
     """
     long = rows if long is None else long
     assert long >= rows
     block = None if whole_documents else block
     key = ("tiles", rows, long, block, whole_documents)
     if key not in mask.kept:
-        mask.kept[key] = _build_table(mask, rows, long, block, whole_documents)
+        tiles = _tiles(mask, rows, long, whole_documents)
+        exposed = torch.ones_like(tiles[:, 0]) if block is None else _exposed(mask, tiles, block)
+        mask.kept[key] = torch.cat([tiles, exposed[:, None]], dim=1)
     return mask.kept[key]
 
 
@@ -70,10 +72,18 @@ def capacity(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: boo
     return min(total // rows + stretches, total)
 
 
-def _build_table(mask: BlockDiagonalMask, rows: int, long: int, block: int | None, whole_documents: bool) -> Tensor:
+def _tiles(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: bool) -> Tensor:
+    """(capacity, 2) int32: the rows of each tile, in the table's order; kept with the mask."""
+    key = ("rows of tiles", rows, long, whole_documents)
+    if key not in mask.kept:
+        mask.kept[key] = _cut(mask, rows, long, whole_documents)
+    return mask.kept[key]
+
+
+def _cut(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: bool) -> Tensor:
     total = mask.num_queries
     if not total:
-        return mask.key_start.new_empty(0, 3)
+        return mask.key_start.new_empty(0, 2)
     row = torch.arange(total, device=mask.device, dtype=torch.int32)
     begins = _document_begins(mask, whole_documents)
     if not whole_documents:
@@ -88,14 +98,27 @@ def _build_table(mask: BlockDiagonalMask, rows: int, long: int, block: int | Non
     number = torch.arange(1, capacity(mask, rows, long, whole_documents) + 1, device=mask.device, dtype=torch.int32)
     first = torch.searchsorted(tiles_so_far, number, out_int32=True)
     end = torch.cat([first[1:], first.new_full((1,), total)])
-    start, stop = mask.key_start[first.clamp(max=total - 1)], mask.key_stop[(end - 1).clamp(min=0)]
-    order = torch.where(first < end, stop - start, -1).argsort(descending=True, stable=True)
-    exposed = torch.ones_like(first)
-    if block is not None:
+    keys = mask.key_stop[(end - 1).clamp(min=0)] - mask.key_start[first.clamp(max=total - 1)]
+    order = torch.where(first < end, keys, -1).argsort(descending=True, stable=True)
+    return torch.stack([first, end], dim=1)[order]
+
+
+def _exposed(mask: BlockDiagonalMask, tiles: Tensor, block: int) -> Tensor:
+    """Whether tiles read keys that no query sees, in whole blocks from the first key that they see, (tiles,) int32."""
+    first, last = tiles[:, 0].clamp(max=mask.num_queries - 1), (tiles[:, 1] - 1).clamp(min=0)
+    start, stop = mask.key_start[first], mask.key_stop[last]
+    read = (stop - start).clamp(min=0)
+    end = (start + (read + block - 1) // block * block).clamp(max=mask.num_keys)
+    unseen = _unseen_before(mask)
+    return (unseen[end] > unseen[start]).to(torch.int32)
+
+
+def _unseen_before(mask: BlockDiagonalMask) -> Tensor:
+    """(num_keys + 1,) int32, how many of the keys before each are seen by no query; kept with the mask."""
+    if "unseen" not in mask.kept:
         queries = mask.transpose()
-        unseen = pad((queries.key_start == queries.key_stop).cumsum(0, dtype=torch.int32), (1, 0))  # before each key
-        exposed = (unseen[(stop + block - 1).clamp(max=mask.num_keys)] > unseen[start]).to(torch.int32)
-    return torch.stack([first, end, exposed], dim=1)[order]
+        mask.kept["unseen"] = pad((queries.key_start == queries.key_stop).cumsum(0, dtype=torch.int32), (1, 0))
+    return mask.kept["unseen"]
 
 
 def _document_begins(mask: BlockDiagonalMask, exact: bool) -> Tensor:

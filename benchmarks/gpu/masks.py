@@ -44,7 +44,7 @@ def builders(tokens: int) -> dict[str, Callable[[], object]]:
     return {
         **made,
         "transpose": lambda: made["from_cu_seqlens"]().transpose(),
-        "tile_table": lambda: tile_table(made["from_cu_seqlens"](), 128),
+        "tile_table": lambda: tile_table(made["from_cu_seqlens"](), 128, block=64),
     }
 
 

@@ -10,7 +10,7 @@ pytest.importorskip("triton")
 from benchmarks.instruction_model import Model, Range, batches, examine, residents, save, seconds, tflops
 from benchmarks.sass import Work, count, loops, parse
 from tritonpack import BlockDiagonalMask
-from tritonpack.kernels.aot import Configuration, Resources
+from tritonpack.kernels.aot import Configuration, Resources, disassemble
 from tritonpack.kernels.tiles import Tile
 
 # Two loops that multiply, one inside of another that does, and after the end one that waits for a load of the first.
@@ -155,7 +155,9 @@ def test_files_keep_the_rows_of_other_versions(tmp_path: Any) -> None:
 @pytest.mark.compile
 def test_the_kernel_that_ships() -> None:
     """At head dimension 128 the products of a block of 128 x 64 take 1,024 cycles, whatever the compiler does."""
-    found = examine(Configuration("forward", "sm_90", 128, torch.bfloat16))
+    configuration = Configuration("forward", "sm_90", 128, torch.bfloat16)
+    assert len(loops(parse(disassemble(configuration)[1]))) == 4  # before the full blocks, full, after them, cleaned
+    found = examine(configuration)
     rows, columns = found.configuration.tile.block_m, found.configuration.tile.block_n
     for work in (found.full, found.masked):
         assert work.cycles(found.warps)["tensor"] == 2 * 2 * rows * columns * 128 / 4096

@@ -28,6 +28,7 @@ LIMITS = {"sm_80": (255, 99), "sm_90": (255, 227), "sm_100": (255, 227), "gfx942
 KNOWN_SPILLS = {
     "dk-sm_100-d512-bf16": 250,
     "dq-sm_100-d512-bf16": 600,
+    "dq-sm_90-d64-bf16-softcap-sinks-alibi-dropout-pack_invariant": 20,
     "dq-sm_90-d256-bf16-softcap-sinks-alibi-dropout-pack_invariant": 20,
 }
 

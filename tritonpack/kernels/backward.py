@@ -262,7 +262,7 @@ def dkdv_kernel(
             else:
                 lse2_m = lse2.load([head * num_rows + row])  # [M]
                 delta_m = delta.load([head * num_rows + row])  # [M]
-            if phase == 0:  # what is summed over rows mustn't hold a NaN of rows that see nothing
+            if phase == 0:  # a NaN of rows that see nothing, or lie past the tile's last, mustn't be summed over
                 live = ((lse2_m < float("inf")) & (offs_m < query_end))[:, None]
                 if HAS_DV:
                     dout = tl.where(live, dout, 0.0)

@@ -157,7 +157,7 @@ def _load(
 ):  # fmt: skip
     """The loading warp: q once, then keys a block ahead of values, as they are read, whenever a buffer is free."""
     q, k, v, q_filled, k_filled, v_filled, k_free, v_free = rings
-    begin, _full, _full_end, blocks = work
+    begin, full, full_end, blocks = work
     kv_head = head // GROUP
     for half in gl.static_range(2):
         mbarrier.expect(q_filled.index(half), ROWS * BLOCK_D * 2)
@@ -172,7 +172,7 @@ def _load(
             block = ahead - 1
             key = begin + block * BLOCK_N
             unseen = 0
-            if exposed != 0:
+            if (exposed != 0) & ((block < full) | (block >= full_end)):  # the others are seen by all rows
                 unseen = _count_unseen(key, query_start_ptr, query_stop_ptr, key_end, BLOCK_N)
             slot = block % STAGES
             mbarrier.wait(v_free.index(slot), (block // STAGES & 1) ^ 1)
@@ -202,9 +202,10 @@ def _copy_seen(
     v_ptr, stride_vt, v, key, query_start_ptr, query_stop_ptr, key_end,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
-    """A block of values with zeros for those that no query sees: a probability of zero times a NaN is a NaN.
+    """A block of values with zeros for those that no query sees, or that lie past the tile's last key: a probability of
+    zero times a NaN is a NaN.
 
-    Only padding comes here, so it goes by few rows at a time, which takes few registers.
+    Few tiles come here, so it goes by few rows at a time, which takes few registers.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [1, 1], [1, 0])
     rows = v.reshape([BLOCK_N, BLOCK_D])
