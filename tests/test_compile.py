@@ -35,7 +35,7 @@ def outputs(function: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, 
     return [out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v, sinks))]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_one_graph_forward_and_backward(backend: str) -> None:
     """For every length, too: sizes are symbols in both directions."""
     compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=backend)

@@ -33,7 +33,7 @@ def masks(seed: int) -> list[BlockDiagonalMask]:
 
 @pytest.mark.parametrize("whole", [False, True], ids=["shared", "whole"])
 @pytest.mark.parametrize(("rows", "long"), [(16, 16), (64, 64), (16, 64), (8, 23)])
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(12))
 def test_every_row_lies_in_one_tile(seed: int, rows: int, long: int, whole: bool) -> None:
     for mask in masks(seed):
         table = tile_table(mask, rows, long=long, whole_documents=whole)
@@ -87,14 +87,15 @@ def test_no_rows() -> None:
 
 
 @pytest.mark.parametrize("block", [16, 64])
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", range(10))
 def test_exposed_tiles_may_read_keys_that_nothing_sees(seed: int, block: int) -> None:
     for mask in masks(seed):
-        unseen = ~mask.to_dense().any(0)
+        unseen = (~mask.to_dense().any(0)).tolist()
+        start, stop = mask.key_start.tolist(), mask.key_stop.tolist()
         for first, end, exposed in tile_table(mask, 32, block=block).tolist():
             if first < end:
-                start, stop = int(mask.key_start[first]), int(mask.key_stop[end - 1])
-                assert bool(exposed) == any(unseen[key : key + block].any() for key in range(start, stop, block))
+                blocks = range(start[first], stop[end - 1], block)
+                assert bool(exposed) == any(any(unseen[key : key + block]) for key in blocks)
 
 
 def test_padding_exposes_the_tiles_that_meet_it_alone() -> None:

@@ -77,6 +77,7 @@ def test_a_ledger_of_another_kind_is_left_alone(tmp_path):
     assert path.read_text() == before
 
 
+@pytest.mark.slow
 def test_measures_and_writes(tmp_path, capsys, monkeypatch):
     """The whole way, on the quickest benchmark there is."""
     for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:

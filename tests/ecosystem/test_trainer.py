@@ -80,7 +80,9 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # the compiler's; of renamed options
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    "way", [pytest.param(way, marks=[pytest.mark.slow] if way == "compiled" else []) for way in WAYS]
+)
 def test_checkpointed_and_compiled(way: str, padded: Padded, tmp_path: Path) -> None:
     torch._dynamo.reset()
     expected = padded("llama")

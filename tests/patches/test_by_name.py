@@ -89,6 +89,7 @@ def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
     assert difference(expected, got) < EXACT
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler's own
 def test_one_graph_for_every_length() -> None:
     torch._dynamo.reset()
