@@ -19,9 +19,9 @@ import triton.language as tl
 from tritonpack.kernels.primitives import (
     CLEANED,
     FULL,
-    LATE,
     LOG2E,
     block_range,
+    clean,
     dot,
     kept,
     load_alibi,
@@ -31,6 +31,7 @@ from tritonpack.kernels.primitives import (
     masked_block,
     phase_range,
     score,
+    visible_keys,
     within,
 )
 
@@ -146,17 +147,13 @@ def dq_kernel(
                 else:
                     k_columns = load_rows(k_columns_desc, key, kv_head, column, BLOCK_N, COLUMNS, UPCAST)  # [N, C]
                 if phase == CLEANED:
-                    query_start, query_stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, key_end)
-                    k_columns = tl.where((query_start < query_stop)[:, None], k_columns, 0.0)
+                    k_columns = clean(k_columns, query_start_ptr, query_stop_ptr, offs_n, key_end)
                 products = tl.dot(q, k.T, input_precision=PRECISION)  # [M, D] @ [D, N] -> [M, N]
                 distance = diagonal[:, None] - offs_n[None, :]
                 scores, unit, slope = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[:, None], distance)
                 exponents = scores * unit - lse2[:, None]
-                if phase == LATE:
-                    visible = offs_n[None, :] < stop[:, None]
-                elif phase != FULL:
-                    visible = within(offs_n[None, :], start[:, None], (stop - start)[:, None])
                 if phase != FULL:
+                    visible = visible_keys(phase, offs_n, start, stop)
                     exponents = tl.where(visible, exponents, float("-inf"))
                 p = tl.exp2(exponents)
                 dp = tl.dot(dout, v.T, input_precision=PRECISION)  # [M, V] @ [V, N] -> [M, N]

@@ -12,10 +12,10 @@ import triton.language as tl
 from tritonpack.kernels.primitives import (
     CLEANED,
     FULL,
-    LATE,
     LN2,
     LOG2E,
     block_range,
+    clean,
     dot,
     kept,
     load_alibi,
@@ -25,7 +25,7 @@ from tritonpack.kernels.primitives import (
     masked_block,
     phase_range,
     score,
-    within,
+    visible_keys,
 )
 
 
@@ -103,15 +103,11 @@ def forward_kernel(
                 products = tl.dot(q, k.T, input_precision=PRECISION)  # [M, D] @ [D, N] -> [M, N]
                 distance = diagonal[:, None] - offs_n[None, :]
                 scores, unit, _ = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[:, None], distance)
-                if phase == LATE:
-                    visible = offs_n[None, :] < stop[:, None]
-                elif phase != FULL:
-                    visible = within(offs_n[None, :], start[:, None], (stop - start)[:, None])
                 if phase != FULL:
+                    visible = visible_keys(phase, offs_n, start, stop)
                     scores = tl.where(visible, scores, float("-inf"))
                 if phase == CLEANED:
-                    query_start, query_stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, key_end)
-                    v = tl.where((query_start < query_stop)[:, None], v, 0.0)
+                    v = clean(v, query_start_ptr, query_stop_ptr, offs_n, key_end)
                 new_top = tl.maximum(top, tl.max(scores, 1) * unit)
                 # A row that has seen nothing yet has no maximum; 0 in its place leaves every exponential at 0.
                 pivot = tl.where(new_top == float("-inf"), 0.0, new_top) if phase != FULL else new_top

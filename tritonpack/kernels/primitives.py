@@ -51,19 +51,19 @@ def phase_range(phase: tl.constexpr, exposed, full, full_end, blocks):
     puts zeros where nothing sees, because a weight of zero doesn't hide a NaN, and that is the dearest part of a masked
     block. A step is a block, in CLEANED the number of a masked one (`masked_block`).
     """
-    clean = exposed != 0
+    cleaned = exposed != 0
     if phase == EARLY:
-        begin = tl.where(clean, full, 0)
+        begin = tl.where(cleaned, full, 0)
         end = full
     elif phase == FULL:
         begin = full
         end = full_end
     elif phase == LATE:
-        begin = tl.where(clean, blocks, full_end)
+        begin = tl.where(cleaned, blocks, full_end)
         end = blocks
     else:
         begin = 0
-        end = tl.where(clean, full + blocks - full_end, 0)
+        end = tl.where(cleaned, full + blocks - full_end, 0)
     return begin, end
 
 
@@ -85,6 +85,23 @@ def load_bounds(start_ptr, stop_ptr, offs, size):
 def within(offs, start, length):
     """Whether start <= offs < start + length, with int32 numbers: one comparison, as what is below wraps around."""
     return (offs - start).to(tl.uint32, bitcast=True) < length.to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def visible_keys(phase: tl.constexpr, offs_n, start, stop):
+    """Which pairs of a masked block are seen, [M, N]; in LATE the rows' last keys decide alone."""
+    if phase == LATE:
+        visible = offs_n[None, :] < stop[:, None]
+    else:
+        visible = within(offs_n[None, :], start[:, None], (stop - start)[:, None])
+    return visible
+
+
+@triton.jit
+def clean(keys, query_start_ptr, query_stop_ptr, offs_n, key_end):
+    """Rows of keys or values [N, D], zeros where no query sees them, or from `key_end` on."""
+    query_start, query_stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, key_end)
+    return tl.where((query_start < query_stop)[:, None], keys, 0.0)
 
 
 @triton.jit
