@@ -23,7 +23,7 @@ from tests.patches.test_patching import (
     positions,
     state,
 )
-from tritonpack.patches import patching
+from tritonpack.patches import applied
 
 NAME = "tritonpack"
 FAMILIES = ("llama", "mistral", "qwen3", "gpt_oss")
@@ -201,9 +201,9 @@ def test_a_claim_ends_with_its_config() -> None:
         model = tiny_model("llama")
         tritonpack.patch(model)
         key = id(model.config)
-        assert key in patching._claims
+        assert key in applied._claims
         del model
         gc.collect()
-        assert key not in patching._claims
+        assert key not in applied._claims
     finally:
         gc.unfreeze()

@@ -263,7 +263,7 @@ class SequenceParallel:
             hook = find_packing_hook(model)
             if hook is None:
                 self._patches.append(patch(model))
-            require_shardable(model, self._patches[-1].report if hook is None else hook.report)
+            require_shardable(model, self._patches[-1].report if hook is None else hook.patch.report)
             for module in shared_modules(model):
                 self._forwards.append(ShardedForward(module, self))
         self._parameters = compared_parameters(self.models)

@@ -1,10 +1,12 @@
-"""Current: the packing of the forward pass that is running, for layers that transformers tells nothing; and their
-instances' forwards, which unpatching takes away again while classes stay as they are."""
+"""What layers outside of transformers' interface ask during a forward pass, and the forwards that stand for theirs.
+
+torch.compile traces attributes of a `threading.local` and no `ContextVar`, so the state is a thread's.
+"""
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field
+import threading
 from typing import Any
 
 from torch import nn
@@ -13,96 +15,97 @@ from tritonpack.patches.packing import Packing
 
 OUTSIDE = (
     "{} was called outside of its model's forward pass, where nothing says where documents begin. Call the model, or "
-    "unpatch it first."
+    "unpatch it first. Where a checkpointing function of your own recomputes it, use the model's "
+    "gradient_checkpointing_enable() or torch's checkpoint_wrapper."
 )
 
 
-@dataclass
-class Current:
-    """The packing of the forward pass that is running, for modules that transformers passes nothing to.
+class Current(threading.local):
+    """The packing of the forward pass that this thread is running, for modules that transformers passes nothing to.
 
     Attributes:
         packing: None outside of a forward pass, and where rows are left to the model (a cache is in use).
-        depth: how many patched modules are running inside each other.
-        told: what the head around them was told about documents, where heads keep it to themselves.
+        running: whether a forward pass of the model is running.
+        read: what the hook before a patched module has read from its arguments; its forward takes it.
+        told: what the head around the patched modules was told about documents, where heads keep it to themselves.
     """
 
-    packing: Packing | None = None
-    depth: int = 0
-    told: dict[str, Any] = field(default_factory=dict)
+    def __init__(self, packing: Packing | None = None, running: bool = False) -> None:
+        self.packing, self.running = packing, running
+        self.read: Packing | None = None
+        self.told: dict[str, Any] = {}
 
-    def enter(self, packing: Packing | None) -> None:
-        """A patched module begins; the outermost one says what the packing is."""
-        self.depth += 1
-        if self.depth == 1:
-            self.packing = packing
-
-    def leave(self) -> None:
-        """A patched module is done, perhaps by an exception."""
-        self.depth = max(self.depth - 1, 0)
-        if self.depth == 0:
-            self.packing = None
-
-
-class Checkpoint:
-    """Stands for a layer's checkpointing function: what is recomputed in backward finds the packing of its forward."""
-
-    def __init__(self, own: Any, current: Current) -> None:
-        self.own, self.current = own, current
-
-    def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        current, packing = self.current, self.current.packing
-
-        def run(*inputs: Any) -> Any:
-            current.enter(packing)
-            try:
-                return function(*inputs)
-            finally:
-                current.leave()
-
-        return self.own(run, *args, **kwargs)
-
-
-CHECKPOINT = "_gradient_checkpointing_func"  # transformers' name for it, an attribute of every layer that has one
-
-
-def hold_checkpoints(layers: list[nn.Module], current: Current) -> None:
-    """Put ourselves before the checkpointing function of layers that have got one since."""
-    for layer in layers:
-        own = layer.__dict__.get(CHECKPOINT)
-        if own is not None and not isinstance(own, Checkpoint):
-            layer.__dict__[CHECKPOINT] = Checkpoint(own, current)
-
-
-def release_checkpoint(layer: nn.Module) -> None:
-    """Give a layer its own checkpointing function back."""
-    held = layer.__dict__.get(CHECKPOINT)
-    if isinstance(held, Checkpoint):
-        layer.__dict__[CHECKPOINT] = held.own
+    def __reduce__(self) -> tuple[type[Current], tuple[()]]:
+        return Current, ()  # copies of a model share no state
 
 
 class InstanceForward:
-    """Stands for one module's forward; `remove()` takes it away."""
+    """Stands for one module's forward from `install` to `remove`; classes stay as they are.
+
+    Where somebody else, such as accelerate, has wrapped it in the meantime, it can't be taken away: then it passes its
+    calls on.
+    """
 
     def __init__(self, module: nn.Module, current: Current) -> None:
         self.module, self.current = module, current
         self.names = list(inspect.signature(type(module).forward).parameters)[1:]
-        self.own = module.__dict__.get("forward")  # somebody else's, such as accelerate's
-        module.forward = self  # type: ignore[assignment]
+        self.own: Any = None  # somebody else's forward of this instance, such as accelerate's
+        self.wrapper: Any = None  # what somebody else put in place of ours, and which calls ours
+        self.installed = False
+
+    def install(self) -> None:
+        """Take the place of the module's forward; a second call changes nothing."""
+        forward = self.module.__dict__.get("forward")
+        if forward is not self and (self.wrapper is None or forward is not self.wrapper):
+            self.own, self.module.__dict__["forward"] = forward, self
+        self.installed = True
+
+    def remove(self) -> None:
+        """Give the module its own forward back; a second call changes nothing."""
+        forward = self.module.__dict__.get("forward")
+        if forward is self and self.own is None:
+            del self.module.__dict__["forward"]
+        elif forward is self:
+            self.module.__dict__["forward"] = self.own
+        elif self.installed:
+            self.wrapper = forward
+        self.installed = False
 
     @property
     def inner(self) -> Any:
         return self.own if self.own is not None else type(self.module).forward.__get__(self.module)
 
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the forward it stands for: trainers ask which columns of a dataset a model takes."""
+        return inspect.signature(self.inner)
+
     def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments of a call by name."""
         return {**dict(zip(self.names, args, strict=False)), **kwargs}
 
-    def remove(self) -> None:
-        if self.module.__dict__.get("forward") is self:
-            del self.module.__dict__["forward"]
-            if self.own is not None:
-                self.module.__dict__["forward"] = self.own
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs) if self.installed else self.inner(*args, **kwargs)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """What happens instead of the module's own forward."""
+        raise NotImplementedError
+
+
+class Running(InstanceForward):
+    """A patched module's forward: what its hook has read is current while it runs, also where it ends by an exception
+    or an interrupt, for which torch calls no hook."""
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        current = self.current
+        outer = current.running, current.packing
+        if not current.running:  # the outermost patched module says what the packing is
+            current.running, current.packing = True, current.read
+        current.read = None
+        try:
+            return self.inner(*args, **kwargs)
+        finally:
+            current.running, current.packing = outer
 
 
 # The arguments by which a head is told about documents.
@@ -112,12 +115,7 @@ TOLD = ("attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq
 class HeadForward(InstanceForward):
     """A head that keeps to itself where documents begin. PEFT calls its forward, past any hook, so that is replaced."""
 
-    @property
-    def __signature__(self) -> inspect.Signature:
-        """That of the forward it stands for: trainers ask which columns of a dataset a model takes."""
-        return inspect.signature(self.inner)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self.bound(args, kwargs)
         outer = self.current.told
         self.current.told = {name: arguments[name] for name in TOLD if arguments.get(name) is not None}

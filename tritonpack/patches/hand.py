@@ -20,7 +20,7 @@ class FalconAttention(InstanceForward):
     With ALiBi the model folds slopes and mask into one tensor, so that form stays dense.
     """
 
-    def __call__(
+    def call(
         self,
         hidden_states: Tensor,
         alibi: Tensor | None,
@@ -56,10 +56,10 @@ class DocumentMask(InstanceForward):
         super().__init__(module, current)
         self.argument = argument
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self.bound(args, kwargs)
         packing = self.current.packing
-        if packing is None and self.current.depth == 0:
+        if packing is None and not self.current.running:
             raise ValueError(OUTSIDE.format(type(self.module).__name__))
         if packing is not None:
             length = packing.tokens[1]
@@ -82,4 +82,4 @@ HAND_WRITTEN = {"FalconAttention": FalconAttention, "FalconFlashAttention2": Fal
 def fits(module: Any, stand_in: type[InstanceForward]) -> bool:
     """Whether a layer still takes the arguments that were rewritten here; other versions of transformers may differ."""
     theirs = list(inspect.signature(type(module).forward).parameters)
-    return theirs == list(inspect.signature(stand_in.__call__).parameters)
+    return theirs == list(inspect.signature(stand_in.call).parameters)

@@ -2,69 +2,97 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from typing import Any
+import weakref
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.current import Current, hold_checkpoints
+from tritonpack.patches.checkpoints import Checkpoints
+from tritonpack.patches.current import Current
 from tritonpack.patches.families import ALIBI_FROM_MASK, CODEBOOKS, COUNT_FROM_PADDING
 from tritonpack.patches.interface import NAMES, served
 from tritonpack.patches.kinds import Kind
 from tritonpack.patches.packing import Packing, Serving
 from tritonpack.patches.positions import require_one_rope, rope_limits
 from tritonpack.patches.reading import OpenMask, make_packing
-from tritonpack.patches.report import Report
+
+if TYPE_CHECKING:
+    from tritonpack.patches.applied import Applied
+
+UNCLAIMED = "(unclaimed)"  # in the place of the name that a config had, while the config hasn't ours
 
 CACHES = ("past_key_values", "cache_params", "state", "cache", "mems")
 
 
+class ModuleRef:
+    """A module, known to its own hooks without keeping it alive; a copy of the module has a copy that knows it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._reference = weakref.ref(module)
+
+    @property
+    def module(self) -> Any:
+        module = self._reference()
+        assert module is not None, "a hook of a module that is gone"
+        return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleRef:
+        return ModuleRef(copy.deepcopy(self.module, memo))
+
+    def __reduce__(self) -> tuple[type[ModuleRef], tuple[nn.Module]]:
+        return ModuleRef, (self.module,)
+
+
 class PackingHook:
-    """Registered twice on a module: before its forward, and after it where `current` is needed.
+    """The hook before a patched module's forward.
 
     Attributes:
         serving: who attends.
-        current: where modules that transformers passes nothing to find the packing; None if there are no such modules.
+        patch: what put it there.
+        checkpoints: the checkpointing functions of the module's layers; None if no layer needs the current packing.
         head: what the head around this module was told, if it keeps that to itself.
         mixes: whether layers of the module mix along the row.
         outermost: whether no other patched module holds this one, so that its arguments are the user's.
         replaced: the name of the attention that the module's config had before.
-        asked: the attention and the backend that the user asked for.
-        report: of the patch.
     """
+
+    replaced: str | None = UNCLAIMED
 
     def __init__(
         self,
         module: PreTrainedModel,
         serving: Serving,
         *,
-        current: Current | None,
+        patch: Applied,
+        checkpoints: Checkpoints | None,
         head: Current | None,
         mixes: bool,
         outermost: bool,
-        replaced: str | None,
-        asked: tuple[str, str],
-        report: Report,
     ) -> None:
         signature = inspect.signature(module.forward)
         self.names = tuple(signature.parameters)
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-        self.serving, self.current, self.head = serving, current, head
+        self._module = ModuleRef(module)
+        self.serving, self.patch, self.checkpoints, self.head = serving, patch, checkpoints, head
         self.mixes, self.outermost = mixes, outermost
-        self.replaced, self.asked, self.report = replaced, asked, report
         config = module.config
         self.model_type = config.model_type
         counts = self.model_type in COUNT_FROM_PADDING
         self.first_position = (config.pad_token_id or 0) + 1 if counts else 0
         self.codebooks = config.num_codebooks if self.model_type in CODEBOOKS else 1
-        self.checkpointed = [layer for layer in module.modules() if hasattr(layer, "gradient_checkpointing")]
         self.rope_limits = rope_limits(config.get_text_config())
         # Multimodal positions are the model's to make: a place in the text isn't all of them.
         multimodal = any(hasattr(inner, "get_rope_index") for inner in module.modules())
         self.gives_positions = "position_ids" in self.names and not multimodal
+
+    @property
+    def module(self) -> PreTrainedModel:
+        return self._module.module
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         chosen = module.config._attn_implementation_internal  # type: ignore[union-attr]
@@ -82,15 +110,10 @@ class PackingHook:
         packing = self._read(arguments)
         if packing is not None:
             packing = self._pass_on(packing, arguments)
-        if self.current is not None:
-            self.current.enter(packing)
-            hold_checkpoints(self.checkpointed, self.current)
+        if self.checkpoints is not None:
+            self.checkpoints.current.read = packing
+            self.checkpoints.hold()
         return (), arguments
-
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        """Forget the packing when the outermost module is done, also after an exception."""
-        assert self.current is not None
-        self.current.leave()
 
     def _read(self, arguments: dict[str, Any]) -> Packing | None:
         """The packing of this call, or None where masks are made already or the model itself says what is missing."""

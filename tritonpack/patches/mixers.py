@@ -17,28 +17,39 @@ ROW_ARGUMENTS = ("attention_mask", "conv_mask", "causal_mask", "cache_params", "
 ROW_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
+# Whether layers of a class keep documents apart by themselves when they are told where these begin, by class, device
+# and dtype: a model may be moved, and the kernels that can are for GPUs.
+Capabilities = dict[tuple[type, str, torch.dtype], bool]
+
+
 class DocumentByDocument(InstanceForward):
     """A layer that mixes along the row (a recurrence, a convolution): runs on every document from its beginning.
 
-    Documents of similar lengths share a batch, each padded on the right to its longest, which a causal layer doesn't
-    see. What comes out is laid back into the row; padding gets zeros.
+    Where its kernels (causal-conv1d, mamba-ssm, flash-linear-attention) keep documents apart, it runs once and is told
+    where they begin. Otherwise documents of similar lengths share a batch, each padded on the right to its longest,
+    which a causal layer doesn't see. What comes out is laid back into the row; padding gets zeros.
 
     Attributes:
-        takes_boundaries: whether the layer keeps documents apart by itself when it is told where they begin, as it does
-            where its kernels (causal-conv1d, mamba-ssm, flash-linear-attention) are installed; then it runs once.
+        capabilities: what is known of layers of these classes, shared by those of a model.
     """
 
-    def __init__(self, module: nn.Module, current: Current, takes_boundaries: bool = False) -> None:
+    def __init__(self, module: nn.Module, current: Current, capabilities: Capabilities) -> None:
         super().__init__(module, current)
-        self.takes_boundaries = takes_boundaries
+        self.capabilities = capabilities
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = self.bound(args, kwargs)
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         packing = self.current.packing
-        if packing is None and self.current.depth == 0:
+        if packing is None and not self.current.running:
             raise ValueError(OUTSIDE.format(type(self.module).__name__))
         if packing is None or not packing.by_document:
-            return self.inner(**tree_map(as_tensor, arguments, is_leaf=lambda x: isinstance(x, TensorLike)))
+            return self.inner(
+                *tree_map(as_tensor, args, is_leaf=_is_ours), **tree_map(as_tensor, kwargs, is_leaf=_is_ours)
+            )
+        return self._run(self.bound(args, kwargs), packing)
+
+    # Lengths are read on the host, and a graph for them would be one for these lengths alone.
+    @torch.compiler.disable
+    def _run(self, arguments: dict[str, Any], packing: Packing) -> Any:
         for name in ROW_ARGUMENTS:
             if name in arguments:
                 arguments[name] = None
@@ -46,7 +57,8 @@ class DocumentByDocument(InstanceForward):
             arguments.pop(name, None)
         if "use_cache" in arguments:
             arguments["use_cache"] = False
-        if self.takes_boundaries:
+        tokens = next((x for x in arguments.values() if isinstance(x, Tensor) and x.is_floating_point()), None)
+        if tokens is not None and self.takes_boundaries(tokens.shape[-1]):
             return self._run_once(arguments, packing)
         batches, inverse = packing.batches()
         results = [self.inner(**_gather(arguments, packing.tokens, places)) for places, _ in batches]
@@ -54,17 +66,52 @@ class DocumentByDocument(InstanceForward):
 
     def _run_once(self, arguments: dict[str, Any], packing: Packing) -> Any:
         """All rows as one, with the boundaries that transformers' layers hand to their kernels."""
-        starts = packing.runs()[0].flatten()
-        total = starts.shape[0]
-        row = torch.arange(total, device=starts.device)[None]
-        offsets = torch.cat([starts.nonzero().flatten(), row.new_tensor([total])]).to(torch.int32)
-        told = {
-            "seq_idx": (starts.cumsum(0) - 1)[None].to(torch.int32),
-            "cu_seq_lens_q": offsets,
-            "cu_seq_lens_k": offsets,
-        }
-        result = self.inner(**_gather(arguments, packing.tokens, row) | told)
+        row = torch.arange(packing.tokens.numel(), device=packing.device)[None]
+        result = self.inner(**_gather(arguments, packing.tokens, row) | packing.boundary_arguments())
         return _scatter([result], [torch.ones_like(row, dtype=torch.bool)], row[0], packing.tokens)
+
+    def takes_boundaries(self, width: int) -> bool:
+        """Whether layers of this class keep documents apart when they are told where these begin, on the device and in
+        the dtype of this one: tried on a few tokens of this width when first asked. False where weights aren't there
+        yet, which isn't kept."""
+        weight = next((p for p in self.module.parameters() if p.is_floating_point()), None)
+        if weight is None or weight.is_meta:
+            return False
+        key = (type(self.module), weight.device.type, weight.dtype)
+        if key not in self.capabilities:
+            self.capabilities[key] = self._keeps_documents_apart(width, weight)
+        return self.capabilities[key]
+
+    @torch.no_grad()
+    def _keeps_documents_apart(self, width: int, weight: Tensor) -> bool:
+        """Whether two documents in a row are what each is alone, and a change of the first moves no other. Without its
+        kernels a layer raises, or takes no notice of boundaries."""
+        generator = torch.Generator().manual_seed(0)
+        first, second, other = (torch.randn((1, n, width), generator=generator) for n in (5, 7, 5))
+        first, second, other = (x.to(weight.device, weight.dtype) for x in (first, second, 8 * other))
+        places = torch.cat([torch.arange(5), torch.arange(7)])[None].to(weight.device)
+        packing = Packing(None, places, None, torch.Size((1, 12)), weight.device, Serving("tritonpack", "auto"))
+        try:
+            packed, changed = (
+                _first(self._run_once(self.bound((torch.cat([x, second], dim=1),), {}), packing))
+                for x in (first, other)
+            )
+            alone = torch.cat([_first(self.inner(**self.bound((x,), {}))) for x in (first, second)], dim=1)
+        except Exception:  # whatever a layer raises where it can't
+            return False
+        if not isinstance(packed, Tensor) or not bool(packed.isfinite().all()):
+            return False
+        eps, scale = torch.finfo(weight.dtype).eps, float(alone.abs().max())
+        moved, differs = (packed - changed)[:, 5:].abs().max(), (packed - alone).abs().max()
+        return float(moved) <= eps * scale and float(differs) <= eps**0.5 * scale
+
+
+def _is_ours(value: Any) -> bool:
+    return isinstance(value, TensorLike)
+
+
+def _first(result: Any) -> Any:
+    return result[0] if isinstance(result, tuple) else result
 
 
 def _gather(arguments: dict[str, Any], tokens: torch.Size, places: Tensor) -> dict[str, Any]:
@@ -97,34 +144,3 @@ def _scatter(results: list[Any], inside: list[Tensor], inverse: Tensor, tokens: 
     if isinstance(results[0], tuple):
         return tuple(lay(*pieces) for pieces in zip(*results, strict=True))
     return lay(*results)
-
-
-@torch.no_grad()
-def takes_boundaries(mixer: nn.Module, hidden_size: int) -> bool:
-    """Whether a layer keeps two documents of a row apart when it is told where they begin: tried on a few tokens.
-
-    Without its kernels a layer raises, or takes no notice; then it must run on each document by itself.
-    """
-    weight = next(mixer.parameters(), None)
-    if weight is None or weight.is_meta or not weight.is_floating_point():
-        return False
-    generator = torch.Generator().manual_seed(0)
-    row = torch.randn((1, 12, hidden_size), generator=generator).to(weight.device, weight.dtype)
-    places = torch.cat([torch.arange(5), torch.arange(7)])[None].to(weight.device)
-    tokens = torch.Size((1, 12))
-    packing = Packing(None, places, None, tokens, weight.device, Serving("tritonpack", "auto"), by_document=True)
-    results = []
-    for once in (True, False):
-        trial = DocumentByDocument(mixer, Current(packing, depth=1), once)
-        try:
-            result = trial(row)
-            results.append(result[0] if isinstance(result, tuple) else result)
-        except Exception:  # whatever a layer raises where it can't
-            return False
-        finally:
-            trial.remove()
-    once, apart = results
-    if not isinstance(once, Tensor) or not bool(once.isfinite().all()):
-        return False
-    scale = float(apart.abs().max())
-    return float((once - apart).abs().max()) <= torch.finfo(weight.dtype).eps ** 0.5 * scale

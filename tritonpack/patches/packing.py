@@ -142,6 +142,7 @@ class Packing(TensorLike):
         self.by_document, self.cached = by_document, cached
         self.kept: list[tuple[tuple[Any, ...], IntervalMask]] = []
         self.kept_batches: list[tuple[list[tuple[Tensor, Tensor]], Tensor]] = []
+        self.kept_boundaries: dict[str, Tensor] = {}
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
@@ -270,6 +271,17 @@ class Packing(TensorLike):
             inverse[found] = torch.arange(found.shape[0])
             self.kept_batches.append((batches, inverse.to(self.where)))
         return self.kept_batches[0]
+
+    def boundary_arguments(self) -> dict[str, Tensor]:
+        """Where documents begin in the flattened rows, as transformers' layers hand it to their kernels; waits for the
+        device, once for all layers."""
+        if not self.kept_boundaries:
+            starts = self.runs()[0].flatten()
+            offsets = torch.cat([starts.nonzero().flatten(), starts.new_tensor([starts.shape[0]], dtype=torch.long)])
+            offsets = offsets.to(torch.int32)
+            numbers = (starts.cumsum(0) - 1)[None].to(torch.int32)
+            self.kept_boundaries.update(seq_idx=numbers, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets)
+        return self.kept_boundaries
 
     def places(self) -> Tensor:
         """(B, T) int64, what stands for a token's place in its row where a model counts those: that in its document.

@@ -1,12 +1,11 @@
-"""patch(model) and unpatch(model): hooks on the model and a name in its config; leaving takes both away."""
+"""patch(model) and unpatch(model): a model is patched until its last handle is left, and then itself again."""
 
 from __future__ import annotations
 
 import inspect
-import weakref
-from functools import partial
+import threading
 from types import TracebackType
-from typing import Any, Literal
+from typing import Literal
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -14,28 +13,44 @@ from transformers import PreTrainedModel
 from tritonpack.attention import Backend
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import interface
-from tritonpack.patches.current import Current, HeadForward, InstanceForward, release_checkpoint
-from tritonpack.patches.families import DENSE, HEADS, KNOWN, MIXERS, OWN_MASKS, POSITION_TABLES, REFUSED, REFUSED_LAYERS
-from tritonpack.patches.hand import HAND_WRITTEN, DocumentMask, fits
-from tritonpack.patches.hooks import PackingHook
-from tritonpack.patches.mixers import DocumentByDocument, takes_boundaries
-from tritonpack.patches.packing import ATTENTIONS, Serving
-from tritonpack.patches.positions import LocalPositions
+from tritonpack.patches.applied import Applied, applied_to, to_the_end
+from tritonpack.patches.families import DENSE, KNOWN, REFUSED, REFUSED_LAYERS
+from tritonpack.patches.hand import HAND_WRITTEN, fits
+from tritonpack.patches.packing import ATTENTIONS
 from tritonpack.patches.probe import probe_alone, probe_packed
-from tritonpack.patches.report import Report, holds, make_report
+from tritonpack.patches.report import Report, holds
+
+_lock = threading.RLock()  # models are patched one after the other
 
 
 class Patch:
-    """A patched model; a context manager that unpatches it on leaving, also after an exception."""
+    """A patched model; a context manager that unpatches it on leaving, also after an exception.
 
-    def __init__(self, model: nn.Module, report: Report) -> None:
+    Patches nest: a model that is patched twice stays patched until both handles are left, the inner one first. A handle
+    that goes out of scope changes nothing.
+    """
+
+    def __init__(self, model: nn.Module, applied: Applied, lease: object) -> None:
         self.model = model
-        self.report = report
+        self.report: Report = applied.report
+        self._applied, self._lease = applied, lease
 
     def unpatch(self) -> None:
-        """Restore the model; does nothing if that has been done already."""
-        if _hooks(self.model):
-            unpatch(self.model)
+        """Restore what was before this patch; does nothing if that has been done already.
+
+        Raises:
+            ValueError: a patch that was made later, and isn't left yet, is still in force.
+        """
+        with _lock:
+            applied = self._applied
+            if self._lease not in applied.leases:
+                return
+            if applied.leases[-1] is not self._lease or not any(applied is other for other in applied_to(self.model)):
+                raise ValueError(
+                    "this model, or a model that holds it, was patched again since, and that patch is still in force. "
+                    "Leave the patches in the opposite order: the last one first."
+                )
+            _leave(applied)
 
     def __enter__(self) -> Patch:
         return self
@@ -60,7 +75,10 @@ def patch(
     Afterwards documents are told apart by whatever says where they begin: `cu_seq_lens_q` or `seq_idx` as collators
     pass them, a two-dimensional `attention_mask` (0 for padding; other numbers number documents), or `position_ids`
     that restart; with or without `use_cache`, in one row or many. Nothing process-wide is replaced and no state
-    outlives a forward pass. Patching a patched model again the same way changes nothing.
+    outlives a forward pass. A patch is applied whole or, where anything breaks in, not at all.
+
+    Patching a patched model again gives another handle: the model stays patched until each is left, the last one first.
+    With another attention or backend the new one is in force until it is left.
 
     Families that the tests show to be exact are patched at once. Any other model is tried on a few tokens first: packed
     documents must equal each alone, and none may move another; what a few tokens can't show (windows longer than they
@@ -81,56 +99,106 @@ def patch(
 
     Raises:
         UnsupportedModelError: (a ValueError) a family that can't be packed exactly; the message says why.
-        ValueError: a model that is patched already in another way, or an unknown option.
+        ValueError: an unknown option, no model, or a part of a model that is patched in another way.
     """
     if attention not in ATTENTIONS:
         raise ValueError(f"attention must be 'tritonpack', 'sdpa' or 'eager'; got {attention!r}.")
     if backend not in ("auto", "triton", "gluon", "blocked", "reference"):
         raise ValueError(f"backend must be 'auto', 'triton', 'gluon', 'blocked' or 'reference'; got {backend!r}.")
-    if hooks := _hooks(model):
-        before = hooks[0][2].asked
-        if before != (attention, backend):
-            raise ValueError(
-                f"this model is patched already, with attention={before[0]!r} and backend={before[1]!r}; call "
-                "tritonpack.unpatch(model) first to change that."
-            )
-        return Patch(model, hooks[0][2].report)
-    modules = _supported_modules(model, attention)
-    interface.register()
-    known = all(module.config.model_type in KNOWN for module in modules)
-    alone = None if known else probe_alone(model)
-    handle = Patch(model, _apply(model, modules, attention, backend))
-    if alone is not None:
-        try:
-            probe_packed(model, alone)
-        except UnsupportedModelError:
-            handle.unpatch()
-            raise
-    return handle
+    _require_model(model)
+    handle = None
+    try:
+        with _lock:
+            handle = _patch(model, attention, backend)
+        return handle  # noqa: RET504
+    except BaseException:
+        if handle is not None:  # an interrupt on the way out
+            to_the_end(handle.unpatch)
+        raise
 
 
 def unpatch(model: nn.Module) -> None:
-    """Give a patched model its own attention back.
+    """Leave the last patch of a model, or of what it is a part of: restore what was before it.
 
     Raises:
         ValueError: the model isn't patched.
     """
-    found = _hooks(model)
-    if not found:
-        raise ValueError("this model isn't patched; tritonpack.patch(model) does that.")
-    for module, key, hook in found:
-        del module._forward_pre_hooks[key]
-        module._forward_pre_hooks_with_kwargs.pop(key, None)
-        for after, function in list(module._forward_hooks.items()):
-            if getattr(function, "__self__", None) is hook:
-                del module._forward_hooks[after]
-                module._forward_hooks_always_called.pop(after, None)
-        _release(module.config, hook.replaced)
-    for inner in model.modules():
-        release_checkpoint(inner)
-        forward = inner.__dict__.get("forward")
-        if isinstance(forward, InstanceForward):
-            forward.remove()
+    _require_model(model)
+    with _lock:
+        found = applied_to(model)
+        if not found:
+            raise ValueError("this model isn't patched; tritonpack.patch(model) does that.")
+        for applied in found:
+            _leave(applied)
+
+
+def _patch(model: nn.Module, attention: str, backend: Backend, *, by_name: bool = False) -> Patch:
+    found, lease = applied_to(model), object()
+    whole = next((applied for applied in found if holds(applied.model, model)), None)
+    if whole is not None and whole.asked == (attention, backend):
+        try:
+            whole.leases.append(lease)
+            return Patch(model, whole, lease)
+        except BaseException:
+            if lease in whole.leases:
+                whole.leases.remove(lease)
+            raise
+    if whole is not None and whole.model is not model:
+        raise ValueError(
+            f"this is a part of a model that is patched with attention={whole.asked[0]!r} and "
+            f"backend={whole.asked[1]!r}; patch the whole model to change that."
+        )
+    modules = _supported_modules(model, attention)
+    interface.register()
+    known = all(module.config.model_type in KNOWN for module in modules)
+    applied = None
+    try:
+        for other in found:
+            other.revert()
+        alone = None if known else probe_alone(model)
+        applied = Applied(model, modules, attention, backend, found, by_name)
+        applied.apply()
+        if alone is not None:
+            probe_packed(model, alone)
+        applied.leases.append(lease)
+        return Patch(model, applied, lease)
+    except BaseException:
+        to_the_end(lambda: _roll_back(applied, found))
+        raise
+
+
+def _roll_back(applied: Applied | None, found: list[Applied]) -> None:
+    if applied is not None:
+        applied.revert()
+        applied.leases.clear()
+    for other in found:
+        other.apply()
+
+
+def _leave(applied: Applied) -> None:
+    if len(applied.leases) > 1:
+        applied.leases.pop()
+    else:
+        to_the_end(applied.restore_below)
+
+
+def _require_model(model: object) -> None:
+    """Refuse what isn't a model, with what it is instead.
+
+    Raises:
+        ValueError: a name, a class, a configuration, or anything else that isn't a module.
+    """
+    if isinstance(model, nn.Module):
+        return
+    if isinstance(model, str):
+        what = f"the name {model!r}; load it first, with AutoModelForCausalLM.from_pretrained({model!r})"
+    elif isinstance(model, type):
+        what = f"the class {model.__name__}; make a model of it first"
+    elif hasattr(model, "to_dict") and hasattr(model, "model_type"):
+        what = f"a {type(model).__name__}; make a model of it first, with AutoModelForCausalLM.from_config(config)"
+    else:
+        what = f"{model!r:.80} of type {type(model).__name__}"
+    raise ValueError(f"expected a model, an instance of torch.nn.Module; got {what}.")
 
 
 def _modules(model: nn.Module) -> list[PreTrainedModel]:
@@ -201,89 +269,3 @@ def _supported_modules(model: nn.Module, attention: str) -> list[PreTrainedModel
                 "for."
             )
     return modules
-
-
-def _apply(model: nn.Module, modules: list[PreTrainedModel], attention: str, backend: Backend) -> Report:
-    replaced = modules[-1].config._attn_implementation_internal
-    who = "dense" if modules[-1].config.model_type in DENSE else attention
-    text_config = modules[-1].config.get_text_config()
-    once = _keep_apart_by_themselves(model, getattr(text_config, "hidden_size", 0))
-    report = make_report(model, modules, who, backend, replaced, once)
-    current = Current()
-    stand_ins = [make for layer in model.modules() if (make := _stand_in(layer, current, once)) is not None]
-    mixes = any(make.func is DocumentByDocument for make in stand_ins)
-    for module in modules:
-        serving = Serving("dense" if module.config.model_type in DENSE else attention, backend)
-        before = _claim(module.config, interface.NAMES[serving.attention])
-        hook = PackingHook(
-            module,
-            serving,
-            current=current if stand_ins else None,
-            head=current if module.config.model_type in HEADS else None,
-            mixes=mixes,
-            outermost=not any(other is not module and holds(other, module) for other in modules),
-            replaced=before,
-            asked=(attention, backend),
-            report=report,
-        )
-        module.register_forward_pre_hook(hook, with_kwargs=True)
-        if stand_ins:
-            module.register_forward_hook(hook.after, always_call=True)
-    for make in stand_ins:
-        make()
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and module not in modules and module.config.model_type in HEADS:
-            HeadForward(module, current)
-    return report
-
-
-def _stand_in(layer: nn.Module, current: Current, once: set[type]) -> partial[Any] | None:
-    """What gives a layer a forward of ours, or None for layers that keep their own."""
-    name, home = type(layer).__name__, type(layer).__module__.rpartition(".")[2]
-    if name in POSITION_TABLES:
-        return partial(LocalPositions, layer, current)
-    if name in MIXERS:
-        return partial(DocumentByDocument, layer, current, type(layer) in once)
-    if name in HAND_WRITTEN:
-        return partial(HAND_WRITTEN[name], layer, current)
-    if (home, name) in OWN_MASKS:
-        return partial(DocumentMask, layer, current, OWN_MASKS[home, name])
-    return None
-
-
-def _keep_apart_by_themselves(model: nn.Module, hidden_size: int) -> set[type]:
-    """The classes of mixing layers that need only be told where documents begin; one layer of each is tried."""
-    mixers = {type(layer): layer for layer in model.modules() if type(layer).__name__ in MIXERS}
-    return {kind for kind, layer in mixers.items() if takes_boundaries(layer, hidden_size)}
-
-
-# Configs whose attention has our name: how many patched modules share each, and the name it had. By identity, because
-# configs compare by value and models may share one; gone with the config, because another may get its address.
-_claims: dict[int, tuple[weakref.ref[Any], int, str | None]] = {}
-
-
-def _claim(config: Any, name: str) -> str | None:
-    """Give a config our name; returns the one it had before any patch."""
-    key = id(config)
-    _, count, before = _claims.get(key, (None, 0, config._attn_implementation_internal))
-    _claims[key] = weakref.ref(config, lambda _: _claims.pop(key, None)), count + 1, before
-    config._attn_implementation_internal = name
-    return before
-
-
-def _release(config: Any, before: str | None) -> None:
-    """Give a config its own name back when the last patched module lets go of it (a copy's config has none)."""
-    reference, count, before = _claims.pop(id(config), (None, 1, before))
-    if reference is not None and count > 1:
-        _claims[id(config)] = reference, count - 1, before
-    else:
-        config._attn_implementation_internal = before
-
-
-def _hooks(model: nn.Module) -> list[tuple[PreTrainedModel, int, PackingHook]]:
-    return [
-        (module, key, hook)
-        for module in model.modules()
-        for key, hook in module._forward_pre_hooks.items()
-        if isinstance(hook, PackingHook)
-    ]

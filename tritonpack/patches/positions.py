@@ -16,7 +16,7 @@ from tritonpack.patches.packing import IntervalMask, Packing
 class LocalPositions(InstanceForward):
     """A table of absolute positions that counts a row's tokens: looked up by each token's place in its document."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def call(self, *args: Any, **kwargs: Any) -> Any:
         packing = self.current.packing
         if packing is None:
             return self.inner(*args, **kwargs)

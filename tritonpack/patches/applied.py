@@ -1,0 +1,226 @@
+"""A patch on a model: what it puts there, and how all of it is applied and taken away, whatever breaks in."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from tritonpack.attention import Backend
+from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches import interface
+from tritonpack.patches.checkpoints import Checkpoints, release_checkpoint
+from tritonpack.patches.current import Current, HeadForward, InstanceForward, Running
+from tritonpack.patches.families import DENSE, HEADS, MIXERS, OWN_MASKS, POSITION_TABLES
+from tritonpack.patches.hand import HAND_WRITTEN, DocumentMask
+from tritonpack.patches.hooks import UNCLAIMED, ModuleRef, PackingHook
+from tritonpack.patches.mixers import Capabilities, DocumentByDocument
+from tritonpack.patches.packing import Serving
+from tritonpack.patches.positions import LocalPositions
+from tritonpack.patches.report import holds, make_report
+
+
+class ReplicaGuard:
+    """The hook before a module that runs with a forward of ours, which a replica of it shares with the original."""
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        if getattr(module, "_is_replica", False):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} runs as a replica of torch.nn.DataParallel, but layers of this model have a "
+                "forward of their own instance, which would run with the weights of the original. Use "
+                "torch.nn.parallel.DistributedDataParallel."
+            )
+
+
+class Applied:
+    """One patch of a model.
+
+    `apply` and `revert` may be called again at any time, and after a call that was broken off: they bring about a state
+    and don't count. The patch is found through its hooks, so that a copy of a model has a copy of its patch.
+
+    Attributes:
+        model: what was given to `patch`.
+        asked: the attention and the backend that the user asked for.
+        by_name: whether the model asked for it by its attn_implementation, and no caller of `patch`.
+        report: what it changes.
+        leases: one object for each handle that isn't left yet, innermost last.
+        below: the patches of this model, or of parts of it, that are suspended until this one is left.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        modules: list[PreTrainedModel],
+        attention: str,
+        backend: Backend,
+        below: list[Applied],
+        by_name: bool = False,
+    ) -> None:
+        self._model = ModuleRef(model)
+        self.asked, self.below, self.by_name = (attention, backend), below, by_name
+        self.leases: list[object] = []
+        self.current = Current()
+        capabilities = Capabilities()
+        self.stand_ins = [
+            stand_in for layer in model.modules() if (stand_in := _stand_in(layer, self.current, capabilities))
+        ]
+        replaced = modules[-1].config._attn_implementation_internal
+        width = getattr(modules[-1].config.get_text_config(), "hidden_size", 0)
+        who = "dense" if modules[-1].config.model_type in DENSE else attention
+        self.report = make_report(model, modules, who, backend, replaced, _told_boundaries(self.stand_ins, width))
+        self.hooks = [self._hook(module, modules, attention, backend) for module in modules]
+        if self.stand_ins:
+            self.stand_ins += [Running(module, self.current) for module in modules]
+        self.stand_ins += [
+            HeadForward(module, self.current)
+            for module in model.modules()
+            if isinstance(module, PreTrainedModel) and module not in modules and module.config.model_type in HEADS
+        ]
+
+    def _hook(
+        self, module: PreTrainedModel, modules: list[PreTrainedModel], attention: str, backend: Backend
+    ) -> PackingHook:
+        layers = [stand_in.module for stand_in in self.stand_ins]
+        return PackingHook(
+            module,
+            Serving("dense" if module.config.model_type in DENSE else attention, backend),
+            patch=self,
+            checkpoints=Checkpoints(module, self.current, layers) if layers else None,
+            head=self.current if module.config.model_type in HEADS else None,
+            mixes=any(isinstance(stand_in, DocumentByDocument) for stand_in in self.stand_ins),
+            outermost=not any(other is not module and holds(other, module) for other in modules),
+        )
+
+    @property
+    def model(self) -> nn.Module:
+        return self._model.module
+
+    def apply(self) -> None:
+        """Put everything where it belongs."""
+        for hook in self.hooks:
+            claim(hook, interface.NAMES[hook.serving.attention])
+            if not _keys(hook.module, PackingHook):
+                hook.module.register_forward_pre_hook(hook, with_kwargs=True)
+        for stand_in in self.stand_ins:
+            stand_in.install()
+            if isinstance(stand_in.module, PreTrainedModel) and not _keys(stand_in.module, ReplicaGuard):
+                stand_in.module.register_forward_pre_hook(ReplicaGuard())
+
+    def revert(self) -> None:
+        """Take everything away."""
+        for stand_in in reversed(self.stand_ins):
+            stand_in.remove()
+            for key in _keys(stand_in.module, ReplicaGuard):
+                del stand_in.module._forward_pre_hooks[key]
+        for hook in self.hooks:
+            for key in _keys(hook.module, PackingHook):
+                hook.module._forward_pre_hooks_with_kwargs.pop(key, None)
+                del hook.module._forward_pre_hooks[key]
+            release(hook)
+        for module in self.model.modules():
+            release_checkpoint(module)
+
+    def suspend_below(self) -> None:
+        """Take away the patches that this one stands for."""
+        for other in self.below:
+            other.revert()
+
+    def restore_below(self) -> None:
+        """Take this patch away and put back those that were there before."""
+        self.revert()
+        for other in self.below:
+            other.apply()
+        self.leases.clear()
+
+
+def applied_to(model: nn.Module) -> list[Applied]:
+    """The patches that are in force somewhere in a model."""
+    found: list[Applied] = []
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, PackingHook) and not any(hook.patch is other for other in found):
+                found.append(hook.patch)
+    return found
+
+
+def _keys(module: nn.Module, kind: type) -> list[int]:
+    """Under which numbers a module has hooks of ours: one at most, because patches of a module don't overlap."""
+    return [key for key, hook in module._forward_pre_hooks.items() if isinstance(hook, kind)]
+
+
+def to_the_end(action: Callable[[], None]) -> None:
+    """Run an action that may be called twice to its end, also where an interrupt breaks it off, and raise that then."""
+    try:
+        action()
+    except BaseException:
+        action()
+        raise
+
+
+def _stand_in(layer: nn.Module, current: Current, capabilities: Capabilities) -> InstanceForward | None:
+    """What gives a layer a forward of ours, or None for layers that keep their own."""
+    name, home = type(layer).__name__, type(layer).__module__.rpartition(".")[2]
+    make: Callable[[], InstanceForward] | None = None
+    if name in POSITION_TABLES:
+        make = partial(LocalPositions, layer, current)
+    elif name in MIXERS:
+        make = partial(DocumentByDocument, layer, current, capabilities)
+    elif name in HAND_WRITTEN:
+        make = partial(HAND_WRITTEN[name], layer, current)
+    elif (home, name) in OWN_MASKS:
+        make = partial(DocumentMask, layer, current, OWN_MASKS[home, name])
+    return None if make is None else make()
+
+
+def _told_boundaries(stand_ins: list[InstanceForward], width: int) -> set[type]:
+    """The classes of mixing layers that need only be told where documents begin, on the device where they are now."""
+    return {
+        type(stand_in.module)
+        for stand_in in stand_ins
+        if isinstance(stand_in, DocumentByDocument) and stand_in.takes_boundaries(width)
+    }
+
+
+# Configs whose attention has our name: the hooks of the patched modules that share each, and the name that it had. By
+# identity, because configs compare by value and models may share one; gone with the config, because another may get
+# its address. A hook is in it at most once, so that claiming and releasing twice is claiming and releasing once.
+_claims: dict[int, tuple[weakref.ref[Any], list[weakref.ref[PackingHook]], str | None]] = {}
+_lock = threading.Lock()
+
+
+def claim(hook: PackingHook, name: str) -> None:
+    """Give the config of a hook's module our name, and note which one it had before any patch."""
+    config = hook.module.config
+    key = id(config)
+    with _lock:
+        reference, hooks, before = _claims.get(key, (None, [], config._attn_implementation_internal))
+        if reference is None:
+            reference = weakref.ref(config, lambda _: _claims.pop(key, None))
+        hook.replaced = before
+        _claims[key] = reference, [*_others(hooks, hook), weakref.ref(hook)], before
+        config._attn_implementation_internal = name
+
+
+def release(hook: PackingHook) -> None:
+    """Give a config its own name back when the last patched module lets go of it."""
+    if hook.replaced is UNCLAIMED:
+        return
+    config = hook.module.config
+    with _lock:
+        reference, hooks, before = _claims.get(id(config), (None, [], hook.replaced))  # a copy's config has no claims
+        others = _others(hooks, hook)
+        if reference is not None and others:
+            _claims[id(config)] = reference, others, before
+        else:
+            config._attn_implementation_internal = before
+            _claims.pop(id(config), None)
+        hook.replaced = UNCLAIMED
+
+
+def _others(hooks: list[weakref.ref[PackingHook]], hook: PackingHook) -> list[weakref.ref[PackingHook]]:
+    return [other for other in hooks if other() is not None and other() is not hook]
