@@ -81,8 +81,10 @@ def _register() -> None:
     try:
         from tritonpack.hub import loading
         from tritonpack.patches import interface
+        from tritonpack.patches.by_name import patch_named_models
 
         interface.register()
+        patch_named_models()
         loading.answer_for_alias()
     except ImportError as error:
         if (error.name or "").split(".")[0] != "transformers":

@@ -53,7 +53,7 @@ def test_every_way_to_ask(tmp_path: Path) -> None:
     call = {"input_ids": torch.cat(documents(), 1), "position_ids": positions()}
     expected = torch.cat([built(d).logits for d in documents()], 1)
     for model in (built, loaded):
-        assert model.config._attn_implementation == ALIAS
+        assert model.config._attn_implementation == "tritonpack"  # patched
         assert float((model(**call).logits - expected).detach().abs().max() / expected.detach().abs().max()) < EXACT
 
 

@@ -23,13 +23,13 @@ from tritonpack.parallel.packing import ShardedPacking
 from tritonpack.parallel.requirements import is_patched, packing_hook
 from tritonpack.parallel.rotary import LongestPosition
 from tritonpack.parallel.sharing import Kept, Sharing, exchanges
-from tritonpack.patches.by_name import takes_tokens
 from tritonpack.patches.hooks import CACHES
 from tritonpack.patches.kinds import CAUSAL, Kind
 from tritonpack.patches.packing import Packing
 from tritonpack.patches.positions import require_one_rope
 from tritonpack.patches.reading import make_packing
 from tritonpack.patches.report import layer_windows
+from tritonpack.patches.towers import takes_tokens
 
 if TYPE_CHECKING:
     from tritonpack.parallel.context import SequenceParallel

@@ -15,10 +15,10 @@ from tritonpack.attention import Backend
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import interface
 from tritonpack.patches.checkpoints import Checkpoints, release_checkpoint
-from tritonpack.patches.current import Current, HeadForward, InstanceForward, Running
+from tritonpack.patches.current import Current, HeadForward, InstanceForward, ModuleRef, Running
 from tritonpack.patches.families import DENSE, HEADS, MIXERS, OWN_MASKS, POSITION_TABLES
 from tritonpack.patches.hand import HAND_WRITTEN, DocumentMask
-from tritonpack.patches.hooks import UNCLAIMED, ModuleRef, PackingHook
+from tritonpack.patches.hooks import UNCLAIMED, PackingHook
 from tritonpack.patches.mixers import Capabilities, DocumentByDocument
 from tritonpack.patches.packing import Serving
 from tritonpack.patches.positions import LocalPositions

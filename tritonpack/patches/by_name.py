@@ -1,87 +1,114 @@
-"""Models whose attention has our name without having been patched: what they can't do, and their towers.
+"""attn_implementation="tritonpack": a model that is built with our name is patched when it has been built.
 
-Such a model gives its layers nothing of ours but the attention function. Where other layers mix tokens along the row
-too, or count positions by themselves, attention alone can't keep documents apart. And its parts get the name, too, such
-as a tower that turns images into embeddings, which patch() would have left alone.
+transformers gives a name to attention layers alone, and a model whose layers don't ask for one takes it without a word.
+So the two methods of its base class through which every name comes are wrapped, for the whole process: `post_init`,
+which ends the construction of a model and of each model inside it, and `set_attn_implementation`. For other names they
+do what they did before.
 """
 
 from __future__ import annotations
 
-import sys
-from functools import cache
+from functools import wraps
 from typing import Any
 
-from torch import Tensor, nn
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers import PreTrainedModel
 
-from tritonpack.attention import varlen_attention
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.mask import BlockDiagonalMask
-from tritonpack.patches.families import COUNT_FROM_PADDING, MIXERS, POSITION_TABLES, REFUSED, REFUSED_LAYERS
+from tritonpack.patches.applied import Applied, applied_to, to_the_end
+from tritonpack.patches.current import Current, InstanceForward
+from tritonpack.patches.interface import ALIAS, NAMES
 
-# What attention would have to do besides, if a tower asked for it; known ones don't.
-MORE_THAN_A_TOWER = ("softcap", "s_aux", "sinks", "indices", "position_bias", "block_indices", "sliding_window")
-
-_NEED_A_PATCH = {*MIXERS, *POSITION_TABLES, *REFUSED_LAYERS}
+OURS = (NAMES["tritonpack"], ALIAS)
 
 
-def require_attention_alone(module: nn.Module) -> None:
-    """Refuse the attention layer of a family of which attention is but one of the layers that mix documents.
+class Refused(InstanceForward):
+    """The forward of a model that has our name and can't be packed exactly: raises the reason.
 
-    Raises:
-        UnsupportedModelError: with the remedy, patch(), or why there is none.
+    Building it isn't refused, because it may be a part of a model that can be packed.
     """
-    home = type(module).__module__
-    kind = (home.split(".")[-2:] or [""])[0]  # a part's config has a type of its own
-    if why := REFUSED.get(kind):
-        raise UnsupportedModelError(f"models of type {kind!r} can't be packed exactly: {why}.")
-    if kind.replace("_", "-") in COUNT_FROM_PADDING or kind == "data2vec":
-        raise UnsupportedModelError(
-            f"models of type {kind!r} count positions from their padding token, position ids from 0. Call "
-            "tritonpack.patch(model)."
-        )
-    if layers := _special_layers(home):
-        raise UnsupportedModelError(
-            f"{type(module).__name__} has tritonpack's attention by name, but models of its family have other layers "
-            f"that must know where documents begin ({', '.join(layers)}). Call tritonpack.patch(model)."
-        )
+
+    def __init__(self, module: PreTrainedModel, reason: str) -> None:
+        super().__init__(module, Current())
+        self.reason = reason
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        raise UnsupportedModelError(f"{self.reason} It was given attn_implementation={NAMES['tritonpack']!r}.")
 
 
-def takes_tokens(module: nn.Module) -> bool:
-    """Whether an attention layer belongs to a language model, and not to the tower in front of one that turns images
-    or sounds into embeddings: a tower has no vocabulary, and its rows are never packed documents."""
-    config = getattr(module, "config", None)
-    return config is None or getattr(config, "vocab_size", None) is not None
+def patch_named_models() -> None:
+    """Patch every model that is built with our name from now on; a second call changes nothing."""
+    if hasattr(PreTrainedModel.post_init, "tritonpack_follows"):
+        return
+    post_init, set_name = PreTrainedModel.post_init, PreTrainedModel.set_attn_implementation
+
+    @wraps(post_init)
+    def post_init_and_follow(self: PreTrainedModel) -> None:
+        post_init(self)
+        _follow(self)
+
+    @wraps(set_name)
+    def set_and_follow(self: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
+        named = [applied for applied in applied_to(self) if applied.by_name]
+        for applied in named:
+            to_the_end(applied.restore_below)
+        for refused in _refused(self):
+            refused.remove()
+        result = set_name(self, attn_implementation, *args, **kwargs)
+        asked = attn_implementation in OURS if isinstance(attn_implementation, str) else _is_named(self.config)
+        if isinstance(attn_implementation, str) and not asked:
+            _rename(self, attn_implementation)
+        for model in [applied.model for applied in named] or [self]:
+            _follow(model, asked)
+        return result
+
+    post_init_and_follow.tritonpack_follows = True  # type: ignore[attr-defined]
+    PreTrainedModel.post_init = post_init_and_follow
+    PreTrainedModel.set_attn_implementation = set_and_follow
 
 
-def attend_in_tower(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None, **kwargs: Any
-) -> Tensor:
-    """Attention of a tower that gives no mask: each row sees all of itself, or, where offsets come along, each image.
+def _rename(model: PreTrainedModel, name: str) -> None:
+    """Take our name from configurations of models whose attention asks for no name: transformers leaves it there."""
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module.config._attn_implementation_internal in OURS:
+            module.config._attn_implementation_internal = name
 
-    Args:
-        query, key, value: (B, H, T, D).
-        kwargs: `cu_seq_lens_q` and `cu_seq_lens_k`, where images end, for B of 1; what else attention is given.
 
-    Returns:
-        (B, T, H, D_v).
+def _follow(model: PreTrainedModel, asked: bool = False) -> None:
+    """Patch a model if it or a part of it has our name, or was asked to take it.
+
+    The patch of a whole takes the place of those of its parts.
     """
-    if unknown := [name for name in MORE_THAN_A_TOWER if kwargs.get(name) is not None]:
-        raise UnsupportedModelError(
-            f"{type(module).__name__} asks for {', '.join(unknown)}, which tritonpack's attention by name doesn't do "
-            "for a tower; give its sub-config 'sdpa' or 'eager'."
-        )
-    offsets_q, offsets_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
-    if offsets_q is None:
-        return sdpa_attention_forward(module, query, key, value, None, dropout, scaling, is_causal=False)[0]
-    mask = BlockDiagonalMask.from_cu_seqlens(
-        offsets_q, offsets_k, causal=False, total_q=query.shape[2], total_k=key.shape[2]
-    )
-    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    return varlen_attention(q, k, v, mask, scale=scaling, dropout_p=dropout)[None]
+    from tritonpack.patches.patching import patch_by_name, tokens_enter  # it may be what imports transformers just now
+
+    parts = [applied for applied in applied_to(model) if applied.by_name]
+    refused = _refused(model)
+    if not (asked or parts or refused or _is_named(model.config)) or not tokens_enter(model):
+        return
+    for forward in refused:
+        forward.remove()
+    try:
+        whole = patch_by_name(model)
+    except UnsupportedModelError as error:
+        for forward in refused:
+            forward.install()
+        Refused(model, str(error)).install()
+    else:
+        _forget(whole, parts)
 
 
-@cache
-def _special_layers(home: str) -> tuple[str, ...]:
-    """The layers among a modeling file's classes that patch() makes something of, by name."""
-    return tuple(sorted(_NEED_A_PATCH & set(vars(sys.modules[home]))))
+def _forget(whole: Applied, parts: list[Applied]) -> None:
+    whole.below = [applied for applied in whole.below if applied not in parts]
+    for part in parts:
+        part.leases.clear()
+
+
+def _refused(model: PreTrainedModel) -> list[Refused]:
+    forwards = (module.__dict__.get("forward") for module in model.modules())
+    return [forward for forward in forwards if isinstance(forward, Refused)]
+
+
+def _is_named(config: Any) -> bool:
+    """Whether a configuration, or a part of it, has our name."""
+    if getattr(config, "_attn_implementation_internal", None) in OURS:
+        return True
+    return any(_is_named(getattr(config, part)) for part in config.sub_configs or {} if hasattr(config, part))

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tritonpack.patches.current import Current
+from tritonpack.patches.current import Current, ModuleRef
 
 # Where modules keep the function that checkpoints what they call: transformers' layers, and torch's CheckpointWrapper,
 # which FSDP and accelerate put around layers.
@@ -45,15 +45,14 @@ class Checkpoints:
     """
 
     def __init__(self, module: nn.Module, current: Current, layers: Iterable[nn.Module]) -> None:
-        self.module, self.current = module, current
-        self.layers = list(layers)
-        self.holders: list[nn.Module] = []
-        self.links: list[tuple[nn.Module, str, nn.Module]] = []
+        self._module, self.current = ModuleRef(module), current
+        self.layers = [layer for layer in layers if layer is not module]
+        self._look()
 
     def hold(self) -> None:
         """Stand for all checkpointing functions that there are now."""
-        if not torch.compiler.is_compiling() and (
-            not self.links or any(parent._modules.get(name) is not child for parent, name, child in self.links)
+        if not torch.compiler.is_compiling() and any(
+            parent.module._modules.get(name) is not child for parent, name, child in self.links
         ):
             self._look()
         for holder in self.holders:
@@ -66,12 +65,12 @@ class Checkpoints:
         layers = set(map(id, self.layers))
         self.holders = [
             module
-            for module in self.module.modules()
+            for module in self._module.module.modules()
             if hasattr(module, "gradient_checkpointing") or "checkpoint_fn" in module.__dict__
         ]
-        self.links = [
-            (parent, name, child)
-            for parent in self.module.modules()
+        self.links: list[tuple[ModuleRef, str, nn.Module]] = [
+            (ModuleRef(parent), name, child)
+            for parent in self._module.module.modules()
             for name, child in parent._modules.items()
             if child is not None and any(id(inner) in layers for inner in child.modules())
         ]

@@ -5,8 +5,10 @@ torch.compile traces attributes of a `threading.local` and no `ContextVar`, so t
 
 from __future__ import annotations
 
+import copy
 import inspect
 import threading
+import weakref
 from typing import Any
 
 from torch import nn
@@ -37,6 +39,25 @@ class Current(threading.local):
 
     def __reduce__(self) -> tuple[type[Current], tuple[()]]:
         return Current, ()  # copies of a model share no state
+
+
+class ModuleRef:
+    """A module, known to its own hooks without keeping it alive; a copy of the module has a copy that knows it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._reference = weakref.ref(module)
+
+    @property
+    def module(self) -> Any:
+        module = self._reference()
+        assert module is not None, "a hook of a module that is gone"
+        return module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleRef:
+        return ModuleRef(copy.deepcopy(self.module, memo))
+
+    def __reduce__(self) -> tuple[type[ModuleRef], tuple[nn.Module]]:
+        return ModuleRef, (self.module,)
 
 
 class InstanceForward:

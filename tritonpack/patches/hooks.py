@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +11,7 @@ from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.checkpoints import Checkpoints
-from tritonpack.patches.current import Current
+from tritonpack.patches.current import Current, ModuleRef
 from tritonpack.patches.families import ALIBI_FROM_MASK, CODEBOOKS, COUNT_FROM_PADDING
 from tritonpack.patches.interface import NAMES, served
 from tritonpack.patches.kinds import Kind
@@ -27,25 +25,6 @@ if TYPE_CHECKING:
 UNCLAIMED = "(unclaimed)"  # in the place of the name that a config had, while the config hasn't ours
 
 CACHES = ("past_key_values", "cache_params", "state", "cache", "mems")
-
-
-class ModuleRef:
-    """A module, known to its own hooks without keeping it alive; a copy of the module has a copy that knows it."""
-
-    def __init__(self, module: nn.Module) -> None:
-        self._reference = weakref.ref(module)
-
-    @property
-    def module(self) -> Any:
-        module = self._reference()
-        assert module is not None, "a hook of a module that is gone"
-        return module
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleRef:
-        return ModuleRef(copy.deepcopy(self.module, memo))
-
-    def __reduce__(self) -> tuple[type[ModuleRef], tuple[nn.Module]]:
-        return ModuleRef, (self.module,)
 
 
 class PackingHook:

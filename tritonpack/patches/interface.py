@@ -1,8 +1,7 @@
 """The functions that transformers calls, registered under our names: one makes the mask of a kind of layer, the others
 attend.
 
-A model whose attention has one of the names without having been patched reads its documents where attention gets
-them, from position ids or offsets, and is refused where they don't get there.
+A model whose attention has one of the names without having been patched is refused.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.by_name import MORE_THAN_A_TOWER, attend_in_tower, require_attention_alone, takes_tokens
 from tritonpack.patches.kinds import read_kind
 from tritonpack.patches.packing import IntervalMask, Packing, Serving
 from tritonpack.patches.positions import temperature
 from tritonpack.patches.reading import OpenMask
+from tritonpack.patches.towers import MORE_THAN_A_TOWER, attend_in_tower, takes_tokens
 
 # What a patched model's config calls its attention, by who attends; and a second name for stacks that want a slash.
 NAMES = {
@@ -33,9 +32,6 @@ NAMES = {
     "dense": "tritonpack_dense",
 }
 ALIAS = "tritonpack/flash-attn"
-
-# What says where documents begin; one of them must reach attention in a model that isn't patched.
-TELLING = ("position_ids", "cu_seq_lens_q", "seq_idx")
 
 
 def register() -> None:
@@ -262,10 +258,11 @@ def _claimed(module: nn.Module, mask: Any, arguments: dict[str, Any], attention:
             "aren't supported: mark documents by position_ids (or cu_seq_lens_q, seq_idx, a two-dimensional mask), and "
             "call the model, not its layers."
         )
-    if takes_tokens(module) and not mask.claimed and not any(name in arguments for name in TELLING):
+    if takes_tokens(module) and not mask.claimed:
         raise ValueError(
-            "this model's attention is named 'tritonpack' but the model isn't patched, and its layers aren't told "
-            "where documents begin, so packed documents would not be told apart. Call tritonpack.patch(model)."
+            f"the attention of {type(module).__name__} is named {attention!r}, but its model isn't patched, so packed "
+            "documents would not be told apart. Call tritonpack.patch(model). Models that are loaded with "
+            "attn_implementation='tritonpack' are patched when they are built, if tritonpack was imported before; a "
+            "name that is written into a configuration later isn't seen."
         )
-    require_attention_alone(module)
     return mask.claim(arguments, Serving(attention, "auto"))

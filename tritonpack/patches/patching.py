@@ -132,6 +132,21 @@ def unpatch(model: nn.Module) -> None:
             _leave(applied)
 
 
+def patch_by_name(model: PreTrainedModel) -> Applied:
+    """Patch a model whose attention has our name, for as long as it has the name.
+
+    Raises:
+        UnsupportedModelError: as `patch`.
+    """
+    with _lock:
+        return _patch(model, "tritonpack", "auto", by_name=True)._applied
+
+
+def tokens_enter(model: PreTrainedModel) -> bool:
+    """Whether some module of a model takes tokens and a mask for them; towers don't."""
+    return any(_takes_tokens(module) for module in model.modules() if isinstance(module, PreTrainedModel))
+
+
 def _patch(model: nn.Module, attention: str, backend: Backend, *, by_name: bool = False) -> Patch:
     found, lease = applied_to(model), object()
     whole = next((applied for applied in found if holds(applied.model, model)), None)
@@ -207,11 +222,7 @@ def _modules(model: nn.Module) -> list[PreTrainedModel]:
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if not models:
         raise UnsupportedModelError(f"expected a transformers model; got {type(model).__name__}.")
-    takes_tokens = []
-    for module in models:
-        parameters = inspect.signature(module.forward).parameters
-        if "attention_mask" in parameters and ("input_ids" in parameters or "inputs_embeds" in parameters):
-            takes_tokens.append(module)
+    takes_tokens = [module for module in models if _takes_tokens(module)]
     modules = [
         module
         for module in takes_tokens
@@ -223,6 +234,11 @@ def _modules(model: nn.Module) -> list[PreTrainedModel]:
             "can't be told where documents begin."
         )
     return modules
+
+
+def _takes_tokens(module: PreTrainedModel) -> bool:
+    parameters = inspect.signature(module.forward).parameters
+    return "attention_mask" in parameters and ("input_ids" in parameters or "inputs_embeds" in parameters)
 
 
 def _is_head(module: PreTrainedModel) -> bool:

@@ -1,0 +1,52 @@
+"""Towers: the parts of a model that turn images or sounds into embeddings, where their attention has our name.
+
+A model that is loaded with our name has it in all of its parts. patch() leaves towers alone, and so they attend here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from tritonpack.attention import varlen_attention
+from tritonpack.errors import UnsupportedModelError
+from tritonpack.mask import BlockDiagonalMask
+
+# What attention would have to do besides, if a tower asked for it; known ones don't.
+MORE_THAN_A_TOWER = ("softcap", "s_aux", "sinks", "indices", "position_bias", "block_indices", "sliding_window")
+
+
+def takes_tokens(module: nn.Module) -> bool:
+    """Whether an attention layer belongs to a language model, and not to the tower in front of one that turns images
+    or sounds into embeddings: a tower has no vocabulary, and its rows are never packed documents."""
+    config = getattr(module, "config", None)
+    return config is None or getattr(config, "vocab_size", None) is not None
+
+
+def attend_in_tower(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None, **kwargs: Any
+) -> Tensor:
+    """Attention of a tower that gives no mask: each row sees all of itself, or, where offsets come along, each image.
+
+    Args:
+        query, key, value: (B, H, T, D).
+        kwargs: `cu_seq_lens_q` and `cu_seq_lens_k`, where images end, for B of 1; what else attention is given.
+
+    Returns:
+        (B, T, H, D_v).
+    """
+    if unknown := [name for name in MORE_THAN_A_TOWER if kwargs.get(name) is not None]:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} asks for {', '.join(unknown)}, which tritonpack's attention by name doesn't do "
+            "for a tower; give its sub-config 'sdpa' or 'eager'."
+        )
+    offsets_q, offsets_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
+    if offsets_q is None:
+        return sdpa_attention_forward(module, query, key, value, None, dropout, scaling, is_causal=False)[0]
+    mask = BlockDiagonalMask.from_cu_seqlens(
+        offsets_q, offsets_k, causal=False, total_q=query.shape[2], total_k=key.shape[2]
+    )
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    return varlen_attention(q, k, v, mask, scale=scaling, dropout_p=dropout)[None]
