@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tritonpack
-from tests.patches import zoo
+from tests.patches import sweep, zoo
 from tests.patches.models import VOCAB, tiny_model
 
 # What differs between them: values narrower than keys, and experts; a forward of ours; windows on some layers, and
@@ -61,3 +61,47 @@ def test_training() -> None:
             gradients.append([p.grad.clone() for p in model.parameters()])
     for expected, got in zip(*gradients, strict=True):
         torch.testing.assert_close(got, expected)
+
+
+LAYOUTS = [(7, 1, 3, 11), (13,), (2, 20, 5), (30, 4), (12, 9, 8, 3, 1), (22,), (5, 5, 5, 5, 5, 5)]
+
+
+@pytest.mark.parametrize("family", ["mamba2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+def test_recurrent_layers_run_outside_of_graphs_that_fit_all_lengths(family: str) -> None:
+    """As many graphs as a batch of several documents and one of a single document take, however many batches come."""
+    torch._dynamo.reset()
+    graphs = 0
+
+    def count(module: Any, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return module
+
+    model = zoo.tiny_model(family)
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("grouped_mm")
+    with tritonpack.patch(model):
+        compiled = torch.compile(model, backend=count, dynamic=True)
+        seen = []
+        for lengths in LAYOUTS:
+            batch = sweep.FORMS["position_ids"](zoo.documents(lengths))
+            got = compiled(batch.ids, **batch.arguments).logits
+            assert torch.equal(got, model(batch.ids, **batch.arguments).logits), lengths
+            seen.append(graphs)
+    assert seen[1:] == seen[1:2] * len(seen[1:])
+
+
+@pytest.mark.parametrize("family", ["roformer", pytest.param("openai-gpt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("inside", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "base model"])
+def test_what_is_read_of_the_current_packing_is_that_of_the_call(family: str, inside: bool) -> None:
+    """The hook of a compiled module runs outside of its graph, which reads what the hook says."""
+    torch._dynamo.reset()
+    model = zoo.tiny_model(family)
+    with tritonpack.patch(model):
+        whole = model.base_model if inside else model
+        compiled = torch.compile(whole, backend="eager", dynamic=True)
+        for lengths in LAYOUTS[:3]:
+            for form in ("position_ids", "segments_alone"):
+                batch = sweep.FORMS[form](zoo.documents(lengths))
+                got, expected = (batch.gather(run(batch.ids, **batch.arguments)[0]) for run in (compiled, whole))
+                torch.testing.assert_close(got, expected)

@@ -23,16 +23,19 @@ class Checkpoint:
         self.own, self.current = own, current
 
     def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        current = self.current
-        packing, running, told = current.packing, current.running, current.told
+        current, state = self.current, self.current.state
+        packing, running, told = state.packing, state.running, state.told
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            outer = current.packing, current.running, current.told
-            current.packing, current.running, current.told = packing, running, told
+            state = current.state
+            outer, outer_told = (state.running, state.packing), state.told
+            current.set(running, packing)
+            current.tell(told)
             try:
                 return function(*args, **kwargs)
             finally:
-                current.packing, current.running, current.told = outer
+                current.set(*outer)
+                current.tell(outer_told)
 
         return self.own(run, *args, **kwargs)
 

@@ -1,7 +1,4 @@
-"""What layers outside of transformers' interface ask during a forward pass, and the forwards that stand for theirs.
-
-torch.compile traces attributes of a `threading.local` and no `ContextVar`, so the state is a thread's.
-"""
+"""What layers outside of transformers' interface ask during a forward pass, and the forwards that stand for theirs."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import threading
 import weakref
 from typing import Any
 
+import torch
 from torch import nn
 
 from tritonpack.patches.packing import Packing
@@ -22,23 +20,50 @@ OUTSIDE = (
 )
 
 
-class Current(threading.local):
-    """The packing of the forward pass that this thread is running, for modules that transformers passes nothing to.
+class _State(threading.local):
+    """What one thread is running; the attributes are those of `Current`."""
+
+    def __init__(self) -> None:
+        self.running = False
+        self.packing: Packing | None = None
+        self.told: dict[str, Any] = {}
+
+
+class Current:
+    """The packing of the forward pass that is running, for modules that transformers passes nothing to.
+
+    Every thread has a state of its own. torch.compile doesn't guard what it reads of a thread's state, so what is
+    traced reads the attributes here: within one graph these are values of the graph, whatever other threads do.
 
     Attributes:
-        packing: None outside of a forward pass, and where rows are left to the model (a cache is in use).
         running: whether a forward pass of the model is running.
-        read: what the hook before a patched module has read from its arguments; its forward takes it.
+        packing: None outside of a forward pass, and where rows are left to the model (a cache is in use).
         told: what the head around the patched modules was told about documents, where heads keep it to themselves.
     """
 
-    def __init__(self, packing: Packing | None = None, running: bool = False) -> None:
-        self.packing, self.running = packing, running
-        self.read: Packing | None = None
+    def __init__(self) -> None:
+        self.running = False
+        self.packing: Packing | None = None
         self.told: dict[str, Any] = {}
+        self._of_thread = _State()
 
     def __reduce__(self) -> tuple[type[Current], tuple[()]]:
         return Current, ()  # copies of a model share no state
+
+    @property
+    def state(self) -> Current | _State:
+        """Where to read."""
+        return self if torch.compiler.is_compiling() else self._of_thread
+
+    def set(self, running: bool, packing: Packing | None) -> None:
+        """Say what is running from now on."""
+        for state in (self, self._of_thread):
+            state.running, state.packing = running, packing
+
+    def tell(self, told: dict[str, Any]) -> None:
+        """Say what the head was told."""
+        for state in (self, self._of_thread):
+            state.told = told
 
 
 class ModuleRef:
@@ -113,20 +138,24 @@ class InstanceForward:
         raise NotImplementedError
 
 
+# By which the hook before a patched module hands what it has read to the module's forward. Through the call, because
+# other threads may call the module meanwhile.
+HANDED = "tritonpack_packing"
+
+
 class Running(InstanceForward):
     """A patched module's forward: what its hook has read is current while it runs, also where it ends by an exception
     or an interrupt, for which torch calls no hook."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        current = self.current
-        outer = current.running, current.packing
-        if not current.running:  # the outermost patched module says what the packing is
-            current.running, current.packing = True, current.read
-        current.read = None
+        packing = kwargs.pop(HANDED, None)
+        state = self.current.state
+        running, outer = state.running, state.packing
+        self.current.set(True, outer if running else packing)  # the outermost patched module says what the packing is
         try:
             return self.inner(*args, **kwargs)
         finally:
-            current.running, current.packing = outer
+            self.current.set(running, outer)
 
 
 # The arguments by which a head is told about documents.
@@ -138,9 +167,9 @@ class HeadForward(InstanceForward):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self.bound(args, kwargs)
-        outer = self.current.told
-        self.current.told = {name: arguments[name] for name in TOLD if arguments.get(name) is not None}
+        outer = self.current.state.told
+        self.current.tell({name: arguments[name] for name in TOLD if arguments.get(name) is not None})
         try:
             return self.inner(*args, **kwargs)
         finally:
-            self.current.told = outer
+            self.current.tell(outer)

@@ -58,8 +58,8 @@ class DocumentMask(InstanceForward):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self.bound(args, kwargs)
-        packing = self.current.packing
-        if packing is None and not self.current.running:
+        packing = self.current.state.packing
+        if packing is None and not self.current.state.running:
             raise ValueError(OUTSIDE.format(type(self.module).__name__))
         if packing is not None:
             length = packing.tokens[1]

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.checkpoints import Checkpoints
-from tritonpack.patches.current import Current, ModuleRef
+from tritonpack.patches.current import HANDED, Current, ModuleRef
 from tritonpack.patches.families import ALIBI_FROM_MASK, CODEBOOKS, COUNT_FROM_PADDING
 from tritonpack.patches.interface import NAMES, served
 from tritonpack.patches.kinds import Kind
@@ -74,6 +74,14 @@ class PackingHook:
         return self._module.module
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._outside_of_graphs(module, args, kwargs) if self.mixes else self._run(module, args, kwargs)
+
+    @torch.compiler.disable
+    def _outside_of_graphs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Lengths are read on the host, and a graph for them would be one for these lengths alone."""
+        return self._run(module, args, kwargs)
+
+    def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         chosen = module.config._attn_implementation_internal  # type: ignore[union-attr]
         if chosen != NAMES[self.serving.attention]:
             raise ValueError(
@@ -90,7 +98,7 @@ class PackingHook:
         if packing is not None:
             packing = self._pass_on(packing, arguments)
         if self.checkpoints is not None:
-            self.checkpoints.current.read = packing
+            arguments[HANDED] = packing
             self.checkpoints.hold()
         return (), arguments
 
@@ -119,7 +127,7 @@ class PackingHook:
             arguments["attention_mask"] = torch.ones((shape[0], columns), dtype=torch.long, device=tokens.device)
         told = arguments
         if self.head is not None and self.outermost:
-            told = {**arguments, **{name: x for name, x in self.head.told.items() if arguments.get(name) is None}}
+            told = {**arguments, **{name: x for name, x in self.head.state.told.items() if arguments.get(name) is None}}
         packing = make_packing(told, torch.Size(shape), tokens.device, self.serving)
         return packing.replace(cached=any(arguments.get(name) is not None for name in CACHES))
 

@@ -37,9 +37,11 @@ class DocumentByDocument(InstanceForward):
         super().__init__(module, current)
         self.capabilities = capabilities
 
+    # A graph for the documents' lengths would be one for these lengths alone.
+    @torch.compiler.disable
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        packing = self.current.packing
-        if packing is None and not self.current.running:
+        packing = self.current.state.packing
+        if packing is None and not self.current.state.running:
             raise ValueError(OUTSIDE.format(type(self.module).__name__))
         if packing is None or not packing.by_document:
             return self.inner(
@@ -47,8 +49,6 @@ class DocumentByDocument(InstanceForward):
             )
         return self._run(self.bound(args, kwargs), packing)
 
-    # Lengths are read on the host, and a graph for them would be one for these lengths alone.
-    @torch.compiler.disable
     def _run(self, arguments: dict[str, Any], packing: Packing) -> Any:
         for name in ROW_ARGUMENTS:
             if name in arguments:

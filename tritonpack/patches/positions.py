@@ -17,7 +17,7 @@ class LocalPositions(InstanceForward):
     """A table of absolute positions that counts a row's tokens: looked up by each token's place in its document."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        packing = self.current.packing
+        packing = self.current.state.packing
         if packing is None:
             return self.inner(*args, **kwargs)
         module: Any = self.module
