@@ -1,0 +1,85 @@
+"""docs/internals.md lists every name of transformers that isn't documented and that tritonpack stands on."""
+
+import ast
+import importlib
+import re
+from functools import cache
+from pathlib import Path
+
+import pytest
+import transformers
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "tritonpack"
+# Names that transformers exports from its top level are documented.
+DOCUMENTED = "transformers"
+
+
+def rows() -> dict[str, str]:
+    """Names, and the tests that turn red when they change."""
+    text = (ROOT / "docs" / "internals.md").read_text()
+    return dict(re.findall(r"^\| `([^`]+)` \|.*\| (\S+) \|$", text, re.M))
+
+
+@cache
+def library() -> str:
+    """transformers' own code outside of its models."""
+    home = Path(transformers.__file__).parent
+    folders = (home, home / "generation", home / "integrations", home / "utils")
+    return "\n".join(path.read_text() for folder in folders for path in folder.glob("*.py"))
+
+
+@cache
+def touched() -> set[str]:
+    """Imports from transformers' modules, and attributes that begin with an underscore and are transformers'."""
+    ours: set[str] = set()
+    attributes: set[str] = set()
+    imports: set[str] = set()
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+                ours.add(node.name)
+            elif isinstance(node, ast.Attribute) and re.match(r"_[a-z]", node.attr):
+                attributes.add(node.attr)
+                if isinstance(node.ctx, ast.Store) and isinstance(node.value, ast.Name) and node.value.id == "self":
+                    ours.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                if re.fullmatch(r"_[a-z]+_[a-z_]+", node.value):  # names given to getattr
+                    attributes.add(node.value)
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(f"{DOCUMENTED}."):
+                imports |= {f"{node.module}.{alias.name}" for alias in node.names}
+    defined = {name for name in attributes - ours if re.search(rf"\b{name}\b", library())}
+    return defined | imports
+
+
+OTHERS = {
+    "_available",  # a substring of messages
+    "_name_or_path", "_out_features", "_out_indices",  # fields of configurations, as text
+    "_replace",  # of named tuples
+    "_token_id",  # ends of names of fields
+}  # fmt: skip
+
+
+def test_every_name_is_listed() -> None:
+    assert touched() - OTHERS - set(rows()) == set()
+    assert len(rows()) >= 15
+
+
+@pytest.mark.parametrize("name", rows())
+def test_a_listed_name_exists(name: str) -> None:
+    if name.startswith(f"{DOCUMENTED}."):
+        assert name in touched()
+        home, _, last = name.rpartition(".")
+        assert hasattr(importlib.import_module(home), last) or importlib.import_module(name)
+    elif "." in name:
+        home, last = name.split(".")
+        assert hasattr(getattr(transformers, home), last)
+    else:
+        assert name in touched()
+
+
+@pytest.mark.parametrize("test", sorted(set(rows().values())))
+def test_a_listed_test_exists(test: str) -> None:
+    path, _, name = test.partition("::")
+    assert not name or f"def {name}(" in (ROOT / path).read_text()
+    assert (ROOT / path).exists()
