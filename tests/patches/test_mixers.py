@@ -106,6 +106,46 @@ def test_layers_that_would_leak_run_on_each_document(model_type: str, monkeypatc
         assert handle.report.by_document
 
 
+def test_what_layers_can_is_asked_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model may be patched on one device and moved to another that has kernels; a dtype stands for a device here."""
+    model, documents = zoo.tiny_model("lfm2", dtype=torch.float64), zoo.documents(sweep.LENGTHS)
+    with tritonpack.patch(model) as handle:
+        assert handle.report.by_document
+        shapes = count_calls(model)
+        sweep._logits(model, sweep.FORMS["position_ids"](documents))
+        assert (1, sum(sweep.LENGTHS)) not in shapes
+        home = modeling("lfm2")
+        monkeypatch.setattr(home, "causal_conv1d_fn", fake_convolution(home.causal_conv1d_fn))
+        model.float()
+        expected = sweep.alone(zoo.tiny_model("lfm2"), documents, gradients=False)[0]
+        shapes.clear()
+        got = sweep._logits(model, sweep.FORMS["position_ids"](documents)).detach()
+        assert float((got - expected).abs().max() / expected.abs().max()) < sweep.tolerance(model)
+        assert set(shapes[-1:]) == {(1, sum(sweep.LENGTHS))}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("model_type", ["zamba", "lfm2", "mamba2", "qwen3_next"])
+def test_a_layer_that_takes_no_notice_of_boundaries_is_found_out(model_type: str, dtype: torch.dtype) -> None:
+    """Also in bfloat16, where rounding is large: documents must not move at all when another changes."""
+    model = zoo.tiny_model(model_type, dtype=dtype)
+    with tritonpack.patch(model):
+        layers = [m.forward for m in model.modules() if isinstance(m.__dict__.get("forward"), DocumentByDocument)]
+        assert layers
+        for layer in layers:
+            own = type(layer.module).forward
+
+            def deaf(*args: Any, own: Any = own, module: Any = layer.module, **kwargs: Any) -> Any:
+                for name in ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k"):
+                    kwargs.pop(name, None)
+                return own(module, *args, **kwargs)
+
+            layer.own = deaf
+            weight = next(layer.module.parameters())
+            assert not layer._keeps_documents_apart(model.config.hidden_size, weight)
+            layer.own = None
+
+
 def test_documents_of_similar_lengths_share_a_batch() -> None:
     lengths = (5, 1, 7, 6, 12, 1)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
