@@ -15,6 +15,7 @@ from tritonpack.attention import Backend
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import interface
 from tritonpack.patches.checkpoints import Checkpoints, release_checkpoint
+from tritonpack.patches.continuous import ENTRY, ContinuousBatching
 from tritonpack.patches.current import Current, HeadForward, InstanceForward, ModuleRef, Running
 from tritonpack.patches.families import DENSE, HEADS, MIXERS, OWN_MASKS, POSITION_TABLES
 from tritonpack.patches.hand import HAND_WRITTEN, DocumentMask
@@ -81,6 +82,8 @@ class Applied:
             for module in model.modules()
             if isinstance(module, PreTrainedModel) and module not in modules and module.config.model_type in HEADS
         ]
+        generating = (module for module in model.modules() if hasattr(type(module), ENTRY))
+        self.continuous = [ContinuousBatching(module, self) for module in generating]
 
     def _hook(
         self, module: PreTrainedModel, modules: list[PreTrainedModel], attention: str, backend: Backend
@@ -110,9 +113,13 @@ class Applied:
             stand_in.install()
             if isinstance(stand_in.module, PreTrainedModel) and not _keys(stand_in.module, ReplicaGuard):
                 stand_in.module.register_forward_pre_hook(ReplicaGuard())
+        for entry in self.continuous:
+            entry.install()
 
     def revert(self) -> None:
         """Take everything away."""
+        for entry in self.continuous:
+            entry.remove()
         for stand_in in reversed(self.stand_ins):
             stand_in.remove()
             for key in _keys(stand_in.module, ReplicaGuard):

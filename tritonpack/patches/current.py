@@ -94,7 +94,7 @@ class InstanceForward:
 
     def __init__(self, module: nn.Module, current: Current) -> None:
         self.module, self.current = module, current
-        self.names = list(inspect.signature(type(module).forward).parameters)[1:]
+        self.names = parameters_of(type(module))
         self.own: Any = None  # somebody else's forward of this instance, such as accelerate's
         self.wrapper: Any = None  # what somebody else put in place of ours, and which calls ours
         self.installed = False
@@ -136,6 +136,16 @@ class InstanceForward:
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """What happens instead of the module's own forward."""
         raise NotImplementedError
+
+
+def parameters_of(kind: type[nn.Module]) -> list[str]:
+    """The names of the arguments of a module class's forward.
+
+    transformers 5.13 to 5.15 wrap recurrent layers' forwards without saying what they take; the wrapper's variable does.
+    """
+    forward = kind.forward
+    wrapped = inspect.getclosurevars(forward).nonlocals if inspect.isfunction(forward) else {}
+    return list(inspect.signature(wrapped.get("forward_func", forward)).parameters)[1:]
 
 
 # By which the hook before a patched module hands what it has read to the module's forward. Through the call, because

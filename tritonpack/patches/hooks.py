@@ -82,11 +82,19 @@ class PackingHook:
         return self._run(module, args, kwargs)
 
     def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        chosen = module.config._attn_implementation_internal  # type: ignore[union-attr]
-        if chosen != NAMES[self.serving.attention]:
+        chosen, ours = module.config._attn_implementation_internal, NAMES[self.serving.attention]  # type: ignore[union-attr]
+        if _is_paged(kwargs.get("cache")):
+            if chosen == ours:
+                raise ValueError(
+                    "this model was patched while continuous batching was running. Stop the manager, and make it anew "
+                    "after tritonpack.patch(model)."
+                )
+            return None
+        if chosen != ours:
             raise ValueError(
                 f"the attention implementation was set to {chosen!r} since this model was patched, which would ignore "
-                "its packing. Call tritonpack.unpatch(model) before setting another."
+                "its packing. Call tritonpack.unpatch(model) before setting another; where continuous batching has set "
+                "it, stop its manager first."
             )
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
         if arguments.get("encoder_hidden_states") is not None:
@@ -181,6 +189,11 @@ class PackingHook:
                 "a row can't use a cache; pass past_key_values=None."
             )
         return not whole and not cached and not (padded and arguments.get("use_cache"))
+
+
+def _is_paged(cache: Any) -> bool:
+    """Whether a call is one of continuous batching, whose cache tells the requests of a row apart."""
+    return type(cache).__name__ == "PagedAttentionCache"
 
 
 def _is_empty(arguments: dict[str, Any]) -> bool:
