@@ -18,6 +18,7 @@ from tritonpack.patches.kinds import Kind
 from tritonpack.patches.packing import Packing, Serving
 from tritonpack.patches.positions import require_one_rope, rope_limits
 from tritonpack.patches.reading import OpenMask, make_packing
+from tritonpack.patches.replaced import require_own_attention
 
 if TYPE_CHECKING:
     from tritonpack.patches.applied import Applied
@@ -96,6 +97,8 @@ class PackingHook:
                 "its packing. Call tritonpack.unpatch(model) before setting another; where continuous batching has set "
                 "it, stop its manager first."
             )
+        if self.outermost:
+            require_own_attention(ours, self.replaced)
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
         if arguments.get("encoder_hidden_states") is not None:
             raise UnsupportedModelError(

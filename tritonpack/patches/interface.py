@@ -36,12 +36,9 @@ ALIAS = "tritonpack/flash-attn"
 
 def register() -> None:
     """Make the names known to transformers; no model uses them before it is patched or asks for them."""
-    functions = {"tritonpack": attend, "sdpa": attend_sdpa, "eager": attend_eager, "dense": attend_sdpa}
-    for attention, name in NAMES.items():
-        AttentionInterface.register(name, functions[attention])
+    for name, function in FUNCTIONS.items():
+        AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, make_mask)
-    AttentionInterface.register(ALIAS, attend)
-    AttentionMaskInterface.register(ALIAS, make_mask)
 
 
 def make_mask(
@@ -266,3 +263,13 @@ def _claimed(module: nn.Module, mask: Any, arguments: dict[str, Any], attention:
             "name that is written into a configuration later isn't seen."
         )
     return mask.claim(arguments, Serving(attention, "auto"))
+
+
+# The attention function of each of our names.
+FUNCTIONS: dict[str, Callable[..., Any]] = {
+    NAMES["tritonpack"]: attend,
+    NAMES["sdpa"]: attend_sdpa,
+    NAMES["eager"]: attend_eager,
+    NAMES["dense"]: attend_sdpa,
+    ALIAS: attend,
+}

@@ -1,0 +1,76 @@
+"""DeepSpeed's Ulysses under a patched model: refused in the call, before a rank computes attention of its own tokens."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+import tritonpack
+from tests.patches.zoo import tiny_model
+
+MIXED = {"input_ids": torch.tensor([[5, 6, 7, 8, 9]]), "position_ids": torch.tensor([[0, 1, 0, 1, 2]])}
+
+
+@contextmanager
+def ulysses(name: str, home: str = "deepspeed.runtime.sequence_parallel.ulysses_sp") -> Iterator[None]:
+    """What DeepSpeed does to an attention: a function of its own under the same name, which drops the mask."""
+    core = ALL_ATTENTION_FUNCTIONS[name]
+
+    def uattn_wrapper(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
+        return core(module, query, key, value, None, **kwargs)
+
+    uattn_wrapper.__module__ = home
+    ALL_ATTENTION_FUNCTIONS[name] = uattn_wrapper
+    try:
+        yield
+    finally:
+        del ALL_ATTENTION_FUNCTIONS[name]
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon"])  # Falcon's attention doesn't look its function up
+@pytest.mark.parametrize("attention", ["tritonpack", "sdpa"])
+def test_around_our_attention(family: str, attention: Any) -> None:
+    model = tiny_model(family, dtype=torch.float32)
+    with tritonpack.patch(model, attention=attention):
+        expected = model(**MIXED).logits
+        with (
+            ulysses(model.config._attn_implementation),
+            pytest.raises(tritonpack.UnsupportedModelError, match=r"Ulysses.*tritonpack\.SequenceParallel"),
+        ):
+            model(**MIXED)
+        assert torch.equal(model(**MIXED).logits, expected)
+
+
+def test_around_the_attention_that_was_patched() -> None:
+    """Nothing calls Ulysses then: every rank would attend to its own tokens alone."""
+    model = tiny_model("llama", dtype=torch.float32)
+    with ulysses("sdpa"), tritonpack.patch(model), pytest.raises(tritonpack.UnsupportedModelError, match="Ulysses"):
+        model(**MIXED)
+
+
+def test_around_the_name_with_a_slash() -> None:
+    """The one that accelerate accepts."""
+    name = "tritonpack/flash-attn"
+    model = tiny_model("llama", dtype=torch.float32, attn_implementation=name)
+    with ulysses(name), pytest.raises(tritonpack.UnsupportedModelError, match="Ulysses"):
+        model(**MIXED)
+
+
+def test_another_function_under_our_name() -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    with (
+        tritonpack.patch(model),
+        ulysses("tritonpack", "another.library"),
+        pytest.raises(tritonpack.UnsupportedModelError, match=r"'tritonpack' was replaced by another\.library\."),
+    ):
+        model(**MIXED)
+
+
+def test_another_function_under_another_name() -> None:
+    """Only DeepSpeed's is known to spread rows over ranks."""
+    model = tiny_model("llama", dtype=torch.float32)
+    with ulysses("sdpa", "another.library"), tritonpack.patch(model):
+        assert model(**MIXED).logits.isfinite().all()
