@@ -86,9 +86,12 @@ def test_a_copy_generates_by_itself() -> None:
 
 def test_training_during_a_session_is_refused() -> None:
     model = tiny_model("llama", dtype=torch.float32)
-    with tritonpack.patch(model), session(model):
-        with pytest.raises(ValueError, match=r"'sdpa' since this model was patched.*stop its manager first"):
-            packed_gap(model)
+    with (
+        tritonpack.patch(model),
+        session(model),
+        pytest.raises(ValueError, match=r"'sdpa' since this model was patched.*stop its manager first"),
+    ):
+        packed_gap(model)
     with tritonpack.patch(model):
         assert packed_gap(model) < 1e-5
 

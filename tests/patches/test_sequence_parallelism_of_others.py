@@ -1,4 +1,4 @@
-"""DeepSpeed's Ulysses under a patched model: refused in the call, before a rank computes attention of its own tokens."""
+"""DeepSpeed's Ulysses around a patched model: refused in the call."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -141,7 +141,8 @@ class InstanceForward:
 def parameters_of(kind: type[nn.Module]) -> list[str]:
     """The names of the arguments of a module class's forward.
 
-    transformers 5.13 to 5.15 wrap recurrent layers' forwards without saying what they take; the wrapper's variable does.
+    transformers 5.13 to 5.15 wrap recurrent layers' forwards without `functools.wraps`, so the wrapper's own variable
+    is read.
     """
     forward = kind.forward
     wrapped = inspect.getclosurevars(forward).nonlocals if inspect.isfunction(forward) else {}

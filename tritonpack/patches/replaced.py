@@ -29,9 +29,10 @@ def require_own_attention(name: str, before: str | None) -> None:
         home = getattr(function, "__module__", "")
         if home.startswith(ULYSSES):
             raise UnsupportedModelError(
-                f"DeepSpeed's Ulysses (accelerate's sp_backend='deepspeed') has replaced the attention {key!r}. It shards "
-                "rows without telling a patched model, and drops the mask that keeps documents apart. Share batches "
-                "between ranks with tritonpack.SequenceParallel(model, group) instead, or call tritonpack.unpatch(model)."
+                f"DeepSpeed's Ulysses (accelerate's sp_backend='deepspeed') has replaced the attention {key!r}. It "
+                "shards rows without telling a patched model, and drops the mask that keeps documents apart. Share "
+                "batches between ranks with tritonpack.SequenceParallel(model, group) instead, or call "
+                "tritonpack.unpatch(model)."
             )
         if key == name and function is not FUNCTIONS[key]:
             raise UnsupportedModelError(
