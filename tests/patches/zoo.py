@@ -17,15 +17,16 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.patches.zoo_rows import (
+    CAUSAL,
     COMMON,
     DIFFERENTIABLE,
     FLOAT32_ONLY,
     FORWARD_ONLY,
-    ROWS,
     UNBUILT,
     VARIANTS,
     VOCAB,
 )
+from tests.patches.zoo_rows_others import OTHERS
 from tritonpack.testing.small_copy import (
     PARTS,
     codebooks_of,
@@ -38,10 +39,13 @@ from tritonpack.testing.small_copy import (
 
 __all__ = [
     "DIFFERENTIABLE", "FLOAT32_ONLY", "FORWARD_ONLY", "MODEL_TYPES", "UNBUILT", "VARIANTS", "call", "documents",
-    "logits", "tiny_config", "tiny_model",
+    "logits", "tiny_config", "tiny_model", "tiny_row", "without_timm",
 ]  # fmt: skip
 
 MODEL_TYPES: tuple[str, ...] = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+
+# What is set for each type, and for each type of a part.
+ROWS: dict[str, dict[str, Any]] = {**OTHERS, **CAUSAL}
 
 FIRST_TOKEN = 6  # below are padding, the ends of a document, and masks and separators of a few types
 
@@ -65,6 +69,11 @@ def _values(config_class: type[PreTrainedConfig], row: dict[str, Any]) -> dict[s
     return {**values, **row}
 
 
+def tiny_row(model_type: str) -> dict[str, Any]:
+    """What `ROWS` says of a model type."""
+    return ROWS.get(model_type, {})
+
+
 def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
     """The configuration of a model type, or of a variant of one."""
     variant = dict(VARIANTS.get(name, {}))
@@ -75,7 +84,7 @@ def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
 
 
 @contextlib.contextmanager
-def _without_timm() -> Iterator[None]:
+def without_timm() -> Iterator[None]:
     """The one vision tower that needs a package of its own is left out: text never enters it."""
     build = transformers.AutoModel.from_config
 
@@ -106,7 +115,7 @@ def tiny_model(
     if config.model_type in PARTS:
         model = model_class(config)._from_config(part_of(config), **options)
     else:
-        with _without_timm():
+        with without_timm():
             model = AutoModelForCausalLM.from_config(config, **options)
     spread(model, torch.Generator().manual_seed(seed))
     return model.to(dtype).eval()
