@@ -83,13 +83,17 @@ def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
     return config_class(**_values(config_class, row))
 
 
+# Vision towers that need a package of its own.
+TIMM = ("gemma3n_vision", "timm_wrapper")
+
+
 @contextlib.contextmanager
 def without_timm() -> Iterator[None]:
-    """The one vision tower that needs a package of its own is left out: text never enters it."""
+    """Vision towers of timm are left out: text never enters them."""
     build = transformers.AutoModel.from_config
 
     def from_config(config: PreTrainedConfig, **kwargs: Any) -> nn.Module:
-        return nn.Identity() if config.model_type == "gemma3n_vision" else build(config, **kwargs)
+        return nn.Identity() if config.model_type in TIMM else build(config, **kwargs)
 
     with mock.patch.object(transformers.AutoModel, "from_config", from_config):
         yield

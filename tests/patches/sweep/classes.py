@@ -74,7 +74,13 @@ def load(case: Case) -> Any:
 IDS = ("input_ids", "decoder_input_ids")
 
 # Classes with such a parameter that isn't given text.
-NOT_TEXT: dict[str, str] = {}
+STEP = "its decoder_input_ids are the one token of a decoding step"
+NOT_TEXT: dict[str, str] = {
+    "Nemotron3_5AsrForRNNT": STEP,
+    "NemotronAsrStreamingForRNNT": STEP,
+    "ParakeetForRNNT": STEP,
+    "ParakeetForTDT": STEP,
+}
 
 
 def no_text(cls: Any) -> str | None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import math
+import re
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,260 +16,167 @@ from torch import Tensor, nn
 
 import tritonpack
 from tests.patches.sweep import build as building
+from tests.patches.sweep import forms
 from tests.patches.sweep.classes import Case, load, no_text
-from tests.patches.sweep.losses import LOSS_FORMS, Losses
-from tests.patches.sweep.subject import Gathered, Layout, ShapeError, Subject
+from tests.patches.sweep.comparing import Results, difference, gradient_difference, gradients
+from tests.patches.sweep.forms import FORMS, LOSSES, LOW, OUTPUTS, PADDED, WITH_GRADIENTS
+from tests.patches.sweep.losses import NO_LABELS, Losses
+from tests.patches.sweep.means import means
+from tests.patches.sweep.results import ANY, HOWS, VERDICTS, WRONG, Row
+from tests.patches.sweep.subject import Gathered, ShapeError, Subject
 from tritonpack.testing import packed_forms
-from tritonpack.testing.packed_forms import FORMS, LENGTHS
+from tritonpack.testing.packed_forms import LENGTHS
 
-# Verdicts, the worst first.
-WRONG = ("leak", "inexact", "shape")
-VERDICTS = (*WRONG, "error", "partly", "refused", "exact", "stock", "not built", "no text")
+PACKAGE = str(Path(tritonpack.__file__).parent)
 
-# Forms whose gradients are compared, too; and those in which dtypes other than the first are tried.
-WITH_GRADIENTS = ("position_ids", "two_rows_padded")
-LOW = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-OUTPUTS = {"hidden_states": {"output_hidden_states": True}}
-HOWS = ("patch", "name", "stock")
-PADDED = ("padded_right", "padded_left")
-STOCK_FORMS = ("position_ids", "all_ones_mask")
-
-ALL_FORMS = (*FORMS, *OUTPUTS, *LOSS_FORMS, *LOW)
-
-Results = dict[str, Tensor]
-
-
-@dataclasses.dataclass
-class Row:
-    """What became of a class.
-
-    Attributes:
-        key: of the case.
-        how: "patch", "name", or "stock": as it is.
-        verdict: one of `VERDICTS`; the worst of `forms`. "refused" is by tritonpack, "stock" a form that fails without
-            tritonpack in the same words.
-        reason: the form with the number, or the message, behind any verdict but "exact".
-        forms: the verdict of every form that was tried.
-        worst: the largest difference from documents alone among exact forms, relative to the largest value.
-        numbers: that of each form that is wrong.
-    """
-
-    key: str
-    how: str
-    verdict: str
-    reason: str = ""
-    forms: dict[str, str] = dataclasses.field(default_factory=dict)
-    worst: float = 0.0
-    numbers: dict[str, float] = dataclasses.field(default_factory=dict)
-    seconds: float = 0.0
-
-
-def difference(expected: Results, got: Results) -> float:
-    """The largest over all outputs that both have, relative to the largest value of each."""
-    return max((_apart(expected[name], got[name]) for name in expected if name in got), default=0.0)
-
-
-def _apart(a: Tensor, b: Tensor) -> float:
-    if a.shape != b.shape:
-        raise ShapeError(f"{tuple(b.shape)} instead of {tuple(a.shape)}")
-    if a.numel() == 0:
-        return 0.0
-    unlike = a.isfinite() != b.isfinite()
-    if bool(unlike.any()):
-        return math.inf
-    a, b = (x.detach().double().masked_fill(~x.isfinite(), 0) for x in (a, b))
-    largest = float(a.abs().max())
-    apart = float((a - b).abs().max())
-    return apart / largest if largest else (math.inf if apart else 0.0)
-
-
-def gradients(model: nn.Module, values: Results) -> Results:
-    """Of all parameters, under weights for the values that no two share."""
-    total: Any = 0.0
-    for value in values.values():
-        if value.requires_grad:
-            weights = torch.linspace(-1, 1, value.numel(), dtype=value.dtype).view_as(value)
-            finite = value.isfinite()
-            total = total + (value.masked_fill(~finite, 0) * weights).sum() / (
-                1 + float(value.detach()[finite].abs().max())
-            )
-    return gradients_of(model, total)
-
-
-def gradients_of(model: nn.Module, total: Tensor) -> Results:
-    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    found = torch.autograd.grad(total, [p for _, p in named], allow_unused=True)
-    return {name: g for (name, _), g in zip(named, found, strict=True) if g is not None}
-
-
-def gradient_difference(expected: Results, got: Results) -> float:
-    """Relative to the largest gradient of all: those of key biases are mathematically zero."""
-    largest = max((float(g.abs().max()) for g in expected.values() if g.numel()), default=0.0) or 1.0
-    worst = 0.0
-    for name in {*expected, *got}:
-        a, b = expected.get(name), got.get(name)
-        apart = (a - b) if a is not None and b is not None else (a if a is not None else b)
-        assert apart is not None
-        if apart.numel():
-            found = float(apart.abs().max()) / largest
-            worst = max(worst, math.inf if math.isnan(found) else found)
-    return worst
+Patched = tuple[nn.Module, AbstractContextManager[Any]]
 
 
 class Trial:
     """A class, what documents alone give, and how a patched or a named model compares.
 
+    Args:
+        case: the class.
+        chosen: names of `forms.ALL`.
+        with_gradients: whether the forms of `WITH_GRADIENTS` compare them.
+
     Raises:
-        NotBuiltError: no model of the class can be built or run.
+        NotBuiltError: no model of the class can be built, or run by itself, or its tokens don't reach each other.
     """
 
-    def __init__(self, case: Case, *, forms: Iterable[str] = ALL_FORMS, with_gradients: bool = True) -> None:
+    def __init__(self, case: Case, chosen: Iterable[str] = forms.ALL, *, with_gradients: bool = True) -> None:
         self.case = case
-        self.forms = tuple(forms)
+        self.chosen = forms.callable_forms(case, tuple(chosen))
         self.model = building.build(case)
         self.subject = Subject(self.model, stock=True)
         self.documents = self.subject.draw(LENGTHS)
-        self.others = self._others()
         self.limit = packed_forms.tolerance(building.base_dtype(case))
-        self.expected_gradients: Results | None = None
-        self.note = ""
+        self.notes: list[str] = []
         try:
-            self._run_alone(with_gradients)
+            self.expected, self.expected_gradients = self._run_alone(with_gradients)
         except Exception as error:
-            raise building.NotBuiltError(f"runs not by itself: {_message(error)}") from error
+            raise building.NotBuiltError(f"doesn't run by itself: {message(error)}") from error
         if not self.expected:
-            raise building.NotBuiltError(f"no output has a value for each token or document: {self.subject.kinds}")
+            raise building.NotBuiltError(f"has no value for each token or document: {list(self.subject.kinds)}")
         if not self._mixes():
             raise building.NotBuiltError("its tokens don't reach each other")
-        self.losses = Losses(self.subject, self.documents, self.limit) if {*LOSS_FORMS} & {*self.forms} else None
-        self.low = {name: self._low(dtype) for name, dtype in LOW.items() if name in self.forms}
+        self.losses = Losses(self.subject, self.documents, self.limit) if {*LOSSES} & {*self.chosen} else None
+        if self.losses is not None and self.losses.why_not not in ("", NO_LABELS):
+            self.notes.append(f"no loss: {self.losses.why_not[:100]}")
+        errors = {name: self._error_in(dtype) for name, dtype in LOW.items() if name in self.chosen}
+        self.errors = {name: error for name, error in errors.items() if error is not None}
 
-    def _run_alone(self, with_gradients: bool) -> None:
+    def _run_alone(self, with_gradients: bool) -> tuple[Results, Results | None]:
         if with_gradients:
             try:
-                values = self.subject.alone(self.documents)
-                self.expected_gradients = gradients(self.model, values)
-                self.expected = {name: x.detach() for name, x in values.items()}
-                return
-            except Exception as error:
-                self.note = f"no gradients: {_message(error)}"
+                with torch.enable_grad():
+                    values = self.subject.alone(self.documents)
+                    found = gradients(self.model, values)
+                return {name: x.detach() for name, x in values.items()}, found
+            except Exception as error:  # whatever a model's own backward raises
+                self.notes.append(f"no gradients: {message(error)[:100]}")
         with torch.no_grad():
-            self.expected = self.subject.alone(self.documents)
+            return self.subject.alone(self.documents), None
 
     @torch.no_grad()
     def _mixes(self) -> bool:
         """Whether documents laid end to end, without a word of where they begin, differ from each alone."""
-        layout = self.subject.lay_out(
-            lambda d: packed_forms._packed(d, "attention_mask", "position_ids"), self.documents
-        )
+        layout = self.subject.lay_out(forms.end_to_end, self.documents)
         try:
             got = self.subject.gather(self.subject.call(layout), layout)
         except Exception:
             return True
         return bool(got.problems) or difference(self.expected, got.values) > 100 * self.limit
 
-    def _others(self) -> list[list[Tensor]]:
-        """The documents with other tokens in the first, and with others in the last."""
-        found = []
-        for changed in (0, -1):
-            others = list(self.documents)
-            others[changed] = self.subject.draw((others[changed].numel(),), seed=9)[0]
-            found.append(others)
-        return found
-
     @torch.no_grad()
-    def _low(self, dtype: torch.dtype) -> tuple[Results, float] | None:
-        """What the model alone gives in another dtype, and its error against the first."""
+    def _error_in(self, dtype: torch.dtype) -> float | None:
+        """How far the model alone is off in another dtype; None where it doesn't run."""
         try:
-            subject = Subject(copy.deepcopy(self.model).to(torch.float32).to(dtype), stock=True)
-            values = subject.alone(self.documents)
-            return values, difference(self.expected, values)
-        except Exception:
+            subject = Subject(building.build(self.case, dtype=dtype), stock=True)
+            return difference(self.expected, subject.alone(self.documents))
+        except Exception as error:
+            self.notes.append(f"not in {dtype}: {message(error)[:100]}")
             return None
 
-    def run(self, how: str) -> Row:
-        """All forms, with the model patched or named."""
+    def run(self, how: str, patch: Any = tritonpack.patch) -> Row:
+        """All forms.
+
+        Args:
+            how: "patch", "name" or "stock".
+            patch: what makes a context in which a model packs.
+        """
         start = time.perf_counter()
         row = Row(self.case.key, how, "exact")
-        reasons: dict[str, str] = {}
         try:
-            model, context = self._prepared(how)
+            model, context = self._prepared(how, patch)
         except ValueError as error:
-            if not _ours(error):
+            if not is_ours(error):
                 raise
-            row.verdict, row.reason = "refused", f"when {'patched' if how == 'patch' else 'built'}: {_message(error)}"
-            row.seconds = time.perf_counter() - start
-            return row
-        with context:
-            subject = Subject(model, stock=how == "stock")
-            subject.kinds = self.subject.kinds
-            for form in self.forms if how != "stock" else STOCK_FORMS:
-                if form in FORMS or form in OUTPUTS or (self.losses is not None and form in self.losses.forms):
-                    self._judge(subject, form, row, reasons, how)
-            if how != "stock":
-                for name in [name for name in LOW if self.low.get(name)]:
-                    model.to(torch.float32).to(LOW[name])
-                    self._judge(subject, name, row, reasons, how)
-        if row.forms:
-            first = min(row.forms, key=lambda form: VERDICTS.index(row.forms[form]))
-            row.verdict, row.reason = row.forms[first], reasons.get(first, "")
-            if row.verdict == "refused" and "exact" in row.forms.values():
-                row.verdict = "partly"
+            row.verdict, row.reason = "refused", f"when {'patched' if how == 'patch' else 'built'}: {message(error)}"
+        else:
+            with context as handle:
+                row.means = means(handle)
+                reasons = self._judge_all(model, how, row)
+            if row.forms:
+                first = min(row.forms, key=lambda form: VERDICTS.index(row.forms[form]))
+                row.verdict, row.reason = row.forms[first], reasons[first]
+                if row.verdict == "refused" and "exact" in row.forms.values():
+                    row.verdict = "partly"
+            row.note = "; ".join(self.notes) if how != "stock" else ""
         row.seconds = time.perf_counter() - start
         return row
 
-    def _prepared(self, how: str) -> tuple[nn.Module, AbstractContextManager[Any]]:
+    def _prepared(self, how: str, patch: Any) -> Patched:
         if how == "name":
             return building.build(self.case, attn_implementation="tritonpack"), nullcontext()
-        model = copy.deepcopy(self.model)
-        return model, tritonpack.patch(model) if how == "patch" else nullcontext()
+        model = building.build(self.case)  # not the one that ran: recurrent layers may have kept a state
+        return model, patch(model) if how == "patch" else nullcontext()
 
-    def _judge(self, subject: Subject, form: str, row: Row, reasons: dict[str, str], how: str) -> None:
-        limit = self.limit
-        try:
+    def _judge_all(self, model: nn.Module, how: str, row: Row) -> dict[str, str]:
+        """Fill in a row; returns the reason of every form."""
+        subject = Subject(model, stock=how == "stock")
+        subject.kinds = self.subject.kinds
+        reasons = {}
+        for form in self.chosen if how != "stock" else [x for x in forms.STOCK if x in self.chosen]:
+            if form in LOSSES and (self.losses is None or self.losses.why_not):
+                continue
             if form in LOW:
-                values, error = self.low[form]  # type: ignore[misc]
-                limit = 2 * error + 16 * torch.finfo(LOW[form]).eps
-                with torch.no_grad():
-                    got = self._values(subject, "position_ids")
-                found, problems = difference(self.expected, got.values), got.problems
-            elif self.losses is not None and form in self.losses.forms:
-                found, problems = self.losses.compare(subject, form), ()
+                if form not in self.errors:
+                    continue
+                model.to(LOW[form])  # the last forms, and of ever fewer digits
+            row.forms[form], number, reasons[form] = self._judge(subject, form)
+            if row.forms[form] == "exact" and form not in LOW:
+                row.worst = max(row.worst, number)
+            elif row.forms[form] in WRONG:
+                row.numbers[form] = number
+        return reasons
+
+    def _judge(self, subject: Subject, form: str) -> tuple[str, float, str]:
+        """The verdict of a form, the number, and the reason."""
+        limit, problems = self.limit, ()
+        if form in LOW:
+            limit = 2 * self.errors[form] + 16 * torch.finfo(LOW[form]).eps
+        try:
+            if form in LOSSES:
+                assert self.losses is not None
+                found = self.losses.compare(subject, form)
             else:
                 found, problems = self._compare(subject, form)
-            if found <= limit and problems:
-                found, verdict, reason = math.inf, "shape", f"{form}: {'; '.join(problems)}"
-            elif found <= limit:
-                verdict, reason = "exact", ""
-            else:
-                verdict, reason = "inexact", f"{form}: {found:.1e}"
-                if form not in LOW and form not in LOSS_FORMS:
-                    moved = self.influence(subject, form)
-                    if moved > limit:
-                        verdict, reason = "leak", f"{form}: {moved:.1e} from another document, {found:.1e} in all"
-                    elif form in PADDED and self._stock_is_wrong(form):
-                        verdict, reason = "stock", f"{form}: {found:.1e}, and wrong without tritonpack"
+            if found <= limit:
+                return ("shape", math.inf, f"{form}: {'; '.join(problems)}") if problems else ("exact", found, "")
+            if form in PADDED and self._stock_is_wrong(form):
+                return "stock", found, f"{form}: {found:.1e}, and wrong without tritonpack"
+            if form not in LOW and form not in LOSSES and (moved := self.influence(subject, form)) > limit:
+                return "leak", found, f"{form}: {moved:.1e} from another document, {found:.1e} in all"
+            return "inexact", found, f"{form}: {found:.1e}"
         except ShapeError as error:
-            found, verdict, reason = math.inf, "shape", f"{form}: {error}"
+            return "shape", math.inf, f"{form}: {error}"
         except Exception as error:  # whatever a model's own code raises is a result here
-            found, verdict = math.nan, "refused" if _ours(error) else "error"
-            reason = f"{form}: {_message(error)}"
-            if verdict == "error" and self._fails_too(form, error):
-                verdict = "stock"
-        row.forms[form], reasons[form] = verdict, reason
-        if verdict == "exact":
-            row.worst = max(row.worst, found if form not in LOW else 0.0)
-        elif verdict in WRONG:
-            row.numbers[form] = found
-
-    def _layout(self, subject: Subject, form: str, documents: list[Tensor]) -> tuple[Layout, dict[str, Any]]:
-        return subject.lay_out(FORMS["position_ids" if form in OUTPUTS else form], documents), OUTPUTS.get(form, {})
-
-    def _values(self, subject: Subject, form: str, documents: list[Tensor] | None = None) -> Gathered:
-        layout, more = self._layout(subject, form, self.documents if documents is None else documents)
-        return subject.gather(subject.call(layout, **more), layout)
+            verdict = "refused" if is_ours(error) else "stock" if self._fails_too(form, error) else "error"
+            return verdict, math.nan, f"{form}: {message(error)}"
 
     def _compare(self, subject: Subject, form: str) -> tuple[float, tuple[str, ...]]:
+        """How far packed documents are from each alone, and the outputs that say nothing of each."""
         if form in OUTPUTS:
             return self._compare_more(subject, form)
         differentiated = self.expected_gradients is not None and form in WITH_GRADIENTS
@@ -291,24 +198,33 @@ class Trial:
         got = self._values(several, form)
         return difference(expected, got.values), got.problems
 
+    def _values(self, subject: Subject, form: str, documents: list[Tensor] | None = None) -> Gathered:
+        laid_out = FORMS[form if form in FORMS else "position_ids"]
+        layout = subject.lay_out(laid_out, self.documents if documents is None else documents)
+        return subject.gather(subject.call(layout, **OUTPUTS.get(form, {})), layout)
+
     @torch.no_grad()
     def influence(self, subject: Subject, form: str) -> float:
         """How far other tokens in the first document, or in the last, move the values of the rest."""
         before = self._values(subject, form).values
         worst = 0.0
-        for others, keep in zip(self.others, (slice(1, None), slice(None, -1)), strict=True):
+        for changed, keep in ((0, slice(1, None)), (-1, slice(None, -1))):
+            others = list(self.documents)
+            others[changed] = self.subject.draw((LENGTHS[changed],), seed=9)[0]
             after = self._values(subject, form, others).values
             for name in before:
-                kind = subject.kinds[name]
-                lengths = [1] * len(LENGTHS) if kind.of == "document" else self._lengths(subject, kind.side)
+                lengths = self._lengths(subject, name)
                 a, b = (torch.cat(x[name].split(lengths)[keep]) for x in (before, after))
-                scale = float(before[name].abs().max()) or 1.0
-                moved = float((a - b).abs().nan_to_num(math.inf).max()) / scale
+                moved = float((a - b).abs().nan_to_num(math.inf).max()) / (float(before[name].abs().max()) or 1.0)
                 worst = max(worst, moved)
         return worst
 
-    def _lengths(self, subject: Subject, side: str) -> list[int]:
-        documents = subject.targets(self.documents) if side == "decoder" else self.documents
+    def _lengths(self, subject: Subject, name: str) -> list[int]:
+        """How many values of an output each document has."""
+        kind = subject.kinds[name]
+        if kind.of == "document":
+            return [1] * len(self.documents)
+        documents = subject.targets(self.documents) if kind.side == "decoder" else self.documents
         return [d.numel() for d in documents]
 
     @torch.no_grad()
@@ -319,63 +235,63 @@ class Trial:
         except Exception:
             return True
 
-    @torch.no_grad()
     def _fails_too(self, form: str, error: Exception) -> bool:
         """Whether a model without tritonpack fails in a form in the same way."""
         plain = Subject(self.model)
+        plain.kinds = self.subject.kinds
         try:
-            if self.losses is not None and form in self.losses.forms:
+            if form in LOSSES:
+                assert self.losses is not None
                 self.losses.compare(plain, form)
-            elif form in LOW:
-                return False
-            else:
-                layout, more = self._layout(plain, form, self.documents)
-                plain.call(layout, **more)
+            elif form not in LOW:
+                with torch.no_grad():
+                    self._values(plain, form)
         except Exception as other:
             return type(other) is type(error) and str(other).split("\n")[0] == str(error).split("\n")[0]
         return False
 
 
-def _ours(error: BaseException) -> bool:
+def is_ours(error: BaseException) -> bool:
     """Whether an error is one of tritonpack's ValueErrors."""
     if isinstance(error, tritonpack.UnsupportedModelError):
         return True
     frames = traceback.extract_tb(error.__traceback__)
-    return isinstance(error, ValueError) and bool(frames) and "/tritonpack/" in frames[-1].filename
+    return isinstance(error, ValueError) and bool(frames) and frames[-1].filename.startswith(PACKAGE)
 
 
-def _message(error: BaseException) -> str:
+REMEDY = re.compile(
+    r"\b(call|pass|give|use|leave|let|mark|unpatch|patch|tritonpack\.patch|set|load|run|remove|train|build)\b", re.I
+)
+
+
+def has_remedy(text: str) -> bool:
+    """Whether a refusal says what to do, in an imperative that one of the known verbs begins."""
+    _, _, said = text.partition("Error: ")
+    return any(REMEDY.match(part.strip()) for part in re.split(r"[.;:,] |^", said))
+
+
+def message(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:400]
 
 
 def judge_case(
-    case: Case, hows: Iterable[str] = HOWS, forms: Iterable[str] = ALL_FORMS, *, with_gradients: bool = True
+    case: Case, hows: Iterable[str] = HOWS, chosen: Iterable[str] = forms.ALL, *, with_gradients: bool = True
 ) -> list[Row]:
-    """The rows of one class."""
+    """The rows of one class: one for each of `hows`, or one for all where it takes no text or isn't built."""
     start = time.perf_counter()
-
-    def all_rows(verdict: str, reason: str) -> list[Row]:
-        return [Row(case.key, how, verdict, reason, seconds=time.perf_counter() - start) for how in hows]
-
     try:
-        cls = load(case)
-    except ImportError as error:
-        return all_rows("not built", _message(error))
-    if why := no_text(cls):
-        return all_rows("no text", why)
-    try:
-        trial = Trial(case, forms=forms, with_gradients=with_gradients)
-    except building.NotBuiltError as error:
-        return all_rows("not built", str(error))
+        if why := no_text(load(case)):
+            return [Row(case.key, ANY, "no text", why)]
+        trial = Trial(case, chosen, with_gradients=with_gradients)
+    except (ImportError, building.NotBuiltError) as error:
+        return [Row(case.key, ANY, "not built", str(error)[:240], seconds=time.perf_counter() - start)]
     rows = []
-    alone = time.perf_counter() - start
     for how in hows:
         try:
             rows.append(trial.run(how))
-        except Exception as error:
-            rows.append(
-                Row(case.key, how, "error", f"when {'patched' if how == 'patch' else 'built'}: {_message(error)}")
-            )
+        except Exception as error:  # neither patched nor refused
+            when = "when patched" if how == "patch" else "when built"
+            rows.append(Row(case.key, how, "error", f"{when}: {message(error)}"))
     if rows:
-        rows[0].seconds += alone
+        rows[0].seconds += time.perf_counter() - start - sum(row.seconds for row in rows)
     return rows

@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.patches import zoo
 from tests.patches.sweep.extras import extras
-from tritonpack.patches.tokens import special_tokens
+from tests.patches.sweep.forms import alone
+from tritonpack.patches.tokens import is_config, special_tokens
 from tritonpack.testing.packed_forms import Batch
 from tritonpack.testing.small_copy import codebooks_of, rows_for_codebooks, side_by_side
 
 # Tokens of the documents; a few classes need more of them.
-SHORTEST = {"canine": 4}
+SHORTEST = {"canine": 4, "funnel": 4, "longformer": 4}
 
 # What a decoder reads beside an encoder: as many documents, of other lengths.
 DECODER_LENGTHS = {7: 5, 1: 2, 3: 6, 11: 4}
@@ -91,12 +93,12 @@ class Subject:
         self.only_decoder = both and "input_ids" not in self.names
         self.both = both and not self.only_decoder and not self.sentence and "QuestionAnswering" not in self.class_name
         self.ends = getattr(self.config, "is_encoder_decoder", False) and "SequenceClassification" in self.class_name
-        text = self.config.get_text_config(decoder=True) if not both else self.config
-        self.books = codebooks_of(text)
+        decoder = self.config.decoder if both and is_config(getattr(self.config, "decoder", None)) else self.config
+        self.books = codebooks_of(decoder.get_text_config(decoder=True) if not both else decoder)
         self.size = _vocabulary(model, self.config)
         named = special_tokens(self.config)
         self.ordinary = torch.tensor([token for token in range(6, self.size) if token not in named])
-        self.more = extras(model)
+        self.extras = extras(model)
         self.kinds: dict[str, Kind] = {}
 
     def draw(self, lengths: tuple[int, ...], seed: int = 1) -> list[Tensor]:
@@ -105,14 +107,21 @@ class Subject:
         shortest = SHORTEST.get(self.config.model_type, 1)
         lengths = tuple(max(n, shortest) for n in lengths)
         documents = [self.ordinary[torch.randint(len(self.ordinary), (1, n), generator=generator)] for n in lengths]
+        lead = torch.tensor([self.extras.lead], dtype=torch.long)
+        documents = [torch.cat([lead, document], dim=1) for document in documents]
         if self.ends:
             for document in documents:
                 document[:, -1] = self.config.eos_token_id
         return documents
 
     def targets(self, documents: list[Tensor]) -> list[Tensor]:
-        """What a decoder reads: documents of other lengths, drawn from the first token of each."""
-        return [self.draw((DECODER_LENGTHS.get(d.numel(), d.numel()),), seed=100 + int(d[0, 0]))[0] for d in documents]
+        """What a decoder reads: documents of other lengths, drawn from the last token of each."""
+        lengths = [DECODER_LENGTHS.get(d.numel(), d.numel()) for d in documents]
+        generators = [torch.Generator().manual_seed(100 + int(d[0, -1])) for d in documents]
+        return [
+            self.ordinary[torch.randint(len(self.ordinary), (1, n), generator=generator)]
+            for n, generator in zip(lengths, generators, strict=True)
+        ]
 
     def lay_out(self, form: Callable[[list[Tensor]], Batch], documents: list[Tensor]) -> Layout:
         decoder = form(self.targets(documents)) if self.both else None
@@ -121,7 +130,7 @@ class Subject:
     def arguments(self, layout: Layout) -> dict[str, Any]:
         """The keyword arguments of a call."""
         batch = layout.encoder
-        ids = rows_for_codebooks(batch.ids, self.books, self.size)
+        ids = batch.ids if self.both else rows_for_codebooks(batch.ids, self.books, self.size)
         told = dict(batch.arguments)
         if self.only_decoder:
             told = {f"decoder_{name}" if name in PER_TOKEN else name: value for name, value in told.items()}
@@ -129,10 +138,13 @@ class Subject:
         else:
             arguments = {"input_ids": ids, **told}
         if layout.decoder is not None:
-            arguments["decoder_input_ids"] = layout.decoder.ids
+            arguments["decoder_input_ids"] = rows_for_codebooks(layout.decoder.ids, self.books, self.size)
             for name in PER_TOKEN:
                 if name in layout.decoder.arguments and f"decoder_{name}" in self.names:
                     arguments[f"decoder_{name}"] = layout.decoder.arguments[name]
+        if self.extras.columns:
+            name, columns, size = self.extras.columns
+            arguments[name] = torch.stack([(arguments[name] + i) % size for i in range(columns)], dim=-1)
         if self.choices:
             for name in ("input_ids", *PER_TOKEN):
                 if isinstance(arguments.get(name), Tensor):
@@ -140,7 +152,9 @@ class Subject:
         if "use_cache" in arguments and "use_cache" not in self.names and not self.takes_any:
             del arguments["use_cache"]
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
-        for name, make in self.more.items():
+        if torch.is_grad_enabled():
+            arguments = {**zoo.DIFFERENTIABLE.get(self.config.model_type, {}), **arguments}
+        for name, make in self.extras.arguments.items():
             if name not in arguments:
                 value = make(self.config, batch)
                 arguments[name] = value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
@@ -153,13 +167,17 @@ class Subject:
         output = self.model(**self.arguments(layout), **more)
         found = dict(_tensors(output))
         if self.books > 1:
-            found = {name: side_by_side(x, self.books) if x.ndim == 3 else x for name, x in found.items()}
+            rows = layout.encoder.ids.shape[0]
+            found = {
+                name: side_by_side(x, self.books) if x.ndim == 3 and x.shape[0] == rows * self.books else x
+                for name, x in found.items()
+            }
         return found
 
     def alone(self, documents: list[Tensor], **more: Any) -> dict[str, Tensor]:
         """Outputs of each document in a call of its own, with its tokens and nothing else; those of all documents one
         after the other. Learns what each output has a value for."""
-        layouts = [self.lay_out(lambda d: Batch(d[0], [(0, slice(0, d[0].numel()))], {}), [d]) for d in documents]
+        layouts = [self.lay_out(alone, [document]) for document in documents]
         calls = [self.call(layout, **more) for layout in layouts]
         found = {}
         for name in calls[0]:
