@@ -1,103 +1,163 @@
-"""docs/models.md: what becomes of every model type, with tritonpack and without.
+"""docs/models.md and tritonpack/patches/shown.csv: what the sweep found of every class.
 
-python -m tests.patches.table [--out docs/models.md]
+python -m tests.patches.table [--out docs/models.md] [--shown tritonpack/patches/shown.csv]
 """
 
 from __future__ import annotations
 
 import argparse
 from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
-import torch
 import transformers
-from rich.progress import track
 
-import tritonpack
-from tests.patches import sweep, zoo
-from tritonpack.patches import Report
+from tests.patches.sweep import forms, results
+from tests.patches.sweep.classes import Case, cases, mappings
+from tests.patches.sweep.results import ANY, RESULTS, SHOWN, Row
 
 INTRODUCTION = """\
-# Every model type
+# Every model class
 
-Written by `python -m tests.patches.table`: a tiny random model of each of transformers {version}'s causal types, with
-windows, chunks and selections shorter than its documents, in float64. Documents are packed and padded in {forms} ways
-({names})
-and held against each document alone, logits and gradients; and another document's tokens must move nothing. The same
-runs in `tests/patches/test_every_model.py`, where gradients are compared for one of the forms that say the same of a
-row in other words.
+Here is what becomes of each class of transformers {version} that takes text and that an auto class leads to, when
+documents are packed: a tiny random model of the very class, with windows, chunks and selections shorter than its
+documents. `python -m tests.patches.sweep` finds it out, `python -m tests.patches.table` writes this page.
 
-- **tritonpack**: {packed}.
-- **Stock, position ids alone** (and the default cache): {positions}.
-- **Stock, position ids and an all-ones mask**: {ones}.
+A class is tried in {count} ways of a call: {names}. Documents packed, or padded, are held against each
+document alone in a call of its own: every output, in float64, gradients in two of the ways; in float32 and bfloat16 the
+error may be twice what the model alone makes. Heads with one score for a sequence must give one for each document.
+Losses, those of routers among them, must be what the same documents give without packing, and their gradients too.
 
-*How*: kernels, unless said otherwise. *Dense*: the family's attention lies outside of transformers' interface and gets
-the documents' mask as a tensor, O(T^2) memory. *By document*: layers that mix along the row run on each document by
-itself, unless their kernels can be told where documents begin. *Positions*: a table of absolute positions is looked up
-by the place in the document. Numbers are differences relative to the largest logit or gradient.
+- **exact**: in every way that the class can be called.
+- **partly**: exact in some, refused in others by an error that says why.
+- **refused**: when it is patched, or in every call.
+- **wrong**: packed documents differ from those alone, and nobody says so.
+- **error**: an error that isn't ours.
+- **not built**: there is no tiny model of it; the reason is in its row.
 
-| type | packed | worst | how | stock, position ids | stock, all-ones mask |
-|---|---|---|---|---|---|
+{verdicts}
+
+## By auto class
+
+*Patched* is `tritonpack.patch(model)`, *named* is `attn_implementation="tritonpack"`. A class that several auto classes
+lead to counts in each. *Stock leaks* counts the classes whose documents see each other without tritonpack, told by
+position ids alone.
+
+{counts}
+
+## By class
+
+*How*: kernels, unless said otherwise. *Dense*: attention outside of transformers' interface gets the documents' mask as
+a tensor, O(T^2) memory. *By document*: layers that mix along the row run on each document by itself, unless their
+kernels can be told where documents begin. *Positions*: a table of absolute positions is looked up by the place in the
+document. *Worst* is the largest difference in exact ways, relative to the largest value.
+
+{rows}
+
+## Classes that take no text
+
+They are left out: {rule}.
+
+{left_out}
 """
 
-
-def how(name: str) -> str:
-    """What a patch does for a type, in a few words."""
-    report: Report = tritonpack.patch(zoo.tiny_model(name)).report
-    words = ["dense"] if report.attention == "dense" else []
-    if windows := {window for window in report.windows if window}:
-        words.append(f"window{'s' if len(windows) > 1 else ''}")
-    words += [feature.rstrip("0123456789.").removesuffix(" of").strip() for feature in report.features]
-    if report.by_document:
-        words.append("by document")
-    if report.positions:
-        words.append("positions")
-    return ", ".join(words)
+RULE = "a class takes text if its `forward` has `input_ids` or `decoder_input_ids`"
+COLUMNS = ("exact", "partly", "refused", "wrong", "error", "not built")
 
 
-def counted(verdicts: list[str]) -> str:
-    found = Counter(verdicts)
-    words = {
-        "exact": "exact",
-        "refused": "refused",
-        "leak": "leak",
-        "inexact": "inexact",
-        "error": "fail",
-        "unbuilt": "",
-    }
-    parts = [f"{found[key]} {word}" for key, word in words.items() if found[key] and word]
-    return ", ".join(parts) + (f" ({found['unbuilt']} can't be built)" if found["unbuilt"] else "")
+def simple(verdict: str) -> str:
+    return "wrong" if verdict in results.WRONG else verdict
 
 
-def page() -> str:
-    rows, packed, stock = [], [], {form: [] for form in ("position_ids", "all_ones_mask")}
-    for name in track(zoo.MODEL_TYPES, description="model types"):
-        ours = sweep.run(name)
-        theirs = sweep.run(name, patch=None, forms=list(stock), gradients=False)
-        packed.append(ours.verdict)
-        for form, verdicts in stock.items():
-            verdicts.append(theirs.by_form.get(form, theirs.verdict))
-        before = [theirs.by_form.get(form, "") for form in stock]
-        if ours.verdict == "exact":
-            rows.append([name, "exact", f"{ours.worst:.0e}", how(name), *before])
-        else:
-            reason = ours.reason.partition("can't be packed exactly: ")[2] or ours.reason
-            rows.append([name, ours.verdict, "", reason.rstrip("."), *before])
-    head = INTRODUCTION.format(
-        version=transformers.__version__, forms=len(sweep.FORMS), names=", ".join(sweep.FORMS).replace("_", " "),
-        packed=counted(packed), positions=counted(stock["position_ids"]), ones=counted(stock["all_ones_mask"]),
+def table(head: Iterable[str], lines: Iterable[Iterable[object]]) -> str:
+    rows = [list(head), ["---"] * len(list(head)), *lines]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in row) + " |" for row in rows)
+
+
+class Found:
+    """Rows of one version, by case and way."""
+
+    def __init__(self, rows: Iterable[Row]) -> None:
+        self.rows = {(row.key, row.how): row for row in rows}
+
+    def of(self, case: Case, how: str) -> Row:
+        row = self.rows.get((case.key, how)) or self.rows.get((case.key, ANY))
+        if row is None:
+            raise SystemExit(f"{case.key} has no row for {how!r}; run python -m tests.patches.sweep first.")
+        return row
+
+
+def counts(found: Found, listed: list[Case]) -> str:
+    lines = []
+    for mapping in mappings():
+        there = [case for case in listed if mapping in case.mappings]
+        if not there:
+            continue
+        cells: list[object] = [mapping.replace("_", " ").capitalize(), len(there)]
+        for how in ("patch", "name"):
+            seen = Counter(simple(found.of(case, how).verdict) for case in there)
+            cells += [seen[verdict] or "" for verdict in COLUMNS[: -1 if how == "name" else None]]
+        cells.append(sum(found.of(case, "stock").forms.get("position_ids", "") in results.WRONG for case in there))
+        lines.append(cells)
+    patched = [f"patched: {verdict}" if i == 0 else verdict for i, verdict in enumerate(COLUMNS)]
+    named = [f"named: {verdict}" if i == 0 else verdict for i, verdict in enumerate(COLUMNS[:-1])]
+    return table(["auto class", "classes", *patched, *named, "stock leaks"], lines)
+
+
+def class_rows(found: Found, listed: list[Case]) -> str:
+    lines = []
+    for case in listed:
+        patch, name = found.of(case, "patch"), found.of(case, "name")
+        worst = f"{patch.worst:.0e}" if "exact" in patch.forms.values() else ""
+        verdict = simple(name.verdict) if name.how != ANY else ""
+        lines.append([case.name, case.model_type, simple(patch.verdict), worst, patch.means, verdict, why(patch)])
+    return table(["class", "type", "patched", "worst", "how", "named", "why"], lines)
+
+
+def why(row: Row) -> str:
+    """The reason in a row, without what all reasons begin with."""
+    reason = row.reason.partition("can't be packed exactly: ")[2] or row.reason
+    for word in ("when patched: ", "UnsupportedModelError: ", "ValueError: "):
+        reason = reason.replace(word, "")
+    short = reason if len(reason) <= 160 else reason[:157] + "..."
+    return ("" if row.verdict == "exact" else short.rstrip(".")) + (f" ({row.note[:120]})" if row.note else "")
+
+
+def left_out(found: Found) -> str:
+    reasons: dict[str, list[str]] = {}
+    for case in cases():
+        row = found.of(case, "patch")
+        if row.verdict == "no text":
+            reasons.setdefault(row.reason, []).append(case.name)
+    return "\n".join(f"- {reason}: {', '.join(sorted(set(names)))}." for reason, names in sorted(reasons.items()))
+
+
+def page(found: Found, version: str) -> str:
+    listed = [case for case in cases() if found.of(case, "patch").verdict != "no text"]
+    listed.sort(key=lambda case: (case.model_type, case.name))
+    lines = []
+    for how, words in (("patch", "Patched"), ("name", "Named")):
+        seen = Counter(simple(found.of(case, how).verdict) for case in listed)
+        said = ", ".join(f"{seen[verdict]} {verdict}" for verdict in COLUMNS if seen[verdict])
+        lines.append(f"**{words}**, of {len(listed)} pairs of class and model type: {said}.")
+    return INTRODUCTION.format(
+        version=version, count=len(forms.ALL), names=", ".join(forms.ALL).replace("_", " "), rule=RULE,
+        verdicts="\n".join(lines), counts=counts(found, listed), rows=class_rows(found, listed),
+        left_out=left_out(found),
     )  # fmt: skip
-    return head + "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in row) + " |\n" for row in rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.patches.table", description=__doc__)
+    parser.add_argument("--results", type=Path, default=RESULTS)
     parser.add_argument("--out", type=Path, default=Path("docs/models.md"))
+    parser.add_argument("--shown", type=Path, default=SHOWN)
     options = parser.parse_args()
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    options.out.write_text(page())
-    print(f"{options.out} written")
+    version = transformers.__version__
+    rows = results.load(options.results)
+    options.out.write_text(page(Found(row for row in rows if row.version == version), version))
+    results.save_shown(rows, options.shown)
+    print(f"{options.out} and {options.shown} written")
 
 
 if __name__ == "__main__":

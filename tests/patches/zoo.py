@@ -17,15 +17,16 @@ from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, PreTr
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.patches.zoo_rows import (
+    CAUSAL,
     COMMON,
     DIFFERENTIABLE,
     FLOAT32_ONLY,
     FORWARD_ONLY,
-    ROWS,
     UNBUILT,
     VARIANTS,
     VOCAB,
 )
+from tests.patches.zoo_rows_others import OTHERS
 from tritonpack.testing.small_copy import (
     PARTS,
     codebooks_of,
@@ -38,10 +39,13 @@ from tritonpack.testing.small_copy import (
 
 __all__ = [
     "DIFFERENTIABLE", "FLOAT32_ONLY", "FORWARD_ONLY", "MODEL_TYPES", "UNBUILT", "VARIANTS", "call", "documents",
-    "logits", "tiny_config", "tiny_model",
+    "logits", "tiny_config", "tiny_model", "tiny_row", "without_timm",
 ]  # fmt: skip
 
 MODEL_TYPES: tuple[str, ...] = tuple(sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
+
+# What is set for each type, and for each type of a part.
+ROWS: dict[str, dict[str, Any]] = {**OTHERS, **CAUSAL}
 
 FIRST_TOKEN = 6  # below are padding, the ends of a document, and masks and separators of a few types
 
@@ -65,6 +69,11 @@ def _values(config_class: type[PreTrainedConfig], row: dict[str, Any]) -> dict[s
     return {**values, **row}
 
 
+def tiny_row(model_type: str) -> dict[str, Any]:
+    """What `ROWS` says of a model type."""
+    return ROWS.get(model_type, {})
+
+
 def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
     """The configuration of a model type, or of a variant of one."""
     variant = dict(VARIANTS.get(name, {}))
@@ -74,13 +83,17 @@ def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
     return config_class(**_values(config_class, row))
 
 
+# Vision towers that need a package of its own.
+TIMM = ("gemma3n_vision", "timm_wrapper")
+
+
 @contextlib.contextmanager
-def _without_timm() -> Iterator[None]:
-    """The one vision tower that needs a package of its own is left out: text never enters it."""
+def without_timm() -> Iterator[None]:
+    """Vision towers of timm are left out: text never enters them."""
     build = transformers.AutoModel.from_config
 
     def from_config(config: PreTrainedConfig, **kwargs: Any) -> nn.Module:
-        return nn.Identity() if config.model_type == "gemma3n_vision" else build(config, **kwargs)
+        return nn.Identity() if config.model_type in TIMM else build(config, **kwargs)
 
     with mock.patch.object(transformers.AutoModel, "from_config", from_config):
         yield
@@ -106,7 +119,7 @@ def tiny_model(
     if config.model_type in PARTS:
         model = model_class(config)._from_config(part_of(config), **options)
     else:
-        with _without_timm():
+        with without_timm():
             model = AutoModelForCausalLM.from_config(config, **options)
     spread(model, torch.Generator().manual_seed(seed))
     return model.to(dtype).eval()

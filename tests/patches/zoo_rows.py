@@ -26,7 +26,7 @@ COMMON: dict[str, Any] = {
     "num_experts_per_tok": 2, "moe_topk": 2, "moe_k": 2, "top_k_experts": 2, "moe_intermediate_size": 24,
     "n_shared_experts": 1, "num_shared_experts": 1, "shared_expert_intermediate_size": 24,
     "shared_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24, "shared_experts_intermediate_size": 24,
-    "expert_ffn_hidden_size": 24, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "router_aux_loss_coef": 1.0, "expert_ffn_hidden_size": 24, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
     # Values of another width than keys
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
     # Reach
@@ -63,7 +63,7 @@ def _rows(*groups: tuple[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 # By model type, and also by the type of a part (`gemma3_text`, of `gemma3`).
-ROWS = _rows(
+CAUSAL = _rows(
     # One layer with a window, one without. Types that have a window and no kinds of layers have it everywhere.
     ("afmoe beam cohere2 cohere2_moe cohere_compass_text cwm dots1 exaone4 exaone_moe flint gemma2 gemma3_text "
      "gemma4_text gemma4_unified_text gpt_oss granite_swa granitemoe_swa kolibri1 laguna mellum mimo_v2_flash "

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tritonpack.errors import UnsupportedModelError
 
 LENGTHS = (7, 1, 3, 11)
+PADDING = 3  # tokens at the end of a packed row
 
 Results = tuple[Tensor, list[Tensor | None]]  # values of all documents in a row `[t, n]`, and gradients
 
@@ -37,16 +38,17 @@ class Batch:
         return torch.cat([values[row, span] for row, span in self.spans])
 
 
-def lay_out(rows: Iterable[Iterable[int]], documents: list[Tensor], *, left: bool = False) -> Batch:
+def lay_out(rows: Iterable[Iterable[int]], documents: list[Tensor], *, left: bool = False, more: int = 0) -> Batch:
     """Rows of documents, by number, padded to the longest row. The arguments are position ids and the mask.
 
     Args:
         rows: the numbers of the documents in each row.
         documents: token ids `[1, n]`.
         left: pad on the left.
+        more: how many tokens of padding the longest row has.
     """
     rows = [list(row) for row in rows]
-    width = max(sum(documents[i].numel() for i in row) for row in rows)
+    width = max(sum(documents[i].numel() for i in row) for row in rows) + more
     ids, places, mask = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(3))
     spans: dict[int, tuple[int, slice]] = {}
     for r, row in enumerate(rows):
@@ -59,8 +61,12 @@ def lay_out(rows: Iterable[Iterable[int]], documents: list[Tensor], *, left: boo
     return Batch(ids, [spans[i] for i in range(len(documents))], {"position_ids": places, "attention_mask": mask})
 
 
-def _packed(documents: list[Tensor], *drop: str, **arguments: Any) -> Batch:
-    batch = lay_out([range(len(documents))], documents)
+def _packed(documents: list[Tensor], *drop: str, more: int = 0, **arguments: Any) -> Batch:
+    batch = lay_out([range(len(documents))], documents, more=more)
+    return _told(batch, *drop, **arguments)
+
+
+def _told(batch: Batch, *drop: str, **arguments: Any) -> Batch:
     kept = {key: value for key, value in batch.arguments.items() if key not in drop}
     return dataclasses.replace(batch, arguments={**kept, **arguments})
 
@@ -70,7 +76,7 @@ def _collated(documents: list[Tensor]) -> Batch:
     offsets, longest = _offsets(documents), int(lengths.max())
     return _packed(
         documents, "attention_mask", cu_seq_lens_q=offsets, cu_seq_lens_k=offsets, max_length_q=longest,
-        max_length_k=longest, seq_idx=torch.arange(len(documents)).repeat_interleave(lengths)[None].to(torch.int32),
+        max_length_k=longest, seq_idx=_seq_idx(documents),
     )  # fmt: skip
 
 
@@ -79,9 +85,13 @@ def _offsets(documents: list[Tensor]) -> Tensor:
     return nn.functional.pad(lengths.cumsum(0), (1, 0)).to(torch.int32)
 
 
-def _numbered(documents: list[Tensor]) -> Tensor:
+def _seq_idx(documents: list[Tensor]) -> Tensor:
+    return (_numbered(documents) - 1).to(torch.int32)
+
+
+def _numbered(documents: list[Tensor], padding: int = 0) -> Tensor:
     lengths = torch.tensor([d.numel() for d in documents])
-    return torch.arange(1, len(documents) + 1).repeat_interleave(lengths)[None]
+    return nn.functional.pad(torch.arange(1, len(documents) + 1).repeat_interleave(lengths), (0, padding))[None]
 
 
 FORMS: dict[str, Callable[[list[Tensor]], Batch]] = {
@@ -89,11 +99,19 @@ FORMS: dict[str, Callable[[list[Tensor]], Batch]] = {
     "without_cache": lambda d: _packed(d, "attention_mask", use_cache=False),
     "with_cache": lambda d: _packed(d, "attention_mask", use_cache=True),
     "all_ones_mask": lambda d: _packed(d),
+    "bool_mask": lambda d: _packed(d, attention_mask=torch.ones(1, sum(x.numel() for x in d), dtype=torch.bool)),
     "collator": _collated,
     "offsets_alone": lambda d: _packed(d, "attention_mask", "position_ids", cu_seq_lens_q=_offsets(d)),
+    "seq_idx_alone": lambda d: _packed(d, "attention_mask", "position_ids", seq_idx=_seq_idx(d)),
     "segment_mask": lambda d: _packed(d, attention_mask=_numbered(d)),
     "segments_alone": lambda d: _packed(d, "position_ids", attention_mask=_numbered(d)),
+    "segments_padded": lambda d: _packed(d, "position_ids", more=PADDING, attention_mask=_numbered(d, PADDING)),
+    # What flattening collators make of `pad_to_multiple_of`: position ids of 0.
+    "padded_end": lambda d: _packed(d, "attention_mask", more=PADDING),
+    "padded_end_mask": lambda d: _packed(d, more=PADDING),
     "two_rows": lambda d: lay_out([range(len(d) - 1), [len(d) - 1]], d),
+    "two_rows_alone": lambda d: _told(lay_out([range(len(d) - 1), [len(d) - 1]], d), "attention_mask"),
+    "two_rows_padded": lambda d: lay_out([[0], range(1, len(d))], d),
     "padded_right": lambda d: lay_out([[i] for i in range(len(d))], d),
     "padded_left": lambda d: lay_out([[i] for i in range(len(d))], d, left=True),
 }

@@ -1,0 +1,91 @@
+"""Every class of transformers' auto mappings that takes text, packed in every form and held against each document alone.
+
+Rows go to `results.jsonl` beside this file; a class that has rows for the installed transformers isn't run again
+without `--again`, so that a run that was broken off goes on. `python -m tests.patches.table` makes docs/models.md and
+tritonpack/patches/shown.csv of them.
+"""
+
+import argparse
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+import transformers
+
+from tests.patches.sweep import forms, results
+from tests.patches.sweep.classes import Case, cases, mappings
+from tests.patches.sweep.results import ANY, HOWS, RESULTS, Row
+from tests.patches.sweep.running import run
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m tests.patches.sweep", description=__doc__)
+    parser.add_argument("--mapping", nargs="+", choices=sorted(mappings()), metavar="MAPPING", help="such as CAUSAL_LM")
+    parser.add_argument("--classes", nargs="+", metavar="CLASS", help="names, such as LlamaForCausalLM")
+    parser.add_argument("--types", nargs="+", metavar="TYPE", help="model types, such as llama")
+    parser.add_argument("--verdicts", nargs="+", metavar="VERDICT", help="those that have one of these verdicts so far")
+    parser.add_argument("--forms", nargs="+", choices=forms.ALL, default=forms.ALL, metavar="FORM",
+                        help=f"of {', '.join(forms.ALL)}; fewer than all are kept with --out alone")  # fmt: skip
+    parser.add_argument("--how", nargs="+", choices=HOWS, default=HOWS)
+    parser.add_argument("--no-gradients", action="store_true", help="compare outputs alone, but for losses")
+    parser.add_argument("--again", action="store_true", help="forget the rows of the chosen classes first")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time")
+    parser.add_argument("--limit", type=float, default=60, metavar="SECONDS", help="that one class may take")
+    parser.add_argument("--out", type=Path, metavar="FILE", help=f"instead of {RESULTS.name}")
+    return parser.parse_args()
+
+
+def chosen_cases(options: argparse.Namespace, before: list[Row]) -> list[Case]:
+    found = list(cases())
+    if options.mapping:
+        found = [case for case in found if {*options.mapping} & {*case.mappings}]
+    if options.classes:
+        found = [case for case in found if case.name in options.classes]
+    if options.types:
+        found = [case for case in found if case.model_type in options.types]
+    if options.verdicts:
+        keys = {row.key for row in before if row.verdict in options.verdicts}
+        found = [case for case in found if case.key in keys]
+    return found
+
+
+def main() -> None:
+    options = parse()
+    torch.set_num_threads(1)
+    whole = options.forms == forms.ALL and not options.no_gradients
+    path = options.out or (RESULTS if whole else None)
+    before = results.load(path) if path else []
+    here = [row for row in before if row.version == transformers.__version__]
+    chosen = chosen_cases(options, here)
+    if options.again and path:
+        again = {case.key for case in chosen}
+        before = [row for row in before if row not in here or row.key not in again or row.how not in (*options.how, ANY)]
+        results.save(before, path)
+    done = {row.identity for row in before}
+    left = [
+        case for case in chosen
+        if (transformers.__version__, case.key, ANY) not in done
+        and not all((transformers.__version__, case.key, how) in done for how in options.how)
+    ]  # fmt: skip
+    print(f"{len(left)} of {len(chosen)} classes to run")
+    start = time.perf_counter()
+    found: dict[str, Counter[str]] = {}
+    rows = run(left, jobs=options.jobs, limit=options.limit, hows=tuple(options.how), chosen=options.forms,
+               with_gradients=not options.no_gradients)  # fmt: skip
+    for row in rows:
+        found.setdefault(row.how, Counter())[row.verdict] += 1
+        if path:
+            results.append(row, path)
+        if row.verdict != "no text":
+            print(f"{row.key:56} {row.how:5} {row.verdict:9} {row.worst:.0e} {row.seconds:5.2f}s  {row.reason[:160]}",
+                  flush=True)  # fmt: skip
+    for how, counts in found.items():
+        print(f"{how}: " + ", ".join(f"{counts[v]} {v}" for v in results.VERDICTS if counts[v]))
+    print(f"{time.perf_counter() - start:.0f}s")
+    if path:
+        results.save(results.load(path), path)
+
+
+if __name__ == "__main__":
+    main()

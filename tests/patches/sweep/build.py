@@ -1,0 +1,104 @@
+"""A tiny random model of any class: its configuration by the zoo's rows, else by shrinking the type's defaults."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, PreTrainedModel
+
+from tests.patches import zoo
+from tests.patches.sweep.classes import Case, load
+from tritonpack.testing.shrink import shrink
+from tritonpack.testing.small_copy import PARTS, part_of, spread
+
+LABELS = 3  # of classification
+TWO = ("QUESTION", "PRETRAINING", "NEXT_SENTENCE")  # mappings whose heads have two of their own
+
+# What a model's own code casts or makes in float32 doesn't go with float64.
+FLOAT32_ONLY: frozenset[str] = frozenset(
+    {*zoo.FLOAT32_ONLY, "inkling2", "mra", "fastspeech2_conformer", "fastspeech2_conformer_with_hifigan"}
+)
+
+
+class NotBuiltError(Exception):
+    """No model of a class can be built; the message says why."""
+
+
+def base_dtype(case: Case) -> torch.dtype:
+    return torch.float32 if case.model_type in FLOAT32_ONLY else torch.float64
+
+
+def build(case: Case, *, dtype: torch.dtype | None = None, attn_implementation: str | None = None) -> PreTrainedModel:
+    """A tiny random model of the very class, in evaluation mode; the same weights in every call.
+
+    Raises:
+        NotBuiltError: with the reason of every way that was tried.
+    """
+    cls = load(case)
+    reasons = []
+    for way in (_by_rows, _by_shrinking):
+        try:
+            config = _fit(way(case), cls)
+            torch.manual_seed(0)  # a few parts draw their constants at construction
+            with zoo.without_timm():
+                model = cls._from_config(
+                    config, experts_implementation="eager", attn_implementation=attn_implementation
+                )
+            spread(model, torch.Generator().manual_seed(0))
+            return model.to(dtype or base_dtype(case)).eval()
+        except Exception as error:
+            if attn_implementation == "tritonpack" and isinstance(error, ValueError) and "tritonpack" in str(error):
+                raise
+            reasons.append(f"{way.__name__[1:]}: {type(error).__name__}: {' '.join(str(error).split())}"[:240])
+    raise NotBuiltError("; ".join(reasons))
+
+
+def overrides(case: Case) -> dict[str, Any]:
+    """What a head asks of its configuration."""
+    head = {"num_labels": 2 if any(part in m for m in case.mappings for part in TWO) else LABELS}
+    row = zoo.tiny_row(case.model_type)
+    if case.name == "T5GemmaEncoderModel":
+        head["is_encoder_decoder"] = False
+    if "is_decoder" in row and "CAUSAL_LM" not in case.mappings:
+        head["is_decoder"] = False
+    return head
+
+
+def _by_rows(case: Case) -> Any:
+    if case.name == "JevForDecision" and case.model_type != "jev":  # a head around any model
+        return zoo.tiny_config("jev", text_config=zoo.tiny_config(case.model_type).to_dict())
+    return zoo.tiny_config(case.model_type, **overrides(case))
+
+
+def _by_shrinking(case: Case) -> Any:
+    config = shrink(CONFIG_MAPPING[case.model_type]())
+    for name, value in overrides(case).items():
+        setattr(config, name, value)
+    return config
+
+
+def _fit(config: Any, cls: Any) -> Any:
+    """The configuration, or the part of it, that a class takes."""
+    wanted = cls.config_class
+    if config.model_type in PARTS and isinstance(part_of(config), wanted):
+        return part_of(config)
+    if isinstance(config, wanted):
+        return config
+    for name in config.sub_configs or {}:
+        part = getattr(config, name, None)
+        if isinstance(part, wanted):
+            return part
+    return config
+
+
+@contextlib.contextmanager
+def quiet() -> Any:
+    import warnings
+
+    transformers.logging.set_verbosity_error()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

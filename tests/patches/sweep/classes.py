@@ -1,0 +1,96 @@
+"""Which classes there are: every pair of class and model type in transformers' auto mappings, and which take text."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import inspect
+from typing import Any
+
+import transformers
+from transformers.models.auto import modeling_auto
+
+PREFIX, SUFFIX = "MODEL_FOR_", "_MAPPING_NAMES"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A class of transformers, built from the configuration of one model type.
+
+    Attributes:
+        name: of the class.
+        model_type: a key of transformers' CONFIG_MAPPING.
+        mappings: the auto mappings that lead from the type to the class, such as "CAUSAL_LM"; "BASE" is AutoModel's.
+    """
+
+    name: str
+    model_type: str
+    mappings: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}/{self.model_type}"
+
+
+@functools.cache
+def mappings() -> dict[str, dict[str, tuple[str, ...]]]:
+    """{mapping: {model type: names of classes}}, as transformers writes them down; nothing is imported for it."""
+    found = {}
+    for name, mapping in vars(modeling_auto).items():
+        if not name.endswith(SUFFIX) or not name.startswith("MODEL_"):
+            continue
+        short = name.removeprefix(PREFIX).removesuffix(SUFFIX) if name.startswith(PREFIX) else "BASE"
+        found[short] = {
+            kind: tuple(names) if isinstance(names, (tuple, list)) else (names,) for kind, names in mapping.items()
+        }
+    return found
+
+
+@functools.cache
+def cases() -> tuple[Case, ...]:
+    """Every pair of class and model type once, those of one type one after the other."""
+    homes: dict[tuple[str, str], list[str]] = {}
+    for mapping, kinds in mappings().items():
+        for kind, names in kinds.items():
+            for name in names:
+                homes.setdefault((kind, name), []).append(mapping)
+    return tuple(Case(name, kind, tuple(found)) for (kind, name), found in sorted(homes.items()))
+
+
+def load(case: Case) -> Any:
+    """The class itself.
+
+    Raises:
+        ImportError: transformers has no such class, or a library that it needs isn't installed.
+    """
+    cls = getattr(transformers, case.name, None)
+    if cls is None:
+        raise ImportError(f"transformers {transformers.__version__} names {case.name} in a mapping and doesn't have it")
+    cls.forward  # noqa: B018 - what stands in for a class whose library is missing raises here
+    return cls
+
+
+# Parameters by which a forward takes text.
+IDS = ("input_ids", "decoder_input_ids")
+
+# Classes with such a parameter that isn't given text.
+STEP = "its decoder_input_ids are the one token of a decoding step"
+NOT_TEXT: dict[str, str] = {
+    "Nemotron3_5AsrForRNNT": STEP,
+    "NemotronAsrStreamingForRNNT": STEP,
+    "ParakeetForRNNT": STEP,
+    "ParakeetForTDT": STEP,
+}
+
+
+def no_text(cls: Any) -> str | None:
+    """Why a class takes no text, None for those that do.
+
+    The rule: `forward` has `input_ids` or `decoder_input_ids`. Embeddings alone may be of images, sounds or queries.
+    """
+    if why := NOT_TEXT.get(cls.__name__):
+        return why
+    names = inspect.signature(cls.forward).parameters
+    if any(name in names for name in IDS):
+        return None
+    return "its forward has no input_ids"

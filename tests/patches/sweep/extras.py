@@ -1,0 +1,173 @@
+"""What a few classes take beside plain text: images and sounds, tokens at the beginning of documents, columns of tokens.
+
+Images and sounds are the same for every row, or for every document, so that documents differ by their text alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonpack.testing.packed_forms import Batch
+
+Make = Callable[[Any, Batch], Any]  # of a configuration and a batch
+MARK = 5  # a token that no document draws: of an image, or of a question
+
+
+def _same(*shape: int, per: str = "row") -> Make:
+    """The same random numbers for every row, or for every document."""
+
+    def make(config: Any, batch: Batch) -> Tensor:
+        values = torch.randn(shape, generator=torch.Generator().manual_seed(4))
+        return values.expand(_count(batch, per), *shape)
+
+    return make
+
+
+def _count(batch: Batch, per: str) -> int:
+    return batch.ids.shape[0] if per == "row" else len(batch.spans)
+
+
+def _image(*before: int, per: str = "row") -> Make:
+    """[rows, *before, channels, height, width]."""
+
+    def make(config: Any, batch: Batch) -> Tensor:
+        part = next((x for x in (getattr(config, n, None) for n in ("vision_config", "encoder")) if x), config)
+        size = getattr(part, "image_size", None) or getattr(config, "image_size", None) or 8
+        sides = tuple(size) if isinstance(size, (tuple, list)) else (size, size)
+        return _same(*before, getattr(part, "num_channels", 3) or 3, *sides, per=per)(config, batch)
+
+    return make
+
+
+def _whole(value: int, *shape: int, per: str = "row") -> Make:
+    """[rows, *shape] of one integer."""
+    return lambda config, batch: torch.full((_count(batch, per), *shape), value)
+
+
+def _tokens(*values: float) -> Make:
+    """[b, t, n] the same for every token."""
+    return lambda config, batch: torch.tensor(values).expand(*batch.ids.shape, len(values))
+
+
+def _sounds(frames: int, bins: int = 8) -> Make:
+    return _same(frames, bins)
+
+
+IMAGE = {"pixel_values": _image()}
+IMAGES = {"pixel_values": _image(per="document")}  # a document begins with the tokens of its image
+QUESTION = {"qformer_input_ids": _whole(7, 3, per="document")}
+BOX = _tokens(0.1, 0.2, 0.5, 0.6)
+RNNT = {"input_features": _sounds(32)}
+
+# {argument: what makes it} by model type, or by class.
+NEEDS: dict[str, dict[str, Make]] = {
+    **dict.fromkeys(
+        ["blip", "vision-encoder-decoder", "vilt", "align", "altclip", "chinese_clip", "clip", "clipseg", "metaclip_2", "siglip", "grounding-dino", "mm-grounding-dino", "owlv2", "owlvit", "aimv2", "groupvit", "vision-text-dual-encoder", "sam3", "sam3_lite_text", "bridgetower"],
+        IMAGE,
+    ),
+    "blip-2": IMAGES,
+    "Blip2ForImageTextRetrieval": IMAGE,
+    "instructblip": {**IMAGES, **QUESTION},
+    "instructblipvideo": {"pixel_values": _image(2, per="document"), **QUESTION},
+    "kosmos-2": {
+        **IMAGES,
+        "image_embeds_position_mask": lambda config, batch: (batch.ids == MARK).long(),
+    },
+    "idefics": {"pixel_values": _image(1), "image_attention_mask": lambda config, batch: _tokens(1)(config, batch)},
+    "xclip": {"pixel_values": _image(2)},
+    "tvp": {"pixel_values": _image(1)},
+    "videoprism": {"pixel_values_videos": _image(16)},
+    "siglip2": {
+        "pixel_values": _same(4, 48),
+        "pixel_attention_mask": _whole(1, 4),
+        "spatial_shapes": lambda config, batch: torch.full((batch.ids.shape[0], 2), 2),
+    },
+    "pp_formulanet": {"pixel_values": _same(3, 768, 768)},
+    "pi0": {
+        "state": _same(4), "noise": _same(3, 4), "timestep": _whole(1), "action_embeds": _same(4, 32),
+        "pixel_values": _image(1), "pixel_attention_mask": lambda config, batch: torch.ones(len(batch.ids), 1) > 0,
+    },
+    "udop": {"bbox": BOX},
+    "bros": {"bbox": BOX},
+    "lxmert": {"visual_feats": _same(3, 2048), "visual_pos": _same(3, 4)},
+    "pix2struct": {"flattened_patches": _same(4, 14)},
+    "whisper": {
+        "input_features": lambda config, batch: _same(config.num_mel_bins, 2 * config.max_source_positions)(
+            config, batch
+        )
+    },
+    "speech_to_text": {
+        "input_features": lambda config, batch: _same(24, config.input_feat_per_channel)(config, batch)
+    },
+    "moonshine": {"input_values": _same(2000)},
+    "moonshine_streaming": {"input_values": _same(1600)},
+    "speech-encoder-decoder": {"input_values": _same(200)},
+    "SpeechT5ForSpeechToText": {"input_values": _same(200)},
+    "SpeechT5ForTextToSpeech": {"decoder_input_values": _same(6, 8)},
+    "pe_audio": {"input_values": _same(1, 4000)},
+    "clap": {"input_features": _same(1, 64, 64)},
+    "clvp": {"input_features": lambda config, batch: _same(80, 24)(config, batch)},
+    "SeamlessM4TForSpeechToText": {"input_features": _same(24, 16)},
+    "SeamlessM4Tv2ForSpeechToText": {"input_features": _same(24, 16)},
+    "canary": {"input_features": lambda config, batch: _same(24, config.encoder_config.num_mel_bins)(config, batch)},
+    "cohere_asr": {"input_features": lambda config, batch: _same(24, config.encoder_config.num_mel_bins)(config, batch)},
+    # As much sound as there are tokens, for its sake: each frame the same.
+    "voxtral_realtime": {
+        "input_features": lambda config, batch: torch.ones(
+            batch.ids.shape[0], config.audio_config.num_mel_bins, 2 * config.downsample_factor * batch.ids.shape[1]
+        )
+    },
+    "jev": {
+        "marks": lambda config, batch: torch.tensor([[span.stop for _, span in batch.spans]]),
+        "num_options": lambda config, batch: torch.ones(1, len(batch.spans), dtype=torch.long),
+        "question_type_ids": lambda config, batch: torch.zeros(1, len(batch.spans), dtype=torch.long),
+    },
+}  # fmt: skip
+
+# What every document begins with, by model type or class.
+LEADS: dict[str, tuple[int, ...]] = {
+    **dict.fromkeys(("blip-2", "instructblip", "kosmos-2"), (MARK,) * 2),
+    "instructblipvideo": (MARK,) * 4,
+    "Blip2ForImageTextRetrieval": (),
+    "SplinterForPreTraining": (MARK,),
+    "LongformerForQuestionAnswering": (3, 3, 3),
+    "LongformerForMultipleChoice": (3, 3, 3),
+}
+
+# Classes whose tokens are columns (B, T, n), and which argument that is: the name, n, and the size of a vocabulary.
+COLUMNS: dict[str, tuple[str, int, int]] = {
+    "kyutai_speech_to_text": ("input_ids", 3, 16),
+    "dia": ("decoder_input_ids", 2, 64),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Extras:
+    """What one class takes.
+
+    Attributes:
+        arguments: {argument: what makes it}.
+        lead: tokens that every document begins with.
+        columns: as in `COLUMNS`, or None.
+    """
+
+    arguments: dict[str, Make]
+    lead: tuple[int, ...]
+    columns: tuple[str, int, int] | None
+
+
+def extras(model: Any) -> Extras:
+    """What the class of a model takes beside plain text."""
+
+    def of(table: dict[str, Any], otherwise: Any) -> Any:
+        return table.get(type(model).__name__, table.get(model.config.model_type, otherwise))
+
+    names = inspect.signature(model.forward).parameters
+    arguments = {name: make for name, make in of(NEEDS, {}).items() if name in names}
+    return Extras(arguments, of(LEADS, ()), of(COLUMNS, None))

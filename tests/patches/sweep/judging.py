@@ -1,0 +1,297 @@
+"""One class, patched or named, in every form: packed documents held against each alone."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+import traceback
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import tritonpack
+from tests.patches.sweep import build as building
+from tests.patches.sweep import forms
+from tests.patches.sweep.classes import Case, load, no_text
+from tests.patches.sweep.comparing import Results, difference, gradient_difference, gradients
+from tests.patches.sweep.forms import FORMS, LOSSES, LOW, OUTPUTS, PADDED, WITH_GRADIENTS
+from tests.patches.sweep.losses import NO_LABELS, Losses
+from tests.patches.sweep.means import means
+from tests.patches.sweep.results import ANY, HOWS, VERDICTS, WRONG, Row
+from tests.patches.sweep.subject import Gathered, ShapeError, Subject
+from tritonpack.testing import packed_forms
+from tritonpack.testing.packed_forms import LENGTHS
+
+PACKAGE = str(Path(tritonpack.__file__).parent)
+
+Patched = tuple[nn.Module, AbstractContextManager[Any]]
+
+
+class Trial:
+    """A class, what documents alone give, and how a patched or a named model compares.
+
+    Args:
+        case: the class.
+        chosen: names of `forms.ALL`.
+        with_gradients: whether the forms of `WITH_GRADIENTS` compare them.
+
+    Raises:
+        NotBuiltError: no model of the class can be built, or run by itself, or its tokens don't reach each other.
+    """
+
+    def __init__(self, case: Case, chosen: Iterable[str] = forms.ALL, *, with_gradients: bool = True) -> None:
+        self.case = case
+        self.chosen = forms.callable_forms(case, tuple(chosen))
+        self.model = building.build(case)
+        self.subject = Subject(self.model, stock=True)
+        self.documents = self.subject.draw(LENGTHS)
+        self.limit = packed_forms.tolerance(building.base_dtype(case))
+        self.notes: list[str] = []
+        try:
+            self.expected, self.expected_gradients = self._run_alone(with_gradients)
+        except Exception as error:
+            raise building.NotBuiltError(f"doesn't run by itself: {message(error)}") from error
+        if not self.expected:
+            raise building.NotBuiltError(f"has no value for each token or document: {list(self.subject.kinds)}")
+        if not self._mixes():
+            raise building.NotBuiltError("its tokens don't reach each other")
+        self.losses = Losses(self.subject, self.documents, self.limit) if {*LOSSES} & {*self.chosen} else None
+        if self.losses is not None and self.losses.why_not not in ("", NO_LABELS):
+            self.notes.append(f"no loss: {self.losses.why_not[:100]}")
+        errors = {name: self._error_in(dtype) for name, dtype in LOW.items() if name in self.chosen}
+        self.errors = {name: error for name, error in errors.items() if error is not None}
+
+    def _run_alone(self, with_gradients: bool) -> tuple[Results, Results | None]:
+        if with_gradients:
+            try:
+                with torch.enable_grad():
+                    values = self.subject.alone(self.documents)
+                    found = gradients(self.model, values)
+                return {name: x.detach() for name, x in values.items()}, found
+            except Exception as error:  # whatever a model's own backward raises
+                self.notes.append(f"no gradients: {message(error)[:100]}")
+        with torch.no_grad():
+            return self.subject.alone(self.documents), None
+
+    @torch.no_grad()
+    def _mixes(self) -> bool:
+        """Whether documents laid end to end, without a word of where they begin, differ from each alone."""
+        layout = self.subject.lay_out(forms.end_to_end, self.documents)
+        try:
+            got = self.subject.gather(self.subject.call(layout), layout)
+        except Exception:
+            return True
+        return bool(got.problems) or difference(self.expected, got.values) > 100 * self.limit
+
+    @torch.no_grad()
+    def _error_in(self, dtype: torch.dtype) -> float | None:
+        """How far the model alone is off in another dtype; None where it doesn't run."""
+        try:
+            subject = Subject(building.build(self.case, dtype=dtype), stock=True)
+            return difference(self.expected, subject.alone(self.documents))
+        except Exception as error:
+            self.notes.append(f"not in {dtype}: {message(error)[:100]}")
+            return None
+
+    def run(self, how: str, patch: Any = tritonpack.patch) -> Row:
+        """All forms.
+
+        Args:
+            how: "patch", "name" or "stock".
+            patch: what makes a context in which a model packs.
+        """
+        start = time.perf_counter()
+        row = Row(self.case.key, how, "exact")
+        try:
+            model, context = self._prepared(how, patch)
+        except ValueError as error:
+            if not is_ours(error):
+                raise
+            row.verdict, row.reason = "refused", f"when {'patched' if how == 'patch' else 'built'}: {message(error)}"
+        else:
+            with context as handle:
+                row.means = means(handle)
+                reasons = self._judge_all(model, how, row)
+            if row.forms:
+                first = min(row.forms, key=lambda form: VERDICTS.index(row.forms[form]))
+                row.verdict, row.reason = row.forms[first], reasons[first]
+                if row.verdict == "refused" and "exact" in row.forms.values():
+                    row.verdict = "partly"
+            row.note = "; ".join(self.notes) if how != "stock" else ""
+        row.seconds = time.perf_counter() - start
+        return row
+
+    def _prepared(self, how: str, patch: Any) -> Patched:
+        if how == "name":
+            return building.build(self.case, attn_implementation="tritonpack"), nullcontext()
+        model = building.build(self.case)  # not the one that ran: recurrent layers may have kept a state
+        return model, patch(model) if how == "patch" else nullcontext()
+
+    def _judge_all(self, model: nn.Module, how: str, row: Row) -> dict[str, str]:
+        """Fill in a row; returns the reason of every form."""
+        subject = Subject(model, stock=how == "stock")
+        subject.kinds = self.subject.kinds
+        reasons = {}
+        for form in self.chosen if how != "stock" else [x for x in forms.STOCK if x in self.chosen]:
+            if form in LOSSES and (self.losses is None or self.losses.why_not):
+                continue
+            if form in LOW:
+                if form not in self.errors:
+                    continue
+                model.to(LOW[form])  # the last forms, and of ever fewer digits
+            row.forms[form], number, reasons[form] = self._judge(subject, form)
+            if row.forms[form] == "exact" and form not in LOW:
+                row.worst = max(row.worst, number)
+            elif row.forms[form] in WRONG:
+                row.numbers[form] = number
+        return reasons
+
+    def _judge(self, subject: Subject, form: str) -> tuple[str, float, str]:
+        """The verdict of a form, the number, and the reason."""
+        limit, problems = self.limit, ()
+        if form in LOW:
+            limit = 2 * self.errors[form] + 16 * torch.finfo(LOW[form]).eps
+        try:
+            if form in LOSSES:
+                assert self.losses is not None
+                found = self.losses.compare(subject, form)
+            else:
+                found, problems = self._compare(subject, form)
+            if found <= limit:
+                return ("shape", math.inf, f"{form}: {'; '.join(problems)}") if problems else ("exact", found, "")
+            if form in PADDED and self._stock_is_wrong(form):
+                return "stock", found, f"{form}: {found:.1e}, and wrong without tritonpack"
+            if form not in LOW and form not in LOSSES and (moved := self.influence(subject, form)) > limit:
+                return "leak", found, f"{form}: {moved:.1e} from another document, {found:.1e} in all"
+            return "inexact", found, f"{form}: {found:.1e}"
+        except ShapeError as error:
+            return "shape", math.inf, f"{form}: {error}"
+        except Exception as error:  # whatever a model's own code raises is a result here
+            verdict = "refused" if is_ours(error) else "stock" if self._fails_too(form, error) else "error"
+            return verdict, math.nan, f"{form}: {message(error)}"
+
+    def _compare(self, subject: Subject, form: str) -> tuple[float, tuple[str, ...]]:
+        """How far packed documents are from each alone, and the outputs that say nothing of each."""
+        if form in OUTPUTS:
+            return self._compare_more(subject, form)
+        differentiated = self.expected_gradients is not None and form in WITH_GRADIENTS
+        with torch.set_grad_enabled(differentiated):
+            got = self._values(subject, form)
+            found = difference(self.expected, got.values)
+            if differentiated and found <= self.limit and not got.problems:
+                assert self.expected_gradients is not None
+                found = max(found, gradient_difference(self.expected_gradients, gradients(subject.model, got.values)))
+        return found, got.problems
+
+    @torch.no_grad()
+    def _compare_more(self, subject: Subject, form: str) -> tuple[float, tuple[str, ...]]:
+        """With all the outputs that a model gives when asked."""
+        twin = Subject(self.model, stock=True)
+        expected = twin.alone(self.documents, **OUTPUTS[form])
+        several = Subject(subject.model, stock=subject.stock)
+        several.kinds = twin.kinds
+        got = self._values(several, form)
+        return difference(expected, got.values), got.problems
+
+    def _values(self, subject: Subject, form: str, documents: list[Tensor] | None = None) -> Gathered:
+        laid_out = FORMS[form if form in FORMS else "position_ids"]
+        layout = subject.lay_out(laid_out, self.documents if documents is None else documents)
+        return subject.gather(subject.call(layout, **OUTPUTS.get(form, {})), layout)
+
+    @torch.no_grad()
+    def influence(self, subject: Subject, form: str) -> float:
+        """How far other tokens in the first document, or in the last, move the values of the rest."""
+        before = self._values(subject, form).values
+        worst = 0.0
+        for changed, keep in ((0, slice(1, None)), (-1, slice(None, -1))):
+            others = list(self.documents)
+            others[changed] = self.subject.draw((LENGTHS[changed],), seed=9)[0]
+            after = self._values(subject, form, others).values
+            for name in before:
+                lengths = self._lengths(subject, name)
+                a, b = (torch.cat(x[name].split(lengths)[keep]) for x in (before, after))
+                moved = float((a - b).abs().nan_to_num(math.inf).max()) / (float(before[name].abs().max()) or 1.0)
+                worst = max(worst, moved)
+        return worst
+
+    def _lengths(self, subject: Subject, name: str) -> list[int]:
+        """How many values of an output each document has."""
+        kind = subject.kinds[name]
+        if kind.of == "document":
+            return [1] * len(self.documents)
+        documents = subject.targets(self.documents) if kind.side == "decoder" else self.documents
+        return [d.numel() for d in documents]
+
+    @torch.no_grad()
+    def _stock_is_wrong(self, form: str) -> bool:
+        """Whether padding alone, without packing, already changes what a model without tritonpack computes."""
+        try:
+            return difference(self.expected, self._values(self.subject, form).values) > self.limit
+        except Exception:
+            return True
+
+    def _fails_too(self, form: str, error: Exception) -> bool:
+        """Whether a model without tritonpack fails in a form in the same way."""
+        plain = Subject(self.model)
+        plain.kinds = self.subject.kinds
+        try:
+            if form in LOSSES:
+                assert self.losses is not None
+                self.losses.compare(plain, form)
+            elif form not in LOW:
+                with torch.no_grad():
+                    self._values(plain, form)
+        except Exception as other:
+            return type(other) is type(error) and str(other).split("\n")[0] == str(error).split("\n")[0]
+        return False
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether an error is one of tritonpack's ValueErrors."""
+    if isinstance(error, tritonpack.UnsupportedModelError):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    return isinstance(error, ValueError) and bool(frames) and frames[-1].filename.startswith(PACKAGE)
+
+
+REMEDY = re.compile(
+    r"\b(call|pass|give|use|leave|let|mark|unpatch|patch|tritonpack\.patch|set|load|run|remove|train|build)\b", re.I
+)
+
+
+def has_remedy(text: str) -> bool:
+    """Whether a refusal says what to do, in an imperative that one of the known verbs begins."""
+    _, _, said = text.partition("Error: ")
+    return any(REMEDY.match(part.strip()) for part in re.split(r"[.;:,] |^", said))
+
+
+def message(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:400]
+
+
+def judge_case(
+    case: Case, hows: Iterable[str] = HOWS, chosen: Iterable[str] = forms.ALL, *, with_gradients: bool = True
+) -> list[Row]:
+    """The rows of one class: one for each of `hows`, or one for all where it takes no text or isn't built."""
+    start = time.perf_counter()
+    try:
+        if why := no_text(load(case)):
+            return [Row(case.key, ANY, "no text", why)]
+        trial = Trial(case, chosen, with_gradients=with_gradients)
+    except (ImportError, building.NotBuiltError) as error:
+        return [Row(case.key, ANY, "not built", str(error)[:240], seconds=time.perf_counter() - start)]
+    rows = []
+    for how in hows:
+        try:
+            rows.append(trial.run(how))
+        except Exception as error:  # neither patched nor refused
+            when = "when patched" if how == "patch" else "when built"
+            rows.append(Row(case.key, how, "error", f"{when}: {message(error)}"))
+    if rows:
+        rows[0].seconds += time.perf_counter() - start - sum(row.seconds for row in rows)
+    return rows

@@ -1,0 +1,21 @@
+"""What a patch does for a model, in a few words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def means(handle: Any) -> str:
+    """The words for a handle's report; none for a model without a handle."""
+    report = getattr(handle, "report", None)
+    if report is None:
+        return ""
+    words = ["dense"] if report.attention == "dense" else []
+    if windows := {window for window in report.windows if window}:
+        words.append(f"window{'s' if len(windows) > 1 else ''}")
+    words += [feature.rstrip("0123456789.").removesuffix(" of").strip() for feature in report.features]
+    if report.by_document:
+        words.append("by document")
+    if report.positions:
+        words.append("positions")
+    return ", ".join(words)

@@ -1,0 +1,83 @@
+"""Runs classes in processes of their own, one for each model type, so that a hang or a crash costs one class."""
+
+from __future__ import annotations
+
+import dataclasses
+import multiprocessing
+import os
+import time
+from collections.abc import Iterable, Iterator
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+
+from tests.patches.sweep import build
+from tests.patches.sweep.classes import Case
+from tests.patches.sweep.judging import judge_case
+from tests.patches.sweep.results import ANY, Row
+
+
+def _work(group: list[Case], options: dict[str, Any], pipe: Connection) -> None:
+    torch.set_num_threads(1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what compilers and kernels print
+    with build.quiet():
+        for case in group:
+            pipe.send([dataclasses.asdict(row) for row in judge_case(case, **options)])
+    pipe.close()
+
+
+@dataclasses.dataclass
+class _Worker:
+    process: Any
+    pipe: Connection
+    left: list[Case]  # the first of them is at work
+    end: float
+
+
+def run(todo: Iterable[Case], *, jobs: int = 1, limit: float = 60.0, **options: Any) -> Iterator[Row]:
+    """Rows of classes, as they are done.
+
+    Args:
+        todo: those of one model type are run one after the other.
+        jobs: processes at a time.
+        limit: seconds that one class may take.
+        options: of `judge_case`.
+    """
+    groups: dict[str, list[Case]] = {}
+    for case in todo:
+        groups.setdefault(case.model_type, []).append(case)
+    waiting = list(groups.values())[::-1]
+    fork = multiprocessing.get_context("fork")  # so that nothing is imported twice
+    workers: list[_Worker] = []
+    while waiting or workers:
+        while waiting and len(workers) < jobs:
+            group = waiting.pop()
+            ours, theirs = fork.Pipe(duplex=False)
+            process = fork.Process(target=_work, args=(group, options, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            workers.append(_Worker(process, ours, group, time.monotonic() + limit))
+        ready = wait([worker.pipe for worker in workers], timeout=1.0)
+        for worker in list(workers):
+            if worker.pipe in ready:
+                try:
+                    yield from (Row(**row) for row in worker.pipe.recv())
+                except EOFError:
+                    worker.process.join()
+                    why = f"its process ended with {worker.process.exitcode}"
+                else:
+                    worker.left, worker.end = worker.left[1:], time.monotonic() + limit
+                    continue
+            elif time.monotonic() > worker.end:
+                worker.process.kill()
+                worker.process.join()
+                why = f"it took more than {limit:.0f} seconds"
+            else:
+                continue
+            workers.remove(worker)
+            worker.pipe.close()
+            if worker.left:
+                yield Row(worker.left[0].key, ANY, "error", why)
+            if worker.left[1:]:
+                waiting.append(worker.left[1:])
