@@ -17,10 +17,11 @@ SOURCES = MODULES + [
 ]
 
 # Each room of the package, and the rooms that it may import from besides itself.
-GROUND = {"checks", "errors", "mask", "options"}
+GROUND = {"checks", "errors", "mask", "notices", "options"}
 BACKENDS = {"blocked", "fused", "hopper", "reference"}
 ALLOWED = {
     "errors": set(),
+    "notices": {"errors"},
     "checks": {"errors"},
     "kernels": {"checks", "errors"},
     "intervals": {"checks", "errors", "kernels"},

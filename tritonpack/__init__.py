@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tritonpack.attention import varlen_attention as varlen_attention
     from tritonpack.errors import BackendUnavailableError as BackendUnavailableError
     from tritonpack.errors import IsolationError as IsolationError
+    from tritonpack.errors import PackingWarning as PackingWarning
     from tritonpack.errors import UnsupportedModelError as UnsupportedModelError
     from tritonpack.kernels.tiles import load_tiles as load_tiles
     from tritonpack.mask import BlockDiagonalMask as BlockDiagonalMask
@@ -44,6 +45,7 @@ _HOMES = {
     "PackedDataset": "packing",
     "Packing": "packing",
     "PackingCollator": "packing",
+    "PackingWarning": "errors",
     "SequenceParallel": "parallel.context",
     "UnsupportedModelError": "errors",
     "flash_attn": "flash_attn",

@@ -1,4 +1,4 @@
-"""The exceptions that users meet. Bad values raise ValueError; these are for what has no value to blame."""
+"""The exceptions and the warning that users meet. Bad values raise ValueError; these are for what has no value to blame."""
 
 
 class UnsupportedModelError(ValueError):
@@ -11,3 +11,7 @@ class BackendUnavailableError(ValueError):
 
 class IsolationError(AssertionError):
     """A document of a packed batch saw another one; the message names the layer where the leak begins."""
+
+
+class PackingWarning(UserWarning):
+    """Something that packing alone can't tell from a mistake; the message says how to end it, once per process."""

@@ -1,0 +1,90 @@
+"""Warnings are said once per process and key, also by threads, and name the user's line and what ends them."""
+
+import pickle
+import threading
+import warnings
+from collections.abc import Iterator
+
+import pytest
+from torch.utils.data import DataLoader, get_worker_info
+
+import tritonpack
+from tritonpack import notices
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(notices, "_said", {})
+
+
+@pytest.fixture
+def heard() -> Iterator[list[warnings.WarningMessage]]:
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        yield heard
+
+
+def test_says_a_key_once(heard: list[warnings.WarningMessage]) -> None:
+    for key in ("a-key", "another-key", "a-key"):
+        notices.say_once(key, "Facts.")
+    assert [str(warning.message)[: len("a-key: Facts.")] for warning in heard] == ["a-key: Facts.", "another-key: "[:13]]
+    assert all(warning.category is tritonpack.PackingWarning for warning in heard)
+    assert issubclass(tritonpack.PackingWarning, UserWarning)
+
+
+def test_points_at_the_line_outside_of_the_package(heard: list[warnings.WarningMessage]) -> None:
+    notices.say_once("here", "Facts.")
+    assert heard[0].filename == __file__
+
+
+def test_the_message_says_what_ends_it(heard: list[warnings.WarningMessage]) -> None:
+    notices.say_once("a-key", "Facts.")
+    notices._said.clear()
+    code = str(heard[0].message).partition("To silence this warning: ")[2]
+    exec(code, {"warnings": warnings, "tritonpack": tritonpack})
+    notices.say_once("a-key", "Facts.")
+    notices.say_once("another-key", "Facts.")
+    assert len(heard) == 2
+    assert str(heard[1].message).startswith("another-key")
+
+
+def test_of_many_threads_one_warns(heard: list[warnings.WarningMessage]) -> None:
+    barrier = threading.Barrier(16)
+
+    def speak() -> None:
+        barrier.wait()
+        notices.say_once("a-key", "Facts.")
+
+    threads = [threading.Thread(target=speak) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(heard) == 1
+
+
+def test_models_are_forgotten_with_their_last_reference() -> None:
+    from torch import nn
+
+    model = nn.Linear(1, 1)
+    notices.patched_models.add(model)
+    assert model in notices.patched_models
+    del model
+    assert not notices.patched_models
+
+
+def what_a_worker_knows(_: object) -> tuple[int, bool]:
+    return get_worker_info().id, notices.knows_patched_models()
+
+
+@pytest.mark.parametrize(("method", "first_worker"), [("fork", True), ("spawn", False), ("forkserver", False)])
+def test_a_forked_worker_knows_what_was_patched_and_a_spawned_one_does_not(method: str, first_worker: bool) -> None:
+    assert notices.knows_patched_models()
+    loader = DataLoader(
+        range(2), batch_size=1, num_workers=2, collate_fn=what_a_worker_knows, multiprocessing_context=method
+    )  # type: ignore[arg-type]
+    assert sorted(loader) == [(0, first_worker), (1, False)]
+
+
+def test_warnings_survive_pickling() -> None:
+    assert str(pickle.loads(pickle.dumps(tritonpack.PackingWarning("text")))) == "text"
