@@ -2,25 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-IGNORED_LABEL = -100  # what transformers and torch's cross_entropy leave out of the loss
-_KEYS = ("input_ids", "labels", "attention_mask")
-_INTEGER_DTYPES = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+from tritonpack import notices
+from tritonpack.packing.columns import (
+    IGNORED_LABEL,
+    PER_TOKEN,
+    Columns,
+    Objective,
+    check_objective,
+    join,
+    join_labels_of_documents,
+    per_token_names,
+    read_document,
+    require_same_columns,
+)
+from tritonpack.packing.lengths import positive_integer
 
 
 @dataclass(frozen=True)
 class PackingCollator:
     """Lay documents end to end in one row, without padding; for transformers.Trainer or any DataLoader.
 
-    Each document's first label is -100, because the token before it belongs to another document; so the loss is the
-    mean over the same predicted tokens as for a padded batch. `num_items_in_batch`, by which Trainer weighs
-    accumulated batches, counts them rightly.
+    For a causal model each document's first label is -100, because the token before it belongs to another document; so
+    the loss is the mean over the same predicted tokens as for a padded batch. `num_items_in_batch`, by which Trainer
+    weighs accumulated batches, counts them rightly.
 
     >>> batch = PackingCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [-100, 9]}])
     >>> batch["input_ids"].tolist(), batch["labels"].tolist()
@@ -30,134 +42,160 @@ class PackingCollator:
     >>> batch["cu_seq_lens_q"].tolist(), batch["max_length_q"]
     ([0, 3, 5], 3)
 
+    A classifier of documents gets one label for each:
+
+    >>> documents = [{"input_ids": [5, 6, 7], "label": 1}, {"input_ids": [8, 9], "label": 0}]
+    >>> PackingCollator(objective="documents")(documents)["labels"].tolist()
+    [1, 0]
+
+    What it takes of a document, and refuses anything else by name:
+
+    | column | becomes |
+    |---|---|
+    | `input_ids` | itself |
+    | `labels`, `label` or `label_ids` | `labels`, see `objective` |
+    | `token_type_ids`, `mm_token_type_ids`, `special_tokens_mask` and what `per_token` names | itself |
+    | `completion_mask`, `assistant_masks` | itself; labels that are made from the input ids are -100 where it is 0 |
+    | `attention_mask` | nothing; it must be 1 everywhere |
+    | `length` | nothing; the offsets say it |
+
     Attributes:
         pad_to_multiple_of: pad the row to a multiple of this many tokens; None leaves it as it is. Padding is one more
-            document (positions from 0, labels -100, its own offset), so it mixes with no other.
+            document (positions from 0, labels -100, its own offset), so it mixes with no other, and an
+            `attention_mask` of the row is 0 there. With that mask transformers' own FlashAttention no longer tells
+            documents apart; a patched model does.
         pad_token_id: the token that padding is made of; needed with `pad_to_multiple_of`.
+        objective: what labels are of. "causal": the next token; the first label of each document becomes -100, and
+            documents without labels get their input ids. "tokens": the token itself, as for masked language models and
+            token classification; all labels are kept, and documents without labels make a batch without. "documents":
+            the whole document, one number or a row of numbers each; the patched model gives one score per document.
+        max_document_length: keep this many tokens of each document, from its first, and of its other columns; None
+            keeps all.
+        per_token: names of further columns with one value per token, or one row of values: (1, T, ...) in the batch.
+            Every document must have them. Padding is 0 in them.
 
     Raises:
-        ValueError: `pad_to_multiple_of` that isn't a positive integer, or one of the two settings without the other.
+        ValueError: a setting that isn't as above, or one of `pad_to_multiple_of` and `pad_token_id` without the other.
     """
 
     pad_to_multiple_of: int | None = None
     pad_token_id: int | None = None
+    objective: Objective = "causal"
+    max_document_length: int | None = None
+    per_token: Collection[str] = ()
 
     def __post_init__(self) -> None:
         multiple, token = self.pad_to_multiple_of, self.pad_token_id
-        if multiple is not None and (not isinstance(multiple, int) or isinstance(multiple, bool) or multiple < 1):
-            raise ValueError(f"pad_to_multiple_of must be a positive integer or None; got {multiple!r}.")
+        for name in ("pad_to_multiple_of", "max_document_length"):
+            if getattr(self, name) is not None:
+                positive_integer(getattr(self, name), name)
+        if token is not None:
+            check_seed(token, "pad_token_id")
         if (multiple is None) != (token is None):
             raise ValueError(
                 "pad_to_multiple_of and pad_token_id go together: pass both to pad the row, or neither; got "
                 f"pad_to_multiple_of={multiple} and pad_token_id={token}."
             )
+        check_objective(self.objective)
+        object.__setattr__(self, "per_token", per_token_names(self.per_token))
 
     def __call__(self, features: Sequence[Mapping[str, Any] | Sequence[Mapping[str, Any]]]) -> dict[str, Tensor | int]:
         """Collate one batch.
 
         Args:
-            features: one mapping per document: `input_ids`, optionally `labels` of the same length (default: the
-                input ids) and an `attention_mask` of ones. Each is a one-dimensional list, array or tensor of integers.
+            features: one mapping per document, with the columns of the table above: `input_ids` and masks are
+                one-dimensional lists, arrays or tensors of integers, labels too unless `objective` says otherwise.
                 Lists of such mappings, which is what PackedDataset calls a bin, are laid end to end in the same row.
 
         Returns:
-            For T tokens in all, on the CPU: `input_ids`, `labels` and `position_ids` (1, T) int64, positions
-            restarting at 0; `seq_idx` (1, T) int32, each token's document; `cu_seq_lens_q` and `cu_seq_lens_k`
-            (documents + 1,) int32, where documents begin and, last, T; `max_length_q` and `max_length_k`, Python ints,
-            the longest document.
+            For T tokens in all, on the CPU: `input_ids` and `position_ids` (1, T) int64, positions restarting at 0;
+            `labels` (1, T) int64, or under "documents" (documents, ...); `seq_idx` (1, T) int32, each token's document;
+            `cu_seq_lens_q` and `cu_seq_lens_k` (documents + 1,) int32, where documents begin and, last, T;
+            `max_length_q` and `max_length_k`, Python ints, the longest document; with `pad_to_multiple_of` also
+            `attention_mask` (1, T) int64, 0 for padding; further columns (1, T, ...), integers as int64.
 
         Raises:
-            ValueError: no features, a key that can't be packed, a document that is empty, isn't a row of integers or
-                holds padding, labels of another length. Nothing is dropped.
+            ValueError: no features, a column that can't be packed or that not every document has, a document that is
+                empty, isn't a row of integers or holds padding, labels of another length. Nothing is dropped.
         """
+        documents = self._read(features)
+        lengths = [len(columns["input_ids"]) for columns in documents]
+        labels = None
+        if self.objective == "documents" and "labels" in documents[0]:
+            labels = join_labels_of_documents(documents)
+        names = [name for name in documents[0] if name != "labels" or labels is None]
+        rows = {name: join(documents, name) for name in names}
+        if labels is None and "labels" in rows and self.objective == "causal":
+            starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+            rows["labels"][starts] = IGNORED_LABEL
+        _warn_if_unpatched(len(documents), padded=self.pad_to_multiple_of is not None)
+        if self.pad_to_multiple_of is not None:
+            rows["attention_mask"] = torch.ones(sum(lengths), dtype=torch.int64)
+            if padding := -sum(lengths) % self.pad_to_multiple_of:
+                lengths.append(padding)
+                filling = {"input_ids": self.pad_token_id, "labels": IGNORED_LABEL, **PER_TOKEN}
+                for name, row in rows.items():
+                    tail = row.new_full((padding, *row.shape[1:]), filling.get(name, 0))
+                    rows[name] = torch.cat([row, tail])
+        batch: dict[str, Tensor | int] = {name: row[None] for name, row in rows.items()}
+        if labels is not None:
+            batch["labels"] = labels
+        return batch | _boundaries(torch.tensor(lengths))
+
+    def _read(self, features: Any) -> list[Columns]:
+        """The documents of all features, checked, with the same columns."""
+        if isinstance(features, (Mapping, str, bytes)) or not isinstance(features, Iterable):
+            raise ValueError(
+                "PackingCollator takes a list of documents, each a mapping with 'input_ids', or of bins; got "
+                f"{type(features).__name__}. Put a single document into a list; take documents of a dataset one by one, "
+                "[dataset[i] for i in range(8)], not as dataset[:8]."
+            )
         whole: list[Any] = []
         for feature in features:
             whole.extend(feature if _is_bin(feature) else [feature])
         if not whole:
             raise ValueError("PackingCollator needs at least one document; got an empty list of features.")
-        documents = [_document(feature, number) for number, feature in enumerate(whole)]
-        token_rows = [ids for ids, _ in documents]
-        label_rows = [labels for _, labels in documents]
-        padding = -sum(map(len, token_rows)) % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
-        if padding:
-            assert self.pad_token_id is not None
-            token_rows.append(torch.full((padding,), self.pad_token_id, dtype=torch.int64))
-            label_rows.append(torch.full((padding,), IGNORED_LABEL, dtype=torch.int64))
+        documents = [
+            read_document(feature, number, self.objective, tuple(self.per_token), self.max_document_length)
+            for number, feature in enumerate(whole)
+        ]
+        require_same_columns(documents)
+        return documents
 
-        lengths = torch.tensor([len(row) for row in token_rows])
-        if int(lengths.sum()) >= 2**31:
-            raise ValueError(f"a row holds at most 2**31 - 1 tokens; got {int(lengths.sum())}. Pass fewer documents.")
-        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        labels = torch.cat(label_rows)
-        labels[offsets[:-1]] = IGNORED_LABEL
-        seq_idx = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
-        cu_seq_lens = offsets.to(torch.int32)
-        return {
-            "input_ids": torch.cat(token_rows)[None],
-            "labels": labels[None],
-            "position_ids": (torch.arange(len(labels)) - offsets[seq_idx])[None],
-            "seq_idx": seq_idx.to(torch.int32)[None],
-            "cu_seq_lens_q": cu_seq_lens,
-            "cu_seq_lens_k": cu_seq_lens,
-            "max_length_q": int(lengths.max()),
-            "max_length_k": int(lengths.max()),
-        }
+
+def _boundaries(lengths: Tensor) -> dict[str, Tensor | int]:
+    """What tells documents of these lengths apart, in each of the forms that models read."""
+    total = int(lengths.sum())
+    if total >= 2**31:
+        raise ValueError(f"a row holds at most 2**31 - 1 tokens; got {total}. Pass fewer documents.")
+    offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+    seq_idx = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    cu_seq_lens = offsets.to(torch.int32)
+    return {
+        "position_ids": (torch.arange(total) - offsets[seq_idx])[None],
+        "seq_idx": seq_idx.to(torch.int32)[None],
+        "cu_seq_lens_q": cu_seq_lens,
+        "cu_seq_lens_k": cu_seq_lens,
+        "max_length_q": int(lengths.max()),
+        "max_length_k": int(lengths.max()),
+    }
 
 
 def _is_bin(feature: Any) -> bool:
     return isinstance(feature, (list, tuple)) and all(isinstance(document, Mapping) for document in feature)
 
 
-def _document(feature: Mapping[str, Any], number: int) -> tuple[Tensor, Tensor]:
-    """input_ids and labels of one feature, checked."""
-    if not isinstance(feature, Mapping) or "input_ids" not in feature:
-        given = f"the keys {sorted(feature)}" if isinstance(feature, Mapping) else type(feature).__name__
-        raise ValueError(f"document {number} must be a mapping with 'input_ids'; got {given}. Tokenize the text first.")
-    unknown = sorted(set(feature) - set(_KEYS))
-    if unknown:
-        raise ValueError(
-            f"document {number} has {_quote(unknown)}, which PackingCollator can't pack; it takes {_quote(_KEYS)}. "
-            "Remove the others from the dataset first (dataset.remove_columns)."
-        )
-    input_ids = _integers(feature["input_ids"], "input_ids", number)
-    if len(input_ids) == 0:
-        raise ValueError(
-            f"document {number} is empty; every document needs at least one token. Filter empty ones out first."
-        )
-    labels = _integers(feature["labels"], "labels", number) if "labels" in feature else input_ids
-    if len(labels) != len(input_ids):
-        raise ValueError(
-            f"document {number} has {len(input_ids)} input_ids but {len(labels)} labels; give every token one label, "
-            f"{IGNORED_LABEL} to leave it out of the loss."
-        )
-    if "attention_mask" in feature:
-        mask = _integers(feature["attention_mask"], "attention_mask", number)
-        if len(mask) != len(input_ids) or not bool((mask == 1).all()):
-            raise ValueError(
-                f"document {number} has an attention_mask that isn't 1 for each of its {len(input_ids)} tokens (length "
-                f"{len(mask)}, sum {int(mask.sum())}); packing takes documents without padding. Tokenize with "
-                "padding=False, or keep only the tokens whose mask is 1."
-            )
-    return input_ids, labels
-
-
-def _integers(values: Any, name: str, number: int) -> Tensor:
-    """Values as a one-dimensional int64 tensor in host memory; an empty list is an empty tensor."""
-    try:
-        tensor = torch.as_tensor(values)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ValueError(f"{name} of document {number} must be a row of integers; got {values!r:.100}.") from error
-    if tensor.ndim != 1 or (tensor.numel() and tensor.dtype not in _INTEGER_DTYPES):
-        raise ValueError(
-            f"{name} of document {number} must be a row of integers; got {str(tensor.dtype).removeprefix('torch.')} of "
-            f"shape {tuple(tensor.shape)}."
-        )
-    if tensor.device.type != "cpu":
-        raise ValueError(
-            f"{name} of document {number} lies on {tensor.device}; collate in host memory and move the batch then."
-        )
-    return tensor.to(torch.int64)
-
-
-def _quote(names: Sequence[str]) -> str:
-    return ", ".join(map(repr, names))
+def _warn_if_unpatched(documents: int, *, padded: bool) -> None:
+    """Say so where several documents share a row and transformers' models are there, but none is patched."""
+    if documents < 2 or notices.patched_models or "transformers.modeling_utils" not in sys.modules:
+        return
+    if not notices.knows_patched_models():
+        return
+    flash = "no longer do, because of the attention_mask that pad_to_multiple_of adds" if padded else "do, too"
+    notices.say_once(
+        "unpatched-model",
+        f"PackingCollator laid {documents} documents into one row, and no model is patched in this process. Most models "
+        "then let the documents see each other. Call tritonpack.patch(model) before the first batch. A patched model "
+        "keeps documents apart; transformers' FlashAttention implementations, which read position_ids in training, "
+        f"{flash}.",
+    )
