@@ -56,6 +56,7 @@ def test_padding_is_one_more_document():
     assert batch["seq_idx"].tolist() == [[0, 0, 0, 1, 1, 2, 2, 2]]
     assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5, 8]
     assert batch["max_length_q"] == 3
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 1, 0, 0, 0]]
 
 
 def test_longest_document_counts_the_padding():
@@ -66,9 +67,31 @@ def test_longest_document_counts_the_padding():
 def test_a_full_row_gets_no_padding():
     batch = PackingCollator(pad_to_multiple_of=8, pad_token_id=0)(documents([3, 5]))
     assert batch["cu_seq_lens_q"].tolist() == [0, 3, 8]
+    assert batch["attention_mask"].tolist() == [[1] * 8], "the same arguments for every batch are one graph"
 
 
-@pytest.mark.parametrize("convert", [list, np.array, torch.tensor, lambda ids: torch.tensor(ids, dtype=torch.int32)])
+def read_only(ids):
+    array = np.array(ids)
+    array.flags.writeable = False
+    return array
+
+
+CONVERSIONS = {
+    "list": list,
+    "tuple": tuple,
+    "array": np.array,
+    "tensor": torch.tensor,
+    "int32": lambda ids: torch.tensor(ids, dtype=torch.int32),
+    "uint16 array": lambda ids: np.array(ids, dtype=np.uint16),
+    "uint64 array": lambda ids: np.array(ids, dtype=np.uint64),
+    "uint16 tensor": lambda ids: torch.tensor(ids, dtype=torch.uint16),
+    "big-endian": lambda ids: np.array(ids, dtype=">i4"),
+    "read-only": read_only,
+}
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
 def test_takes_lists_arrays_and_tensors(convert):
     features = [{"input_ids": convert([1, 2, 3]), "labels": convert([1, 2, 3]), "attention_mask": convert([1, 1, 1])}]
     batch = PackingCollator()(features)
@@ -94,10 +117,8 @@ def test_leaves_its_input_alone():
         ([{"input_ids": [1, 2], "labels": [1]}], "document 0 has 2 input_ids but 1 labels"),
         ([{"input_ids": [1, 2], "attention_mask": [1, 0]}], r"isn't 1 .*\(length 2, sum 1\).*padding=False"),
         ([{"input_ids": [1, 2], "attention_mask": [1]}], "attention_mask that isn't 1"),
-        (
-            [{"input_ids": [1], "length": 1}],
-            "has 'length', .* takes 'input_ids', 'labels', 'attention_mask'.*remove_columns",
-        ),
+        (5, r"takes a list of documents.* got int"),
+        ({"input_ids": [[1, 2], [3]]}, r"got dict.*dataset\[i\] for i in range.*not as dataset\[:8\]"),
         ([{"input_ids": [1.0]}], "input_ids of document 0 must be a row of integers; got float32"),
         ([{"input_ids": [True]}], "got bool"),
         ([{"input_ids": [[1, 2]]}], r"of shape \(1, 2\)"),
@@ -117,9 +138,19 @@ def test_refuses(features, message):
     [
         ({"pad_to_multiple_of": 8}, "go together.*got pad_to_multiple_of=8 and pad_token_id=None"),
         ({"pad_token_id": 0}, "go together.*got pad_to_multiple_of=None and pad_token_id=0"),
-        ({"pad_to_multiple_of": 0, "pad_token_id": 0}, "positive integer or None; got 0"),
+        ({"pad_to_multiple_of": 0, "pad_token_id": 0}, "pad_to_multiple_of must be an integer from 1 to .* got 0"),
         ({"pad_to_multiple_of": 8.0, "pad_token_id": 0}, "got 8.0"),
         ({"pad_to_multiple_of": True, "pad_token_id": 0}, "got True"),
+        ({"pad_to_multiple_of": 8, "pad_token_id": -100}, "pad_token_id must be an integer of at least 0; got -100"),
+        ({"pad_to_multiple_of": 8, "pad_token_id": "<pad>"}, "got '<pad>'"),
+        ({"objective": "mlm"}, "objective must be one of 'causal', 'tokens', 'documents'; got 'mlm'"),
+        ({"objective": ["causal"]}, r"got \['causal'\]"),
+        ({"max_document_length": 0}, "max_document_length must be an integer from 1 to .* got 0"),
+        ({"max_document_length": 8.5}, "got 8.5"),
+        ({"per_token": "bbox"}, r"per_token must be a collection of column names, such as \('bbox',\); got 'bbox'"),
+        ({"per_token": [1]}, r"got \[1\]"),
+        ({"per_token": ["labels"]}, "per_token names 'labels', which PackingCollator knows already"),
+        ({"per_token": ["seq_idx"]}, "per_token names 'seq_idx', which"),
     ],
 )
 def test_refuses_settings(settings, message):

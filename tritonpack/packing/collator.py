@@ -23,7 +23,7 @@ from tritonpack.packing.columns import (
     read_document,
     require_same_columns,
 )
-from tritonpack.packing.lengths import positive_integer
+from tritonpack.packing.lengths import natural_number, positive_integer
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class PackingCollator:
             if getattr(self, name) is not None:
                 positive_integer(getattr(self, name), name)
         if token is not None:
-            check_seed(token, "pad_token_id")
+            natural_number(token, "pad_token_id")
         if (multiple is None) != (token is None):
             raise ValueError(
                 "pad_to_multiple_of and pad_token_id go together: pass both to pad the row, or neither; got "

@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from tritonpack.packing.cost import CostModel
-from tritonpack.packing.epoch import MOST_TOKENS, Objective, Tail, check_options, check_seed, plan_epoch
-from tritonpack.packing.lengths import Overlong, OverlongReport, fit_lengths, positive_integer
+from tritonpack.packing.epoch import MOST_TOKENS, Objective, Tail, check_options, plan_epoch
+from tritonpack.packing.lengths import Overlong, OverlongReport, fit_lengths, natural_number, positive_integer
 from tritonpack.packing.plan import Plan
 from tritonpack.packing.resume import digest, refuse_changes
 
@@ -93,7 +93,7 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
     ) -> None:
         self.batch_max_length = positive_integer(batch_max_length, "batch_max_length", MOST_TOKENS)
         self.num_replicas, self.rank = _place_in_world(num_replicas, rank, shard)
-        self.seed = check_seed(seed, "seed")
+        self.seed = natural_number(seed, "seed")
         self.epoch = 0
         check_options(objective, cost_model, tail, lookahead)
         if overlong == "split":
@@ -160,7 +160,7 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iteration goes through; the one being resumed stays where it is."""
-        epoch = check_seed(epoch, "epoch")
+        epoch = natural_number(epoch, "epoch")
         if epoch != self.epoch:
             self.epoch = epoch
             self._plan = None

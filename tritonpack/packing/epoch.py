@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tritonpack.packing.cost import CostModel
-from tritonpack.packing.lengths import positive_integer
+from tritonpack.packing.lengths import natural_number, positive_integer
 from tritonpack.packing.plan import Plan
 
 Objective = Literal["quadratic", "linear", "cost"]
@@ -139,16 +139,9 @@ def check_options(objective: str, cost_model: CostModel | None, tail: str, looka
         raise ValueError(f"lookahead must be a number from 0 to 1; got {lookahead!r}.")
 
 
-def check_seed(value: Any, name: str) -> int:
-    """A seed or an epoch as an int of at least 0; ValueError otherwise."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or value < 0:
-        raise ValueError(f"{name} must be an integer of at least 0; got {value!r}.")
-    return int(value)
-
-
 def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int32]:
     """0 to count - 1 in an order that seed and epoch decide; seed 0's epoch 1 isn't seed 1's epoch 0."""
-    sequence = np.random.SeedSequence([check_seed(seed, "seed"), check_seed(epoch, "epoch")])
+    sequence = np.random.SeedSequence([natural_number(seed, "seed"), natural_number(epoch, "epoch")])
     return np.random.Generator(np.random.Philox(sequence)).permutation(count).astype(np.int32)
 
 

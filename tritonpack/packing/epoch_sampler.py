@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Sampler, SequentialSampler
 
-from tritonpack.packing.epoch import check_seed
+from tritonpack.packing.lengths import natural_number
 
 
 class EpochSampler(Sampler[int]):
@@ -36,7 +36,7 @@ class EpochSampler(Sampler[int]):
         if seed is None:
             seed = generator.initial_seed() if isinstance(generator, torch.Generator) else 0
         self.sampler = sampler
-        self.seed = check_seed(seed, "seed")
+        self.seed = natural_number(seed, "seed")
         self.epoch = 0
         seeded = hasattr(sampler, "generator") and not hasattr(sampler, "set_epoch")
         self.same_everywhere = seeded or isinstance(sampler, (SequentialSampler, range))
@@ -44,7 +44,7 @@ class EpochSampler(Sampler[int]):
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order; without it every epoch has the order of epoch 0."""
-        self.epoch = check_seed(epoch, "epoch")
+        self.epoch = natural_number(epoch, "epoch")
 
     def __iter__(self) -> Iterator[int]:
         sampler: Any = self.sampler

@@ -68,9 +68,20 @@ class FittedLengths:
 
 def positive_integer(value: Any, name: str, highest: int = MAX_INT32) -> int:
     """The value as an int from 1 to `highest`; ValueError otherwise."""
-    if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)) or not 1 <= value <= highest:
+    if not _is_integer(value) or not 1 <= value <= highest:
         raise ValueError(f"{name} must be an integer from 1 to {highest}; got {value!r}.")
     return int(value)
+
+
+def natural_number(value: Any, name: str) -> int:
+    """The value as an int of at least 0, such as a seed or an epoch; ValueError otherwise."""
+    if not _is_integer(value) or value < 0:
+        raise ValueError(f"{name} must be an integer of at least 0; got {value!r}.")
+    return int(value)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def whole_lengths(lengths: Sequence[int] | NDArray[Any]) -> NDArray[Any]:

@@ -1,0 +1,178 @@
+"""What PackingCollator makes of a document's columns, by objective: carried, cut, left out, or refused by name."""
+
+import numpy as np
+import pytest
+import torch
+
+from tritonpack import PackingCollator
+
+IGNORED = -100
+
+
+def collate(*features, **settings):
+    return PackingCollator(**settings)(features)
+
+
+def plain(batch):
+    return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+
+
+def test_tokens_keep_every_label():
+    batch = collate(
+        {"input_ids": [5, 6, 7], "labels": [2, IGNORED, 0]}, {"input_ids": [8], "labels": [1]}, objective="tokens"
+    )
+    assert batch["labels"].tolist() == [[2, IGNORED, 0, 1]]
+
+
+def test_tokens_without_labels_make_a_batch_without():
+    assert "labels" not in collate({"input_ids": [5, 6, 7]}, {"input_ids": [8]}, objective="tokens")
+
+
+@pytest.mark.parametrize(
+    ("labels", "dtype"),
+    [
+        ([2, 0], torch.int64),
+        ([True, False], torch.int64),
+        ([np.int16(2), np.int16(0)], torch.int64),
+        ([torch.tensor(2), torch.tensor(0)], torch.int64),
+        ([0.5, -1.0], torch.float32),
+        ([[1.0, 0.0, 1.0], [0.0, 0.0, 1.0]], torch.float32),
+        ([np.array([0.5]), np.array([1.5])], torch.float64),
+    ],
+)
+def test_documents_have_a_label_each(labels, dtype):
+    batch = collate(
+        {"input_ids": [5, 6, 7], "label": labels[0]}, {"input_ids": [8], "label": labels[1]}, objective="documents"
+    )
+    assert batch["labels"].dtype == dtype
+    assert batch["labels"].tolist() == [label.tolist() if hasattr(label, "tolist") else label for label in labels]
+    assert batch["input_ids"].tolist() == [[5, 6, 7, 8]]
+
+
+def test_padding_gets_no_label_of_a_document():
+    batch = collate(
+        {"input_ids": [5, 6, 7], "label": 1},
+        {"input_ids": [8], "label": 0},
+        objective="documents",
+        pad_to_multiple_of=8,
+        pad_token_id=0,
+    )
+    assert batch["labels"].tolist() == [1, 0]
+    assert batch["attention_mask"].tolist() == [[1, 1, 1, 1, 0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("name", ["labels", "label", "label_ids"])
+@pytest.mark.parametrize("objective", ["causal", "tokens"])
+def test_labels_by_any_of_their_names(name, objective):
+    batch = collate({"input_ids": [5, 6, 7], name: [1, 2, 3]}, objective=objective)
+    assert batch["labels"].tolist() == [[IGNORED if objective == "causal" else 1, 2, 3]]
+    assert name == "labels" or name not in batch
+
+
+def test_columns_with_a_value_per_token_come_along():
+    documents = (
+        {"input_ids": [5, 6, 7], "token_type_ids": [0, 1, 1], "special_tokens_mask": [1, 0, 0], "length": 3},
+        {"input_ids": [8, 9], "token_type_ids": [0, 0], "special_tokens_mask": [1, 1], "length": 2},
+    )
+    batch = collate(*documents, pad_to_multiple_of=4, pad_token_id=0)
+    assert batch["token_type_ids"].tolist() == [[0, 1, 1, 0, 0, 0, 0, 0]]
+    assert batch["special_tokens_mask"].tolist() == [[1, 0, 0, 1, 1, 1, 1, 1]], "a masker must leave padding alone"
+    assert "length" not in batch
+
+
+@pytest.mark.parametrize("mask", ["completion_mask", "assistant_masks"])
+@pytest.mark.parametrize("as_type", [int, bool])
+def test_masks_of_what_is_learned_make_the_labels(mask, as_type):
+    values = [as_type(value) for value in (0, 1, 0, 1)]
+    batch = collate({"input_ids": [5, 6, 7, 8], mask: values}, {"input_ids": [9, 9, 9, 9], mask: values})
+    assert batch["labels"].tolist() == [[IGNORED, 6, IGNORED, 8, IGNORED, 9, IGNORED, 9]]
+    assert batch[mask].tolist() == [[0, 1, 0, 1, 0, 1, 0, 1]]
+
+
+def test_given_labels_are_taken_as_they_are():
+    batch = collate({"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8], "completion_mask": [0, 1, 0, 1]})
+    assert batch["labels"].tolist() == [[IGNORED, 6, 7, 8]]
+
+
+def test_columns_that_the_user_names():
+    documents = (
+        {"input_ids": [5, 6], "bbox": [[1, 2], [3, 4]], "weights": [0.5, 1.0]},
+        {"input_ids": [8], "bbox": [[5, 6]], "weights": [0.25]},
+    )
+    batch = collate(*documents, per_token=("bbox", "weights"), pad_to_multiple_of=4, pad_token_id=0)
+    assert batch["bbox"].tolist() == [[[1, 2], [3, 4], [5, 6], [0, 0]]]
+    assert batch["weights"].tolist() == [[0.5, 1.0, 0.25, 0.0]]
+    assert batch["weights"].dtype == torch.float32
+
+
+def test_long_documents_are_cut_with_all_their_columns():
+    documents = (
+        {"input_ids": [5, 6, 7, 8], "labels": [1, 2, 3, 4], "token_type_ids": [0, 0, 1, 1], "attention_mask": [1] * 4},
+        {"input_ids": [9], "labels": [9], "token_type_ids": [0]},
+    )
+    cut = plain(collate(*documents, max_document_length=3, objective="tokens"))
+    by_hand = [{name: values[:3] for name, values in document.items()} for document in documents]
+    assert cut == plain(collate(*by_hand, objective="tokens"))
+    assert cut["input_ids"] == [[5, 6, 7, 9]]
+    assert cut["labels"] == [[1, 2, 3, 9]]
+
+
+def test_a_label_of_a_document_is_not_cut():
+    document = {"input_ids": [5, 6, 7], "label": [0.0, 1.0, 1.0, 0.0]}
+    batch = collate(document, objective="documents", max_document_length=2)
+    assert batch["labels"].tolist() == [[0.0, 1.0, 1.0, 0.0]]
+    assert batch["input_ids"].tolist() == [[5, 6]]
+
+
+A = {"input_ids": [5, 6]}
+
+
+@pytest.mark.parametrize(
+    ("features", "settings", "message"),
+    [
+        ([A | {"id": "x", "text": "..."}], {}, r"document 0 has 'id', 'text', which .* takes 'input_ids', .*per_token"),
+        ([A | {"position_ids": [0, 1]}], {}, "'position_ids', which .*it makes 'position_ids' from the documents'"),
+        ([A | {"seq_lengths": [1, 1]}], {}, "a row with seq_lengths holds several documents already"),
+        ([A | {"pixel_values": [0.5]}], {}, "'pixel_values', which .*packs tokens alone.*processor's own collator"),
+        ([A | {"image_grid_thw": [1, 2, 2]}], {}, "packs tokens alone"),
+        ([A | {"labels": 1}], {}, "labels of document 0 is 1, one number, .*'causal'.*Pass objective='documents'"),
+        ([A | {"label": 1}], {"objective": "tokens"}, "label of document 0 is 1, one number, .*'tokens'"),
+        ([A | {"labels": [1, 2], "label": 1}], {}, "document 0 has 'labels', 'label', which all name its labels"),
+        ([A | {"labels": [0.5, 1.0]}], {"objective": "tokens"}, "labels of document 0 must be a row of integers"),
+        ([A | {"labels": "yes"}], {"objective": "documents"}, "must be a number, or a row of numbers; got 'yes'"),
+        ([A | {"labels": None}], {"objective": "documents"}, "must be a number, or a row of numbers; got None"),
+        ([A | {"labels": 1j}], {"objective": "documents"}, "must be a number, or a row of numbers; got complex64"),
+        ([A | {"token_type_ids": [0]}], {}, "document 0 has 2 input_ids but 1 token_type_ids"),
+        ([A | {"token_type_ids": [0.0, 1.0]}], {}, "token_type_ids of document 0 must be a row of integers"),
+        ([A | {"completion_mask": None}], {}, "completion_mask of document 0 must be a row of integers; got None"),
+        ([A | {"w": [0.5]}], {"per_token": ["w"]}, "document 0 has 2 input_ids but 1 w; give every token one value"),
+        ([A | {"w": 0.5}], {"per_token": ["w"]}, "w of document 0 must be numbers, one or one row per token; got 0.5"),
+        ([A | {"w": ["a", "b"]}], {"per_token": ["w"]}, r"must be numbers, one or one row per token; got \['a', 'b'\]"),
+        ([A], {"per_token": ["w"]}, "document 0 has no 'w', which per_token names; got 'input_ids'"),
+        ([A | {"labels": [1, 2]}, A], {"objective": "tokens"}, "document 0 has 'labels' and document 1 hasn't"),
+        ([A, A | {"label": 1}], {"objective": "documents"}, "document 1 has 'labels' and document 0 hasn't"),
+        ([A, A | {"token_type_ids": [0, 0]}], {}, "document 1 has 'token_type_ids' and document 0 hasn't"),
+        ([A | {"label": [1, 2]}, A | {"label": [1]}], {"objective": "documents"}, r"shape \(1,\) in document 1 and \(2"),
+        (
+            [A | {"bbox": [[1, 2]] * 2}, A | {"bbox": [[1]] * 2}],
+            {"per_token": ["bbox"]},
+            r"bbox has the shape \(2, 1\) in document 1 and \(2, 2\) in document 0",
+        ),
+        ([{"input_ids": [2**70]}], {}, "must be a row of integers"),
+        ([{"input_ids": np.array([2**63], dtype=np.uint64)}], {}, "must be a row of integers"),
+        ([{"input_ids": np.array(["a"])}], {}, "must be a row of integers"),
+    ],
+)  # fmt: skip
+def test_refuses_by_name(features, settings, message):
+    with pytest.raises(ValueError, match=message):
+        collate(*features, **settings)
+
+
+@pytest.mark.parametrize("columns", [{}, {"labels": [1, 2]}, {"token_type_ids": [1, 1]}])
+def test_leaves_its_input_alone(columns):
+    document = {name: torch.tensor(values) for name, values in (A | columns | {"completion_mask": [0, 1]}).items()}
+    before = plain(document)
+    for value in collate(document).values():
+        if isinstance(value, torch.Tensor):
+            value.zero_()
+    assert plain(document) == before
