@@ -11,9 +11,9 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from tritonpack import notices
 from tritonpack.attention import Backend
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.notices import patched_models
 from tritonpack.patches import interface
 from tritonpack.patches.checkpoints import Checkpoints, release_checkpoint
 from tritonpack.patches.continuous import ENTRY, ContinuousBatching
@@ -110,7 +110,7 @@ class Applied:
             claim(hook, interface.NAMES[hook.serving.attention])
             if not _keys(hook.module, PackingHook):
                 hook.module.register_forward_pre_hook(hook, with_kwargs=True)
-            patched_models.add(hook.module)
+            notices.patched_models.add(hook.module)
         for stand_in in self.stand_ins:
             stand_in.install()
             if isinstance(stand_in.module, PreTrainedModel) and not _keys(stand_in.module, ReplicaGuard):
@@ -130,7 +130,7 @@ class Applied:
             for key in _keys(hook.module, PackingHook):
                 hook.module._forward_pre_hooks_with_kwargs.pop(key, None)
                 del hook.module._forward_pre_hooks[key]
-            patched_models.discard(hook.module)
+            notices.patched_models.discard(hook.module)
             release(hook)
         for module in self.model.modules():
             release_checkpoint(module)

@@ -1,0 +1,100 @@
+"""A packed batch where no model is patched is said once, and only where a patched model would be known."""
+
+import gc
+import sys
+import warnings
+import weakref
+
+import pytest
+from torch.utils.data import DataLoader
+
+from tests.packing.test_training import tiny_llama
+from tritonpack import PackingCollator, PackingWarning, notices, patch
+
+pytest.importorskip("transformers.modeling_utils")
+
+DOCUMENTS = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]
+
+
+@pytest.fixture(autouse=True)
+def fresh_process(monkeypatch):
+    """As in a process where nothing was said and no model was patched."""
+    monkeypatch.setattr(notices, "_said", {})
+    monkeypatch.setattr(notices, "patched_models", weakref.WeakSet())
+
+
+def heard(*calls):
+    """What PackingCollator warns of in these calls."""
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for call in calls:
+            call()
+    return [str(warning.message) for warning in found if warning.category is PackingWarning]
+
+
+def collate(documents=DOCUMENTS, collator=PackingCollator()):  # noqa: B008
+    return collator(documents)
+
+
+def test_warns_once_and_says_what_to_do():
+    (message,) = heard(collate, collate)
+    assert message.startswith("unpatched-model: PackingCollator laid 2 documents into one row, and no model is patched")
+    assert "Call tritonpack.patch(model)" in message
+    assert "FlashAttention implementations, which read position_ids in training, do, too." in message
+
+
+def test_padding_is_no_case_for_flash_attention():
+    (message,) = heard(lambda: PackingCollator(8, 0)(DOCUMENTS))
+    assert "no longer do, because of the attention_mask that pad_to_multiple_of adds." in message
+
+
+def test_one_document_sees_no_other():
+    assert not heard(lambda: collate(DOCUMENTS[:1]))
+
+
+def test_silent_while_a_model_is_patched():
+    model, collator = tiny_llama(), PackingCollator()
+    handle = patch(model)
+    assert not heard(lambda: collator(DOCUMENTS))
+    with patch(model):
+        pass
+    assert not heard(lambda: collator(DOCUMENTS))
+    handle.unpatch()
+    assert len(heard(lambda: collator(DOCUMENTS))) == 1
+
+
+def test_a_patched_model_that_is_gone_does_not_count():
+    model = tiny_llama()
+    patch(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
+    assert len(heard(collate)) == 1
+
+
+def test_silent_where_transformers_has_no_models(monkeypatch):
+    monkeypatch.delitem(sys.modules, "transformers.modeling_utils")
+    assert not heard(collate)
+
+
+def messages_of(documents):
+    """Collates in a DataLoader's worker and gives back what was said there."""
+    return heard(lambda: collate(documents))
+
+
+@pytest.mark.parametrize(("method", "workers", "warned"), [("fork", 2, 1), ("spawn", 1, 0)])
+def test_workers_warn_only_where_they_know(method, workers, warned):
+    loader = DataLoader(
+        DOCUMENTS * 4, batch_size=2, num_workers=workers, collate_fn=messages_of, multiprocessing_context=method
+    )
+    assert sum(map(len, loader)) == warned
+
+
+def test_forked_workers_know_what_is_patched():
+    model = tiny_llama()
+    with patch(model):
+        loader = DataLoader(
+            DOCUMENTS * 2, batch_size=2, num_workers=1, collate_fn=messages_of, multiprocessing_context="fork"
+        )
+        assert not any(loader)
