@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from tests.packing.lengths import log_normal
-from tritonpack import CostModel, MultipackDistributedBatchSampler
+from tritonpack import CostModel, MultipackDistributedBatchSampler, PackingCollator
 
 LENGTHS = log_normal(700, mean=100, high=512)
 CAPACITY = 512
@@ -127,12 +127,6 @@ def test_refuses_a_plan_that_comes_out_otherwise():
     assert target.epoch == 5
 
 
-@pytest.mark.parametrize("state", [{}, {"epoch": 1}, sampler().state_dict() | {"version": 99}])
-def test_refuses_what_is_no_state(state):
-    with pytest.raises(ValueError, match="isn't a state of version 1"):
-        sampler().load_state_dict(state)
-
-
 class Documents(torch.utils.data.Dataset):
     def __len__(self):
         return len(LENGTHS)
@@ -228,20 +222,32 @@ def test_ranks_find_their_place_and_compare_plans(tmp_path):
     torch.multiprocessing.start_processes(one_of_two_ranks, (str(tmp_path / "store"),), nprocs=2, start_method="fork")
 
 
-def test_overlong_documents_are_dropped_or_truncated_and_counted():
+def test_overlong_documents_are_dropped_and_counted():
     lengths = LENGTHS.copy()
     lengths[[3, 50]] = [600, 5000]
     with pytest.raises(ValueError, match="2 of 700 documents are longer than the batch_max_length of 512"):
         sampler(lengths=lengths)
-    with pytest.raises(ValueError, match="overlong='split' makes pieces"):
-        sampler(lengths=lengths, overlong="split")
     dropping = sampler(lengths=lengths, overlong="drop", tail="keep")
     assert (dropping.overlong_report.documents, dropping.overlong_report.tokens_lost) == (2, 5600)
     assert sorted(dropping.plan.items.tolist()) == [item for item in range(700) if item not in (3, 50)]
     assert dropping.tokens_per_step().sum() == lengths.sum() - 5600
-    cutting = sampler(lengths=lengths, overlong="truncate", tail="keep")
-    assert cutting.overlong_report.tokens_lost == 600 + 5000 - 2 * CAPACITY
-    assert sorted(cutting.plan.items.tolist()) == list(range(700))
+
+
+@pytest.mark.parametrize("overlong", ["truncate", "split"])
+def test_a_sampler_cannot_cut(overlong):
+    message = rf"overlong must be 'error' or 'drop'; got '{overlong}'.*minimum\(lengths, 512\).*max_document_length=512"
+    with pytest.raises(ValueError, match=message):
+        sampler(overlong=overlong)
+
+
+def test_documents_that_the_collator_cuts_fill_rows_as_planned():
+    lengths = np.array([5, 3, 41, 4, 2, 6, 16, 8] * 4)
+    documents = [{"input_ids": list(range(1, length + 1))} for length in lengths]
+    cut = MultipackDistributedBatchSampler(16, np.minimum(lengths, 16), 2, 0, tail="keep")
+    loader = DataLoader(documents, batch_sampler=cut, collate_fn=PackingCollator(max_document_length=16))
+    found = [batch["input_ids"].numel() for batch in loader]
+    assert found == cut.plan.sums(cut.lengths.astype(np.int64))[:, 0].tolist()
+    assert max(found) == 16
 
 
 def test_pickles():

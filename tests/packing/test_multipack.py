@@ -259,7 +259,7 @@ class TestResume:
         batches.load_state_dict(state)
         assert list(batches) == batches.generate_batches()[7:]
         assert batches.state_dict(0)["batches_done"] == 0
-        with pytest.raises(ValueError, match=f"batches_done must be an integer from 1 to {len(batches)}; got 1000"):
+        with pytest.raises(ValueError, match=f"batches_done must be an integer from 0 to {len(batches)}, .*; got 1000"):
             batches.state_dict(1000)
 
     @pytest.mark.parametrize("num_workers", [0, 2])
@@ -308,12 +308,8 @@ class TestResume:
         lengths[[0, 1]] = [1, 64]
         with pytest.raises(ValueError, match="changed: lengths was"):
             MultipackBatchSampler(RandomSampler(lengths), 3, CAPACITY, lengths).load_state_dict(state)
-        with pytest.raises(ValueError, match=r"of MultipackBatchSampler is needed; got the keys \['plan', 'version'\]"):
-            batches_of().load_state_dict({"version": 1, "plan": ""})
         with pytest.raises(ValueError, match="another order of documents in epoch 0"):
             batches_of(range(500)).load_state_dict(state)
-        with pytest.raises(ValueError, match=r"version 1 of MultipackBatchSampler is needed; got the keys \[\]"):
-            batches_of().load_state_dict({})
 
 
 class TestRefusals:

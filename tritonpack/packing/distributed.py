@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch.distributed as dist
@@ -14,11 +14,9 @@ from torch.utils.data import Sampler
 
 from tritonpack.packing.cost import CostModel
 from tritonpack.packing.epoch import MOST_TOKENS, Objective, Tail, check_options, plan_epoch
-from tritonpack.packing.lengths import Overlong, OverlongReport, fit_lengths, natural_number, positive_integer
+from tritonpack.packing.lengths import OverlongReport, fit_lengths, natural_number, positive_integer
 from tritonpack.packing.plan import Plan
-from tritonpack.packing.resume import digest, refuse_changes
-
-_STATE_VERSION = 1
+from tritonpack.packing.resume import Progress, check_batches_done, digest, make_state, read_state
 
 
 class MultipackDistributedBatchSampler(Sampler[list[int]]):
@@ -37,13 +35,14 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
 
     Documents 1, 2 and 5, thirteen tokens, don't fill a third step for two ranks: `tail` says what becomes of them.
 
-    With a plain DataLoader, as `batch_sampler`, call `set_epoch` before each epoch. Under accelerate, which gives every
+    With a plain DataLoader, as `batch_sampler`, call `set_epoch` before each epoch; a second pass over the same epoch
+    is warned of. Under accelerate, which gives every
     process its part of the batches itself, pass `shard=False` and have accelerate configured with `even_batches=False`;
     it calls `set_epoch` on its own.
 
     Attributes:
         num_replicas, rank, seed, epoch: as given, or found; `rank` is None with `shard=False`.
-        lengths: (documents,) int32, of those that are left after dropping and truncating.
+        lengths: (documents,) int32, of those that are left after dropping.
         overlong_report: what became of documents longer than `batch_max_length`.
 
     Args:
@@ -62,8 +61,8 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
             steps together fill rows of 4,096 tokens on one rank to 98% instead of 86% (OpenChat), and a document may be
             deferred by so many times two steps.
         cost_model: for the objective "cost".
-        overlong: for documents longer than `batch_max_length`: "error", "drop", or "truncate", which counts their
-            first `batch_max_length` tokens and leaves the cutting to the dataset.
+        overlong: documents longer than `batch_max_length`: "error" refuses them, "drop" leaves them out. To truncate
+            them, pass `lengths` that are cut and `PackingCollator(max_document_length=...)`, which cuts the documents.
         shuffle: whether to shuffle, anew in each epoch.
         shard: whether to yield this rank's batches alone; False yields every rank's in turn, step by step.
 
@@ -87,7 +86,7 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
         lookahead: float = 0.01,
         steps_together: int = 1,
         cost_model: CostModel | None = None,
-        overlong: Overlong = "error",
+        overlong: Literal["error", "drop"] = "error",
         shuffle: bool = True,
         shard: bool = True,
     ) -> None:
@@ -96,10 +95,12 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
         self.seed = natural_number(seed, "seed")
         self.epoch = 0
         check_options(objective, cost_model, tail, lookahead)
-        if overlong == "split":
+        if overlong not in ("error", "drop"):
+            longest = self.batch_max_length
             raise ValueError(
-                "overlong='split' makes pieces, and a sampler can only name documents. Split the dataset's documents "
-                "first, use 'truncate' or 'drop', or pack_dataset, which cuts documents as it loads them."
+                f"overlong must be 'error' or 'drop'; got {overlong!r}. A sampler names documents and can't cut them. To "
+                f"truncate, pass lengths=numpy.minimum(lengths, {longest}) and load with "
+                f"PackingCollator(max_document_length={longest}); to split, use pack_dataset, which cuts as it loads."
             )
         fitted = fit_lengths(lengths, self.batch_max_length, overlong, name="batch_max_length")
         if len(fitted.lengths) < self.num_replicas:
@@ -120,52 +121,51 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
         }
         self._shard = bool(shard)
         self._plan: Plan | None = None
-        self._drawn = 0  # batches of this epoch drawn by the latest iterator
-        self._resumed = False  # the next iterator goes on after `_drawn` batches
+        self._choices = 0  # calls of set_epoch
+        self._progress = Progress()
 
     def __len__(self) -> int:
         """Batches of the current epoch, exact, the same on every rank; all of them, also after a resume."""
-        return self.plan.num_steps * (1 if self._shard else self.num_replicas)
+        return self._num_batches(self.plan)
 
     def __iter__(self) -> Iterator[list[int]]:
-        start = self._drawn if self._resumed else 0
-        self._resumed = False
-        self._drawn = start
-        return self._batches(self.plan, start)
+        plan = self.plan
+        shuffled = self._options["shuffle"]
+        return self._batches(
+            plan, self._progress.begin(self.epoch, self._num_batches(plan), self._choices, shuffled=shuffled)
+        )
 
-    def _batches(self, plan: Plan, start: int) -> Iterator[list[int]]:
-        for number in range(start, plan.num_steps * (1 if self._shard else self.num_replicas)):
-            if plan is self._plan:  # not an iterator that outlived its epoch
-                self._drawn = number + 1
+    def _batches(self, plan: Plan, numbers: Iterator[int]) -> Iterator[list[int]]:
+        for number in numbers:
             step, rank = (number, self.rank) if self._shard else divmod(number, self.num_replicas)
             assert rank is not None, "a sharding sampler has a rank"
             yield plan.row(step, rank).tolist()
+
+    def _num_batches(self, plan: Plan) -> int:
+        return plan.num_steps * (1 if self._shard else self.num_replicas)
 
     @property
     def plan(self) -> Plan:
         """The current epoch's plan, of all ranks; made when it is first asked for."""
         if self._plan is None:
-            plan = plan_epoch(
-                self.lengths,
-                self.batch_max_length,
-                self.num_replicas,
-                seed=self.seed,
-                epoch=self.epoch,
-                **self._options,
-            )
-            if self._documents is not None:
-                plan = Plan(self._documents[plan.items], plan.offsets, plan.num_ranks, plan.capacity)
-            self._plan = plan
+            self._plan = self._plan_of(self.epoch)
         return self._plan
+
+    def _plan_of(self, epoch: int) -> Plan:
+        plan = plan_epoch(
+            self.lengths, self.batch_max_length, self.num_replicas, seed=self.seed, epoch=epoch, **self._options
+        )
+        if self._documents is None:
+            return plan
+        return Plan(self._documents[plan.items], plan.offsets, plan.num_ranks, plan.capacity)
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch that the next iteration goes through; the one being resumed stays where it is."""
         epoch = natural_number(epoch, "epoch")
+        self._choices += 1
         if epoch != self.epoch:
             self.epoch = epoch
             self._plan = None
-            self._drawn = 0
-            self._resumed = False
 
     def num_batches(self) -> int:
         """Steps of the current epoch, as the multipack project's class calls them."""
@@ -191,43 +191,28 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
         Raises:
             ValueError: more batches than the epoch has.
         """
-        done = self._drawn if batches_done is None else batches_done
-        if isinstance(done, bool) or not isinstance(done, (int, np.integer)) or not 0 <= done <= len(self):
-            raise ValueError(
-                f"batches_done must be an integer from 0 to {len(self)}, the epoch's batches; got {done!r}."
-            )
-        return {
-            "version": _STATE_VERSION,
-            "epoch": self.epoch,
-            "batches_done": int(done),
-            "settings": self._settings(),
-            "plan": digest(self.plan.items, self.plan.offsets),
-        }
+        if batches_done is None:
+            batches_done = self._progress.done_in(self.epoch)
+        done = check_batches_done(batches_done, len(self))
+        return make_state(self.epoch, done, self._settings(), plan=self._digest(self.plan))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where a state was taken: the next iteration yields the batch after it, in that epoch.
 
         Raises:
-            ValueError: a state of other lengths, settings or ranks, or that isn't this class's; the sampler is then
-                left as it was.
+            ValueError: a state of other lengths, settings or ranks, or one that isn't whole and this class's; the
+                sampler is then left as it was.
         """
-        missing = {"version", "epoch", "batches_done", "settings", "plan"} - set(state)
-        if missing or state["version"] != _STATE_VERSION:
-            raise ValueError(
-                f"this isn't a state of version {_STATE_VERSION} of MultipackDistributedBatchSampler"
-                + (f": it lacks {', '.join(sorted(missing))}." if missing else f": it has version {state['version']}.")
-            )
-        refuse_changes(state["settings"], self._settings())
-        before = (self.epoch, self._plan, self._drawn, self._resumed)
-        self.set_epoch(state["epoch"])
-        if state["plan"] != digest(self.plan.items, self.plan.offsets):
-            self.epoch, self._plan, self._drawn, self._resumed = before
+        epoch, done, planned = read_state(state, type(self).__name__, self._settings(), "plan")
+        plan = self.plan if epoch == self.epoch else self._plan_of(epoch)
+        if planned != self._digest(plan):
             raise ValueError(
                 "the state was saved with another version of tritonpack or NumPy, which plans other batches from the "
                 "same settings. Resume with that version, or start an epoch anew with set_epoch."
             )
-        self._drawn = int(state["batches_done"])
-        self._resumed = True
+        done = check_batches_done(done, self._num_batches(plan))
+        self.epoch, self._plan = epoch, plan
+        self._progress.resume(epoch, done)
 
     def verify_ranks(self, group: dist.ProcessGroup | None = None) -> None:
         """Compare plans with the other ranks, a collective call: a few bytes that find lengths or options that differ.
@@ -235,7 +220,7 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
         Raises:
             ValueError: on every rank, if any two ranks have different plans.
         """
-        mine = f"{digest(self.plan.items, self.plan.offsets)} in epoch {self.epoch}"
+        mine = f"{self._digest(self.plan)} in epoch {self.epoch}"
         plans: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(plans, mine, group)
         if len(set(plans)) > 1:
@@ -264,6 +249,10 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
                 "or another library divides, or don't let it prepare this DataLoader."
             )
         return None
+
+    @staticmethod
+    def _digest(plan: Plan) -> str:
+        return digest(plan.items, plan.offsets)
 
     def _settings(self) -> dict[str, Any]:
         """What decides the batches, as plain values."""

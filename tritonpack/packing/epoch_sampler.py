@@ -27,6 +27,8 @@ class EpochSampler(Sampler[int]):
 
     Attributes:
         epoch: from 0; `set_epoch` changes it.
+        choices: how often `set_epoch` was called.
+        follows_epoch: whether another epoch has another order.
         same_everywhere: whether every process is known to get the same order.
         sharded: whether it has a part of the documents alone, as torch's DistributedSampler does.
     """
@@ -37,21 +39,27 @@ class EpochSampler(Sampler[int]):
             seed = generator.initial_seed() if isinstance(generator, torch.Generator) else 0
         self.sampler = sampler
         self.seed = natural_number(seed, "seed")
-        self.epoch = 0
-        seeded = hasattr(sampler, "generator") and not hasattr(sampler, "set_epoch")
+        self.epoch = self.choices = 0
+        told = hasattr(sampler, "set_epoch")
+        seeded = hasattr(sampler, "generator") and not told
+        self.follows_epoch = seeded or (told and bool(getattr(sampler, "shuffle", True)))  # DistributedSampler's name
         self.same_everywhere = seeded or isinstance(sampler, (SequentialSampler, range))
         self.sharded = getattr(sampler, "num_replicas", 1) > 1
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order; without it every epoch has the order of epoch 0."""
         self.epoch = natural_number(epoch, "epoch")
+        self.choices += 1
 
     def __iter__(self) -> Iterator[int]:
+        return self._in_epoch(self.epoch)
+
+    def _in_epoch(self, epoch: int) -> Iterator[int]:
         sampler: Any = self.sampler
         if hasattr(sampler, "set_epoch"):
-            sampler.set_epoch(self.epoch)
+            sampler.set_epoch(epoch)
         elif hasattr(sampler, "generator"):
-            seed = np.random.SeedSequence([self.seed, self.epoch]).generate_state(1, np.uint64)[0]
+            seed = np.random.SeedSequence([self.seed, epoch]).generate_state(1, np.uint64)[0]
             sampler = copy.copy(sampler)
             sampler.generator = torch.Generator().manual_seed(int(seed))
         return iter(sampler)
@@ -59,13 +67,13 @@ class EpochSampler(Sampler[int]):
     def __len__(self) -> int:
         return len(self.sampler)  # type: ignore[arg-type]  # as long as the wrapped one has a length
 
-    def documents(self, num_documents: int) -> NDArray[np.int64]:
-        """The document numbers of the epoch, each below `num_documents`.
+    def documents(self, num_documents: int, epoch: int) -> NDArray[np.int64]:
+        """The document numbers of an epoch, each below `num_documents`.
 
         Raises:
             ValueError: no document, one that isn't below `num_documents`, or something that isn't a document number.
         """
-        numbers = np.asarray(list(self))
+        numbers = np.asarray(list(self._in_epoch(epoch)))
         if not numbers.size:
             raise ValueError("the sampler yields no document. Give it a dataset that isn't empty.")
         if numbers.ndim != 1 or numbers.dtype.kind not in "iu":

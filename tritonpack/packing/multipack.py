@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, Sampler
 
 from tritonpack.packing.epoch_sampler import EpochSampler
 from tritonpack.packing.lengths import MAX_INT32, fit_lengths, positive_integer
-from tritonpack.packing.resume import digest, refuse_changes
+from tritonpack.packing.resume import Progress, check_batches_done, digest, make_state, read_state
 
 START_METHODS = ("fork", "spawn", "forkserver")
 
@@ -58,7 +58,7 @@ class MultipackBatchSampler(BatchSampler):
 
     Every process computes the same batches from the seed and the epoch, without communication, so accelerate may
     give each process its share of them; the order changes with `set_epoch`, which accelerate and Trainer find on the
-    batch sampler and on its `sampler` and call by themselves. Only two kinds of samplers need torch.distributed, and
+    batch sampler and on its `sampler` and call by themselves; a second pass over the same epoch is warned of. Only two kinds of samplers need torch.distributed, and
     then every process must iterate: those whose order can't be known to be the same on all ranks are compared, and
     those that have a part of the documents alone, such as DistributedSampler, end on all ranks with the shortest, which
     a warning tells with what is left out.
@@ -73,8 +73,8 @@ class MultipackBatchSampler(BatchSampler):
         sequential: keep the sampler's order: bins hold consecutive documents.
         group_size: documents that are packed at a time (without `sequential`).
         seed: of the order of random samplers, see EpochSampler.
-        overlong: documents longer than `batch_max_len`: "error" refuses them, "drop" leaves them out. Documents that
-            shall be cut must be cut before, since batches hold their numbers alone.
+        overlong: documents longer than `batch_max_len`: "error" refuses them, "drop" leaves them out. To truncate them,
+            pass `lengths` that are cut and `PackingCollator(max_document_length=...)`, which cuts the documents.
         packing_efficiency_estimate, num_count_samples, num_processes, safe_mode, mp_start_method: checked, but without
             effect: batches are counted, not estimated, and one thread packs a million documents in a tenth of a second.
 
@@ -109,8 +109,10 @@ class MultipackBatchSampler(BatchSampler):
                 raise ValueError(f"{name} must be True or False; got {value!r}.")
         if overlong not in ("error", "drop"):
             raise ValueError(
-                f"overlong must be 'error' or 'drop'; got {overlong!r}. To truncate or split documents, cut them in "
-                "the dataset, or use pack_dataset, which cuts them as it loads them."
+                f"overlong must be 'error' or 'drop'; got {overlong!r}. A sampler names documents and can't cut them. To "
+                f"truncate, pass lengths=numpy.minimum(lengths, {batch_max_len}) and load with "
+                f"PackingCollator(max_document_length={batch_max_len}); to split, use pack_dataset, which cuts as it "
+                "loads."
             )
         self.batch_max_len = positive_integer(batch_max_len, "batch_max_len")
         self.bin_size = None if bin_size is None else positive_integer(bin_size, "bin_size")
@@ -124,8 +126,7 @@ class MultipackBatchSampler(BatchSampler):
         self.sampler: EpochSampler
         self._packed: _Epoch | None = None
         self._across_ranks: tuple[int, int] | None = None  # an epoch, and the fewest batches of a rank in it
-        self._yielded = (0, 0)  # an epoch, and its batches that were yielded
-        self._resume: tuple[int, int] | None = None  # an epoch, and its first batch to yield
+        self._progress = Progress()
 
     @property
     def epoch(self) -> int:
@@ -138,15 +139,10 @@ class MultipackBatchSampler(BatchSampler):
     def __iter__(self) -> Iterator[list[list[int]]]:  # type: ignore[override]  # bins, not documents
         packed = self._pack()
         self._compare_ranks(packed)
-        epoch, start = self._resume or (-1, 0)
-        self._resume = None
-        self._yielded = (packed.number, start if epoch == packed.number else 0)
-        return self._batches(packed, len(self))
-
-    def _batches(self, packed: _Epoch, stop: int) -> Iterator[list[list[int]]]:
-        for batch in range(self._yielded[1], stop):
-            self._yielded = (packed.number, batch + 1)
-            yield self._batch(packed, batch)
+        numbers = self._progress.begin(
+            packed.number, len(self), self.sampler.choices, shuffled=self.sampler.follows_epoch
+        )
+        return (self._batch(packed, number) for number in numbers)
 
     def _batch(self, packed: _Epoch, batch: int) -> list[list[int]]:
         first = batch * self.batch_size
@@ -216,37 +212,29 @@ class MultipackBatchSampler(BatchSampler):
             ValueError: more batches than the epoch has.
         """
         if batches_done is None:
-            epoch, batches_done = self._resume or self._yielded
-            if epoch != self.epoch:
-                batches_done = 0
-        elif batches_done:
-            batches_done = positive_integer(batches_done, "batches_done", len(self))
-        return {
-            "version": 1,
-            "epoch": self.epoch,
-            "batches_done": int(batches_done),
-            "order": self._pack().order,
-            "settings": self._settings(),
-        }
+            done = self._progress.done_in(self.epoch)
+        else:
+            done = check_batches_done(batches_done, len(self))
+        return make_state(self.epoch, done, self._settings(), order=self._pack().order)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from where `state_dict` was taken: the next iteration begins with the batch after those yielded.
 
         Raises:
-            ValueError: a state of other documents, other options or another order than this sampler has.
+            ValueError: a state of other documents, other options or another order than this sampler has, or one that
+                isn't whole and this class's; the sampler is then left as it was.
         """
-        if state.get("version") != 1 or "order" not in state:
-            raise ValueError(f"a state of version 1 of MultipackBatchSampler is needed; got the keys {sorted(state)}.")
-        refuse_changes(state["settings"], self._settings())
-        before = self.epoch
-        self.set_epoch(state["epoch"])
-        if self._pack().order != state["order"]:
-            self.set_epoch(before)
+        epoch, done, order = read_state(state, type(self).__name__, self._settings(), "order")
+        packed = self._pack_epoch(epoch)
+        if packed.order != order:
             raise ValueError(
-                f"the sampler yields another order of documents in epoch {state['epoch']} than when the state was "
-                "saved. Use one whose order follows from the epoch alone, such as torch's RandomSampler."
+                f"the sampler yields another order of documents in epoch {epoch} than when the state was saved. Use "
+                "one whose order follows from the epoch alone, such as torch's RandomSampler."
             )
-        self._resume = (state["epoch"], state["batches_done"])
+        done = check_batches_done(done, self._num_batches(packed))
+        self.set_epoch(epoch)
+        self._packed = packed
+        self._progress.resume(epoch, done)
 
     def _settings(self) -> dict[str, Any]:
         names = ("batch_size", "batch_max_len", "bin_size", "drop_last", "sequential", "group_size")
@@ -255,23 +243,25 @@ class MultipackBatchSampler(BatchSampler):
 
     def _pack(self) -> _Epoch:
         if self._packed is None or self._packed.number != self.epoch:
-            from tritonpack.packing.first_fit import first_fit  # numba, slow to import: only when something is packed
-            from tritonpack.packing.next_fit import next_fit
-
-            documents = self.sampler.documents(len(self.lengths))
-            documents = documents[self.lengths[documents] > 0]
-            lengths = self.lengths[documents]
-            assign, group_size = (next_fit, len(lengths)) if self.sequential else (first_fit, self.group_size)
-            items, sizes = [], []
-            for start in range(0, len(lengths), group_size):
-                group = lengths[start : start + group_size]
-                entries, offsets = assign(group, self.batch_max_len, min(self.bin_size or MAX_INT32, len(group)))
-                items.append(documents[start + entries.astype(np.int64)])
-                sizes.append(np.diff(offsets))
-            order = digest(documents)
-            offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
-            self._packed = _Epoch(self.epoch, np.concatenate(items), offsets, order)
+            self._packed = self._pack_epoch(self.epoch)
         return self._packed
+
+    def _pack_epoch(self, epoch: int) -> _Epoch:
+        from tritonpack.packing.first_fit import first_fit  # numba, slow to import: only when something is packed
+        from tritonpack.packing.next_fit import next_fit
+
+        documents = self.sampler.documents(len(self.lengths), epoch)
+        documents = documents[self.lengths[documents] > 0]
+        lengths = self.lengths[documents]
+        assign, group_size = (next_fit, len(lengths)) if self.sequential else (first_fit, self.group_size)
+        items, sizes = [], []
+        for start in range(0, len(lengths), group_size):
+            group = lengths[start : start + group_size]
+            entries, offsets = assign(group, self.batch_max_len, min(self.bin_size or MAX_INT32, len(group)))
+            items.append(documents[start + entries.astype(np.int64)])
+            sizes.append(np.diff(offsets))
+        offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
+        return _Epoch(epoch, np.concatenate(items), offsets, digest(documents))
 
     def _num_batches(self, packed: _Epoch) -> int:
         if not self.drop_last:
