@@ -128,7 +128,7 @@ class TestPositionIds:
         mask = BlockDiagonalMask.from_position_ids(torch.tensor([5, 6, 7, 100, 101, 0, 0]))
         assert mask.key_start.tolist() == [0, 0, 0, 3, 3, 5, 6]
 
-    @pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64], ids=str)
+    @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.int16, torch.int32, torch.int64], ids=str)
     def test_steps_back_do_not_wrap(self, dtype: torch.dtype) -> None:
         """0 - 255 is 1 in eight bits without a sign."""
         text = torch.tensor([[254, 255, 0, 1]]).to(dtype)
@@ -226,6 +226,12 @@ class TestSegmentIds:
         flat = BlockDiagonalMask.from_segment_ids(torch.tensor([3, 3, 0, 1]))
         row = BlockDiagonalMask.from_segment_ids(torch.tensor([[3, 3, 0, 1]]))
         assert torch.equal(flat.to_dense(), row.to_dense())
+
+    @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32], ids=str)
+    def test_unsigned_ids_and_spans(self, dtype: torch.dtype) -> None:
+        ids, spans = torch.tensor([3, 3, 3, 0, 1]), torch.tensor([0, 7, 7, 0, 0])
+        mask = BlockDiagonalMask.from_segment_ids(ids.to(dtype), spans=spans.to(dtype))
+        assert torch.equal(mask.to_dense(), BlockDiagonalMask.from_segment_ids(ids, spans=spans).to_dense())
 
 
 class TestPaddingMask:
@@ -399,6 +405,9 @@ class TestOperations:
         ],
     )
     def test_validate_names_the_first_bad_row(self, start: list[int], stop: list[int], message: str) -> None:
-        mask = BlockDiagonalMask(torch.tensor(start, dtype=torch.int32), torch.tensor(stop, dtype=torch.int32), 3)
+        bounds = (torch.tensor(bound, dtype=torch.int32) for bound in (start, stop))
+        mask = BlockDiagonalMask(*bounds, 3, trusted=True)
         with pytest.raises(ValueError, match=message):
             mask.validate()
+        with pytest.raises(ValueError, match=message):
+            BlockDiagonalMask(mask.key_start, mask.key_stop, 3)

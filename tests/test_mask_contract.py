@@ -25,7 +25,41 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         r"the same length and device; got \(3,\).*\(2,\)",
     ),
     "devices differ": (lambda: BlockDiagonalMask(INT32, INT32.to("meta"), 3), "the same length and device; got .*meta"),
-    "negative keys": (lambda: BlockDiagonalMask(INT32, INT32, -1), "num_keys must not be negative; got -1"),
+    "negative keys": (lambda: BlockDiagonalMask(INT32, INT32, -1), r"num_keys must be an integer from 0 .*; got int -1"),
+    "a float of keys": (lambda: BlockDiagonalMask(INT32, INT32, 4.0), "num_keys must be an integer .*; got float 4.0"),
+    "true for keys": (lambda: BlockDiagonalMask(INT32, INT32, True), "num_keys must be an integer .*; got bool True"),
+    "no number of keys": (lambda: BlockDiagonalMask(INT32, INT32, None), "num_keys must be an .* got NoneType None"),
+    "negative starts": (lambda: BlockDiagonalMask(INT32 - 1, INT32, 3), r"row 0 of the mask sees keys \[-1, 0\)"),
+    "documents a text": (
+        lambda: BlockDiagonalMask(INT32, INT32, 3, max_documents="2"),
+        "max_documents must be an integer of at least 0, or None; got '2'",
+    ),
+    "a source of numbers": (
+        lambda: BlockDiagonalMask(INT32, INT32, 3, document_source=[0, 1, 2]),
+        "document_source must be a one-dimensional int32 tensor",
+    ),
+    "causal a text": (
+        lambda: BlockDiagonalMask.from_seqlens([3], causal="no"),
+        "causal must be True or False; got str 'no'",
+    ),
+    "true for a length": (lambda: BlockDiagonalMask.from_seqlens([True, 2]), r"must hold integers; got \[True, 2\]"),
+    "a text of lengths": (lambda: BlockDiagonalMask.from_seqlens("32"), "seqlens must hold integers; got '32'"),
+    "bytes of lengths": (lambda: BlockDiagonalMask.from_seqlens(b"32"), "seqlens must hold integers; got b'32'"),
+    "a set of lengths": (lambda: BlockDiagonalMask.from_seqlens({3}), r"seqlens must hold integers; got \{3\}"),
+    "a huge length": (lambda: BlockDiagonalMask.from_seqlens([2**70]), r"seqlens must hold integers; got \[1180591"),
+    "no such device": (
+        lambda: BlockDiagonalMask.from_seqlens([3], device="gpu"),
+        "device must be a torch.device, or the name .* got str 'gpu'",
+    ),
+    "a move to no device": (
+        lambda: BlockDiagonalMask.from_seqlens([3]).to(torch.float32),
+        "device must be a torch.device, .* got dtype torch.float32",
+    ),
+    "total a list": (lambda: BlockDiagonalMask.from_cu_seqlens([0, 2], total_q=[2]), r"total_q must be .*; got \[2\]"),
+    "64 unsigned bits": (
+        lambda: BlockDiagonalMask.from_segment_ids(INT32.to(torch.uint64)),
+        "segment_ids must hold integers of up to 63 bits; got .*uint64.* Cast them to int64",
+    ),
     "negative length": (
         lambda: BlockDiagonalMask.from_seqlens([3, -2]),
         "seqlens must not be negative; got -2 at index 1",

@@ -13,6 +13,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from tritonpack.checks import check_choice, check_flag
 from tritonpack.errors import BackendUnavailableError
 from tritonpack.mask import BlockDiagonalMask
 from tritonpack.ops import MODULES, attend
@@ -73,9 +74,9 @@ def varlen_attention(
         softcap: scores become softcap * tanh(score / softcap), as Gemma 2 has it; 0.0 means no cap.
         sinks: (H,) floating point: each head's score of a key without a value, which every query sees besides its own
             keys (gpt-oss). Rows that see no key stay empty. Differentiable.
-        alibi_slopes: (H,), or (documents, H) for a mask that numbers its documents, float32: what a score loses per
-            key of distance from the query's own place, after softcap. Not differentiable. Source: Press, Smith and
-            Lewis, ALiBi (arXiv:2108.12409).
+        alibi_slopes: (H,), or (documents, H) for a mask that numbers its documents, float32, with float64 inputs also
+            float64: what a score loses per key of distance from the query's own place, after softcap. Not
+            differentiable. Source: Press, Smith and Lewis, ALiBi (arXiv:2108.12409).
         dropout_p: the probability with which a pair's weight is dropped; the others are divided by 1 - dropout_p.
         dropout_seed: an integer, or an int64 scalar on q's device; the same seed drops the same pairs, on every
             backend. None draws one from torch's generator.
@@ -102,6 +103,7 @@ def varlen_attention(
     """
     q, k, v = autocast(q, k, v)
     check_inputs(q, k, v, mask)
+    check_flag(return_lse, "return_lse")
     options = make_options(
         q,
         mask,
@@ -130,10 +132,9 @@ def resolve_backend(backend: Backend, q: Tensor) -> str:
         ValueError: an unknown name.
         BackendUnavailableError: the backend that was named can't run on these inputs.
     """
+    check_choice(backend, ("auto", *MODULES), "backend")
     if backend == "auto":
         backend = "triton" if q.is_cuda and q.dtype != torch.float64 else "blocked"
-    if backend not in MODULES:
-        raise ValueError(f"backend must be one of 'auto', {', '.join(map(repr, MODULES))}; got {backend!r}.")
     if backend == "triton":
         _check_triton(q)
     if backend == "gluon":

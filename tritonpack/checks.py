@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
+from contextlib import suppress
 from operator import index
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch import Tensor
 Lengths = Sequence[int] | Tensor
 Window = tuple[int, int]
 UNLIMITED = 2**31 - 1  # further than any key
+_UNSIGNED = {torch.uint16: torch.int32, torch.uint32: torch.int64}
 
 
 class Reach(NamedTuple):
@@ -38,8 +40,34 @@ def require(condition: Tensor, message: str | Callable[[], str]) -> None:
     torch._assert_async(condition, text)
 
 
+def check_flag(value: Any, name: str) -> bool:
+    """A value that must be True or False."""
+    if not isinstance(value, (bool, torch.SymBool)):
+        raise ValueError(f"{name} must be True or False; got {describe(value)}.")
+    return value  # type: ignore[return-value]
+
+
+def check_choice(value: Any, allowed: Sequence[str], name: str) -> str:
+    """A value that must be one of some names."""
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r:.100}.")
+    return value
+
+
+def check_device(device: Any) -> torch.device:
+    """A device, or what names one."""
+    try:
+        return torch.device(device)
+    except (TypeError, RuntimeError) as error:
+        raise ValueError(
+            f"device must be a torch.device, or the name of one that is here, such as 'cpu' or 'cuda:0'; got "
+            f"{describe(device)}."
+        ) from error
+
+
 def check_reach(window: Window, causal: bool, chunk_size: int | None) -> Reach:
     """Window, causality and chunks in one."""
+    check_flag(causal, "causal")
     if not isinstance(window, (tuple, list)) or len(window) != 2 or not all(is_int(w) and w >= -1 for w in window):
         raise ValueError(
             f"window must be two integers (left, right) of at least -1, where -1 means without limit; got {window!r}."
@@ -87,8 +115,10 @@ def as_integers(values: Lengths, name: str) -> Tensor:
     """A list or tensor of integers as a one-dimensional tensor."""
     if not isinstance(values, Tensor):
         try:
+            if isinstance(values, (str, bytes, Mapping, Set)) or any(isinstance(value, bool) for value in values):
+                raise TypeError
             return torch.tensor([index(value) for value in values], dtype=torch.int64)
-        except TypeError:
+        except (TypeError, ValueError, RuntimeError, OverflowError):
             raise ValueError(f"{name} must hold integers; got {values!r:.200}.") from None
     if values.ndim != 1 or values.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"{name} must be a one-dimensional int32 or int64 tensor; got {describe(values)}.")
@@ -105,9 +135,10 @@ def check_total(cu: Tensor, total: int | None, total_name: str, name: str) -> in
                 f"{total_name}, the number of rows of the stream."
             )
         total = int(cu[-1])
-    if not isinstance(total, (int, torch.SymInt)) and hasattr(total, "__index__"):
-        total = index(total)
-    if isinstance(total, bool) or not isinstance(total, (int, torch.SymInt)) or not 0 <= total < 2**31:
+    if not isinstance(total, (int, torch.SymInt)):
+        with suppress(TypeError):
+            total = index(total)
+    if not is_length(total):
         raise ValueError(f"{total_name} must be an integer from 0 to 2**31 - 1; got {total!r}.")
     return total
 
@@ -147,6 +178,10 @@ def check_rows(ids: Tensor, name: str, *, allow_bool: bool = False) -> Tensor:
     if ids.dtype == torch.bool and not allow_bool:
         hint = " For a padding mask use from_padding_mask." if name == "segment_ids" else ""
         raise ValueError(f"{name} must hold integers; got bool.{hint}")
+    if ids.dtype in _UNSIGNED:  # torch can't compare or sort these
+        ids = ids.to(_UNSIGNED[ids.dtype])
+    if ids.dtype == torch.uint64:
+        raise ValueError(f"{name} must hold integers of up to 63 bits; got {describe(ids)}. Cast them to int64.")
     return ids if ids.ndim == 2 else ids[None]
 
 
@@ -161,6 +196,16 @@ def check_indices(indices: Tensor, name: str, bound: int, device: torch.device) 
             lambda: f"{name} must ascend strictly within 0..{bound - 1}.",
         )
     return indices
+
+
+def is_length(value: object) -> bool:
+    """A number of rows: an integer from 0 to 2**31 - 1, which may be symbolic while torch traces."""
+    return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and 0 <= value < 2**31
+
+
+def on_host(x: Tensor) -> bool:
+    """Whether reading the values of a tensor takes no wait and no trace: a plain tensor in host memory."""
+    return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def is_int(value: object) -> bool:

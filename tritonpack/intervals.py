@@ -118,8 +118,9 @@ def document_starts(position_ids: Tensor) -> Tensor:
     time = check_rows(position_ids[0] if multimodal else position_ids, "position_ids").long()  # unsigned steps wrap
     begins = time.diff(dim=1) != 1
     if multimodal and position_ids.shape[0] == 3:
-        text = (position_ids == time).all(0)
-        step_t, step_h, step_w = position_ids.long().diff(dim=2)
+        places = position_ids.long()
+        text = (places == time).all(0)
+        step_t, step_h, step_w = places.diff(dim=2)
         ascends = (step_t > 0) | (step_t == 0) & ((step_h > 0) | (step_h == 0) & (step_w > 0))
         begins = ~ascends | (begins & text[:, 1:] & text[:, :-1])
     return torch.cat([torch.ones_like(time[:, :1], dtype=torch.bool), begins], dim=1)

@@ -8,7 +8,7 @@ padding, cross-attention and the shards of sequence parallelism are all of this 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -21,6 +21,7 @@ from tritonpack.checks import (
     Reach,
     Window,
     as_offsets,
+    check_device,
     check_documents,
     check_indices,
     check_reach,
@@ -29,7 +30,9 @@ from tritonpack.checks import (
     check_spans,
     check_total,
     describe,
+    is_length,
     offsets_from_lengths,
+    on_host,
     require,
 )
 from tritonpack.intervals import WHOLE_DOCUMENT, Intervals, changes, document_starts
@@ -57,8 +60,8 @@ class BlockDiagonalMask:
     [3, 3, 3, 5, 5, 6]
 
     The constructors never wait for an accelerator. Values that already lie in host memory are checked on the spot and
-    raise ValueError; values on an accelerator are checked there (a device-side assertion), or on demand by
-    `validate()`.
+    raise ValueError. On an accelerator the `from_` constructors check values there (a device-side assertion);
+    `validate()` checks those of any mask on demand.
 
     Attributes:
         key_start: (num_queries,) int32, the first key that each query sees; never decreases.
@@ -70,6 +73,7 @@ class BlockDiagonalMask:
         document_source: what `document` is made of when it is first asked for: the tensor, or a function that
             computes it.
         max_documents: how many documents there are at most, where the host knows.
+        trusted: the values of `key_start` and `key_stop` aren't checked, because the caller vouches for them.
         kept: what was computed from the mask before; of each mask, and no field, so that copies begin with nothing.
     """
 
@@ -79,13 +83,15 @@ class BlockDiagonalMask:
     diagonal: Tensor | None = None
     document_source: Tensor | Callable[[], Tensor] | None = None
     max_documents: int | None = None
+    trusted: InitVar[bool] = False
     kept: ClassVar[dict[Any, Any]]
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, trusted: bool) -> None:
         object.__setattr__(self, "kept", {})
-        for name in ("key_start", "key_stop", "diagonal", "document_source"):
+        required, source = ("key_start", "key_stop"), self.document_source
+        for name in (*required, "diagonal", "document_source"):
             rows = getattr(self, name)
-            if (rows is None and name == "diagonal") or (name == "document_source" and not isinstance(rows, Tensor)):
+            if (rows is None and name not in required) or (rows is source and callable(source)):
                 continue
             if not isinstance(rows, Tensor) or rows.ndim != 1 or rows.dtype != torch.int32:
                 raise ValueError(f"{name} must be a one-dimensional int32 tensor; got {describe(rows)}.")
@@ -94,8 +100,12 @@ class BlockDiagonalMask:
                     f"key_start and {name} must have the same length and device; got "
                     f"{describe(self.key_start)} and {describe(rows)}."
                 )
-        if self.num_keys < 0:
-            raise ValueError(f"num_keys must not be negative; got {self.num_keys}.")
+        if not is_length(self.num_keys):
+            raise ValueError(f"num_keys must be an integer from 0 to 2**31 - 1; got {describe(self.num_keys)}.")
+        if self.max_documents is not None and not is_length(self.max_documents):
+            raise ValueError(f"max_documents must be an integer of at least 0, or None; got {self.max_documents!r}.")
+        if not trusted and on_host(self.key_start) and on_host(self.key_stop):
+            self.validate()
 
     @property
     def num_queries(self) -> int:
@@ -158,7 +168,7 @@ class BlockDiagonalMask:
         cu_seqlens_k = cu_seqlens if seqlens_k is None else offsets_from_lengths(seqlens_k, "seqlens_k")
         total_q, total_k = int(cu_seqlens[-1]), int(cu_seqlens_k[-1])
         check_documents(cu_seqlens, cu_seqlens_k)
-        target = torch.device("cpu" if device is None else device)
+        target = check_device("cpu" if device is None else device)
         return cls.from_cu_seqlens(
             cu_seqlens.to(target, non_blocking=True),
             None if seqlens_k is None else cu_seqlens_k.to(target, non_blocking=True),
@@ -335,6 +345,7 @@ class BlockDiagonalMask:
                 self.num_queries,
                 document_source=source,
                 max_documents=self.max_documents,
+                trusted=True,
             )
         return self.kept["transpose"]
 
@@ -367,7 +378,7 @@ class BlockDiagonalMask:
             stop = torch.searchsorted(keys, stop, out_int32=True)
             num_keys, diagonal = keys.shape[0], None  # keys that are left out break the count of distances
             max_documents = None  # and may leave a document many runs of rows that see nothing
-        return BlockDiagonalMask(start, stop, num_keys, diagonal, document, max_documents)
+        return BlockDiagonalMask(start, stop, num_keys, diagonal, document, max_documents, trusted=True)
 
     def to_dense(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
         """The mask as (num_queries, num_keys), one number per pair: O(T^2) memory.
@@ -414,10 +425,10 @@ class BlockDiagonalMask:
 
     def to(self, device: torch.device | str) -> BlockDiagonalMask:
         """The same mask on another device."""
+        device = check_device(device)
         diagonal, document = (None if x is None else x.to(device) for x in (self.diagonal, self.document))
-        return BlockDiagonalMask(
-            self.key_start.to(device), self.key_stop.to(device), self.num_keys, diagonal, document, self.max_documents
-        )
+        start, stop = self.key_start.to(device), self.key_stop.to(device)
+        return BlockDiagonalMask(start, stop, self.num_keys, diagonal, document, self.max_documents, trusted=True)
 
     def validate(self) -> BlockDiagonalMask:
         """Check the values, waiting for the device where it must.
@@ -471,7 +482,7 @@ def _mask(
         spans = check_spans(spans, seen.start.shape[0], seen.start.device)
         seen = intervals.widen_to_spans(seen, build(WHOLE_DOCUMENT), spans)
     num_keys = seen.start.shape[0] if num_keys is None else num_keys
-    return BlockDiagonalMask(seen.start, seen.stop, num_keys, seen.diagonal, seen.document, max_documents)
+    return BlockDiagonalMask(*seen[:2], num_keys, seen.diagonal, seen.document, max_documents, trusted=True)
 
 
 def _document_of_keys(source: Tensor | Callable[[], Tensor], query_start: Tensor) -> Tensor:

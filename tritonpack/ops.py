@@ -180,8 +180,10 @@ def _unpack(k: Tensor, given: Arguments) -> tuple[ModuleType, BlockDiagonalMask,
         given.scale, given.softcap, given.sinks, given.alibi_slopes, given.dropout_p, given.dropout_seed,
         given.pack_invariant,
     )  # fmt: skip
-    mask = BlockDiagonalMask(given.key_start, given.key_stop, k.shape[0], given.diagonal)
-    mask.kept["transpose"] = BlockDiagonalMask(given.query_start, given.query_stop, given.key_start.shape[0])
+    mask = BlockDiagonalMask(given.key_start, given.key_stop, k.shape[0], given.diagonal, trusted=True)
+    mask.kept["transpose"] = BlockDiagonalMask(
+        given.query_start, given.query_stop, given.key_start.shape[0], trusted=True
+    )
     tiles = Tiles(given.forward_tiles, given.key_tiles, given.query_tiles)
     return import_module(MODULES[given.backend]), mask, options, (tiles,) if given.backend in _TILED else ()
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tritonpack.checks import describe, require
+from tritonpack.checks import check_flag, describe, require
 from tritonpack.mask import BlockDiagonalMask
 
 
@@ -21,7 +21,8 @@ class AttentionOptions:
         softcap: scores become softcap * tanh(score / softcap); 0 leaves them as they are.
         sinks: (H,) float32 (float64 with float64 inputs), the score of a key without a value that every query of the
             head sees; None without. Differentiable.
-        alibi_slopes: (T_q, H) or (1, H) float32, what a score loses per key of distance from its query; None without.
+        alibi_slopes: (T_q, H) or (1, H) float32 (float64 with float64 inputs), what a score loses per key of distance
+            from its query; None without.
         dropout_p: the probability that a pair's weight is dropped.
         dropout_seed: () int64 on the inputs' device; with (head, query, key) it decides which pairs are dropped.
         pack_invariant: whether a document's results must not depend on where in a pack it lies, to the bit.
@@ -53,7 +54,7 @@ def make_options(
     Raises:
         ValueError: a value out of range, a wrong shape, dtype or device, or options that exclude each other.
     """
-    if pack_invariant and dropout_p:
+    if check_flag(pack_invariant, "pack_invariant") and _probability(dropout_p):
         raise ValueError(
             "pack_invariant=True and dropout exclude each other: which pairs are dropped depends on where a document "
             "lies. Set dropout_p=0.0 or pack_invariant=False."
@@ -64,7 +65,7 @@ def make_options(
         sinks=None if sinks is None else _sinks(sinks, q),
         alibi_slopes=None if alibi_slopes is None else _slopes(alibi_slopes, q, mask),
         dropout_p=_probability(dropout_p),
-        dropout_seed=_seed(dropout_seed, q) if dropout_p else None,
+        dropout_seed=_seed(dropout_seed, q) if dropout_p or dropout_seed is not None else None,
         pack_invariant=pack_invariant,
     )
 
@@ -98,10 +99,18 @@ def _sinks(sinks: Tensor, q: Tensor) -> Tensor:
         )
     if sinks.device != q.device:
         raise ValueError(f"sinks are on {sinks.device} and q on {q.device}; move them together.")
+    return _widened(sinks, q, "sinks")
+
+
+def _widened(values: Tensor, q: Tensor, name: str) -> Tensor:
+    """Values in the dtype that scores are computed in: float32, or float64 for float64 inputs."""
     wide = torch.promote_types(q.dtype, torch.float32)
-    if torch.promote_types(sinks.dtype, wide) != wide:
-        raise ValueError(f"sinks of {sinks.dtype} don't fit {q.dtype} inputs; cast them to {wide}.")
-    return sinks.to(wide)
+    if torch.promote_types(values.dtype, wide) != wide:
+        given, allowed = (str(dtype).removeprefix("torch.") for dtype in (values.dtype, wide))
+        raise ValueError(
+            f"{name} of {given} don't fit {str(q.dtype).removeprefix('torch.')} inputs; cast them to {allowed}."
+        )
+    return values.to(wide)
 
 
 def _slopes(slopes: Tensor, q: Tensor, mask: BlockDiagonalMask) -> Tensor:
@@ -111,8 +120,9 @@ def _slopes(slopes: Tensor, q: Tensor, mask: BlockDiagonalMask) -> Tensor:
             f"alibi_slopes must be a tensor of shape (heads,) or (documents, heads) with {heads} heads; got "
             f"{describe(slopes)}."
         )
-    if slopes.dtype != torch.float32:
+    if slopes.dtype not in (torch.float32, torch.float64):
         raise ValueError(f"alibi_slopes must be float32; got {describe(slopes)}.")
+    slopes = _widened(slopes, q, "alibi_slopes")
     if slopes.device != q.device:
         raise ValueError(f"alibi_slopes are on {slopes.device} and q on {q.device}; move them together.")
     if slopes.requires_grad:

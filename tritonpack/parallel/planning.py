@@ -146,7 +146,7 @@ def _on_host(masks: Mapping[BlockDiagonalMask, int | None], layers: int) -> list
     """The masks in host memory, waiting for the device once for all of them."""
     bounds = torch.stack([bound for mask in masks for bound in (mask.key_start, mask.key_stop)]).cpu()
     return [
-        Kind.of(BlockDiagonalMask(start, stop, mask.num_keys), layers if count is None else count)
+        Kind.of(BlockDiagonalMask(start, stop, mask.num_keys, trusted=True), layers if count is None else count)
         for (mask, count), start, stop in zip(masks.items(), bounds[::2], bounds[1::2], strict=True)
     ]
 

@@ -103,7 +103,8 @@ class IntervalMask(TensorLike):
             own = torch.arange(keys, device=self.device, dtype=torch.int32)
             start, stop = torch.where(start < stop, start, own), torch.where(start < stop, stop, own + 1)
         start, stop = start.flatten(), stop.flatten()
-        rows = BlockDiagonalMask(start, stop, keys)  # as many rows as queries, each over its own keys
+        # As many rows as queries, each over its own keys, which begin anew in every row of the batch.
+        rows = BlockDiagonalMask(start, stop, keys, trusted=True)
         return rows.to_dense(dtype, additive=additive).unflatten(0, (batch, 1, queries))
 
 
@@ -318,7 +319,7 @@ class Packing(TensorLike):
         stop = (stop - key_offset).clamp(0, num_keys)
         start = torch.minimum((start - key_offset).clamp(0, num_keys), stop)
         start, stop = ((self._base(num_keys) + bound).flatten().to(torch.int32) for bound in (start, stop))
-        return BlockDiagonalMask(start, stop, self.tokens[0] * num_keys)
+        return BlockDiagonalMask(start, stop, self.tokens[0] * num_keys, trusted=True)
 
     @staticmethod
     def _reach(kind: Kind, rows: Tensor, begin: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:

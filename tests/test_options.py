@@ -1,0 +1,75 @@
+"""ALiBi's slopes in the precision of the inputs, and options of the wrong type."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tritonpack import BlockDiagonalMask, varlen_attention
+
+LENGTHS = (40, 0, 90, 7)
+HEADS = 3
+
+
+def by_hand(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
+    """Causal attention with ALiBi, document by document, in the precision of the inputs."""
+    outs, lses, start = [], [], 0
+    for number, length in enumerate(LENGTHS):
+        rows = slice(start, start + length)
+        places = torch.arange(length, dtype=q.dtype)
+        distance = (places[:, None] - places).abs()
+        slope = slopes[number] if slopes.ndim == 2 else slopes
+        scores = torch.einsum("qhd,khd->hqk", q[rows], k[rows]) / math.sqrt(q.shape[2])
+        scores = scores - slope.to(q.dtype)[:, None, None] * distance
+        scores = scores.masked_fill(places > places[:, None], -math.inf)
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), v[rows]))
+        lses.append(scores.logsumexp(-1))
+        start += length
+    return torch.cat(outs), torch.cat(lses, 1)
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    q, k, v = (torch.randn(sum(LENGTHS), HEADS, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    return q, k, v
+
+
+@pytest.mark.parametrize("backend", ["blocked", "reference"])
+@pytest.mark.parametrize("of", ["heads", "documents"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_float64_with_alibi_is_exact_to_float64(backend: Any, of: str, dtype: torch.dtype) -> None:
+    """Slopes that aren't powers of two: products with distances need more than 24 bits."""
+    slopes = torch.rand(*([len(LENGTHS)] if of == "documents" else []), HEADS, dtype=dtype) + 0.1
+    q, k, v = inputs()
+    mask = BlockDiagonalMask.from_seqlens(LENGTHS)
+    found = varlen_attention(q, k, v, mask, alibi_slopes=slopes, return_lse=True, backend=backend)
+    expected = by_hand(q, k, v, slopes)
+    weights = [torch.randn_like(x) for x in expected]
+    pairs = [(*found, *torch.autograd.grad(found, (q, k, v), weights, retain_graph=True))]
+    pairs.append((*expected, *torch.autograd.grad(expected, (q, k, v), weights)))
+    for ours, right in zip(*pairs, strict=True):
+        assert (ours - right).abs().max() <= 1e3 * torch.finfo(torch.float64).eps * right.abs().max()
+
+
+def call(**changes: Any) -> object:
+    q = torch.randn(4, 2, 16)
+    return varlen_attention(**{"q": q, "k": q, "v": q, "mask": BlockDiagonalMask.from_seqlens([4])} | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"alibi_slopes": torch.zeros(2).double()}, "alibi_slopes of float64 don't fit float32 inputs; cast them to flo"),
+        ({"pack_invariant": "yes"}, "pack_invariant must be True or False; got str 'yes'"),
+        ({"pack_invariant": 1}, "pack_invariant must be True or False; got int 1"),
+        ({"return_lse": None}, "return_lse must be True or False; got NoneType None"),
+        ({"backend": ["blocked"]}, r"backend must be one of 'auto', .*; got \['blocked'\]"),
+        ({"dropout_seed": "x"}, "dropout_seed must be an integer .*; got 'x'"),
+        ({"dropout_seed": -1}, "dropout_seed must be an integer .*; got -1"),
+    ],
+)
+def test_options_of_the_wrong_type(changes: dict[str, Any], message: str) -> None:
+    call()
+    with pytest.raises(ValueError, match=message):
+        call(**changes)
