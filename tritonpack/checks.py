@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
-from contextlib import suppress
 from operator import index
 from typing import Any, NamedTuple
 
@@ -68,6 +67,9 @@ def check_device(device: Any) -> torch.device:
 def check_reach(window: Window, causal: bool, chunk_size: int | None) -> Reach:
     """Window, causality and chunks in one."""
     check_flag(causal, "causal")
+    chunk_size = plain_int(chunk_size)
+    if isinstance(window, (tuple, list)):
+        window = tuple(map(plain_int, window))  # type: ignore[assignment]
     if not isinstance(window, (tuple, list)) or len(window) != 2 or not all(is_int(w) and w >= -1 for w in window):
         raise ValueError(
             f"window must be two integers (left, right) of at least -1, where -1 means without limit; got {window!r}."
@@ -135,9 +137,7 @@ def check_total(cu: Tensor, total: int | None, total_name: str, name: str) -> in
                 f"{total_name}, the number of rows of the stream."
             )
         total = int(cu[-1])
-    if not isinstance(total, (int, torch.SymInt)):
-        with suppress(TypeError):
-            total = index(total)
+    total = plain_int(total)
     if not is_length(total):
         raise ValueError(f"{total_name} must be an integer from 0 to 2**31 - 1; got {total!r}.")
     return total
@@ -198,6 +198,16 @@ def check_indices(indices: Tensor, name: str, bound: int, device: torch.device) 
     return indices
 
 
+def plain_int(value: Any) -> Any:
+    """A NumPy integer, or anything else that counts as an index, as an int; all others as they are."""
+    if isinstance(value, (int, torch.SymInt)):
+        return value
+    try:
+        return index(value)
+    except TypeError:
+        return value
+
+
 def is_length(value: object) -> bool:
     """A number of rows: an integer from 0 to 2**31 - 1, which may be symbolic while torch traces."""
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and 0 <= value < 2**31
@@ -211,6 +221,11 @@ def on_host(x: Tensor) -> bool:
 def is_int(value: object) -> bool:
     """An int that isn't a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """An int or a float, which may be symbolic while torch traces, and no bool."""
+    return isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
 
 
 def describe(value: object) -> str:

@@ -2,11 +2,13 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from tritonpack.flash_attn import core, fa2, fa3, fa4, torch_varlen_attn
+from tritonpack.flash_attn.bert_padding import pad_input, unpad_input
 
 T = torch.zeros(1)
 
@@ -114,5 +116,78 @@ def test_what_does_not_fit(function: Any, changes: dict[str, Any], message: str)
     ],
 )  # fmt: skip
 def test_packed_shapes(function: Any, arguments: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        function(*arguments)
+
+
+CLUMSY = [
+    (fa2.flash_attn_varlen_func, {"cu_seqlens_q": [0, 2, 5]}, r"cu_seqlens_q must be a .* tensor on q's device; got list"),
+    (fa2.flash_attn_varlen_func, {"cu_seqlens_k": (0, 2, 5)}, r"torch.tensor\(..., dtype=torch.int32, device=q.device\)"),
+    (fa2.flash_attn_varlen_func, {"seqused_k": [2, 3]}, "seqused_k must be a one-dimensional int32 or int64 tensor"),
+    (fa3.flash_attn_varlen_func, {"cu_seqlens_q": np.array([0, 2, 5])}, "cu_seqlens_q must be a .*got ndarray"),
+    (fa4.flash_attn_varlen_func, {"cu_seqlens_q": [0, 2, 5]}, "cu_seqlens_q must be a"),
+    (torch_varlen_attn, {"cu_seq_q": [0, 2, 5]}, "cu_seqlens_q must be a"),
+    (torch_varlen_attn, {"query": None}, "q must be .*got NoneType"),
+    (torch_varlen_attn, {"enable_gqa": False, "key": T}, "k must be "),
+    (torch_varlen_attn, {"enable_gqa": "no"}, "enable_gqa must be True or False"),
+    (torch_varlen_attn, {"return_aux": True}, "return_aux must be torch's AuxRequest, or None; got True"),
+    (torch_varlen_attn, {"num_splits": 1.0}, "num_splits must be an integer, or None; got 1.0"),
+    (fa2.flash_attn_func, {"q": None}, "q must be .*got NoneType"),
+    (fa4.flash_attn_func, {"q": [1]}, "q must be .*got list"),
+    (fa2.flash_attn_func, {"causal": None}, "causal must be True or False; got NoneType"),
+    (fa2.flash_attn_func, {"causal": T}, "causal must be True or False"),
+    (fa2.flash_attn_func, {"return_attn_probs": 1}, "return_attn_probs must be True or False; got int 1"),
+    (fa3.flash_attn_func, {"return_attn_probs": 1}, "return_attn_probs must be True or False; got int 1"),
+    (fa2.flash_attn_func, {"softcap": "30"}, "softcap must be a number, .*; got '30'"),
+    (fa2.flash_attn_func, {"softcap": float("nan")}, "softcap must be a finite"),
+    (fa2.flash_attn_func, {"dropout_p": None}, "dropout_p must be .*; got None"),
+    (fa2.flash_attn_func, {"dropout_p": "0.1", "return_attn_probs": True}, "dropout_p must be .*; got '0.1'"),
+    (fa2.flash_attn_func, {"window_size": b"ab"}, "window_size must be two integers"),
+    (fa2.flash_attn_func, {"window_size": (True, False)}, "window_size must be two integers"),
+    (fa2.flash_attn_varlen_func, {"max_seqlen_q": "3"}, "max_seqlen_q must be an integer of at least 0, .*; got '3'"),
+    (fa2.flash_attn_varlen_func, {"max_seqlen_k": 3.0}, "max_seqlen_k must be an integer .*; got 3.0"),
+    (fa2.flash_attn_varlen_func, {"max_seqlen_q": 3.0, "seqused_q": torch.tensor([1, 1])}, "max_seqlen_q must be .* 3.0"),
+    (fa3.flash_attn_func, {"attention_chunk": -1}, "attention_chunk must be an integer of at least 0, .*; got -1"),
+    (fa3.flash_attn_func, {"attention_chunk": 2.0}, "attention_chunk must be .*; got 2.0"),
+    (fa3.flash_attn_func, {"attention_chunk": []}, r"attention_chunk must be .*; got \[\]"),
+]
+
+
+@pytest.mark.parametrize(("function", "changes", "message"), CLUMSY)
+def test_values_of_the_wrong_type(function: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call(function, **changes)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    call(fa2.flash_attn_varlen_func, max_seqlen_q=np.int64(3), window_size=(np.int64(1), np.int32(0)))
+    call(fa3.flash_attn_varlen_func, attention_chunk=np.int64(2))
+
+
+@pytest.mark.parametrize("qkv", [None, [1, 2], torch.zeros(3)])
+def test_packed_by_heads_of_the_wrong_type(qkv: Any) -> None:
+    with pytest.raises(ValueError, match="qkv must be"):
+        fa3.flash_attn_qkvpacked_func(qkv)
+    with pytest.raises(ValueError, match="num_heads_q='2'"):
+        fa3.flash_attn_qkvpacked_func(torch.zeros(1, 5, 6, 16), num_heads_q="2")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        (unpad_input, (None, torch.ones(2, 3)), r"hidden_states must be a tensor \(batch, seqlen, ...\); got NoneType"),
+        (unpad_input, (torch.zeros(6), torch.ones(2, 3)), "hidden_states must be"),
+        (unpad_input, (torch.zeros(2, 3), [[1, 1, 1]] * 2), r"attention_mask must be a bool or integer tensor \(2, 3\)"),
+        (unpad_input, (torch.zeros(2, 3), torch.ones(3, 2)), r"attention_mask must be .*got \(3, 2\)"),
+        (unpad_input, (torch.zeros(2, 3), torch.ones(2, 3).bool(), torch.ones(2)), "unused_mask must be .*got"),
+        (pad_input, (torch.zeros(4, 2), None, 2, 3), r"indices must be an int64 tensor \(4,\)"),
+        (pad_input, (torch.zeros(4, 2), torch.arange(3), 2, 3), r"indices must be an int64 tensor \(4,\); got \(3,\)"),
+        (pad_input, (torch.zeros(4, 2), torch.arange(4), 1, 3), "indices must lie in 0..2, the places of 1 x 3"),
+        (pad_input, (torch.zeros(4, 2), torch.arange(4), "2", 3), "batch must be an integer of at least 0; got '2'"),
+        (pad_input, (torch.zeros(4, 2), torch.arange(4), 2, -3), "seqlen must be an integer of at least 0; got -3"),
+        (pad_input, (None, torch.arange(4), 2, 3), "hidden_states must be a tensor"),
+    ],
+)  # fmt: skip
+def test_padding_of_the_wrong_type(function: Any, arguments: tuple[Any, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         function(*arguments)

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tritonpack.checks import describe, is_length, plain_int, require
+
 __all__ = ["index_first_axis", "index_put_first_axis", "pad_input", "unpad_input"]
 
 
@@ -35,7 +37,15 @@ def unpad_input(
     Returns:
         hidden_states (total, ...); the indices (total,) of its rows in the flattened batch; cu_seqlens (batch + 1,)
         int32; the longest row, an integer; and how many tokens of each row count, (batch,) int32.
+
+    Raises:
+        ValueError: anything else.
     """
+    if not isinstance(hidden_states, Tensor) or hidden_states.ndim < 2:
+        raise ValueError(f"hidden_states must be a tensor (batch, seqlen, ...); got {describe(hidden_states)}.")
+    _check_mask(attention_mask, "attention_mask", hidden_states)
+    if unused_mask is not None:
+        _check_mask(unused_mask, "unused_mask", hidden_states)
     kept = attention_mask if unused_mask is None else attention_mask + unused_mask
     lengths = kept.sum(-1, dtype=torch.int32)
     indices = kept.flatten().nonzero().flatten()
@@ -49,5 +59,27 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The batch (batch, seqlen, ...) that `unpad_input` made (total, ...) of, with zeros for padding."""
+    """The batch (batch, seqlen, ...) that `unpad_input` made (total, ...) of, with zeros for padding.
+
+    Raises:
+        ValueError: indices that don't fit; those on an accelerator are asserted there.
+    """
+    if not isinstance(hidden_states, Tensor) or hidden_states.ndim < 1:
+        raise ValueError(f"hidden_states must be a tensor (total, ...); got {describe(hidden_states)}.")
+    for name, size in (("batch", batch), ("seqlen", seqlen)):
+        if not is_length(plain_int(size)):
+            raise ValueError(f"{name} must be an integer of at least 0; got {size!r:.100}.")
+    total = hidden_states.shape[0]
+    if not isinstance(indices, Tensor) or indices.shape != (total,) or indices.dtype != torch.int64:
+        raise ValueError(f"indices must be an int64 tensor ({total},); got {describe(indices)}.")
+    require(
+        ((indices >= 0) & (indices < batch * seqlen)).all(),
+        lambda: f"indices must lie in 0..{batch * seqlen - 1}, the places of {batch} x {seqlen}.",
+    )
     return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
+
+
+def _check_mask(mask: Tensor, name: str, hidden_states: Tensor) -> None:
+    shape = hidden_states.shape[:2]
+    if not isinstance(mask, Tensor) or mask.shape != shape or mask.is_floating_point() or mask.is_complex():
+        raise ValueError(f"{name} must be a bool or integer tensor {tuple(shape)}; got {describe(mask)}.")

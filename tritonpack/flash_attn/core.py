@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tritonpack.attention import varlen_attention
-from tritonpack.checks import Window, as_integers, describe
+from tritonpack.checks import Window, as_integers, check_flag, describe, is_length, is_number, plain_int
 from tritonpack.flash_attn.masks import mask_from_offsets, regular_offsets
 
 # What FlashAttention has and this package hasn't, and what to do instead.
@@ -58,13 +58,30 @@ def read_window(window_size: Iterable[Any]) -> Window:
         ValueError: anything but two integers or Nones.
     """
     try:
-        left, right = (-1 if side is None else max(index(side), -1) for side in window_size)
+        sides = tuple(window_size)
+        if isinstance(window_size, (str, bytes)) or len(sides) != 2 or any(isinstance(side, bool) for side in sides):
+            raise TypeError
+        left, right = (-1 if side is None else max(index(side), -1) for side in sides)
     except (TypeError, ValueError):
         raise ValueError(
             f"window_size must be two integers (left, right), where -1 (or None) means without limit; got "
             f"{window_size!r}."
         ) from None
     return left, right
+
+
+def read_chunk(attention_chunk: Any) -> int | None:
+    """Keys per chunk, None for attention that isn't chunked.
+
+    Raises:
+        ValueError: anything but an integer of at least 0.
+    """
+    attention_chunk = plain_int(attention_chunk)
+    if attention_chunk is None:
+        return None
+    if not is_length(attention_chunk):
+        raise ValueError(f"attention_chunk must be an integer of at least 0, for none; got {attention_chunk!r}.")
+    return attention_chunk or None
 
 
 def attend(
@@ -105,23 +122,25 @@ def attend(
     Raises:
         ValueError: shapes, devices or options that don't fit.
     """
-    batch = None if cu_q is not None else q.shape[:2]
+    given = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "seqused_q": used_q, "seqused_k": used_k}
+    for name, numbers in given.items():
+        _check_tensor(numbers, name, q)
+    check_flag(causal, "causal")
+    _check_longest(cu_q if used_q is None else None, max_q, "max_seqlen_q")
+    _check_longest(cu_k if used_k is None else None, max_k, "max_seqlen_k")
+    if softcap is not None and not is_number(softcap):
+        raise ValueError(f"softcap must be a number, where 0 or less (or None) means none; got {softcap!r:.100}.")
+    rows, regular = q, cu_q is None
     q, cu_q = _stream(q, cu_q, "q")
+    batch = rows.shape[:2] if regular else None
     v, _ = _stream(v, cu_k, "v")
     k, cu_k = _stream(k, cu_k, "k")
-    for name, cu in (("cu_seqlens_q", cu_q), ("cu_seqlens_k", cu_k)):
-        if as_integers(cu, name).device != q.device:
-            raise ValueError(f"{name} is on {cu.device} and q on {q.device}; move them together.")
     documents = cu_q.shape[0] - 1
     if isinstance(alibi_slopes, Tensor) and alibi_slopes.ndim == 2 and alibi_slopes.shape[0] != documents:
         raise ValueError(
             f"alibi_slopes must be (heads,) or (documents, heads) with {documents} documents; got "
             f"{describe(alibi_slopes)}."
         )
-    if used_q is None:
-        _check_longest(cu_q, max_q, "max_seqlen_q")
-    if used_k is None:
-        _check_longest(cu_k, max_k, "max_seqlen_k")
     mask = mask_from_offsets(
         cu_q, cu_k, q.shape[0], k.shape[0], causal=causal, window=window, chunk_size=chunk_size, used_q=used_q,
         used_k=used_k,
@@ -148,8 +167,28 @@ def _stream(x: Tensor, cu: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
     return (x, cu) if cu is not None else (x.flatten(0, 1), regular_offsets(x.shape[0], x.shape[1], x.device))
 
 
-def _check_longest(cu: Tensor, longest: int | Tensor | None, name: str) -> None:
-    if not isinstance(longest, int) or torch.compiler.is_compiling() or cu.device.type != "cpu" or cu.shape[0] < 2:
+def _check_tensor(numbers: Any, name: str, q: Any) -> None:
+    """Offsets and used lengths are tensors beside q, or None."""
+    if numbers is None:
+        return
+    if not isinstance(numbers, Tensor):
+        raise ValueError(
+            f"{name} must be a one-dimensional int32 or int64 tensor on q's device; got {describe(numbers)}. Make one of "
+            "numbers once per batch, torch.tensor(..., dtype=torch.int32, device=q.device), and pass it to every layer."
+        )
+    as_integers(numbers, name)
+    if isinstance(q, Tensor) and numbers.device != q.device:
+        raise ValueError(f"{name} is on {numbers.device} and q on {q.device}; move them together.")
+
+
+def _check_longest(cu: Tensor | None, longest: Any, name: str) -> None:
+    """The longest document, checked against offsets where reading these doesn't wait."""
+    if longest is None or isinstance(longest, (Tensor, torch.SymInt)):
+        return
+    longest = plain_int(longest)
+    if not is_length(longest):
+        raise ValueError(f"{name} must be an integer of at least 0, an integer tensor or None; got {longest!r:.100}.")
+    if cu is None or torch.compiler.is_compiling() or cu.device.type != "cpu" or cu.shape[0] < 2:
         return
     actual = int(cu.diff().max())
     if actual > longest:

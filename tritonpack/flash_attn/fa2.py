@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from tritonpack.attention import Backend
+from tritonpack.checks import check_flag, is_number
 from tritonpack.flash_attn.core import attend, read_window, refuse
 
 Returned = Tensor | tuple[Tensor, Tensor, Tensor]
@@ -240,7 +241,8 @@ def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> NoReturn:
 
 
 def _returned(return_attn_probs: bool, *args: Any, **keywords: Any) -> Returned:
-    want = return_attn_probs and keywords["dropout_p"] > 0
+    check_flag(return_attn_probs, "return_attn_probs")
+    want = return_attn_probs and is_number(keywords["dropout_p"]) and keywords["dropout_p"] > 0
     out, lse, probabilities = attend(*args, return_probabilities=want, **keywords)
     if not return_attn_probs:
         return out

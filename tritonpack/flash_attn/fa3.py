@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from tritonpack.attention import Backend
-from tritonpack.checks import describe
-from tritonpack.flash_attn.core import attend, read_window, refuse
+from tritonpack.checks import check_flag, describe, is_length
+from tritonpack.flash_attn.core import attend, read_chunk, read_window, refuse
 from tritonpack.flash_attn.fa2 import WindowSize, flash_attn_with_kvcache
 
 Returned = Tensor | tuple[Tensor, Tensor]
@@ -64,7 +64,7 @@ def flash_attn_func(
     return _returned(
         return_attn_probs, q, k, v,
         scale=softmax_scale, causal=causal, window=read_window(window_size), softcap=softcap, sinks=s_aux,
-        chunk_size=attention_chunk or None, backend=backend,
+        chunk_size=read_chunk(attention_chunk), backend=backend,
     )  # fmt: skip
 
 
@@ -94,11 +94,12 @@ def flash_attn_qkvpacked_func(
         num_heads_q: how many of the latter are q's.
         softmax_scale, ..., backend: see `flash_attn_func`.
     """
-    if qkv.ndim == 5 and qkv.shape[2] == 3:
+    ndim = qkv.ndim if isinstance(qkv, Tensor) else None
+    if ndim == 5 and qkv.shape[2] == 3:
         q, k, v = qkv.unbind(2)
     elif (
-        qkv.ndim == 4
-        and num_heads_q is not None
+        ndim == 4
+        and is_length(num_heads_q)
         and qkv.shape[2] > num_heads_q
         and (qkv.shape[2] - num_heads_q) % 2 == 0
     ):
@@ -107,7 +108,7 @@ def flash_attn_qkvpacked_func(
     else:
         raise ValueError(
             "qkv must be (batch, seqlen, 3, heads, headdim), or (batch, seqlen, num_heads_q + 2 * kv_heads, headdim) "
-            f"with num_heads_q; got {describe(qkv)} and num_heads_q={num_heads_q}."
+            f"with num_heads_q; got {describe(qkv)} and num_heads_q={num_heads_q!r}."
         )
     return flash_attn_func(
         q, k, v, softmax_scale, causal, None, q_descale, k_descale, v_descale, window_size, attention_chunk, softcap,
@@ -165,10 +166,11 @@ def flash_attn_varlen_func(
         return_attn_probs, q, k, v, cu_seqlens_q, cu_seqlens_k,
         used_q=seqused_q, used_k=seqused_k, max_q=max_seqlen_q, max_k=max_seqlen_k,
         scale=softmax_scale, causal=causal, window=read_window(window_size), softcap=softcap, sinks=s_aux,
-        chunk_size=attention_chunk or None, backend=backend,
+        chunk_size=read_chunk(attention_chunk), backend=backend,
     )  # fmt: skip
 
 
 def _returned(return_attn_probs: bool, *args: Any, **keywords: Any) -> Returned:
+    check_flag(return_attn_probs, "return_attn_probs")
     out, lse, _ = attend(*args, **keywords)
     return (out, lse) if return_attn_probs else out

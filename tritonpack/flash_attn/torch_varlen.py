@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from tritonpack.attention import Backend
+from tritonpack.checks import check_flag, is_int
 from tritonpack.flash_attn.core import attend, read_window, refuse
 
 
@@ -56,13 +57,24 @@ def torch_varlen_attn(
     Source: torch/nn/attention/varlen.py.
     """
     refuse(block_table=block_table)
-    if enable_gqa is False and query.shape[1] != key.shape[1]:
+    if return_aux is not None and not hasattr(return_aux, "lse"):
+        raise ValueError(f"return_aux must be torch's AuxRequest, or None; got {return_aux!r:.100}.")
+    if enable_gqa is not None:
+        check_flag(enable_gqa, "enable_gqa")
+    many = all(isinstance(x, Tensor) and x.ndim == 3 for x in (query, key))  # attend says what's wrong with others
+    if enable_gqa is False and many and query.shape[1] != key.shape[1]:
         raise ValueError(
             f"query has {query.shape[1]} heads and key {key.shape[1]}; pass enable_gqa=True to share each key head "
             "among several query heads."
         )
     out, lse, _ = attend(
         query, key, value, cu_seq_q, cu_seq_k, used_k=seqused_k, max_q=max_q, max_k=max_k, scale=scale,
-        causal=is_causal, window=read_window(window_size), pack_invariant=num_splits == 1, backend=backend,
+        causal=check_flag(is_causal, "is_causal"), window=read_window(window_size), pack_invariant=_is_one(num_splits), backend=backend,
     )  # fmt: skip
     return (out, lse) if return_aux is not None and return_aux.lse else out
+
+
+def _is_one(num_splits: Any) -> bool:
+    if num_splits is not None and not is_int(num_splits):
+        raise ValueError(f"num_splits must be an integer, or None; got {num_splits!r:.100}.")
+    return num_splits == 1
