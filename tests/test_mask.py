@@ -128,7 +128,9 @@ class TestPositionIds:
         mask = BlockDiagonalMask.from_position_ids(torch.tensor([5, 6, 7, 100, 101, 0, 0]))
         assert mask.key_start.tolist() == [0, 0, 0, 3, 3, 5, 6]
 
-    @pytest.mark.parametrize("dtype", [torch.uint8, torch.uint16, torch.uint32, torch.int16, torch.int32, torch.int64], ids=str)
+    @pytest.mark.parametrize(
+        "dtype", [torch.uint8, torch.uint16, torch.uint32, torch.int16, torch.int32, torch.int64], ids=str
+    )
     def test_steps_back_do_not_wrap(self, dtype: torch.dtype) -> None:
         """0 - 255 is 1 in eight bits without a sign."""
         text = torch.tensor([[254, 255, 0, 1]]).to(dtype)

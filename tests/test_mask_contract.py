@@ -25,7 +25,10 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
         r"the same length and device; got \(3,\).*\(2,\)",
     ),
     "devices differ": (lambda: BlockDiagonalMask(INT32, INT32.to("meta"), 3), "the same length and device; got .*meta"),
-    "negative keys": (lambda: BlockDiagonalMask(INT32, INT32, -1), r"num_keys must be an integer from 0 .*; got int -1"),
+    "negative keys": (
+        lambda: BlockDiagonalMask(INT32, INT32, -1),
+        r"num_keys must be an integer from 0 .*; got int -1",
+    ),
     "a float of keys": (lambda: BlockDiagonalMask(INT32, INT32, 4.0), "num_keys must be an integer .*; got float 4.0"),
     "true for keys": (lambda: BlockDiagonalMask(INT32, INT32, True), "num_keys must be an integer .*; got bool True"),
     "no number of keys": (lambda: BlockDiagonalMask(INT32, INT32, None), "num_keys must be an .* got NoneType None"),

@@ -27,7 +27,10 @@ def heard() -> Iterator[list[warnings.WarningMessage]]:
 def test_says_a_key_once(heard: list[warnings.WarningMessage]) -> None:
     for key in ("a-key", "another-key", "a-key"):
         notices.say_once(key, "Facts.")
-    assert [str(warning.message)[: len("a-key: Facts.")] for warning in heard] == ["a-key: Facts.", "another-key: "[:13]]
+    assert [str(warning.message)[: len("a-key: Facts.")] for warning in heard] == [
+        "a-key: Facts.",
+        "another-key: "[:13],
+    ]
     assert all(warning.category is tritonpack.PackingWarning for warning in heard)
     assert issubclass(tritonpack.PackingWarning, UserWarning)
 

@@ -60,7 +60,10 @@ def call(**changes: Any) -> object:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"alibi_slopes": torch.zeros(2).double()}, "alibi_slopes of float64 don't fit float32 inputs; cast them to flo"),
+        (
+            {"alibi_slopes": torch.zeros(2).double()},
+            "alibi_slopes of float64 don't fit float32 inputs; cast them",
+        ),
         ({"pack_invariant": "yes"}, "pack_invariant must be True or False; got str 'yes'"),
         ({"pack_invariant": 1}, "pack_invariant must be True or False; got int 1"),
         ({"return_lse": None}, "return_lse must be True or False; got NoneType None"),

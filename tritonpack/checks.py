@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Set
 from operator import index
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -69,7 +69,7 @@ def check_reach(window: Window, causal: bool, chunk_size: int | None) -> Reach:
     check_flag(causal, "causal")
     chunk_size = plain_int(chunk_size)
     if isinstance(window, (tuple, list)):
-        window = tuple(map(plain_int, window))  # type: ignore[assignment]
+        window = tuple(map(plain_int, window))
     if not isinstance(window, (tuple, list)) or len(window) != 2 or not all(is_int(w) and w >= -1 for w in window):
         raise ValueError(
             f"window must be two integers (left, right) of at least -1, where -1 means without limit; got {window!r}."
@@ -218,7 +218,7 @@ def on_host(x: Tensor) -> bool:
     return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
-def is_int(value: object) -> bool:
+def is_int(value: object) -> TypeGuard[int]:
     """An int that isn't a bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 

@@ -1,4 +1,7 @@
-"""The exceptions and the warning that users meet. Bad values raise ValueError; these are for what has no value to blame."""
+"""The exceptions that users meet, and the warning.
+
+Bad values raise ValueError; these are for what has no value to blame.
+"""
 
 
 class UnsupportedModelError(ValueError):

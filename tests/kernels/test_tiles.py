@@ -84,7 +84,7 @@ GOOD = {
 BAD = {
     "no file": (None, "FileNotFoundError"),
     "no json": ("tiles", "JSONDecodeError"),
-    "no tiles": ({}, "KeyError: 'tiles'"),
+    "no tiles": ({}, r"must hold \{\"tiles\": \[...\]\}; got dict \{\}"),
     "a missing size": ([{k: v for k, v in GOOD.items() if k != "block_n"}], "block_n"),
     "an unknown architecture": ([GOOD | {"arch": "sm_70"}], "no table has a row for 'sm_70'"),
     "a row that no table has": ([GOOD | {"block_d": 96}], "no table has a row for 'sm_90', 'forward', 96"),
@@ -92,6 +92,22 @@ BAD = {
         [GOOD, GOOD | {"block_m": 100}],
         "forward on sm_90 at head dimension 128: block_m must be a power of two",
     ),
+    "a list": ("[1, 2]", r"must hold \{\"tiles\": \[...\]\}; got list"),
+    "tiles that are no list": ({"tiles": {"arch": "sm_90"}}, "must hold .*got dict"),
+    "a row that is no tile": ([GOOD, "sm_90"], "row 1 must be a mapping; got str 'sm_90'"),
+    "an unknown size": ([GOOD | {"num_warp": 4}], "row 0 has 'num_warp'.*allowed"),
+    "half a row": ([GOOD | {"block_m": 128.9}], "block_m of row 0 must be an integer; got 128.9"),
+    "a float": ([GOOD | {"block_m": 128.0}], "block_m of row 0 must be an integer; got 128.0"),
+    "true": ([GOOD | {"heads": True}], "heads of row 0 must be an integer; got True"),
+    "a text": ([GOOD | {"block_m": "128"}], "block_m of row 0 must be an integer; got '128'"),
+    "infinite stages": (
+        json.dumps({"tiles": [GOOD]}).replace('"num_stages": 2', '"num_stages": Infinity'),
+        "num_stages of row 0 must be an integer; got inf",
+    ),
+    "a list for an architecture": ([GOOD | {"arch": ["sm_90"]}], r"no table has a row for \['sm_90'\]"),
+    "a float head dimension": ([GOOD | {"block_d": 128.0}], "no table has a row for 'sm_90', 'forward', 128.0"),
+    "the same place twice": ([GOOD, GOOD | {"block_m": 128}], "row 1 is a second tile for sm_90, forward, 128"),
+    "not text": (b"\xff\xfe", "UnicodeDecodeError"),
     "dk without its dv": (
         [GOOD | {"kernel": "dk", "block_d": 256, "block_n": 64, "block_m": 16}],
         "dk and dv of sm_90 at 256 must have the same block_n",
@@ -103,12 +119,20 @@ BAD = {
 def test_a_bad_file_changes_nothing(name: str, tmp_path: Path) -> None:
     content, message = BAD[name]
     path = tmp_path / "tiles.json"
-    if content is not None:
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif content is not None:
         document = {"tiles": content} if isinstance(content, list) else content
         path.write_text(content if isinstance(content, str) else json.dumps(document))
     with pytest.raises(ValueError, match=message):
         load_tiles(path)
     assert not tiles._loaded
+
+
+@pytest.mark.parametrize("path", [None, 1.5, 0, True, ["tiles.json"], {}])
+def test_a_path_must_be_one(path: Any) -> None:
+    with pytest.raises(ValueError, match="path must be the name of a file, a str or a Path; got "):
+        load_tiles(path)
 
 
 def test_the_tuner_takes_the_fastest() -> None:

@@ -47,7 +47,7 @@ def passes(sampler, *epochs):
 def test_warns_of_the_same_order(make, epochs):
     (message,) = heard(lambda: passes(make(), *epochs))
     epoch = epochs[0] or 0
-    assert message.startswith(f"same-epoch: a sampler begins a second pass over epoch {epoch}, so the documents come in")
+    assert message.startswith(f"same-epoch: a sampler begins a second pass over epoch {epoch}, so the documents")
     assert f"set_epoch({epoch}) again" in message
 
 

@@ -173,8 +173,8 @@ def _check_tensor(numbers: Any, name: str, q: Any) -> None:
         return
     if not isinstance(numbers, Tensor):
         raise ValueError(
-            f"{name} must be a one-dimensional int32 or int64 tensor on q's device; got {describe(numbers)}. Make one of "
-            "numbers once per batch, torch.tensor(..., dtype=torch.int32, device=q.device), and pass it to every layer."
+            f"{name} must be a one-dimensional int32 or int64 tensor on q's device; got {describe(numbers)}. Make "
+            "one, once per batch: torch.tensor(..., dtype=torch.int32, device=q.device). Pass it to every layer."
         )
     as_integers(numbers, name)
     if isinstance(q, Tensor) and numbers.device != q.device:

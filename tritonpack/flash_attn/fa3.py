@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tritonpack.attention import Backend
-from tritonpack.checks import check_flag, describe, is_length
+from tritonpack.checks import check_flag, describe, is_int
 from tritonpack.flash_attn.core import attend, read_chunk, read_window, refuse
 from tritonpack.flash_attn.fa2 import WindowSize, flash_attn_with_kvcache
 
@@ -94,17 +95,13 @@ def flash_attn_qkvpacked_func(
         num_heads_q: how many of the latter are q's.
         softmax_scale, ..., backend: see `flash_attn_func`.
     """
-    ndim = qkv.ndim if isinstance(qkv, Tensor) else None
-    if ndim == 5 and qkv.shape[2] == 3:
+    shape = qkv.shape if isinstance(qkv, Tensor) else torch.Size()
+    heads = num_heads_q if is_int(num_heads_q) else 0
+    if len(shape) == 5 and shape[2] == 3:
         q, k, v = qkv.unbind(2)
-    elif (
-        ndim == 4
-        and is_length(num_heads_q)
-        and qkv.shape[2] > num_heads_q
-        and (qkv.shape[2] - num_heads_q) % 2 == 0
-    ):
-        kv_heads = (qkv.shape[2] - num_heads_q) // 2
-        q, k, v = qkv.split([num_heads_q, kv_heads, kv_heads], 2)
+    elif len(shape) == 4 and 0 < heads < shape[2] and (shape[2] - heads) % 2 == 0:
+        kv_heads = (shape[2] - heads) // 2
+        q, k, v = qkv.split([heads, kv_heads, kv_heads], 2)
     else:
         raise ValueError(
             "qkv must be (batch, seqlen, 3, heads, headdim), or (batch, seqlen, num_heads_q + 2 * kv_heads, headdim) "

@@ -69,7 +69,8 @@ def torch_varlen_attn(
         )
     out, lse, _ = attend(
         query, key, value, cu_seq_q, cu_seq_k, used_k=seqused_k, max_q=max_q, max_k=max_k, scale=scale,
-        causal=check_flag(is_causal, "is_causal"), window=read_window(window_size), pack_invariant=_is_one(num_splits), backend=backend,
+        causal=check_flag(is_causal, "is_causal"), window=read_window(window_size),
+        pack_invariant=_is_one(num_splits), backend=backend,
     )  # fmt: skip
     return (out, lse) if return_aux is not None and return_aux.lse else out
 

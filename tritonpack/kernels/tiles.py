@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cache
 from math import gcd
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
+
+from tritonpack.checks import describe, is_int
 
 # "dkdv" computes both gradients in one launch; "dk" and "dv" are the same kernel, launched for one of them.
 Kernel = Literal["forward", "dkdv", "dk", "dv", "dq"]
@@ -226,19 +228,21 @@ def load_tiles(path: str | os.PathLike[str]) -> int:
     Raises:
         ValueError: a file that isn't of this form, or a tile that can't work; then none of them is used.
     """
-    loaded = {}
+    if not isinstance(path, (str, os.PathLike)):
+        raise ValueError(f"path must be the name of a file, a str or a Path; got {describe(path)}.")
     try:
-        rows: list[dict[str, Any]] = json.loads(Path(path).read_text(encoding="utf-8"))["tiles"]
-        for row in rows:
-            arch, kernel, block_d = (row[name] for name in ("arch", "kernel", "block_d"))
-            tile = Tile(**{name: int(row[name]) for name in Tile.__dataclass_fields__ if name in row})
-            if arch not in TILES or kernel not in get_args(Kernel) or block_d not in (64, 128, 256, 512):
-                raise ValueError(f"no table has a row for {arch!r}, {kernel!r}, {block_d!r}")
-            reason = why_illegal(kernel, tile, block_d, arch)
-            if reason:
-                raise ValueError(f"{kernel} on {arch} at head dimension {block_d}: {reason}")
-            loaded[arch, kernel, block_d] = tile
-    except (OSError, KeyError, TypeError, ValueError) as error:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        rows = content.get("tiles") if isinstance(content, dict) else None
+        if not isinstance(rows, list):
+            given = content if rows is None else rows
+            raise ValueError(f'the file must hold {{"tiles": [...]}}; got {describe(given)}')
+        loaded: dict[tuple[str, Kernel, int], Tile] = {}
+        for number, row in enumerate(rows):
+            place, tile = _read_row(row, number)
+            if place in loaded:
+                raise ValueError(f"row {number} is a second tile for {', '.join(map(str, place))}")
+            loaded[place] = tile
+    except (OSError, ValueError) as error:
         raise ValueError(f"{os.fspath(path)} holds no usable tiles: {type(error).__name__}: {error}") from error
     for (arch, kernel, block_d), tile in loaded.items():
         other: Kernel | None = {"dk": "dv", "dv": "dk"}.get(kernel)  # type: ignore[assignment]
@@ -246,6 +250,33 @@ def load_tiles(path: str | os.PathLike[str]) -> int:
             raise ValueError(f"{os.fspath(path)}: dk and dv of {arch} at {block_d} must have the same block_n.")
     _loaded.update(loaded)
     return len(loaded)
+
+
+def _read_row(row: Any, number: int) -> tuple[tuple[str, Kernel, int], Tile]:
+    """A row of a file: what it is for, and the tile.
+
+    Raises:
+        ValueError: anything but a tile that can work.
+    """
+    if not isinstance(row, dict):
+        raise ValueError(f"row {number} must be a mapping; got {describe(row)}")
+    place, sizes = ("arch", "kernel", "block_d"), {field.name: field for field in fields(Tile)}
+    required = {*place, *(name for name, field in sizes.items() if field.default is MISSING)}
+    if unknown := sorted(row.keys() - {*place, *sizes}):
+        raise ValueError(f"row {number} has {unknown[0]!r}; allowed are {', '.join([*place, *sizes])}")
+    if missing := sorted(required - row.keys()):
+        raise ValueError(f"row {number} lacks {', '.join(missing)}")
+    for name in sizes.keys() & row.keys():
+        if not is_int(row[name]):
+            raise ValueError(f"{name} of row {number} must be an integer; got {row[name]!r}")
+    arch, kernel, block_d = (row[name] for name in place)
+    known = isinstance(arch, str) and arch in TILES and kernel in get_args(Kernel)
+    if not known or not is_int(block_d) or block_d not in (64, 128, 256, 512):
+        raise ValueError(f"no table has a row for {arch!r}, {kernel!r}, {block_d!r}")
+    tile = Tile(**{name: row[name] for name in sizes if name in row})
+    if reason := why_illegal(kernel, tile, block_d, arch):
+        raise ValueError(f"{kernel} on {arch} at head dimension {block_d}: {reason}")
+    return (arch, kernel, block_d), tile
 
 
 def save_tiles(path: str | os.PathLike[str], tiles: dict[tuple[str, Kernel, int], Tile], **facts: str) -> None:

@@ -133,7 +133,7 @@ class PackingCollator:
             rows["attention_mask"] = torch.ones(sum(lengths), dtype=torch.int64)
             if padding := -sum(lengths) % self.pad_to_multiple_of:
                 lengths.append(padding)
-                filling = {"input_ids": self.pad_token_id, "labels": IGNORED_LABEL, **PER_TOKEN}
+                filling: dict[str, Any] = {"input_ids": self.pad_token_id, "labels": IGNORED_LABEL, **PER_TOKEN}
                 for name, row in rows.items():
                     tail = row.new_full((padding, *row.shape[1:]), filling.get(name, 0))
                     rows[name] = torch.cat([row, tail])
@@ -147,7 +147,7 @@ class PackingCollator:
         if isinstance(features, (Mapping, str, bytes)) or not isinstance(features, Iterable):
             raise ValueError(
                 "PackingCollator takes a list of documents, each a mapping with 'input_ids', or of bins; got "
-                f"{type(features).__name__}. Put a single document into a list; take documents of a dataset one by one, "
+                f"{type(features).__name__}. Put a single document into a list; take those of a dataset one by one, "
                 "[dataset[i] for i in range(8)], not as dataset[:8]."
             )
         whole: list[Any] = []
@@ -194,8 +194,8 @@ def _warn_if_unpatched(documents: int, *, padded: bool) -> None:
     flash = "no longer do, because of the attention_mask that pad_to_multiple_of adds" if padded else "do, too"
     notices.say_once(
         "unpatched-model",
-        f"PackingCollator laid {documents} documents into one row, and no model is patched in this process. Most models "
-        "then let the documents see each other. Call tritonpack.patch(model) before the first batch. A patched model "
-        "keeps documents apart; transformers' FlashAttention implementations, which read position_ids in training, "
-        f"{flash}.",
+        f"PackingCollator laid {documents} documents into one row, and no model is patched in this process. Most "
+        "models then let the documents see each other. Call tritonpack.patch(model) before the first batch. A patched "
+        "model keeps documents apart; transformers' FlashAttention implementations, which read position_ids in "
+        f"training, {flash}.",
     )

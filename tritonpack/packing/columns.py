@@ -80,10 +80,10 @@ def read_document(
     if "attention_mask" in feature:
         _refuse_padding(_integers(feature["attention_mask"], "attention_mask", number, bools=True), tokens, number)
     for name in feature:
-        if name in PER_TOKEN or name in per_token:
-            known = name in PER_TOKEN
-            values = _integers(feature[name], name, number, bools=True) if known else _values(feature[name], name, number)
-            columns[name] = _one_each(values, name, number, tokens)
+        if name in PER_TOKEN:
+            columns[name] = _one_each(_integers(feature[name], name, number, bools=True), name, number, tokens)
+        elif name in per_token:
+            columns[name] = _one_each(_values(feature[name], name, number), name, number, tokens)
     label = _label(feature, number, objective)
     if label is not None and objective != "documents":
         label = _one_each(label, "labels", number, tokens)
@@ -106,8 +106,8 @@ def join(documents: Sequence[Columns], name: str) -> Tensor:
     for number, one in enumerate(values):
         if one.shape[1:] != values[0].shape[1:]:
             raise ValueError(
-                f"{name} has the shape {tuple(one.shape)} in document {number} and {tuple(values[0].shape)} in document "
-                "0; only the number of tokens may differ."
+                f"{name} has the shape {tuple(one.shape)} in document {number} and {tuple(values[0].shape)} in "
+                "document 0; only the number of tokens may differ."
             )
     return torch.cat(values)
 
@@ -118,9 +118,9 @@ def join_labels_of_documents(documents: Sequence[Columns]) -> Tensor:
     for number, one in enumerate(labels):
         if one.shape != labels[0].shape:
             raise ValueError(
-                f"labels has the shape {tuple(one.shape)} in document {number} and {tuple(labels[0].shape)} in document "
-                "0; objective='documents' takes one label per document, or as many of each. For labels of tokens pass "
-                "objective='tokens' or 'causal'."
+                f"labels has the shape {tuple(one.shape)} in document {number} and {tuple(labels[0].shape)} in "
+                "document 0; objective='documents' takes one label per document, or as many of each. For labels of "
+                "tokens pass objective='tokens' or 'causal'."
             )
     return torch.stack(labels)
 
@@ -163,9 +163,9 @@ def _refuse_unknown(feature: Mapping[Any, Any], number: int, per_token: Sequence
 def _refuse_padding(mask: Tensor, tokens: int, number: int) -> None:
     if len(mask) != tokens or not bool((mask == 1).all()):
         raise ValueError(
-            f"document {number} has an attention_mask that isn't 1 for each of its {tokens} tokens (length {len(mask)}, "
-            f"sum {int(mask.sum())}); packing takes documents without padding. Tokenize with padding=False, or keep "
-            "only the tokens whose mask is 1."
+            f"document {number} has an attention_mask that isn't 1 for each of its {tokens} tokens (length "
+            f"{len(mask)}, sum {int(mask.sum())}); packing takes documents without padding. Tokenize with "
+            "padding=False, or keep only the tokens whose mask is 1."
         )
 
 

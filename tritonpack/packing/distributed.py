@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 
 from tritonpack.packing.cost import CostModel
 from tritonpack.packing.epoch import MOST_TOKENS, Objective, Tail, check_options, plan_epoch
-from tritonpack.packing.lengths import OverlongReport, fit_lengths, natural_number, positive_integer
+from tritonpack.packing.lengths import OverlongReport, fit_lengths, natural_number, positive_integer, refuse_cutting
 from tritonpack.packing.plan import Plan
 from tritonpack.packing.resume import Progress, check_batches_done, digest, make_state, read_state
 
@@ -95,13 +95,7 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
         self.seed = natural_number(seed, "seed")
         self.epoch = 0
         check_options(objective, cost_model, tail, lookahead)
-        if overlong not in ("error", "drop"):
-            longest = self.batch_max_length
-            raise ValueError(
-                f"overlong must be 'error' or 'drop'; got {overlong!r}. A sampler names documents and can't cut them. To "
-                f"truncate, pass lengths=numpy.minimum(lengths, {longest}) and load with "
-                f"PackingCollator(max_document_length={longest}); to split, use pack_dataset, which cuts as it loads."
-            )
+        refuse_cutting(overlong, self.batch_max_length)
         fitted = fit_lengths(lengths, self.batch_max_length, overlong, name="batch_max_length")
         if len(fitted.lengths) < self.num_replicas:
             raise ValueError(

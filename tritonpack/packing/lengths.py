@@ -169,3 +169,13 @@ def fit_lengths(
     lengths_of_pieces = np.minimum(wide[documents] - starts, capacity).astype(np.int32)
     report = OverlongReport(overlong, count, 0, int(pieces[above].sum()))
     return FittedLengths(lengths_of_pieces, documents, starts, report)
+
+
+def refuse_cutting(overlong: Any, capacity: int) -> None:
+    """ValueError for a policy for long documents that a sampler, which yields their numbers alone, can't follow."""
+    if overlong not in ("error", "drop"):
+        raise ValueError(
+            f"overlong must be 'error' or 'drop'; got {overlong!r}. A sampler names documents and can't cut them. To "
+            f"truncate, pass lengths=numpy.minimum(lengths, {capacity}) and load with "
+            f"PackingCollator(max_document_length={capacity}); to split, use pack_dataset, which cuts as it loads."
+        )

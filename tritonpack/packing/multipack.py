@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, Sampler
 
 from tritonpack.packing.epoch_sampler import EpochSampler
-from tritonpack.packing.lengths import MAX_INT32, fit_lengths, positive_integer
+from tritonpack.packing.lengths import MAX_INT32, fit_lengths, positive_integer, refuse_cutting
 from tritonpack.packing.resume import Progress, check_batches_done, digest, make_state, read_state
 
 START_METHODS = ("fork", "spawn", "forkserver")
@@ -58,10 +58,11 @@ class MultipackBatchSampler(BatchSampler):
 
     Every process computes the same batches from the seed and the epoch, without communication, so accelerate may
     give each process its share of them; the order changes with `set_epoch`, which accelerate and Trainer find on the
-    batch sampler and on its `sampler` and call by themselves; a second pass over the same epoch is warned of. Only two kinds of samplers need torch.distributed, and
-    then every process must iterate: those whose order can't be known to be the same on all ranks are compared, and
-    those that have a part of the documents alone, such as DistributedSampler, end on all ranks with the shortest, which
-    a warning tells with what is left out.
+    batch sampler and on its `sampler` and call by themselves. A second pass over the same epoch is warned of.
+
+    Only two kinds of samplers need torch.distributed, and then every process must iterate: those whose order can't be
+    known to be the same on all ranks are compared, and those that have a part of the documents alone, such as
+    DistributedSampler, end on all ranks with the shortest, which a warning tells with what is left out.
 
     Args:
         sampler: yields document numbers: a sampler or any iterable. torch's random ones are reseeded, see EpochSampler.
@@ -107,14 +108,8 @@ class MultipackBatchSampler(BatchSampler):
         for name, value in (("drop_last", drop_last), ("sequential", sequential)):
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False; got {value!r}.")
-        if overlong not in ("error", "drop"):
-            raise ValueError(
-                f"overlong must be 'error' or 'drop'; got {overlong!r}. A sampler names documents and can't cut them. To "
-                f"truncate, pass lengths=numpy.minimum(lengths, {batch_max_len}) and load with "
-                f"PackingCollator(max_document_length={batch_max_len}); to split, use pack_dataset, which cuts as it "
-                "loads."
-            )
         self.batch_max_len = positive_integer(batch_max_len, "batch_max_len")
+        refuse_cutting(overlong, self.batch_max_len)
         self.bin_size = None if bin_size is None else positive_integer(bin_size, "bin_size")
         self.group_size = positive_integer(group_size, "group_size")
         self.sequential = sequential
