@@ -11,8 +11,16 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from tritonpack.checks import check_choice
 from tritonpack.packing import lower_bound
-from tritonpack.packing.lengths import MAX_INT32, Overlong, OverlongReport, fit_lengths, positive_integer
+from tritonpack.packing.lengths import (
+    MAX_INT32,
+    Overlong,
+    OverlongReport,
+    check_rows,
+    fit_lengths,
+    positive_integer,
+)
 
 Algorithm = Literal["best_fit_decreasing", "first_fit_decreasing", "first_fit", "next_fit", "windowed"]
 # Algorithm -> the module of the function with its name, which imports numba (slow): only when something is packed.
@@ -63,6 +71,9 @@ class Packing:
         capacity: tokens that fit into a bin.
         max_items: documents that fit into a bin, None for any number.
         report: what became of the documents that are longer than the capacity.
+
+    Raises:
+        ValueError: arrays or numbers that aren't as above.
     """
 
     items: NDArray[np.int32]
@@ -72,6 +83,20 @@ class Packing:
     capacity: int
     max_items: int | None
     report: OverlongReport
+
+    def __post_init__(self) -> None:
+        check_rows(self.items, self.offsets)
+        for name in ("starts", "lengths"):
+            values = getattr(self, name)
+            if not isinstance(values, np.ndarray) or values.shape != self.items.shape or values.dtype.kind not in "iu":
+                raise ValueError(
+                    f"{name} must be integers, one for each of {len(self.items)} items; got {values!r:.100}."
+                )
+        positive_integer(self.capacity, "capacity")
+        if self.max_items is not None:
+            positive_integer(self.max_items, "max_items")
+        if not isinstance(self.report, OverlongReport):
+            raise ValueError(f"report must be an OverlongReport; got {self.report!r:.100}.")
 
     @property
     def num_bins(self) -> int:
@@ -169,8 +194,7 @@ def pack(
     Source: Johnson, Near-optimal bin packing algorithms (MIT, 1973) defines the heuristics.
     """
     capacity = positive_integer(capacity, "capacity")
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm must be one of {', '.join(map(repr, ALGORITHMS))}; got {algorithm!r}.")
+    check_choice(algorithm, tuple(ALGORITHMS), "algorithm")
     limit = MAX_INT32 if max_items is None else positive_integer(max_items, "max_items")
     fitted = fit_lengths(lengths, capacity, overlong)
 

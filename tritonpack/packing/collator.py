@@ -5,18 +5,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
 from tritonpack import notices
+from tritonpack.checks import check_choice
 from tritonpack.packing.columns import (
     IGNORED_LABEL,
     PER_TOKEN,
     Columns,
     Objective,
-    check_objective,
     join,
     join_labels_of_documents,
     per_token_names,
@@ -96,7 +96,7 @@ class PackingCollator:
                 "pad_to_multiple_of and pad_token_id go together: pass both to pad the row, or neither; got "
                 f"pad_to_multiple_of={multiple} and pad_token_id={token}."
             )
-        check_objective(self.objective)
+        check_choice(self.objective, get_args(Objective), "objective")
         object.__setattr__(self, "per_token", per_token_names(self.per_token))
 
     def __call__(self, features: Sequence[Mapping[str, Any] | Sequence[Mapping[str, Any]]]) -> dict[str, Tensor | int]:

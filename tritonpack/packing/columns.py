@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -31,16 +31,10 @@ _MEDIA = ("pixel", "image", "video", "audio", "input_features")
 Columns = dict[str, Tensor]
 
 
-def check_objective(objective: Any) -> None:
-    """ValueError for an objective that there isn't."""
-    allowed = get_args(Objective)
-    if not isinstance(objective, str) or objective not in allowed:
-        raise ValueError(f"objective must be one of {_quote(allowed)}; got {objective!r}.")
-
-
 def per_token_names(names: Any) -> tuple[str, ...]:
     """The user's names of columns with one value per token, checked."""
-    if isinstance(names, str) or not isinstance(names, Collection) or not all(isinstance(name, str) for name in names):
+    known = isinstance(names, (list, tuple, set, frozenset))
+    if not known or not all(isinstance(name, str) for name in names):
         raise ValueError(f"per_token must be a collection of column names, such as ('bbox',); got {names!r}.")
     reserved = [name for name in names if name in (*_TAKEN, *MADE)]
     if reserved:

@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from tritonpack.checks import is_number
+
 Number = TypeVar("Number", int, float, NDArray[Any])
 
 # Training takes three times the forward pass: 2 floating-point operations per weight and token forward, 4 backward; of
@@ -89,7 +91,7 @@ class CostModel:
         for name, value in sizes.items():
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} must be a positive integer; got {value!r}.")
-        if not 0 < attention_efficiency < math.inf:
+        if not is_number(attention_efficiency) or not 0 < attention_efficiency < math.inf:
             raise ValueError(f"attention_efficiency must be above 0; got {attention_efficiency!r}.")
         queries = num_heads * head_dim
         attention = 2 * hidden_size * (queries + num_key_value_heads * head_dim)  # queries and output; keys and values

@@ -10,8 +10,16 @@ from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
 from tritonpack.packing.bins import Algorithm, Packing, pack
-from tritonpack.packing.documents import Length, checked_length, cut, fetch, measure_lengths, require_map_style
-from tritonpack.packing.lengths import Overlong
+from tritonpack.packing.documents import (
+    Length,
+    check_length_function,
+    checked_length,
+    cut,
+    fetch,
+    measure_lengths,
+    require_map_style,
+)
+from tritonpack.packing.lengths import Overlong, whole_lengths
 
 
 class PackedDataset(Dataset):
@@ -37,6 +45,9 @@ class PackedDataset(Dataset):
 
     def __init__(self, dataset: Any, packing: Packing, *, length: Length | None = None) -> None:
         require_map_style(dataset)
+        check_length_function(length)
+        if not isinstance(packing, Packing):
+            raise ValueError(f"packing must be a Packing, what pack() returns; got {type(packing).__name__}.")
         last = int(packing.items.max())
         if last >= len(dataset):
             raise ValueError(
@@ -75,9 +86,13 @@ class BinDataset(Dataset):
 
     Args:
         dataset: documents, indexed from 0.
+
+    Raises:
+        ValueError: a dataset without a length, or that isn't indexed by document.
     """
 
     def __init__(self, dataset: Any) -> None:
+        require_map_style(dataset)
         self.dataset = dataset
 
     def __len__(self) -> int:
@@ -115,7 +130,10 @@ def pack_dataset(
     """
     if lengths is None:
         lengths = measure_lengths(dataset, length)
-    elif len(lengths) != len(dataset):
+    else:
+        require_map_style(dataset)
+        lengths = whole_lengths(lengths)
+    if len(lengths) != len(dataset):
         raise ValueError(f"{len(lengths)} lengths for a dataset of {len(dataset)} documents. Give each its length.")
     packing = pack(lengths, capacity, algorithm=algorithm, max_items=max_items, overlong=overlong)
     return PackedDataset(dataset, packing, length=length)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
+from tritonpack.checks import check_flag
 from tritonpack.packing.cost import CostModel
 from tritonpack.packing.epoch import MOST_TOKENS, Objective, Tail, check_options, plan_epoch
 from tritonpack.packing.lengths import OverlongReport, fit_lengths, natural_number, positive_integer, refuse_cutting
@@ -91,6 +92,7 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
         shard: bool = True,
     ) -> None:
         self.batch_max_length = positive_integer(batch_max_length, "batch_max_length", MOST_TOKENS)
+        check_flag(shard, "shard")
         self.num_replicas, self.rank = _place_in_world(num_replicas, rank, shard)
         self.seed = natural_number(seed, "seed")
         self.epoch = 0
@@ -111,9 +113,9 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
             "lookahead": float(lookahead),
             "steps_together": positive_integer(steps_together, "steps_together"),
             "cost_model": cost_model,
-            "shuffle": bool(shuffle),
+            "shuffle": check_flag(shuffle, "shuffle"),
         }
-        self._shard = bool(shard)
+        self._shard = shard
         self._plan: Plan | None = None
         self._choices = 0  # calls of set_epoch
         self._progress = Progress()

@@ -49,6 +49,7 @@ def measure_lengths(dataset: Any, length: Length | None = None) -> NDArray[np.in
         ValueError: a document that isn't one.
     """
     require_map_style(dataset)
+    check_length_function(length)
     if length is None and hasattr(dataset, "with_format") and TOKENS in (getattr(dataset, "column_names", None) or ()):
         tables = dataset.select_columns(TOKENS).with_format("arrow").iter(batch_size=10_000)
         chunks = [chunk for table in tables for chunk in table.column(TOKENS).chunks]
@@ -110,6 +111,14 @@ def cut(document: Any, start: int, stop: int, tokens: int, number: int) -> Any:
     return {key: values[start:stop] for key, values in document.items()}
 
 
+def check_length_function(length: Any) -> None:
+    """ValueError for a `length` that can't be called."""
+    if length is not None and not callable(length):
+        raise ValueError(
+            f"length must be a function that gives the number of a document's tokens, or None; got {length!r:.100}."
+        )
+
+
 def _is_row(values: Any, tokens: int | None = None) -> bool:
     """Whether it can be cut and has one value per token, `tokens` of them; of a list the first value is looked at."""
     if isinstance(values, (str, bytes, Mapping)) or not (hasattr(values, "__len__") and hasattr(values, "__getitem__")):
@@ -125,13 +134,18 @@ def _dimensions(values: Any, default: int) -> int:
     return values.ndim if hasattr(values, "ndim") else default
 
 
+def _is_number(values: Any) -> bool:
+    """Whether it is an array or a tensor of no dimension, which can't be iterated over although it has the methods."""
+    return _dimensions(values, 1) == 0
+
+
 def _kind(values: Any) -> str:
     return f"shape {tuple(values.shape)}" if hasattr(values, "shape") else type(values).__name__
 
 
 def require_iterable(documents: Any) -> None:
     """ValueError for what can't be iterated over by document, such as one document or a mapping of columns."""
-    if isinstance(documents, (Mapping, str, bytes)) or not isinstance(documents, Iterable):
+    if isinstance(documents, (Mapping, str, bytes)) or not isinstance(documents, Iterable) or _is_number(documents):
         raise ValueError(
             f"documents must be an iterable of documents, each a row of tokens or a mapping with {TOKENS!r}; got "
             f"{type(documents).__name__}."
@@ -140,9 +154,8 @@ def require_iterable(documents: Any) -> None:
 
 def require_map_style(dataset: Any) -> None:
     """ValueError for what can't be indexed by document."""
-    if isinstance(dataset, (Mapping, str, bytes)) or not (
-        hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")
-    ):
+    indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, type)
+    if isinstance(dataset, (Mapping, str, bytes)) or not indexed or _is_number(dataset):
         raise ValueError(
             f"the dataset must have a length and be indexed by document; got {type(dataset).__name__}. Pack iterables "
             "with pack_stream."

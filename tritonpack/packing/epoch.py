@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tritonpack.checks import check_choice, check_flag
 from tritonpack.packing.cost import CostModel
-from tritonpack.packing.lengths import natural_number, positive_integer
+from tritonpack.packing.lengths import fit_lengths, natural_number, positive_integer
 from tritonpack.packing.plan import Plan
 
 Objective = Literal["quadratic", "linear", "cost"]
@@ -23,7 +24,7 @@ _SLACK = (1.002, 1.005, 1.01, 1.02, 1.05, 1.1)
 
 
 def plan_epoch(
-    lengths: NDArray[np.int32],
+    lengths: Sequence[int] | NDArray[Any],
     capacity: int,
     num_ranks: int,
     *,
@@ -43,7 +44,7 @@ def plan_epoch(
     0.05 a document is deferred by two steps at most. The plan is a function of the arguments alone.
 
     Args:
-        lengths: (documents,) int32, each from 1 to `capacity` (see `fit_lengths`).
+        lengths: (documents,) integers, each from 1 to `capacity` (see `fit_lengths`).
         capacity: tokens of a row, from 1 to 2**30.
         num_ranks: rows of a step, no more than documents.
         seed, epoch: at least 0; decide the order.
@@ -62,13 +63,17 @@ def plan_epoch(
         advance: called after every step with the number of documents placed, to show progress.
 
     Raises:
-        ValueError: an option that isn't one of those allowed, fewer documents than ranks, no full step under "drop",
-            documents too large to make whole steps of under "keep" and "spread".
+        ValueError: lengths that don't fit, an option that isn't one of those allowed, fewer documents than ranks, no
+            full step under "drop", documents too large to make whole steps of under "keep" and "spread".
     """
     capacity = positive_integer(capacity, "capacity", MOST_TOKENS)
     num_ranks = positive_integer(num_ranks, "num_ranks")
     steps_together = positive_integer(steps_together, "steps_together")
     check_options(objective, cost_model, tail, lookahead)
+    check_flag(shuffle, "shuffle")
+    if advance is not None and not callable(advance):
+        raise ValueError(f"advance must be a function of a number of documents, or None; got {advance!r:.100}.")
+    lengths = fit_lengths(lengths, capacity).lengths
     if len(lengths) < num_ranks:
         raise ValueError(
             f"{len(lengths)} documents can't give each of {num_ranks} ranks one; use at most {len(lengths)} ranks, or "
@@ -122,9 +127,8 @@ def plan_epoch(
 
 def check_options(objective: str, cost_model: CostModel | None, tail: str, lookahead: float) -> None:
     """ValueError for options of `plan_epoch` that aren't allowed."""
-    for value, name, allowed in ((objective, "objective", get_args(Objective)), (tail, "tail", get_args(Tail))):
-        if value not in allowed:
-            raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r}.")
+    check_choice(objective, get_args(Objective), "objective")
+    check_choice(tail, get_args(Tail), "tail")
     if (objective == "cost") != (cost_model is not None):
         raise ValueError(
             "objective='cost' and cost_model go together: pass CostModel.from_config(model.config), or one fitted to "

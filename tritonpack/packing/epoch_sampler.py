@@ -34,6 +34,8 @@ class EpochSampler(Sampler[int]):
     """
 
     def __init__(self, sampler: Iterable[int], seed: int | None = None) -> None:
+        if isinstance(sampler, (str, bytes, type)) or not hasattr(sampler, "__iter__"):
+            raise ValueError(f"the sampler must yield document numbers; got {sampler!r:.100}.")
         generator = getattr(sampler, "generator", None)
         if seed is None:
             seed = generator.initial_seed() if isinstance(generator, torch.Generator) else 0

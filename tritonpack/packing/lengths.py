@@ -9,6 +9,8 @@ from typing import Any, Literal, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from tritonpack.checks import check_choice
+
 MAX_INT32 = 2**31 - 1
 Overlong = Literal["error", "truncate", "split", "drop"]
 POLICIES: tuple[str, ...] = get_args(Overlong)
@@ -84,6 +86,20 @@ def _is_integer(value: Any) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
+def check_rows(items: Any, offsets: Any) -> None:
+    """ValueError unless `items[offsets[i] : offsets[i + 1]]` are the documents of row i, for all rows (CSR form)."""
+    for values, name in ((items, "items"), (offsets, "offsets")):
+        if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind not in "iu":
+            raise ValueError(f"{name} must be a one-dimensional array of integers; got {values!r:.100}.")
+    if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(items) or (offsets[1:] < offsets[:-1]).any():
+        raise ValueError(
+            f"offsets must begin with 0, never decrease and end with the number of items, {len(items)}; got "
+            f"{offsets!r:.100}."
+        )
+    if len(items) and items.min() < 0:
+        raise ValueError(f"items must be numbers of documents, from 0; got {items.min()}.")
+
+
 def whole_lengths(lengths: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
     """Lengths as an array of integers of any size, none of them below 1.
 
@@ -119,16 +135,16 @@ def fit_lengths(
 
     Args:
         lengths: (documents,) integers, at least one, each at least 1.
-        capacity: the tokens that fit, checked by the caller.
+        capacity: the tokens that fit, at least 1.
         overlong: "error" refuses; "truncate" keeps a document's first `capacity` tokens; "split" makes pieces of
             `capacity` tokens and a rest; "drop" leaves the document out.
         name: what the caller's user calls the capacity.
 
     Raises:
-        ValueError: bad lengths, an overlong document under "error", an unknown policy, no document left.
+        ValueError: bad lengths or capacity, an overlong document under "error", an unknown policy, no document left.
     """
-    if overlong not in POLICIES:
-        raise ValueError(f"overlong must be one of {', '.join(map(repr, POLICIES))}; got {overlong!r}.")
+    check_choice(overlong, POLICIES, "overlong")
+    capacity = positive_integer(capacity, name)
     array = whole_lengths(lengths)
     longest = int(array.max())
     if longest <= capacity:
@@ -173,9 +189,9 @@ def fit_lengths(
 
 def refuse_cutting(overlong: Any, capacity: int) -> None:
     """ValueError for a policy for long documents that a sampler, which yields their numbers alone, can't follow."""
-    if overlong not in ("error", "drop"):
+    if not isinstance(overlong, str) or overlong not in ("error", "drop"):
         raise ValueError(
-            f"overlong must be 'error' or 'drop'; got {overlong!r}. A sampler names documents and can't cut them. To "
-            f"truncate, pass lengths=numpy.minimum(lengths, {capacity}) and load with "
+            f"overlong must be 'error' or 'drop'; got {overlong!r:.100}. A sampler names documents and can't cut them. "
+            f"To truncate, pass lengths=numpy.minimum(lengths, {capacity}) and load with "
             f"PackingCollator(max_document_length={capacity}); to split, use pack_dataset, which cuts as it loads."
         )

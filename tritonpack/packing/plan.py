@@ -8,6 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from tritonpack.packing.lengths import check_rows, positive_integer
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
@@ -27,6 +29,9 @@ class Plan:
             `items[offsets[row] : offsets[row + 1]]`.
         num_ranks: rows per step.
         capacity: tokens that fit into a row.
+
+    Raises:
+        ValueError: arrays or numbers that aren't as above.
     """
 
     items: NDArray[np.int32]
@@ -35,7 +40,14 @@ class Plan:
     capacity: int
 
     def __post_init__(self) -> None:
-        assert (len(self.offsets) - 1) % self.num_ranks == 0, "a plan has whole steps"
+        check_rows(self.items, self.offsets)
+        positive_integer(self.num_ranks, "num_ranks")
+        positive_integer(self.capacity, "capacity")
+        if (len(self.offsets) - 1) % self.num_ranks:
+            raise ValueError(
+                f"a plan has whole steps: a multiple of {self.num_ranks} rows for as many ranks; got "
+                f"{len(self.offsets) - 1} rows."
+            )
 
     @property
     def num_steps(self) -> int:
@@ -45,16 +57,24 @@ class Plan:
         return self.num_steps
 
     def row(self, step: int, rank: int) -> NDArray[np.int32]:
-        """The documents of one rank in one step, a view."""
+        """The documents of one rank in one step, a view; IndexError for a step or a rank that the plan hasn't."""
+        if not 0 <= step < self.num_steps or not 0 <= rank < self.num_ranks:
+            raise IndexError(
+                f"step {step}, rank {rank} of a plan with {self.num_steps} steps of {self.num_ranks} ranks"
+            )
         index = step * self.num_ranks + rank
         return self.items[self.offsets[index] : self.offsets[index + 1]]
 
     def rows_of_rank(self, rank: int) -> Iterator[NDArray[np.int32]]:
         """One rank's rows, step by step."""
-        return (self.row(step, rank) for step in range(self.num_steps))
+        return iter([self.row(step, rank) for step in range(self.num_steps)])
 
     def sums(self, values: NDArray[np.number]) -> NDArray[np.number]:
         """(num_steps, num_ranks): the sum over each row's documents of `values` (documents,), in their own dtype."""
+        if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind not in "iuf":
+            raise ValueError(f"values must be a one-dimensional array of numbers; got {values!r:.100}.")
+        if len(self.items) and len(values) <= self.items.max():
+            raise ValueError(f"values are of {len(values)} documents, but the plan holds document {self.items.max()}.")
         totals = np.concatenate([np.zeros(1, values.dtype), np.cumsum(values[self.items])])
         return np.diff(totals[self.offsets]).reshape(self.num_steps, self.num_ranks)
 

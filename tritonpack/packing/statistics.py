@@ -10,7 +10,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from tritonpack.packing.lengths import whole_lengths
+from tritonpack.checks import check_flag, is_number
+from tritonpack.packing.lengths import positive_integer, whole_lengths
 from tritonpack.packing.plan import Plan
 
 
@@ -121,14 +122,21 @@ def plan_statistics(
     Raises:
         ValueError: lengths that aren't a row of positive integers, or fewer than the plan speaks of; a total below 1.
     """
+    if not isinstance(plan, Plan):
+        raise ValueError(
+            f"plan must be a Plan; got {type(plan).__name__}. plan_epoch makes one, and samplers have one."
+        )
     tokens_of = whole_lengths(lengths).astype(np.int64)
     if len(plan.items) and int(plan.items.max()) >= len(tokens_of):
         raise ValueError(
             f"the plan holds document {int(plan.items.max())}, but there are only {len(tokens_of)} lengths. Pass the "
             "lengths that it was made from."
         )
-    if total_tokens is not None and total_tokens < 1:
-        raise ValueError(f"total_tokens must be at least 1; got {total_tokens!r}.")
+    if total_tokens is not None:
+        total_tokens = positive_integer(total_tokens, "total_tokens", 2**63 - 1)
+    check_flag(padded, "padded")
+    if cost is not None and not all(is_number(getattr(cost, name, None)) for name in ("per_token", "per_square")):
+        raise ValueError(f"cost must have the numbers per_token and per_square, as a CostModel has; got {cost!r:.100}.")
     shape = (plan.num_steps, plan.num_ranks)
     counts = np.diff(plan.offsets)  # (rows,)
     longest = _longest(plan, tokens_of)  # (rows,)

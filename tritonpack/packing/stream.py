@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from tritonpack.checks import check_choice, is_number
 from tritonpack.packing.bins import CARRY_THRESHOLD, WINDOW
-from tritonpack.packing.documents import Length, checked_length, cut, require_iterable
+from tritonpack.packing.documents import Length, check_length_function, checked_length, cut, require_iterable
 from tritonpack.packing.lengths import MAX_INT32, POLICIES, Overlong, OverlongReport, positive_integer
 
 
@@ -138,12 +139,12 @@ def pack_stream(
             isn't one value per token.
     """
     require_iterable(documents)
+    check_length_function(length)
     capacity = positive_integer(capacity, "capacity")
     window = positive_integer(window, "window")
     limit = MAX_INT32 if max_items is None else positive_integer(max_items, "max_items")
-    if overlong not in POLICIES:
-        raise ValueError(f"overlong must be one of {', '.join(map(repr, POLICIES))}; got {overlong!r}.")
-    if isinstance(carry_threshold, bool) or not isinstance(carry_threshold, (int, float)):
+    check_choice(overlong, POLICIES, "overlong")
+    if not is_number(carry_threshold):
         raise ValueError(f"carry_threshold must be a number from 0 to 1; got {carry_threshold!r}.")
     if not 0 <= carry_threshold <= 1:
         raise ValueError(f"carry_threshold must be from 0 to 1, the filled share of a bin; got {carry_threshold}.")
