@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from tritonpack.checks import is_int
+from tritonpack.checks import is_length
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -18,7 +18,7 @@ def block_mask(key_start: Tensor, key_stop: Tensor, num_keys: int, block_size: i
     from torch.nn.attention.flex_attention import BlockMask
 
     sizes = block_size if isinstance(block_size, (tuple, list)) else (block_size, block_size)
-    if len(sizes) != 2 or not all(is_int(size) and size >= 1 for size in sizes):
+    if len(sizes) != 2 or not all(is_length(size) and size >= 1 for size in sizes):
         raise ValueError(f"BLOCK_SIZE must be an integer of at least 1, or two (queries, keys); got {block_size!r}.")
     num_queries, device = key_start.shape[0], key_start.device
     if not num_queries or not num_keys:

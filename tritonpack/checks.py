@@ -199,8 +199,9 @@ def check_indices(indices: Tensor, name: str, bound: int, device: torch.device) 
 
 
 def plain_int(value: Any) -> Any:
-    """A NumPy integer, or anything else that counts as an index, as an int; all others as they are."""
-    if isinstance(value, (int, torch.SymInt)):
+    """A NumPy integer, or anything else that counts as an index, as an int; all others as they are, among them tensors,
+    since reading one may wait for a device."""
+    if isinstance(value, (int, torch.SymInt, Tensor)):
         return value
     try:
         return index(value)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tritonpack import kernels
+from tritonpack.checks import check_flag
 
 DTYPES = (torch.bool, torch.bfloat16, torch.float16, torch.float32)
 
@@ -20,7 +21,7 @@ def dense(key_start: Tensor, key_stop: Tensor, num_keys: int, dtype: torch.dtype
         raise ValueError(
             f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}. Write the mask as bool and cast it."
         )
-    if additive and dtype == torch.bool:
+    if check_flag(additive, "additive") and dtype == torch.bool:
         raise ValueError("an additive mask needs a floating-point dtype, such as that of the scores; got torch.bool.")
     seen, hidden = (0.0, torch.finfo(dtype).min) if additive else (1.0, 0.0)
     per_word = 4 // dtype.itemsize

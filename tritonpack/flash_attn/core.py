@@ -59,7 +59,8 @@ def read_window(window_size: Iterable[Any]) -> Window:
     """
     try:
         sides = tuple(window_size)
-        if isinstance(window_size, (str, bytes)) or len(sides) != 2 or any(isinstance(side, bool) for side in sides):
+        flags = getattr(window_size, "dtype", None) == torch.bool or any(isinstance(side, bool) for side in sides)
+        if isinstance(window_size, (str, bytes)) or len(sides) != 2 or flags:
             raise TypeError
         left, right = (-1 if side is None else max(index(side), -1) for side in sides)
     except (TypeError, ValueError):
@@ -183,8 +184,10 @@ def _check_tensor(numbers: Any, name: str, q: Any) -> None:
 
 def _check_longest(cu: Tensor | None, longest: Any, name: str) -> None:
     """The longest document, checked against offsets where reading these doesn't wait."""
-    if longest is None or isinstance(longest, (Tensor, torch.SymInt)):
+    if longest is None or isinstance(longest, torch.SymInt):
         return
+    if isinstance(longest, Tensor) and longest.numel() == 1 and longest.dtype in (torch.int32, torch.int64):
+        return  # reading it may wait for a device
     longest = plain_int(longest)
     if not is_length(longest):
         raise ValueError(f"{name} must be an integer of at least 0, an integer tensor or None; got {longest!r:.100}.")

@@ -13,6 +13,7 @@ from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
 
+from tritonpack.checks import check_flag
 from tritonpack.flash_attn import bert_padding, fa2
 
 NAME = "flash_attn"
@@ -90,11 +91,13 @@ def install(*, force: bool = False) -> Installation:
         A handle with `uninstall()`; as a context manager it uninstalls on leaving.
 
     Raises:
+        ValueError: a `force` that is neither True nor False.
         RuntimeError: the real flash-attn is there and `force` isn't given, or this is installed already.
 
     >>> with install():
     ...     from flash_attn import flash_attn_varlen_func
     """
+    check_flag(force, "force")
     if any(isinstance(finder, _Metadata) for finder in sys.meta_path):
         raise RuntimeError("tritonpack.flash_attn is installed already; call uninstall() on its handle first.")
     if not force:

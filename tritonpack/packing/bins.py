@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
+from operator import index
 from typing import Any, Literal
 
 import numpy as np
@@ -142,7 +143,7 @@ class Packing:
         )
 
     def _entries(self, bin_index: int) -> slice:
-        num_bins = self.num_bins
+        num_bins, bin_index = self.num_bins, index(bin_index)
         if not -num_bins <= bin_index < num_bins:
             raise IndexError(f"bin {bin_index} of a packing with {num_bins} bins")
         bin_index %= num_bins

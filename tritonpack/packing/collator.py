@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, get_args
 
@@ -23,6 +23,7 @@ from tritonpack.packing.columns import (
     read_document,
     require_same_columns,
 )
+from tritonpack.packing.documents import is_iterable
 from tritonpack.packing.lengths import natural_number, positive_integer
 
 
@@ -144,7 +145,7 @@ class PackingCollator:
 
     def _read(self, features: Any) -> list[Columns]:
         """The documents of all features, checked, with the same columns."""
-        if isinstance(features, (Mapping, str, bytes)) or not isinstance(features, Iterable):
+        if not is_iterable(features):
             raise ValueError(
                 "PackingCollator takes a list of documents, each a mapping with 'input_ids', or of bins; got "
                 f"{type(features).__name__}. Put a single document into a list; take those of a dataset one by one, "

@@ -134,18 +134,19 @@ def _dimensions(values: Any, default: int) -> int:
     return values.ndim if hasattr(values, "ndim") else default
 
 
-def _is_number(values: Any) -> bool:
-    """Whether it is an array or a tensor of no dimension, which can't be iterated over although it has the methods."""
-    return _dimensions(values, 1) == 0
-
-
 def _kind(values: Any) -> str:
     return f"shape {tuple(values.shape)}" if hasattr(values, "shape") else type(values).__name__
 
 
+def is_iterable(values: Any) -> bool:
+    """Whether it yields items: no text, no mapping, no class, and no array or tensor of a single number."""
+    others = (Mapping, str, bytes, type)
+    return isinstance(values, Iterable) and not isinstance(values, others) and _dimensions(values, 1) > 0
+
+
 def require_iterable(documents: Any) -> None:
     """ValueError for what can't be iterated over by document, such as one document or a mapping of columns."""
-    if isinstance(documents, (Mapping, str, bytes)) or not isinstance(documents, Iterable) or _is_number(documents):
+    if not is_iterable(documents):
         raise ValueError(
             f"documents must be an iterable of documents, each a row of tokens or a mapping with {TOKENS!r}; got "
             f"{type(documents).__name__}."
@@ -155,7 +156,7 @@ def require_iterable(documents: Any) -> None:
 def require_map_style(dataset: Any) -> None:
     """ValueError for what can't be indexed by document."""
     indexed = hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, type)
-    if isinstance(dataset, (Mapping, str, bytes)) or not indexed or _is_number(dataset):
+    if isinstance(dataset, (Mapping, str, bytes)) or not indexed or _dimensions(dataset, 1) == 0:
         raise ValueError(
             f"the dataset must have a length and be indexed by document; got {type(dataset).__name__}. Pack iterables "
             "with pack_stream."

@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Sampler, SequentialSampler
 
+from tritonpack.packing.documents import is_iterable
 from tritonpack.packing.lengths import natural_number
 
 
@@ -34,7 +35,7 @@ class EpochSampler(Sampler[int]):
     """
 
     def __init__(self, sampler: Iterable[int], seed: int | None = None) -> None:
-        if isinstance(sampler, (str, bytes, type)) or not hasattr(sampler, "__iter__"):
+        if not is_iterable(sampler):
             raise ValueError(f"the sampler must yield document numbers; got {sampler!r:.100}.")
         generator = getattr(sampler, "generator", None)
         if seed is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from operator import index
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,12 +59,13 @@ class Plan:
 
     def row(self, step: int, rank: int) -> NDArray[np.int32]:
         """The documents of one rank in one step, a view; IndexError for a step or a rank that the plan hasn't."""
+        step, rank = index(step), index(rank)
         if not 0 <= step < self.num_steps or not 0 <= rank < self.num_ranks:
             raise IndexError(
                 f"step {step}, rank {rank} of a plan with {self.num_steps} steps of {self.num_ranks} ranks"
             )
-        index = step * self.num_ranks + rank
-        return self.items[self.offsets[index] : self.offsets[index + 1]]
+        row = step * self.num_ranks + rank
+        return self.items[self.offsets[row] : self.offsets[row + 1]]
 
     def rows_of_rank(self, rank: int) -> Iterator[NDArray[np.int32]]:
         """One rank's rows, step by step."""
