@@ -63,7 +63,8 @@ COUNTS = "none np3"
 REACH = {"causal": "true", "window": "ints", "chunk_size": "none huge np3", "spans": "none"}
 QKV = {"q": "", "k": "", "v": ""}
 ATTENTION = {
-    "dropout_p": "zero", "softmax_scale": "none half four.0 huge", "causal": "true", "window_size": "ints array objects",
+    "dropout_p": "zero", "softmax_scale": "none half four.0 huge", "causal": "true",
+    "window_size": "ints array objects",
     "softcap": "none half four.0 minus1 zero huge", "alibi_slopes": "none tensor-floats", "return_attn_probs": "true",
     "s_aux": "none tensor-floats", "backend": "",
 }  # fmt: skip
