@@ -36,6 +36,11 @@ def say_once(key: str, message: str) -> None:
     warnings.warn(f"{key}: {message} To silence this warning: {end}", PackingWarning, stacklevel=_users_level())
 
 
+def is_said(key: str) -> bool:
+    """Whether a warning was said in this process, so that nobody need look for its cause again."""
+    return key in _said
+
+
 def knows_patched_models() -> bool:
     """Whether `patched_models` holds every model that could get a batch made in this process.
 

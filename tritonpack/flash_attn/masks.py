@@ -159,7 +159,7 @@ def _build(
     pieces_k = torch.cat([torch.stack([cu_k[:-1], stop_k, stop_k], 1).flatten(), cu_k[-1:]])
     mask = of(pieces_q, pieces_k)
     assert mask.document is not None
-    return replace(mask, document_source=mask.document // 3)
+    return replace(mask, document_source=mask.document // 3, trusted=True)
 
 
 def _used_stop(cu: Tensor, used: Tensor | None, name: str) -> Tensor:

@@ -202,7 +202,7 @@ class Packing(TensorLike):
         begin, end = (bound.view(self.tokens) - base for bound in (whole.key_start, whole.key_stop))
         bounds = overlay_intervals(kind.overlay, rows, begin.long(), end.long(), self.tokens[1])
         start, stop = ((bound + base).flatten().to(torch.int32) for bound in bounds)
-        return replace(whole, key_start=start, key_stop=stop)
+        return replace(whole, key_start=start, key_stop=stop, trusted=True)
 
     def runs(self) -> tuple[Tensor, Tensor | None]:
         """(B, T) bool: where documents and stretches of padding begin, and which tokens aren't padding (None: all)."""

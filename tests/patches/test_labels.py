@@ -1,0 +1,92 @@
+"""Labels whose first one of a document isn't masked are said once, where a causal loss shifts them."""
+
+import warnings
+
+import pytest
+import torch
+
+from tritonpack import PackingCollator, PackingWarning, notices
+from tritonpack.patches.labels import shifts_labels, warn_of_first_labels
+from tritonpack.patches.packing import Serving
+from tritonpack.patches.reading import make_packing
+
+transformers = pytest.importorskip("transformers")
+
+DOCUMENTS = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}, {"input_ids": [3]}]
+
+
+@pytest.fixture(autouse=True)
+def nothing_said(monkeypatch):
+    monkeypatch.setattr(notices, "_said", {})
+
+
+def tiny(name="LlamaForCausalLM", **options):
+    kind = getattr(transformers, name)
+    sizes = {"vocab_size": 16, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    return kind(kind.config_class(**sizes, intermediate_size=8, **options))
+
+
+def batch_of(**changes):
+    """A packed batch with unmasked labels."""
+    batch = PackingCollator()(DOCUMENTS)
+    return batch | {"labels": batch["input_ids"].clone()} | changes
+
+
+def heard(batch, model=None, shape=None):
+    ids = batch["input_ids"]
+    packing = make_packing(batch, shape or ids.shape, ids.device, Serving("tritonpack", "auto"))
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            warn_of_first_labels(model or tiny(), batch, packing)
+    return [str(warning.message) for warning in found if warning.category is PackingWarning]
+
+
+def test_warns_once_and_names_the_place():
+    (message,) = heard(batch_of())
+    assert message.startswith("first-label: a document begins at token 3 of row 0, and its first label is 8. LlamaForC")
+    assert "Set the first label of each document to -100, as tritonpack.PackingCollator does." in message
+
+
+@pytest.mark.parametrize("told", ["position_ids", "cu_seq_lens_q", "seq_idx", "attention_mask"])
+def test_by_whatever_tells_documents_apart(told):
+    batch = batch_of(attention_mask=torch.tensor([[1, 1, 1, 2, 2, 3]]))
+    assert len(heard({name: batch[name] for name in ("input_ids", "labels", told)})) == 1
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"labels": PackingCollator()(DOCUMENTS)["labels"]},
+        {"labels": None},
+        {"shift_labels": torch.zeros(1, 6, dtype=torch.int64)},
+        {"labels": torch.empty(1, 6, dtype=torch.int64, device="meta")},
+        {"labels": torch.tensor([1, 0])},
+    ],
+    ids=["masked", "none", "shifted", "on a device", "of documents"],
+)
+def test_silent_where_nothing_is_wrong_or_known(changes):
+    assert not heard(batch_of(**changes))
+
+
+def test_silent_for_padding_and_for_rows():
+    """The first token of a row is predicted from nothing, and padding's label counts no more than the padding does."""
+    rows = {"input_ids": torch.tensor([[5, 6, 0], [7, 8, 9]]), "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}
+    assert not heard(rows | {"labels": rows["input_ids"]})
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "shifted"),
+    [
+        ("LlamaForCausalLM", {}, True),
+        ("GPT2LMHeadModel", {}, True),
+        ("BertLMHeadModel", {"is_decoder": True}, True),
+        ("BertForMaskedLM", {}, False),
+        ("BertForTokenClassification", {}, False),
+        ("LlamaForSequenceClassification", {}, False),
+        ("XLNetLMHeadModel", {"d_inner": 8}, False),
+        ("BartForCausalLM", {"decoder_attention_heads": 2, "decoder_layers": 1, "decoder_ffn_dim": 8}, False),
+    ],
+)
+def test_which_losses_shift(name, options, shifted):
+    assert shifts_labels(tiny(name, **options), {}) is shifted
