@@ -84,7 +84,7 @@ def test_silent_for_padding_and_for_rows():
         ("BertForMaskedLM", {}, False),
         ("BertForTokenClassification", {}, False),
         ("LlamaForSequenceClassification", {}, False),
-        ("XLNetLMHeadModel", {"d_inner": 8}, False),
+        ("XLNetLMHeadModel", {"d_inner": 8, "d_head": 4}, False),
         ("BartForCausalLM", {"decoder_attention_heads": 2, "decoder_layers": 1, "decoder_ffn_dim": 8}, False),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -11,8 +12,9 @@ import torch
 from torch import Tensor
 
 from tritonpack.cli.demo.corpus import END_OF_DOCUMENT, VOCABULARY_SIZE, Document
+from tritonpack.errors import PackingWarning
 from tritonpack.packing import PackingCollator
-from tritonpack.packing.collator import IGNORED_LABEL
+from tritonpack.packing.columns import IGNORED_LABEL
 
 Way = Literal["padded", "naive", "packed"]
 WAYS: tuple[Way, ...] = get_args(Way)
@@ -97,7 +99,11 @@ def attention_of(way: Way, model: torch.nn.Module) -> AbstractContextManager[Any
 
 def collate(way: Way, documents: Sequence[Document]) -> dict[str, Any]:
     """One step's documents as that way's batch; `naive` and `packed` are given the very same one."""
-    return padded_batch(documents) if way == "padded" else PackingCollator()([{"input_ids": d} for d in documents])
+    if way == "padded":
+        return padded_batch(documents)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", PackingWarning)  # of a model that isn't patched: that is what naive means
+        return PackingCollator()([{"input_ids": document} for document in documents])
 
 
 def padded_batch(documents: Sequence[Document]) -> dict[str, Tensor]:
