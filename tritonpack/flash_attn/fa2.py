@@ -4,7 +4,7 @@ Common to all of them:
 
 - `dropout_p`, `softmax_scale` (None: 1 / sqrt(headdim)), `causal` (the diagonal ends in the bottom right corner),
   `window_size` ((left, right), inclusive, -1 without limit) and `softcap` (0 or less: none) are FlashAttention-2's.
-- `alibi_slopes` is (nheads,) or (batch, nheads) float32, and has no gradient.
+- `alibi_slopes` is (nheads,) or (batch, nheads) float32, with float64 inputs also float64, and has no gradient.
 - `deterministic` is accepted and always so.
 - `return_attn_probs=True` returns (out, softmax_lse, S_dmask). softmax_lse is float32, (nheads, total_q) or (batch,
   nheads, seqlen_q), +inf in rows that see nothing, and differentiable. S_dmask is for tests: with dropout (batch,
