@@ -23,7 +23,7 @@ from tritonpack.patches.hooks import UNCLAIMED, PackingHook
 from tritonpack.patches.mixers import Capabilities, DocumentByDocument
 from tritonpack.patches.multimodal import METHOD, DocumentPositions
 from tritonpack.patches.packing import Serving
-from tritonpack.patches.poolers import DocumentPooler, pooler_of
+from tritonpack.patches.poolers import stand_in_for_pooler
 from tritonpack.patches.positions import LocalPositions
 from tritonpack.patches.report import holds, make_report
 
@@ -72,8 +72,8 @@ class Applied:
         self.stand_ins = [
             stand_in for layer in model.modules() if (stand_in := _stand_in(layer, self.current, capabilities))
         ]
-        poolers = [pooler for module in modules if (pooler := pooler_of(module)) is not None]
-        self.stand_ins += [DocumentPooler(pooler, self.current) for pooler in poolers]
+        poolers = [stand_in_for_pooler(module, self.current) for module in modules]
+        self.stand_ins += [pooler for pooler in poolers if pooler is not None]
         replaced = modules[-1].config._attn_implementation_internal
         width = getattr(modules[-1].config.get_text_config(), "hidden_size", 0)
         who = "dense" if modules[-1].config.model_type in DENSE else attention

@@ -1,5 +1,5 @@
-"""Packed rows run as a padded batch, one document a row: for heads that give one result a row, or search it for special
-tokens."""
+"""Packed rows run as a padded batch, one document a row: for models that give one result a row, or search a row for
+special tokens."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tritonpack.checks import require
 from tritonpack.patches.current import HANDED
 from tritonpack.patches.documents import Documents
 
-# Classes whose results are of a whole row: scores of it, a vector at its last special token, places in it.
+# Classes whose results are of a whole row: scores of it, a vector at its last special token, tokens up to its first
+# separator.
 ONE_DOCUMENT_A_ROW = re.compile(
-    r"\w*(ForSequenceClassification|ForNextSentencePrediction|ForQuestionAnswering\w*|RewardModel)"
-    r"|(CLIP|Tipsv2)Text(Model\w*|Transformer)"
+    r"\w*(ForSequenceClassification|ForNextSentencePrediction|RewardModel)"
+    r"|(CLIP|Tipsv2)Text(Model\w*|Transformer)|BigBirdForQuestionAnswering"
 )
 
-# Targets of documents, and those that are places in one.
-PLACES = ("start_positions", "end_positions")
-TARGETS = ("labels", "next_sentence_label", "cls_index", "is_impossible", "question_lengths", *PLACES)
+# What such a call has of each document.
+TARGETS = ("labels", "next_sentence_label", "question_lengths")
 
 # Outputs of a document, whatever their shape.
 OF_DOCUMENTS = re.compile(
@@ -57,7 +56,7 @@ def padded(documents: Documents, arguments: dict[str, Any], model: PreTrainedMod
             f"{name} gives one result a document and tells documents from padding by config.pad_token_id, which is "
             "None. Set it to the tokenizer's."
         )
-    _require_targets_of_documents(documents, arguments, name)
+    _require_one_target_each(documents, arguments, name)
     batch = {key: _cut(documents, value) for key, value in arguments.items() if key not in (*PACKING, HANDED)}
     batch["input_ids"] = documents.cut(ids, fill=pad)
     batch["attention_mask"] = documents.inside.long()
@@ -71,7 +70,7 @@ def laid_back(documents: Documents, output: dict[str, Any]) -> None:
             output[name] = _lay_back(documents, value)
 
 
-def _require_targets_of_documents(documents: Documents, arguments: dict[str, Any], model: str) -> None:
+def _require_one_target_each(documents: Documents, arguments: dict[str, Any], model: str) -> None:
     count = len(documents)
     for name in TARGETS:
         value = arguments.get(name)
@@ -80,15 +79,6 @@ def _require_targets_of_documents(documents: Documents, arguments: dict[str, Any
                 f"{name} has shape {tuple(value.shape)}, but the packed rows hold {count} documents, and {model} gives "
                 f"one result a document, in order. Pass {name} of shape ({count},), or ({count}, ...) where a document "
                 "has several."
-            )
-    length = documents.inside.sum(1)
-    for name in PLACES:
-        value = arguments.get(name)
-        if isinstance(value, Tensor):
-            require(
-                (value.to(length.device).view(count, -1) < length[:, None]).all(),
-                f"{name} must be places in their documents, counted from each document's first token; got one beyond "
-                "the end of its document.",
             )
 
 

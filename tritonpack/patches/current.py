@@ -168,4 +168,3 @@ class Running(InstanceForward):
             return self.inner(*args, **kwargs)
         finally:
             self.current.set(running, outer)
-

@@ -59,6 +59,13 @@ class ModelForward(InstanceForward):
         packing, outer = self._read(arguments), self.current.state.told
         if packing is None:
             return self.inner(**arguments)
+        if arguments.get("start_positions") is not None and not packing.cached:
+            require_one_document_a_row(
+                packing,
+                f"the loss of {self.name} looks for start_positions among all tokens of a row, padding and other "
+                "documents included. Compute it of each document's start_logits and end_logits, or give each document "
+                "a row of its own.",
+            )
         if self.by_document and not packing.shared and (documents := self._documents(packing)) is not None:
             return self._run_by_document(documents, arguments)
         arguments = self._pass_on(packing, arguments)

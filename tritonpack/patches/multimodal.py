@@ -35,7 +35,7 @@ class DocumentPositions(InstanceForward):
         if documents is None:
             return self.inner(**arguments)
         rows = {
-            name: documents.cut(value) if isinstance(value, Tensor) and value.shape[:2] == ids.shape else value
+            name: documents.cut(value) if isinstance(value, Tensor) and value.shape[:2] == documents.tokens else value
             for name, value in arguments.items()
         }
         rows["attention_mask"] = documents.inside.long()

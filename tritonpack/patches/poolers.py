@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tritonpack.patches.current import InstanceForward
+from tritonpack.patches.current import Current, InstanceForward
 from tritonpack.patches.documents import Documents
 
 
@@ -24,6 +24,32 @@ class DocumentPooler(InstanceForward):
             if documents is not None:
                 arguments[self.names[0]] = documents.cut(states)
         return self.inner(**arguments)
+
+
+class PooledModel(InstanceForward):
+    """A model that takes the first token of each row itself, and gives its pooler that."""
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        output, packing = self.inner(*args, **kwargs), self.current.state.packing
+        if isinstance(output, dict) and output.get("pooler_output") is not None and packing is not None:
+            documents = Documents.of(packing)
+            if documents is not None:
+                first = documents.cut(output["last_hidden_state"])[:, 0]
+                activation = getattr(self.module, ACTIVATIONS[type(self.module).__name__])
+                output["pooler_output"] = activation(self.module.pooler(first))
+        return output
+
+
+# Models that take the first token of each row themselves, and what they put its pooler's result through.
+ACTIVATIONS = {"AlbertModel": "pooler_activation", "BigBirdModel": "activation"}
+
+
+def stand_in_for_pooler(module: nn.Module, current: Current) -> InstanceForward | None:
+    """What pools each document of a model that takes tokens; None for a model without a pooler."""
+    if type(module).__name__ in ACTIVATIONS:
+        return PooledModel(module, current)
+    pooler = pooler_of(module)
+    return None if pooler is None else DocumentPooler(pooler, current)
 
 
 def pooler_of(module: nn.Module) -> nn.Module | None:
