@@ -51,6 +51,7 @@ class Applied:
         asked: the attention and the backend that the user asked for.
         by_name: whether the model asked for it by its attn_implementation, and no caller of `patch`.
         report: what it changes.
+        heads: the forwards of the models that users may call, the outermost first.
         leases: one object for each handle that isn't left yet, innermost last.
         below: the patches of this model, or of parts of it, that are suspended until this one is left.
     """
@@ -84,11 +85,12 @@ class Applied:
         self.stand_ins += [
             DocumentPositions(module, self.current) for module in model.modules() if hasattr(type(module), METHOD)
         ]
-        self.stand_ins += [
+        self.heads = [
             ModelForward(module, self.current, hook)
             for module in model.modules()
             if isinstance(module, PreTrainedModel) and (hook := self._outermost_in(module)) is not None
         ]
+        self.stand_ins += self.heads
 
     def _hook(
         self, module: PreTrainedModel, modules: list[PreTrainedModel], attention: str, backend: Backend

@@ -43,6 +43,24 @@ class ModelForward(InstanceForward):
     def takes(self, argument: str) -> bool:
         return self.takes_any or argument in self.names
 
+    def require_in_place(self, arguments: dict[str, Any]) -> None:
+        """Refuse a call whose result is the head's to compute, where somebody has replaced its forward since.
+
+        Args:
+            arguments: those that the patched module inside is called with.
+        """
+        if not (self.by_document or arguments.get("output_router_logits")):
+            return
+        forward = self.module.__dict__.get(self.attribute)
+        while forward is not None and forward is not self:
+            forward = getattr(forward, "__wrapped__", getattr(forward, "own", None))
+        if forward is None:
+            raise ValueError(
+                f"the forward of {self.name} was replaced since this model was patched, so what it computes of whole "
+                "rows would mix documents. Replace it first and patch the model then: call tritonpack.unpatch(model) "
+                "and tritonpack.patch(model)."
+            )
+
     def call(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self.bound(args, kwargs)
         if self.current.state.told is not None:  # inside of another head, which has been told

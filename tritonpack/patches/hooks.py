@@ -97,6 +97,9 @@ class PackingHook:
                 "cross-attention (encoder_hidden_states) sees one sequence from every document of a row; unpatch the "
                 "model."
             )
+        if self.outermost and not torch.compiler.is_compiling():
+            for head in self.patch.heads:
+                head.require_in_place(arguments)
         packing = self.read(arguments)
         if packing is not None:
             packing = self._pass_on(packing, arguments)
