@@ -60,7 +60,9 @@ def main() -> None:
     chosen = chosen_cases(options, here)
     if options.again and path:
         again = {case.key for case in chosen}
-        before = [row for row in before if row not in here or row.key not in again or row.how not in (*options.how, ANY)]
+        before = [
+            row for row in before if row not in here or row.key not in again or row.how not in (*options.how, ANY)
+        ]
         results.save(before, path)
     done = {row.identity for row in before}
     left = [
