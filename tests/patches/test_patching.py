@@ -187,7 +187,9 @@ def test_inner_model_and_classification_head() -> None:
         assert float((inner(ids, position_ids=positions())[0] - expected).abs().max()) < EXACT
     head = LlamaForSequenceClassification(copy.deepcopy(config)).double().eval()
     with tritonpack.patch(head):
-        assert head(ids, position_ids=positions()).logits.shape == (1, 3)
+        got = head(ids, position_ids=positions()).logits
+    expected = torch.cat([head(d).logits for d in documents()])  # one score for each document, in order
+    assert float((got - expected).abs().max()) < EXACT
 
 
 def test_arguments_by_position() -> None:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.patches.zoo_rows import FULL, SLIDING, VOCAB, WINDOW, _rows
+from tests.patches.zoo_rows import _rows
 
 # fmt: off
 # One key per line would be hundreds of lines.
