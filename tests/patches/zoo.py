@@ -26,7 +26,7 @@ from tests.patches.zoo_rows import (
     VARIANTS,
     VOCAB,
 )
-from tritonpack.testing.small_copy import (
+from tritonpack.patches.trial.small_copy import (
     PARTS,
     codebooks_of,
     model_class,

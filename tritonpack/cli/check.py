@@ -23,9 +23,9 @@ from tritonpack.cli.model_source import load_config, load_weights
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import patch
 from tritonpack.patches.positions import rope_limits
-from tritonpack.testing.packed_forms import LENGTHS, Judgement, Results, Subject, alone, judge, message, tolerance
-from tritonpack.testing.shrink_rows import REACH
-from tritonpack.testing.small_copy import Built, NotSmallError, one_line, small_copy, subject_of
+from tritonpack.patches.trial.packed_forms import LENGTHS, Judgement, Results, Subject, alone, judge, message, tolerance
+from tritonpack.patches.trial.shrink_rows import REACH
+from tritonpack.patches.trial.small_copy import Built, NotSmallError, one_line, small_copy, subject_of
 
 # Forms by their names in `packed_forms`, and what a user would say.
 FORMS = {

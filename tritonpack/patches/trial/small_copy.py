@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from tritonpack.patches.families import CODEBOOKS
 from tritonpack.patches.tokens import special_tokens
-from tritonpack.testing.packed_forms import Subject, values_of
-from tritonpack.testing.shrink import shrink
+from tritonpack.patches.trial.packed_forms import Subject, values_of
+from tritonpack.patches.trial.shrink import shrink
 
 # What models are looked for among, in this order, and what each is called.
 AUTO = {
