@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 import tritonpack
 from tests.patches import sweep, zoo
 from tests.patches.models import generate
-from tritonpack.patches.families import KNOWN
+
 
 REFUSED = {
     "blt": "hashes of preceding bytes run across documents",

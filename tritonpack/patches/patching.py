@@ -14,10 +14,10 @@ from tritonpack.attention import Backend
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import interface
 from tritonpack.patches.applied import Applied, applied_to, to_the_end
-from tritonpack.patches.families import DENSE, KNOWN, REFUSED, REFUSED_LAYERS
+from tritonpack.patches.families import DENSE, REFUSED, REFUSED_LAYERS
 from tritonpack.patches.hand import HAND_WRITTEN, fits
 from tritonpack.patches.packing import ATTENTIONS
-from tritonpack.patches.probe import probe_alone, probe_packed
+from tritonpack.patches.probe import require_evidence
 from tritonpack.patches.report import Report, holds
 
 _lock = threading.RLock()  # models are patched one after the other
@@ -80,9 +80,9 @@ def patch(
     Patching a patched model again gives another handle: the model stays patched until each is left, the last one first.
     With another attention or backend the new one is in force until it is left.
 
-    Families that the tests show to be exact are patched at once. Any other model is tried on a few tokens first: packed
-    documents must equal each alone, and none may move another; what a few tokens can't show (windows longer than they
-    are) is for `tritonpack.testing.check_isolation` with longer ones.
+    Classes that the tests show to be exact with the installed version of transformers are patched at once. Of any other
+    class a small random copy is tried first, in float32 on the CPU: packed documents must equal each alone, and none
+    may move another. That takes a second or two, once in a process.
 
     Layers that mix along the row otherwise (recurrences, convolutions) run on each document by itself; a packed batch
     leaves no cache behind in such models. Families whose attention lies outside transformers' interface get a dense
@@ -106,6 +106,7 @@ def patch(
     if backend not in ("auto", "triton", "gluon", "blocked", "reference"):
         raise ValueError(f"backend must be 'auto', 'triton', 'gluon', 'blocked' or 'reference'; got {backend!r}.")
     _require_model(model)
+    _require_evidence(model, attention)
     handle = None
     try:
         with _lock:
@@ -138,6 +139,7 @@ def patch_by_name(model: PreTrainedModel) -> Applied:
     Raises:
         UnsupportedModelError: as `patch`.
     """
+    _require_evidence(model, "tritonpack")
     with _lock:
         return _patch(model, "tritonpack", "auto", by_name=True)._applied
 
@@ -164,22 +166,28 @@ def _patch(model: nn.Module, attention: str, backend: Backend, *, by_name: bool 
             f"backend={whole.asked[1]!r}; patch the whole model to change that."
         )
     modules = _supported_modules(model, attention)
-    interface.register()
-    known = all(module.config.model_type in KNOWN for module in modules)
     applied = None
     try:
         for other in found:
             other.revert()
-        alone = None if known else probe_alone(model)
         applied = Applied(model, modules, attention, backend, found, by_name)
         applied.apply()
-        if alone is not None:
-            probe_packed(model, alone)
         applied.leases.append(lease)
         return Patch(model, applied, lease)
     except BaseException:
         to_the_end(lambda: _roll_back(applied, found))
         raise
+
+
+def _require_evidence(model: nn.Module, attention: str) -> None:
+    """Refuse what isn't known to be packed exactly; not under the lock, because a trial builds models in a thread."""
+
+    def patch_untried(small: nn.Module) -> None:
+        Applied(small, _supported_modules(small, attention), attention, "auto", []).apply()
+
+    _supported_modules(model, attention)
+    interface.register()
+    require_evidence(model, attention, patch_untried)
 
 
 def _roll_back(applied: Applied | None, found: list[Applied]) -> None:

@@ -1,0 +1,119 @@
+"""The forwards of a model through which documents may mix, and which of them are as transformers wrote them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from tritonpack.patches.families import MIXERS, OWN_MASKS, POSITION_TABLES
+
+# Packages whose forwards may stand around transformers' own: the tests of `tests/ecosystem` train with each.
+WRAPPERS = frozenset({"accelerate", "liger_kernel", "peft", "torch", "transformers", "tritonpack", "trl"})
+
+# Arguments that tell a layer about its row: what takes one of them may mix the row's documents.
+ROW_ARGUMENTS = frozenset(
+    """
+    alibi attention_bias attention_mask cache_params causal_mask cu_seq_lens_q cu_seqlens layer_past mask
+    past_key_value past_key_values position_bias position_embeddings position_ids seq_idx state
+    """.split()
+)
+
+
+def mixing_forwards(model: nn.Module) -> Iterator[tuple[str, nn.Module, Callable[..., Any]]]:
+    """The name, the module and the forward of every module of a model through which documents may mix.
+
+    That is whatever takes an argument about the row, and whatever `families` knows to mix it. A forward that one of
+    `WRAPPERS` has put around another counts as the class's.
+    """
+    for name, module in model.named_modules():
+        kind = type(module)
+        if _mixes(kind):
+            yield name, module, forward_of(module)
+
+
+def foreign_forwards(model: nn.Module) -> list[str]:
+    """The modules through which documents may mix and whose forward isn't that of their class in transformers, by name.
+
+    Another forward of a transformers class counts, whatever it takes.
+    """
+    mixing = {name for name, _, _ in mixing_forwards(model)}
+    return [
+        name
+        for name, module in model.named_modules()
+        if (name in mixing and not is_own(module)) or _is_replaced(type(module))
+    ]
+
+
+def forward_of(module: nn.Module) -> Callable[..., Any]:
+    """The function that runs when a module is called, without what `WRAPPERS` put around it."""
+    instance = module.__dict__.get("forward")
+    if instance is not None and not _is_wrapper(instance):
+        return getattr(instance, "__func__", instance)
+    return type(module).forward
+
+
+def is_own(module: nn.Module) -> bool:
+    """Whether a module's forward is that of its class, and the class transformers' (or of one of `WRAPPERS`)."""
+    instance = module.__dict__.get("forward")
+    return (instance is None or _is_wrapper(instance)) and _is_genuine(type(module))
+
+
+def _is_replaced(kind: type[nn.Module]) -> bool:
+    return kind.__module__.startswith("transformers.") and not _is_genuine(kind)
+
+
+def _is_genuine(kind: type[nn.Module]) -> bool:
+    """Whether the forward of a class is the one that it was defined with, in one of `WRAPPERS`."""
+    owner = next(base for base in kind.__mro__ if "forward" in base.__dict__)
+    return _was_defined_in(owner, kind.forward)
+
+
+@cache
+def _was_defined_in(owner: type, forward: Callable[..., Any]) -> bool:
+    innermost = inspect.unwrap(forward)
+    if not _is_wrapper(forward) or _package(innermost) != "transformers":
+        return _is_wrapper(forward)
+    name = innermost.__qualname__  # that of another class if its forward was put here
+    return "<locals>" in name or name == f"{owner.__qualname__}.forward"
+
+
+def _is_wrapper(forward: Any) -> bool:
+    """Whether a function and all that it says it wraps were written in one of `WRAPPERS`."""
+    while forward is not None:
+        if _package(forward) not in WRAPPERS:
+            return False
+        forward = getattr(forward, "__wrapped__", None)
+    return True
+
+
+def _package(function: Any) -> str:
+    """The package whose code runs when something is called, whatever it says of itself (decorators copy names)."""
+    while True:
+        if isinstance(function, MethodType):
+            function = function.__func__
+        elif isinstance(function, partial):
+            function = function.func
+        elif hasattr(function, "__globals__"):
+            return function.__globals__.get("__name__", "").partition(".")[0]
+        elif isinstance(getattr(type(function), "__call__", None), type(_package)):  # an object with a method for it
+            function = type(function).__call__
+        else:
+            return ""
+
+
+def _mixes(kind: type[nn.Module]) -> bool:
+    name, home = kind.__name__, kind.__module__.rpartition(".")[2]
+    if issubclass(kind, PreTrainedModel) or name in MIXERS or name in POSITION_TABLES or (home, name) in OWN_MASKS:
+        return True
+    return _takes_row_arguments(kind.forward)
+
+
+@cache
+def _takes_row_arguments(forward: Callable[..., Any]) -> bool:
+    return not ROW_ARGUMENTS.isdisjoint(inspect.signature(forward).parameters)
