@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache, partial
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -18,23 +18,41 @@ WRAPPERS = frozenset({"accelerate", "liger_kernel", "peft", "torch", "transforme
 
 # Arguments that tell a layer about its row: what takes one of them may mix the row's documents.
 ROW_ARGUMENTS = frozenset(
-    """
-    alibi attention_bias attention_mask cache_params causal_mask cu_seq_lens_q cu_seqlens layer_past mask
-    past_key_value past_key_values position_bias position_embeddings position_ids seq_idx state
-    """.split()
-)
+    {
+        "alibi", "attention_bias", "attention_mask", "cache_params", "causal_mask", "cu_seq_lens_q", "cu_seqlens",
+        "layer_past", "mask", "past_key_value", "past_key_values", "position_bias", "position_embeddings",
+        "position_ids", "seq_idx", "state",
+    }
+)  # fmt: skip
 
 
 def mixing_forwards(model: nn.Module) -> Iterator[tuple[str, nn.Module, Callable[..., Any]]]:
     """The name, the module and the forward of every module of a model through which documents may mix.
 
-    That is whatever takes an argument about the row, and whatever `families` knows to mix it. A forward that one of
-    `WRAPPERS` has put around another counts as the class's.
+    A forward that one of `WRAPPERS` has put around another counts as the class's.
     """
     for name, module in model.named_modules():
         kind = type(module)
-        if _mixes(kind):
+        if mixes(kind):
             yield name, module, forward_of(module)
+
+
+def mixes(kind: type[nn.Module]) -> bool:
+    """Whether documents may mix in layers of a class: they take an argument about the row, or `families` knows them;
+    of a class that isn't from `WRAPPERS`, also if they take any argument."""
+    name, home = kind.__name__, kind.__module__.rpartition(".")[2]
+    if issubclass(kind, PreTrainedModel) or name in MIXERS or name in POSITION_TABLES or (home, name) in OWN_MASKS:
+        return True
+    parameters = _parameters(kind.forward)
+    if not ROW_ARGUMENTS.isdisjoint(parameters):
+        return True
+    return any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and not _is_genuine(kind)
+
+
+def takes_tokens_and_mask(module: nn.Module) -> bool:
+    """Whether a module takes tokens, or their embeddings, and a mask for them: towers of images and sounds don't."""
+    parameters = inspect.signature(module.forward).parameters
+    return "attention_mask" in parameters and ("input_ids" in parameters or "inputs_embeds" in parameters)
 
 
 def foreign_forwards(model: nn.Module) -> list[str]:
@@ -94,26 +112,18 @@ def _is_wrapper(forward: Any) -> bool:
 
 def _package(function: Any) -> str:
     """The package whose code runs when something is called, whatever it says of itself (decorators copy names)."""
-    while True:
+    while not isinstance(function, FunctionType):
         if isinstance(function, MethodType):
             function = function.__func__
         elif isinstance(function, partial):
             function = function.func
-        elif hasattr(function, "__globals__"):
-            return function.__globals__.get("__name__", "").partition(".")[0]
-        elif isinstance(getattr(type(function), "__call__", None), type(_package)):  # an object with a method for it
-            function = type(function).__call__
+        elif isinstance(call := inspect.getattr_static(type(function), "__call__", None), FunctionType):
+            function = call
         else:
             return ""
-
-
-def _mixes(kind: type[nn.Module]) -> bool:
-    name, home = kind.__name__, kind.__module__.rpartition(".")[2]
-    if issubclass(kind, PreTrainedModel) or name in MIXERS or name in POSITION_TABLES or (home, name) in OWN_MASKS:
-        return True
-    return _takes_row_arguments(kind.forward)
+    return function.__globals__.get("__name__", "").partition(".")[0]
 
 
 @cache
-def _takes_row_arguments(forward: Callable[..., Any]) -> bool:
-    return not ROW_ARGUMENTS.isdisjoint(inspect.signature(forward).parameters)
+def _parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(forward).parameters

@@ -13,6 +13,7 @@ from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.checkpoints import Checkpoints
 from tritonpack.patches.current import Current, ModuleRef
 from tritonpack.patches.families import ALIBI_FROM_MASK, CODEBOOKS, COUNT_FROM_PADDING
+from tritonpack.patches.first_call import FirstCall
 from tritonpack.patches.interface import NAMES, served
 from tritonpack.patches.kinds import Kind
 from tritonpack.patches.packing import Packing, Serving
@@ -37,6 +38,7 @@ class PackingHook:
         head: what the head around this module was told, if it keeps that to itself.
         mixes: whether layers of the module mix along the row.
         outermost: whether no other patched module holds this one, so that its arguments are the user's.
+        first_call: what the module's first call must show; None once it has.
         replaced: the name of the attention that the module's config had before.
     """
 
@@ -59,6 +61,7 @@ class PackingHook:
         self._module = ModuleRef(module)
         self.serving, self.patch, self.checkpoints, self.head = serving, patch, checkpoints, head
         self.mixes, self.outermost = mixes, outermost
+        self.first_call: FirstCall | None = FirstCall(module, serving.attention == "dense")
         config = module.config
         self.model_type = config.model_type
         counts = self.model_type in COUNT_FROM_PADDING
@@ -89,6 +92,8 @@ class PackingHook:
         packing = self._read(arguments)
         if packing is not None:
             packing = self._pass_on(packing, arguments)
+            if not torch.compiler.is_compiling() and self.first_call is not None and packing is not None:
+                self.first_call.watch(self, module, packing)
         if self.checkpoints is not None:
             self.checkpoints.current.read = packing
             self.checkpoints.hold()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from types import TracebackType
 from typing import Literal
@@ -15,6 +14,7 @@ from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import interface
 from tritonpack.patches.applied import Applied, applied_to, to_the_end
 from tritonpack.patches.families import DENSE, REFUSED, REFUSED_LAYERS
+from tritonpack.patches.forwards import takes_tokens_and_mask
 from tritonpack.patches.hand import HAND_WRITTEN, fits
 from tritonpack.patches.packing import ATTENTIONS
 from tritonpack.patches.probe import require_evidence
@@ -146,7 +146,7 @@ def patch_by_name(model: PreTrainedModel) -> Applied:
 
 def tokens_enter(model: PreTrainedModel) -> bool:
     """Whether some module of a model takes tokens and a mask for them; towers don't."""
-    return any(_takes_tokens(module) for module in model.modules() if isinstance(module, PreTrainedModel))
+    return any(takes_tokens_and_mask(module) for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
 def _patch(model: nn.Module, attention: str, backend: Backend, *, by_name: bool = False) -> Patch:
@@ -230,7 +230,7 @@ def _modules(model: nn.Module) -> list[PreTrainedModel]:
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if not models:
         raise UnsupportedModelError(f"expected a transformers model; got {type(model).__name__}.")
-    takes_tokens = [module for module in models if _takes_tokens(module)]
+    takes_tokens = [module for module in models if takes_tokens_and_mask(module)]
     modules = [
         module
         for module in takes_tokens
@@ -242,11 +242,6 @@ def _modules(model: nn.Module) -> list[PreTrainedModel]:
             "can't be told where documents begin."
         )
     return modules
-
-
-def _takes_tokens(module: PreTrainedModel) -> bool:
-    parameters = inspect.signature(module.forward).parameters
-    return "attention_mask" in parameters and ("input_ids" in parameters or "inputs_embeds" in parameters)
 
 
 def _is_head(module: PreTrainedModel) -> bool:
@@ -277,6 +272,11 @@ def _supported_modules(model: nn.Module, attention: str) -> list[PreTrainedModel
             raise UnsupportedModelError(
                 f"{type(module).__name__} with use_bidirectional_attention sees both directions in a batch without "
                 "padding and one in a batch with it, so there is nothing to be equal to."
+            )
+        if getattr(module, "attention_type", None) == "block_sparse":
+            raise UnsupportedModelError(
+                f"{type(module).__name__} with attention_type='block_sparse' attends in blocks that are counted from "
+                "the beginning of the row. Call model.set_attention_type('original_full') before you patch it."
             )
         if attention == "sdpa" and not module._supports_sdpa and kind not in DENSE:
             raise UnsupportedModelError(

@@ -1,10 +1,11 @@
-"""Evidence that a model is packed exactly: the table of shown classes, or a trial of a small copy when it is patched."""
+"""Evidence that a model is packed exactly: the table of shown classes, or a trial of a small copy."""
 
 from __future__ import annotations
 
 import copy
 import inspect
 import json
+import threading
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,17 @@ from tritonpack.patches.forwards import foreign_forwards, mixing_forwards
 from tritonpack.patches.positions import rope_limits
 from tritonpack.patches.report import layer_windows
 from tritonpack.patches.shown import installed, is_shown, without_wrappers
-from tritonpack.patches.trial.packed_forms import FORMS, LENGTHS, Batch, Results, Subject, alone, judge, tolerance, whole
+from tritonpack.patches.trial.packed_forms import (
+    FORMS,
+    LENGTHS,
+    Batch,
+    Results,
+    Subject,
+    alone,
+    judge,
+    tolerance,
+    whole,
+)
 from tritonpack.patches.trial.shrink import shrink
 from tritonpack.patches.trial.small_copy import NotSmallError, one_line, small_model, subject_of
 from tritonpack.patches.trial.undisturbed import undisturbed
@@ -31,6 +42,8 @@ MOST_PARAMETERS = 100_000_000  # of a model that is tried itself, in a float32 c
 LONGEST_REACH = 1024  # of such a model's windows and chunks: the longest document of a trial is longer than these
 
 Patching = Callable[[nn.Module], Any]  # patches a model without a trial
+
+_trial = threading.local()  # where a trial runs, a class that patches its instances isn't tried again
 
 # What trials found, by class, forwards and small configuration: the reason of a refusal, or nothing.
 _verdicts: dict[Hashable, str] = {}
@@ -56,7 +69,7 @@ def require_evidence(model: nn.Module, attention: str, patch_untried: Patching) 
     Raises:
         UnsupportedModelError: documents don't stay apart in the trial, or there can't be one; the message says why.
     """
-    for root in _roots(model):
+    for root in () if hasattr(_trial, "runs") else _roots(model):
         replaced = foreign_forwards(root)
         if is_shown(type(root)) and not replaced:
             continue
@@ -131,8 +144,13 @@ def _devices(root: nn.Module) -> list[torch.device]:
 
 def _kept(key: Hashable, trial: Callable[[], str]) -> str:
     """What a trial found, now or before; one that couldn't be held may be another time."""
+
+    def mark_and_run() -> str:
+        _trial.runs = True  # for as long as the thread lives
+        return trial()
+
     if key not in _verdicts:
-        _verdicts[key] = undisturbed(trial)
+        _verdicts[key] = undisturbed(mark_and_run)
     return _verdicts[key]
 
 
@@ -189,9 +207,9 @@ def _try_in_both(build: Callable[[torch.dtype], nn.Module], patch_untried: Patch
     return found
 
 
-def _try(model: nn.Module, patch_untried: Patching, lengths: tuple[int, ...]) -> str:
+def _try(model: Any, patch_untried: Patching, lengths: tuple[int, ...]) -> str:
     """Why a model's packed documents don't stay apart when it is patched; nothing if they do."""
-    limits = [limit for _, limit in rope_limits(model.config.get_text_config())]  # type: ignore[union-attr]
+    limits = [limit for _, limit in rope_limits(model.config.get_text_config())]
     short = tuple(min([n, *limits]) for n in lengths)
     try:
         subject = _subject(model)

@@ -32,5 +32,5 @@ def without_wrappers(kind: type) -> type:
 
 @cache
 def _versions() -> dict[str, frozenset[str]]:
-    with files("tritonpack.patches").joinpath("shown.csv").open(encoding="utf-8", newline="") as file:
-        return {row["class"]: frozenset(row["versions"].split()) for row in csv.DictReader(file)}
+    lines = files("tritonpack.patches").joinpath("shown.csv").read_text(encoding="utf-8").splitlines()
+    return {row["class"]: frozenset(row["versions"].split()) for row in csv.DictReader(lines)}

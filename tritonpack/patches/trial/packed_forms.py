@@ -15,6 +15,7 @@ from tritonpack.errors import UnsupportedModelError
 
 LENGTHS = (7, 1, 3, 11)
 
+
 class MiscountError(ValueError):
     """A call gives neither a value for every token nor one for every document."""
 
