@@ -21,30 +21,15 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.masking_utils import create_causal_mask
-from transformers.models.llama.modeling_llama import LlamaAttention
 
 import tritonpack
 from tests.patches import zoo
 from tests.patches.models import VOCAB, tiny_model
-from tests.patches.replaced import AnyArguments, Replacement, attends_by_itself, attends_by_the_interface
-from tritonpack.patches import applied, forwards, hooks, patching, positions, probe
+from tritonpack.patches import probe
 from tritonpack.patches.trial.small_copy import subject_of
 from tritonpack.testing import check_isolation
 
-
-@pytest.fixture(autouse=True)
-def trials(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The trials that a test holds: what others have found doesn't count."""
-    held: list[Any] = []
-    run = probe.undisturbed
-
-    def count(trial: Any) -> Any:
-        held.append(trial)
-        return run(trial)
-
-    monkeypatch.setattr(probe, "_verdicts", {})
-    monkeypatch.setattr(probe, "undisturbed", count)
-    return held
+pytestmark = pytest.mark.usefixtures("trials")
 
 
 class StrangerConfig(PreTrainedConfig):
@@ -257,7 +242,9 @@ def test_a_known_class_is_tried_with_another_transformers(trials: list[Any], mon
 def test_a_wrapper_of_a_known_class_is_not_tried(trials: list[Any]) -> None:
     """FSDP's fully_shard makes a subclass; a module of one's own holds a model."""
     model = tiny_model("llama")
-    model.__class__ = type("FSDPLlamaForCausalLM", (type(model),), {"__module__": "torch.distributed.fsdp"})
+    for module in (model, *model.model.layers):
+        kind = type(module)
+        module.__class__ = type(f"FSDP{kind.__name__}", (kind,), {"__module__": "torch.distributed.fsdp"})
     tritonpack.patch(nn.ModuleDict({"policy": model}))
     assert not trials
 
@@ -356,120 +343,6 @@ class WindowIgnored(MistralForCausalLM):
         finally:
             self.config.sliding_window = window
 
-
-# Code that isn't transformers' own makes a known class one to be tried.
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_replaced_attention_of_a_class_is_refused(
-    dtype: torch.dtype, trials: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tritonpack.patch(tiny_model("llama", dtype=dtype)).unpatch()
-    assert not trials
-    monkeypatch.setattr(LlamaAttention, "forward", attends_by_itself)
-    message = r"LlamaForCausalLM runs code that isn't transformers' own in model.layers.0.self_attn \(LlamaAttention\)"
-    with pytest.raises(tritonpack.UnsupportedModelError, match=f"{message}.*don't stay apart: position_ids"):
-        tritonpack.patch(tiny_model("llama", dtype=dtype))
-    monkeypatch.undo()
-    tritonpack.patch(tiny_model("llama", dtype=dtype)).unpatch()
-
-
-def test_replaced_attention_that_asks_the_interface_is_tried(trials: list[Any], monkeypatch: Any) -> None:
-    monkeypatch.setattr(LlamaAttention, "forward", attends_by_the_interface)
-    check_isolation(tritonpack.patch(tiny_model("llama")).model)
-    assert len(trials) == 1
-
-
-@pytest.mark.parametrize("how", ["instance", "module", "any arguments", "head"])
-def test_replaced_code_of_one_model_is_tried_with_it(how: str, trials: list[Any]) -> None:
-    """No small copy has it."""
-    model = tiny_model("llama")
-    layers = model.model.layers
-    if how == "instance":
-        layers[1].self_attn.forward = attends_by_itself.__get__(layers[1].self_attn)
-    elif how == "module":
-        layers[1].self_attn = Replacement(layers[1].self_attn)
-    elif how == "any arguments":
-        layers[1].self_attn = AnyArguments(layers[1].self_attn)
-    else:
-        model.forward = (lambda self, input_ids, **kwargs: type(self).forward(self, input_ids)).__get__(model)
-    with pytest.raises(tritonpack.UnsupportedModelError, match=r"isn't transformers' own in .*don't stay apart"):
-        tritonpack.patch(model)
-    assert len(trials) == 2
-
-
-def test_replaced_norms_are_not_tried(trials: list[Any]) -> None:
-    """What takes nothing about the row can't mix its documents."""
-    model = tiny_model("llama")
-    model.model.norm.forward = (lambda self, x: x).__get__(model.model.norm)
-    model.lm_head = Scaled()
-    tritonpack.patch(model).unpatch()
-    assert not trials
-
-
-class Scaled(nn.Module):
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return hidden_states * 2
-
-
-# Every family that leaks without its rows of the tables is refused without them.
-
-LEAKING = (
-    "bailing_hybrid", "bamba", "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "bloom", "blt", "camembert",
-    "codegen", "cpmant", "data2vec-text", "deepseek_v4", "doge-experts", "falcon", "falcon_h1", "falcon_mamba",
-    "gpt_neox_japanese", "gptj", "granitemoehybrid", "inkling2_text", "inkling_text", "jamba", "kimi_linear", "lfm2",
-    "lfm2_moe", "lfm3", "llama4", "llama4_text", "mamba", "mamba2", "marian", "mbart", "megatron-bert", "minimax",
-    "minimax_m3_vl_text", "mpt", "musicgen", "musicgen_melody", "mvp", "nemotron_h", "olmo_hybrid", "openai-gpt",
-    "pegasus", "plbart", "prophetnet", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next",
-    "qwen4_exp", "qwen4_exp_text", "recurrent_gemma", "reformer", "rembert", "roberta", "roberta-prelayernorm",
-    "roformer", "rwkv", "trocr", "xlm", "xlm-roberta", "xlm-roberta-xl", "xmod", "zamba", "zamba2", "zaya",
-)  # fmt: skip
-SAMPLED = ("bart", "falcon", "falcon_h1", "llama4_text", "lfm2", "openai-gpt", "recurrent_gemma", "roberta", "rwkv")
-
-
-@pytest.fixture
-def without_tables(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No class is known, and nothing is known of any layer."""
-    monkeypatch.setattr(probe, "is_shown", lambda kind: False)
-    for owner in (applied, forwards):
-        for name in ("MIXERS", "POSITION_TABLES", "OWN_MASKS"):
-            monkeypatch.setattr(owner, name, frozenset())
-    for owner, name in (
-        (applied, "HAND_WRITTEN"), (applied, "HEADS"), (patching, "HAND_WRITTEN"), (patching, "REFUSED"),
-        (patching, "REFUSED_LAYERS"), (hooks, "ALIBI_FROM_MASK"), (hooks, "COUNT_FROM_PADDING"),
-        (positions, "TEMPERATURES"),
-    ):  # fmt: skip
-        monkeypatch.setattr(owner, name, {})
-
-
-def leaking(name: str) -> Any:
-    return name if name in SAMPLED else pytest.param(name, marks=pytest.mark.slow)
-
-
-@pytest.mark.usefixtures("without_tables")
-@pytest.mark.parametrize("name", [leaking(name) for name in LEAKING])
-def test_leaking_families_are_refused(name: str, trials: list[Any]) -> None:
-    for dtype in (torch.bfloat16, torch.float32):
-        with pytest.raises(tritonpack.UnsupportedModelError, match="don't stay apart"):
-            tritonpack.patch(zoo.tiny_model(name, dtype=dtype))
-    assert len(trials) == 1
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("without_tables")
-def test_no_other_family_leaks() -> None:
-    """Those that the tables say nothing of are accepted, so that a refusal in the test above says something."""
-    refused = []
-    for name in zoo.MODEL_TYPES:
-        if name not in zoo.UNBUILT and name not in LEAKING:
-            try:
-                tritonpack.patch(zoo.tiny_model(name))
-            except tritonpack.UnsupportedModelError:
-                refused.append(name)
-    assert refused == ["gemma4_unified_assistant", "xlstm"]  # which take no tokens alone, and no mask
-
-
-# Heads with a score for every document, and what trials can't have.
 
 ENCODER = {
     "vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 2,

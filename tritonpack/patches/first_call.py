@@ -20,7 +20,7 @@ from torch._dynamo import OptimizedModule
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.forwards import forward_of, is_own, mixes, takes_tokens_and_mask
+from tritonpack.patches.forwards import by_class, forward_of, is_own, mixes, takes_tokens_and_mask
 
 if TYPE_CHECKING:
     from tritonpack.patches.hooks import PackingHook
@@ -44,8 +44,9 @@ class FirstCall:
 
     def __init__(self, module: nn.Module, dense: bool) -> None:
         layers = dict(_inside(module))
-        self.attending = frozenset(name for name, layer in layers.items() if _attends(type(layer)))
-        self.mixing = frozenset(name for name, layer in layers.items() if mixes(type(layer)))
+        attends, mixing = by_class(_attends), by_class(mixes)
+        self.attending = frozenset(name for name, layer in layers.items() if attends(type(layer)))
+        self.mixing = frozenset(name for name, layer in layers.items() if mixing(type(layer)))
         self.forwards: frozenset[Any] | None = frozenset(forward_of(layers[name]) for name in self.mixing)
         self.dense = dense
 
@@ -173,7 +174,7 @@ def _inside(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]
             yield from _inside(child, f"{name}.{child_name}" if name else child_name)
 
 
-def _attends(kind: type[nn.Module]) -> bool:
+def _attends(kind: Any) -> bool:
     """Whether layers of a class ask transformers' interface for their attention: its name is in their code."""
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     return code is not None and INTERFACE in code.co_names

@@ -26,18 +26,21 @@ ROW_ARGUMENTS = frozenset(
 )  # fmt: skip
 
 
-def mixing_forwards(model: nn.Module) -> Iterator[tuple[str, nn.Module, Callable[..., Any]]]:
-    """The name, the module and the forward of every module of a model through which documents may mix.
+def mixing_forwards(model: nn.Module) -> Iterator[Callable[..., Any]]:
+    """The forwards of a model through which documents may mix.
 
     A forward that one of `WRAPPERS` has put around another counts as the class's.
     """
-    for name, module in model.named_modules():
-        kind = type(module)
-        if mixes(kind):
-            yield name, module, forward_of(module)
+    mixing = by_class(mixes)
+    return (forward_of(module) for module in model.modules() if mixing(type(module)))
 
 
-def mixes(kind: type[nn.Module]) -> bool:
+def by_class(question: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """A question about classes that is asked of each once, for now: a class may get another forward later."""
+    return cache(question)
+
+
+def mixes(kind: Any) -> bool:
     """Whether documents may mix in layers of a class: they take an argument about the row, or `families` knows them;
     of a class that isn't from `WRAPPERS`, also if they take any argument."""
     name, home = kind.__name__, kind.__module__.rpartition(".")[2]
@@ -60,12 +63,16 @@ def foreign_forwards(model: nn.Module) -> list[str]:
 
     Another forward of a transformers class counts, whatever it takes.
     """
-    mixing = {name for name, _, _ in mixing_forwards(model)}
-    return [
-        name
-        for name, module in model.named_modules()
-        if (name in mixing and not is_own(module)) or _is_replaced(type(module))
-    ]
+    mixing, genuine = by_class(mixes), by_class(_is_genuine)
+
+    def is_foreign(module: nn.Module) -> bool:
+        kind = type(module)
+        if not genuine(kind):
+            return mixing(kind) or kind.__module__.startswith("transformers.")
+        instance = module.__dict__.get("forward")
+        return instance is not None and not _is_wrapper(instance) and mixing(kind)
+
+    return [name for name, module in model.named_modules() if is_foreign(module)]
 
 
 def forward_of(module: nn.Module) -> Callable[..., Any]:
@@ -73,7 +80,8 @@ def forward_of(module: nn.Module) -> Callable[..., Any]:
     instance = module.__dict__.get("forward")
     if instance is not None and not _is_wrapper(instance):
         return getattr(instance, "__func__", instance)
-    return type(module).forward
+    kind = type(module)
+    return inspect.unwrap(kind.forward) if _is_genuine(kind) else kind.forward
 
 
 def is_own(module: nn.Module) -> bool:
@@ -82,11 +90,7 @@ def is_own(module: nn.Module) -> bool:
     return (instance is None or _is_wrapper(instance)) and _is_genuine(type(module))
 
 
-def _is_replaced(kind: type[nn.Module]) -> bool:
-    return kind.__module__.startswith("transformers.") and not _is_genuine(kind)
-
-
-def _is_genuine(kind: type[nn.Module]) -> bool:
+def _is_genuine(kind: Any) -> bool:
     """Whether the forward of a class is the one that it was defined with, in one of `WRAPPERS`."""
     owner = next(base for base in kind.__mro__ if "forward" in base.__dict__)
     return _was_defined_in(owner, kind.forward)
@@ -97,8 +101,8 @@ def _was_defined_in(owner: type, forward: Callable[..., Any]) -> bool:
     innermost = inspect.unwrap(forward)
     if not _is_wrapper(forward) or _package(innermost) != "transformers":
         return _is_wrapper(forward)
-    name = innermost.__qualname__  # that of another class if its forward was put here
-    return "<locals>" in name or name == f"{owner.__qualname__}.forward"
+    home, _, _ = innermost.__qualname__.rpartition(".")  # another class if its forward was put here
+    return "<locals>" in home or home in {base.__qualname__ for base in owner.__mro__}
 
 
 def _is_wrapper(forward: Any) -> bool:

@@ -106,11 +106,11 @@ def patch(
     if backend not in ("auto", "triton", "gluon", "blocked", "reference"):
         raise ValueError(f"backend must be 'auto', 'triton', 'gluon', 'blocked' or 'reference'; got {backend!r}.")
     _require_model(model)
-    _require_evidence(model, attention)
+    modules = _evident_modules(model, attention)
     handle = None
     try:
         with _lock:
-            handle = _patch(model, attention, backend)
+            handle = _patch(model, modules, attention, backend)
         return handle  # noqa: RET504
     except BaseException:
         if handle is not None:  # an interrupt on the way out
@@ -139,9 +139,9 @@ def patch_by_name(model: PreTrainedModel) -> Applied:
     Raises:
         UnsupportedModelError: as `patch`.
     """
-    _require_evidence(model, "tritonpack")
+    modules = _evident_modules(model, "tritonpack")
     with _lock:
-        return _patch(model, "tritonpack", "auto", by_name=True)._applied
+        return _patch(model, modules, "tritonpack", "auto", by_name=True)._applied
 
 
 def tokens_enter(model: PreTrainedModel) -> bool:
@@ -149,7 +149,9 @@ def tokens_enter(model: PreTrainedModel) -> bool:
     return any(takes_tokens_and_mask(module) for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
-def _patch(model: nn.Module, attention: str, backend: Backend, *, by_name: bool = False) -> Patch:
+def _patch(
+    model: nn.Module, modules: list[PreTrainedModel], attention: str, backend: Backend, *, by_name: bool = False
+) -> Patch:
     found, lease = applied_to(model), object()
     whole = next((applied for applied in found if holds(applied.model, model)), None)
     if whole is not None and whole.asked == (attention, backend):
@@ -165,7 +167,6 @@ def _patch(model: nn.Module, attention: str, backend: Backend, *, by_name: bool 
             f"this is a part of a model that is patched with attention={whole.asked[0]!r} and "
             f"backend={whole.asked[1]!r}; patch the whole model to change that."
         )
-    modules = _supported_modules(model, attention)
     applied = None
     try:
         for other in found:
@@ -179,15 +180,19 @@ def _patch(model: nn.Module, attention: str, backend: Backend, *, by_name: bool 
         raise
 
 
-def _require_evidence(model: nn.Module, attention: str) -> None:
-    """Refuse what isn't known to be packed exactly; not under the lock, because a trial builds models in a thread."""
+def _evident_modules(model: nn.Module, attention: str) -> list[PreTrainedModel]:
+    """The modules to patch, if it is known that they are packed exactly.
+
+    Not under the lock, because a trial builds models in a thread of its own.
+    """
 
     def patch_untried(small: nn.Module) -> None:
         Applied(small, _supported_modules(small, attention), attention, "auto", []).apply()
 
-    _supported_modules(model, attention)
+    modules = _supported_modules(model, attention)
     interface.register()
     require_evidence(model, attention, patch_untried)
+    return modules
 
 
 def _roll_back(applied: Applied | None, found: list[Applied]) -> None:

@@ -117,7 +117,7 @@ def _find(root: PreTrainedModel, attention: str, patch_untried: Patching) -> str
         CannotTryError: neither a small copy nor the model itself can be tried.
     """
     kind, config = without_wrappers(type(root)), root.config
-    forwards = frozenset(forward for _, _, forward in mixing_forwards(root))
+    forwards = frozenset(mixing_forwards(root))
     reasons = []
     try:
         key = (kind, attention, forwards, _as_text(shrink(config)))
@@ -166,7 +166,7 @@ def _try_small(
             model = small_model(kind, config).to(device=device, dtype=dtype)
         except NotSmallError as error:
             raise CannotTryError(f"it can't be built: {error}") from error
-        if lacking := forwards - {forward for _, _, forward in mixing_forwards(model)}:
+        if lacking := forwards - set(mixing_forwards(model)):
             names = ", ".join(sorted(getattr(forward, "__qualname__", repr(forward)) for forward in lacking))
             raise CannotTryError(f"it doesn't have all that the model runs: {names}")
         return model
