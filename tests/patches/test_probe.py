@@ -3,6 +3,7 @@
 import contextlib
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -178,10 +179,9 @@ class Unmasked(LlamaForCausalLM):
         return super().forward(*args, **kwargs)
 
 
-def llama_config() -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=VOCAB, hidden_size=32, num_attention_heads=2, intermediate_size=16, num_hidden_layers=2
-    )
+def llama_config(**more: Any) -> LlamaConfig:
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 16}
+    return LlamaConfig(**sizes, num_hidden_layers=2, **more)
 
 
 @pytest.mark.parametrize("context", CONTEXTS)
@@ -199,6 +199,31 @@ def test_a_trial_in_any_context(context: str, trials: list[Any]) -> None:
         assert after is None or torch.equal(torch.get_rng_state(), after)
     assert len(trials) == 2
     assert after is not None or torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_trial_while_a_model_is_loaded(dtype: torch.dtype, tmp_path: Path, trials: list[Any]) -> None:
+    """By name, a model is patched when it is built: without weights, in another default dtype."""
+    Unshown(llama_config()).save_pretrained(tmp_path)
+    model = Unshown.from_pretrained(tmp_path, attn_implementation="tritonpack", dtype=dtype)
+    assert len(trials) == 1
+    assert not any(p.is_meta for p in model.parameters())
+    ids, places = torch.full((1, 6), 9), torch.tensor([[0, 1, 2, 0, 1, 2]])
+    first, second = model(ids, position_ids=places).logits.chunk(2, dim=1)
+    assert torch.equal(first, second)
+    with pytest.raises(tritonpack.UnsupportedModelError, match="Unmasked isn't a model that tritonpack knows"):
+        Unmasked.from_pretrained(tmp_path, attn_implementation="tritonpack", dtype=dtype)(ids)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_rotary_embeddings_that_follow_the_longest_document(kind: str, trials: list[Any]) -> None:
+    """Beyond a length that a call's documents must share they are refused in the call."""
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 8.0}
+    if kind == "longrope":
+        factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]}
+        rope |= {**factors, "original_max_position_embeddings": 4096}
+    tritonpack.patch(Unshown(llama_config(rope_parameters=rope))).unpatch()
+    assert len(trials) == 1
 
 
 def test_a_trial_under_a_default_device(trials: list[Any]) -> None:

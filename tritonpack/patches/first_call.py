@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.forwards import by_class, forward_of, is_own, mixes, takes_tokens_and_mask
+from tritonpack.patches.towers import takes_tokens
 
 if TYPE_CHECKING:
     from tritonpack.patches.hooks import PackingHook
@@ -45,7 +46,9 @@ class FirstCall:
     def __init__(self, module: nn.Module, dense: bool) -> None:
         layers = dict(_inside(module))
         attends, mixing = by_class(_attends), by_class(mixes)
-        self.attending = frozenset(name for name, layer in layers.items() if attends(type(layer)))
+        self.attending = frozenset(
+            name for name, layer in layers.items() if attends(type(layer)) and takes_tokens(layer)
+        )
         self.mixing = frozenset(name for name, layer in layers.items() if mixing(type(layer)))
         self.forwards: frozenset[Any] | None = frozenset(forward_of(layers[name]) for name in self.mixing)
         self.dense = dense

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches.applied import applied_to
 from tritonpack.patches.forwards import foreign_forwards, mixing_forwards
 from tritonpack.patches.positions import rope_limits
 from tritonpack.patches.report import layer_windows
@@ -118,21 +119,17 @@ def _find(root: PreTrainedModel, attention: str, patch_untried: Patching) -> str
     """
     kind, config = without_wrappers(type(root)), root.config
     forwards = frozenset(mixing_forwards(root))
+    trials: dict[str, tuple[Callable[[Any], Any], Callable[[], str]]] = {
+        f"a small copy on {device}": (shrink, partial(_try_small, kind, config, forwards, device, patch_untried))
+        for device in _devices(root)
+    }
+    trials["the model itself"] = (copy.copy, partial(_try_itself, root, patch_untried))
     reasons = []
-    try:
-        key = (kind, attention, forwards, _as_text(shrink(config)))
-        for device in _devices(root):
-            small = partial(_try_small, kind, config, forwards, device, patch_untried)
-            try:
-                return _kept(key, small)
-            except CannotTryError as error:
-                reasons.append(f"a small copy on {device}: {error}")
-    except Exception as error:  # whatever a configuration's own code raises
-        reasons.append(f"a small configuration: {one_line(error)}")
-    try:
-        return _kept((kind, attention, forwards, _as_text(config)), partial(_try_itself, root, patch_untried))
-    except CannotTryError as error:
-        reasons.append(f"the model itself: {error}")
+    for name, (tried, trial) in trials.items():
+        try:
+            return _kept((kind, attention, forwards, _as_text(tried, config)), trial)
+        except CannotTryError as error:
+            reasons.append(f"{name}: {error}")
     raise CannotTryError("; ".join(reasons))
 
 
@@ -154,8 +151,12 @@ def _kept(key: Hashable, trial: Callable[[], str]) -> str:
     return _verdicts[key]
 
 
-def _as_text(config: Any) -> str:
-    return json.dumps(config.to_dict(), sort_keys=True, default=str)
+def _as_text(change: Callable[[Any], Any], config: Any) -> str:
+    """What a changed configuration says, as text."""
+    try:
+        return json.dumps(change(config).to_dict(), sort_keys=True, default=str)
+    except Exception as error:  # whatever a configuration's own code raises
+        raise CannotTryError(f"its configuration can't be read: {one_line(error)}") from error
 
 
 def _try_small(
@@ -189,9 +190,12 @@ def _try_itself(root: PreTrainedModel, patch_untried: Patching) -> str:
 
     def build(dtype: torch.dtype) -> nn.Module:
         try:
-            return copy.deepcopy(root).to(dtype).eval().requires_grad_()
+            twin = copy.deepcopy(root)
         except Exception as error:  # whatever a model's parts raise when they are copied
             raise CannotTryError(f"it can't be copied: {one_line(error)}") from error
+        for patch in applied_to(twin):
+            patch.revert()
+        return twin.to(dtype).eval().requires_grad_()
 
     return _try_in_both(build, patch_untried, (*LENGTHS[:-1], max(LENGTHS[-1], reach + 3)))
 
@@ -209,7 +213,8 @@ def _try_in_both(build: Callable[[torch.dtype], nn.Module], patch_untried: Patch
 
 def _try(model: Any, patch_untried: Patching, lengths: tuple[int, ...]) -> str:
     """Why a model's packed documents don't stay apart when it is patched; nothing if they do."""
-    limits = [limit for _, limit in rope_limits(model.config.get_text_config())]
+    # Rotary embeddings that have grown with a longer document shrink again for one below the limit, not at it.
+    limits = [limit - 1 for _, limit in rope_limits(model.config.get_text_config())]
     short = tuple(min([n, *limits]) for n in lengths)
     try:
         subject = _subject(model)
