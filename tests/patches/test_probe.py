@@ -172,6 +172,20 @@ class Unshown(LlamaForCausalLM):
     """A subclass isn't what the tests show."""
 
 
+class Particular(LlamaForCausalLM):
+    """It has a part that fills its weights itself, and one in the default dtype."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.scale = nn.Parameter(torch.empty(config.vocab_size))
+        nn.init.ones_(self.scale)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = (output.logits @ torch.eye(VOCAB)) * self.scale
+        return output
+
+
 class Unmasked(LlamaForCausalLM):
     """Its model gets no mask, so that the first layer's documents meet."""
 
@@ -184,13 +198,14 @@ def llama_config(**more: Any) -> LlamaConfig:
     return LlamaConfig(**sizes, num_hidden_layers=2, **more)
 
 
+@pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_a_trial_in_any_context(context: str, trials: list[Any]) -> None:
     """Models may be built and patched there."""
     state = torch.get_rng_state()
     with CONTEXTS[context]():
         dtype = torch.get_default_dtype()
-        model, wrong = Unshown(llama_config()), Unmasked(llama_config())
+        model, wrong = Particular(llama_config()), Unmasked(llama_config())
         after = torch.get_rng_state() if context != "fake_tensors" else None
         tritonpack.patch(model)
         with pytest.raises(tritonpack.UnsupportedModelError, match=r"position_ids: .* from another document"):
