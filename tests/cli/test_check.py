@@ -16,7 +16,7 @@ import transformers
 import tritonpack
 from tritonpack.cli import check as command
 from tritonpack.cli import main
-from tritonpack.testing.shrink import shrink
+from tritonpack.patches.trial.shrink import shrink
 
 TINY = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -165,7 +165,7 @@ def test_a_part_where_the_whole_cannot_be_built(tmp_path, capsys, monkeypatch):
             raise ImportError("a tower needs a package that isn't here")
         return shrink(config)
 
-    monkeypatch.setattr("tritonpack.testing.small_copy.shrink", broken)
+    monkeypatch.setattr("tritonpack.patches.trial.small_copy.shrink", broken)
     assert run(tmp_path) == 0
     output = capsys.readouterr().out
     assert "a small random copy of Gemma3ForCausalLM, a causal language model" in output

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import tritonpack
 from tests.patches import zoo
-from tritonpack.testing.packed_forms import difference, tolerance
+from tritonpack.patches.trial.packed_forms import difference, tolerance
 
 LENGTHS = (7, 1, 3, 11)
 EXACT = tolerance(torch.float64)  # routers' losses are computed in float32
@@ -138,8 +138,8 @@ def test_embeddings_scaled_by_the_mask() -> None:
 def retriever() -> PreTrainedModel:
     import transformers
 
-    from tritonpack.testing.shrink import shrink
-    from tritonpack.testing.small_copy import spread
+    from tritonpack.patches.trial.shrink import shrink
+    from tritonpack.patches.trial.small_copy import spread
 
     torch.manual_seed(0)
     config = shrink(transformers.ColModernVBertConfig())

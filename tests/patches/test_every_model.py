@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 import tritonpack
 from tests.patches import sweep, zoo
 from tests.patches.models import generate
-from tritonpack.patches.families import KNOWN
+from tritonpack.patches.shown import is_shown
 
 REFUSED = {
     "blt": "hashes of preceding bytes run across documents",
@@ -93,14 +93,10 @@ def test_with_transformers_own_attention(name: str) -> None:
         assert (found.verdict, found.reason) == ("exact", "")
 
 
-def test_known_types_are_those_shown_here() -> None:
-    """A type in the list that no test runs would be patched without having been shown exact."""
-    found = set()
-    for name in EXACT:
-        model = zoo.tiny_model(name)
-        with tritonpack.patch(model):
-            found |= {module.config.model_type for module in model.modules() if module._forward_pre_hooks}
-    assert found >= KNOWN
+@every_exact_type
+def test_exact_types_are_patched_without_a_trial(name: str) -> None:
+    """`shown.csv` lists the classes of the types that are shown here, and nothing that is refused."""
+    assert is_shown(type(zoo.tiny_model(name)))
 
 
 build_for_both = functools.lru_cache(maxsize=1)(build)

@@ -16,8 +16,8 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 import tritonpack
 from tests.patches import zoo
 from tests.patches.models import tiny_model
-from tritonpack.testing.packed_forms import FORMS, difference, lay_out, tolerance
-from tritonpack.testing.small_copy import spread
+from tritonpack.patches.trial.packed_forms import FORMS, difference, lay_out, tolerance
+from tritonpack.patches.trial.small_copy import spread
 
 LENGTHS = (7, 1, 3, 11)
 EXACT = tolerance(torch.float64)

@@ -1,5 +1,9 @@
-"""Models that tritonpack doesn't know: tried on a few tokens when they are patched."""
+"""Classes that tritonpack doesn't know: a small copy is tried when a model is patched."""
 
+import contextlib
+import threading
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +14,9 @@ from transformers import (
     AutoModelForMaskedLM,
     BertConfig,
     EsmConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralForCausalLM,
     ModernBertConfig,
     PreTrainedConfig,
     PreTrainedModel,
@@ -18,9 +25,12 @@ from transformers.masking_utils import create_causal_mask
 
 import tritonpack
 from tests.patches import zoo
-from tests.patches.models import VOCAB
+from tests.patches.models import VOCAB, tiny_model
 from tritonpack.patches import probe
+from tritonpack.patches.trial.small_copy import subject_of
 from tritonpack.testing import check_isolation
+
+pytestmark = pytest.mark.usefixtures("trials")
 
 
 class StrangerConfig(PreTrainedConfig):
@@ -29,7 +39,6 @@ class StrangerConfig(PreTrainedConfig):
     num_hidden_layers: int = 1
     vocab_size: int = VOCAB
     uses_mask: bool = True
-    extra_keys: int = 0
 
 
 class Stranger(PreTrainedModel):
@@ -68,44 +77,219 @@ def stranger(**changes: Any) -> Stranger:
     return Stranger(StrangerConfig(**changes)).double().eval()
 
 
-def test_a_stranger_that_uses_its_mask() -> None:
+def test_a_stranger_that_uses_its_mask(trials: list[Any]) -> None:
     model = stranger()
     documents = zoo.documents((7, 1, 3, 11))
     alone = torch.cat([model(d)[0] for d in documents], dim=1)
     places = torch.cat([torch.arange(d.shape[1]) for d in documents])[None]
     with tritonpack.patch(model):
         torch.testing.assert_close(model(torch.cat(documents, 1), position_ids=places)[0], alone)
+    assert len(trials) == 1
+    tritonpack.patch(stranger(hidden_size=32, num_hidden_layers=7).to(torch.bfloat16))
+    assert len(trials) == 2  # another small configuration
+    tritonpack.patch(stranger().to(torch.bfloat16))
+    assert len(trials) == 2
 
 
-def test_a_stranger_that_makes_its_own_mask_is_refused() -> None:
-    model = stranger(uses_mask=False)
-    with pytest.raises(tritonpack.UnsupportedModelError, match=r"Stranger isn't a model that tritonpack knows.*apart"):
-        tritonpack.patch(model)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_stranger_that_makes_its_own_mask_is_refused(dtype: torch.dtype, trials: list[Any]) -> None:
+    model = stranger(uses_mask=False).to(dtype)
+    for _ in range(2):
+        with pytest.raises(tritonpack.UnsupportedModelError, match=r"Stranger isn't a model.*stay apart"):
+            tritonpack.patch(model)
+    assert len(trials) == 1
     assert not model._forward_pre_hooks
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_stranger_without_weights_is_refused() -> None:
-    with torch.device("meta"):
-        model = Stranger(StrangerConfig())
-    with pytest.raises(tritonpack.UnsupportedModelError, match="on the meta device; patch it once they are loaded"):
-        tritonpack.patch(model)
-
-
-def test_a_stranger_that_cannot_run_is_refused() -> None:
+def test_what_is_compared_is_patched_the_same_way() -> None:
+    """A verdict on one kind of attention says nothing about another."""
     model = stranger()
-    model.qkv = nn.Linear(3, 3)
-    with pytest.raises(tritonpack.UnsupportedModelError, match="can't be tried on a few tokens"):
+    tritonpack.patch(model).unpatch()
+    tritonpack.patch(model, attention="eager").unpatch()
+    assert [key[1] for key in probe._verdicts] == ["tritonpack", "eager"]
+
+
+# Whatever the caller does, the trial runs on the CPU in float32 and leaves no trace.
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextlib.contextmanager
+def without_ties() -> Iterator[None]:
+    from transformers.initialization import no_tie_weights
+
+    with no_tie_weights():
+        yield
+
+
+@contextlib.contextmanager
+def without_initial_weights() -> Iterator[None]:
+    from transformers.initialization import no_init_weights
+
+    with no_init_weights():
+        yield
+
+
+@contextlib.contextmanager
+def empty_weights() -> Iterator[None]:
+    accelerate = pytest.importorskip("accelerate")
+    with accelerate.init_empty_weights():
+        yield
+
+
+@contextlib.contextmanager
+def fake_tensors() -> Iterator[None]:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        yield
+
+
+CONTEXTS: dict[str, Any] = {
+    "meta": lambda: torch.device("meta"),
+    "bfloat16": lambda: default_dtype(torch.bfloat16),
+    "float64": lambda: default_dtype(torch.float64),
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "fake_tensors": fake_tensors,
+    "no_tie_weights": without_ties,
+    "no_init_weights": without_initial_weights,
+    "init_empty_weights": empty_weights,
+}
+
+
+class Unshown(LlamaForCausalLM):
+    """A subclass isn't what the tests show."""
+
+
+class Particular(LlamaForCausalLM):
+    """It has a part that fills its weights itself, and one in the default dtype."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.scale = nn.Parameter(torch.empty(config.vocab_size))
+        nn.init.ones_(self.scale)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().forward(*args, **kwargs)
+        output.logits = (output.logits @ torch.eye(VOCAB)) * self.scale
+        return output
+
+
+class Unmasked(LlamaForCausalLM):
+    """Its model gets no mask, so that the first layer's documents meet."""
+
+    def forward(self, *args: Any, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
+        return super().forward(*args, **kwargs)
+
+
+def llama_config(**more: Any) -> LlamaConfig:
+    sizes = {"vocab_size": VOCAB, "hidden_size": 32, "num_attention_heads": 2, "intermediate_size": 16}
+    return LlamaConfig(**sizes, num_hidden_layers=2, **more)
+
+
+@pytest.mark.usefixtures("poisoned_memory")
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_trial_in_any_context(context: str, trials: list[Any]) -> None:
+    """Models may be built and patched there."""
+    state = torch.get_rng_state()
+    with CONTEXTS[context]():
+        dtype = torch.get_default_dtype()
+        model, wrong = Particular(llama_config()), Unmasked(llama_config())
+        after = torch.get_rng_state() if context != "fake_tensors" else None
         tritonpack.patch(model)
+        with pytest.raises(tritonpack.UnsupportedModelError, match=r"position_ids: .* from another document"):
+            tritonpack.patch(wrong)
+        assert torch.get_default_dtype() == dtype
+        assert after is None or torch.equal(torch.get_rng_state(), after)
+    assert len(trials) == 2
+    assert after is not None or torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_known_model_without_weights_is_patched() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_trial_while_a_model_is_loaded(dtype: torch.dtype, tmp_path: Path, trials: list[Any]) -> None:
+    """By name, a model is patched when it is built: without weights, in another default dtype."""
+    Unshown(llama_config()).save_pretrained(tmp_path)
+    model = Unshown.from_pretrained(tmp_path, attn_implementation="tritonpack", dtype=dtype)
+    assert len(trials) == 1
+    assert not any(p.is_meta for p in model.parameters())
+    ids, places = torch.full((1, 6), 9), torch.tensor([[0, 1, 2, 0, 1, 2]])
+    first, second = model(ids, position_ids=places).logits.chunk(2, dim=1)
+    assert torch.equal(first, second)
+    with pytest.raises(tritonpack.UnsupportedModelError, match="Unmasked isn't a model that tritonpack knows"):
+        Unmasked.from_pretrained(tmp_path, attn_implementation="tritonpack", dtype=dtype)(ids)
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+def test_rotary_embeddings_that_follow_the_longest_document(kind: str, trials: list[Any]) -> None:
+    """Beyond a length that a call's documents must share they are refused in the call."""
+    rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 8.0}
+    if kind == "longrope":
+        factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]}
+        rope |= {**factors, "original_max_position_embeddings": 4096}
+    tritonpack.patch(Unshown(llama_config(rope_parameters=rope))).unpatch()
+    assert len(trials) == 1
+
+
+def test_a_trial_under_a_default_device(trials: list[Any]) -> None:
+    """Set for the thread, and for good."""
+    model = Unshown(llama_config())
+    before = torch.get_default_device()
+    torch.set_default_device("meta")
+    try:
+        tritonpack.patch(model)
+        assert torch.get_default_device() == torch.device("meta")
+    finally:
+        torch.set_default_device(before)
+    assert len(trials) == 1
+
+
+def test_a_class_that_patches_its_instances(trials: list[Any]) -> None:
+    """Its small copy, too, is patched while it is built; that isn't tried in turn."""
+
+    class SelfPatching(LlamaForCausalLM):
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            tritonpack.patch(self)
+
+    SelfPatching(llama_config())
+    assert len(trials) == 1
+
+
+def test_a_known_class_is_not_tried(trials: list[Any]) -> None:
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(zoo.tiny_config("llama"))
     tritonpack.patch(model).unpatch()
+    assert not trials
 
 
-def test_trying_leaves_the_model_as_it_was() -> None:
+def test_a_known_class_is_tried_with_another_transformers(trials: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.__version__", "6.1.0.dev0")
+    tritonpack.patch(tiny_model("llama")).unpatch()
+    assert len(trials) == 1
+
+
+def test_a_wrapper_of_a_known_class_is_not_tried(trials: list[Any]) -> None:
+    """FSDP's fully_shard makes a subclass; a module of one's own holds a model."""
+    model = tiny_model("llama")
+    for module in (model, *model.model.layers):
+        kind = type(module)
+        module.__class__ = type(f"FSDP{kind.__name__}", (kind,), {"__module__": "torch.distributed.fsdp"})
+    tritonpack.patch(nn.ModuleDict({"policy": model}))
+    assert not trials
+
+
+def test_a_trial_leaves_the_model_as_it_was() -> None:
     model = stranger().train()
     model.qkv.eval()
     before, random_state = [m.training for m in model.modules()], torch.get_rng_state()
@@ -119,8 +303,85 @@ def test_trying_leaves_the_model_as_it_was() -> None:
 def test_no_token_that_the_configuration_names_is_tried() -> None:
     """An image's place, or a part's padding, isn't text."""
     model = stranger(media_token_ids=list(range(30)), text=StrangerConfig(image_token_index=63, pad_token_id=62))
-    tried = set(torch.cat(probe._documents(model), dim=1).flatten().tolist())
+    tried = set(torch.cat(subject_of(model).draw((500,), 1), dim=1).flatten().tolist())
     assert tried <= set(range(30, 62))
+
+
+# A small copy must run all that the model runs; else the model itself is tried, in a float32 copy.
+
+
+def test_a_class_that_takes_more_than_a_configuration(trials: list[Any]) -> None:
+    class TakesMore(LlamaForCausalLM):
+        def __init__(self, config: Any, more: int) -> None:
+            super().__init__(config)
+
+    model = TakesMore(llama_config(), 1).to(torch.bfloat16)
+    tritonpack.patch(model).unpatch()
+    tritonpack.patch(model).unpatch()
+    assert len(trials) == 3  # a small copy can't be built, the second time neither
+    assert model.dtype == torch.bfloat16
+    with torch.device("meta"):
+        empty = TakesMore(llama_config(), 1)
+    tritonpack.patch(empty).unpatch()  # of a model with the same configuration the trial has told
+
+
+@pytest.mark.parametrize(
+    ("prepare", "reason"),
+    [
+        (lambda model, monkeypatch: model.to("meta"), "on the meta device"),
+        (lambda model, monkeypatch: monkeypatch.setattr(probe, "MOST_PARAMETERS", 100), "parameters are too many"),
+        (lambda model, monkeypatch: monkeypatch.setattr(probe, "LONGEST_REACH", 3), "its window or chunk of 4 tokens"),
+        (lambda model, monkeypatch: model.lm_head.register_parameter("bits", frozen()), "sharded or quantized"),
+        (lambda model, monkeypatch: setattr(model, "lock", threading.Lock()), "it can't be copied: TypeError"),
+        (lambda model, monkeypatch: setattr(model, "lm_head", nn.Linear(3, 3)), "doesn't run on tokens alone"),
+    ],
+    ids=["meta", "large", "window", "quantized", "copied", "broken"],
+)
+def test_what_cannot_be_tried_is_refused(prepare: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Never accepted without evidence; the message says what was tried, and what to do."""
+
+    class TakesMore(MistralForCausalLM):
+        def __init__(self, config: Any, more: int) -> None:
+            super().__init__(config)
+
+    model = TakesMore(zoo.tiny_config("mistral"), 1)
+    prepare(model, monkeypatch)
+    message = (
+        f"TakesMore isn't a model that tritonpack knows.*a small copy on cpu: it can't be built: .*'more'.*{reason}"
+    )
+    with pytest.raises(tritonpack.UnsupportedModelError, match=message) as raised:
+        tritonpack.patch(model)
+    assert "built from its configuration alone" in str(raised.value)
+    assert not model._forward_pre_hooks
+
+
+def frozen() -> nn.Parameter:
+    return nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
+
+
+def test_windows_are_felt_by_the_model_itself() -> None:
+    """Its longest document is longer than its window, which a small copy's would have been made for."""
+
+    class TakesMore(WindowIgnored):
+        def __init__(self, config: Any, more: int) -> None:
+            super().__init__(config)
+
+    wide = zoo.tiny_config("mistral", sliding_window=40)
+    with pytest.raises(tritonpack.UnsupportedModelError, match=r"position_ids: \d"):
+        tritonpack.patch(TakesMore(wide, 1))
+
+
+class WindowIgnored(MistralForCausalLM):
+    """Unpacked, its window is as long as the document."""
+
+    def forward(self, input_ids: Tensor, position_ids: Any = None, **kwargs: Any) -> Any:
+        window = self.config.sliding_window
+        if position_ids is None:
+            self.config.sliding_window = 10**6
+        try:
+            return super().forward(input_ids, position_ids=position_ids, **kwargs)
+        finally:
+            self.config.sliding_window = window
 
 
 ENCODER = {

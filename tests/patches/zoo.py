@@ -27,7 +27,7 @@ from tests.patches.zoo_rows import (
     VOCAB,
 )
 from tests.patches.zoo_rows_others import OTHERS
-from tritonpack.testing.small_copy import (
+from tritonpack.patches.trial.small_copy import (
     PARTS,
     codebooks_of,
     model_class,

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,9 +20,10 @@ from tritonpack.cli.model_source import load_config, load_weights
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import patch
 from tritonpack.patches.positions import rope_limits
-from tritonpack.testing.packed_forms import LENGTHS, Judgement, Results, Subject, alone, judge, message, tolerance
-from tritonpack.testing.shrink_rows import REACH
-from tritonpack.testing.small_copy import Built, NotSmallError, one_line, small_copy, subject_of
+from tritonpack.patches.trial.packed_forms import LENGTHS, Judgement, Results, Subject, alone, judge, message, tolerance
+from tritonpack.patches.trial.shrink_rows import REACH
+from tritonpack.patches.trial.small_copy import Built, NotSmallError, one_line, small_copy, subject_of
+from tritonpack.patches.trial.undisturbed import quiet
 
 # Forms by their names in `packed_forms`, and what a user would say.
 FORMS = {
@@ -113,7 +111,7 @@ def examine(name: str, *, weights: bool, device: str, trust_remote_code: bool, p
     where = resolve_device(device)
     if path is not None:
         path.touch()  # before the check, which may take long
-    with _quiet():
+    with quiet():
         config = load_config(name, trust_remote_code)
         if weights:
             findings = check_weights(name, load_weights(name, config, where, trust_remote_code))
@@ -319,17 +317,3 @@ def _cell(column: Column, form: str) -> str:
     number = "" if math.isnan(found.worst) else f" {found.worst:.0e}"
     detail = f" {found.reason.partition(': ')[2]}" if found.verdict in ("error", "refused") else number
     return f"[{_STYLES[found.verdict]}]{found.verdict}[/]{escape(detail)}"
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the warnings that transformers gives to those who train or generate."""
-    logging = transformers.utils.logging
-    level = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(level)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from tritonpack.testing.small_copy import AUTO, Built, auto_class, model_class, one_line, part_of
+from tritonpack.patches.trial.small_copy import AUTO, Built, auto_class, model_class, one_line, part_of
 
 _OWN_CODE = "brings code of its own, which isn't run unless you say --trust-remote-code; read it first"
 _LOG_IN = "log in with `hf auth login` (or set HF_TOKEN)"

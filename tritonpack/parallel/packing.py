@@ -29,6 +29,7 @@ class ShardedMask(IntervalMask):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         assert isinstance(self.packing, ShardedPacking)
+        self.count_use()
         self.packing.attended.add(self.kind)
         return self.sharing.attend(q, k, v, self.mask, backend=self.serving.backend, **options)
 

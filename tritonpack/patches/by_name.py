@@ -111,4 +111,6 @@ def _is_named(config: Any) -> bool:
     """Whether a configuration, or a part of it, has our name."""
     if getattr(config, "_attn_implementation_internal", None) in OURS:
         return True
-    return any(_is_named(getattr(config, part)) for part in config.sub_configs or {} if hasattr(config, part))
+    return any(
+        _is_named(getattr(config, part)) for part in getattr(config, "sub_configs", None) or {} if hasattr(config, part)
+    )

@@ -14,6 +14,7 @@ from tritonpack.patches.checkpoints import Checkpoints
 from tritonpack.patches.current import HANDED, Current, ModuleRef
 from tritonpack.patches.documents import require_one_document_a_row
 from tritonpack.patches.families import ALIBI_FROM_MASK, CODEBOOKS, COUNT_FROM_PADDING
+from tritonpack.patches.first_call import FirstCall
 from tritonpack.patches.interface import NAMES, served
 from tritonpack.patches.kinds import Kind
 from tritonpack.patches.multimodal import METHOD, leave_positions_to
@@ -40,6 +41,7 @@ class PackingHook:
         current: what the model around this module was told.
         mixes: whether layers of the module mix along the row.
         outermost: whether no other patched module holds this one, so that its arguments are the user's.
+        first_call: what the module's first call must show; None once it has.
         replaced: the name of the attention that the module's config had before.
     """
 
@@ -62,6 +64,7 @@ class PackingHook:
         self._module = ModuleRef(module)
         self.serving, self.patch, self.checkpoints, self.current = serving, patch, checkpoints, current
         self.mixes, self.outermost = mixes, outermost
+        self.first_call: FirstCall | None = FirstCall(module, serving.attention == "dense")
         config = module.config
         self.model_type = config.model_type
         counts = self.model_type in COUNT_FROM_PADDING
@@ -114,6 +117,8 @@ class PackingHook:
         packing = self.read(arguments)
         if packing is not None:
             packing = self._pass_on(packing, arguments)
+            if not torch.compiler.is_compiling() and self.first_call is not None and packing is not None:
+                self.first_call.watch(self, module, packing)
         if self.checkpoints is not None:
             arguments[HANDED] = packing
             self.checkpoints.hold()

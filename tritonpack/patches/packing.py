@@ -8,7 +8,7 @@ packing travels with the call and no state outlives it.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -18,6 +18,9 @@ from tritonpack.checks import require
 from tritonpack.mask import BlockDiagonalMask, changes, document_starts, mask_from_runs
 from tritonpack.patches.kinds import CAUSAL, Kind, overlay_intervals
 from tritonpack.patches.tensor_like import TensorLike
+
+if TYPE_CHECKING:
+    from tritonpack.patches.first_call import Watch
 
 ATTENTIONS = ("tritonpack", "sdpa", "eager")
 
@@ -65,13 +68,20 @@ class IntervalMask(TensorLike):
     def device(self) -> torch.device:
         return self.mask.device
 
+    def count_use(self) -> None:
+        """Tell who watches a first call that a layer uses the mask."""
+        if self.packing is not None and self.packing.watch is not None:
+            self.packing.watch.use()
+
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """q (B * T, H, D), k (B * K, H_kv, D) and v (B * K, H_kv, D_v) -> (B * T, H, D_v), by `varlen_attention`."""
+        self.count_use()
         mask = self.mask if self.device == q.device else self.mask.to(q.device)
         return varlen_attention(q, k, v, mask, backend=self.serving.backend, **options)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
         """(B, 1, T, K) bool, or additive of another dtype: written once for all layers."""
+        self.count_use()
         for known, tensor in self.kept:
             if known == dtype:
                 return tensor
@@ -94,6 +104,7 @@ class IntervalMask(TensorLike):
     def to_tensor(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
         """The mask as (B, 1, T, K). Padding sees itself, where it has a place among the keys: a softmax over nothing
         has no value, and what padding computes reaches no document."""
+        self.count_use()
         if dtype == torch.float64:
             return self.to_tensor(torch.float32, additive=additive).double()
         batch, _, queries, keys = self.shape
@@ -122,6 +133,7 @@ class Packing(TensorLike):
         cached: whether the call brought a cache, empty or not.
         filler: (B, T) bool, which tokens are the padding token, where no mask says what is padding; else None.
         shared: whether it is one rank's part of a batch.
+        watch: who counts the uses of its masks in a model's first call.
     """
 
     shared = False
@@ -147,6 +159,7 @@ class Packing(TensorLike):
         self.tokens, self.where, self.serving = tokens, where, serving
         self.by_document, self.cached, self.filler = by_document, cached, filler
         self.kept: list[tuple[tuple[Any, ...], IntervalMask]] = []
+        self.watch: Watch | None = None
         self.kept_batches: list[tuple[list[tuple[Tensor, Tensor]], Tensor]] = []
         self.kept_boundaries: dict[str, Tensor] = {}
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import threading
 from types import TracebackType
 from typing import Literal
@@ -14,10 +13,11 @@ from tritonpack.attention import Backend
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import interface
 from tritonpack.patches.applied import Applied, applied_to, to_the_end
-from tritonpack.patches.families import DENSE, KNOWN, REFUSED, REFUSED_LAYERS
+from tritonpack.patches.families import DENSE, REFUSED, REFUSED_LAYERS
+from tritonpack.patches.forwards import takes_tokens_and_mask
 from tritonpack.patches.hand import HAND_WRITTEN, fits
 from tritonpack.patches.packing import ATTENTIONS
-from tritonpack.patches.probe import probe_alone, probe_packed
+from tritonpack.patches.probe import require_evidence
 from tritonpack.patches.report import Report, holds
 
 _lock = threading.RLock()  # models are patched one after the other
@@ -80,9 +80,9 @@ def patch(
     Patching a patched model again gives another handle: the model stays patched until each is left, the last one first.
     With another attention or backend the new one is in force until it is left.
 
-    Families that the tests show to be exact are patched at once. Any other model is tried on a few tokens first: packed
-    documents must equal each alone, and none may move another; what a few tokens can't show (windows longer than they
-    are) is for `tritonpack.testing.check_isolation` with longer ones.
+    Classes that the tests show to be exact with the installed version of transformers are patched at once. Of any other
+    class a small random copy is tried first, in float32 on the CPU: packed documents must equal each alone, and none
+    may move another. That takes a second or two, once in a process.
 
     Layers that mix along the row otherwise (recurrences, convolutions) run on each document by itself; a packed batch
     leaves no cache behind in such models. Families whose attention lies outside transformers' interface get a dense
@@ -106,10 +106,11 @@ def patch(
     if backend not in ("auto", "triton", "gluon", "blocked", "reference"):
         raise ValueError(f"backend must be 'auto', 'triton', 'gluon', 'blocked' or 'reference'; got {backend!r}.")
     _require_model(model)
+    modules = _evident_modules(model, attention)
     handle = None
     try:
         with _lock:
-            handle = _patch(model, attention, backend)
+            handle = _patch(model, modules, attention, backend)
         return handle  # noqa: RET504
     except BaseException:
         if handle is not None:  # an interrupt on the way out
@@ -138,16 +139,19 @@ def patch_by_name(model: PreTrainedModel) -> Applied:
     Raises:
         UnsupportedModelError: as `patch`.
     """
+    modules = _evident_modules(model, "tritonpack")
     with _lock:
-        return _patch(model, "tritonpack", "auto", by_name=True)._applied
+        return _patch(model, modules, "tritonpack", "auto", by_name=True)._applied
 
 
 def tokens_enter(model: PreTrainedModel) -> bool:
     """Whether some module of a model takes tokens and a mask for them; towers don't."""
-    return any(_takes_tokens(module) for module in model.modules() if isinstance(module, PreTrainedModel))
+    return any(takes_tokens_and_mask(module) for module in model.modules() if isinstance(module, PreTrainedModel))
 
 
-def _patch(model: nn.Module, attention: str, backend: Backend, *, by_name: bool = False) -> Patch:
+def _patch(
+    model: nn.Module, modules: list[PreTrainedModel], attention: str, backend: Backend, *, by_name: bool = False
+) -> Patch:
     found, lease = applied_to(model), object()
     whole = next((applied for applied in found if holds(applied.model, model)), None)
     if whole is not None and whole.asked == (attention, backend):
@@ -163,23 +167,32 @@ def _patch(model: nn.Module, attention: str, backend: Backend, *, by_name: bool 
             f"this is a part of a model that is patched with attention={whole.asked[0]!r} and "
             f"backend={whole.asked[1]!r}; patch the whole model to change that."
         )
-    modules = _supported_modules(model, attention)
-    interface.register()
-    known = all(module.config.model_type in KNOWN for module in modules)
     applied = None
     try:
         for other in found:
             other.revert()
-        alone = None if known else probe_alone(model)
         applied = Applied(model, modules, attention, backend, found, by_name)
         applied.apply()
-        if alone is not None:
-            probe_packed(model, alone)
         applied.leases.append(lease)
         return Patch(model, applied, lease)
     except BaseException:
         to_the_end(lambda: _roll_back(applied, found))
         raise
+
+
+def _evident_modules(model: nn.Module, attention: str) -> list[PreTrainedModel]:
+    """The modules to patch, if it is known that they are packed exactly.
+
+    Not under the lock, because a trial builds models in a thread of its own.
+    """
+
+    def patch_untried(small: nn.Module) -> None:
+        Applied(small, _supported_modules(small, attention), attention, "auto", []).apply()
+
+    modules = _supported_modules(model, attention)
+    interface.register()
+    require_evidence(model, attention, patch_untried)
+    return modules
 
 
 def _roll_back(applied: Applied | None, found: list[Applied]) -> None:
@@ -222,7 +235,7 @@ def _modules(model: nn.Module) -> list[PreTrainedModel]:
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     if not models:
         raise UnsupportedModelError(f"expected a transformers model; got {type(model).__name__}.")
-    takes_tokens = [module for module in models if _takes_tokens(module)]
+    takes_tokens = [module for module in models if takes_tokens_and_mask(module)]
     modules = [
         module
         for module in takes_tokens
@@ -234,11 +247,6 @@ def _modules(model: nn.Module) -> list[PreTrainedModel]:
             "can't be told where documents begin."
         )
     return modules
-
-
-def _takes_tokens(module: PreTrainedModel) -> bool:
-    parameters = inspect.signature(module.forward).parameters
-    return "attention_mask" in parameters and ("input_ids" in parameters or "inputs_embeds" in parameters)
 
 
 def _is_head(module: PreTrainedModel) -> bool:
@@ -269,6 +277,11 @@ def _supported_modules(model: nn.Module, attention: str) -> list[PreTrainedModel
             raise UnsupportedModelError(
                 f"{type(module).__name__} with use_bidirectional_attention sees both directions in a batch without "
                 "padding and one in a batch with it, so there is nothing to be equal to."
+            )
+        if getattr(module, "attention_type", None) == "block_sparse":
+            raise UnsupportedModelError(
+                f"{type(module).__name__} with attention_type='block_sparse' attends in blocks that are counted from "
+                "the beginning of the row. Call model.set_attention_type('original_full') before you patch it."
             )
         if attention == "sdpa" and not module._supports_sdpa and kind not in DENSE:
             raise UnsupportedModelError(

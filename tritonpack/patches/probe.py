@@ -1,116 +1,282 @@
-"""The probe of models that aren't known: tiny documents packed against each alone, and one of them changed."""
+"""Evidence that a model is packed exactly: the table of shown classes, or a trial of a small copy."""
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
+import json
+import threading
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.tokens import special_tokens
+from tritonpack.patches.applied import applied_to
+from tritonpack.patches.forwards import foreign_forwards, mixing_forwards
+from tritonpack.patches.positions import rope_limits
+from tritonpack.patches.report import layer_windows
+from tritonpack.patches.shown import installed, is_shown, without_wrappers
+from tritonpack.patches.trial.packed_forms import (
+    FORMS,
+    LENGTHS,
+    Batch,
+    Results,
+    Subject,
+    alone,
+    judge,
+    tolerance,
+    whole,
+)
+from tritonpack.patches.trial.shrink import shrink
+from tritonpack.patches.trial.small_copy import NotSmallError, one_line, small_model, subject_of
+from tritonpack.patches.trial.undisturbed import undisturbed
 
-LENGTHS = (5, 1, 7)
+# How documents are told apart in a trial: gradients are compared for the first.
+TRIED = ("position_ids", "all_ones_mask", "offsets_alone", "segments_alone", "two_rows", "padded_right")
+MOST_PARAMETERS = 100_000_000  # of a model that is tried itself, in a float32 copy
+LONGEST_REACH = 1024  # of such a model's windows and chunks: the longest document of a trial is longer than these
+
+Patching = Callable[[nn.Module], Any]  # patches a model without a trial
+
+_trial = threading.local()  # where a trial runs, a class that patches its instances isn't tried again
+
+# What trials found, by class, forwards and small configuration: the reason of a refusal, or nothing.
+_verdicts: dict[Hashable, str] = {}
 
 
-def probe_alone(model: nn.Module) -> Tensor:
-    """What the model makes of each document by itself, before it is patched: (1, tokens, n).
+class CannotTryError(Exception):
+    """A trial can't be held; the message says why."""
+
+
+def require_evidence(model: nn.Module, attention: str, patch_untried: Patching) -> None:
+    """Refuse a model that isn't known to be packed exactly.
+
+    A model is known if `shown.csv` lists its class for the installed transformers and all its forwards are
+    transformers' own. Any other model's class is tried: a small float32 copy with random weights is packed in several
+    forms and held against each document alone, on the CPU. The model itself, its device and the random state stay as
+    they are. What a trial finds holds for the process.
+
+    Args:
+        model: a transformers model, or a module that holds some; it isn't patched yet.
+        attention: as `patch` takes it.
+        patch_untried: patches a model without asking for evidence.
 
     Raises:
-        UnsupportedModelError: the model can't be run as it is.
+        UnsupportedModelError: documents don't stay apart in the trial, or there can't be one; the message says why.
     """
-    unknown = f"{type(model).__name__} isn't a model that tritonpack knows"
-    if any(parameter.is_meta for parameter in model.parameters()):
-        raise UnsupportedModelError(
-            f"{unknown}, and its weights are on the meta device; patch it once they are loaded."
-        )
-    try:
-        with as_found(model), torch.no_grad():
-            return torch.cat([_run(model, ids, None) for ids in _documents(model)], dim=1)
-    except Exception as error:
-        raise UnsupportedModelError(
-            f"{unknown}, and it can't be tried on a few tokens to see whether packed documents stay apart "
-            f"({type(error).__name__}: {error}). Patch it before it is sharded, or as a causal language model."
-        ) from error
+    for root in () if hasattr(_trial, "runs") else _roots(model):
+        replaced = foreign_forwards(root)
+        if is_shown(type(root)) and not replaced:
+            continue
+        why = _why_unknown(root, replaced)
+        try:
+            found = _find(root, attention, patch_untried)
+        except CannotTryError as error:
+            raise UnsupportedModelError(
+                f"{why}, and it can't be tried on a few tokens to see whether packed documents stay apart: {error}. "
+                f"Patch a {without_wrappers(type(root)).__name__} that can be built from its configuration alone, or "
+                f"one of at most {MOST_PARAMETERS:,} parameters before it is sharded or quantized; or train on one "
+                "document per row, unpatched."
+            ) from error
+        if found:
+            raise UnsupportedModelError(
+                f"{why}, and on a few tokens its packed documents don't stay apart: {found}. Train it on one document "
+                "per row, unpatched; tritonpack.testing.check_isolation shows where documents of a model meet."
+            )
 
 
-def probe_packed(model: nn.Module, alone: Tensor) -> None:
-    """Compare the patched model's packed documents with `alone`.
+def _roots(model: nn.Module) -> list[PreTrainedModel]:
+    """The transformers models in a module that lie in no other one."""
+    if isinstance(model, PreTrainedModel):
+        return [model]
+    return [root for child in model.children() for root in _roots(child)]
+
+
+def _why_unknown(root: PreTrainedModel, replaced: list[str]) -> str:
+    name = type(root).__name__
+    if is_shown(type(root)):
+        modules = dict(root.named_modules())
+        shown = ", ".join(f"{path or 'the model'} ({type(modules[path]).__name__})" for path in replaced[:3])
+        more = f" and {len(replaced) - 3} more" if len(replaced) > 3 else ""
+        return f"{name} runs code that isn't transformers' own in {shown}{more}"
+    return f"{name} isn't a model that tritonpack knows (with transformers {installed()})"
+
+
+# Trials: of a small copy on the CPU, else of one on the model's device, else of the model itself.
+
+
+def _find(root: PreTrainedModel, attention: str, patch_untried: Patching) -> str:
+    """Why a model's packed documents don't stay apart; nothing if they do.
 
     Raises:
-        UnsupportedModelError: they differ, or a document moves another one's.
+        CannotTryError: neither a small copy nor the model itself can be tried.
     """
-    documents = _documents(model)
-    ids = torch.cat(documents, dim=1)
-    places = _places(LENGTHS, ids)
-    others = list(documents)
-    others[0] = documents[0].flip(1)
-    finfo = torch.finfo(torch.float32 if alone.dtype == torch.float64 else alone.dtype)  # norms compute in float32
+    kind, config = without_wrappers(type(root)), root.config
+    forwards = frozenset(mixing_forwards(root))
+    trials: dict[str, tuple[Callable[[Any], Any], Callable[[], str]]] = {
+        f"a small copy on {device}": (shrink, partial(_try_small, kind, config, forwards, device, patch_untried))
+        for device in _devices(root)
+    }
+    trials["the model itself"] = (copy.copy, partial(_try_itself, root, patch_untried))
+    reasons = []
+    for name, (tried, trial) in trials.items():
+        try:
+            return _kept((kind, attention, forwards, _as_text(tried, config)), trial)
+        except CannotTryError as error:
+            reasons.append(f"{name}: {error}")
+    raise CannotTryError("; ".join(reasons))
+
+
+def _devices(root: nn.Module) -> list[torch.device]:
+    """The CPU, and the model's device: some forwards of others run on a GPU alone."""
+    others = (p.device for p in root.parameters() if p.device.type not in ("cpu", "meta"))
+    return [torch.device("cpu"), *islice(others, 1)]
+
+
+def _kept(key: Hashable, trial: Callable[[], str]) -> str:
+    """What a trial found, now or before; one that couldn't be held may be another time."""
+
+    def mark_and_run() -> str:
+        _trial.runs = True  # for as long as the thread lives
+        return trial()
+
+    if key not in _verdicts:
+        _verdicts[key] = undisturbed(mark_and_run)
+    return _verdicts[key]
+
+
+def _as_text(change: Callable[[Any], Any], config: Any) -> str:
+    """What a changed configuration says, as text."""
     try:
-        with as_found(model), torch.no_grad():
-            packed = _run(model, ids, places)
-            by_offsets = _run_by_offsets(model, ids, packed)
-            moved = _run(model, torch.cat(others, dim=1), places)
+        return json.dumps(change(config).to_dict(), sort_keys=True, default=str)
+    except Exception as error:  # whatever a configuration's own code raises
+        raise CannotTryError(f"its configuration can't be read: {one_line(error)}") from error
+
+
+def _try_small(
+    kind: type[nn.Module], config: Any, forwards: frozenset[Any], device: torch.device, patch_untried: Patching
+) -> str:
+    def build(dtype: torch.dtype) -> nn.Module:
+        try:
+            model = small_model(kind, config).to(device=device, dtype=dtype)
+        except NotSmallError as error:
+            raise CannotTryError(f"it can't be built: {error}") from error
+        if lacking := forwards - set(mixing_forwards(model)):
+            names = ", ".join(sorted(getattr(forward, "__qualname__", repr(forward)) for forward in lacking))
+            raise CannotTryError(f"it doesn't have all that the model runs: {names}")
+        return model
+
+    return _try_in_both(build, patch_untried, LENGTHS)
+
+
+def _try_itself(root: PreTrainedModel, patch_untried: Patching) -> str:
+    parameters = list(root.parameters())
+    if any(p.is_meta for p in parameters):
+        raise CannotTryError("its weights are on the meta device; patch it once they are loaded")
+    if not all(type(p) is nn.Parameter and p.is_floating_point() for p in parameters):
+        raise CannotTryError("its weights are sharded or quantized")
+    if (count := sum(p.numel() for p in parameters)) > MOST_PARAMETERS:
+        raise CannotTryError(f"{count:,} parameters are too many for a float32 copy")
+    text = root.config.get_text_config()
+    reach = max([w or 0 for w in layer_windows(text)] + [getattr(text, "attention_chunk_size", None) or 0])
+    if reach > LONGEST_REACH:
+        raise CannotTryError(f"its window or chunk of {reach:,} tokens is longer than any document that would be tried")
+
+    def build(dtype: torch.dtype) -> nn.Module:
+        try:
+            twin = copy.deepcopy(root)
+        except Exception as error:  # whatever a model's parts raise when they are copied
+            raise CannotTryError(f"it can't be copied: {one_line(error)}") from error
+        for patch in applied_to(twin):
+            patch.revert()
+        return twin.to(dtype).eval().requires_grad_()
+
+    return _try_in_both(build, patch_untried, (*LENGTHS[:-1], max(LENGTHS[-1], reach + 3)))
+
+
+def _try_in_both(build: Callable[[torch.dtype], nn.Module], patch_untried: Patching, lengths: tuple[int, ...]) -> str:
+    """What a trial in float32 finds, unless it is rounding: then the model is exact in float64."""
+    found = _try(build(torch.float32), patch_untried, lengths)
+    if found:
+        try:
+            return found if _try(build(torch.float64), patch_untried, lengths) else ""
+        except CannotTryError:  # a constant or a cast in the model's own code
+            pass
+    return found
+
+
+def _try(model: Any, patch_untried: Patching, lengths: tuple[int, ...]) -> str:
+    """Why a model's packed documents don't stay apart when it is patched; nothing if they do."""
+    # Rotary embeddings that have grown with a longer document shrink again for one below the limit, not at it.
+    limits = [limit - 1 for _, limit in rope_limits(model.config.get_text_config())]
+    short = tuple(min([n, *limits]) for n in lengths)
+    try:
+        subject = _subject(model)
+        documents, longer = subject.draw(short, 1), subject.draw(lengths, 1)
+        expected, expected_longer = _alone(subject, documents), alone(subject, longer, gradients=False)
+    except Exception as error:  # whatever a model's own code raises
+        raise CannotTryError(f"it doesn't run on tokens alone: {one_line(error)}") from error
+    if not expected[0].isfinite().all():
+        raise CannotTryError("its outputs aren't finite")
+    forms = [form for form in TRIED if _takes(model, FORMS[form](documents).arguments)]
+    failing = {form for form in forms if _fails(subject, FORMS[form](documents))}
+    try:
+        patch_untried(model)
     except Exception as error:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} isn't a model that tritonpack knows, and it doesn't run when it is patched "
-            f"({type(error).__name__}: {error})."
-        ) from error
-    if packed.shape != alone.shape or by_offsets.shape != alone.shape:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} isn't a model that tritonpack knows, and it has no value for every token of a "
-            f"row: {tuple(packed.shape)} of {ids.shape[1]} tokens."
-        )
-    scale = float(alone.abs().max())
-    differs = max(float((x - alone).abs().max()) for x in (packed, by_offsets)) / scale
-    moves = float((packed - moved)[:, LENGTHS[0] :].abs().max()) / scale
-    if not (differs <= finfo.eps**0.5 and moves <= 64 * finfo.eps):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} isn't a model that tritonpack knows, and on a few tokens its packed documents "
-            f"don't stay apart: they differ from each alone by {differs:.1e} and move by {moves:.1e} when another one "
-            f"changes ({finfo.eps**0.5:.1e} and {64 * finfo.eps:.1e} would be rounding)."
-        )
+        return f"patching fails: {one_line(error)}"
+    limit = tolerance(expected[0].dtype)
+    found = {
+        form: judge(subject, form, documents, expected if form == TRIED[0] else (expected[0], []), limit, always=True)
+        for form in forms
+    }
+    wrong = [one for form, one in found.items() if one.verdict in ("leak", "inexact")]
+    wrong += [one for form, one in found.items() if one.verdict == "error" and form not in failing]
+    if short != lengths:  # beyond the limit of rotary embeddings a call may be refused, but not wrong
+        beyond = judge(subject, TRIED[0], longer, expected_longer, limit, always=True)
+        wrong += [beyond] if beyond.verdict in ("leak", "inexact") else []
+    if not any(one.verdict == "exact" for one in found.values()):
+        wrong += list(found.values())
+    if not found:
+        raise CannotTryError("its forward takes nothing that tells documents apart")
+    return "; ".join(dict.fromkeys(one.reason for one in wrong[:2]))
 
 
-def _documents(model: nn.Module) -> list[Tensor]:
-    embed = model.get_input_embeddings()  # type: ignore[operator]
-    special = special_tokens(model.config)
-    ordinary = [i for i in range(min(embed.num_embeddings, 4096)) if i not in special]
-    generator = torch.Generator().manual_seed(0)
-    chosen = torch.tensor(ordinary)[torch.randint(len(ordinary), (1, sum(LENGTHS)), generator=generator)]
-    return list(chosen.to(embed.weight.device).split(list(LENGTHS), dim=1))
+def _subject(model: nn.Module) -> Subject:
+    """How a model is called, and whether it gives a value for every token or one for every document."""
+    subject = subject_of(model)
+    if "use_cache" in inspect.signature(model.forward).parameters:
+        subject = replace(subject, differentiable={"use_cache": False})  # states that are updated in place have none
+    with torch.no_grad():
+        shapes = [(ids.shape, subject.call_model(whole(ids)).shape[:2]) for ids in subject.draw((5, 11), 1)]
+    return replace(subject, per_document=any(tokens != values for tokens, values in shapes))
 
 
-def _places(lengths: Any, like: Tensor) -> Tensor:
-    return torch.cat([torch.arange(n, device=like.device) for n in lengths])[None]
-
-
-def _run(model: nn.Module, ids: Tensor, places: Tensor | None) -> Tensor:
-    told = {} if places is None else {"position_ids": places}
-    return model(input_ids=ids, **told)[0].detach()
-
-
-def _run_by_offsets(model: nn.Module, ids: Tensor, otherwise: Tensor) -> Tensor:
-    """Told by offsets alone, as collators may; `otherwise` where the model doesn't take them."""
-    parameters = inspect.signature(model.forward).parameters
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and "cu_seq_lens_q" not in parameters:
-        return otherwise
-    offsets = torch.tensor([0, *LENGTHS], device=ids.device).cumsum(0).to(torch.int32)
-    return model(input_ids=ids, cu_seq_lens_q=offsets, cu_seq_lens_k=offsets)[0].detach()
-
-
-@contextmanager
-def as_found(model: nn.Module) -> Iterator[None]:
-    """In evaluation mode, with the modes and the random state restored afterwards."""
-    training = [module for module in model.modules() if module.training]
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
-    model.eval()
+def _alone(subject: Subject, documents: list[Tensor]) -> Results:
+    """Each document alone, with gradients where a model has any."""
+    values = alone(subject, documents, gradients=False)
     try:
-        with torch.random.fork_rng(devices=devices):
-            yield
-    finally:
-        for module in training:
-            module.training = True
+        return alone(subject, documents)
+    except Exception:  # a part that can't be differentiated, of which stock training would say so
+        return values
+
+
+def _takes(model: nn.Module, arguments: dict[str, Any]) -> bool:
+    """Whether a model's forward takes the arguments of a form, by name or as any others."""
+    known = inspect.signature(model.forward).parameters
+    return set(arguments) <= set(known) or any(p.kind is p.VAR_KEYWORD for p in known.values())
+
+
+@torch.no_grad()
+def _fails(subject: Subject, batch: Batch) -> bool:
+    """Whether the model can't be called so, whatever becomes of documents."""
+    try:
+        subject.call_model(batch)
+    except Exception:  # whatever a model's own code raises
+        return True
+    return False

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from tritonpack.errors import IsolationError
-from tritonpack.patches.probe import as_found
-from tritonpack.testing import packed_forms
+from tritonpack.patches.trial import packed_forms
+from tritonpack.patches.trial.undisturbed import as_found
 
 # How packed documents reach the model: by position ids alone, and with the all-ones mask that tokenizers add; and what
 # `packed_forms` calls that.

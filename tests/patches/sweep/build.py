@@ -11,8 +11,8 @@ from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from tests.patches import zoo
 from tests.patches.sweep.classes import Case, load
-from tritonpack.testing.shrink import shrink
-from tritonpack.testing.small_copy import PARTS, part_of, spread
+from tritonpack.patches.trial.shrink import shrink
+from tritonpack.patches.trial.small_copy import PARTS, part_of, spread
 
 LABELS = 3  # of classification
 TWO = ("QUESTION", "PRETRAINING", "NEXT_SENTENCE")  # mappings whose heads have two of their own

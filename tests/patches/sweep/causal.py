@@ -22,8 +22,8 @@ from transformers import PreTrainedModel
 
 import tritonpack
 from tests.patches import zoo
-from tritonpack.testing import packed_forms
-from tritonpack.testing.packed_forms import FORMS, LENGTHS, STOCK_FORMS, Results, difference
+from tritonpack.patches.trial import packed_forms
+from tritonpack.patches.trial.packed_forms import FORMS, LENGTHS, STOCK_FORMS, Results, difference
 
 __all__ = [
     "FORMS", "LENGTHS", "STOCK_FORMS", "Row", "alone", "counts", "difference", "influence", "judge", "run",

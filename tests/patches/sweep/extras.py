@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonpack.testing.packed_forms import Batch
+from tritonpack.patches.trial.packed_forms import Batch
 
 Make = Callable[[Any, Batch], Any]  # of a configuration and a batch
 MARK = 5  # a token that no document draws: of an image, or of a question

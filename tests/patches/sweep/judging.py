@@ -24,8 +24,8 @@ from tests.patches.sweep.losses import NO_LABELS, Losses
 from tests.patches.sweep.means import means
 from tests.patches.sweep.results import ANY, HOWS, VERDICTS, WRONG, Row
 from tests.patches.sweep.subject import Gathered, ShapeError, Subject
+from tritonpack.patches.trial.packed_forms import LENGTHS
 from tritonpack.testing import packed_forms
-from tritonpack.testing.packed_forms import LENGTHS
 
 PACKAGE = str(Path(tritonpack.__file__).parent)
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from tests.patches.sweep.comparing import difference, gradient_difference, gradients_of
 from tests.patches.sweep.forms import FORMS, LOSSES, alone
 from tests.patches.sweep.subject import Layout, ShapeError, Subject
-from tritonpack.testing.packed_forms import Batch, lay_out
+from tritonpack.patches.trial.packed_forms import Batch, lay_out
 
 IGNORED = -100
 NO_LABELS = "takes no labels"

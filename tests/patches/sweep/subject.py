@@ -14,8 +14,8 @@ from tests.patches import zoo
 from tests.patches.sweep.extras import extras
 from tests.patches.sweep.forms import alone
 from tritonpack.patches.tokens import is_config, special_tokens
-from tritonpack.testing.packed_forms import Batch
-from tritonpack.testing.small_copy import codebooks_of, rows_for_codebooks, side_by_side
+from tritonpack.patches.trial.packed_forms import Batch
+from tritonpack.patches.trial.small_copy import codebooks_of, rows_for_codebooks, side_by_side
 
 # Tokens of the documents; a few classes need more of them.
 SHORTEST = {"canine": 4, "funnel": 4, "longformer": 4}

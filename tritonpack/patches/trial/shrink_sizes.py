@@ -7,7 +7,7 @@ from fractions import Fraction
 from typing import Any, TypeGuard
 
 from tritonpack.patches.positions import is_dynamic, rope_kinds
-from tritonpack.testing.shrink_rows import (
+from tritonpack.patches.trial.shrink_rows import (
     HEAD_DIM,
     HEAD_DIMS,
     HEADS,

@@ -10,9 +10,9 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from tests.patches import zoo
 from tritonpack.patches.tokens import special_tokens
-from tritonpack.testing.packed_forms import Batch
-from tritonpack.testing.shrink import shrink
-from tritonpack.testing.small_copy import NotSmallError, small_copy, subject_of
+from tritonpack.patches.trial.packed_forms import Batch
+from tritonpack.patches.trial.shrink import shrink
+from tritonpack.patches.trial.small_copy import NotSmallError, small_copy, subject_of
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 INDEXER = {
@@ -95,7 +95,7 @@ def test_short_documents_feel_windows(name: str, field: str, wider: int, monkeyp
         return type(config).from_dict({**shrink(config).to_dict(), field: wider})
 
     narrow = run(small_copy(default(name)).model)
-    monkeypatch.setattr("tritonpack.testing.small_copy.shrink", widened)
+    monkeypatch.setattr("tritonpack.patches.trial.small_copy.shrink", widened)
     assert (run(small_copy(default(name)).model) - narrow).abs().max() > 1e-3 * narrow.abs().max()
 
 

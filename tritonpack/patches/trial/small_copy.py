@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from tritonpack.patches.families import CODEBOOKS
 from tritonpack.patches.tokens import special_tokens
-from tritonpack.testing.packed_forms import Subject, values_of
-from tritonpack.testing.shrink import shrink
+from tritonpack.patches.trial.packed_forms import Subject, values_of
+from tritonpack.patches.trial.shrink import shrink
 
 # What models are looked for among, in this order, and what each is called.
 AUTO = {
@@ -57,7 +57,7 @@ def small_copy(config: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0
         NotSmallError: transformers builds no such model, or not in this size.
     """
     try:
-        torch.manual_seed(seed)  # a few parts draw their constants at construction
+        torch.default_generator.manual_seed(seed)  # a few parts draw their constants at construction
         auto, small = auto_class(config), shrink(config)
         small.name_or_path = config.name_or_path  # where a model's own code lies
         if config.model_type in PARTS:
@@ -77,6 +77,45 @@ def small_copy(config: Any, *, dtype: torch.dtype = torch.float32, seed: int = 0
         return Built(inside.model, inside.kind, (note, *inside.notes))
     spread(model, torch.Generator().manual_seed(seed))
     return Built(model.to(dtype).eval(), f"{type(model).__name__}, {AUTO[auto.__name__]}")
+
+
+def small_model(kind: type[nn.Module], config: Any, *, seed: int = 0) -> nn.Module:
+    """Build a small random model of one class, in float32 and in evaluation mode, with every switch of a configuration.
+
+    Args:
+        kind: a model class whose only required argument is a configuration.
+        config: as the class takes it; it stays as it is.
+        seed: of the weights.
+
+    Raises:
+        NotSmallError: the class builds no such model, or not in this size.
+    """
+    try:
+        torch.default_generator.manual_seed(seed)
+        small: Any = shrink(config)
+        small._experts_implementation = "eager"  # the fused experts know no float64
+        model = kind(small)
+        _fill(model)
+    except Exception as error:  # whatever a configuration's or a model's own code raises
+        raise NotSmallError(one_line(error)) from error
+    spread(model, torch.Generator().manual_seed(seed))
+    return model.float().eval()
+
+
+def _fill(model: Any) -> None:
+    """Give values to the parameters that a context of the caller has left empty: `init_empty_weights`,
+    `no_init_weights`."""
+    made: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                fill = torch.zeros if parameter.ndim > 1 else torch.ones
+                filled = nn.Parameter(fill(parameter.shape), requires_grad=parameter.requires_grad)
+                module._parameters[name] = made.setdefault(id(parameter), filled)
+                module._is_hf_initialized = False
+    if any(buffer.is_meta for buffer in model.buffers()):
+        raise ValueError("its buffers are on the meta device")
+    model.initialize_weights()  # those of modules that have been initialized stay
 
 
 def auto_class(config: Any) -> Any:

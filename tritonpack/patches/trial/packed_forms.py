@@ -16,6 +16,11 @@ from tritonpack.errors import UnsupportedModelError
 LENGTHS = (7, 1, 3, 11)
 PADDING = 3  # tokens at the end of a packed row
 
+
+class MiscountError(ValueError):
+    """A call gives neither a value for every token nor one for every document."""
+
+
 Results = tuple[Tensor, list[Tensor | None]]  # values of all documents in a row `[t, n]`, and gradients
 
 
@@ -25,7 +30,7 @@ class Batch:
 
     Attributes:
         ids: `[b, t]`, 0 for padding.
-        spans: the row of each document, and where it lies in it.
+        spans: the row of each document, and where it lies in it; documents are counted row by row.
         arguments: what a model is given besides.
     """
 
@@ -36,6 +41,11 @@ class Batch:
     def gather(self, values: Tensor) -> Tensor:
         """Values of rows `[b, t, n]` as those of all documents, one after the other, `[tokens, n]`."""
         return torch.cat([values[row, span] for row, span in self.spans])
+
+
+def whole(document: Tensor) -> Batch:
+    """A document `[1, n]` in a row of its own, with nothing but its tokens."""
+    return Batch(document, [(0, slice(None))], {})
 
 
 def lay_out(rows: Iterable[Iterable[int]], documents: list[Tensor], *, left: bool = False, more: int = 0) -> Batch:
@@ -119,7 +129,11 @@ STOCK_FORMS = ("position_ids", "without_cache", "all_ones_mask")
 
 
 def values_of(output: Any) -> Tensor:
-    """What a call computes for every token, `[b, t, n]`: logits, or the hidden states of a model without a head."""
+    """What a call computes, `[b, t, n]` for every token or `[b, n]` for every row: logits, or the hidden states of a
+    model without a head."""
+    start, end = getattr(output, "start_logits", None), getattr(output, "end_logits", None)
+    if start is not None and end is not None and start.ndim == 2:
+        return torch.stack([start, end], dim=-1)
     logits = getattr(output, "logits", None)
     return output[0] if logits is None else logits
 
@@ -134,6 +148,7 @@ class Subject:
         call: the keyword arguments that carry token ids `[b, t]` into the model.
         values: what is compared, `[b, t, n]`, of an output.
         differentiable: what else a call takes for gradients to be had.
+        per_document: whether the values are one row `[documents, n]` for every document.
         stock: whether it is called only with arguments that it knows; an unpatched model is called as it can be.
     """
 
@@ -142,10 +157,26 @@ class Subject:
     call: Callable[[Tensor], dict[str, Any]] = lambda ids: {"input_ids": ids}
     values: Callable[[Any], Tensor] = values_of
     differentiable: dict[str, Any] = dataclasses.field(default_factory=dict)
+    per_document: bool = False
     stock: bool = False
 
     def run(self, batch: Batch) -> Tensor:
-        """The values of all documents of a batch, `[tokens, n]`."""
+        """The values of all documents of a batch, `[tokens, n]` or `[documents, n]`.
+
+        Raises:
+            MiscountError: there are more or fewer.
+        """
+        values = self.call_model(batch)
+        if self.per_document:
+            if values.shape[0] != len(batch.spans):
+                raise MiscountError(f"it gives {values.shape[0]} scores for {len(batch.spans)} documents")
+            return values
+        if values.shape[:2] != batch.ids.shape:
+            raise MiscountError(f"it gives values of shape {tuple(values.shape)} for {tuple(batch.ids.shape)} tokens")
+        return batch.gather(values)
+
+    def call_model(self, batch: Batch) -> Tensor:
+        """What is compared of the model's output, as it comes."""
         device = next(self.model.parameters()).device
         more = self.differentiable if torch.is_grad_enabled() else {}
         arguments = {**self.call(batch.ids.to(device)), **more, **batch.arguments}
@@ -154,7 +185,7 @@ class Subject:
             if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
                 arguments = {key: value for key, value in arguments.items() if key in known}
         arguments = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in arguments.items()}
-        return batch.gather(self.values(self.model(**arguments)))
+        return self.values(self.model(**arguments))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,9 +209,8 @@ class Judgement:
 
 def alone(subject: Subject, documents: list[Tensor], *, gradients: bool = True) -> Results:
     """What every form is held against: each document in a call of its own, with nothing but its tokens."""
-    batches = [Batch(d, [(0, slice(None))], {}) for d in documents]
     with torch.set_grad_enabled(gradients):
-        values = torch.cat([subject.run(batch) for batch in batches])
+        values = torch.cat([subject.run(whole(document)) for document in documents])
         return values.detach(), gradients_of(subject.model, values) if gradients else []
 
 
@@ -207,7 +237,7 @@ def difference(expected: Results, got: Results) -> float:
 def influence(subject: Subject, form: str, documents: list[Tensor]) -> float:
     """How far other tokens in the first document, or in the last, move the values of the rest."""
     before, worst = subject.run(FORMS[form](documents)), 0.0
-    ends = torch.tensor([d.numel() for d in documents]).cumsum(0)
+    ends = torch.tensor([1 if subject.per_document else d.numel() for d in documents]).cumsum(0)
     for changed, kept in ((0, slice(int(ends[0]), None)), (-1, slice(0, int(ends[-2])))):
         others = list(documents)
         others[changed] = subject.draw((documents[changed].numel(),), 9)[0]
@@ -250,6 +280,8 @@ def judge(
                 return Judgement("leak", worst, moved, reason)
         if worst <= limit and expected[1]:
             worst = max(worst, difference(expected, (values.detach(), gradients_of(subject.model, values))))
+    except MiscountError as error:
+        return Judgement("inexact", worst, moved, f"{form}: {error}")
     except UnsupportedModelError as error:
         return Judgement("refused", worst, moved, message(form, error))
     except Exception as error:  # whatever a model's own code raises is a result here

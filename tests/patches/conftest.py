@@ -1,0 +1,21 @@
+"""Shared by the tests of patches."""
+
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture
+def trials(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The trials that a test holds: what others have found doesn't count."""
+    probe = pytest.importorskip("tritonpack.patches.probe")
+    held: list[Any] = []
+    run = probe.undisturbed
+
+    def count(trial: Any) -> Any:
+        held.append(trial)
+        return run(trial)
+
+    monkeypatch.setattr(probe, "_verdicts", {})
+    monkeypatch.setattr(probe, "undisturbed", count)
+    return held

@@ -1,0 +1,310 @@
+"""The first call of a patched model: code that was replaced since it was patched doesn't go unnoticed."""
+
+import copy
+import io
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.models.gpt_neo import modeling_gpt_neo
+from transformers.models.gpt_neo.modeling_gpt_neo import GPTNeoSelfAttention
+from transformers.models.llama import modeling_llama
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecoderLayer, LlamaModel
+
+import tritonpack
+from tests.patches import sweep, zoo
+from tests.patches.models import tiny_model
+from tests.patches.replaced import Replacement, attends_by_itself, attends_by_the_interface
+from tritonpack.patches.first_call import Watch
+from tritonpack.patches.hooks import PackingHook
+from tritonpack.testing import check_isolation
+
+refused = pytest.raises(tritonpack.UnsupportedModelError, match="don't attend through tritonpack")
+
+
+def hooks_of(model: nn.Module) -> list[PackingHook]:
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    return [hook for hook in hooks if isinstance(hook, PackingHook)]
+
+
+def of_watch(hook: Any) -> bool:
+    return isinstance(hook, Watch) or isinstance(getattr(getattr(hook, "func", None), "__self__", None), Watch)
+
+
+def is_watching(model: nn.Module) -> bool:
+    """Whether anything is left of a watched call, or still to be shown by one."""
+    hooks = [hook for m in model.modules() for hook in (*m._forward_pre_hooks.values(), *m._forward_hooks.values())]
+    return any(map(of_watch, hooks)) or all(hook.first_call is not None for hook in hooks_of(model))
+
+
+def call(model: PreTrainedModel) -> Tensor:
+    return sweep._logits(model, sweep.FORMS["without_cache"](zoo.documents((7, 3, 5))))
+
+
+@pytest.fixture
+def llama() -> Iterator[PreTrainedModel]:
+    with tritonpack.patch(tiny_model("llama")) as handle:
+        yield handle.model
+
+
+def bypass_layers(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
+    """As code that fuses a whole layer: its attention is never called."""
+    hidden_states = hidden_states + attends_by_itself(self.self_attn, self.input_layernorm(hidden_states), **kwargs)[0]
+    return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
+
+
+def bypass_all(self: Any, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
+    """As code that fuses a whole model."""
+    hidden_states = self.embed_tokens(input_ids)
+    positions = self.rotary_emb(hidden_states, position_ids)
+    for layer in self.layers:
+        hidden_states = bypass_layers(layer, hidden_states, position_embeddings=positions)
+    return modeling_llama.BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states))
+
+
+def mask_of_its_own(*args: Any, **kwargs: Any) -> Tensor:
+    return torch.ones(15, 15, dtype=torch.bool).tril()[None, None]
+
+
+REPLACED: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], None], str]] = {
+    "class": (
+        lambda model, patch: patch.setattr(LlamaAttention, "forward", attends_by_itself),
+        r"layers.0.self_attn \(LlamaAttention, which runs tests.patches.replaced.attends_by_itself\), layers.1.self_a",
+    ),
+    "instance": (
+        lambda model, patch: patch.setattr(layer(model), "forward", attends_by_itself.__get__(layer(model))),
+        r"each other: layers.1.self_attn \(LlamaAttention, .*attends_by_itself\)\. Their",
+    ),
+    "module": (
+        lambda model, patch: patch.setitem(model.model.layers[1]._modules, "self_attn", Replacement(layer(model))),
+        r"each other: layers.1.self_attn \(Replacement, which runs tests.patches.replaced.Replacement.forw.*\)\. Their",
+    ),
+    "layer": (
+        lambda model, patch: patch.setattr(LlamaDecoderLayer, "forward", bypass_layers),
+        r"each other: layers.0 \(LlamaDecoderLayer, .*bypass_layers\), layers.1 \(",
+    ),
+    "model": (lambda model, patch: patch.setattr(LlamaModel, "forward", bypass_all), r"each other: layers.0 \(Llama"),
+    "mask": (
+        lambda model, patch: patch.setattr(modeling_llama, "create_causal_mask", mask_of_its_own),
+        r"each other: layers.0.self_attn \(LlamaAttention, which runs transformers\.",
+    ),
+}
+
+
+def layer(model: Any) -> Any:
+    return model.model.layers[1].self_attn
+
+
+@pytest.mark.parametrize("attention", ["tritonpack", "eager"])
+@pytest.mark.parametrize("what", REPLACED)
+def test_what_is_replaced_after_patching_is_refused(what: str, attention: Any, monkeypatch: Any) -> None:
+    replace, message = REPLACED[what]
+    model = tiny_model("llama")
+    with tritonpack.patch(model, attention=attention):
+        replace(model, monkeypatch)
+        for _ in range(2):  # it isn't forgotten
+            with pytest.raises(tritonpack.UnsupportedModelError, match=message) as raised:
+                call(model)
+        assert "Call tritonpack.unpatch(model), and patch the model once" in str(raised.value)
+        monkeypatch.undo()
+        call(model)
+        assert not is_watching(model)
+
+
+def test_nothing_is_left_after_the_first_call(llama: PreTrainedModel) -> None:
+    assert is_watching(llama)
+    call(llama)
+    assert not is_watching(llama)
+
+
+def test_what_asks_the_interface_may_replace(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What counts is that the mask is used, not whose code it is."""
+    monkeypatch.setattr(LlamaAttention, "forward", attends_by_the_interface)
+    check_isolation(llama)
+    assert not is_watching(llama)
+
+
+def test_dense_attention_must_be_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets a tensor: what it does with that can't be seen, only that it is the same code."""
+    model = zoo.tiny_model("gpt_neo")
+    own = GPTNeoSelfAttention.forward
+    with tritonpack.patch(model):
+        monkeypatch.setattr(GPTNeoSelfAttention, "forward", lambda self, *args, **kwargs: own(self, *args, **kwargs))
+        with pytest.raises(tritonpack.UnsupportedModelError, match=r"h.0.attn.attention \(GPTNeoSelfAttention"):
+            call(model)
+        monkeypatch.undo()
+        call(model)
+        assert not is_watching(model)
+
+
+def test_a_mask_that_is_never_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = zoo.tiny_model("gpt_neo")
+    with tritonpack.patch(model):
+        monkeypatch.setattr(modeling_gpt_neo, "create_causal_mask", mask_of_its_own)
+        with pytest.raises(tritonpack.UnsupportedModelError, match=r"the model itself \(GPTNeoModel"):
+            call(model)
+
+
+# What is done to models, and is no replacement.
+
+
+def test_layers_that_are_skipped() -> None:
+    """Cut off after patching, left out by the number in the configuration, or dropped at random."""
+    model = tiny_model("llama", num_hidden_layers=3)
+    with tritonpack.patch(model):
+        model.model.layers = model.model.layers[:2]
+        model.config.num_hidden_layers = 1
+        call(model)
+        assert not is_watching(model)
+    model = zoo.tiny_model("opt", layerdrop=0.5, num_hidden_layers=8).train()
+    with tritonpack.patch(model):
+        call(model)
+        assert not is_watching(model)
+    model = zoo.tiny_model("opt", layerdrop=1.0).train()
+    with tritonpack.patch(model):
+        call(model)
+
+
+@pytest.mark.parametrize("name", ["bart", "gemma3", "mamba", "nemotron_h", "openai-gpt", "qwen4_exp_text", "xlnet"])
+def test_layers_without_attention_or_with_more(name: str) -> None:
+    """Cross-attention that isn't called, towers, recurrences, masks that are written out."""
+    model = zoo.tiny_model(name)
+    with tritonpack.patch(model):
+        call(model)
+        assert not is_watching(model)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_gradient_checkpointing(llama: PreTrainedModel, reentrant: bool) -> None:
+    llama.train().enable_input_require_grads()
+    llama.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    call(llama).sum().backward()
+    assert not is_watching(llama)
+
+
+def test_attention_that_several_layers_share(llama: PreTrainedModel) -> None:
+    llama.model.layers[1].self_attn = llama.model.layers[0].self_attn
+    call(llama)
+    assert not is_watching(llama)
+
+
+class Wrapper(nn.Module):
+    """As torch's CheckpointWrapper, which runs and recomputes a layer."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self._checkpoint_wrapped_module = layer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return checkpoint(self._checkpoint_wrapped_module, *args, use_reentrant=False, **kwargs)
+
+
+def test_layers_that_are_wrapped(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their names are others then."""
+    for i, own in enumerate(llama.model.layers):
+        llama.model.layers[i] = Wrapper(own)
+    monkeypatch.setattr(LlamaAttention, "forward", attends_by_itself)
+    with refused:
+        call(llama)
+    monkeypatch.undo()
+    call(llama).sum().backward()
+    assert not is_watching(llama)
+
+
+def test_a_call_that_fails_shows_nothing(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(IndexError):
+        llama(input_ids=torch.full((1, 3), 10**6))
+    assert is_watching(llama)
+    assert not any(module._forward_hooks for module in llama.modules())
+    call(llama)
+    assert not is_watching(llama)
+
+
+def test_a_call_that_is_interrupted_shows_nothing(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch calls no hook then; the next call takes away what is left."""
+
+    def interrupt(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(LlamaAttention, "forward", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        call(llama)
+    monkeypatch.undo()
+    call(llama)
+    assert not is_watching(llama)
+
+
+def test_threads_watch_their_own_calls(llama: PreTrainedModel) -> None:
+    """Some call a model for the first time while others do."""
+    failures: list[Exception] = []
+
+    def run() -> None:
+        try:
+            for _ in range(20):
+                call(llama)
+        except Exception as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert not any(isinstance(h, Watch) for module in llama.modules() for h in module._forward_hooks.values())
+
+
+def test_copies_are_watched(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.BytesIO()
+    pickle.dump(llama, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(llama), pickle.load(file)):
+        assert is_watching(twin)
+        with monkeypatch.context() as patched:
+            patched.setattr(LlamaAttention, "forward", attends_by_itself)
+            with refused:
+                call(twin)
+        call(twin)
+        assert not is_watching(twin)
+    assert is_watching(llama)
+
+
+def test_generation_shows_nothing(llama: PreTrainedModel) -> None:
+    """The masks of a cache aren't those of the call's tokens; training comes later."""
+    llama.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=2, do_sample=False)
+    call(llama)
+    assert not is_watching(llama)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("part", ["whole", "layers", "layers in place"])
+def test_what_is_compiled_is_not_watched(part: str) -> None:
+    """One graph, from the first call on, and no hook that makes another."""
+    torch._dynamo.reset()
+    graphs = 0
+
+    def count(module: Any, inputs: Any) -> Any:
+        nonlocal graphs
+        graphs += 1
+        return module
+
+    model = tiny_model("llama", num_hidden_layers=1, dtype=torch.float32)
+    options: Any = {"backend": count, "fullgraph": True, "dynamic": True}
+    with tritonpack.patch(model):
+        forward = model
+        if part == "whole":
+            forward = torch.compile(model, **options)
+        elif part == "layers":
+            model.model.layers[0] = torch.compile(model.model.layers[0], **options)
+        else:
+            model.model.layers[0].compile(**options)
+        for total in (12, 9, 20):
+            ids, places = torch.randint(3, 60, (1, total)), (torch.arange(total) % 7)[None]
+            forward(input_ids=ids, position_ids=places, use_cache=False)
+    assert graphs == 1

@@ -1,0 +1,133 @@
+"""The forwards of a model through which documents may mix, and which of them are as transformers wrote them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from tritonpack.patches.families import MIXERS, OWN_MASKS, POSITION_TABLES
+
+# Packages whose forwards may stand around transformers' own: the tests of `tests/ecosystem` train with each.
+WRAPPERS = frozenset({"accelerate", "liger_kernel", "peft", "torch", "transformers", "tritonpack", "trl"})
+
+# Arguments that tell a layer about its row: what takes one of them may mix the row's documents.
+ROW_ARGUMENTS = frozenset(
+    {
+        "alibi", "attention_bias", "attention_mask", "cache_params", "causal_mask", "cu_seq_lens_q", "cu_seqlens",
+        "layer_past", "mask", "past_key_value", "past_key_values", "position_bias", "position_embeddings",
+        "position_ids", "seq_idx", "state",
+    }
+)  # fmt: skip
+
+
+def mixing_forwards(model: nn.Module) -> Iterator[Callable[..., Any]]:
+    """The forwards of a model through which documents may mix.
+
+    A forward that one of `WRAPPERS` has put around another counts as the class's.
+    """
+    mixing = by_class(mixes)
+    return (forward_of(module) for module in model.modules() if mixing(type(module)))
+
+
+def by_class(question: Callable[[Any], bool]) -> Callable[[Any], bool]:
+    """A question about classes that is asked of each once, for now: a class may get another forward later."""
+    return cache(question)
+
+
+def mixes(kind: Any) -> bool:
+    """Whether documents may mix in layers of a class: they take an argument about the row, or `families` knows them;
+    of a class that isn't from `WRAPPERS`, also if they take any argument."""
+    name, home = kind.__name__, kind.__module__.rpartition(".")[2]
+    if issubclass(kind, PreTrainedModel) or name in MIXERS or name in POSITION_TABLES or (home, name) in OWN_MASKS:
+        return True
+    parameters = _parameters(kind.forward)
+    if not ROW_ARGUMENTS.isdisjoint(parameters):
+        return True
+    return any(p.kind is p.VAR_KEYWORD for p in parameters.values()) and not _is_genuine(kind)
+
+
+def takes_tokens_and_mask(module: nn.Module) -> bool:
+    """Whether a module takes tokens, or their embeddings, and a mask for them: towers of images and sounds don't."""
+    parameters = inspect.signature(module.forward).parameters
+    return "attention_mask" in parameters and ("input_ids" in parameters or "inputs_embeds" in parameters)
+
+
+def foreign_forwards(model: nn.Module) -> list[str]:
+    """The modules through which documents may mix and whose forward isn't that of their class in transformers, by name.
+
+    Another forward of a transformers class counts, whatever it takes.
+    """
+    mixing, genuine = by_class(mixes), by_class(_is_genuine)
+
+    def is_foreign(module: nn.Module) -> bool:
+        kind = type(module)
+        if not genuine(kind):
+            return mixing(kind) or kind.__module__.startswith("transformers.")
+        instance = module.__dict__.get("forward")
+        return instance is not None and not _is_wrapper(instance) and mixing(kind)
+
+    return [name for name, module in model.named_modules() if is_foreign(module)]
+
+
+def forward_of(module: nn.Module) -> Callable[..., Any]:
+    """The function that runs when a module is called, without what `WRAPPERS` put around it."""
+    instance = module.__dict__.get("forward")
+    if instance is not None and not _is_wrapper(instance):
+        return getattr(instance, "__func__", instance)
+    kind = type(module)
+    return inspect.unwrap(kind.forward) if _is_genuine(kind) else kind.forward
+
+
+def is_own(module: nn.Module) -> bool:
+    """Whether a module's forward is that of its class, and the class transformers' (or of one of `WRAPPERS`)."""
+    instance = module.__dict__.get("forward")
+    return (instance is None or _is_wrapper(instance)) and _is_genuine(type(module))
+
+
+def _is_genuine(kind: Any) -> bool:
+    """Whether the forward of a class is the one that it was defined with, in one of `WRAPPERS`."""
+    owner = next(base for base in kind.__mro__ if "forward" in base.__dict__)
+    return _was_defined_in(owner, kind.forward)
+
+
+@cache
+def _was_defined_in(owner: type, forward: Callable[..., Any]) -> bool:
+    innermost = inspect.unwrap(forward)
+    if not _is_wrapper(forward) or _package(innermost) != "transformers":
+        return _is_wrapper(forward)
+    home, _, _ = innermost.__qualname__.rpartition(".")  # another class if its forward was put here
+    return "<locals>" in home or home in {base.__qualname__ for base in owner.__mro__}
+
+
+def _is_wrapper(forward: Any) -> bool:
+    """Whether a function and all that it says it wraps were written in one of `WRAPPERS`."""
+    while forward is not None:
+        if _package(forward) not in WRAPPERS:
+            return False
+        forward = getattr(forward, "__wrapped__", None)
+    return True
+
+
+def _package(function: Any) -> str:
+    """The package whose code runs when something is called, whatever it says of itself (decorators copy names)."""
+    while not isinstance(function, FunctionType):
+        if isinstance(function, MethodType):
+            function = function.__func__
+        elif isinstance(function, partial):
+            function = function.func
+        elif isinstance(call := inspect.getattr_static(type(function), "__call__", None), FunctionType):
+            function = call
+        else:
+            return ""
+    return function.__globals__.get("__name__", "").partition(".")[0]
+
+
+@cache
+def _parameters(forward: Callable[..., Any]) -> Mapping[str, inspect.Parameter]:
+    return inspect.signature(forward).parameters
