@@ -49,6 +49,7 @@ class ShardedPacking(Packing):
         attended: the kinds of layers that have exchanged keys and values.
     """
 
+    shared = True
     arguments = (*Packing.arguments, "whole", "filled", "sharing")
 
     def __init__(self, *, whole: Packing, filled: Packing, sharing: Sharing, **named: Any) -> None:

@@ -16,12 +16,15 @@ from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import interface
 from tritonpack.patches.checkpoints import Checkpoints, release_checkpoint
 from tritonpack.patches.continuous import ENTRY, ContinuousBatching
-from tritonpack.patches.current import Current, HeadForward, InstanceForward, ModuleRef, Running
-from tritonpack.patches.families import DENSE, HEADS, MIXERS, OWN_MASKS, POSITION_TABLES
+from tritonpack.patches.current import Current, InstanceForward, ModuleRef, Running
+from tritonpack.patches.families import DENSE, MIXERS, OWN_MASKS, POSITION_TABLES
 from tritonpack.patches.hand import HAND_WRITTEN, DocumentMask
+from tritonpack.patches.heads import ModelForward
 from tritonpack.patches.hooks import UNCLAIMED, PackingHook
 from tritonpack.patches.mixers import Capabilities, DocumentByDocument
+from tritonpack.patches.multimodal import METHOD, DocumentPositions
 from tritonpack.patches.packing import Serving
+from tritonpack.patches.poolers import stand_in_for_pooler
 from tritonpack.patches.positions import LocalPositions
 from tritonpack.patches.report import holds, make_report
 
@@ -49,6 +52,7 @@ class Applied:
         asked: the attention and the backend that the user asked for.
         by_name: whether the model asked for it by its attn_implementation, and no caller of `patch`.
         report: what it changes.
+        heads: the forwards of the models that users may call, the outermost first.
         leases: one object for each handle that isn't left yet, innermost last.
         below: the patches of this model, or of parts of it, that are suspended until this one is left.
     """
@@ -70,6 +74,8 @@ class Applied:
         self.stand_ins = [
             stand_in for layer in model.modules() if (stand_in := _stand_in(layer, self.current, capabilities))
         ]
+        poolers = [stand_in_for_pooler(module, self.current) for module in modules]
+        self.stand_ins += [pooler for pooler in poolers if pooler is not None]
         replaced = modules[-1].config._attn_implementation_internal
         width = getattr(modules[-1].config.get_text_config(), "hidden_size", 0)
         who = "dense" if modules[-1].config.model_type in DENSE else attention
@@ -78,10 +84,14 @@ class Applied:
         if self.stand_ins:
             self.stand_ins += [Running(module, self.current) for module in modules]
         self.stand_ins += [
-            HeadForward(module, self.current)
-            for module in model.modules()
-            if isinstance(module, PreTrainedModel) and module not in modules and module.config.model_type in HEADS
+            DocumentPositions(module, self.current) for module in model.modules() if hasattr(type(module), METHOD)
         ]
+        self.heads = [
+            ModelForward(module, self.current, hook)
+            for module in model.modules()
+            if isinstance(module, PreTrainedModel) and (hook := self._outermost_in(module)) is not None
+        ]
+        self.stand_ins += self.heads
         generating = (module for module in model.modules() if hasattr(type(module), ENTRY))
         self.continuous = [ContinuousBatching(module, self) for module in generating]
 
@@ -94,10 +104,14 @@ class Applied:
             Serving("dense" if module.config.model_type in DENSE else attention, backend),
             patch=self,
             checkpoints=Checkpoints(module, self.current, layers) if layers else None,
-            head=self.current if module.config.model_type in HEADS else None,
+            current=self.current,
             mixes=any(isinstance(stand_in, DocumentByDocument) for stand_in in self.stand_ins),
             outermost=not any(other is not module and holds(other, module) for other in modules),
         )
+
+    def _outermost_in(self, module: nn.Module) -> PackingHook | None:
+        """The hook of the outermost patched module in a module."""
+        return next((hook for hook in self.hooks if hook.outermost and holds(module, hook.module)), None)
 
     @property
     def model(self) -> nn.Module:

@@ -26,7 +26,7 @@ class _State(threading.local):
     def __init__(self) -> None:
         self.running = False
         self.packing: Packing | None = None
-        self.told: dict[str, Any] = {}
+        self.told: Packing | None = None
 
 
 class Current:
@@ -38,13 +38,14 @@ class Current:
     Attributes:
         running: whether a forward pass of the model is running.
         packing: None outside of a forward pass, and where rows are left to the model (a cache is in use).
-        told: what the head around the patched modules was told about documents, where heads keep it to themselves.
+        told: the packing that was read from the arguments of the model that the user called, while that runs: its head
+            may keep some of them from the patched modules inside.
     """
 
     def __init__(self) -> None:
         self.running = False
         self.packing: Packing | None = None
-        self.told: dict[str, Any] = {}
+        self.told: Packing | None = None
         self._of_thread = _State()
 
     def __reduce__(self) -> tuple[type[Current], tuple[()]]:
@@ -60,8 +61,8 @@ class Current:
         for state in (self, self._of_thread):
             state.running, state.packing = running, packing
 
-    def tell(self, told: dict[str, Any]) -> None:
-        """Say what the head was told."""
+    def tell(self, told: Packing | None) -> None:
+        """Say what the model was told that the user called."""
         for state in (self, self._of_thread):
             state.told = told
 
@@ -90,36 +91,47 @@ class InstanceForward:
 
     Where somebody else, such as accelerate, has wrapped it in the meantime, it can't be taken away: then it passes its
     calls on.
+
+    Attributes:
+        attribute: the name of the method that it stands for.
     """
 
+    attribute = "forward"
+
     def __init__(self, module: nn.Module, current: Current) -> None:
-        self.module, self.current = module, current
-        self.names = parameters_of(type(module))
+        self._module, self.current = ModuleRef(module), current
+        self.names = parameters_of(type(module), self.attribute)
         self.own: Any = None  # somebody else's forward of this instance, such as accelerate's
         self.wrapper: Any = None  # what somebody else put in place of ours, and which calls ours
         self.installed = False
 
+    @property
+    def module(self) -> Any:
+        return self._module.module
+
     def install(self) -> None:
         """Take the place of the module's forward; a second call changes nothing."""
-        forward = self.module.__dict__.get("forward")
+        forward = self.module.__dict__.get(self.attribute)
         if forward is not self and (self.wrapper is None or forward is not self.wrapper):
-            self.own, self.module.__dict__["forward"] = forward, self
+            self.own, self.module.__dict__[self.attribute] = forward, self
         self.installed = True
 
     def remove(self) -> None:
         """Give the module its own forward back; a second call changes nothing."""
-        forward = self.module.__dict__.get("forward")
+        forward = self.module.__dict__.get(self.attribute)
         if forward is self and self.own is None:
-            del self.module.__dict__["forward"]
+            del self.module.__dict__[self.attribute]
         elif forward is self:
-            self.module.__dict__["forward"] = self.own
+            self.module.__dict__[self.attribute] = self.own
         elif self.installed:
             self.wrapper = forward
         self.installed = False
 
     @property
     def inner(self) -> Any:
-        return self.own if self.own is not None else type(self.module).forward.__get__(self.module)
+        if self.own is not None:
+            return self.own
+        return getattr(type(self.module), self.attribute).__get__(self.module)
 
     @property
     def __signature__(self) -> inspect.Signature:
@@ -138,13 +150,13 @@ class InstanceForward:
         raise NotImplementedError
 
 
-def parameters_of(kind: type[nn.Module]) -> list[str]:
-    """The names of the arguments of a module class's forward.
+def parameters_of(kind: type[nn.Module], method: str = "forward") -> list[str]:
+    """The names of the arguments of a module class's forward, or of another method.
 
     transformers 5.13 to 5.15 wrap recurrent layers' forwards without `functools.wraps`, so the wrapper's own variable
     is read.
     """
-    forward = kind.forward
+    forward = getattr(kind, method)
     wrapped = inspect.getclosurevars(forward).nonlocals if inspect.isfunction(forward) else {}
     return list(inspect.signature(wrapped.get("forward_func", forward)).parameters)[1:]
 
@@ -167,20 +179,3 @@ class Running(InstanceForward):
             return self.inner(*args, **kwargs)
         finally:
             self.current.set(running, outer)
-
-
-# The arguments by which a head is told about documents.
-TOLD = ("attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
-
-
-class HeadForward(InstanceForward):
-    """A head that keeps to itself where documents begin. PEFT calls its forward, past any hook, so that is replaced."""
-
-    def call(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = self.bound(args, kwargs)
-        outer = self.current.state.told
-        self.current.tell({name: arguments[name] for name in TOLD if arguments.get(name) is not None})
-        try:
-            return self.inner(*args, **kwargs)
-        finally:
-            self.current.tell(outer)

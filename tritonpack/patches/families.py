@@ -81,14 +81,6 @@ MIXERS = _names(
     """
 )
 
-# Model types whose heads keep position ids, or the offsets of documents, from the model inside.
-HEADS = _names(
-    """
-    bloom codegen falcon falcon_mamba git gpt_neox_japanese gptj mamba mamba2 megatron-bert mpt mvp openai-gpt rembert
-    rwkv trocr xlm xlnet
-    """
-)
-
 # Model types that make ALiBi from the mask for padding, so that it must be as wide as their keys.
 ALIBI_FROM_MASK = _names("bloom falcon mpt")
 

@@ -12,9 +12,11 @@ from transformers import PreTrainedModel
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.checkpoints import Checkpoints
 from tritonpack.patches.current import HANDED, Current, ModuleRef
+from tritonpack.patches.documents import require_one_document_a_row
 from tritonpack.patches.families import ALIBI_FROM_MASK, CODEBOOKS, COUNT_FROM_PADDING
 from tritonpack.patches.interface import NAMES, served
 from tritonpack.patches.kinds import Kind
+from tritonpack.patches.multimodal import METHOD, leave_positions_to
 from tritonpack.patches.packing import Packing, Serving
 from tritonpack.patches.positions import require_one_rope, rope_limits
 from tritonpack.patches.reading import OpenMask, make_packing
@@ -35,7 +37,7 @@ class PackingHook:
         serving: who attends.
         patch: what put it there.
         checkpoints: the checkpointing functions of the module's layers; None if no layer needs the current packing.
-        head: what the head around this module was told, if it keeps that to itself.
+        current: what the model around this module was told.
         mixes: whether layers of the module mix along the row.
         outermost: whether no other patched module holds this one, so that its arguments are the user's.
         replaced: the name of the attention that the module's config had before.
@@ -50,7 +52,7 @@ class PackingHook:
         *,
         patch: Applied,
         checkpoints: Checkpoints | None,
-        head: Current | None,
+        current: Current,
         mixes: bool,
         outermost: bool,
     ) -> None:
@@ -58,16 +60,17 @@ class PackingHook:
         self.names = tuple(signature.parameters)
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
         self._module = ModuleRef(module)
-        self.serving, self.patch, self.checkpoints, self.head = serving, patch, checkpoints, head
+        self.serving, self.patch, self.checkpoints, self.current = serving, patch, checkpoints, current
         self.mixes, self.outermost = mixes, outermost
         config = module.config
         self.model_type = config.model_type
         counts = self.model_type in COUNT_FROM_PADDING
         self.first_position = (config.pad_token_id or 0) + 1 if counts else 0
         self.codebooks = config.num_codebooks if self.model_type in CODEBOOKS else 1
-        self.rope_limits = rope_limits(config.get_text_config())
+        self.text_config = config.get_text_config()
+        self.rope_limits = rope_limits(self.text_config)
         # Multimodal positions are the model's to make: a place in the text isn't all of them.
-        multimodal = any(hasattr(inner, "get_rope_index") for inner in module.modules())
+        multimodal = any(hasattr(inner, METHOD) for inner in module.modules())
         self.gives_positions = "position_ids" in self.names and not multimodal
 
     @property
@@ -84,7 +87,7 @@ class PackingHook:
 
     def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         chosen, ours = module.config._attn_implementation_internal, NAMES[self.serving.attention]  # type: ignore[union-attr]
-        if _is_paged(kwargs.get("cache")):
+        if is_paged(kwargs.get("cache")):
             if chosen == ours:
                 raise ValueError(
                     "this model was patched while continuous batching was running. Stop the manager, and make it anew "
@@ -105,7 +108,10 @@ class PackingHook:
                 "cross-attention (encoder_hidden_states) sees one sequence from every document of a row; unpatch the "
                 "model."
             )
-        packing = self._read(arguments)
+        if self.outermost and not torch.compiler.is_compiling():
+            for head in self.patch.heads:
+                head.require_in_place(arguments)
+        packing = self.read(arguments)
         if packing is not None:
             packing = self._pass_on(packing, arguments)
         if self.checkpoints is not None:
@@ -113,15 +119,13 @@ class PackingHook:
             self.checkpoints.hold()
         return (), arguments
 
-    def _read(self, arguments: dict[str, Any]) -> Packing | None:
+    def read(self, arguments: dict[str, Any]) -> Packing | None:
         """The packing of this call, or None where masks are made already or the model itself says what is missing."""
         mask = arguments.get("attention_mask")
-        if isinstance(mask, Packing):
-            return mask
         if isinstance(mask, dict):
             arguments["attention_mask"] = {kind: self._claim(one, arguments) for kind, one in mask.items()}
             return None
-        if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
+        if mask is not None and (not isinstance(mask, (Tensor, Packing)) or mask.ndim != 2):
             arguments["attention_mask"] = self._claim(mask, arguments)
             return None
         tokens = arguments.get("input_ids")
@@ -130,16 +134,25 @@ class PackingHook:
             tokens = arguments.get("inputs_embeds")
             shape = None if tokens is None else tokens.shape[:-1]
         if tokens is None or shape is None or len(shape) != 2:
-            return None
-        shape = (shape[0] // self.codebooks, shape[1])
+            return mask if isinstance(mask, Packing) else None
+        shape = torch.Size((shape[0] // self.codebooks, shape[1]))
+        told = mask if isinstance(mask, Packing) else self.current.state.told if self.outermost else None
+        if told is not None and told.tells_documents:
+            if told.tokens == shape:
+                return told
+            require_one_document_a_row(
+                told,
+                f"{type(self.module).__name__} runs on {tuple(shape)} tokens where the model around it was given "
+                f"{tuple(told.tokens)}, so packed documents can't be followed; give each document a row of its own.",
+            )
+        if isinstance(mask, Packing):
+            arguments["attention_mask"] = mask = mask.to_tensor()
         cache = arguments.get("past_key_values")
         if mask is None and cache is not None and self.model_type in ALIBI_FROM_MASK:
             columns, _ = cache.get_mask_sizes(shape[1], 0)
             arguments["attention_mask"] = torch.ones((shape[0], columns), dtype=torch.long, device=tokens.device)
-        told = arguments
-        if self.head is not None and self.outermost:
-            told = {**arguments, **{name: x for name, x in self.head.state.told.items() if arguments.get(name) is None}}
-        packing = make_packing(told, torch.Size(shape), tokens.device, self.serving)
+        pad_token = getattr(self.text_config, "pad_token_id", None)
+        packing = make_packing(arguments, shape, tokens.device, self.serving, pad_token)
         return packing.replace(cached=any(arguments.get(name) is not None for name in CACHES))
 
     def _claim(self, mask: Any, arguments: dict[str, Any]) -> Any:
@@ -156,12 +169,15 @@ class PackingHook:
 
     def _pass_on(self, packing: Packing, arguments: dict[str, Any]) -> Packing | None:
         """Put the packing where the model hands it on; returns it where it covers whole rows: nothing is cached yet."""
-        given = (packing.boundaries, packing.position_ids, packing.attention_mask)
-        wanting = arguments.get("position_ids") is None or self.first_position > 0
-        if wanting and self.gives_positions and not packing.cached and any(x is not None for x in given):
+        given = arguments.get("position_ids")
+        leave_positions_to(self.module, packing, arguments)
+        wanting = given is None or self.first_position > 0
+        if self.outermost and packing.position_ids is None and given is not None and given.ndim == 2:
+            wanting = True  # nobody gave them: a head has counted the row
+        if wanting and self.gives_positions and not packing.cached and packing.tells_documents:
             arguments["position_ids"] = packing.positions() + self.first_position
         if self.mixes:
-            if not isinstance(arguments.get("attention_mask"), Packing):
+            if self.outermost:
                 packing = packing.replace(by_document=self._runs_by_document(packing, arguments))
             if packing.by_document and (self.takes_any or "use_cache" in self.names):
                 arguments["use_cache"] = False
@@ -194,7 +210,7 @@ class PackingHook:
         return not whole and not cached and not (padded and arguments.get("use_cache"))
 
 
-def _is_paged(cache: Any) -> bool:
+def is_paged(cache: Any) -> bool:
     """Whether a call is one of continuous batching, whose cache tells the requests of a row apart."""
     return type(cache).__name__ == "PagedAttentionCache"
 

@@ -119,10 +119,14 @@ class Packing(TensorLike):
         serving: who attends.
         by_document: whether layers that mix along the row run on each document by itself.
         cached: whether the call brought a cache, empty or not.
+        filler: (B, T) bool, which tokens are the padding token, where no mask says what is padding; else None.
+        shared: whether it is one rank's part of a batch.
     """
 
+    shared = False
+
     arguments: tuple[str, ...] = (
-        "attention_mask", "position_ids", "boundaries", "tokens", "where", "serving", "by_document", "cached",
+        "attention_mask", "position_ids", "boundaries", "tokens", "where", "serving", "by_document", "cached", "filler",
     )  # fmt: skip
     dtype = torch.int64
 
@@ -136,10 +140,11 @@ class Packing(TensorLike):
         serving: Serving,
         by_document: bool = False,
         cached: bool = False,
+        filler: Tensor | None = None,
     ) -> None:
         self.attention_mask, self.position_ids, self.boundaries = attention_mask, position_ids, boundaries
         self.tokens, self.where, self.serving = tokens, where, serving
-        self.by_document, self.cached = by_document, cached
+        self.by_document, self.cached, self.filler = by_document, cached, filler
         self.kept: list[tuple[tuple[Any, ...], IntervalMask]] = []
         self.kept_batches: list[tuple[list[tuple[Tensor, Tensor]], Tensor]] = []
         self.kept_boundaries: dict[str, Tensor] = {}
@@ -157,9 +162,30 @@ class Packing(TensorLike):
 
     def to_tensor(self) -> Tensor:
         """(B, keys) int64, 1 for tokens and 0 for padding, as tokenizers make it."""
-        if self.attention_mask is None:
-            return torch.ones(self.tokens, dtype=torch.int64, device=self.where)
-        return (self.attention_mask != 0).long()
+        return self.not_padding().long()
+
+    def not_padding(self) -> Tensor:
+        """(B, keys) bool: which tokens are no padding.
+
+        A mask says so. Without one, collators that fill a row up give no other sign of it than the tokens: documents at
+        the end of a row that hold nothing but the padding token are padding. A row's first document is none.
+        """
+        if self.attention_mask is not None:
+            return self.attention_mask != 0
+        if self.filler is None or not self.tells_documents:
+            return torch.ones(self.tokens, dtype=torch.bool, device=self.where)
+        tail = (~self.filler).flip(1).cumsum(1).flip(1) == 0  # from here on there is nothing but the padding token
+        begins = self.runs()[0] & tail
+        begins[:, 0] = False
+        return begins.cumsum(1) == 0
+
+    @property
+    def tells_documents(self) -> bool:
+        """Whether a row may hold several documents; where it can't be packed, nothing was said that could tell them."""
+        return any(told is not None for told in (self.attention_mask, self.position_ids, self.boundaries))
+
+    def long(self) -> Packing:
+        return self
 
     def cumsum(self, dim: int = -1, **options: Any) -> Tensor:
         """Models count tokens by the cumulative sum of their mask: each document's from 1, and padding as 0."""
@@ -238,14 +264,11 @@ class Packing(TensorLike):
 
     def lengths(self) -> tuple[Tensor, Tensor]:
         """Where documents begin in the flattened rows and how long they are, both on the host: waits for the device."""
-        starts, live = self.runs()
-        flat = starts.flatten()
+        flat = self.runs()[0].flatten()
         begin = flat.nonzero().flatten()
         length = torch.diff(begin, append=begin.new_tensor([flat.shape[0]]))
-        if live is not None:
-            keep = live.flatten()[begin]
-            begin, length = begin[keep], length[keep]
-        return begin.cpu(), length.cpu()
+        keep = self.not_padding().flatten()[begin]
+        return begin[keep].cpu(), length[keep].cpu()
 
     def batches(self) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
         """Documents as padded batches, those whose lengths have as many binary digits together: below twice the tokens.

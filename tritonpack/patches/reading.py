@@ -55,12 +55,19 @@ class OpenMask(TensorLike):
         return self.claimed[0]
 
 
-def make_packing(arguments: dict[str, Any], tokens: torch.Size, device: torch.device, serving: Serving) -> Packing:
+def make_packing(
+    arguments: dict[str, Any],
+    tokens: torch.Size,
+    device: torch.device,
+    serving: Serving,
+    pad_token: int | None = None,
+) -> Packing:
     """The packing of a forward pass over tokens of shape (B, T), from the arguments it was called with.
 
     Documents are told apart by `cu_seq_lens_q` (FlashAttention's offsets over the flattened tokens), else `seq_idx`
     ((B, T) document numbers), else where `position_ids` don't ascend by one. A two-dimensional `attention_mask` marks
-    padding by 0, and may number documents.
+    padding by 0, and may number documents. Without one, `pad_token` tells what is padding (see
+    `Packing.not_padding`).
 
     Raises:
         ValueError: arguments that contradict each other or the tokens.
@@ -78,7 +85,11 @@ def make_packing(arguments: dict[str, Any], tokens: torch.Size, device: torch.de
     if position_ids is not None:
         position_ids = position_ids.to(device)
     boundaries, name = _boundaries(arguments, tokens, device)
-    packing = Packing(mask, position_ids, boundaries, tokens, device, serving)
+    ids = arguments.get("input_ids")
+    filler = None
+    if mask is None and pad_token is not None and isinstance(ids, Tensor) and ids.shape == tokens:
+        filler = ids == pad_token
+    packing = Packing(mask, position_ids, boundaries, tokens, device, serving, filler=filler)
     if position_ids is not None and position_ids.ndim < 3:
         if boundaries is not None:
             _require_agreement(packing, boundaries, name)

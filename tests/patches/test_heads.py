@@ -1,0 +1,395 @@
+"""Heads on packed rows: none keeps from its model where documents begin, and none takes a row for one document."""
+
+import gc
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM, LlamaModel, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+import tritonpack
+from tests.patches import zoo
+from tests.patches.models import tiny_model
+from tritonpack.testing.packed_forms import FORMS, difference, lay_out, tolerance
+from tritonpack.testing.small_copy import spread
+
+LENGTHS = (7, 1, 3, 11)
+EXACT = tolerance(torch.float64)
+LABELS = 3
+
+
+def head(name: str, model_type: str, **overrides: Any) -> PreTrainedModel:
+    """A tiny model of a class, with three labels."""
+    torch.manual_seed(0)
+    config = zoo.tiny_config(model_type, **{"num_labels": LABELS, "pad_token_id": 0, **overrides})
+    model = getattr(transformers, name)._from_config(config, experts_implementation="eager")
+    spread(model, torch.Generator().manual_seed(0))
+    return model.double().eval()
+
+
+def documents(lengths: tuple[int, ...] = LENGTHS) -> list[Tensor]:
+    return zoo.documents(lengths)
+
+
+def padded(pieces: list[Tensor], *, left: bool = False) -> dict[str, Tensor]:
+    batch = lay_out([[i] for i in range(len(pieces))], pieces, left=left)
+    return {"input_ids": batch.ids, "attention_mask": batch.arguments["attention_mask"]}
+
+
+def packed(form: str, pieces: list[Tensor]) -> dict[str, Any]:
+    batch = FORMS[form](pieces)
+    return {"input_ids": batch.ids, **batch.arguments}
+
+
+def gradients(model: nn.Module, loss: Tensor) -> list[Tensor | None]:
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return list(torch.autograd.grad(loss, parameters, allow_unused=True))
+
+
+def relative(expected: Tensor, got: Tensor) -> float:
+    assert expected.shape == got.shape
+    return float((expected - got).detach().abs().max() / expected.detach().abs().max())
+
+
+# What documents are told by.
+TOLD = ("position_ids", "collator", "offsets_alone", "segments_alone", "two_rows")
+
+# Heads that hand on neither offsets nor numbers, or look for the first special token of a row.
+KEEPING = {
+    "GPTNeoForTokenClassification": ("gpt_neo", ("logits",)),
+    "GPTNeoForQuestionAnswering": ("gpt_neo", ("start_logits", "end_logits")),
+    "BigBirdForQuestionAnswering": ("big_bird", ("start_logits", "end_logits")),
+    "BigBirdForTokenClassification": ("big_bird", ("logits",)),
+    "XLNetForTokenClassification": ("xlnet", ("logits",)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "form"),
+    [(name, form) for name in KEEPING for form in TOLD if (name, form) != ("XLNetForTokenClassification", "two_rows")],
+)  # XLNet's causal mask has room for one row
+def test_heads_that_keep_to_themselves_what_they_are_told(name: str, form: str) -> None:
+    model_type, outputs = KEEPING[name]
+    model, pieces = head(name, model_type, num_labels=2), documents()
+    alone = [model(ids) for ids in pieces]
+    with tritonpack.patch(model):
+        batch = FORMS[form](pieces)
+        output = model(input_ids=batch.ids, **batch.arguments)
+    for key in outputs:
+        expected = torch.cat([one[key] for one in alone], dim=1)[0]
+        got = batch.gather(output[key])
+        assert float((expected - got).abs().max()) < EXACT * float(expected.abs().max()), key
+
+
+class Silent(LlamaForCausalLM):
+    """A head that hands on tokens alone."""
+
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        return self.lm_head(self.model(input_ids).last_hidden_state)
+
+
+class Lengthening(LlamaForCausalLM):
+    """A head that puts a token of its own before every row."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        return self.lm_head(self.model(torch.cat([input_ids[:, :1], input_ids], dim=1)).last_hidden_state)
+
+
+class Counting(LlamaForCausalLM):
+    """A head that counts the tokens of the row."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        places = torch.arange(input_ids.shape[1])[None]
+        return self.lm_head(self.model(input_ids, attention_mask, places).last_hidden_state)
+
+
+WITHOUT_POSITIONS = ("offsets_alone", "segments_alone")
+
+
+@pytest.mark.parametrize(
+    ("kind", "form"), [*((Silent, form) for form in TOLD), *((Counting, form) for form in WITHOUT_POSITIONS)]
+)
+def test_heads_that_hand_on_nothing_or_positions_of_the_row(kind: type[LlamaForCausalLM], form: str) -> None:
+    model, pieces = kind(zoo.tiny_config("llama")).double().eval(), documents()
+    expected = torch.cat([model(ids) for ids in pieces], dim=1)[0]
+    with tritonpack.patch(model):
+        batch = FORMS[form](pieces)
+        assert relative(expected, batch.gather(model(batch.ids, **batch.arguments))) < EXACT
+
+
+def test_a_head_with_more_tokens_than_it_was_given() -> None:
+    model, pieces = Lengthening(zoo.tiny_config("llama")).double().eval(), documents()
+    with tritonpack.patch(model):
+        assert model(**padded(pieces)).shape[1] == max(LENGTHS) + 1
+        with pytest.raises(ValueError, match=r"runs on \(1, 23\) tokens where the model around it was given \(1, 22\)"):
+            model(**packed("position_ids", pieces))
+
+
+# One score a document ------------------------------------------------------------------------------------------------
+
+SCORING = {
+    "LlamaForSequenceClassification": "llama",
+    "GPT2ForSequenceClassification": "gpt2",
+    "MistralForSequenceClassification": "mistral",
+    "Qwen3ForSequenceClassification": "qwen3",
+    "GptOssForSequenceClassification": "gpt_oss",
+    "BloomForSequenceClassification": "bloom",
+    "JambaForSequenceClassification": "jamba",
+    "Gemma3ForSequenceClassification": "gemma3",
+    "BertForSequenceClassification": "bert",
+    "RobertaForSequenceClassification": "roberta",
+    "ElectraForSequenceClassification": "electra",
+    "BigBirdForSequenceClassification": "big_bird",
+    "BertForNextSentencePrediction": "bert",
+    "XLMForSequenceClassification": "xlm",
+}
+
+
+@pytest.mark.parametrize("form", TOLD)
+@pytest.mark.parametrize("name", [*SCORING, "XLNetForSequenceClassification"])
+def test_one_score_a_document(name: str, form: str) -> None:
+    """Logits, loss and gradients are those of the padded batch, and the logits each document's alone."""
+    model_type = SCORING.get(name, "xlnet")
+    model, pieces = head(name, model_type), documents()
+    alone = torch.cat([model(ids).logits for ids in pieces])
+    labels = torch.tensor([1, 0, 0, 1])
+    expected = model(**padded(pieces, left=model_type == "xlnet"), labels=labels)
+    with tritonpack.patch(model):
+        got = model(**packed(form, pieces), labels=labels)
+        assert relative(alone, got.logits) < EXACT
+        assert relative(expected.logits, got.logits) < EXACT
+        pairs = ((model, expected), (model, got))
+        before, after = ((x.loss[None].detach(), gradients(m, x.loss)) for m, x in pairs)
+    assert difference(before, after) < EXACT
+
+
+@pytest.mark.parametrize("kind", ["regression", "multi_label_classification"])
+def test_losses_of_other_kinds(kind: str) -> None:
+    model = head("LlamaForSequenceClassification", "llama", num_labels=1 if kind == "regression" else LABELS)
+    model.config.problem_type = kind
+    pieces = documents()
+    labels = torch.rand(4, dtype=torch.float64) if kind == "regression" else torch.eye(4, LABELS, dtype=torch.float64)
+    expected = model(**padded(pieces), labels=labels)
+    with tritonpack.patch(model):
+        got = model(**packed("position_ids", pieces), labels=labels)
+    assert relative(expected.loss[None], got.loss[None]) < EXACT
+
+
+def test_padding_is_no_document() -> None:
+    """By a mask, and by a document of nothing but padding tokens, as collators fill rows up."""
+    model, pieces = head("LlamaForSequenceClassification", "llama"), documents()
+    expected = torch.cat([model(ids).logits for ids in pieces])
+    zeros = torch.zeros(1, 3, dtype=torch.long)
+    ids = torch.cat([*pieces, zeros], dim=1)
+    places = torch.cat([torch.arange(n) for n in LENGTHS])[None]
+    offsets = torch.tensor([0, *LENGTHS, 3]).cumsum(0)
+    for told in (
+        {"position_ids": torch.cat([places, zeros], 1)},
+        {"position_ids": torch.cat([places, torch.arange(3)[None]], 1), "cu_seq_lens_q": offsets},
+        {"position_ids": torch.cat([places, zeros], 1), "attention_mask": (ids != 0).long()},
+    ):
+        with tritonpack.patch(model):
+            assert relative(expected, model(ids, **told).logits) < EXACT
+
+
+def test_scores_in_tuples_and_without_a_patch() -> None:
+    model, pieces = head("LlamaForSequenceClassification", "llama"), documents()
+    columns = list(inspect.signature(model.forward).parameters)
+    expected = torch.cat([model(ids).logits for ids in pieces])
+    with tritonpack.patch(model):
+        assert list(inspect.signature(model.forward).parameters) == columns
+        assert relative(expected, model(**packed("position_ids", pieces), return_dict=False)[0]) < EXACT
+        assert relative(expected, model.forward(**packed("position_ids", pieces))[0]) < EXACT
+    assert model(**packed("position_ids", pieces)).logits.shape == (1, LABELS)
+
+
+def test_hidden_states_lie_in_the_packed_row() -> None:
+    model, pieces = head("LlamaForSequenceClassification", "llama"), documents()
+    expected = torch.cat([model(ids, output_hidden_states=True).hidden_states[-1] for ids in pieces], dim=1)
+    with tritonpack.patch(model):
+        output = model(**packed("position_ids", pieces), output_hidden_states=True)
+    assert relative(expected, output.hidden_states[-1]) < EXACT
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+@pytest.mark.parametrize("name", ["LlamaForSequenceClassification", "BertForSequenceClassification"])
+def test_padded_batches_are_left_to_the_head(name: str, left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, pieces = head(name, SCORING[name]), documents()
+    call = padded(pieces, left=left)
+    expected = model(**call)
+    called = []
+    with tritonpack.patch(model):
+        monkeypatch.setattr("tritonpack.patches.heads.padded", lambda *_: called.append(1))
+        assert relative(expected.logits, model(**call).logits) < EXACT
+    assert not called
+
+
+BAD_CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "a label for each token": (
+        lambda: {"labels": torch.zeros(1, 22, dtype=torch.long)},
+        r"labels has shape \(1, 22\), but the packed rows hold 4 documents.*of shape \(4,\)",
+    ),
+    "a label for the row": (lambda: {"labels": torch.zeros(1, dtype=torch.long)}, "hold 4 documents"),
+    "a cache": (
+        lambda: {"past_key_values": transformers.DynamicCache()},
+        r"can't use a cache.*Documents in each row: \[4\]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_calls_that_cannot_be_scored(name: str) -> None:
+    arguments, message = BAD_CALLS[name]
+    model = head("LlamaForSequenceClassification", "llama")
+    with tritonpack.patch(model), pytest.raises(ValueError, match=message):
+        model(**packed("position_ids", documents()), **arguments())
+
+
+def test_scores_need_tokens_and_a_padding_token() -> None:
+    model, pieces = head("LlamaForSequenceClassification", "llama"), documents()
+    call = packed("position_ids", pieces)
+    with tritonpack.patch(model):
+        embeds = model.get_input_embeddings()(call["input_ids"])
+        with pytest.raises(ValueError, match="pass packed rows as input_ids instead of inputs_embeds"):
+            model(inputs_embeds=embeds, position_ids=call["position_ids"])
+        model.config.pad_token_id = None
+        with pytest.raises(ValueError, match=r"config\.pad_token_id, which is None"):
+            model(**call)
+
+
+# Questions -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["BertForQuestionAnswering", "LlamaForQuestionAnswering"])
+def test_answers_in_packed_rows_are_refused(name: str) -> None:
+    """Their loss is a softmax over the row."""
+    model, pieces = head(name, {"B": "bert", "L": "llama"}[name[0]], num_labels=2), documents()
+    answers = {"start_positions": torch.tensor([2, 0, 0, 4]), "end_positions": torch.tensor([5, 0, 2, 10])}
+    with tritonpack.patch(model):
+        assert model(**padded(pieces), **answers).loss.isfinite()
+        for form in ("position_ids", "offsets_alone", "segments_alone"):
+            with pytest.raises(ValueError, match=r"looks for start_positions among all tokens of a row.*row: \[4\]"):
+                model(**packed(form, pieces), **answers)
+
+
+@pytest.mark.parametrize("told", ["position_ids", "attention_mask", "cu_seq_lens_q", "nothing"])
+def test_choices_are_rows_of_their_own(told: str) -> None:
+    model = head("BertForMultipleChoice", "bert")
+    ids = torch.stack([torch.cat(documents((3, 4)), dim=1), torch.cat(documents((7,)), dim=1)], dim=1)
+    arguments: dict[str, Any] = {
+        "position_ids": {"position_ids": torch.tensor([[[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6]]])},
+        "attention_mask": {"attention_mask": torch.tensor([[[1, 1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 1]]])},
+        "cu_seq_lens_q": {"cu_seq_lens_q": torch.tensor([0, 3, 7, 14])},
+        "nothing": {"attention_mask": torch.tensor([[[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 1]]])},
+    }[told]
+    if told == "nothing":
+        expected = model(ids, **arguments).logits
+        with tritonpack.patch(model):
+            assert relative(expected, model(ids, **arguments).logits) < EXACT
+        return
+    with tritonpack.patch(model), pytest.raises(ValueError, match=r"scores each row of .* as one choice"):
+        model(ids, **arguments)
+
+
+# Vectors of documents ------------------------------------------------------------------------------------------------
+
+POOLING = {
+    "BertModel": "bert", "RobertaModel": "roberta", "AlbertModel": "albert", "BigBirdModel": "big_bird",
+    "RemBertModel": "rembert", "CLIPTextModel": "clip_text_model",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", TOLD)
+@pytest.mark.parametrize("name", POOLING)
+def test_one_vector_a_document(name: str, form: str) -> None:
+    model, pieces = head(name, POOLING[name]), documents()
+    alone = [model(ids) for ids in pieces]
+    with tritonpack.patch(model):
+        batch = FORMS[form](pieces)
+        output = model(input_ids=batch.ids, **batch.arguments)
+        as_tuple = model(input_ids=batch.ids, **batch.arguments, return_dict=False)
+    expected = torch.cat([one.pooler_output for one in alone])
+    assert relative(expected, output.pooler_output) < EXACT
+    assert relative(expected, as_tuple[1]) < EXACT
+    states = torch.cat([one.last_hidden_state for one in alone], dim=1)[0]
+    assert relative(states, batch.gather(output.last_hidden_state)) < EXACT
+
+
+@pytest.mark.parametrize("name", ["BertForPreTraining", "AlbertForPreTraining", "BigBirdForPreTraining"])
+def test_pretraining_heads(name: str) -> None:
+    """The loss of tokens, and that of pairs of sentences."""
+    model_type = {"Be": "bert", "Al": "albert", "Bi": "big_bird"}[name[:2]]
+    model, pieces = head(name, model_type, num_labels=2), documents()
+    pairs = torch.tensor([1, 0, 0, 1])
+    target = {"sentence_order_label" if model_type == "albert" else "next_sentence_label": pairs}
+    call = padded(pieces)
+    expected = model(**call, labels=torch.where(call["attention_mask"] == 1, call["input_ids"], -100), **target).loss
+    with tritonpack.patch(model):
+        call = packed("collator", pieces)
+        got = model(**call, labels=call["input_ids"], **target).loss
+    assert relative(expected[None], got[None]) < EXACT
+
+
+class Averaging(LlamaModel):
+    """A model with a vector for each row."""
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        states = super().forward(input_ids, attention_mask, **kwargs).last_hidden_state
+        return BaseModelOutputWithPooling(last_hidden_state=states, pooler_output=states.mean(1))
+
+
+def test_vectors_that_are_of_rows_are_refused() -> None:
+    model, pieces = Averaging(zoo.tiny_config("llama")).double().eval(), documents()
+    with tritonpack.patch(model):
+        assert model(**padded(pieces)).pooler_output.shape[0] == len(LENGTHS)
+        with pytest.raises(ValueError, match=r"returns pooler_output, one for each row.*Documents in each row: \[4\]"):
+            model(**packed("position_ids", pieces))
+
+
+def test_poolers_read_the_first_token() -> None:
+    """transformers' convention, by which documents are pooled."""
+    known = {"VJEPA2", "Hiera", "LlavaNextVideo", "PoolFormer", "Gemma4"}  # of images
+    import pathlib
+    import re
+
+    folder = pathlib.Path(transformers.__file__).parent / "models"
+    found = 0
+    for path in folder.glob("*/modeling_*.py"):
+        for name, body in re.findall(r"^class (\w+Pooler)\(.*?\n(.*?)(?=^\S|\Z)", path.read_text(), re.S | re.M):
+            if not any(name.startswith(prefix) for prefix in known):
+                forward = body[body.index("def forward(self, hidden_states") :]
+                assert re.search(r"hidden_states\[:, 0(, :)?\]", forward), name
+                found += 1
+    assert found > 40
+
+
+# How models are called -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["LlamaModel", "BertModel", "MambaModel"])
+def test_the_forward_of_a_model_without_a_head(name: str) -> None:
+    """PEFT calls it past any hook."""
+    model, pieces = head(name, name.removesuffix("Model").lower()), documents()
+    expected = torch.cat([model(ids).last_hidden_state for ids in pieces], dim=1)
+    with tritonpack.patch(model):
+        for form in ("position_ids", "offsets_alone", "segments_alone"):
+            got = model.forward(**packed(form, pieces)).last_hidden_state
+            assert relative(expected, got) < EXACT, form
+
+
+def test_a_patched_model_goes_when_nobody_holds_it() -> None:
+    model = tiny_model("llama")
+    reference = weakref.ref(model)
+    tritonpack.patch(model)
+    gc.disable()
+    try:
+        del model
+        assert reference() is None
+    finally:
+        gc.enable()

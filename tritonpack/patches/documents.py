@@ -1,0 +1,82 @@
+"""Documents of packed rows as the rows of a padded batch, for code that knows one document a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tritonpack.checks import require
+from tritonpack.patches.packing import Packing
+
+
+@dataclass(frozen=True, eq=False)
+class Documents:
+    """The documents of packed rows, in order: row after row, in each row from its first to its last token.
+
+    Attributes:
+        tokens: (B, T), the shape of the packed rows.
+        places: (documents, longest) int64, where tokens lie in the flattened rows; 0 for padding.
+        inside: (documents, longest) bool, which of them are tokens; the others are padding.
+    """
+
+    tokens: torch.Size
+    places: Tensor
+    inside: Tensor
+
+    @classmethod
+    def of(cls, packing: Packing, *, left: bool = False) -> Documents | None:
+        """The documents of a packing; None if no row holds more than one. Waits for the device.
+
+        Args:
+            packing: of rows that a cache doesn't precede. Its padding isn't among the documents.
+            left: pad documents on the left.
+        """
+        if not packing.tells_documents:
+            return None
+        begin, length = packing.lengths()
+        rows = begin // packing.tokens[1]
+        if not bool((rows[1:] == rows[:-1]).any()):
+            return None
+        steps = torch.arange(int(length.max())).expand(len(length), -1)
+        if left:
+            steps = steps - (length.max() - length)[:, None]
+        inside = (steps >= 0) & (steps < length[:, None])
+        places = torch.where(inside, begin[:, None] + steps, 0)
+        return cls(packing.tokens, places.to(packing.where), inside.to(packing.where))
+
+    @property
+    def rows(self) -> Tensor:
+        """(documents,) int64, the row that each document lies in."""
+        return self.places.amax(1) // self.tokens[1]
+
+    def __len__(self) -> int:
+        return self.places.shape[0]
+
+    def cut(self, values: Tensor, fill: int = 0) -> Tensor:
+        """(documents, longest, ...) of (B, T, ...) or (1, T, ...), with `fill` for padding."""
+        flat = values.expand(*self.tokens, *values.shape[2:]).flatten(0, 1)
+        outside = ~self.inside.view(*self.inside.shape, *[1] * (values.ndim - 2)).to(values.device)
+        return flat[self.places.to(values.device)].masked_fill(outside, fill)
+
+    def lay_back(self, values: Tensor) -> Tensor:
+        """(B, T, ...) of (documents, longest, ...): zeros where no document lies."""
+        flat = values.new_zeros((self.tokens.numel(), *values.shape[2:]))
+        flat[self.places[self.inside]] = values[self.inside]
+        return flat.unflatten(0, self.tokens)
+
+
+def require_one_document_a_row(packing: Packing, message: str) -> None:
+    """Raise for packed rows. Doesn't wait for the device, where the check becomes an assertion.
+
+    Raises:
+        ValueError: the message, and how many documents there are, in host memory.
+    """
+    if not packing.tells_documents:
+        return
+    documents = (packing.runs()[0] & packing.not_padding()).sum(1)
+    require(
+        (documents <= 1).all(),
+        lambda: message + (f" Documents in each row: {documents.tolist()[:8]}." if documents.is_cpu else ""),
+    )

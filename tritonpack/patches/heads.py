@@ -1,0 +1,181 @@
+"""The forward of a whole model: what the call says about documents reaches every part of it, and what it computes of a
+row is refused where the row holds several documents."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tritonpack.patches.by_document import OF_DOCUMENTS, ONE_DOCUMENT_A_ROW, PACKING, laid_back, padded
+from tritonpack.patches.current import Current, InstanceForward
+from tritonpack.patches.documents import Documents, require_one_document_a_row
+from tritonpack.patches.hooks import PackingHook, is_paged
+from tritonpack.patches.multimodal import leave_positions_to
+from tritonpack.patches.near_misses import refuse_near_misses
+from tritonpack.patches.packing import Packing
+from tritonpack.patches.reading import make_packing
+
+
+class ModelForward(InstanceForward):
+    """A model as users call it: a head around a patched module, or that module itself.
+
+    What the call says about documents is read here, from all of its arguments, and goes on as `attention_mask`. So
+    nothing is lost in a head that hands on some of them, and a head that computes with the mask gets one of 0 and 1.
+    PEFT calls a model's forward past any hook, so the forward is replaced.
+    """
+
+    def __init__(self, module: PreTrainedModel, current: Current, hook: PackingHook) -> None:
+        super().__init__(module, current)
+        self.hook = hook
+        parameters = inspect.signature(module.forward).parameters
+        self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self.known = frozenset((*self.names, *hook.names))
+        self.by_document = ONE_DOCUMENT_A_ROW.fullmatch(self.name) is not None
+
+    @property
+    def name(self) -> str:
+        return type(self.module).__name__
+
+    def takes(self, argument: str) -> bool:
+        return self.takes_any or argument in self.names
+
+    def require_in_place(self, arguments: dict[str, Any]) -> None:
+        """Refuse a call whose result is the head's to compute, where somebody has replaced its forward since.
+
+        Args:
+            arguments: those that the patched module inside is called with.
+        """
+        if not (self.by_document or arguments.get("output_router_logits")):
+            return
+        forward = self.module.__dict__.get(self.attribute)
+        while forward is not None and forward is not self:
+            forward = getattr(forward, "__wrapped__", getattr(forward, "own", None))
+        if forward is None:
+            raise ValueError(
+                f"the forward of {self.name} was replaced since this model was patched, so what it computes of whole "
+                "rows would mix documents. Replace it first and patch the model then: call tritonpack.unpatch(model) "
+                "and tritonpack.patch(model)."
+            )
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        arguments = self.bound(args, kwargs)
+        if is_paged(arguments.get("cache")):
+            return self.inner(*args, **kwargs)
+        if self.current.state.told is not None:  # inside of another head, which has been told
+            return self._run(arguments)
+        refuse_near_misses(arguments, self.known, self.name)
+        wanted = arguments.get("return_dict")
+        if wanted is None:  # as PEFT passes it
+            wanted = getattr(self.module.config, "return_dict", True)
+        if wanted or not self.takes("return_dict"):
+            return self._run(arguments)
+        return self._run({**arguments, "return_dict": True}).to_tuple()
+
+    def _run(self, arguments: dict[str, Any]) -> Any:
+        packing, outer = self._read(arguments), self.current.state.told
+        if packing is None:
+            return self.inner(**arguments)
+        if arguments.get("start_positions") is not None and not packing.cached:
+            require_one_document_a_row(
+                packing,
+                f"the loss of {self.name} looks for start_positions among all tokens of a row, padding and other "
+                "documents included. Compute it of each document's start_logits and end_logits, or give each document "
+                "a row of its own.",
+            )
+        if self.by_document and not packing.shared and (documents := self._documents(packing)) is not None:
+            return self._run_by_document(documents, arguments)
+        arguments = self._pass_on(packing, arguments)
+        self.current.tell(packing)
+        try:
+            output = self.inner(**arguments)
+        finally:
+            self.current.tell(outer)
+        if outer is None and not packing.shared and not packing.cached:
+            self._require_nothing_of_rows(output, packing)
+        return output
+
+    def _read(self, arguments: dict[str, Any]) -> Packing | None:
+        """What the call says; None where masks are made already, and where it hasn't two-dimensional rows."""
+        mask = arguments.get("attention_mask")
+        if isinstance(mask, Packing):
+            return mask
+        ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
+        shape = ids.shape if ids is not None else torch.Size() if embeds is None else embeds.shape[:-1]
+        if len(shape) == 3:
+            self._require_whole_choices(arguments, shape)
+            return None
+        if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
+            return None
+        if self.module is not self.hook.module:
+            return self.hook.read(arguments)
+        arguments.update(self.hook(self.module, (), arguments)[1])  # its forward was called past the hook
+        mask = arguments.get("attention_mask")
+        return mask if isinstance(mask, Packing) else None
+
+    def _pass_on(self, packing: Packing, arguments: dict[str, Any]) -> dict[str, Any]:
+        """The arguments that the model's own forward is called with."""
+        arguments = {name: x for name, x in arguments.items() if name not in PACKING or self.takes(name)}
+        if packing.tells_documents and self.takes("attention_mask"):
+            arguments["attention_mask"] = packing
+        leave_positions_to(self.module, packing, arguments)
+        return arguments
+
+    def _require_whole_choices(self, arguments: dict[str, Any], shape: torch.Size) -> None:
+        """Refuse packed rows in multiple choice, where a row is a choice."""
+        message = f"{self.name} scores each row of (batch, choices, tokens) as one choice; pass one document a row."
+        if any(arguments.get(name) is not None for name in ("cu_seq_lens_q", "seq_idx")):
+            raise ValueError(message)
+        told = {
+            name: value.flatten(0, 1)
+            for name in ("position_ids", "attention_mask")
+            if isinstance(value := arguments.get(name), Tensor) and value.shape == shape
+        }
+        if told:
+            rows = torch.Size((shape[0] * shape[1], shape[2]))
+            device = next(iter(told.values())).device
+            require_one_document_a_row(make_packing(told, rows, device, self.hook.serving), message)
+
+    def _documents(self, packing: Packing) -> Documents | None:
+        """The documents that get rows of their own; None where each has one already."""
+        if packing.cached:
+            if packing.shape == packing.tokens:
+                require_one_document_a_row(
+                    packing,
+                    f"{self.name} gives one result a document, and packed rows can't use a cache for that. Pass "
+                    "past_key_values=None.",
+                )
+            return None
+        # XLNet reads the last token of a row, so its rows are padded on the left.
+        return Documents.of(packing, left=getattr(self.module.config, "summary_type", None) == "last")
+
+    def _run_by_document(self, documents: Documents, arguments: dict[str, Any]) -> Any:
+        batch = padded(documents, arguments, self.module)
+        if self.takes("use_cache"):
+            batch["use_cache"] = False
+        outer = self.current.state.told
+        self.current.tell(None)
+        try:
+            if self.module is self.hook.module:  # which has read the packed rows
+                batch = self.hook(self.module, (), batch)[1]
+            output = self.inner(**batch)
+        finally:
+            self.current.tell(outer)
+        laid_back(documents, output)
+        return output
+
+    def _require_nothing_of_rows(self, output: Any, packing: Packing) -> None:
+        """Refuse an output that has one value for each row, where rows hold several documents."""
+        rows, length = packing.tokens
+        for name, value in output.items() if isinstance(output, dict) else ():
+            if not isinstance(value, Tensor) or "loss" in name or value.shape[:1] != (rows,):
+                continue
+            if value.shape[1:2] != (length,) and (value.ndim < 3 or OF_DOCUMENTS.fullmatch(name)):
+                require_one_document_a_row(
+                    packing,
+                    f"{self.name} returns {name}, one for each row, whatever documents a row holds. Give each document "
+                    "a row of its own.",
+                )

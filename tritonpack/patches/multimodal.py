@@ -1,0 +1,53 @@
+"""Positions of several kinds (time, height, width), which multimodal models make of tokens and images themselves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tritonpack.patches.current import InstanceForward
+from tritonpack.patches.documents import Documents
+from tritonpack.patches.packing import Packing
+
+METHOD = "get_rope_index"  # transformers' name for it
+
+
+class DocumentPositions(InstanceForward):
+    """The method by which a model makes positions of its tokens and images: called with each document as a row.
+
+    It takes tokens (B, T), the sizes of all images in order, and a mask. It returns positions (n, B, T), and how far
+    the last of each row is ahead of its number. Waits for the device, as the method does.
+    """
+
+    attribute = METHOD
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        arguments = self.bound(args, kwargs)
+        packing, ids = arguments.get("attention_mask"), arguments.get("input_ids")
+        if not isinstance(packing, Packing):
+            state = self.current.state
+            packing = state.packing if state.running else state.told
+        documents = None
+        if packing is not None and not packing.cached and ids is not None and ids.shape == packing.tokens:
+            documents = Documents.of(packing)
+        if documents is None:
+            return self.inner(**arguments)
+        rows = {
+            name: documents.cut(value) if isinstance(value, Tensor) and value.shape[:2] == documents.tokens else value
+            for name, value in arguments.items()
+        }
+        rows["attention_mask"] = documents.inside.long()
+        positions, ahead = self.inner(**rows)
+        last = torch.cat([documents.rows[1:] != documents.rows[:-1], documents.rows.new_ones(1, dtype=torch.bool)])
+        return torch.stack([documents.lay_back(one) for one in positions]), ahead[last]
+
+
+def leave_positions_to(module: nn.Module, packing: Packing, arguments: dict[str, Any]) -> None:
+    """Take two-dimensional position ids from a call of a model that makes its own, in place: they have told where
+    documents begin, and know nothing of images. Where there are no tokens to make positions of, they stay."""
+    given = arguments.get("position_ids")
+    own = hasattr(module, METHOD) and not packing.cached and arguments.get("input_ids") is not None
+    if own and isinstance(given, Tensor) and given.ndim == 2 and not packing.shared:
+        arguments["position_ids"] = None

@@ -1,0 +1,73 @@
+"""Arguments that look as if they told documents apart, under names that nothing reads."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from difflib import SequenceMatcher
+from functools import cache
+from typing import Any
+
+# The arguments that tell documents apart.
+TELLING = ("attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+
+# How alike two names are in which a word is misspelled, or split in another way.
+ALIKE = 0.885
+
+# What other libraries call these arguments, and what to pass instead.
+FOREIGN = {
+    r"((cu|max|cumulative|packed)_?)?(seq(uence)?|doc(ument)?|segment)s?_?(len(gth)?|offset|start)s?(_[qk])?"
+    r"|lengths|offsets": "cu_seq_lens_q",
+    r"(seq(uence)?|doc(ument)?|segment)s?_?(id|idx|index|indice|number)(e?s)?|documents|segments": "seq_idx",
+    r"pos(ition)?s?_?(id|idx|index|indice)(e?s)?|pos(ition)?s?": "position_ids",
+    r"(attn|padding|key_padding|segment|doc(ument)?|block)_masks?": "attention_mask",
+}
+
+REMEDIES = {
+    "cu_seq_lens_q": "cu_seq_lens_q, the offsets where documents begin in the flattened rows, and last the number of "
+    "tokens",
+    "seq_idx": "seq_idx, the number of each token's document, of the shape of the tokens",
+    "position_ids": "position_ids that restart where a document begins, of the shape of the tokens",
+    "attention_mask": "attention_mask, 0 for padding and 1, or the number of the document, for tokens",
+}
+
+
+def refuse_near_misses(arguments: Mapping[str, Any], known: Collection[str], model: str) -> None:
+    """Refuse what resembles information about documents and would vanish in a model's **kwargs.
+
+    Args:
+        arguments: of a call, by name; those that are None say nothing.
+        known: the names that the model's own signature has.
+        model: the name of its class.
+
+    Raises:
+        ValueError: with the name to use instead.
+    """
+    for name, value in arguments.items():
+        if value is not None and name not in known and (meant := meant_by(name)):
+            raise ValueError(
+                f"{model} was called with {name!r}, which nothing reads, so documents would not be told apart by it. "
+                f"Pass {REMEDIES[meant]}, or leave {name!r} out."
+            )
+    if arguments.get("cu_seq_lens_k") is not None and arguments.get("cu_seq_lens_q") is None:
+        raise ValueError(
+            f"{model} was called with 'cu_seq_lens_k' alone, which tells no documents apart. Pass "
+            f"{REMEDIES['cu_seq_lens_q']}."
+        )
+
+
+@cache
+def meant_by(name: str) -> str | None:
+    """The argument that a name is probably meant for; None for a name that is read, and for one of its own."""
+    if name in TELLING:
+        return None
+    for pattern, meant in FOREIGN.items():
+        if re.fullmatch(pattern, name.lower()):
+            return meant
+    plain = name.replace("_", "").lower()
+    for meant in TELLING:
+        target = meant.replace("_", "")
+        other = target in plain and len(plain) > len(target) + 1  # a mask or positions of something else
+        if not other and SequenceMatcher(None, target, plain).ratio() >= ALIKE:
+            return "cu_seq_lens_q" if meant == "cu_seq_lens_k" else meant
+    return None

@@ -1,0 +1,59 @@
+"""Poolers: one vector for each document of a packed row, where a model has one for each row."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from tritonpack.patches.current import Current, InstanceForward
+from tritonpack.patches.documents import Documents
+
+
+class DocumentPooler(InstanceForward):
+    """The pooler of a text model, which makes one vector of the first token of each row: of each document instead.
+
+    Rows that hold one document each, padded on any side, are pooled as the model does. Waits for the device.
+    """
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        arguments = self.bound(args, kwargs)
+        states, packing = arguments[self.names[0]], self.current.state.packing
+        if packing is not None and isinstance(states, Tensor) and states.shape[:2] == packing.tokens:
+            documents = Documents.of(packing)
+            if documents is not None:
+                arguments[self.names[0]] = documents.cut(states)
+        return self.inner(**arguments)
+
+
+class PooledModel(InstanceForward):
+    """A model that takes the first token of each row itself, and gives its pooler that."""
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        output, packing = self.inner(*args, **kwargs), self.current.state.packing
+        if isinstance(output, dict) and output.get("pooler_output") is not None and packing is not None:
+            documents = Documents.of(packing)
+            if documents is not None:
+                first = documents.cut(output["last_hidden_state"])[:, 0]
+                activation = getattr(self.module, ACTIVATIONS[type(self.module).__name__])
+                output["pooler_output"] = activation(self.module.pooler(first))
+        return output
+
+
+# Models that take the first token of each row themselves, and what they put its pooler's result through.
+ACTIVATIONS = {"AlbertModel": "pooler_activation", "BigBirdModel": "activation"}
+
+
+def stand_in_for_pooler(module: nn.Module, current: Current) -> InstanceForward | None:
+    """What pools each document of a model that takes tokens; None for a model without a pooler."""
+    if type(module).__name__ in ACTIVATIONS:
+        return PooledModel(module, current)
+    pooler = pooler_of(module)
+    return None if pooler is None else DocumentPooler(pooler, current)
+
+
+def pooler_of(module: nn.Module) -> nn.Module | None:
+    """The pooler of a model that takes tokens. By transformers' convention it takes the hidden states (B, T, n) and
+    reads the first of each row."""
+    pooler = getattr(module, "pooler", None)
+    return pooler if isinstance(pooler, nn.Module) and type(pooler).__name__.endswith("Pooler") else None
