@@ -106,6 +106,91 @@ def test_positions_of_three_kinds(qwen: dict[str, Any], form: str) -> None:
         assert handle.report.left == ("model.visual",)
 
 
+def row_of(qwen: dict[str, Any], numbers: list[int], width: int) -> dict[str, Tensor]:
+    """Some of the documents in a row, filled up to a width."""
+    ids = torch.cat([qwen["documents"][i] for i in numbers], dim=1)
+    places = counted([qwen["documents"][i] for i in numbers])
+    mask = torch.ones_like(ids)
+    fill = (0, width - ids.shape[1])
+    return {
+        "input_ids": torch.nn.functional.pad(ids, fill), "position_ids": torch.nn.functional.pad(places, fill),
+        "attention_mask": torch.nn.functional.pad(mask, fill),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("inner", [False, True], ids=["head", "model"])
+@pytest.mark.parametrize("form", ["a row", "a row and a mask", "a row and offsets", "two rows", "padded"])
+def test_text_positions_with_images(qwen: dict[str, Any], form: str, inner: bool) -> None:
+    """Position ids of two dimensions tell documents apart; positions of images are the model's to make."""
+    model, documents = qwen["model"], qwen["documents"]
+    call = dict(qwen["call"])
+    if form.startswith("a row"):
+        call["position_ids"] = counted(documents)
+        spans = [(0, slice(None))]
+    else:
+        rows = [[0, 1], [2]] if form == "two rows" else [[0], [1], [2]]
+        width = max(sum(documents[i].shape[1] for i in row) for row in rows)
+        parts = [row_of(qwen, row, width) for row in rows]
+        call |= {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+        call["mm_token_type_ids"] = (call["input_ids"] == IMAGE).int()
+        spans = [(r, slice(0, sum(documents[i].shape[1] for i in row))) for r, row in enumerate(rows)]
+    if form == "a row and a mask":
+        call["attention_mask"] = torch.ones_like(call["input_ids"])
+    if form == "a row and offsets":
+        call["cu_seq_lens_q"] = qwen["offsets"]
+
+    def run() -> Tensor:
+        values = model.lm_head(model.model(**call)[0]) if inner else model(**call).logits
+        return torch.cat([values[row, span] for row, span in spans])[None]
+
+    assert differs(qwen["alone"], run()) > 0.1
+    with tritonpack.patch(model):
+        assert differs(qwen["alone"], run()) < EXACT
+
+
+def test_text_positions_without_images(qwen: dict[str, Any]) -> None:
+    model, documents = qwen["model"], [text(n, torch.Generator().manual_seed(n)) for n in (7, 1, 4)]
+    expected = torch.cat([model(ids).logits for ids in documents], dim=1)
+    with tritonpack.patch(model):
+        ids = torch.cat(documents, dim=1)
+        assert differs(expected, model(ids, position_ids=counted(documents)).logits) < EXACT
+        embeds = model.get_input_embeddings()(ids)
+        assert differs(expected, model(inputs_embeds=embeds, position_ids=counted(documents)).logits) < EXACT
+        rows = torch.cat([documents[0], documents[0]])
+        places = torch.arange(7).expand(2, -1)
+        assert differs(expected[:, :7], model(rows, position_ids=places).logits[1:]) < EXACT
+
+
+def test_images_of_two_documents_side_by_side(qwen: dict[str, Any]) -> None:
+    """Nothing but the documents says that they are two."""
+    model, generator = qwen["model"], torch.Generator().manual_seed(4)
+    image = torch.full((1, 6), IMAGE)
+    documents = [torch.cat([text(3, generator), image], 1), torch.cat([image, text(4, generator)], 1)]
+    pixels = torch.randn(48, 96, generator=generator, dtype=torch.float64)
+    grids = torch.tensor([[1, 4, 6], [1, 6, 4]])
+    alone = [
+        model(ids, pixel_values=patches, image_grid_thw=grid[None], mm_token_type_ids=(ids == IMAGE).int()).logits
+        for ids, patches, grid in zip(documents, pixels.split(24), grids, strict=True)
+    ]
+    ids = torch.cat(documents, dim=1)
+    call = {"pixel_values": pixels, "image_grid_thw": grids, "mm_token_type_ids": (ids == IMAGE).int()}
+    for told in ({"position_ids": counted(documents)}, {"attention_mask": numbered(documents)}):
+        with tritonpack.patch(model):
+            assert differs(torch.cat(alone, dim=1), model(ids, **call, **told).logits) < EXACT
+
+
+def test_generating_with_images_as_stock(qwen: dict[str, Any]) -> None:
+    model, ids = qwen["model"], qwen["documents"][0]
+    call = {
+        "input_ids": ids, "pixel_values": qwen["call"]["pixel_values"][:24],
+        "image_grid_thw": torch.tensor([[1, 4, 6]]),
+        "mm_token_type_ids": (ids == IMAGE).int(), "max_new_tokens": 4, "do_sample": False,
+    }  # fmt: skip
+    expected = model.generate(**call)
+    with tritonpack.patch(model):
+        assert torch.equal(model.generate(**call), expected)
+
+
 def gemma() -> PreTrainedModel:
     kinds = ["sliding_attention", "full_attention"]
     vision = {

@@ -87,6 +87,12 @@ class Applied:
         self.stand_ins += [
             DocumentPositions(module, self.current) for module in model.modules() if hasattr(type(module), METHOD)
         ]
+        self.heads = [
+            ModelForward(module, self.current, hook)
+            for module in model.modules()
+            if isinstance(module, PreTrainedModel) and (hook := self._outermost_in(module)) is not None
+        ]
+        self.stand_ins += self.heads
         generating = (module for module in model.modules() if hasattr(type(module), ENTRY))
         self.continuous = [ContinuousBatching(module, self) for module in generating]
         self.heads = [

@@ -151,7 +151,7 @@ class InstanceForward:
 
 
 def parameters_of(kind: type[nn.Module], method: str = "forward") -> list[str]:
-    """The names of the arguments of a method of a module class.
+    """The names of the arguments of a module class's forward, or of another method.
 
     transformers 5.13 to 5.15 wrap recurrent layers' forwards without `functools.wraps`, so the wrapper's own variable
     is read.

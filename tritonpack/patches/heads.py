@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from tritonpack.patches.by_document import OF_DOCUMENTS, ONE_DOCUMENT_A_ROW, PACKING, laid_back, padded
 from tritonpack.patches.current import Current, InstanceForward
 from tritonpack.patches.documents import Documents, require_one_document_a_row
-from tritonpack.patches.hooks import PackingHook
+from tritonpack.patches.hooks import PackingHook, is_paged
 from tritonpack.patches.multimodal import leave_positions_to
 from tritonpack.patches.near_misses import refuse_near_misses
 from tritonpack.patches.packing import Packing
@@ -63,6 +63,8 @@ class ModelForward(InstanceForward):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self.bound(args, kwargs)
+        if is_paged(arguments.get("cache")):
+            return self.inner(*args, **kwargs)
         if self.current.state.told is not None:  # inside of another head, which has been told
             return self._run(arguments)
         refuse_near_misses(arguments, self.known, self.name)

@@ -90,7 +90,7 @@ class PackingHook:
 
     def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         chosen, ours = module.config._attn_implementation_internal, NAMES[self.serving.attention]  # type: ignore[union-attr]
-        if _is_paged(kwargs.get("cache")):
+        if is_paged(kwargs.get("cache")):
             if chosen == ours:
                 raise ValueError(
                     "this model was patched while continuous batching was running. Stop the manager, and make it anew "
@@ -142,7 +142,7 @@ class PackingHook:
             return mask if isinstance(mask, Packing) else None
         shape = torch.Size((shape[0] // self.codebooks, shape[1]))
         told = mask if isinstance(mask, Packing) else self.current.state.told if self.outermost else None
-        if told is not None:
+        if told is not None and told.tells_documents:
             if told.tokens == shape:
                 return told
             require_one_document_a_row(
@@ -150,6 +150,8 @@ class PackingHook:
                 f"{type(self.module).__name__} runs on {tuple(shape)} tokens where the model around it was given "
                 f"{tuple(told.tokens)}, so packed documents can't be followed; give each document a row of its own.",
             )
+        if isinstance(mask, Packing):
+            arguments["attention_mask"] = mask = mask.to_tensor()
         cache = arguments.get("past_key_values")
         if mask is None and cache is not None and self.model_type in ALIBI_FROM_MASK:
             columns, _ = cache.get_mask_sizes(shape[1], 0)
@@ -213,7 +215,7 @@ class PackingHook:
         return not whole and not cached and not (padded and arguments.get("use_cache"))
 
 
-def _is_paged(cache: Any) -> bool:
+def is_paged(cache: Any) -> bool:
     """Whether a call is one of continuous batching, whose cache tells the requests of a row apart."""
     return type(cache).__name__ == "PagedAttentionCache"
 
