@@ -19,8 +19,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 
 import tritonpack
 from tests.patches import sweep, zoo
+from tests.patches.foreign import Replacement, attends_by_itself, attends_by_the_interface
 from tests.patches.models import tiny_model
-from tests.patches.replaced import Replacement, attends_by_itself, attends_by_the_interface
 from tritonpack.patches.first_call import Watch
 from tritonpack.patches.hooks import PackingHook
 from tritonpack.testing import check_isolation
@@ -75,7 +75,7 @@ def mask_of_its_own(*args: Any, **kwargs: Any) -> Tensor:
 REPLACED: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], None], str]] = {
     "class": (
         lambda model, patch: patch.setattr(LlamaAttention, "forward", attends_by_itself),
-        r"layers.0.self_attn \(LlamaAttention, which runs tests.patches.replaced.attends_by_itself\), layers.1.self_a",
+        r"layers.0.self_attn \(LlamaAttention, which runs tests.patches.foreign.attends_by_itself\), layers.1.self_a",
     ),
     "instance": (
         lambda model, patch: patch.setattr(layer(model), "forward", attends_by_itself.__get__(layer(model))),
@@ -83,7 +83,7 @@ REPLACED: dict[str, tuple[Callable[[Any, pytest.MonkeyPatch], None], str]] = {
     ),
     "module": (
         lambda model, patch: patch.setitem(model.model.layers[1]._modules, "self_attn", Replacement(layer(model))),
-        r"each other: layers.1.self_attn \(Replacement, which runs tests.patches.replaced.Replacement.forw.*\)\. Their",
+        r"each other: layers.1.self_attn \(Replacement, which runs tests.patches.foreign.Replacement.forw.*\)\. Their",
     ),
     "layer": (
         lambda model, patch: patch.setattr(LlamaDecoderLayer, "forward", bypass_layers),

@@ -13,8 +13,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention
 from transformers.models.mistral.modeling_mistral import MistralAttention
 
 import tritonpack
+from tests.patches.foreign import AnyArguments, Replacement, attends_by_itself, attends_by_the_interface, mixes_rows
 from tests.patches.models import tiny_model
-from tests.patches.replaced import AnyArguments, Replacement, attends_by_itself, attends_by_the_interface
 from tritonpack.patches.forwards import _is_genuine
 from tritonpack.testing import check_isolation
 
@@ -53,7 +53,7 @@ def test_replaced_code_of_one_model_is_tried_with_it(how: str, trials: list[Any]
     elif how == "any arguments":
         layers[1].self_attn = AnyArguments(layers[1].self_attn)
     else:
-        model.forward = (lambda self, input_ids, **kwargs: type(self).forward(self, input_ids)).__get__(model)
+        model.forward = mixes_rows.__get__(model)
     with pytest.raises(tritonpack.UnsupportedModelError, match=r"isn't transformers' own in .*don't stay apart"):
         tritonpack.patch(model)
     assert len(trials) == 2

@@ -186,11 +186,13 @@ class Particular(LlamaForCausalLM):
         return output
 
 
-class Unmasked(LlamaForCausalLM):
-    """Its model gets no mask, so that the first layer's documents meet."""
+class Mixing(LlamaForCausalLM):
+    """Each token's logits hold what stands before it in the row."""
 
-    def forward(self, *args: Any, attention_mask: Any = None, position_ids: Any = None, **kwargs: Any) -> Any:
-        return super().forward(*args, **kwargs)
+    def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
+        output = super().forward(input_ids, **kwargs)
+        output.logits = output.logits + 0.1 * output.logits.cumsum(1)
+        return output
 
 
 def llama_config(**more: Any) -> LlamaConfig:
@@ -205,7 +207,7 @@ def test_a_trial_in_any_context(context: str, trials: list[Any]) -> None:
     state = torch.get_rng_state()
     with CONTEXTS[context]():
         dtype = torch.get_default_dtype()
-        model, wrong = Particular(llama_config()), Unmasked(llama_config())
+        model, wrong = Particular(llama_config()), Mixing(llama_config())
         after = torch.get_rng_state() if context != "fake_tensors" else None
         tritonpack.patch(model)
         with pytest.raises(tritonpack.UnsupportedModelError, match=r"position_ids: .* from another document"):
@@ -226,8 +228,8 @@ def test_a_trial_while_a_model_is_loaded(dtype: torch.dtype, tmp_path: Path, tri
     ids, places = torch.full((1, 6), 9), torch.tensor([[0, 1, 2, 0, 1, 2]])
     first, second = model(ids, position_ids=places).logits.chunk(2, dim=1)
     assert torch.equal(first, second)
-    with pytest.raises(tritonpack.UnsupportedModelError, match="Unmasked isn't a model that tritonpack knows"):
-        Unmasked.from_pretrained(tmp_path, attn_implementation="tritonpack", dtype=dtype)(ids)
+    with pytest.raises(tritonpack.UnsupportedModelError, match="Mixing isn't a model that tritonpack knows"):
+        Mixing.from_pretrained(tmp_path, attn_implementation="tritonpack", dtype=dtype)(ids)
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])

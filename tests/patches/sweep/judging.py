@@ -25,7 +25,7 @@ from tests.patches.sweep.means import means
 from tests.patches.sweep.results import ANY, HOWS, VERDICTS, WRONG, Row
 from tests.patches.sweep.subject import Gathered, ShapeError, Subject
 from tritonpack.patches.trial.packed_forms import LENGTHS
-from tritonpack.testing import packed_forms
+from tritonpack.patches.trial import packed_forms
 
 PACKAGE = str(Path(tritonpack.__file__).parent)
 

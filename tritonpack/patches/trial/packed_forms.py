@@ -199,12 +199,14 @@ class Judgement:
             none.
         moved: how far other documents move the values, relative to the largest; NaN where that wasn't tried.
         reason: the form and the number, or the message, behind any verdict but "exact".
+        error: what was raised, behind "refused" and "error".
     """
 
     verdict: str
     worst: float
     moved: float
     reason: str = ""
+    error: Exception | None = None
 
 
 def alone(subject: Subject, documents: list[Tensor], *, gradients: bool = True) -> Results:
@@ -283,9 +285,9 @@ def judge(
     except MiscountError as error:
         return Judgement("inexact", worst, moved, f"{form}: {error}")
     except UnsupportedModelError as error:
-        return Judgement("refused", worst, moved, message(form, error))
+        return Judgement("refused", worst, moved, message(form, error), error)
     except Exception as error:  # whatever a model's own code raises is a result here
-        return Judgement("error", worst, moved, message(form, error))
+        return Judgement("error", worst, moved, message(form, error), error)
     if worst <= limit:
         return Judgement("exact", worst, moved)
     return Judgement("inexact", worst, moved, f"{form}: {worst:.0e}")

@@ -10,8 +10,8 @@ from typing import TypeVar
 
 import torch
 from torch import nn
+from transformers import logging
 from transformers.initialization import guard_torch_init_functions
-from transformers.utils import logging
 
 T = TypeVar("T")
 
