@@ -1,6 +1,7 @@
 """Classes that tritonpack doesn't know: a small copy is tried when a model is patched."""
 
 import contextlib
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
     BertConfig,
     EsmConfig,
     LlamaConfig,
@@ -26,7 +28,7 @@ from transformers.masking_utils import create_causal_mask
 import tritonpack
 from tests.patches import zoo
 from tests.patches.models import VOCAB, tiny_model
-from tritonpack.patches import probe
+from tritonpack.patches import heads, probe
 from tritonpack.patches.trial.small_copy import subject_of
 from tritonpack.testing import check_isolation
 
@@ -400,6 +402,20 @@ def test_encoders(config: PreTrainedConfig) -> None:
     model = AutoModelForMaskedLM.from_config(config).double().eval()
     with tritonpack.patch(model):
         check_isolation(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "xlnet"])
+def test_a_score_for_each_document(name: str, trials: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of a head that, unpatched, reads the last token of a row, padding or not."""
+    monkeypatch.setattr(probe, "is_shown", lambda kind: False)
+    model = AutoModelForSequenceClassification.from_config(zoo.tiny_config(name))
+    tritonpack.patch(model).unpatch()
+    monkeypatch.setattr(heads, "ONE_DOCUMENT_A_ROW", re.compile("none"))
+    monkeypatch.setattr(heads.ModelForward, "_require_nothing_of_rows", lambda *args: None)
+    monkeypatch.setattr(probe, "_verdicts", {})
+    with pytest.raises(tritonpack.UnsupportedModelError, match="position_ids: it gives 1 scores for 4 documents"):
+        tritonpack.patch(model)
+    assert len(trials) == 2
 
 
 def test_an_encoder_that_counts_positions_its_own_way_is_refused() -> None:
