@@ -92,6 +92,6 @@ def _register() -> None:
         # An older one has no such interface, and must stay importable.
         warnings.warn(
             f"tritonpack's attention isn't known to this version of transformers: {error}. tritonpack.patch() needs "
-            "transformers 5.17 or later.",
+            "transformers 5.6 or later.",
             stacklevel=2,
         )

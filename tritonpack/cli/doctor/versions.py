@@ -36,7 +36,7 @@ KNOWN = (
     Known("triton", "3.6", "3.9"),
     Known(
         "transformers",
-        "5.17",
+        "5.6",
         "5.23",
         "a model that patch() doesn't know is tried on a few tokens first; `tritonpack check MODEL` tries yours in all "
         "forms of packing",

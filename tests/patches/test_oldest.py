@@ -1,0 +1,59 @@
+"""A part of the sweep with the oldest transformers that pyproject.toml allows, in an environment of its own."""
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+OLDEST = re.search(r'"transformers>=([\d.]+)"', (ROOT / "pyproject.toml").read_text())[1] + ".0"  # type: ignore[index]
+FOLDER = ROOT / ".matrix" / f"transformers-{OLDEST}"
+
+# Windows, chunks, latent attention, mixtures of experts, sinks, images, encoders, dense masks, absolute positions,
+# recurrences and convolutions.
+EXACT = """
+    bert bloom cohere deepseek_v3 exaone4 falcon falcon_h1 gemma gemma3 gpt2 gpt_neox gpt_oss granitemoe jamba lfm2
+    llama llama4_text mamba mamba2 minimax mistral mixtral modernbert-decoder olmo2 opt phi3 qwen2 qwen3 qwen3_moe
+    qwen3_next recurrent_gemma roberta smollm3 stablelm starcoder2 whisper xlnet
+"""
+REFUSED = "ctrl roformer"  # exact with the newest transformers; with the oldest their trial must find that they leak
+
+
+@pytest.fixture(scope="module")
+def python() -> str:
+    """An interpreter with that transformers and what it asks for; all else is what is installed here."""
+    program, done = FOLDER / "bin" / "python", FOLDER / ".installed"
+    if not done.exists():
+        subprocess.run([sys.executable, "-m", "venv", "--clear", FOLDER], check=True)
+        here = FOLDER / "here"
+        here.mkdir()
+        for entry in Path(sysconfig.get_path("purelib")).iterdir():
+            if not entry.name.startswith("kernels"):  # which an older transformers can't import, or asks the hub by
+                (here / entry.name).symlink_to(entry)
+        (own,) = FOLDER.glob("lib/python*/site-packages")
+        (own / "here.pth").write_text(f"{here}\n")
+        pip = [program, "-m", "pip", "install", "-q", "--disable-pip-version-check", f"transformers=={OLDEST}"]
+        subprocess.run(pip, check=True, capture_output=True)
+        done.touch()
+    return str(program)
+
+
+def run(python: str, *arguments: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([python, *arguments], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.slow
+def test_the_sweep_with_the_oldest_transformers(python: str) -> None:
+    assert run(python, "-c", "import transformers; print(transformers.__version__)").strip() == OLDEST
+    report = run(python, "-m", "tests.patches.sweep", "--types", *EXACT.split(), *REFUSED.split())
+    verdicts = re.findall(r"^(\S+).*?\s(\w+)\s+(?:\de[+-]\d+|nan|inf)\s", report, re.M)
+    assert {(name, "refused") for name in REFUSED.split()} <= set(verdicts)
+    assert [row for row in verdicts if row[1] not in ("exact", "refused", "unbuilt")] == []
+    assert len([row for row in verdicts if row[1] == "exact"]) >= len(EXACT.split())
