@@ -15,13 +15,15 @@ from tritonpack import notices
 from tritonpack.attention import Backend
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import interface
+from tritonpack.patches.both_sides import BothSides
 from tritonpack.patches.checkpoints import Checkpoints, release_checkpoint
 from tritonpack.patches.continuous import ENTRY, ContinuousBatching
-from tritonpack.patches.current import Current, InstanceForward, ModuleRef, Running
+from tritonpack.patches.current import UNCLAIMED, Current, InstanceForward, ModuleRef, Running
 from tritonpack.patches.families import DENSE, MIXERS, OWN_MASKS, POSITION_TABLES
+from tritonpack.patches.forwards import holds_both_sides
 from tritonpack.patches.hand import HAND_WRITTEN, DocumentMask
 from tritonpack.patches.heads import ModelForward
-from tritonpack.patches.hooks import UNCLAIMED, PackingHook
+from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.mixers import Capabilities, DocumentByDocument
 from tritonpack.patches.multimodal import METHOD, DocumentPositions
 from tritonpack.patches.packing import Serving
@@ -88,19 +90,13 @@ class Applied:
             DocumentPositions(module, self.current) for module in model.modules() if hasattr(type(module), METHOD)
         ]
         self.heads = [
-            ModelForward(module, self.current, hook)
+            (BothSides if holds_both_sides(module) else ModelForward)(module, self.current, hook)
             for module in model.modules()
             if isinstance(module, PreTrainedModel) and (hook := self._outermost_in(module)) is not None
         ]
         self.stand_ins += self.heads
         generating = (module for module in model.modules() if hasattr(type(module), ENTRY))
         self.continuous = [ContinuousBatching(module, self) for module in generating]
-        self.heads = [
-            ModelForward(module, self.current, hook)
-            for module in model.modules()
-            if isinstance(module, PreTrainedModel) and (hook := self._outermost_in(module)) is not None
-        ]
-        self.stand_ins += self.heads
 
     def _hook(
         self, module: PreTrainedModel, modules: list[PreTrainedModel], attention: str, backend: Backend
@@ -124,10 +120,18 @@ class Applied:
     def model(self) -> nn.Module:
         return self._model.module
 
+    @property
+    def claimants(self) -> list[Claimant]:
+        """Whose modules' configurations take our name."""
+        return [*self.hooks, *(head for head in self.heads if isinstance(head, BothSides))]
+
     def apply(self) -> None:
         """Put everything where it belongs."""
+        for (
+            claimant
+        ) in self.claimants:  # of both sides, too: generate() makes masks by the name of their configurations
+            claim(claimant, interface.NAMES[claimant.serving.attention])
         for hook in self.hooks:
-            claim(hook, interface.NAMES[hook.serving.attention])
             if not _keys(hook.module, PackingHook):
                 hook.module.register_forward_pre_hook(hook, with_kwargs=True)
             notices.patched_models.add(hook.module)
@@ -151,7 +155,8 @@ class Applied:
                 hook.module._forward_pre_hooks_with_kwargs.pop(key, None)
                 del hook.module._forward_pre_hooks[key]
             notices.patched_models.discard(hook.module)
-            release(hook)
+        for claimant in self.claimants:
+            release(claimant)
         for module in self.model.modules():
             release_checkpoint(module)
 
@@ -216,41 +221,44 @@ def _told_boundaries(stand_ins: list[InstanceForward], width: int) -> set[type]:
     }
 
 
-# Configs whose attention has our name: the hooks of the patched modules that share each, and the name that it had. By
+Claimant = PackingHook | BothSides
+
+# Configs whose attention has our name: what claims each for a patched module, and the name that it had. By
 # identity, because configs compare by value and models may share one; gone with the config, because another may get
-# its address. A hook is in it at most once, so that claiming and releasing twice is claiming and releasing once.
-_claims: dict[int, tuple[weakref.ref[Any], list[weakref.ref[PackingHook]], str | None]] = {}
+# its address. A claimant is in it at most once, so that claiming and releasing twice is claiming and releasing once.
+_claims: dict[int, tuple[weakref.ref[Any], list[weakref.ref[Claimant]], str | None]] = {}
 _lock = threading.Lock()
 
 
-def claim(hook: PackingHook, name: str) -> None:
-    """Give the config of a hook's module our name, and note which one it had before any patch."""
-    config = hook.module.config
+def claim(claimant: Claimant, name: str) -> None:
+    """Give the config of a module that is patched our name, and note which one it had before any patch."""
+    config: Any = claimant.module.config
     key = id(config)
     with _lock:
-        reference, hooks, before = _claims.get(key, (None, [], config._attn_implementation_internal))
+        reference, claimants, before = _claims.get(key, (None, [], config._attn_implementation_internal))
         if reference is None:
             reference = weakref.ref(config, lambda _: _claims.pop(key, None))
-        hook.replaced = before
-        _claims[key] = reference, [*_others(hooks, hook), weakref.ref(hook)], before
+        claimant.replaced = before
+        _claims[key] = reference, [*_others(claimants, claimant), weakref.ref(claimant)], before
         config._attn_implementation_internal = name
 
 
-def release(hook: PackingHook) -> None:
+def release(claimant: Claimant) -> None:
     """Give a config its own name back when the last patched module lets go of it."""
-    if hook.replaced is UNCLAIMED:
+    if claimant.replaced is UNCLAIMED:
         return
-    config = hook.module.config
+    config: Any = claimant.module.config
     with _lock:
-        reference, hooks, before = _claims.get(id(config), (None, [], hook.replaced))  # a copy's config has no claims
-        others = _others(hooks, hook)
+        # A copy's config has no claims.
+        reference, claimants, before = _claims.get(id(config), (None, [], claimant.replaced))
+        others = _others(claimants, claimant)
         if reference is not None and others:
             _claims[id(config)] = reference, others, before
         else:
             config._attn_implementation_internal = before
             _claims.pop(id(config), None)
-        hook.replaced = UNCLAIMED
+        claimant.replaced = UNCLAIMED
 
 
-def _others(hooks: list[weakref.ref[PackingHook]], hook: PackingHook) -> list[weakref.ref[PackingHook]]:
-    return [other for other in hooks if other() is not None and other() is not hook]
+def _others(claimants: list[weakref.ref[Claimant]], claimant: Claimant) -> list[weakref.ref[Claimant]]:
+    return [other for other in claimants if other() is not None and other() is not claimant]

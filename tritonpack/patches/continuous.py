@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
-from tritonpack.patches.current import ModuleRef
-from tritonpack.patches.hooks import UNCLAIMED
+from tritonpack.patches.current import UNCLAIMED, ModuleRef
 from tritonpack.patches.interface import ALIAS, NAMES
 
 if TYPE_CHECKING:

@@ -19,6 +19,8 @@ OUTSIDE = (
     "gradient_checkpointing_enable() or torch's checkpoint_wrapper."
 )
 
+UNCLAIMED = "(unclaimed)"  # in the place of the name that a config had, while the config hasn't ours
+
 
 class _State(threading.local):
     """What one thread is running; the attributes are those of `Current`."""

@@ -38,7 +38,9 @@ COUNT_FROM_PADDING = _names(
 POSITION_TABLES = _names(
     """
     BartLearnedPositionalEmbedding BigBirdPegasusLearnedPositionalEmbedding BlenderbotLearnedPositionalEmbedding
-    BlenderbotSmallLearnedPositionalEmbedding MBartLearnedPositionalEmbedding
+    BlenderbotSmallLearnedPositionalEmbedding M2M100SinusoidalPositionalEmbedding
+    NllbMoeSinusoidalPositionalEmbedding SeamlessM4TSinusoidalPositionalEmbedding
+    SeamlessM4Tv2SinusoidalPositionalEmbedding MBartLearnedPositionalEmbedding
     MarianSinusoidalPositionalEmbedding MusicgenSinusoidalPositionalEmbedding
     MusicgenMelodySinusoidalPositionalEmbedding MvpLearnedPositionalEmbedding PLBartLearnedPositionalEmbedding
     PegasusSinusoidalPositionalEmbedding RoFormerSinusoidalPositionalEmbedding TrOCRLearnedPositionalEmbedding
@@ -62,12 +64,16 @@ MIXERS = _names(
 # Model types that make ALiBi from the mask for padding, so that it must be as wide as their keys.
 ALIBI_FROM_MASK = _names("bloom falcon mpt")
 
+# Model types that take padding tokens for padding where no mask is given.
+MASKS_PADDING = _names("t5_gemma_module")
+
 # Decoders whose rows of input_ids are codebooks, `num_codebooks` to a row of tokens.
 CODEBOOKS = _names("musicgen_decoder musicgen_melody_decoder")
 
 # Attention that makes its own mask: the class (with the end of its module's name) and the argument that takes ours.
 OWN_MASKS = {
     ("modeling_openai", "Attention"): "attention_mask",
+    ("modeling_switch_transformers", "SwitchTransformersAttention"): "mask",
     ("modeling_xlm", "MultiHeadAttention"): "mask",
 }
 
@@ -76,3 +82,9 @@ REFUSED_LAYERS = {
     "DogeCDMoE": "its router mixes the tokens of a row",
     "MiniMaxM3VLIndexer": "it chooses keys in blocks that are counted from the beginning of the row",
 }
+
+# Encoders with decoders that take ignored labels for padding, which they shift to the right without a mask for them.
+MASKS_LABELS = _names("encoder-decoder")
+
+# Encoders with decoders that make the decoder's tokens of the encoder's, shifted to the right, where none are given.
+SHIFTS_INPUTS = _names("bart bigbird_pegasus led mbart mvp plbart")

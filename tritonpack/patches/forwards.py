@@ -55,7 +55,16 @@ def mixes(kind: Any) -> bool:
 def takes_tokens_and_mask(module: nn.Module) -> bool:
     """Whether a module takes tokens, or their embeddings, and a mask for them: towers of images and sounds don't."""
     parameters = inspect.signature(module.forward).parameters
-    return "attention_mask" in parameters and ("input_ids" in parameters or "inputs_embeds" in parameters)
+    tokens = "input_ids" in parameters or "inputs_embeds" in parameters
+    return tokens and "attention_mask" in parameters and not holds_both_sides(module)
+
+
+def holds_both_sides(module: nn.Module) -> bool:
+    """Whether a module takes the tokens of an encoder and those of a decoder."""
+    if not getattr(getattr(module, "config", None), "is_encoder_decoder", False):
+        return False
+    parameters = inspect.signature(type(module).forward).parameters
+    return "decoder_input_ids" in parameters and "attention_mask" in parameters
 
 
 def foreign_forwards(model: nn.Module) -> list[str]:

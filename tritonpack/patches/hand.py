@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from tritonpack.patches.current import OUTSIDE, Current, InstanceForward
 from tritonpack.patches.interface import attend, attend_dense
 from tritonpack.patches.kinds import Kind
+from tritonpack.patches.packing import IntervalMask
+from tritonpack.patches.routers import NllbMoeRouter, SwitchRouter
 
 
 class FalconAttention(InstanceForward):
@@ -63,6 +65,8 @@ class DocumentMask(InstanceForward):
             raise ValueError(OUTSIDE.format(type(self.module).__name__))
         if packing is not None:
             length = packing.tokens[1]
+            if isinstance(arguments[self.argument], IntervalMask):  # of the documents already, as in cross-attention
+                return self.inner(**arguments)
             mask = packing.interval_mask(length, 0, 0, Kind((-1, -1)))
             if arguments[self.argument] is not None and arguments[self.argument].ndim == 4:
                 arguments[self.argument] = mask.to_tensor(torch.float32, additive=True)
@@ -75,8 +79,13 @@ class DocumentMask(InstanceForward):
         return self.inner(**arguments)
 
 
-# Attention classes and what stands for their forward; the names of their arguments must be transformers'.
-HAND_WRITTEN = {"FalconAttention": FalconAttention, "FalconFlashAttention2": FalconAttention}
+# Layers and what stands for their forward; the names of their arguments must be transformers'.
+HAND_WRITTEN: dict[str, type[InstanceForward]] = {
+    "FalconAttention": FalconAttention,
+    "FalconFlashAttention2": FalconAttention,
+    "NllbMoeTop2Router": NllbMoeRouter,
+    "SwitchTransformersTop1Router": SwitchRouter,
+}
 
 
 def fits(module: Any, stand_in: type[InstanceForward]) -> bool:

@@ -79,13 +79,7 @@ class ModelForward(InstanceForward):
         packing, outer = self._read(arguments), self.current.state.told
         if packing is None:
             return self.inner(**arguments)
-        if arguments.get("start_positions") is not None and not packing.cached:
-            require_one_document_a_row(
-                packing,
-                f"the loss of {self.name} looks for start_positions among all tokens of a row, padding and other "
-                "documents included. Compute it of each document's start_logits and end_logits, or give each document "
-                "a row of its own.",
-            )
+        self._require_whole_rows(arguments, packing)
         if self.by_document and not packing.shared and (documents := self._documents(packing)) is not None:
             return self._run_by_document(documents, arguments)
         arguments = self._pass_on(packing, arguments)
@@ -123,6 +117,16 @@ class ModelForward(InstanceForward):
             arguments["attention_mask"] = packing
         leave_positions_to(self.module, packing, arguments)
         return arguments
+
+    def _require_whole_rows(self, arguments: dict[str, Any], packing: Packing) -> None:
+        """Refuse packed rows where the loss looks for places in a row."""
+        if arguments.get("start_positions") is not None and not packing.cached:
+            require_one_document_a_row(
+                packing,
+                f"the loss of {self.name} looks for start_positions among all tokens of a row, padding and other "
+                "documents included. Compute it of each document's start_logits and end_logits, or give each document "
+                "a row of its own.",
+            )
 
     def _require_whole_choices(self, arguments: dict[str, Any], shape: torch.Size) -> None:
         """Refuse packed rows in multiple choice, where a row is a choice."""

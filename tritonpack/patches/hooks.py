@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tritonpack.errors import UnsupportedModelError
+from tritonpack.checks import require
 from tritonpack.patches.checkpoints import Checkpoints
-from tritonpack.patches.current import HANDED, Current, ModuleRef
+from tritonpack.patches.cross import meet
+from tritonpack.patches.current import HANDED, UNCLAIMED, Current, ModuleRef
 from tritonpack.patches.documents import require_one_document_a_row
-from tritonpack.patches.families import ALIBI_FROM_MASK, CODEBOOKS, COUNT_FROM_PADDING
+from tritonpack.patches.families import ALIBI_FROM_MASK, CODEBOOKS, COUNT_FROM_PADDING, MASKS_PADDING
 from tritonpack.patches.first_call import FirstCall
 from tritonpack.patches.interface import NAMES, served
 from tritonpack.patches.kinds import Kind
@@ -25,8 +26,6 @@ from tritonpack.patches.replaced import require_own_attention
 
 if TYPE_CHECKING:
     from tritonpack.patches.applied import Applied
-
-UNCLAIMED = "(unclaimed)"  # in the place of the name that a config had, while the config hasn't ours
 
 CACHES = ("past_key_values", "cache_params", "state", "cache", "mems")
 
@@ -69,6 +68,7 @@ class PackingHook:
         self.model_type = config.model_type
         counts = self.model_type in COUNT_FROM_PADDING
         self.first_position = (config.pad_token_id or 0) + 1 if counts else 0
+        self.padding = config.pad_token_id if self.model_type in MASKS_PADDING else None
         self.codebooks = config.num_codebooks if self.model_type in CODEBOOKS else 1
         self.text_config = config.get_text_config()
         self.rope_limits = rope_limits(self.text_config)
@@ -106,11 +106,6 @@ class PackingHook:
         if self.outermost:
             require_own_attention(ours, self.replaced)
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
-        if arguments.get("encoder_hidden_states") is not None:
-            raise UnsupportedModelError(
-                "cross-attention (encoder_hidden_states) sees one sequence from every document of a row; unpatch the "
-                "model."
-            )
         if self.outermost and not torch.compiler.is_compiling():
             for head in self.patch.heads:
                 head.require_in_place(arguments)
@@ -119,6 +114,8 @@ class PackingHook:
             packing = self._pass_on(packing, arguments)
             if not torch.compiler.is_compiling() and self.first_call is not None and packing is not None:
                 self.first_call.watch(self, module, packing)
+        if arguments.get("encoder_hidden_states") is not None:
+            arguments["encoder_attention_mask"] = meet(arguments, packing, self.names, self.serving)
         if self.checkpoints is not None:
             arguments[HANDED] = packing
             self.checkpoints.hold()
@@ -144,7 +141,8 @@ class PackingHook:
         told = mask if isinstance(mask, Packing) else self.current.state.told if self.outermost else None
         if told is not None and told.tells_documents:
             if told.tokens == shape:
-                return told
+                told = told if told.serving == self.serving else told.replace(serving=self.serving)
+                return self._without_padding(told, arguments)
             require_one_document_a_row(
                 told,
                 f"{type(self.module).__name__} runs on {tuple(shape)} tokens where the model around it was given "
@@ -158,7 +156,24 @@ class PackingHook:
             arguments["attention_mask"] = torch.ones((shape[0], columns), dtype=torch.long, device=tokens.device)
         pad_token = getattr(self.text_config, "pad_token_id", None)
         packing = make_packing(arguments, shape, tokens.device, self.serving, pad_token)
-        return packing.replace(cached=any(arguments.get(name) is not None for name in CACHES))
+        packing = packing.replace(cached=any(arguments.get(name) is not None for name in CACHES))
+        return self._without_padding(packing, arguments)
+
+    def _without_padding(self, packing: Packing, arguments: dict[str, Any]) -> Packing:
+        """A few families take padding tokens for padding where no mask is given, decoders unless they fill a cache."""
+        ids = arguments.get("input_ids")
+        if self.padding is None or ids is None or packing.cached or packing.attention_mask is not None:
+            return packing
+        real = ids != self.padding
+        if "encoder_hidden_states" not in self.names:
+            require(
+                (real | ~packing.not_padding()).all(),
+                "input_ids hold padding tokens, which this model's encoder takes for padding where no mask is given, "
+                "and its decoder for tokens. Pass attention_mask.",
+            )
+        elif self.module.training or arguments.get("use_cache") is False:
+            return packing.replace(attention_mask=real.int())
+        return packing
 
     def _claim(self, mask: Any, arguments: dict[str, Any]) -> Any:
         """A mask that was made before the call, for this model."""

@@ -56,8 +56,10 @@ def make_mask(
     **flags: Any,
 ) -> Any:
     """transformers' mask function: what every layer of one kind gets as `attention_mask`."""
-    if isinstance(attention_mask, (IntervalMask, OpenMask)):
+    if isinstance(attention_mask, OpenMask):
         return attention_mask
+    if isinstance(attention_mask, IntervalMask):
+        return served(attention_mask, dtype)
     kind = read_kind(mask_function, local_size, config, flags)
     if isinstance(attention_mask, Packing):
         mask = attention_mask.interval_mask(kv_length, q_offset, kv_offset, kind)

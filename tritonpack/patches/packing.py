@@ -48,10 +48,12 @@ class IntervalMask(TensorLike):
         serving: who attends.
         packing: of the tokens, where these are queries and keys alike; None where a cache holds some of the keys.
         kind: what the layer sees of a document.
+        watch: who counts the uses of a mask without a packing, as of cross-attention, in a model's first call.
     """
 
     arguments: tuple[str, ...] = ("mask", "shape", "serving", "packing", "kind")
     dtype = torch.bool
+    watch: Watch | None = None
 
     def __init__(
         self,
@@ -70,8 +72,9 @@ class IntervalMask(TensorLike):
 
     def count_use(self) -> None:
         """Tell who watches a first call that a layer uses the mask."""
-        if self.packing is not None and self.packing.watch is not None:
-            self.packing.watch.use()
+        watch = self.watch if self.packing is None else self.packing.watch
+        if watch is not None:
+            watch.use()
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """q (B * T, H, D), k (B * K, H_kv, D) and v (B * K, H_kv, D_v) -> (B * T, H, D_v), by `varlen_attention`."""

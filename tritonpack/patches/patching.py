@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import threading
 from types import TracebackType
 from typing import Literal
@@ -267,10 +268,13 @@ def _supported_modules(model: nn.Module, attention: str) -> list[PreTrainedModel
     modules = _modules(model)
     for module in modules:
         kind = module.config.model_type
-        if getattr(module.config, "is_encoder_decoder", False):
+        names = inspect.signature(module.forward).parameters
+        meets = "encoder_hidden_states" in names and "encoder_attention_mask" not in names
+        if meets and getattr(module.config, "is_encoder_decoder", False):
             raise UnsupportedModelError(
-                f"{type(module).__name__} (model type {kind!r}) is an encoder with a decoder, whose documents would "
-                "have to be told apart on both sides. Decoders by themselves can be patched."
+                f"{type(module).__name__} (model type {kind!r}) takes no mask for its cross-attention, so documents "
+                "would not be told apart there. Train it on one document per row, unpatched; decoders by themselves "
+                "can be patched."
             )
         both_ways = getattr(module.config.get_text_config(), "use_bidirectional_attention", None)
         if kind in ("gemma", "gemma3") and both_ways is True:

@@ -22,14 +22,24 @@ class LocalPositions(InstanceForward):
             return self.inner(*args, **kwargs)
         module: Any = self.module
         if isinstance(module, nn.Embedding):
-            table, offset = module.weight, getattr(module, "offset", 0)
+            table, places = module.weight, packing.places() + getattr(module, "offset", 0)
         else:
             self.inner(*args, **kwargs)  # which lengthens a sinusoidal table as it needs
-            table, offset = module.weights, getattr(module, "offset", None)
-            if offset is None:  # as fairseq counts
-                offset = getattr(module, "padding_idx", -1) + 1
-        found = nn.functional.embedding(packing.places() + offset, table)
+            table, places = module.weights, _from_padding(module, packing, self.bound(args, kwargs).get("input_ids"))
+        found = nn.functional.embedding(places, table)
         return _Indexed(found) if type(self.module).__name__ in ADDS_AXES else found
+
+
+def _from_padding(module: Any, packing: Packing, ids: Tensor | None) -> Tensor:
+    """(B, T) int64, places that begin behind that of the padding token, as fairseq counts: without padding tokens."""
+    padding = getattr(module, "padding_idx", -1)
+    if ids is None or not hasattr(module, "create_position_ids_from_input_ids"):
+        return packing.places() + padding + 1
+    real = (ids != padding).long()
+    count = real.cumsum(1)
+    starts, _ = packing.runs()
+    before = torch.where(starts, count - real, 0).cummax(1).values
+    return (count - before) * real + padding
 
 
 # RoFormer gives its table's rows the axes of batch and heads, [None, None]; ours have a batch already.

@@ -55,6 +55,9 @@ WITH_GRADIENTS = ("position_ids", "two_rows_padded")
 
 # Forms that a class can't be called in, whatever it is patched with.
 NOT_CALLABLE: dict[str, tuple[str, ...]] = {
+    # They pass a use_cache of their own beside the one that is given.
+    "T5GemmaForTokenClassification": ("with_cache", "without_cache"),
+    "T5Gemma2ForTokenClassification": ("with_cache", "without_cache"),
     # It takes one row, and no use_cache.
     "JevForDecision": (
         "two_rows", "two_rows_alone", "two_rows_padded", "padded_right", "padded_left", "with_cache", "without_cache",

@@ -30,6 +30,9 @@ LEFT_OUT = (
     "encoder_attentions", "decoder_attentions", "cross_attentions", "loss",
 )  # fmt: skip
 
+# What a patched encoder-decoder model reads of each side, whatever its forward takes.
+READ = ("attention_mask", "position_ids", "seq_idx")
+
 PER_TOKEN = ("attention_mask", "position_ids", "seq_idx", "token_type_ids")
 
 
@@ -139,9 +142,13 @@ class Subject:
             arguments = {"input_ids": ids, **told}
         if layout.decoder is not None:
             arguments["decoder_input_ids"] = rows_for_codebooks(layout.decoder.ids, self.books, self.size)
+            told = layout.decoder.arguments
             for name in PER_TOKEN:
-                if name in layout.decoder.arguments and f"decoder_{name}" in self.names:
-                    arguments[f"decoder_{name}"] = layout.decoder.arguments[name]
+                if name in told and (f"decoder_{name}" in self.names or (name in READ and not self.stock)):
+                    arguments[f"decoder_{name}"] = told[name]
+            for name in ("cu_seq_lens", "max_length"):  # of the decoder's queries and the encoder's keys
+                if f"{name}_q" in told:
+                    arguments[f"{name}_k"], arguments[f"{name}_q"] = arguments[f"{name}_q"], told[f"{name}_q"]
         if self.extras.columns:
             name, columns, size = self.extras.columns
             arguments[name] = torch.stack([(arguments[name] + i) % size for i in range(columns)], dim=-1)

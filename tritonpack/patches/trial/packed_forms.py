@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -69,6 +69,14 @@ def lay_out(rows: Iterable[Iterable[int]], documents: list[Tensor], *, left: boo
             ids[spans[i]], places[spans[i]], mask[spans[i]] = documents[i][0], torch.arange(n), 1
             at += n
     return Batch(ids, [spans[i] for i in range(len(documents))], {"position_ids": places, "attention_mask": mask})
+
+
+def document_numbers(batch: Batch) -> Tensor:
+    """`[b, t]`, 1, 2, ... for the documents of a batch in their order, 0 for padding."""
+    numbers = torch.zeros_like(batch.ids)
+    for number, span in enumerate(batch.spans, start=1):
+        numbers[span] = number
+    return numbers
 
 
 def _packed(documents: list[Tensor], *drop: str, more: int = 0, **arguments: Any) -> Batch:
@@ -150,6 +158,7 @@ class Subject:
         differentiable: what else a call takes for gradients to be had.
         per_document: whether the values are one row `[documents, n]` for every document.
         stock: whether it is called only with arguments that it knows; an unpatched model is called as it can be.
+        forms: the forms that documents reach it in, by name.
     """
 
     model: nn.Module
@@ -159,6 +168,7 @@ class Subject:
     differentiable: dict[str, Any] = dataclasses.field(default_factory=dict)
     per_document: bool = False
     stock: bool = False
+    forms: Mapping[str, Callable[[list[Tensor]], Batch]] = dataclasses.field(default_factory=lambda: FORMS)
 
     def run(self, batch: Batch) -> Tensor:
         """The values of all documents of a batch, `[tokens, n]` or `[documents, n]`.
@@ -238,12 +248,12 @@ def difference(expected: Results, got: Results) -> float:
 @torch.no_grad()
 def influence(subject: Subject, form: str, documents: list[Tensor]) -> float:
     """How far other tokens in the first document, or in the last, move the values of the rest."""
-    before, worst = subject.run(FORMS[form](documents)), 0.0
+    before, worst = subject.run(subject.forms[form](documents)), 0.0
     ends = torch.tensor([1 if subject.per_document else d.numel() for d in documents]).cumsum(0)
     for changed, kept in ((0, slice(int(ends[0]), None)), (-1, slice(0, int(ends[-2])))):
         others = list(documents)
         others[changed] = subject.draw((documents[changed].numel(),), 9)[0]
-        after = subject.run(FORMS[form](others))
+        after = subject.run(subject.forms[form](others))
         worst = max(worst, float((after - before)[kept].abs().max() / before.abs().max()))
     return worst
 
@@ -262,7 +272,7 @@ def judge(
 
     Args:
         subject: the model.
-        form: a name of `FORMS`.
+        form: a name of the subject's forms.
         documents: token ids `[1, n]`.
         expected: as `alone` gives them; gradients are compared where it has any.
         limit: what `difference` may be.
@@ -273,7 +283,7 @@ def judge(
     worst = moved = math.nan
     try:
         with torch.set_grad_enabled(bool(expected[1])):
-            values = subject.run(FORMS[form](documents))
+            values = subject.run(subject.forms[form](documents))
         worst = difference((expected[0], []), (values.detach(), []))
         if worst > limit or always or form == "position_ids":
             moved = influence(subject, form, documents)

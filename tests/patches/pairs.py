@@ -1,0 +1,113 @@
+"""Tiny random encoders with decoders, and how they are called with pairs of documents."""
+
+import functools
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import EncoderDecoderConfig, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES as NAMES
+
+from tests.patches import zoo
+from tests.patches.zoo_rows import FULL, SLIDING, VOCAB, WINDOW
+from tritonpack.patches.trial import packed_forms
+from tritonpack.patches.trial.packed_pairs import PAIR_FORMS
+from tritonpack.patches.trial.small_copy import spread
+
+__all__ = ["EXACT", "LENGTHS", "PAIR_FORMS", "STOCK_FAILS", "pairs_subject", "source_of", "targets", "tiny_pair_model"]
+
+LENGTHS = packed_forms.LENGTHS
+
+# A few buckets for the distances of short documents.
+BUCKETS = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 6}
+STARTS = {"decoder_start_token_id": 2}
+GEMMA = {"layer_types": [SLIDING, FULL], "sliding_window": WINDOW, "query_pre_attn_scalar": 8}
+
+# What the configuration of a type takes beside `zoo_rows.COMMON`.
+EXACT: dict[str, dict[str, Any]] = {
+    "bart": STARTS,
+    "bigbird_pegasus": STARTS | {"attention_type": "original_full"},
+    "encoder-decoder": {},
+    "blenderbot": STARTS,
+    "blenderbot-small": STARTS,
+    "m2m_100": STARTS,
+    "marian": STARTS,
+    "mbart": {},
+    "mt5": BUCKETS | {"decoder_start_token_id": 0},
+    "mvp": STARTS,
+    "nllb-moe": STARTS
+    | {"encoder_sparse_step": 2, "decoder_sparse_step": 2, "num_experts": 2, "moe_token_dropout": 0.0},
+    "pegasus": STARTS,
+    "plbart": {},
+    "seamless_m4t": {},
+    "seamless_m4t_v2": {},
+    "switch_transformers": BUCKETS
+    | {
+        "decoder_start_token_id": 0,
+        "expert_capacity": 3,
+        "num_experts": 2,
+        "num_sparse_encoder_layers": 1,
+        "num_sparse_decoder_layers": 1,
+        "router_jitter_noise": 0.0,
+    },
+    "t5": BUCKETS | {"decoder_start_token_id": 0},
+    "t5gemma": {"encoder": GEMMA, "decoder": GEMMA | {"cross_attention_hidden_size": 32}},
+    "t5gemma2": {"encoder": {"text_config": GEMMA}, "decoder": GEMMA},
+    "umt5": BUCKETS | {"decoder_start_token_id": 0},
+}
+
+# Stock transformers itself can't do these, in transformers 5.23.
+STOCK_FAILS = {"switch_transformers": {"with_cache"}}  # it tells its encoder to use a cache, too
+
+
+def tiny_pair_model(
+    name: str, *, kind: str | None = None, dtype: torch.dtype = torch.float64, attention: str | None = None,
+    **overrides: Any,
+) -> PreTrainedModel:  # fmt: skip
+    """A random model in evaluation mode.
+
+    Args:
+        name: A key of `EXACT`.
+        kind: The name of its class; the sequence-to-sequence language model by default.
+        dtype: Of the weights.
+        attention: transformers' own choice if None.
+        overrides: Replace keys of the configuration.
+    """
+    config = _of_two_models() if name == "encoder-decoder" else zoo.tiny_config(name, **{**EXACT[name], **overrides})
+    torch.manual_seed(0)
+    model = getattr(transformers, kind or NAMES[name])._from_config(config, attn_implementation=attention)
+    spread(model, torch.Generator().manual_seed(0))
+    return model.to(dtype).eval()
+
+
+def _of_two_models() -> PreTrainedConfig:
+    """RoBERTa, whose positions begin behind the padding token's, and GPT-2."""
+    encoder = zoo.tiny_config("roberta", is_decoder=False)
+    decoder = zoo.tiny_config("gpt2", add_cross_attention=True)
+    config = EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
+    config.pad_token_id, config.vocab_size, config.decoder_start_token_id = 0, VOCAB, 2
+    return config
+
+
+def targets(lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> list[Tensor]:
+    """Random token ids `[1, n]` of the decoder's documents."""
+    return zoo.documents(lengths, seed)
+
+
+def source_of(target: Tensor) -> Tensor:
+    """The encoder's document `[1, m]` of a target `[1, n]`: of another length, and of other tokens."""
+    length = 3 * target.shape[1] % 11 + 1
+    seed = int((target * torch.arange(1, target.shape[1] + 1)).sum())
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(zoo.FIRST_TOKEN, VOCAB, (1, length), generator=generator)
+
+
+def pairs_subject(model: PreTrainedModel, *, stock: bool = False, **arguments: Any) -> packed_forms.Subject:
+    """How a model is called with pairs; `arguments` go into every call."""
+    return packed_forms.Subject(
+        model, targets,
+        call=lambda ids: {"input_ids": source_of(ids), "decoder_input_ids": ids, **arguments},
+        forms={name: functools.partial(form, source_of=source_of) for name, form in PAIR_FORMS.items()},
+        stock=stock,
+    )  # fmt: skip

@@ -1,0 +1,223 @@
+"""The forward of a model that holds an encoder and a decoder: documents are told apart on both sides."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tritonpack.checks import require
+from tritonpack.patches.current import UNCLAIMED, Current
+from tritonpack.patches.documents import require_one_document_a_row
+from tritonpack.patches.families import MASKS_LABELS, SHIFTS_INPUTS
+from tritonpack.patches.heads import ModelForward
+from tritonpack.patches.hooks import PackingHook
+from tritonpack.patches.packing import Packing, Serving
+from tritonpack.patches.reading import make_packing
+
+# What tells documents apart on each side, as `make_packing` calls it and as the module around both sides does.
+SOURCE = {
+    "attention_mask": "attention_mask",
+    "position_ids": "position_ids",
+    "seq_idx": "seq_idx",
+    "cu_seq_lens_q": "cu_seq_lens_k",
+}
+TARGET = {
+    "attention_mask": "decoder_attention_mask",
+    "position_ids": "decoder_position_ids",
+    "seq_idx": "decoder_seq_idx",
+    "cu_seq_lens_q": "cu_seq_lens_q",
+}
+OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+# Ends of the names of classes that make the decoder's tokens of the encoder's, where none are given.
+HEADS_SHIFT = ("ForQuestionAnswering", "ForSequenceClassification", "ForTokenClassification")
+
+
+class BothSides(ModelForward):
+    """The forward of a module that holds an encoder and a decoder: each side is handed a packing of its own.
+
+    Where the module would shift labels, or the encoder's tokens, to the right to make the decoder's tokens, the last
+    token of a document would move into the next one. So each document is shifted by itself.
+
+    Attributes:
+        replaced: the name of the attention that the module's config had before.
+    """
+
+    replaced: str | None = UNCLAIMED
+
+    def __init__(self, module: PreTrainedModel, current: Current, hook: PackingHook) -> None:
+        super().__init__(module, current, hook)
+        self.known = self.known | {*SOURCE.values(), *TARGET.values(), *OFFSETS}
+
+    @property
+    def serving(self) -> Serving:
+        return self.hook.serving
+
+    def _run(self, arguments: dict[str, Any]) -> Any:
+        if any(isinstance(arguments.get(name), Packing) for name in ("attention_mask", "decoder_attention_mask")):
+            return self.inner(**arguments)  # the module around this one has read them
+        told = {name: arguments.get(name) for names in (SOURCE, TARGET) for name in names.values()}
+        _require_pairs(told["cu_seq_lens_q"], told["cu_seq_lens_k"])
+        for name in (*OFFSETS, *told):
+            if name not in self.names:
+                arguments.pop(name, None)
+        target = _tokens(arguments, "decoder_input_ids", "decoder_inputs_embeds")
+        unshifted = self._unshifted(arguments) if target is None else None
+        ids = arguments.get("input_ids")
+        if unshifted is not None and unshifted is ids:
+            return self._run_shared(arguments, told)
+        source = _tokens(arguments, "input_ids", "inputs_embeds", "encoder_outputs")
+        if source is not None:
+            packing = self._hand(arguments, "encoder", SOURCE, told, source, ids)
+            self._require_nothing_of_documents(packing)
+        packed = [name for name in TARGET.values() if told[name] is not None]
+        if target is None and packed:
+            if unshifted is None:
+                raise ValueError(f"{packed[0]} describes tokens of the decoder, and there are none; pass them.")
+            target = unshifted
+        if target is not None:
+            packing = self._hand(arguments, "decoder", TARGET, told, target, arguments.get("decoder_input_ids"))
+            if unshifted is not None and packing is not None:
+                self._shift_labels(arguments, unshifted, packing)
+        return self.inner(**arguments)
+
+    def _run_shared(self, arguments: dict[str, Any], told: dict[str, Any]) -> Any:
+        """The decoder's tokens are the encoder's, shifted to the right: both have the same documents."""
+        ids = arguments["input_ids"]
+        for name in ("decoder_attention_mask", "decoder_position_ids", "decoder_seq_idx"):
+            if told[name] is not None:
+                raise ValueError(f"{name} was given without decoder_input_ids; pass both or neither.")
+        if told["cu_seq_lens_q"] is None:
+            told["cu_seq_lens_q"] = told["cu_seq_lens_k"]
+        packing = make_packing({**told, "input_ids": ids}, ids.shape, ids.device, self.serving, self._pad_token)
+        if not packing.tells_documents:
+            return self.inner(**arguments)
+        self._require_whole_rows(arguments, packing)
+        if self.by_document and (documents := self._documents(packing)) is not None:
+            return self._run_by_document(documents, arguments)
+        arguments["attention_mask"] = arguments["decoder_attention_mask"] = packing
+        arguments["decoder_input_ids"] = shift_documents(self.module, ids, packing)
+        if "decoder_position_ids" in self.names:
+            arguments["decoder_position_ids"] = arguments.get("position_ids")
+        return self.inner(**arguments)
+
+    def _hand(
+        self,
+        arguments: dict[str, Any],
+        side: str,
+        names: dict[str, str],
+        told: dict[str, Any],
+        tokens: Tensor,
+        ids: Tensor | None,
+    ) -> Packing | None:
+        """Hand one side its packing, if it is told anything and its mask isn't made already, as generate() does."""
+        mask = told[names["attention_mask"]]
+        made = mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2)
+        if made or all(told[name] is None for name in names.values()):
+            return None
+        said = {name: told[name_here] for name, name_here in names.items()}
+        shape = torch.Size(tokens.shape[:2])
+        try:
+            packing = make_packing({**said, "input_ids": ids}, shape, tokens.device, self.serving, self._pad_token)
+        except ValueError as error:
+            raise ValueError(f"documents of the {side}: {error}") from error
+        cached = side == "decoder" and arguments.get("past_key_values") is not None
+        packing = packing.replace(cached=cached)
+        arguments[names["attention_mask"]] = packing
+        return packing
+
+    def _require_nothing_of_documents(self, packing: Packing | None) -> None:
+        if self.by_document and packing is not None:
+            require_one_document_a_row(
+                packing,
+                f"{self.name} gives one result a document; pass packed rows without decoder_input_ids, which it makes "
+                "of each document's tokens, or give each document a row of its own.",
+            )
+
+    @property
+    def _pad_token(self) -> int | None:
+        return getattr(self.module.config.get_text_config(), "pad_token_id", None)
+
+    def _unshifted(self, arguments: dict[str, Any]) -> Tensor | None:
+        """What the module will make the decoder's tokens of, by shifting them to the right."""
+        labels = arguments.get("labels")
+        if labels is not None and self.module.get_output_embeddings() is not None:
+            return labels
+        shifts = self.name.endswith(HEADS_SHIFT) or self.module.config.model_type in SHIFTS_INPUTS
+        return arguments.get("input_ids") if shifts else None
+
+    def _shift_labels(self, arguments: dict[str, Any], labels: Tensor, packing: Packing) -> None:
+        shifted = arguments["decoder_input_ids"] = shift_documents(self.module, labels, packing)
+        if packing.attention_mask is None and self.module.config.model_type in MASKS_LABELS:
+            real = (shifted != self.module.config.pad_token_id).int()
+            arguments["decoder_attention_mask"] = packing.replace(attention_mask=real)
+
+
+def _require_pairs(cu_q: Tensor | None, cu_k: Tensor | None) -> None:
+    """Offsets of both sides list the same documents: one that is empty on one side has no pair on the other."""
+    if cu_q is None or cu_k is None or cu_q is cu_k:
+        return
+    if cu_q.shape != cu_k.shape:
+        raise ValueError(
+            f"cu_seq_lens_q lists {cu_q.shape[0] - 1} documents of the decoder and cu_seq_lens_k {cu_k.shape[0] - 1} "
+            "of the encoder; list as many of both."
+        )
+    require(
+        ((cu_q[1:] == cu_q[:-1]) == (cu_k[1:] == cu_k[:-1]).to(cu_q.device)).all(),
+        "a document is empty by cu_seq_lens_q and not by cu_seq_lens_k, or the other way round; leave out pairs with "
+        "an empty document.",
+    )
+
+
+def _tokens(arguments: dict[str, Any], *names: str) -> Tensor | None:
+    """The first of these arguments that is there, (B, T) or (B, T, n)."""
+    for name in names:
+        value = arguments.get(name)
+        if name == "encoder_outputs" and value is not None:
+            value = value[0]
+        if value is not None:
+            return value
+    return None
+
+
+def shift_documents(module: Any, ids: Tensor, packing: Packing) -> Tensor:
+    """Labels moved to the right within each document, as the module moves those of a row.
+
+    Args:
+        module: whose labels they are; it has a rule of its own for the first token.
+        ids: (B, T) labels, -100 for those that are ignored.
+        packing: of the tokens.
+
+    Returns:
+        (B, T) token ids for the decoder.
+    """
+    starts, _ = packing.runs()
+    rows, wraps = _shifted_rows(module, ids)
+    if not wraps:
+        return torch.where(starts, rows[:, :1], rows)
+    # The last token of a document, its language, comes first; counted as the module does, without ignored labels.
+    tokens = ids.masked_fill(ids == -100, module.config.pad_token_id)
+    real = tokens != module.config.pad_token_id
+    document = starts.flatten().cumsum(0) - 1
+    counts = torch.zeros_like(document).scatter_add(0, document, real.flatten().long())
+    place = torch.arange(document.shape[0], device=ids.device)
+    last = (place + counts[document] - 1).clamp(min=0, max=document.shape[0] - 1)  # from the first token of a document
+    return torch.where(starts, tokens.flatten()[last].view(ids.shape), rows)
+
+
+def _shifted_rows(module: Any, ids: Tensor) -> tuple[Tensor, bool]:
+    """Rows as the module shifts them, and whether their last token comes first (else the same one begins every row)."""
+    shift = getattr(sys.modules[type(module).__module__], "shift_tokens_right", None)
+    wraps = shift is not None and len(inspect.signature(shift).parameters) == 2
+    for name in ("prepare_decoder_input_ids_from_labels", "_shift_right"):
+        if hasattr(module, name):
+            return getattr(module, name)(ids), wraps
+    assert shift is not None, type(module).__name__
+    config = module.config
+    more = (config.pad_token_id,) if wraps else (config.pad_token_id, config.decoder_start_token_id)
+    return shift(ids, *more), wraps

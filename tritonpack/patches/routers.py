@@ -1,0 +1,64 @@
+"""Routers of experts that take a limited number of tokens: which of them are dropped follows from the documents."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tritonpack.checks import require
+from tritonpack.patches.current import InstanceForward
+
+
+class SwitchRouter(InstanceForward):
+    """The router of Switch Transformers: an expert takes the first `expert_capacity` tokens of each document."""
+
+    def call(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        packing = self.current.state.packing
+        chosen, weights, logits = self.inner(hidden_states)
+        if packing is None:
+            return chosen, weights, logits
+        module: Any = self.module
+        probabilities = nn.functional.softmax(logits, dim=-1, dtype=module.dtype).to(hidden_states.dtype)
+        wanted = nn.functional.one_hot(probabilities.argmax(-1), module.num_experts)
+        count = wanted.cumsum(1)
+        starts, _ = packing.runs()
+        before = torch.where(starts[..., None], count - wanted, 0).cummax(1).values
+        return wanted * (count - before <= module.expert_capacity), weights, logits
+
+
+class NllbMoeRouter(InstanceForward):
+    """The router of NLLB-MoE, whose experts take a limited number of tokens of the whole batch.
+
+    Documents of a packed row would crowd out each other's tokens, so that such rows are refused where an expert may be
+    full: in training, unless `expert_capacity` is as large as the batch.
+    """
+
+    def call(self, hidden_states: Tensor, padding_mask: Any = None) -> tuple[Tensor, Tensor, Tensor]:
+        packing = self.current.state.packing
+        if packing is None:  # one document to a row, which goes on from a cache
+            return self.inner(hidden_states, None)
+        starts, live = packing.runs()
+        total, capacity = hidden_states.shape[0], self._capacity(hidden_states.shape[0])
+        if capacity < total:
+            documents = starts if live is None else starts & live
+            require(
+                (documents.sum(1) <= 1).all(),
+                lambda: (
+                    f"an expert of this model takes {capacity} tokens of a batch, here of {total}, so documents packed "
+                    "into a row would crowd out each other's tokens. Raise expert_capacity of its routers to the "
+                    "number of tokens in a batch (in evaluation moe_eval_capacity_token_fraction to 1), or don't pack."
+                ),
+            )
+        return self.inner(hidden_states, None if live is None else ~live.flatten())
+
+    def _capacity(self, tokens: int) -> int:
+        """How many tokens an expert takes, as the router works it out."""
+        module: Any = self.module
+        if not module.training and module.moe_eval_capacity_token_fraction > 0:
+            return math.ceil(module.moe_eval_capacity_token_fraction * tokens)
+        if module.expert_capacity is None:
+            return 2 * math.ceil(tokens / module.num_experts)
+        return module.expert_capacity
