@@ -187,7 +187,7 @@ def test_inner_model_and_classification_head() -> None:
         assert float((inner(ids, position_ids=positions())[0] - expected).abs().max()) < EXACT
     head = LlamaForSequenceClassification(copy.deepcopy(config)).double().eval()
     with tritonpack.patch(head):
-        assert head(ids, position_ids=positions()).logits.shape == (1, 3)
+        assert head(ids, position_ids=positions()).logits.shape == (len(LENGTHS), 3)
 
 
 def test_arguments_by_position() -> None:
