@@ -20,6 +20,7 @@ from tests.patches.sweep.subject import Layout, ShapeError, Subject
 from tritonpack.patches.trial.packed_forms import Batch, lay_out
 
 IGNORED = -100
+EVERY_TOKEN = ("ElectraForPreTraining",)  # of two kinds: what isn't padding has a label
 NO_LABELS = "takes no labels"
 
 
@@ -132,37 +133,32 @@ def _switches(subject: Subject) -> dict[str, Any]:
 
 def labels(subject: Subject, layout: Layout) -> dict[str, Tensor]:
     """Labels of every kind that a class takes: of each token but a document's first, and of each document."""
-    names = subject.names
     batch = layout.decoder or layout.encoder
-    count = len(batch.spans)
+    first = torch.stack([batch.ids[row, span.start] for row, span in batch.spans])
     classes = int(getattr(subject.config, "num_labels", 2))
-    generator = torch.Generator().manual_seed(3)
     given: dict[str, Tensor] = {}
-    if "labels" in names:
+    if "labels" in subject.names:
         if subject.choices:
-            given["labels"] = torch.zeros(count, dtype=torch.long)
+            given["labels"] = torch.zeros_like(first)
         elif subject.sentence:
-            limit = 2 if "NextSentence" in subject.class_name else classes
-            given["labels"] = torch.randint(limit, (count,), generator=generator)
+            given["labels"] = first % (2 if "NextSentence" in subject.class_name else classes)
         else:
-            limit = classes if "TokenClassification" in subject.class_name else subject.size
-            if "ElectraForPreTraining" in subject.class_name:
-                limit = 2
-            given["labels"] = _token_labels(subject, batch, limit)
-    for name in ("next_sentence_label", "sentence_order_label"):
-        if name in names:
-            given[name] = torch.randint(2, (count,), generator=generator)
-    if "start_positions" in names:
-        lengths = torch.tensor([d.stop - d.start for _, d in batch.spans])
-        given["start_positions"] = torch.zeros(count, dtype=torch.long)
-        given["end_positions"] = lengths - 1
+            given["labels"] = _token_labels(subject, batch, classes)
+    for name in {"next_sentence_label", "sentence_order_label"} & subject.names:
+        given[name] = first % 2
+    if "start_positions" in subject.names:
+        given["start_positions"] = torch.zeros_like(first)
+        given["end_positions"] = torch.tensor([span.stop - span.start - 1 for _, span in batch.spans])
     return given
 
 
-def _token_labels(subject: Subject, batch: Any, limit: int) -> Tensor:
-    """(B, T) the token itself, modulo `limit`; none for padding and a document's first token."""
-    found = torch.full_like(batch.ids, IGNORED)
+def _token_labels(subject: Subject, batch: Batch, classes: int) -> Tensor:
+    """(B, T) the token itself, modulo the number of labels; none for padding and a document's first token."""
+    every = subject.class_name in EVERY_TOKEN
+    limit = 2 if every else classes if "TokenClassification" in subject.class_name else subject.size
+    found = torch.full_like(batch.ids, 0 if every else IGNORED)
     for row, span in batch.spans:
         found[row, span] = batch.ids[row, span] % limit
-        found[row, span.start] = IGNORED
+        if not every:
+            found[row, span.start] = IGNORED
     return found
