@@ -1,4 +1,4 @@
-"""What the sweep found, as rows of files: one file for each version of transformers, one row for each class, type and way."""
+"""What the sweep found: a file for each version of transformers, a row for each class, model type and way."""
 
 from __future__ import annotations
 
@@ -138,8 +138,8 @@ def append(row: Row, folder: Path = RESULTS) -> None:
 
 
 def shown(rows: Iterable[Row]) -> dict[str, set[str]]:
-    """{class: "major.minor" versions of transformers for which the sweep shows it}: never wrong, and not always refused,
-    whatever type it was built for."""
+    """{class: "major.minor" versions of transformers}: where a class is never wrong, never an error and not always
+    refused, whatever model type it was built for."""
     verdicts: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row.how == "patch":

@@ -103,7 +103,7 @@ class Subject:
         self.kinds: dict[str, Kind] = {}
 
     def draw(self, lengths: tuple[int, ...], seed: int = 1) -> list[Tensor]:
-        """Token ids `[1, n]` of documents of these lengths: ordinary ones, but for the end where a head looks for it."""
+        """Token ids `[1, n]` of documents of these lengths: ordinary ones, but for an end that a head looks for."""
         generator = torch.Generator().manual_seed(seed)
         shortest = SHORTEST.get(self.config.model_type, 1)
         lengths = tuple(max(n, shortest) for n in lengths)
