@@ -68,10 +68,8 @@ class Trial:
         self.losses = Losses(self.subject, self.documents, self.limit) if {*LOSSES} & {*self.chosen} else None
         if self.losses is not None and self.losses.why_not not in ("", NO_LABELS):
             self.notes.append(f"no loss: {self.losses.why_not[:100]}")
-        errors = {
-            name: self._error_in(dtype) for name, dtype in LOW.items() if name in self.chosen and dtype != self.dtype
-        }
-        self.errors = {name: error for name, error in errors.items() if error is not None}
+        lower = [name for name, dtype in LOW.items() if name in self.chosen and dtype != self.dtype]
+        self.errors = {name: error for name in lower if (error := self._error_in(LOW[name])) is not None}
 
     def _run_alone(self, with_gradients: bool) -> None:
         self.model = building.build(self.case, dtype=self.dtype)
@@ -146,9 +144,8 @@ class Trial:
     def _prepared(self, how: str, patch: Any) -> Patched:
         if how == "name":
             return building.build(self.case, dtype=self.dtype, attn_implementation="tritonpack"), nullcontext()
-        model = building.build(
-            self.case, dtype=self.dtype
-        )  # not the one that ran: recurrent layers may have kept a state
+        # Not the model that ran: its recurrent layers may have kept a state.
+        model = building.build(self.case, dtype=self.dtype)
         return model, patch(model) if how == "patch" else nullcontext()
 
     def _judge_all(self, model: nn.Module, how: str, row: Row) -> dict[str, str]:

@@ -3,7 +3,8 @@
 A loss is a mean over what has a label. Of a token head that is each token, so that the loss of a packed batch is the
 mean of the losses alone, weighted by how many labels each document has; of a sequence head, or of one that finds a span
 in each document, it is their plain mean. A router's loss isn't a sum over documents: it averages over all tokens of a
-call that aren't padding. So with those the reference is a padded batch of the same documents with its mask.
+call that aren't padding; and two losses of both kinds have no common weight. For those the reference is a padded batch
+of the same documents with its mask.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from tritonpack.patches.trial.packed_forms import Batch, lay_out
 
 IGNORED = -100
 EVERY_TOKEN = ("ElectraForPreTraining",)  # of two kinds: what isn't padding has a label
+OF_DOCUMENTS = ("next_sentence_label", "sentence_order_label")
 NO_LABELS = "takes no labels"
 
 
@@ -45,8 +47,9 @@ class Losses:
         if self.why_not:
             return
         try:
-            self.expected = self._padded(subject) if self.switches else self._alone(subject)
-            if self.switches and len(self.expected[0]) == 1:  # a head that leaves the routers' loss out
+            mixed = subject.names & {*OF_DOCUMENTS}  # beside labels of tokens
+            self.expected = self._padded(subject) if self.switches or mixed else self._alone(subject)
+            if self._is_plain(self.expected):  # a head that leaves the routers' loss out
                 self.switches = {}
                 self.expected = self._alone(subject)
         except Exception as error:  # whatever a model's own code raises
@@ -59,13 +62,16 @@ class Losses:
             losses = self._losses(subject, layout)
             return _apart(self.expected, _differentiated(subject, losses))
 
+    def _is_plain(self, found: Found) -> bool:
+        return bool(self.switches) and len(found[0]) == 1
+
     def _padded(self, subject: Subject) -> Found:
         found = []
         for more in (0, 3):
             layout = subject.lay_out(lambda d, more=more: _pad(d, more), self.documents)  # type: ignore[misc]
             with torch.enable_grad():
                 found.append(_differentiated(subject, self._losses(subject, layout)))
-        if len(found[0][0]) > 1 and (apart := _apart(*found)) > self.limit:
+        if not self._is_plain(found[0]) and (apart := _apart(*found)) > self.limit:
             raise NoLossError(f"padding moves its loss without a patch, by {apart:.0e}")
         return found[0]
 
@@ -144,7 +150,7 @@ def labels(subject: Subject, layout: Layout) -> dict[str, Tensor]:
             given["labels"] = first % (2 if "NextSentence" in subject.class_name else classes)
         else:
             given["labels"] = _token_labels(subject, batch, classes)
-    for name in {"next_sentence_label", "sentence_order_label"} & subject.names:
+    for name in {*OF_DOCUMENTS} & subject.names:
         given[name] = first % 2
     if "start_positions" in subject.names:
         given["start_positions"] = torch.zeros_like(first)
