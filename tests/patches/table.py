@@ -154,9 +154,8 @@ def main() -> None:
     parser.add_argument("--shown", type=Path, default=SHOWN)
     options = parser.parse_args()
     version = transformers.__version__
-    rows = results.load(options.results)
-    options.out.write_text(page(Found(row for row in rows if row.version == version), version))
-    results.save_shown(rows, options.shown)
+    options.out.write_text(page(Found(results.load(options.results, version)), version))
+    results.save_shown(results.load(options.results), options.shown)
     print(f"{options.out} and {options.shown} written")
 
 

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 import tritonpack
-from tests.patches import sweep, zoo, zoo_rows
+from tests.patches import sweep, zoo
 
 BUILT = [name for name in zoo.MODEL_TYPES if name not in zoo.UNBUILT]
 
@@ -75,10 +75,15 @@ def test_every_narrow_feature_is_felt(name: str) -> None:
         assert felt != (key == "sliding_window" and name in WITHOUT_WINDOW), key
 
 
-def test_every_name_in_the_rows_is_a_model_type() -> None:
-    known = {*zoo.MODEL_TYPES, "mllama_text_model"}
-    assert set(zoo_rows.ROWS) <= known
-    assert {row["model_type"] for row in zoo.VARIANTS.values()} <= known
+def test_every_row_is_of_a_model_type() -> None:
+    known, waiting = set(), [CONFIG_MAPPING[name] for name in CONFIG_MAPPING]
+    while waiting:
+        config_class = waiting.pop()
+        if config_class is not AutoConfig and config_class.model_type not in known:
+            known.add(config_class.model_type)
+            waiting += (config_class.sub_configs or {}).values()
+    assert set(zoo.ROWS) <= known
+    assert {row["model_type"] for row in zoo.VARIANTS.values()} <= set(zoo.MODEL_TYPES)
     assert set(zoo.UNBUILT) | zoo.FLOAT32_ONLY | zoo.FORWARD_ONLY <= set(zoo.MODEL_TYPES)
 
 

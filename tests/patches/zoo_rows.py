@@ -26,7 +26,8 @@ COMMON: dict[str, Any] = {
     "num_experts_per_tok": 2, "moe_topk": 2, "moe_k": 2, "top_k_experts": 2, "moe_intermediate_size": 24,
     "n_shared_experts": 1, "num_shared_experts": 1, "shared_expert_intermediate_size": 24,
     "shared_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24, "shared_experts_intermediate_size": 24,
-    "router_aux_loss_coef": 1.0, "expert_ffn_hidden_size": 24, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "expert_ffn_hidden_size": 24, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "router_aux_loss_coef": 1.0,
     # Values of another width than keys
     "kv_lora_rank": 16, "q_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 6,
     # Reach

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.patches.zoo_rows import _rows
+from tests.patches.zoo_rows import FULL, SLIDING, _rows
 
 # fmt: off
 # One key per line would be hundreds of lines.
@@ -19,6 +19,8 @@ OTHERS: dict[str, dict[str, Any]] = _rows(
     ("glm4v_moe_text", {**SECTIONS, "head_dim": 16}),
     ("glm4v_moe_text",
      {"rope_parameters": {**SECTIONS["rope_parameters"], "partial_rotary_factor": 0.5}}),
+    # One layer with a window, one without
+    ("t5gemma2_text t5gemma2_decoder ultrabert", {"layer_types": [SLIDING, FULL]}),
     # Latent keys and values
     ("mistral4", {"head_dim": 12, "num_key_value_heads": 4}),
     ("mistral_large4_text", {"head_dim": 4, "num_key_value_heads": 4}),
@@ -44,7 +46,8 @@ OTHERS: dict[str, dict[str, Any]] = _rows(
     ("chameleon_vqgan janus_vqgan",
      {"base_channels": 32, "num_embeddings": 16, "embed_dim": 8, "latent_channels": 8, "channel_multiplier": (1, 2),
       "num_res_blocks": 1}),
-    ("janus_vqgan janus_vision_model", {"projection_dim": 32, "image_token_embed_dim": 32}),
+    ("janus_vqgan janus_vision_model", {"projection_dim": 32}),
+    ("janus_vqgan", {"image_token_embed_dim": 32}),
     ("glm_image_vqmodel", {"embed_dim": 8, "num_embeddings": 16, "latent_channels": 8}),
     ("glm_image_text", {"vision_vocab_size": 64}),
     ("muse_spark", {"projector_hidden_size": 32}),
@@ -54,7 +57,8 @@ OTHERS: dict[str, dict[str, Any]] = _rows(
     ("nemotron_h_omni cosmos3_edge minimax_m3_vl muse_glimmer", {"projector_hidden_size": 32}),
     ("nemotron_h_omni", {"vision_hidden_size": 32}),
     ("cohere2_vision", {"alignment_intermediate_size": 32}),
-    ("hunyuan_vl_vision", {"img_max_token_num": 16, "max_image_size": 64, "min_image_size": 32, "text_hidden_size": 32}),
+    ("hunyuan_vl_vision",
+     {"img_max_token_num": 16, "max_image_size": 64, "min_image_size": 32, "text_hidden_size": 32}),
     ("encodec", {"num_filters": 2, "codebook_size": 16}),
     ("seamless_m4t seamless_m4t_v2",
      {"speech_encoder_layers": 1, "speech_encoder_attention_heads": 4, "speech_encoder_intermediate_size": 32,
@@ -62,7 +66,7 @@ OTHERS: dict[str, dict[str, Any]] = _rows(
       "t2u_encoder_attention_heads": 4, "t2u_decoder_attention_heads": 4, "t2u_vocab_size": 64, "char_vocab_size": 64,
       "unit_hifi_gan_vocab_size": 64, "unit_embed_dim": 8, "lang_embed_dim": 8, "spkr_embed_dim": 8,
       "upsample_initial_channel": 32, "feature_projection_input_dim": 16, "max_source_positions": 64,
-      "variance_predictor_embed_dim": 8, "variance_predictor_hidden_dim": 8, "num_conv_pos_embeddings": 4,
+      "num_conv_pos_embeddings": 4,
       "num_conv_pos_embedding_groups": 4, "conv_depthwise_kernel_size": 3, "vocoder_num_langs": 4,
       "vocoder_num_spkrs": 4, "decoder_start_token_id": 3}),
     ("dia_encoder", {"vocab_size": 64}),
@@ -89,10 +93,9 @@ OTHERS: dict[str, dict[str, Any]] = _rows(
                             "mit_num_attention_heads": 4, "num_frames": 2}),
     ("xclip", {"projection_dim": 32, "prompt_layers": 1, "prompt_num_attention_heads": 4}),
     ("owlvit owlv2 aimv2 groupvit clip clipseg", {"projection_dim": 32}),
-    ("sam3_geometry_encoder sam3_detr_encoder sam3_detr_decoder sam3_mask_decoder",
-     {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 32, "num_layers": 1}),
+    ("sam3_geometry_encoder sam3_detr_encoder sam3_detr_decoder", {"num_layers": 1}),
     ("sam3_vision_model", {"fpn_hidden_size": 32}),
-    ("tvp", {"visual_prompt_size": 2, "max_img_size": 8, "num_frames": 1}),
+    ("tvp", {"visual_prompt_size": 2, "max_img_size": 32, "num_frames": 1}),
     ("parakeet_encoder",
      {"subsampling_conv_channels": 8, "num_mel_bins": 8, "conv_kernel_size": 3, "num_attention_heads": 4}),
     ("parakeet_rnnt parakeet_tdt nemotron3_5_asr nemotron_asr_streaming",
@@ -112,9 +115,13 @@ OTHERS: dict[str, dict[str, Any]] = _rows(
     ("instructblipvideo", {"video_token_index": 5}),
     ("blip_2_qformer", {"use_qformer_text_input": True}),
     ("kosmos-2", {"latent_query_num": 2}),
+    ("paligemma", {"projection_dim": 32, "vision_config": {"projection_dim": 32}}),
+    ("clvp_encoder", {"hidden_size": 128, "head_dim": 32, "projection_dim": 64}),
     ("pi0", {"chunk_size": 3, "max_state_dim": 4, "max_action_dim": 4}),
     ("deepseek_ocr2_text", {"mlp_layer_types": ["dense", "sparse"]}),
-    ("nemotron3_diarization_head", {"audio_hidden_size": 32}),
+    ("nemotron3_diarization", {"head_config": {"audio_hidden_size": 32}}),
+    ("dia", {"delay_pattern": [0, 1]}),
+    ("clap_audio_model", {"num_mel_bins": 8, "spec_size": 32, "patch_size": 4, "depths": [1, 1], "window_size": 2}),
     ("videoprism_vision_model", {"num_frames": 16}),
     ("nemo_speechlm", {"head_config": {"audio_hidden_size": 32}}),
     ("nemo_speechlm", {"text_config": {"layers_block_type": ["linear_attention", "full_attention"], "n_groups": 2}}),
@@ -124,10 +131,10 @@ OTHERS: dict[str, dict[str, Any]] = _rows(
     ("funnel", {"block_sizes": [1, 1], "num_decoder_layers": 1, "d_head": 8, "n_head": 4, "d_model": 32}),
     ("speecht5",
      {"num_mel_bins": 8, "speech_decoder_prenet_units": 8, "speech_decoder_postnet_units": 8, "conv_dim": (8, 8),
-      "conv_stride": (2, 2), "conv_kernel": (3, 3), "num_feat_extract_layers": 2, "num_conv_pos_embeddings": 4,
+      "conv_stride": (2, 2), "conv_kernel": (3, 3), "num_conv_pos_embeddings": 4,
       "num_conv_pos_embedding_groups": 4, "speaker_embedding_dim": 8}),
     ("wav2vec2",
-     {"conv_dim": (8, 8), "conv_stride": (2, 2), "conv_kernel": (3, 3), "num_feat_extract_layers": 2,
+     {"conv_dim": (8, 8), "conv_stride": (2, 2), "conv_kernel": (3, 3),
       "num_conv_pos_embeddings": 4, "num_conv_pos_embedding_groups": 4}),
     ("florence_vision",
      {"embed_dim": (8, 8, 8, 16), "num_heads": (1, 1, 1, 2), "num_groups": (1, 1, 1, 2), "depths": (1, 1, 1, 1),
@@ -139,5 +146,4 @@ OTHERS: dict[str, dict[str, Any]] = _rows(
     ("canine",
      {"num_hash_buckets": 64, "downsampling_rate": 2, "upsampling_kernel_size": 2, "local_transformer_stride": 4}),
     ("moonshine_streaming", {"num_key_value_heads": 4}),
-    ("t5gemma2_encoder", {"dropout_rate": 0.0}),
 )

@@ -1,8 +1,8 @@
-"""Every class of transformers' auto mappings that takes text, packed in every form and held against each document alone.
+"""Every class of transformers' auto mappings that takes text, packed in every form, held against documents alone.
 
-Rows go to `results.jsonl` beside this file; a class that has rows for the installed transformers isn't run again
-without `--again`, so that a run that was broken off goes on. `python -m tests.patches.table` makes docs/models.md and
-tritonpack/patches/shown.csv of them.
+Rows go to `results/VERSION.jsonl` beside this file. A class that has rows isn't run again without `--again`, so that a
+run that was broken off goes on. `python -m tests.patches.table` makes docs/models.md and tritonpack/patches/shown.csv
+of them.
 """
 
 import argparse
@@ -32,7 +32,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--again", action="store_true", help="forget the rows of the chosen classes first")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time")
     parser.add_argument("--limit", type=float, default=60, metavar="SECONDS", help="that one class may take")
-    parser.add_argument("--out", type=Path, metavar="FILE", help=f"instead of {RESULTS.name}")
+    parser.add_argument("--out", type=Path, metavar="FOLDER", help=f"instead of {RESULTS.name}")
     return parser.parse_args()
 
 
@@ -55,20 +55,16 @@ def main() -> None:
     torch.set_num_threads(1)
     whole = options.forms == forms.ALL and not options.no_gradients
     path = options.out or (RESULTS if whole else None)
-    before = results.load(path) if path else []
-    here = [row for row in before if row.version == transformers.__version__]
-    chosen = chosen_cases(options, here)
+    before = results.load(path, transformers.__version__) if path else []
+    chosen = chosen_cases(options, before)
     if options.again and path:
         again = {case.key for case in chosen}
-        before = [
-            row for row in before if row not in here or row.key not in again or row.how not in (*options.how, ANY)
-        ]
+        before = [row for row in before if row.key not in again or row.how not in (*options.how, ANY)]
         results.save(before, path)
-    done = {row.identity for row in before}
+    done = {(row.key, row.how) for row in before}
     left = [
         case for case in chosen
-        if (transformers.__version__, case.key, ANY) not in done
-        and not all((transformers.__version__, case.key, how) in done for how in options.how)
+        if (case.key, ANY) not in done and not all((case.key, how) in done for how in options.how)
     ]  # fmt: skip
     print(f"{len(left)} of {len(chosen)} classes to run")
     start = time.perf_counter()
@@ -86,7 +82,7 @@ def main() -> None:
         print(f"{how}: " + ", ".join(f"{counts[v]} {v}" for v in results.VERDICTS if counts[v]))
     print(f"{time.perf_counter() - start:.0f}s")
     if path:
-        results.save(results.load(path), path)
+        results.save(results.load(path, transformers.__version__), path)
 
 
 if __name__ == "__main__":

@@ -17,27 +17,20 @@ from tritonpack.patches.trial.small_copy import PARTS, part_of, spread
 LABELS = 3  # of classification
 TWO = ("QUESTION", "PRETRAINING", "NEXT_SENTENCE")  # mappings whose heads have two of their own
 
-# What a model's own code casts or makes in float32 doesn't go with float64.
-FLOAT32_ONLY: frozenset[str] = frozenset(
-    {*zoo.FLOAT32_ONLY, "inkling2", "mra", "fastspeech2_conformer", "fastspeech2_conformer_with_hifigan"}
-)
-
 
 class NotBuiltError(Exception):
     """No model of a class can be built; the message says why."""
 
 
-def base_dtype(case: Case) -> torch.dtype:
-    return torch.float32 if case.model_type in FLOAT32_ONLY else torch.float64
-
-
-def build(case: Case, *, dtype: torch.dtype | None = None, attn_implementation: str | None = None) -> PreTrainedModel:
+def build(case: Case, *, dtype: torch.dtype = torch.float64, attn_implementation: str | None = None) -> PreTrainedModel:
     """A tiny random model of the very class, in evaluation mode; the same weights in every call.
 
     Raises:
         NotBuiltError: with the reason of every way that was tried.
     """
     cls = load(case)
+    if why := zoo.UNBUILT.get(case.model_type):
+        raise NotBuiltError(why)
     reasons = []
     for way in (_by_rows, _by_shrinking):
         try:
@@ -48,7 +41,7 @@ def build(case: Case, *, dtype: torch.dtype | None = None, attn_implementation: 
                     config, experts_implementation="eager", attn_implementation=attn_implementation
                 )
             spread(model, torch.Generator().manual_seed(0))
-            return model.to(dtype or base_dtype(case)).eval()
+            return model.to(dtype).eval()
         except Exception as error:
             if attn_implementation == "tritonpack" and isinstance(error, ValueError) and "tritonpack" in str(error):
                 raise
@@ -69,7 +62,9 @@ def overrides(case: Case) -> dict[str, Any]:
 
 def _by_rows(case: Case) -> Any:
     if case.name == "JevForDecision" and case.model_type != "jev":  # a head around any model
-        return zoo.tiny_config("jev", text_config=zoo.tiny_config(case.model_type).to_dict())
+        config = zoo.tiny_config("jev")
+        config.text_config = zoo.tiny_config(case.model_type)
+        return config
     return zoo.tiny_config(case.model_type, **overrides(case))
 
 

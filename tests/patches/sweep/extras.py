@@ -1,4 +1,4 @@
-"""What a few classes take beside plain text: images and sounds, tokens at the beginning of documents, columns of tokens.
+"""What a few classes take beside plain text: images, sounds, tokens that begin a document, columns of tokens.
 
 Images and sounds are the same for every row, or for every document, so that documents differ by their text alone.
 """
@@ -55,24 +55,27 @@ def _tokens(*values: float) -> Make:
     return lambda config, batch: torch.tensor(values).expand(*batch.ids.shape, len(values))
 
 
-def _sounds(frames: int, bins: int = 8) -> Make:
-    return _same(frames, bins)
-
-
 IMAGE = {"pixel_values": _image()}
 IMAGES = {"pixel_values": _image(per="document")}  # a document begins with the tokens of its image
 QUESTION = {"qformer_input_ids": _whole(7, 3, per="document")}
 BOX = _tokens(0.1, 0.2, 0.5, 0.6)
-RNNT = {"input_features": _sounds(32)}
+
+def _frames(config: Any, batch: Batch) -> Tensor:
+    """[rows, frames, bins] of an encoder of sound."""
+    return _same(24, config.encoder_config.num_mel_bins)(config, batch)
+
+
+WITH_IMAGE = """
+    blip vision-encoder-decoder vilt align altclip chinese_clip clip clipseg metaclip_2 siglip grounding-dino
+    mm-grounding-dino owlv2 owlvit aimv2 groupvit vision-text-dual-encoder sam3 sam3_lite_text bridgetower
+    """.split()  # noqa: SIM905
 
 # {argument: what makes it} by model type, or by class.
 NEEDS: dict[str, dict[str, Make]] = {
-    **dict.fromkeys(
-        ["blip", "vision-encoder-decoder", "vilt", "align", "altclip", "chinese_clip", "clip", "clipseg", "metaclip_2", "siglip", "grounding-dino", "mm-grounding-dino", "owlv2", "owlvit", "aimv2", "groupvit", "vision-text-dual-encoder", "sam3", "sam3_lite_text", "bridgetower"],
-        IMAGE,
-    ),
+    **dict.fromkeys(WITH_IMAGE, IMAGE),
     "blip-2": IMAGES,
-    "Blip2ForImageTextRetrieval": IMAGE,
+    "BlipForQuestionAnswering": {**IMAGE, "decoder_input_ids": lambda config, batch: batch.ids},
+    "Blip2ForImageTextRetrieval": {**IMAGE, "attention_mask": lambda config, batch: torch.ones_like(batch.ids)},
     "instructblip": {**IMAGES, **QUESTION},
     "instructblipvideo": {"pixel_values": _image(2, per="document"), **QUESTION},
     "kosmos-2": {
@@ -81,7 +84,7 @@ NEEDS: dict[str, dict[str, Make]] = {
     },
     "idefics": {"pixel_values": _image(1), "image_attention_mask": lambda config, batch: _tokens(1)(config, batch)},
     "xclip": {"pixel_values": _image(2)},
-    "tvp": {"pixel_values": _image(1)},
+    "tvp": {"pixel_values": _same(1, 3, 32, 32)},
     "videoprism": {"pixel_values_videos": _image(16)},
     "siglip2": {
         "pixel_values": _same(4, 48),
@@ -96,7 +99,7 @@ NEEDS: dict[str, dict[str, Make]] = {
     "udop": {"bbox": BOX},
     "bros": {"bbox": BOX},
     "lxmert": {"visual_feats": _same(3, 2048), "visual_pos": _same(3, 4)},
-    "pix2struct": {"flattened_patches": _same(4, 14)},
+    "pix2struct": {"flattened_patches": lambda config, batch: torch.ones(batch.ids.shape[0], 4, 14)},
     "whisper": {
         "input_features": lambda config, batch: _same(config.num_mel_bins, 2 * config.max_source_positions)(
             config, batch
@@ -111,12 +114,12 @@ NEEDS: dict[str, dict[str, Make]] = {
     "SpeechT5ForSpeechToText": {"input_values": _same(200)},
     "SpeechT5ForTextToSpeech": {"decoder_input_values": _same(6, 8)},
     "pe_audio": {"input_values": _same(1, 4000)},
-    "clap": {"input_features": _same(1, 64, 64)},
+    "clap": {"input_features": _same(1, 64, 8)},
     "clvp": {"input_features": lambda config, batch: _same(80, 24)(config, batch)},
     "SeamlessM4TForSpeechToText": {"input_features": _same(24, 16)},
     "SeamlessM4Tv2ForSpeechToText": {"input_features": _same(24, 16)},
-    "canary": {"input_features": lambda config, batch: _same(24, config.encoder_config.num_mel_bins)(config, batch)},
-    "cohere_asr": {"input_features": lambda config, batch: _same(24, config.encoder_config.num_mel_bins)(config, batch)},
+    "canary": {"input_features": _frames},
+    "cohere_asr": {"input_features": _frames},
     # As much sound as there are tokens, for its sake: each frame the same.
     "voxtral_realtime": {
         "input_features": lambda config, batch: torch.ones(

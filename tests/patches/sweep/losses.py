@@ -3,7 +3,8 @@
 A loss is a mean over what has a label. Of a token head that is each token, so that the loss of a packed batch is the
 mean of the losses alone, weighted by how many labels each document has; of a sequence head, or of one that finds a span
 in each document, it is their plain mean. A router's loss isn't a sum over documents: it averages over all tokens of a
-call that aren't padding. So with those the reference is a padded batch of the same documents with its mask.
+call that aren't padding; and two losses of both kinds have no common weight. For those the reference is a padded batch
+of the same documents with its mask.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ from tests.patches.sweep.subject import Layout, ShapeError, Subject
 from tritonpack.patches.trial.packed_forms import Batch, lay_out
 
 IGNORED = -100
+EVERY_TOKEN = ("ElectraForPreTraining",)  # of two kinds: what isn't padding has a label
+OF_DOCUMENTS = ("next_sentence_label", "sentence_order_label")
 NO_LABELS = "takes no labels"
 
 
@@ -44,8 +47,9 @@ class Losses:
         if self.why_not:
             return
         try:
-            self.expected = self._padded(subject) if self.switches else self._alone(subject)
-            if self.switches and len(self.expected[0]) == 1:  # a head that leaves the routers' loss out
+            mixed = subject.names & {*OF_DOCUMENTS}  # beside labels of tokens
+            self.expected = self._padded(subject) if self.switches or mixed else self._alone(subject)
+            if self._is_plain(self.expected):  # a head that leaves the routers' loss out
                 self.switches = {}
                 self.expected = self._alone(subject)
         except Exception as error:  # whatever a model's own code raises
@@ -58,13 +62,16 @@ class Losses:
             losses = self._losses(subject, layout)
             return _apart(self.expected, _differentiated(subject, losses))
 
+    def _is_plain(self, found: Found) -> bool:
+        return bool(self.switches) and len(found[0]) == 1
+
     def _padded(self, subject: Subject) -> Found:
         found = []
         for more in (0, 3):
             layout = subject.lay_out(lambda d, more=more: _pad(d, more), self.documents)  # type: ignore[misc]
             with torch.enable_grad():
                 found.append(_differentiated(subject, self._losses(subject, layout)))
-        if len(found[0][0]) > 1 and (apart := _apart(*found)) > self.limit:
+        if not self._is_plain(found[0]) and (apart := _apart(*found)) > self.limit:
             raise NoLossError(f"padding moves its loss without a patch, by {apart:.0e}")
         return found[0]
 
@@ -132,37 +139,32 @@ def _switches(subject: Subject) -> dict[str, Any]:
 
 def labels(subject: Subject, layout: Layout) -> dict[str, Tensor]:
     """Labels of every kind that a class takes: of each token but a document's first, and of each document."""
-    names = subject.names
     batch = layout.decoder or layout.encoder
-    count = len(batch.spans)
+    first = torch.stack([batch.ids[row, span.start] for row, span in batch.spans])
     classes = int(getattr(subject.config, "num_labels", 2))
-    generator = torch.Generator().manual_seed(3)
     given: dict[str, Tensor] = {}
-    if "labels" in names:
+    if "labels" in subject.names:
         if subject.choices:
-            given["labels"] = torch.zeros(count, dtype=torch.long)
+            given["labels"] = torch.zeros_like(first)
         elif subject.sentence:
-            limit = 2 if "NextSentence" in subject.class_name else classes
-            given["labels"] = torch.randint(limit, (count,), generator=generator)
+            given["labels"] = first % (2 if "NextSentence" in subject.class_name else classes)
         else:
-            limit = classes if "TokenClassification" in subject.class_name else subject.size
-            if "ElectraForPreTraining" in subject.class_name:
-                limit = 2
-            given["labels"] = _token_labels(subject, batch, limit)
-    for name in ("next_sentence_label", "sentence_order_label"):
-        if name in names:
-            given[name] = torch.randint(2, (count,), generator=generator)
-    if "start_positions" in names:
-        lengths = torch.tensor([d.stop - d.start for _, d in batch.spans])
-        given["start_positions"] = torch.zeros(count, dtype=torch.long)
-        given["end_positions"] = lengths - 1
+            given["labels"] = _token_labels(subject, batch, classes)
+    for name in {*OF_DOCUMENTS} & subject.names:
+        given[name] = first % 2
+    if "start_positions" in subject.names:
+        given["start_positions"] = torch.zeros_like(first)
+        given["end_positions"] = torch.tensor([span.stop - span.start - 1 for _, span in batch.spans])
     return given
 
 
-def _token_labels(subject: Subject, batch: Any, limit: int) -> Tensor:
-    """(B, T) the token itself, modulo `limit`; none for padding and a document's first token."""
-    found = torch.full_like(batch.ids, IGNORED)
+def _token_labels(subject: Subject, batch: Batch, classes: int) -> Tensor:
+    """(B, T) the token itself, modulo the number of labels; none for padding and a document's first token."""
+    every = subject.class_name in EVERY_TOKEN
+    limit = 2 if every else classes if "TokenClassification" in subject.class_name else subject.size
+    found = torch.full_like(batch.ids, 0 if every else IGNORED)
     for row, span in batch.spans:
         found[row, span] = batch.ids[row, span] % limit
-        found[row, span.start] = IGNORED
+        if not every:
+            found[row, span.start] = IGNORED
     return found

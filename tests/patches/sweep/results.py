@@ -1,4 +1,4 @@
-"""What the sweep found, as rows of a file: one for each class, model type, version of transformers and way of asking."""
+"""What the sweep found: a file for each version of transformers, a row for each class, model type and way."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 
 import transformers
 
-from tests.patches.sweep.forms import ALL
+from tests.patches.sweep.forms import ALL, LOSSES
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "results.jsonl"
+RESULTS = HERE / "results"  # a folder: VERSION.jsonl
 SHOWN = HERE.parents[2] / "tritonpack" / "patches" / "shown.csv"
 
 # Verdicts of a form, and of a class the worst of its forms; the worst first.
@@ -22,7 +22,9 @@ WRONG = ("leak", "inexact", "shape")
 VERDICTS = (*WRONG, "error", "partly", "refused", "exact", "stock", "not built", "no text")
 HOWS = ("patch", "name", "stock")
 ANY = "any"  # how, where it is the same for all
-REST = "the rest"
+# In the file
+REST, LABELLED, UNTRIED = "the rest", "all with labels", "untried"
+FEW = 5  # forms are listed one by one
 
 
 @dataclasses.dataclass
@@ -39,10 +41,10 @@ class Row:
         reason: the form with the number, or the message, behind any verdict but "exact".
         forms: the verdict of every form that was tried.
         worst: the largest difference from documents alone among exact forms, relative to the largest value.
-        numbers: that of each form that is wrong.
+        number: the largest of those that are wrong; infinite where a value is missing.
         note: what was left out, and why.
         means: what a patch does for the model.
-        version: of transformers.
+        version: of transformers; the name of the file.
     """
 
     key: str
@@ -51,7 +53,7 @@ class Row:
     reason: str = ""
     forms: dict[str, str] = dataclasses.field(default_factory=dict)
     worst: float = 0.0
-    numbers: dict[str, float] = dataclasses.field(default_factory=dict)
+    number: float = 0.0
     note: str = ""
     means: str = ""
     seconds: float = 0.0
@@ -75,60 +77,69 @@ class Row:
 
 
 def to_line(row: Row) -> str:
-    """One line of JSON; fields that hold nothing are left out, and forms are grouped by verdict. Where all forms were
-    tried, the largest group has the name `REST`."""
+    """One line of JSON; fields that hold nothing are left out, and forms are grouped by verdict: the largest group is
+    `REST`, and all forms with labels are `LABELLED` where they weren't tried."""
     fields = {name: value for name, value in dataclasses.asdict(row).items() if value}
-    if row.forms:
-        counted = Counter(row.forms.values())
-        groups = {v: " ".join(form for form, x in row.forms.items() if x == v) for v in counted}
-        if row.forms.keys() == {*ALL}:
-            groups[counted.most_common(1)[0][0]] = REST
-        fields["forms"] = groups
-    for name, digits in (("worst", 1), ("seconds", 2)):
+    del fields["version"]
+    fields.pop("forms", None)
+    if 0 < len(row.forms) < FEW:
+        fields["forms"] = {v: " ".join(form for form, x in row.forms.items() if x == v) for v in row.forms.values()}
+    elif row.forms:
+        verdicts = {form: row.forms.get(form, UNTRIED) for form in ALL}
+        groups = {v: " ".join(form for form in ALL if verdicts[form] == v) for v in {*verdicts.values()}}
+        groups[Counter(row.forms.values()).most_common(1)[0][0]] = REST
+        if UNTRIED in groups:
+            groups[UNTRIED] = groups[UNTRIED].replace(" ".join(LOSSES), LABELLED)
+        fields["forms"] = dict(sorted(groups.items()))
+    for name in ("worst", "number", "seconds"):
         if name in fields:
-            fields[name] = float(f"{fields[name]:.{digits}e}") if name == "worst" else round(fields[name], digits)
-    if row.numbers:
-        fields["numbers"] = {form: float(f"{number:.1e}") for form, number in row.numbers.items()}
+            fields[name] = float(f"{fields[name]:.1e}")
     return json.dumps(fields, separators=(",", ":"))
 
 
-def from_line(line: str) -> Row:
-    fields = json.loads(line)
+def from_line(line: str, version: str) -> Row:
+    fields = {**json.loads(line), "version": version}
     groups = fields.pop("forms", {})
-    named = {form: verdict for verdict, names in groups.items() if names != REST for form in names.split()}
-    rest = next((verdict for verdict, names in groups.items() if names == REST), None)
-    if rest is not None:
-        named = {form: named.get(form, rest) for form in ALL}
-    return Row(**fields, forms=named)
+    if REST not in groups.values():
+        return Row(**fields, forms={form: verdict for verdict, listed in groups.items() for form in listed.split()})
+    names = {verdict: listed.replace(LABELLED, " ".join(LOSSES)).split() for verdict, listed in groups.items()}
+    verdicts = dict.fromkeys(ALL, next(verdict for verdict, listed in groups.items() if listed == REST))
+    verdicts |= {form: verdict for verdict, listed in names.items() if groups[verdict] != REST for form in listed}
+    return Row(**fields, forms={form: verdict for form, verdict in verdicts.items() if verdict != UNTRIED})
 
 
-def load(path: Path = RESULTS, version: str | None = None) -> list[Row]:
-    """The rows of one version, or of all; of rows of the same class the last, and the newer of "any" and the others."""
+def load(folder: Path = RESULTS, version: str | None = None) -> list[Row]:
+    """The rows of one version, or of all; of several of the same class the last, where "any" stands for each way."""
     found: dict[tuple[str, str, str], Row] = {}
-    if path.exists():
+    for path in sorted(folder.glob(f"{version or '*'}.jsonl")):
         for line in path.read_text().splitlines():
-            row = from_line(line)
-            others = HOWS if row.how == ANY else (ANY,)
-            for how in others:
+            row = from_line(line, path.stem)
+            for how in HOWS if row.how == ANY else (ANY,):
                 found.pop((row.version, row.key, how), None)
             found[row.identity] = row
-    return [row for row in found.values() if version in (None, row.version)]
+    return list(found.values())
 
 
-def save(rows: Iterable[Row], path: Path = RESULTS) -> None:
-    """Rows in order of version, type and class."""
-    ordered = sorted(rows, key=lambda row: (row.version, row.model_type, row.name, row.how))
-    path.write_text("".join(to_line(row) + "\n" for row in ordered))
+def save(rows: Iterable[Row], folder: Path = RESULTS) -> None:
+    """Write the files of all versions that have rows, in order of type and class."""
+    files: dict[str, list[Row]] = {}
+    for row in rows:
+        files.setdefault(row.version, []).append(row)
+    folder.mkdir(parents=True, exist_ok=True)
+    for version, there in files.items():
+        there.sort(key=lambda row: (row.model_type, row.name, row.how))
+        (folder / f"{version}.jsonl").write_text("".join(to_line(row) + "\n" for row in there))
 
 
-def append(row: Row, path: Path = RESULTS) -> None:
-    with path.open("a") as file:
+def append(row: Row, folder: Path = RESULTS) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{row.version}.jsonl").open("a") as file:
         file.write(to_line(row) + "\n")
 
 
 def shown(rows: Iterable[Row]) -> dict[str, set[str]]:
-    """{class: "major.minor" versions of transformers for which the sweep shows it}: never wrong, and not always refused,
-    whatever type it was built for."""
+    """{class: "major.minor" versions of transformers}: where a class is never wrong, never an error and not always
+    refused, whatever model type it was built for."""
     verdicts: dict[tuple[str, str], list[str]] = {}
     for row in rows:
         if row.how == "patch":

@@ -18,7 +18,7 @@ from tritonpack.patches.trial.packed_forms import Batch
 from tritonpack.patches.trial.small_copy import codebooks_of, rows_for_codebooks, side_by_side
 
 # Tokens of the documents; a few classes need more of them.
-SHORTEST = {"canine": 4, "funnel": 4, "longformer": 4}
+SHORTEST = {"canine": 5, "funnel": 4, "longformer": 4}
 
 # What a decoder reads beside an encoder: as many documents, of other lengths.
 DECODER_LENGTHS = {7: 5, 1: 2, 3: 6, 11: 4}
@@ -102,10 +102,11 @@ class Subject:
         named = special_tokens(self.config)
         self.ordinary = torch.tensor([token for token in range(6, self.size) if token not in named])
         self.extras = extras(model)
+        self.drafts = "shared_kv_states" in self.names
         self.kinds: dict[str, Kind] = {}
 
     def draw(self, lengths: tuple[int, ...], seed: int = 1) -> list[Tensor]:
-        """Token ids `[1, n]` of documents of these lengths: ordinary ones, but for the end where a head looks for it."""
+        """Token ids `[1, n]` of documents of these lengths: ordinary ones, but for an end that a head looks for."""
         generator = torch.Generator().manual_seed(seed)
         shortest = SHORTEST.get(self.config.model_type, 1)
         lengths = tuple(max(n, shortest) for n in lengths)
@@ -139,7 +140,7 @@ class Subject:
             told = {f"decoder_{name}" if name in PER_TOKEN else name: value for name, value in told.items()}
             arguments = {"decoder_input_ids": ids, **told}
         else:
-            arguments = {"input_ids": ids, **told}
+            arguments = {**(zoo.call(self.model, ids) if self.drafts else {"input_ids": ids}), **told}
         if layout.decoder is not None:
             arguments["decoder_input_ids"] = rows_for_codebooks(layout.decoder.ids, self.books, self.size)
             told = layout.decoder.arguments

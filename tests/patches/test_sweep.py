@@ -1,0 +1,288 @@
+"""The sweep's judge, its results, and a sample of every class that it has shown."""
+
+import contextlib
+import hashlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+import tritonpack
+from tests.patches.sweep import build, forms, results
+from tests.patches.sweep.classes import Case, cases, mappings, no_text
+from tests.patches.sweep.judging import Trial, has_remedy, judge_case
+from tests.patches.sweep.results import ANY, Row
+from tests.patches.sweep.running import run
+from tests.patches.sweep.subject import Subject
+
+STORED = {(row.key, row.how): row for row in results.load(version=transformers.__version__)}
+
+Patch = Callable[[nn.Module], contextlib.AbstractContextManager[Any]]
+
+
+def case(name: str, model_type: str) -> Case:
+    return next(x for x in cases() if (x.name, x.model_type) == (name, model_type))
+
+
+def trial(name: str, model_type: str, *chosen: str) -> Trial:
+    return Trial(case(name, model_type), chosen)
+
+
+def changed(change: Callable[[Any], Any], where: str) -> Patch:
+    """tritonpack's patch, and a part of the model that gives something else."""
+
+    @contextlib.contextmanager
+    def patch(model: nn.Module) -> Iterator[None]:
+        with tritonpack.patch(model):
+            hook = model.get_submodule(where).register_forward_hook(lambda module, args, output: change(output))
+            yield
+            hook.remove()
+
+    return patch
+
+
+def without(model: nn.Module) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()
+
+
+def broken(output: Any) -> Any:
+    raise RuntimeError("broken")
+
+
+class TestJudge:
+    """Each verdict, and from the cause that its name says."""
+
+    def test_exact(self) -> None:
+        row = trial("LlamaForCausalLM", "llama", *forms.ALL).run("patch")
+        assert (row.verdict, row.reason, set(row.forms)) == ("exact", "", {*forms.ALL})
+        assert 0 < row.worst < 1e-6
+
+    def test_leak(self) -> None:
+        row = trial("LlamaForCausalLM", "llama", "position_ids", "two_rows").run("patch", without)
+        assert row.forms == {"position_ids": "leak", "two_rows": "leak"}
+        assert row.number > 0.1
+
+    def test_inexact(self) -> None:
+        shifted = changed(lambda output: output + 1e-3, "lm_head")
+        row = trial("LlamaForCausalLM", "llama", "position_ids", "float32").run("patch", shifted)
+        assert row.forms == {"position_ids": "inexact", "float32": "inexact"}
+
+    def test_wrong_gradients(self) -> None:
+        def halved(output: Tensor) -> Tensor:
+            return output.detach() / 2 + output / 2
+
+        row = trial("LlamaForCausalLM", "llama", *forms.WITH_GRADIENTS, "two_rows").run(
+            "patch", changed(halved, "model.norm")
+        )
+        assert row.forms == {**dict.fromkeys(forms.WITH_GRADIENTS, "inexact"), "two_rows": "exact"}
+
+    def test_more_error_than_the_model_alone_has(self) -> None:
+        def rounded(output: Tensor) -> Tensor:
+            return output if output.dtype != torch.bfloat16 else output.round()
+
+        row = trial("LlamaForCausalLM", "llama", "position_ids", "float32", "bfloat16").run(
+            "patch", changed(rounded, "lm_head")
+        )
+        assert row.forms == {"position_ids": "exact", "float32": "exact", "bfloat16": "inexact"}
+
+    def test_one_score_for_several_documents(self) -> None:
+        row = trial("LlamaForSequenceClassification", "llama", "position_ids", "padded_right").run("patch", without)
+        assert row.forms == {"position_ids": "shape", "padded_right": "exact"}
+        assert row.reason == "position_ids: logits has shape (1, 3) for 4 documents"
+
+    def test_other_outputs_than_the_first(self) -> None:
+        """The hidden states are right, the pooled ones are one for the row; and the other way round, they leak."""
+        subject = trial("BertModel", "bert", "position_ids")
+        assert {name: kind.of for name, kind in subject.subject.kinds.items()} == {
+            "last_hidden_state": "token", "pooler_output": "document",
+        }  # fmt: skip
+        assert subject.run("patch", without).verdict == "leak"
+
+    def test_losses(self) -> None:
+        def more(output: Any) -> Any:
+            if output.aux_loss is not None:
+                output.aux_loss = output.aux_loss + 1e-3
+            return output
+
+        chosen = ("position_ids", "loss_position_ids", "loss_collator")
+        mixtral = trial("MixtralForCausalLM", "mixtral", *chosen)
+        assert mixtral.losses is not None
+        assert set(mixtral.losses.expected[0]) == {"loss", "aux_loss"}
+        assert set(mixtral.run("patch").forms.values()) == {"exact"}
+        row = mixtral.run("patch", changed(more, ""))
+        assert row.forms == {"position_ids": "exact", "loss_position_ids": "inexact", "loss_collator": "inexact"}
+
+    def test_losses_of_sequences_are_the_mean_of_those_alone(self) -> None:
+        told = trial("LlamaForSequenceClassification", "llama", "loss_position_ids")
+        assert told.losses is not None
+        given = []
+        for document in told.documents:
+            label = document[0, :1] % build.LABELS
+            given.append(told.model(input_ids=document, labels=label).loss)
+        mean = torch.stack(given).mean()
+        assert torch.allclose(mean, told.losses.expected[0]["loss"])
+
+    def test_refused_when_patched_and_in_the_call(self) -> None:
+        row = trial("ProphetNetForCausalLM", "prophetnet", "position_ids").run("patch")
+        assert (row.verdict, row.forms) == ("refused", {})
+        assert row.reason.startswith("when patched: UnsupportedModelError: ")
+
+        def refuse(output: Any) -> Any:
+            raise tritonpack.UnsupportedModelError("not this one; unpatch the model.")
+
+        row = trial("LlamaForCausalLM", "llama", "position_ids").run("patch", changed(refuse, "lm_head"))
+        assert (row.verdict, row.forms) == ("refused", {"position_ids": "refused"})
+
+    def test_partly(self) -> None:
+        def refuse(output: Tensor) -> Tensor:
+            if output.shape[0] > 1:
+                raise tritonpack.UnsupportedModelError("pass one row.")
+            return output
+
+        row = trial("LlamaForCausalLM", "llama", "position_ids", "two_rows").run("patch", changed(refuse, "lm_head"))
+        assert (row.verdict, row.forms) == ("partly", {"position_ids": "exact", "two_rows": "refused"})
+
+    def test_error(self) -> None:
+        row = trial("LlamaForCausalLM", "llama", "position_ids").run("patch", changed(broken, "lm_head"))
+        assert (row.verdict, row.reason) == ("error", "position_ids: RuntimeError: broken")
+
+    def test_what_fails_without_tritonpack_isnt_blamed_on_it(self) -> None:
+        row = trial("T5EncoderModel", "t5", "with_cache").run("patch")
+        assert row.forms["with_cache"] in ("stock", "refused")
+
+    def test_documents_of_a_decoder_have_other_lengths(self) -> None:
+        model = build.build(case("T5ForConditionalGeneration", "t5"))
+        subject = Subject(model, stock=True)
+        documents = subject.draw((7, 1, 3))
+        with torch.no_grad():
+            alone = subject.alone(documents)
+        assert subject.kinds["logits"].side == "decoder"
+        assert subject.kinds["encoder_last_hidden_state"].side == "encoder"
+        assert [len(alone[name]) for name in subject.kinds] == [13, 11]
+
+    def test_not_built_and_no_text(self) -> None:
+        (row,) = judge_case(case("Gemma4AssistantForCausalLM", "gemma4_assistant"))
+        assert (row.how, row.verdict) == (ANY, "not built")
+        (row,) = judge_case(case("ViTModel", "vit"))
+        assert (row.how, row.verdict, row.reason) == (ANY, "no text", "its forward has no input_ids")
+
+    def test_remedies(self) -> None:
+        assert has_remedy("ValueError: two things differ. Pass one of them.")
+        assert has_remedy("UnsupportedModelError: not this; unpatch the model.")
+        assert not has_remedy("UnsupportedModelError: LlamaModel can't be packed exactly: it is odd.")
+
+
+class TestRunning:
+    def test_a_crash_and_a_hang_cost_one_class(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import os
+        import time
+
+        from tests.patches.sweep import running
+
+        def judge(given: Case, **options: Any) -> list[Row]:
+            if given.name == "crash":
+                os._exit(3)
+            if given.name == "hang":
+                time.sleep(60)
+            return [Row(given.key, "patch", "exact")]
+
+        monkeypatch.setattr(running, "judge_case", judge)
+        todo = [Case(name, "a", ()) for name in ("first", "crash", "hang", "last")] + [Case("other", "b", ())]
+        rows = {row.key: row for row in run(todo, jobs=2, limit=2.0)}
+        assert {key: row.verdict for key, row in rows.items()} == {
+            "first/a": "exact", "crash/a": "error", "hang/a": "error", "last/a": "exact", "other/b": "exact",
+        }  # fmt: skip
+        assert rows["crash/a"].reason == "its process ended with 3"
+        assert rows["hang/a"].reason == "it took more than 2 seconds"
+
+
+class TestResults:
+    @pytest.mark.parametrize(
+        "verdicts",
+        [
+            {},
+            dict.fromkeys(forms.ALL, "exact"),
+            {form: "exact" for form in forms.ALL if form not in forms.LOSSES},
+            {**dict.fromkeys(forms.ALL, "leak"), "two_rows": "exact", "loss_collator": "refused"},
+            {"position_ids": "leak", "two_rows": "refused"},
+        ],
+    )
+    def test_rows_come_back_as_they_were_written(self, verdicts: dict[str, str], tmp_path: Path) -> None:
+        row = Row("A/b", "patch", "exact", "why", verdicts, 1e-7, 0.5, "note", "dense", 1.2)
+        results.save([row], tmp_path / "rows")
+        assert results.load(tmp_path / "rows") == [row]
+
+    def test_the_last_row_of_a_class_counts(self, tmp_path: Path) -> None:
+        path = tmp_path / "rows"
+        for how, verdict in ((ANY, "not built"), ("patch", "leak"), ("name", "exact"), ("patch", "exact")):
+            results.append(Row("A/b", how, verdict), path)
+        assert {row.how: row.verdict for row in results.load(path)} == {"name": "exact", "patch": "exact"}
+
+    def test_shown_classes(self, tmp_path: Path) -> None:
+        """Exact in part is shown; wrong, refused or an error for one of its types isn't. Other versions stay."""
+        verdicts = {
+            "A/a": "exact", "B/a": "partly", "C/a": "refused", "D/a": "leak", "E/a": "exact", "E/b": "error",
+        }  # fmt: skip
+        rows = [Row(key, "patch", verdict, version="5.23.1") for key, verdict in verdicts.items()]
+        rows.append(Row("C/a", "name", "exact", version="5.23.1"))
+        path = tmp_path / "shown.csv"
+        path.write_text("class,versions\nA,5.4 5.23\nC,5.4\nD,5.23\n")
+        results.save_shown(rows, path)
+        assert path.read_text() == "class,versions\nA,5.4 5.23\nB,5.23\nC,5.4\n"
+
+
+RERUN = "run `python -m tests.patches.sweep` and `python -m tests.patches.table`, and mend or refuse what is wrong"
+
+
+def test_every_class_of_every_mapping_has_been_tried() -> None:
+    """A new version of transformers, or a new class in it, shows here."""
+    missing = [x.key for x in cases() if not any((x.key, how) in STORED for how in ("patch", ANY))]
+    assert not missing, f"{len(missing)} classes of transformers {transformers.__version__} weren't tried: {RERUN}"
+
+
+def test_classes_left_out_take_no_text() -> None:
+    """Of the largest mapping; importing all of them takes long."""
+    for x in [x for x in cases() if x.model_type.startswith(("b", "v"))]:
+        if (row := STORED.get((x.key, ANY))) and row.verdict == "no text":
+            assert no_text(getattr(transformers, x.name))
+
+
+def test_mappings_are_those_of_transformers() -> None:
+    assert mappings()["CAUSAL_LM"]["llama"] == ("LlamaForCausalLM",)
+    assert mappings()["BASE"]["funnel"] == ("FunnelModel", "FunnelBaseModel")
+    assert case("LlamaModel", "llama").mappings == ("BASE",)
+
+
+def sample(count: int, salt: str) -> list[Case]:
+    """Classes that were built, in an order that follows from their names alone."""
+
+    def order(x: Case) -> str:
+        return hashlib.sha256(f"{salt}{x.key}".encode()).hexdigest()
+
+    return sorted((x for x in cases() if (x.key, "patch") in STORED), key=order)[:count]
+
+
+def compare(x: Case, how: str, chosen: tuple[str, ...]) -> None:
+    stored = STORED[x.key, how]
+    (row,) = judge_case(x, (how,), chosen)
+    known = {form: stored.forms.get(form) for form in row.forms} if stored.forms else {}
+    got, want = (row.forms, known) if known else (row.verdict, stored.verdict)
+    assert got == want, f"{x.key} isn't what the table says ({row.reason}): {RERUN}"
+
+
+@pytest.mark.parametrize("x", sample(24, "quick"), ids=lambda x: x.key)
+def test_a_few_classes_are_what_the_table_says(x: Case) -> None:
+    with build.quiet():
+        compare(x, "patch", ("segments_alone",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["patch", "name"])
+@pytest.mark.parametrize("x", sample(72, "slow"), ids=lambda x: x.key)
+def test_more_classes_are_what_the_table_says(x: Case, how: str) -> None:
+    with build.quiet():
+        compare(x, how, forms.ALL)
