@@ -41,8 +41,8 @@ def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], p
         notices.say_once(
             KEY,
             f"a document begins at token {place + 1} of row {row}, and its first label is "
-            f"{int(labels[row, place + 1])}. {type(model).__name__} then learns to predict that token from the document before. Set the first label "
-            f"of each document to {IGNORED}, as tritonpack.PackingCollator does.",
+            f"{int(labels[row, place + 1])}. {type(model).__name__} then learns to predict that token from the document "
+            f"before. Set the first label of each document to {IGNORED}, as tritonpack.PackingCollator does.",
         )
 
 
