@@ -44,7 +44,9 @@ class Losses:
         if self.why_not:
             return
         try:
-            self.expected = self._padded(subject) if self.switches else self._alone(subject)
+            # A head for pretraining adds up a mean over tokens and one over documents.
+            padded = self.switches or subject.class_name.endswith("ForPreTraining")
+            self.expected = self._padded(subject) if padded else self._alone(subject)
             if self.switches and len(self.expected[0]) == 1:  # a head that leaves the routers' loss out
                 self.switches = {}
                 self.expected = self._alone(subject)
@@ -143,7 +145,7 @@ def labels(subject: Subject, layout: Layout) -> dict[str, Tensor]:
             given["labels"] = torch.zeros(count, dtype=torch.long)
         elif subject.sentence:
             limit = 2 if "NextSentence" in subject.class_name else classes
-            given["labels"] = torch.randint(limit, (count,), generator=generator)
+            given["labels"] = torch.tensor([int(batch.ids[row, span].sum()) % limit for row, span in batch.spans])
         else:
             limit = classes if "TokenClassification" in subject.class_name else subject.size
             if "ElectraForPreTraining" in subject.class_name:
@@ -151,7 +153,7 @@ def labels(subject: Subject, layout: Layout) -> dict[str, Tensor]:
             given["labels"] = _token_labels(subject, batch, limit)
     for name in ("next_sentence_label", "sentence_order_label"):
         if name in names:
-            given[name] = torch.randint(2, (count,), generator=generator)
+            given[name] = torch.tensor([int(batch.ids[row, span].sum()) % 2 for row, span in batch.spans])
     if "start_positions" in names:
         lengths = torch.tensor([d.stop - d.start for _, d in batch.spans])
         given["start_positions"] = torch.zeros(count, dtype=torch.long)
