@@ -2,6 +2,7 @@
 
 import gc
 import inspect
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -393,3 +394,16 @@ def test_a_patched_model_goes_when_nobody_holds_it() -> None:
         assert reference() is None
     finally:
         gc.enable()
+
+
+def test_unmasked_first_labels_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tritonpack.notices, "_said", {})
+    model, call = tiny_model("llama"), packed("position_ids", documents())
+    masked = call["input_ids"].clone()
+    masked[:, [0, *torch.tensor(LENGTHS).cumsum(0)[:-1].tolist()]] = -100
+    with tritonpack.patch(model), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(**call, labels=masked)
+        with pytest.raises(tritonpack.PackingWarning, match="a document begins at token 7 of row 0"):
+            model.forward(**call, labels=call["input_ids"])
+        model(**call, labels=call["input_ids"])

@@ -14,6 +14,7 @@ from tritonpack.patches.by_document import OF_DOCUMENTS, ONE_DOCUMENT_A_ROW, PAC
 from tritonpack.patches.current import Current, InstanceForward
 from tritonpack.patches.documents import Documents, require_one_document_a_row
 from tritonpack.patches.hooks import PackingHook, is_paged
+from tritonpack.patches.labels import warn_of_first_labels
 from tritonpack.patches.multimodal import leave_positions_to
 from tritonpack.patches.near_misses import refuse_near_misses
 from tritonpack.patches.packing import Packing
@@ -82,6 +83,8 @@ class ModelForward(InstanceForward):
         self._require_whole_rows(arguments, packing)
         if self.by_document and not packing.shared and (documents := self._documents(packing)) is not None:
             return self._run_by_document(documents, arguments)
+        if outer is None:
+            warn_of_first_labels(self.module, arguments, packing)
         arguments = self._pass_on(packing, arguments)
         self.current.tell(packing)
         try:
