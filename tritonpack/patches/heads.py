@@ -14,6 +14,7 @@ from tritonpack.patches.by_document import OF_DOCUMENTS, ONE_DOCUMENT_A_ROW, PAC
 from tritonpack.patches.current import Current, InstanceForward
 from tritonpack.patches.documents import Documents, require_one_document_a_row
 from tritonpack.patches.hooks import PackingHook, is_paged
+from tritonpack.patches.labels import warn_of_first_labels
 from tritonpack.patches.multimodal import leave_positions_to
 from tritonpack.patches.near_misses import refuse_near_misses
 from tritonpack.patches.packing import Packing
@@ -79,6 +80,7 @@ class ModelForward(InstanceForward):
         packing, outer = self._read(arguments), self.current.state.told
         if packing is None:
             return self.inner(**arguments)
+        warn_of_first_labels(self.module, arguments, packing)
         if arguments.get("start_positions") is not None and not packing.cached:
             require_one_document_a_row(
                 packing,
