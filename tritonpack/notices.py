@@ -6,8 +6,8 @@ the first) is a `PackingWarning`, not an error.
 
 from __future__ import annotations
 
+import inspect
 import os
-import sys
 import warnings
 from multiprocessing import parent_process
 from typing import Any
@@ -58,7 +58,7 @@ def knows_patched_models() -> bool:
 
 def _users_level() -> int:
     """The `stacklevel`, for the caller, of the innermost frame that is neither of this package nor of torch."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("tritonpack", "torch"):
+    level, frame = 0, inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("tritonpack", "torch"):
         level, frame = level + 1, frame.f_back
     return level

@@ -74,3 +74,52 @@ def test_causal_labels_are_not_those_of_tokens():
     with patch(model):
         loss, *_ = loss_and_gradients(model, PackingCollator()(features))
     assert (loss - expected[0]).abs() > 1e-3
+
+
+def tiny_llama_classifier(num_labels):
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_labels=num_labels,
+        pad_token_id=0,
+    )
+    return transformers.LlamaForSequenceClassification(config).double()
+
+
+@pytest.mark.parametrize("pad_to", [None, 16])
+@pytest.mark.parametrize(
+    ("head", "labels"),
+    [
+        ("SequenceClassification", [3, 0, 1, 4, 2]),
+        ("Llama", [3, 0, 1, 4, 2]),
+        ("Llama", [0.5, -1.0, 2.0, 0.0, 1.5]),
+        ("Llama", [[1.0, 0.0, 1.0], [0.0] * 3, [0.0, 1.0, 1.0], [1.0] * 3, [0.0, 0.0, 1.0]]),
+    ],
+    ids=["bert", "llama", "a score", "several labels"],
+)
+def test_packed_loss_of_documents_is_the_padded_loss(head, labels, pad_to):
+    width = len(labels[0]) if isinstance(labels[0], list) else 1 if isinstance(labels[0], float) else 5
+    model = tiny_bert(head) if head != "Llama" else tiny_llama_classifier(width)
+    features = [
+        {"input_ids": document["input_ids"].clamp(min=1), "label": label}
+        for document, label in zip(documents(5), labels, strict=True)
+    ]
+    lengths = torch.tensor([len(feature["input_ids"]) for feature in features])
+    rows = {
+        "input_ids": torch.nn.utils.rnn.pad_sequence([feature["input_ids"] for feature in features], True, 0),
+        "attention_mask": (torch.arange(int(lengths.max())) < lengths[:, None]).long(),
+    }
+    as_given = torch.tensor(labels)
+    pad = {} if pad_to is None else {"pad_to_multiple_of": pad_to, "pad_token_id": 0}
+    batch = PackingCollator(objective="documents", **pad)(features)
+    assert torch.equal(batch["labels"], as_given)
+    if as_given.is_floating_point():  # as the model computes
+        batch["labels"], as_given = batch["labels"].double(), as_given.double()
+    expected = whole(loss_and_gradients(model, rows | {"labels": as_given}))
+    with patch(model):
+        assert model(**batch).logits.shape == (len(labels), width)
+        assert_equal_up_to_rounding(whole(loss_and_gradients(model, batch)), expected)

@@ -63,6 +63,15 @@ def test_silent_while_a_model_is_patched():
     assert len(heard(lambda: collator(DOCUMENTS))) == 1
 
 
+def test_a_model_built_with_our_name_is_patched():
+    model = tiny_llama()
+    named = type(model)._from_config(model.config, attn_implementation="tritonpack")
+    assert not heard(collate)
+    del named
+    gc.collect()
+    assert len(heard(collate)) == 1
+
+
 def test_a_patched_model_that_is_gone_does_not_count():
     model = tiny_llama()
     patch(model)

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from tritonpack import PackingCollator, PackingWarning, notices
+from tritonpack import PackingCollator, PackingWarning, notices, patch
 from tritonpack.patches.labels import shifts_labels, warn_of_first_labels
 from tritonpack.patches.packing import Serving
 from tritonpack.patches.reading import make_packing
@@ -17,7 +17,7 @@ DOCUMENTS = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}, {"input_ids": [3]}
 
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch):
-    monkeypatch.setattr(notices, "_said", {})
+    monkeypatch.setattr(notices, "_said", {"unpatched-model": object()})
 
 
 def tiny(name="LlamaForCausalLM", **options):
@@ -57,7 +57,7 @@ def test_by_whatever_tells_documents_apart(told):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"labels": PackingCollator()(DOCUMENTS)["labels"]},
+        {"labels": torch.tensor([[-100, 6, 7, -100, 9, -100]])},
         {"labels": None},
         {"shift_labels": torch.zeros(1, 6, dtype=torch.int64)},
         {"labels": torch.empty(1, 6, dtype=torch.int64, device="meta")},
@@ -67,6 +67,31 @@ def test_by_whatever_tells_documents_apart(told):
 )
 def test_silent_where_nothing_is_wrong_or_known(changes):
     assert not heard(batch_of(**changes))
+
+
+def trained(model, batch):
+    """What is said while a patched model computes its loss twice."""
+    with warnings.catch_warnings(record=True) as found, patch(model):
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(**batch)
+    return [str(warning.message) for warning in found if warning.category is PackingWarning]
+
+
+def test_a_patched_model_warns_in_its_call():
+    (message,) = trained(tiny(), batch_of())
+    assert message.startswith("first-label: ")
+    assert notices.is_said("first-label")
+
+
+def test_a_patched_model_is_silent_with_the_collators_labels():
+    assert not trained(tiny(), PackingCollator()(DOCUMENTS))
+    assert not trained(tiny(), PackingCollator(8, 0)(DOCUMENTS))
+
+
+def test_a_patched_model_that_predicts_tokens_themselves_is_silent():
+    documents = [document | {"labels": document["input_ids"]} for document in DOCUMENTS]
+    assert not trained(tiny("BertForMaskedLM"), PackingCollator(objective="tokens")(documents))
 
 
 def test_silent_for_padding_and_for_rows():

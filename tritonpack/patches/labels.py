@@ -31,18 +31,18 @@ def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], p
     if torch.compiler.is_compiling() or notices.is_said(KEY) or not isinstance(labels, Tensor):
         return
     on_host = labels.device.type == packing.where.type == "cpu"
-    if not on_host or packing.cached or labels.shape != packing.tokens or not shifts_labels(model, arguments):
+    whole = labels.shape == packing.tokens and packing.tells_documents and not packing.cached and not packing.shared
+    if not on_host or not whole or not shifts_labels(model, arguments):
         return
-    starts, live = packing.runs()
-    first = starts if live is None else starts & live
+    first = packing.runs()[0] & packing.not_padding()
     unmasked = first[:, 1:] & (labels[:, 1:] != IGNORED)  # the first token of a row is predicted from nothing
     if bool(unmasked.any()):
         row, place = unmasked.nonzero()[0].tolist()
         notices.say_once(
             KEY,
             f"a document begins at token {place + 1} of row {row}, and its first label is "
-            f"{int(labels[row, place + 1])}. {type(model).__name__} then learns to predict that token from the document "
-            f"before. Set the first label of each document to {IGNORED}, as tritonpack.PackingCollator does.",
+            f"{int(labels[row, place + 1])}. {type(model).__name__} then learns to predict that token from the "
+            f"document before. Set the first label of each document to {IGNORED}, as tritonpack.PackingCollator does.",
         )
 
 
