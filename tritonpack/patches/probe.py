@@ -23,7 +23,6 @@ from tritonpack.patches.positions import rope_limits
 from tritonpack.patches.report import layer_windows
 from tritonpack.patches.shown import installed, is_shown, without_wrappers
 from tritonpack.patches.trial.packed_forms import (
-    FORMS,
     LENGTHS,
     Batch,
     Results,
@@ -224,8 +223,8 @@ def _try(model: Any, patch_untried: Patching, lengths: tuple[int, ...]) -> str:
         raise CannotTryError(f"it doesn't run on tokens alone: {one_line(error)}") from error
     if not expected[0].isfinite().all():
         raise CannotTryError("its outputs aren't finite")
-    forms = [form for form in TRIED if _takes(model, FORMS[form](documents).arguments)]
-    failing = {form for form in forms if _fails(subject, FORMS[form](documents))}
+    forms = [form for form in TRIED if _takes(model, subject.forms[form](documents).arguments)]
+    failing = {form for form in forms if _fails(subject, subject.forms[form](documents))}
     try:
         patch_untried(model)
     except Exception as error:
