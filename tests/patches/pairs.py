@@ -1,6 +1,5 @@
 """Tiny random encoders with decoders, and how they are called with pairs of documents."""
 
-import functools
 from typing import Any
 
 import torch
@@ -11,11 +10,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 
 from tests.patches import zoo
 from tests.patches.zoo_rows import FULL, SLIDING, VOCAB, WINDOW
-from tritonpack.patches.trial import packed_forms
-from tritonpack.patches.trial.packed_pairs import PAIR_FORMS
+from tritonpack.patches.trial import packed_forms, small_copy
 from tritonpack.patches.trial.small_copy import spread
 
-__all__ = ["EXACT", "LENGTHS", "PAIR_FORMS", "STOCK_FAILS", "pairs_subject", "source_of", "targets", "tiny_pair_model"]
+__all__ = ["EXACT", "LENGTHS", "STOCK_FAILS", "pairs_subject", "source_of", "targets", "tiny_pair_model"]
 
 LENGTHS = packed_forms.LENGTHS
 
@@ -95,19 +93,11 @@ def targets(lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> list[Tensor]:
     return zoo.documents(lengths, seed)
 
 
+def pairs_subject(model: PreTrainedModel, *, stock: bool = False) -> packed_forms.Subject:
+    """How a model is called with pairs."""
+    return small_copy.pairs_subject(model, targets, torch.arange(zoo.FIRST_TOKEN, VOCAB), stock=stock)
+
+
 def source_of(target: Tensor) -> Tensor:
-    """The encoder's document `[1, m]` of a target `[1, n]`: of another length, and of other tokens."""
-    length = 3 * target.shape[1] % 11 + 1
-    seed = int((target * torch.arange(1, target.shape[1] + 1)).sum())
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(zoo.FIRST_TOKEN, VOCAB, (1, length), generator=generator)
-
-
-def pairs_subject(model: PreTrainedModel, *, stock: bool = False, **arguments: Any) -> packed_forms.Subject:
-    """How a model is called with pairs; `arguments` go into every call."""
-    return packed_forms.Subject(
-        model, targets,
-        call=lambda ids: {"input_ids": source_of(ids), "decoder_input_ids": ids, **arguments},
-        forms={name: functools.partial(form, source_of=source_of) for name, form in PAIR_FORMS.items()},
-        stock=stock,
-    )  # fmt: skip
+    """The encoder's document `[1, m]` of a target `[1, n]`."""
+    return pairs_subject(None).call(target)["input_ids"]

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from tritonpack.checks import require
 from tritonpack.patches.current import UNCLAIMED, Current
 from tritonpack.patches.documents import require_one_document_a_row
-from tritonpack.patches.families import MASKS_LABELS, SHIFTS_INPUTS
+from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SHIFTS_INPUTS
 from tritonpack.patches.heads import ModelForward
 from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.packing import Packing, Serving
@@ -33,9 +33,6 @@ TARGET = {
     "cu_seq_lens_q": "cu_seq_lens_q",
 }
 OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-
-# Ends of the names of classes that make the decoder's tokens of the encoder's, where none are given.
-HEADS_SHIFT = ("ForQuestionAnswering", "ForSequenceClassification", "ForTokenClassification")
 
 
 class BothSides(ModelForward):

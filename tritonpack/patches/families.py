@@ -88,3 +88,6 @@ MASKS_LABELS = _names("encoder-decoder")
 
 # Encoders with decoders that make the decoder's tokens of the encoder's, shifted to the right, where none are given.
 SHIFTS_INPUTS = _names("bart bigbird_pegasus led mbart mvp plbart")
+
+# Ends of the names of their classes that do so, whatever the type.
+HEADS_SHIFT = ("ForQuestionAnswering", "ForSequenceClassification", "ForTokenClassification")

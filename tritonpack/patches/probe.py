@@ -23,7 +23,6 @@ from tritonpack.patches.positions import rope_limits
 from tritonpack.patches.report import layer_windows
 from tritonpack.patches.shown import installed, is_shown, without_wrappers
 from tritonpack.patches.trial.packed_forms import (
-    FORMS,
     LENGTHS,
     Batch,
     Results,
@@ -226,12 +225,10 @@ def _try(model: Any, patch_untried: Patching, lengths: tuple[int, ...]) -> str:
     if not expected[0].isfinite().all():
         raise CannotTryError("its outputs aren't finite")
     limit = tolerance(expected[0].dtype)
-    forms = [form for form in TRIED if _takes(model, FORMS[form](documents).arguments)]
-    failing = {form for form in forms if _fails(subject, FORMS[form](documents))}
-    if (
-        judge(subject, PADDED, documents, (expected[0], []), limit).verdict == "inexact"
-    ):  # XLNet reads a row's last token
-        forms = [form for form in forms if form != PADDED]
+    forms = [form for form in TRIED if _takes(model, subject.forms[form](documents).arguments)]
+    failing = {form for form in forms if _fails(subject, subject.forms[form](documents))}
+    if PADDED in forms and judge(subject, PADDED, documents, (expected[0], []), limit).verdict == "inexact":
+        forms.remove(PADDED)  # XLNet reads a row's last token
     try:
         patch_untried(model)
     except Exception as error:

@@ -43,6 +43,9 @@ class Batch:
         return torch.cat([values[row, span] for row, span in self.spans])
 
 
+Form = Callable[[list[Tensor]], Batch]  # lays documents `[1, n]` out
+
+
 def whole(document: Tensor) -> Batch:
     """A document `[1, n]` in a row of its own, with nothing but its tokens."""
     return Batch(document, [(0, slice(None))], {})
@@ -69,14 +72,6 @@ def lay_out(rows: Iterable[Iterable[int]], documents: list[Tensor], *, left: boo
             ids[spans[i]], places[spans[i]], mask[spans[i]] = documents[i][0], torch.arange(n), 1
             at += n
     return Batch(ids, [spans[i] for i in range(len(documents))], {"position_ids": places, "attention_mask": mask})
-
-
-def document_numbers(batch: Batch) -> Tensor:
-    """`[b, t]`, 1, 2, ... for the documents of a batch in their order, 0 for padding."""
-    numbers = torch.zeros_like(batch.ids)
-    for number, span in enumerate(batch.spans, start=1):
-        numbers[span] = number
-    return numbers
 
 
 def _packed(documents: list[Tensor], *drop: str, more: int = 0, **arguments: Any) -> Batch:
@@ -112,7 +107,7 @@ def _numbered(documents: list[Tensor], padding: int = 0) -> Tensor:
     return nn.functional.pad(torch.arange(1, len(documents) + 1).repeat_interleave(lengths), (0, padding))[None]
 
 
-FORMS: dict[str, Callable[[list[Tensor]], Batch]] = {
+FORMS: dict[str, Form] = {
     "position_ids": lambda d: _packed(d, "attention_mask"),
     "without_cache": lambda d: _packed(d, "attention_mask", use_cache=False),
     "with_cache": lambda d: _packed(d, "attention_mask", use_cache=True),
@@ -133,6 +128,33 @@ FORMS: dict[str, Callable[[list[Tensor]], Batch]] = {
     "padded_right": lambda d: lay_out([[i] for i in range(len(d))], d),
     "padded_left": lambda d: lay_out([[i] for i in range(len(d))], d, left=True),
 }
+# What an encoder-decoder model is told of its decoder's tokens under a name of its own.
+OF_TOKENS = ("attention_mask", "position_ids", "seq_idx")
+
+
+def paired(form: Form, source_of: Callable[[Tensor], Tensor]) -> Form:
+    """A form of pairs of documents, as an encoder with a decoder takes them.
+
+    Args:
+        form: of one side; both sides have it.
+        source_of: makes the encoder's document `[1, m]` of one of the decoder's.
+
+    Returns:
+        A function of the decoder's documents.
+    """
+
+    def lay_out_both(targets: list[Tensor]) -> Batch:
+        source, target = form([source_of(document) for document in targets]), form(targets)
+        arguments = {"input_ids": source.ids, **source.arguments}
+        arguments |= {f"decoder_{name}": target.arguments[name] for name in OF_TOKENS if name in target.arguments}
+        for name in ("cu_seq_lens", "max_length"):  # of the decoder's queries, and the encoder's keys
+            if f"{name}_q" in arguments:
+                arguments[f"{name}_k"], arguments[f"{name}_q"] = arguments[f"{name}_q"], target.arguments[f"{name}_q"]
+        return Batch(target.ids, target.spans, arguments)
+
+    return lay_out_both
+
+
 STOCK_FORMS = ("position_ids", "without_cache", "all_ones_mask")
 
 
@@ -168,7 +190,7 @@ class Subject:
     differentiable: dict[str, Any] = dataclasses.field(default_factory=dict)
     per_document: bool = False
     stock: bool = False
-    forms: Mapping[str, Callable[[list[Tensor]], Batch]] = dataclasses.field(default_factory=lambda: FORMS)
+    forms: Mapping[str, Form] = dataclasses.field(default_factory=lambda: FORMS)
 
     def run(self, batch: Batch) -> Tensor:
         """The values of all documents of a batch, `[tokens, n]` or `[documents, n]`.

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tritonpack.patches.families import CODEBOOKS
+from tritonpack.patches.families import CODEBOOKS, HEADS_SHIFT
+from tritonpack.patches.forwards import holds_both_sides
 from tritonpack.patches.tokens import special_tokens
-from tritonpack.patches.trial.packed_forms import Subject, values_of
+from tritonpack.patches.trial.packed_forms import FORMS, Subject, paired, values_of
 from tritonpack.patches.trial.shrink import shrink
 
 # What models are looked for among, in this order, and what each is called.
@@ -183,6 +185,8 @@ def subject_of(model: nn.Module) -> Subject:
         generator = torch.Generator().manual_seed(seed)
         return [ordinary[torch.randint(len(ordinary), (1, n), generator=generator)] for n in lengths]
 
+    if takes_pairs(model):
+        return pairs_subject(model, draw, ordinary)
     books = codebooks_of(text)
     return Subject(
         model,
@@ -190,6 +194,37 @@ def subject_of(model: nn.Module) -> Subject:
         call=lambda ids: {"input_ids": rows_for_codebooks(ids, books, size)},
         values=lambda output: side_by_side(values_of(output), books),
     )
+
+
+def takes_pairs(model: nn.Module) -> bool:
+    """Whether a model is called with tokens of an encoder and of a decoder; some make the latter of the former."""
+    return holds_both_sides(model) and not type(model).__name__.endswith(HEADS_SHIFT)
+
+
+def pairs_subject(
+    model: nn.Module, draw: Callable[[tuple[int, ...], int], list[Tensor]], ordinary: Tensor, **options: Any
+) -> Subject:
+    """How an encoder with a decoder is called with pairs of documents.
+
+    Args:
+        model: the model.
+        draw: as `Subject` takes it: documents of the decoder.
+        ordinary: `[n]` token ids, of which the encoder's documents are drawn.
+        options: of `Subject`.
+    """
+
+    def source_of(target: Tensor) -> Tensor:
+        """A document of another length, and of tokens that follow from all tokens of the target."""
+        weights = torch.arange(1, target.shape[1] + 1, device=target.device)
+        generator = torch.Generator().manual_seed(int((target * weights).sum()))
+        length = 3 * target.shape[1] % 11 + 1
+        return ordinary[torch.randint(len(ordinary), (1, length), generator=generator)].to(target.device)
+
+    def call(ids: Tensor) -> dict[str, Tensor]:
+        return {"decoder_input_ids": ids, **({"input_ids": source_of(ids)} if ids.shape[0] == 1 else {})}
+
+    forms = {name: paired(form, source_of) for name, form in FORMS.items()}
+    return Subject(model, draw, call, forms=forms, **options)
 
 
 def codebooks_of(config: Any) -> int:
