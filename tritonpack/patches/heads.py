@@ -81,7 +81,6 @@ class ModelForward(InstanceForward):
         if packing is None:
             return self.inner(**arguments)
         self._require_whole_rows(arguments, packing)
-        warn_of_first_labels(self.module, arguments, packing)
         if self.by_document and not packing.shared and (documents := self._documents(packing)) is not None:
             return self._run_by_document(documents, arguments)
         if outer is None:
