@@ -176,3 +176,16 @@ def test_a_layer_called_by_itself_says_so() -> None:
     with tritonpack.patch(model), pytest.raises(ValueError, match="Lfm2ShortConv was called outside"):
         layer(torch.zeros(1, 3, 32))
     assert layer(torch.zeros(1, 3, 32)).shape == (1, 3, 32)
+
+
+@pytest.mark.parametrize("attention", ["tritonpack", "sdpa", "eager"])
+@pytest.mark.parametrize("model_type", ["jamba", "nemotron_h", "qwen3_next"])
+def test_one_more_token_without_a_mask(model_type: str, attention: Any) -> None:
+    """The first layer of these holds no keys, and transformers asks its cache how many there are."""
+    model, ids = zoo.tiny_model(model_type, dtype=torch.float64), zoo.documents((9,))[0]
+    with torch.no_grad():
+        expected = model(ids, use_cache=False).logits[:, -2:]
+        with tritonpack.patch(model, attention=attention):
+            cache = model(ids[:, :7], use_cache=True).past_key_values
+            got = [model(ids[:, i : i + 1], past_key_values=cache, use_cache=True).logits for i in (7, 8)]
+    assert float((torch.cat(got, 1) - expected).abs().max() / expected.abs().max()) < sweep.tolerance(model)

@@ -113,12 +113,10 @@ def attend(
                 "support; unpatch the model."
             )
         query, position_bias = _tuned(module, query, position_bias, attention_mask)
-        dense = _dense(module, attention_mask, torch.bool, kwargs, "tritonpack")
+        dense = _dense(module, attention_mask, key, torch.bool, kwargs, "tritonpack")
         return attend_dense(query, key, value, dense, indices, position_bias, sinks, dropout, scaling), None
-    mask = _claimed(module, attention_mask, kwargs, "tritonpack")
+    mask = _claimed(module, attention_mask, key, kwargs, "tritonpack")
     batch, _, length, _ = query.shape
-    if mask.packing is not None and length == 1 < key.shape[2]:  # the cache asked was that of a layer without keys
-        mask = mask.packing.interval_mask(key.shape[2], key.shape[2] - 1, 0, mask.kind)
     if mask.shape[0] != batch or mask.shape[2:] != (length, key.shape[2]):
         raise ValueError(
             f"the mask is for {tuple(mask.shape)} (batch, 1, queries, keys) but attention got {batch} rows of {length} "
@@ -152,7 +150,7 @@ def attend_sdpa(
 ) -> tuple[Tensor, None]:
     """transformers' sdpa, with the dense mask of the documents."""
     query, position_bias = _tuned(module, query, position_bias, attention_mask)
-    mask = _dense(module, attention_mask, torch.bool, kwargs, "sdpa")
+    mask = _dense(module, attention_mask, key, torch.bool, kwargs, "sdpa")
     if indices is not None or position_bias is not None:
         dropout, scaling = kwargs.get("dropout", 0.0), kwargs.get("scaling")
         return attend_dense(query, key, value, mask, indices, position_bias, None, dropout, scaling), None
@@ -173,7 +171,7 @@ def attend_eager(
     """The model's own eager attention, with the dense mask of the documents."""
     own: Callable[..., Any] = sys.modules[type(module).__module__].eager_attention_forward
     query, position_bias = _tuned(module, query, position_bias, attention_mask)
-    mask = _dense(module, attention_mask, query.dtype, kwargs, "eager")
+    mask = _dense(module, attention_mask, key, query.dtype, kwargs, "eager")
     if indices is not None:
         mask = mask.masked_fill(~_chosen(indices, mask), torch.finfo(mask.dtype).min)
     if position_bias is not None:
@@ -237,19 +235,21 @@ def _tuned(module: nn.Module, query: Tensor, bias: Tensor | None, mask: Any) -> 
     return (query * tuning).to(query.dtype), None if bias is None else (bias * tuning).to(bias.dtype)
 
 
-def _dense(module: nn.Module, mask: Any, dtype: torch.dtype, arguments: dict[str, Any], attention: str) -> Tensor:
+def _dense(
+    module: nn.Module, mask: Any, key: Tensor, dtype: torch.dtype, arguments: dict[str, Any], attention: str
+) -> Tensor:
     """The mask as a tensor: bool, or additive of another dtype; what a model has made of it in the same form."""
     if not isinstance(mask, Tensor):
-        return _claimed(module, mask, arguments, attention).dense(dtype)
+        return _claimed(module, mask, key, arguments, attention).dense(dtype)
     if mask.dtype != torch.bool or dtype == torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, torch.finfo(dtype).min)
 
 
-def _claimed(module: nn.Module, mask: Any, arguments: dict[str, Any], attention: str) -> IntervalMask:
-    """The mask that knows its documents."""
+def _claimed(module: nn.Module, mask: Any, key: Tensor, arguments: dict[str, Any], attention: str) -> IntervalMask:
+    """The mask that knows its documents, for a layer's keys (B, H_kv, K, D)."""
     if isinstance(mask, IntervalMask):
-        return mask
+        return mask.for_keys(key.shape[2])
     if not isinstance(mask, OpenMask):
         given = "no mask" if mask is None else f"a {type(mask).__name__}"
         raise ValueError(

@@ -70,6 +70,17 @@ class IntervalMask(TensorLike):
     def device(self) -> torch.device:
         return self.mask.device
 
+    def for_keys(self, num_keys: int) -> IntervalMask:
+        """This mask, or that of one new token which sees this many keys of a row.
+
+        transformers asks the cache of one layer how many keys there are. In hybrids that layer may be a recurrent one,
+        which holds none: then it takes a new token for a row of its own. The width of the mask for padding says
+        otherwise (`Packing.interval_mask`), and where there is none, the keys of the layer that attends.
+        """
+        if self.packing is None or self.shape[2] != 1 or num_keys == self.shape[3]:
+            return self
+        return self.packing.interval_mask(num_keys, num_keys - 1, 0, self.kind)
+
     def count_use(self) -> None:
         """Tell who watches a first call that a layer uses the mask."""
         watch = self.watch if self.packing is None else self.packing.watch
@@ -221,7 +232,7 @@ class Packing(TensorLike):
         """
         columns = self.shape[1]
         if isinstance(query_offset, int) and query_offset == 0 and num_keys == self.tokens[1] < columns:
-            num_keys, query_offset = columns, columns - num_keys  # the cache asked was that of a layer without keys
+            num_keys, query_offset = columns, columns - num_keys  # why: `IntervalMask.for_keys`
         fresh = isinstance(query_offset, int) and query_offset == 0 and key_offset == 0 and num_keys == self.tokens[1]
         key = (num_keys, key_offset, kind)
         for known, interval_mask in self.kept:  # a list: a compiled graph that hashes a size is tied to it
