@@ -98,8 +98,9 @@ def test_a_near_miss_is_refused(name: str, inner: bool) -> None:
 class Numbered(LlamaForCausalLM):
     """A model whose own argument resembles one of ours."""
 
-    def forward(self, input_ids: Any, segment_ids: Any = None, **kwargs: Any) -> Any:
-        return super().forward(input_ids, attention_mask=segment_ids, **kwargs)
+    def forward(self, input_ids: Any, segment_ids: Any = None, attention_mask: Any = None, **kwargs: Any) -> Any:
+        mask = attention_mask if segment_ids is None else segment_ids
+        return super().forward(input_ids, attention_mask=mask, **kwargs)
 
 
 def test_a_models_own_arguments_are_its_own() -> None:

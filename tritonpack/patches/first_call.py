@@ -33,6 +33,9 @@ INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what layers ask for the attention funct
 _WRAPPED = re.compile(r"\b(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(\.|$)")
 
 
+_local = threading.local()  # `watch`: of the call that a thread runs; modules inside may read the call for themselves
+
+
 class FirstCall:
     """What the first call of a patched module is held against: its layers as they were when it was patched.
 
@@ -63,16 +66,19 @@ class FirstCall:
     def watch(self, hook: PackingHook, module: nn.Module, packing: Packing) -> None:
         """Watch the call of a module that begins now.
 
-        Not where parts of it are compiled, nor where a module around it is watched, nor with a cache, whose masks don't
-        know their packing.
+        Not where parts of it are compiled, nor with a cache, whose masks don't know their packing. A module inside one
+        that is watched adds to what that one shows.
         """
         for left in [other for other in module._forward_hooks.values() if isinstance(other, Watch)]:
             if left.thread == threading.get_ident():  # of a call that was interrupted
                 left.stop()
-        if any(_is_compiled(layer) for layer in module.modules()):
+        outer: Watch | None = getattr(_local, "watch", None)
+        if outer is not None and any(module is layer for layer in outer.layers.values()):
+            packing.watch = outer
+        elif any(_is_compiled(layer) for layer in module.modules()):
             hook.first_call = None
-        elif packing.watch is None and not packing.cached:
-            packing.watch = Watch(self, hook, module, packing)
+        elif not packing.cached:
+            packing.watch = _local.watch = Watch(self, hook, module, packing)
 
 
 class Watch:
@@ -109,7 +115,7 @@ class Watch:
 
     def stop(self) -> None:
         """Take all hooks away."""
-        self.packing.watch = None
+        self.packing.watch = _local.watch = None
         for handle in self.handles:
             handle.remove()
 

@@ -164,7 +164,7 @@ def values_of(output: Any) -> Tensor:
     start, end = getattr(output, "start_logits", None), getattr(output, "end_logits", None)
     if start is not None and end is not None and start.ndim == 2:
         return torch.stack([start, end], dim=-1)
-    logits = getattr(output, "logits", None)
+    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
     return output[0] if logits is None else logits
 
 
