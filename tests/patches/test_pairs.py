@@ -285,7 +285,7 @@ def test_labels_without_a_told_decoder_are_refused() -> None:
 
 def test_continuing_from_a_cache_of_packed_rows_is_refused() -> None:
     model, documents, _ = packed("t5")
-    batch = pairs_subject(model).forms["with_cache"](documents)
+    batch = pairs_subject(model).forms["segments_alone"](documents)
     more = {"encoder_outputs": (torch.zeros(1, 26, 32, dtype=torch.float64),)}
     with tritonpack.patch(model):
         cache = model(decoder_input_ids=batch.ids, **batch.arguments).past_key_values
@@ -355,7 +355,8 @@ def test_decoder_padding_without_a_mask(name: str, use_cache: bool) -> None:
     model = tiny_pair_model(name, dtype=torch.float32).requires_grad_(False)
     batch = pairs_subject(model).forms["padded_right"](targets())
     call = {**batch.arguments, "decoder_input_ids": batch.ids, "use_cache": use_cache}
-    del call["decoder_attention_mask"]
+    for told in ("decoder_attention_mask", "decoder_position_ids", "position_ids"):
+        del call[told]
     expected = model(**call)
     with tritonpack.patch(model):
         got = model(**call)
