@@ -1,5 +1,6 @@
 """A part of the sweep with the oldest transformers that pyproject.toml allows, in an environment of its own."""
 
+import json
 import os
 import re
 import subprocess
@@ -50,10 +51,14 @@ def run(python: str, *arguments: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_sweep_with_the_oldest_transformers(python: str) -> None:
+def test_the_sweep_with_the_oldest_transformers(python: str, tmp_path: Path) -> None:
     assert run(python, "-c", "import transformers; print(transformers.__version__)").strip() == OLDEST
-    report = run(python, "-m", "tests.patches.sweep", "--types", *EXACT.split(), *REFUSED.split())
-    verdicts = re.findall(r"^(\S+).*?\s(\w+)\s+(?:\de[+-]\d+|nan|inf)\s", report, re.M)
-    assert {(name, "refused") for name in REFUSED.split()} <= set(verdicts)
-    assert [row for row in verdicts if row[1] not in ("exact", "refused", "unbuilt")] == []
-    assert len([row for row in verdicts if row[1] == "exact"]) >= len(EXACT.split())
+    rows = tmp_path / "rows.jsonl"
+    types = [*EXACT.split(), *REFUSED.split()]
+    run(python, "-m", "tests.patches.sweep", "--mapping", "CAUSAL_LM", "--how", "patch", "--types", *types,
+        "--out", str(rows))  # fmt: skip
+    found = [json.loads(line) for line in rows.read_text().splitlines()]
+    verdicts = {row["key"].partition("/")[2]: (row["verdict"], row.get("reason", "")) for row in found}
+    assert verdicts.keys() == set(types)
+    assert {name: verdicts[name] for name in EXACT.split() if verdicts[name][0] != "exact"} == {}
+    assert all(verdicts[name][0] == "refused" for name in REFUSED.split())

@@ -68,11 +68,11 @@ class DocumentMask(InstanceForward):
             if isinstance(arguments[self.argument], IntervalMask):  # of the documents already, as in cross-attention
                 return self.inner(**arguments)
             mask = packing.interval_mask(length, 0, 0, Kind((-1, -1)))
-            if arguments[self.argument] is not None and arguments[self.argument].ndim == 4:
-                arguments[self.argument] = mask.to_tensor(torch.float32, additive=True)
+            given = arguments[self.argument]
+            if given is not None and given.ndim == 4:
+                arguments[self.argument] = mask.to_tensor(given.dtype, additive=True)
             else:
                 causal = torch.ones((length, length), dtype=torch.bool, device=packing.device)
-                given = arguments[self.argument]
                 if given is not None and given.ndim == 3:  # causal already
                     causal = causal.tril()
                 arguments[self.argument] = mask.to_tensor()[:, 0] & causal
