@@ -60,6 +60,7 @@ IMAGES = {"pixel_values": _image(per="document")}  # a document begins with the 
 QUESTION = {"qformer_input_ids": _whole(7, 3, per="document")}
 BOX = _tokens(0.1, 0.2, 0.5, 0.6)
 
+
 def _frames(config: Any, batch: Batch) -> Tensor:
     """[rows, frames, bins] of an encoder of sound."""
     return _same(24, config.encoder_config.num_mel_bins)(config, batch)
