@@ -113,6 +113,7 @@ class Counting(LlamaForCausalLM):
 WITHOUT_POSITIONS = ("offsets_alone", "segments_alone")
 
 
+@pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize(
     ("kind", "form"), [*((Silent, form) for form in TOLD), *((Counting, form) for form in WITHOUT_POSITIONS)]
 )
@@ -124,6 +125,7 @@ def test_heads_that_hand_on_nothing_or_positions_of_the_row(kind: type[LlamaForC
         assert relative(expected, batch.gather(model(batch.ids, **batch.arguments))) < EXACT
 
 
+@pytest.mark.usefixtures("untried")
 def test_a_head_with_more_tokens_than_it_was_given() -> None:
     model, pieces = Lengthening(zoo.tiny_config("llama")).double().eval(), documents()
     with tritonpack.patch(model):
@@ -279,6 +281,7 @@ def test_answers_in_packed_rows_are_refused(name: str) -> None:
                 model(**packed(form, pieces), **answers)
 
 
+@pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize("told", ["position_ids", "attention_mask", "cu_seq_lens_q", "nothing"])
 def test_choices_are_rows_of_their_own(told: str) -> None:
     model = head("BertForMultipleChoice", "bert")
@@ -345,6 +348,7 @@ class Averaging(LlamaModel):
         return BaseModelOutputWithPooling(last_hidden_state=states, pooler_output=states.mean(1))
 
 
+@pytest.mark.usefixtures("untried")
 def test_vectors_that_are_of_rows_are_refused() -> None:
     model, pieces = Averaging(zoo.tiny_config("llama")).double().eval(), documents()
     with tritonpack.patch(model):
