@@ -6,6 +6,12 @@ import pytest
 
 
 @pytest.fixture
+def untried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Models are patched without evidence, for what happens in calls of those that would be refused."""
+    monkeypatch.setattr("tritonpack.patches.patching.require_evidence", lambda *_: None)
+
+
+@pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The trials that a test holds: what others have found doesn't count."""
     probe = pytest.importorskip("tritonpack.patches.probe")

@@ -113,6 +113,7 @@ class Counting(LlamaForCausalLM):
 WITHOUT_POSITIONS = ("offsets_alone", "segments_alone")
 
 
+@pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize(
     ("kind", "form"), [*((Silent, form) for form in TOLD), *((Counting, form) for form in WITHOUT_POSITIONS)]
 )
@@ -282,6 +283,7 @@ def test_answers_in_packed_rows_are_refused(name: str) -> None:
                 model(**packed(form, pieces), **answers)
 
 
+@pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize("told", ["position_ids", "attention_mask", "cu_seq_lens_q", "nothing"])
 def test_choices_are_rows_of_their_own(told: str) -> None:
     model = head("BertForMultipleChoice", "bert")
@@ -348,6 +350,7 @@ class Averaging(LlamaModel):
         return BaseModelOutputWithPooling(last_hidden_state=states, pooler_output=states.mean(1))
 
 
+@pytest.mark.usefixtures("untried")
 def test_vectors_that_are_of_rows_are_refused() -> None:
     model, pieces = Averaging(zoo.tiny_config("llama")).double().eval(), documents()
     with tritonpack.patch(model):

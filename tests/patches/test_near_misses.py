@@ -103,6 +103,7 @@ class Numbered(LlamaForCausalLM):
         return super().forward(input_ids, attention_mask=mask, **kwargs)
 
 
+@pytest.mark.usefixtures("untried")
 def test_a_models_own_arguments_are_its_own() -> None:
     model, ids = Numbered(zoo.tiny_config("llama")).double().eval(), torch.cat(documents(), 1)
     expected = torch.cat([model(piece).logits for piece in documents()], dim=1)
