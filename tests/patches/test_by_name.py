@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 import tritonpack
 from tests.patches import zoo
@@ -136,6 +136,28 @@ def test_a_model_that_has_the_name_is_patched() -> None:
         assert difference(expected, logits_and_gradients(model, [call], lambda out: out[0])) < EXACT
     assert state(model) == before
     assert difference(expected, logits_and_gradients(model, [call], lambda out: out[0])) < EXACT
+
+
+@pytest.mark.parametrize("kind", ["falcon", "gptj", "git", "roformer", "openai-gpt"])
+def test_attention_of_its_own_is_patched_by_name(kind: str) -> None:
+    """Some look the name up in a table of their own classes, and some never ask for it."""
+    expected = alone(make(kind))
+    model = make(kind, attn_implementation=NAME)
+    call = {"input_ids": torch.cat(documents(), 1), "position_ids": positions()}
+    for named in (model, make(kind)):
+        named.set_attn_implementation(NAME)
+        assert difference(expected, logits_and_gradients(named, [call], lambda out: out[0])) < EXACT
+    model.set_attn_implementation("eager")
+    assert not applied_to(model)
+
+
+@pytest.mark.parametrize("kind", ["fnet", "xlstm", "cpmant"])
+def test_models_that_take_tokens_and_no_mask_are_refused_by_name(kind: str) -> None:
+    config = AutoConfig.for_model(kind, **({"num_blocks": 2} if kind == "xlstm" else {}))
+    with torch.device("meta"):
+        model = AutoModel.from_config(config, attn_implementation=NAME)
+    with pytest.raises(tritonpack.UnsupportedModelError, match="attn_implementation='tritonpack'"):
+        model(torch.ones((1, 4), dtype=torch.long))
 
 
 def test_one_patch_for_the_whole() -> None:

@@ -30,6 +30,7 @@ from tritonpack.patches.packing import Serving
 from tritonpack.patches.poolers import stand_in_for_pooler
 from tritonpack.patches.positions import LocalPositions
 from tritonpack.patches.report import holds, make_report
+from tritonpack.patches.tokens import text_config
 
 
 class ReplicaGuard:
@@ -80,7 +81,7 @@ class Applied:
         poolers = [stand_in_for_pooler(module, self.current) for module in modules]
         self.stand_ins += [pooler for pooler in poolers if pooler is not None]
         replaced = modules[-1].config._attn_implementation_internal
-        width = getattr(modules[-1].config.get_text_config(), "hidden_size", 0)
+        width = getattr(text_config(modules[-1].config), "hidden_size", 0)
         who = "dense" if modules[-1].config.model_type in DENSE else attention
         self.report = make_report(model, modules, who, backend, replaced, _told_boundaries(self.stand_ins, width))
         self.hooks = [self._hook(module, modules, attention, backend) for module in modules]

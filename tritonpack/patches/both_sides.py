@@ -18,6 +18,7 @@ from tritonpack.patches.heads import ModelForward
 from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.packing import Packing, Serving
 from tritonpack.patches.reading import make_packing
+from tritonpack.patches.tokens import text_config
 
 # What tells documents apart on each side, as `make_packing` calls it and as the module around both sides does.
 SOURCE = {
@@ -138,7 +139,7 @@ class BothSides(ModelForward):
 
     @property
     def _pad_token(self) -> int | None:
-        return getattr(self.module.config.get_text_config(), "pad_token_id", None)
+        return getattr(text_config(self.module.config), "pad_token_id", None)
 
     def _unshifted(self, arguments: dict[str, Any]) -> Tensor | None:
         """What the module will make the decoder's tokens of, by shifting them to the right."""

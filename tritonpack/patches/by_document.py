@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from tritonpack.patches.current import HANDED
 from tritonpack.patches.documents import Documents
+from tritonpack.patches.tokens import text_config
 
 # Classes whose results are of a whole row: scores of it, a vector at its last special token, tokens up to its first
 # separator.
@@ -50,7 +51,7 @@ def padded(documents: Documents, arguments: dict[str, Any], model: PreTrainedMod
             f"{name} gives one result a document and finds the end of each by its tokens; pass packed rows as "
             "input_ids instead of inputs_embeds."
         )
-    pad = getattr(model.config.get_text_config(), "pad_token_id", None)
+    pad = getattr(text_config(model.config), "pad_token_id", None)
     if pad is None:
         raise ValueError(
             f"{name} gives one result a document and tells documents from padding by config.pad_token_id, which is "

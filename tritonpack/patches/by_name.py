@@ -1,14 +1,17 @@
 """attn_implementation="tritonpack": a model that is built with our name is patched when it has been built.
 
-transformers gives a name to attention layers alone, and a model whose layers don't ask for one takes it without a word.
-So the two methods of its base class through which every name comes are wrapped, for the whole process: `post_init`,
-which ends the construction of a model and of each model inside it, and `set_attn_implementation`. For other names they
-do what they did before.
+transformers gives a name to attention layers alone. A model whose layers don't ask for one takes it without a word, and
+one that looks it up in a table of its own classes ends in a KeyError. So the methods of the base class through which
+every name comes are wrapped, for the whole process: `_check_and_adjust_attn_implementation`, which gives models of
+these two kinds their default instead; `post_init`, which ends the construction of a model and of each model inside it;
+and `set_attn_implementation`. For other names they do what they did before.
 """
 
 from __future__ import annotations
 
-from functools import wraps
+import inspect
+import sys
+from functools import cache, wraps
 from typing import Any
 
 from transformers import PreTrainedModel
@@ -19,6 +22,7 @@ from tritonpack.patches.current import Current, InstanceForward
 from tritonpack.patches.interface import ALIAS, NAMES
 
 OURS = (NAMES["tritonpack"], ALIAS)
+ASKED = "_tritonpack_asked"  # set on a model between the choice of its attention and the end of its construction
 
 
 class Refused(InstanceForward):
@@ -40,6 +44,14 @@ def patch_named_models() -> None:
     if hasattr(PreTrainedModel.post_init, "tritonpack_follows"):
         return
     post_init, set_name = PreTrainedModel.post_init, PreTrainedModel.set_attn_implementation
+    check = PreTrainedModel._check_and_adjust_attn_implementation
+
+    @wraps(check)
+    def check_and_note(self: PreTrainedModel, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        if attn_implementation in OURS and _has_its_own_attention(type(self)):  # type: ignore[arg-type]
+            self.__dict__[ASKED] = True
+            attn_implementation = None
+        return check(self, attn_implementation, *args, **kwargs)
 
     @wraps(post_init)
     def post_init_and_follow(self: PreTrainedModel) -> None:
@@ -62,6 +74,7 @@ def patch_named_models() -> None:
         return result
 
     post_init_and_follow.tritonpack_follows = True  # type: ignore[attr-defined]
+    PreTrainedModel._check_and_adjust_attn_implementation = check_and_note
     PreTrainedModel.post_init = post_init_and_follow
     PreTrainedModel.set_attn_implementation = set_and_follow
 
@@ -80,6 +93,7 @@ def _follow(model: PreTrainedModel, asked: bool = False) -> None:
     """
     from tritonpack.patches.patching import patch_by_name, tokens_enter  # it may be what imports transformers just now
 
+    asked = model.__dict__.pop(ASKED, False) or asked
     parts = [applied for applied in applied_to(model) if applied.by_name]
     refused = _refused(model)
     if not (asked or parts or refused or _is_named(model.config)) or not tokens_enter(model):
@@ -89,11 +103,22 @@ def _follow(model: PreTrainedModel, asked: bool = False) -> None:
     try:
         whole = patch_by_name(model)
     except UnsupportedModelError as error:
-        for forward in refused:
-            forward.install()
-        Refused(model, str(error)).install()
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel) and tokens_enter(module):
+                Refused(module, str(error)).install()
     else:
         _forget(whole, parts)
+
+
+@cache
+def _has_its_own_attention(kind: type[PreTrainedModel]) -> bool:
+    """Whether a model's file has attention that asks for no function by name, or a table of classes by name."""
+    home = sys.modules.get(kind.__module__)
+    try:
+        tables = "_ATTENTION_CLASSES[" in inspect.getsource(home) if home is not None else False
+    except (OSError, TypeError):
+        tables = False
+    return tables or not kind._can_set_attn_implementation()
 
 
 def _forget(whole: Applied, parts: list[Applied]) -> None:

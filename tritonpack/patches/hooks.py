@@ -23,6 +23,7 @@ from tritonpack.patches.packing import Packing, Serving
 from tritonpack.patches.positions import require_one_rope, rope_limits
 from tritonpack.patches.reading import OpenMask, make_packing
 from tritonpack.patches.replaced import require_own_attention
+from tritonpack.patches.tokens import text_config
 
 if TYPE_CHECKING:
     from tritonpack.patches.applied import Applied
@@ -70,7 +71,7 @@ class PackingHook:
         self.first_position = (config.pad_token_id or 0) + 1 if counts else 0
         self.padding = config.pad_token_id if self.model_type in MASKS_PADDING else None
         self.codebooks = config.num_codebooks if self.model_type in CODEBOOKS else 1
-        self.text_config = config.get_text_config()
+        self.text_config = text_config(config)
         self.rope_limits = rope_limits(self.text_config)
         # Multimodal positions are the model's to make: a place in the text isn't all of them.
         multimodal = any(hasattr(inner, METHOD) for inner in module.modules())

@@ -20,6 +20,7 @@ from tritonpack.patches.hand import HAND_WRITTEN, fits
 from tritonpack.patches.packing import ATTENTIONS
 from tritonpack.patches.probe import require_evidence
 from tritonpack.patches.report import Report, holds
+from tritonpack.patches.tokens import text_config
 
 _lock = threading.RLock()  # models are patched one after the other
 
@@ -146,8 +147,9 @@ def patch_by_name(model: PreTrainedModel) -> Applied:
 
 
 def tokens_enter(model: PreTrainedModel) -> bool:
-    """Whether some module of a model takes tokens and a mask for them; towers don't."""
-    return any(takes_tokens_and_mask(module) for module in model.modules() if isinstance(module, PreTrainedModel))
+    """Whether some module of a model takes tokens, or embeddings of tokens and a mask for them; towers don't."""
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return any(takes_tokens_and_mask(one) or "input_ids" in inspect.signature(one.forward).parameters for one in models)
 
 
 def _patch(
@@ -276,7 +278,7 @@ def _supported_modules(model: nn.Module, attention: str) -> list[PreTrainedModel
                 "would not be told apart there. Train it on one document per row, unpatched; decoders by themselves "
                 "can be patched."
             )
-        both_ways = getattr(module.config.get_text_config(), "use_bidirectional_attention", None)
+        both_ways = getattr(text_config(module.config), "use_bidirectional_attention", None)
         if kind in ("gemma", "gemma3") and both_ways is True:
             raise UnsupportedModelError(
                 f"{type(module).__name__} with use_bidirectional_attention sees both directions in a batch without "

@@ -22,6 +22,7 @@ from tritonpack.patches.forwards import foreign_forwards, mixing_forwards
 from tritonpack.patches.positions import rope_limits
 from tritonpack.patches.report import layer_windows
 from tritonpack.patches.shown import installed, is_shown, without_wrappers
+from tritonpack.patches.tokens import text_config
 from tritonpack.patches.trial.packed_forms import (
     LENGTHS,
     Batch,
@@ -183,7 +184,7 @@ def _try_itself(root: PreTrainedModel, patch_untried: Patching) -> str:
         raise CannotTryError("its weights are sharded or quantized")
     if (count := sum(p.numel() for p in parameters)) > MOST_PARAMETERS:
         raise CannotTryError(f"{count:,} parameters are too many for a float32 copy")
-    text = root.config.get_text_config()
+    text = text_config(root.config)
     reach = max([w or 0 for w in layer_windows(text)] + [getattr(text, "attention_chunk_size", None) or 0])
     if reach > LONGEST_REACH:
         raise CannotTryError(f"its window or chunk of {reach:,} tokens is longer than any document that would be tried")
@@ -214,7 +215,7 @@ def _try_in_both(build: Callable[[torch.dtype], nn.Module], patch_untried: Patch
 def _try(model: Any, patch_untried: Patching, lengths: tuple[int, ...]) -> str:
     """Why a model's packed documents don't stay apart when it is patched; nothing if they do."""
     # Rotary embeddings that have grown with a longer document shrink again for one below the limit, not at it.
-    limits = [limit - 1 for _, limit in rope_limits(model.config.get_text_config())]
+    limits = [limit - 1 for _, limit in rope_limits(text_config(model.config))]
     short = tuple(min([n, *limits]) for n in lengths)
     try:
         subject = _subject(model)

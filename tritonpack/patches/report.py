@@ -98,7 +98,8 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
     layer_types = getattr(config, "layer_types", None) or []
     if layer_types:
         return tuple(window if "sliding" in kind else None for kind in layer_types)
-    return (window,) * getattr(config, "num_hidden_layers", 0)
+    layers = getattr(config, "num_hidden_layers", 0)
+    return (window,) * (layers if isinstance(layers, int) else 0)  # LXMERT counts several kinds
 
 
 def _features(config: Any, decoder: nn.Module) -> tuple[str, ...]:

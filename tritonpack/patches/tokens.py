@@ -27,3 +27,11 @@ def names_tokens(name: str) -> bool:
 def is_config(value: Any) -> bool:
     """Whether a field of a configuration is one of its parts."""
     return hasattr(value, "to_dict") and hasattr(value, "model_type")
+
+
+def text_config(config: Any) -> Any:
+    """The part of a configuration that describes the text model, or the decoder where there are several."""
+    try:
+        return config.get_text_config()
+    except ValueError:  # an encoder's and a decoder's
+        return config.get_text_config(decoder=True)
