@@ -29,7 +29,6 @@ REFUSED = {
     "prophetnet": "masks and position buckets of its own",
     "reformer": "sorts the tokens of a row into buckets",
     "xlstm": "recurrent blocks run over the whole row",
-    "big_bird-block-sparse": "in blocks that are counted from the beginning of the row",
     "doge-experts": "router mixes the tokens of a row",
     "gemma-bidirectional": "sees both directions in a batch without padding",
 }

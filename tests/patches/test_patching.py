@@ -353,6 +353,16 @@ def test_what_cannot_be_packed_is_refused_with_the_reason() -> None:
         tritonpack.patch(zoo.tiny_model("gemma2"), attention="sdpa")
 
 
+def test_attention_in_blocks_of_the_row_is_refused() -> None:
+    """BigBird switches it off by itself for short rows, but not for good before it has seen one."""
+    sparse = {"is_decoder": False, "attention_type": "block_sparse", "block_size": 2, "num_random_blocks": 1}
+    model = zoo.tiny_model("big_bird", **sparse)
+    with pytest.raises(tritonpack.UnsupportedModelError, match=r"set_attention_type\('original_full'\)"):
+        tritonpack.patch(model)
+    model.base_model.set_attention_type("original_full")
+    tritonpack.patch(model)
+
+
 BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "hole in the mask": ({"attention_mask": torch.tensor([[1] * 5 + [0] + [1] * 16])}, "padding inside a document"),
     "mask of another length": ({"attention_mask": torch.ones(1, 9, dtype=torch.long)}, "attention_mask has shape"),

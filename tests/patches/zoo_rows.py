@@ -182,10 +182,6 @@ CAUSAL = _rows(
 VARIANTS: dict[str, dict[str, Any]] = {
     **{f"{name}-encoder": {"model_type": name, "is_decoder": False} for name in DECODERS.split()},
     "xlm-encoder": {"model_type": "xlm", "causal": False},
-    "big_bird-block-sparse": {
-        "model_type": "big_bird", "is_decoder": False, "attention_type": "block_sparse", "block_size": 2,
-        "num_random_blocks": 1,
-    },
     "doge-experts": {"model_type": "doge", "is_moe": True},
     "doge-sliding": {"model_type": "doge", "sliding_window": WINDOW, "keep_window_size": 128},
     "falcon-alibi": {"model_type": "falcon", "alibi": True},
