@@ -132,6 +132,18 @@ def left_out(found: Found) -> str:
     return "\n".join(f"- {reason}: {', '.join(sorted(set(names)))}." for reason, names in sorted(reasons.items()))
 
 
+def sentence(found: Found, version: str) -> str:
+    """What the README says of all classes."""
+    seen = Counter(simple(found.of(case, "patch").verdict) for case in cases())
+    built = sum(seen[verdict] for verdict in COLUMNS[:-1])
+    wrong = f"{seen['wrong'] + seen['error']} are wrong or fail" if seen["wrong"] + seen["error"] else "none is wrong"
+    return (
+        f"of the {built:,} classes that take text and that an auto class of transformers {version} leads to (each with "
+        f"each of its model types), {seen['exact'] + seen['partly']:,} are packed exactly, {seen['refused']:,} are "
+        f"refused with the reason, and {wrong}"
+    )
+
+
 def page(found: Found, version: str) -> str:
     listed = [case for case in cases() if found.of(case, "patch").verdict != "no text"]
     listed.sort(key=lambda case: (case.model_type, case.name))
@@ -140,6 +152,7 @@ def page(found: Found, version: str) -> str:
         seen = Counter(simple(found.of(case, how).verdict) for case in listed)
         said = ", ".join(f"{seen[verdict]} {verdict}" for verdict in COLUMNS if seen[verdict])
         lines.append(f"**{words}**, of {len(listed)} pairs of class and model type: {said}.")
+    print(sentence(found, version))
     return INTRODUCTION.format(
         version=version, count=len(forms.ALL), names=", ".join(forms.ALL).replace("_", " "), rule=RULE,
         verdicts="\n".join(lines), counts=counts(found, listed), rows=class_rows(found, listed),

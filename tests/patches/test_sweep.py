@@ -171,9 +171,14 @@ class TestJudge:
         assert (row.how, row.verdict, row.reason) == (ANY, "no text", "its forward has no input_ids")
 
     def test_remedies(self) -> None:
-        assert has_remedy("ValueError: two things differ. Pass one of them.")
-        assert has_remedy("UnsupportedModelError: not this; unpatch the model.")
-        assert not has_remedy("UnsupportedModelError: LlamaModel can't be packed exactly: it is odd.")
+        assert has_remedy("two things differ. Pass one of them.")
+        assert has_remedy("not this; unpatch the model.")
+        assert not has_remedy("LlamaModel can't be packed exactly: it is odd.")
+
+        def refuse(output: Any) -> Any:
+            raise tritonpack.UnsupportedModelError("it is odd.")
+
+        assert trial("LlamaForCausalLM", "llama", "position_ids").run("patch", changed(refuse, "lm_head")).bare
 
 
 class TestRunning:

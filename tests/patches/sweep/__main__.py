@@ -69,10 +69,12 @@ def main() -> None:
     print(f"{len(left)} of {len(chosen)} classes to run")
     start = time.perf_counter()
     found: dict[str, Counter[str]] = {}
+    bare = []
     rows = run(left, jobs=options.jobs, limit=options.limit, hows=tuple(options.how), chosen=options.forms,
                with_gradients=not options.no_gradients)  # fmt: skip
     for row in rows:
         found.setdefault(row.how, Counter())[row.verdict] += 1
+        bare += [f"{row.key} {row.how}"] if row.bare else []
         if path:
             results.append(row, path)
         if row.verdict != "no text":
@@ -80,6 +82,8 @@ def main() -> None:
                   flush=True)  # fmt: skip
     for how, counts in found.items():
         print(f"{how}: " + ", ".join(f"{counts[v]} {v}" for v in results.VERDICTS if counts[v]))
+    if bare:
+        print(f"{len(bare)} refusals don't say what to do: {', '.join(bare[:8])}{', ...' if bare[8:] else ''}")
     print(f"{time.perf_counter() - start:.0f}s")
     if path:
         results.save(results.load(path, transformers.__version__), path)

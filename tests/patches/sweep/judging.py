@@ -125,13 +125,14 @@ class Trial:
             if not is_ours(error):
                 raise
             row.verdict, row.reason = "refused", f"when {'patched' if how == 'patch' else 'built'}: {message(error)}"
+            row.bare = not has_remedy(str(error))
         else:
             with context as handle:
                 row.means = means(handle)
                 reasons = self._judge_all(model, how, row)
             if row.forms:
                 first = min(row.forms, key=lambda form: VERDICTS.index(row.forms[form]))
-                row.verdict, row.reason = row.forms[first], reasons[first]
+                row.verdict, row.reason, row.bare = row.forms[first], reasons[first], first in self.bare
                 if row.verdict == "refused" and "exact" in row.forms.values():
                     row.verdict = "partly"
             if how != "stock":
@@ -153,6 +154,7 @@ class Trial:
         subject = Subject(model, stock=how == "stock")
         subject.kinds = self.subject.kinds
         reasons = {}
+        self.bare: set[str] = set()
         for form in self.chosen if how != "stock" else [x for x in forms.STOCK if x in self.chosen]:
             if form in LOSSES and (self.losses is None or self.losses.why_not):
                 continue
@@ -189,6 +191,7 @@ class Trial:
             return "shape", math.inf, f"{form}: {error}"
         except Exception as error:  # whatever a model's own code raises is a result here
             verdict = "refused" if is_ours(error) else "stock" if self._fails_too(form, error) else "error"
+            self.bare |= {form} if verdict == "refused" and not has_remedy(str(error)) else set()
             return verdict, math.nan, f"{form}: {message(error)}"
 
     def _compare(self, subject: Subject, form: str) -> tuple[float, tuple[str, ...]]:
@@ -281,9 +284,8 @@ REMEDY = re.compile(
 
 
 def has_remedy(text: str) -> bool:
-    """Whether a refusal says what to do, in an imperative that one of the known verbs begins."""
-    _, _, said = text.partition("Error: ")
-    return any(REMEDY.match(part.strip()) for part in re.split(r"[.;:,] |^", said))
+    """Whether a refusal says what to do: a sentence, or a part of one, begins with one of a few verbs."""
+    return any(REMEDY.match(part.strip()) for part in re.split(r"[.;:,]\s", text))
 
 
 def message(error: BaseException) -> str:

@@ -44,6 +44,7 @@ class Row:
         number: the largest of those that are wrong; infinite where a value is missing.
         note: what was left out, and why.
         means: what a patch does for the model.
+        bare: whether the reason is a refusal that doesn't say what to do.
         version: of transformers; the name of the file.
     """
 
@@ -56,6 +57,7 @@ class Row:
     number: float = 0.0
     note: str = ""
     means: str = ""
+    bare: bool = False
     seconds: float = 0.0
     version: str = transformers.__version__
 
