@@ -67,13 +67,15 @@ def _frames(config: Any, batch: Batch) -> Tensor:
 
 
 WITH_IMAGE = """
-    blip vision-encoder-decoder vilt align altclip chinese_clip clip clipseg metaclip_2 siglip grounding-dino
-    mm-grounding-dino owlv2 owlvit aimv2 groupvit vision-text-dual-encoder sam3 sam3_lite_text bridgetower
+    blip vision-encoder-decoder vilt align altclip chinese_clip clip clipseg metaclip_2 siglip
+    owlv2 owlvit aimv2 groupvit vision-text-dual-encoder sam3 sam3_lite_text bridgetower
     """.split()  # noqa: SIM905
 
 # {argument: what makes it} by model type, or by class.
 NEEDS: dict[str, dict[str, Make]] = {
     **dict.fromkeys(WITH_IMAGE, IMAGE),
+    "grounding-dino": {"pixel_values": _same(3, 64, 64)},
+    "mm-grounding-dino": {"pixel_values": _same(3, 64, 64)},
     "blip-2": IMAGES,
     "BlipForQuestionAnswering": {**IMAGE, "decoder_input_ids": lambda config, batch: batch.ids},
     "Blip2ForImageTextRetrieval": {**IMAGE, "attention_mask": lambda config, batch: torch.ones_like(batch.ids)},
