@@ -2,6 +2,8 @@
 
 import contextlib
 import hashlib
+import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +14,10 @@ import transformers
 from torch import Tensor, nn
 
 import tritonpack
-from tests.patches.sweep import build, forms, results
+from tests.patches.sweep import build, forms, results, running
 from tests.patches.sweep.classes import Case, cases, mappings, no_text
 from tests.patches.sweep.judging import Trial, has_remedy, judge_case
 from tests.patches.sweep.results import ANY, Row
-from tests.patches.sweep.running import run
 from tests.patches.sweep.subject import Subject
 
 STORED = {(row.key, row.how): row for row in results.load(version=transformers.__version__)}
@@ -183,11 +184,6 @@ class TestJudge:
 
 class TestRunning:
     def test_a_crash_and_a_hang_cost_one_class(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        import os
-        import time
-
-        from tests.patches.sweep import running
-
         def judge(given: Case, **options: Any) -> list[Row]:
             if given.name == "crash":
                 os._exit(3)
@@ -197,7 +193,7 @@ class TestRunning:
 
         monkeypatch.setattr(running, "judge_case", judge)
         todo = [Case(name, "a", ()) for name in ("first", "crash", "hang", "last")] + [Case("other", "b", ())]
-        rows = {row.key: row for row in run(todo, jobs=2, limit=2.0)}
+        rows = {row.key: row for row in running.run(todo, jobs=2, limit=2.0)}
         assert {key: row.verdict for key, row in rows.items()} == {
             "first/a": "exact", "crash/a": "error", "hang/a": "error", "last/a": "exact", "other/b": "exact",
         }  # fmt: skip
@@ -250,7 +246,7 @@ def test_every_class_of_every_mapping_has_been_tried() -> None:
 
 
 def test_classes_left_out_take_no_text() -> None:
-    """Of the largest mapping; importing all of them takes long."""
+    """Those of a few model types: importing all of them takes long."""
     for x in [x for x in cases() if x.model_type.startswith(("b", "v"))]:
         if (row := STORED.get((x.key, ANY))) and row.verdict == "no text":
             assert no_text(getattr(transformers, x.name))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -90,9 +92,8 @@ def _fit(config: Any, cls: Any) -> Any:
 
 
 @contextlib.contextmanager
-def quiet() -> Any:
-    import warnings
-
+def quiet() -> Iterator[None]:
+    """Without what transformers and torch have to say of tiny models."""
     transformers.logging.set_verbosity_error()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

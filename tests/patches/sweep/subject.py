@@ -17,14 +17,13 @@ from tritonpack.patches.tokens import is_config, special_tokens
 from tritonpack.patches.trial.packed_forms import Batch
 from tritonpack.patches.trial.small_copy import codebooks_of, rows_for_codebooks, side_by_side
 
-# Tokens of the documents; a few classes need more of them.
+# How many tokens the documents of a few model types have at least.
 SHORTEST = {"canine": 5, "funnel": 4, "longformer": 4}
 
 # What a decoder reads beside an encoder: as many documents, of other lengths.
 DECODER_LENGTHS = {7: 5, 1: 2, 3: 6, 11: 4}
 
-# Outputs that a packed batch doesn't leave behind.
-# And weights of attention, which a patched model has none of.
+# Caches, which a packed batch may not leave behind, and weights of attention, which a patched model has none of.
 LEFT_OUT = (
     "past_key_values", "cache_params", "state", "mems", "past_buckets_states", "encoder_past_key_values", "attentions",
     "encoder_attentions", "decoder_attentions", "cross_attentions", "loss",
