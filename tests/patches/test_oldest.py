@@ -53,11 +53,10 @@ def run(python: str, *arguments: str) -> str:
 @pytest.mark.slow
 def test_the_sweep_with_the_oldest_transformers(python: str, tmp_path: Path) -> None:
     assert run(python, "-c", "import transformers; print(transformers.__version__)").strip() == OLDEST
-    rows = tmp_path / "rows.jsonl"
     types = [*EXACT.split(), *REFUSED.split()]
     run(python, "-m", "tests.patches.sweep", "--mapping", "CAUSAL_LM", "--how", "patch", "--types", *types,
-        "--out", str(rows))  # fmt: skip
-    found = [json.loads(line) for line in rows.read_text().splitlines()]
+        "--out", str(tmp_path))  # fmt: skip
+    found = [json.loads(line) for line in (tmp_path / f"{OLDEST}.jsonl").read_text().splitlines()]
     verdicts = {row["key"].partition("/")[2]: (row["verdict"], row.get("reason", "")) for row in found}
     assert verdicts.keys() == set(types)
     assert {name: verdicts[name] for name in EXACT.split() if verdicts[name][0] != "exact"} == {}

@@ -92,7 +92,7 @@ class ModelForward(InstanceForward):
         finally:
             self.current.tell(outer)
         if outer is None and not packing.shared and not packing.cached:
-            self._require_nothing_of_rows(output, packing)
+            self._require_nothing_of_rows(output, packing, arguments)
         return output
 
     def _read(self, arguments: dict[str, Any]) -> Packing | None:
@@ -174,13 +174,20 @@ class ModelForward(InstanceForward):
         laid_back(documents, output)
         return output
 
-    def _require_nothing_of_rows(self, output: Any, packing: Packing) -> None:
+    def _require_nothing_of_rows(self, output: Any, packing: Packing, arguments: dict[str, Any]) -> None:
         """Refuse an output that has one value for each row, where rows hold several documents."""
         rows, length = packing.tokens
+        keep = arguments.get("logits_to_keep")
+        chosen = isinstance(keep, Tensor) or bool(keep)
         for name, value in output.items() if isinstance(output, dict) else ():
             if not isinstance(value, Tensor) or "loss" in name or value.shape[:1] != (rows,):
                 continue
-            if value.shape[1:2] != (length,) and (value.ndim < 3 or OF_DOCUMENTS.fullmatch(name)):
+            if name == "logits" and chosen:  # of chosen tokens
+                continue
+            of_documents = OF_DOCUMENTS.fullmatch(name) is not None
+            if (of_documents and value.ndim < 3) or (
+                value.shape[1:2] != (length,) and (of_documents or value.ndim < 3)
+            ):
                 require_one_document_a_row(
                     packing,
                     f"{self.name} returns {name}, one for each row, whatever documents a row holds. Give each document "

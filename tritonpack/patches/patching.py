@@ -265,7 +265,8 @@ def _supported_modules(model: nn.Module, attention: str) -> list[PreTrainedModel
     for module in model.modules():
         if isinstance(module, PreTrainedModel) and (why := REFUSED.get(module.config.model_type)):
             raise UnsupportedModelError(
-                f"{type(module).__name__} (model type {module.config.model_type!r}) can't be packed exactly: {why}."
+                f"{type(module).__name__} (model type {module.config.model_type!r}) can't be packed exactly: {why}. "
+                "Train it on one document per row, unpatched."
             )
     modules = _modules(model)
     for module in modules:
