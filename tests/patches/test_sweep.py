@@ -223,6 +223,13 @@ class TestResults:
             results.append(Row("A/b", how, verdict), path)
         assert {row.how: row.verdict for row in results.load(path)} == {"name": "exact", "patch": "exact"}
 
+    def test_a_version_can_be_left_without_rows(self, tmp_path: Path) -> None:
+        results.save(
+            [Row("A/b", "patch", "exact", version="5.4.0"), Row("A/b", "patch", "leak", version="5.23.1")], tmp_path
+        )
+        results.save([], tmp_path, version="5.4.0")
+        assert [row.version for row in results.load(tmp_path)] == ["5.23.1"]
+
     def test_shown_classes(self, tmp_path: Path) -> None:
         """Exact in part is shown; wrong, refused or an error for one of its types isn't. Other versions stay."""
         verdicts = {

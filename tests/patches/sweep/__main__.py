@@ -60,7 +60,7 @@ def main() -> None:
     if options.again and path:
         again = {case.key for case in chosen}
         before = [row for row in before if row.key not in again or row.how not in (*options.how, ANY)]
-        results.save(before, path)
+        results.save(before, path, version=transformers.__version__)
     done = {(row.key, row.how) for row in before}
     left = [
         case for case in chosen

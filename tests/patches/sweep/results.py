@@ -122,9 +122,9 @@ def load(folder: Path = RESULTS, version: str | None = None) -> list[Row]:
     return list(found.values())
 
 
-def save(rows: Iterable[Row], folder: Path = RESULTS) -> None:
-    """Write the files of all versions that have rows, in order of type and class."""
-    files: dict[str, list[Row]] = {}
+def save(rows: Iterable[Row], folder: Path = RESULTS, *, version: str | None = None) -> None:
+    """Write the files of all versions that have rows, in order of type and class; that of `version` also without."""
+    files: dict[str, list[Row]] = {version: []} if version else {}
     for row in rows:
         files.setdefault(row.version, []).append(row)
     folder.mkdir(parents=True, exist_ok=True)
