@@ -149,7 +149,8 @@ def patch_by_name(model: PreTrainedModel) -> Applied:
 def tokens_enter(model: PreTrainedModel) -> bool:
     """Whether some module of a model takes tokens, or embeddings of tokens and a mask for them; towers don't."""
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    return any(takes_tokens_and_mask(one) or "input_ids" in inspect.signature(one.forward).parameters for one in models)
+    names = {"input_ids", "decoder_input_ids"}
+    return any(takes_tokens_and_mask(one) or names & {*inspect.signature(one.forward).parameters} for one in models)
 
 
 def _patch(
