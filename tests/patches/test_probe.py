@@ -277,8 +277,9 @@ def test_a_known_class_is_not_tried(trials: list[Any]) -> None:
 
 
 def test_a_known_class_is_tried_with_another_transformers(trials: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("transformers.__version__", "6.1.0.dev0")
-    monkeypatch.setattr("tritonpack.patches.probe._verdicts", {})  # what other tests have tried
+    from tritonpack.patches import shown
+
+    monkeypatch.setattr(shown.transformers, "__version__", "6.1.0.dev0")  # other tests may import transformers anew
     tritonpack.patch(tiny_model("llama")).unpatch()
     assert len(trials) == 1
 
