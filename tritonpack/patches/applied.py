@@ -14,27 +14,36 @@ from transformers import PreTrainedModel
 from tritonpack import notices
 from tritonpack.attention import Backend
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches import interface
 from tritonpack.patches.both_sides import BothSides
 from tritonpack.patches.checkpoints import Checkpoints, release_checkpoint
 from tritonpack.patches.continuous import ENTRY, ContinuousBatching
 from tritonpack.patches.current import UNCLAIMED, Current, InstanceForward, ModuleRef, Running
+from tritonpack.patches.document_rows import DocumentRows
 from tritonpack.patches.families import DENSE, MIXERS, OWN_MASKS, POSITION_TABLES
 from tritonpack.patches.forwards import holds_both_sides
 from tritonpack.patches.hand import HAND_WRITTEN, DocumentMask
 from tritonpack.patches.heads import ModelForward
 from tritonpack.patches.hooks import PackingHook
+from tritonpack.patches.interface import stock_name
 from tritonpack.patches.mixers import Capabilities, DocumentByDocument
 from tritonpack.patches.multimodal import METHOD, DocumentPositions
 from tritonpack.patches.packing import Serving
 from tritonpack.patches.poolers import stand_in_for_pooler
 from tritonpack.patches.positions import LocalPositions
 from tritonpack.patches.report import holds, make_report
+from tritonpack.patches.shown import Layout
 from tritonpack.patches.tokens import text_config
 
 
-class ReplicaGuard:
-    """The hook before a module that runs with a forward of ours, which a replica of it shares with the original."""
+class Guard:
+    """The hook before a model that runs with a forward of ours, which a replica of it shares with the original.
+
+    Attributes:
+        patch: what put it there.
+    """
+
+    def __init__(self, patch: Applied) -> None:
+        self.patch = patch
 
     def __call__(self, module: nn.Module, args: Any) -> None:
         if getattr(module, "_is_replica", False):
@@ -68,12 +77,28 @@ class Applied:
         attention: str,
         backend: Backend,
         below: list[Applied],
+        layout: Layout = "packed",
         by_name: bool = False,
     ) -> None:
         self._model = ModuleRef(model)
         self.asked, self.below, self.by_name = (attention, backend), below, by_name
         self.leases: list[object] = []
         self.current = Current()
+        self.stand_ins: list[InstanceForward] = []
+        self.hooks: list[PackingHook] = []
+        self.heads: list[ModelForward] = []
+        self.continuous: list[ContinuousBatching] = []
+        if layout == "rows":
+            self._lay_out_rows(model, modules)
+        else:
+            self._pack(model, modules, attention, backend)
+
+    def _lay_out_rows(self, model: nn.Module, modules: list[PreTrainedModel]) -> None:
+        replaced = stock_name(modules[0], modules[0].config._attn_implementation_internal)
+        self.report = make_report(model, modules, "rows", "", replaced, set())
+        self.stand_ins += [DocumentRows(module, self.current) for module in modules]
+
+    def _pack(self, model: nn.Module, modules: list[PreTrainedModel], attention: str, backend: Backend) -> None:
         capabilities = Capabilities()
         self.stand_ins = [
             stand_in for layer in model.modules() if (stand_in := _stand_in(layer, self.current, capabilities))
@@ -90,7 +115,7 @@ class Applied:
         self.stand_ins += [
             DocumentPositions(module, self.current) for module in model.modules() if hasattr(type(module), METHOD)
         ]
-        self.heads = [
+        self.heads += [
             (BothSides if holds_both_sides(module) else ModelForward)(module, self.current, hook)
             for module in model.modules()
             if isinstance(module, PreTrainedModel) and (hook := self._outermost_in(module)) is not None
@@ -123,23 +148,22 @@ class Applied:
 
     @property
     def claimants(self) -> list[Claimant]:
-        """Whose modules' configurations take our name."""
-        return [*self.hooks, *(head for head in self.heads if isinstance(head, BothSides))]
+        """Whose modules' configurations are given a name of attention."""
+        return [*self.hooks, *(one for one in self.stand_ins if isinstance(one, (BothSides, DocumentRows)))]
 
     def apply(self) -> None:
         """Put everything where it belongs."""
-        for (
-            claimant
-        ) in self.claimants:  # of both sides, too: generate() makes masks by the name of their configurations
-            claim(claimant, interface.NAMES[claimant.serving.attention])
+        for claimant in self.claimants:  # generate() makes masks by the name of the configuration of both sides
+            claim(claimant)
         for hook in self.hooks:
             if not _keys(hook.module, PackingHook):
                 hook.module.register_forward_pre_hook(hook, with_kwargs=True)
-            notices.patched_models.add(hook.module)
         for stand_in in self.stand_ins:
             stand_in.install()
-            if isinstance(stand_in.module, PreTrainedModel) and not _keys(stand_in.module, ReplicaGuard):
-                stand_in.module.register_forward_pre_hook(ReplicaGuard())
+            if isinstance(stand_in.module, PreTrainedModel):
+                if not _keys(stand_in.module, Guard):
+                    stand_in.module.register_forward_pre_hook(Guard(self))
+                notices.patched_models.add(stand_in.module)
         for entry in self.continuous:
             entry.install()
 
@@ -149,13 +173,13 @@ class Applied:
             entry.remove()
         for stand_in in reversed(self.stand_ins):
             stand_in.remove()
-            for key in _keys(stand_in.module, ReplicaGuard):
+            for key in _keys(stand_in.module, Guard):
                 del stand_in.module._forward_pre_hooks[key]
+            notices.patched_models.discard(stand_in.module)
         for hook in self.hooks:
             for key in _keys(hook.module, PackingHook):
                 hook.module._forward_pre_hooks_with_kwargs.pop(key, None)
                 del hook.module._forward_pre_hooks[key]
-            notices.patched_models.discard(hook.module)
         for claimant in self.claimants:
             release(claimant)
         for module in self.model.modules():
@@ -179,7 +203,7 @@ def applied_to(model: nn.Module) -> list[Applied]:
     found: list[Applied] = []
     for module in model.modules():
         for hook in module._forward_pre_hooks.values():
-            if isinstance(hook, PackingHook) and not any(hook.patch is other for other in found):
+            if isinstance(hook, Guard) and not any(hook.patch is other for other in found):
                 found.append(hook.patch)
     return found
 
@@ -222,7 +246,7 @@ def _told_boundaries(stand_ins: list[InstanceForward], width: int) -> set[type]:
     }
 
 
-Claimant = PackingHook | BothSides
+Claimant = PackingHook | BothSides | DocumentRows
 
 # Configs whose attention has our name: what claims each for a patched module, and the name that it had. By
 # identity, because configs compare by value and models may share one; gone with the config, because another may get
@@ -231,8 +255,9 @@ _claims: dict[int, tuple[weakref.ref[Any], list[weakref.ref[Claimant]], str | No
 _lock = threading.Lock()
 
 
-def claim(claimant: Claimant, name: str) -> None:
-    """Give the config of a module that is patched our name, and note which one it had before any patch."""
+def claim(claimant: Claimant) -> None:
+    """Give the config of a module that is patched the name that the patch wants, and note which one it had before any
+    patch."""
     config: Any = claimant.module.config
     key = id(config)
     with _lock:
@@ -241,7 +266,7 @@ def claim(claimant: Claimant, name: str) -> None:
             reference = weakref.ref(config, lambda _: _claims.pop(key, None))
         claimant.replaced = before
         _claims[key] = reference, [*_others(claimants, claimant), weakref.ref(claimant)], before
-        config._attn_implementation_internal = name
+        config._attn_implementation_internal = claimant.attention_name(before)
 
 
 def release(claimant: Claimant) -> None:

@@ -56,6 +56,10 @@ class BothSides(ModelForward):
     def serving(self) -> Serving:
         return self.hook.serving
 
+    def attention_name(self, before: str | None) -> str:
+        """What the attention is called from now on, in the place of the name from before."""
+        return self.hook.attention_name(before)
+
     def _run(self, arguments: dict[str, Any]) -> Any:
         if any(isinstance(arguments.get(name), Packing) for name in ("attention_mask", "decoder_attention_mask")):
             return self.inner(**arguments)  # the module around this one has read them

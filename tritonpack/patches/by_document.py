@@ -57,7 +57,7 @@ def padded(documents: Documents, arguments: dict[str, Any], model: PreTrainedMod
             f"{name} gives one result a document and tells documents from padding by config.pad_token_id, which is "
             "None. Set it to the tokenizer's."
         )
-    _require_one_target_each(documents, arguments, name)
+    require_one_target_each(documents, arguments, name)
     batch = {key: _cut(documents, value) for key, value in arguments.items() if key not in (*PACKING, HANDED)}
     batch["input_ids"] = documents.cut(ids, fill=pad)
     batch["attention_mask"] = documents.inside.long()
@@ -71,7 +71,7 @@ def laid_back(documents: Documents, output: dict[str, Any]) -> None:
             output[name] = _lay_back(documents, value)
 
 
-def _require_one_target_each(documents: Documents, arguments: dict[str, Any], model: str) -> None:
+def require_one_target_each(documents: Documents, arguments: dict[str, Any], model: str) -> None:
     count = len(documents)
     for name in TARGETS:
         value = arguments.get(name)

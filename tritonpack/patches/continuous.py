@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from transformers import PreTrainedModel
 
 from tritonpack.patches.current import UNCLAIMED, ModuleRef
-from tritonpack.patches.interface import ALIAS, NAMES
+from tritonpack.patches.interface import NAMES, stock_name
 
 if TYPE_CHECKING:
     from tritonpack.patches.applied import Applied
@@ -63,17 +63,10 @@ class ContinuousBatching:
         self.patch.by_name = False  # a name that the manager sets doesn't end a patch that was made by name
         for hook in self.patch.hooks:
             if hook.replaced is not UNCLAIMED:
-                hook.module.config._attn_implementation_internal = _stock(hook.module, hook.replaced)
+                hook.module.config._attn_implementation_internal = stock_name(hook.module, hook.replaced)
 
     def _resume(self) -> None:
         self.patch.by_name = self.by_name
         for hook in self.patch.hooks:
             if hook.replaced is not UNCLAIMED:  # else the patch was left while the manager was running
                 hook.module.config._attn_implementation_internal = NAMES[hook.serving.attention]
-
-
-def _stock(module: PreTrainedModel, before: str | None) -> str:
-    """The name that a module's attention had before its patch, or transformers' default where that was ours."""
-    if before is None or before in (*NAMES.values(), ALIAS):
-        return "sdpa" if module._supports_sdpa else "eager"
-    return before

@@ -26,18 +26,19 @@ class Documents:
     inside: Tensor
 
     @classmethod
-    def of(cls, packing: Packing, *, left: bool = False) -> Documents | None:
+    def of(cls, packing: Packing, *, left: bool = False, always: bool = False) -> Documents | None:
         """The documents of a packing; None if no row holds more than one. Waits for the device.
 
         Args:
             packing: of rows that a cache doesn't precede. Its padding isn't among the documents.
             left: pad documents on the left.
+            always: also where no row holds more than one.
         """
-        if not packing.tells_documents:
+        if not packing.tells_documents and not always:
             return None
         begin, length = packing.lengths()
         rows = begin // packing.tokens[1]
-        if not bool((rows[1:] == rows[:-1]).any()):
+        if not always and not bool((rows[1:] == rows[:-1]).any()):
             return None
         steps = torch.arange(int(length.max())).expand(len(length), -1)
         if left:

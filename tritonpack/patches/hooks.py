@@ -81,6 +81,10 @@ class PackingHook:
     def module(self) -> PreTrainedModel:
         return self._module.module
 
+    def attention_name(self, before: str | None) -> str:
+        """What the attention is called from now on, in the place of the name from before."""
+        return NAMES[self.serving.attention]
+
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._outside_of_graphs(module, args, kwargs) if self.mixes else self._run(module, args, kwargs)
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
@@ -32,6 +32,13 @@ NAMES = {
     "dense": "tritonpack_dense",
 }
 ALIAS = "tritonpack/flash-attn"
+
+
+def stock_name(module: PreTrainedModel, before: str | None) -> str:
+    """The name that a module's attention had before its patch, or transformers' default where that was ours."""
+    if before is None or before in (*NAMES.values(), ALIAS):
+        return "sdpa" if module._supports_sdpa else "eager"
+    return before
 
 
 def register() -> None:

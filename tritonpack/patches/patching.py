@@ -20,9 +20,14 @@ from tritonpack.patches.hand import HAND_WRITTEN, fits
 from tritonpack.patches.packing import ATTENTIONS
 from tritonpack.patches.probe import require_evidence
 from tritonpack.patches.report import Report, holds
+from tritonpack.patches.shown import LAYOUTS, Layout
 from tritonpack.patches.tokens import text_config
 
 _lock = threading.RLock()  # models are patched one after the other
+
+
+class SettingError(UnsupportedModelError):
+    """A model that can be packed with another setting, which the message names."""
 
 
 class Patch:
@@ -108,11 +113,11 @@ def patch(
     if backend not in ("auto", "triton", "gluon", "blocked", "reference"):
         raise ValueError(f"backend must be 'auto', 'triton', 'gluon', 'blocked' or 'reference'; got {backend!r}.")
     _require_model(model)
-    modules = _evident_modules(model, attention)
+    modules, layout = _evident_modules(model, attention, backend)
     handle = None
     try:
         with _lock:
-            handle = _patch(model, modules, attention, backend)
+            handle = _patch(model, modules, attention, backend, layout)
         return handle  # noqa: RET504
     except BaseException:
         if handle is not None:  # an interrupt on the way out
@@ -141,9 +146,9 @@ def patch_by_name(model: PreTrainedModel) -> Applied:
     Raises:
         UnsupportedModelError: as `patch`.
     """
-    modules = _evident_modules(model, "tritonpack")
+    modules, layout = _evident_modules(model, "tritonpack", "auto")
     with _lock:
-        return _patch(model, modules, "tritonpack", "auto", by_name=True)._applied
+        return _patch(model, modules, "tritonpack", "auto", layout, by_name=True)._applied
 
 
 def tokens_enter(model: PreTrainedModel) -> bool:
@@ -154,7 +159,13 @@ def tokens_enter(model: PreTrainedModel) -> bool:
 
 
 def _patch(
-    model: nn.Module, modules: list[PreTrainedModel], attention: str, backend: Backend, *, by_name: bool = False
+    model: nn.Module,
+    modules: list[PreTrainedModel],
+    attention: str,
+    backend: Backend,
+    layout: Layout,
+    *,
+    by_name: bool = False,
 ) -> Patch:
     found, lease = applied_to(model), object()
     whole = next((applied for applied in found if holds(applied.model, model)), None)
@@ -175,7 +186,7 @@ def _patch(
     try:
         for other in found:
             other.revert()
-        applied = Applied(model, modules, attention, backend, found, by_name)
+        applied = Applied(model, modules, attention, backend, found, layout, by_name)
         applied.apply()
         applied.leases.append(lease)
         return Patch(model, applied, lease)
@@ -184,19 +195,51 @@ def _patch(
         raise
 
 
-def _evident_modules(model: nn.Module, attention: str) -> list[PreTrainedModel]:
-    """The modules to patch, if it is known that they are packed exactly.
+def _evident_modules(model: nn.Module, attention: str, backend: Backend) -> tuple[list[PreTrainedModel], Layout]:
+    """The modules to patch, and the first layout in which they are known to be exact.
 
     Not under the lock, because a trial builds models in a thread of its own.
+
+    Raises:
+        UnsupportedModelError: there is no such layout; the message says why documents can't be packed.
     """
 
-    def patch_untried(small: nn.Module) -> None:
-        Applied(small, _supported_modules(small, attention), attention, "auto", []).apply()
+    def patch_untried(small: nn.Module, layout: Layout) -> None:
+        Applied(small, _modules_for(small, layout, attention), attention, "auto", [], layout).apply()
 
-    modules = _supported_modules(model, attention)
     interface.register()
-    require_evidence(model, attention, patch_untried)
+    refusals: list[UnsupportedModelError] = []
+    for layout in LAYOUTS:
+        try:
+            modules = _modules_for(model, layout, attention)
+            require_evidence(model, layout, attention, patch_untried)
+        except SettingError:
+            raise
+        except UnsupportedModelError as error:
+            refusals.append(error)
+        else:
+            if layout == "rows" and (attention, backend) != ("tritonpack", "auto"):
+                raise ValueError(
+                    f"{type(model).__name__} runs with one document a row and its own attention, so attention="
+                    f"{attention!r} and backend={backend!r} would do nothing. Leave both out."
+                )
+            return modules, layout
+    raise refusals[0]
+
+
+def _modules_for(model: nn.Module, layout: Layout, attention: str) -> list[PreTrainedModel]:
+    """The modules to patch for a layout: those to be told of documents, or all that users may call with tokens."""
+    if layout == "packed":
+        return _supported_modules(model, attention)
+    modules = [one for one in model.modules() if isinstance(one, PreTrainedModel) and _takes_tokens(one)]
+    if not modules:
+        raise UnsupportedModelError(f"{type(model).__name__} takes no tokens.")
     return modules
+
+
+def _takes_tokens(module: PreTrainedModel) -> bool:
+    names = inspect.signature(type(module).forward).parameters
+    return not {"input_ids", "decoder_input_ids"}.isdisjoint(names)
 
 
 def _roll_back(applied: Applied | None, found: list[Applied]) -> None:
@@ -282,17 +325,17 @@ def _supported_modules(model: nn.Module, attention: str) -> list[PreTrainedModel
             )
         both_ways = getattr(text_config(module.config), "use_bidirectional_attention", None)
         if kind in ("gemma", "gemma3") and both_ways is True:
-            raise UnsupportedModelError(
+            raise SettingError(
                 f"{type(module).__name__} with use_bidirectional_attention sees both directions in a batch without "
                 "padding and one in a batch with it, so there is nothing to be equal to."
             )
         if getattr(module, "attention_type", None) == "block_sparse":
-            raise UnsupportedModelError(
+            raise SettingError(
                 f"{type(module).__name__} with attention_type='block_sparse' attends in blocks that are counted from "
                 "the beginning of the row. Call model.set_attention_type('original_full') before you patch it."
             )
         if attention == "sdpa" and not module._supports_sdpa and kind not in DENSE:
-            raise UnsupportedModelError(
+            raise SettingError(
                 f"{type(module).__name__} (model type {kind!r}) doesn't support sdpa; use attention='eager' or "
                 "'tritonpack'."
             )

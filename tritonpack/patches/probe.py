@@ -21,7 +21,7 @@ from tritonpack.patches.applied import applied_to
 from tritonpack.patches.forwards import foreign_forwards, mixing_forwards
 from tritonpack.patches.positions import rope_limits
 from tritonpack.patches.report import layer_windows
-from tritonpack.patches.shown import installed, is_shown, without_wrappers
+from tritonpack.patches.shown import Layout, installed, shown_layout, without_wrappers
 from tritonpack.patches.tokens import text_config
 from tritonpack.patches.trial.packed_forms import (
     LENGTHS,
@@ -43,7 +43,8 @@ TRIED = ("position_ids", "all_ones_mask", "offsets_alone", "segments_alone", "tw
 MOST_PARAMETERS = 100_000_000  # of a model that is tried itself, in a float32 copy
 LONGEST_REACH = 1024  # of such a model's windows and chunks: the longest document of a trial is longer than these
 
-Patching = Callable[[nn.Module], Any]  # patches a model without a trial
+Patching = Callable[[nn.Module, Layout], None]  # patches a model without a trial
+Patch = Callable[[nn.Module], None]  # the same, in one layout
 
 _trial = threading.local()  # where a trial runs, a class that patches its instances isn't tried again
 
@@ -55,8 +56,8 @@ class CannotTryError(Exception):
     """A trial can't be held; the message says why."""
 
 
-def require_evidence(model: nn.Module, attention: str, patch_untried: Patching) -> None:
-    """Refuse a model that isn't known to be packed exactly.
+def require_evidence(model: nn.Module, layout: Layout, attention: str, patch_untried: Patching) -> None:
+    """Refuse a model that isn't known to be packed exactly in a layout.
 
     A model is known if `shown.csv` lists its class for the installed transformers and all its forwards are
     transformers' own. Any other model's class is tried: a small float32 copy with random weights is packed in several
@@ -65,6 +66,7 @@ def require_evidence(model: nn.Module, attention: str, patch_untried: Patching) 
 
     Args:
         model: a transformers model, or a module that holds some; it isn't patched yet.
+        layout: how documents would be laid out.
         attention: as `patch` takes it.
         patch_untried: patches a model without asking for evidence.
 
@@ -73,11 +75,11 @@ def require_evidence(model: nn.Module, attention: str, patch_untried: Patching) 
     """
     for root in () if hasattr(_trial, "runs") else _roots(model):
         replaced = foreign_forwards(root)
-        if is_shown(type(root)) and not replaced:
+        if not replaced and shown_layout(type(root)) == layout:
             continue
         why = _why_unknown(root, replaced)
         try:
-            found = _find(root, attention, patch_untried)
+            found = _find(root, (attention, layout), lambda small: patch_untried(small, layout))
         except CannotTryError as error:
             raise UnsupportedModelError(
                 f"{why}, and it can't be tried on a few tokens to see whether packed documents stay apart: {error}. "
@@ -101,7 +103,7 @@ def _roots(model: nn.Module) -> list[PreTrainedModel]:
 
 def _why_unknown(root: PreTrainedModel, replaced: list[str]) -> str:
     name = type(root).__name__
-    if is_shown(type(root)):
+    if replaced and shown_layout(type(root)) is not None:
         modules = dict(root.named_modules())
         shown = ", ".join(f"{path or 'the model'} ({type(modules[path]).__name__})" for path in replaced[:3])
         more = f" and {len(replaced) - 3} more" if len(replaced) > 3 else ""
@@ -112,7 +114,7 @@ def _why_unknown(root: PreTrainedModel, replaced: list[str]) -> str:
 # Trials: of a small copy on the CPU, else of one on the model's device, else of the model itself.
 
 
-def _find(root: PreTrainedModel, attention: str, patch_untried: Patching) -> str:
+def _find(root: PreTrainedModel, asked: tuple[str, ...], patch: Patch) -> str:
     """Why a model's packed documents don't stay apart; nothing if they do.
 
     Raises:
@@ -121,14 +123,14 @@ def _find(root: PreTrainedModel, attention: str, patch_untried: Patching) -> str
     kind, config = without_wrappers(type(root)), root.config
     forwards = frozenset(mixing_forwards(root))
     trials: dict[str, tuple[Callable[[Any], Any], Callable[[], str]]] = {
-        f"a small copy on {device}": (shrink, partial(_try_small, kind, config, forwards, device, patch_untried))
+        f"a small copy on {device}": (shrink, partial(_try_small, kind, config, forwards, device, patch))
         for device in _devices(root)
     }
-    trials["the model itself"] = (copy.copy, partial(_try_itself, root, patch_untried))
+    trials["the model itself"] = (copy.copy, partial(_try_itself, root, patch))
     reasons = []
     for name, (tried, trial) in trials.items():
         try:
-            return _kept((kind, attention, forwards, _as_text(tried, config)), trial)
+            return _kept((kind, asked, forwards, _as_text(tried, config)), trial)
         except CannotTryError as error:
             reasons.append(f"{name}: {error}")
     raise CannotTryError("; ".join(reasons))
@@ -160,9 +162,7 @@ def _as_text(change: Callable[[Any], Any], config: Any) -> str:
         raise CannotTryError(f"its configuration can't be read: {one_line(error)}") from error
 
 
-def _try_small(
-    kind: type[nn.Module], config: Any, forwards: frozenset[Any], device: torch.device, patch_untried: Patching
-) -> str:
+def _try_small(kind: type[nn.Module], config: Any, forwards: frozenset[Any], device: torch.device, patch: Patch) -> str:
     def build(dtype: torch.dtype) -> nn.Module:
         try:
             model = small_model(kind, config).to(device=device, dtype=dtype)
@@ -173,10 +173,10 @@ def _try_small(
             raise CannotTryError(f"it doesn't have all that the model runs: {names}")
         return model
 
-    return _try_in_both(build, patch_untried, LENGTHS)
+    return _try_in_both(build, patch, LENGTHS)
 
 
-def _try_itself(root: PreTrainedModel, patch_untried: Patching) -> str:
+def _try_itself(root: PreTrainedModel, patch: Patch) -> str:
     parameters = list(root.parameters())
     if any(p.is_meta for p in parameters):
         raise CannotTryError("its weights are on the meta device; patch it once they are loaded")
@@ -194,25 +194,25 @@ def _try_itself(root: PreTrainedModel, patch_untried: Patching) -> str:
             twin = copy.deepcopy(root)
         except Exception as error:  # whatever a model's parts raise when they are copied
             raise CannotTryError(f"it can't be copied: {one_line(error)}") from error
-        for patch in applied_to(twin):
-            patch.revert()
+        for applied in applied_to(twin):
+            applied.revert()
         return twin.to(dtype).eval().requires_grad_()
 
-    return _try_in_both(build, patch_untried, (*LENGTHS[:-1], max(LENGTHS[-1], reach + 3)))
+    return _try_in_both(build, patch, (*LENGTHS[:-1], max(LENGTHS[-1], reach + 3)))
 
 
-def _try_in_both(build: Callable[[torch.dtype], nn.Module], patch_untried: Patching, lengths: tuple[int, ...]) -> str:
+def _try_in_both(build: Callable[[torch.dtype], nn.Module], patch: Patch, lengths: tuple[int, ...]) -> str:
     """What a trial in float32 finds, unless it is rounding: then the model is exact in float64."""
-    found = _try(build(torch.float32), patch_untried, lengths)
+    found = _try(build(torch.float32), patch, lengths)
     if found:
         try:
-            return found if _try(build(torch.float64), patch_untried, lengths) else ""
+            return found if _try(build(torch.float64), patch, lengths) else ""
         except CannotTryError:  # a constant or a cast in the model's own code
             pass
     return found
 
 
-def _try(model: Any, patch_untried: Patching, lengths: tuple[int, ...]) -> str:
+def _try(model: Any, patch: Patch, lengths: tuple[int, ...]) -> str:
     """Why a model's packed documents don't stay apart when it is patched; nothing if they do."""
     # Rotary embeddings that have grown with a longer document shrink again for one below the limit, not at it.
     limits = [limit - 1 for _, limit in rope_limits(text_config(model.config))]
@@ -231,7 +231,7 @@ def _try(model: Any, patch_untried: Patching, lengths: tuple[int, ...]) -> str:
     if PADDED in forms and judge(subject, PADDED, documents, (expected[0], []), limit).verdict == "inexact":
         forms.remove(PADDED)  # XLNet reads a row's last token
     try:
-        patch_untried(model)
+        patch(model)
     except Exception as error:
         return f"patching fails: {one_line(error)}"
     found = {

@@ -19,7 +19,8 @@ class Report:
     Attributes:
         model_type: transformers' name for the family.
         attention: who attends: "tritonpack" for the kernels, "sdpa" or "eager" for transformers' own attention with a
-            dense block-diagonal mask; "dense" for that of families outside of its interface, likewise.
+            dense block-diagonal mask; "dense" for that of families outside of its interface, likewise; "rows" where the
+            model runs as it is, with one document in each row of a padded batch.
         backend: what computes the kernels' attention, as `varlen_attention` takes it.
         layers: how many layers the decoder has.
         windows: the sliding window of each layer in tokens, itself included; None for full attention.
@@ -45,9 +46,7 @@ class Report:
         kinds = sorted({window for window in self.windows if window is not None})
         sliding = f"{sum(w is not None for w in self.windows)} with a sliding window of {kinds}" if kinds else ""
         parts = [f"{self.model_type}: {self.layers} layers", sliding, *self.features]
-        own = "its own attention" if self.attention == "dense" else self.attention
-        who = f"backend {self.backend}" if self.attention == "tritonpack" else f"{own} with a dense mask, O(T^2) memory"
-        lines = [", ".join(filter(None, parts)) + f"; {who}, in place of {self.replaced}"]
+        lines = [", ".join(filter(None, parts)) + f"; {self._who()}"]
         for what, names in (
             ("run document by document", self.by_document),
             ("positions counted per document", self.positions),
@@ -56,6 +55,13 @@ class Report:
             if names:
                 lines.append(f"  {what}: {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}")
         return "\n".join(lines)
+
+    def _who(self) -> str:
+        if self.attention == "rows":
+            return f"one document a row of a padded batch, attention {self.replaced} as before"
+        own = "its own attention" if self.attention == "dense" else self.attention
+        who = f"backend {self.backend}" if self.attention == "tritonpack" else f"{own} with a dense mask, O(T^2) memory"
+        return f"{who}, in place of {self.replaced}"
 
 
 def make_report(

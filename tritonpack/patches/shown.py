@@ -5,18 +5,24 @@ from __future__ import annotations
 import csv
 from functools import cache
 from importlib.resources import files
+from typing import Literal
 
 import transformers
 from transformers import PreTrainedModel
 
+Layout = Literal["packed", "rows"]  # packed rows as they are, or one document in each row of a padded batch
+LAYOUTS: tuple[Layout, ...] = ("packed", "rows")  # the better one first
 
-def is_shown(kind: type) -> bool:
-    """Whether a model class is one that `shown.csv` lists for the installed version of transformers.
+
+def shown_layout(kind: type) -> Layout | None:
+    """How documents of a model class are laid out, if `shown.csv` lists it for the installed version of transformers.
 
     The class must be transformers' own: a subclass or remote code of the same name is another class.
     """
     kind = without_wrappers(kind)
-    return kind.__module__.startswith("transformers.") and installed() in _versions().get(kind.__name__, ())
+    if not kind.__module__.startswith("transformers."):
+        return None
+    return next((layout for layout in LAYOUTS if installed() in versions()[layout].get(kind.__name__, ())), None)
 
 
 def installed() -> str:
@@ -31,6 +37,8 @@ def without_wrappers(kind: type) -> type:
 
 
 @cache
-def _versions() -> dict[str, frozenset[str]]:
+def versions() -> dict[Layout, dict[str, set[str]]]:
+    """{layout: {class: versions of transformers}}: what the table says."""
     lines = files("tritonpack.patches").joinpath("shown.csv").read_text(encoding="utf-8").splitlines()
-    return {row["class"]: frozenset(row["versions"].split()) for row in csv.DictReader(lines)}
+    rows = list(csv.DictReader(lines))
+    return {layout: {row["class"]: set(row[layout].split()) for row in rows} for layout in LAYOUTS}
