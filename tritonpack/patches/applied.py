@@ -88,15 +88,15 @@ class Applied:
         self.hooks: list[PackingHook] = []
         self.heads: list[ModelForward] = []
         self.continuous: list[ContinuousBatching] = []
-        if layout == "rows":
-            self._lay_out_rows(model, modules)
-        else:
+        if layout == "packed":
             self._pack(model, modules, attention, backend)
+        else:
+            self._give_rows(model, modules, layout)
 
-    def _lay_out_rows(self, model: nn.Module, modules: list[PreTrainedModel]) -> None:
+    def _give_rows(self, model: nn.Module, modules: list[PreTrainedModel], layout: Layout) -> None:
         replaced = stock_name(modules[0], modules[0].config._attn_implementation_internal)
-        self.report = make_report(model, modules, "rows", "", replaced, set())
-        self.stand_ins += [DocumentRows(module, self.current) for module in modules]
+        self.report = make_report(model, modules, layout, "", replaced, set())
+        self.stand_ins += [DocumentRows(module, self.current, layout == "lengths") for module in modules]
 
     def _pack(self, model: nn.Module, modules: list[PreTrainedModel], attention: str, backend: Backend) -> None:
         capabilities = Capabilities()

@@ -22,7 +22,7 @@ ONE_DOCUMENT_A_ROW = re.compile(
 )
 
 # What such a call has of each document.
-TARGETS = ("labels", "next_sentence_label", "question_lengths")
+TARGETS = ("labels", "next_sentence_label", "sentence_order_label", "question_lengths")
 
 # Outputs of a document, whatever their shape.
 OF_DOCUMENTS = re.compile(

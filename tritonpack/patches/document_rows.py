@@ -1,13 +1,13 @@
-"""Models that can't be told of several documents in a row: they run with one document in each row of a padded batch.
+"""Models that can't be told of several documents in a row: each document gets a row of its own.
 
-The model runs as it is, with its own attention, on the documents of packed rows laid out as a padded batch; what it
-gives for each token is laid back into the packed rows. Exact wherever padding is, and as slow.
+The model runs as it is, with its own attention, on the documents of packed rows laid out as a padded batch. What it
+gives for each token is laid back into the packed rows. Where padding changes what a model computes, documents of one
+length run at a time, without padding. Exact, and no faster than a batch of documents.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,47 +17,42 @@ from transformers import PreTrainedModel
 
 from tritonpack import notices
 from tritonpack.patches.both_sides import SOURCE, TARGET
-from tritonpack.patches.by_document import OF_DOCUMENTS, ONE_DOCUMENT_A_ROW, require_one_target_each
+from tritonpack.patches.by_document import ONE_DOCUMENT_A_ROW, TARGETS, require_one_target_each
 from tritonpack.patches.current import UNCLAIMED, Current, InstanceForward
 from tritonpack.patches.documents import Documents, require_one_document_a_row
+from tritonpack.patches.families import HEADS_SHIFT
 from tritonpack.patches.hooks import CACHES
 from tritonpack.patches.interface import stock_name
-from tritonpack.patches.labels import IGNORED
+from tritonpack.patches.labels import IGNORED, shifts_labels
 from tritonpack.patches.near_misses import refuse_near_misses
 from tritonpack.patches.packing import Packing, Serving
 from tritonpack.patches.reading import make_packing
+from tritonpack.patches.rows import OF_OTHERS, Group, batch_of, groups_of, laid_back, mask_of
 from tritonpack.patches.tokens import text_config
 
 # Who serves the masks: nobody asks for one.
 NOBODY = Serving("dense", "auto")
 
 # What a model with one kind of tokens reads documents from.
-ONE_SIDE = {name: name for name in ("attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")}
+ONE_SIDE = {name: name for name in ("attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q")}
 
-# Arguments by which some say how long documents are; nothing reads them.
-LENGTHS = ("max_length_q", "max_length_k")
-
-# Arguments of images and sounds: they have no value for each token of a row, whatever their shape.
-OF_OTHERS = re.compile(
-    r"(pixel|image|video|audio|visual|vision|speech|input_features|input_values|qformer|flattened)\w*"
-)
-OF_TOKENS_AFTER_ALL = re.compile(r"\w*position_mask|image_mask|visual_pos_masks")
-
-# Outputs of two dimensions that have one value for each token.
-SCORES_OF_TOKENS = re.compile(r"(start|end)_logits|start_positions|end_positions|decision_logits")
+# Arguments that may come along, and say nothing of their own.
+LENGTHS = ("cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 class DocumentRows(InstanceForward):
     """The forward of a model that runs with one document a row, whatever rows it is given.
 
     Attributes:
+        by_length: whether documents of one length run at a time, without padding.
         replaced: the name of the attention that the model's config had before.
     """
 
     replaced: str | None = UNCLAIMED
 
-    def __init__(self, module: PreTrainedModel, current: Current) -> None:
+    def __init__(self, module: PreTrainedModel, current: Current, by_length: bool) -> None:
         super().__init__(module, current)
+        self.by_length = by_length
         parameters = inspect.signature(module.forward).parameters
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.both = "decoder_input_ids" in self.names
@@ -90,27 +85,83 @@ class DocumentRows(InstanceForward):
     def _run(self, arguments: dict[str, Any]) -> Any:
         cached = any(arguments.get(name) is not None for name in CACHES)
         packings = self._read(arguments, cached)
+        arguments = {name: x for name, x in arguments.items() if self.takes(name) or "position_ids" in name}
         if cached or not any(packing.tells_documents for packing in packings.values()):
-            return self._inside({name: x for name, x in arguments.items() if name in self.names or self.takes_any})
+            return self._inside(arguments)
         packed = any(Documents.of(packing) is not None for packing in packings.values())
-        if arguments.get("use_cache") and not packed:
-            return self._inside(self._told_of_padding(arguments, packings))
+        if not packed and arguments.get("use_cache"):
+            padding = {mask_of(side): packing.not_padding().long() for side, packing in packings.items()}
+            return self._inside({**arguments, **{mask: x for mask, x in padding.items() if self.takes(mask)}})
         if packed and not torch.compiler.is_compiling():
             self._say_so()
-        laid_out = {side: Documents.of(packing, always=True) for side, packing in packings.items()}
-        documents = {side: found for side, found in laid_out.items() if found is not None}
-        self._require_pairs(documents)
-        batch = self._batch(arguments, documents)
-        keep = batch.pop("logits_to_keep", None)
-        output = self._inside(batch)
-        return _chosen(self._laid_back(output, documents), keep)
+        documents = {side: Documents.of(packing, always=True) for side, packing in packings.items()}
+        return self._run_by_document({side: found for side, found in documents.items() if found is not None}, arguments)
 
     def _say_so(self) -> None:
+        how = "documents of one length at a time" if self.by_length else "a padded batch"
         notices.say_once(
             f"document-rows-{self.name.lower()}",
-            f"{self.name} can't be told of several documents in a row, so it runs with one document in each row of a "
-            "padded batch: exact, and as slow as padding.",
+            f"{self.name} can't be told of several documents in a row, so each gets a row of its own, in {how}: exact, "
+            "and no faster than without packing.",
         )
+
+    def _run_by_document(self, documents: Mapping[str, Documents], arguments: dict[str, Any]) -> Any:
+        self._require_pairs(documents)
+        count = len(next(iter(documents.values())))
+        if self.one_result:
+            require_one_target_each(next(iter(documents.values())), arguments, self.name)
+        keep = arguments.pop("logits_to_keep", None)
+        read = {name for side in documents for name in (TARGET if side else SOURCE).values()} | {*ONE_SIDE, *LENGTHS}
+        kept = {name: x for name, x in arguments.items() if name not in read or "position_ids" in name}
+        if "use_cache" in self.names:
+            kept["use_cache"] = False
+        outputs, weights = [], []
+        groups = groups_of(documents, self.by_length)
+        for group in groups:
+            batch = batch_of(
+                group, kept, takes=self.takes, pad_token=self._pad_token, count=count, of_documents=self._of_rows
+            )
+            outputs.append(self._inside(batch))
+            weights.append(self._weight(batch, len(group), len(groups)))
+        return _chosen(laid_back(outputs, groups, weights, self.name), keep)
+
+    def _of_rows(self, name: str, value: Tensor, group: Group) -> Tensor:
+        """What each document gets of images and sounds that were given for each row: those of its row.
+
+        Models that hold texts against images make all pairs; those that put images in the place of tokens take them in
+        the order of tokens.
+        """
+        rows = group.sides[next(iter(group.sides))].tokens[0]
+        across = hasattr(type(self.module), "get_text_features")
+        other = value.ndim > 1 and (value.is_floating_point() or OF_OTHERS.fullmatch(name) is not None)
+        if not other or value.shape[0] != rows or across or self._puts_images_among_tokens:
+            if other and self.by_length and self._puts_images_among_tokens:
+                raise ValueError(
+                    f"{self.name} runs documents of one length at a time, and {name} doesn't say which of them it "
+                    "belongs to. Give each document a row of its own, unpatched."
+                )
+            return value
+        return value[group.rows.to(value.device)]
+
+    @property
+    def _puts_images_among_tokens(self) -> bool:
+        names = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id", "audio_token_index")
+        return any(getattr(self.module.config, name, None) is not None for name in names)
+
+    def _weight(self, batch: Mapping[str, Any], documents: int, calls: int) -> Tensor:
+        """How many labels the loss of a call is a mean over; the same for all calls where it is a sum."""
+        labels = batch.get("labels")
+        others = [name for name in TARGETS if name != "labels" and batch.get(name) is not None]
+        if calls > 1 and others:
+            raise ValueError(
+                f"{self.name} runs documents of one length at a time, so its loss of {others[0]} can't be put "
+                f"together. Compute it of the outputs, without {others[0]}."
+            )
+        if not isinstance(labels, Tensor) or batch.get("num_items_in_batch") is not None:
+            return torch.tensor(1.0)
+        if labels.ndim == 2 and not self.one_result:
+            return (labels[:, int(shifts_labels(self.module, batch)) :] != IGNORED).sum()
+        return torch.tensor(documents)
 
     def _inside(self, arguments: dict[str, Any]) -> Any:
         outer = self.current.state.running, self.current.state.packing
@@ -124,11 +175,12 @@ class DocumentRows(InstanceForward):
 
     def _read(self, arguments: dict[str, Any], cached: bool) -> dict[str, Packing]:
         """What a call says of the documents of each side, "" and "decoder"."""
-        sides: dict[str, tuple[Tensor | None, dict[str, str]]] = {}
-        sides[""] = _tokens(arguments, "input_ids", "inputs_embeds"), SOURCE if self.both else ONE_SIDE
-        if self.both:
-            target = _tokens(arguments, "decoder_input_ids", "decoder_inputs_embeds")
-            sides["decoder"] = self._labels(arguments) if target is None else target, TARGET
+        source = _tokens(arguments, "input_ids", "inputs_embeds")
+        target = _tokens(arguments, "decoder_input_ids", "decoder_inputs_embeds") if self.both else None
+        if self.both and target is None:
+            target = self._labels(arguments)
+        names = ONE_SIDE if target is None else SOURCE
+        sides = {"": (source, names), "decoder": (target, TARGET)}
         return {
             side: self._packing(arguments, side, tokens, names, cached)
             for side, (tokens, names) in sides.items()
@@ -138,8 +190,8 @@ class DocumentRows(InstanceForward):
     def _labels(self, arguments: dict[str, Any]) -> Tensor | None:
         """The labels of a decoder whose tokens the model makes of them."""
         labels = arguments.get("labels")
-        made = isinstance(labels, Tensor) and labels.ndim == 2 and self.module.get_output_embeddings() is not None
-        return labels if made else None
+        shifts = getattr(self.module.config, "is_encoder_decoder", False) and not self.name.endswith(HEADS_SHIFT)
+        return labels if shifts and isinstance(labels, Tensor) and labels.ndim == 2 else None
 
     def _packing(
         self, arguments: dict[str, Any], side: str, tokens: Tensor, names: Mapping[str, str], cached: bool
@@ -181,129 +233,9 @@ class DocumentRows(InstanceForward):
                 f"{', '.join(TARGET.values())}."
             )
 
-    # Laying out
-
-    def _told_of_padding(self, arguments: dict[str, Any], packings: Mapping[str, Packing]) -> dict[str, Any]:
-        """The arguments of rows that hold one document each, as the model takes them."""
-        batch = {name: x for name, x in arguments.items() if self.takes(name)}
-        for side, packing in packings.items():
-            mask = "attention_mask" if side == "" else f"{side}_attention_mask"
-            if packing.tells_documents and self.takes(mask):
-                batch[mask] = packing.not_padding().long()
-        return batch
-
-    def _batch(self, arguments: dict[str, Any], documents: Mapping[str, Documents]) -> dict[str, Any]:
-        """The arguments of a padded batch with one document a row."""
-        first = next(iter(documents.values()))
-        if self.one_result:
-            require_one_target_each(first, arguments, self.name)
-        told = {*ONE_SIDE, *SOURCE.values(), *TARGET.values(), *LENGTHS}
-        batch = {}
-        for name, value in arguments.items():
-            if name in told and "position_ids" not in name:
-                continue
-            found = self._documents_of(name, documents)
-            if found is None or not isinstance(value, Tensor) or not _is_of_tokens(name, value, found):
-                batch[name] = self._of_documents(name, value, first)
-            elif "position_ids" not in name:
-                batch[name] = _cut(found, value, self._fill(name))
-            elif (positions := self._positions(name, value, found)) is not None:
-                batch[name] = positions
-        for side, found in documents.items():
-            mask = "attention_mask" if side == "" else f"{side}_attention_mask"
-            if self.takes(mask):
-                batch[mask] = found.inside.long()
-        if self.takes("use_cache"):
-            batch["use_cache"] = False
-        return batch
-
-    def _documents_of(self, name: str, documents: Mapping[str, Documents]) -> Documents | None:
-        """The documents of the side that an argument, or an output, speaks of."""
-        if not self.both or len(documents) == 1:
-            return next(iter(documents.values()))
-        decoders = name.startswith("decoder_") or name == "labels"
-        return documents.get("decoder" if decoders else "")
-
-    def _fill(self, name: str) -> int:
-        """What padding holds."""
-        if name.endswith("input_ids"):
-            return self._pad_token or 0
-        return IGNORED if "labels" in name else 0
-
-    def _positions(self, name: str, given: Tensor, documents: Documents) -> Tensor | None:
-        """Positions that don't count each document from 0, by document; the model makes the others itself."""
-        laid_out = _cut(documents, given, 0)
-        counted = torch.arange(laid_out.shape[-1], device=given.device)
-        if given.ndim == 2 and bool((laid_out == counted)[documents.inside.to(given.device)].all()):
-            return None
-        if not self.takes(name):
-            raise ValueError(
-                f"{name} doesn't count each document from 0, and {self.name} takes no {name}. Let it restart at 0 "
-                "where a document begins."
-            )
-        return laid_out
-
-    def _of_documents(self, name: str, value: Any, documents: Documents) -> Any:
-        """What isn't of tokens, such as images: for each document, for all of them, or for none."""
-        rows = documents.tokens[0]
-        if isinstance(value, Tensor) and value.ndim > 2 and value.shape[0] == rows and rows not in (1, len(documents)):
-            raise ValueError(
-                f"{name} has shape {tuple(value.shape)}, one for each of {rows} rows, but they hold {len(documents)} "
-                f"documents, and {self.name} runs with one document a row. Pass one for each document, in order."
-            )
-        return value
-
-    # Laying back
-
-    def _laid_back(self, output: Any, documents: Mapping[str, Documents], name: str = "") -> Any:
-        """Outputs with a value for each token of (documents, longest), in the packed rows (B, T, ...)."""
-        if isinstance(output, Mapping):
-            for key, value in output.items():
-                output[key] = self._laid_back(value, documents, key)  # type: ignore[index]
-            return output
-        if isinstance(output, (tuple, list)):
-            return type(output)(self._laid_back(value, documents, name) for value in output)
-        if not isinstance(output, Tensor) or name.endswith("attentions") or OF_OTHERS.fullmatch(name):
-            return output
-        side = "" if name.startswith("encoder_") else "decoder"
-        found = documents.get(side) or next(iter(documents.values()))
-        if name.startswith("encoder_") and "" not in documents:  # of images or sounds
-            return output
-        if output.shape[:2] == found.inside.shape and self._has_tokens(name, output):
-            return found.lay_back(output)
-        if output.shape[1:3] == found.inside.shape and output.ndim == 4:
-            return torch.stack([found.lay_back(one) for one in output])
-        if "router" in name and output.ndim == 2 and output.shape[0] == found.inside.numel():
-            return found.lay_back(output.unflatten(0, found.inside.shape)).flatten(0, 1)
-        return output
-
-    def _has_tokens(self, name: str, value: Tensor) -> bool:
-        """Whether an output whose shape is right for it has a value for each token."""
-        if name == "logits" and value.ndim == 2:
-            return self.name.endswith("ForPreTraining")  # of ELECTRA: one number a token
-        if OF_DOCUMENTS.fullmatch(name) and (self.one_result or name != "logits"):
-            return False
-        return value.ndim > 2 or SCORES_OF_TOKENS.fullmatch(name) is not None or name == ""
-
 
 def _tokens(arguments: Mapping[str, Any], *names: str) -> Tensor | None:
     return next((arguments[name] for name in names if isinstance(arguments.get(name), Tensor)), None)
-
-
-def _is_of_tokens(name: str, value: Tensor, documents: Documents) -> bool:
-    """Whether an argument has one value a token: (B, T, ...), (1, T, ...), or several kinds of positions (n, B, T)."""
-    if OF_OTHERS.fullmatch(name) and not OF_TOKENS_AFTER_ALL.fullmatch(name):
-        return False
-    rows, length = documents.tokens
-    shapes = ((rows, length), (1, length))
-    return value.shape[:2] in shapes or ("position_ids" in name and value.shape[1:] in shapes)
-
-
-def _cut(documents: Documents, value: Tensor, fill: int) -> Tensor:
-    rows, length = documents.tokens
-    if value.shape[:2] in ((rows, length), (1, length)):
-        return documents.cut(value, fill=fill)
-    return torch.stack([documents.cut(one, fill=fill) for one in value])
 
 
 def _chosen(output: Any, keep: int | Tensor | None) -> Any:

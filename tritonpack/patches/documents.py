@@ -47,6 +47,15 @@ class Documents:
         places = torch.where(inside, begin[:, None] + steps, 0)
         return cls(packing.tokens, places.to(packing.where), inside.to(packing.where))
 
+    def subset(self, numbers: Tensor) -> Documents:
+        """Some of the documents, padded to the longest of them.
+
+        Args:
+            numbers: (n,) int64, which.
+        """
+        longest = int(self.inside[numbers].sum(1).max())
+        return Documents(self.tokens, self.places[numbers, :longest], self.inside[numbers, :longest])
+
     @property
     def rows(self) -> Tensor:
         """(documents,) int64, the row that each document lies in."""

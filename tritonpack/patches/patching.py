@@ -218,10 +218,10 @@ def _evident_modules(model: nn.Module, attention: str, backend: Backend) -> tupl
         except UnsupportedModelError as error:
             refusals.append(error)
         else:
-            if layout == "rows" and (attention, backend) != ("tritonpack", "auto"):
+            if layout != "packed" and (attention, backend) != ("tritonpack", "auto"):
                 raise ValueError(
-                    f"{type(model).__name__} runs with one document a row and its own attention, so attention="
-                    f"{attention!r} and backend={backend!r} would do nothing. Leave both out."
+                    f"{type(model).__name__} keeps its own attention and gives each document a row of its own, so "
+                    f"attention={attention!r} and backend={backend!r} would do nothing. Leave both out."
                 )
             return modules, layout
     raise refusals[0]

@@ -21,7 +21,7 @@ from tritonpack.patches.applied import applied_to
 from tritonpack.patches.forwards import foreign_forwards, mixing_forwards
 from tritonpack.patches.positions import rope_limits
 from tritonpack.patches.report import layer_windows
-from tritonpack.patches.shown import Layout, installed, shown_layout, without_wrappers
+from tritonpack.patches.shown import LAYOUTS, Layout, installed, shown_layout, without_wrappers
 from tritonpack.patches.tokens import text_config
 from tritonpack.patches.trial.packed_forms import (
     LENGTHS,
@@ -75,8 +75,11 @@ def require_evidence(model: nn.Module, layout: Layout, attention: str, patch_unt
     """
     for root in () if hasattr(_trial, "runs") else _roots(model):
         replaced = foreign_forwards(root)
-        if not replaced and shown_layout(type(root)) == layout:
+        known = None if replaced else shown_layout(type(root))
+        if known == layout:
             continue
+        if known is not None and LAYOUTS.index(known) > LAYOUTS.index(layout):
+            raise UnsupportedModelError(f"{type(root).__name__} isn't exact so; the tests have shown it for {known!r}.")
         why = _why_unknown(root, replaced)
         try:
             found = _find(root, (attention, layout), lambda small: patch_untried(small, layout))

@@ -19,8 +19,9 @@ class Report:
     Attributes:
         model_type: transformers' name for the family.
         attention: who attends: "tritonpack" for the kernels, "sdpa" or "eager" for transformers' own attention with a
-            dense block-diagonal mask; "dense" for that of families outside of its interface, likewise; "rows" where the
-            model runs as it is, with one document in each row of a padded batch.
+            dense block-diagonal mask; "dense" for that of families outside of its interface, likewise; "padded" and
+            "lengths" where the model runs as it is, with each document in a row of its own: in a padded batch, or
+            with others of its length.
         backend: what computes the kernels' attention, as `varlen_attention` takes it.
         layers: how many layers the decoder has.
         windows: the sliding window of each layer in tokens, itself included; None for full attention.
@@ -57,8 +58,9 @@ class Report:
         return "\n".join(lines)
 
     def _who(self) -> str:
-        if self.attention == "rows":
-            return f"one document a row of a padded batch, attention {self.replaced} as before"
+        if self.attention in ("padded", "lengths"):
+            batch = "a padded batch" if self.attention == "padded" else "batches of one length"
+            return f"each document in a row of its own, in {batch}; attention {self.replaced} as before"
         own = "its own attention" if self.attention == "dense" else self.attention
         who = f"backend {self.backend}" if self.attention == "tritonpack" else f"{own} with a dense mask, O(T^2) memory"
         return f"{who}, in place of {self.replaced}"

@@ -10,8 +10,10 @@ from typing import Literal
 import transformers
 from transformers import PreTrainedModel
 
-Layout = Literal["packed", "rows"]  # packed rows as they are, or one document in each row of a padded batch
-LAYOUTS: tuple[Layout, ...] = ("packed", "rows")  # the better one first
+# How documents are laid out for a model: in packed rows as they are, or each in a row of its own, in a padded batch or
+# with others of its length.
+Layout = Literal["packed", "padded", "lengths"]
+LAYOUTS: tuple[Layout, ...] = ("packed", "padded", "lengths")  # the better one first
 
 
 def shown_layout(kind: type) -> Layout | None:

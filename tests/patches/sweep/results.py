@@ -12,6 +12,7 @@ from pathlib import Path
 import transformers
 
 from tests.patches.sweep.forms import ALL, LOSSES
+from tritonpack.patches.shown import LAYOUTS
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"  # a folder: VERSION.jsonl
@@ -46,6 +47,7 @@ class Row:
         means: what a patch does for the model.
         bare: whether the reason is a refusal that doesn't say what to do.
         version: of transformers; the name of the file.
+        layout: how documents are laid out for the model.
     """
 
     key: str
@@ -60,6 +62,7 @@ class Row:
     bare: bool = False
     seconds: float = 0.0
     version: str = transformers.__version__
+    layout: str = "packed"
 
     @property
     def name(self) -> str:
@@ -83,6 +86,8 @@ def to_line(row: Row) -> str:
     `REST`, and all forms with labels are `LABELLED` where they weren't tried."""
     fields = {name: value for name, value in dataclasses.asdict(row).items() if value}
     del fields["version"]
+    if row.layout == "packed":
+        del fields["layout"]
     fields.pop("forms", None)
     if 0 < len(row.forms) < FEW:
         fields["forms"] = {v: " ".join(form for form, x in row.forms.items() if x == v) for v in row.forms.values()}
@@ -139,18 +144,19 @@ def append(row: Row, folder: Path = RESULTS) -> None:
         file.write(to_line(row) + "\n")
 
 
-def shown(rows: Iterable[Row]) -> dict[str, set[str]]:
-    """{class: "major.minor" versions of transformers}: where a class is never wrong, never an error and not always
-    refused, whatever model type it was built for."""
-    verdicts: dict[tuple[str, str], list[str]] = {}
+def shown(rows: Iterable[Row]) -> dict[str, dict[str, set[str]]]:
+    """{class: {layout: "major.minor" versions of transformers}}: where a class is never wrong, never an error and not
+    always refused, in the same layout for whatever model type it was built for."""
+    seen: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.how == "patch":
             minor = ".".join(row.version.split(".")[:2])
-            verdicts.setdefault((row.name, minor), []).append(row.verdict)
-    found: dict[str, set[str]] = {}
-    for (name, minor), seen in verdicts.items():
-        if set(seen) <= {"exact", "partly"}:
-            found.setdefault(name, set()).add(minor)
+            seen.setdefault((row.name, minor), []).append(row)
+    found: dict[str, dict[str, set[str]]] = {}
+    for (name, minor), there in seen.items():
+        layouts = {row.layout for row in there}
+        if {row.verdict for row in there} <= {"exact", "partly"} and len(layouts) == 1:
+            found.setdefault(name, {}).setdefault(layouts.pop(), set()).add(minor)
     return found
 
 
@@ -162,11 +168,15 @@ def save_shown(rows: Iterable[Row], path: Path = SHOWN) -> None:
     if path.exists():
         with path.open(newline="") as file:
             for entry in csv.DictReader(file):
-                kept = set(entry["versions"].split()) - covered
-                if kept:
-                    table.setdefault(entry["class"], set()).update(kept)
+                for layout in LAYOUTS:
+                    if kept := set(entry[layout].split()) - covered:
+                        table.setdefault(entry["class"], {}).setdefault(layout, set()).update(kept)
     with path.open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["class", "versions"])
+        writer.writerow(["class", *LAYOUTS])
         for name in sorted(table):
-            writer.writerow([name, " ".join(sorted(table[name], key=lambda v: tuple(map(int, v.split(".")))))])
+            writer.writerow([name, *(" ".join(_ordered(table[name].get(layout, ()))) for layout in LAYOUTS)])
+
+
+def _ordered(versions: Iterable[str]) -> list[str]:
+    return sorted(versions, key=lambda version: tuple(map(int, version.split("."))))

@@ -241,16 +241,28 @@ def _per_document(x: Tensor, kind: Kind, layout: Layout, count: int, name: str) 
     assert batch is not None
     rows, width = batch.ids.shape
     shape = tuple(x.shape)
-    if kind.of == "document" and shape[:1] == (count,):
-        return x
+    if kind.of == "document":
+        return _one_each(x, count, name)
     if kind.of == "flat" and shape[0] == rows * width:
         return batch.gather(x.unflatten(0, (rows, width)))
     if kind.of == "layered" and shape[1:3] == (rows, width):
         return batch.gather(x.movedim(0, 2))
     if kind.of == "token" and shape[:2] == (rows, width + kind.more):
         return batch.gather(x)
-    of = f"{count} documents" if kind.of == "document" else f"{rows} x {width} tokens"
-    raise ShapeError(f"{name} has shape {shape} for {of}")
+    raise ShapeError(f"{name} has shape {shape} for {rows} x {width} tokens")
+
+
+def _one_each(x: Tensor, count: int, name: str) -> Tensor:
+    """(count, ...) of an output with a value for each document, also where it stands beside another kind of rows: that
+    of an image with a value for each text, or of each image with each text, of which each text has its own."""
+    axes = [axis for axis, size in enumerate(x.shape) if size == count]
+    if count == 1 or axes == [0] or (axes and axes[0] == 0 and x.ndim != 2):
+        return x
+    if axes == [0, 1]:
+        return x.diagonal()[:, None]
+    if axes and x.shape[0] == 1:
+        return torch.cat([x.narrow(axes[0], i, 1) for i in range(count)])
+    raise ShapeError(f"{name} has shape {tuple(x.shape)} for {count} documents")
 
 
 def _tensors(output: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:

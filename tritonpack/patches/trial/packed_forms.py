@@ -257,14 +257,18 @@ def gradients_of(model: nn.Module, values: Tensor) -> list[Tensor | None]:
 
 def difference(expected: Results, got: Results) -> float:
     """Relative to the largest value of each kind: gradients of key biases are mathematically zero."""
-    worst = float((expected[0] - got[0]).abs().max() / expected[0].abs().max())
-    worst = math.inf if math.isnan(worst) else worst
+    worst = _largest(expected[0] - got[0]) / float(expected[0].abs().max())
     largest = max((float(g.abs().max()) for g in expected[1] if g is not None), default=1.0)
     for a, b in zip(expected[1], got[1], strict=True):
         found = [x for x in (a, b) if x is not None]  # a parameter that takes no part has none
         if found:
-            worst = max(worst, float((found[0] - found[1] if len(found) == 2 else found[0]).abs().max()) / largest)
-    return worst
+            worst = max(worst, _largest(found[0] - found[1] if len(found) == 2 else found[0]) / largest)
+    return math.inf if math.isnan(worst) else worst
+
+
+def _largest(difference: Tensor) -> float:
+    """The largest absolute value; infinite where there is a NaN, which compares as no larger than anything."""
+    return float(difference.abs().nan_to_num(math.inf, math.inf).max())
 
 
 @torch.no_grad()

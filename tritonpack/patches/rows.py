@@ -1,0 +1,227 @@
+"""Packed rows as batches with one document in each row, and outputs of such batches in packed rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tritonpack.patches.by_document import OF_DOCUMENTS, ONE_DOCUMENT_A_ROW
+from tritonpack.patches.documents import Documents
+from tritonpack.patches.labels import IGNORED
+
+# Arguments and outputs of images and sounds: they have no value for each token of a row, whatever their shape.
+OF_OTHERS = re.compile(
+    r"(pixel|image|video|audio|visual|vision|speech|input_features|input_values|qformer|flattened)\w*"
+)
+OF_TOKENS_AFTER_ALL = re.compile(r"\w*position_mask|image_mask|image_attention_mask|visual_pos_masks")
+
+# Outputs of two dimensions that have one value for each token.
+SCORES_OF_TOKENS = re.compile(r"(start|end)_logits")
+
+# Outputs (images, documents) of models that hold texts against images or sounds.
+OF_DOCUMENTS_ACROSS = re.compile(r"logits_per_(image|video|audio)|logits_audio_text")
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Documents that run in one call.
+
+    Attributes:
+        numbers: (n,) int64, which documents of the packed rows.
+        sides: {"" or "decoder": where their tokens are}.
+    """
+
+    numbers: Tensor
+    sides: Mapping[str, Documents]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    @property
+    def rows(self) -> Tensor:
+        """(n,) int64, the packed row of each document."""
+        return next(iter(self.sides.values())).rows
+
+    def side_of(self, name: str) -> Documents | None:
+        """Whose tokens an argument or an output has values for; None where no documents are told on that side."""
+        if len(self.sides) > 1:
+            of_decoder = name.startswith("decoder_") or name == "labels"
+            return self.sides["decoder" if of_decoder else ""]
+        return next(iter(self.sides.values()))
+
+    def side_of_output(self, name: str) -> Documents | None:
+        if name.startswith("encoder_"):
+            return self.sides.get("")
+        return self.sides.get("decoder") or self.sides[""]
+
+
+def groups_of(sides: Mapping[str, Documents], by_length: bool) -> list[Group]:
+    """The calls that documents run in: one, or one for each length.
+
+    Args:
+        sides: the documents of each side, as many of both.
+        by_length: only documents of one length, on each side, in a call.
+    """
+    first = next(iter(sides.values()))
+    if not by_length:
+        return [Group(torch.arange(len(first), device=first.places.device), sides)]
+    lengths = torch.stack([documents.inside.sum(1) for documents in sides.values()], dim=1)
+    groups = []
+    for length in lengths.unique(dim=0):
+        numbers = (lengths == length).all(1).nonzero().flatten()
+        chosen = {side: one.subset(numbers) for side, one in sides.items()}
+        groups.append(Group(numbers, chosen))
+    return groups
+
+
+def mask_of(side: str) -> str:
+    """What the mask of a side is called."""
+    return f"{side}_attention_mask" if side else "attention_mask"
+
+
+def batch_of(
+    group: Group,
+    arguments: Mapping[str, Any],
+    *,
+    takes: Callable[[str], bool],
+    pad_token: int | None,
+    count: int,
+    of_documents: Callable[[str, Tensor, Group], Tensor],
+) -> dict[str, Any]:
+    """The arguments of a call with the documents of a group, one a row.
+
+    Args:
+        group: the documents.
+        arguments: of the packed call, by name, without those that tell documents apart but for position ids.
+        takes: whether the model takes an argument.
+        pad_token: what padding holds.
+        count: of all documents.
+        of_documents: makes of an argument that has no value a token what the documents of the group get.
+    """
+    batch: dict[str, Any] = {}
+    for name, value in arguments.items():
+        documents = group.side_of(name)
+        if not isinstance(value, Tensor) or documents is None:
+            batch[name] = value
+        elif not _is_of_tokens(name, value, documents):
+            batch[name] = value[group.numbers] if value.shape[:1] == (count,) else of_documents(name, value, group)
+        elif "position_ids" in name:
+            positions = _positions(name, value, documents, takes(name))
+            if positions is not None:
+                batch[name] = positions
+        else:
+            fill = (pad_token or 0) if name.endswith("input_ids") else IGNORED if "labels" in name else 0
+            batch[name] = _cut(documents, value, fill)
+    for side, documents in group.sides.items():
+        if takes(mask_of(side)) and not bool(documents.inside.all()):  # some are off where a mask masks nothing
+            batch[mask_of(side)] = documents.inside.long()
+    return batch
+
+
+def _is_of_tokens(name: str, value: Tensor, documents: Documents) -> bool:
+    """Whether an argument has one value a token: (B, T, ...), (1, T, ...), or several kinds of positions (n, B, T)."""
+    if OF_OTHERS.fullmatch(name) and not OF_TOKENS_AFTER_ALL.fullmatch(name):
+        return False
+    rows, length = documents.tokens
+    shapes = ((rows, length), (1, length))
+    return value.shape[:2] in shapes or ("position_ids" in name and value.shape[1:] in shapes)
+
+
+def _cut(documents: Documents, value: Tensor, fill: int) -> Tensor:
+    rows, length = documents.tokens
+    if value.shape[:2] in ((rows, length), (1, length)):
+        return documents.cut(value, fill=fill)
+    return torch.stack([documents.cut(one, fill=fill) for one in value])
+
+
+def _positions(name: str, given: Tensor, documents: Documents, taken: bool) -> Tensor | None:
+    """Positions by document; None where they count each from 0: then the model makes its own."""
+    positions = _cut(documents, given, 0)
+    counted = torch.arange(positions.shape[-1], device=given.device)
+    if given.ndim == 2 and bool((positions == counted)[documents.inside.to(given.device)].all()):
+        return None
+    if not taken:
+        raise ValueError(
+            f"{name} doesn't count each document from 0, and the model takes no {name}. Let it restart at 0 where a "
+            "document begins."
+        )
+    return positions
+
+
+def laid_back(outputs: Sequence[Any], groups: Sequence[Group], weights: Sequence[Tensor], model: str) -> Any:
+    """What calls with one document a row give, in the packed rows.
+
+    Args:
+        outputs: of each group.
+        groups: of all documents together.
+        weights: of each group's loss; of several groups, the loss is their mean.
+        model: the name of its class.
+    """
+    return _Merge(groups, weights, model).of(outputs)
+
+
+class _Merge:
+    def __init__(self, groups: Sequence[Group], weights: Sequence[Tensor], model: str) -> None:
+        self.groups, self.weights, self.model = groups, weights, model
+        self.order = torch.cat([group.numbers for group in groups]).argsort()
+
+    def of(self, values: Sequence[Any], name: str = "") -> Any:
+        first = values[0]
+        if isinstance(first, Mapping):
+            for key in first:
+                first[key] = self.of([value[key] for value in values], key)  # type: ignore[index]
+            return first
+        if isinstance(first, (tuple, list)):
+            return type(first)(self.of(some, name) for some in zip(*values, strict=True))
+        if not isinstance(first, Tensor):
+            return first
+        if name.endswith("loss"):
+            return self._loss(values)
+        laid_back = [self._tokens(name, value, group) for value, group in zip(values, self.groups, strict=True)]
+        tokens = [one for one in laid_back if one is not None]
+        if len(tokens) == len(values):
+            return sum(tokens[1:], start=tokens[0])
+        if len(values) == 1:
+            return first
+        across = OF_DOCUMENTS_ACROSS.fullmatch(name) is not None
+        if all(value.shape[int(across)] == len(group) for value, group in zip(values, self.groups, strict=True)):
+            return torch.cat(list(values), dim=int(across)).index_select(int(across), self.order.to(first.device))
+        return first  # of images, or of sounds
+
+    def _loss(self, values: Sequence[Tensor]) -> Tensor:
+        if len(values) == 1:
+            return values[0]
+        weights = torch.stack([weight.to(values[0].device) for weight in self.weights])
+        parts = torch.where(weights > 0, torch.stack([value.view(()) for value in values]), 0)
+        return (parts * weights).sum() / weights.sum()
+
+    def _tokens(self, name: str, value: Tensor, group: Group) -> Tensor | None:
+        """An output with a value for each token of (documents, longest), in the packed rows (B, T, ...)."""
+        documents = group.side_of_output(name)
+        if documents is None or name.endswith("attentions") or OF_OTHERS.fullmatch(name):
+            return None
+        shape = documents.inside.shape
+        if value.shape[:2] == shape and self._has_tokens(name, value):
+            return documents.lay_back(value)
+        if value.ndim == 4 and value.shape[1:3] == shape:
+            return torch.stack([documents.lay_back(one) for one in value])
+        if "router" in name and value.ndim == 2 and value.shape[0] == shape.numel():
+            return documents.lay_back(value.unflatten(0, shape)).flatten(0, 1)
+        return None
+
+    def _has_tokens(self, name: str, value: Tensor) -> bool:
+        """Whether an output whose shape is right for it has a value for each token."""
+        if name == "logits" and value.ndim == 2:
+            return self.model.endswith("ForPreTraining")  # of ELECTRA: one number a token
+        if OF_DOCUMENTS.fullmatch(name) and (self._one_result or name != "logits"):
+            return False
+        return value.ndim > 2 or SCORES_OF_TOKENS.fullmatch(name) is not None or name == ""
+
+    @property
+    def _one_result(self) -> bool:
+        return ONE_DOCUMENT_A_ROW.fullmatch(self.model) is not None
