@@ -27,7 +27,7 @@ from tritonpack.patches.labels import IGNORED, shifts_labels
 from tritonpack.patches.near_misses import refuse_near_misses
 from tritonpack.patches.packing import Packing, Serving
 from tritonpack.patches.reading import make_packing
-from tritonpack.patches.rows import OF_OTHERS, Group, batch_of, groups_of, laid_back, mask_of
+from tritonpack.patches.rows import OF_OTHERS, Group, LaidBack, batch_of, groups_of, mask_of
 from tritonpack.patches.tokens import text_config
 
 # Who serves the masks: nobody asks for one.
@@ -123,7 +123,26 @@ class DocumentRows(InstanceForward):
             )
             outputs.append(self._inside(batch))
             weights.append(self._weight(batch, len(group), len(groups)))
-        return _chosen(laid_back(outputs, groups, weights, self.name), keep)
+        merge = LaidBack(groups, weights, self.name)
+        output = merge.of(outputs)
+        if merge.of_documents:
+            self._require_known_padding(documents, arguments, merge.of_documents)
+        return _chosen(output, keep)
+
+    def _require_known_padding(
+        self, documents: Mapping[str, Documents], arguments: Mapping[str, Any], output: str
+    ) -> None:
+        """Refuse rows that may end in padding where nothing tells it from documents, and each document counts."""
+        ids = arguments.get("input_ids")
+        if ids is None or ids.shape[1] < 2 or "" not in documents or arguments.get("attention_mask") is not None:
+            return
+        single = documents[""].lay_back((documents[""].inside.sum(1, keepdim=True) == 1) & documents[""].inside)
+        if bool((single[:, -2:].all(1) & (ids[:, -1] == ids[:, -2])).any()):
+            raise ValueError(
+                f"{self.name} gives {output} for each document, a row ends in documents of one and the same token each, "
+                "and nothing says whether they are padding. Pass attention_mask, 0 for padding, or set "
+                "config.pad_token_id to the tokenizer's."
+            )
 
     def _of_rows(self, name: str, value: Tensor, group: Group) -> Tensor:
         """What each document gets of images and sounds that were given for each row: those of its row.

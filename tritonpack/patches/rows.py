@@ -153,24 +153,25 @@ def _positions(name: str, given: Tensor, documents: Documents, taken: bool) -> T
     return positions
 
 
-def laid_back(outputs: Sequence[Any], groups: Sequence[Group], weights: Sequence[Tensor], model: str) -> Any:
-    """What calls with one document a row give, in the packed rows.
+class LaidBack:
+    """Lays what calls with one document a row give back into packed rows.
 
     Args:
-        outputs: of each group.
         groups: of all documents together.
         weights: of each group's loss; of several groups, the loss is their mean.
         model: the name of its class.
+
+    Attributes:
+        of_documents: the name of an output that has one value for each document, where there is any.
     """
-    return _Merge(groups, weights, model).of(outputs)
 
-
-class _Merge:
     def __init__(self, groups: Sequence[Group], weights: Sequence[Tensor], model: str) -> None:
         self.groups, self.weights, self.model = groups, weights, model
         self.order = torch.cat([group.numbers for group in groups]).argsort()
+        self.of_documents = ""
 
     def of(self, values: Sequence[Any], name: str = "") -> Any:
+        """An output, or a part of one, of each group, in packed rows."""
         first = values[0]
         if isinstance(first, Mapping):
             for key in first:
@@ -182,16 +183,25 @@ class _Merge:
             return first
         if name.endswith("loss"):
             return self._loss(values)
+        if name.endswith("attentions"):  # in one batch they are left as they are, by document
+            return first if len(values) == 1 else None
         laid_back = [self._tokens(name, value, group) for value, group in zip(values, self.groups, strict=True)]
         tokens = [one for one in laid_back if one is not None]
         if len(tokens) == len(values):
             return sum(tokens[1:], start=tokens[0])
+        axis = int(OF_DOCUMENTS_ACROSS.fullmatch(name) is not None)
+        sizes = [value.shape[axis : axis + 1] for value in values]
+        if sizes != [(len(group),) for group in self.groups]:
+            return first  # of images, or of sounds
+        self.of_documents = name
         if len(values) == 1:
             return first
-        across = OF_DOCUMENTS_ACROSS.fullmatch(name) is not None
-        if all(value.shape[int(across)] == len(group) for value, group in zip(values, self.groups, strict=True)):
-            return torch.cat(list(values), dim=int(across)).index_select(int(across), self.order.to(first.device))
-        return first  # of images, or of sounds
+        if len({(*value.shape[:axis], *value.shape[axis + 1 :]) for value in values}) > 1:
+            raise ValueError(
+                f"{self.model} returns {name} of another size for documents of another length, which packed rows have "
+                "no room for. Don't ask for it, or give each document a row of its own, unpatched."
+            )
+        return torch.cat(list(values), dim=axis).index_select(axis, self.order.to(first.device))
 
     def _loss(self, values: Sequence[Tensor]) -> Tensor:
         if len(values) == 1:
@@ -203,7 +213,7 @@ class _Merge:
     def _tokens(self, name: str, value: Tensor, group: Group) -> Tensor | None:
         """An output with a value for each token of (documents, longest), in the packed rows (B, T, ...)."""
         documents = group.side_of_output(name)
-        if documents is None or name.endswith("attentions") or OF_OTHERS.fullmatch(name):
+        if documents is None or OF_OTHERS.fullmatch(name):
             return None
         shape = documents.inside.shape
         if value.shape[:2] == shape and self._has_tokens(name, value):

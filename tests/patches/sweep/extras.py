@@ -66,14 +66,18 @@ def _frames(config: Any, batch: Batch) -> Tensor:
     return _same(24, config.encoder_config.num_mel_bins)(config, batch)
 
 
-WITH_IMAGE = """
-    blip vision-encoder-decoder vilt align altclip chinese_clip clip clipseg metaclip_2 siglip
-    owlv2 owlvit aimv2 groupvit vision-text-dual-encoder sam3 sam3_lite_text bridgetower
+WITH_IMAGE = "blip vision-encoder-decoder vilt sam3 sam3_lite_text bridgetower owlv2 owlvit".split()  # noqa: SIM905
+
+# They hold each text against each image, so that as many of both are given.
+AGAINST_IMAGES = """
+    align altclip chinese_clip clip clipseg metaclip_2 siglip aimv2 groupvit vision-text-dual-encoder
     """.split()  # noqa: SIM905
 
 # {argument: what makes it} by model type, or by class.
 NEEDS: dict[str, dict[str, Make]] = {
     **dict.fromkeys(WITH_IMAGE, IMAGE),
+    **dict.fromkeys(AGAINST_IMAGES, IMAGES),
+    **dict.fromkeys(("Owlv2Model", "OwlViTModel", "BlipModel"), IMAGES),
     "grounding-dino": {"pixel_values": _same(3, 64, 64)},
     "mm-grounding-dino": {"pixel_values": _same(3, 64, 64)},
     "blip-2": IMAGES,
@@ -86,13 +90,13 @@ NEEDS: dict[str, dict[str, Make]] = {
         "image_embeds_position_mask": lambda config, batch: (batch.ids == MARK).long(),
     },
     "idefics": {"pixel_values": _image(1), "image_attention_mask": lambda config, batch: _tokens(1)(config, batch)},
-    "xclip": {"pixel_values": _image(2)},
+    "xclip": {"pixel_values": _image(2, per="document")},
     "tvp": {"pixel_values": _same(1, 3, 32, 32)},
-    "videoprism": {"pixel_values_videos": _image(16)},
+    "videoprism": {"pixel_values_videos": _image(16, per="document")},
     "siglip2": {
-        "pixel_values": _same(4, 48),
-        "pixel_attention_mask": _whole(1, 4),
-        "spatial_shapes": lambda config, batch: torch.full((batch.ids.shape[0], 2), 2),
+        "pixel_values": _same(4, 48, per="document"),
+        "pixel_attention_mask": _whole(1, 4, per="document"),
+        "spatial_shapes": _whole(2, 2, per="document"),
     },
     "pp_formulanet": {"pixel_values": _same(3, 768, 768)},
     "pi0": {
@@ -116,9 +120,9 @@ NEEDS: dict[str, dict[str, Make]] = {
     "speech-encoder-decoder": {"input_values": _same(200)},
     "SpeechT5ForSpeechToText": {"input_values": _same(200)},
     "SpeechT5ForTextToSpeech": {"decoder_input_values": _same(6, 8)},
-    "pe_audio": {"input_values": _same(1, 4000)},
-    "clap": {"input_features": _same(1, 64, 8)},
-    "clvp": {"input_features": lambda config, batch: _same(80, 24)(config, batch)},
+    "pe_audio": {"input_values": _same(1, 4000, per="document")},
+    "clap": {"input_features": _same(1, 64, 8, per="document")},
+    "clvp": {"input_features": _same(80, 24, per="document")},
     "SeamlessM4TForSpeechToText": {"input_features": _same(24, 16)},
     "SeamlessM4Tv2ForSpeechToText": {"input_features": _same(24, 16)},
     "canary": {"input_features": _frames},
