@@ -12,6 +12,12 @@ def untried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def packed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What packed rows can't be told to is refused, and doesn't get rows of its own."""
+    monkeypatch.setattr("tritonpack.patches.patching.LAYOUTS", ("packed",))
+
+
+@pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """The trials that a test holds: what others have found doesn't count."""
     probe = pytest.importorskip("tritonpack.patches.probe")

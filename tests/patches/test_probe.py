@@ -32,7 +32,7 @@ from tritonpack.patches import heads, probe
 from tritonpack.patches.trial.small_copy import subject_of
 from tritonpack.testing import check_isolation
 
-pytestmark = pytest.mark.usefixtures("trials")
+pytestmark = pytest.mark.usefixtures("trials", "packed_alone")
 
 
 class StrangerConfig(PreTrainedConfig):
@@ -109,7 +109,7 @@ def test_what_is_compared_is_patched_the_same_way() -> None:
     model = stranger()
     tritonpack.patch(model).unpatch()
     tritonpack.patch(model, attention="eager").unpatch()
-    assert [key[1] for key in probe._verdicts] == ["tritonpack", "eager"]
+    assert [key[1] for key in probe._verdicts] == [("tritonpack", "packed"), ("eager", "packed")]
 
 
 # Whatever the caller does, the trial runs on the CPU in float32 and leaves no trace.
@@ -408,7 +408,7 @@ def test_encoders(config: PreTrainedConfig) -> None:
 @pytest.mark.parametrize("name", ["llama", "xlnet"])
 def test_a_score_for_each_document(name: str, trials: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of a head that, unpatched, reads the last token of a row, padding or not."""
-    monkeypatch.setattr(probe, "is_shown", lambda kind: False)
+    monkeypatch.setattr(probe, "shown_layout", lambda kind: None)
     model = AutoModelForSequenceClassification.from_config(zoo.tiny_config(name))
     tritonpack.patch(model).unpatch()
     monkeypatch.setattr(heads, "ONE_DOCUMENT_A_ROW", re.compile("none"))

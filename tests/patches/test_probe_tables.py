@@ -23,9 +23,9 @@ SAMPLED = ("bart", "falcon_h1", "llama4_text", "lfm2", "openai-gpt", "recurrent_
 
 
 @pytest.fixture
-def without_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+def without_tables(packed_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """No class is known, and nothing is known of any layer."""
-    monkeypatch.setattr(probe, "is_shown", lambda kind: False)
+    monkeypatch.setattr(probe, "shown_layout", lambda kind: None)
     for owner in (applied, forwards):
         for name in ("MIXERS", "POSITION_TABLES", "OWN_MASKS"):
             monkeypatch.setattr(owner, name, frozenset())

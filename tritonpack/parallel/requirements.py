@@ -28,6 +28,11 @@ def require_shardable(model: nn.Module, report: Report) -> None:
         UnsupportedModelError: with the reason.
     """
     kind = report.model_type
+    if report.attention in ("padded", "lengths"):
+        raise UnsupportedModelError(
+            f"model type {kind!r} can't be told of several documents in a row: each gets a row of its own, which ranks "
+            "can't share. Train it without SequenceParallel; data parallelism shares documents out."
+        )
     if report.attention != "tritonpack":
         raise UnsupportedModelError(
             f"model type {kind!r} attends by {report.attention!r} with a dense mask, which needs all keys on every "

@@ -139,7 +139,7 @@ class DocumentRows(InstanceForward):
         single = documents[""].lay_back((documents[""].inside.sum(1, keepdim=True) == 1) & documents[""].inside)
         if bool((single[:, -2:].all(1) & (ids[:, -1] == ids[:, -2])).any()):
             raise ValueError(
-                f"{self.name} gives {output} for each document, a row ends in documents of one and the same token each, "
+                f"{self.name} gives {output} for each document, a row ends in documents of the same single token, "
                 "and nothing says whether they are padding. Pass attention_mask, 0 for padding, or set "
                 "config.pad_token_id to the tokenizer's."
             )

@@ -1,0 +1,307 @@
+"""Models that can't be told of several documents in a row: each document gets a row of its own, and nothing is lost."""
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import DebertaV2ForMaskedLM, MobileBertForMaskedLM, PreTrainedModel
+
+import tritonpack
+from tests.patches import zoo
+from tests.patches.models import tiny_model
+from tritonpack import notices
+from tritonpack.patches.trial.packed_forms import FORMS, difference, gradients_of, lay_out, tolerance
+from tritonpack.patches.trial.small_copy import spread
+
+LENGTHS = (7, 1, 3, 11)
+EXACT = tolerance(torch.float64)
+PADDED, LENGTH = "DebertaV2ForMaskedLM", "MobileBertForMaskedLM"
+TYPES = {
+    "DebertaV2ForMaskedLM": "deberta-v2",
+    "DebertaV2Model": "deberta-v2",
+    "MobileBertForSequenceClassification": "mobilebert",
+    "MobileBertForMaskedLM": "mobilebert",
+    "MobileBertForPreTraining": "mobilebert",
+    "LongformerForMaskedLM": "longformer",
+    "CLIPModel": "clip",
+    "WhisperForConditionalGeneration": "whisper",
+    "BltForCausalLM": "blt",
+}
+
+both = pytest.mark.parametrize("name", [PADDED, LENGTH])
+
+
+def build(name: str, **options: Any) -> Any:
+    """A tiny model of a class, in float64."""
+    torch.manual_seed(0)
+    config = zoo.tiny_config(TYPES[name], num_labels=3)
+    model = getattr(transformers, name)._from_config(config, **options)
+    spread(model, torch.Generator().manual_seed(0))
+    return model.double().eval()
+
+
+def packed(form: str = "position_ids", lengths: tuple[int, ...] = LENGTHS) -> dict[str, Any]:
+    batch = FORMS[form](zoo.documents(lengths))
+    return {"input_ids": batch.ids, **batch.arguments}
+
+
+def alone(model: Any, **more: Any) -> list[Any]:
+    return [model(input_ids=ids, **more) for ids in zoo.documents(LENGTHS)]
+
+
+def labels_of(ids: Tensor) -> Tensor:
+    """A label for all tokens but each document's first."""
+    return torch.cat([torch.full_like(ids[:, :1], -100), ids[:, 1:]], dim=1)
+
+
+@both
+@pytest.mark.parametrize("form", FORMS)
+def test_each_document_is_as_alone(name: str, form: str) -> None:
+    model = build(name)
+    documents = zoo.documents(LENGTHS)
+    values = torch.cat([out.logits[0] for out in alone(model)])
+    expected = values.detach(), gradients_of(model, values)
+    batch = FORMS[form](documents)
+    known = {key: x for key, x in batch.arguments.items() if key != "use_cache"}
+    with tritonpack.patch(model):
+        got = batch.gather(model(input_ids=batch.ids, **known).logits)
+    assert difference(expected, (got.detach(), gradients_of(model, got))) < EXACT
+
+
+@both
+def test_every_output_is_laid_back(name: str) -> None:
+    model = build(name)
+    expected = [
+        torch.cat(x, dim=1)
+        for x in zip(*(o.hidden_states for o in alone(model, output_hidden_states=True)), strict=True)
+    ]
+    with tritonpack.patch(model):
+        output = model(**packed(), output_hidden_states=True)
+        first, second = model(**packed(), output_hidden_states=True, return_dict=False)[:2]
+    assert len(output.hidden_states) == len(expected)
+    for a, b in zip(expected, output.hidden_states, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+    assert torch.equal(first, output.logits)
+    assert torch.equal(second[-1], output.hidden_states[-1])
+
+
+@both
+@pytest.mark.parametrize("form", ["position_ids", "segments_padded", "two_rows_padded"])
+def test_the_loss_is_a_mean_over_labels(name: str, form: str) -> None:
+    model = build(name)
+    documents = zoo.documents(LENGTHS)
+    counts = [int((labels_of(ids) != -100).sum()) for ids in documents]
+    assert min(counts) == 0  # a mean over none isn't a number
+    losses = [model(input_ids=ids, labels=labels_of(ids)).loss for ids, n in zip(documents, counts, strict=True) if n]
+    expected = sum(n * loss for n, loss in zip([n for n in counts if n], losses, strict=True)) / sum(counts)
+    batch = FORMS[form](documents)
+    labels = torch.full_like(batch.ids, -100)
+    for (row, span), ids in zip(batch.spans, documents, strict=True):
+        labels[row, span] = labels_of(ids)[0]
+    with tritonpack.patch(model):
+        got = model(input_ids=batch.ids, labels=labels, **batch.arguments).loss
+    torch.testing.assert_close(expected, got, rtol=1e-9, atol=0)
+    want = torch.autograd.grad(expected, model.get_input_embeddings().weight)
+    have = torch.autograd.grad(got, model.get_input_embeddings().weight)
+    torch.testing.assert_close(want, have, rtol=0, atol=1e-9)
+
+
+def test_a_loss_of_two_kinds_of_labels_needs_one_batch() -> None:
+    model = build("MobileBertForPreTraining")
+    ids = packed()["input_ids"]
+    with tritonpack.patch(model), pytest.raises(ValueError, match=r"loss of next_sentence_label can't be put together"):
+        model(**packed(), labels=ids, next_sentence_label=torch.tensor([0, 1, 0, 1]))
+
+
+def test_gradients_are_numbers() -> None:
+    """Longformer's are none where padding fills a window."""
+    model = build("LongformerForMaskedLM")
+    with tritonpack.patch(model) as handle:
+        assert handle.report.attention == "lengths"
+        model(**packed(lengths=(7, 4, 11))).logits.sum().backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+def test_logits_to_keep_count_tokens_of_the_row() -> None:
+    model = build("BltForCausalLM")
+    with tritonpack.patch(model):
+        whole = model(**packed()).logits
+        assert torch.equal(model(**packed(), logits_to_keep=2).logits, whole[:, -2:])
+        assert torch.equal(model(**packed(), logits_to_keep=torch.tensor([0, 9])).logits, whole[:, [0, 9]])
+
+
+def test_one_score_for_each_document() -> None:
+    model = build("MobileBertForSequenceClassification")
+    expected = torch.cat([out.logits for out in alone(model)])
+    with tritonpack.patch(model):
+        torch.testing.assert_close(model(**packed()).logits, expected, rtol=0, atol=1e-9)
+        model(**packed(), labels=torch.tensor([0, 1, 2, 0])).loss.backward()
+        with pytest.raises(ValueError, match=r"labels has shape \(1, 22\).*4 documents"):
+            model(**packed(), labels=torch.zeros(1, 22))
+
+
+def test_texts_against_images() -> None:
+    """Texts of one row, and two images: every pair."""
+    model = build("CLIPModel")
+    size = model.config.vision_config.image_size
+    images = torch.randn(2, 3, size, size, dtype=torch.float64)
+    texts = [model(input_ids=ids, pixel_values=images).logits_per_text for ids in zoo.documents(LENGTHS)]
+    with tritonpack.patch(model) as handle:
+        assert handle.report.attention == "padded"
+        output = model(**packed(), pixel_values=images)
+    torch.testing.assert_close(output.logits_per_text, torch.cat(texts), rtol=0, atol=1e-9)
+    torch.testing.assert_close(output.logits_per_image, torch.cat(texts).T, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("each", ["row", "document"])
+def test_sounds_for_each_row_or_for_each_document(each: str) -> None:
+    model = build("WhisperForConditionalGeneration")
+    documents = zoo.documents((5, 3, 4))
+    batch = lay_out([[0, 1], [2]], documents)
+    shape = (model.config.num_mel_bins, 2 * model.config.max_source_positions)
+    sounds = torch.randn(2 if each == "row" else 3, *shape, dtype=torch.float64)
+    of = [0, 0, 1] if each == "row" else [0, 1, 2]
+    with torch.no_grad():
+        expected = [
+            model(input_features=sounds[[i]], decoder_input_ids=ids).logits[0]
+            for i, ids in zip(of, documents, strict=True)
+        ]
+        with tritonpack.patch(model):
+            got = model(
+                input_features=sounds,
+                decoder_input_ids=batch.ids,
+                decoder_position_ids=batch.arguments["position_ids"],
+                decoder_attention_mask=batch.arguments["attention_mask"],
+            ).logits
+    torch.testing.assert_close(batch.gather(got), torch.cat(expected), rtol=0, atol=1e-9)
+
+
+class TestSaid:
+    """What users hear of it."""
+
+    def test_the_report(self) -> None:
+        assert "each document in a row of its own, in a padded batch" in str(tritonpack.patch(build(PADDED)).report)
+        assert "in batches of one length" in str(tritonpack.patch(build(LENGTH)).report)
+
+    def test_a_warning_with_the_first_packed_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(notices, "_said", {})
+        model = build(PADDED)
+        with tritonpack.patch(model):
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                model(**packed("padded_right"))
+                model(input_ids=zoo.documents((5,))[0])
+            with pytest.warns(tritonpack.PackingWarning, match="can't be told of several documents in a row"):
+                model(**packed())
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                model(**packed())
+
+    @pytest.mark.parametrize("options", [{"attention": "eager"}, {"backend": "reference"}])
+    def test_options_that_would_do_nothing(self, options: Any) -> None:
+        with pytest.raises(ValueError, match=r"would do nothing\. Leave both out"):
+            tritonpack.patch(build(PADDED), **options)
+
+    def test_a_cache(self) -> None:
+        model = build("BltForCausalLM")
+        with tritonpack.patch(model), pytest.raises(ValueError, match="packed rows can't use a cache"):
+            model(**packed(), past_key_values=transformers.DynamicCache())
+
+    def test_positions_that_begin_elsewhere(self) -> None:
+        model = build(LENGTH)
+        ids = packed()["input_ids"]
+        positions = 5 + packed()["position_ids"]
+        with tritonpack.patch(model):
+            shifted = model(input_ids=ids, position_ids=positions, seq_idx=packed("seq_idx_alone")["seq_idx"]).logits
+            usual = model(**packed()).logits
+        assert (shifted - usual).abs().max() > 0.01
+        expected = [
+            model(input_ids=one, position_ids=5 + torch.arange(one.shape[1])[None]).logits
+            for one in zoo.documents(LENGTHS)
+        ]
+        torch.testing.assert_close(shifted, torch.cat(expected, dim=1), rtol=0, atol=1e-9)
+
+    def test_a_mask_of_four_dimensions(self) -> None:
+        with tritonpack.patch(model := build(PADDED)), pytest.raises(ValueError, match="must be two-dimensional"):
+            model(input_ids=packed()["input_ids"], attention_mask=torch.ones(1, 1, 22, 22))
+
+    def test_padding_that_nothing_tells(self) -> None:
+        model = build("MobileBertForSequenceClassification")
+        ids = torch.tensor([[7, 8, 9, 5, 5]])
+        positions = torch.tensor([[0, 1, 2, 0, 0]])
+        with tritonpack.patch(model):
+            with pytest.raises(ValueError, match="nothing says whether they are padding"):
+                model(input_ids=ids, position_ids=positions)
+            assert model(input_ids=ids, position_ids=positions, attention_mask=(ids != 5).long()).logits.shape[0] == 1
+
+    def test_ranks_cannot_share_them(self) -> None:
+        from tritonpack.parallel.requirements import require_shardable
+
+        model = build(PADDED)
+        with pytest.raises(
+            tritonpack.UnsupportedModelError, match="each gets a row of its own, which ranks can't share"
+        ):
+            require_shardable(model, tritonpack.patch(model).report)
+
+
+def test_padded_batches_run_as_they_are() -> None:
+    model = build("BltForCausalLM")
+    batch = packed("padded_right")
+    expected = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    with tritonpack.patch(model):
+        got = model(**batch).logits
+    live = batch["attention_mask"].bool()
+    torch.testing.assert_close(expected[live], got[live], rtol=0, atol=1e-6)
+
+
+def test_the_model_inside_may_be_called() -> None:
+    model = build(PADDED)
+    expected = [model.deberta(input_ids=ids).last_hidden_state for ids in zoo.documents(LENGTHS)]
+    with tritonpack.patch(model):
+        got = model.deberta(**packed()).last_hidden_state
+    torch.testing.assert_close(torch.cat(expected, dim=1), got, rtol=0, atol=1e-9)
+
+
+def test_unpatching_copies_and_names() -> None:
+    model = build(PADDED)
+    before = {name: dict(module.__dict__) for name, module in model.named_modules()}
+    own = model.config._attn_implementation
+    handle = tritonpack.patch(model)
+    twin = copy.deepcopy(model)
+    expected = model(**packed()).logits
+    handle.unpatch()
+    assert {name: dict(module.__dict__) for name, module in model.named_modules()} == before
+    assert torch.equal(twin(**packed()).logits, expected)
+    tritonpack.unpatch(twin)
+    named = build(PADDED, attn_implementation="tritonpack")
+    assert torch.equal(named(**packed()).logits, expected)
+    assert named.config._attn_implementation == own
+    named.set_attn_implementation("eager")
+    assert (named(**packed()).logits - expected).abs().max() > 0.01
+
+
+class Stranger(DebertaV2ForMaskedLM):
+    """Of no table."""
+
+
+class OddStranger(MobileBertForMaskedLM):
+    """Of no table, and padding moves it."""
+
+
+@pytest.mark.parametrize(("kind", "layout"), [(Stranger, "padded"), (OddStranger, "lengths")])
+def test_a_trial_finds_the_layout(kind: type[PreTrainedModel], layout: str) -> None:
+    name = kind.__mro__[1].__name__
+    torch.manual_seed(0)
+    model: Any = kind._from_config(zoo.tiny_config(TYPES[name])).double().eval()
+    expected = [out.logits for out in alone(model)]
+    with tritonpack.patch(model) as handle:
+        assert handle.report.attention == layout
+        torch.testing.assert_close(model(**packed()).logits, torch.cat(expected, dim=1), rtol=0, atol=1e-9)
+
+
+def test_kernels_come_first() -> None:
+    assert tritonpack.patch(tiny_model("llama")).report.attention == "tritonpack"
