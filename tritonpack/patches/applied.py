@@ -18,7 +18,7 @@ from tritonpack.patches.both_sides import BothSides
 from tritonpack.patches.checkpoints import Checkpoints, release_checkpoint
 from tritonpack.patches.continuous import ENTRY, ContinuousBatching
 from tritonpack.patches.current import UNCLAIMED, Current, InstanceForward, ModuleRef, Running
-from tritonpack.patches.document_rows import DocumentRows
+from tritonpack.patches.document_rows import DocumentRows, StockAttention
 from tritonpack.patches.families import DENSE, MIXERS, OWN_MASKS, POSITION_TABLES
 from tritonpack.patches.forwards import holds_both_sides
 from tritonpack.patches.hand import HAND_WRITTEN, DocumentMask
@@ -87,6 +87,7 @@ class Applied:
         self.stand_ins: list[InstanceForward] = []
         self.hooks: list[PackingHook] = []
         self.heads: list[ModelForward] = []
+        self.stock: list[StockAttention] = []
         self.continuous: list[ContinuousBatching] = []
         if layout == "packed":
             self._pack(model, modules, attention, backend)
@@ -97,6 +98,7 @@ class Applied:
         replaced = stock_name(modules[0], modules[0].config._attn_implementation_internal)
         self.report = make_report(model, modules, layout, "", replaced, set())
         self.stand_ins += [DocumentRows(module, self.current, layout == "lengths") for module in modules]
+        self.stock += [StockAttention(module) for module in model.modules() if isinstance(module, PreTrainedModel)]
 
     def _pack(self, model: nn.Module, modules: list[PreTrainedModel], attention: str, backend: Backend) -> None:
         capabilities = Capabilities()
@@ -149,7 +151,7 @@ class Applied:
     @property
     def claimants(self) -> list[Claimant]:
         """Whose modules' configurations are given a name of attention."""
-        return [*self.hooks, *(one for one in self.stand_ins if isinstance(one, (BothSides, DocumentRows)))]
+        return [*self.hooks, *(head for head in self.heads if isinstance(head, BothSides)), *self.stock]
 
     def apply(self) -> None:
         """Put everything where it belongs."""
@@ -246,7 +248,7 @@ def _told_boundaries(stand_ins: list[InstanceForward], width: int) -> set[type]:
     }
 
 
-Claimant = PackingHook | BothSides | DocumentRows
+Claimant = PackingHook | BothSides | StockAttention
 
 # Configs whose attention has our name: what claims each for a patched module, and the name that it had. By
 # identity, because configs compare by value and models may share one; gone with the config, because another may get

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from tritonpack import notices
 from tritonpack.patches.both_sides import SOURCE, TARGET
 from tritonpack.patches.by_document import ONE_DOCUMENT_A_ROW, TARGETS, require_one_target_each
-from tritonpack.patches.current import UNCLAIMED, Current, InstanceForward
+from tritonpack.patches.current import UNCLAIMED, Current, InstanceForward, ModuleRef
 from tritonpack.patches.documents import Documents, require_one_document_a_row
 from tritonpack.patches.families import HEADS_SHIFT
 from tritonpack.patches.hooks import CACHES
@@ -40,15 +40,34 @@ ONE_SIDE = {name: name for name in ("attention_mask", "position_ids", "seq_idx",
 LENGTHS = ("cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
+class StockAttention:
+    """A module of such a model, which keeps the attention that it had; a model that was given our name has none, and
+    gets transformers' default.
+
+    Attributes:
+        replaced: the name of the attention that the module's config had before.
+    """
+
+    replaced: str | None = UNCLAIMED
+
+    def __init__(self, module: PreTrainedModel) -> None:
+        self._module = ModuleRef(module)
+
+    @property
+    def module(self) -> PreTrainedModel:
+        return self._module.module
+
+    def attention_name(self, before: str | None) -> str:
+        """What the attention is called from now on."""
+        return stock_name(self.module, before)
+
+
 class DocumentRows(InstanceForward):
     """The forward of a model that runs with one document a row, whatever rows it is given.
 
     Attributes:
         by_length: whether documents of one length run at a time, without padding.
-        replaced: the name of the attention that the model's config had before.
     """
-
-    replaced: str | None = UNCLAIMED
 
     def __init__(self, module: PreTrainedModel, current: Current, by_length: bool) -> None:
         super().__init__(module, current)
@@ -62,10 +81,6 @@ class DocumentRows(InstanceForward):
     @property
     def name(self) -> str:
         return type(self.module).__name__
-
-    def attention_name(self, before: str | None) -> str:
-        """What the attention is called from now on: as before, or transformers' default in the place of our name."""
-        return stock_name(self.module, before)
 
     def takes(self, argument: str) -> bool:
         return self.takes_any or argument in self.names
