@@ -271,18 +271,6 @@ def test_scores_need_tokens_and_a_padding_token() -> None:
 # Questions -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["BertForQuestionAnswering", "LlamaForQuestionAnswering"])
-def test_answers_in_packed_rows_are_refused(name: str) -> None:
-    """Their loss is a softmax over the row."""
-    model, pieces = head(name, {"B": "bert", "L": "llama"}[name[0]], num_labels=2), documents()
-    answers = {"start_positions": torch.tensor([2, 0, 0, 4]), "end_positions": torch.tensor([5, 0, 2, 10])}
-    with tritonpack.patch(model):
-        assert model(**padded(pieces), **answers).loss.isfinite()
-        for form in ("position_ids", "offsets_alone", "segments_alone"):
-            with pytest.raises(ValueError, match=r"looks for start_positions among all tokens of a row.*row: \[4\]"):
-                model(**packed(form, pieces), **answers)
-
-
 @pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize("told", ["position_ids", "attention_mask", "cu_seq_lens_q", "nothing"])
 def test_choices_are_rows_of_their_own(told: str) -> None:

@@ -18,6 +18,7 @@ from tritonpack.patches.heads import ModelForward
 from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.packing import Packing, Serving
 from tritonpack.patches.reading import make_packing
+from tritonpack.patches.spans import take_spans
 from tritonpack.patches.tokens import text_config
 
 # What tells documents apart on each side, as `make_packing` calls it and as the module around both sides does.
@@ -78,11 +79,12 @@ class BothSides(ModelForward):
             if unshifted is None:
                 raise ValueError(f"{packed[0]} describes tokens of the decoder, and there are none; pass them.")
             target = unshifted
+        packing = None
         if target is not None:
             packing = self._hand(arguments, "decoder", TARGET, told, target, arguments.get("decoder_input_ids"))
             if unshifted is not None and packing is not None:
                 self._shift_labels(arguments, unshifted, packing)
-        return self.inner(**arguments)
+        return self._find_spans(arguments, packing)
 
     def _run_shared(self, arguments: dict[str, Any], told: dict[str, Any]) -> Any:
         """The decoder's tokens are the encoder's, shifted to the right: both have the same documents."""
@@ -95,14 +97,19 @@ class BothSides(ModelForward):
         packing = make_packing({**told, "input_ids": ids}, ids.shape, ids.device, self.serving, self._pad_token)
         if not packing.tells_documents:
             return self.inner(**arguments)
-        self._require_whole_rows(arguments, packing)
         if self.by_document and (documents := self._documents(packing)) is not None:
             return self._run_by_document(documents, arguments)
         arguments["attention_mask"] = arguments["decoder_attention_mask"] = packing
         arguments["decoder_input_ids"] = shift_documents(self.module, ids, packing)
         if "decoder_position_ids" in self.names:
             arguments["decoder_position_ids"] = arguments.get("position_ids")
-        return self.inner(**arguments)
+        return self._find_spans(arguments, packing)
+
+    def _find_spans(self, arguments: dict[str, Any], packing: Packing | None) -> Any:
+        """Run the module on its decoder's packing, with the loss of each document if it answers questions."""
+        spans = None if packing is None else take_spans(arguments, packing, self.module, self.own)
+        output = self.inner(**arguments)
+        return output if spans is None else spans.add_loss(output, self.name)
 
     def _hand(
         self,

@@ -19,32 +19,36 @@ class Documents:
         tokens: (B, T), the shape of the packed rows.
         places: (documents, longest) int64, where tokens lie in the flattened rows; 0 for padding.
         inside: (documents, longest) bool, which of them are tokens; the others are padding.
+        packed: whether a row holds more than one.
     """
 
     tokens: torch.Size
     places: Tensor
     inside: Tensor
+    packed: bool = True
 
     @classmethod
-    def of(cls, packing: Packing, *, left: bool = False) -> Documents | None:
+    def of(cls, packing: Packing, *, left: bool = False, padded: bool = False) -> Documents | None:
         """The documents of a packing; None if no row holds more than one. Waits for the device.
 
         Args:
             packing: of rows that a cache doesn't precede. Its padding isn't among the documents.
             left: pad documents on the left.
+            padded: also where no row holds more than one, if anything was told that could mark padding.
         """
         if not packing.tells_documents:
             return None
         begin, length = packing.lengths()
         rows = begin // packing.tokens[1]
-        if not bool((rows[1:] == rows[:-1]).any()):
+        packed = bool((rows[1:] == rows[:-1]).any())
+        if not packed and not (padded and length.numel()):
             return None
         steps = torch.arange(int(length.max())).expand(len(length), -1)
         if left:
             steps = steps - (length.max() - length)[:, None]
         inside = (steps >= 0) & (steps < length[:, None])
         places = torch.where(inside, begin[:, None] + steps, 0)
-        return cls(packing.tokens, places.to(packing.where), inside.to(packing.where))
+        return cls(packing.tokens, places.to(packing.where), inside.to(packing.where), packed)
 
     @property
     def rows(self) -> Tensor:
@@ -54,7 +58,7 @@ class Documents:
     def __len__(self) -> int:
         return self.places.shape[0]
 
-    def cut(self, values: Tensor, fill: int = 0) -> Tensor:
+    def cut(self, values: Tensor, fill: float = 0) -> Tensor:
         """(documents, longest, ...) of (B, T, ...) or (1, T, ...), with `fill` for padding."""
         flat = values.expand(*self.tokens, *values.shape[2:]).flatten(0, 1)
         outside = ~self.inside.view(*self.inside.shape, *[1] * (values.ndim - 2)).to(values.device)

@@ -19,6 +19,7 @@ from tritonpack.patches.multimodal import leave_positions_to
 from tritonpack.patches.near_misses import refuse_near_misses
 from tritonpack.patches.packing import Packing
 from tritonpack.patches.reading import make_packing
+from tritonpack.patches.spans import take_spans
 
 
 class ModelForward(InstanceForward):
@@ -77,12 +78,17 @@ class ModelForward(InstanceForward):
         return self._run({**arguments, "return_dict": True}).to_tuple()
 
     def _run(self, arguments: dict[str, Any]) -> Any:
-        packing, outer = self._read(arguments), self.current.state.told
+        packing = self._read(arguments)
         if packing is None:
             return self.inner(**arguments)
-        self._require_whole_rows(arguments, packing)
+        spans = take_spans(arguments, packing, self.module, self.own)
+        output = self._run_packed(arguments, packing)
+        return output if spans is None else spans.add_loss(output, self.name)
+
+    def _run_packed(self, arguments: dict[str, Any], packing: Packing) -> Any:
         if self.by_document and not packing.shared and (documents := self._documents(packing)) is not None:
             return self._run_by_document(documents, arguments)
+        outer = self.current.state.told
         if outer is None:
             warn_of_first_labels(self.module, arguments, packing)
         arguments = self._pass_on(packing, arguments)
@@ -120,16 +126,6 @@ class ModelForward(InstanceForward):
             arguments["attention_mask"] = packing
         leave_positions_to(self.module, packing, arguments)
         return arguments
-
-    def _require_whole_rows(self, arguments: dict[str, Any], packing: Packing) -> None:
-        """Refuse packed rows where the loss looks for places in a row."""
-        if arguments.get("start_positions") is not None and not packing.cached:
-            require_one_document_a_row(
-                packing,
-                f"the loss of {self.name} looks for start_positions among all tokens of a row, padding and other "
-                "documents included. Compute it of each document's start_logits and end_logits, or give each document "
-                "a row of its own.",
-            )
 
     def _require_whole_choices(self, arguments: dict[str, Any], shape: torch.Size) -> None:
         """Refuse packed rows in multiple choice, where a row is a choice."""
