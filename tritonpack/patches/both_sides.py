@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tritonpack.checks import require
+from tritonpack.patches.by_document import padded
 from tritonpack.patches.current import UNCLAIMED, Current
 from tritonpack.patches.documents import require_one_document_a_row
 from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SHIFTS_INPUTS
@@ -98,7 +99,7 @@ class BothSides(ModelForward):
         if not packing.tells_documents:
             return self.inner(**arguments)
         if self.by_document and (documents := self._documents(packing)) is not None:
-            return self._run_by_document(documents, arguments)
+            return self._run_padded(documents, padded(documents, arguments, self.module))
         arguments["attention_mask"] = arguments["decoder_attention_mask"] = packing
         arguments["decoder_input_ids"] = shift_documents(self.module, ids, packing)
         if "decoder_position_ids" in self.names:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tritonpack.patches.families import CODEBOOKS, HEADS_SHIFT
 from tritonpack.patches.forwards import holds_both_sides
 from tritonpack.patches.tokens import special_tokens
-from tritonpack.patches.trial.packed_forms import FORMS, Subject, paired, values_of
+from tritonpack.patches.trial.packed_forms import FORMS, Batch, Form, Subject, paired, values_of, with_choices
 from tritonpack.patches.trial.shrink import shrink
 
 # What models are looked for among, in this order, and what each is called.
@@ -187,6 +187,8 @@ def subject_of(model: nn.Module) -> Subject:
 
     if takes_pairs(model):
         return pairs_subject(model, draw, ordinary)
+    if takes_choices(model):
+        return choices_subject(model, draw, exchanged(ordinary, size))
     books = codebooks_of(text)
     return Subject(
         model,
@@ -225,6 +227,34 @@ def pairs_subject(
 
     forms = {name: paired(form, source_of) for name, form in FORMS.items()}
     return Subject(model, draw, call, forms=forms, **options)
+
+
+def takes_choices(model: nn.Module) -> bool:
+    """Whether a model is called with several choices to a row, by the names of its classes."""
+    return any(kind.__name__.endswith("ForMultipleChoice") for kind in type(model).__mro__)
+
+
+def choices_subject(
+    model: nn.Module, draw: Callable[[tuple[int, ...], int], list[Tensor]], another: Callable[[Tensor], Tensor]
+) -> Subject:
+    """How a model is called that takes choices; its arguments are as `with_choices` makes them."""
+
+    def choosing(form: Form) -> Form:
+        def lay_out(documents: list[Tensor]) -> Batch:
+            batch = form(documents)
+            return replace(batch, arguments=with_choices(batch.arguments, another))
+
+        return lay_out
+
+    forms = {name: choosing(form) for name, form in FORMS.items()}
+    return Subject(model, draw, lambda ids: with_choices({"input_ids": ids}, another), forms=forms)
+
+
+def exchanged(ordinary: Tensor, size: int) -> Callable[[Tensor], Tensor]:
+    """A function that puts another ordinary token in the place of each, and leaves others, such as padding, alone."""
+    table = torch.arange(size)
+    table[ordinary] = ordinary.roll(1)
+    return lambda ids: table.to(ids.device)[ids]
 
 
 def codebooks_of(config: Any) -> int:
