@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from tritonpack.checks import require
 from tritonpack.patches.by_document import padded
 from tritonpack.patches.current import UNCLAIMED, Current
-from tritonpack.patches.documents import require_one_document_a_row
-from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SHIFTS_INPUTS
+from tritonpack.patches.documents import Documents, require_one_document_a_row
+from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SCORES_BEFORE_PADDING, SHIFTS_INPUTS
 from tritonpack.patches.heads import ModelForward
 from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.packing import Packing, Serving
@@ -52,11 +52,17 @@ class BothSides(ModelForward):
 
     def __init__(self, module: PreTrainedModel, current: Current, hook: PackingHook) -> None:
         super().__init__(module, current, hook)
+        self.pads_left = module.config.model_type in SCORES_BEFORE_PADDING
         self.known = self.known | {*SOURCE.values(), *TARGET.values(), *OFFSETS}
 
     @property
     def serving(self) -> Serving:
         return self.hook.serving
+
+    @property
+    def takes_use_cache(self) -> bool:
+        """T5Gemma's heads would hand it on beside one of their own."""
+        return "use_cache" in self.names
 
     def _run(self, arguments: dict[str, Any]) -> Any:
         if any(isinstance(arguments.get(name), Packing) for name in ("attention_mask", "decoder_attention_mask")):
@@ -99,7 +105,12 @@ class BothSides(ModelForward):
         if not packing.tells_documents:
             return self.inner(**arguments)
         if self.by_document and (documents := self._documents(packing)) is not None:
-            return self._run_padded(documents, padded(documents, arguments, self.module))
+            batch = padded(documents, arguments, self.module)
+            if self.pads_left:  # where the first token of the decoder isn't the first of the row
+                shifted = shift_documents(self.module, ids, packing)
+                batch["decoder_input_ids"] = documents.cut(shifted, fill=self.module.config.pad_token_id)
+                batch["decoder_attention_mask"] = batch["attention_mask"]
+            return self._run_padded(documents, batch)
         arguments["attention_mask"] = arguments["decoder_attention_mask"] = packing
         arguments["decoder_input_ids"] = shift_documents(self.module, ids, packing)
         if "decoder_position_ids" in self.names:
@@ -111,6 +122,9 @@ class BothSides(ModelForward):
         spans = None if packing is None else take_spans(arguments, packing, self.module, self.own)
         output = self.inner(**arguments)
         return output if spans is None else spans.add_loss(output, self.name)
+
+    def _documents(self, packing: Packing) -> Documents | None:
+        return Documents.of(packing, left=self.pads_left, padded=self.pads_left)
 
     def _hand(
         self,

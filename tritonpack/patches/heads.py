@@ -48,6 +48,10 @@ class ModelForward(InstanceForward):
     def takes(self, argument: str) -> bool:
         return self.takes_any or argument in self.names
 
+    @property
+    def takes_use_cache(self) -> bool:
+        return self.takes("use_cache")
+
     def require_in_place(self, arguments: dict[str, Any]) -> None:
         """Refuse a call whose result is the head's to compute, where somebody has replaced its forward since.
 
@@ -152,7 +156,8 @@ class ModelForward(InstanceForward):
                 "different lengths can't be scored in one batch. Give documents of one length, or set summary_type to "
                 "'first' or 'last' and build the model anew."
             )
-        if self.takes("use_cache"):
+        batch.pop("use_cache", None)
+        if self.takes_use_cache:
             batch["use_cache"] = False
         outer = self.current.state.told
         self.current.tell(None)

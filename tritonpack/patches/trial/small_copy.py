@@ -181,9 +181,14 @@ def subject_of(model: nn.Module) -> Subject:
     named = special_tokens(config)
     ordinary = torch.tensor([token for token in range(size) if token not in named])
 
+    end = end_read_by(model)
+
     def draw(lengths: tuple[int, ...], seed: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(seed)
-        return [ordinary[torch.randint(len(ordinary), (1, n), generator=generator)] for n in lengths]
+        documents = [ordinary[torch.randint(len(ordinary), (1, n), generator=generator)] for n in lengths]
+        for document in documents:
+            document[:, -1] = document[:, -1] if end is None else end
+        return documents
 
     if takes_pairs(model):
         return pairs_subject(model, draw, ordinary)
@@ -196,6 +201,12 @@ def subject_of(model: nn.Module) -> Subject:
         call=lambda ids: {"input_ids": rows_for_codebooks(ids, books, size)},
         values=lambda output: side_by_side(values_of(output), books),
     )
+
+
+def end_read_by(model: nn.Module) -> int | None:
+    """The token at which an encoder with a decoder reads the scores of a document; None for other models."""
+    scores = any(kind.__name__.endswith("ForSequenceClassification") for kind in type(model).__mro__)
+    return getattr(model.config, "eos_token_id", None) if scores and holds_both_sides(model) else None
 
 
 def takes_pairs(model: nn.Module) -> bool:
