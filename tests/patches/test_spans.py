@@ -138,6 +138,19 @@ def test_a_replaced_loss_function_is_called() -> None:
         assert relative(expected, model(**packed("position_ids", pieces), **ANSWERS).loss) < EXACT
 
 
+@pytest.mark.parametrize("name", ["BertForQuestionAnswering", "LlamaForQuestionAnswering"])
+def test_a_count_for_the_whole_batch(name: str) -> None:
+    """Heads that call their loss_function divide by it; others leave it out."""
+    model, pieces = answering(name), documents()
+    losses = [
+        model(ids, start_positions=s, end_positions=e, num_items_in_batch=8).loss
+        for ids, s, e in zip(pieces, START[:, None], END[:, None], strict=True)
+    ]
+    expected = sum(losses) if name.startswith("Llama") else sum(losses) / 4
+    with tritonpack.patch(model):
+        assert relative(expected, model(**packed("position_ids", pieces), **ANSWERS, num_items_in_batch=8).loss) < EXACT
+
+
 def test_documents_of_a_decoder() -> None:
     """Positions are of the decoder's documents, which have logits."""
     model, pieces = answering("BartForQuestionAnswering"), documents()

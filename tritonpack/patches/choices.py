@@ -79,7 +79,8 @@ class Choices:
         batch = padded(self.documents, rows, model, questions=len(self.documents) // self.shape[1])
         for name, x in batch.items():
             cut = isinstance(x, Tensor) and x.shape[:2] == self.documents.inside.shape
-            if cut and name != "position_ids":  # rows of them are what a few heads hand on, and others make of them
+            # All heads flatten token ids; DistilBERT's and XLNet's pass position_ids on as they are.
+            if cut and name != "position_ids":
                 batch[name] = x.unflatten(0, (-1, self.shape[1]))
         return batch
 
@@ -97,7 +98,7 @@ def _by_question(documents: Documents, shape: torch.Size, model: str) -> Documen
             f"{model} compares the n-th documents of all choices of a row, but the choices hold different numbers of "
             f"documents, by row: {counts.tolist()!r:.200}. Give each choice of a row one document for each question."
         )
-    # Stable, so that documents of one choice stay in order: row, then place among the documents of its choice.
+    # By row, then by the place among the documents of a choice; a stable sort leaves the choices in order.
     place = torch.cat([torch.arange(int(n), device=counts.device) for n in counts.flatten()])
     order = torch.argsort(documents.rows // shape[1] * len(documents) + place, stable=True)
     return replace(documents, places=documents.places[order], inside=documents.inside[order])

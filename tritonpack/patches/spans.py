@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class Spans:
         start: (documents,) int64, the first token of each span, counted from its document's first token; the longest
             document's length for a span to be ignored.
         end: (documents,) int64, the last token of each span, likewise.
-        loss: the head's loss of (documents, T) logits: transformers' `ForQuestionAnsweringLoss` by signature.
+        loss: called as transformers' `ForQuestionAnsweringLoss`, with (documents, longest) logits.
     """
 
     documents: Documents
@@ -97,7 +98,7 @@ def take_spans(arguments: dict[str, Any], packing: Packing, head: nn.Module, ins
     if not known:
         raise ValueError(
             f"{name} has a loss of its own, which may look for start_positions among all tokens of a row, other "
-            f"documents included. Give each document a row of its own."
+            "documents included. Give each document a row of its own."
         )
     for missing in {*POSITIONS} - {*given}:
         raise ValueError(f"{name} was given {', '.join(given)} without {missing}; pass both or neither.")
@@ -110,7 +111,7 @@ def take_spans(arguments: dict[str, Any], packing: Packing, head: nn.Module, ins
             )
         del arguments[key]
     start, end = (_in_documents(documents, given[key].flatten().to(packing.where)) for key in POSITIONS)
-    return Spans(documents, start, end, _loss_of(head))
+    return Spans(documents, start, end, _loss_of(head, arguments.get("num_items_in_batch")))
 
 
 def _in_documents(documents: Documents, places: Tensor) -> Tensor:
@@ -127,7 +128,14 @@ def _in_documents(documents: Documents, places: Tensor) -> Tensor:
     return torch.where(inside, places, documents.inside.shape[1])
 
 
-def _loss_of(head: Any) -> Callable[..., Tensor]:
-    """What a head computes its loss by: its `loss_function`, which users may replace, where its forward calls that."""
+def _loss_of(head: Any, count: Any) -> Callable[..., Tensor]:
+    """What a head computes its loss by: its `loss_function`, which users may replace, where its forward calls that.
+
+    Args:
+        head: the model.
+        count: `num_items_in_batch`, by which such a function divides the sum of losses; None for their mean.
+    """
     names = inspect.unwrap(type(head).forward).__code__.co_names
-    return head.loss_function if "loss_function" in names else ForQuestionAnsweringLoss
+    if "loss_function" not in names:
+        return ForQuestionAnsweringLoss
+    return head.loss_function if count is None else partial(head.loss_function, num_items_in_batch=count)
