@@ -186,6 +186,25 @@ def test_losses_of_other_kinds(kind: str) -> None:
     assert relative(expected.loss[None], got.loss[None]) < EXACT
 
 
+def test_heads_that_average_rows_are_refused() -> None:
+    model, pieces = head("XLNetForSequenceClassification", "xlnet", summary_type="mean"), documents()
+    same = documents((5, 5, 5))
+    expected = torch.cat([model(ids).logits for ids in same])
+    with tritonpack.patch(model):
+        assert relative(expected, model(**packed("position_ids", same)).logits) < EXACT
+        with pytest.raises(ValueError, match=r"averages all tokens of a row.*set summary_type to 'first' or 'last'"):
+            model(**packed("position_ids", pieces))
+
+
+@pytest.mark.parametrize("summary_type", ["last", "cls_index"])
+@pytest.mark.parametrize("name", ["XLNetForSequenceClassification", "XLMForSequenceClassification"])
+def test_heads_that_read_the_last_token(name: str, summary_type: str) -> None:
+    model, pieces = head(name, name[:5].removesuffix("Fo").lower(), summary_type=summary_type), documents()
+    expected = torch.cat([model(ids).logits for ids in pieces])
+    with tritonpack.patch(model):
+        assert relative(expected, model(**packed("position_ids", pieces)).logits) < EXACT
+
+
 def test_padding_is_no_document() -> None:
     """By a mask, and by a document of nothing but padding tokens, as collators fill rows up."""
     model, pieces = head("LlamaForSequenceClassification", "llama"), documents()
@@ -266,41 +285,6 @@ def test_scores_need_tokens_and_a_padding_token() -> None:
         model.config.pad_token_id = None
         with pytest.raises(ValueError, match=r"config\.pad_token_id, which is None"):
             model(**call)
-
-
-# Questions -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["BertForQuestionAnswering", "LlamaForQuestionAnswering"])
-def test_answers_in_packed_rows_are_refused(name: str) -> None:
-    """Their loss is a softmax over the row."""
-    model, pieces = head(name, {"B": "bert", "L": "llama"}[name[0]], num_labels=2), documents()
-    answers = {"start_positions": torch.tensor([2, 0, 0, 4]), "end_positions": torch.tensor([5, 0, 2, 10])}
-    with tritonpack.patch(model):
-        assert model(**padded(pieces), **answers).loss.isfinite()
-        for form in ("position_ids", "offsets_alone", "segments_alone"):
-            with pytest.raises(ValueError, match=r"looks for start_positions among all tokens of a row.*row: \[4\]"):
-                model(**packed(form, pieces), **answers)
-
-
-@pytest.mark.usefixtures("untried")
-@pytest.mark.parametrize("told", ["position_ids", "attention_mask", "cu_seq_lens_q", "nothing"])
-def test_choices_are_rows_of_their_own(told: str) -> None:
-    model = head("BertForMultipleChoice", "bert")
-    ids = torch.stack([torch.cat(documents((3, 4)), dim=1), torch.cat(documents((7,)), dim=1)], dim=1)
-    arguments: dict[str, Any] = {
-        "position_ids": {"position_ids": torch.tensor([[[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 5, 6]]])},
-        "attention_mask": {"attention_mask": torch.tensor([[[1, 1, 1, 2, 2, 2, 2], [1, 1, 1, 1, 1, 1, 1]]])},
-        "cu_seq_lens_q": {"cu_seq_lens_q": torch.tensor([0, 3, 7, 14])},
-        "nothing": {"attention_mask": torch.tensor([[[1, 1, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 1, 1]]])},
-    }[told]
-    if told == "nothing":
-        expected = model(ids, **arguments).logits
-        with tritonpack.patch(model):
-            assert relative(expected, model(ids, **arguments).logits) < EXACT
-        return
-    with tritonpack.patch(model), pytest.raises(ValueError, match=r"scores each row of .* as one choice"):
-        model(ids, **arguments)
 
 
 # Vectors of documents ------------------------------------------------------------------------------------------------

@@ -11,13 +11,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tritonpack.checks import require
+from tritonpack.patches.by_document import padded
 from tritonpack.patches.current import UNCLAIMED, Current
-from tritonpack.patches.documents import require_one_document_a_row
-from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SHIFTS_INPUTS
+from tritonpack.patches.documents import Documents, require_one_document_a_row
+from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SCORES_BEFORE_PADDING, SHIFTS_INPUTS
 from tritonpack.patches.heads import ModelForward
 from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.packing import Packing, Serving
 from tritonpack.patches.reading import make_packing
+from tritonpack.patches.spans import take_spans
 from tritonpack.patches.tokens import text_config
 
 # What tells documents apart on each side, as `make_packing` calls it and as the module around both sides does.
@@ -50,6 +52,7 @@ class BothSides(ModelForward):
 
     def __init__(self, module: PreTrainedModel, current: Current, hook: PackingHook) -> None:
         super().__init__(module, current, hook)
+        self.pads_left = module.config.model_type in SCORES_BEFORE_PADDING
         self.known = self.known | {*SOURCE.values(), *TARGET.values(), *OFFSETS}
 
     @property
@@ -59,6 +62,11 @@ class BothSides(ModelForward):
     def attention_name(self, before: str | None) -> str:
         """What the attention is called from now on, in the place of the name from before."""
         return self.hook.attention_name(before)
+
+    @property
+    def takes_use_cache(self) -> bool:
+        """T5Gemma's heads would hand it on beside one of their own."""
+        return "use_cache" in self.names
 
     def _run(self, arguments: dict[str, Any]) -> Any:
         if any(isinstance(arguments.get(name), Packing) for name in ("attention_mask", "decoder_attention_mask")):
@@ -82,11 +90,12 @@ class BothSides(ModelForward):
             if unshifted is None:
                 raise ValueError(f"{packed[0]} describes tokens of the decoder, and there are none; pass them.")
             target = unshifted
+        packing = None
         if target is not None:
             packing = self._hand(arguments, "decoder", TARGET, told, target, arguments.get("decoder_input_ids"))
             if unshifted is not None and packing is not None:
                 self._shift_labels(arguments, unshifted, packing)
-        return self.inner(**arguments)
+        return self._find_spans(arguments, packing)
 
     def _run_shared(self, arguments: dict[str, Any], told: dict[str, Any]) -> Any:
         """The decoder's tokens are the encoder's, shifted to the right: both have the same documents."""
@@ -99,14 +108,27 @@ class BothSides(ModelForward):
         packing = make_packing({**told, "input_ids": ids}, ids.shape, ids.device, self.serving, self._pad_token)
         if not packing.tells_documents:
             return self.inner(**arguments)
-        self._require_whole_rows(arguments, packing)
         if self.by_document and (documents := self._documents(packing)) is not None:
-            return self._run_by_document(documents, arguments)
+            batch = padded(documents, arguments, self.module)
+            if self.pads_left:  # where the first token of the decoder isn't the first of the row
+                shifted = shift_documents(self.module, ids, packing)
+                batch["decoder_input_ids"] = documents.cut(shifted, fill=self.module.config.pad_token_id)
+                batch["decoder_attention_mask"] = batch["attention_mask"]
+            return self._run_padded(documents, batch)
         arguments["attention_mask"] = arguments["decoder_attention_mask"] = packing
         arguments["decoder_input_ids"] = shift_documents(self.module, ids, packing)
         if "decoder_position_ids" in self.names:
             arguments["decoder_position_ids"] = arguments.get("position_ids")
-        return self.inner(**arguments)
+        return self._find_spans(arguments, packing)
+
+    def _find_spans(self, arguments: dict[str, Any], packing: Packing | None) -> Any:
+        """Run the module on its decoder's packing, with the loss of each document if it answers questions."""
+        spans = None if packing is None else take_spans(arguments, packing, self.module, self.own)
+        output = self.inner(**arguments)
+        return output if spans is None else spans.add_loss(output, self.name)
+
+    def _documents(self, packing: Packing) -> Documents | None:
+        return Documents.of(packing, left=self.pads_left, always=self.pads_left)
 
     def _hand(
         self,

@@ -17,7 +17,7 @@ from tritonpack.patches.tokens import text_config
 # Classes whose results are of a whole row: scores of it, a vector at its last special token, tokens up to its first
 # separator.
 ONE_DOCUMENT_A_ROW = re.compile(
-    r"\w*(ForSequenceClassification|ForNextSentencePrediction|RewardModel)"
+    r"\w*(ForSequenceClassification|ForNextSentencePrediction|ForMultipleChoice|RewardModel)"
     r"|(CLIP|Tipsv2)Text(Model\w*|Transformer)|BigBirdForQuestionAnswering"
 )
 
@@ -33,13 +33,16 @@ OF_DOCUMENTS = re.compile(
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 
 
-def padded(documents: Documents, arguments: dict[str, Any], model: PreTrainedModel) -> dict[str, Any]:
+def padded(
+    documents: Documents, arguments: dict[str, Any], model: PreTrainedModel, questions: int | None = None
+) -> dict[str, Any]:
     """The arguments of a call with packed rows, as those of a padded batch with one document a row.
 
     Args:
         documents: of the packed rows.
         arguments: by name; what has one value a token is cut into documents.
         model: the model that is called.
+        questions: how many questions the documents answer, where a target is of a question.
 
     Raises:
         ValueError: there are no tokens to pad, no token to pad them with, or targets of anything but documents.
@@ -57,7 +60,8 @@ def padded(documents: Documents, arguments: dict[str, Any], model: PreTrainedMod
             f"{name} gives one result a document and tells documents from padding by config.pad_token_id, which is "
             "None. Set it to the tokenizer's."
         )
-    require_one_target_each(documents, arguments, name)
+    one, count = ("document", len(documents)) if questions is None else ("question", questions)
+    require_one_target_each(one, count, arguments, name)
     batch = {key: _cut(documents, value) for key, value in arguments.items() if key not in (*PACKING, HANDED)}
     batch["input_ids"] = documents.cut(ids, fill=pad)
     batch["attention_mask"] = documents.inside.long()
@@ -71,15 +75,14 @@ def laid_back(documents: Documents, output: dict[str, Any]) -> None:
             output[name] = _lay_back(documents, value)
 
 
-def require_one_target_each(documents: Documents, arguments: dict[str, Any], model: str) -> None:
-    count = len(documents)
+def require_one_target_each(one: str, count: int, arguments: dict[str, Any], model: str) -> None:
     for name in TARGETS:
         value = arguments.get(name)
         if isinstance(value, Tensor) and value.shape[:1] != (count,):
             raise ValueError(
-                f"{name} has shape {tuple(value.shape)}, but the packed rows hold {count} documents, and {model} gives "
-                f"one result a document, in order. Pass {name} of shape ({count},), or ({count}, ...) where a document "
-                "has several."
+                f"{name} has shape {tuple(value.shape)}, but the packed rows hold {count} {one}s, and {model} gives "
+                f"one result a {one}, in order. Pass {name} of shape ({count},), or ({count}, ...) where a {one} has "
+                "several."
             )
 
 

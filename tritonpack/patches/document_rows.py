@@ -13,11 +13,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from tritonpack import notices
 from tritonpack.patches.both_sides import SOURCE, TARGET
 from tritonpack.patches.by_document import ONE_DOCUMENT_A_ROW, TARGETS, require_one_target_each
+from tritonpack.patches.choices import Choices, compares_choices, rows_of_choices
 from tritonpack.patches.current import UNCLAIMED, Current, InstanceForward, ModuleRef
 from tritonpack.patches.documents import Documents, require_one_document_a_row
 from tritonpack.patches.families import HEADS_SHIFT
@@ -28,6 +30,7 @@ from tritonpack.patches.near_misses import refuse_near_misses
 from tritonpack.patches.packing import Packing, Serving
 from tritonpack.patches.reading import make_packing
 from tritonpack.patches.rows import OF_OTHERS, Group, LaidBack, batch_of, groups_of, mask_of
+from tritonpack.patches.spans import take_spans
 from tritonpack.patches.tokens import text_config
 
 # Who serves the masks: nobody asks for one.
@@ -71,7 +74,7 @@ class DocumentRows(InstanceForward):
 
     def __init__(self, module: PreTrainedModel, current: Current, by_length: bool) -> None:
         super().__init__(module, current)
-        self.by_length = by_length
+        self.by_length = by_length or makes_vectors_of_padding(module)
         parameters = inspect.signature(module.forward).parameters
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.both = "decoder_input_ids" in self.names
@@ -98,19 +101,38 @@ class DocumentRows(InstanceForward):
         return self._run({**arguments, "return_dict": True}).to_tuple()
 
     def _run(self, arguments: dict[str, Any]) -> Any:
+        choices = Choices.of(arguments, self.module, NOBODY, left=False)
+        if choices is not None:
+            return self._run_choices(choices, arguments)
+        if compares_choices(self.module):  # each choice holds one document
+            return self._inside(arguments)
         cached = any(arguments.get(name) is not None for name in CACHES)
         packings = self._read(arguments, cached)
         arguments = {name: x for name, x in arguments.items() if self.takes(name) or "position_ids" in name}
         if cached or not any(packing.tells_documents for packing in packings.values()):
             return self._inside(arguments)
-        packed = any(Documents.of(packing) is not None for packing in packings.values())
-        if not packed and arguments.get("use_cache"):
+        laid_out = {side: Documents.of(packing, always=True) for side, packing in packings.items()}
+        documents = {side: found for side, found in laid_out.items() if found is not None}
+        packed = any(found.packed for found in documents.values())
+        if not documents or (not packed and arguments.get("use_cache")):
             padding = {mask_of(side): packing.not_padding().long() for side, packing in packings.items()}
             return self._inside({**arguments, **{mask: x for mask, x in padding.items() if self.takes(mask)}})
         if packed and not torch.compiler.is_compiling():
             self._say_so()
-        documents = {side: Documents.of(packing, always=True) for side, packing in packings.items()}
-        return self._run_by_document({side: found for side, found in documents.items() if found is not None}, arguments)
+        spans = take_spans(arguments, packings[""], self.module, self.own) if "" in packings else None
+        output = self._run_by_document(documents, arguments)
+        return output if spans is None else spans.add_loss(output, self.name)
+
+    def _run_choices(self, choices: Choices, arguments: dict[str, Any]) -> Any:
+        """Each choice of a question runs by itself, as the only one; then its questions are put together."""
+        rows = {name: rows_of_choices(x, choices.shape) for name, x in arguments.items()}
+        labels = rows.pop("labels", None)
+        output = self._run_by_document({"": choices.documents}, rows, one_choice=True)
+        logits = output["logits"].view(-1, choices.shape[1])
+        if labels is not None:
+            require_one_target_each("question", len(logits), {"labels": labels}, self.name)
+        loss = None if labels is None else cross_entropy(logits, labels.to(logits.device))
+        return type(output)(**{"loss": loss, **output, "logits": logits})
 
     def _say_so(self) -> None:
         how = "documents of one length at a time" if self.by_length else "a padded batch"
@@ -120,11 +142,13 @@ class DocumentRows(InstanceForward):
             "and no faster than without packing.",
         )
 
-    def _run_by_document(self, documents: Mapping[str, Documents], arguments: dict[str, Any]) -> Any:
+    def _run_by_document(
+        self, documents: Mapping[str, Documents], arguments: dict[str, Any], *, one_choice: bool = False
+    ) -> Any:
         self._require_pairs(documents)
         count = len(next(iter(documents.values())))
         if self.one_result:
-            require_one_target_each(next(iter(documents.values())), arguments, self.name)
+            require_one_target_each("document", count, arguments, self.name)
         keep = arguments.pop("logits_to_keep", None)
         read = {name for side in documents for name in (TARGET if side else SOURCE).values()} | {*ONE_SIDE, *LENGTHS}
         kept = {name: x for name, x in arguments.items() if name not in read or "position_ids" in name}
@@ -136,6 +160,8 @@ class DocumentRows(InstanceForward):
             batch = batch_of(
                 group, kept, takes=self.takes, pad_token=self._pad_token, count=count, of_documents=self._of_rows
             )
+            if one_choice:
+                batch = {name: x[:, None] if _is_per_token(x, batch) else x for name, x in batch.items()}
             outputs.append(self._inside(batch))
             weights.append(self._weight(batch, len(group), len(groups)))
         merge = LaidBack(groups, weights, self.name)
@@ -266,6 +292,17 @@ class DocumentRows(InstanceForward):
                 f"apart on both sides: the encoder's by {', '.join(SOURCE.values())}, the decoder's by "
                 f"{', '.join(TARGET.values())}."
             )
+
+
+def _is_per_token(value: Any, batch: Mapping[str, Any]) -> bool:
+    """Whether an argument has a value for each token of a batch."""
+    tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+    return isinstance(value, Tensor) and value.shape[:2] == tokens.shape[:2]
+
+
+def makes_vectors_of_padding(module: PreTrainedModel) -> bool:
+    """Whether a head makes one vector of a row's last token, or of all of them, padding or not: XLM's may."""
+    return any(getattr(inner, "summary_type", None) in ("last", "cls_index", "mean") for inner in module.modules())
 
 
 def _tokens(arguments: Mapping[str, Any], *names: str) -> Tensor | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -19,11 +19,13 @@ class Documents:
         tokens: (B, T), the shape of the packed rows.
         places: (documents, longest) int64, where tokens lie in the flattened rows; 0 for padding.
         inside: (documents, longest) bool, which of them are tokens; the others are padding.
+        packed: whether a row holds more than one.
     """
 
     tokens: torch.Size
     places: Tensor
     inside: Tensor
+    packed: bool = True
 
     @classmethod
     def of(cls, packing: Packing, *, left: bool = False, always: bool = False) -> Documents | None:
@@ -38,14 +40,15 @@ class Documents:
             return None
         begin, length = packing.lengths()
         rows = begin // packing.tokens[1]
-        if not always and not bool((rows[1:] == rows[:-1]).any()):
+        packed = bool((rows[1:] == rows[:-1]).any())
+        if not length.numel() or not (packed or always):
             return None
         steps = torch.arange(int(length.max())).expand(len(length), -1)
         if left:
             steps = steps - (length.max() - length)[:, None]
         inside = (steps >= 0) & (steps < length[:, None])
         places = torch.where(inside, begin[:, None] + steps, 0)
-        return cls(packing.tokens, places.to(packing.where), inside.to(packing.where))
+        return cls(packing.tokens, places.to(packing.where), inside.to(packing.where), packed)
 
     def subset(self, numbers: Tensor) -> Documents:
         """Some of the documents, padded to the longest of them.
@@ -54,7 +57,7 @@ class Documents:
             numbers: (n,) int64, which.
         """
         longest = int(self.inside[numbers].sum(1).max())
-        return Documents(self.tokens, self.places[numbers, :longest], self.inside[numbers, :longest])
+        return replace(self, places=self.places[numbers, :longest], inside=self.inside[numbers, :longest])
 
     @property
     def rows(self) -> Tensor:
@@ -64,7 +67,7 @@ class Documents:
     def __len__(self) -> int:
         return self.places.shape[0]
 
-    def cut(self, values: Tensor, fill: int = 0) -> Tensor:
+    def cut(self, values: Tensor, fill: float = 0) -> Tensor:
         """(documents, longest, ...) of (B, T, ...) or (1, T, ...), with `fill` for padding."""
         flat = values.expand(*self.tokens, *values.shape[2:]).flatten(0, 1)
         outside = ~self.inside.view(*self.inside.shape, *[1] * (values.ndim - 2)).to(values.device)

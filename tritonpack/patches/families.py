@@ -91,3 +91,6 @@ SHIFTS_INPUTS = _names("bart bigbird_pegasus led mbart mvp plbart")
 
 # Ends of the names of their classes that do so, whatever the type.
 HEADS_SHIFT = ("ForQuestionAnswering", "ForSequenceClassification", "ForTokenClassification")
+
+# Of these, types whose heads score a document by its last token but one, and by its last where padding comes after it.
+SCORES_BEFORE_PADDING = _names("t5gemma t5gemma2")

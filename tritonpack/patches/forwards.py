@@ -93,9 +93,14 @@ def forward_of(module: nn.Module) -> Callable[..., Any]:
     return inspect.unwrap(kind.forward) if _is_genuine(kind) else kind.forward
 
 
-def is_own(module: nn.Module) -> bool:
-    """Whether a module's forward is that of its class, and the class transformers' (or of one of `WRAPPERS`)."""
-    instance = module.__dict__.get("forward")
+def is_own(module: nn.Module, instance: Any = None) -> bool:
+    """Whether a module's forward is that of its class, and the class transformers' (or of one of `WRAPPERS`).
+
+    Args:
+        module: the module.
+        instance: its own forward under that of a patch; by default what the module has.
+    """
+    instance = instance or module.__dict__.get("forward")
     return (instance is None or _is_wrapper(instance)) and _is_genuine(type(module))
 
 

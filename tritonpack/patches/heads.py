@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tritonpack.patches.by_document import OF_DOCUMENTS, ONE_DOCUMENT_A_ROW, PACKING, laid_back, padded
+from tritonpack.patches.choices import Choices
 from tritonpack.patches.current import Current, InstanceForward
 from tritonpack.patches.documents import Documents, require_one_document_a_row
 from tritonpack.patches.hooks import PackingHook, is_paged
@@ -18,7 +19,7 @@ from tritonpack.patches.labels import warn_of_first_labels
 from tritonpack.patches.multimodal import leave_positions_to
 from tritonpack.patches.near_misses import refuse_near_misses
 from tritonpack.patches.packing import Packing
-from tritonpack.patches.reading import make_packing
+from tritonpack.patches.spans import take_spans
 
 
 class ModelForward(InstanceForward):
@@ -35,6 +36,9 @@ class ModelForward(InstanceForward):
         parameters = inspect.signature(module.forward).parameters
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.known = frozenset((*self.names, *hook.names))
+        # How XLNet's, XLM's and RoFormer's heads make one vector of a row: padding counts as tokens do.
+        summaries = {getattr(inner, "summary_type", None) for inner in module.modules()}
+        self.pads_left, self.averages_rows = not summaries.isdisjoint({"last", "cls_index"}), "mean" in summaries
         self.by_document = ONE_DOCUMENT_A_ROW.fullmatch(self.name) is not None
 
     @property
@@ -43,6 +47,10 @@ class ModelForward(InstanceForward):
 
     def takes(self, argument: str) -> bool:
         return self.takes_any or argument in self.names
+
+    @property
+    def takes_use_cache(self) -> bool:
+        return self.takes("use_cache")
 
     def require_in_place(self, arguments: dict[str, Any]) -> None:
         """Refuse a call whose result is the head's to compute, where somebody has replaced its forward since.
@@ -77,12 +85,20 @@ class ModelForward(InstanceForward):
         return self._run({**arguments, "return_dict": True}).to_tuple()
 
     def _run(self, arguments: dict[str, Any]) -> Any:
-        packing, outer = self._read(arguments), self.current.state.told
+        choices = Choices.of(arguments, self.module, self.hook.serving, left=self.pads_left)
+        if choices is not None:
+            return self._run_padded(choices.documents, choices.padded(arguments, self.module))
+        packing = self._read(arguments)
         if packing is None:
             return self.inner(**arguments)
-        self._require_whole_rows(arguments, packing)
+        spans = take_spans(arguments, packing, self.module, self.own)
+        output = self._run_packed(arguments, packing)
+        return output if spans is None else spans.add_loss(output, self.name)
+
+    def _run_packed(self, arguments: dict[str, Any], packing: Packing) -> Any:
         if self.by_document and not packing.shared and (documents := self._documents(packing)) is not None:
-            return self._run_by_document(documents, arguments)
+            return self._run_padded(documents, padded(documents, arguments, self.module))
+        outer = self.current.state.told
         if outer is None:
             warn_of_first_labels(self.module, arguments, packing)
         arguments = self._pass_on(packing, arguments)
@@ -102,8 +118,7 @@ class ModelForward(InstanceForward):
             return mask
         ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
         shape = ids.shape if ids is not None else torch.Size() if embeds is None else embeds.shape[:-1]
-        if len(shape) == 3:
-            self._require_whole_choices(arguments, shape)
+        if len(shape) == 3:  # each row is a choice that holds one document
             return None
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
             return None
@@ -121,31 +136,6 @@ class ModelForward(InstanceForward):
         leave_positions_to(self.module, packing, arguments)
         return arguments
 
-    def _require_whole_rows(self, arguments: dict[str, Any], packing: Packing) -> None:
-        """Refuse packed rows where the loss looks for places in a row."""
-        if arguments.get("start_positions") is not None and not packing.cached:
-            require_one_document_a_row(
-                packing,
-                f"the loss of {self.name} looks for start_positions among all tokens of a row, padding and other "
-                "documents included. Compute it of each document's start_logits and end_logits, or give each document "
-                "a row of its own.",
-            )
-
-    def _require_whole_choices(self, arguments: dict[str, Any], shape: torch.Size) -> None:
-        """Refuse packed rows in multiple choice, where a row is a choice."""
-        message = f"{self.name} scores each row of (batch, choices, tokens) as one choice; pass one document a row."
-        if any(arguments.get(name) is not None for name in ("cu_seq_lens_q", "seq_idx")):
-            raise ValueError(message)
-        told = {
-            name: value.flatten(0, 1)
-            for name in ("position_ids", "attention_mask")
-            if isinstance(value := arguments.get(name), Tensor) and value.shape == shape
-        }
-        if told:
-            rows = torch.Size((shape[0] * shape[1], shape[2]))
-            device = next(iter(told.values())).device
-            require_one_document_a_row(make_packing(told, rows, device, self.hook.serving), message)
-
     def _documents(self, packing: Packing) -> Documents | None:
         """The documents that get rows of their own; None where each has one already."""
         if packing.cached:
@@ -156,12 +146,18 @@ class ModelForward(InstanceForward):
                     "past_key_values=None.",
                 )
             return None
-        # XLNet reads the last token of a row, so its rows are padded on the left.
-        return Documents.of(packing, left=getattr(self.module.config, "summary_type", None) == "last")
+        return Documents.of(packing, left=self.pads_left)
 
-    def _run_by_document(self, documents: Documents, arguments: dict[str, Any]) -> Any:
-        batch = padded(documents, arguments, self.module)
-        if self.takes("use_cache"):
+    def _run_padded(self, documents: Documents, batch: dict[str, Any]) -> Any:
+        """Run the documents of packed rows as a padded batch."""
+        if self.averages_rows and not bool(documents.inside.all()):
+            raise ValueError(
+                f"{self.name} averages all tokens of a row, padding included (summary_type is 'mean'), so documents of "
+                "different lengths can't be scored in one batch. Give documents of one length, or set summary_type to "
+                "'first' or 'last' and build the model anew."
+            )
+        batch.pop("use_cache", None)
+        if self.takes_use_cache:
             batch["use_cache"] = False
         outer = self.current.state.told
         self.current.tell(None)

@@ -39,6 +39,12 @@ class Group:
     numbers: Tensor
     sides: Mapping[str, Documents]
 
+    @classmethod
+    def of_all(cls, sides: Mapping[str, Documents]) -> Group:
+        """All documents of packed rows."""
+        first = next(iter(sides.values()))
+        return cls(torch.arange(len(first), device=first.places.device), sides)
+
     def __len__(self) -> int:
         return len(self.numbers)
 
@@ -67,9 +73,8 @@ def groups_of(sides: Mapping[str, Documents], by_length: bool) -> list[Group]:
         sides: the documents of each side, as many of both.
         by_length: only documents of one length, on each side, in a call.
     """
-    first = next(iter(sides.values()))
     if not by_length:
-        return [Group(torch.arange(len(first), device=first.places.device), sides)]
+        return [Group.of_all(sides)]
     lengths = torch.stack([documents.inside.sum(1) for documents in sides.values()], dim=1)
     groups = []
     for length in lengths.unique(dim=0):

@@ -144,10 +144,9 @@ def labels(subject: Subject, layout: Layout) -> dict[str, Tensor]:
     classes = int(getattr(subject.config, "num_labels", 2))
     given: dict[str, Tensor] = {}
     if "labels" in subject.names:
-        if subject.choices:
-            given["labels"] = torch.zeros_like(first)
-        elif subject.sentence:
-            given["labels"] = first % (2 if "NextSentence" in subject.class_name else classes)
+        if subject.sentence:
+            two = subject.choices or "NextSentence" in subject.class_name
+            given["labels"] = first % (2 if two else classes)
         else:
             given["labels"] = _token_labels(subject, batch, classes)
     for name in {*OF_DOCUMENTS} & subject.names:

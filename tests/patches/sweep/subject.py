@@ -14,8 +14,8 @@ from tests.patches import zoo
 from tests.patches.sweep.extras import extras
 from tests.patches.sweep.forms import alone
 from tritonpack.patches.tokens import is_config, special_tokens
-from tritonpack.patches.trial.packed_forms import Batch
-from tritonpack.patches.trial.small_copy import codebooks_of, rows_for_codebooks, side_by_side
+from tritonpack.patches.trial.packed_forms import Batch, with_choices
+from tritonpack.patches.trial.small_copy import codebooks_of, exchanged, rows_for_codebooks, side_by_side
 
 # How many tokens the documents of a few model types have at least.
 SHORTEST = {"canine": 5, "funnel": 4, "longformer": 4}
@@ -153,9 +153,7 @@ class Subject:
             name, columns, size = self.extras.columns
             arguments[name] = torch.stack([(arguments[name] + i) % size for i in range(columns)], dim=-1)
         if self.choices:
-            for name in ("input_ids", *PER_TOKEN):
-                if isinstance(arguments.get(name), Tensor):
-                    arguments[name] = arguments[name][:, None]
+            arguments = with_choices(arguments, exchanged(self.ordinary, self.size))
         if "use_cache" in arguments and "use_cache" not in self.names and not self.takes_any:
             del arguments["use_cache"]
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
@@ -170,13 +168,14 @@ class Subject:
         return arguments
 
     def call(self, layout: Layout, **more: Any) -> dict[str, Tensor]:
-        """All floating-point outputs by name, with the rows of codebooks side by side."""
+        """All floating-point outputs by name, with the rows of codebooks, or of choices, side by side."""
         output = self.model(**self.arguments(layout), **more)
         found = dict(_tensors(output))
-        if self.books > 1:
+        columns = 2 if self.choices else self.books
+        if columns > 1:
             rows = layout.encoder.ids.shape[0]
             found = {
-                name: side_by_side(x, self.books) if x.ndim == 3 and x.shape[0] == rows * self.books else x
+                name: side_by_side(x, columns) if x.ndim == 3 and x.shape[0] == rows * columns else x
                 for name, x in found.items()
             }
         return found

@@ -155,6 +155,23 @@ def paired(form: Form, source_of: Callable[[Tensor], Tensor]) -> Form:
     return lay_out_both
 
 
+def with_choices(arguments: dict[str, Any], another: Callable[[Tensor], Tensor]) -> dict[str, Any]:
+    """The arguments of a call in multiple choice, of one row or without offsets: each document is an option, and so is
+    the same document in other tokens.
+
+    Args:
+        arguments: by name; what has a value for each token is `[b, t]`, and becomes `[b, 2, t]`.
+        another: gives other token ids `[b, t]`.
+    """
+    found = dict(arguments)
+    for name, value in arguments.items():
+        if name in ("input_ids", *OF_TOKENS):
+            found[name] = torch.stack([value, another(value) if name == "input_ids" else value], dim=1)
+        elif name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+            found[name] = torch.cat([value, value[1:] + value[-1]])
+    return found
+
+
 STOCK_FORMS = ("position_ids", "without_cache", "all_ones_mask")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tritonpack.patches.families import CODEBOOKS, HEADS_SHIFT
 from tritonpack.patches.forwards import holds_both_sides
 from tritonpack.patches.tokens import special_tokens
-from tritonpack.patches.trial.packed_forms import FORMS, Subject, paired, values_of
+from tritonpack.patches.trial.packed_forms import FORMS, Batch, Form, Subject, paired, values_of, with_choices
 from tritonpack.patches.trial.shrink import shrink
 
 # What models are looked for among, in this order, and what each is called.
@@ -181,12 +181,19 @@ def subject_of(model: nn.Module) -> Subject:
     named = special_tokens(config)
     ordinary = torch.tensor([token for token in range(size) if token not in named])
 
+    end = end_read_by(model)
+
     def draw(lengths: tuple[int, ...], seed: int) -> list[Tensor]:
         generator = torch.Generator().manual_seed(seed)
-        return [ordinary[torch.randint(len(ordinary), (1, n), generator=generator)] for n in lengths]
+        documents = [ordinary[torch.randint(len(ordinary), (1, n), generator=generator)] for n in lengths]
+        for document in documents:
+            document[:, -1] = document[:, -1] if end is None else end
+        return documents
 
     if takes_pairs(model):
         return pairs_subject(model, draw, ordinary)
+    if takes_choices(model):
+        return choices_subject(model, draw, exchanged(ordinary, size))
     books = codebooks_of(text)
     return Subject(
         model,
@@ -194,6 +201,12 @@ def subject_of(model: nn.Module) -> Subject:
         call=lambda ids: {"input_ids": rows_for_codebooks(ids, books, size)},
         values=lambda output: side_by_side(values_of(output), books),
     )
+
+
+def end_read_by(model: nn.Module) -> int | None:
+    """The token at which an encoder with a decoder reads the scores of a document; None for other models."""
+    scores = any(kind.__name__.endswith("ForSequenceClassification") for kind in type(model).__mro__)
+    return getattr(model.config, "eos_token_id", None) if scores and holds_both_sides(model) else None
 
 
 def takes_pairs(model: nn.Module) -> bool:
@@ -225,6 +238,34 @@ def pairs_subject(
 
     forms = {name: paired(form, source_of) for name, form in FORMS.items()}
     return Subject(model, draw, call, forms=forms, **options)
+
+
+def takes_choices(model: nn.Module) -> bool:
+    """Whether a model is called with several choices to a row, by the names of its classes."""
+    return any(kind.__name__.endswith("ForMultipleChoice") for kind in type(model).__mro__)
+
+
+def choices_subject(
+    model: nn.Module, draw: Callable[[tuple[int, ...], int], list[Tensor]], another: Callable[[Tensor], Tensor]
+) -> Subject:
+    """How a model is called that takes choices; its arguments are as `with_choices` makes them."""
+
+    def choosing(form: Form) -> Form:
+        def lay_out(documents: list[Tensor]) -> Batch:
+            batch = form(documents)
+            return replace(batch, arguments=with_choices(batch.arguments, another))
+
+        return lay_out
+
+    forms = {name: choosing(form) for name, form in FORMS.items()}
+    return Subject(model, draw, lambda ids: with_choices({"input_ids": ids}, another), forms=forms)
+
+
+def exchanged(ordinary: Tensor, size: int) -> Callable[[Tensor], Tensor]:
+    """A function that puts another ordinary token in the place of each, and leaves others, such as padding, alone."""
+    table = torch.arange(size)
+    table[ordinary] = ordinary.roll(1)
+    return lambda ids: table.to(ids.device)[ids]
 
 
 def codebooks_of(config: Any) -> int:

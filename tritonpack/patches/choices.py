@@ -1,0 +1,109 @@
+"""Multiple choice on packed rows: each choice of a row holds as many documents, one for each of the row's questions."""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tritonpack.patches.by_document import padded
+from tritonpack.patches.documents import Documents
+from tritonpack.patches.packing import Packing, Serving
+from tritonpack.patches.reading import make_packing
+
+OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
+TELLING = ("attention_mask", "position_ids", "seq_idx", *OFFSETS)
+
+
+@dataclass(frozen=True, eq=False)
+class Choices:
+    """The documents of packed rows (B, C, T), question by question.
+
+    The d-th document of each choice of a row is an option of the row's d-th question. Questions are counted row by row.
+
+    Attributes:
+        documents: of the rows (B * C, T), the C options of the first question first.
+        shape: (B, C, T).
+    """
+
+    documents: Documents
+    shape: torch.Size
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any], model: PreTrainedModel, serving: Serving, *, left: bool) -> Choices | None:
+        """The choices of a call with packed rows.
+
+        None if the model can read the call itself: tokens aren't (B, C, T), or each choice holds one document, told by
+        arguments in the model's signature.
+
+        Args:
+            arguments: of the call, by name.
+            model: the model that is called.
+            serving: as a packing takes it.
+            left: pad documents on the left.
+
+        Raises:
+            ValueError: the choices of a row hold different numbers of documents, or what the call says contradicts
+                itself.
+        """
+        ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
+        tokens = embeds if ids is None else ids
+        if isinstance(arguments.get("attention_mask"), Packing) or tokens is None or not compares_choices(model):
+            return None
+        shape = tokens.shape[:-1] if ids is None else tokens.shape
+        if len(shape) != 3:
+            return None
+        given = {name: x for name in TELLING if isinstance(x := arguments.get(name), Tensor)}
+        told = {name: rows_of_choices(x, shape) for name, x in given.items() if name in OFFSETS or x.shape == shape}
+        if not told:
+            return None
+        told["input_ids"] = rows_of_choices(ids, shape)
+        rows = torch.Size((shape[0] * shape[1], shape[2]))
+        pad = getattr(model.config, "pad_token_id", None)
+        packing = make_packing(told, rows, tokens.device, serving, pad)
+        foreign = told.keys() - inspect.signature(type(model).forward).parameters.keys()
+        documents = Documents.of(packing, left=left, always=bool(foreign))
+        return None if documents is None else cls(_by_question(documents, shape, type(model).__name__), shape)
+
+    def padded(self, arguments: dict[str, Any], model: PreTrainedModel) -> dict[str, Any]:
+        """The arguments of the call as those of a padded batch (questions, C, longest).
+
+        Raises:
+            ValueError: as `by_document.padded`.
+        """
+        rows = {name: rows_of_choices(x, self.shape) for name, x in arguments.items()}
+        batch = padded(self.documents, rows, model, questions=len(self.documents) // self.shape[1])
+        for name, x in batch.items():
+            cut = isinstance(x, Tensor) and x.shape[:2] == self.documents.inside.shape
+            # All heads flatten token ids; DistilBERT's and XLNet's pass position_ids on as they are.
+            if cut and name != "position_ids":
+                batch[name] = x.unflatten(0, (-1, self.shape[1]))
+        return batch
+
+
+def compares_choices(model: PreTrainedModel) -> bool:
+    """Whether a model is a head for multiple choice: other tokens of three dimensions are columns, such as codebooks."""
+    return any(kind.__name__.endswith("ForMultipleChoice") for kind in type(model).__mro__)
+
+
+def rows_of_choices(value: Any, shape: torch.Size) -> Any:
+    """(B * C, T, ...) of what has a value for each token of (B, C, T); others as they are."""
+    return value.flatten(0, 1) if isinstance(value, Tensor) and value.shape[:3] == shape else value
+
+
+def _by_question(documents: Documents, shape: torch.Size, model: str) -> Documents:
+    """Documents of rows (B * C, T), with all options of a question one after the other."""
+    counts = torch.bincount(documents.rows, minlength=shape[0] * shape[1]).unflatten(0, (-1, shape[1]))
+    if bool((counts != counts[:, :1]).any()):
+        raise ValueError(
+            f"{model} compares the n-th documents of all choices of a row, but the choices hold different numbers of "
+            f"documents, by row: {counts.tolist()!r:.200}. Give each choice of a row one document for each question."
+        )
+    # By row, then by the place among the documents of a choice; a stable sort leaves the choices in order.
+    place = torch.cat([torch.arange(int(n), device=counts.device) for n in counts.flatten()])
+    order = torch.argsort(documents.rows // shape[1] * len(documents) + place, stable=True)
+    return replace(documents, places=documents.places[order], inside=documents.inside[order])

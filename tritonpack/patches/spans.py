@@ -1,0 +1,141 @@
+"""Losses of question answering on packed rows: of each document's own tokens, and not of all tokens of a row."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.loss.loss_utils import ForQuestionAnsweringLoss
+
+from tritonpack.patches.documents import Documents, require_one_document_a_row
+from tritonpack.patches.forwards import is_own
+from tritonpack.patches.packing import Packing
+
+POSITIONS = ("start_positions", "end_positions")
+
+# What heads take that search a row for the best spans, or for the tokens of questions: their loss is another one.
+SEARCHING = frozenset({"cls_index", "question_positions"})
+
+
+@dataclass(frozen=True, eq=False)
+class Spans:
+    """The spans to find in packed documents, in place of the head's `start_positions` and `end_positions`.
+
+    Attributes:
+        documents: of the packed rows.
+        start: (documents,) int64, the first token of each span, counted from its document's first token; the longest
+            document's length for a span to be ignored.
+        end: (documents,) int64, the last token of each span, likewise.
+        loss: called as transformers' `ForQuestionAnsweringLoss`, with (documents, longest) logits.
+    """
+
+    documents: Documents
+    start: Tensor
+    end: Tensor
+    loss: Callable[..., Tensor]
+
+    def add_loss(self, output: Any, model: str) -> Any:
+        """The output with its loss: the mean over documents of what the head gives each document in a call of its own.
+
+        A position outside of its document is ignored, and a negative one is taken for 0.
+        """
+        logits = [output.get(name) for name in ("start_logits", "end_logits")]
+        if any(not isinstance(x, Tensor) or x.shape != self.documents.tokens for x in logits):
+            raise ValueError(
+                f"{model} gives no start_logits and end_logits for every token of packed rows, so the loss of each "
+                "document can't be computed. Give each document a row of its own."
+            )
+        start, end = (self.documents.cut(x, fill=-math.inf) for x in logits)
+        loss = self.loss(start, end, self.start.to(start.device), self.end.to(end.device))
+        return type(output)(**{**output, "loss": loss})  # made anew, for the loss to come first in a tuple
+
+
+def take_spans(arguments: dict[str, Any], packing: Packing, head: nn.Module, instance: Any) -> Spans | None:
+    """Take the positions of spans out of a call whose rows hold several documents, or padding, in place.
+
+    Positions are counted from the first token of their document. Where each document has a row of its own, they are
+    counted from the first token of the row, as the head counts.
+
+    Args:
+        arguments: of the call, by name.
+        packing: of the tokens that have logits.
+        head: the model that is called.
+        instance: the forward that this instance had before the patch, if it has one of its own.
+
+    Returns:
+        None where the loss is the head's to compute: it was given no positions, or rows of one document each without
+        padding, or rows of one document each and its loss isn't known.
+
+    Raises:
+        ValueError: the loss of each document can't be computed, or there are more or fewer positions than documents.
+    """
+    given = {name: x for name in POSITIONS if (x := arguments.get(name)) is not None}
+    if not given:
+        return None
+    name = type(head).__name__
+    if packing.cached or packing.shared:
+        if packing.shared or packing.shape == packing.tokens:
+            remedy = "Call the model without SequenceParallel" if packing.shared else "Pass past_key_values=None"
+            why = "share them between ranks" if packing.shared else "use a cache for that"
+            require_one_document_a_row(
+                packing,
+                f"{name} gives one loss a document where start_positions are given, and packed rows can't {why}. "
+                f"{remedy}, or give each document a row of its own.",
+            )
+        return None
+    documents = Documents.of(packing, always=packing.tells_documents)
+    if documents is None:
+        return None
+    known = is_own(head, instance) and SEARCHING.isdisjoint(inspect.signature(type(head).forward).parameters)
+    if not documents.packed and (not known or len(given) == 1 or bool(documents.inside.all())):
+        return None
+    if not known:
+        raise ValueError(
+            f"{name} has a loss of its own, which may look for start_positions among all tokens of a row, other "
+            "documents included. Give each document a row of its own."
+        )
+    for missing in {*POSITIONS} - {*given}:
+        raise ValueError(f"{name} was given {', '.join(given)} without {missing}; pass both or neither.")
+    count = len(documents) if documents.packed else packing.tokens[0]
+    for key, value in given.items():
+        if value.shape not in ((count,), (count, 1)):
+            raise ValueError(
+                f"{key} has shape {tuple(value.shape)}, but the packed rows hold {count} documents. Pass {key} of "
+                f"shape ({count},): one for each document, in order, counted from the document's first token."
+            )
+        del arguments[key]
+    start, end = (_in_documents(documents, given[key].flatten().to(packing.where)) for key in POSITIONS)
+    return Spans(documents, start, end, _loss_of(head, arguments.get("num_items_in_batch")))
+
+
+def _in_documents(documents: Documents, places: Tensor) -> Tensor:
+    """(documents,) places in documents; the longest document's length, which the loss ignores, for those outside.
+
+    Args:
+        documents: of the packed rows.
+        places: (documents,) places in documents, or (B,) places in rows, where each document has a row of its own.
+    """
+    places = places.clamp(min=0)
+    if not documents.packed:
+        places = places[documents.rows] - documents.places[:, 0] % documents.tokens[1]
+    inside = (places >= 0) & (places < documents.inside.sum(1))
+    return torch.where(inside, places, documents.inside.shape[1])
+
+
+def _loss_of(head: Any, count: Any) -> Callable[..., Tensor]:
+    """What a head computes its loss by: its `loss_function`, which users may replace, where its forward calls that.
+
+    Args:
+        head: the model.
+        count: `num_items_in_batch`, by which such a function divides the sum of losses; None for their mean.
+    """
+    names = inspect.unwrap(type(head).forward).__code__.co_names
+    if "loss_function" not in names:
+        return ForQuestionAnsweringLoss
+    return head.loss_function if count is None else partial(head.loss_function, num_items_in_batch=count)
