@@ -30,7 +30,7 @@ REFUSED = {
 # Position ids of these begin at padding_idx + 1, as fairseq counts.
 COUNT_FROM_PADDING = _names(
     """
-    camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod
+    camembert data2vec-text esm roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod
     """
 )
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonpack.patches.current import OUTSIDE, Current, InstanceForward
+from tritonpack.patches.embeddings import EsmEmbeddings
 from tritonpack.patches.interface import attend, attend_dense
 from tritonpack.patches.kinds import Kind
 from tritonpack.patches.packing import IntervalMask
@@ -81,6 +82,7 @@ class DocumentMask(InstanceForward):
 
 # Layers and what stands for their forward; the names of their arguments must be transformers'.
 HAND_WRITTEN: dict[str, type[InstanceForward]] = {
+    "EsmEmbeddings": EsmEmbeddings,
     "FalconAttention": FalconAttention,
     "FalconFlashAttention2": FalconAttention,
     "NllbMoeTop2Router": NllbMoeRouter,

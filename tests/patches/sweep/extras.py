@@ -142,6 +142,7 @@ LEADS: dict[str, tuple[int, ...]] = {
     "instructblipvideo": (MARK,) * 4,
     "Blip2ForImageTextRetrieval": (),
     "SplinterForPreTraining": (MARK,),
+    "esm": (MARK,),
     "LongformerForQuestionAnswering": (3, 3, 3),
     "LongformerForMultipleChoice": (3, 3, 3),
 }
