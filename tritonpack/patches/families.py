@@ -67,6 +67,13 @@ ALIBI_FROM_MASK = _names("bloom falcon mpt")
 # Model types that take padding tokens for padding where no mask is given.
 MASKS_PADDING = _names("t5_gemma_module")
 
+# Decoders that see both directions where they are given no mask and one where they are given a causal one, if their
+# configuration has use_bidirectional_attention=True.
+BOTH_WAYS = _names("gemma gemma2 gemma3")
+
+# Models around them that say by token_type_ids which tokens see both directions: 0 for a document's image and prompt.
+PROMPT_TYPES = _names("paligemma")
+
 # Decoders whose rows of input_ids are codebooks, `num_codebooks` to a row of tokens.
 CODEBOOKS = _names("musicgen_decoder musicgen_melody_decoder")
 

@@ -66,6 +66,16 @@ def _frames(config: Any, batch: Batch) -> Tensor:
     return _same(24, config.encoder_config.num_mel_bins)(config, batch)
 
 
+def _prompts(config: Any, batch: Batch) -> Tensor:
+    """[b, t], 0 for the first half of a document, its prompt, and 1 for its answer and for padding."""
+    types = torch.ones_like(batch.ids)
+    for row, span in batch.spans:
+        length = batch.ids[row, span].numel()
+        types[row, span][: (length + 1) // 2] = 0
+    return types
+
+
+TYPES = {"token_type_ids": _prompts}
 WITH_IMAGE = """
     blip vision-encoder-decoder vilt align altclip chinese_clip clip clipseg metaclip_2 siglip
     owlv2 owlvit aimv2 groupvit vision-text-dual-encoder sam3 sam3_lite_text bridgetower
@@ -74,6 +84,7 @@ WITH_IMAGE = """
 # {argument: what makes it} by model type, or by class.
 NEEDS: dict[str, dict[str, Make]] = {
     **dict.fromkeys(WITH_IMAGE, IMAGE),
+    **dict.fromkeys(("paligemma", "ColPaliForRetrieval"), TYPES),
     "grounding-dino": {"pixel_values": _same(3, 64, 64)},
     "mm-grounding-dino": {"pixel_values": _same(3, 64, 64)},
     "blip-2": IMAGES,
@@ -175,6 +186,8 @@ def extras(model: Any) -> Extras:
     def of(table: dict[str, Any], otherwise: Any) -> Any:
         return table.get(type(model).__name__, table.get(model.config.model_type, otherwise))
 
-    names = inspect.signature(model.forward).parameters
-    arguments = {name: make for name, make in of(NEEDS, {}).items() if name in names}
+    arguments = of(NEEDS, {})
+    if type(model).__name__ not in NEEDS:  # of a type some classes take less
+        names = inspect.signature(model.forward).parameters
+        arguments = {name: make for name, make in arguments.items() if name in names}
     return Extras(arguments, of(LEADS, ()), of(COLUMNS, None))
