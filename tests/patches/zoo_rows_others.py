@@ -102,7 +102,12 @@ OTHERS: dict[str, dict[str, Any]] = _rows(
     ("owlvit owlv2 aimv2 groupvit clip clipseg", {"projection_dim": 32}),
     ("sam3_geometry_encoder sam3_detr_encoder sam3_detr_decoder", {"num_layers": 1}),
     ("sam3_vision_model", {"fpn_hidden_size": 32}),
-    ("tvp", {"visual_prompt_size": 2, "max_img_size": 32, "num_frames": 1}),
+    ("tvp", {"visual_prompt_size": 2, "max_img_size": 64, "num_frames": 1}),
+    ("pp_formulanet_vision",
+     {"output_channels": 8, "post_conv_in_channels": 8, "post_conv_mid_channels": 8, "post_conv_out_channels": 8,
+      "mlp_dim": 48, "decoder_hidden_size": 32, "window_size": 2}),
+    # Scales of fewer layers take scipy to plan.
+    ("inkling_vision", {"num_hidden_layers": 4}),
     ("parakeet_encoder",
      {"subsampling_conv_channels": 8, "num_mel_bins": 8, "conv_kernel_size": 3, "num_attention_heads": 4}),
     ("parakeet_rnnt parakeet_tdt nemotron3_5_asr nemotron_asr_streaming",

@@ -20,11 +20,13 @@ REFUSED = {
     "blt": "its patches and its hashes of preceding bytes run across documents",
     "cpmant": "its attention makes masks and position buckets of its own from segments and spans",
     "deepseek_v4": "its compressor pools keys across documents",
+    "diffusion_gemma": "its canvas attends through a cache to the keys of whole rows",
     "gemma4_assistant": "it drafts tokens from another model's cache",
     "gemma4_unified_assistant": "it drafts tokens from another model's cache",
     "prophetnet": "its decoder makes masks and position buckets of its own for n-grams",
     "xlstm": "its recurrent blocks run over the whole row, in pieces of their own",
     "reformer": "its attention sorts the tokens of a row into buckets",
+    "voxtral_realtime": "its encoder hears a row's sounds, as long as its tokens, as one",
 }
 
 # Position ids of these begin at padding_idx + 1, as fairseq counts.

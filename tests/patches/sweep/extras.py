@@ -98,14 +98,14 @@ NEEDS: dict[str, dict[str, Make]] = {
     },
     "idefics": {"pixel_values": _image(1), "image_attention_mask": lambda config, batch: _tokens(1)(config, batch)},
     "xclip": {"pixel_values": _image(2)},
-    "tvp": {"pixel_values": _same(1, 3, 32, 32)},
+    "tvp": {"pixel_values": _same(1, 3, 64, 64)},
     "videoprism": {"pixel_values_videos": _image(16)},
     "siglip2": {
         "pixel_values": _same(4, 48),
         "pixel_attention_mask": _whole(1, 4),
         "spatial_shapes": lambda config, batch: torch.full((batch.ids.shape[0], 2), 2),
     },
-    "pp_formulanet": {"pixel_values": _same(3, 768, 768)},
+    "pp_formulanet": IMAGE,
     "pi0": {
         "state": _same(4), "noise": _same(3, 4), "timestep": _whole(1), "action_embeds": _same(4, 32),
         "pixel_values": _image(1), "pixel_attention_mask": lambda config, batch: torch.ones(len(batch.ids), 1) > 0,
@@ -151,7 +151,6 @@ NEEDS: dict[str, dict[str, Make]] = {
 LEADS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("blip-2", "instructblip", "kosmos-2"), (MARK,) * 2),
     "instructblipvideo": (MARK,) * 4,
-    "Blip2ForImageTextRetrieval": (),
     "SplinterForPreTraining": (MARK,),
     "esm": (MARK,),
     "LongformerForQuestionAnswering": (3, 3, 3),
