@@ -32,7 +32,8 @@ REFUSED = {
 # Position ids of these begin at padding_idx + 1, as fairseq counts.
 COUNT_FROM_PADDING = _names(
     """
-    camembert data2vec-text esm roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod
+    camembert data2vec-text esm ibert layoutlmv3 lilt luke markuplm mpnet roberta roberta-prelayernorm
+    xlm-roberta xlm-roberta-xl xmod
     """
 )
 

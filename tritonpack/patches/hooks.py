@@ -74,8 +74,7 @@ class PackingHook:
         self.first_call: FirstCall | None = FirstCall(module, serving.attention == "dense")
         config = module.config
         self.model_type = config.model_type
-        counts = self.model_type in COUNT_FROM_PADDING
-        self.first_position = (config.pad_token_id or 0) + 1 if counts else 0
+        self.first_position = _padding_place(module) + 1 if self.model_type in COUNT_FROM_PADDING else 0
         self.padding = config.pad_token_id if self.model_type in MASKS_PADDING else None
         self.codebooks = config.num_codebooks if self.model_type in CODEBOOKS else 1
         self.text_config = text_config(config)
@@ -243,6 +242,12 @@ class PackingHook:
                 "a row can't use a cache; pass past_key_values=None."
             )
         return not whole and not cached and not (padded and arguments.get("use_cache"))
+
+
+def _padding_place(module: Any) -> int:
+    """The place of padding in a table of absolute positions: the padding token's number, or another of the table."""
+    place = getattr(getattr(module, "embeddings", None), "padding_idx", None)
+    return (module.config.pad_token_id or 0) if place is None else place
 
 
 def is_paged(cache: Any) -> bool:
