@@ -1,13 +1,13 @@
-"""Embeddings that a layer scales by what it counts in the row: by what each document has instead."""
+"""Embeddings that are made of more than a token and its place: of its document alone."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from tritonpack.patches.current import InstanceForward
+from tritonpack.patches.current import OUTSIDE, InstanceForward
 from tritonpack.patches.packing import Packing
 
 
@@ -31,6 +31,34 @@ class EsmEmbeddings(InstanceForward):
             scale = _unmasked_in_row_over_document(input_ids == module.mask_token_id, attention_mask)
             inputs_embeds = embeddings * scale[..., None].to(embeddings.dtype)
         return self.inner(input_ids, attention_mask, position_ids, inputs_embeds)
+
+
+class MobileBertEmbeddings(InstanceForward):
+    """MobileBERT's embeddings, made of three tokens each: neighbours in other documents are zeros, as beyond a row."""
+
+    def call(
+        self,
+        input_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        module: Any = self.module
+        packing = self.current.state.packing
+        if packing is None and not self.current.state.running:
+            raise ValueError(OUTSIDE.format(type(module).__name__))
+        if packing is None or not module.trigram_input:
+            return self.inner(input_ids, token_type_ids, position_ids, inputs_embeds)
+        own = module.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        first = packing.runs()[0]
+        last = nn.functional.pad(first[:, 1:], (0, 1), value=True)
+        before, after = own.roll(1, 1).masked_fill(first[..., None], 0), own.roll(-1, 1).masked_fill(last[..., None], 0)
+        embeddings = module.embedding_transformation(torch.cat([after, own, before], dim=2))
+        if token_type_ids is None:
+            token_type_ids = torch.zeros(own.shape[:2], dtype=torch.long, device=own.device)
+        places = packing.places() if position_ids is None else position_ids
+        embeddings = embeddings + module.position_embeddings(places) + module.token_type_embeddings(token_type_ids)
+        return module.dropout(module.LayerNorm(embeddings))
 
 
 def _unmasked_in_row_over_document(masked: Tensor, packing: Packing) -> Tensor:
