@@ -41,8 +41,8 @@ COUNT_FROM_PADDING = _names(
 POSITION_TABLES = _names(
     """
     BartLearnedPositionalEmbedding BigBirdPegasusLearnedPositionalEmbedding BlenderbotLearnedPositionalEmbedding
-    BlenderbotSmallLearnedPositionalEmbedding M2M100SinusoidalPositionalEmbedding
-    NllbMoeSinusoidalPositionalEmbedding SeamlessM4TSinusoidalPositionalEmbedding
+    BlenderbotSmallLearnedPositionalEmbedding Kosmos2_5TextSinusoidalPositionalEmbedding
+    M2M100SinusoidalPositionalEmbedding NllbMoeSinusoidalPositionalEmbedding SeamlessM4TSinusoidalPositionalEmbedding
     SeamlessM4Tv2SinusoidalPositionalEmbedding MBartLearnedPositionalEmbedding
     MarianSinusoidalPositionalEmbedding MusicgenSinusoidalPositionalEmbedding
     MusicgenMelodySinusoidalPositionalEmbedding MvpLearnedPositionalEmbedding PLBartLearnedPositionalEmbedding
