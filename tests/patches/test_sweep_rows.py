@@ -12,8 +12,10 @@ from tests.patches.sweep.classes import cases
 from tests.patches.sweep.judging import judge_case
 
 EXACT = (
+    "FlaubertModel/flaubert",
     "IBertModel/ibert",
     "InklingModel/inkling_mm_model",
+    "Kosmos2_5Model/kosmos-2.5",
     "LayoutLMModel/layoutlm",
     "LayoutLMv3Model/layoutlmv3",
     "LiltModel/lilt",

@@ -82,6 +82,7 @@ CODEBOOKS = _names("musicgen_decoder musicgen_melody_decoder")
 
 # Attention that makes its own mask: the class (with the end of its module's name) and the argument that takes ours.
 OWN_MASKS = {
+    ("modeling_flaubert", "MultiHeadAttention"): "mask",
     ("modeling_openai", "Attention"): "attention_mask",
     ("modeling_switch_transformers", "SwitchTransformersAttention"): "mask",
     ("modeling_xlm", "MultiHeadAttention"): "mask",
