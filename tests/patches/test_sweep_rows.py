@@ -10,6 +10,7 @@ import tritonpack
 from tests.patches.sweep import build
 from tests.patches.sweep.classes import cases
 from tests.patches.sweep.judging import judge_case
+from tritonpack.parallel.requirements import require_shardable
 
 EXACT = (
     "FlaubertModel/flaubert",
@@ -66,3 +67,13 @@ def test_what_stands_beside_the_tokens_of_a_row_is_refused(key: str) -> None:
     ids, places = torch.arange(6, 18)[None], torch.tensor([[*range(5), *range(7)]])
     with tritonpack.patch(model), pytest.raises(ValueError, match="made a mask for more than its tokens"):
         model(input_ids=ids, position_ids=places, **BESIDE[key])
+
+
+@pytest.mark.parametrize("key", ["EsmModel/esm", "LayoutLMModel/layoutlm", "MobileBertModel/mobilebert"])
+def test_what_reads_other_tokens_before_attention_is_not_shared_by_ranks(key: str) -> None:
+    model = build.build(CASES[key])
+    with (
+        tritonpack.patch(model) as handle,
+        pytest.raises(tritonpack.UnsupportedModelError, match="reads other tokens of a document"),
+    ):
+        require_shardable(model, handle.report)

@@ -11,7 +11,11 @@ from tritonpack.patches.current import OUTSIDE, InstanceForward
 from tritonpack.patches.packing import Packing
 
 
-class EsmEmbeddings(InstanceForward):
+class DocumentEmbeddings(InstanceForward):
+    """Embeddings for which a layer reads other tokens than each by itself: those of its document."""
+
+
+class EsmEmbeddings(DocumentEmbeddings):
     """ESM's embeddings with `token_dropout`: masked tokens are zeros, and the others grow by the share of masked ones.
 
     The layer divides by the share of unmasked tokens in the row. What it embeds is multiplied by that, and divided by
@@ -33,7 +37,7 @@ class EsmEmbeddings(InstanceForward):
         return self.inner(input_ids, attention_mask, position_ids, inputs_embeds)
 
 
-class MobileBertEmbeddings(InstanceForward):
+class MobileBertEmbeddings(DocumentEmbeddings):
     """MobileBERT's embeddings, made of three tokens each: neighbours in other documents are zeros, as beyond a row."""
 
     def call(
