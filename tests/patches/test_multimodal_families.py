@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 import tritonpack
 from tests.patches.models import COMMON
-from tests.patches.test_multimodal import BEGIN, EXACT, IMAGE, counted, differs, document, numbered
+from tests.patches.test_multimodal import BEGIN, EXACT, IMAGE, counted, differs, document, numbered, text
 from tritonpack.patches.trial.small_copy import spread
 
 ROPE = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
@@ -87,3 +87,29 @@ def test_documents_with_images(family: str) -> None:
             {"cu_seq_lens_q": offsets, "position_ids": counted(documents)},
         ):
             assert differs(alone, run(row, torch.cat(pixels), grids, **told)) < EXACT, list(told)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen2_5_omni", "qwen3_omni"])
+def test_documents_with_sounds_and_one_with_an_image(family: str) -> None:
+    model, generator = build(family), torch.Generator().manual_seed(1)
+    frames, grid = (40, 64, 24), torch.tensor([[1, 4, 4]])
+    sounds = torch.randn(3, 8, max(frames), generator=generator, dtype=torch.float64)
+    heard = (torch.arange(max(frames)) < torch.tensor(frames)[:, None]).long()
+    pixels = torch.randn(16, 3 * 2 * 16, generator=generator, dtype=torch.float64)
+    documents, alone = [], []
+    for sound, inside in zip(sounds[:, None], heard[:, None], strict=True):
+        given = {"input_features": sound, "feature_attention_mask": inside}
+        length = model.model.get_audio_features(**given, return_dict=True).last_hidden_state.shape[-2]
+        begin, middle, end = text(3, generator), torch.full((1, length), SOUNDS["audio_token_id"]), text(5, generator)
+        ids = torch.cat([begin, torch.tensor([[57]]), middle, torch.tensor([[56]]), end], dim=1)
+        documents.append(ids)
+        alone.append(model(input_ids=ids, attention_mask=torch.ones_like(ids), **given).logits)
+    ids, image = document([4], generator), {"pixel_values": pixels, "image_grid_thw": grid}
+    documents.append(ids)
+    alone.append(model(input_ids=ids, attention_mask=torch.ones_like(ids), **image).logits)
+    call = {"input_features": sounds, "feature_attention_mask": heard, **image}
+    with tritonpack.patch(model):
+        for told in ({"position_ids": counted(documents)}, {"attention_mask": numbered(documents)}):
+            got = model(input_ids=torch.cat(documents, dim=1), **told, **call).logits
+            assert differs(torch.cat(alone, dim=1), got) < EXACT, list(told)

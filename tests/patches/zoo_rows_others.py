@@ -15,6 +15,8 @@ OTHERS: dict[str, dict[str, Any]] = _rows(
     ("qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text glm4v_text glm_ocr_text glm_image_text hunyuan_vl_text "
      "paddleocr_vl_text",
      SECTIONS),
+    # Their defaults lack tokens that checkpoints have, and positions are counted from.
+    ("qwen2_5_omni_thinker qwen3_omni_moe_thinker", {"vision_start_token_id": 3, "audio_start_token_id": 4}),
     # Half of a head is rotated.
     ("glm4v_moe_text", {**SECTIONS, "head_dim": 16}),
     ("glm4v_moe_text",
@@ -100,7 +102,12 @@ OTHERS: dict[str, dict[str, Any]] = _rows(
     ("owlvit owlv2 aimv2 groupvit clip clipseg", {"projection_dim": 32}),
     ("sam3_geometry_encoder sam3_detr_encoder sam3_detr_decoder", {"num_layers": 1}),
     ("sam3_vision_model", {"fpn_hidden_size": 32}),
-    ("tvp", {"visual_prompt_size": 2, "max_img_size": 32, "num_frames": 1}),
+    ("tvp", {"visual_prompt_size": 2, "max_img_size": 64, "num_frames": 1}),
+    ("pp_formulanet_vision",
+     {"output_channels": 8, "post_conv_in_channels": 8, "post_conv_mid_channels": 8, "post_conv_out_channels": 8,
+      "mlp_dim": 48, "decoder_hidden_size": 32, "window_size": 2}),
+    # Scales of fewer layers take scipy to plan.
+    ("inkling_vision", {"num_hidden_layers": 4}),
     ("parakeet_encoder",
      {"subsampling_conv_channels": 8, "num_mel_bins": 8, "conv_kernel_size": 3, "num_attention_heads": 4}),
     ("parakeet_rnnt parakeet_tdt nemotron3_5_asr nemotron_asr_streaming",
@@ -150,6 +157,9 @@ OTHERS: dict[str, dict[str, Any]] = _rows(
       "num_self_attention_heads": 4, "num_cross_attention_heads": 4, "qk_channels": 32, "v_channels": 32}),
     ("canine",
      {"num_hash_buckets": 64, "downsampling_rate": 2, "upsampling_kernel_size": 2, "local_transformer_stride": 4}),
+    # Without norms its rounding grows.
+    ("mobilebert", {"normalization_type": "layer_norm"}),
+    ("esm", {"token_dropout": True, "mask_token_id": 5}),
     ("esmc", {"pad_token_id": 0, "num_key_value_heads": 4}),
     ("moonshine_streaming", {"num_key_value_heads": 4}),
 )

@@ -13,8 +13,9 @@ from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.wire import Ranks
+from tritonpack.patches.embeddings import DocumentEmbeddings
 from tritonpack.patches.families import MIXERS
-from tritonpack.patches.hand import DocumentMask
+from tritonpack.patches.hand import DocumentMask, EncoderAttention
 from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.report import Report
 
@@ -50,6 +51,12 @@ def require_shardable(model: nn.Module, report: Report) -> None:
             raise UnsupportedModelError(
                 f"{path} ({name}, model type {kind!r}) attends outside of transformers' attention interface; sequence "
                 "parallelism can't do that."
+            )
+        if isinstance(layer.__dict__.get("forward"), (DocumentEmbeddings, EncoderAttention)):
+            raise UnsupportedModelError(
+                f"{path} ({name}, model type {kind!r}) reads other tokens of a document, or their mask, before "
+                "attention, and other ranks have some of them; sequence parallelism can't do that. Train it without "
+                "SequenceParallel."
             )
         if name.endswith("ForSequenceClassification"):
             raise UnsupportedModelError(

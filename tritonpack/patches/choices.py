@@ -86,7 +86,7 @@ class Choices:
 
 
 def compares_choices(model: PreTrainedModel) -> bool:
-    """Whether a model is a head for multiple choice: other tokens of three dimensions are columns, such as codebooks."""
+    """Whether a model is a head for multiple choice; tokens (B, T, n) of other models are columns of codebooks."""
     return any(kind.__name__.endswith("ForMultipleChoice") for kind in type(model).__mro__)
 
 

@@ -20,17 +20,20 @@ REFUSED = {
     "blt": "its patches and its hashes of preceding bytes run across documents",
     "cpmant": "its attention makes masks and position buckets of its own from segments and spans",
     "deepseek_v4": "its compressor pools keys across documents",
+    "diffusion_gemma": "its canvas attends through a cache to the keys of whole rows",
     "gemma4_assistant": "it drafts tokens from another model's cache",
     "gemma4_unified_assistant": "it drafts tokens from another model's cache",
     "prophetnet": "its decoder makes masks and position buckets of its own for n-grams",
     "xlstm": "its recurrent blocks run over the whole row, in pieces of their own",
     "reformer": "its attention sorts the tokens of a row into buckets",
+    "voxtral_realtime": "its encoder hears a row's sounds, as long as its tokens, as one",
 }
 
 # Position ids of these begin at padding_idx + 1, as fairseq counts.
 COUNT_FROM_PADDING = _names(
     """
-    camembert data2vec-text roberta roberta-prelayernorm xlm-roberta xlm-roberta-xl xmod
+    camembert data2vec-text esm ibert layoutlmv3 lilt luke markuplm mpnet roberta roberta-prelayernorm
+    xlm-roberta xlm-roberta-xl xmod
     """
 )
 
@@ -38,8 +41,8 @@ COUNT_FROM_PADDING = _names(
 POSITION_TABLES = _names(
     """
     BartLearnedPositionalEmbedding BigBirdPegasusLearnedPositionalEmbedding BlenderbotLearnedPositionalEmbedding
-    BlenderbotSmallLearnedPositionalEmbedding M2M100SinusoidalPositionalEmbedding
-    NllbMoeSinusoidalPositionalEmbedding SeamlessM4TSinusoidalPositionalEmbedding
+    BlenderbotSmallLearnedPositionalEmbedding Kosmos2_5TextSinusoidalPositionalEmbedding
+    M2M100SinusoidalPositionalEmbedding NllbMoeSinusoidalPositionalEmbedding SeamlessM4TSinusoidalPositionalEmbedding
     SeamlessM4Tv2SinusoidalPositionalEmbedding MBartLearnedPositionalEmbedding
     MarianSinusoidalPositionalEmbedding MusicgenSinusoidalPositionalEmbedding
     MusicgenMelodySinusoidalPositionalEmbedding MvpLearnedPositionalEmbedding PLBartLearnedPositionalEmbedding
@@ -67,11 +70,19 @@ ALIBI_FROM_MASK = _names("bloom falcon mpt")
 # Model types that take padding tokens for padding where no mask is given.
 MASKS_PADDING = _names("t5_gemma_module")
 
+# Decoders that see both directions where they are given no mask and one where they are given a causal one, if their
+# configuration has use_bidirectional_attention=True.
+BOTH_WAYS = _names("gemma gemma2 gemma3")
+
+# Models around them that say by token_type_ids which tokens see both directions: 0 for a document's image and prompt.
+PROMPT_TYPES = _names("paligemma")
+
 # Decoders whose rows of input_ids are codebooks, `num_codebooks` to a row of tokens.
 CODEBOOKS = _names("musicgen_decoder musicgen_melody_decoder")
 
 # Attention that makes its own mask: the class (with the end of its module's name) and the argument that takes ours.
 OWN_MASKS = {
+    ("modeling_flaubert", "MultiHeadAttention"): "mask",
     ("modeling_openai", "Attention"): "attention_mask",
     ("modeling_switch_transformers", "SwitchTransformersAttention"): "mask",
     ("modeling_xlm", "MultiHeadAttention"): "mask",

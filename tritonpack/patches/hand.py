@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonpack.patches.current import OUTSIDE, Current, InstanceForward
+from tritonpack.patches.embeddings import EsmEmbeddings, MobileBertEmbeddings
 from tritonpack.patches.interface import attend, attend_dense
 from tritonpack.patches.kinds import Kind
 from tritonpack.patches.packing import IntervalMask
@@ -79,10 +80,27 @@ class DocumentMask(InstanceForward):
         return self.inner(**arguments)
 
 
+class EncoderAttention(InstanceForward):
+    """Attention through transformers' interface, for which an encoder makes a mask of its own from that for padding:
+    gets the mask of the documents."""
+
+    def call(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
+        packing = self.current.state.packing
+        if packing is None and not self.current.state.running:
+            raise ValueError(OUTSIDE.format(type(self.module).__name__))
+        if packing is not None:
+            attention_mask = packing.interval_mask(packing.tokens[1], 0, 0, Kind((-1, -1)))
+        return self.inner(hidden_states, attention_mask, **kwargs)
+
+
 # Layers and what stands for their forward; the names of their arguments must be transformers'.
 HAND_WRITTEN: dict[str, type[InstanceForward]] = {
+    "EsmEmbeddings": EsmEmbeddings,
     "FalconAttention": FalconAttention,
     "FalconFlashAttention2": FalconAttention,
+    "LayoutLMSelfAttention": EncoderAttention,
+    "MarkupLMSelfAttention": EncoderAttention,
+    "MobileBertEmbeddings": MobileBertEmbeddings,
     "NllbMoeTop2Router": NllbMoeRouter,
     "SwitchTransformersTop1Router": SwitchRouter,
 }

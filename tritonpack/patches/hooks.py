@@ -14,7 +14,14 @@ from tritonpack.patches.checkpoints import Checkpoints
 from tritonpack.patches.cross import meet
 from tritonpack.patches.current import HANDED, UNCLAIMED, Current, ModuleRef
 from tritonpack.patches.documents import require_one_document_a_row
-from tritonpack.patches.families import ALIBI_FROM_MASK, CODEBOOKS, COUNT_FROM_PADDING, MASKS_PADDING
+from tritonpack.patches.families import (
+    ALIBI_FROM_MASK,
+    BOTH_WAYS,
+    CODEBOOKS,
+    COUNT_FROM_PADDING,
+    MASKS_PADDING,
+    PROMPT_TYPES,
+)
 from tritonpack.patches.first_call import FirstCall
 from tritonpack.patches.interface import NAMES, served
 from tritonpack.patches.kinds import Kind
@@ -23,7 +30,7 @@ from tritonpack.patches.packing import Packing, Serving
 from tritonpack.patches.positions import require_one_rope, rope_limits
 from tritonpack.patches.reading import OpenMask, make_packing
 from tritonpack.patches.replaced import require_own_attention
-from tritonpack.patches.tokens import text_config
+from tritonpack.patches.tokens import is_bidirectional, text_config
 
 if TYPE_CHECKING:
     from tritonpack.patches.applied import Applied
@@ -67,12 +74,12 @@ class PackingHook:
         self.first_call: FirstCall | None = FirstCall(module, serving.attention == "dense")
         config = module.config
         self.model_type = config.model_type
-        counts = self.model_type in COUNT_FROM_PADDING
-        self.first_position = (config.pad_token_id or 0) + 1 if counts else 0
+        self.first_position = _padding_place(module) + 1 if self.model_type in COUNT_FROM_PADDING else 0
         self.padding = config.pad_token_id if self.model_type in MASKS_PADDING else None
         self.codebooks = config.num_codebooks if self.model_type in CODEBOOKS else 1
         self.text_config = text_config(config)
         self.rope_limits = rope_limits(self.text_config)
+        self.needs_types = self.model_type in BOTH_WAYS | PROMPT_TYPES and is_bidirectional(config)
         # Multimodal positions are the model's to make: a place in the text isn't all of them.
         multimodal = any(hasattr(inner, METHOD) for inner in module.modules())
         self.gives_positions = "position_ids" in self.names and not multimodal
@@ -208,6 +215,12 @@ class PackingHook:
                 arguments["use_cache"] = False
         arguments["attention_mask"] = packing
         fresh = not packing.cached or _is_empty(arguments)
+        if fresh and self.needs_types and arguments.get("token_type_ids") is None:
+            raise ValueError(
+                f"{type(self.module).__name__} with use_bidirectional_attention sees both directions in a batch "
+                "without padding and one in a batch with it, unless token_type_ids say what sees both. Pass "
+                "token_type_ids to the whole model: 0 for a document's image and prompt, 1 for its answer."
+            )
         if fresh and self.outermost:
             for kind, limit in self.rope_limits:
                 require_one_rope(packing, kind, limit)
@@ -233,6 +246,12 @@ class PackingHook:
                 "a row can't use a cache; pass past_key_values=None."
             )
         return not whole and not cached and not (padded and arguments.get("use_cache"))
+
+
+def _padding_place(module: Any) -> int:
+    """The place of padding in a table of absolute positions: the padding token's number, or another of the table."""
+    place = getattr(getattr(module, "embeddings", None), "padding_idx", None)
+    return (module.config.pad_token_id or 0) if place is None else place
 
 
 def is_paged(cache: Any) -> bool:

@@ -87,6 +87,7 @@ def overlay_intervals(
     """
     batch = torch.arange(rows.shape[0], device=rows.device)[:, None].expand_as(rows)
     head = torch.zeros((), dtype=torch.long, device=rows.device)
+    end = torch.where((rows >= begin) & (rows < end), end, begin)  # padding sees nothing
     # A fixed number of steps under the compiler, so that a graph isn't tied to a length.
     steps = 31 if torch.compiler.is_compiling() else (num_keys + 1).bit_length() + 1
 

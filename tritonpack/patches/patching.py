@@ -14,14 +14,14 @@ from tritonpack.attention import Backend
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import interface
 from tritonpack.patches.applied import Applied, applied_to, to_the_end
-from tritonpack.patches.families import DENSE, REFUSED, REFUSED_LAYERS
+from tritonpack.patches.families import BOTH_WAYS, DENSE, PROMPT_TYPES, REFUSED, REFUSED_LAYERS
 from tritonpack.patches.forwards import takes_tokens_and_mask
 from tritonpack.patches.hand import HAND_WRITTEN, fits
 from tritonpack.patches.packing import ATTENTIONS
 from tritonpack.patches.probe import require_evidence
 from tritonpack.patches.report import Report, holds
 from tritonpack.patches.shown import LAYOUTS, Layout
-from tritonpack.patches.tokens import text_config
+from tritonpack.patches.tokens import is_bidirectional
 
 _lock = threading.RLock()  # models are patched one after the other
 
@@ -323,11 +323,12 @@ def _supported_modules(model: nn.Module, attention: str) -> list[PreTrainedModel
                 "would not be told apart there. Train it on one document per row, unpatched; decoders by themselves "
                 "can be patched."
             )
-        both_ways = getattr(text_config(module.config), "use_bidirectional_attention", None)
-        if kind in ("gemma", "gemma3") and both_ways is True:
+        typed = any(other.config.model_type in PROMPT_TYPES and holds(other, module) for other in modules)
+        if kind in BOTH_WAYS and is_bidirectional(module.config) and not typed:
             raise SettingError(
                 f"{type(module).__name__} with use_bidirectional_attention sees both directions in a batch without "
-                "padding and one in a batch with it, so there is nothing to be equal to."
+                "padding and one in a batch with it, so there is nothing to be equal to. Set it to False, or train on "
+                "one document per row, unpatched."
             )
         if getattr(module, "attention_type", None) == "block_sparse":
             raise SettingError(

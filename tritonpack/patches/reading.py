@@ -42,7 +42,9 @@ class OpenMask(TensorLike):
     def to_tensor(self) -> Tensor:
         raise ValueError(
             "this model's attention has tritonpack's name but the model isn't patched, so packed documents would not "
-            "be told apart. Call tritonpack.patch(model), or give it a config of its own."
+            "be told apart. Call tritonpack.patch(model), or give it a config of its own. Of a patched model: it made "
+            "a mask for more than its tokens, such as images or entities beside them. Leave these out, or give each "
+            "document a row of its own, unpatched."
         )
 
     def claim(self, arguments: dict[str, Any], serving: Serving) -> IntervalMask:

@@ -35,3 +35,8 @@ def text_config(config: Any) -> Any:
         return config.get_text_config()
     except ValueError:  # an encoder's and a decoder's
         return config.get_text_config(decoder=True)
+
+
+def is_bidirectional(config: Any) -> bool:
+    """Whether a decoder is told to see both directions."""
+    return getattr(text_config(config), "use_bidirectional_attention", None) is True

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from tritonpack.errors import IsolationError
 from tritonpack.patches.trial import packed_forms
+from tritonpack.patches.trial.small_copy import as_prompts
 from tritonpack.patches.trial.undisturbed import as_found
 
 # How packed documents reach the model: by position ids alone, and with the all-ones mask that tokenizers add; and what
@@ -87,13 +88,13 @@ def check_isolation(
     worst = {"alone": 0.0, "moved": 0.0, "gradient": 0.0}
     with as_found(model):
         with torch.no_grad():
-            alone = torch.cat([_logits(model, input_ids=piece) for piece in documents], dim=1)
+            pieces = [_logits(model, input_ids=piece, **as_prompts(model, piece)) for piece in documents]
+        alone = torch.cat(pieces, dim=1)
         eps = torch.finfo(alone.dtype).eps
         allowed, rounding = eps**0.5, min(64 * eps, eps**0.5)  # 64 units would be half of the largest logit in bfloat16
         for form in FORMS:
-            packing = {
-                name: value.to(device) for name, value in packed_forms.FORMS[FORMS[form]](documents).arguments.items()
-            }
+            told = packed_forms.FORMS[FORMS[form]](documents).arguments
+            packing = {**{name: value.to(device) for name, value in told.items()}, **as_prompts(model, ids)}
             for changed in range(len(lengths)):
                 here = document == changed
                 perturbed = torch.where(here, other_ids, ids)

@@ -66,6 +66,16 @@ def _frames(config: Any, batch: Batch) -> Tensor:
     return _same(24, config.encoder_config.num_mel_bins)(config, batch)
 
 
+def _prompts(config: Any, batch: Batch) -> Tensor:
+    """[b, t], 0 for the first half of a document, its prompt, and 1 for its answer and for padding."""
+    types = torch.ones_like(batch.ids)
+    for row, span in batch.spans:
+        length = batch.ids[row, span].numel()
+        types[row, span][: (length + 1) // 2] = 0
+    return types
+
+
+TYPES = {"token_type_ids": _prompts}
 WITH_IMAGE = "blip vision-encoder-decoder vilt sam3 sam3_lite_text bridgetower owlv2 owlvit".split()  # noqa: SIM905
 
 # They hold each text against each image, so that as many of both are given.
@@ -78,6 +88,7 @@ NEEDS: dict[str, dict[str, Make]] = {
     **dict.fromkeys(WITH_IMAGE, IMAGE),
     **dict.fromkeys(AGAINST_IMAGES, IMAGES),
     **dict.fromkeys(("Owlv2Model", "OwlViTModel", "BlipModel"), IMAGES),
+    **dict.fromkeys(("paligemma", "ColPaliForRetrieval"), TYPES),
     "grounding-dino": {"pixel_values": _same(3, 64, 64)},
     "mm-grounding-dino": {"pixel_values": _same(3, 64, 64)},
     "blip-2": IMAGES,
@@ -91,14 +102,14 @@ NEEDS: dict[str, dict[str, Make]] = {
     },
     "idefics": {"pixel_values": _image(1), "image_attention_mask": lambda config, batch: _tokens(1)(config, batch)},
     "xclip": {"pixel_values": _image(2, per="document")},
-    "tvp": {"pixel_values": _same(1, 3, 32, 32)},
+    "tvp": {"pixel_values": _same(1, 3, 64, 64)},
     "videoprism": {"pixel_values_videos": _image(16, per="document")},
     "siglip2": {
         "pixel_values": _same(4, 48, per="document"),
         "pixel_attention_mask": _whole(1, 4, per="document"),
         "spatial_shapes": _whole(2, 2, per="document"),
     },
-    "pp_formulanet": {"pixel_values": _same(3, 768, 768)},
+    "pp_formulanet": IMAGE,
     "pi0": {
         "state": _same(4), "noise": _same(3, 4), "timestep": _whole(1), "action_embeds": _same(4, 32),
         "pixel_values": _image(1), "pixel_attention_mask": lambda config, batch: torch.ones(len(batch.ids), 1) > 0,
@@ -144,8 +155,8 @@ NEEDS: dict[str, dict[str, Make]] = {
 LEADS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("blip-2", "instructblip", "kosmos-2"), (MARK,) * 2),
     "instructblipvideo": (MARK,) * 4,
-    "Blip2ForImageTextRetrieval": (),
     "SplinterForPreTraining": (MARK,),
+    "esm": (MARK,),
     "LongformerForQuestionAnswering": (3, 3, 3),
     "LongformerForMultipleChoice": (3, 3, 3),
 }
@@ -178,6 +189,8 @@ def extras(model: Any) -> Extras:
     def of(table: dict[str, Any], otherwise: Any) -> Any:
         return table.get(type(model).__name__, table.get(model.config.model_type, otherwise))
 
-    names = inspect.signature(model.forward).parameters
-    arguments = {name: make for name, make in of(NEEDS, {}).items() if name in names}
+    arguments = of(NEEDS, {})
+    if type(model).__name__ not in NEEDS:  # of a type some classes take less
+        names = inspect.signature(model.forward).parameters
+        arguments = {name: make for name, make in arguments.items() if name in names}
     return Extras(arguments, of(LEADS, ()), of(COLUMNS, None))

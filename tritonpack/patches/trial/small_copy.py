@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from tritonpack.patches.families import CODEBOOKS, HEADS_SHIFT
+from tritonpack.patches.families import CODEBOOKS, HEADS_SHIFT, PROMPT_TYPES
 from tritonpack.patches.forwards import holds_both_sides
 from tritonpack.patches.tokens import special_tokens
 from tritonpack.patches.trial.packed_forms import FORMS, Batch, Form, Subject, paired, values_of, with_choices
@@ -198,7 +199,7 @@ def subject_of(model: nn.Module) -> Subject:
     return Subject(
         model,
         draw,
-        call=lambda ids: {"input_ids": rows_for_codebooks(ids, books, size)},
+        call=lambda ids: {"input_ids": rows_for_codebooks(ids, books, size), **as_prompts(model, ids)},
         values=lambda output: side_by_side(values_of(output), books),
     )
 
@@ -207,6 +208,13 @@ def end_read_by(model: nn.Module) -> int | None:
     """The token at which an encoder with a decoder reads the scores of a document; None for other models."""
     scores = any(kind.__name__.endswith("ForSequenceClassification") for kind in type(model).__mro__)
     return getattr(model.config, "eos_token_id", None) if scores and holds_both_sides(model) else None
+
+
+def as_prompts(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
+    """The argument that makes prompts of all tokens (B, T), for models that want to be told (`PROMPT_TYPES`)."""
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    typed = any(module.config.model_type in PROMPT_TYPES for module in models)
+    return {"token_type_ids": torch.zeros_like(ids)} if typed else {}
 
 
 def takes_pairs(model: nn.Module) -> bool:

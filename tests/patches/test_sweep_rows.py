@@ -1,0 +1,79 @@
+"""Classes that a row of the tables lets build and run: packed exactly with what it gives them, or refused for what it
+says."""
+
+from typing import Any
+
+import pytest
+import torch
+
+import tritonpack
+from tests.patches.sweep import build
+from tests.patches.sweep.classes import cases
+from tests.patches.sweep.judging import judge_case
+from tritonpack.parallel.requirements import require_shardable
+
+EXACT = (
+    "FlaubertModel/flaubert",
+    "IBertModel/ibert",
+    "InklingModel/inkling_mm_model",
+    "Kosmos2_5Model/kosmos-2.5",
+    "LayoutLMModel/layoutlm",
+    "LayoutLMv3Model/layoutlmv3",
+    "LiltModel/lilt",
+    "LukeModel/luke",
+    "MPNetModel/mpnet",
+    "MarkupLMModel/markuplm",
+    "MobileBertModel/mobilebert",
+    "Nemotron3_5TranscribeModel/nemo_speechlm",
+    "PerceptionLMModel/perception_lm",
+    "Qwen2_5OmniThinkerForConditionalGeneration/qwen2_5_omni_thinker",
+    "Qwen3OmniMoeThinkerForConditionalGeneration/qwen3_omni_moe_thinker",
+)
+REFUSED = {
+    "DiffusionGemmaModel/diffusion_gemma": "its canvas attends through a cache to the keys of whole rows",
+    "VoxtralRealtimeModel/voxtral_realtime": "its encoder hears a row's sounds",
+}
+CASES = {case.key: case for case in cases()}
+
+
+@pytest.mark.parametrize("key", EXACT)
+def test_is_packed_exactly(key: str) -> None:
+    chosen = ("position_ids", "segments_alone", "two_rows_padded", "float32")
+    with build.quiet():
+        (row,) = judge_case(CASES[key], ("patch",), chosen)
+    assert (row.verdict, row.reason) == ("exact", "")
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_is_refused_with_the_reason(key: str) -> None:
+    with build.quiet():
+        (row,) = judge_case(CASES[key], ("patch",), ("position_ids",), with_gradients=False)
+    assert row.verdict == "refused"
+    assert REFUSED[key] in row.reason
+
+
+BESIDE: dict[str, dict[str, Any]] = {
+    "LukeModel/luke": {
+        "entity_ids": torch.tensor([[3, 4]]), "entity_position_ids": torch.tensor([[[0, 1, -1], [5, 6, -1]]]),
+    },
+    "LayoutLMv3Model/layoutlmv3": {"pixel_values": torch.ones(1, 3, 8, 8, dtype=torch.float64)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", BESIDE)
+def test_what_stands_beside_the_tokens_of_a_row_is_refused(key: str) -> None:
+    """Entities and images are appended to the row, and belong to none of its documents."""
+    model = build.build(CASES[key])
+    ids, places = torch.arange(6, 18)[None], torch.tensor([[*range(5), *range(7)]])
+    with tritonpack.patch(model), pytest.raises(ValueError, match="made a mask for more than its tokens"):
+        model(input_ids=ids, position_ids=places, **BESIDE[key])
+
+
+@pytest.mark.parametrize("key", ["EsmModel/esm", "LayoutLMModel/layoutlm", "MobileBertModel/mobilebert"])
+def test_what_reads_other_tokens_before_attention_is_not_shared_by_ranks(key: str) -> None:
+    model = build.build(CASES[key])
+    with (
+        tritonpack.patch(model) as handle,
+        pytest.raises(tritonpack.UnsupportedModelError, match="reads other tokens of a document"),
+    ):
+        require_shardable(model, handle.report)

@@ -1,0 +1,80 @@
+"""Embeddings that are made of more than a token and its place: of its document alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tritonpack.patches.current import OUTSIDE, InstanceForward
+from tritonpack.patches.packing import Packing
+
+
+class DocumentEmbeddings(InstanceForward):
+    """Embeddings for which a layer reads other tokens than each by itself: those of its document."""
+
+
+class EsmEmbeddings(DocumentEmbeddings):
+    """ESM's embeddings with `token_dropout`: masked tokens are zeros, and the others grow by the share of masked ones.
+
+    The layer divides by the share of unmasked tokens in the row. What it embeds is multiplied by that, and divided by
+    the share in each token's document.
+    """
+
+    def call(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Any = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        module: Any = self.module
+        if module.token_dropout and input_ids is not None and isinstance(attention_mask, Packing):
+            embeddings = module.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+            scale = _unmasked_in_row_over_document(input_ids == module.mask_token_id, attention_mask)
+            inputs_embeds = embeddings * scale[..., None].to(embeddings.dtype)
+        return self.inner(input_ids, attention_mask, position_ids, inputs_embeds)
+
+
+class MobileBertEmbeddings(DocumentEmbeddings):
+    """MobileBERT's embeddings, made of three tokens each: neighbours in other documents are zeros, as beyond a row."""
+
+    def call(
+        self,
+        input_ids: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+    ) -> Tensor:
+        module: Any = self.module
+        packing = self.current.state.packing
+        if packing is None and not self.current.state.running:
+            raise ValueError(OUTSIDE.format(type(module).__name__))
+        if packing is None or not module.trigram_input:
+            return self.inner(input_ids, token_type_ids, position_ids, inputs_embeds)
+        own = module.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
+        first = packing.runs()[0]
+        last = nn.functional.pad(first[:, 1:], (0, 1), value=True)
+        before, after = own.roll(1, 1).masked_fill(first[..., None], 0), own.roll(-1, 1).masked_fill(last[..., None], 0)
+        embeddings = module.embedding_transformation(torch.cat([after, own, before], dim=2))
+        if token_type_ids is None:
+            token_type_ids = torch.zeros(own.shape[:2], dtype=torch.long, device=own.device)
+        places = packing.places() if position_ids is None else position_ids
+        embeddings = embeddings + module.position_embeddings(places) + module.token_type_embeddings(token_type_ids)
+        return module.dropout(module.LayerNorm(embeddings))
+
+
+def _unmasked_in_row_over_document(masked: Tensor, packing: Packing) -> Tensor:
+    """(B, T) float32: the share of unmasked tokens (B, T) in the row, over that in each token's document."""
+    live = packing.not_padding()
+    document = packing.runs()[0].flatten().cumsum(0) - 1
+
+    def in_document(counted: Tensor) -> Tensor:
+        counts = torch.zeros(document.shape, dtype=torch.long, device=document.device)
+        return counts.scatter_add(0, document, counted.flatten().long())[document].view(masked.shape)
+
+    of_row = 1 - masked.sum(1, keepdim=True) / live.sum(1, keepdim=True)
+    of_document = 1 - in_document(masked) / in_document(torch.ones_like(masked))
+    # A document of masked tokens alone has nothing to scale.
+    return of_row / of_document.clamp(min=torch.finfo(of_document.dtype).eps)
