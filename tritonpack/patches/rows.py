@@ -186,6 +186,11 @@ class LaidBack:
             return type(first)(self.of(some, name) for some in zip(*values, strict=True))
         if not isinstance(first, Tensor):
             return first
+        if "ngram" in name:  # ProphetNet's
+            raise ValueError(
+                f"{self.model} returns {name}, several predictions for each token, which packed rows have no room for. "
+                "Give each document a row of its own, unpatched."
+            )
         if name.endswith("loss"):
             return self._loss(values)
         if name.endswith("attentions"):  # in one batch they are left as they are, by document

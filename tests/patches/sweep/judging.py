@@ -30,6 +30,9 @@ from tritonpack.patches.trial.packed_forms import LENGTHS
 
 PACKAGE = str(Path(tritonpack.__file__).parent)
 
+# Model types that fill masks with the least number of float32, whose square float64 holds.
+NAN_IN_FLOAT64 = ("led", "longformer", "prophetnet")
+
 Patched = tuple[nn.Module, AbstractContextManager[Any]]
 
 
@@ -53,7 +56,10 @@ class Trial:
         self.case = case
         self.chosen = forms.callable_forms(case, tuple(chosen))
         self.notes: list[str] = []
-        for self.dtype in (torch.float64, torch.float32):
+        dtypes = (torch.float64, torch.float32)
+        if case.model_type in NAN_IN_FLOAT64:
+            dtypes, self.notes = dtypes[1:], ["in float32, because masks of padding give NaN in float64"]
+        for self.dtype in dtypes:
             try:
                 self._run_alone(with_gradients)
                 break
@@ -97,9 +103,9 @@ class Trial:
         layout = self.subject.lay_out(forms.end_to_end, self.documents)
         try:
             got = self.subject.gather(self.subject.call(layout), layout)
+            return bool(got.problems) or difference(self.expected, got.values) > 10 * self.limit
         except Exception:
             return True
-        return bool(got.problems) or difference(self.expected, got.values) > 10 * self.limit
 
     @torch.no_grad()
     def _error_in(self, dtype: torch.dtype) -> float | None:
@@ -279,7 +285,9 @@ class Trial:
             if form in LOSSES:
                 assert self.losses is not None
                 self.losses.compare(plain, form)
-            elif form not in LOW:
+            elif form in LOW:  # the caches of packed rows are left out
+                Subject(building.build(self.case, dtype=LOW[form]), stock=True).alone(self.documents, use_cache=False)
+            else:
                 with torch.no_grad():
                     self._values(plain, form)
         except Exception as other:
