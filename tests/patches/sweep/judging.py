@@ -286,7 +286,9 @@ class Trial:
                 assert self.losses is not None
                 self.losses.compare(plain, form)
             elif form in LOW:  # the caches of packed rows are left out
-                Subject(building.build(self.case, dtype=LOW[form]), stock=True).alone(self.documents, use_cache=False)
+                with torch.no_grad():
+                    low = Subject(building.build(self.case, dtype=LOW[form]), stock=True)
+                    low.alone(self.documents, use_cache=False)
             else:
                 with torch.no_grad():
                     self._values(plain, form)
