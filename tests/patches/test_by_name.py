@@ -151,13 +151,20 @@ def test_attention_of_its_own_is_patched_by_name(kind: str) -> None:
     assert not applied_to(model)
 
 
-@pytest.mark.parametrize("kind", ["fnet", "xlstm", "cpmant"])
-def test_models_that_take_tokens_and_no_mask_are_refused_by_name(kind: str) -> None:
-    config = AutoConfig.for_model(kind, **({"num_blocks": 2} if kind == "xlstm" else {}))
-    with torch.device("meta"):
-        model = AutoModel.from_config(config, attn_implementation=NAME)
-    with pytest.raises(tritonpack.UnsupportedModelError, match="attn_implementation='tritonpack'"):
-        model(torch.ones((1, 4), dtype=torch.long))
+@pytest.mark.parametrize("kind", ["xlstm", "cpmant", "blt", "deepseek_v4"])
+def test_documents_get_rows_of_their_own_by_name(kind: str) -> None:
+    """Models that take no mask, and parts that take no tokens."""
+    dtype = torch.float32 if kind in zoo.FLOAT32_ONLY else torch.float64
+    rows = [d.clamp(min=zoo.FIRST_TOKEN) for d in documents()]
+    stock, model = zoo.tiny_model(kind, dtype=dtype), zoo.tiny_model(kind, dtype=dtype, attn_implementation=NAME)
+    with torch.no_grad():
+        expected = torch.cat([stock(d).logits for d in rows], 1)
+        got = model(torch.cat(rows, 1), **FORMS["position_ids"]()).logits
+    assert float((got - expected).abs().max() / expected.abs().max()) < EXACT
+    (applied,) = applied_to(model)
+    assert applied.report.attention in ("padded", "lengths")
+    assert not any("tritonpack" in str(module.config._attn_implementation) for module in model.modules()
+                   if isinstance(module, PreTrainedModel))
 
 
 def test_one_patch_for_the_whole() -> None:

@@ -9,9 +9,11 @@ import torch
 import transformers
 from torch import Tensor
 from transformers import DebertaV2ForMaskedLM, MobileBertForMaskedLM, PreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaAttention
 
 import tritonpack
 from tests.patches import zoo
+from tests.patches.foreign import attends_by_itself
 from tests.patches.models import tiny_model
 from tritonpack import notices
 from tritonpack.patches.trial.packed_forms import FORMS, difference, gradients_of, lay_out, tolerance
@@ -301,6 +303,17 @@ def test_a_trial_finds_the_layout(kind: type[PreTrainedModel], layout: str) -> N
     with tritonpack.patch(model) as handle:
         assert handle.report.attention == layout
         torch.testing.assert_close(model(**packed()).logits, torch.cat(expected, dim=1), rtol=0, atol=1e-9)
+
+
+def test_replaced_attention_gets_rows_of_its_own(monkeypatch: pytest.MonkeyPatch, trials: list[Any]) -> None:
+    """As other projects do it: without a mask."""
+    monkeypatch.setattr(LlamaAttention, "forward", attends_by_itself)
+    model = tiny_model("llama")
+    expected = torch.cat([out.logits for out in alone(model)], dim=1)
+    with tritonpack.patch(model) as handle:
+        assert handle.report.attention == "padded"
+        torch.testing.assert_close(model(**packed()).logits, expected, rtol=0, atol=1e-9)
+    assert len(trials) == 2
 
 
 def test_kernels_come_first() -> None:

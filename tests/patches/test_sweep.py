@@ -231,16 +231,20 @@ class TestResults:
         assert [row.version for row in results.load(tmp_path)] == ["5.23.1"]
 
     def test_shown_classes(self, tmp_path: Path) -> None:
-        """Exact in part is shown; wrong, refused or an error for one of its types isn't. Other versions stay."""
+        """Exact in part is shown; wrong, refused or an error for one of its types isn't, nor
+        what needs another layout for another type. Other versions stay."""
         verdicts = {
             "A/a": "exact", "B/a": "partly", "C/a": "refused", "D/a": "leak", "E/a": "exact", "E/b": "error",
         }  # fmt: skip
         rows = [Row(key, "patch", verdict, version="5.23.1") for key, verdict in verdicts.items()]
         rows.append(Row("C/a", "name", "exact", version="5.23.1"))
+        rows.append(Row("G/a", "patch", "exact", version="5.23.1", layout="lengths"))
+        rows += [Row(f"H/{kind}", "patch", "exact", version="5.23.1", layout=kind) for kind in ("packed", "padded")]
         path = tmp_path / "shown.csv"
-        path.write_text("class,versions\nA,5.4 5.23\nC,5.4\nD,5.23\n")
+        path.write_text("class,packed,padded,lengths\nA,5.4 5.23,,\nC,5.4,,\nD,5.23,,\nF,,5.4,\n")
         results.save_shown(rows, path)
-        assert path.read_text() == "class,versions\nA,5.4 5.23\nB,5.23\nC,5.4\n"
+        expected = ["class,packed,padded,lengths", "A,5.4 5.23,,", "B,5.23,,", "C,5.4,,", "F,,5.4,", "G,,,5.23", ""]
+        assert path.read_text() == "\n".join(expected)
 
 
 RERUN = "run `python -m tests.patches.sweep` and `python -m tests.patches.table`, and mend or refuse what is wrong"
