@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import tritonpack
 from tests.patches import zoo
@@ -163,8 +163,11 @@ def test_documents_get_rows_of_their_own_by_name(kind: str) -> None:
     assert float((got - expected).abs().max() / expected.abs().max()) < EXACT
     (applied,) = applied_to(model)
     assert applied.report.attention in ("padded", "lengths")
-    assert not any("tritonpack" in str(module.config._attn_implementation) for module in model.modules()
-                   if isinstance(module, PreTrainedModel))
+    assert not any(
+        "tritonpack" in str(module.config._attn_implementation)
+        for module in model.modules()
+        if isinstance(module, PreTrainedModel)
+    )
 
 
 def test_one_patch_for_the_whole() -> None:

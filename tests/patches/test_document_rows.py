@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import DebertaV2ForMaskedLM, MobileBertForMaskedLM, PreTrainedModel
+from transformers import DebertaV2ForMaskedLM, ConvBertForMaskedLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import tritonpack
@@ -21,13 +21,13 @@ from tritonpack.patches.trial.small_copy import spread
 
 LENGTHS = (7, 1, 3, 11)
 EXACT = tolerance(torch.float64)
-PADDED, LENGTH = "DebertaV2ForMaskedLM", "MobileBertForMaskedLM"
+PADDED, LENGTH = "DebertaV2ForMaskedLM", "ConvBertForMaskedLM"
 TYPES = {
     "DebertaV2ForMaskedLM": "deberta-v2",
     "DebertaV2Model": "deberta-v2",
-    "MobileBertForSequenceClassification": "mobilebert",
-    "MobileBertForMaskedLM": "mobilebert",
-    "MobileBertForPreTraining": "mobilebert",
+    "ConvBertForSequenceClassification": "convbert",
+    "ConvBertForMaskedLM": "convbert",
+    "FNetForPreTraining": "fnet",
     "LongformerForMaskedLM": "longformer",
     "CLIPModel": "clip",
     "WhisperForConditionalGeneration": "whisper",
@@ -113,7 +113,7 @@ def test_the_loss_is_a_mean_over_labels(name: str, form: str) -> None:
 
 
 def test_a_loss_of_two_kinds_of_labels_needs_one_batch() -> None:
-    model = build("MobileBertForPreTraining")
+    model = build("FNetForPreTraining")
     ids = packed()["input_ids"]
     with tritonpack.patch(model), pytest.raises(ValueError, match=r"loss of next_sentence_label can't be put together"):
         model(**packed(), labels=ids, next_sentence_label=torch.tensor([0, 1, 0, 1]))
@@ -137,7 +137,7 @@ def test_logits_to_keep_count_tokens_of_the_row() -> None:
 
 
 def test_one_score_for_each_document() -> None:
-    model = build("MobileBertForSequenceClassification")
+    model = build("ConvBertForSequenceClassification")
     expected = torch.cat([out.logits for out in alone(model)])
     with tritonpack.patch(model):
         torch.testing.assert_close(model(**packed()).logits, expected, rtol=0, atol=1e-9)
@@ -232,7 +232,7 @@ class TestSaid:
             model(input_ids=packed()["input_ids"], attention_mask=torch.ones(1, 1, 22, 22))
 
     def test_padding_that_nothing_tells(self) -> None:
-        model = build("MobileBertForSequenceClassification")
+        model = build("ConvBertForSequenceClassification")
         ids = torch.tensor([[7, 8, 9, 5, 5]])
         positions = torch.tensor([[0, 1, 2, 0, 0]])
         with tritonpack.patch(model):
@@ -290,7 +290,7 @@ class Stranger(DebertaV2ForMaskedLM):
     """Of no table."""
 
 
-class OddStranger(MobileBertForMaskedLM):
+class OddStranger(ConvBertForMaskedLM):
     """Of no table, and padding moves it."""
 
 

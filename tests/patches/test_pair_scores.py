@@ -44,7 +44,7 @@ def scoring(name: str) -> tuple[PreTrainedModel, list[Tensor]]:
 @pytest.mark.parametrize("name", HEADS)
 def test_one_score_a_document(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits, loss and gradients are those of documents alone; the model's class is accepted by a trial."""
-    monkeypatch.setattr(probe, "is_shown", lambda kind: False)
+    monkeypatch.setattr(probe, "shown_layout", lambda kind: None)
     model, pieces = scoring(name)
     logits = torch.cat([model(ids).logits for ids in pieces])
     loss = torch.nn.functional.cross_entropy(logits, LABELS)

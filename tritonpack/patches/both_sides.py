@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tritonpack.checks import require
-from tritonpack.patches.by_document import padded
 from tritonpack.patches.current import UNCLAIMED, Current
 from tritonpack.patches.documents import Documents, require_one_document_a_row
 from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SCORES_BEFORE_PADDING, SHIFTS_INPUTS
@@ -20,7 +19,6 @@ from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.packing import Packing, Serving
 from tritonpack.patches.reading import make_packing
 from tritonpack.patches.spans import take_spans
-from tritonpack.patches.tokens import text_config
 
 # What tells documents apart on each side, as `make_packing` calls it and as the module around both sides does.
 SOURCE = {
@@ -68,7 +66,7 @@ class BothSides(ModelForward):
         """T5Gemma's heads would hand it on beside one of their own."""
         return "use_cache" in self.names
 
-    def _run(self, arguments: dict[str, Any]) -> Any:
+    def run(self, arguments: dict[str, Any]) -> Any:
         if any(isinstance(arguments.get(name), Packing) for name in ("attention_mask", "decoder_attention_mask")):
             return self.inner(**arguments)  # the module around this one has read them
         told = {name: arguments.get(name) for names in (SOURCE, TARGET) for name in names.values()}
@@ -105,16 +103,16 @@ class BothSides(ModelForward):
                 raise ValueError(f"{name} was given without decoder_input_ids; pass both or neither.")
         if told["cu_seq_lens_q"] is None:
             told["cu_seq_lens_q"] = told["cu_seq_lens_k"]
-        packing = make_packing({**told, "input_ids": ids}, ids.shape, ids.device, self.serving, self._pad_token)
+        packing = make_packing({**told, "input_ids": ids}, ids.shape, ids.device, self.serving, self.pad_token)
         if not packing.tells_documents:
             return self.inner(**arguments)
-        if self.by_document and (documents := self._documents(packing)) is not None:
-            batch = padded(documents, arguments, self.module)
+        if self.one_result and (documents := self._documents(packing)) is not None:
+            self._require_tokens(arguments)
+            sides = {"": documents}
             if self.pads_left:  # where the first token of the decoder isn't the first of the row
-                shifted = shift_documents(self.module, ids, packing)
-                batch["decoder_input_ids"] = documents.cut(shifted, fill=self.module.config.pad_token_id)
-                batch["decoder_attention_mask"] = batch["attention_mask"]
-            return self._run_padded(documents, batch)
+                sides["decoder"] = documents
+                arguments["decoder_input_ids"] = shift_documents(self.module, ids, packing)
+            return self.run_by_document(sides, arguments)
         arguments["attention_mask"] = arguments["decoder_attention_mask"] = packing
         arguments["decoder_input_ids"] = shift_documents(self.module, ids, packing)
         if "decoder_position_ids" in self.names:
@@ -147,7 +145,7 @@ class BothSides(ModelForward):
         said = {name: told[name_here] for name, name_here in names.items()}
         shape = torch.Size(tokens.shape[:2])
         try:
-            packing = make_packing({**said, "input_ids": ids}, shape, tokens.device, self.serving, self._pad_token)
+            packing = make_packing({**said, "input_ids": ids}, shape, tokens.device, self.serving, self.pad_token)
         except ValueError as error:
             raise ValueError(f"documents of the {side}: {error}") from error
         cached = side == "decoder" and arguments.get("past_key_values") is not None
@@ -156,16 +154,12 @@ class BothSides(ModelForward):
         return packing
 
     def _require_nothing_of_documents(self, packing: Packing | None) -> None:
-        if self.by_document and packing is not None:
+        if self.one_result and packing is not None:
             require_one_document_a_row(
                 packing,
                 f"{self.name} gives one result a document; pass packed rows without decoder_input_ids, which it makes "
                 "of each document's tokens, or give each document a row of its own.",
             )
-
-    @property
-    def _pad_token(self) -> int | None:
-        return getattr(text_config(self.module.config), "pad_token_id", None)
 
     def _unshifted(self, arguments: dict[str, Any]) -> Tensor | None:
         """What the module will make the decoder's tokens of, by shifting them to the right."""

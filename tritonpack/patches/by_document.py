@@ -1,81 +1,210 @@
-"""Packed rows run as a padded batch, one document a row: for models that give one result a row, or search a row for
-special tokens."""
+"""Packed rows run with one document in each row: for models that give one result a row, search a row for special
+tokens, or can't be told of several documents in it."""
 
 from __future__ import annotations
 
-import re
+import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
-from tritonpack.patches.current import HANDED
+from tritonpack.patches.choices import Choices, rows_of_choices
+from tritonpack.patches.current import HANDED, Current, InstanceForward
 from tritonpack.patches.documents import Documents
+from tritonpack.patches.labels import IGNORED, shifts_labels
+from tritonpack.patches.rows import OF_OTHERS, ONE_DOCUMENT_A_ROW, Group, LaidBack, batch_of, groups_of
 from tritonpack.patches.tokens import text_config
-
-# Classes whose results are of a whole row: scores of it, a vector at its last special token, tokens up to its first
-# separator.
-ONE_DOCUMENT_A_ROW = re.compile(
-    r"\w*(ForSequenceClassification|ForNextSentencePrediction|ForMultipleChoice|RewardModel)"
-    r"|(CLIP|Tipsv2)Text(Model\w*|Transformer)|BigBirdForQuestionAnswering"
-)
 
 # What such a call has of each document.
 TARGETS = ("labels", "next_sentence_label", "sentence_order_label", "question_lengths")
 
-# Outputs of a document, whatever their shape.
-OF_DOCUMENTS = re.compile(
-    r"logits|pool\w*_output|(text|sentence)_embeds|(seq_relationship|sop|cls|mc|relevance)_logits"
-)
-
-# What says how a row is packed, and means nothing for the rows of a padded batch.
-PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+# What says how a row is packed, and means nothing for a row with one document.
+PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "decoder_seq_idx", HANDED)
 
 
-def padded(
-    documents: Documents, arguments: dict[str, Any], model: PreTrainedModel, questions: int | None = None
-) -> dict[str, Any]:
-    """The arguments of a call with packed rows, as those of a padded batch with one document a row.
+class ByDocument(InstanceForward):
+    """The forward of a whole model, which can run the documents of packed rows with one in each row.
 
-    Args:
-        documents: of the packed rows.
-        arguments: by name; what has one value a token is cut into documents.
-        model: the model that is called.
-        questions: how many questions the documents answer, where a target is of a question.
+    Attributes:
+        by_length: whether documents of one length run at a time, without padding.
+    """
+
+    by_length = False
+
+    def __init__(self, module: nn.Module, current: Current) -> None:
+        super().__init__(module, current)
+        parameters = inspect.signature(module.forward).parameters
+        self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self.one_result = ONE_DOCUMENT_A_ROW.fullmatch(self.name) is not None
+
+    @property
+    def name(self) -> str:
+        return type(self.module).__name__
+
+    def takes(self, argument: str) -> bool:
+        return self.takes_any or argument in self.names
+
+    @property
+    def takes_use_cache(self) -> bool:
+        return "use_cache" in self.names
+
+    @property
+    def pad_token(self) -> int | None:
+        return getattr(text_config(self.module.config), "pad_token_id", None)
+
+    def with_names(self, arguments: dict[str, Any]) -> Any:
+        """Run a call of a user, who may want a tuple: what its outputs are is told by their names."""
+        wanted = arguments.get("return_dict")
+        if wanted is None:  # as PEFT passes it
+            wanted = getattr(self.module.config, "return_dict", True)
+        if wanted or not self.takes("return_dict"):
+            return self.run(arguments)
+        return self.run({**arguments, "return_dict": True}).to_tuple()
+
+    def run(self, arguments: dict[str, Any]) -> Any:
+        """Run a call whose outputs have names."""
+        raise NotImplementedError
+
+    def run_rows(self, arguments: dict[str, Any]) -> Any:
+        """Run the model on rows of one document each."""
+        raise NotImplementedError
+
+    def run_by_document(
+        self, documents: Mapping[str, Documents], arguments: Mapping[str, Any], *, one_choice: bool = False
+    ) -> Any:
+        """Run packed rows with one document in each row.
+
+        Args:
+            documents: of each side, "" and "decoder", in the packed rows.
+            arguments: of the call, by name.
+            one_choice: add a dimension for choices, of which there is one: tokens are (documents, 1, longest).
+
+        Returns:
+            The model's output in packed rows: what has a value for each token is laid back, (B, T, ...); what has one
+            for each document is (documents, ...). No cache is left.
+
+        Raises:
+            ValueError: an argument, or an output, belongs to no document.
+        """
+        self._require_pairs(documents)
+        count = len(next(iter(documents.values())))
+        if self.one_result and not one_choice:
+            require_one_target_each("document", count, arguments, self.name)
+        masks = ("attention_mask", "decoder_attention_mask") if len(documents) > 1 else self._masks_of(documents)
+        kept = {name: x for name, x in arguments.items() if name not in (*PACKING, *masks, "logits_to_keep")}
+        if self.takes_use_cache:
+            kept["use_cache"] = False
+        outputs, weights, groups = [], [], groups_of(documents, self.by_length)
+        for group in groups:
+            batch = batch_of(
+                group, kept, takes=self.takes, pad_token=self.pad_token, count=count, of_documents=self._of_rows
+            )
+            if one_choice:  # all heads flatten token ids; DistilBERT's and XLNet's pass position_ids on as they are
+                apart = [name for name, x in batch.items() if _is_of_tokens(x, batch) and name != "position_ids"]
+                batch |= {name: batch[name][:, None] for name in apart}
+            outputs.append(self.run_rows(batch))
+            weights.append(self._weight(batch, len(group), len(groups)))
+        merge = LaidBack(groups, weights, self.name)
+        output = merge.of(outputs)
+        if merge.of_documents:
+            self._require_known_padding(documents, arguments, merge.of_documents)
+        return _chosen(output, arguments.get("logits_to_keep"))
+
+    def run_choices(self, choices: Choices, arguments: Mapping[str, Any]) -> Any:
+        """Run packed rows of choices: each choice by itself, as the only one of its question."""
+        rows = {name: rows_of_choices(x, choices.shape) for name, x in arguments.items()}
+        labels = rows.pop("labels", None)
+        questions = len(choices.documents) // choices.shape[1]
+        require_one_target_each("question", questions, {"labels": labels}, self.name)
+        output = self.run_by_document({"": choices.documents}, rows, one_choice=True)
+        logits = output["logits"].view(questions, choices.shape[1])
+        loss = None if labels is None else cross_entropy(logits, labels.to(logits.device))
+        return type(output)(**{"loss": loss, **output, "logits": logits})  # made anew, for the loss to come first
+
+    def _masks_of(self, documents: Mapping[str, Documents]) -> tuple[str, ...]:
+        """The masks of tokens in a call with one side; another one is of images or sounds."""
+        return ("attention_mask",) if "" in documents else ("decoder_attention_mask",)
+
+    def _require_known_padding(
+        self, documents: Mapping[str, Documents], arguments: Mapping[str, Any], output: str
+    ) -> None:
+        """Refuse rows that may end in padding where nothing tells it from documents, and each document counts."""
+        ids = arguments.get("input_ids")
+        if ids is None or ids.shape[1] < 2 or "" not in documents or arguments.get("attention_mask") is not None:
+            return
+        single = documents[""].lay_back((documents[""].inside.sum(1, keepdim=True) == 1) & documents[""].inside)
+        if bool((single[:, -2:].all(1) & (ids[:, -1] == ids[:, -2])).any()):
+            raise ValueError(
+                f"{self.name} gives {output} for each document, a row ends in documents of the same single token, "
+                "and nothing says whether they are padding. Pass attention_mask, 0 for padding, or set "
+                "config.pad_token_id to the tokenizer's."
+            )
+
+    def _of_rows(self, name: str, value: Tensor, group: Group) -> Tensor:
+        """What each document gets of images and sounds that were given for each row: those of its row.
+
+        Models that hold texts against images make all pairs; those that put images in the place of tokens take them in
+        the order of tokens.
+        """
+        rows = group.sides[next(iter(group.sides))].tokens[0]
+        across = hasattr(type(self.module), "get_text_features")
+        other = value.ndim > 1 and (value.is_floating_point() or OF_OTHERS.fullmatch(name) is not None)
+        if not other or value.shape[0] != rows or across or self._puts_images_among_tokens:
+            if other and self.by_length and self._puts_images_among_tokens:
+                raise ValueError(
+                    f"{self.name} runs documents of one length at a time, and {name} doesn't say which of them it "
+                    "belongs to. Give each document a row of its own, unpatched."
+                )
+            return value
+        return value[group.rows.to(value.device)]
+
+    @property
+    def _puts_images_among_tokens(self) -> bool:
+        names = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id", "audio_token_index")
+        return any(getattr(self.module.config, name, None) is not None for name in names)
+
+    def _weight(self, batch: Mapping[str, Any], documents: int, calls: int) -> Tensor:
+        """How many labels the loss of a call is a mean over; the same for all calls where it is a sum."""
+        labels = batch.get("labels")
+        others = [name for name in TARGETS if name != "labels" and batch.get(name) is not None]
+        if calls > 1 and others:
+            raise ValueError(
+                f"{self.name} runs documents of one length at a time, so its loss of {others[0]} can't be put "
+                f"together. Compute it of the outputs, without {others[0]}."
+            )
+        if not isinstance(labels, Tensor) or batch.get("num_items_in_batch") is not None:
+            return torch.tensor(1.0)
+        if labels.ndim == 2 and not self.one_result:
+            return (labels[:, int(shifts_labels(self.module, batch)) :] != IGNORED).sum()
+        return torch.tensor(documents)
+
+    def _require_pairs(self, documents: Mapping[str, Documents]) -> None:
+        if len(documents) < 2:
+            return
+        rows = {side: found.rows.bincount(minlength=found.tokens[0]).tolist() for side, found in documents.items()}
+        if rows[""] != rows["decoder"]:
+            raise ValueError(
+                f"rows hold {rows['']} documents in the encoder and {rows['decoder']} in the decoder. Tell documents "
+                "apart on both sides: the encoder's by attention_mask, cu_seq_lens_k, seq_idx or position_ids, the "
+                "decoder's by decoder_attention_mask, cu_seq_lens_q, decoder_seq_idx or decoder_position_ids."
+            )
+
+
+def _is_of_tokens(value: Any, batch: Mapping[str, Any]) -> bool:
+    """Whether an argument has a value for each token of a batch."""
+    tokens = batch["input_ids"] if batch.get("input_ids") is not None else batch["inputs_embeds"]
+    return isinstance(value, Tensor) and value.shape[:2] == tokens.shape[:2]
+
+
+def require_one_target_each(one: str, count: int, arguments: Mapping[str, Any], model: str) -> None:
+    """Refuse labels of a head with one result for each document, or for each question, where there are more or fewer.
 
     Raises:
-        ValueError: there are no tokens to pad, no token to pad them with, or targets of anything but documents.
+        ValueError: with their shape, and how many there should be.
     """
-    ids = arguments.get("input_ids")
-    name = type(model).__name__
-    if ids is None:
-        raise ValueError(
-            f"{name} gives one result a document and finds the end of each by its tokens; pass packed rows as "
-            "input_ids instead of inputs_embeds."
-        )
-    pad = getattr(text_config(model.config), "pad_token_id", None)
-    if pad is None:
-        raise ValueError(
-            f"{name} gives one result a document and tells documents from padding by config.pad_token_id, which is "
-            "None. Set it to the tokenizer's."
-        )
-    one, count = ("document", len(documents)) if questions is None else ("question", questions)
-    require_one_target_each(one, count, arguments, name)
-    batch = {key: _cut(documents, value) for key, value in arguments.items() if key not in (*PACKING, HANDED)}
-    batch["input_ids"] = documents.cut(ids, fill=pad)
-    batch["attention_mask"] = documents.inside.long()
-    return batch
-
-
-def laid_back(documents: Documents, output: dict[str, Any]) -> None:
-    """Put what an output has of every token (documents, longest, ...) into the packed rows (B, T, ...), in place."""
-    for name, value in output.items():
-        if not OF_DOCUMENTS.fullmatch(name):
-            output[name] = _lay_back(documents, value)
-
-
-def require_one_target_each(one: str, count: int, arguments: dict[str, Any], model: str) -> None:
     for name in TARGETS:
         value = arguments.get(name)
         if isinstance(value, Tensor) and value.shape[:1] != (count,):
@@ -86,20 +215,10 @@ def require_one_target_each(one: str, count: int, arguments: dict[str, Any], mod
             )
 
 
-def _cut(documents: Documents, value: Any) -> Any:
-    """An argument that has one value a token, or several kinds of positions, by document; others as they are."""
-    if not isinstance(value, Tensor) or value.ndim < 2:
-        return value
-    rows, length = documents.tokens
-    if value.shape[:2] in ((rows, length), (1, length)):
-        return documents.cut(value)
-    if value.ndim == 3 and value.shape[1:] in ((rows, length), (1, length)):
-        return torch.stack([documents.cut(one) for one in value])
-    return value
-
-
-def _lay_back(documents: Documents, value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(_lay_back(documents, one) for one in value)
-    of_tokens = isinstance(value, Tensor) and value.shape[:2] == documents.inside.shape
-    return documents.lay_back(value) if of_tokens else value
+def _chosen(output: Any, keep: int | Tensor | None) -> Any:
+    """Logits of the tokens that were asked for: the last so many of a row, or those at these places."""
+    if keep is None or (isinstance(keep, int) and keep == 0) or not isinstance(output, Mapping):
+        return output
+    if isinstance(output.get("logits"), Tensor):
+        output["logits"] = output["logits"][:, slice(-keep, None) if isinstance(keep, int) else keep]  # type: ignore[index]
+    return output

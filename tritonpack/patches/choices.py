@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tritonpack.patches.by_document import padded
 from tritonpack.patches.documents import Documents
 from tritonpack.patches.packing import Packing, Serving
 from tritonpack.patches.reading import make_packing
@@ -68,21 +67,6 @@ class Choices:
         foreign = told.keys() - inspect.signature(type(model).forward).parameters.keys()
         documents = Documents.of(packing, left=left, always=bool(foreign))
         return None if documents is None else cls(_by_question(documents, shape, type(model).__name__), shape)
-
-    def padded(self, arguments: dict[str, Any], model: PreTrainedModel) -> dict[str, Any]:
-        """The arguments of the call as those of a padded batch (questions, C, longest).
-
-        Raises:
-            ValueError: as `by_document.padded`.
-        """
-        rows = {name: rows_of_choices(x, self.shape) for name, x in arguments.items()}
-        batch = padded(self.documents, rows, model, questions=len(self.documents) // self.shape[1])
-        for name, x in batch.items():
-            cut = isinstance(x, Tensor) and x.shape[:2] == self.documents.inside.shape
-            # All heads flatten token ids; DistilBERT's and XLNet's pass position_ids on as they are.
-            if cut and name != "position_ids":
-                batch[name] = x.unflatten(0, (-1, self.shape[1]))
-        return batch
 
 
 def compares_choices(model: PreTrainedModel) -> bool:

@@ -3,26 +3,26 @@ row is refused where the row holds several documents."""
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tritonpack.patches.by_document import OF_DOCUMENTS, ONE_DOCUMENT_A_ROW, PACKING, laid_back, padded
+from tritonpack.patches.by_document import PACKING, ByDocument
 from tritonpack.patches.choices import Choices
-from tritonpack.patches.current import Current, InstanceForward
+from tritonpack.patches.current import Current
 from tritonpack.patches.documents import Documents, require_one_document_a_row
 from tritonpack.patches.hooks import PackingHook, is_paged
 from tritonpack.patches.labels import warn_of_first_labels
 from tritonpack.patches.multimodal import leave_positions_to
 from tritonpack.patches.near_misses import refuse_near_misses
 from tritonpack.patches.packing import Packing
+from tritonpack.patches.rows import OF_DOCUMENTS
 from tritonpack.patches.spans import take_spans
 
 
-class ModelForward(InstanceForward):
+class ModelForward(ByDocument):
     """A model as users call it: a head around a patched module, or that module itself.
 
     What the call says about documents is read here, from all of its arguments, and goes on as `attention_mask`. So
@@ -33,20 +33,10 @@ class ModelForward(InstanceForward):
     def __init__(self, module: PreTrainedModel, current: Current, hook: PackingHook) -> None:
         super().__init__(module, current)
         self.hook = hook
-        parameters = inspect.signature(module.forward).parameters
-        self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.known = frozenset((*self.names, *hook.names))
         # How XLNet's, XLM's and RoFormer's heads make one vector of a row: padding counts as tokens do.
         summaries = {getattr(inner, "summary_type", None) for inner in module.modules()}
         self.pads_left, self.averages_rows = not summaries.isdisjoint({"last", "cls_index"}), "mean" in summaries
-        self.by_document = ONE_DOCUMENT_A_ROW.fullmatch(self.name) is not None
-
-    @property
-    def name(self) -> str:
-        return type(self.module).__name__
-
-    def takes(self, argument: str) -> bool:
-        return self.takes_any or argument in self.names
 
     @property
     def takes_use_cache(self) -> bool:
@@ -58,7 +48,7 @@ class ModelForward(InstanceForward):
         Args:
             arguments: those that the patched module inside is called with.
         """
-        if not (self.by_document or arguments.get("output_router_logits")):
+        if not (self.one_result or arguments.get("output_router_logits")):
             return
         forward = self.module.__dict__.get(self.attribute)
         while forward is not None and forward is not self:
@@ -75,19 +65,15 @@ class ModelForward(InstanceForward):
         if is_paged(arguments.get("cache")):
             return self.inner(*args, **kwargs)
         if self.current.state.told is not None:  # inside of another head, which has been told
-            return self._run(arguments)
+            return self.run(arguments)
         refuse_near_misses(arguments, self.known, self.name)
-        wanted = arguments.get("return_dict")
-        if wanted is None:  # as PEFT passes it
-            wanted = getattr(self.module.config, "return_dict", True)
-        if wanted or not self.takes("return_dict"):
-            return self._run(arguments)
-        return self._run({**arguments, "return_dict": True}).to_tuple()
+        return self.with_names(arguments)
 
-    def _run(self, arguments: dict[str, Any]) -> Any:
+    def run(self, arguments: dict[str, Any]) -> Any:
         choices = Choices.of(arguments, self.module, self.hook.serving, left=self.pads_left)
         if choices is not None:
-            return self._run_padded(choices.documents, choices.padded(arguments, self.module))
+            self._require_tokens(arguments)
+            return self.run_choices(choices, arguments)
         packing = self._read(arguments)
         if packing is None:
             return self.inner(**arguments)
@@ -96,8 +82,9 @@ class ModelForward(InstanceForward):
         return output if spans is None else spans.add_loss(output, self.name)
 
     def _run_packed(self, arguments: dict[str, Any], packing: Packing) -> Any:
-        if self.by_document and not packing.shared and (documents := self._documents(packing)) is not None:
-            return self._run_padded(documents, padded(documents, arguments, self.module))
+        if self.one_result and not packing.shared and (documents := self._documents(packing)) is not None:
+            self._require_tokens(arguments)
+            return self.run_by_document({"": documents}, arguments)
         outer = self.current.state.told
         if outer is None:
             warn_of_first_labels(self.module, arguments, packing)
@@ -148,27 +135,35 @@ class ModelForward(InstanceForward):
             return None
         return Documents.of(packing, left=self.pads_left)
 
-    def _run_padded(self, documents: Documents, batch: dict[str, Any]) -> Any:
-        """Run the documents of packed rows as a padded batch."""
-        if self.averages_rows and not bool(documents.inside.all()):
+    def _require_tokens(self, arguments: dict[str, Any]) -> None:
+        """Refuse a call in which the end of a document can't be found."""
+        if arguments.get("input_ids") is None:
+            raise ValueError(
+                f"{self.name} gives one result a document and finds the end of each by its tokens; pass packed rows as "
+                "input_ids instead of inputs_embeds."
+            )
+        if self.pad_token is None:
+            raise ValueError(
+                f"{self.name} gives one result a document and tells documents from padding by config.pad_token_id, "
+                "which is None. Set it to the tokenizer's."
+            )
+
+    def run_rows(self, arguments: dict[str, Any]) -> Any:
+        mask = arguments.get("attention_mask")
+        if self.averages_rows and mask is not None:
             raise ValueError(
                 f"{self.name} averages all tokens of a row, padding included (summary_type is 'mean'), so documents of "
                 "different lengths can't be scored in one batch. Give documents of one length, or set summary_type to "
                 "'first' or 'last' and build the model anew."
             )
-        batch.pop("use_cache", None)
-        if self.takes_use_cache:
-            batch["use_cache"] = False
         outer = self.current.state.told
         self.current.tell(None)
         try:
             if self.module is self.hook.module:  # which has read the packed rows
-                batch = self.hook(self.module, (), batch)[1]
-            output = self.inner(**batch)
+                arguments = self.hook(self.module, (), arguments)[1]
+            return self.inner(**arguments)
         finally:
             self.current.tell(outer)
-        laid_back(documents, output)
-        return output
 
     def _require_nothing_of_rows(self, output: Any, packing: Packing, arguments: dict[str, Any]) -> None:
         """Refuse an output that has one value for each row, where rows hold several documents."""

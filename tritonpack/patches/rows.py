@@ -10,9 +10,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tritonpack.patches.by_document import OF_DOCUMENTS, ONE_DOCUMENT_A_ROW
 from tritonpack.patches.documents import Documents
 from tritonpack.patches.labels import IGNORED
+
+# Classes whose results are of a whole row: scores of it, a vector at its last special token, tokens up to its first
+# separator.
+ONE_DOCUMENT_A_ROW = re.compile(
+    r"\w*(ForSequenceClassification|ForNextSentencePrediction|ForMultipleChoice|RewardModel)"
+    r"|(CLIP|Tipsv2)Text(Model\w*|Transformer)|BigBirdForQuestionAnswering"
+)
+
+# Outputs of a document, whatever their shape.
+OF_DOCUMENTS = re.compile(
+    r"logits|pool\w*_output|(text|sentence)_embeds|(seq_relationship|sop|cls|mc|relevance)_logits"
+)
 
 # Arguments and outputs of images and sounds: they have no value for each token of a row, whatever their shape.
 OF_OTHERS = re.compile(
@@ -114,7 +125,11 @@ def batch_of(
         if not isinstance(value, Tensor) or documents is None:
             batch[name] = value
         elif not _is_of_tokens(name, value, documents):
-            batch[name] = value[group.numbers] if value.shape[:1] == (count,) else of_documents(name, value, group)
+            batch[name] = (
+                value[group.numbers.to(value.device)]
+                if value.shape[:1] == (count,)
+                else of_documents(name, value, group)
+            )
         elif "position_ids" in name:
             positions = _positions(name, value, documents, takes(name))
             if positions is not None:
@@ -147,8 +162,8 @@ def _cut(documents: Documents, value: Tensor, fill: int) -> Tensor:
 def _positions(name: str, given: Tensor, documents: Documents, taken: bool) -> Tensor | None:
     """Positions by document; None where they count each from 0: then the model makes its own."""
     positions = _cut(documents, given, 0)
-    counted = torch.arange(positions.shape[-1], device=given.device)
-    if given.ndim == 2 and bool((positions == counted)[documents.inside.to(given.device)].all()):
+    inside = documents.inside.to(given.device)
+    if given.ndim == 2 and bool((positions == inside.cumsum(1) - 1)[inside].all()):
         return None
     if not taken:
         raise ValueError(

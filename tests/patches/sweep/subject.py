@@ -157,6 +157,8 @@ class Subject:
         if "use_cache" in arguments and "use_cache" not in self.names and not self.takes_any:
             del arguments["use_cache"]
         dtype = next((p.dtype for p in self.model.parameters() if p.is_floating_point()), torch.float32)
+        if self.config.model_type == "fsmt":  # with a cache, its decoder sees both ways
+            arguments = {"use_cache": False, **arguments}
         if torch.is_grad_enabled():
             arguments = {**zoo.DIFFERENTIABLE.get(self.config.model_type, {}), **arguments}
         for name, make in self.extras.arguments.items():
