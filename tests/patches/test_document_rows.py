@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import DebertaV2ForMaskedLM, ConvBertForMaskedLM, PreTrainedModel
+from transformers import ConvBertForMaskedLM, DebertaV2ForMaskedLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaAttention
 
 import tritonpack

@@ -94,7 +94,8 @@ class ByDocument(InstanceForward):
         if self.one_result and not one_choice:
             require_one_target_each("document", count, arguments, self.name)
         masks = ("attention_mask", "decoder_attention_mask") if len(documents) > 1 else self._masks_of(documents)
-        kept = {name: x for name, x in arguments.items() if name not in (*PACKING, *masks, "logits_to_keep")}
+        left_out = (*PACKING, *masks, "logits_to_keep", "use_cache")
+        kept = {name: x for name, x in arguments.items() if name not in left_out}
         if self.takes_use_cache:
             kept["use_cache"] = False
         outputs, weights, groups = [], [], groups_of(documents, self.by_length)

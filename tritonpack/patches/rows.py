@@ -224,7 +224,7 @@ class LaidBack:
         if len({(*value.shape[:axis], *value.shape[axis + 1 :]) for value in values}) > 1:
             raise ValueError(
                 f"{self.model} returns {name} of another size for documents of another length, which packed rows have "
-                "no room for. Don't ask for it, or give each document a row of its own, unpatched."
+                "no room for. Leave it out, or give each document a row of its own, unpatched."
             )
         return torch.cat(list(values), dim=axis).index_select(axis, self.order.to(first.device))
 
