@@ -119,6 +119,11 @@ class BothSides(ModelForward):
             arguments["decoder_position_ids"] = arguments.get("position_ids")
         return self._find_spans(arguments, packing)
 
+    @property
+    def codebooks(self) -> int:
+        """How many rows of the decoder's ids stand for one row of its tokens."""
+        return max(hook.codebooks for hook in self.hook.patch.hooks)
+
     def _find_spans(self, arguments: dict[str, Any], packing: Packing | None) -> Any:
         """Run the module on its decoder's packing, with the loss of each document if it answers questions."""
         spans = None if packing is None else take_spans(arguments, packing, self.module, self.own)
@@ -143,7 +148,9 @@ class BothSides(ModelForward):
         if made or all(told[name] is None for name in names.values()):
             return None
         said = {name: told[name_here] for name, name_here in names.items()}
-        shape = torch.Size(tokens.shape[:2])
+        books = self.codebooks if side == "decoder" else 1
+        shape = torch.Size((tokens.shape[0] // books, tokens.shape[1]))
+        ids = None if books > 1 else ids
         try:
             packing = make_packing({**said, "input_ids": ids}, shape, tokens.device, self.serving, self.pad_token)
         except ValueError as error:

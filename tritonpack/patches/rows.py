@@ -34,6 +34,9 @@ OF_TOKENS_AFTER_ALL = re.compile(r"\w*position_mask|image_mask|image_attention_m
 # Outputs of two dimensions that have one value for each token.
 SCORES_OF_TOKENS = re.compile(r"(start|end)_logits")
 
+# Classes whose logits are one number for each token: ELECTRA's discriminator, and TAPAS, which chooses cells.
+ONE_NUMBER_A_TOKEN = re.compile(r"\w*ForPreTraining|TapasForQuestionAnswering")
+
 # Outputs (images, documents) of models that hold texts against images or sounds.
 OF_DOCUMENTS_ACROSS = re.compile(r"logits_per_(image|video|audio)|logits_audio_text")
 
@@ -252,7 +255,7 @@ class LaidBack:
     def _has_tokens(self, name: str, value: Tensor) -> bool:
         """Whether an output whose shape is right for it has a value for each token."""
         if name == "logits" and value.ndim == 2:
-            return self.model.endswith("ForPreTraining")  # of ELECTRA: one number a token
+            return ONE_NUMBER_A_TOKEN.fullmatch(self.model) is not None
         if OF_DOCUMENTS.fullmatch(name) and (self._one_result or name != "logits"):
             return False
         return value.ndim > 2 or SCORES_OF_TOKENS.fullmatch(name) is not None or name == ""
