@@ -49,7 +49,9 @@ position ids alone.
 
 *How*: kernels, unless said otherwise. *Dense*: attention outside of transformers' interface gets the documents' mask as
 a tensor, O(T^2) memory. *By document*: layers that mix along the row run on each document by itself, unless their
-kernels can be told where documents begin. *Positions*: a table of absolute positions is looked up by the place in the
+kernels can be told where documents begin. *Padded*: the model runs as it is on a padded batch, one document a row, which
+is no faster than padding. *Lengths*: the same, documents of one length at a time, because padding changes what the model
+computes. *Positions*: a table of absolute positions is looked up by the place in the
 document. *Worst* is the largest difference in exact ways, relative to the largest value.
 
 {rows}
@@ -134,13 +136,16 @@ def left_out(found: Found) -> str:
 
 def sentence(found: Found, version: str) -> str:
     """What the README says of all classes."""
-    seen = Counter(simple(found.of(case, "patch").verdict) for case in cases())
+    rows = [found.of(case, "patch") for case in cases()]
+    seen = Counter(simple(row.verdict) for row in rows)
     built = sum(seen[verdict] for verdict in COLUMNS[:-1])
+    packed = sum(row.verdict == "exact" and row.layout == "packed" for row in rows)
     wrong = f"{seen['wrong'] + seen['error']} are wrong or fail" if seen["wrong"] + seen["error"] else "none is wrong"
     return (
-        f"of the {built:,} classes that take text and that an auto class of transformers {version} leads to (each with "
-        f"each of its model types), {seen['exact'] + seen['partly']:,} are packed exactly, {seen['refused']:,} are "
-        f"refused with the reason, and {wrong}"
+        f"of the {built:,} pairs of a class and a model type that take text and that an auto class of transformers "
+        f"{version} leads to, {packed:,} are packed exactly, {seen['exact'] - packed:,} are exact with each document in "
+        f"a row of its own, {seen['partly']:,} are exact or refused in the call, {seen['refused']:,} are refused with "
+        f"the reason, and {wrong}"
     )
 
 

@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 import tritonpack
+from tests.patches import table
 from tests.patches.sweep import build, forms, results, running
 from tests.patches.sweep.classes import Case, cases, mappings, no_text
 from tests.patches.sweep.judging import Trial, has_remedy, judge_case
@@ -245,6 +246,11 @@ class TestResults:
         results.save_shown(rows, path)
         expected = ["class,packed,padded,lengths", "A,5.4 5.23,,", "B,5.23,,", "C,5.4,,", "F,,5.4,", "G,,,5.23", ""]
         assert path.read_text() == "\n".join(expected)
+
+
+def test_the_readme_says_what_the_table_says() -> None:
+    said = table.sentence(table.Found(STORED.values()), transformers.__version__)
+    assert said in " ".join((Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8").split())
 
 
 RERUN = "run `python -m tests.patches.sweep` and `python -m tests.patches.table`, and mend or refuse what is wrong"
