@@ -49,10 +49,10 @@ position ids alone.
 
 *How*: kernels, unless said otherwise. *Dense*: attention outside of transformers' interface gets the documents' mask as
 a tensor, O(T^2) memory. *By document*: layers that mix along the row run on each document by itself, unless their
-kernels can be told where documents begin. *Padded*: the model runs as it is on a padded batch, one document a row, which
-is no faster than padding. *Lengths*: the same, documents of one length at a time, because padding changes what the model
-computes. *Positions*: a table of absolute positions is looked up by the place in the
-document. *Worst* is the largest difference in exact ways, relative to the largest value.
+kernels can be told where documents begin. *Padded*: the model runs as it is on a padded batch, one document a row, no
+faster than that. *Lengths*: the same, documents of one length at a time, because padding changes what the model
+computes. *Positions*: a table of absolute positions is looked up by the place in the document. *Worst* is the largest
+difference in exact ways, relative to the largest value.
 
 {rows}
 
@@ -143,9 +143,9 @@ def sentence(found: Found, version: str) -> str:
     wrong = f"{seen['wrong'] + seen['error']} are wrong or fail" if seen["wrong"] + seen["error"] else "none is wrong"
     return (
         f"of the {built:,} pairs of a class and a model type that take text and that an auto class of transformers "
-        f"{version} leads to, {packed:,} are packed exactly, {seen['exact'] - packed:,} are exact with each document in "
-        f"a row of its own, {seen['partly']:,} are exact or refused in the call, {seen['refused']:,} are refused with "
-        f"the reason, and {wrong}"
+        f"{version} leads to, {packed:,} are packed exactly, {seen['exact'] - packed:,} are exact with each document "
+        f"in a row of its own, {seen['partly']:,} are exact or refused in the call, {seen['refused']:,} are refused "
+        f"with the reason, and {wrong}"
     )
 
 

@@ -1,4 +1,4 @@
-"""Every causal model type of transformers: packed exactly in every form or refused with a reason; never a leak.
+"""Every causal model type of transformers: exact in every form or refused with a reason; never a leak.
 
 What is refused, and all that differs from stock on purpose, is written out here; a type that begins or ceases to be
 exact shows as a failure. `python -m tests.patches.sweep` prints the same as a table.
@@ -21,17 +21,12 @@ from tests.patches.models import generate
 from tritonpack.patches.shown import shown_layout
 
 REFUSED = {
-    "blt": "hashes of preceding bytes run across documents",
-    "cpmant": "masks and position buckets of its own",
-    "deepseek_v4": "compressor pools keys across documents",
     "gemma4_unified_assistant": "drafts tokens from another model's cache",
-    "minimax_m3_vl_text": "in blocks that are counted from the beginning of the row",
     "prophetnet": "masks and position buckets of its own",
-    "reformer": "sorts the tokens of a row into buckets",
-    "xlstm": "recurrent blocks run over the whole row",
-    "doge-experts": "router mixes the tokens of a row",
     "gemma-bidirectional": "sees both directions in a batch without padding",
 }
+# They can't be told of several documents in a row: each gets a row of its own.
+OWN_ROWS = {"blt", "cpmant", "deepseek_v4", "minimax_m3_vl_text", "reformer", "xlstm", "doge-experts"}
 # Stock transformers itself can't do these, in transformers 5.23.
 STOCK_FAILS = {
     # Its causal mask has room for one row.
@@ -50,7 +45,7 @@ RANDOM_IN_TRAINING = {"phimoe"}  # its router jitters
 GENERATE_DIFFERS = {"gpt_neo", "xlm", "minimax", "git"}
 
 BUILT = [name for name in zoo.MODEL_TYPES if name not in zoo.UNBUILT]
-EXACT = [name for name in BUILT if name not in REFUSED]
+EXACT = [name for name in BUILT if name not in REFUSED and name not in OWN_ROWS]
 
 every_exact_type = pytest.mark.parametrize("name", EXACT)
 
@@ -62,7 +57,7 @@ def build(name: str) -> PreTrainedModel:
 def test_how_many() -> None:
     """Of the 189 types of transformers 5.23; other versions have others."""
     assert len(EXACT) >= 148
-    assert set(REFUSED) <= {*BUILT, *zoo.VARIANTS}
+    assert {*REFUSED, *OWN_ROWS} <= {*BUILT, *zoo.VARIANTS}
 
 
 @pytest.mark.parametrize("name", [*BUILT, *zoo.VARIANTS])
@@ -75,6 +70,11 @@ def test_packed_equals_alone_or_is_refused(name: str) -> None:
     else:
         assert (row.verdict, row.reason) == ("exact", "")
         assert len(row.by_form) == len(forms)
+
+
+@pytest.mark.parametrize("name", sorted(OWN_ROWS))
+def test_documents_get_rows_of_their_own(name: str) -> None:
+    assert tritonpack.patch(zoo.tiny_model(name)).report.attention in ("padded", "lengths")
 
 
 @pytest.mark.slow

@@ -15,7 +15,6 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
     BertConfig,
-    EsmConfig,
     LlamaConfig,
     LlamaForCausalLM,
     MistralForCausalLM,
@@ -28,7 +27,7 @@ from transformers.masking_utils import create_causal_mask
 import tritonpack
 from tests.patches import zoo
 from tests.patches.models import VOCAB, tiny_model
-from tritonpack.patches import heads, probe
+from tritonpack.patches import by_document, heads, probe
 from tritonpack.patches.trial.small_copy import subject_of
 from tritonpack.testing import check_isolation
 
@@ -411,16 +410,9 @@ def test_a_score_for_each_document(name: str, trials: list[Any], monkeypatch: py
     monkeypatch.setattr(probe, "shown_layout", lambda kind: None)
     model = AutoModelForSequenceClassification.from_config(zoo.tiny_config(name))
     tritonpack.patch(model).unpatch()
-    monkeypatch.setattr(heads, "ONE_DOCUMENT_A_ROW", re.compile("none"))
+    monkeypatch.setattr(by_document, "ONE_DOCUMENT_A_ROW", re.compile("none"))
     monkeypatch.setattr(heads.ModelForward, "_require_nothing_of_rows", lambda *args: None)
     monkeypatch.setattr(probe, "_verdicts", {})
     with pytest.raises(tritonpack.UnsupportedModelError, match="position_ids: it gives 1 scores for 4 documents"):
         tritonpack.patch(model)
     assert len(trials) == 2
-
-
-def test_an_encoder_that_counts_positions_its_own_way_is_refused() -> None:
-    """ESM counts from the number of its padding token, which position ids from 0 don't."""
-    model = AutoModelForMaskedLM.from_config(EsmConfig(**{**ENCODER, "pad_token_id": 1, "mask_token_id": 3})).eval()
-    with pytest.raises(tritonpack.UnsupportedModelError, match="don't stay apart"):
-        tritonpack.patch(model)

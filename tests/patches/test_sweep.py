@@ -153,7 +153,7 @@ class TestJudge:
         assert (row.verdict, row.reason) == ("error", "position_ids: RuntimeError: broken")
 
     def test_what_fails_without_tritonpack_isnt_blamed_on_it(self) -> None:
-        row = trial("T5EncoderModel", "t5", "with_cache").run("patch")
+        row = trial("T5EncoderModel", "t5", "with_cache")._run_in("packed", "patch", tritonpack.patch)
         assert row.forms["with_cache"] in ("stock", "refused")
 
     def test_documents_of_a_decoder_have_other_lengths(self) -> None:
