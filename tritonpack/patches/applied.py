@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -254,21 +253,22 @@ Claimant = PackingHook | BothSides | StockAttention
 # identity, because configs compare by value and models may share one; gone with the config, because another may get
 # its address. A claimant is in it at most once, so that claiming and releasing twice is claiming and releasing once.
 _claims: dict[int, tuple[weakref.ref[Any], list[weakref.ref[Claimant]], str | None]] = {}
-_lock = threading.Lock()
 
 
 def claim(claimant: Claimant) -> None:
     """Give the config of a module that is patched the name that the patch wants, and note which one it had before any
-    patch."""
+    patch.
+
+    Models are patched one after the other (`patching.py`). A lock here would stay locked after an interrupt at its end.
+    """
     config: Any = claimant.module.config
     key = id(config)
-    with _lock:
-        reference, claimants, before = _claims.get(key, (None, [], config._attn_implementation_internal))
-        if reference is None:
-            reference = weakref.ref(config, lambda _: _claims.pop(key, None))
-        claimant.replaced = before
-        _claims[key] = reference, [*_others(claimants, claimant), weakref.ref(claimant)], before
-        config._attn_implementation_internal = claimant.attention_name(before)
+    reference, claimants, before = _claims.get(key, (None, [], config._attn_implementation_internal))
+    if reference is None:
+        reference = weakref.ref(config, lambda _: _claims.pop(key, None))
+    claimant.replaced = before
+    _claims[key] = reference, [*_others(claimants, claimant), weakref.ref(claimant)], before
+    config._attn_implementation_internal = claimant.attention_name(before)
 
 
 def release(claimant: Claimant) -> None:
@@ -276,16 +276,15 @@ def release(claimant: Claimant) -> None:
     if claimant.replaced is UNCLAIMED:
         return
     config: Any = claimant.module.config
-    with _lock:
-        # A copy's config has no claims.
-        reference, claimants, before = _claims.get(id(config), (None, [], claimant.replaced))
-        others = _others(claimants, claimant)
-        if reference is not None and others:
-            _claims[id(config)] = reference, others, before
-        else:
-            config._attn_implementation_internal = before
-            _claims.pop(id(config), None)
-        claimant.replaced = UNCLAIMED
+    # A copy's config has no claims.
+    reference, claimants, before = _claims.get(id(config), (None, [], claimant.replaced))
+    others = _others(claimants, claimant)
+    if reference is not None and others:
+        _claims[id(config)] = reference, others, before
+    else:
+        config._attn_implementation_internal = before
+        _claims.pop(id(config), None)
+    claimant.replaced = UNCLAIMED
 
 
 def _others(claimants: list[weakref.ref[Claimant]], claimant: Claimant) -> list[weakref.ref[Claimant]]:

@@ -17,7 +17,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.applied import Applied, applied_to, to_the_end
+from tritonpack.patches.applied import Applied, applied_to
 from tritonpack.patches.current import Current, InstanceForward
 from tritonpack.patches.interface import ALIAS, NAMES
 
@@ -60,9 +60,11 @@ def patch_named_models() -> None:
 
     @wraps(set_name)
     def set_and_follow(self: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
+        from tritonpack.patches.patching import restore
+
         named = [applied for applied in applied_to(self) if applied.by_name]
         for applied in named:
-            to_the_end(applied.restore_below)
+            restore(applied)
         for refused in _refused(self):
             refused.remove()
         result = set_name(self, attn_implementation, *args, **kwargs)

@@ -151,6 +151,12 @@ def patch_by_name(model: PreTrainedModel) -> Applied:
         return _patch(model, modules, "tritonpack", "auto", layout, by_name=True)._applied
 
 
+def restore(applied: Applied) -> None:
+    """Take a patch away, and put back what was there before."""
+    with _lock:
+        to_the_end(applied.restore_below)
+
+
 def tokens_enter(model: PreTrainedModel) -> bool:
     """Whether some module of a model takes tokens, or embeddings of tokens and a mask for them; towers don't."""
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
@@ -254,7 +260,7 @@ def _leave(applied: Applied) -> None:
     if len(applied.leases) > 1:
         applied.leases.pop()
     else:
-        to_the_end(applied.restore_below)
+        restore(applied)
 
 
 def _require_model(model: object) -> None:
