@@ -17,6 +17,7 @@ FEATURES = {
     "bart": "positions looked up in a table",
     "deepseek_v3": "values narrower than keys",
     "falcon": "rewritten attention",
+    "gemma3": "masks of all layers, made by the model around them",
     "gemma3n_text": "keys shared between layers",
     "gpt2": "a mask that is asked for its shape",
     "gpt_bigcode": "one key head",

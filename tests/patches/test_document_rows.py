@@ -315,3 +315,33 @@ def test_replaced_attention_gets_rows_of_its_own(monkeypatch: pytest.MonkeyPatch
 
 def test_kernels_come_first() -> None:
     assert tritonpack.patch(tiny_model("llama")).report.attention == "tritonpack"
+
+
+@pytest.mark.parametrize("told", [{}, {"position_ids": None}, {"attention_mask": torch.ones(1, 5).long()}])
+def test_arguments_that_nobody_takes(told: dict[str, Any]) -> None:
+    """FNet takes no mask; position ids that are None say nothing."""
+    model = build("FNetForPreTraining")
+    ids = zoo.documents((5,))[0]
+    expected = model(ids).prediction_logits
+    with tritonpack.patch(model):
+        assert torch.equal(model(ids, **told).prediction_logits, expected)
+
+
+def test_a_mask_of_sounds_as_long_as_the_text_stays_whole() -> None:
+    model = build("WhisperForConditionalGeneration")
+    (ids,) = zoo.documents((8,))
+    sounds = torch.randn(1, model.config.num_mel_bins, 2 * model.config.max_source_positions, dtype=torch.float64)
+    given: list[Tensor] = []
+    own = type(model.model).forward
+    model.model.forward = lambda *args, attention_mask=None, **kwargs: (
+        given.append(attention_mask) or own(model.model, *args, attention_mask=attention_mask, **kwargs)
+    )
+    mask = torch.ones(1, 8).long()
+    from tritonpack.patches.current import Current
+    from tritonpack.patches.document_rows import DocumentRows
+
+    rows = DocumentRows(model, Current(), by_length=False)
+    rows.install()
+    places = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    rows(input_features=sounds, attention_mask=mask, decoder_input_ids=ids, decoder_position_ids=places)
+    assert given[0] is mask

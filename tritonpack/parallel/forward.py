@@ -19,7 +19,7 @@ from transformers.utils import ModelOutput
 from tritonpack.checks import is_int, require
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.loss import IGNORED, ShardedLoss, computing_loss, shift, shifts
-from tritonpack.parallel.packing import ShardedPacking
+from tritonpack.parallel.packing import ShardedMask, ShardedPacking
 from tritonpack.parallel.requirements import is_patched, packing_hook
 from tritonpack.parallel.rotary import LongestPosition
 from tritonpack.parallel.sharing import Kept, Sharing, exchanges
@@ -145,7 +145,7 @@ class ShardedForward:
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
         top = self.module.__dict__.get("forward")  # of the innermost context, which counts
         whole = isinstance(top, ShardedForward) and top.context.entered and not top.context.running
-        if whole or not self.context.running or isinstance(arguments.get("attention_mask"), ShardedPacking):
+        if whole or not self.context.running or _is_sharded(arguments.get("attention_mask")):
             return None
         try:
             batch = self._read(arguments)
@@ -277,6 +277,12 @@ def _tokens(arguments: dict[str, Any]) -> tuple[torch.Size, torch.device]:
     if not shape.numel():
         raise ValueError(f"a batch needs at least one token; got tokens of shape {tuple(shape)}.")
     return shape, tokens.device
+
+
+def _is_sharded(mask: Any) -> bool:
+    """Whether a mask is one rank's, from the module around this one, which may have made the masks of all layers."""
+    masks = mask.values() if isinstance(mask, dict) else [mask]
+    return any(isinstance(one, (ShardedPacking, ShardedMask)) for one in masks)
 
 
 def _refuse_arguments(arguments: dict[str, Any], tokens: torch.Size, module: PreTrainedModel) -> None:

@@ -15,7 +15,7 @@ from tritonpack.patches.choices import Choices, rows_of_choices
 from tritonpack.patches.current import HANDED, Current, InstanceForward
 from tritonpack.patches.documents import Documents
 from tritonpack.patches.labels import IGNORED, shifts_labels
-from tritonpack.patches.rows import OF_OTHERS, ONE_DOCUMENT_A_ROW, Group, LaidBack, batch_of, groups_of
+from tritonpack.patches.rows import OF_OTHERS, ONE_DOCUMENT_A_ROW, Group, LaidBack, batch_of, groups_of, mask_of
 from tritonpack.patches.tokens import text_config
 
 # What such a call has of each document.
@@ -93,15 +93,20 @@ class ByDocument(InstanceForward):
         count = len(next(iter(documents.values())))
         if self.one_result and not one_choice:
             require_one_target_each("document", count, arguments, self.name)
-        masks = ("attention_mask", "decoder_attention_mask") if len(documents) > 1 else self._masks_of(documents)
-        left_out = (*PACKING, *masks, "logits_to_keep", "use_cache")
-        kept = {name: x for name, x in arguments.items() if name not in left_out}
+        left_out = (*PACKING, *map(mask_of, documents), "logits_to_keep", "use_cache")
+        kept = {name: x for name, x in arguments.items() if name not in left_out and not self._is_nothing(name, x)}
         if self.takes_use_cache:
             kept["use_cache"] = False
         outputs, weights, groups = [], [], groups_of(documents, self.by_length)
         for group in groups:
             batch = batch_of(
-                group, kept, takes=self.takes, pad_token=self.pad_token, count=count, of_documents=self._of_rows
+                group,
+                kept,
+                takes=self.takes,
+                pad_token=self.pad_token,
+                count=count,
+                targets=TARGETS if self.one_result else TARGETS[1:],
+                of_documents=self._of_rows,
             )
             if one_choice:  # all heads flatten token ids; DistilBERT's and XLNet's pass position_ids on as they are
                 apart = [name for name, x in batch.items() if _is_of_tokens(x, batch) and name != "position_ids"]
@@ -125,9 +130,9 @@ class ByDocument(InstanceForward):
         loss = None if labels is None else cross_entropy(logits, labels.to(logits.device))
         return type(output)(**{"loss": loss, **output, "logits": logits})  # made anew, for the loss to come first
 
-    def _masks_of(self, documents: Mapping[str, Documents]) -> tuple[str, ...]:
-        """The masks of tokens in a call with one side; another one is of images or sounds."""
-        return ("attention_mask",) if "" in documents else ("decoder_attention_mask",)
+    def _is_nothing(self, name: str, value: Any) -> bool:
+        """Whether an argument is None that the model's own forward doesn't take."""
+        return value is None and not self.takes(name)
 
     def _require_known_padding(
         self, documents: Mapping[str, Documents], arguments: Mapping[str, Any], output: str

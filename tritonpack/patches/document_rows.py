@@ -35,6 +35,9 @@ NOBODY = Serving("dense", "auto")
 # What a model with one kind of tokens reads documents from.
 ONE_SIDE = {name: name for name in ("attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q")}
 
+# All arguments that are read here, whatever the model takes.
+READ = frozenset((*ONE_SIDE, *SOURCE.values(), *TARGET.values(), *PACKING))
+
 
 class StockAttention:
     """A module of such a model, which keeps the attention that it had; a model that was given our name has none, and
@@ -86,15 +89,15 @@ class DocumentRows(ByDocument):
             return self.run_rows(arguments)
         cached = any(arguments.get(name) is not None for name in CACHES)
         packings = self._read(arguments, cached)
-        arguments = {name: x for name, x in arguments.items() if self.takes(name) or "position_ids" in name}
+        taken = {name: x for name, x in arguments.items() if name not in READ or self.takes(name)}
         if cached or not any(packing.tells_documents for packing in packings.values()):
-            return self.run_rows(arguments)
+            return self.run_rows(taken)
         laid_out = {side: Documents.of(packing, always=True) for side, packing in packings.items()}
         documents = {side: found for side, found in laid_out.items() if found is not None}
         packed = any(found.packed for found in documents.values())
         if not documents or (not packed and arguments.get("use_cache")):
             padding = {mask_of(side): packing.not_padding().long() for side, packing in packings.items()}
-            return self.run_rows({**arguments, **{mask: x for mask, x in padding.items() if self.takes(mask)}})
+            return self.run_rows({**taken, **{mask: x for mask, x in padding.items() if self.takes(mask)}})
         if packed and not torch.compiler.is_compiling():
             self._say_so()
         spans = take_spans(arguments, packings[""], self.module, self.own) if "" in packings else None

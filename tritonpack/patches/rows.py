@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,13 +68,12 @@ class Group:
         return next(iter(self.sides.values())).rows
 
     def side_of(self, name: str) -> Documents | None:
-        """Whose tokens an argument or an output has values for; None where no documents are told on that side."""
-        if len(self.sides) > 1:
-            of_decoder = name.startswith("decoder_") or name == "labels"
-            return self.sides["decoder" if of_decoder else ""]
-        return next(iter(self.sides.values()))
+        """Whose tokens an argument may have values for; None for what is of an encoder of images or sounds."""
+        of_decoder = "decoder" in self.sides and (name.startswith("decoder_") or name == "labels")
+        return self.sides.get("decoder" if of_decoder else "")
 
     def side_of_output(self, name: str) -> Documents | None:
+        """Whose tokens an output may have values for."""
         if name.startswith("encoder_"):
             return self.sides.get("")
         return self.sides.get("decoder") or self.sides[""]
@@ -110,6 +109,7 @@ def batch_of(
     takes: Callable[[str], bool],
     pad_token: int | None,
     count: int,
+    targets: Collection[str],
     of_documents: Callable[[str, Tensor, Group], Tensor],
 ) -> dict[str, Any]:
     """The arguments of a call with the documents of a group, one a row.
@@ -120,14 +120,15 @@ def batch_of(
         takes: whether the model takes an argument.
         pad_token: what padding holds.
         count: of all documents.
+        targets: arguments that have no value a token, whatever their shape.
         of_documents: makes of an argument that has no value a token what the documents of the group get.
     """
     batch: dict[str, Any] = {}
     for name, value in arguments.items():
         documents = group.side_of(name)
-        if not isinstance(value, Tensor) or documents is None:
+        if not isinstance(value, Tensor):
             batch[name] = value
-        elif not _is_of_tokens(name, value, documents):
+        elif documents is None or name in targets or not _is_of_tokens(name, value, documents):
             batch[name] = (
                 value[group.numbers.to(value.device)]
                 if value.shape[:1] == (count,)
@@ -149,6 +150,8 @@ def batch_of(
 def _is_of_tokens(name: str, value: Tensor, documents: Documents) -> bool:
     """Whether an argument has one value a token: (B, T, ...), (1, T, ...), or several kinds of positions (n, B, T)."""
     if OF_OTHERS.fullmatch(name) and not OF_TOKENS_AFTER_ALL.fullmatch(name):
+        return False
+    if name == "labels" and value.is_floating_point():  # scores
         return False
     rows, length = documents.tokens
     shapes = ((rows, length), (1, length))
