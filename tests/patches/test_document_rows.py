@@ -31,6 +31,12 @@ TYPES = {
     "CLIPModel": "clip",
     "WhisperForConditionalGeneration": "whisper",
     "BltForCausalLM": "blt",
+    "CpmAntForCausalLM": "cpmant",
+    "SiglipModel": "siglip",
+    "LongT5ForConditionalGeneration": "longt5",
+    "DebertaV2ForSequenceClassification": "deberta-v2",
+    "DebertaV2ForMultipleChoice": "deberta-v2",
+    "FNetForMaskedLM": "fnet",
 }
 
 both = pytest.mark.parametrize("name", [PADDED, LENGTH])
@@ -345,3 +351,90 @@ def test_a_mask_of_sounds_as_long_as_the_text_stays_whole() -> None:
     places = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
     rows(input_features=sounds, attention_mask=mask, decoder_input_ids=ids, decoder_position_ids=places)
     assert given[0] is mask
+
+
+class Divided(transformers.FNetForMaskedLM):
+    """Its loss is a sum, divided by what the trainer counts in all batches of a step."""
+
+    def forward(self, input_ids: Any = None, labels: Any = None, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        output = super().forward(input_ids, labels=labels, **kwargs)
+        if num_items_in_batch is not None:
+            output.loss = output.loss * (labels != -100).sum() / num_items_in_batch
+        return output
+
+
+class TestWhatUsersTried:
+    """Calls that were silently wrong once."""
+
+    @pytest.mark.parametrize("name", ["FNetForMaskedLM", LENGTH])
+    def test_a_count_that_the_loss_ignores(self, name: str) -> None:
+        model = build(name)
+        batch = packed()
+        labels = labels_of(batch["input_ids"])
+        with tritonpack.patch(model):
+            mean = model(**batch, labels=labels).loss
+            counted = model(**batch, labels=labels, num_items_in_batch=100).loss
+        assert torch.equal(mean, counted)
+
+    def test_a_count_that_the_loss_is_divided_by(self) -> None:
+        model = build("FNetForMaskedLM")
+        model.__class__ = Divided
+        batch = packed()
+        labels = labels_of(batch["input_ids"])
+        with tritonpack.patch(model) as handle, torch.no_grad():
+            assert handle.report.attention == "lengths"
+            mean, counted = (model(**batch, labels=labels, num_items_in_batch=n).loss for n in (None, 100))
+        torch.testing.assert_close(mean * (sum(LENGTHS) - len(LENGTHS)) / 100, counted)
+
+    def test_labels_of_documents_that_are_ignored(self) -> None:
+        """All those of one length."""
+        model = build("ConvBertForSequenceClassification")
+        logits = torch.cat([out.logits for out in alone(model)])
+        labels = torch.tensor([0, -100, 2, 1])
+        with tritonpack.patch(model):
+            got = model(**packed(), labels=labels).loss
+        torch.testing.assert_close(torch.nn.functional.cross_entropy(logits, labels), got)
+
+    def test_an_image_for_each_document_of_several_lengths(self) -> None:
+        model = build("SiglipModel")
+        size = model.config.vision_config.image_size
+        images = torch.randn(4, 3, size, size, dtype=torch.float64)
+        texts = [model(input_ids=ids, pixel_values=images).logits_per_text for ids in zoo.documents(LENGTHS)]
+        with tritonpack.patch(model):
+            output = model(**packed(), pixel_values=images)
+            with pytest.raises(ValueError, match="Compute it of logits_per_text"):
+                model(**packed(), pixel_values=images, return_loss=True)
+        torch.testing.assert_close(output.logits_per_text, torch.cat(texts), rtol=0, atol=1e-9)
+        torch.testing.assert_close(output.logits_per_image, torch.cat(texts).T, rtol=0, atol=1e-9)
+        assert output.image_embeds.shape[0] == 4
+
+    def test_another_number_of_sounds(self) -> None:
+        model = build("WhisperForConditionalGeneration")
+        batch = packed()
+        sounds = torch.zeros(2, model.config.num_mel_bins, 2 * model.config.max_source_positions, dtype=torch.float64)
+        with tritonpack.patch(model), pytest.raises(ValueError, match=r"4 documents in 1 rows\. Pass one for each"):
+            model(sounds, decoder_input_ids=batch["input_ids"], decoder_position_ids=batch["position_ids"])
+
+    @pytest.mark.parametrize("form", ["position_ids", "seq_idx_alone", "segments_alone"])
+    def test_documents_told_of_the_encoder_alone(self, form: str) -> None:
+        model = build("WhisperForConditionalGeneration")
+        batch = packed(form)
+        sounds = torch.zeros(1, model.config.num_mel_bins, 2 * model.config.max_source_positions, dtype=torch.float64)
+        with tritonpack.patch(model), pytest.raises(ValueError, match=r"tokens of the decoder alone\. Pass decoder_"):
+            model(sounds, decoder_input_ids=batch.pop("input_ids"), **batch)
+
+    def test_states_of_packed_rows(self) -> None:
+        model = build("LongT5ForConditionalGeneration")
+        batch = packed()
+        decoder = {f"decoder_{name}": x for name, x in batch.items()}
+        with tritonpack.patch(model), pytest.raises(ValueError, match="leave encoder_outputs out"):
+            model(encoder_outputs=(torch.zeros(1, 22, model.config.d_model),), **decoder)
+
+    @pytest.mark.parametrize("name", ["DebertaV2ForSequenceClassification", "DebertaV2ForMultipleChoice"])
+    def test_the_model_inside_a_head_of_documents(self, name: str) -> None:
+        model = build(name)
+        expected = [model.deberta(input_ids=ids).last_hidden_state for ids in zoo.documents(LENGTHS)]
+        with tritonpack.patch(model) as handle:
+            assert handle.report.attention == "padded"
+            got = model.deberta(**packed()).last_hidden_state
+        torch.testing.assert_close(torch.cat(expected, dim=1), got, rtol=0, atol=1e-9)

@@ -97,23 +97,33 @@ class ByDocument(InstanceForward):
         kept = {name: x for name, x in arguments.items() if name not in left_out and not self._is_nothing(name, x)}
         if self.takes_use_cache:
             kept["use_cache"] = False
-        outputs, weights, groups = [], [], groups_of(documents, self.by_length)
+        outputs, weights, batches = [], [], []
+        groups = groups_of(documents, self.by_length)
+        if len(groups) > 1 and self.across and arguments.get("return_loss"):
+            raise ValueError(
+                f"{self.name} runs documents of one length at a time, so its loss of all texts and images can't "
+                "be put together. Compute it of logits_per_text, and leave return_loss out."
+            )
         for group in groups:
             batch = batch_of(
                 group,
                 kept,
                 takes=self.takes,
                 pad_token=self.pad_token,
-                count=count,
                 targets=TARGETS if self.one_result else TARGETS[1:],
-                of_documents=self._of_rows,
+                of_documents=self._of_documents,
             )
             if one_choice:  # all heads flatten token ids; DistilBERT's and XLNet's pass position_ids on as they are
                 apart = [name for name, x in batch.items() if _is_of_tokens(x, batch) and name != "position_ids"]
                 batch |= {name: batch[name][:, None] for name in apart}
             outputs.append(self.run_rows(batch))
-            weights.append(self._weight(batch, len(group), len(groups)))
-        merge = LaidBack(groups, weights, self.name)
+            weights.append(self._weight(batch, len(groups)))
+            batches.append(batch)
+        labelled = [batch for batch, weight in zip(batches, weights, strict=True) if bool(weight)]
+        counted = len(groups) > 1 and labelled and "labels" in labelled[0]
+        if counted and labelled[0].get("num_items_in_batch") is not None and self._divides_by_count(labelled[0]):
+            weights = []  # losses add up
+        merge = LaidBack(groups, weights, self.name, across=self.across)
         output = merge.of(outputs)
         if merge.of_documents:
             self._require_known_padding(documents, arguments, merge.of_documents)
@@ -149,31 +159,43 @@ class ByDocument(InstanceForward):
                 "config.pad_token_id to the tokenizer's."
             )
 
-    def _of_rows(self, name: str, value: Tensor, group: Group) -> Tensor:
-        """What each document gets of images and sounds that were given for each row: those of its row.
+    @property
+    def across(self) -> bool:
+        """Whether the model holds all texts against all images or sounds, as CLIP does."""
+        return hasattr(type(self.module), "get_text_features")
 
-        Models that hold texts against images make all pairs; those that put images in the place of tokens take them in
-        the order of tokens.
+    def _of_documents(self, name: str, value: Tensor, group: Group) -> Tensor:
+        """What the documents of a group get of an argument that has no value a token.
+
+        Targets are of documents; images and sounds of documents, or of rows, whose documents share them. Models that
+        put images in the place of tokens take them in the order of tokens.
         """
-        rows = group.sides[next(iter(group.sides))].tokens[0]
-        across = hasattr(type(self.module), "get_text_features")
-        other = value.ndim > 1 and (value.is_floating_point() or OF_OTHERS.fullmatch(name) is not None)
-        if not other or value.shape[0] != rows or across or self._puts_images_among_tokens:
-            if other and self.by_length and self._puts_images_among_tokens:
+        others = value.ndim > 1 and (value.is_floating_point() or OF_OTHERS.fullmatch(name) is not None)
+        if others and (self.across or self._puts_images_among_tokens):
+            if self.by_length and not self.across:
                 raise ValueError(
                     f"{self.name} runs documents of one length at a time, and {name} doesn't say which of them it "
                     "belongs to. Give each document a row of its own, unpatched."
                 )
             return value
-        return value[group.rows.to(value.device)]
+        if value.ndim and value.shape[0] == group.count:
+            return value[group.numbers.to(value.device)]
+        if others and value.shape[0] == group.tokens[0]:
+            return value[group.rows.to(value.device)]
+        if others:
+            raise ValueError(
+                f"{name} has shape {tuple(value.shape)}, but the packed rows hold {group.count} documents in "
+                f"{group.tokens[0]} rows. Pass one for each document, in order, or one for each row."
+            )
+        return value
 
     @property
     def _puts_images_among_tokens(self) -> bool:
         names = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id", "audio_token_index")
         return any(getattr(self.module.config, name, None) is not None for name in names)
 
-    def _weight(self, batch: Mapping[str, Any], documents: int, calls: int) -> Tensor:
-        """How many labels the loss of a call is a mean over; the same for all calls where it is a sum."""
+    def _weight(self, batch: Mapping[str, Any], calls: int) -> Tensor:
+        """How many labels the loss of a call is a mean over."""
         labels = batch.get("labels")
         others = [name for name in TARGETS if name != "labels" and batch.get(name) is not None]
         if calls > 1 and others:
@@ -181,11 +203,26 @@ class ByDocument(InstanceForward):
                 f"{self.name} runs documents of one length at a time, so its loss of {others[0]} can't be put "
                 f"together. Compute it of the outputs, without {others[0]}."
             )
-        if not isinstance(labels, Tensor) or batch.get("num_items_in_batch") is not None:
-            return torch.tensor(1.0)
-        if labels.ndim == 2 and not self.one_result:
-            return (labels[:, int(shifts_labels(self.module, batch)) :] != IGNORED).sum()
-        return torch.tensor(documents)
+        if not isinstance(labels, Tensor):
+            return torch.tensor(1)
+        if labels.is_floating_point():
+            return torch.tensor(labels.shape[0])
+        shifted = labels.ndim == 2 and not self.one_result and shifts_labels(self.module, batch)
+        return (labels[:, 1:] if shifted else labels).ne(IGNORED).sum()
+
+    @torch.no_grad()
+    def _divides_by_count(self, batch: Mapping[str, Any]) -> bool:
+        """Whether the model's loss is a sum divided by `num_items_in_batch`; else it is a mean, whatever that says.
+
+        Both have that argument, so a call is made with the count, and one with twice the count.
+        """
+        count = batch["num_items_in_batch"]
+        devices = sorted({p.device.index for p in self.module.parameters() if p.device.type == "cuda"})
+        losses = []
+        for times in (1, 2):
+            with torch.random.fork_rng(devices=devices):  # the same dropout in both, and in what follows
+                losses.append(self.run_rows({**batch, "num_items_in_batch": times * count})["loss"])
+        return bool((losses[1] - losses[0] / 2).abs() < (losses[1] - losses[0]).abs())
 
     def _require_pairs(self, documents: Mapping[str, Documents]) -> None:
         if len(documents) < 2:

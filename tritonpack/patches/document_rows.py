@@ -98,6 +98,7 @@ class DocumentRows(ByDocument):
         if not documents or (not packed and arguments.get("use_cache")):
             padding = {mask_of(side): packing.not_padding().long() for side, packing in packings.items()}
             return self.run_rows({**taken, **{mask: x for mask, x in padding.items() if self.takes(mask)}})
+        self._require_no_states(arguments)
         if packed and not torch.compiler.is_compiling():
             self._say_so()
         spans = take_spans(arguments, packings[""], self.module, self.own) if "" in packings else None
@@ -128,6 +129,8 @@ class DocumentRows(ByDocument):
         target = _tokens(arguments, "decoder_input_ids", "decoder_inputs_embeds") if self.both else None
         if self.both and target is None:
             target = self._labels(arguments)
+        if source is None and target is not None:
+            self._require_nothing_of_an_encoder(arguments)
         names = ONE_SIDE if target is None else SOURCE
         sides = {"": (source, names), "decoder": (target, TARGET)}
         return {
@@ -135,6 +138,25 @@ class DocumentRows(ByDocument):
             for side, (tokens, names) in sides.items()
             if tokens is not None
         }
+
+    def _require_nothing_of_an_encoder(self, arguments: dict[str, Any]) -> None:
+        """Refuse what tells documents of an encoder that was given no tokens."""
+        mask = arguments.get("attention_mask")
+        numbered = isinstance(mask, Tensor) and not mask.is_floating_point() and mask.numel() and int(mask.max()) > 1
+        told = [name for name in ("position_ids", "seq_idx") if arguments.get(name) is not None]
+        for name in [*told, *(["attention_mask"] if numbered else [])]:
+            raise ValueError(
+                f"{name} tells documents of the encoder, and {self.name} was given tokens of the decoder alone. Pass "
+                f"decoder_{name}."
+            )
+
+    def _require_no_states(self, arguments: dict[str, Any]) -> None:
+        """Refuse the states of an encoder of text: they are of packed rows."""
+        if arguments.get("encoder_outputs") is not None and "input_ids" in self.names:
+            raise ValueError(
+                f"{self.name} runs each document in a row of its own, and encoder_outputs are of packed rows. Pass "
+                "input_ids and leave encoder_outputs out."
+            )
 
     def _labels(self, arguments: dict[str, Any]) -> Tensor | None:
         """The labels of a decoder whose tokens the model makes of them."""

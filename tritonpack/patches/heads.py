@@ -18,7 +18,7 @@ from tritonpack.patches.labels import warn_of_first_labels
 from tritonpack.patches.multimodal import leave_positions_to
 from tritonpack.patches.near_misses import refuse_near_misses
 from tritonpack.patches.packing import Packing
-from tritonpack.patches.rows import OF_DOCUMENTS
+from tritonpack.patches.rows import OF_DOCUMENTS, ONE_NUMBER_A_TOKEN
 from tritonpack.patches.spans import take_spans
 
 
@@ -173,7 +173,8 @@ class ModelForward(ByDocument):
         for name, value in output.items() if isinstance(output, dict) else ():
             if not isinstance(value, Tensor) or "loss" in name or value.shape[:1] != (rows,):
                 continue
-            if name == "logits" and chosen:  # of chosen tokens
+            of_tokens = value.shape == packing.tokens and ONE_NUMBER_A_TOKEN.fullmatch(self.name) is not None
+            if name == "logits" and (chosen or of_tokens):
                 continue
             of_documents = OF_DOCUMENTS.fullmatch(name) is not None
             if (of_documents and value.ndim < 3) or (

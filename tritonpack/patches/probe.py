@@ -21,6 +21,7 @@ from tritonpack.patches.applied import applied_to
 from tritonpack.patches.forwards import foreign_forwards, mixing_forwards
 from tritonpack.patches.positions import rope_limits
 from tritonpack.patches.report import layer_windows
+from tritonpack.patches.rows import ONE_DOCUMENT_A_ROW
 from tritonpack.patches.shown import LAYOUTS, Layout, installed, shown_layout, without_wrappers
 from tritonpack.patches.tokens import text_config
 from tritonpack.patches.trial.packed_forms import (
@@ -98,9 +99,11 @@ def require_evidence(model: nn.Module, layout: Layout, attention: str, patch_unt
 
 
 def _roots(model: nn.Module) -> list[PreTrainedModel]:
-    """The transformers models in a module that lie in no other one."""
+    """The transformers models in a module that lie in no other one, and those inside of heads that run documents in
+    rows of their own: users may call them with packed rows."""
     if isinstance(model, PreTrainedModel):
-        return [model]
+        inside = model.base_model if ONE_DOCUMENT_A_ROW.fullmatch(type(model).__name__) else model
+        return [model] if inside is model or not isinstance(inside, PreTrainedModel) else [model, inside]
     return [root for child in model.children() for root in _roots(child)]
 
 

@@ -47,20 +47,27 @@ class Group:
 
     Attributes:
         numbers: (n,) int64, which documents of the packed rows.
+        count: of all documents of the packed rows.
         sides: {"" or "decoder": where their tokens are}.
     """
 
     numbers: Tensor
+    count: int
     sides: Mapping[str, Documents]
 
     @classmethod
     def of_all(cls, sides: Mapping[str, Documents]) -> Group:
         """All documents of packed rows."""
         first = next(iter(sides.values()))
-        return cls(torch.arange(len(first), device=first.places.device), sides)
+        return cls(torch.arange(len(first), device=first.places.device), len(first), sides)
 
     def __len__(self) -> int:
         return len(self.numbers)
+
+    @property
+    def tokens(self) -> torch.Size:
+        """(B, T), the shape of the packed rows."""
+        return next(iter(self.sides.values())).tokens
 
     @property
     def rows(self) -> Tensor:
@@ -93,7 +100,7 @@ def groups_of(sides: Mapping[str, Documents], by_length: bool) -> list[Group]:
     for length in lengths.unique(dim=0):
         numbers = (lengths == length).all(1).nonzero().flatten()
         chosen = {side: one.subset(numbers) for side, one in sides.items()}
-        groups.append(Group(numbers, chosen))
+        groups.append(Group(numbers, lengths.shape[0], chosen))
     return groups
 
 
@@ -108,7 +115,6 @@ def batch_of(
     *,
     takes: Callable[[str], bool],
     pad_token: int | None,
-    count: int,
     targets: Collection[str],
     of_documents: Callable[[str, Tensor, Group], Tensor],
 ) -> dict[str, Any]:
@@ -119,7 +125,6 @@ def batch_of(
         arguments: of the packed call, by name, without those that tell documents apart but for position ids.
         takes: whether the model takes an argument.
         pad_token: what padding holds.
-        count: of all documents.
         targets: arguments that have no value a token, whatever their shape.
         of_documents: makes of an argument that has no value a token what the documents of the group get.
     """
@@ -129,11 +134,7 @@ def batch_of(
         if not isinstance(value, Tensor):
             batch[name] = value
         elif documents is None or name in targets or not _is_of_tokens(name, value, documents):
-            batch[name] = (
-                value[group.numbers.to(value.device)]
-                if value.shape[:1] == (count,)
-                else of_documents(name, value, group)
-            )
+            batch[name] = of_documents(name, value, group)
         elif "position_ids" in name:
             positions = _positions(name, value, documents, takes(name))
             if positions is not None:
@@ -184,15 +185,16 @@ class LaidBack:
 
     Args:
         groups: of all documents together.
-        weights: of each group's loss; of several groups, the loss is their mean.
+        weights: of each group's loss; of several groups, the loss is their mean. Without any, it is their sum.
         model: the name of its class.
+        across: whether the model holds all texts against all images, which aren't of documents.
 
     Attributes:
         of_documents: the name of an output that has one value for each document, where there is any.
     """
 
-    def __init__(self, groups: Sequence[Group], weights: Sequence[Tensor], model: str) -> None:
-        self.groups, self.weights, self.model = groups, weights, model
+    def __init__(self, groups: Sequence[Group], weights: Sequence[Tensor], model: str, *, across: bool) -> None:
+        self.groups, self.weights, self.model, self.across = groups, weights, model, across
         self.order = torch.cat([group.numbers for group in groups]).argsort()
         self.of_documents = ""
 
@@ -214,6 +216,8 @@ class LaidBack:
             )
         if name.endswith("loss"):
             return self._loss(values)
+        if self.across and OF_OTHERS.fullmatch(name):
+            return first
         if name.endswith("attentions"):  # in one batch they are left as they are, by document
             return first if len(values) == 1 else None
         laid_back = [self._tokens(name, value, group) for value, group in zip(values, self.groups, strict=True)]
@@ -237,6 +241,8 @@ class LaidBack:
     def _loss(self, values: Sequence[Tensor]) -> Tensor:
         if len(values) == 1:
             return values[0]
+        if not self.weights:
+            return torch.stack([value.view(()) for value in values]).nansum()
         weights = torch.stack([weight.to(values[0].device) for weight in self.weights])
         parts = torch.where(weights > 0, torch.stack([value.view(()) for value in values]), 0)
         return (parts * weights).sum() / weights.sum()

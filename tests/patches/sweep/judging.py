@@ -24,6 +24,7 @@ from tests.patches.sweep.losses import NO_LABELS, Losses
 from tests.patches.sweep.means import means
 from tests.patches.sweep.results import ANY, HOWS, VERDICTS, WRONG, Row
 from tests.patches.sweep.subject import Gathered, ShapeError, Subject
+from tritonpack.patches.applied import applied_to
 from tritonpack.patches.shown import LAYOUTS, Layout, installed, versions
 from tritonpack.patches.trial import packed_forms
 from tritonpack.patches.trial.packed_forms import LENGTHS
@@ -152,6 +153,7 @@ class Trial:
         else:
             with context as handle:
                 row.means = means(handle)
+                row.layout = actual_layout(model)
                 reasons = self._judge_all(model, how, row)
             if row.forms:
                 first = min(row.forms, key=lambda form: VERDICTS.index(row.forms[form]))
@@ -295,6 +297,12 @@ class Trial:
         except Exception as other:
             return type(other) is type(error) and str(other).split("\n")[0] == str(error).split("\n")[0]
         return False
+
+
+def actual_layout(model: nn.Module) -> str:
+    """How a model's documents are laid out: a head takes the layout of the model inside."""
+    attention = [applied.report.attention for applied in applied_to(model)]
+    return next((layout for layout in LAYOUTS if layout in attention), "packed")
 
 
 @contextmanager
