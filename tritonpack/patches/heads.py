@@ -3,6 +3,7 @@ row is refused where the row holds several documents."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from tritonpack.patches.near_misses import refuse_near_misses
 from tritonpack.patches.packing import Packing
 from tritonpack.patches.rows import OF_DOCUMENTS, ONE_NUMBER_A_TOKEN
 from tritonpack.patches.spans import take_spans
+from tritonpack.patches.strangers import kept_apart, strangers
 
 
 class ModelForward(ByDocument):
@@ -33,6 +35,7 @@ class ModelForward(ByDocument):
     def __init__(self, module: PreTrainedModel, current: Current, hook: PackingHook) -> None:
         super().__init__(module, current)
         self.hook = hook
+        self.seen = False  # a packed call, by which code of others is judged
         self.known = frozenset((*self.names, *hook.names))
         # How XLNet's, XLM's and RoFormer's heads make one vector of a row: padding counts as tokens do.
         summaries = {getattr(inner, "summary_type", None) for inner in module.modules()}
@@ -89,14 +92,24 @@ class ModelForward(ByDocument):
         if outer is None:
             warn_of_first_labels(self.module, arguments, packing)
         arguments = self._pass_on(packing, arguments)
+        first = outer is None and self._is_first(packing)
         self.current.tell(packing)
         try:
-            output = self.inner(**arguments)
+            with kept_apart(self.module, packing) if first else nullcontext():
+                output = self.inner(**arguments)
         finally:
             self.current.tell(outer)
+        self.seen |= first
         if outer is None and not packing.shared and not packing.cached:
             self._require_nothing_of_rows(output, packing, arguments)
         return output
+
+    def _is_first(self, packing: Packing) -> bool:
+        """Whether a call is the first that shows what code of others does with several documents in a row."""
+        if self.seen or torch.compiler.is_compiling() or packing.shared or packing.cached:
+            return False
+        self.seen = not strangers(self.module)
+        return not self.seen and Documents.of(packing) is not None
 
     def _read(self, arguments: dict[str, Any]) -> Packing | None:
         """What the call says; None where masks are made already, and where it hasn't two-dimensional rows."""

@@ -1,0 +1,96 @@
+"""Code of others that gets no mask is shown to keep documents apart by the first packed call."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tritonpack
+from tests.patches import zoo
+from tests.patches.models import tiny_model
+
+LENGTHS = (7, 1, 3, 11)
+
+
+def packed() -> dict[str, Tensor]:
+    return {
+        "input_ids": torch.cat(zoo.documents(LENGTHS), 1),
+        "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None],
+    }
+
+
+class Convolution(nn.Module):
+    """Around another module: adds each token's neighbour to it."""
+
+    def __init__(self, own: nn.Module) -> None:
+        super().__init__()
+        self.own = own
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.own(x)
+        return y + 0.1 * y.roll(1, dims=1)
+
+
+class Scaled(nn.Module):
+    """Each token by itself, with dropout."""
+
+    def __init__(self, own: nn.Module) -> None:
+        super().__init__()
+        self.own, self.drop = own, nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.drop(2 * self.own(x))
+
+
+def sums(self: Any, x: Tensor) -> Tensor:
+    return type(self).forward(self, x).cumsum(1)
+
+
+def wrap_mlp(model: Any) -> None:
+    model.model.layers[1].mlp = Convolution(model.model.layers[1].mlp)
+
+
+def replace_forward(model: Any) -> None:
+    model.model.layers[0].mlp.forward = sums.__get__(model.model.layers[0].mlp)
+
+
+def wrap_norm(model: Any) -> None:
+    model.model.norm = nn.Sequential(model.model.norm, Convolution(nn.Identity()))
+
+
+def wrap_head(model: Any) -> None:
+    model.lm_head = Convolution(model.lm_head)
+
+
+WRONG = {
+    "model.layers.1.mlp": wrap_mlp, "model.layers.0.mlp": replace_forward, "model.norm.1": wrap_norm,
+    "lm_head": wrap_head,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", WRONG)
+def test_what_mixes_documents_is_named(name: str, when: str) -> None:
+    model = tiny_model("llama")
+    if when == "before":
+        WRONG[name](model)
+    tritonpack.patch(model)
+    if when == "after":
+        WRONG[name](model)
+    model(input_ids=packed()["input_ids"])  # one document shows nothing
+    for _ in range(2):
+        with pytest.raises(tritonpack.UnsupportedModelError, match=rf"{name} \(.*lets tokens of one document move"):
+            model(**packed())
+
+
+def test_what_runs_token_by_token_is_left_alone() -> None:
+    model = tiny_model("llama").train()
+    model.model.layers[1].mlp = Scaled(model.model.layers[1].mlp)
+    with tritonpack.patch(model):
+        torch.manual_seed(0)
+        first = model(**packed()).logits
+        torch.manual_seed(0)
+        second = model(**packed()).logits
+    assert torch.equal(first, second)  # the random state is as it was
+    assert not model.model.layers[1].mlp._forward_hooks
