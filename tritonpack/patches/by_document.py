@@ -15,7 +15,16 @@ from tritonpack.patches.choices import Choices, rows_of_choices
 from tritonpack.patches.current import HANDED, Current, InstanceForward
 from tritonpack.patches.documents import Documents
 from tritonpack.patches.labels import IGNORED, shifts_labels
-from tritonpack.patches.rows import OF_OTHERS, ONE_DOCUMENT_A_ROW, Group, LaidBack, batch_of, groups_of, mask_of
+from tritonpack.patches.rows import (
+    CONDITIONED,
+    OF_OTHERS,
+    ONE_DOCUMENT_A_ROW,
+    Group,
+    LaidBack,
+    batch_of,
+    groups_of,
+    mask_of,
+)
 from tritonpack.patches.tokens import text_config
 
 # What such a call has of each document.
@@ -162,7 +171,7 @@ class ByDocument(InstanceForward):
     @property
     def across(self) -> bool:
         """Whether the model holds all texts against all images or sounds, as CLIP does."""
-        return hasattr(type(self.module), "get_text_features")
+        return hasattr(type(self.module), "get_text_features") and not CONDITIONED.fullmatch(self.name)
 
     def _of_documents(self, name: str, value: Tensor, group: Group) -> Tensor:
         """What the documents of a group get of an argument that has no value a token.

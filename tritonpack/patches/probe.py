@@ -74,7 +74,7 @@ def require_evidence(model: nn.Module, layout: Layout, attention: str, patch_unt
     Raises:
         UnsupportedModelError: documents don't stay apart in the trial, or there can't be one; the message says why.
     """
-    for root in () if hasattr(_trial, "runs") else _roots(model):
+    for root in () if hasattr(_trial, "runs") else _roots(model, layout):
         replaced = foreign_forwards(root)
         known = None if replaced else shown_layout(type(root))
         if known == layout:
@@ -98,13 +98,14 @@ def require_evidence(model: nn.Module, layout: Layout, attention: str, patch_unt
             )
 
 
-def _roots(model: nn.Module) -> list[PreTrainedModel]:
-    """The transformers models in a module that lie in no other one, and those inside of heads that run documents in
-    rows of their own: users may call them with packed rows."""
+def _roots(model: nn.Module, layout: Layout) -> list[PreTrainedModel]:
+    """The transformers models in a module that lie in no other one, and, where rows stay packed, those inside of heads
+    that give documents rows of their own: users may call them with packed rows."""
     if isinstance(model, PreTrainedModel):
-        inside = model.base_model if ONE_DOCUMENT_A_ROW.fullmatch(type(model).__name__) else model
+        apart = layout == "packed" and ONE_DOCUMENT_A_ROW.fullmatch(type(model).__name__)
+        inside = model.base_model if apart else model
         return [model] if inside is model or not isinstance(inside, PreTrainedModel) else [model, inside]
-    return [root for child in model.children() for root in _roots(child)]
+    return [root for child in model.children() for root in _roots(child, layout)]
 
 
 def _why_unknown(root: PreTrainedModel, replaced: list[str]) -> str:

@@ -37,6 +37,9 @@ SCORES_OF_TOKENS = re.compile(r"(start|end)_logits")
 # Classes whose logits are one number for each token: ELECTRA's discriminator, and TAPAS, which chooses cells.
 ONE_NUMBER_A_TOKEN = re.compile(r"\w*ForPreTraining|TapasForQuestionAnswering")
 
+# Classes with features of texts that follow from their sound or their video.
+CONDITIONED = re.compile(r"(Clvp|XCLIP)Model\w*")
+
 # Outputs (images, documents) of models that hold texts against images or sounds.
 OF_DOCUMENTS_ACROSS = re.compile(r"logits_per_(image|video|audio)|logits_audio_text")
 
