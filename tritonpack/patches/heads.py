@@ -99,14 +99,15 @@ class ModelForward(ByDocument):
                 output = self.inner(**arguments)
         finally:
             self.current.tell(outer)
-        self.seen |= first
+        if first:
+            self.seen = True
         if outer is None and not packing.shared and not packing.cached:
             self._require_nothing_of_rows(output, packing, arguments)
         return output
 
     def _is_first(self, packing: Packing) -> bool:
         """Whether a call is the first that shows what code of others does with several documents in a row."""
-        if self.seen or torch.compiler.is_compiling() or packing.shared or packing.cached:
+        if torch.compiler.is_compiling() or self.seen or packing.shared or packing.cached:
             return False
         self.seen = not strangers(self.module)
         return not self.seen and Documents.of(packing) is not None

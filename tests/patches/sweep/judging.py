@@ -329,7 +329,8 @@ def is_ours(error: BaseException) -> bool:
 
 
 REMEDY = re.compile(
-    r"\b(call|pass|give|use|leave|let|mark|unpatch|patch|tritonpack\.patch|set|load|run|remove|train|build|tell)\b", re.I
+    r"\b(call|pass|give|use|leave|let|mark|unpatch|patch|tritonpack\.patch|set|load|run|remove|train|build|tell)\b",
+    re.I,
 )
 
 
