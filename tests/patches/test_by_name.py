@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import tritonpack
 from tests.patches import zoo
-from tests.patches.models import VOCAB, generate, tiny_model
+from tests.patches.models import VOCAB, Graphs, generate, tiny_model
 from tests.patches.test_patching import (
     EXACT,
     FORMS,
@@ -93,22 +93,15 @@ def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler's own
 def test_one_graph_for_every_length() -> None:
-    torch._dynamo.reset()
-    graphs = 0
-
-    def count(module: Any, inputs: Any) -> Any:
-        nonlocal graphs
-        graphs += 1
-        return module
-
+    graphs = Graphs()
     model = tiny_model("mistral", dtype=torch.float32, num_hidden_layers=1)
     model.set_attn_implementation(NAME)
-    compiled = torch.compile(model, backend=count, fullgraph=True, dynamic=True)
+    compiled = torch.compile(model, backend=graphs, fullgraph=True, dynamic=True)
     for total in (12, 9, 20, 33):
         ids = torch.randint(3, VOCAB, (1, total))
         batch = {"input_ids": ids, "position_ids": (torch.arange(total) % 7)[None], "use_cache": False}
         assert torch.equal(compiled(**batch).logits, model(**batch).logits)
-    assert graphs == 1
+    assert graphs.count == 1
 
 
 def test_saved_and_loaded(tmp_path: Any) -> None:

@@ -7,7 +7,7 @@ import torch
 
 import tritonpack
 from tests.patches import sweep, zoo
-from tests.patches.models import VOCAB, tiny_model
+from tests.patches.models import VOCAB, Graphs, tiny_model
 
 # What differs between them: values narrower than keys, and experts; a forward of ours; windows on some layers, and
 # sinks; chunks and a temperature; positions from a table. Llama, which has none of it, is trained below. Where layers
@@ -25,19 +25,12 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the compile
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_graph_for_every_length(family: str) -> None:
-    torch._dynamo.reset()
-    graphs = 0
-
-    def count(module: Any, inputs: Any) -> Any:
-        nonlocal graphs
-        graphs += 1
-        return module
-
+    graphs = Graphs()
     model = zoo.tiny_model(family, **FAMILIES[family])
     if model._can_set_experts_implementation():
         model.set_experts_implementation("grouped_mm")  # the eager one asks how many tokens an expert got
     with tritonpack.patch(model):
-        compiled = torch.compile(model, backend=count, fullgraph=True, dynamic=True)
+        compiled = torch.compile(model, backend=graphs, fullgraph=True, dynamic=True)
         for total in (12, 9, 20, 33):
             batch = {
                 "input_ids": torch.randint(3, VOCAB, (1, total)),
@@ -45,7 +38,7 @@ def test_one_graph_for_every_length(family: str) -> None:
                 "use_cache": False,
             }
             assert torch.equal(compiled(**batch).logits, model(**batch).logits)
-    assert graphs == 1
+    assert graphs.count == 1
 
 
 def test_training() -> None:
@@ -69,25 +62,18 @@ LAYOUTS = [(7, 1, 3, 11), (13,), (2, 20, 5), (30, 4), (12, 9, 8, 3, 1), (22,), (
 @pytest.mark.parametrize("family", ["mamba2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_recurrent_layers_run_outside_of_graphs_that_fit_all_lengths(family: str) -> None:
     """As many graphs as the first batches take, of several documents and of one, however many come."""
-    torch._dynamo.reset()
-    graphs = 0
-
-    def count(module: Any, inputs: Any) -> Any:
-        nonlocal graphs
-        graphs += 1
-        return module
-
+    graphs = Graphs()
     model = zoo.tiny_model(family)
     if model._can_set_experts_implementation():
         model.set_experts_implementation("grouped_mm")
     with tritonpack.patch(model):
-        compiled = torch.compile(model, backend=count, dynamic=True)
+        compiled = torch.compile(model, backend=graphs, dynamic=True)
         seen = []
         for lengths in LAYOUTS:
             batch = sweep.FORMS["position_ids"](zoo.documents(lengths))
             got = compiled(batch.ids, **batch.arguments).logits
             assert torch.equal(got, model(batch.ids, **batch.arguments).logits), lengths
-            seen.append(graphs)
+            seen.append(graphs.count)
     assert seen[2:] == seen[2:3] * len(seen[2:])
 
 

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaDecode
 import tritonpack
 from tests.patches import sweep, zoo
 from tests.patches.foreign import Replacement, attends_by_itself, attends_by_the_interface
-from tests.patches.models import tiny_model
+from tests.patches.models import Graphs, tiny_model
 from tritonpack.patches.first_call import Watch
 from tritonpack.patches.hooks import PackingHook
 from tritonpack.testing import check_isolation
@@ -286,16 +286,9 @@ def test_generation_shows_nothing(llama: PreTrainedModel) -> None:
 @pytest.mark.parametrize("part", ["whole", "layers", "layers in place"])
 def test_what_is_compiled_is_not_watched(part: str) -> None:
     """One graph, from the first call on, and no hook that makes another."""
-    torch._dynamo.reset()
-    graphs = 0
-
-    def count(module: Any, inputs: Any) -> Any:
-        nonlocal graphs
-        graphs += 1
-        return module
-
+    graphs = Graphs()
     model = tiny_model("llama", num_hidden_layers=1, dtype=torch.float32)
-    options: Any = {"backend": count, "fullgraph": True, "dynamic": True}
+    options: Any = {"backend": graphs, "fullgraph": True, "dynamic": True}
     with tritonpack.patch(model):
         forward = model
         if part == "whole":
@@ -307,4 +300,4 @@ def test_what_is_compiled_is_not_watched(part: str) -> None:
         for total in (12, 9, 20):
             ids, places = torch.randint(3, 60, (1, total)), (torch.arange(total) % 7)[None]
             forward(input_ids=ids, position_ids=places, use_cache=False)
-    assert graphs == 1
+    assert graphs.count == 1

@@ -11,7 +11,7 @@ from transformers import BertConfig, BertLMHeadModel, PreTrainedModel
 
 import tritonpack
 from tests.patches import pairs
-from tests.patches.models import COMMON
+from tests.patches.models import COMMON, Graphs
 from tests.patches.pairs import EXACT, STOCK_FAILS, pairs_subject, targets, tiny_pair_model
 from tests.patches.test_every_model import state, without_dropout
 from tritonpack.patches.trial import packed_forms
@@ -309,22 +309,15 @@ def test_by_name(name: str) -> None:
 @pytest.mark.parametrize("name", ["bart", "t5"])
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler's own
 def test_one_graph_for_every_length(name: str) -> None:
-    torch._dynamo.reset()
-    graphs = 0
-
-    def count(module: Any, inputs: Any) -> Any:
-        nonlocal graphs
-        graphs += 1
-        return module
-
+    graphs = Graphs()
     model = tiny_pair_model(name, dtype=torch.float32)
     with tritonpack.patch(model):
-        compiled = torch.compile(model, backend=count, fullgraph=True, dynamic=True)
+        compiled = torch.compile(model, backend=graphs, fullgraph=True, dynamic=True)
         for lengths in ((7, 1, 3, 11), (5, 9, 3), (12, 3, 4, 2, 6)):
             batch = pairs_subject(model).forms["without_cache"](targets(lengths))
             call = {**batch.arguments, "decoder_input_ids": batch.ids}
             assert torch.equal(compiled(**call).logits, model(**call).logits)
-    assert graphs == 1
+    assert graphs.count == 1
 
 
 def set_capacity(model: PreTrainedModel, tokens: int) -> None:
