@@ -11,19 +11,15 @@ transformers = pytest.importorskip("transformers")
 IGNORED = -100
 VOCABULARY = 40
 LENGTHS = (9, 1, 23, 4, 14)
+SIZES = {
+    "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}  # fmt: skip
 
 
 def tiny_bert(head):
     torch.manual_seed(0)
-    config = transformers.BertConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=64,
-        num_labels=5,
-    )
+    config = transformers.BertConfig(**SIZES, max_position_embeddings=64, num_labels=5)
     return getattr(transformers, f"BertFor{head}")(config).double().eval()
 
 
@@ -78,15 +74,7 @@ def test_causal_labels_are_not_those_of_tokens():
 
 def tiny_llama_classifier(num_labels):
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_labels=num_labels,
-        pad_token_id=0,
-    )
+    config = transformers.LlamaConfig(**SIZES, num_labels=num_labels, pad_token_id=0)
     return transformers.LlamaForSequenceClassification(config).double()
 
 

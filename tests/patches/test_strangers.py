@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import tritonpack
 from tests.patches import zoo
 from tests.patches.models import tiny_model
+from tests.patches.pairs import pairs_subject, targets, tiny_pair_model
 
 LENGTHS = (7, 1, 3, 11)
 
@@ -82,6 +83,21 @@ def test_what_mixes_documents_is_named(name: str, when: str) -> None:
     for _ in range(2):
         with pytest.raises(tritonpack.UnsupportedModelError, match=rf"{name} \(.*lets tokens of one document move"):
             model(**packed())
+
+
+@pytest.mark.parametrize("where", ["model.encoder.layers.0.fc1", "model.decoder.layers.0.fc1", "lm_head"])
+def test_either_side_of_an_encoder_with_a_decoder(where: str) -> None:
+    model: Any = tiny_pair_model("bart")
+    own = model.get_submodule(where)
+    model.set_submodule(where, Convolution(own))
+    batch = pairs_subject(model).forms["segments_alone"](targets())
+    call = {**batch.arguments, "decoder_input_ids": batch.ids}
+    with tritonpack.patch(model):
+        for _ in range(2):
+            with pytest.raises(tritonpack.UnsupportedModelError, match=r"(fc1|lm_head) \(Convolution\)"):
+                model(**call)
+        model.set_submodule(where, own)
+        model(**call)
 
 
 def test_what_runs_token_by_token_is_left_alone() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.packing import Packing, Serving
 from tritonpack.patches.reading import make_packing
 from tritonpack.patches.spans import take_spans
+from tritonpack.patches.strangers import kept_apart
 
 # What tells documents apart on each side, as `make_packing` calls it and as the module around both sides does.
 SOURCE = {
@@ -127,7 +129,14 @@ class BothSides(ModelForward):
     def _find_spans(self, arguments: dict[str, Any], packing: Packing | None) -> Any:
         """Run the module on its decoder's packing, with the loss of each document if it answers questions."""
         spans = None if packing is None else take_spans(arguments, packing, self.module, self.own)
-        output = self.inner(**arguments)
+        sides = [arguments.get(name) for name in ("attention_mask", "decoder_attention_mask")]
+        first = [side for side in sides if isinstance(side, Packing) and self._is_first(side)]
+        with ExitStack() as watches:
+            for side in first:
+                watches.enter_context(kept_apart(self.module, side))
+            output = self.inner(**arguments)
+        if first:
+            self.seen = True
         return output if spans is None else spans.add_loss(output, self.name)
 
     def _documents(self, packing: Packing) -> Documents | None:

@@ -65,7 +65,7 @@ class ByDocument(InstanceForward):
         return getattr(text_config(self.module.config), "pad_token_id", None)
 
     def with_names(self, arguments: dict[str, Any]) -> Any:
-        """Run a call of a user, who may want a tuple: what its outputs are is told by their names."""
+        """Run a user's call so that its outputs have names; where `return_dict` is false, the user gets them as a tuple."""
         wanted = arguments.get("return_dict")
         if wanted is None:  # as PEFT passes it
             wanted = getattr(self.module.config, "return_dict", True)
@@ -150,13 +150,13 @@ class ByDocument(InstanceForward):
         return type(output)(**{"loss": loss, **output, "logits": logits})  # made anew, for the loss to come first
 
     def _is_nothing(self, name: str, value: Any) -> bool:
-        """Whether an argument is None that the model's own forward doesn't take."""
+        """Whether an argument is None and the model's own forward doesn't take it."""
         return value is None and not self.takes(name)
 
     def _require_known_padding(
         self, documents: Mapping[str, Documents], arguments: Mapping[str, Any], output: str
     ) -> None:
-        """Refuse rows that may end in padding where nothing tells it from documents, and each document counts."""
+        """Refuse rows whose end may be padding or documents, for outputs with a value for each document."""
         ids = arguments.get("input_ids")
         if ids is None or ids.shape[1] < 2 or "" not in documents or arguments.get("attention_mask") is not None:
             return

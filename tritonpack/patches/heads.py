@@ -35,7 +35,7 @@ class ModelForward(ByDocument):
     def __init__(self, module: PreTrainedModel, current: Current, hook: PackingHook) -> None:
         super().__init__(module, current)
         self.hook = hook
-        self.seen = False  # a packed call, by which code of others is judged
+        self.seen = False  # whether a packed call has shown what code of others does
         self.known = frozenset((*self.names, *hook.names))
         # How XLNet's, XLM's and RoFormer's heads make one vector of a row: padding counts as tokens do.
         summaries = {getattr(inner, "summary_type", None) for inner in module.modules()}
@@ -106,7 +106,7 @@ class ModelForward(ByDocument):
         return output
 
     def _is_first(self, packing: Packing) -> bool:
-        """Whether a call is the first that shows what code of others does with several documents in a row."""
+        """Whether a call is the first one with several documents in a row, and the model holds code of others."""
         if torch.compiler.is_compiling() or self.seen or packing.shared or packing.cached:
             return False
         self.seen = not strangers(self.module)

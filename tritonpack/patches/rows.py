@@ -128,8 +128,8 @@ def batch_of(
         arguments: of the packed call, by name, without those that tell documents apart but for position ids.
         takes: whether the model takes an argument.
         pad_token: what padding holds.
-        targets: arguments that have no value a token, whatever their shape.
-        of_documents: makes of an argument that has no value a token what the documents of the group get.
+        targets: arguments that never have a value for each token, whatever their shape.
+        of_documents: returns what the documents of the group get of an argument without a value for each token.
     """
     batch: dict[str, Any] = {}
     for name, value in arguments.items():
