@@ -65,7 +65,7 @@ class ByDocument(InstanceForward):
         return getattr(text_config(self.module.config), "pad_token_id", None)
 
     def with_names(self, arguments: dict[str, Any]) -> Any:
-        """Run a user's call so that its outputs have names; where `return_dict` is false, the user gets them as a tuple."""
+        """Run a user's call with named outputs; where `return_dict` is false, the user gets them as a tuple."""
         wanted = arguments.get("return_dict")
         if wanted is None:  # as PEFT passes it
             wanted = getattr(self.module.config, "return_dict", True)
