@@ -1,6 +1,7 @@
 """What mask functions say, as intervals: those of transformers against the masks that it makes of them itself."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import masking_utils as stock
 
+from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.kinds import Kind, overlay_intervals, read_kind
 from tritonpack.patches.packing import Packing, Serving
 
@@ -72,14 +74,32 @@ def test_bisection_finds_what_the_function_says(name: str) -> None:
     ],
 )
 def test_plain_kinds_are_read_without_bisection(name: str, size: int | None, flags: Any, kind: Kind) -> None:
-    found = read_kind(OVERLAYS[name], size, object(), flags)
+    found = read_kind(OVERLAYS[name], size, object(), flags, TOTAL)
     assert found == kind
     assert torch.equal(packing().documents(found).to_dense(), dense(OVERLAYS[name]))
 
 
 def test_a_composed_window_is_bisected() -> None:
     """transformers clears the permission to skip a mask where a model has composed its own."""
-    assert read_kind(OVERLAYS["images in a window"], 3, object(), {"allow_is_causal_skip": False}).overlay is not None
+    assert read_kind(OVERLAYS["images in a window"], 3, object(), {"allow_is_causal_skip": False}, TOTAL).overlay
+
+
+def test_a_window_that_the_function_does_not_have_is_refused() -> None:
+    """A later transformers may pass a size of another meaning with a permission to skip the mask."""
+    for name, size in (("window", 5), ("window", 3), ("all", 4), ("images", 4)):
+        with pytest.raises(ValueError, match="isn't the window"):
+            read_kind(OVERLAYS[name], size, object(), {"allow_is_causal_skip": True}, TOTAL)
+
+
+@pytest.mark.parametrize("flags", [{"use_vmap": True}, {"allow_is_causal_skip": False}])
+def test_chunks_under_a_mask_of_the_model_are_refused(flags: dict[str, bool]) -> None:
+    """Such as images that see all of themselves; the rest of chunks begins anew in each document, images don't."""
+    config = SimpleNamespace(attention_chunk_size=4)
+    chunks = stock.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long))
+    with pytest.raises(UnsupportedModelError, match="chunks, a window or either"):
+        read_kind(stock.or_masks(chunks, stock.blockwise_overlay(blocks())), 4, config, flags, TOTAL)
+    assert read_kind(chunks, 4, config, {"allow_is_causal_skip": True}, TOTAL) == Kind((-1, 0), chunk_size=4)
+    assert read_kind(chunks, 4, config, {"allow_is_causal_skip": False}, 1) == Kind((-1, 0), chunk_size=4)
 
 
 def test_one_number_for_two_images_is_refused() -> None:

@@ -67,7 +67,7 @@ def make_mask(
         return attention_mask
     if isinstance(attention_mask, IntervalMask):
         return served(attention_mask, dtype)
-    kind = read_kind(mask_function, local_size, config, flags)
+    kind = read_kind(mask_function, local_size, config, flags, q_length)
     if isinstance(attention_mask, Packing):
         mask = attention_mask.interval_mask(kv_length, q_offset, kv_offset, kind)
         return served(mask, dtype)

@@ -36,8 +36,11 @@ class Kind:
 CAUSAL = Kind((-1, 0))
 
 
-def read_kind(mask_function: Any, local_size: int | None, config: Any, flags: dict[str, Any]) -> Kind:
+def read_kind(mask_function: Any, local_size: int | None, config: Any, flags: dict[str, Any], queries: int) -> Kind:
     """The kind of mask that transformers asks for, from what it passes to a mask function.
+
+    A mask may be skipped (`allow_is_causal_skip`, `allow_is_bidirectional_skip`) only where nothing was added to
+    transformers' own function, so that its size says all of it. Any other function is an overlay.
 
     Args:
         mask_function: whether a query sees a key, composed of transformers' functions and the model's.
@@ -45,27 +48,49 @@ def read_kind(mask_function: Any, local_size: int | None, config: Any, flags: di
         config: of the layers.
         flags: the other arguments; transformers sets `use_vmap` and clears the permissions to skip the mask where a
             model has composed its own.
+        queries: how many there are. One that reads a static cache never has a permission to skip its mask.
 
     Raises:
         UnsupportedModelError: chunks and an overlay at once, or a window that may be either of two.
+        ValueError: the function isn't the window that its size and flags tell of.
     """
     bidirectional = "allow_is_bidirectional_skip" in flags
     plain = flags.get("allow_is_bidirectional_skip" if bidirectional else "allow_is_causal_skip", False)
+    composed = flags.get("use_vmap", False) or not (plain or queries == 1)
     if mask_function is causal_mask_function:
         return CAUSAL
     if mask_function is bidirectional_mask_function:
         return Kind((-1, -1))
     chunked = local_size is not None and getattr(config, "attention_chunk_size", None) == local_size
-    if chunked and (flags.get("use_vmap") or getattr(config, "sliding_window", None) == local_size):
+    if chunked and (composed or getattr(config, "sliding_window", None) == local_size):
         raise UnsupportedModelError(
             f"a mask of local size {local_size} may be chunks, a window or either under a mask of the model's own; "
             "tritonpack can't tell. Unpatch the model."
         )
     if chunked:
         return Kind((-1, 0), chunk_size=local_size)
-    if plain and local_size is not None and not flags.get("use_vmap"):
-        return Kind((local_size, local_size) if bidirectional else (local_size - 1, 0))
+    if plain and local_size is not None and not composed:
+        window = (local_size, local_size) if bidirectional else (local_size - 1, 0)
+        _require_window(mask_function, window)
+        return Kind(window)
     return Kind((-1, -1), overlay=mask_function)
+
+
+def _require_window(mask_function: MaskFunction, window: Window) -> None:
+    """Ask a mask function for the keys on both sides of a window's two ends."""
+    if torch.compiler.is_compiling():
+        return
+    left, right = window
+    zero = torch.zeros((), dtype=torch.long, device="cpu")
+    gaps = torch.tensor([-left - 1, -left, 0, right, right + 1], device="cpu")
+    query = zero + left + 1
+    require(
+        (mask_function(zero, zero, query, query + gaps) == ((gaps >= -left) & (gaps <= right))).all(),
+        lambda: (
+            f"this model's mask function isn't the window {window} (keys to the left, to the right) that its "
+            "arguments tell of, so tritonpack can't tell what its layers see. Unpatch the model."
+        ),
+    )
 
 
 def overlay_intervals(
