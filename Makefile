@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml
 test: install
 	$(PYTEST) tests -m "not gpu and not interpreter and not slow"
 	TRITON_INTERPRET=1 $(PYTEST) tests -m interpreter
-	$(BIN)/python -m pytest -q --doctest-modules tritonpack/mask.py tritonpack/packing tritonpack/parallel
+	$(BIN)/python -m pytest -q --doctest-modules tritonpack/masks/block_diagonal.py tritonpack/packing tritonpack/parallel
 
 test-slow: install
 	$(PYTEST) tests -m "slow and not gpu"

@@ -17,18 +17,15 @@ SOURCES = MODULES + [
 ]
 
 # Each room of the package, and the rooms that it may import from besides itself.
-GROUND = {"checks", "errors", "mask", "notices", "options"}
+GROUND = {"checks", "errors", "masks", "notices", "options"}
 BACKENDS = {"blocked", "fused", "hopper", "reference"}
 ALLOWED = {
     "errors": set(),
     "notices": {"errors"},
     "checks": {"errors"},
     "kernels": {"checks", "errors"},
-    "intervals": {"checks", "errors", "kernels"},
-    "dense_mask": {"checks", "errors", "kernels"},
-    "block_mask": {"checks", "errors"},
-    "mask": {"checks", "errors", "intervals", "dense_mask", "block_mask"},
-    "options": {"checks", "errors", "mask"},
+    "masks": {"checks", "errors", "kernels"},
+    "options": {"checks", "errors", "masks"},
     "dropout": set(),
     "schedule": GROUND,
     "blocked": GROUND | {"dropout"},
@@ -68,7 +65,7 @@ GUESTS = {
 
 
 def imports_of(source: str, module: str) -> set[str]:
-    """The dotted names that a module imports, wherever in it, also by a string such as "tritonpack.mask"."""
+    """The dotted names that a module imports, wherever in it, also by a string such as "tritonpack.masks.flex"."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -118,10 +115,10 @@ class TestImports:
     @pytest.mark.parametrize(
         ("module", "source"),
         [
-            ("tritonpack.mask", "from tritonpack.attention import varlen_attention"),
-            ("tritonpack.mask", "from .attention import varlen_attention"),
-            ("tritonpack.mask", "from tritonpack import varlen_attention"),
-            ("tritonpack.mask", "def later():\n    import tritonpack.blocked"),
+            ("tritonpack.masks.block_diagonal", "from tritonpack.attention import varlen_attention"),
+            ("tritonpack.masks.block_diagonal", "from ..attention import varlen_attention"),
+            ("tritonpack.masks.block_diagonal", "from tritonpack import varlen_attention"),
+            ("tritonpack.masks.block_diagonal", "def later():\n    import tritonpack.blocked"),
             ("tritonpack.kernels.forward", "import_module('tritonpack.patches')"),
             ("tritonpack.kernels.forward", "from ..attention import resolve_backend"),
             ("tritonpack.kernels.forward", "from transformers import LlamaModel"),

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from tritonpack.errors import PackingWarning as PackingWarning
     from tritonpack.errors import UnsupportedModelError as UnsupportedModelError
     from tritonpack.kernels.tiles import load_tiles as load_tiles
-    from tritonpack.mask import BlockDiagonalMask as BlockDiagonalMask
+    from tritonpack.masks.block_diagonal import BlockDiagonalMask as BlockDiagonalMask
     from tritonpack.packing import BinDataset as BinDataset
     from tritonpack.packing import CostModel as CostModel
     from tritonpack.packing import MultipackBatchSampler as MultipackBatchSampler
@@ -37,7 +37,7 @@ _HOMES = {
     "AllGatherWithGrad": "parallel",
     "BackendUnavailableError": "errors",
     "BinDataset": "packing",
-    "BlockDiagonalMask": "mask",
+    "BlockDiagonalMask": "masks.block_diagonal",
     "CostModel": "packing",
     "IsolationError": "errors",
     "MultipackBatchSampler": "packing",

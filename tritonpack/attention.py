@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tritonpack.checks import check_choice, check_flag
 from tritonpack.errors import BackendUnavailableError
-from tritonpack.mask import BlockDiagonalMask
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.ops import MODULES, attend
 from tritonpack.options import make_options
 

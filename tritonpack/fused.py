@@ -15,7 +15,7 @@ from tritonpack.kernels.backward import dkdv_kernel, dq_kernel
 from tritonpack.kernels.forward import forward_kernel
 from tritonpack.kernels.primitives import LOG2E
 from tritonpack.kernels.tiles import Kernel, Tile, current_arch, heads_per_tile, key_gradient_kernels, select_tile
-from tritonpack.mask import BlockDiagonalMask
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
 from tritonpack.schedule import Tiles, tile_table
 

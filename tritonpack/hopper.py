@@ -15,7 +15,7 @@ from tritonpack.errors import BackendUnavailableError
 from tritonpack.fused import backward, descriptor
 from tritonpack.kernels.hopper import HOPPER_TILES, ROWS, hopper_forward_kernel
 from tritonpack.kernels.primitives import LOG2E
-from tritonpack.mask import BlockDiagonalMask
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
 from tritonpack.schedule import Tiles, tile_table
 

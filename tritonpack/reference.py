@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tritonpack.dropout import keep_mask
-from tritonpack.mask import BlockDiagonalMask
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
 
 

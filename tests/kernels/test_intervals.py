@@ -8,10 +8,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.test_mask import WINDOWS, random_lengths, random_multimodal_document
+from tests.masks.test_block_diagonal import WINDOWS, random_lengths, random_multimodal_document
 from tritonpack import BlockDiagonalMask, kernels
 from tritonpack.kernels import intervals
-from tritonpack.mask import mask_from_runs
+from tritonpack.masks.block_diagonal import mask_from_runs
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tritonpack.checks import Window, as_integers, require
-from tritonpack.mask import BlockDiagonalMask
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
 
 # The windows and totals that one tensor of offsets may serve at a time.
 MASKS_PER_OFFSETS = 8

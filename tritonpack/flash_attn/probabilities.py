@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonpack.attention import MAX_HEAD_DIM, varlen_attention
-from tritonpack.mask import BlockDiagonalMask
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
 
 
 @torch.no_grad()

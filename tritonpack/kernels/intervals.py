@@ -1,4 +1,4 @@
-"""The kernels that build intervals: one launch from offsets, one from ids. They equal tritonpack/intervals.py.
+"""The kernels that build intervals: one launch from offsets, one from ids. They equal tritonpack/masks/intervals.py.
 
 Legend: `begin` and `end` bound the keys of a row's document, `diagonal` is the key at the row's own place; `left`,
 `right` and `chunk` say how far a row sees (docs/math.md, section 1). Lengths are never compiled in.

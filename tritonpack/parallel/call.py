@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from tritonpack import ops
-from tritonpack.mask import BlockDiagonalMask
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
 from tritonpack.parallel.layouts import Layout
 from tritonpack.parallel.wire import Ranks

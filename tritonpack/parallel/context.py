@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from torch import Tensor, nn
 
-from tritonpack.mask import BlockDiagonalMask
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.parallel.agreement import require_same_batch, require_same_settings
 from tritonpack.parallel.exchange import Exchange
 from tritonpack.parallel.forward import ShardedForward

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tritonpack.attention import Backend, autocast, check_inputs, resolve_backend
 from tritonpack.checks import is_int
-from tritonpack.mask import BlockDiagonalMask
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import make_options
 from tritonpack.parallel.all_gather import AllGather
 from tritonpack.parallel.call import Call, of_heads, rows_mask

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tritonpack.checks import describe, is_int, require
-from tritonpack.mask import BlockDiagonalMask
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
 
 LayoutName = Literal["contiguous", "zigzag", "stripe", "balanced"]
 

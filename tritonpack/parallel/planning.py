@@ -14,7 +14,7 @@ from typing import Any, TypeVar, get_args
 import torch
 
 from tritonpack.checks import describe, is_int
-from tritonpack.mask import BlockDiagonalMask
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.parallel.exchange import Exchange, key_heads_per_step, refusal
 from tritonpack.parallel.layouts import Layout, LayoutName, check_self_attention, divide
 from tritonpack.parallel.prediction import Kind, Model, Prediction, Shards

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from torch import Tensor
 
-from tritonpack.mask import BlockDiagonalMask
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.parallel import timing, traffic
 from tritonpack.parallel.exchange import Exchange
 from tritonpack.parallel.layouts import LayoutName

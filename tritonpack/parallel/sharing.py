@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from tritonpack.mask import BlockDiagonalMask
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.parallel.collectives import AllGatherWithGrad
 from tritonpack.parallel.exchange import Exchange, attend
 from tritonpack.parallel.layouts import Layout

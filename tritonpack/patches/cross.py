@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.mask import BlockDiagonalMask
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.patches.kinds import Kind
 from tritonpack.patches.packing import IntervalMask, Packing, Serving
 from tritonpack.patches.reading import make_packing

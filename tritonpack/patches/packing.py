@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tritonpack.attention import Backend, varlen_attention
 from tritonpack.checks import require
-from tritonpack.mask import BlockDiagonalMask, changes, document_starts, mask_from_runs
+from tritonpack.masks.block_diagonal import BlockDiagonalMask, changes, document_starts, mask_from_runs
 from tritonpack.patches.kinds import CAUSAL, Kind, overlay_intervals
 from tritonpack.patches.tensor_like import TensorLike
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tritonpack.checks import require
-from tritonpack.mask import changes
+from tritonpack.masks.block_diagonal import changes
 from tritonpack.patches.kinds import Kind
 from tritonpack.patches.packing import IntervalMask, Packing, Serving, shown
 from tritonpack.patches.tensor_like import TensorLike

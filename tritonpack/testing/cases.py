@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tritonpack.checks import Window
-from tritonpack.mask import BlockDiagonalMask
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tritonpack.attention import varlen_attention
 from tritonpack.dropout import keep_mask
-from tritonpack.mask import BlockDiagonalMask
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.testing.cases import Inputs
 
 ROW_OUTPUTS = ("out", "lse", "dq", "dk", "dv")  # those with a value for every token

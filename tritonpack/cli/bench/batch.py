@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tritonpack.mask import BlockDiagonalMask
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
 
 NO_WINDOW = (-1, -1)
 

@@ -13,7 +13,7 @@ import torch
 
 from tritonpack.cli.bench.batch import Batch
 from tritonpack.cli.bench.peers import Prepared
-from tritonpack.mask import BlockDiagonalMask
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.testing import Inputs, check_outputs
 
 _CHECKED_ROWS = 512  # of a document: its last ones, which see all of it

@@ -16,7 +16,7 @@ from matplotlib.ticker import MaxNLocator
 from tritonpack.cli.demo.model import WAYS, Way
 from tritonpack.cli.demo.report import count
 from tritonpack.cli.demo.training import Run
-from tritonpack.mask import BlockDiagonalMask
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.packing import pack
 
 # Okabe and Ito's palette, which people with any common colour vision can tell apart.

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from tests.test_mask import SEEDS, random_intervals, random_lengths
+from tests.masks.test_block_diagonal import SEEDS, random_intervals, random_lengths
 from tritonpack import BlockDiagonalMask, varlen_attention
 
 BLOCKS: list[int | tuple[int, int]] = [1, 4, (8, 4), (4, 16), 128]

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tritonpack.checks import require
-from tritonpack.mask import BlockDiagonalMask
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
 
 INT32 = torch.zeros(3, dtype=torch.int32)
 META_OFFSETS = torch.empty(3, dtype=torch.int32, device="meta")

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from tests.test_mask import SEEDS, random_intervals
+from tests.masks.test_block_diagonal import SEEDS, random_intervals
 from tritonpack import BlockDiagonalMask
 
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]

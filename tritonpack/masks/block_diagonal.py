@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from tritonpack import block_mask, dense_mask, intervals
 from tritonpack.checks import (
     Lengths,
     Reach,
@@ -35,7 +34,10 @@ from tritonpack.checks import (
     on_host,
     require,
 )
-from tritonpack.intervals import WHOLE_DOCUMENT, Intervals, changes, document_starts
+from tritonpack.masks import dense as dense_mask
+from tritonpack.masks import flex as block_mask
+from tritonpack.masks import intervals
+from tritonpack.masks.intervals import WHOLE_DOCUMENT, Intervals, changes, document_starts
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tritonpack.checks import Window
-from tritonpack.mask import BlockDiagonalMask, document_starts
+from tritonpack.masks.block_diagonal import BlockDiagonalMask, document_starts
 
 SEEDS = range(40)
 WINDOWS: tuple[Window, ...] = ((-1, -1), (0, 0), (3, 0), (0, 2), (2, 1), (-1, 1), (4, -1), (100, 100))
