@@ -42,9 +42,9 @@ from benchmarks.sass import QUADRANTS, Code, Work, count, loops, parse
 from benchmarks.schedule import SLOTS, blocks_of, makespan
 from benchmarks.tune import candidates
 from tritonpack import BlockDiagonalMask
+from tritonpack.backends.schedule import tile_table
 from tritonpack.kernels.aot import Configuration, Resources, disassemble
-from tritonpack.kernels.tiles import key_gradient_kernels
-from tritonpack.schedule import tile_table
+from tritonpack.kernels.tile_table import key_gradient_kernels
 
 
 class Range(NamedTuple):

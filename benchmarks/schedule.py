@@ -18,7 +18,7 @@ from torch import Tensor
 
 from benchmarks.lengths import distributions
 from tritonpack import BlockDiagonalMask
-from tritonpack.schedule import tile_table
+from tritonpack.backends.schedule import tile_table
 
 MASKED, TILE = 1.45, 2.0
 SLOTS, HEADS = 132, 32

@@ -20,9 +20,10 @@ import triton
 from tqdm import tqdm
 
 from benchmarks.lengths import distributions
-from tritonpack import BlockDiagonalMask, fused
-from tritonpack.kernels import tiles
-from tritonpack.kernels.tiles import Kernel, Tile
+from tritonpack import BlockDiagonalMask
+from tritonpack.backends import triton as triton_backend
+from tritonpack.kernels import tile_table as tiles
+from tritonpack.kernels.tile_table import Kernel, Tile
 from tritonpack.options import make_options
 from tritonpack.testing import Case, check_backend, make_inputs
 
@@ -79,14 +80,14 @@ class DeviceTimer:
         k, v = (torch.randn(total, 4, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         mask = BlockDiagonalMask.from_seqlens(self.lengths, device="cuda")
         options = make_options(q, mask)
-        plan = fused.plan_tiles(q, k, v, mask, options, backward=True)
-        out, lse = fused.forward(q, k, v, mask, options, plan)
+        plan = triton_backend.plan_tiles(q, k, v, mask, options, backward=True)
+        out, lse = triton_backend.forward(q, k, v, mask, options, plan)
 
         def run() -> None:
             if kernel == "forward":
-                fused.forward(q, k, v, mask, options, plan)
+                triton_backend.forward(q, k, v, mask, options, plan)
             else:
-                fused.backward(dout, None, q, k, v, out, lse, mask, options, plan)
+                triton_backend.backward(dout, None, q, k, v, out, lse, mask, options, plan)
 
         with torch.no_grad():
             return float(triton.testing.do_bench(run, warmup=5, rep=30, return_mode="median"))

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from tests import invariance
-from tritonpack import BackendUnavailableError, BlockDiagonalMask, blocked, reference, varlen_attention
+from tritonpack import BackendUnavailableError, BlockDiagonalMask, varlen_attention
 from tritonpack.attention import resolve_backend
+from tritonpack.backends import blocked, reference
 from tritonpack.ops import MODULES
 from tritonpack.testing import CASES, Case, Inputs, check_backend, make_inputs
 from tritonpack.testing.tolerance import ROW_OUTPUTS, run, run_plain

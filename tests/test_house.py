@@ -18,7 +18,6 @@ SOURCES = MODULES + [
 
 # Each room of the package, and the rooms that it may import from besides itself.
 GROUND = {"checks", "errors", "masks", "notices", "options"}
-BACKENDS = {"blocked", "fused", "hopper", "reference"}
 ALLOWED = {
     "errors": set(),
     "notices": {"errors"},
@@ -26,20 +25,15 @@ ALLOWED = {
     "kernels": {"checks", "errors"},
     "masks": {"checks", "errors", "kernels"},
     "options": {"checks", "errors", "masks"},
-    "dropout": set(),
-    "schedule": GROUND,
-    "blocked": GROUND | {"dropout"},
-    "fused": GROUND | {"dropout", "kernels", "schedule"},
-    "hopper": GROUND | {"fused", "kernels", "schedule"},
-    "reference": GROUND | {"dropout"},
-    "ops": GROUND | BACKENDS | {"schedule"},
+    "backends": GROUND | {"kernels"},
+    "ops": GROUND | {"backends"},
     "attention": GROUND | {"ops"},
     "flash_attn": GROUND | {"attention"},
     "packing": GROUND,
     "parallel": GROUND | {"attention", "ops", "patches"},
     "patches": GROUND | {"attention"},
-    "testing": GROUND | {"attention", "dropout", "patches"},
-    "cli": GROUND | BACKENDS | {"attention", "flash_attn", "kernels", "packing", "parallel", "patches", "testing"},
+    "testing": GROUND | {"attention", "backends", "patches"},
+    "cli": GROUND | {"attention", "backends", "flash_attn", "kernels", "packing", "parallel", "patches", "testing"},
     "hub": {"flash_attn", "patches"},
     "integrations": GROUND | {"patches"},
     "registration": {"hub", "patches"},
@@ -59,7 +53,7 @@ GUESTS = {
     "torch.distributed": {"cli", "packing", "parallel"},
     "tqdm": {"cli"},
     "transformers": {"cli", "hub", "parallel", "patches", "testing"},
-    "triton": {"attention", "fused", "hopper", "kernels"},
+    "triton": {"attention", "backends", "kernels"},
     "typer": {"cli"},
 }
 
@@ -118,7 +112,7 @@ class TestImports:
             ("tritonpack.masks.block_diagonal", "from tritonpack.attention import varlen_attention"),
             ("tritonpack.masks.block_diagonal", "from ..attention import varlen_attention"),
             ("tritonpack.masks.block_diagonal", "from tritonpack import varlen_attention"),
-            ("tritonpack.masks.block_diagonal", "def later():\n    import tritonpack.blocked"),
+            ("tritonpack.masks.block_diagonal", "def later():\n    import tritonpack.backends.blocked"),
             ("tritonpack.kernels.forward", "import_module('tritonpack.patches')"),
             ("tritonpack.kernels.forward", "from ..attention import resolve_backend"),
             ("tritonpack.kernels.forward", "from transformers import LlamaModel"),

@@ -14,15 +14,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tritonpack.backends.schedule import Tiles
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
-from tritonpack.schedule import Tiles
 
 MODULES = {
-    "triton": "tritonpack.fused",
-    "gluon": "tritonpack.hopper",
-    "blocked": "tritonpack.blocked",
-    "reference": "tritonpack.reference",
+    "triton": "tritonpack.backends.triton",
+    "gluon": "tritonpack.backends.gluon",
+    "blocked": "tritonpack.backends.blocked",
+    "reference": "tritonpack.backends.reference",
 }
 _TILED = ("triton", "gluon")  # those that plan tiles for a mask
 
@@ -33,7 +33,7 @@ class Arguments(NamedTuple):
     Attributes:
         key_start, key_stop, diagonal: the mask's.
         query_start, query_stop: the bounds of the mask's transpose.
-        forward_tiles, key_tiles, query_tiles: what the backends in Triton planned for the mask (`fused.plan_tiles`).
+        forward_tiles, key_tiles, query_tiles: what the backends in Triton planned for the mask (`backends.triton.plan_tiles`).
         scale, softcap, sinks, alibi_slopes, dropout_p, dropout_seed, pack_invariant: as in `AttentionOptions`.
         backend: a name of `MODULES`.
     """

@@ -11,7 +11,7 @@ from benchmarks.instruction_model import Model, Range, batches, examine, residen
 from benchmarks.sass import Work, count, loops, parse
 from tritonpack import BlockDiagonalMask
 from tritonpack.kernels.aot import Configuration, Resources, disassemble
-from tritonpack.kernels.tiles import Tile
+from tritonpack.kernels.tile_table import Tile
 
 # Two loops that multiply, one inside of another that does, and after the end one that waits for a load of the first.
 LISTING = """

@@ -64,7 +64,7 @@ def test_what_is_wrong_is_exit_code_1(capsys, monkeypatch):
 
 
 def test_a_wrong_backend_is_found(monkeypatch):
-    from tritonpack import blocked
+    from tritonpack.backends import blocked
 
     forward = blocked.forward
     monkeypatch.setattr(blocked, "forward", lambda *a, **k: tuple(x * 1.01 for x in forward(*a, **k)))

@@ -12,7 +12,8 @@ from torch import Tensor
 pytest.importorskip("triton")
 
 from tests.kernels.gluon_emulator import Emulated, HazardError
-from tritonpack import BlockDiagonalMask, hopper
+from tritonpack import BlockDiagonalMask
+from tritonpack.backends import gluon
 from tritonpack.errors import BackendUnavailableError
 from tritonpack.kernels import hopper as kernels
 from tritonpack.kernels.hopper import HOPPER_TILES, HopperTile, hopper_forward_kernel
@@ -41,10 +42,10 @@ def forward(inputs: Inputs, kernel: Any = hopper_forward_kernel, seed: int = 0, 
     """out and lse, by the kernel, launched as the backend launches it; with keywords of `make_options`."""
     q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.mask
     options = make_options(q, mask, **PLAIN | keywords)
-    tiles = hopper.plan_tiles(q, k, v, mask, options, backward=False)
+    tiles = gluon.plan_tiles(q, k, v, mask, options, backward=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hopper, "hopper_forward_kernel", Emulated(kernel, seed))
-        out, lse = hopper.forward(q, k, v, mask, options, tiles)
+        patch.setattr(gluon, "hopper_forward_kernel", Emulated(kernel, seed))
+        out, lse = gluon.forward(q, k, v, mask, options, tiles)
     return {"out": out, "lse": lse}
 
 

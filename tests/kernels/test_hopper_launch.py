@@ -10,7 +10,8 @@ pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from tritonpack import BlockDiagonalMask, hopper
+from tritonpack import BlockDiagonalMask
+from tritonpack.backends import gluon
 from tritonpack.kernels.hopper import hopper_forward_kernel
 from tritonpack.options import make_options
 
@@ -39,7 +40,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda **arguments: kernels.append(hopper_forward_kernel.warmup(grid=(*grid, 1), **arguments))
 
-    monkeypatch.setattr(hopper, "hopper_forward_kernel", Compile())
+    monkeypatch.setattr(gluon, "hopper_forward_kernel", Compile())
     monkeypatch.setattr(driver, "_active", _Hopper())  # its setter has no way back where there is no GPU
     return kernels
 
@@ -52,7 +53,7 @@ def test_one_kernel_for_all_lengths(compiled: list[Any]) -> None:
             q, mask, scale=None, softcap=0.0, sinks=None, alibi_slopes=None, dropout_p=0.0, dropout_seed=None,
             pack_invariant=False,
         )  # fmt: skip
-        hopper.forward(q, k, v, mask, options, hopper.plan_tiles(q, k, v, mask, options, backward=False))
+        gluon.forward(q, k, v, mask, options, gluon.plan_tiles(q, k, v, mask, options, backward=False))
     assert len(compiled) == 4
     assert len({id(kernel) for kernel in compiled}) == 1
     assert compiled[0].metadata.num_warps == 12  # of which 9 were asked for

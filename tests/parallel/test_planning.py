@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tritonpack import BlockDiagonalMask
+from tritonpack.backends.schedule import tile_table
 from tritonpack.parallel import Layout, make_layout, plan, timing, traffic
 from tritonpack.parallel.call import rows_mask
 from tritonpack.parallel.shape import AttentionShape
 from tritonpack.parallel.tiles import cut
-from tritonpack.schedule import tile_table
 
 LLAMA = SimpleNamespace(num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8, head_dim=128)
 SMALL = SimpleNamespace(num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, head_dim=64)

@@ -22,7 +22,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from tritonpack.kernels.backward import dkdv_kernel, dq_kernel
 from tritonpack.kernels.forward import forward_kernel
 from tritonpack.kernels.hopper import HOPPER_TILES, ROWS, hopper_forward_kernel
-from tritonpack.kernels.tiles import (
+from tritonpack.kernels.tile_table import (
     EXTENDED,
     EXTENDED_TILES,
     TILES,

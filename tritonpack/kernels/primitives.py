@@ -15,7 +15,7 @@ EARLY, FULL, LATE, CLEANED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), 
 
 @triton.jit
 def load_tile(tiles_ptr, head_blocks):
-    """This program's block of heads and its tile: the number, and the table's three numbers (tritonpack/schedule.py).
+    """This program's block of heads and its tile: the number, and the table's three numbers (backends/schedule.py).
 
     Both are in the grid's first axis, because the others end at 65,535. Blocks of heads turn fastest, so that the
     heaviest tiles of all heads start first.
@@ -158,7 +158,7 @@ def tanh(x):
 
 @triton.jit
 def kept(seed, head, queries, keys, drop_below):
-    """Which pairs dropout keeps, as tritonpack/dropout.py has it; queries and keys broadcast against each other."""
+    """Which pairs dropout keeps, as backends/dropout.py has it; queries and keys broadcast against each other."""
     zero = (queries + keys) * 0
     bits, _, _, _ = tl.philox(seed, zero + keys, zero + queries, zero + head, zero)
     return (bits >> 1).to(tl.int32) >= drop_below

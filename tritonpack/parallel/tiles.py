@@ -56,7 +56,7 @@ class Tiles:
 
 
 def cut(start: Integers, stop: Integers, lengths: Sequence[int]) -> Tiles:
-    """The tiles that the kernels would cut (tritonpack/schedule.py), for every rank's rows at once.
+    """The tiles that the kernels would cut (tritonpack/backends/schedule.py), for every rank's rows at once.
 
     Args:
         start: (rows,) the first key of each row, the ranks' rows laid end to end, as `Layout` has them.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tritonpack.attention import varlen_attention
-from tritonpack.dropout import keep_mask
+from tritonpack.backends.dropout import keep_mask
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.testing.cases import Inputs
 

@@ -10,14 +10,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tritonpack.dropout import drop_below
+from tritonpack.backends.dropout import drop_below
+from tritonpack.backends.schedule import Tiles, tile_table
 from tritonpack.kernels.backward import dkdv_kernel, dq_kernel
 from tritonpack.kernels.forward import forward_kernel
 from tritonpack.kernels.primitives import LOG2E
-from tritonpack.kernels.tiles import Kernel, Tile, current_arch, heads_per_tile, key_gradient_kernels, select_tile
+from tritonpack.kernels.tile_table import Kernel, Tile, current_arch, heads_per_tile, key_gradient_kernels, select_tile
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
-from tritonpack.schedule import Tiles, tile_table
 
 # The row statistics of every head begin at a multiple of so many rows: descriptors read 16 bytes at a time, and Triton
 # compiles anew for a stride that 16 divides and one that it does not.

@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks import tune
-from tritonpack.kernels import tiles
-from tritonpack.kernels.tiles import EXTENDED_TILES, TILES, Tile, load_tiles, save_tiles, select_tile, why_illegal
+from tritonpack.kernels import tile_table as tiles
+from tritonpack.kernels.tile_table import EXTENDED_TILES, TILES, Tile, load_tiles, save_tiles, select_tile, why_illegal
 
 ROWS = [
     (table, arch, kernel, row)

@@ -7,10 +7,11 @@ import torch
 
 from benchmarks.schedule import blocks_of
 from tests import invariance
-from tritonpack import BlockDiagonalMask, fused, varlen_attention
-from tritonpack.kernels.tiles import Tile
+from tritonpack import BlockDiagonalMask, varlen_attention
+from tritonpack.backends import triton as triton_backend
+from tritonpack.backends.schedule import tile_table
+from tritonpack.kernels.tile_table import Tile
 from tritonpack.options import make_options
-from tritonpack.schedule import tile_table
 from tritonpack.testing import CASES, Case, check_backend, make_inputs
 from tritonpack.testing.tolerance import OUTPUTS, ROW_OUTPUTS, check_outputs, run
 
@@ -55,7 +56,7 @@ def test_bfloat16_by_way_of_float32(case: Case) -> None:
 )
 @pytest.mark.usefixtures("poisoned_memory")
 def test_tiles_may_hold_rows_of_several_heads(case: Case, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tritonpack.kernels.tiles.INTERPRETER_TILE", Tile(64, 32, 4, 1, heads=together))
+    monkeypatch.setattr("tritonpack.kernels.tile_table.INTERPRETER_TILE", Tile(64, 32, 4, 1, heads=together))
     check_backend(make_inputs(case, torch.float32, slack_value=float("nan")), "triton")
 
 
@@ -163,10 +164,10 @@ def test_addresses_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "new_empty", new_empty)
     q, k, v, dout = (far(x.shape).copy_(x) for x in (inputs.q, inputs.k, inputs.v, inputs.dout))
     options = make_options(q, inputs.mask, sinks=inputs.sinks)
-    tiles = fused.plan_tiles(q, k, v, inputs.mask, options, backward=True)
+    tiles = triton_backend.plan_tiles(q, k, v, inputs.mask, options, backward=True)
     with torch.no_grad():
-        out, lse = fused.forward(q, k, v, inputs.mask, options, tiles)
-        grads = fused.backward(dout, inputs.dlse, q, k, v, out, lse, inputs.mask, options, tiles)
+        out, lse = triton_backend.forward(q, k, v, inputs.mask, options, tiles)
+        grads = triton_backend.backward(dout, inputs.dlse, q, k, v, out, lse, inputs.mask, options, tiles)
     assert out.stride(0) == grads[0].stride(0) == apart
     for name, got in zip(OUTPUTS, (out, lse, *grads), strict=True):
         assert torch.equal(expected[name], got), name

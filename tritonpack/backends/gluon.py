@@ -10,14 +10,14 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tritonpack import fused
+from tritonpack.backends import triton as triton_backend
+from tritonpack.backends.schedule import Tiles, tile_table
+from tritonpack.backends.triton import backward, descriptor
 from tritonpack.errors import BackendUnavailableError
-from tritonpack.fused import backward, descriptor
 from tritonpack.kernels.hopper import HOPPER_TILES, ROWS, hopper_forward_kernel
 from tritonpack.kernels.primitives import LOG2E
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
-from tritonpack.schedule import Tiles, tile_table
 
 __all__ = ["backward", "forward", "plan_tiles"]
 
@@ -35,7 +35,7 @@ def plan_tiles(
     rows = tile_table(mask, 2 * ROWS.value, block=block, whole_documents=options.pack_invariant)
     if not backward:
         return Tiles(rows, None, None)
-    return fused.plan_tiles(q, k, v, mask, options, backward=True)._replace(forward=rows)
+    return triton_backend.plan_tiles(q, k, v, mask, options, backward=True)._replace(forward=rows)
 
 
 def forward(

@@ -1,0 +1,1 @@
+"""The backends of attention, one file each, and what they share."""
