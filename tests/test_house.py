@@ -118,7 +118,7 @@ class TestImports:
             ("tritonpack.kernels.forward", "from transformers import LlamaModel"),
             ("tritonpack.kernels.forward", "from torch import distributed"),
             ("tritonpack.packing.bins", "import triton.language as tl"),
-            ("tritonpack.packing.bins", "from tritonpack import reference"),
+            ("tritonpack.packing.bins", "from tritonpack.backends import reference"),
             ("tritonpack.patches.patching", "from tritonpack import SequenceParallel"),
             ("tritonpack.ops", "from tritonpack.parallel import AllGatherWithGrad"),
             ("tritonpack.patches.patching", "from tritonpack.testing import check_isolation"),

@@ -33,7 +33,7 @@ class Arguments(NamedTuple):
     Attributes:
         key_start, key_stop, diagonal: the mask's.
         query_start, query_stop: the bounds of the mask's transpose.
-        forward_tiles, key_tiles, query_tiles: what the backends in Triton planned for the mask (`backends.triton.plan_tiles`).
+        forward_tiles, key_tiles, query_tiles: planned for the mask by `backends.triton.plan_tiles`.
         scale, softcap, sinks, alibi_slopes, dropout_p, dropout_seed, pack_invariant: as in `AttentionOptions`.
         backend: a name of `MODULES`.
     """
