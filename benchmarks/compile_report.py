@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 import triton
 
-from tritonpack.kernels.aot import (
+from tests.kernels.aot import (
     TARGETS,
     Configuration,
     HopperConfiguration,

@@ -3,8 +3,8 @@
     python -m benchmarks.instruction_model [--kernels forward] [--head-dims 64 128 256] [--candidates] [--csv FILE]
 
 Everything printed is inferred, never measured. The binary says what an iteration of each loop asks of the units of a
-multiprocessor (benchmarks/sass.py), registers and shared memory how many programs it holds, the tile table of a batch
-how many blocks each tile visits. Two bounds follow for a block:
+multiprocessor (read by tests/kernels/sass.py), registers and shared memory how many programs it holds, the tile table
+of a batch how many blocks each tile visits. Two bounds follow for a block:
 
 - fast: all units work at the same time, so the busiest one decides;
 - slow: a program alternates between products and everything else, and pays a latency for each thing that it waits
@@ -37,13 +37,13 @@ from typing import Any, NamedTuple
 import torch
 import triton
 
-from benchmarks.lengths import distributions, visible_pairs
-from benchmarks.sass import QUADRANTS, Code, Work, count, loops, parse
 from benchmarks.schedule import SLOTS, blocks_of, makespan
 from benchmarks.tune import candidates
+from tests.kernels.aot import Configuration, Resources, disassemble
+from tests.kernels.sass import QUADRANTS, Code, Work, count, loops, parse
+from tests.lengths import distributions, visible_pairs
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends.schedule import tile_table
-from tritonpack.kernels.aot import Configuration, Resources, disassemble
 from tritonpack.kernels.tile_table import key_gradient_kernels
 
 
@@ -197,7 +197,7 @@ def tflops(model: Model, lengths: Sequence[int], heads: int = 32, kv_heads: int 
 
 
 def batches(tokens: int = 32768) -> dict[str, list[int]]:
-    """Name -> lengths: those of benchmarks/lengths.py, and a document of 16,384."""
+    """Name -> lengths: those of tests/lengths.py, and a document of 16,384."""
     return {
         name: lengths for name, lengths in ({"one 16k": [16384]} | distributions(tokens)).items() if name in BATCHES
     }

@@ -31,7 +31,7 @@ import torch
 from rich.console import Console
 
 from benchmarks.gpu import ledger
-from benchmarks.lengths import flan, orca_math
+from tests.lengths import flan, orca_math
 from tritonpack.cli.demo.corpus import END_OF_DOCUMENT, Document, read_corpus
 from tritonpack.cli.demo.model import SIZES, WAYS, Settings, Shape, Way, shape_of
 from tritonpack.cli.demo.report import final_loss, loss_gap, table

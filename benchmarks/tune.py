@@ -19,7 +19,7 @@ import torch
 import triton
 from tqdm import tqdm
 
-from benchmarks.lengths import distributions
+from tests.lengths import distributions
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends import triton as triton_backend
 from tritonpack.kernels import tile_table as tiles

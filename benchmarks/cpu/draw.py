@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from benchmarks.cpu.__main__ import OURS, Row, latest
 from benchmarks.plot import COLOURS, OTHERS
 
-# What each distribution is, for people; `benchmarks.lengths.distributions` has the numbers.
+# What each distribution is, for people; `tests.lengths.distributions` has the numbers.
 CASES = {
     "flan": "FLAN-like", "orca": "OrcaMath-like", "stdlib": "like the standard\nlibrary's functions",
     "openchat": "OpenChat-like", "skewed": "2,048 beside\nmany of 256", "tiny": "20 tokens each", "one": "one document",

@@ -12,7 +12,7 @@ import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from benchmarks.lengths import distributions
+from tests.lengths import distributions
 from tritonpack.cli.bench.batch import Batch, Shape, make_batch
 from tritonpack.cli.bench.measure import backward_of, verify
 from tritonpack.cli.bench.peers import Prepared, peers_for

@@ -12,7 +12,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
-from benchmarks.lengths import distributions
+from tests.lengths import distributions
 from tritonpack import BlockDiagonalMask
 
 MANY, FEW = 131_072, 4096  # the latter for what takes memory quadratic in tokens

@@ -29,7 +29,7 @@ from benchmarks.gpu.measure import DeviceLostError, measure
 from benchmarks.gpu.peers import PEERS, Peer
 from benchmarks.gpu.shapes import Shape, make_batch, shapes, smoke_shapes
 from benchmarks.gpu.timing import ceilings
-from benchmarks.lengths import distributions
+from tests.lengths import distributions
 
 RESULTS = Path("benchmarks/results")
 PRINTED = ("op", "implementation", "p50_ms", "host_ms", "tflops", "extra_mib", "launches", "status")

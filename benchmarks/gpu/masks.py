@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from benchmarks.gpu.ledger import environment
 from benchmarks.gpu.timing import quantiles, time_alternating
-from benchmarks.lengths import distributions
+from tests.lengths import distributions
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends.schedule import tile_table
 

@@ -21,7 +21,7 @@ class Shape:
     """One row of the list.
 
     Attributes:
-        distribution: of document lengths, as `benchmarks.lengths.distributions` names them.
+        distribution: of document lengths, as `tests.lengths.distributions` names them.
         tokens: of all documents together.
         heads, kv_heads, head_dim: of q; of k and v; of all three.
         causal: whether a query sees no later key.

@@ -2,7 +2,7 @@
 
     python -m benchmarks.packing.compare [--lengths FILE.json] [--peers DIR] [--sizes 10000 100000 1000000]
 
-The first table is of the lengths (by default a look-alike of OpenChat's, see benchmarks/lengths.py) on 8 ranks of
+The first table is of the lengths (by default a look-alike of OpenChat's, see tests/lengths.py) on 8 ranks of
 32,768 tokens over 10 epochs, unless told otherwise. Its columns are those of `PlanStatistics`, means over the epochs;
 costs are a Llama-3-8B's. Warm is the median time that one rank takes to plan an epoch, cold the first call in this
 process: compiling, or loading what an earlier process has compiled. (Of axolotl's time most is the garbage collection
@@ -29,8 +29,8 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.lengths import log_normal, lookalike
 from benchmarks.packing.peers import Lengths, Packer, Sampler, load
+from tests.lengths import log_normal, lookalike
 from tritonpack.packing import pack
 from tritonpack.packing.baselines import interleaved_rows, next_fit_rows, shuffled_bins
 from tritonpack.packing.bins import Algorithm

@@ -12,7 +12,7 @@ import pytest
 from numpy.typing import NDArray
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from benchmarks.lengths import log_normal
+from tests.lengths import log_normal
 from tritonpack.packing import pack
 from tritonpack.packing.bins import Algorithm
 from tritonpack.packing.epoch import Objective, plan_epoch

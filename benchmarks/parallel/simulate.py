@@ -26,7 +26,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from benchmarks.lengths import fill, lookalike
+from tests.lengths import fill, lookalike
 from tritonpack import BlockDiagonalMask
 from tritonpack.parallel.exchange import Exchange, key_heads_per_step, refusal
 from tritonpack.parallel.layouts import LayoutName, divide

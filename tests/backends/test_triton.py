@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from benchmarks.schedule import blocks_of
 from tests import invariance
+from tests.backends.blocks import blocks_of
 from tritonpack import BlockDiagonalMask, varlen_attention
 from tritonpack.backends import triton as triton_backend
 from tritonpack.backends.schedule import tile_table

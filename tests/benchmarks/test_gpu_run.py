@@ -20,8 +20,8 @@ from benchmarks.gpu.measure import DeviceLostError, measure, time_limit
 from benchmarks.gpu.peers import OURS, Peer, ours
 from benchmarks.gpu.shapes import Shape, make_batch, shapes, smoke_shapes
 from benchmarks.gpu.timing import Times, quantiles, time_alternating
-from benchmarks.lengths import distributions
 from tests.benchmarks.batches import batch_of
+from tests.lengths import distributions
 from tritonpack.cli.bench.batch import Batch
 
 CPU = torch.device("cpu")

@@ -8,9 +8,9 @@ import torch
 pytest.importorskip("triton")
 
 from benchmarks.instruction_model import Model, Range, batches, examine, residents, save, seconds, tflops
-from benchmarks.sass import Work, count, loops, parse
+from tests.kernels.aot import Configuration, Resources, disassemble
+from tests.kernels.sass import Work, count, loops, parse
 from tritonpack import BlockDiagonalMask
-from tritonpack.kernels.aot import Configuration, Resources, disassemble
 from tritonpack.kernels.tile_table import Tile
 
 # Two loops that multiply, one inside of another that does, and after the end one that waits for a load of the first.

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.lengths import distributions
+from tests.lengths import distributions
 
 TOKENS = 2**20
 

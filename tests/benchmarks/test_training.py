@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks import training
-from benchmarks.lengths import flan, orca_math
+from tests.lengths import flan, orca_math
 from tritonpack.cli.demo.corpus import END_OF_DOCUMENT
 from tritonpack.cli.demo.training import Run
 

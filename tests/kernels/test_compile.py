@@ -6,8 +6,8 @@ from _pytest.mark import ParameterSet
 
 pytest.importorskip("triton")
 
-from benchmarks import sass
-from tritonpack.kernels.aot import (
+from tests.kernels import sass
+from tests.kernels.aot import (
     Configuration,
     HopperConfiguration,
     compile_configuration,

@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 import triton
 from triton.compiler import ASTSource
 
+from tests.kernels.aot import TARGETS
 from tritonpack.kernels import dense_mask, intervals
-from tritonpack.kernels.aot import TARGETS
 
 pytestmark = pytest.mark.compile
 

@@ -1,4 +1,4 @@
-"""Tiles: every table keeps the rule, files are loaded whole or not at all, the tuner takes the fastest."""
+"""Tiles: every table keeps the rule, files are loaded whole or not at all."""
 
 import json
 from collections.abc import Iterator
@@ -10,7 +10,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from benchmarks import tune
 from tritonpack.kernels import tile_table as tiles
 from tritonpack.kernels.tile_table import EXTENDED_TILES, TILES, Tile, load_tiles, save_tiles, select_tile, why_illegal
 
@@ -133,16 +132,3 @@ def test_a_bad_file_changes_nothing(name: str, tmp_path: Path) -> None:
 def test_a_path_must_be_one(path: Any) -> None:
     with pytest.raises(ValueError, match="path must be the name of a file, a str or a Path; got "):
         load_tiles(path)
-
-
-def test_the_tuner_takes_the_fastest() -> None:
-    wanted = Tile(64, 32, 4, 3)
-    assert wanted in set(tune.candidates("forward", 128, "sm_90"))
-    shipped = select_tile("forward", 128, torch.bfloat16, "sm_90")
-
-    def measure(kernel: Any, tile: Tile, block_d: int) -> float | None:
-        return {wanted: 1.0, shipped: 2.0}.get(tile)  # the others don't run
-
-    assert tune.tune("forward", 128, "sm_90", measure) == wanted
-    assert tune.tune("forward", 128, "sm_90", lambda *_: None) == shipped
-    assert tune.tune("dv", 256, "sm_90", lambda *_: 1.0, block_n=64).block_n == 64

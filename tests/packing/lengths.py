@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.lengths import log_normal, lookalike
+from tests.lengths import log_normal, lookalike
 
 __all__ = ["log_normal", "openchat"]
 

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from benchmarks.lengths import lookalike
+from tests.lengths import lookalike
 
 
 def test_is_like_the_lengths_that_it_stands_for():

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from benchmarks.lengths import distributions, lookalike
 from benchmarks.parallel.simulate import packs
+from tests.lengths import distributions, lookalike
 from tritonpack import BlockDiagonalMask
 from tritonpack.parallel import Layout, make_layout
 
