@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib")
 
 from tritonpack.cli import main
 from tritonpack.cli.plan import figure, report
-from tritonpack.cli.plan.ways import BASELINES, OURS, compare, our_way
+from tritonpack.cli.plan.strategies import BASELINES, OURS, compare, our_way
 from tritonpack.packing.cost import CostModel
 from tritonpack.packing.plan import Plan
 

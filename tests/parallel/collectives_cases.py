@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from tritonpack import AllGatherWithGrad
-from tritonpack.parallel.wire import as_ranks
+from tritonpack.parallel.comm import as_ranks
 
 
 def world():

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tritonpack import BlockDiagonalMask
-from tritonpack.parallel import attend, make_layout, traffic, wire
+from tritonpack.parallel import attend, make_layout, traffic
+from tritonpack.parallel import comm as wire
 from tritonpack.parallel.call import Call
 from tritonpack.parallel.shape import AttentionShape
 

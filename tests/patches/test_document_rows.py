@@ -244,7 +244,7 @@ class TestSaid:
             assert model(input_ids=ids, position_ids=positions, attention_mask=(ids != 5).long()).logits.shape[0] == 1
 
     def test_ranks_cannot_share_them(self) -> None:
-        from tritonpack.parallel.requirements import require_shardable
+        from tritonpack.parallel.validate import require_shardable
 
         model = build(PADDED)
         with pytest.raises(

@@ -10,7 +10,7 @@ import tritonpack
 from tests.patches.sweep import build
 from tests.patches.sweep.classes import cases
 from tests.patches.sweep.judging import judge_case
-from tritonpack.parallel.requirements import require_shardable
+from tritonpack.parallel.validate import require_shardable
 
 EXACT = (
     "FlaubertModel/flaubert",

@@ -21,7 +21,7 @@ from tritonpack.flash_attn.fa2 import (
     flash_attn_varlen_qkvpacked_func,
     flash_attn_with_kvcache,
 )
-from tritonpack.flash_attn.stand_in import Installation, install
+from tritonpack.flash_attn.shim import Installation, install
 from tritonpack.flash_attn.torch_varlen import torch_varlen_attn
 
 __all__ = [

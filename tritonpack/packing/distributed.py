@@ -17,7 +17,7 @@ from tritonpack.packing.cost import CostModel
 from tritonpack.packing.epoch import MOST_TOKENS, Objective, Tail, check_options, plan_epoch
 from tritonpack.packing.lengths import OverlongReport, fit_lengths, natural_number, positive_integer, refuse_cutting
 from tritonpack.packing.plan import Plan
-from tritonpack.packing.resume import Progress, check_batches_done, digest, make_state, read_state
+from tritonpack.packing.state import Progress, check_batches_done, digest, make_state, read_state
 
 
 class MultipackDistributedBatchSampler(Sampler[list[int]]):

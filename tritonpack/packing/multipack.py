@@ -15,7 +15,7 @@ from torch.utils.data import BatchSampler, Sampler
 
 from tritonpack.packing.epoch_sampler import EpochSampler
 from tritonpack.packing.lengths import MAX_INT32, fit_lengths, positive_integer, refuse_cutting
-from tritonpack.packing.resume import Progress, check_batches_done, digest, make_state, read_state
+from tritonpack.packing.state import Progress, check_batches_done, digest, make_state, read_state
 
 START_METHODS = ("fork", "spawn", "forkserver")
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tritonpack.parallel.call import Call
-from tritonpack.parallel.wire import fill_up, gather, scatter_sum, wide
+from tritonpack.parallel.comm import fill_up, gather, scatter_sum, wide
 
 
 class AllGather(torch.autograd.Function):

@@ -9,8 +9,8 @@ from torch import Tensor
 from tritonpack import ops
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
+from tritonpack.parallel.comm import Ranks
 from tritonpack.parallel.layouts import Layout
-from tritonpack.parallel.wire import Ranks
 
 Heads = slice
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tritonpack.checks import is_int
-from tritonpack.parallel.wire import Ranks, as_ranks, fill_up, gather, scatter_sum, wide
+from tritonpack.parallel.comm import Ranks, as_ranks, fill_up, gather, scatter_sum, wide
 
 if TYPE_CHECKING:
-    from tritonpack.parallel.wire import GroupLike
+    from tritonpack.parallel.comm import GroupLike
 
 Backward = Literal["sum", "slice"]
 

@@ -10,28 +10,28 @@ from typing import TYPE_CHECKING, Any, get_args
 from torch import Tensor, nn
 
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
-from tritonpack.parallel.agreement import require_same_batch, require_same_settings
+from tritonpack.parallel.comm import as_ranks
+from tritonpack.parallel.consistency import require_same_batch, require_same_settings
 from tritonpack.parallel.exchange import Exchange
-from tritonpack.parallel.forward import ShardedForward
 from tritonpack.parallel.layouts import Layout, LayoutName, make_layout
 from tritonpack.parallel.packing import ShardedPacking, fill_up, shard_packing
 from tritonpack.parallel.planning import plan
-from tritonpack.parallel.requirements import (
+from tritonpack.parallel.sharing import GradReduce, Sharing
+from tritonpack.parallel.validate import (
     compared_parameters,
     find_packing_hook,
     require_reduction,
     require_shardable,
     shared_modules,
 )
-from tritonpack.parallel.sharing import GradReduce, Sharing
-from tritonpack.parallel.wire import as_ranks
+from tritonpack.parallel.wrapper import ShardedForward
 from tritonpack.patches import patch
 from tritonpack.patches.kinds import Kind
 from tritonpack.patches.packing import Packing
 from tritonpack.patches.patching import Patch
 
 if TYPE_CHECKING:
-    from tritonpack.parallel.wire import GroupLike
+    from tritonpack.parallel.comm import GroupLike
 
 MIN_ROWS = 2  # per rank: with them every layout gives every rank some, as models can't be run on none
 

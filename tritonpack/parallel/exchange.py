@@ -12,13 +12,13 @@ from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import make_options
 from tritonpack.parallel.all_gather import AllGather
 from tritonpack.parallel.call import Call, of_heads, rows_mask
+from tritonpack.parallel.comm import Ranks, as_ranks
 from tritonpack.parallel.layouts import Layout
 from tritonpack.parallel.ring import Ring
 from tritonpack.parallel.ulysses import ulysses
-from tritonpack.parallel.wire import Ranks, as_ranks
 
 if TYPE_CHECKING:
-    from tritonpack.parallel.wire import GroupLike
+    from tritonpack.parallel.comm import GroupLike
 
 Exchange = Literal["all_gather", "ring", "ulysses"]
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tritonpack.parallel.call import Call
-from tritonpack.parallel.wire import shift, wide
+from tritonpack.parallel.comm import shift, wide
 
 _ALL = slice(None)
 

@@ -14,9 +14,9 @@ from torch.nn.functional import pad
 
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.parallel.collectives import AllGatherWithGrad
+from tritonpack.parallel.comm import Ranks
 from tritonpack.parallel.exchange import Exchange, attend
 from tritonpack.parallel.layouts import Layout
-from tritonpack.parallel.wire import Ranks
 
 GradReduce = Literal["mean", "sum"]
 

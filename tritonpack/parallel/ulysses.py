@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from tritonpack.ops import attend
 from tritonpack.parallel.call import Call, of_heads
-from tritonpack.parallel.wire import all_to_all, wide
+from tritonpack.parallel.comm import all_to_all, wide
 
 Spans = list[slice]
 

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tritonpack.cli.plan.reading import read_lengths
+from tritonpack.cli.plan.read_lengths import read_lengths
 from tritonpack.cli.plan.report import as_dict, findings, legend, table
-from tritonpack.cli.plan.ways import BASELINES, Result, compare, our_way
+from tritonpack.cli.plan.strategies import BASELINES, Result, compare, our_way
 from tritonpack.packing.cost import CostModel
 from tritonpack.packing.epoch import Objective, Tail
 from tritonpack.packing.lengths import Overlong, OverlongReport, fit_lengths

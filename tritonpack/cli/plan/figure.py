@@ -17,7 +17,7 @@ from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 from numpy.typing import NDArray
 
-from tritonpack.cli.plan.ways import Result
+from tritonpack.cli.plan.strategies import Result
 from tritonpack.packing.plan import Plan
 from tritonpack.packing.statistics import Cost
 

@@ -8,7 +8,7 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from tritonpack.cli.plan.ways import OURS, PADDED, Result
+from tritonpack.cli.plan.strategies import OURS, PADDED, Result
 from tritonpack.packing.statistics import PlanStatistics
 
 _MEANINGS = (

@@ -26,9 +26,9 @@ from typing import Any, Literal
 import torch
 
 from tritonpack.testing.cases import Case
-from tritonpack.testing.conformance import judges
+from tritonpack.testing.conformance import checks as judges
 from tritonpack.testing.conformance.call import VarlenFunction
-from tritonpack.testing.conformance.judges import FailedError, Judge, NotOfferedError, Problem
+from tritonpack.testing.conformance.checks import FailedError, Judge, NotOfferedError, Problem
 
 Outcome = Literal["pass", "fail", "not offered", "error"]
 OUTCOMES: tuple[Outcome, ...] = ("pass", "fail", "not offered", "error")

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tritonpack.parallel.wire import Ranks, gather
+from tritonpack.parallel.comm import Ranks, gather
 
 # The arguments that are compared one by one; all others count together.
 NAMED = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "labels")

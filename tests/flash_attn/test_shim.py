@@ -14,8 +14,9 @@ import torch
 
 from tests.fresh import FreshInterpreters
 from tritonpack import flash_attn
-from tritonpack.flash_attn import bert_padding, fa2, stand_in
-from tritonpack.flash_attn.stand_in import NAME, VERSION
+from tritonpack.flash_attn import bert_padding, fa2
+from tritonpack.flash_attn import shim as stand_in
+from tritonpack.flash_attn.shim import NAME, VERSION
 
 
 def state() -> tuple[dict[str, ModuleType], list[Any], list[Any]]:

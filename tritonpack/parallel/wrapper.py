@@ -20,9 +20,9 @@ from tritonpack.checks import is_int, require
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.loss import IGNORED, ShardedLoss, computing_loss, shift, shifts
 from tritonpack.parallel.packing import ShardedMask, ShardedPacking
-from tritonpack.parallel.requirements import is_patched, packing_hook
 from tritonpack.parallel.rotary import LongestPosition
 from tritonpack.parallel.sharing import Kept, Sharing, exchanges
+from tritonpack.parallel.validate import is_patched, packing_hook
 from tritonpack.patches.hooks import CACHES
 from tritonpack.patches.kinds import CAUSAL, Kind
 from tritonpack.patches.packing import Packing

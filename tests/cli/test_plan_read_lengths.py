@@ -6,7 +6,7 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
-from tritonpack.cli.plan.reading import read_lengths
+from tritonpack.cli.plan.read_lengths import read_lengths
 
 
 def written(tmp_path, name, content):

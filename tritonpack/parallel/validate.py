@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.parallel.wire import Ranks
+from tritonpack.parallel.comm import Ranks
 from tritonpack.patches.embeddings import DocumentEmbeddings
 from tritonpack.patches.families import MIXERS
 from tritonpack.patches.hand import DocumentMask, EncoderAttention
