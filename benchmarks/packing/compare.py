@@ -35,8 +35,7 @@ from tritonpack.packing import pack
 from tritonpack.packing.baselines import interleaved_rows, next_fit_rows, shuffled_bins
 from tritonpack.packing.bins import Algorithm
 from tritonpack.packing.cost import CostModel
-from tritonpack.packing.epoch import plan_epoch
-from tritonpack.packing.plan import Plan
+from tritonpack.packing.plan import Plan, plan_epoch
 from tritonpack.packing.statistics import mean_over_epochs, plan_statistics
 
 COST = CostModel(per_token=57255.0, per_square=1.9)  # a Llama-3-8B's, attention at 0.6 of the others' speed

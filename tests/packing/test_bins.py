@@ -168,7 +168,7 @@ def test_any_integer_dtype(dtype):
 
 def test_takes_arrays_that_cannot_be_written():
     """As arrow gives them; without compiling the loops a second time for their type."""
-    from tritonpack.packing.reorder import longest_first
+    from tritonpack.packing.heuristics import longest_first
 
     lengths = np.array([5, 3], dtype=np.int32)
     pack(lengths, 8)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tests.packing import naive
-from tritonpack.packing.lower_bound import lower_bound
+from tritonpack.packing.bins import lower_bound
 
 
 def by_definition(lengths, capacity):

@@ -5,10 +5,9 @@ from tritonpack.packing.collator import PackingCollator
 from tritonpack.packing.cost import CostModel
 from tritonpack.packing.dataset import BinDataset, PackedDataset, pack_dataset
 from tritonpack.packing.distributed import MultipackDistributedBatchSampler
-from tritonpack.packing.epoch import plan_epoch
 from tritonpack.packing.lengths import fit_lengths
 from tritonpack.packing.multipack import MultipackBatchSampler
-from tritonpack.packing.plan import Plan
+from tritonpack.packing.plan import Plan, plan_epoch
 from tritonpack.packing.statistics import PlanStatistics, plan_statistics
 from tritonpack.packing.stream import PackedStream, pack_stream
 

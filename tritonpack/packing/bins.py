@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import import_module
 from operator import index
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tritonpack.checks import check_choice
-from tritonpack.packing import lower_bound
 from tritonpack.packing.lengths import (
     MAX_INT32,
     Overlong,
@@ -24,14 +22,7 @@ from tritonpack.packing.lengths import (
 )
 
 Algorithm = Literal["best_fit_decreasing", "first_fit_decreasing", "first_fit", "next_fit", "windowed"]
-# Algorithm -> the module of the function with its name, which imports numba (slow): only when something is packed.
-ALGORITHMS = {
-    "best_fit_decreasing": "best_fit",
-    "first_fit_decreasing": "first_fit",
-    "first_fit": "first_fit",
-    "next_fit": "next_fit",
-    "windowed": "windowed",
-}
+ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 WINDOW = 1024  # documents that "windowed" packs at a time
 CARRY_THRESHOLD = 0.95  # the filled share of a bin below which it leaves its documents to the next window
 
@@ -116,7 +107,7 @@ class Packing:
     @cached_property
     def lower_bound(self) -> int:
         """Bins that any packing of these entries needs at least (Martello and Toth's L2, and documents / max_items)."""
-        return lower_bound.lower_bound(self.lengths, self.capacity, self.max_items)
+        return lower_bound(self.lengths, self.capacity, self.max_items)
 
     def spans(self, bin_index: int) -> list[tuple[int, int, int]]:
         """What one bin holds: (document, start, stop) of each entry, so that `tokens[document][start:stop]` goes in."""
@@ -195,20 +186,57 @@ def pack(
     Source: Johnson, Near-optimal bin packing algorithms (MIT, 1973) defines the heuristics.
     """
     capacity = positive_integer(capacity, "capacity")
-    check_choice(algorithm, tuple(ALGORITHMS), "algorithm")
+    check_choice(algorithm, ALGORITHMS, "algorithm")
     limit = MAX_INT32 if max_items is None else positive_integer(max_items, "max_items")
     fitted = fit_lengths(lengths, capacity, overlong)
 
-    from tritonpack.packing.reorder import gather
+    from tritonpack.packing import heuristics  # imports numba, which is slow: only when something is packed
 
-    assign = getattr(import_module(f"tritonpack.packing.{ALGORITHMS[algorithm]}"), algorithm)
+    assign = getattr(heuristics, algorithm)
     entries, offsets = assign(fitted.lengths, capacity, min(limit, len(fitted.lengths)))
     return Packing(
         items=entries if fitted.documents is None else fitted.documents[entries],
         starts=np.zeros(len(entries), dtype=np.int64) if fitted.starts is None else fitted.starts[entries],
-        lengths=gather(fitted.lengths, entries),
+        lengths=heuristics.gather(fitted.lengths, entries),
         offsets=offsets,
         capacity=capacity,
         max_items=max_items,
         report=fitted.report,
     )
+
+
+def lower_bound(lengths: NDArray[np.int32], capacity: int, max_items: int | None = None) -> int:
+    """Martello and Toth's bound L2, in O(documents + capacity); with `max_items`, at least documents / max_items.
+
+    Documents above half the capacity need a bin each. For a threshold of at most half the capacity, those above
+    capacity - threshold share their bin with no document from the threshold up, so documents from the threshold to half
+    the capacity go beside the other large ones or, as far as their tokens exceed the room there, into bins of their
+    own. L2 is the largest count that a threshold gives; the threshold 0 gives at least tokens / capacity.
+
+    Three documents of 4 and two of 7 tokens in bins of 10: no two of 4 and 7 go together, so two bins for the large
+    ones and two for the others, although all 26 tokens would fill fewer than three bins:
+
+    >>> lower_bound([4, 4, 4, 7, 7], capacity=10)
+    4
+
+    Args:
+        lengths: (documents,) integers, each from 1 to `capacity`.
+        capacity: tokens per bin.
+        max_items: documents per bin, or None.
+
+    Source: Martello and Toth, Lower bounds and reduction procedures for the bin packing problem, Discrete Applied
+    Mathematics 28 (1990).
+    """
+    counts = np.bincount(lengths, minlength=capacity + 1)
+    tokens_up_to = np.cumsum(counts * np.arange(capacity + 1))  # at i: the tokens of documents of at most i tokens
+    documents_up_to = np.cumsum(counts)
+    half = capacity // 2
+    large = len(lengths) - int(documents_up_to[half])
+
+    thresholds = np.arange(half + 1)
+    shared = documents_up_to[capacity - thresholds] - documents_up_to[half]  # large ones with room for the threshold
+    room = shared * capacity - (tokens_up_to[capacity - thresholds] - tokens_up_to[half])
+    below = np.concatenate([[0], tokens_up_to[:half]])  # at a threshold: tokens of documents shorter than it
+    excess = int((tokens_up_to[half] - below - room).max())
+    bins = large + max(0, -(-excess // capacity))
+    return bins if max_items is None else max(bins, -(-len(lengths) // max_items))

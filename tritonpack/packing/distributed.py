@@ -14,9 +14,8 @@ from torch.utils.data import Sampler
 
 from tritonpack.checks import check_flag
 from tritonpack.packing.cost import CostModel
-from tritonpack.packing.epoch import MOST_TOKENS, Objective, Tail, check_options, plan_epoch
 from tritonpack.packing.lengths import OverlongReport, fit_lengths, natural_number, positive_integer, refuse_cutting
-from tritonpack.packing.plan import Plan
+from tritonpack.packing.plan import MOST_TOKENS, Objective, Plan, Tail, check_options, plan_epoch
 from tritonpack.packing.state import Progress, check_batches_done, digest, make_state, read_state
 
 

@@ -242,8 +242,10 @@ class MultipackBatchSampler(BatchSampler):
         return self._packed
 
     def _pack_epoch(self, epoch: int) -> _Epoch:
-        from tritonpack.packing.first_fit import first_fit  # numba, slow to import: only when something is packed
-        from tritonpack.packing.next_fit import next_fit
+        from tritonpack.packing.heuristics import (
+            first_fit,  # numba, slow to import: only when something is packed
+            next_fit,
+        )
 
         documents = self.sampler.documents(len(self.lengths), epoch)
         documents = documents[self.lengths[documents] > 0]

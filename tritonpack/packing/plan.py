@@ -1,15 +1,27 @@
-"""Plan: which documents each rank takes in each step of an epoch."""
+"""Plan: which documents each rank takes in each step of an epoch; plan_epoch makes it, the same on every rank."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from operator import index
+from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tritonpack.packing.lengths import check_rows, positive_integer
+from tritonpack.checks import check_choice, check_flag
+from tritonpack.packing.cost import CostModel
+from tritonpack.packing.lengths import check_rows, fit_lengths, natural_number, positive_integer
+
+Objective = Literal["quadratic", "linear", "cost"]
+Tail = Literal["drop", "spread", "keep"]
+
+FULL = 0.95  # a last step filled to this share counts as a full one
+MOST_TOKENS = 2**30  # of a row: squares, and sums of a few of them, stay within 64 bits
+# How much more than its part of all tokens a step may hold under "spread", in the order tried: the less, the more equal
+# the steps, but the likelier that some documents are left over.
+_SLACK = (1.002, 1.005, 1.01, 1.02, 1.05, 1.1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,3 +97,181 @@ class Plan:
             f"Plan({self.num_steps} steps of {self.num_ranks} ranks with {self.capacity} tokens each, "
             f"{len(self.items)} documents)"
         )
+
+
+def plan_epoch(
+    lengths: Sequence[int] | NDArray[Any],
+    capacity: int,
+    num_ranks: int,
+    *,
+    seed: int = 0,
+    epoch: int = 0,
+    objective: Objective = "quadratic",
+    cost_model: CostModel | None = None,
+    tail: Tail = "drop",
+    lookahead: float = 0.01,
+    steps_together: int = 1,
+    shuffle: bool = True,
+    advance: Callable[[int], object] | None = None,
+) -> Plan:
+    """Plan every step of an epoch: which documents each rank takes, at most `capacity` tokens of them.
+
+    The documents are shuffled, and the steps then take them in that order but for a little: with a lookahead of up to
+    0.05 a document is deferred by two steps at most. The plan is a function of the arguments alone.
+
+    Args:
+        lengths: (documents,) integers, each from 1 to `capacity` (see `fit_lengths`).
+        capacity: tokens of a row, from 1 to 2**30.
+        num_ranks: rows of a step, no more than documents.
+        seed, epoch: at least 0; decide the order.
+        objective: what the ranks of a step get equal shares of: "quadratic" squared lengths, "linear" tokens, "cost"
+            what `cost_model` says. Under "cost" a row that has its share is left with room, because a step takes as
+            long as its costliest row.
+        cost_model: for the objective "cost" alone.
+        tail: what becomes of documents that don't fill a last step: "drop" leaves them out, unless the step is
+            filled to 95%; "keep" makes a short step of them, with a document or more for every rank; "spread" divides
+            all documents over the fewest possible steps, which are equally full.
+        lookahead: the share of its tokens that a step is offered in addition, from 0 to 1; more fills rows better and
+            defers more documents.
+        steps_together: plan so many steps at once and divide their rows among them in the stream's order: fuller rows
+            where a step holds few documents, but a document may be deferred by so many times two steps.
+        shuffle: whether to shuffle.
+        advance: called after every step with the number of documents placed, to show progress.
+
+    Raises:
+        ValueError: lengths that don't fit, an option that isn't one of those allowed, fewer documents than ranks, no
+            full step under "drop", documents too large to make whole steps of under "keep" and "spread".
+    """
+    capacity = positive_integer(capacity, "capacity", MOST_TOKENS)
+    num_ranks = positive_integer(num_ranks, "num_ranks")
+    steps_together = positive_integer(steps_together, "steps_together")
+    check_options(objective, cost_model, tail, lookahead)
+    check_flag(shuffle, "shuffle")
+    if advance is not None and not callable(advance):
+        raise ValueError(f"advance must be a function of a number of documents, or None; got {advance!r:.100}.")
+    lengths = fit_lengths(lengths, capacity).lengths
+    if len(lengths) < num_ranks:
+        raise ValueError(
+            f"{len(lengths)} documents can't give each of {num_ranks} ranks one; use at most {len(lengths)} ranks, or "
+            "more documents."
+        )
+    order = shuffled(len(lengths), seed, epoch) if shuffle else np.arange(len(lengths), dtype=np.int32)
+    stream = lengths[order]
+    costs = _costs(stream, capacity, num_ranks * steps_together, objective, cost_model)
+
+    from tritonpack.packing.heuristics import group_by_bin
+    from tritonpack.packing.planner import plan_steps  # numba, slow to import: only when something is planned
+
+    def steps(target: int, last_step: int | None = None) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        level = objective == "cost"
+        return plan_steps(
+            stream,
+            costs,
+            num_ranks,
+            capacity,
+            target=target,
+            lookahead=lookahead,
+            together=steps_together,
+            last_step=last_step,
+            level=level,
+            advance=advance,
+        )
+
+    if tail == "spread":
+        step_of, rank_of = _spread(steps, stream, capacity, num_ranks)
+    else:
+        step_of, rank_of = steps(capacity)
+    num_steps = int(step_of.max()) + 1
+    if tail == "drop":
+        left = int(stream[step_of == num_steps - 1].sum(dtype=np.int64))
+        if left < FULL * num_ranks * capacity:
+            num_steps -= 1
+        if not num_steps:
+            raise ValueError(
+                f"{left} tokens don't fill one step of {num_ranks} ranks with {capacity} tokens each, and tail='drop' "
+                "leaves out what doesn't. Use tail='keep' or 'spread', fewer ranks or shorter rows."
+            )
+    else:
+        _complete_last_step(step_of, rank_of, num_ranks, tail)
+
+    kept = step_of < num_steps
+    rows = step_of[kept] * np.int64(num_ranks) + rank_of[kept]
+    documents = order[kept]
+    items, offsets = group_by_bin(rows, np.arange(len(rows), dtype=np.int32), num_steps * num_ranks)
+    return Plan(documents[items], offsets, num_ranks, capacity)
+
+
+def check_options(objective: str, cost_model: CostModel | None, tail: str, lookahead: float) -> None:
+    """ValueError for options of `plan_epoch` that aren't allowed."""
+    check_choice(objective, get_args(Objective), "objective")
+    check_choice(tail, get_args(Tail), "tail")
+    if (objective == "cost") != (cost_model is not None):
+        raise ValueError(
+            "objective='cost' and cost_model go together: pass CostModel.from_config(model.config), or one fitted to "
+            f"timed steps, with it and with it alone; got objective={objective!r} and cost_model={cost_model!r}."
+        )
+    if cost_model is not None and not isinstance(cost_model, CostModel):
+        raise ValueError(
+            f"cost_model must be a CostModel; got {type(cost_model).__name__}. CostModel.from_config makes one from a "
+            "model's configuration."
+        )
+    if isinstance(lookahead, bool) or not isinstance(lookahead, (int, float)) or not 0 <= lookahead <= 1:
+        raise ValueError(f"lookahead must be a number from 0 to 1; got {lookahead!r}.")
+
+
+def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int32]:
+    """0 to count - 1 in an order that seed and epoch decide; seed 0's epoch 1 isn't seed 1's epoch 0."""
+    sequence = np.random.SeedSequence([natural_number(seed, "seed"), natural_number(epoch, "epoch")])
+    return np.random.Generator(np.random.Philox(sequence)).permutation(count).astype(np.int32)
+
+
+def _costs(
+    lengths: NDArray[np.int32], capacity: int, num_rows: int, objective: Objective, cost_model: CostModel | None
+) -> NDArray[np.int64]:
+    per_token, per_square = {"quadratic": (0, 1), "linear": (1, 0)}.get(objective, (0, 0))
+    if cost_model is not None:
+        per_token, per_square = cost_model.whole_weights(capacity, num_rows)
+    wide = lengths.astype(np.int64)
+    return per_token * wide + per_square * wide * wide
+
+
+def _spread(steps: Any, lengths: NDArray[np.int32], capacity: int, num_ranks: int) -> Any:
+    """Every document in as few steps as possible, all of them about equally full."""
+    tokens = int(lengths.sum(dtype=np.int64))
+    num_steps = -(-tokens // (num_ranks * capacity))
+    while num_steps * num_ranks <= len(lengths):
+        part = -(-tokens // (num_ranks * num_steps))
+        needed = 0
+        for target in [int(part * slack) for slack in _SLACK if part * slack < capacity] + [capacity]:
+            step_of, rank_of = steps(target, num_steps - 1)
+            needed = int(step_of.max()) + 1
+            if needed <= num_steps:
+                return step_of, rank_of
+        num_steps = needed  # what full rows take
+    raise _not_whole(len(lengths), num_ranks, "spread")
+
+
+def _complete_last_step(step_of: NDArray[np.int32], rank_of: NDArray[np.int32], num_ranks: int, tail: str) -> None:
+    """Give every rank a document in the last step, in place: where it has too few, the latest of the step before."""
+    last = int(step_of.max())
+    leftover = np.flatnonzero(step_of == last)
+    missing = num_ranks - len(leftover)
+    if missing <= 0:
+        return
+    before = np.flatnonzero(step_of == last - 1)
+    held = np.bincount(rank_of[before], minlength=num_ranks)
+    for document in before[::-1]:
+        if missing and held[rank_of[document]] > 1:
+            held[rank_of[document]] -= 1
+            missing -= 1
+            step_of[document] = last
+    if missing:
+        raise _not_whole(len(step_of), num_ranks, tail)
+    rank_of[step_of == last] = np.arange(num_ranks)
+
+
+def _not_whole(documents: int, num_ranks: int, tail: str) -> ValueError:
+    return ValueError(
+        f"tail={tail!r}: the {documents} documents don't divide into steps in which each of {num_ranks} ranks has one. "
+        "Use tail='drop' or fewer ranks."
+    )

@@ -4,8 +4,8 @@ A step is offered a little more than it holds: documents that earlier steps defe
 shuffled stream, passing over those that would exceed the offer. So every step is offered the same, and what it defers,
 the shortest of the offer, is the same for all. Of the offer, the longest go first, each to the cheapest rank with room
 for it; what fits nowhere waits for the next step, and what has waited twice goes before all others. Then the ranks
-trade documents (`rebalance.py`) while that narrows the gap between the costliest and the cheapest. So the stream's order
-survives but for two steps, which packing a whole epoch at once would destroy.
+trade documents (`rebalance.py`) while that narrows the gap between the costliest and the cheapest. So the stream's
+order survives but for two steps, which packing a whole epoch at once would destroy.
 
 Costs are whole numbers, so every machine computes the same plan.
 """

@@ -72,7 +72,7 @@ class PackedStream(Iterator[list[Any]]):
     def _pack(
         self, pieces: Iterator[tuple[Any, int]], window: int, max_items: int, carry_threshold: float
     ) -> Iterator[list[Any]]:
-        from tritonpack.packing.windowed import WindowPacker  # numba, slow to import: only when something is packed
+        from tritonpack.packing.heuristics import WindowPacker  # numba, slow to import: only when something is packed
 
         packer = WindowPacker(self._capacity, max_items, carry_threshold)
         held: dict[int, tuple[Any, int]] = {}

@@ -17,8 +17,8 @@ from tritonpack.cli.plan.read_lengths import read_lengths
 from tritonpack.cli.plan.report import as_dict, findings, legend, table
 from tritonpack.cli.plan.strategies import BASELINES, Result, compare, our_way
 from tritonpack.packing.cost import CostModel
-from tritonpack.packing.epoch import Objective, Tail
 from tritonpack.packing.lengths import Overlong, OverlongReport, fit_lengths
+from tritonpack.packing.plan import Objective, Tail
 
 _SHOWN = "next-fit"  # whose loads are drawn beside ours
 _DEFAULT_MODEL = "a Llama of 8 billion parameters"

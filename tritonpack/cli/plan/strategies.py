@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from tritonpack.packing.baselines import interleaved_rows, next_fit_rows, padded_rows, shuffled_bins
 from tritonpack.packing.cost import CostModel
-from tritonpack.packing.epoch import Objective, Tail, plan_epoch
-from tritonpack.packing.plan import Plan
+from tritonpack.packing.plan import Objective, Plan, Tail, plan_epoch
 from tritonpack.packing.statistics import Cost, PlanStatistics, mean_over_epochs, plan_statistics
 
 OURS = "tritonpack"

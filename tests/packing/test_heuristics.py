@@ -4,7 +4,7 @@ import pytest
 from tests.packing import naive
 from tritonpack.packing import pack
 from tritonpack.packing.bins import WINDOW
-from tritonpack.packing.windowed import MAX_CARRIES, WindowPacker
+from tritonpack.packing.heuristics import MAX_CARRIES, WindowPacker
 
 
 def pack_windows(lengths, capacity, max_items, window, threshold):

@@ -7,7 +7,7 @@ import pytest
 
 from tests.packing.lengths import log_normal, openchat
 from tritonpack.packing.cost import CostModel
-from tritonpack.packing.epoch import plan_epoch, shuffled
+from tritonpack.packing.plan import plan_epoch, shuffled
 
 MODEL = CostModel(per_token=57255.0, per_square=1.9)
 OBJECTIVES = {"quadratic": {}, "linear": {"objective": "linear"}, "cost": {"objective": "cost", "cost_model": MODEL}}

@@ -1,0 +1,397 @@
+"""The heuristics that `pack` offers, compiled by numba.
+
+Compiled loops call no compiled function of another file: numba's cache on disk would keep the old machine code of a
+function whose own file is unchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from tritonpack.packing.bins import CARRY_THRESHOLD, WINDOW
+
+# Sorting documents by length and by bin, in time linear in documents.
+
+
+@numba.njit(cache=True, nogil=True)
+def longest_first(lengths: Any, capacity: int) -> Any:
+    """Documents from long to short, (documents,) int32, and their lengths, likewise; equal ones stay in input order."""
+    starts = np.zeros(capacity + 1, dtype=np.int64)
+    for length in lengths:
+        starts[length] += 1
+    sorted_lengths = np.empty(len(lengths), dtype=np.int32)
+    total = 0
+    for length in range(capacity, 0, -1):
+        count = starts[length]
+        sorted_lengths[total : total + count] = length
+        starts[length] = total
+        total += count
+    order = np.empty(len(lengths), dtype=np.int32)
+    for item in range(len(lengths)):
+        order[starts[lengths[item]]] = item
+        starts[lengths[item]] += 1
+    return order, sorted_lengths
+
+
+@numba.njit(cache=True, nogil=True)
+def group_by_bin(bins: Any, order: Any, num_bins: int) -> Any:
+    """Which items each bin holds.
+
+    Args:
+        bins: (documents,) int32, the bin of document order[i].
+        order: (documents,) int32, a permutation.
+        num_bins: bins, numbered from 0.
+
+    Returns:
+        items (documents,) int32 and offsets (num_bins + 1,) int64: bin b holds `items[offsets[b] : offsets[b + 1]]`, in
+        the order in which they were given.
+    """
+    offsets = np.zeros(num_bins + 1, dtype=np.int64)
+    for chosen in bins:
+        offsets[chosen + 1] += 1
+    for bin_index in range(num_bins):
+        offsets[bin_index + 1] += offsets[bin_index]
+    cursor = offsets[:-1].copy()
+    items = np.empty(len(bins), dtype=np.int32)
+    for position in range(len(bins)):
+        items[cursor[bins[position]]] = order[position]
+        cursor[bins[position]] += 1
+    return items, offsets
+
+
+@numba.njit(cache=True, nogil=True)
+def gather(values: Any, indices: Any) -> Any:
+    """values[indices]; numpy takes several times as long for int32 indices, which it widens first."""
+    gathered = np.empty(len(indices), dtype=values.dtype)
+    for position in range(len(indices)):
+        gathered[position] = values[indices[position]]
+    return gathered
+
+
+# Best-fit-decreasing in time linear in documents and capacity.
+#
+# Bins are kept in stacks by the room they have left, and a bitmap says which stacks hold a bin. The bitmap is a tree of
+# 64-bit words: bit i of a level says that word i of the level below isn't zero, so the fullest bin with room for a
+# document is a handful of word reads away, however large the capacity.
+
+_WORD_BITS = 64
+_ONE = np.uint64(1)
+# Multiplying a power of two by a de Bruijn constant leaves a different number in its top six bits for each of the 64.
+_DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)
+_BIT_OF_PRODUCT = np.zeros(_WORD_BITS, dtype=np.int64)
+for _bit in range(_WORD_BITS):
+    _BIT_OF_PRODUCT[((int(_DE_BRUIJN) << _bit) & (2**64 - 1)) >> 58] = _bit
+
+
+def best_fit_decreasing(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
+    """Exact best-fit-decreasing.
+
+    Among bins with equal room the one that was changed last is taken.
+
+    Args:
+        lengths: (documents,) int32, each in 1..capacity.
+        capacity: tokens per bin.
+        max_items: documents per bin; as many as there are documents sets no limit.
+
+    Returns:
+        items (documents,) int32 and offsets (bins + 1,) int64: bin b holds `items[offsets[b] : offsets[b + 1]]`.
+    """
+    order, sorted_lengths = longest_first(lengths, capacity)
+    bins, num_bins = best_fit(sorted_lengths, capacity, max_items)
+    return group_by_bin(bins, order, num_bins)
+
+
+@numba.njit(cache=True, nogil=True)
+def best_fit(lengths: Any, capacity: int, max_items: int) -> Any:
+    """Each document, in the order given, into the fullest bin with room for it.
+
+    Documents of one length are alike, and the fullest bin that fits stays so until it is too full for that length, so
+    each run of equal lengths fills a bin with as many as fit at once.
+
+    Args:
+        lengths, capacity, max_items: as best_fit_decreasing.
+
+    Returns:
+        The bin of each document, (documents,) int32, and the number of bins.
+    """
+    num_items = len(lengths)
+    shortest = lengths.min()
+    level_starts = _level_starts(capacity + 1)
+    bitmap = np.zeros(level_starts[-1], dtype=np.uint64)
+    top_bin = np.full(capacity + 1, -1, dtype=np.int32)  # by room left: the top of that stack of bins
+    below = np.empty(num_items, dtype=np.int32)  # by bin: the next bin down its stack
+    bins = np.empty(num_items, dtype=np.int32)
+    limited = max_items < num_items
+    held = np.zeros(num_items if limited else 0, dtype=np.int32)  # by bin: documents in it, counted only for a limit
+
+    num_bins = 0
+    placed = 0
+    while placed < num_items:
+        length = lengths[placed]
+        run_end = placed
+        while run_end < num_items and lengths[run_end] == length:
+            run_end += 1
+        while placed < run_end:
+            room = _next_set(bitmap, level_starts, length)
+            if room < 0:
+                room = capacity
+                chosen = num_bins
+                num_bins += 1
+            else:
+                chosen = top_bin[room]
+                top_bin[room] = below[chosen]
+                if below[chosen] < 0:
+                    _clear(bitmap, level_starts, room)
+            count = min(run_end - placed, room // length)
+            if limited:
+                count = min(count, max_items - held[chosen])
+                held[chosen] += count
+            bins[placed : placed + count] = chosen
+            placed += count
+            room -= count * length
+            if room >= shortest and not (limited and held[chosen] == max_items):  # others can take nothing more
+                below[chosen] = top_bin[room]
+                if top_bin[room] < 0:
+                    _set(bitmap, level_starts, room)
+                top_bin[room] = chosen
+    return bins, num_bins
+
+
+def _level_starts_of(num_bits: int) -> NDArray[np.int64]:
+    """Where each level of a bitmap of `num_bits` bits begins, the leaves first, and one past the last word."""
+    starts = [0]
+    words = num_bits
+    while words > 1 or len(starts) == 1:
+        words = (words + _WORD_BITS - 1) // _WORD_BITS
+        starts.append(starts[-1] + words)
+    return np.array(starts, dtype=np.int64)
+
+
+_level_starts = numba.njit(cache=True, nogil=True)(_level_starts_of)
+
+
+@numba.njit(cache=True, nogil=True)
+def _lowest_bit(word: Any) -> Any:
+    return _BIT_OF_PRODUCT[((word & (~word + _ONE)) * _DE_BRUIJN) >> np.uint64(58)]
+
+
+@numba.njit(cache=True, nogil=True)
+def _set(bitmap: Any, level_starts: Any, bit: int) -> None:
+    for level in range(len(level_starts) - 1):
+        bitmap[level_starts[level] + (bit >> 6)] |= _ONE << np.uint64(bit & 63)
+        bit >>= 6
+
+
+@numba.njit(cache=True, nogil=True)
+def _clear(bitmap: Any, level_starts: Any, bit: int) -> None:
+    for level in range(len(level_starts) - 1):
+        word = level_starts[level] + (bit >> 6)
+        bitmap[word] &= ~(_ONE << np.uint64(bit & 63))
+        if bitmap[word]:
+            return
+        bit >>= 6
+
+
+@numba.njit(cache=True, nogil=True)
+def _next_set(bitmap: Any, level_starts: Any, bit: int) -> int:
+    """The first set bit at or after `bit`, -1 if there is none."""
+    for level in range(len(level_starts) - 1):
+        word = level_starts[level] + (bit >> 6)
+        if word >= level_starts[level + 1]:
+            return -1
+        rest = bitmap[word] >> np.uint64(bit & 63)
+        if rest:
+            bit += _lowest_bit(rest)
+            for lower in range(level - 1, -1, -1):
+                bit = (bit << 6) + _lowest_bit(bitmap[level_starts[lower] + bit])
+            return bit
+        bit = (bit >> 6) + 1
+    return -1
+
+
+# First-fit and first-fit-decreasing in O(documents x log bins).
+#
+# A binary tree over the bins holds at each node the most room that any bin below it has left, so the first bin with
+# enough room is found from the root in one descent. Bins that aren't open yet are leaves with all their room, so
+# opening a bin is no special case.
+
+
+def first_fit(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
+    """Each document, in input order, into the first bin with room; arguments and result as best_fit_decreasing."""
+    bins, num_bins = _first_fit(lengths, capacity, max_items, _num_leaves(lengths, capacity, max_items))
+    return group_by_bin(bins, np.arange(len(lengths), dtype=np.int32), num_bins)
+
+
+def first_fit_decreasing(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
+    """First-fit with documents from long to short; arguments and result as best_fit_decreasing."""
+    order, sorted_lengths = longest_first(lengths, capacity)
+    bins, num_bins = _first_fit(sorted_lengths, capacity, max_items, _num_leaves(lengths, capacity, max_items))
+    return group_by_bin(bins, order, num_bins)
+
+
+def _num_leaves(lengths: NDArray[np.int32], capacity: int, max_items: int) -> int:
+    """A power of two that the number of bins can't exceed.
+
+    Of two bins that may take one more document the second was opened for one that the first had no room for, so the
+    two hold more than one capacity.
+    """
+    most_bins = 1 + 2 * int(lengths.sum(dtype=np.int64)) // capacity + len(lengths) // max_items
+    return 1 << (min(most_bins, len(lengths)) - 1).bit_length()
+
+
+@numba.njit(cache=True, nogil=True)
+def _first_fit(lengths: Any, capacity: int, max_items: int, num_leaves: int) -> Any:
+    """Each document, in the order given, into the first bin with room: bins (documents,) int32, and their number.
+
+    The first bin that fits stays so until it is too full, so each run of equal lengths fills it with as many as fit.
+    """
+    num_items = len(lengths)
+    # The children of node i are 2 i and 2 i + 1; node 1 is the root, and bin b is leaf num_leaves + b.
+    most_room = np.full(2 * num_leaves, capacity, dtype=np.int32)
+    bins = np.empty(num_items, dtype=np.int32)
+    limited = max_items < num_items
+    held = np.zeros(num_leaves if limited else 0, dtype=np.int32)  # by bin: documents in it, counted only for a limit
+
+    num_bins = 0
+    placed = 0
+    while placed < num_items:
+        length = lengths[placed]
+        node = 1
+        while node < num_leaves:
+            node *= 2
+            if most_room[node] < length:
+                node += 1
+        chosen = node - num_leaves
+        num_bins = max(num_bins, chosen + 1)
+
+        count = most_room[node] // length
+        if limited:
+            count = min(count, max_items - held[chosen])
+        stop = placed
+        while stop < num_items and stop - placed < count and lengths[stop] == length:
+            stop += 1
+        bins[placed:stop] = chosen
+        room = most_room[node] - (stop - placed) * length
+        if limited:
+            held[chosen] += stop - placed
+            if held[chosen] == max_items:
+                room = 0
+        placed = stop
+
+        most_room[node] = room
+        while node > 1:
+            node //= 2
+            largest = max(most_room[2 * node], most_room[2 * node + 1])
+            if most_room[node] == largest:
+                break
+            most_room[node] = largest
+    return bins, num_bins
+
+
+# Next-fit: bins of consecutive documents, in input order.
+
+
+def next_fit(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
+    """Fill one bin after the other in input order; arguments and result as best_fit_decreasing."""
+    return np.arange(len(lengths), dtype=np.int32), _next_fit(lengths, capacity, max_items)
+
+
+@numba.njit(cache=True, nogil=True)
+def _next_fit(lengths: Any, capacity: int, max_items: int) -> Any:
+    offsets = np.empty(len(lengths) + 1, dtype=np.int64)
+    num_bins = 0
+    room = 0
+    for item in range(len(lengths)):
+        if lengths[item] > room or item - offsets[num_bins - 1] == max_items:
+            offsets[num_bins] = item
+            num_bins += 1
+            room = capacity
+        room -= lengths[item]
+    offsets[num_bins] = len(lengths)
+    return offsets[: num_bins + 1].copy()
+
+
+# Best-fit-decreasing over windows of documents in input order: for streams, and where order shall nearly be kept.
+
+MAX_CARRIES = 2  # more gains nothing measurable
+
+
+def windowed(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
+    """Windowed best-fit-decreasing of lengths that are all known; arguments and result as best_fit_decreasing."""
+    packer = WindowPacker(capacity, max_items, CARRY_THRESHOLD)
+    groups = []
+    for start in range(0, len(lengths), WINDOW):
+        groups.append(packer.add(lengths[start : start + WINDOW], last=start + WINDOW >= len(lengths)))
+    items = np.concatenate([items for items, _ in groups]).astype(np.int32)
+    sizes = np.concatenate([np.diff(offsets) for _, offsets in groups])
+    return items, np.concatenate([[0], np.cumsum(sizes)])
+
+
+class WindowPacker:
+    """Packs windows of documents one after the other, and carries the documents of poorly filled bins on.
+
+    At a window's end bins filled below the threshold are dissolved, and their documents are packed again with the next
+    window's. Documents that were carried MAX_CARRIES times are overdue: they go into bins before all others, and their
+    bins are done. Without that, documents that always fill bins poorly would be carried, and packed anew, to the end,
+    and so would the shortest, which are packed last. So no document waits for more than MAX_CARRIES windows, and no
+    more than MAX_CARRIES + 1 windows are held.
+
+    Bins that are done come in the order of their first documents.
+
+    Args:
+        capacity: tokens per bin.
+        max_items: documents per bin.
+        carry_threshold: the filled share of a bin, from 0 to 1, below which it is dissolved; 0 carries nothing.
+    """
+
+    def __init__(self, capacity: int, max_items: int, carry_threshold: float) -> None:
+        self.capacity = capacity
+        self.max_items = max_items
+        self.carry_threshold = carry_threshold
+        self._documents = np.zeros(0, dtype=np.int64)
+        self._lengths = np.zeros(0, dtype=np.int32)
+        self._carries = np.zeros(0, dtype=np.int64)
+        self._next_document = 0
+
+    def add(self, lengths: NDArray[np.int32], *, last: bool = False) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The bins that a window of documents completes; with `last`, of all documents that are left.
+
+        Args:
+            lengths: (documents,) int32, each in 1..capacity.
+            last: no window follows.
+
+        Returns:
+            documents (entries,) int64, numbered in the order in which they were added, and offsets (bins + 1,) int64.
+        """
+        new = np.arange(self._next_document, self._next_document + len(lengths))
+        self._next_document += len(lengths)
+        documents = np.concatenate([self._documents, new])
+        if not len(documents):
+            return documents, np.zeros(1, dtype=np.int64)
+        lengths = np.concatenate([self._lengths, lengths])
+        carries = np.concatenate([self._carries, np.zeros_like(new)])
+
+        # Overdue ones first, then from long to short.
+        overdue = carries == MAX_CARRIES
+        order = np.argsort(-(lengths + np.where(overdue, self.capacity, 0)), kind="stable").astype(np.int32)
+        bins, num_bins = best_fit(lengths[order], self.capacity, self.max_items)
+        items, offsets = group_by_bin(bins, order, num_bins)
+        starts, sizes = offsets[:-1], np.diff(offsets)
+        done = np.add.reduceat(lengths[items], starts, dtype=np.int64) >= self.carry_threshold * self.capacity
+        done |= sizes == self.max_items
+        done |= np.logical_or.reduceat(overdue[items], starts)
+        done |= last
+
+        # Ascending within bins, and bins by their first document; those that aren't done come last.
+        rank = np.empty(len(sizes), dtype=np.int64)
+        rank[np.lexsort([np.minimum.reduceat(items, starts), ~done])] = np.arange(len(sizes))
+        entries = items[np.lexsort([items, np.repeat(rank, sizes)])]
+        taken = int(sizes[done].sum())
+        kept = np.sort(entries[taken:])
+        self._documents, self._lengths, self._carries = documents[kept], lengths[kept], carries[kept] + 1
+        sizes_done = sizes[np.argsort(rank)][: int(done.sum())]
+        return documents[entries[:taken]], np.concatenate([[0], np.cumsum(sizes_done)])
