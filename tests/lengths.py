@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -100,3 +101,22 @@ def orca_math(documents: int, seed: int = 0) -> np.ndarray:
 def visible_pairs(lengths: list[int]) -> int:
     """How many (query, key) pairs a causal batch computes."""
     return sum(n * (n + 1) // 2 for n in lengths)
+
+
+def packs(tokens: int, count: int) -> Iterator[tuple[str, list[int]]]:
+    """Names of distributions with lengths that sum to `tokens`, `count` times each but for the single document.
+
+    Documents are log-normal, by median and sigma, as in supervised fine-tuning data, and with a long tail; or they are
+    conversations, as `lookalike` draws them.
+    """
+    conversations = lookalike()
+    for seed in range(count):
+        rng = np.random.default_rng(seed)
+        for name, (median, sigma) in {
+            "short (median 700)": (700, 1.0),
+            "long tail (median 2,000)": (2000, 1.6),
+        }.items():
+            yield name, fill(np.maximum(rng.lognormal(np.log(median), sigma, tokens // 64), 1), tokens)
+        drawn = rng.permutation(np.tile(conversations, -(-tokens // int(conversations.sum()))))
+        yield "conversations (mean 1,550)", fill(drawn, tokens)
+    yield "one document", [tokens]

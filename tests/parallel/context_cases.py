@@ -36,25 +36,6 @@ def agrees(family="llama", batch="packed", **options):
     same(on_ranks(make_model(family), no_loss, BATCHES[batch](), **options), alone_on(family, batch))
 
 
-def chosen(family, **options):
-    """By the cost model, for each batch: with a slow network what receives least, else what computes most evenly."""
-    agrees(family, exchange="auto", layout="auto", heads_k_stride=1)
-    batch = {"input_ids": numbers(1, 600)}
-    model, reference = make_model(family), make_model(family)
-    patch(reference)
-    with torch.no_grad():
-        wanted = reference(**batch).logits
-        with SequenceParallel(model, exchange="auto", layout="auto", gather_outputs=True, bandwidth=1e6) as context:
-            close(model(**batch).logits, wanted, "logits")
-            if context.ranks.size == 4:
-                assert context._last().exchange == "ulysses"
-        with SequenceParallel(model, exchange="ring", layout="auto", gather_outputs=True, flops=1e6) as context:
-            close(model(**batch).logits, wanted, "logits")
-            shares = [rows[-1] - rows[0] for rows in context._last().layout.rows]
-            assert context._last().exchange == "ring"
-            assert max(shares) > 600 // context.ranks.size  # not contiguous
-
-
 def transformers_own_loss():
     """In float32, and with the labels that it shifts itself."""
 
@@ -317,7 +298,6 @@ CASES = {
     **{
         name: partial(agrees, exchange=name) for name in ("varlen_llama3", "batch_ring", "batch_zigzag", "batch_stripe")
     },
-    "chosen": partial(chosen, "llama"),
     "one head at a time": partial(agrees, heads_k_stride=1),
     "summed gradients": partial(agrees, grad_reduce="sum"),
     "transformers' own loss": transformers_own_loss,
@@ -353,7 +333,7 @@ ALSO_ON_FOUR = [
     *(f"all_gather: {batch}" for batch in BATCHES if batch != "packed"),
     *("ring: two_rows", "ring: three_tokens", "ulysses: padded", "ulysses: three_tokens"),
     *("ring: mistral", "all_gather: gemma2", "ulysses: gpt_oss"),
-    *("chosen", "accumulated", "checkpointed", "targets of one rank alone"),
+    *("accumulated", "checkpointed", "targets of one rank alone"),
     *("own loss, averaged", "own loss, summed", "loss in parts, averaged", "loss by total, averaged"),
     *("outputs of two rows", "kept logits, striped", "kept targets", "documents stay apart: ring", "in groups of two"),
 ]

@@ -434,7 +434,7 @@ CASES = {
     "too few heads": few_heads,
     "unknown exchange": partial(
         refused_on_entry,
-        "exchange must be one of 'all_gather', 'ring', 'ulysses', 'auto', 'varlen_llama3'.*got 'p2p'",
+        "exchange must be one of 'all_gather', 'ring', 'ulysses', 'varlen_llama3'.*got 'p2p'",
         make_model,
         exchange="p2p",
     ),

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from benchmarks.parallel.simulate import packs
-from tests.lengths import distributions, lookalike
+from tests.lengths import distributions, packs
 from tritonpack import BlockDiagonalMask
 from tritonpack.parallel import Layout, make_layout
 
@@ -69,7 +68,7 @@ def test_balanced_work_is_even(tokens, lengths):
 
 def test_drawn_packs_are_even():
     """Short documents, a long tail, conversations: ten batches of each."""
-    for _, lengths in packs(32768, 10, lookalike()):
+    for _, lengths in packs(32768, 10):
         mask = BlockDiagonalMask.from_seqlens(lengths)
         assert mask.num_queries == 32768
         assert max(make_layout("balanced", mask, ranks).imbalance(mask) for ranks in (4, 8, 16)) <= 1.02

@@ -3,16 +3,16 @@
 from collections import Counter
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tritonpack import BlockDiagonalMask
-from tritonpack.parallel import attend, make_layout, traffic
-from tritonpack.parallel import comm as wire
+from tritonpack.parallel import attend, comm, make_layout
 from tritonpack.parallel.call import Call
-from tritonpack.parallel.shape import AttentionShape
+from tritonpack.parallel.ulysses import divide_heads
 
 RANKS, RANK = 8, 3
 TOKENS, HEADS, HEAD_DIM, HEAD_DIM_V = 128, 16, 8, 4
@@ -53,16 +53,30 @@ def received(monkeypatch, events):
         return [done]
 
     monkeypatch.setattr(Call, "forward", computing)
-    monkeypatch.setattr(wire, "_all_gather", all_gather)
-    monkeypatch.setattr(wire, "_reduce_scatter", reduce_scatter)
+    monkeypatch.setattr(comm, "_all_gather", all_gather)
+    monkeypatch.setattr(comm, "_reduce_scatter", reduce_scatter)
     monkeypatch.setattr(dist, "all_to_all_single", all_to_all)
     monkeypatch.setattr(dist, "batch_isend_irecv", batch)
     yield counts
     dist.destroy_process_group()
 
 
-def shape_of(dtype, heads, kv_heads):
-    return AttentionShape(1, heads, kv_heads, HEAD_DIM, HEAD_DIM_V, dtype.itemsize)
+def bytes_received(exchange, lengths, heads, kv_heads, dtype):
+    """Of each rank, in forward and in backward: the formulas of docs/sequence-parallelism.md."""
+    rows, b, wide = np.array(lengths), dtype.itemsize, max(dtype.itemsize, 4)
+    width, total = kv_heads * (HEAD_DIM + HEAD_DIM_V), sum(lengths)
+    if exchange == "all_gather":
+        numbers = np.full(RANKS, (RANKS - 1) * max(lengths) * width)
+        return numbers * b, numbers * (b + wide)
+    if exchange == "ring":
+        numbers = (total - rows) * width
+        return numbers * b, numbers * b + total * width * wide
+    shares = divide_heads(heads, kv_heads, RANKS)
+    own, keys = (np.array([span.stop - span.start for span in side]) for side in shares)
+    inputs = own * HEAD_DIM + keys * (HEAD_DIM + HEAD_DIM_V)
+    forward = (total - rows) * inputs + rows * (heads - own) * HEAD_DIM_V
+    backward = (total - rows) * own * HEAD_DIM_V + rows * (inputs.sum() - inputs)
+    return forward * b, backward * b
 
 
 @pytest.mark.parametrize("layout", ["balanced", "stripe", "zigzag"])
@@ -74,7 +88,7 @@ def test_as_many_bytes_as_predicted(received, heads, kv_heads, dtype, tokens, la
     mask = BlockDiagonalMask.from_seqlens([tokens - 5, 5])
     layout = make_layout(layout, mask, RANKS)
     for exchange in ("all_gather", "ring", "ulysses"):
-        forward, backward = traffic.received(exchange, layout.lengths, shape_of(dtype, heads, kv_heads))
+        forward, backward = bytes_received(exchange, layout.lengths, heads, kv_heads, dtype)
         widths = ((heads, HEAD_DIM), (kv_heads, HEAD_DIM), (kv_heads, HEAD_DIM_V))
         rows = layout.lengths[RANK]
         q, k, v = (torch.zeros(rows, *width, dtype=dtype, requires_grad=True) for width in widths)
@@ -100,7 +114,7 @@ def test_where_everything_divides_the_formulas_are_short(dtype, kv_heads):
         "ulysses": (others * rows * size * (HEADS + max(kv_heads, RANKS)) * (HEAD_DIM + HEAD_DIM_V),) * 2,
     }
     for exchange, (forward, backward) in expected.items():
-        found = traffic.received(exchange, [rows] * RANKS, shape_of(dtype, HEADS, kv_heads))
+        found = bytes_received(exchange, [rows] * RANKS, HEADS, kv_heads, dtype)
         assert [set(one.tolist()) for one in found] == [{forward}, {backward}]
 
 

@@ -3,6 +3,5 @@
 from tritonpack.parallel.collectives import AllGatherWithGrad
 from tritonpack.parallel.exchange import attend
 from tritonpack.parallel.layouts import Layout, make_layout
-from tritonpack.parallel.planning import ExchangePlan, Prediction, plan
 
-__all__ = ["AllGatherWithGrad", "ExchangePlan", "Layout", "Prediction", "attend", "make_layout", "plan"]
+__all__ = ["AllGatherWithGrad", "Layout", "attend", "make_layout"]

@@ -9,13 +9,11 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from torch import Tensor, nn
 
-from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.parallel.comm import as_ranks
 from tritonpack.parallel.consistency import require_same_batch, require_same_settings
 from tritonpack.parallel.exchange import Exchange
-from tritonpack.parallel.layouts import Layout, LayoutName, make_layout
+from tritonpack.parallel.layouts import LayoutName, make_layout
 from tritonpack.parallel.packing import ShardedPacking, fill_up, shard_packing
-from tritonpack.parallel.planning import plan
 from tritonpack.parallel.sharing import GradReduce, Sharing
 from tritonpack.parallel.validate import (
     compared_parameters,
@@ -78,15 +76,12 @@ class SequenceParallel:
             "ulysses". axolotl's names stand for both choices: "varlen_llama3" (all_gather, contiguous), "batch_ring"
             (ring, contiguous), "batch_zigzag" and "batch_stripe" (ring).
         layout: which rows a rank has, as `tritonpack.parallel.make_layout` takes it: "contiguous", "zigzag", "stripe"
-            or "balanced", which reads the mask, so it waits for the device once per forward. Either of the two choices
-            may be "auto": that which `tritonpack.parallel.plan` predicts to be the fastest for each batch.
+            or "balanced", which reads the mask, so it waits for the device once per forward.
         heads_k_stride: key heads per step of "all_gather", as in `attend`.
         gather_outputs: return the outputs of the whole batch, (B, T, ...), on every rank, differentiably.
         grad_reduce: how gradients are reduced over the ranks afterwards: "mean", as DDP and FSDP do, or "sum".
         check_batches: compare batches between ranks before each forward, a small exchange that waits for the device;
             without it, batches that differ end in a hang or wrong numbers.
-        bandwidth, flops: what "auto" reckons with: bytes per second that a rank receives, and floating-point operations
-            per second that its attention attains. The defaults are of an H100 on NVLink.
 
     Raises:
         ValueError: on every rank: settings that are unknown or differ between ranks, and in a forward pass, batches
@@ -108,8 +103,6 @@ class SequenceParallel:
         gather_outputs: bool = False,
         grad_reduce: GradReduce = "mean",
         check_batches: bool = True,
-        bandwidth: float = 350e9,
-        flops: float = 400e12,
     ) -> None:
         self.ranks = as_ranks(group_or_mesh)
         self.models = [model_or_models] if isinstance(model_or_models, nn.Module) else list(model_or_models)
@@ -117,7 +110,6 @@ class SequenceParallel:
         self.layout: Any = layout
         self.heads_k_stride, self.gather_outputs = heads_k_stride, gather_outputs
         self.grad_reduce, self.check_batches = grad_reduce, check_batches
-        self.bandwidth, self.flops = bandwidth, flops
         self.entered, self._paused = False, False
         self._forwards: list[ShardedForward] = []
         self._patches: list[Patch] = []
@@ -145,8 +137,6 @@ class SequenceParallel:
                 "gather_outputs",
                 "grad_reduce",
                 "check_batches",
-                "bandwidth",
-                "flops",
             )
         }
         settings["models"] = [type(model).__name__ for model in self.models]
@@ -217,39 +207,23 @@ class SequenceParallel:
         if self.check_batches:
             require_same_batch(self.ranks, error, arguments, self._parameters)
 
-    def share(self, packing: Packing, kinds: dict[Kind, int], config: Any) -> ShardedPacking:
+    def share(self, packing: Packing, kind: Kind) -> ShardedPacking:
         """Lay a batch out over the ranks by what layers see of it.
 
         Args:
             packing: of the batch.
-            kinds: of layers, those first that see most, and how many layers there are of each.
-            config: the model's.
+            kind: of the layers that see most.
         """
         batch, length = packing.tokens
         columns = max(-(-MIN_ROWS * self.ranks.size // batch) - length, 0)
         filled = fill_up(packing, columns)
-        masks = {filled.interval_mask(length + columns, 0, 0, kind).mask: layers for kind, layers in kinds.items()}
-        exchange, layout = self._choose(masks, config)
-        stride = self.heads_k_stride if exchange == "all_gather" or self.exchange != "auto" else None
-        sharing = Sharing(self.ranks, layout, packing.tokens, columns, exchange, stride, self.grad_reduce)
+        mask = filled.interval_mask(length + columns, 0, 0, kind).mask
+        layout = make_layout(self.layout, mask, self.ranks.size)
+        sharing = Sharing(
+            self.ranks, layout, packing.tokens, columns, self.exchange, self.heads_k_stride, self.grad_reduce
+        )
         self._sharing = sharing
         return shard_packing(packing, filled, sharing)
-
-    def _choose(self, masks: dict[BlockDiagonalMask, int], config: Any) -> tuple[Exchange, Layout]:
-        """The exchange and the layout of a batch with these masks, the first of which sees most."""
-        if "auto" not in (self.exchange, self.layout):
-            return self.exchange, make_layout(self.layout, next(iter(masks)), self.ranks.size)
-        found = plan(
-            masks,
-            config,
-            self.ranks.size,
-            self.bandwidth,
-            self.flops,
-            exchanges=get_args(Exchange) if self.exchange == "auto" else [self.exchange],
-            layouts=get_args(LayoutName) if self.layout == "auto" else [self.layout],
-            heads_k_stride=self.heads_k_stride,
-        )
-        return found.best.exchange, found.layout
 
     def _last(self) -> Sharing:
         if self._sharing is None:
@@ -286,8 +260,8 @@ def _scheme(exchange: str, layout: str) -> tuple[Exchange, LayoutName]:
             raise ValueError(f"exchange={exchange!r} has the layout {implied[1]!r}; got layout={layout!r}.")
         return implied
     for what, name, names in (
-        ("exchange", exchange, (*get_args(Exchange), "auto", *SCHEMES)),
-        ("layout", layout, (*get_args(LayoutName), "auto")),
+        ("exchange", exchange, (*get_args(Exchange), *SCHEMES)),
+        ("layout", layout, get_args(LayoutName)),
     ):
         if name not in names:
             raise ValueError(f"{what} must be one of {', '.join(map(repr, names))}; got {name!r}.")

@@ -4,8 +4,6 @@ and makes of what comes out what one device would give."""
 from __future__ import annotations
 
 import inspect
-import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -79,7 +77,7 @@ class ShardedForward:
         self.names = list(inspect.signature(type(module).forward).parameters)[1:]
         self.own = module.__dict__.get("forward")  # somebody else's, such as accelerate's
         self.coming: Shard | None = None
-        self.kinds = _layer_kinds(module)
+        self.kind = _widest_kind(module)
         self.rotary = LongestPosition(module)
         module.forward = self
         # A model that is patched itself has a hook which reads the packing: the shard must be made before it.
@@ -153,7 +151,7 @@ class ShardedForward:
             self.context.require_same_batch({}, error)
             raise
         self.context.require_same_batch(batch.compared(), None)
-        packing = self.context.share(batch.packing, self.kinds, self.module.config)
+        packing = self.context.share(batch.packing, self.kind)
         sharing = packing.sharing
         kept = None if batch.kept is None else sharing.keep(batch.kept)
         loss = None
@@ -253,16 +251,16 @@ class ShardedForward:
         )
 
 
-def _layer_kinds(module: PreTrainedModel) -> dict[Kind, int]:
-    """What layers see of their documents, and how many of them; those that see most come first."""
+def _widest_kind(module: PreTrainedModel) -> Kind:
+    """What those layers see of their documents that see most of them: layouts balance their work."""
     config = module.config.get_text_config()
-    windows = layer_windows(config) or (None,)
+    windows = layer_windows(config)
     # Towers that turn images into embeddings see both directions, whatever the text does.
     if any(getattr(inner, "is_causal", True) is False and takes_tokens(inner) for inner in module.modules()):
-        return {Kind((-1, -1)): len(windows)}
-    seen = Counter(windows)
-    widest_first = sorted(seen, key=lambda window: -(window or sys.maxsize))
-    return {CAUSAL if window is None else Kind((window - 1, 0)): seen[window] for window in widest_first}
+        return Kind((-1, -1))
+    if not windows or None in windows:
+        return CAUSAL
+    return Kind((max(filter(None, windows)) - 1, 0))
 
 
 def _tokens(arguments: dict[str, Any]) -> tuple[torch.Size, torch.device]:
