@@ -1,16 +1,13 @@
 """Causal model types under SequenceParallel: their logits are those of one process, or they are refused with a reason.
 
-Each type below has something that others don't; `python -m tests.parallel.every_type_cases` tries all of them.
+Each type below has something that others don't; `python -m tests.parallel.every_type` tries all of them.
 """
 
-import tempfile
-from collections import Counter
 from functools import partial
-from pathlib import Path
 
 import torch
 
-from tests.patches.test_every_model import EXACT, build
+from tests.patches.test_every_model import build
 from tritonpack import SequenceParallel, UnsupportedModelError, patch
 
 FEATURES = {
@@ -52,24 +49,4 @@ def is_exact(name):
     assert verdict(name) == "exact"
 
 
-def sweep():
-    counts = Counter()
-    for name in EXACT:
-        torch.manual_seed(0)
-        found = verdict(name)
-        counts[found.split()[0]] += 1
-        print(f"{name}: {found}", flush=True)
-    print(dict(counts))
-    assert not counts["WRONG"]
-
-
 CASES = {name: partial(is_exact, name) for name in FEATURES}
-
-if __name__ == "__main__":
-    from tests.parallel import every_type_cases, world
-
-    every_type_cases.CASES = {"every type": sweep}
-    with tempfile.TemporaryDirectory() as folder:
-        codes = world.start(["every_type_cases"], 2, Path(folder))
-        print(world.read(world.log_of(Path(folder), 0)))
-    raise SystemExit(max(codes))

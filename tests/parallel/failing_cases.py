@@ -1,11 +1,33 @@
-"""A case that fails on one rank, to see that the runner notices."""
+"""Cases that fail on one rank, to see that the pool notices."""
+
+import os
+import time
 
 import torch.distributed as dist
 
 
+def is_last():
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
 def fails():
-    if dist.get_rank() == dist.get_world_size() - 1:
+    if is_last():
         raise ValueError("as it should")
 
 
-CASES = {"passes": lambda: None, "on the last rank alone": fails}
+def dies():
+    if is_last():
+        os._exit(3)
+
+
+def is_stuck():
+    if is_last():
+        time.sleep(600)
+
+
+CASES = {
+    "passes": lambda: None,
+    "on the last rank alone": fails,
+    "the last rank dies": dies,
+    "the last rank is stuck": is_stuck,
+}

@@ -7,37 +7,71 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel import world
+from tests.parallel.world import Ranks, cases_of
+
+CASES = (
+    "collectives_cases",
+    "exchange_cases",
+    "context_cases",
+    "lifecycle_cases",
+    "composition_cases",
+    "trainer_cases",
+)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_ranks_agree_with_one_process(size, tmp_path):
-    modules = ["collectives_cases", "exchange_cases", "context_cases", "lifecycle_cases", "composition_cases"]
-    world.run([*modules, "trainer_cases"], size, tmp_path)
+def each_case(size, *modules):
+    found = [(module, name) for module in modules for name in cases_of(module, size)]
+    ids = [f"{module.removesuffix('_cases')}: {name}" for module, name in found]
+    return pytest.mark.parametrize(("module", "name"), found, ids=ids)
+
+
+@each_case(2, *CASES)
+def test_two_ranks_agree_with_one_process(run_on, module, name):
+    run_on(2, module, name)
 
 
 @pytest.mark.slow
-def test_ranks_agree_with_what_wraps_models(tmp_path):
-    world.run(["library_cases", "every_type_cases"], 2, tmp_path)
+@each_case(4, *CASES)
+def test_four_ranks_agree_with_one_process(run_on, module, name):
+    run_on(4, module, name)
+
+
+@pytest.mark.slow
+@each_case(2, "library_cases", "every_type_cases")
+def test_ranks_agree_with_what_wraps_models(run_on, module, name):
+    run_on(2, module, name)
 
 
 @pytest.mark.slow
 def test_every_type_is_shared_or_refused_as_the_readme_says():
     root = Path(__file__).parents[2]
     result = subprocess.run(
-        [sys.executable, "-m", "tests.parallel.every_type_cases"], capture_output=True, text=True, cwd=root, timeout=300
+        [sys.executable, "-m", "tests.parallel.every_type"], capture_output=True, text=True, cwd=root, timeout=300
     )
-    assert result.returncode == 0, result.stdout[-2000:]
+    assert result.returncode == 0, result.stderr[-2000:]
     exact, refused = map(int, re.search(r"\{'exact': (\d+), 'refused:': (\d+)\}", result.stdout).groups())
     said = f"Of the {exact + refused} types that are packed exactly, {exact} can be shared by ranks, and {refused} are"
     assert said in " ".join((root / "README.md").read_text(encoding="utf-8").split())
 
 
 @pytest.mark.interpreter
-def test_ranks_agree_with_the_kernels(tmp_path):
-    world.run(["kernel_cases"], 2, tmp_path)
+@each_case(2, "kernel_cases")
+def test_ranks_agree_with_the_kernels(run_on, module, name):
+    run_on(2, module, name)
 
 
-def test_a_failure_on_one_rank_is_seen(tmp_path):
-    with pytest.raises(AssertionError, match=r"(?s)on the last rank alone failed:.*ValueError: as it should"):
-        world.run(["failing_cases"], 2, tmp_path)
+def test_a_failure_on_one_rank_is_seen():
+    pool = Ranks(2)
+    pool.run("failing_cases", "passes")
+    with pytest.raises(AssertionError, match=r"(?s)rank 0 of 2.*on the last rank alone failed:.*ValueError: as it"):
+        pool.run("failing_cases", "on the last rank alone")
+    assert pool.ended
+
+
+def test_a_rank_that_dies_or_gets_stuck_is_seen():
+    with pytest.raises(AssertionError, match=r"the last rank dies: died"):
+        Ranks(2).run("failing_cases", "the last rank dies")
+    pool = Ranks(2)
+    pool.run("failing_cases", "passes")
+    with pytest.raises(AssertionError, match=r"the last rank is stuck: stuck"):
+        pool.run("failing_cases", "the last rank is stuck", patience=2)

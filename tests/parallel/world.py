@@ -1,19 +1,23 @@
-"""Several processes with a gloo group run lists of cases; they are started once for all lists, as that is what costs.
+"""Processes of a gloo group that run cases. They are started once and reused, because starting is what takes time.
 
-A module of cases has a dictionary CASES of functions; each process calls all of them in order. A case is red where it
-raises on any rank. What gets stuck ends after STUCK seconds, and all of it after `timeout`.
+A module of cases has a dictionary CASES of functions without arguments. Every rank calls the same case; it is red where
+any rank raises. A pool in which a case was red is not used again.
 """
 
 import datetime
-import json
 import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import redirect_stdout
 from importlib import import_module
+from io import StringIO
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
@@ -23,86 +27,122 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
 STUCK = 20  # seconds after which a collective gives up
+PATIENCE = 240  # seconds for a case
 
 
-def run(modules: list[str], size: int, folder: Path, timeout: float = 240) -> None:
-    """Run the cases of tests.parallel.<module> in `size` processes; AssertionError with all failures of all ranks."""
-    command = [sys.executable, "-m", "tests.parallel.world", ",".join(modules), str(size), str(folder)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    # A session of its own, which ends as a whole.
-    world = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=environment, start_new_session=True)
-    try:
-        codes = json.loads(world.communicate(timeout=timeout)[0] or "null") or ["not started"] * size
-    except subprocess.TimeoutExpired:
-        codes = ["timed out"] * size
-    finally:
-        if world.poll() is None:
-            os.killpg(world.pid, signal.SIGKILL)
-            world.wait()
-    texts = [f"--- rank {rank} of {size} ({codes[rank]})\n{read(log_of(folder, rank))}" for rank in range(size)]
-    assert codes == [0] * size, "\n".join(texts)
+class Ranks:
+    """A pool of processes, one for each rank."""
+
+    def __init__(self, size: int) -> None:
+        self.size, self.ended = size, False
+        self._folder = tempfile.TemporaryDirectory()
+        self._pipes, theirs = zip(*(Pipe() for _ in range(size)), strict=True)
+        descriptors = [one.fileno() for one in theirs]
+        # A session of its own, which ends as a whole.
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.parallel.world", self._folder.name, *map(str, descriptors)],
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            pass_fds=descriptors,
+            start_new_session=True,
+        )
+        for one in theirs:
+            one.close()
+
+    def run(self, module: str, name: str, patience: float = PATIENCE) -> str:
+        """Run a case of tests.parallel.<module> on every rank; what the first rank printed.
+
+        Raises:
+            AssertionError: what every rank reported, where one has raised, died or got stuck.
+        """
+        deadline = time.monotonic() + patience
+        reports = [self._ask(pipe, rank, (module, name), deadline) for rank, pipe in self._sent((module, name))]
+        if any(error for _, error in reports):
+            self.close()
+            raise AssertionError(
+                "\n".join(f"--- rank {i} of {self.size}\n{text}{error}" for i, (text, error) in enumerate(reports))
+            )
+        return reports[0][0]
+
+    def _sent(self, case: tuple[str, str]) -> list[tuple[int, Connection]]:
+        for pipe in self._pipes:
+            pipe.send(case)
+        return list(enumerate(self._pipes))
+
+    def _ask(self, pipe: Connection, rank: int, case: tuple[str, str], deadline: float) -> tuple[str, str]:
+        """What a rank printed, and its error or ""."""
+        try:
+            if pipe.poll(max(0.0, deadline - time.monotonic())):
+                return pipe.recv()
+            error = "stuck"
+        except (EOFError, OSError):
+            error = "died"
+        log = log_of(Path(self._folder.name), rank)
+        return "", f"{' '.join(case)}: {error}\n{log.read_text() if log.exists() else ''}"
+
+    def close(self) -> None:
+        """End all processes of the pool."""
+        if not self.ended:
+            self.ended = True
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            for pipe in self._pipes:
+                pipe.close()
+            self._folder.cleanup()
 
 
 def log_of(folder: Path, rank: int) -> Path:
+    """What a rank has written to its standard error."""
     return folder / f"rank{rank}.txt"
 
 
-def read(log: Path) -> str:
-    return log.read_text() if log.exists() else ""
-
-
-def start(modules: list[str], size: int, folder: Path) -> list[int]:
-    """Fork the ranks, when everything has been imported once; their exit statuses."""
-    for module in modules:
-        import_module(f"tests.parallel.{module}")
-    children = [os.fork() or _be(rank, modules, size, folder) for rank in range(size)]
-    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-
-
-def _be(rank: int, modules: list[str], size: int, folder: Path) -> NoReturn:
-    log = os.open(log_of(folder, rank), os.O_WRONLY | os.O_CREAT)
-    for stream in (1, 2):
-        os.dup2(log, stream)
-    code = 1
-    try:
-        code = work(modules, size, str(folder / "store"), rank)
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def cases_of(module: str, size: int) -> list[tuple[str, Callable[[], None]]]:
+def cases_of(module: str, size: int) -> dict[str, Callable[[], None]]:
     """A module's cases by name; more than two ranks run those of ALSO_ON_FOUR alone, where it has that."""
     home = import_module(f"tests.parallel.{module}")
     chosen = home.CASES if size == 2 else getattr(home, "ALSO_ON_FOUR", home.CASES)
-    return [(name, home.CASES[name]) for name in chosen]
+    return {name: home.CASES[name] for name in chosen}
 
 
-def work(modules: list[str], size: int, store: str, rank: int) -> int:
+def start(folder: Path, pipes: list[Connection]) -> None:
+    """Fork the ranks, after what nearly all cases need has been imported once."""
+    import_module("tests.parallel.context_cases")
+    children = [os.fork() or _be(rank, folder, pipes) for rank in range(len(pipes))]
+    for pipe in pipes:
+        pipe.close()  # a rank that dies closes its pipe then, which the pool sees
+    for child in children:
+        os.waitpid(child, 0)
+
+
+def _be(rank: int, folder: Path, pipes: list[Connection]) -> NoReturn:
+    for other in range(len(pipes)):
+        if other != rank:
+            pipes[other].close()
+    os.dup2(os.open(log_of(folder, rank), os.O_WRONLY | os.O_CREAT), 2)
+    try:
+        _serve(rank, len(pipes), folder, pipes[rank])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _serve(rank: int, size: int, folder: Path, pipe: Connection) -> None:
     torch.set_num_threads(1)
     timeout = datetime.timedelta(seconds=STUCK)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size, timeout=timeout)
-    failures = 0
-    cases = [item for module in modules for item in cases_of(module, size)]
-    for name, case in cases:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timeout)
+    while True:
+        module, name = pipe.recv()
         torch.manual_seed(0)
-        started = time.monotonic()
-        failed = True
+        error, printed = "", StringIO()
         try:
-            case()
-            failed = False
+            with redirect_stdout(printed):
+                import_module(f"tests.parallel.{module}").CASES[name]()
         except (Exception, pytest.fail.Exception):
-            print(f"{name} failed:\n{traceback.format_exc()}", flush=True)
-        verdicts: list = [None] * size
-        dist.all_gather_object(verdicts, failed)  # raises where a rank is stuck in a case that another one left
-        failures += any(verdicts)
-        print(f"{name}: {time.monotonic() - started:.2f} s", flush=True)
-    dist.destroy_process_group()
-    return int(failures > 0)
+            error = f"{name} failed:\n{traceback.format_exc()}"
+        pipe.send((printed.getvalue(), error))
+        dist.barrier()  # raises where a rank is stuck in a case that another one left
 
 
 if __name__ == "__main__":
-    print(json.dumps(start(sys.argv[1].split(","), int(sys.argv[2]), Path(sys.argv[3]))))
+    start(Path(sys.argv[1]), [Connection(int(descriptor)) for descriptor in sys.argv[2:]])

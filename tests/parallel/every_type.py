@@ -1,0 +1,28 @@
+"""`python -m tests.parallel.every_type`: every causal model type on two ranks, exact or refused."""
+
+from collections import Counter
+
+import torch
+
+from tests.parallel.every_type_cases import verdict
+from tests.parallel.world import Ranks
+from tests.patches.test_every_model import EXACT
+
+
+def sweep():
+    counts = Counter()
+    for name in EXACT:
+        torch.manual_seed(0)
+        found = verdict(name)
+        counts[found.split()[0]] += 1
+        print(f"{name}: {found}")
+    print(dict(counts))
+    assert not counts["WRONG"]
+
+
+CASES = {"every type": sweep}
+
+if __name__ == "__main__":
+    pool = Ranks(2)
+    print(pool.run("every_type", "every type", patience=300))
+    pool.close()
