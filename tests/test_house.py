@@ -34,11 +34,9 @@ ALLOWED = {
     "patches": GROUND | {"attention"},
     "testing": GROUND | {"attention", "backends", "patches"},
     "cli": GROUND | {"attention", "backends", "flash_attn", "kernels", "packing", "parallel", "patches", "testing"},
-    "hub": {"flash_attn", "patches"},
     "integrations": GROUND | {"patches"},
-    "registration": {"hub", "patches"},
     "__main__": {"cli"},
-    "__init__": GROUND | {"attention", "flash_attn", "kernels", "packing", "parallel", "patches", "registration"},
+    "__init__": GROUND | {"attention", "flash_attn", "kernels", "packing", "parallel", "patches"},
 }
 
 # Heavy or optional packages, and the rooms that may import them at all.
@@ -52,7 +50,7 @@ GUESTS = {
     "rich": {"cli"},
     "torch.distributed": {"cli", "packing", "parallel"},
     "tqdm": {"cli"},
-    "transformers": {"cli", "hub", "parallel", "patches", "testing"},
+    "transformers": {"cli", "parallel", "patches", "testing"},
     "triton": {"attention", "backends", "kernels"},
     "typer": {"cli"},
 }

@@ -3,8 +3,6 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from tritonpack.registration import register_with_transformers
-
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
@@ -29,6 +27,7 @@ if TYPE_CHECKING:
     from tritonpack.parallel import AllGatherWithGrad as AllGatherWithGrad
     from tritonpack.parallel.context import SequenceParallel as SequenceParallel
     from tritonpack.patches import patch as patch
+    from tritonpack.patches import register as register
     from tritonpack.patches import unpatch as unpatch
 
 # Public name -> the module it comes from (or is, where both are the same), imported when first asked for: packing needs
@@ -54,6 +53,7 @@ _HOMES = {
     "pack_dataset": "packing",
     "pack_stream": "packing",
     "patch": "patches",
+    "register": "patches",
     "unpatch": "patches",
     "varlen_attention": "attention",
 }
@@ -72,6 +72,3 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
-
-
-register_with_transformers()  # for from_pretrained(..., attn_implementation="tritonpack")

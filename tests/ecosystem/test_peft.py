@@ -155,6 +155,7 @@ def test_saved_adapters_hold_no_trace(tmp_path: Any) -> None:
     tiny_model("mistral").save_pretrained(tmp_path / "base")
     model = with_lora(AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float64))
     expected = alone(model)
+    tritonpack.register()
     tritonpack.patch(model)
     model.save_pretrained(tmp_path / "adapter")
     assert not [path for path in (tmp_path / "adapter").glob("*.json") if "tritonpack" in path.read_text()]

@@ -95,6 +95,7 @@ def test_attention_by_name(padded: Padded, tmp_path: Path) -> None:
     """A model that was loaded with our attention and not patched."""
     expected = padded("mistral")
     model = tiny_model("mistral")
+    tritonpack.register()
     model.set_attn_implementation("tritonpack")
     assert distance(expected, trained(make_trainer(model, PACKERS["flattening"](), tmp_path))) < EXACT
 

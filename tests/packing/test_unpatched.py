@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from tests.packing.test_training import tiny_llama
-from tritonpack import PackingCollator, PackingWarning, notices, patch
+from tritonpack import PackingCollator, PackingWarning, notices, patch, register
 
 pytest.importorskip("transformers.modeling_utils")
 
@@ -65,6 +65,7 @@ def test_silent_while_a_model_is_patched():
 
 def test_a_model_built_with_our_name_is_patched():
     model = tiny_llama()
+    register()
     named = type(model)._from_config(model.config, attn_implementation="tritonpack")
     assert not heard(collate)
     del named

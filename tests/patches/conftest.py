@@ -1,8 +1,17 @@
 """Shared by the tests of patches."""
 
+from importlib.util import find_spec
 from typing import Any
 
 import pytest
+
+import tritonpack
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _registered() -> None:
+    if find_spec("transformers"):
+        tritonpack.register()
 
 
 @pytest.fixture

@@ -51,14 +51,6 @@ def test_around_the_attention_that_was_patched() -> None:
         model(**MIXED)
 
 
-def test_around_the_name_with_a_slash() -> None:
-    """The one that accelerate accepts."""
-    name = "tritonpack/flash-attn"
-    model = tiny_model("llama", dtype=torch.float32, attn_implementation=name)
-    with ulysses(name), pytest.raises(tritonpack.UnsupportedModelError, match="Ulysses"):
-        model(**MIXED)
-
-
 def test_another_function_under_our_name() -> None:
     model = tiny_model("llama", dtype=torch.float32)
     with (

@@ -19,9 +19,9 @@ from transformers import PreTrainedModel
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.applied import Applied, applied_to
 from tritonpack.patches.current import Current, InstanceForward
-from tritonpack.patches.interface import ALIAS, NAMES
+from tritonpack.patches.interface import NAMES, register_functions
 
-OURS = (NAMES["tritonpack"], ALIAS)
+OURS = NAMES["tritonpack"]
 ASKED = "_tritonpack_asked"  # set on a model between the choice of its attention and the end of its construction
 
 
@@ -39,8 +39,13 @@ class Refused(InstanceForward):
         raise UnsupportedModelError(f"{self.reason} It was given attn_implementation={NAMES['tritonpack']!r}.")
 
 
-def patch_named_models() -> None:
-    """Patch every model that is built with our name from now on; a second call changes nothing."""
+def register() -> None:
+    """Make `attn_implementation="tritonpack"` known to transformers, for this process.
+
+    A model that is built, loaded or renamed with it from now on is patched like one given to `patch`, which calls this.
+    A model that can't be packed exactly is refused in its first call. A second call changes nothing.
+    """
+    register_functions()
     if hasattr(PreTrainedModel.post_init, "tritonpack_follows"):
         return
     post_init, set_name = PreTrainedModel.post_init, PreTrainedModel.set_attn_implementation
@@ -48,7 +53,7 @@ def patch_named_models() -> None:
 
     @wraps(check)
     def check_and_note(self: PreTrainedModel, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
-        if attn_implementation in OURS and _has_its_own_attention(type(self)):  # type: ignore[arg-type]
+        if attn_implementation == OURS and _has_its_own_attention(type(self)):  # type: ignore[arg-type]
             self.__dict__[ASKED] = True
             attn_implementation = None
         return check(self, attn_implementation, *args, **kwargs)
@@ -68,7 +73,7 @@ def patch_named_models() -> None:
         for refused in _refused(self):
             refused.remove()
         result = set_name(self, attn_implementation, *args, **kwargs)
-        asked = attn_implementation in OURS if isinstance(attn_implementation, str) else _is_named(self.config)
+        asked = attn_implementation == OURS if isinstance(attn_implementation, str) else _is_named(self.config)
         if isinstance(attn_implementation, str) and not asked:
             _rename(self, attn_implementation)
         for model in [applied.model for applied in named] or [self]:
@@ -84,7 +89,7 @@ def patch_named_models() -> None:
 def _rename(model: PreTrainedModel, name: str) -> None:
     """Take our name from configurations of models whose attention asks for no name: transformers leaves it there."""
     for module in model.modules():
-        if isinstance(module, PreTrainedModel) and module.config._attn_implementation_internal in OURS:
+        if isinstance(module, PreTrainedModel) and module.config._attn_implementation_internal == OURS:
             module.config._attn_implementation_internal = name
 
 
@@ -136,7 +141,7 @@ def _refused(model: PreTrainedModel) -> list[Refused]:
 
 def _is_named(config: Any) -> bool:
     """Whether a configuration, or a part of it, has our name."""
-    if getattr(config, "_attn_implementation_internal", None) in OURS:
+    if getattr(config, "_attn_implementation_internal", None) == OURS:
         return True
     return any(
         _is_named(getattr(config, part)) for part in getattr(config, "sub_configs", None) or {} if hasattr(config, part)

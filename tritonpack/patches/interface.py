@@ -24,24 +24,23 @@ from tritonpack.patches.positions import temperature
 from tritonpack.patches.reading import OpenMask
 from tritonpack.patches.towers import MORE_THAN_A_TOWER, attend_in_tower, takes_tokens
 
-# What a patched model's config calls its attention, by who attends; and a second name for stacks that want a slash.
+# What a patched model's config calls its attention, by which attention runs.
 NAMES = {
     "tritonpack": "tritonpack",
     "sdpa": "tritonpack_sdpa",
     "eager": "tritonpack_eager",
     "dense": "tritonpack_dense",
 }
-ALIAS = "tritonpack/flash-attn"
 
 
 def stock_name(module: PreTrainedModel, before: str | None) -> str:
     """The name that a module's attention had before its patch, or transformers' default where that was ours."""
-    if before is None or before in (*NAMES.values(), ALIAS):
+    if before is None or before in NAMES.values():
         return "sdpa" if module._supports_sdpa else "eager"
     return before
 
 
-def register() -> None:
+def register_functions() -> None:
     """Make the names known to transformers; no model uses them before it is patched or asks for them."""
     for name, function in FUNCTIONS.items():
         AttentionInterface.register(name, function)
@@ -268,8 +267,8 @@ def _claimed(module: nn.Module, mask: Any, key: Tensor, arguments: dict[str, Any
         raise ValueError(
             f"the attention of {type(module).__name__} is named {attention!r}, but its model isn't patched, so packed "
             "documents would not be told apart. Call tritonpack.patch(model). Models that are loaded with "
-            "attn_implementation='tritonpack' are patched when they are built, if tritonpack was imported before; a "
-            "name that is written into a configuration later isn't seen."
+            "attn_implementation='tritonpack' are patched when they are built, after tritonpack.register(); a name "
+            "that is written into a configuration later isn't seen."
         )
     return mask.claim(arguments, Serving(attention, "auto"))
 
@@ -280,5 +279,4 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     NAMES["sdpa"]: attend_sdpa,
     NAMES["eager"]: attend_eager,
     NAMES["dense"]: attend_sdpa,
-    ALIAS: attend,
 }

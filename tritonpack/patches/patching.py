@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from tritonpack.attention import Backend
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches import interface
 from tritonpack.patches.applied import Applied, applied_to, to_the_end
+from tritonpack.patches.by_name import register
 from tritonpack.patches.families import BOTH_WAYS, DENSE, PROMPT_TYPES, REFUSED, REFUSED_LAYERS
 from tritonpack.patches.forwards import takes_tokens_and_mask
 from tritonpack.patches.hand import HAND_WRITTEN, fits
@@ -213,7 +213,7 @@ def _evident_modules(model: nn.Module, attention: str, backend: Backend) -> tupl
     def patch_untried(small: nn.Module, layout: Layout) -> None:
         Applied(small, _modules_for(small, layout, attention), attention, "auto", [], layout).apply()
 
-    interface.register()
+    register()
     refusals: list[UnsupportedModelError] = []
     for layout in LAYOUTS:
         try:

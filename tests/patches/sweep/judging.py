@@ -169,6 +169,7 @@ class Trial:
 
     def _prepared(self, how: str, patch: Any) -> Patched:
         if how == "name":
+            tritonpack.register()
             return building.build(self.case, dtype=self.dtype, attn_implementation="tritonpack"), nullcontext()
         # Not the model that ran: its recurrent layers may have kept a state.
         model = building.build(self.case, dtype=self.dtype)

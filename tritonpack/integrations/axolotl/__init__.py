@@ -21,7 +21,6 @@ from weakref import WeakSet
 from torch import nn
 
 from tritonpack.patches import patch, unpatch
-from tritonpack.patches.interface import ALIAS, NAMES, register
 
 logger = logging.getLogger(__name__)
 
@@ -62,19 +61,18 @@ class TritonpackPlugin(_BasePlugin):
     def register(self, cfg: MutableMapping[str, Any]) -> None:
         """Before axolotl checks the config: choose an attention to load models with, if the config doesn't.
 
-        axolotl takes names that it knows or that hold a slash, and reads the choice before `pre_model_load`.
+        The patch takes its place afterwards. axolotl takes no name that it doesn't know.
         """
-        if cfg.get("attn_implementation") == NAMES["tritonpack"] or not any(cfg.get(choice) for choice in CHOICES):
+        if cfg.get("attn_implementation") == "tritonpack" or not any(cfg.get(choice) for choice in CHOICES):
             attention = _options(cfg)["attention"]
-            cfg["attn_implementation"] = attention if attention in ("sdpa", "eager") else ALIAS
+            cfg["attn_implementation"] = attention if attention in ("sdpa", "eager") else "sdpa"
 
     def load_datasets(self, cfg: MutableMapping[str, Any], preprocess: bool = False) -> None:
         """Nothing is loaded, but from here on axolotl lays its batches out for attention that packs."""
         _declare_packing(cfg)
 
     def pre_model_load(self, cfg: MutableMapping[str, Any]) -> None:
-        """Make the names known with which models may be loaded."""
-        register()
+        """axolotl has checked the config, and derived from it anew how batches are laid out."""
         _declare_packing(cfg)
 
     def post_model_load(self, cfg: MutableMapping[str, Any], model: nn.Module) -> None:
