@@ -7,7 +7,6 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from importlib import import_module
 from typing import Any
 
 import pytest
@@ -15,10 +14,9 @@ import torch
 from torch import Tensor
 
 from tests import invariance
-from tritonpack import BackendUnavailableError, BlockDiagonalMask, varlen_attention
+from tritonpack import BackendUnavailableError, BlockDiagonalMask, backends, varlen_attention
 from tritonpack.attention import resolve_backend
-from tritonpack.backends import blocked, reference
-from tritonpack.ops import MODULES
+from tritonpack.backends import blocked, load, reference
 from tritonpack.testing import CASES, Case, Inputs, check_backend, make_inputs
 from tritonpack.testing.tolerance import ROW_OUTPUTS, run, run_plain
 
@@ -445,7 +443,7 @@ def test_bad_input_is_refused_with_its_reason(name: str) -> None:
 class TestBackends:
     @pytest.mark.parametrize(("name", "module"), [("reference", reference), ("blocked", blocked), ("auto", blocked)])
     def test_a_name_is_a_module(self, name: Any, module: Any) -> None:
-        assert import_module(MODULES[resolve_backend(name, torch.zeros(4, 2, 16))]) is module
+        assert load(resolve_backend(name, torch.zeros(4, 2, 16))) is module
 
     @pytest.mark.parametrize("name", ["reference", "blocked"])
     def test_a_named_backend_does_not_fall_back(self, name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -459,31 +457,32 @@ class TestBackends:
             call(backend=name)
 
     def test_the_triton_backend_needs_a_gpu_or_the_interpreter(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        knobs = pytest.importorskip("triton").knobs
-        monkeypatch.setattr(knobs.runtime, "interpret", False)
+        pytest.importorskip("triton")
+        monkeypatch.setattr("tritonpack.backends.triton.INTERPRETED", False)
         with pytest.raises(BackendUnavailableError, match="needs tensors on a GPU; got cpu"):
             call(backend="triton")
 
     def test_the_triton_backend_has_no_float64(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        knobs = pytest.importorskip("triton").knobs
-        monkeypatch.setattr(knobs.runtime, "interpret", True)
+        pytest.importorskip("triton")
+        monkeypatch.setattr("tritonpack.backends.triton.INTERPRETED", True)
         with pytest.raises(BackendUnavailableError, match="takes bfloat16, float16 and float32; got float64"):
             call(backend="triton", **{name: torch.zeros(4, 2, 16, dtype=torch.float64) for name in "qkv"})
 
-    def test_the_triton_backend_needs_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    @pytest.mark.parametrize("name", ["triton", "gluon"])
+    def test_these_backends_need_triton(self, name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        for module in [one for one in sys.modules if one.split(".")[0] == "triton"]:
+            monkeypatch.setitem(sys.modules, module, None)
+        for module in ("triton", "gluon"):
+            monkeypatch.delitem(sys.modules, f"tritonpack.backends.{module}", raising=False)
+            monkeypatch.delattr(backends, module, raising=False)
         monkeypatch.setitem(sys.modules, "triton", None)
         with pytest.raises(BackendUnavailableError, match=r"needs Triton 3\.6 or later, which can't be imported here"):
-            call(backend="triton")
+            call(backend=name)
         assert call(backend="auto").shape == (4, 2, 16)
 
     def test_the_gluon_backend_needs_a_hopper_gpu(self) -> None:
         pytest.importorskip("triton")
         with pytest.raises(BackendUnavailableError, match=r"Hopper GPU \(sm_90\), and has no interpreter; got cpu"):
-            call(backend="gluon")
-
-    def test_the_gluon_backend_needs_triton(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setitem(sys.modules, "triton.experimental.gluon.nvidia.hopper", None)
-        with pytest.raises(BackendUnavailableError, match=r"needs Triton 3\.6 or later, whose Gluon can't be imported"):
             call(backend="gluon")
 
     @pytest.mark.gpu

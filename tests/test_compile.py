@@ -1,5 +1,6 @@
 """torch.compile: one graph, no recompilation when lengths change, and operators that keep torch's rules."""
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonpack import BlockDiagonalMask, varlen_attention
+from tritonpack.backends import Backend
 from tritonpack.ops import Arguments
 from tritonpack.options import make_options
 from tritonpack.testing import Case, make_inputs
@@ -19,9 +21,11 @@ def _fresh_compiler() -> None:
     torch._dynamo.reset()
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sinks: Tensor, backend: Backend = "auto"
+) -> tuple[Tensor, Tensor]:
     mask = BlockDiagonalMask.from_cu_seqlens(cu_seqlens, total_q=q.shape[0])
-    return varlen_attention(q, k, v, mask, sinks=sinks, softcap=20.0, return_lse=True)
+    return varlen_attention(q, k, v, mask, sinks=sinks, softcap=20.0, return_lse=True, backend=backend)
 
 
 def tensors(lengths: list[int]) -> tuple[Tensor, ...]:
@@ -45,7 +49,9 @@ def test_one_graph_forward_and_backward(backend: str) -> None:
             torch.testing.assert_close(got, expected)
 
 
-def test_new_lengths_compile_nothing() -> None:
+@pytest.mark.parametrize("backend", ["blocked", pytest.param("triton", marks=pytest.mark.interpreter)])
+def test_new_lengths_compile_nothing(backend: Backend) -> None:
+    """Backends are imported, and their tiles planned, within the graph."""
     graphs = 0
 
     def count(module: Any, inputs: Any) -> Any:
@@ -53,10 +59,11 @@ def test_new_lengths_compile_nothing() -> None:
         graphs += 1
         return module
 
-    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=count)
+    function = partial(attend, backend=backend)
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=count)
     for lengths in ([30, 5, 21], [7, 90, 4], [3, 3, 3], [64, 64, 1]):
         given = tensors(lengths)
-        for expected, got in zip(outputs(attend, *given), outputs(compiled, *given), strict=True):
+        for expected, got in zip(outputs(function, *given), outputs(compiled, *given), strict=True):
             torch.testing.assert_close(got, expected)
     assert graphs == 1
 

@@ -27,14 +27,14 @@ ALLOWED = {
     "options": {"checks", "errors", "masks"},
     "backends": GROUND | {"kernels"},
     "ops": GROUND | {"backends"},
-    "attention": GROUND | {"ops"},
+    "attention": GROUND | {"backends", "ops"},
     "flash_attn": GROUND | {"attention"},
     "packing": GROUND,
     "parallel": GROUND | {"attention", "ops", "patches"},
-    "patches": GROUND | {"attention"},
+    "patches": GROUND | {"attention", "backends"},
     "testing": GROUND | {"attention", "backends", "patches"},
     "cli": GROUND | {"attention", "backends", "flash_attn", "kernels", "packing", "parallel", "patches", "testing"},
-    "integrations": GROUND | {"patches"},
+    "integrations": GROUND | {"backends", "patches"},
     "__main__": {"cli"},
     "__init__": GROUND | {"attention", "flash_attn", "kernels", "packing", "parallel", "patches"},
 }
@@ -51,7 +51,7 @@ GUESTS = {
     "torch.distributed": {"cli", "packing", "parallel"},
     "tqdm": {"cli"},
     "transformers": {"cli", "parallel", "patches", "testing"},
-    "triton": {"attention", "backends", "kernels"},
+    "triton": {"backends", "kernels"},
     "typer": {"cli"},
 }
 

@@ -1,10 +1,4 @@
-"""varlen_attention: exact softmax attention over a packed batch, forward and backward, on the backend that fits.
-
-Every backend is two functions, called through the operators of `ops.py`:
-
-    forward(q, k, v, mask, options) -> (out, lse)
-    backward(dout, dlse, q, k, v, out, lse, mask, options) -> (dq, dk, dv, dsinks)
-"""
+"""varlen_attention: exact softmax attention over a packed batch, forward and backward, on the backend that fits."""
 
 from __future__ import annotations
 
@@ -13,13 +7,11 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
+from tritonpack.backends import BACKENDS, Backend, load
 from tritonpack.checks import check_choice, check_flag
-from tritonpack.errors import BackendUnavailableError
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
-from tritonpack.ops import MODULES, attend
+from tritonpack.ops import attend
 from tritonpack.options import make_options
-
-Backend = Literal["auto", "triton", "gluon", "blocked", "reference"]
 
 MAX_HEAD_DIM = 512
 
@@ -115,13 +107,7 @@ def varlen_attention(
         dropout_seed=dropout_seed,
         pack_invariant=pack_invariant,
     )
-    name = resolve_backend(backend, q)
-    if pack_invariant and name == "reference":
-        raise BackendUnavailableError(
-            "backend='reference' computes all documents in one product and can't be pack_invariant; use 'blocked' or "
-            "'triton'."
-        )
-    out, lse = attend(q, k, v, mask, options, name)
+    out, lse = attend(q, k, v, mask, options, resolve_backend(backend, q))
     return (out, lse) if return_lse else out
 
 
@@ -132,13 +118,10 @@ def resolve_backend(backend: Backend, q: Tensor) -> str:
         ValueError: an unknown name.
         BackendUnavailableError: the backend that was named can't run on these inputs.
     """
-    check_choice(backend, ("auto", *MODULES), "backend")
+    check_choice(backend, BACKENDS, "backend")
     if backend == "auto":
         backend = "triton" if q.is_cuda and q.dtype != torch.float64 else "blocked"
-    if backend == "triton":
-        _check_triton(q)
-    if backend == "gluon":
-        _check_gluon(q)
+    load(backend).check_device(q)
     return backend
 
 
@@ -197,44 +180,6 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask) -> No
         raise ValueError(
             f"the mask is for {mask.num_queries} queries and {mask.num_keys} keys, but q has {q.shape[0]} rows and k "
             f"{k.shape[0]}. Pass total_q and total_k if the tensors have slack rows past the last document."
-        )
-
-
-def _check_triton(q: Tensor) -> None:
-    try:
-        from triton import knobs
-    except ImportError as error:
-        raise BackendUnavailableError(
-            f"backend='triton' needs Triton 3.6 or later, which can't be imported here ({error}); install it or use "
-            "backend='blocked'."
-        ) from error
-    if not q.is_cuda and not knobs.runtime.interpret:
-        raise BackendUnavailableError(
-            f"backend='triton' needs tensors on a GPU; got {q.device}. Use backend='blocked' (or 'auto'), or set "
-            "TRITON_INTERPRET=1 "
-            "before Python starts to run the kernels in Triton's interpreter."
-        )
-    if q.dtype == torch.float64:
-        raise BackendUnavailableError(
-            "backend='triton' takes bfloat16, float16 and float32; got float64. Use backend='blocked' or 'reference'."
-        )
-
-
-def _check_gluon(q: Tensor) -> None:
-    """The machine alone; what the kernel takes, the backend checks when it plans a call."""
-    try:
-        import triton.experimental.gluon.nvidia.hopper  # noqa: F401
-    except ImportError as error:
-        raise BackendUnavailableError(
-            f"backend='gluon' needs Triton 3.6 or later, whose Gluon can't be imported here ({error}); install it or "
-            "use backend='auto'."
-        ) from error
-    hopper = q.is_cuda and not torch.version.hip and torch.cuda.get_device_capability(q.device) == (9, 0)
-    if not hopper:
-        name = torch.cuda.get_device_name(q.device) if q.is_cuda else str(q.device)
-        raise BackendUnavailableError(
-            f"backend='gluon' needs tensors on a Hopper GPU (sm_90), and has no interpreter; got {name}. Use "
-            "backend='auto'."
         )
 
 

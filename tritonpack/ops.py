@@ -7,24 +7,15 @@ token counts. They take tensors and numbers alone; `plan` makes these from a mas
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from importlib import import_module
-from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from tritonpack.backends import BackendModule, load
 from tritonpack.backends.schedule import Tiles
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
-
-MODULES = {
-    "triton": "tritonpack.backends.triton",
-    "gluon": "tritonpack.backends.gluon",
-    "blocked": "tritonpack.backends.blocked",
-    "reference": "tritonpack.backends.reference",
-}
-_TILED = ("triton", "gluon")  # those that plan tiles for a mask
 
 
 class Arguments(NamedTuple):
@@ -35,7 +26,7 @@ class Arguments(NamedTuple):
         query_start, query_stop: the bounds of the mask's transpose.
         forward_tiles, key_tiles, query_tiles: planned for the mask by `backends.triton.plan_tiles`.
         scale, softcap, sinks, alibi_slopes, dropout_p, dropout_seed, pack_invariant: as in `AttentionOptions`.
-        backend: a name of `MODULES`.
+        backend: a name of `backends.BACKENDS`, not "auto".
     """
 
     key_start: Tensor
@@ -78,9 +69,7 @@ def plan(
 ) -> Arguments:
     """What the operators take after their tensors; those of `attention_backward` need `backward=True`."""
     transposed = mask.transpose()
-    tiles = Tiles(None, None, None)
-    if backend in _TILED:
-        tiles = import_module(MODULES[backend]).plan_tiles(q, k, v, mask, options, backward=backward)
+    tiles = load(backend).plan_tiles(q, k, v, mask, options, backward=backward)
     return Arguments(
         key_start=mask.key_start,
         key_stop=mask.key_stop,
@@ -102,18 +91,18 @@ def plan(
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    module, mask, options, tiles = _unpack(k, Arguments(*arguments))
+    backend, mask, options, tiles = _unpack(k, Arguments(*arguments))
     with _plain_precision(q):
-        out, lse = module.forward(q, k, v, mask, options, *tiles)
+        out, lse = backend.forward(q, k, v, mask, options, tiles)
     return out.contiguous(), lse.contiguous()  # as the fakes below promise
 
 
 def _attention_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    module, mask, options, tiles = _unpack(k, Arguments(*arguments))
+    backend, mask, options, tiles = _unpack(k, Arguments(*arguments))
     with _plain_precision(q):
-        dq, dk, dv, dsinks = module.backward(dout, dlse, q, k, v, out, lse, mask, options, *tiles)
+        dq, dk, dv, dsinks = backend.backward(dout, dlse, q, k, v, out, lse, mask, options, tiles)
     return dq.contiguous(), dk.contiguous(), dv.contiguous(), lse.new_empty(0) if dsinks is None else dsinks
 
 
@@ -175,7 +164,7 @@ attention = torch.ops.tritonpack.attention.default
 attention_backward = torch.ops.tritonpack.attention_backward.default
 
 
-def _unpack(k: Tensor, given: Arguments) -> tuple[ModuleType, BlockDiagonalMask, AttentionOptions, tuple[Tiles, ...]]:
+def _unpack(k: Tensor, given: Arguments) -> tuple[BackendModule, BlockDiagonalMask, AttentionOptions, Tiles]:
     options = AttentionOptions(
         given.scale, given.softcap, given.sinks, given.alibi_slopes, given.dropout_p, given.dropout_seed,
         given.pack_invariant,
@@ -185,7 +174,7 @@ def _unpack(k: Tensor, given: Arguments) -> tuple[ModuleType, BlockDiagonalMask,
         given.query_start, given.query_stop, given.key_start.shape[0], trusted=True
     )
     tiles = Tiles(given.forward_tiles, given.key_tiles, given.query_tiles)
-    return import_module(MODULES[given.backend]), mask, options, (tiles,) if given.backend in _TILED else ()
+    return load(given.backend), mask, options, tiles
 
 
 def _plain_precision(q: Tensor) -> AbstractContextManager[Any]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tritonpack.backends.dropout import keep_mask
+from tritonpack.backends.schedule import NO_TILES, Tiles
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
 
@@ -75,11 +76,22 @@ class Plan:
 _plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
+def check_device(q: Tensor) -> None:
+    """Any device and dtype will do."""
+
+
+def plan_tiles(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, *, backward: bool
+) -> Tiles:
+    """Nothing on the device: the blocks are planned on the host, when they are computed (`_plan`)."""
+    return NO_TILES
+
+
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: Tiles = NO_TILES
 ) -> tuple[Tensor, Tensor]:
     """out (T_q, H, D_v) in q's dtype, lse (H, T_q) in float32 or float64; computed in that wider dtype."""
-    plan = plan_tiles(mask, options.pack_invariant)
+    plan = _plan(mask, options.pack_invariant)
     qs, ks, vs = _heads_first(q, k, v, plan)
     out = qs.new_zeros(*qs.shape[:3], v.shape[2])
     top = qs.new_full((*qs.shape[:3], 1), -math.inf)  # of the scores so far, [n, g, t, 1]
@@ -118,9 +130,10 @@ def backward(
     lse: Tensor,
     mask: BlockDiagonalMask,
     options: AttentionOptions,
+    tiles: Tiles = NO_TILES,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v, sinks (docs/math.md, section 3)."""
-    plan = plan_tiles(mask, options.pack_invariant)
+    plan = _plan(mask, options.pack_invariant)
     qs, ks, vs = _heads_first(q, k, v, plan)
     douts = _zero_rows(_split_heads(dout, ks), plan.blind_queries)
     delta = (_split_heads(out, ks) * douts).sum(-1, keepdim=True)
@@ -152,7 +165,7 @@ def backward(
     return _tokens_first(dq, q), dk.transpose(0, 1).to(k.dtype), dv.transpose(0, 1).to(v.dtype), dsinks
 
 
-def plan_tiles(mask: BlockDiagonalMask, pack_invariant: bool = False) -> Plan:
+def _plan(mask: BlockDiagonalMask, pack_invariant: bool = False) -> Plan:
     """The tiles that cover every row that sees something; waits for the mask's device, once per mask.
 
     Tiles begin where a row shares no key with the row above (a document begins), so that long documents fill their

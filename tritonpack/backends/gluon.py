@@ -1,6 +1,6 @@
 """The backend "gluon": forward by the Hopper kernel, backward by the Triton backend's. Asked for by name alone.
 
-The contract is that of tritonpack/attention.py, for 16-bit types, head dimensions 64, 128 and 256, and plain softmax.
+It takes 16-bit types, head dimensions 64, 128 and 256, and plain softmax alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,18 @@ from tritonpack.kernels.primitives import LOG2E
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
 
-__all__ = ["backward", "forward", "plan_tiles"]
+__all__ = ["backward", "check_device", "forward", "plan_tiles"]
+
+
+def check_device(q: Tensor) -> None:
+    """Refuse tensors that aren't on a Hopper GPU; what the kernel can't compute, `plan_tiles` refuses."""
+    hopper = q.is_cuda and not torch.version.hip and torch.cuda.get_device_capability(q.device) == (9, 0)
+    if not hopper:
+        name = torch.cuda.get_device_name(q.device) if q.is_cuda else str(q.device)
+        raise BackendUnavailableError(
+            f"backend='gluon' needs tensors on a Hopper GPU (sm_90), and has no interpreter; got {name}. Use "
+            "backend='auto'."
+        )
 
 
 def plan_tiles(

@@ -6,12 +6,34 @@ import torch
 from torch import Tensor
 
 from tritonpack.backends.dropout import keep_mask
+from tritonpack.backends.schedule import NO_TILES, Tiles
+from tritonpack.errors import BackendUnavailableError
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
 
 
+def check_device(q: Tensor) -> None:
+    """Any device and dtype will do."""
+
+
+def plan_tiles(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, *, backward: bool
+) -> Tiles:
+    """Nothing to plan.
+
+    Raises:
+        BackendUnavailableError: `pack_invariant`.
+    """
+    if options.pack_invariant:
+        raise BackendUnavailableError(
+            "backend='reference' computes all documents in one product and can't be pack_invariant; use 'blocked' or "
+            "'triton'."
+        )
+    return NO_TILES
+
+
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: Tiles = NO_TILES
 ) -> tuple[Tensor, Tensor]:
     """out (T_q, H, D_v) in q's dtype, lse (H, T_q) in float32 or float64; computed in that wider dtype."""
     q_, k_, v_ = _clean(q, k, v, mask)
@@ -34,6 +56,7 @@ def backward(
     lse: Tensor,
     mask: BlockDiagonalMask,
     options: AttentionOptions,
+    tiles: Tiles = NO_TILES,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v, sinks: the gradients of docs/math.md, section 3."""
     q_, k_, v_ = _clean(q, k, v, mask)

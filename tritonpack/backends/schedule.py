@@ -27,6 +27,9 @@ class Tiles(NamedTuple):
     queries: Tensor | None
 
 
+NO_TILES = Tiles(None, None, None)
+
+
 def tile_table(
     mask: BlockDiagonalMask,
     rows: int,

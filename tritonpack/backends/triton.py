@@ -1,4 +1,4 @@
-"""The Triton backend: hands tensors and a mask to the kernels. The contract is that of tritonpack/attention.py."""
+"""The Triton backend: hands tensors and a mask to the kernels."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import torch
 import triton
 from torch import Tensor
 from torch.nn.functional import pad
+from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tritonpack.backends.dropout import drop_below
 from tritonpack.backends.schedule import Tiles, tile_table
+from tritonpack.errors import BackendUnavailableError
 from tritonpack.kernels.backward import dkdv_kernel, dq_kernel
 from tritonpack.kernels.forward import forward_kernel
 from tritonpack.kernels.primitives import LOG2E
@@ -22,6 +24,21 @@ from tritonpack.options import AttentionOptions
 # The row statistics of every head begin at a multiple of so many rows: descriptors read 16 bytes at a time, and Triton
 # compiles anew for a stride that 16 divides and one that it does not.
 ROW_UNIT = 16
+
+INTERPRETED = bool(knobs.runtime.interpret)  # Triton decides when it is imported
+
+
+def check_device(q: Tensor) -> None:
+    """Refuse tensors that aren't on a GPU, unless the kernels are interpreted, and float64."""
+    if not q.is_cuda and not INTERPRETED:
+        raise BackendUnavailableError(
+            f"backend='triton' needs tensors on a GPU; got {q.device}. Use backend='blocked' (or 'auto'), or set "
+            "TRITON_INTERPRET=1 before Python starts to run the kernels in Triton's interpreter."
+        )
+    if q.dtype == torch.float64:
+        raise BackendUnavailableError(
+            "backend='triton' takes bfloat16, float16 and float32; got float64. Use backend='blocked' or 'reference'."
+        )
 
 
 def plan_tiles(

@@ -24,7 +24,7 @@ class Call:
         layout: which rows each rank owns.
         mask: of the whole batch.
         options: of attention, but for sinks, which travel as a differentiable argument.
-        backend: a name of `ops.MODULES`.
+        backend: a name of `backends.BACKENDS`.
     """
 
     ranks: Ranks

@@ -10,7 +10,8 @@ from typing import Literal
 from torch import nn
 from transformers import PreTrainedModel
 
-from tritonpack.attention import Backend
+from tritonpack.backends import BACKENDS, Backend
+from tritonpack.checks import check_choice
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.applied import Applied, applied_to, to_the_end
 from tritonpack.patches.by_name import register
@@ -99,7 +100,7 @@ def patch(
         model: a transformers model, or a module that holds one (PEFT's wrappers do).
         attention: "tritonpack" for the kernels; "sdpa" or "eager" keeps transformers' own attention and gives it the
             dense block-diagonal mask, O(T^2) memory.
-        backend: of the kernels, as `varlen_attention` takes it: "auto", "triton", "gluon", "blocked" or "reference".
+        backend: of the kernels, as `varlen_attention` takes it.
 
     Returns:
         A handle with `report` and `unpatch()`; as a context manager it unpatches on leaving.
@@ -108,10 +109,8 @@ def patch(
         UnsupportedModelError: (a ValueError) a family that can't be packed exactly; the message says why.
         ValueError: an unknown option, no model, or a part of a model that is patched in another way.
     """
-    if attention not in ATTENTIONS:
-        raise ValueError(f"attention must be 'tritonpack', 'sdpa' or 'eager'; got {attention!r}.")
-    if backend not in ("auto", "triton", "gluon", "blocked", "reference"):
-        raise ValueError(f"backend must be 'auto', 'triton', 'gluon', 'blocked' or 'reference'; got {backend!r}.")
+    check_choice(attention, ATTENTIONS, "attention")
+    check_choice(backend, BACKENDS, "backend")
     _require_model(model)
     modules, layout = _evident_modules(model, attention, backend)
     handle = None

@@ -4,19 +4,21 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
+from tritonpack.backends import Backend
+
 
 class TritonpackOptions(BaseModel):
     """What `tritonpack.patch` takes; an option that it doesn't know is a mistake.
 
     Attributes:
-        attention: who attends: the kernels, or transformers' own attention with a dense mask.
+        attention: which attention runs: the kernels, or transformers' own attention with a dense mask.
         backend: of the kernels.
     """
 
     model_config = ConfigDict(extra="forbid")
 
     attention: Literal["tritonpack", "sdpa", "eager"] = "tritonpack"
-    backend: Literal["auto", "triton", "gluon", "blocked", "reference"] = "auto"
+    backend: Backend = "auto"
 
 
 class TritonpackArgs(BaseModel):
