@@ -72,7 +72,8 @@ def capacity(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: boo
     if whole_documents:  # every document, and every run of rows that see nothing, before and after each
         known = mask.document_source is not None and mask.max_documents is not None
         stretches = 2 * mask.max_documents + 1 if known else total  # type: ignore[operator]
-    return min(total // rows + stretches, total)
+    # One more than needed: torch.compile makes a graph of its own for a table that may have a single entry.
+    return min(total // rows + stretches + 1, total)
 
 
 def _tiles(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: bool) -> Tensor:
@@ -98,9 +99,9 @@ def _cut(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: bool) -
         begins[:1] = True
     stretch = torch.where(begins, row, 0).cummax(0).values
     tiles_so_far = ((row - stretch) % rows == 0).cumsum(0, dtype=torch.int32)
-    number = torch.arange(1, capacity(mask, rows, long, whole_documents) + 1, device=mask.device, dtype=torch.int32)
-    first = torch.searchsorted(tiles_so_far, number, out_int32=True)
-    end = torch.cat([first[1:], first.new_full((1,), total)])
+    numbers = torch.arange(1, capacity(mask, rows, long, whole_documents) + 2, device=mask.device, dtype=torch.int32)
+    bounds = torch.searchsorted(tiles_so_far, numbers, out_int32=True)  # of tiles that don't exist: total
+    first, end = bounds[:-1], bounds[1:]
     keys = mask.key_stop[(end - 1).clamp(min=0)] - mask.key_start[first.clamp(max=total - 1)]
     order = torch.where(first < end, keys, -1).argsort(descending=True, stable=True)
     return torch.stack([first, end], dim=1)[order]

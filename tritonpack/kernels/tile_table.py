@@ -12,7 +12,6 @@ import json
 import os
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cache
-from math import gcd
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -296,7 +295,10 @@ def key_gradient_kernels(block_d: int, dtype: torch.dtype, arch: str) -> tuple[K
 
 def heads_per_tile(tile: Tile, group: int) -> int:
     """How many query heads share a tile, given how many share a key head: a power of two that divides these."""
-    return gcd(tile.heads, group)
+    heads = tile.heads  # a power of two; a loop, because torch.compile traces no gcd of a size that it keeps open
+    while group % heads:
+        heads //= 2
+    return heads
 
 
 @cache
