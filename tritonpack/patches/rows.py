@@ -40,6 +40,9 @@ ONE_NUMBER_A_TOKEN = re.compile(r"\w*ForPreTraining|TapasForQuestionAnswering")
 # Classes with features of texts that follow from their sound or their video.
 CONDITIONED = re.compile(r"(Clvp|XCLIP)Model\w*")
 
+# Classes whose states of a text and of its image are one sequence (B, T + patches, ...).
+IMAGE_AFTER_TEXT = re.compile(r"Vilt(Model|ForQuestionAnswering)")
+
 # Outputs (images, documents) of models that hold texts against images or sounds.
 OF_DOCUMENTS_ACROSS = re.compile(r"logits_per_(image|video|audio)|logits_audio_text")
 
@@ -223,6 +226,8 @@ class LaidBack:
             return first
         if name.endswith("attentions"):  # in one batch they are left as they are, by document
             return first if len(values) == 1 else None
+        if len(values) == 1 and first.ndim == 3 and IMAGE_AFTER_TEXT.fullmatch(self.model):
+            return _image_after_text(first, self.groups[0].sides[""])
         laid_back = [self._tokens(name, value, group) for value, group in zip(values, self.groups, strict=True)]
         tokens = [one for one in laid_back if one is not None]
         if len(tokens) == len(values):
@@ -275,3 +280,18 @@ class LaidBack:
     @property
     def _one_result(self) -> bool:
         return ONE_DOCUMENT_A_ROW.fullmatch(self.model) is not None
+
+
+def _image_after_text(value: Tensor, documents: Documents) -> Tensor:
+    """States (documents, longest + patches, ...) of texts and their images.
+
+    Rows of one document get theirs back, (B, T + patches, ...). Packed rows have no room for an image of each document,
+    so that those stay as they are, with zeros for padding between a text and its image.
+    """
+    text, image = value.tensor_split([documents.inside.shape[1]], dim=1)
+    if documents.packed:
+        return torch.cat([text.masked_fill(~documents.inside[..., None].to(text.device), 0), image], dim=1)
+    images = image.new_zeros((documents.tokens[0], *image.shape[1:])).index_copy(
+        0, documents.rows.to(image.device), image
+    )
+    return torch.cat([documents.lay_back(text), images], dim=1)
