@@ -224,8 +224,8 @@ class LaidBack:
             return self._loss(values)
         if self.across and OF_OTHERS.fullmatch(name):
             return first
-        if name.endswith("attentions"):  # in one batch they are left as they are, by document
-            return first if len(values) == 1 else None
+        if name.endswith("attentions"):
+            return self._weights(values, name)
         if len(values) == 1 and first.ndim == 3 and IMAGE_AFTER_TEXT.fullmatch(self.model):
             return _image_after_text(first, self.groups[0].sides[""])
         laid_back = [self._tokens(name, value, group) for value, group in zip(values, self.groups, strict=True)]
@@ -254,6 +254,25 @@ class LaidBack:
         weights = torch.stack([weight.to(values[0].device) for weight in self.weights])
         parts = torch.where(weights > 0, torch.stack([value.view(()) for value in values]), 0)
         return (parts * weights).sum() / weights.sum()
+
+    def _weights(self, values: Sequence[Tensor], name: str) -> Tensor:
+        """Weights of attention (documents, heads, longest, longest), as a padded batch gives them: those of several
+        lengths get zeros for padding."""
+        if len(values) == 1:
+            return values[0]
+        for value, group in zip(values, self.groups, strict=True):
+            if value.shape[:1] != (len(group),) or value.ndim != values[0].ndim:  # Reformer's, in chunks or not
+                raise ValueError(
+                    f"{self.model} gives {name} of shape {tuple(value.shape)} for {len(group)} documents of one "
+                    f"length, and {tuple(values[0].shape)} for {len(self.groups[0])} of another, which no one tensor "
+                    "can hold. Leave output_attentions out."
+                )
+        largest = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
+        found = values[0].new_zeros((len(self.order), *largest))
+        for value, group in zip(values, self.groups, strict=True):
+            inside = (group.numbers.to(value.device), *(slice(size) for size in value.shape[1:]))
+            found[inside] = value
+        return found
 
     def _tokens(self, name: str, value: Tensor, group: Group) -> Tensor | None:
         """An output with a value for each token of (documents, longest), in the packed rows (B, T, ...)."""
