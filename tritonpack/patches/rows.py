@@ -270,8 +270,12 @@ class LaidBack:
         largest = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
         found = values[0].new_zeros((len(self.order), *largest))
         for value, group in zip(values, self.groups, strict=True):
-            inside = (group.numbers.to(value.device), *(slice(size) for size in value.shape[1:]))
-            found[inside] = value
+            sizes = [
+                size
+                for most, n in zip(reversed(largest), reversed(value.shape[1:]), strict=True)
+                for size in (0, most - n)
+            ]
+            found[group.numbers.to(value.device)] = torch.nn.functional.pad(value, sizes)
         return found
 
     def _tokens(self, name: str, value: Tensor, group: Group) -> Tensor | None:
