@@ -109,6 +109,9 @@ class ModelForward(ByDocument):
         try:
             with kept_apart(self.module, packing) if first else nullcontext():
                 output = self.inner(**arguments)
+        except (ValueError, RuntimeError, IndexError) as error:
+            self._explain_labels(error, arguments, packing)
+            raise
         finally:
             self.current.tell(outer)
         if first:
@@ -190,6 +193,19 @@ class ModelForward(ByDocument):
             return self.inner(**arguments)
         finally:
             self.current.tell(outer)
+
+    def _explain_labels(self, error: Exception, arguments: dict[str, Any], packing: Packing) -> None:
+        """Raise where a call failed that had a label for each document, in a head that gives a result for each row."""
+        labels = arguments.get("labels")
+        if torch.compiler.is_compiling() or not isinstance(labels, Tensor) or labels.ndim != 1 or packing.cached:
+            return
+        documents = Documents.of(packing)
+        if documents is not None and len(documents) == labels.shape[0] and not packing.shared:
+            raise ValueError(
+                f"{self.name} failed with labels of shape {tuple(labels.shape)}, one for each of {len(documents)} "
+                f"documents: it isn't known to give one result a document, and its rows hold {len(documents)} in "
+                f"{packing.tokens[0]}. Give each document a row of its own."
+            ) from error
 
     def _require_nothing_of_rows(self, output: Any, packing: Packing, arguments: dict[str, Any]) -> None:
         """Refuse an output that has one value for each row, where rows hold several documents."""
