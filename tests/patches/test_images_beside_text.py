@@ -135,3 +135,27 @@ class TestAnswers:
         batch = FORMS["position_ids"](documents(LENGTHS))
         with patched(model), pytest.raises(ValueError, match="Tell documents apart on both sides"):
             model(input_ids=batch.ids, pixel_values=image(model), labels=batch.ids[:, :9], **batch.arguments)
+
+    def test_states_of_an_image_stay_whole_where_answers_are_as_long(self) -> None:
+        """BLIP's last_hidden_state is its image's, of as many patches as each answer here has tokens."""
+        model = built("BlipForQuestionAnswering")
+        config = model.config.vision_config
+        patches = (config.image_size // config.patch_size) ** 2 + 1
+        questions, answers = documents((3, 4)), documents((patches, patches))
+        with torch.no_grad():
+            alone = [
+                model(input_ids=q, pixel_values=image(model), decoder_input_ids=a, output_hidden_states=True)
+                for q, a in zip(questions, answers, strict=True)
+            ]
+            batch, answer = FORMS["position_ids"](questions), FORMS["position_ids"](answers)
+            with patched(model):
+                got = model(
+                    input_ids=batch.ids,
+                    pixel_values=image(model),
+                    decoder_input_ids=answer.ids,
+                    decoder_position_ids=answer.arguments["position_ids"],
+                    output_hidden_states=True,
+                    **batch.arguments,
+                )
+        torch.testing.assert_close(got.last_hidden_state, torch.cat([x.last_hidden_state for x in alone]))
+        torch.testing.assert_close(got.hidden_states[1], torch.cat([x.hidden_states[1] for x in alone]))

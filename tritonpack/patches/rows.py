@@ -43,6 +43,9 @@ CONDITIONED = re.compile(r"(Clvp|XCLIP)Model\w*")
 # Classes whose states of a text and of its image are one sequence (B, T + patches, ...).
 IMAGE_AFTER_TEXT = re.compile(r"Vilt(Model|ForQuestionAnswering)")
 
+# Classes whose states are those of their image, which may have as many patches as a document has tokens.
+STATES_OF_IMAGES = re.compile(r"BlipForQuestionAnswering")
+
 # Outputs (images, documents) of models that hold texts against images or sounds.
 OF_DOCUMENTS_ACROSS = re.compile(r"logits_per_(image|video|audio)|logits_audio_text")
 
@@ -281,7 +284,8 @@ class LaidBack:
     def _tokens(self, name: str, value: Tensor, group: Group) -> Tensor | None:
         """An output with a value for each token of (documents, longest), in the packed rows (B, T, ...)."""
         documents = group.side_of_output(name)
-        if documents is None or OF_OTHERS.fullmatch(name):
+        of_image = "hidden_state" in name and STATES_OF_IMAGES.fullmatch(self.model) is not None
+        if documents is None or of_image or OF_OTHERS.fullmatch(name):
             return None
         shape = documents.inside.shape
         if value.shape[:2] == shape and self._has_tokens(name, value):
