@@ -102,6 +102,9 @@ class ByDocument(InstanceForward):
         count = len(next(iter(documents.values())))
         if self.one_result and not one_choice:
             require_one_target_each("document", count, arguments, self.name)
+        labels = arguments.get("labels")
+        if isinstance(labels, Tensor) and (labels.ndim == 1 or (labels.ndim == 2 and labels.is_floating_point())):
+            require_one_target_each("document", count, {"labels": labels}, self.name)
         left_out = (*PACKING, *map(mask_of, documents), "logits_to_keep", "use_cache")
         kept = {name: x for name, x in arguments.items() if name not in left_out and not self._is_nothing(name, x)}
         if self.takes_use_cache:

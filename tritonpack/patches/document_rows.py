@@ -20,7 +20,7 @@ from tritonpack.patches.by_document import PACKING, ByDocument
 from tritonpack.patches.choices import Choices, compares_choices
 from tritonpack.patches.current import UNCLAIMED, Current, ModuleRef
 from tritonpack.patches.documents import Documents, require_one_document_a_row
-from tritonpack.patches.families import HEADS_SHIFT
+from tritonpack.patches.families import HEADS_SHIFT, LABELS_ARE_TOKENS
 from tritonpack.patches.hooks import CACHES
 from tritonpack.patches.interface import stock_name
 from tritonpack.patches.near_misses import refuse_near_misses
@@ -87,6 +87,8 @@ class DocumentRows(ByDocument):
             return self.run_choices(choices, arguments)
         if compares_choices(self.module):  # each choice holds one document
             return self.run_rows(arguments)
+        if self.name in LABELS_ARE_TOKENS and arguments.get("decoder_input_ids") is None:
+            arguments = {**arguments, "decoder_input_ids": arguments.get("labels")}
         cached = any(arguments.get(name) is not None for name in CACHES)
         packings = self._read(arguments, cached)
         taken = {name: x for name, x in arguments.items() if name not in READ or self.takes(name)}

@@ -40,6 +40,12 @@ ONE_NUMBER_A_TOKEN = re.compile(r"\w*ForPreTraining|TapasForQuestionAnswering")
 # Classes with features of texts that follow from their sound or their video.
 CONDITIONED = re.compile(r"(Clvp|XCLIP)Model\w*")
 
+# Classes whose states of a text and of its image are one sequence (B, T + patches, ...).
+IMAGE_AFTER_TEXT = re.compile(r"Vilt(Model|ForQuestionAnswering)")
+
+# Classes whose states are those of their image, which may have as many patches as a document has tokens.
+STATES_OF_IMAGES = re.compile(r"BlipForQuestionAnswering")
+
 # Outputs (images, documents) of models that hold texts against images or sounds.
 OF_DOCUMENTS_ACROSS = re.compile(r"logits_per_(image|video|audio)|logits_audio_text")
 
@@ -221,8 +227,10 @@ class LaidBack:
             return self._loss(values)
         if self.across and OF_OTHERS.fullmatch(name):
             return first
-        if name.endswith("attentions"):  # in one batch they are left as they are, by document
-            return first if len(values) == 1 else None
+        if name.endswith("attentions"):
+            return self._weights(values, name)
+        if len(values) == 1 and first.ndim == 3 and IMAGE_AFTER_TEXT.fullmatch(self.model):
+            return _image_after_text(first, self.groups[0].sides[""])
         laid_back = [self._tokens(name, value, group) for value, group in zip(values, self.groups, strict=True)]
         tokens = [one for one in laid_back if one is not None]
         if len(tokens) == len(values):
@@ -250,10 +258,34 @@ class LaidBack:
         parts = torch.where(weights > 0, torch.stack([value.view(()) for value in values]), 0)
         return (parts * weights).sum() / weights.sum()
 
+    def _weights(self, values: Sequence[Tensor], name: str) -> Tensor:
+        """Weights of attention (documents, heads, longest, longest), as a padded batch gives them: those of several
+        lengths get zeros for padding."""
+        if len(values) == 1:
+            return values[0]
+        for value, group in zip(values, self.groups, strict=True):
+            if value.shape[:1] != (len(group),) or value.ndim != values[0].ndim:  # Reformer's, in chunks or not
+                raise ValueError(
+                    f"{self.model} gives {name} of shape {tuple(value.shape)} for {len(group)} documents of one "
+                    f"length, and {tuple(values[0].shape)} for {len(self.groups[0])} of another, which no one tensor "
+                    "can hold. Leave output_attentions out."
+                )
+        largest = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
+        found = values[0].new_zeros((len(self.order), *largest))
+        for value, group in zip(values, self.groups, strict=True):
+            sizes = [
+                size
+                for most, n in zip(reversed(largest), reversed(value.shape[1:]), strict=True)
+                for size in (0, most - n)
+            ]
+            found[group.numbers.to(value.device)] = torch.nn.functional.pad(value, sizes)
+        return found
+
     def _tokens(self, name: str, value: Tensor, group: Group) -> Tensor | None:
         """An output with a value for each token of (documents, longest), in the packed rows (B, T, ...)."""
         documents = group.side_of_output(name)
-        if documents is None or OF_OTHERS.fullmatch(name):
+        of_image = "hidden_state" in name and STATES_OF_IMAGES.fullmatch(self.model) is not None
+        if documents is None or of_image or OF_OTHERS.fullmatch(name):
             return None
         shape = documents.inside.shape
         if value.shape[:2] == shape and self._has_tokens(name, value):
@@ -275,3 +307,18 @@ class LaidBack:
     @property
     def _one_result(self) -> bool:
         return ONE_DOCUMENT_A_ROW.fullmatch(self.model) is not None
+
+
+def _image_after_text(value: Tensor, documents: Documents) -> Tensor:
+    """States (documents, longest + patches, ...) of texts and their images.
+
+    Rows of one document get theirs back, (B, T + patches, ...). Packed rows have no room for an image of each document,
+    so that those stay as they are, with zeros for padding between a text and its image.
+    """
+    text, image = value.tensor_split([documents.inside.shape[1]], dim=1)
+    if documents.packed:
+        return torch.cat([text.masked_fill(~documents.inside[..., None].to(text.device), 0), image], dim=1)
+    images = image.new_zeros((documents.tokens[0], *image.shape[1:])).index_copy(
+        0, documents.rows.to(image.device), image
+    )
+    return torch.cat([documents.lay_back(text), images], dim=1)

@@ -32,6 +32,9 @@ LEFT_OUT = (
 # What a patched encoder-decoder model reads of each side, whatever its forward takes.
 READ = ("attention_mask", "position_ids", "seq_idx")
 
+# Encoders with a decoder whose configuration doesn't say so.
+WITH_DECODER = ("BlipForQuestionAnswering",)
+
 PER_TOKEN = ("attention_mask", "position_ids", "seq_idx", "token_type_ids")
 
 
@@ -94,6 +97,7 @@ class Subject:
         both = bool(getattr(self.config, "is_encoder_decoder", False)) and "decoder_input_ids" in self.names
         self.only_decoder = both and "input_ids" not in self.names
         self.both = both and not self.only_decoder and not self.sentence and "QuestionAnswering" not in self.class_name
+        self.both = self.both or self.class_name in WITH_DECODER
         self.ends = getattr(self.config, "is_encoder_decoder", False) and "SequenceClassification" in self.class_name
         decoder = self.config.decoder if both and is_config(getattr(self.config, "decoder", None)) else self.config
         self.books = codebooks_of(decoder.get_text_config(decoder=True) if not both else decoder)
@@ -250,6 +254,9 @@ def _per_document(x: Tensor, kind: Kind, layout: Layout, count: int, name: str) 
         return batch.gather(x.movedim(0, 2))
     if kind.of == "token" and shape[:2] == (rows, width + kind.more):
         return batch.gather(x)
+    longest = max(len(batch.ids[place]) for place in batch.spans)
+    if kind.of == "token" and kind.more and shape[:2] == (count, longest + kind.more):  # as one document a row has them
+        return torch.cat([one[: len(batch.ids[place])] for one, place in zip(x, batch.spans, strict=True)])
     raise ShapeError(f"{name} has shape {shape} for {rows} x {width} tokens")
 
 

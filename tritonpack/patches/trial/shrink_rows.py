@@ -100,6 +100,7 @@ LIMITS = _limits(
     (2, "index_block_size index_topk_blocks indexer_compress_ratio lsh_attn_chunk_length local_attn_chunk_length"),
     (2, "block_size index_kpool"),
     (1, "num_random_blocks"),
+    (1, "start_n_top end_n_top"),  # tokens, of which the shortest document of a trial has one
     (4, "chunk_size mamba_chunk_size ffn_round_up_to_multiple_of"),
     # Experts
     (4, "num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num"),
