@@ -1,0 +1,70 @@
+"""Random numbers of a model in evaluation mode, made the same in every call, so that calls can be compared.
+
+A few models draw random numbers wherever they run: dropout before a decoder of sound, noise of a flow. Two calls with
+the same tokens differ then, and so do a document alone and the same document in a batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+HALF = 0.5  # noise is half a standard deviation, not 0: noise of 0 would hide what it is scaled by
+
+
+class ConstantDraws(TorchDispatchMode):
+    """Each draw gives one number, wherever it lies in a batch: noise is half a standard deviation above its mean, a
+    uniform number lies in the middle, and dropout keeps all if it keeps each with a probability of at least one half.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        number = NUMBERS.get(func.overloadpacket.__name__)
+        if number is None:
+            return result
+        value = number(*args)
+        return result.copy_(value) if isinstance(value, Tensor) else result.fill_(value)
+
+
+def _normal(mean: Any, std: Any = 1.0, *size: Any) -> Any:
+    return mean + HALF * std
+
+
+def _kept(probability: Any) -> Any:
+    return probability >= HALF
+
+
+# The number that an operator of torch gives, of its arguments.
+NUMBERS: dict[str, Callable[..., Any]] = {
+    **dict.fromkeys(("rand", "rand_like", "randn", "randn_like"), lambda *_: HALF),
+    "bernoulli": lambda drawn, p=None: _kept(drawn if p is None else p),
+    "bernoulli_": lambda drawn, p=HALF: _kept(p),
+    "normal": _normal,
+    "normal_": lambda drawn, mean=0.0, std=1.0: _normal(mean, std),
+    "uniform_": lambda drawn, low=0.0, high=1.0: low + HALF * (high - low),
+}
+
+
+def constant_draws_if_random(call: Callable[[], Any]) -> AbstractContextManager[Any]:
+    """A context in which a model gives the same outputs in every call: nothing for a model that always does.
+
+    Args:
+        call: runs the model on the same tokens and returns a tensor, or tensors by name.
+    """
+    with torch.no_grad():
+        first, second = (_tensors(call()) for _ in range(2))
+    same = len(first) == len(second) and all(map(_equal, first, second))
+    return nullcontext() if same else ConstantDraws()
+
+
+def _tensors(output: Any) -> list[Tensor]:
+    return list(output.values()) if isinstance(output, dict) else [output]
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
