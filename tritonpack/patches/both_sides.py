@@ -21,7 +21,7 @@ from tritonpack.patches.packing import Packing, Serving
 from tritonpack.patches.reading import make_packing
 from tritonpack.patches.spans import take_spans
 from tritonpack.patches.strangers import kept_apart
-from tritonpack.patches.tokens import is_config
+from tritonpack.patches.tokens import common_to_codebooks, pad_token_of
 
 # What tells documents apart on each side, as `make_packing` calls it and as the module around both sides does.
 SOURCE = {
@@ -160,8 +160,9 @@ class BothSides(ModelForward):
         said = {name: told[name_here] for name, name_here in names.items()}
         books = self.codebooks if side == "decoder" else 1
         shape = torch.Size((tokens.shape[0] // books, tokens.shape[1]))
-        ids = ids if ids is None or books == 1 else _common_to_codebooks(ids, books)
-        pad = self._pad_token_of(side)
+        if ids is not None and books > 1:
+            ids = common_to_codebooks(ids.unflatten(0, (-1, books)).movedim(1, -1))
+        pad = pad_token_of(self.module.config, side)
         try:
             packing = make_packing({**said, "input_ids": ids}, shape, tokens.device, self.serving, pad)
         except ValueError as error:
@@ -170,13 +171,6 @@ class BothSides(ModelForward):
         packing = packing.replace(cached=cached)
         arguments[names["attention_mask"]] = packing
         return packing
-
-    def _pad_token_of(self, side: str) -> int | None:
-        """What padding of a side holds: of two models of their own, each has its own."""
-        names = ("decoder",) if side == "decoder" else ("encoder", "text_encoder")
-        parts = [getattr(self.module.config, name, None) for name in names]
-        part = next((part for part in parts if is_config(part)), None)
-        return self.pad_token if part is None else getattr(part, "pad_token_id", None)
 
     def _require_nothing_of_documents(self, packing: Packing | None) -> None:
         if self.one_result and packing is not None:
@@ -226,12 +220,6 @@ def _tokens(arguments: dict[str, Any], *names: str) -> Tensor | None:
         if value is not None:
             return value
     return None
-
-
-def _common_to_codebooks(ids: Tensor, books: int) -> Tensor:
-    """(B, T) ids that all codebooks of a token have in (B * books, T) ids, as padding does; -1 where they differ."""
-    rows = ids.unflatten(0, (-1, books))
-    return torch.where((rows == rows[:, :1]).all(1), rows[:, 0], -1)
 
 
 def shift_documents(module: Any, ids: Tensor, packing: Packing) -> Tensor:
