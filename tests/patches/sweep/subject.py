@@ -193,7 +193,10 @@ class Subject:
             rows = {layout.encoder.ids.shape[0] * columns}
             rows |= {len(layout.encoder.spans) * columns} if self.books > 1 else set()  # a row for each document
             found = {
-                name: side_by_side(x, columns) if x.ndim == 3 and x.shape[0] in rows else x for name, x in found.items()
+                name: side_by_side(x, columns)
+                if x.ndim == 3 and x.shape[0] in rows and (self.choices or name == "logits")
+                else x
+                for name, x in found.items()
             }
         return found
 
@@ -249,14 +252,13 @@ class Subject:
         found, problems = {}, []
         for name, kind in self.kinds.items():
             try:
-                of_rows = kind.more > 0 or name.endswith(WHOLE)
                 given = outputs.get(name.removesuffix(WHOLE))
                 if kind.of == "constant":
                     continue
                 if given is None:
                     raise ShapeError(f"{name} is missing")
-                if of_rows and name.endswith(WHOLE) != (given.shape[0] == count != len(layout.encoder.ids)):
-                    continue
+                if name.endswith(WHOLE) and not given.shape[0] == count != len(layout.encoder.ids):
+                    continue  # in packed rows
                 found[name] = _per_document(given, kind, layout, count, name)
             except ShapeError as error:
                 problems.append(str(error))
@@ -278,6 +280,9 @@ def _per_document(x: Tensor, kind: Kind, layout: Layout, count: int, name: str) 
         return batch.gather(x.movedim(0, 2))
     if kind.of == "token" and shape[:2] == (rows, width + kind.more):
         return batch.gather(x)
+    if kind.more and shape[0] == count:
+        lengths = [span.stop - span.start for _, span in batch.spans]
+        return torch.cat([x[i, :n] for i, n in enumerate(lengths)])
     raise ShapeError(f"{name} has shape {shape} for {rows} x {width} tokens")
 
 
