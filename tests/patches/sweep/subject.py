@@ -190,8 +190,7 @@ class Subject:
         found = dict(_tensors(output))
         columns = 2 if self.choices else self.books
         if columns > 1:
-            rows = {layout.encoder.ids.shape[0] * columns}
-            rows |= {len(layout.encoder.spans) * columns} if self.books > 1 else set()  # a row for each document
+            rows = {layout.encoder.ids.shape[0] * columns, len(layout.encoder.spans) * columns}  # or of documents
             found = {
                 name: side_by_side(x, columns)
                 if x.ndim == 3 and x.shape[0] in rows and (self.choices or name == "logits")

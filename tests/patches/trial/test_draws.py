@@ -36,6 +36,13 @@ def test_probabilities_of_their_own() -> None:
         assert torch.bernoulli(PROBABILITIES).tolist() == [0.0, 1.0]
 
 
+@pytest.mark.parametrize(("more", "expected"), [({}, [1, 0]), ({"replacement": True}, [1, 1])])
+def test_choices(more: dict[str, bool], expected: list[int]) -> None:
+    with ConstantDraws():
+        assert torch.multinomial(PROBABILITIES, 2, **more).tolist() == expected
+        assert torch.multinomial(torch.ones(2, 3), 3).tolist() == [[0, 1, 2]] * 2
+
+
 def test_gradients_pass_through_dropout() -> None:
     x = torch.ones(4, requires_grad=True)
     with ConstantDraws():

@@ -19,8 +19,8 @@ HALF = 0.5  # noise is half a standard deviation, not 0: noise of 0 would hide w
 
 class ConstantDraws(TorchDispatchMode):
     """Each draw gives one number, wherever it lies in a batch: noise is half a standard deviation above its mean, a
-    uniform number lies in the middle, and dropout keeps all if it keeps each with a probability of at least one half.
-    """
+    uniform number lies in the middle, dropout keeps all if it keeps each with a probability of at least one half, and a
+    choice takes the most probable, of equal ones the first."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -39,11 +39,17 @@ def _kept(probability: Any) -> Any:
     return probability >= HALF
 
 
+def _chosen(weights: Tensor, number: int, replacement: bool = False) -> Tensor:
+    order = weights.argsort(dim=-1, descending=True, stable=True)
+    return order[..., :1].expand(*order.shape[:-1], number) if replacement else order[..., :number]
+
+
 # The number that an operator of torch gives, of its arguments.
 NUMBERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("rand", "rand_like", "randn", "randn_like"), lambda *_: HALF),
     "bernoulli": lambda drawn, p=None: _kept(drawn if p is None else p),
     "bernoulli_": lambda drawn, p=HALF: _kept(p),
+    "multinomial": _chosen,
     "normal": _normal,
     "normal_": lambda drawn, mean=0.0, std=1.0: _normal(mean, std),
     "uniform_": lambda drawn, low=0.0, high=1.0: low + HALF * (high - low),
