@@ -137,8 +137,8 @@ class ByDocument(InstanceForward):
             if one_choice:  # all heads flatten token ids; DistilBERT's and XLNet's pass position_ids on as they are
                 apart = [name for name, x in batch.items() if _is_of_tokens(x, batch) and name != "position_ids"]
                 batch |= {name: batch[name][:, None] for name in apart}
-            outputs.append(self.run_rows(batch))
             weights.append(self._weight(batch, len(groups)))
+            outputs.append(self.run_rows(batch))
             batches.append(batch)
         labelled = [batch for batch, weight in zip(batches, weights, strict=True) if bool(weight)]
         counted = len(groups) > 1 and labelled and "labels" in labelled[0]
