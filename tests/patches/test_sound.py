@@ -144,6 +144,25 @@ class TestSpeechT5:
         torch.testing.assert_close(got, torch.cat(alone))
         assert again.shape == got.shape
 
+    def test_masks_of_frames(self) -> None:
+        """Padding of each document's frames is told by a mask with a row for each; frames can't be packed."""
+        model, documents = tiny("SpeechT5ForTextToSpeech"), zoo.documents((4, 2))
+        sounds, mask = torch.randn(2, 6, 8), torch.tensor([[1] * 6, [1] * 3 + [0] * 3])
+        batch = FORMS["position_ids"](documents)
+        given = {**batch.arguments, "decoder_input_values": sounds}
+        torch.manual_seed(3)
+        expected = model(
+            FORMS["padded_right"](documents).ids, attention_mask=torch.tensor([[1] * 4, [1, 1, 0, 0]]),
+            decoder_input_values=sounds, decoder_attention_mask=mask,
+        ).spectrogram  # fmt: skip
+        with patched(model):
+            torch.manual_seed(3)
+            torch.testing.assert_close(model(batch.ids, **given, decoder_attention_mask=mask).spectrogram, expected)
+            with pytest.raises(ValueError, match=r"decoder_attention_mask numbers documents up to 2.*Pass 0 and 1"):
+                model(batch.ids, **given, decoder_attention_mask=mask * 2)
+            with pytest.raises(ValueError, match=r"decoder_attention_mask has shape \(3, 6\)"):
+                model(batch.ids, **given, decoder_attention_mask=torch.ones(3, 6, dtype=torch.long))
+
 
 class TestCodebooks:
     def test_states_before_the_decoder(self) -> None:

@@ -191,7 +191,13 @@ class ByDocument(InstanceForward):
         Targets are of documents; images and sounds of documents, or of rows, whose documents share them. Models that
         put images in the place of tokens take them in the order of tokens.
         """
-        others = value.ndim > 1 and (value.is_floating_point() or OF_OTHERS.fullmatch(name) is not None)
+        of_frames = name.startswith("decoder_") and "decoder_input_ids" not in self.names
+        if of_frames and name == mask_of("decoder") and int(value.max()) > 1:
+            raise ValueError(
+                f"{name} numbers documents up to {int(value.max())}, and {self.name} takes frames of sound, which "
+                "aren't packed. Pass 0 and 1, in a row for each document, in order, with its frames."
+            )
+        others = value.ndim > 1 and (value.is_floating_point() or of_frames or OF_OTHERS.fullmatch(name) is not None)
         if others and (self.across or self._puts_images_among_tokens):
             if self.by_length and not self.across:
                 raise ValueError(
