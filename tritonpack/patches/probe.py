@@ -7,7 +7,6 @@ import inspect
 import json
 import threading
 from collections.abc import Callable, Hashable
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -25,7 +24,7 @@ from tritonpack.patches.report import layer_windows
 from tritonpack.patches.rows import ONE_DOCUMENT_A_ROW
 from tritonpack.patches.shown import LAYOUTS, Layout, installed, shown_layout, without_wrappers
 from tritonpack.patches.tokens import text_config
-from tritonpack.patches.trial.draws import constant_draws_if_random
+from tritonpack.patches.trial.draws import constant_draws_if_any, gives_the_same_again
 from tritonpack.patches.trial.packed_forms import (
     LENGTHS,
     Batch,
@@ -291,8 +290,8 @@ def _same_each_time(subject: Subject) -> Subject:
         CannotTryError: two calls with the same tokens differ nevertheless.
     """
     batch = whole(subject.draw((7,), 1)[0])
-    subject = replace(subject, draws=constant_draws_if_random(lambda: subject.call_model(batch)))
-    if not isinstance(constant_draws_if_random(lambda: subject.call_model(batch)), nullcontext):
+    subject = replace(subject, draws=constant_draws_if_any(lambda: subject.call_model(batch)))
+    if not gives_the_same_again(lambda: subject.call_model(batch)):
         raise CannotTryError("two calls in evaluation mode with the same tokens give other outputs")
     return subject
 

@@ -27,7 +27,7 @@ from tests.patches.sweep.subject import Gathered, ShapeError, Subject
 from tritonpack.patches.applied import applied_to
 from tritonpack.patches.shown import LAYOUTS, Layout, installed, versions
 from tritonpack.patches.trial import packed_forms
-from tritonpack.patches.trial.draws import ConstantDraws, constant_draws_if_random
+from tritonpack.patches.trial.draws import ConstantDraws, constant_draws_if_any
 from tritonpack.patches.trial.packed_forms import LENGTHS
 
 PACKAGE = str(Path(tritonpack.__file__).parent)
@@ -89,7 +89,8 @@ class Trial:
         self.documents = subject.draw(LENGTHS)
         layout = subject.lay_out(forms.alone, self.documents[-1:])
         try:
-            self.draws = constant_draws_if_random(lambda: subject.call(layout))
+            arguments = subject.arguments(layout)
+            self.draws = constant_draws_if_any(lambda: self.model(**arguments))
         except Exception as error:  # whatever a model's own code raises
             raise AloneError(f"doesn't run by itself: {message(error)[:200]}") from error
         self.subject = self._subject(self.model)
@@ -271,7 +272,7 @@ class Trial:
             others = list(self.documents)
             others[changed] = self.subject.draw((LENGTHS[changed],), seed=9)[0]
             after = self._values(subject, form, others).values
-            for name in before:
+            for name in before.keys() & after.keys():  # sounds of other tokens may have sizes of their own
                 lengths = self._lengths(subject, name)
                 a, b = (torch.cat(x[name].split(lengths)[keep]) for x in (before, after))
                 moved = float((a - b).abs().nan_to_num(math.inf).max()) / (float(before[name].abs().max()) or 1.0)
