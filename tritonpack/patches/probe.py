@@ -279,7 +279,7 @@ def _subject(model: nn.Module) -> Subject:
     if "use_cache" in inspect.signature(model.forward).parameters:
         subject = replace(subject, differentiable={"use_cache": False})  # states that are updated in place have none
     with torch.no_grad():
-        shapes = [(ids.shape, subject.call_model(whole(ids)).shape[:2]) for ids in subject.draw((5, 11), 1)]
+        shapes = [(ids.shape, subject.call_model(whole(ids)).shape[:2]) for ids in subject.draw((5, 11, 3, 1), 1)]
     return replace(subject, per_document=any(tokens != values for tokens, values in shapes))
 
 
