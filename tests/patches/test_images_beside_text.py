@@ -13,12 +13,10 @@ from tests.patches.sweep import build
 from tests.patches.sweep.classes import cases
 from tests.patches.sweep.judging import Trial, actual_layout, assumed
 from tests.patches.zoo import documents
-from tritonpack.patches.shown import Layout
 from tritonpack.patches.trial.packed_forms import FORMS, lay_out
 
 LENGTHS = (7, 1, 3, 11)
 PATCHES = 5  # of the tiny ViLT's image, and the token that stands for all
-LAYOUTS: dict[str, Layout] = {"BlipForQuestionAnswering": "lengths"}
 CLASSES = ("ViltModel", "ViltForQuestionAnswering", "BlipForQuestionAnswering")
 
 
@@ -29,8 +27,7 @@ def built(name: str) -> Any:
 
 @contextlib.contextmanager
 def patched(model: Any) -> Iterator[None]:
-    name = type(model).__name__
-    with assumed(name, LAYOUTS.get(name, "padded")), tritonpack.patch(model):
+    with assumed(type(model).__name__, "lengths"), tritonpack.patch(model):
         yield
 
 
@@ -43,7 +40,7 @@ def image(model: Any, count: int = 1) -> Tensor:
 def test_the_sweep_finds_it_exact(name: str) -> None:
     with build.quiet():
         row = Trial(next(case for case in cases() if case.name == name)).run("patch")
-    assert (row.verdict, row.reason, row.layout) == ("exact", "", LAYOUTS.get(name, "padded"))
+    assert (row.verdict, row.reason, row.layout) == ("exact", "", "lengths")
     assert ("loss_position_ids" in row.forms) == (name != "ViltModel")  # which takes no labels
 
 
@@ -66,10 +63,11 @@ def test_a_class_that_gives_values_of_images_alone_is_judged_by_its_loss() -> No
 class TestImageAfterText:
     """ViLT's states are of the text and then of the image, whose patches it takes in random order."""
 
-    def test_states_of_packed_documents_are_those_of_a_batch_with_one_a_row(self) -> None:
+    @pytest.mark.parametrize("a_row_each", [False, True])
+    def test_states_of_a_document_come_first_in_its_row(self, a_row_each: bool) -> None:
         model = built("ViltModel")
         ids = documents(LENGTHS)
-        batch = FORMS["position_ids"](ids)
+        batch = lay_out([[i] for i in range(len(ids))], ids, more=2) if a_row_each else FORMS["position_ids"](ids)
         with torch.no_grad():
             alone = [model(input_ids=one, pixel_values=image(model)).last_hidden_state[0] for one in ids]
             with patched(model):
@@ -80,27 +78,9 @@ class TestImageAfterText:
         assert states.shape == (len(ids), max(LENGTHS) + PATCHES, model.config.hidden_size)
         for one, expected, n in zip(states, alone, LENGTHS, strict=True):
             torch.testing.assert_close(one[:n], expected[:n], rtol=0, atol=1e-9)
-            torch.testing.assert_close(one[max(LENGTHS) :].sum(0), expected[n:].sum(0), rtol=0, atol=1e-9)
+            torch.testing.assert_close(one[n : n + PATCHES].sum(0), expected[n:].sum(0), rtol=0, atol=1e-9)
+            assert not one[n + PATCHES :].any()
         assert [x.shape for x in got.hidden_states] == [states.shape] * 3
-
-    @pytest.mark.parametrize("side", ["right", "left"])
-    def test_states_of_rows_with_one_document_are_where_they_were(self, side: str) -> None:
-        model = built("ViltModel")
-        ids = documents((4, 2, 3))
-        batch = lay_out([[0], [1], [2]], ids, left=side == "left", more=2)
-        with torch.no_grad():
-            alone = [model(input_ids=one, pixel_values=image(model)).last_hidden_state[0] for one in ids]
-            with patched(model):
-                got = model(
-                    input_ids=batch.ids,
-                    pixel_values=image(model, 1).expand(3, -1, -1, -1),
-                    attention_mask=batch.arguments["attention_mask"],
-                ).last_hidden_state
-        assert got.shape[:2] == (3, 6 + PATCHES)
-        for (row, span), expected in zip(batch.spans, alone, strict=True):
-            n = span.stop - span.start
-            torch.testing.assert_close(got[row, span], expected[:n], rtol=0, atol=1e-9)
-            torch.testing.assert_close(got[row, 6:].sum(0), expected[n:].sum(0), rtol=0, atol=1e-9)
 
 
 class TestAnswers:

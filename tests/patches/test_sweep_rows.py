@@ -13,6 +13,8 @@ from tests.patches.sweep.judging import judge_case
 from tritonpack.parallel.requirements import require_shardable
 
 EXACT = (
+    "FastSpeech2ConformerModel/fastspeech2_conformer",
+    "FastSpeech2ConformerWithHifiGan/fastspeech2_conformer_with_hifigan",
     "FlaubertModel/flaubert",
     "IBertModel/ibert",
     "InklingModel/inkling_mm_model",
@@ -24,10 +26,14 @@ EXACT = (
     "MPNetModel/mpnet",
     "MarkupLMModel/markuplm",
     "MobileBertModel/mobilebert",
+    "MusicgenForConditionalGeneration/musicgen",
+    "MusicgenMelodyForConditionalGeneration/musicgen_melody",
     "Nemotron3_5TranscribeModel/nemo_speechlm",
     "PerceptionLMModel/perception_lm",
     "Qwen2_5OmniThinkerForConditionalGeneration/qwen2_5_omni_thinker",
     "Qwen3OmniMoeThinkerForConditionalGeneration/qwen3_omni_moe_thinker",
+    "SpeechT5ForTextToSpeech/speecht5",
+    "VitsModel/vits",
 )
 REFUSED = {
     "DiffusionGemmaModel/diffusion_gemma": "its canvas attends through a cache to the keys of whole rows",

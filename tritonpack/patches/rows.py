@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tritonpack.patches.documents import Documents
 from tritonpack.patches.labels import IGNORED
@@ -27,21 +28,19 @@ OF_DOCUMENTS = re.compile(
 
 # Arguments and outputs of images and sounds: they have no value for each token of a row, whatever their shape.
 OF_OTHERS = re.compile(
-    r"(pixel|image|video|audio|visual|vision|speech|input_features|input_values|qformer|flattened)\w*"
+    r"(pixel|image|video|audio|visual|vision|speech|speaker|spectrogram|waveform|input_features|input_values|qformer"
+    r"|flattened)\w*|lang_ids?|stop_labels"
 )
 OF_TOKENS_AFTER_ALL = re.compile(r"\w*position_mask|image_mask|image_attention_mask|visual_pos_masks")
 
 # Outputs of two dimensions that have one value for each token.
-SCORES_OF_TOKENS = re.compile(r"(start|end)_logits")
+SCORES_OF_TOKENS = re.compile(r"(start|end)_logits|duration_outputs")
 
 # Classes whose logits are one number for each token: ELECTRA's discriminator, and TAPAS, which chooses cells.
 ONE_NUMBER_A_TOKEN = re.compile(r"\w*ForPreTraining|TapasForQuestionAnswering")
 
 # Classes with features of texts that follow from their sound or their video.
 CONDITIONED = re.compile(r"(Clvp|XCLIP)Model\w*")
-
-# Classes whose states of a text and of its image are one sequence (B, T + patches, ...).
-IMAGE_AFTER_TEXT = re.compile(r"Vilt(Model|ForQuestionAnswering)")
 
 # Classes whose states are those of their image, which may have as many patches as a document has tokens.
 STATES_OF_IMAGES = re.compile(r"BlipForQuestionAnswering")
@@ -95,16 +94,19 @@ class Group:
         return self.sides.get("decoder") or self.sides[""]
 
 
-def groups_of(sides: Mapping[str, Documents], by_length: bool) -> list[Group]:
-    """The calls that documents run in: one, or one for each length.
+def groups_of(sides: Mapping[str, Documents], by_length: bool, each: bool = False) -> list[Group]:
+    """The calls that documents run in: one, one for each length, or one for each document.
 
     Args:
         sides: the documents of each side, as many of both.
         by_length: only documents of one length, on each side, in a call.
+        each: one document in a call.
     """
-    if not by_length:
+    if not (by_length or each):
         return [Group.of_all(sides)]
     lengths = torch.stack([documents.inside.sum(1) for documents in sides.values()], dim=1)
+    if each:
+        lengths = torch.arange(len(lengths), device=lengths.device)[:, None]  # no two alike
     groups = []
     for length in lengths.unique(dim=0):
         numbers = (lengths == length).all(1).nonzero().flatten()
@@ -125,6 +127,7 @@ def batch_of(
     takes: Callable[[str], bool],
     pad_token: int | None,
     targets: Collection[str],
+    decodes: bool,
     of_documents: Callable[[str, Tensor, Group], Tensor],
 ) -> dict[str, Any]:
     """The arguments of a call with the documents of a group, one a row.
@@ -135,11 +138,12 @@ def batch_of(
         takes: whether the model takes an argument.
         pad_token: what padding holds.
         targets: arguments that never have a value for each token, whatever their shape.
+        decodes: whether the model takes tokens of a decoder; else what its decoder is given isn't of tokens.
         of_documents: returns what the documents of the group get of an argument without a value for each token.
     """
     batch: dict[str, Any] = {}
     for name, value in arguments.items():
-        documents = group.side_of(name)
+        documents = group.side_of(name) if decodes or not name.startswith("decoder_") else None
         if not isinstance(value, Tensor):
             batch[name] = value
         elif documents is None or name in targets or not _is_of_tokens(name, value, documents):
@@ -192,18 +196,24 @@ def _positions(name: str, given: Tensor, documents: Documents, taken: bool) -> T
 class LaidBack:
     """Lays what calls with one document a row give back into packed rows.
 
+    What has a value for each token of every document is (B, T, ...). All else of documents is (documents, ...), in
+    order; where calls give other sizes, each document's own comes first in its row, and zeros follow.
+
     Args:
         groups: of all documents together.
         weights: of each group's loss; of several groups, the loss is their mean. Without any, it is their sum.
         model: the name of its class.
         across: whether the model holds all texts against all images, which aren't of documents.
+        decodes: whether the model takes tokens of a decoder; else what its decoder gives isn't of tokens.
 
     Attributes:
         of_documents: the name of an output that has one value for each document, where there is any.
     """
 
-    def __init__(self, groups: Sequence[Group], weights: Sequence[Tensor], model: str, *, across: bool) -> None:
-        self.groups, self.weights, self.model, self.across = groups, weights, model, across
+    def __init__(
+        self, groups: Sequence[Group], weights: Sequence[Tensor], model: str, *, across: bool, decodes: bool
+    ) -> None:
+        self.groups, self.weights, self.model, self.across, self.decodes = groups, weights, model, across, decodes
         self.order = torch.cat([group.numbers for group in groups]).argsort()
         self.of_documents = ""
 
@@ -227,26 +237,27 @@ class LaidBack:
             return self._loss(values)
         if self.across and OF_OTHERS.fullmatch(name):
             return first
-        if name.endswith("attentions"):
-            return self._weights(values, name)
-        if len(values) == 1 and first.ndim == 3 and IMAGE_AFTER_TEXT.fullmatch(self.model):
-            return _image_after_text(first, self.groups[0].sides[""])
         laid_back = [self._tokens(name, value, group) for value, group in zip(values, self.groups, strict=True)]
         tokens = [one for one in laid_back if one is not None]
         if len(tokens) == len(values):
             return sum(tokens[1:], start=tokens[0])
         axis = int(OF_DOCUMENTS_ACROSS.fullmatch(name) is not None)
         sizes = [value.shape[axis : axis + 1] for value in values]
-        if sizes != [(len(group),) for group in self.groups]:
+        of_documents = sizes == [(len(group),) for group in self.groups]
+        if len({value.ndim for value in values}) > 1 or (
+            name.endswith("attentions") and not of_documents
+        ):  # Reformer's
+            shapes = ", ".join(str(tuple(value.shape)) for value in values)
+            raise ValueError(
+                f"{self.model} gives {name} of shapes {shapes} for documents of several lengths, which no one tensor "
+                "can hold. Leave output_attentions out, or give each document a row of its own, unpatched."
+            )
+        if not of_documents:
             return first  # of images, or of sounds
         self.of_documents = name
         if len(values) == 1:
             return first
-        if len({(*value.shape[:axis], *value.shape[axis + 1 :]) for value in values}) > 1:
-            raise ValueError(
-                f"{self.model} returns {name} of another size for documents of another length, which packed rows have "
-                "no room for. Leave it out, or give each document a row of its own, unpatched."
-            )
+        values = _filled_up(values, axis)
         return torch.cat(list(values), dim=axis).index_select(axis, self.order.to(first.device))
 
     def _loss(self, values: Sequence[Tensor]) -> Tensor:
@@ -258,34 +269,12 @@ class LaidBack:
         parts = torch.where(weights > 0, torch.stack([value.view(()) for value in values]), 0)
         return (parts * weights).sum() / weights.sum()
 
-    def _weights(self, values: Sequence[Tensor], name: str) -> Tensor:
-        """Weights of attention (documents, heads, longest, longest), as a padded batch gives them: those of several
-        lengths get zeros for padding."""
-        if len(values) == 1:
-            return values[0]
-        for value, group in zip(values, self.groups, strict=True):
-            if value.shape[:1] != (len(group),) or value.ndim != values[0].ndim:  # Reformer's, in chunks or not
-                raise ValueError(
-                    f"{self.model} gives {name} of shape {tuple(value.shape)} for {len(group)} documents of one "
-                    f"length, and {tuple(values[0].shape)} for {len(self.groups[0])} of another, which no one tensor "
-                    "can hold. Leave output_attentions out."
-                )
-        largest = [max(sizes) for sizes in zip(*(value.shape[1:] for value in values), strict=True)]
-        found = values[0].new_zeros((len(self.order), *largest))
-        for value, group in zip(values, self.groups, strict=True):
-            sizes = [
-                size
-                for most, n in zip(reversed(largest), reversed(value.shape[1:]), strict=True)
-                for size in (0, most - n)
-            ]
-            found[group.numbers.to(value.device)] = torch.nn.functional.pad(value, sizes)
-        return found
-
     def _tokens(self, name: str, value: Tensor, group: Group) -> Tensor | None:
         """An output with a value for each token of (documents, longest), in the packed rows (B, T, ...)."""
         documents = group.side_of_output(name)
         of_image = "hidden_state" in name and STATES_OF_IMAGES.fullmatch(self.model) is not None
-        if documents is None or of_image or OF_OTHERS.fullmatch(name):
+        of_no_tokens = of_image or (name.startswith("decoder_") and not self.decodes)
+        if documents is None or of_no_tokens or name.endswith("attentions") or OF_OTHERS.fullmatch(name):
             return None
         shape = documents.inside.shape
         if value.shape[:2] == shape and self._has_tokens(name, value):
@@ -309,16 +298,11 @@ class LaidBack:
         return ONE_DOCUMENT_A_ROW.fullmatch(self.model) is not None
 
 
-def _image_after_text(value: Tensor, documents: Documents) -> Tensor:
-    """States (documents, longest + patches, ...) of texts and their images.
-
-    Rows of one document get theirs back, (B, T + patches, ...). Packed rows have no room for an image of each document,
-    so that those stay as they are, with zeros for padding between a text and its image.
-    """
-    text, image = value.tensor_split([documents.inside.shape[1]], dim=1)
-    if documents.packed:
-        return torch.cat([text.masked_fill(~documents.inside[..., None].to(text.device), 0), image], dim=1)
-    images = image.new_zeros((documents.tokens[0], *image.shape[1:])).index_copy(
-        0, documents.rows.to(image.device), image
-    )
-    return torch.cat([documents.lay_back(text), images], dim=1)
+def _filled_up(values: Sequence[Tensor], axis: int) -> list[Tensor]:
+    """Tensors of one size, but for one axis: zeros follow what each of them holds."""
+    largest = [max(sizes) for sizes in zip(*(value.shape for value in values), strict=True)]
+    filled = []
+    for value in values:
+        missing = [0 if i == axis else size - value.shape[i] for i, size in enumerate(largest)]
+        filled.append(pad(value, [n for more in reversed(missing) for n in (0, more)]))
+    return filled

@@ -27,6 +27,7 @@ from tests.patches.sweep.subject import Gathered, ShapeError, Subject
 from tritonpack.patches.applied import applied_to
 from tritonpack.patches.shown import LAYOUTS, Layout, installed, versions
 from tritonpack.patches.trial import packed_forms
+from tritonpack.patches.trial.draws import ConstantDraws, constant_draws_if_any
 from tritonpack.patches.trial.packed_forms import LENGTHS
 
 PACKAGE = str(Path(tritonpack.__file__).parent)
@@ -62,12 +63,15 @@ class Trial:
             dtypes, self.notes = dtypes[1:], ["in float32, because its masks fail in float64"]
         for self.dtype in dtypes:
             try:
+                self._build()
                 self._run_alone(with_gradients)
                 break
             except AloneError as error:  # a constant or a cast in a model's own code may not go with float64
                 if self.dtype == torch.float32:
                     raise building.NotBuiltError(str(error)) from error
                 self.notes = [f"in float32, because in float64 it {error}"[:120]]
+        if isinstance(self.draws, ConstantDraws):
+            self.notes.append("its random draws were made constant")
         self.limit = packed_forms.tolerance(self.dtype)
         self.by_loss = not self.expected  # it gives values of images alone, and a loss of its text
         tried = self.by_loss or {*LOSSES} & {*self.chosen}
@@ -85,10 +89,22 @@ class Trial:
         lower = [name for name, dtype in LOW.items() if name in self.chosen and dtype != self.dtype]
         self.errors = {name: error for name in lower if (error := self._error_in(LOW[name])) is not None}
 
-    def _run_alone(self, with_gradients: bool) -> None:
+    def _build(self) -> None:
         self.model = building.build(self.case, dtype=self.dtype)
-        self.subject = Subject(self.model, stock=True)
-        self.documents = self.subject.draw(LENGTHS)
+        subject = Subject(self.model, stock=True)
+        self.documents = subject.draw(LENGTHS)
+        layout = subject.lay_out(forms.alone, self.documents[-1:])
+        try:
+            arguments = subject.arguments(layout)
+            self.draws = constant_draws_if_any(lambda: self.model(**arguments))
+        except Exception as error:  # whatever a model's own code raises
+            raise AloneError(f"doesn't run by itself: {message(error)[:200]}") from error
+        self.subject = self._subject(self.model)
+
+    def _subject(self, model: nn.Module, *, stock: bool = True) -> Subject:
+        return Subject(model, stock=stock, draws=self.draws)
+
+    def _run_alone(self, with_gradients: bool) -> None:
         self.expected_gradients: Results | None = None
         try:
             with torch.set_grad_enabled(with_gradients):
@@ -120,7 +136,7 @@ class Trial:
     def _error_in(self, dtype: torch.dtype) -> float | None:
         """How far the model alone is off in another dtype; None where it doesn't run."""
         try:
-            subject = Subject(building.build(self.case, dtype=dtype), stock=True)
+            subject = self._subject(building.build(self.case, dtype=dtype))
             if self.by_loss:
                 assert self.losses is not None
                 return self.losses.difference(Losses(subject, self.documents, self.limit))
@@ -187,7 +203,7 @@ class Trial:
 
     def _judge_all(self, model: nn.Module, how: str, row: Row) -> dict[str, str]:
         """Fill in a row; returns the reason of every form."""
-        subject = Subject(model, stock=how == "stock")
+        subject = self._subject(model, stock=how == "stock")
         subject.kinds = self.subject.kinds
         reasons = {}
         self.bare: set[str] = set()
@@ -251,9 +267,9 @@ class Trial:
     @torch.no_grad()
     def _compare_more(self, subject: Subject, form: str) -> tuple[float, tuple[str, ...]]:
         """With all the outputs that a model gives when asked."""
-        twin = Subject(self.model, stock=True)
+        twin = self._subject(self.model)
         expected = twin.alone(self.documents, **OUTPUTS[form])
-        several = Subject(subject.model, stock=subject.stock)
+        several = self._subject(subject.model, stock=subject.stock)
         several.kinds = twin.kinds
         got = self._values(several, form)
         return difference(expected, got.values), got.problems
@@ -271,7 +287,7 @@ class Trial:
             others = list(self.documents)
             others[changed] = self.subject.draw((LENGTHS[changed],), seed=9)[0]
             after = self._values(subject, form, others).values
-            for name in before:
+            for name in before.keys() & after.keys():  # sounds of other tokens may have sizes of their own
                 lengths = self._lengths(subject, name)
                 a, b = (torch.cat(x[name].split(lengths)[keep]) for x in (before, after))
                 moved = float((a - b).abs().nan_to_num(math.inf).max()) / (float(before[name].abs().max()) or 1.0)
@@ -283,6 +299,8 @@ class Trial:
         kind = subject.kinds[name]
         if kind.of == "document":
             return [1] * len(self.documents)
+        if kind.of == "sized":
+            return [math.prod(size) for size in kind.sizes]
         documents = subject.targets(self.documents) if kind.side == "decoder" else self.documents
         return [d.numel() for d in documents]
 
@@ -298,14 +316,14 @@ class Trial:
 
     def _fails_too(self, form: str, error: Exception) -> bool:
         """Whether a model without tritonpack fails in a form in the same way."""
-        plain = Subject(self.model)
+        plain = self._subject(self.model, stock=False)
         plain.kinds = self.subject.kinds
         try:
             if form in LOSSES or (self.by_loss and form not in LOW):
                 self._loss_apart(plain, _laid_out(form))
             elif form in LOW:  # the caches of packed rows are left out
                 with torch.no_grad():
-                    low = Subject(building.build(self.case, dtype=LOW[form]), stock=True)
+                    low = self._subject(building.build(self.case, dtype=LOW[form]))
                     low.alone(self.documents, use_cache=False)
             else:
                 with torch.no_grad():

@@ -94,7 +94,7 @@ class Losses:
 
     def _losses(self, subject: Subject, layout: Layout) -> dict[str, Tensor]:
         given = {**self.switches, **labels(subject, layout)}
-        output = subject.model(**{**subject.arguments(layout), **given})
+        output = subject.run(**{**subject.arguments(layout), **given})
         found = {
             name: value
             for name, value in output.items()

@@ -135,6 +135,12 @@ ROWS: dict[str, dict[str, Any]] = {
     # What positions of its own need is the length of the row; buckets have no size that is small.
     "reformer": {"axial_pos_embds": False, "num_buckets": 2, "hash_seed": 1, "attention_head_size": 16},
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3}},
+    # Its vocoder and its flow, which run over all samples of a sound.
+    "vits": {
+        "flow_size": 8, "spectrogram_bins": 8, "posterior_encoder_num_wavenet_layers": 1,
+        "upsample_initial_channel": 16, "upsample_rates": [2], "upsample_kernel_sizes": [4],
+        "resblock_kernel_sizes": [3], "resblock_dilation_sizes": [[1]],
+    },
     # It has a cache for every use of a layer, and works out how many there are.
     "hrm_text": {"num_layers_per_stack": None, "num_hidden_layers": 1},
-}
+}  # fmt: skip
