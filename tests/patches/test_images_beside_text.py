@@ -72,7 +72,10 @@ class TestImageAfterText:
             alone = [model(input_ids=one, pixel_values=image(model)).last_hidden_state[0] for one in ids]
             with patched(model):
                 got = model(
-                    input_ids=batch.ids, pixel_values=image(model), output_hidden_states=True, **batch.arguments
+                    input_ids=batch.ids,
+                    pixel_values=image(model).expand(len(batch.ids), -1, -1, -1),
+                    output_hidden_states=True,
+                    **batch.arguments,
                 )
         states = got.last_hidden_state
         assert states.shape == (len(ids), max(LENGTHS) + PATCHES, model.config.hidden_size)
