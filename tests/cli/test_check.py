@@ -99,6 +99,15 @@ def test_recurrences(tmp_path, capsys):
     assert found["tritonpack"]["report"].startswith("qwen3_next: 2 layers; backend auto")
 
 
+def test_a_model_that_fails_with_a_cache_is_called_without(tmp_path, capsys):
+    config_of("blt", architectures=["BltForCausalLM"]).save_pretrained(tmp_path)
+    assert run(tmp_path) == 0
+    output = capsys.readouterr().out
+    assert set(cells(output).values()) == {("leak", "exact")}
+    assert "it is called with use_cache=False, because with a cache it fails: AttributeError: 'BltConfig'" in output
+    assert "each document in a row of its own" in output
+
+
 def test_refused_is_exit_code_1(tmp_path, capsys):
     config_of("prophetnet").save_pretrained(tmp_path)
     assert run(tmp_path) == 1

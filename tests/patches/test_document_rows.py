@@ -1,6 +1,7 @@
 """Models that can't be told of several documents in a row: each document gets a row of its own, and nothing is lost."""
 
 import copy
+import inspect
 import warnings
 from typing import Any
 
@@ -94,6 +95,35 @@ def test_every_output_is_laid_back(name: str) -> None:
         torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
     assert torch.equal(first, output.logits)
     assert torch.equal(second[-1], output.hidden_states[-1])
+
+
+@both
+def test_weights_of_attention_are_of_each_document(name: str) -> None:
+    model = build(name)
+    expected = alone(model, output_attentions=True)
+    with tritonpack.patch(model):
+        got = model(**packed(), output_attentions=True).attentions
+    assert [x.shape[2:] for x in got] == [(max(LENGTHS), max(LENGTHS))] * len(expected[0].attentions)
+    for i, (n, one) in enumerate(zip(LENGTHS, expected, strict=True)):
+        for a, b in zip(one.attentions, got, strict=True):
+            torch.testing.assert_close(a[0], b[i, :, :n, :n], rtol=0, atol=1e-9)
+            assert not b[i, :, :n, n:].any()
+
+
+def test_weights_that_are_not_of_documents_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build(LENGTH)
+    run = type(model).forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        output = run(self, *args, **kwargs)
+        output["attentions"] = tuple(x.flatten(0, 1) for x in output["attentions"])
+        return output
+
+    forward.__signature__ = inspect.signature(run)  # type: ignore[attr-defined]
+    with tritonpack.patch(model):
+        monkeypatch.setattr(type(model), "forward", forward)
+        with pytest.raises(ValueError, match=r"attentions of shapes .*\(2, 1, 1\).*Leave output_attentions out"):
+            model(**packed(), output_attentions=True)
 
 
 @both

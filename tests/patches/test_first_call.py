@@ -180,6 +180,18 @@ def test_layers_without_attention_or_with_more(name: str) -> None:
         assert not is_watching(model)
 
 
+def test_states_of_an_encoder_in_several_calls() -> None:
+    """A model that holds its decoder makes the mask of cross-attention for it; the second call watches the decoder."""
+    model = zoo.tiny_model("musicgen")
+    ids = zoo.documents((5,))[0]
+    arguments = {**zoo.call(model, ids), "encoder_hidden_states": torch.randn(1, 4, model.config.hidden_size)}
+    expected = model(**arguments).logits
+    with tritonpack.patch(model):
+        for _ in range(3):
+            torch.testing.assert_close(model(**arguments).logits, expected)
+        assert not is_watching(model)
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(llama: PreTrainedModel, reentrant: bool) -> None:
     llama.train().enable_input_require_grads()

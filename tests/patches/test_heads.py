@@ -127,8 +127,13 @@ def test_heads_that_hand_on_nothing_or_positions_of_the_row(kind: type[LlamaForC
 
 def test_a_head_with_more_tokens_than_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
     model, pieces = Lengthening(zoo.tiny_config("llama")).double().eval(), documents()
-    with pytest.raises(tritonpack.UnsupportedModelError, match="can't be tried"):
-        tritonpack.patch(model)
+    alone = [model(document) for document in pieces]
+    with tritonpack.patch(model) as handle:  # its packed rows can't be followed, so each document has a row
+        assert handle.report.attention == "lengths"
+        rows = model(**packed("position_ids", pieces))
+    for row, expected in zip(rows, alone, strict=True):
+        torch.testing.assert_close(row[: expected.shape[1]], expected[0])
+        assert not row[expected.shape[1] :].any()
     monkeypatch.setattr("tritonpack.patches.patching.require_evidence", lambda *args: None)
     with tritonpack.patch(model):
         assert model(**padded(pieces)).shape[1] == max(LENGTHS) + 1

@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 import tritonpack
 from tests.patches import sweep, zoo
 from tests.patches.test_every_model import state
+from tritonpack.patches import patching
 from tritonpack.patches.applied import applied_to
 
 # A model with the kernels alone, with positions and a dense mask, with a recurrence, with heads that are told, with a
@@ -173,14 +174,16 @@ class Broken(BaseException):
     """Stands for KeyboardInterrupt, which pytest would take for its own."""
 
 
+PLACES = ("tritonpack/patches", "torch/nn/modules/module.py")
+
+
 @contextlib.contextmanager
-def broken_at(line: int) -> Iterator[list[int]]:
+def broken_at(line: int, places: tuple[str, ...] = PLACES) -> Iterator[list[int]]:
     """Raise at the n-th line of tritonpack or of torch's hooks that runs; gives the number of lines that ran."""
     count = [0]
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        name = frame.f_code.co_filename
-        if "tritonpack/patches" not in name and "torch/nn/modules/module.py" not in name:
+        if not any(place in frame.f_code.co_filename for place in places):
             return None
         if event == "line":
             count[0] += 1
@@ -253,6 +256,40 @@ def test_an_unpatch_that_is_broken_off_is_whole(family: str) -> None:
             tritonpack.unpatch(broken)
         assert state(broken) == before
     assert False in outcomes
+
+
+def test_an_interrupt_leaves_the_lock_to_other_threads() -> None:
+    """Wherever it breaks in, where a `with` block is left among others."""
+    model = build("llama")
+    places = ("tritonpack/patches/patching.py", "tritonpack/patches/lock.py")
+
+    def patch_and_unpatch() -> None:
+        tritonpack.patch(model).unpatch()
+        tritonpack.patch(model)
+        tritonpack.unpatch(model)
+
+    def is_free() -> bool:
+        taken: list[bool] = []
+
+        def take() -> None:
+            taken.append(patching._lock.acquire(timeout=0.1))
+            if taken[0]:
+                patching._lock.release()
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        thread.join()
+        return taken[0]
+
+    patch_and_unpatch()
+    with broken_at(-1, places) as count:
+        patch_and_unpatch()
+    for line in range(1, count[0] + 1):
+        with contextlib.suppress(Broken), broken_at(line, places):
+            patch_and_unpatch()
+        assert is_free(), f"line {line} of {count[0]}"
+        while applied_to(model):
+            tritonpack.unpatch(model)
 
 
 def test_a_nested_patch_that_is_broken_off_leaves_the_outer_one() -> None:

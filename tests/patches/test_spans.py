@@ -222,3 +222,17 @@ def test_heads_that_search_a_row_are_refused(name: str) -> None:
             model(**packed("position_ids", documents()))
         with pytest.raises(ValueError, match=f"{name} has a loss of its own.*Give each document a row of its own"):
             model(**packed("position_ids", documents()), **ANSWERS)
+
+
+@pytest.mark.parametrize("kind", ["XLNet", "XLM", "Flaubert"])
+def test_heads_that_search_take_the_best_of_each_document(kind: str) -> None:
+    """As many as they are configured for by default, which is more than the shortest document of a trial has."""
+    model = head(f"{kind}ForQuestionAnswering", kind.lower())
+    assert model.config.start_n_top == 5
+    pieces = zoo.documents((7, 5, 9))
+    expected = [model(ids) for ids in pieces]
+    with tritonpack.patch(model) as handle:
+        assert handle.report.attention == "lengths"
+        got = model(**packed("position_ids", pieces))
+    for name in ("start_top_log_probs", "start_top_index", "end_top_log_probs", "end_top_index", "cls_logits"):
+        torch.testing.assert_close(got[name], torch.cat([one[name] for one in expected]), rtol=0, atol=1e-9)

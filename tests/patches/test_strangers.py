@@ -110,3 +110,30 @@ def test_what_runs_token_by_token_is_left_alone() -> None:
         second = model(**packed()).logits
     assert torch.equal(first, second)  # the random state is as it was
     assert not model.model.layers[1].mlp._forward_hooks
+
+
+class Counted(Scaled):
+    """Counts its calls."""
+
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("side", ["encoder", "decoder"])
+def test_a_side_of_an_encoder_with_a_decoder_is_watched_once(side: str) -> None:
+    """It runs once for the call, and three times more for the watch; in later calls once."""
+    model: Any = tiny_pair_model("bart")
+    layer = getattr(model.model, side).layers[0]
+    layer.fc1 = Counted(layer.fc1)
+    batch = pairs_subject(model).forms["segments_alone"](targets())
+    call = {**batch.arguments, "decoder_input_ids": batch.ids}
+    assert batch.ids.shape != call["input_ids"].shape
+    counts = []
+    with tritonpack.patch(model):
+        for _ in range(2):
+            model(**call)
+            counts.append(layer.fc1.calls)
+    assert counts[0] - (counts[1] - counts[0]) == 3

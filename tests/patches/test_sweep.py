@@ -17,7 +17,7 @@ import tritonpack
 from tests.patches import table
 from tests.patches.sweep import build, forms, results, running
 from tests.patches.sweep.classes import Case, cases, mappings, no_text
-from tests.patches.sweep.judging import Trial, has_remedy, judge_case
+from tests.patches.sweep.judging import Trial, assumed, has_remedy, judge_case
 from tests.patches.sweep.results import ANY, Row
 from tests.patches.sweep.subject import Subject
 
@@ -103,6 +103,46 @@ class TestJudge:
             "last_hidden_state": "token", "pooler_output": "document",
         }  # fmt: skip
         assert subject.run("patch", without).verdict == "leak"
+
+    @pytest.mark.parametrize(
+        ("change", "verdict"),
+        [
+            (lambda x: x, "exact"),
+            (lambda x: x * 1.001, "inexact"),
+            (lambda x: x + 1e-3, "shape"),  # where zeros must be
+            (lambda x: x.flip(0), "shape"),
+            (lambda x: x[:, :-1], "shape"),
+            (lambda x: x[:2], "shape"),
+        ],
+    )
+    def test_sounds_of_other_sizes(self, change: Callable[[Tensor], Tensor], verdict: str) -> None:
+        def replace(output: Any) -> Any:
+            output.spectrogram = change(output.spectrogram)
+            return output
+
+        sound = trial("FastSpeech2ConformerModel", "fastspeech2_conformer", "segments_padded")
+        kind = sound.subject.kinds["spectrogram"]
+        assert kind.of == "sized"
+        assert len(set(kind.sizes)) > 2
+        with assumed("FastSpeech2ConformerModel", "lengths"):
+            row = sound._run_in("lengths", "patch", changed(replace, ""))
+        assert row.verdict == verdict
+
+    @pytest.mark.parametrize("moved", [0.0, 1.0])
+    def test_what_lies_beside_tokens_in_rows_of_documents(self, moved: float) -> None:
+        """Hidden states of a text and its image: in rows of documents all of them are compared."""
+
+        def change(output: Any) -> Any:
+            states = output.hidden_states[-1].clone()
+            states[0, 9] += moved  # behind a text of 7 tokens
+            output.hidden_states = (*output.hidden_states[:-1], states)
+            return output
+
+        vilt = trial("ViltForQuestionAnswering", "vilt", "hidden_states")
+        assert "its random draws were made constant" in vilt.notes
+        with assumed("ViltForQuestionAnswering", "lengths"):
+            row = vilt._run_in("lengths", "patch", changed(change, ""))
+        assert row.verdict == ("inexact" if moved else "exact")
 
     def test_losses(self) -> None:
         def more(output: Any) -> Any:

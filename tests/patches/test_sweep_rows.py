@@ -13,6 +13,8 @@ from tests.patches.sweep.judging import judge_case
 from tritonpack.parallel.validate import require_shardable
 
 EXACT = (
+    "FastSpeech2ConformerModel/fastspeech2_conformer",
+    "FastSpeech2ConformerWithHifiGan/fastspeech2_conformer_with_hifigan",
     "FlaubertModel/flaubert",
     "IBertModel/ibert",
     "InklingModel/inkling_mm_model",
@@ -24,10 +26,14 @@ EXACT = (
     "MPNetModel/mpnet",
     "MarkupLMModel/markuplm",
     "MobileBertModel/mobilebert",
+    "MusicgenForConditionalGeneration/musicgen",
+    "MusicgenMelodyForConditionalGeneration/musicgen_melody",
     "Nemotron3_5TranscribeModel/nemo_speechlm",
     "PerceptionLMModel/perception_lm",
     "Qwen2_5OmniThinkerForConditionalGeneration/qwen2_5_omni_thinker",
     "Qwen3OmniMoeThinkerForConditionalGeneration/qwen3_omni_moe_thinker",
+    "SpeechT5ForTextToSpeech/speecht5",
+    "VitsModel/vits",
 )
 REFUSED = {
     "DiffusionGemmaModel/diffusion_gemma": "its canvas attends through a cache to the keys of whole rows",
@@ -52,12 +58,12 @@ def test_is_refused_with_the_reason(key: str) -> None:
     assert REFUSED[key] in row.reason
 
 
+ENTITIES = {"entity_ids": torch.tensor([[3, 4]]), "entity_position_ids": torch.tensor([[[0, 1, -1], [5, 6, -1]]])}
 BESIDE: dict[str, dict[str, Any]] = {
-    "LukeModel/luke": {
-        "entity_ids": torch.tensor([[3, 4]]), "entity_position_ids": torch.tensor([[[0, 1, -1], [5, 6, -1]]]),
-    },
+    "LukeModel/luke": ENTITIES,
+    "LukeForMaskedLM/luke": ENTITIES,
     "LayoutLMv3Model/layoutlmv3": {"pixel_values": torch.ones(1, 3, 8, 8, dtype=torch.float64)},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("key", BESIDE)
@@ -65,8 +71,10 @@ def test_what_stands_beside_the_tokens_of_a_row_is_refused(key: str) -> None:
     """Entities and images are appended to the row, and belong to none of its documents."""
     model = build.build(CASES[key])
     ids, places = torch.arange(6, 18)[None], torch.tensor([[*range(5), *range(7)]])
-    with tritonpack.patch(model), pytest.raises(ValueError, match="made a mask for more than its tokens"):
+    names = " and ".join(BESIDE[key])
+    with tritonpack.patch(model), pytest.raises(ValueError, match=f"{names} to its tokens.*Leave {names} out") as info:
         model(input_ids=ids, position_ids=places, **BESIDE[key])
+    assert "isn't patched" not in str(info.value)
 
 
 @pytest.mark.parametrize("key", ["EsmModel/esm", "LayoutLMModel/layoutlm", "MobileBertModel/mobilebert"])

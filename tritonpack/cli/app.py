@@ -178,7 +178,7 @@ def plan(
         raise typer.BadParameter("the plan needs matplotlib, which isn't installed; pip install 'tritonpack[plots]'")
     if model is not None and importlib.util.find_spec("transformers") is None:
         raise typer.BadParameter("--model needs transformers, which isn't installed; pip install transformers")
-    from tritonpack.cli.plan import Options, examine
+    from tritonpack.cli.plan import Options, as_options, examine
 
     options = Options(
         path=lengths,
@@ -199,7 +199,7 @@ def plan(
     try:
         examine(options)
     except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(as_options(str(error))) from error
 
 
 @app.command()

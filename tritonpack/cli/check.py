@@ -20,7 +20,17 @@ from tritonpack.cli.model_source import load_config, load_weights
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import patch
 from tritonpack.patches.positions import rope_limits
-from tritonpack.patches.trial.packed_forms import LENGTHS, Judgement, Results, Subject, alone, judge, message, tolerance
+from tritonpack.patches.trial.packed_forms import (
+    LENGTHS,
+    Judgement,
+    Results,
+    Subject,
+    alone,
+    judge,
+    message,
+    tolerance,
+    whole,
+)
 from tritonpack.patches.trial.shrink_rows import REACH
 from tritonpack.patches.trial.small_copy import Built, NotSmallError, one_line, small_copy, subject_of
 from tritonpack.patches.trial.undisturbed import quiet
@@ -146,11 +156,12 @@ def _check_small_copy(name: str, config: Any, dtype: torch.dtype, trust_remote_c
     except NotSmallError as error:
         raise ValueError(f"{name} can't be built small: {error}; use --weights") from error
     try:
-        subject = subject_of(built.model)
+        subject, uncached = _callable(subject_of(built.model))
         documents = subject.draw(LENGTHS, 1)
         expected, notes = _alone(subject, documents)
     except Exception as error:  # whatever a model's own code raises
         return _refused(name, False, built, error)
+    notes = (*uncached, *notes)
     limit = tolerance(dtype)
     compared = "logits and gradients" if expected[1] else "logits"
     stock, patched = _columns(subject, documents, expected, limit, None)
@@ -166,7 +177,7 @@ def check_weights(name: str, built: Built) -> Findings:
         ValueError: it doesn't run on tokens alone.
     """
     try:
-        subject = subject_of(built.model)
+        subject, uncached = _callable(subject_of(built.model))
         documents = subject.draw(LENGTHS, 1)
         expected = alone(subject, documents, gradients=False)
     except Exception as error:  # whatever a model's own code raises
@@ -178,7 +189,28 @@ def check_weights(name: str, built: Built) -> Findings:
     )
     # 64 units in the last place would be half of the largest logit in bfloat16.
     columns = _columns(subject, documents, expected, eps**0.5, min(64 * eps, eps**0.5))
-    return Findings(name, True, built, eps**0.5, "logits", *columns, (*built.notes, note))
+    return Findings(name, True, built, eps**0.5, "logits", *columns, (*built.notes, *uncached, note))
+
+
+@torch.no_grad()
+def _callable(subject: Subject) -> tuple[Subject, tuple[str, ...]]:
+    """How a model is called with tokens alone, without a cache where stock transformers fails with one; a note then.
+
+    Raises:
+        Exception: whatever the model raises that runs in neither way.
+    """
+    (document,) = subject.draw(LENGTHS[-1:], 1)
+    try:
+        subject.call_model(whole(document))
+    except Exception as error:  # whatever a model's own code raises
+        call = subject.call
+        uncached = replace(subject, call=lambda ids: {**call(ids), "use_cache": False})
+        try:
+            uncached.call_model(whole(document))
+        except Exception:
+            raise error from None
+        return uncached, (f"it is called with use_cache=False, because with a cache it fails: {one_line(error)}",)
+    return subject, ()
 
 
 def _refused(name: str, weights: bool, built: Built, error: Exception) -> Findings:

@@ -21,6 +21,7 @@ from tritonpack.patches.packing import Packing, Serving
 from tritonpack.patches.reading import make_packing
 from tritonpack.patches.spans import take_spans
 from tritonpack.patches.strangers import kept_apart
+from tritonpack.patches.tokens import common_to_codebooks, pad_token_of
 
 # What tells documents apart on each side, as `make_packing` calls it and as the module around both sides does.
 SOURCE = {
@@ -159,9 +160,11 @@ class BothSides(ModelForward):
         said = {name: told[name_here] for name, name_here in names.items()}
         books = self.codebooks if side == "decoder" else 1
         shape = torch.Size((tokens.shape[0] // books, tokens.shape[1]))
-        ids = None if books > 1 else ids
+        if ids is not None and books > 1:
+            ids = common_to_codebooks(ids.unflatten(0, (-1, books)).movedim(1, -1))
+        pad = pad_token_of(self.module.config, side)
         try:
-            packing = make_packing({**said, "input_ids": ids}, shape, tokens.device, self.serving, self.pad_token)
+            packing = make_packing({**said, "input_ids": ids}, shape, tokens.device, self.serving, pad)
         except ValueError as error:
             raise ValueError(f"documents of the {side}: {error}") from error
         cached = side == "decoder" and arguments.get("past_key_values") is not None

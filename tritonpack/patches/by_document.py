@@ -4,6 +4,7 @@ tokens, or can't be told of several documents in it."""
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -30,6 +31,9 @@ from tritonpack.patches.tokens import text_config
 # What such a call has of each document.
 TARGETS = ("labels", "next_sentence_label", "sentence_order_label", "question_lengths")
 
+# Of these, and of others, those whose losses aren't means over labels of tokens alone.
+OTHER_TARGETS = re.compile(r"next_sentence_label|sentence_order_label|question_lengths|\w+_labels")
+
 # What says how a row is packed, and means nothing for a row with one document.
 PACKING = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "decoder_seq_idx", HANDED)
 
@@ -39,9 +43,10 @@ class ByDocument(InstanceForward):
 
     Attributes:
         by_length: whether documents of one length run at a time, without padding.
+        each: whether each document runs in a call of its own.
     """
 
-    by_length = False
+    by_length = each = False
 
     def __init__(self, module: nn.Module, current: Current) -> None:
         super().__init__(module, current)
@@ -59,6 +64,11 @@ class ByDocument(InstanceForward):
     @property
     def takes_use_cache(self) -> bool:
         return "use_cache" in self.names
+
+    @property
+    def calls(self) -> str:
+        """What documents of packed rows run in, where not in one batch."""
+        return "each document in a call of its own" if self.each else "documents of one length at a time"
 
     @property
     def pad_token(self) -> int | None:
@@ -102,12 +112,16 @@ class ByDocument(InstanceForward):
         count = len(next(iter(documents.values())))
         if self.one_result and not one_choice:
             require_one_target_each("document", count, arguments, self.name)
+        labels = arguments.get("labels")
+        if isinstance(labels, Tensor) and (labels.ndim == 1 or (labels.ndim == 2 and labels.is_floating_point())):
+            require_one_target_each("document", count, {"labels": labels}, self.name)
         left_out = (*PACKING, *map(mask_of, documents), "logits_to_keep", "use_cache")
         kept = {name: x for name, x in arguments.items() if name not in left_out and not self._is_nothing(name, x)}
         if self.takes_use_cache:
             kept["use_cache"] = False
         outputs, weights, batches = [], [], []
-        groups = groups_of(documents, self.by_length)
+        decodes = "decoder_input_ids" in self.names
+        groups = groups_of(documents, self.by_length, self.each)
         if len(groups) > 1 and self.across and arguments.get("return_loss"):
             raise ValueError(
                 f"{self.name} runs documents of one length at a time, so its loss of all texts and images can't "
@@ -120,19 +134,20 @@ class ByDocument(InstanceForward):
                 takes=self.takes,
                 pad_token=self.pad_token,
                 targets=TARGETS if self.one_result else TARGETS[1:],
+                decodes=decodes,
                 of_documents=self._of_documents,
             )
             if one_choice:  # all heads flatten token ids; DistilBERT's and XLNet's pass position_ids on as they are
                 apart = [name for name, x in batch.items() if _is_of_tokens(x, batch) and name != "position_ids"]
                 batch |= {name: batch[name][:, None] for name in apart}
-            outputs.append(self.run_rows(batch))
             weights.append(self._weight(batch, len(groups)))
+            outputs.append(self.run_rows(batch))
             batches.append(batch)
         labelled = [batch for batch, weight in zip(batches, weights, strict=True) if bool(weight)]
         counted = len(groups) > 1 and labelled and "labels" in labelled[0]
         if counted and labelled[0].get("num_items_in_batch") is not None and self._divides_by_count(labelled[0]):
             weights = []  # losses add up
-        merge = LaidBack(groups, weights, self.name, across=self.across)
+        merge = LaidBack(groups, weights, self.name, across=self.across, decodes=decodes)
         output = merge.of(outputs)
         if merge.of_documents:
             self._require_known_padding(documents, arguments, merge.of_documents)
@@ -179,7 +194,13 @@ class ByDocument(InstanceForward):
         Targets are of documents; images and sounds of documents, or of rows, whose documents share them. Models that
         put images in the place of tokens take them in the order of tokens.
         """
-        others = value.ndim > 1 and (value.is_floating_point() or OF_OTHERS.fullmatch(name) is not None)
+        of_frames = name.startswith("decoder_") and "decoder_input_ids" not in self.names
+        if of_frames and name == mask_of("decoder") and int(value.max()) > 1:
+            raise ValueError(
+                f"{name} numbers documents up to {int(value.max())}, and {self.name} takes frames of sound, which "
+                "aren't packed. Pass 0 and 1, in a row for each document, in order, with its frames."
+            )
+        others = value.ndim > 1 and (value.is_floating_point() or of_frames or OF_OTHERS.fullmatch(name) is not None)
         if others and (self.across or self._puts_images_among_tokens):
             if self.by_length and not self.across:
                 raise ValueError(
@@ -206,11 +227,12 @@ class ByDocument(InstanceForward):
     def _weight(self, batch: Mapping[str, Any], calls: int) -> Tensor:
         """How many labels the loss of a call is a mean over."""
         labels = batch.get("labels")
-        others = [name for name in TARGETS if name != "labels" and batch.get(name) is not None]
+        others = [name for name, x in batch.items() if x is not None and OTHER_TARGETS.fullmatch(name)]
+        others += ["labels"] if isinstance(labels, Tensor) and labels.ndim > 2 else []  # of codebooks or of frames
         if calls > 1 and others:
             raise ValueError(
-                f"{self.name} runs documents of one length at a time, so its loss of {others[0]} can't be put "
-                f"together. Compute it of the outputs, without {others[0]}."
+                f"{self.name} runs {self.calls}, so its loss of {others[0]} can't be put together. Compute it of the "
+                f"outputs, without {others[0]}, or give each document a row of its own, unpatched."
             )
         if not isinstance(labels, Tensor):
             return torch.tensor(1)

@@ -42,7 +42,9 @@ def meet(arguments: dict[str, Any], packing: Packing | None, names: tuple[str, .
         UnsupportedModelError: the decoder takes no such mask.
     """
     states, mask = arguments["encoder_hidden_states"], arguments.get("encoder_attention_mask")
-    if isinstance(mask, IntervalMask):
+    watch = None if packing is None else packing.watch
+    if isinstance(mask, IntervalMask):  # made for the module around this one, whose first call was before
+        mask.watch = mask.watch if watch is None else watch
         return mask
     if "encoder_attention_mask" not in names:
         raise UnsupportedModelError(
@@ -62,7 +64,7 @@ def meet(arguments: dict[str, Any], packing: Packing | None, names: tuple[str, .
     length = query.shape[1]
     shape = torch.Size((tokens[0], 1, length, tokens[1]))
     cross = IntervalMask(cross_mask(packing, mask, length), shape, serving, None, SEES_ALL)
-    cross.watch = None if packing is None else packing.watch
+    cross.watch = watch
     return cross
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tritonpack import notices
@@ -20,7 +20,7 @@ from tritonpack.patches.by_document import PACKING, ByDocument
 from tritonpack.patches.choices import Choices, compares_choices
 from tritonpack.patches.current import UNCLAIMED, Current, ModuleRef
 from tritonpack.patches.documents import Documents, require_one_document_a_row
-from tritonpack.patches.families import HEADS_SHIFT
+from tritonpack.patches.families import CODEBOOKS, HEADS_SHIFT, LABELS_ARE_TOKENS
 from tritonpack.patches.hooks import CACHES
 from tritonpack.patches.interface import stock_name
 from tritonpack.patches.near_misses import refuse_near_misses
@@ -28,6 +28,7 @@ from tritonpack.patches.packing import Packing, Serving
 from tritonpack.patches.reading import make_packing
 from tritonpack.patches.rows import mask_of
 from tritonpack.patches.spans import take_spans
+from tritonpack.patches.tokens import common_to_codebooks, pad_token_of
 
 # Who serves the masks: nobody asks for one.
 NOBODY = Serving("dense", "auto")
@@ -66,12 +67,16 @@ class DocumentRows(ByDocument):
 
     Attributes:
         by_length: whether documents of one length run at a time, without padding.
+        books: how many rows of the decoder's ids stand for one row of its tokens.
     """
 
     def __init__(self, module: PreTrainedModel, current: Current, by_length: bool) -> None:
         super().__init__(module, current)
         self.by_length = by_length or makes_vectors_of_padding(module)
+        self.each = by_length and predicts_durations(module)
         self.both = "decoder_input_ids" in self.names
+        inside = [inner.config for inner in module.modules() if isinstance(inner, PreTrainedModel)]
+        self.books = max((c.num_codebooks for c in inside if c.model_type in CODEBOOKS), default=1) if self.both else 1
         self.known = frozenset((*self.names, *ONE_SIDE, *(TARGET.values() if self.both else ()), *PACKING))
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -82,11 +87,22 @@ class DocumentRows(ByDocument):
         return self.with_names(arguments)
 
     def run(self, arguments: dict[str, Any]) -> Any:
+        ids = arguments.get("decoder_input_ids")
+        if self.books > 1 and isinstance(ids, Tensor):  # a row for each row of tokens: (B, T, books)
+            arguments = {**arguments, "decoder_input_ids": ids.unflatten(0, (-1, self.books)).movedim(1, -1)}
+        output = self._run_packed(arguments)
+        if self.books > 1 and isinstance(output.get("logits"), Tensor):  # (B, books, T, vocabulary)
+            output["logits"] = output["logits"].flatten(0, 1)
+        return output
+
+    def _run_packed(self, arguments: dict[str, Any]) -> Any:
         choices = Choices.of(arguments, self.module, NOBODY, left=False)
         if choices is not None:
             return self.run_choices(choices, arguments)
         if compares_choices(self.module):  # each choice holds one document
             return self.run_rows(arguments)
+        if self.name in LABELS_ARE_TOKENS and arguments.get("decoder_input_ids") is None:
+            arguments = {**arguments, "decoder_input_ids": arguments.get("labels")}
         cached = any(arguments.get(name) is not None for name in CACHES)
         packings = self._read(arguments, cached)
         taken = {name: x for name, x in arguments.items() if name not in READ or self.takes(name)}
@@ -106,7 +122,7 @@ class DocumentRows(ByDocument):
         return output if spans is None else spans.add_loss(output, self.name)
 
     def _say_so(self) -> None:
-        how = "documents of one length at a time" if self.by_length else "a padded batch"
+        how = self.calls if self.by_length else "a padded batch"
         notices.say_once(
             f"document-rows-{self.name.lower()}",
             f"{self.name} can't be told of several documents in a row, so each gets a row of its own, in {how}: exact, "
@@ -117,7 +133,14 @@ class DocumentRows(ByDocument):
         outer = self.current.state.running, self.current.state.packing
         self.current.set(True, None)
         try:
-            return self.inner(**arguments)
+            if self.books == 1:
+                return self.inner(**arguments)
+            if isinstance(ids := arguments.get("decoder_input_ids"), Tensor):
+                arguments = {**arguments, "decoder_input_ids": ids.movedim(-1, 1).flatten(0, 1)}
+            output = self.inner(**arguments)
+            if isinstance(output.get("logits"), Tensor):
+                output["logits"] = output["logits"].unflatten(0, (-1, self.books))
+            return output
         finally:
             self.current.set(*outer)
 
@@ -162,7 +185,8 @@ class DocumentRows(ByDocument):
         """The labels of a decoder whose tokens the model makes of them."""
         labels = arguments.get("labels")
         shifts = getattr(self.module.config, "is_encoder_decoder", False) and not self.name.endswith(HEADS_SHIFT)
-        return labels if shifts and isinstance(labels, Tensor) and labels.ndim == 2 else None
+        of_tokens = isinstance(labels, Tensor) and labels.ndim == (2 if self.books == 1 else 3)
+        return labels if shifts and of_tokens else None
 
     def _packing(
         self, arguments: dict[str, Any], side: str, tokens: Tensor, names: Mapping[str, str], cached: bool
@@ -178,8 +202,11 @@ class DocumentRows(ByDocument):
             )
         if cached and mask is not None and mask.shape != shape:  # of the keys in the cache as well
             said["attention_mask"] = None
-        ids = tokens if tokens.ndim == 2 else None
-        pad = self.pad_token
+        ids = (
+            tokens if tokens.ndim == 2 else common_to_codebooks(tokens) if tokens.ndim == 3 and self.books > 1 else None
+        )
+        pad = pad_token_of(self.module.config, side)
+        pad = padding_of_tables(self.module) if pad is None else pad
         packing = make_packing({**said, "input_ids": ids}, shape, tokens.device, NOBODY, pad)
         if cached:
             require_one_document_a_row(
@@ -193,6 +220,22 @@ class DocumentRows(ByDocument):
 def makes_vectors_of_padding(module: PreTrainedModel) -> bool:
     """Whether a head makes one vector of a row's last token, or of all of them, padding or not: XLM's may."""
     return any(getattr(inner, "summary_type", None) in ("last", "cls_index", "mean") for inner in module.modules())
+
+
+def padding_of_tables(module: nn.Module) -> int | None:
+    """What padding holds by the tables of tokens inside a model, where all say the same: FastSpeech 2 has no other."""
+    sizes = {
+        getattr(inner.config, "vocab_size", None) for inner in module.modules() if isinstance(inner, PreTrainedModel)
+    }
+    tables = [inner for inner in module.modules() if isinstance(inner, nn.Embedding) and inner.num_embeddings in sizes]
+    found = {table.padding_idx for table in tables}
+    return found.pop() if len(found) == 1 else None
+
+
+def predicts_durations(module: nn.Module) -> bool:
+    """Whether a model of sound predicts how many frames each token becomes, so that documents of one length may become
+    sounds of several. Models pad these, and compute as if the padding were sound."""
+    return any(hasattr(inner, "duration_predictor") for inner in module.modules())
 
 
 def _tokens(arguments: Mapping[str, Any], *names: str) -> Tensor | None:

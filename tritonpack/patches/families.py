@@ -97,6 +97,9 @@ REFUSED_LAYERS = {
 # Encoders with decoders that take ignored labels for padding, which they shift to the right without a mask for them.
 MASKS_LABELS = _names("encoder-decoder")
 
+# Classes that take labels as the tokens of their decoder, as they are, where they are given none.
+LABELS_ARE_TOKENS = _names("BlipForQuestionAnswering")
+
 # Encoders with decoders that make the decoder's tokens of the encoder's, shifted to the right, where none are given.
 SHIFTS_INPUTS = _names("bart bigbird_pegasus led mbart mvp plbart")
 

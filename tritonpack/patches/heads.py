@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tritonpack.patches.by_document import PACKING, ByDocument
+from tritonpack.patches.by_document import PACKING, TARGETS, ByDocument
 from tritonpack.patches.choices import Choices
 from tritonpack.patches.current import Current
 from tritonpack.patches.documents import Documents, require_one_document_a_row
@@ -19,6 +19,7 @@ from tritonpack.patches.labels import warn_of_first_labels
 from tritonpack.patches.multimodal import leave_positions_to
 from tritonpack.patches.near_misses import refuse_near_misses
 from tritonpack.patches.packing import Packing
+from tritonpack.patches.reading import OpenMaskError
 from tritonpack.patches.rows import OF_DOCUMENTS, ONE_NUMBER_A_TOKEN
 from tritonpack.patches.spans import take_spans
 from tritonpack.patches.strangers import kept_apart, strangers
@@ -70,7 +71,18 @@ class ModelForward(ByDocument):
         if self.current.state.told is not None:  # inside of another head, which has been told
             return self.run(arguments)
         refuse_near_misses(arguments, self.known, self.name)
-        return self.with_names(arguments)
+        if torch.compiler.is_compiling():
+            return self.with_names(arguments)
+        try:
+            return self.with_names(arguments)
+        except OpenMaskError as error:
+            names = " and ".join(_beside_tokens(arguments))
+            if not names:
+                raise
+            raise ValueError(
+                f"{self.name} appends {names} to its tokens, and a patched model can't tell which document each "
+                f"belongs to. Leave {names} out, or unpatch the model and give each document a row of its own."
+            ) from error
 
     def run(self, arguments: dict[str, Any]) -> Any:
         choices = Choices.of(arguments, self.module, self.hook.serving, left=self.pads_left)
@@ -97,6 +109,9 @@ class ModelForward(ByDocument):
         try:
             with kept_apart(self.module, packing) if first else nullcontext():
                 output = self.inner(**arguments)
+        except (ValueError, RuntimeError, IndexError) as error:
+            self._explain_labels(error, arguments, packing)
+            raise
         finally:
             self.current.tell(outer)
         if first:
@@ -179,6 +194,19 @@ class ModelForward(ByDocument):
         finally:
             self.current.tell(outer)
 
+    def _explain_labels(self, error: Exception, arguments: dict[str, Any], packing: Packing) -> None:
+        """Raise where a call failed that had a label for each document, in a head that gives a result for each row."""
+        labels = arguments.get("labels")
+        if torch.compiler.is_compiling() or not isinstance(labels, Tensor) or labels.ndim != 1 or packing.cached:
+            return
+        documents = Documents.of(packing)
+        if documents is not None and len(documents) == labels.shape[0] and not packing.shared:
+            raise ValueError(
+                f"{self.name} failed with labels of shape {tuple(labels.shape)}, one for each of {len(documents)} "
+                f"documents: it isn't known to give one result a document, and its rows hold {len(documents)} in "
+                f"{packing.tokens[0]}. Give each document a row of its own."
+            ) from error
+
     def _require_nothing_of_rows(self, output: Any, packing: Packing, arguments: dict[str, Any]) -> None:
         """Refuse an output that has one value for each row, where rows hold several documents."""
         rows, length = packing.tokens
@@ -199,3 +227,14 @@ class ModelForward(ByDocument):
                     f"{self.name} returns {name}, one for each row, whatever documents a row holds. Give each document "
                     "a row of its own.",
                 )
+
+
+def _beside_tokens(arguments: dict[str, Any]) -> list[str]:
+    """The arguments that are neither of tokens nor of documents: of images, say."""
+    tokens = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments.get("inputs_embeds")
+    left = (*PACKING, *TARGETS, "input_ids", "inputs_embeds")
+    return [
+        name
+        for name, x in arguments.items()
+        if name not in left and isinstance(x, Tensor) and (tokens is None or x.shape[:2] != tokens.shape[:2])
+    ]

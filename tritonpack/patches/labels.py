@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tritonpack import notices
+from tritonpack.patches.families import LABELS_ARE_TOKENS
 from tritonpack.patches.packing import Packing
 
 IGNORED = -100
@@ -47,9 +48,12 @@ def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], p
 
 
 def shifts_labels(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
-    """Whether a model holds each label against what it predicts at the token before, by transformers' causal loss."""
+    """Whether a model holds each label against what it predicts at the token before, by transformers' causal loss, or
+    because labels are its decoder's tokens."""
     if arguments.get("shift_labels") is not None:  # they take the place of labels
         return False
+    if type(model).__name__ in LABELS_ARE_TOKENS:
+        return True
     forward = inspect.unwrap(type(model).forward)
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
     return "loss_function" in names and getattr(model.loss_function, "__name__", "") == "ForCausalLMLoss"

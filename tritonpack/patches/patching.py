@@ -18,6 +18,7 @@ from tritonpack.patches.by_name import register
 from tritonpack.patches.families import BOTH_WAYS, DENSE, PROMPT_TYPES, REFUSED, REFUSED_LAYERS
 from tritonpack.patches.forwards import takes_tokens_and_mask
 from tritonpack.patches.hand import HAND_WRITTEN, fits
+from tritonpack.patches.lock import Freed
 from tritonpack.patches.packing import ATTENTIONS
 from tritonpack.patches.probe import require_evidence
 from tritonpack.patches.report import Report, holds
@@ -49,7 +50,7 @@ class Patch:
         Raises:
             ValueError: a patch that was made later, and isn't left yet, is still in force.
         """
-        with _lock:
+        with Freed(_lock), _lock:
             applied = self._applied
             if self._lease not in applied.leases:
                 return
@@ -115,7 +116,7 @@ def patch(
     modules, layout = _evident_modules(model, attention, backend)
     handle = None
     try:
-        with _lock:
+        with Freed(_lock), _lock:
             handle = _patch(model, modules, attention, backend, layout)
         return handle  # noqa: RET504
     except BaseException:
@@ -131,7 +132,7 @@ def unpatch(model: nn.Module) -> None:
         ValueError: the model isn't patched.
     """
     _require_model(model)
-    with _lock:
+    with Freed(_lock), _lock:
         found = applied_to(model)
         if not found:
             raise ValueError("this model isn't patched; tritonpack.patch(model) does that.")
@@ -146,13 +147,13 @@ def patch_by_name(model: PreTrainedModel) -> Applied:
         UnsupportedModelError: as `patch`.
     """
     modules, layout = _evident_modules(model, "tritonpack", "auto")
-    with _lock:
+    with Freed(_lock), _lock:
         return _patch(model, modules, "tritonpack", "auto", layout, by_name=True)._applied
 
 
 def restore(applied: Applied) -> None:
     """Take a patch away, and put back what was there before."""
-    with _lock:
+    with Freed(_lock), _lock:
         to_the_end(applied.restore_below)
 
 

@@ -24,6 +24,7 @@ from tritonpack.patches.report import layer_windows
 from tritonpack.patches.rows import ONE_DOCUMENT_A_ROW
 from tritonpack.patches.shown import LAYOUTS, Layout, installed, shown_layout, without_wrappers
 from tritonpack.patches.tokens import text_config
+from tritonpack.patches.trial.draws import constant_draws_if_any, gives_the_same_again
 from tritonpack.patches.trial.packed_forms import (
     LENGTHS,
     Batch,
@@ -225,9 +226,13 @@ def _try(model: Any, patch: Patch, lengths: tuple[int, ...]) -> str:
     limits = [limit - 1 for _, limit in rope_limits(text_config(model.config))]
     short = tuple(min([n, *limits]) for n in lengths)
     try:
-        subject = _subject(model)
+        subject = _same_each_time(_subject(model))
         documents, longer = subject.draw(short, 1), subject.draw(lengths, 1)
         expected, expected_longer = _alone(subject, documents), alone(subject, longer, gradients=False)
+        twins = subject.draw(short[:1] * 2, 2)
+        expected_twins = alone(subject, twins, gradients=False)
+    except CannotTryError:
+        raise
     except Exception as error:  # whatever a model's own code raises
         raise CannotTryError(f"it doesn't run on tokens alone: {one_line(error)}") from error
     if not expected[0].isfinite().all():
@@ -251,7 +256,9 @@ def _try(model: Any, patch: Patch, lengths: tuple[int, ...]) -> str:
     if short != lengths:  # beyond the limit of rotary embeddings a call may be refused, but not wrong
         beyond = judge(subject, TRIED[0], longer, expected_longer, limit, always=True)
         wrong += [beyond] if beyond.verdict in ("leak", "inexact") else []
-    if not any(one.verdict == "exact" for one in found.values()):
+    pair = judge(subject, TRIED[0], twins, expected_twins, limit)  # of one length, which may run in one call
+    wrong += [pair] if pair.verdict in ("leak", "inexact") and not wrong else []
+    if not any(one.verdict == "exact" for form, one in found.items() if form != PADDED):
         wrong += list(found.values())
     if not found:
         raise CannotTryError("its forward takes nothing that tells documents apart")
@@ -272,8 +279,21 @@ def _subject(model: nn.Module) -> Subject:
     if "use_cache" in inspect.signature(model.forward).parameters:
         subject = replace(subject, differentiable={"use_cache": False})  # states that are updated in place have none
     with torch.no_grad():
-        shapes = [(ids.shape, subject.call_model(whole(ids)).shape[:2]) for ids in subject.draw((5, 11), 1)]
+        shapes = [(ids.shape, subject.call_model(whole(ids)).shape[:2]) for ids in subject.draw((5, 11, 3, 1), 1)]
     return replace(subject, per_document=any(tokens != values for tokens, values in shapes))
+
+
+def _same_each_time(subject: Subject) -> Subject:
+    """A subject whose outputs can be compared: where its model draws random numbers, these are made constant.
+
+    Raises:
+        CannotTryError: two calls with the same tokens differ nevertheless.
+    """
+    batch = whole(subject.draw((7,), 1)[0])
+    subject = replace(subject, draws=constant_draws_if_any(lambda: subject.call_model(batch)))
+    if not gives_the_same_again(lambda: subject.call_model(batch)):
+        raise CannotTryError("two calls in evaluation mode with the same tokens give other outputs")
+    return subject
 
 
 def _alone(subject: Subject, documents: list[Tensor]) -> Results:

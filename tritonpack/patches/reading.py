@@ -15,6 +15,10 @@ from tritonpack.patches.packing import IntervalMask, Packing, Serving, shown
 from tritonpack.patches.tensor_like import TensorLike
 
 
+class OpenMaskError(ValueError):
+    """A mask of which nobody has said where its documents are."""
+
+
 @dataclass(frozen=True, eq=False)
 class OpenMask(TensorLike):
     """A mask that transformers made outside of a patched model's forward pass: it doesn't know the documents yet.
@@ -40,11 +44,9 @@ class OpenMask(TensorLike):
         return self
 
     def to_tensor(self) -> Tensor:
-        raise ValueError(
+        raise OpenMaskError(
             "this model's attention has tritonpack's name but the model isn't patched, so packed documents would not "
-            "be told apart. Call tritonpack.patch(model), or give it a config of its own. Of a patched model: it made "
-            "a mask for more than its tokens, such as images or entities beside them. Leave these out, or give each "
-            "document a row of its own, unpatched."
+            "be told apart. Call tritonpack.patch(model), or give it a config of its own."
         )
 
     def claim(self, arguments: dict[str, Any], serving: Serving) -> IntervalMask:

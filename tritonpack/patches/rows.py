@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tritonpack.patches.documents import Documents
 from tritonpack.patches.labels import IGNORED
@@ -27,18 +28,22 @@ OF_DOCUMENTS = re.compile(
 
 # Arguments and outputs of images and sounds: they have no value for each token of a row, whatever their shape.
 OF_OTHERS = re.compile(
-    r"(pixel|image|video|audio|visual|vision|speech|input_features|input_values|qformer|flattened)\w*"
+    r"(pixel|image|video|audio|visual|vision|speech|speaker|spectrogram|waveform|input_features|input_values|qformer"
+    r"|flattened)\w*|lang_ids?|stop_labels"
 )
 OF_TOKENS_AFTER_ALL = re.compile(r"\w*position_mask|image_mask|image_attention_mask|visual_pos_masks")
 
 # Outputs of two dimensions that have one value for each token.
-SCORES_OF_TOKENS = re.compile(r"(start|end)_logits")
+SCORES_OF_TOKENS = re.compile(r"(start|end)_logits|duration_outputs")
 
 # Classes whose logits are one number for each token: ELECTRA's discriminator, and TAPAS, which chooses cells.
 ONE_NUMBER_A_TOKEN = re.compile(r"\w*ForPreTraining|TapasForQuestionAnswering")
 
 # Classes with features of texts that follow from their sound or their video.
 CONDITIONED = re.compile(r"(Clvp|XCLIP)Model\w*")
+
+# Classes whose states are those of their image, which may have as many patches as a document has tokens.
+STATES_OF_IMAGES = re.compile(r"BlipForQuestionAnswering")
 
 # Outputs (images, documents) of models that hold texts against images or sounds.
 OF_DOCUMENTS_ACROSS = re.compile(r"logits_per_(image|video|audio)|logits_audio_text")
@@ -89,16 +94,19 @@ class Group:
         return self.sides.get("decoder") or self.sides[""]
 
 
-def groups_of(sides: Mapping[str, Documents], by_length: bool) -> list[Group]:
-    """The calls that documents run in: one, or one for each length.
+def groups_of(sides: Mapping[str, Documents], by_length: bool, each: bool = False) -> list[Group]:
+    """The calls that documents run in: one, one for each length, or one for each document.
 
     Args:
         sides: the documents of each side, as many of both.
         by_length: only documents of one length, on each side, in a call.
+        each: one document in a call.
     """
-    if not by_length:
+    if not (by_length or each):
         return [Group.of_all(sides)]
     lengths = torch.stack([documents.inside.sum(1) for documents in sides.values()], dim=1)
+    if each:
+        lengths = torch.arange(len(lengths), device=lengths.device)[:, None]  # no two alike
     groups = []
     for length in lengths.unique(dim=0):
         numbers = (lengths == length).all(1).nonzero().flatten()
@@ -119,6 +127,7 @@ def batch_of(
     takes: Callable[[str], bool],
     pad_token: int | None,
     targets: Collection[str],
+    decodes: bool,
     of_documents: Callable[[str, Tensor, Group], Tensor],
 ) -> dict[str, Any]:
     """The arguments of a call with the documents of a group, one a row.
@@ -129,11 +138,12 @@ def batch_of(
         takes: whether the model takes an argument.
         pad_token: what padding holds.
         targets: arguments that never have a value for each token, whatever their shape.
+        decodes: whether the model takes tokens of a decoder; else what its decoder is given isn't of tokens.
         of_documents: returns what the documents of the group get of an argument without a value for each token.
     """
     batch: dict[str, Any] = {}
     for name, value in arguments.items():
-        documents = group.side_of(name)
+        documents = group.side_of(name) if decodes or not name.startswith("decoder_") else None
         if not isinstance(value, Tensor):
             batch[name] = value
         elif documents is None or name in targets or not _is_of_tokens(name, value, documents):
@@ -186,18 +196,24 @@ def _positions(name: str, given: Tensor, documents: Documents, taken: bool) -> T
 class LaidBack:
     """Lays what calls with one document a row give back into packed rows.
 
+    What has a value for each token of every document is (B, T, ...). All else of documents is (documents, ...), in
+    order; where calls give other sizes, each document's own comes first in its row, and zeros follow.
+
     Args:
         groups: of all documents together.
         weights: of each group's loss; of several groups, the loss is their mean. Without any, it is their sum.
         model: the name of its class.
         across: whether the model holds all texts against all images, which aren't of documents.
+        decodes: whether the model takes tokens of a decoder; else what its decoder gives isn't of tokens.
 
     Attributes:
         of_documents: the name of an output that has one value for each document, where there is any.
     """
 
-    def __init__(self, groups: Sequence[Group], weights: Sequence[Tensor], model: str, *, across: bool) -> None:
-        self.groups, self.weights, self.model, self.across = groups, weights, model, across
+    def __init__(
+        self, groups: Sequence[Group], weights: Sequence[Tensor], model: str, *, across: bool, decodes: bool
+    ) -> None:
+        self.groups, self.weights, self.model, self.across, self.decodes = groups, weights, model, across, decodes
         self.order = torch.cat([group.numbers for group in groups]).argsort()
         self.of_documents = ""
 
@@ -221,24 +237,27 @@ class LaidBack:
             return self._loss(values)
         if self.across and OF_OTHERS.fullmatch(name):
             return first
-        if name.endswith("attentions"):  # in one batch they are left as they are, by document
-            return first if len(values) == 1 else None
         laid_back = [self._tokens(name, value, group) for value, group in zip(values, self.groups, strict=True)]
         tokens = [one for one in laid_back if one is not None]
         if len(tokens) == len(values):
             return sum(tokens[1:], start=tokens[0])
         axis = int(OF_DOCUMENTS_ACROSS.fullmatch(name) is not None)
         sizes = [value.shape[axis : axis + 1] for value in values]
-        if sizes != [(len(group),) for group in self.groups]:
+        of_documents = sizes == [(len(group),) for group in self.groups]
+        if len({value.ndim for value in values}) > 1 or (
+            name.endswith("attentions") and not of_documents
+        ):  # Reformer's
+            shapes = ", ".join(str(tuple(value.shape)) for value in values)
+            raise ValueError(
+                f"{self.model} gives {name} of shapes {shapes} for documents of several lengths, which no one tensor "
+                "can hold. Leave output_attentions out, or give each document a row of its own, unpatched."
+            )
+        if not of_documents:
             return first  # of images, or of sounds
         self.of_documents = name
         if len(values) == 1:
             return first
-        if len({(*value.shape[:axis], *value.shape[axis + 1 :]) for value in values}) > 1:
-            raise ValueError(
-                f"{self.model} returns {name} of another size for documents of another length, which packed rows have "
-                "no room for. Leave it out, or give each document a row of its own, unpatched."
-            )
+        values = _filled_up(values, axis)
         return torch.cat(list(values), dim=axis).index_select(axis, self.order.to(first.device))
 
     def _loss(self, values: Sequence[Tensor]) -> Tensor:
@@ -253,7 +272,9 @@ class LaidBack:
     def _tokens(self, name: str, value: Tensor, group: Group) -> Tensor | None:
         """An output with a value for each token of (documents, longest), in the packed rows (B, T, ...)."""
         documents = group.side_of_output(name)
-        if documents is None or OF_OTHERS.fullmatch(name):
+        of_image = "hidden_state" in name and STATES_OF_IMAGES.fullmatch(self.model) is not None
+        of_no_tokens = of_image or (name.startswith("decoder_") and not self.decodes)
+        if documents is None or of_no_tokens or name.endswith("attentions") or OF_OTHERS.fullmatch(name):
             return None
         shape = documents.inside.shape
         if value.shape[:2] == shape and self._has_tokens(name, value):
@@ -275,3 +296,13 @@ class LaidBack:
     @property
     def _one_result(self) -> bool:
         return ONE_DOCUMENT_A_ROW.fullmatch(self.model) is not None
+
+
+def _filled_up(values: Sequence[Tensor], axis: int) -> list[Tensor]:
+    """Tensors of one size, but for one axis: zeros follow what each of them holds."""
+    largest = [max(sizes) for sizes in zip(*(value.shape for value in values), strict=True)]
+    filled = []
+    for value in values:
+        missing = [0 if i == axis else size - value.shape[i] for i, size in enumerate(largest)]
+        filled.append(pad(value, [n for more in reversed(missing) for n in (0, more)]))
+    return filled

@@ -43,7 +43,7 @@ def kept_apart(model: nn.Module, packing: Packing) -> Iterator[None]:
         UnsupportedModelError: a stranger mixes documents; the message names it.
     """
     found: dict[str, nn.Module] = {}
-    watches = {name: _Watch(one, packing) for name, one in strangers(model).items()}
+    watches = {name: _Watch(one, packing) for name, one in strangers(model).items() if not _is_watched(one, packing)}
     if watches:
         starts = packing.runs()[0].flatten().cumsum(0).view(packing.tokens)
         second = starts % 2 == 0
@@ -68,7 +68,7 @@ class _Watch:
     """The hook after a stranger."""
 
     def __init__(self, module: nn.Module, packing: Packing) -> None:
-        self.module, self.tokens = module, packing.tokens
+        self.module, self.packing, self.tokens = module, packing, packing.tokens
         self.mixes = self.running = False
 
     def begin(self, second: Tensor) -> None:
@@ -99,6 +99,11 @@ class _Watch:
     def _run(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
         with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):  # the same dropout in both
             return self.module.forward(x, *args, **kwargs)
+
+
+def _is_watched(module: nn.Module, packing: Packing) -> bool:
+    """Whether the model around this one, which was handed the same packing, watches a module already."""
+    return any(isinstance(hook, _Watch) and hook.packing is packing for hook in module._forward_hooks.values())
 
 
 def _is_of_tokens(value: Any, tokens: torch.Size) -> bool:

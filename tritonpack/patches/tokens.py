@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+from torch import Tensor
+
 _NAMES = ("bos_index", "eos_index", "pad_index", "unk_index", "mask_index")
 
 
@@ -35,6 +38,19 @@ def text_config(config: Any) -> Any:
         return config.get_text_config()
     except ValueError:  # an encoder's and a decoder's
         return config.get_text_config(decoder=True)
+
+
+def pad_token_of(config: Any, side: str) -> int | None:
+    """What padding of the encoder's tokens, or of the decoder's, holds: of two models in one, each has its own."""
+    names = ("decoder",) if side == "decoder" else ("encoder", "text_encoder")
+    parts = [part for name in names if is_config(part := getattr(config, name, None))]
+    found = (getattr(part, "pad_token_id", None) for part in (*parts, text_config(config)))
+    return next((token for token in found if token is not None), None)
+
+
+def common_to_codebooks(ids: Tensor) -> Tensor:
+    """(B, T) ids that all codebooks of a token have in (B, T, n) ids, as padding does; -1 where they differ."""
+    return torch.where((ids == ids[..., :1]).all(-1), ids[..., 0], -1)
 
 
 def is_bidirectional(config: Any) -> bool:

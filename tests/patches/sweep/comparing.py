@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.patches.sweep.subject import ShapeError
+from tests.patches.sweep.subject import WHOLE, ShapeError
 
 Results = dict[str, Tensor]  # outputs by name, or gradients by parameter
 
@@ -35,8 +35,8 @@ def _apart(a: Tensor, b: Tensor) -> float:
 def gradients(model: nn.Module, values: Results) -> Results:
     """Of all parameters, under weights for the values that no two share."""
     total: Any = 0.0
-    for value in values.values():
-        if value.requires_grad:
+    for name, value in values.items():
+        if value.requires_grad and not name.endswith(WHOLE):
             weights = torch.linspace(-1, 1, value.numel(), dtype=value.dtype).view_as(value)
             finite = value.isfinite()
             total = total + (value.masked_fill(~finite, 0) * weights).sum() / (

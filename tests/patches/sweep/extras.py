@@ -92,7 +92,6 @@ NEEDS: dict[str, dict[str, Make]] = {
     "grounding-dino": {"pixel_values": _same(3, 64, 64)},
     "mm-grounding-dino": {"pixel_values": _same(3, 64, 64)},
     "blip-2": IMAGES,
-    "BlipForQuestionAnswering": {**IMAGE, "decoder_input_ids": lambda config, batch: batch.ids},
     "Blip2ForImageTextRetrieval": {**IMAGE, "attention_mask": lambda config, batch: torch.ones_like(batch.ids)},
     "instructblip": {**IMAGES, **QUESTION},
     "instructblipvideo": {"pixel_values": _image(2, per="document"), **QUESTION},

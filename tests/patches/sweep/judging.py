@@ -27,6 +27,7 @@ from tests.patches.sweep.subject import Gathered, ShapeError, Subject
 from tritonpack.patches.applied import applied_to
 from tritonpack.patches.shown import LAYOUTS, Layout, installed, versions
 from tritonpack.patches.trial import packed_forms
+from tritonpack.patches.trial.draws import ConstantDraws, constant_draws_if_any
 from tritonpack.patches.trial.packed_forms import LENGTHS
 
 PACKAGE = str(Path(tritonpack.__file__).parent)
@@ -62,27 +63,48 @@ class Trial:
             dtypes, self.notes = dtypes[1:], ["in float32, because its masks fail in float64"]
         for self.dtype in dtypes:
             try:
+                self._build()
                 self._run_alone(with_gradients)
                 break
             except AloneError as error:  # a constant or a cast in a model's own code may not go with float64
                 if self.dtype == torch.float32:
                     raise building.NotBuiltError(str(error)) from error
                 self.notes = [f"in float32, because in float64 it {error}"[:120]]
+        if isinstance(self.draws, ConstantDraws):
+            self.notes.append("its random draws were made constant")
         self.limit = packed_forms.tolerance(self.dtype)
-        if not self.expected:
-            raise building.NotBuiltError(f"has no value for each token or document: {list(self.subject.kinds)}")
-        if not self._mixes():
-            raise building.NotBuiltError("its tokens don't reach each other")
-        self.losses = Losses(self.subject, self.documents, self.limit) if {*LOSSES} & {*self.chosen} else None
+        self.by_loss = not self.expected  # it gives values of images alone, and a loss of its text
+        tried = self.by_loss or {*LOSSES} & {*self.chosen}
+        self.losses = Losses(self.subject, self.documents, self.limit) if tried else None
         if self.losses is not None and self.losses.why_not not in ("", NO_LABELS):
             self.notes.append(f"no loss: {self.losses.why_not[:100]}")
+        if self.by_loss and self.losses is not None and self.losses.why_not:
+            kinds, why = [*self.subject.kinds], self.losses.why_not
+            raise building.NotBuiltError(f"has no value for each token or document: {kinds}, and no loss: {why}")
+        if not self._mixes():
+            raise building.NotBuiltError("its tokens don't reach each other")
+        if self.by_loss:
+            self.notes.append("by its loss alone, because it gives no value for each token or document")
+            self.chosen = tuple(form for form in self.chosen if form not in OUTPUTS)
         lower = [name for name, dtype in LOW.items() if name in self.chosen and dtype != self.dtype]
         self.errors = {name: error for name in lower if (error := self._error_in(LOW[name])) is not None}
 
-    def _run_alone(self, with_gradients: bool) -> None:
+    def _build(self) -> None:
         self.model = building.build(self.case, dtype=self.dtype)
-        self.subject = Subject(self.model, stock=True)
-        self.documents = self.subject.draw(LENGTHS)
+        subject = Subject(self.model, stock=True)
+        self.documents = subject.draw(LENGTHS)
+        layout = subject.lay_out(forms.alone, self.documents[-1:])
+        try:
+            arguments = subject.arguments(layout)
+            self.draws = constant_draws_if_any(lambda: self.model(**arguments))
+        except Exception as error:  # whatever a model's own code raises
+            raise AloneError(f"doesn't run by itself: {message(error)[:200]}") from error
+        self.subject = self._subject(self.model)
+
+    def _subject(self, model: nn.Module, *, stock: bool = True) -> Subject:
+        return Subject(model, stock=stock, draws=self.draws)
+
+    def _run_alone(self, with_gradients: bool) -> None:
         self.expected_gradients: Results | None = None
         try:
             with torch.set_grad_enabled(with_gradients):
@@ -92,7 +114,7 @@ class Trial:
         self.expected: Results = {name: x.detach() for name, x in values.items()}
         if unknown := [name for name, x in values.items() if x.isnan().any()]:
             raise AloneError(f"gives NaN: {', '.join(unknown)}")
-        if with_gradients:
+        if with_gradients and values:
             try:
                 self.expected_gradients = gradients(self.model, values)
             except Exception as error:
@@ -103,6 +125,8 @@ class Trial:
         """Whether documents laid end to end, without a word of where they begin, differ from each alone."""
         layout = self.subject.lay_out(forms.end_to_end, self.documents)
         try:
+            if self.by_loss:
+                return self._loss_apart(self.subject, forms.end_to_end) > 10 * self.limit
             got = self.subject.gather(self.subject.call(layout), layout)
             return bool(got.problems) or difference(self.expected, got.values) > 10 * self.limit
         except Exception:
@@ -112,7 +136,10 @@ class Trial:
     def _error_in(self, dtype: torch.dtype) -> float | None:
         """How far the model alone is off in another dtype; None where it doesn't run."""
         try:
-            subject = Subject(building.build(self.case, dtype=dtype), stock=True)
+            subject = self._subject(building.build(self.case, dtype=dtype))
+            if self.by_loss:
+                assert self.losses is not None
+                return self.losses.difference(Losses(subject, self.documents, self.limit))
             return difference(self.expected, subject.alone(self.documents))
         except Exception as error:
             self.notes.append(f"not in {dtype}: {message(error)[:100]}")
@@ -177,7 +204,7 @@ class Trial:
 
     def _judge_all(self, model: nn.Module, how: str, row: Row) -> dict[str, str]:
         """Fill in a row; returns the reason of every form."""
-        subject = Subject(model, stock=how == "stock")
+        subject = self._subject(model, stock=how == "stock")
         subject.kinds = self.subject.kinds
         reasons = {}
         self.bare: set[str] = set()
@@ -201,16 +228,16 @@ class Trial:
         if form in LOW:
             limit = 2 * self.errors[form] + 4 * torch.finfo(LOW[form]).eps
         try:
-            if form in LOSSES:
-                assert self.losses is not None
-                found = self.losses.compare(subject, form)
+            if form in LOSSES or self.by_loss:
+                found = self._loss_apart(subject, _laid_out(form))
             else:
                 found, problems = self._compare(subject, form)
             if found <= limit:
                 return ("shape", math.inf, f"{form}: {'; '.join(problems)}") if problems else ("exact", found, "")
             if form in PADDED and self._stock_is_wrong(form):
                 return "stock", found, f"{form}: {found:.1e}, and wrong without tritonpack"
-            if form not in LOW and form not in LOSSES and (moved := self.influence(subject, form)) > limit:
+            by_values = form not in LOW and form not in LOSSES and not self.by_loss
+            if by_values and (moved := self.influence(subject, form)) > limit:
                 return "leak", found, f"{form}: {moved:.1e} from another document, {found:.1e} in all"
             return "inexact", found, f"{form}: {found:.1e}"
         except ShapeError as error:
@@ -219,6 +246,11 @@ class Trial:
             verdict = "refused" if is_ours(error) else "stock" if self._fails_too(form, error) else "error"
             self.bare |= {form} if verdict == "refused" and not has_remedy(str(error)) else set()
             return verdict, math.nan, f"{form}: {message(error)}"
+
+    def _loss_apart(self, subject: Subject, form: forms.Form) -> float:
+        """How far the loss of packed documents, and its gradients, are from those of each alone."""
+        assert self.losses is not None
+        return self.losses.compare(subject, form)
 
     def _compare(self, subject: Subject, form: str) -> tuple[float, tuple[str, ...]]:
         """How far packed documents are from each alone, and the outputs that say nothing of each."""
@@ -236,16 +268,15 @@ class Trial:
     @torch.no_grad()
     def _compare_more(self, subject: Subject, form: str) -> tuple[float, tuple[str, ...]]:
         """With all the outputs that a model gives when asked."""
-        twin = Subject(self.model, stock=True)
+        twin = self._subject(self.model)
         expected = twin.alone(self.documents, **OUTPUTS[form])
-        several = Subject(subject.model, stock=subject.stock)
+        several = self._subject(subject.model, stock=subject.stock)
         several.kinds = twin.kinds
         got = self._values(several, form)
         return difference(expected, got.values), got.problems
 
     def _values(self, subject: Subject, form: str, documents: list[Tensor] | None = None) -> Gathered:
-        laid_out = FORMS[form if form in FORMS else "position_ids"]
-        layout = subject.lay_out(laid_out, self.documents if documents is None else documents)
+        layout = subject.lay_out(_laid_out(form), self.documents if documents is None else documents)
         return subject.gather(subject.call(layout, **OUTPUTS.get(form, {})), layout)
 
     @torch.no_grad()
@@ -257,7 +288,7 @@ class Trial:
             others = list(self.documents)
             others[changed] = self.subject.draw((LENGTHS[changed],), seed=9)[0]
             after = self._values(subject, form, others).values
-            for name in before:
+            for name in before.keys() & after.keys():  # sounds of other tokens may have sizes of their own
                 lengths = self._lengths(subject, name)
                 a, b = (torch.cat(x[name].split(lengths)[keep]) for x in (before, after))
                 moved = float((a - b).abs().nan_to_num(math.inf).max()) / (float(before[name].abs().max()) or 1.0)
@@ -269,6 +300,8 @@ class Trial:
         kind = subject.kinds[name]
         if kind.of == "document":
             return [1] * len(self.documents)
+        if kind.of == "sized":
+            return [math.prod(size) for size in kind.sizes]
         documents = subject.targets(self.documents) if kind.side == "decoder" else self.documents
         return [d.numel() for d in documents]
 
@@ -276,21 +309,22 @@ class Trial:
     def _stock_is_wrong(self, form: str) -> bool:
         """Whether padding alone, without packing, already changes what a model without tritonpack computes."""
         try:
+            if self.by_loss:
+                return self._loss_apart(self.subject, _laid_out(form)) > self.limit
             return difference(self.expected, self._values(self.subject, form).values) > self.limit
         except Exception:
             return True
 
     def _fails_too(self, form: str, error: Exception) -> bool:
         """Whether a model without tritonpack fails in a form in the same way."""
-        plain = Subject(self.model)
+        plain = self._subject(self.model, stock=False)
         plain.kinds = self.subject.kinds
         try:
-            if form in LOSSES:
-                assert self.losses is not None
-                self.losses.compare(plain, form)
+            if form in LOSSES or (self.by_loss and form not in LOW):
+                self._loss_apart(plain, _laid_out(form))
             elif form in LOW:  # the caches of packed rows are left out
                 with torch.no_grad():
-                    low = Subject(building.build(self.case, dtype=LOW[form]), stock=True)
+                    low = self._subject(building.build(self.case, dtype=LOW[form]))
                     low.alone(self.documents, use_cache=False)
             else:
                 with torch.no_grad():
@@ -298,6 +332,11 @@ class Trial:
         except Exception as other:
             return type(other) is type(error) and str(other).split("\n")[0] == str(error).split("\n")[0]
         return False
+
+
+def _laid_out(form: str) -> forms.Form:
+    """How documents are laid out in a form; in those that ask for something else, as position ids tell them."""
+    return FORMS[LOSSES.get(form, form if form in FORMS else "position_ids")]
 
 
 def actual_layout(model: nn.Module) -> str:

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from tests.patches.sweep.comparing import difference, gradient_difference, gradients_of
-from tests.patches.sweep.forms import FORMS, LOSSES, alone
+from tests.patches.sweep.forms import Form, alone
 from tests.patches.sweep.subject import Layout, ShapeError, Subject
 from tritonpack.patches.trial.packed_forms import Batch, lay_out
 
 IGNORED = -100
+SCORES = ("ViltForQuestionAnswering",)  # labels of a document are a score for each answer, (documents, answers)
 EVERY_TOKEN = ("ElectraForPreTraining",)  # of two kinds: what isn't padding has a label
 OF_DOCUMENTS = ("next_sentence_label", "sentence_order_label")
 NO_LABELS = "takes no labels"
@@ -55,12 +56,16 @@ class Losses:
         except Exception as error:  # whatever a model's own code raises
             self.why_not = f"{type(error).__name__}: {error}".split("\n")[0]
 
-    def compare(self, subject: Subject, form: str) -> float:
+    def compare(self, subject: Subject, form: Form) -> float:
         """How far losses and their gradients are from those expected, relative to the largest."""
-        layout = subject.lay_out(FORMS[LOSSES[form]], self.documents)
+        layout = subject.lay_out(form, self.documents)
         with torch.enable_grad():
             losses = self._losses(subject, layout)
             return _apart(self.expected, _differentiated(subject, losses))
+
+    def difference(self, other: Losses) -> float:
+        """How far those expected of another model are, say in another dtype."""
+        return _apart(self.expected, other.expected)
 
     def _is_plain(self, found: Found) -> bool:
         return bool(self.switches) and len(found[0]) == 1
@@ -89,7 +94,7 @@ class Losses:
 
     def _losses(self, subject: Subject, layout: Layout) -> dict[str, Tensor]:
         given = {**self.switches, **labels(subject, layout)}
-        output = subject.model(**{**subject.arguments(layout), **given})
+        output = subject.run(**{**subject.arguments(layout), **given})
         found = {
             name: value
             for name, value in output.items()
@@ -117,7 +122,7 @@ def _apart(expected: Found, got: Found) -> float:
 
 def _weight(subject: Subject, layout: Layout) -> float:
     """How many labels a document has."""
-    if subject.sentence or "start_positions" in subject.names:
+    if subject.sentence or "start_positions" in subject.names or subject.class_name in SCORES:
         return 1.0
     return float((labels(subject, layout)["labels"] != IGNORED).sum())
 
@@ -147,6 +152,9 @@ def labels(subject: Subject, layout: Layout) -> dict[str, Tensor]:
         if subject.sentence:
             two = subject.choices or "NextSentence" in subject.class_name
             given["labels"] = first % (2 if two else classes)
+        elif subject.class_name in SCORES:
+            scores = (first[:, None] + torch.arange(classes)) % 3 / 2
+            given["labels"] = scores.to(next(subject.model.parameters()).dtype)
         else:
             given["labels"] = _token_labels(subject, batch, classes)
     for name in {*OF_DOCUMENTS} & subject.names:

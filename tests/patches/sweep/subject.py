@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -29,8 +30,13 @@ LEFT_OUT = (
     "encoder_attentions", "decoder_attentions", "cross_attentions", "loss",
 )  # fmt: skip
 
+WHOLE = " of a document"  # after the name of an output that has more values than tokens
+
 # What a patched encoder-decoder model reads of each side, whatever its forward takes.
 READ = ("attention_mask", "position_ids", "seq_idx")
+
+# Encoders with a decoder whose configuration doesn't say so.
+WITH_DECODER = ("BlipForQuestionAnswering",)
 
 PER_TOKEN = ("attention_mask", "position_ids", "seq_idx", "token_type_ids")
 
@@ -45,14 +51,17 @@ class Kind:
 
     Attributes:
         of: "token" `[b, t, ...]`, "flat" `[b * t, ...]`, "layered" `[n, b, t, ...]`, "document" `[documents, ...]`;
+            "sized" `[documents, ...]` of a size that differs between documents, with zeros after each document's own;
             "constant" where all documents have the same; "other" for shapes that say nothing of tokens or documents.
         side: whose tokens, "encoder" or "decoder".
         more: how many values there are beside those of tokens, after them: of an image.
+        sizes: of each document alone, where they differ.
     """
 
     of: str
     side: str = "encoder"
     more: int = 0
+    sizes: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,10 +87,14 @@ class Subject:
     Args:
         model: in evaluation mode.
         stock: call it only with arguments that it knows; an unpatched model is called as it can be.
+        draws: in which the model runs: for one that draws random numbers, they are constant.
     """
 
-    def __init__(self, model: nn.Module, *, stock: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, *, stock: bool = False, draws: AbstractContextManager[Any] | None = None
+    ) -> None:
         self.model, self.stock = model, stock
+        self.draws = draws or nullcontext()
         self.config: Any = model.config
         parameters = inspect.signature(model.forward).parameters
         self.names = frozenset(parameters)
@@ -94,6 +107,7 @@ class Subject:
         both = bool(getattr(self.config, "is_encoder_decoder", False)) and "decoder_input_ids" in self.names
         self.only_decoder = both and "input_ids" not in self.names
         self.both = both and not self.only_decoder and not self.sentence and "QuestionAnswering" not in self.class_name
+        self.both = self.both or self.class_name in WITH_DECODER
         self.ends = getattr(self.config, "is_encoder_decoder", False) and "SequenceClassification" in self.class_name
         decoder = self.config.decoder if both and is_config(getattr(self.config, "decoder", None)) else self.config
         self.books = codebooks_of(decoder.get_text_config(decoder=True) if not both else decoder)
@@ -169,15 +183,22 @@ class Subject:
             arguments = {name: value for name, value in arguments.items() if name in self.names}
         return arguments
 
+    def run(self, **arguments: Any) -> Any:
+        """What the model gives."""
+        with self.draws:
+            return self.model(**arguments)
+
     def call(self, layout: Layout, **more: Any) -> dict[str, Tensor]:
         """All floating-point outputs by name, with the rows of codebooks, or of choices, side by side."""
-        output = self.model(**self.arguments(layout), **more)
+        output = self.run(**self.arguments(layout), **more)
         found = dict(_tensors(output))
         columns = 2 if self.choices else self.books
         if columns > 1:
-            rows = layout.encoder.ids.shape[0]
+            rows = {layout.encoder.ids.shape[0] * columns, len(layout.encoder.spans) * columns}  # or of documents
             found = {
-                name: side_by_side(x, columns) if x.ndim == 3 and x.shape[0] == rows * columns else x
+                name: side_by_side(x, columns)
+                if x.ndim == 3 and x.shape[0] in rows and (self.choices or name == "logits")
+                else x
                 for name, x in found.items()
             }
         return found
@@ -192,6 +213,12 @@ class Subject:
             values = [call[name] for call in calls if name in call]
             kind = self.kinds[name] = self._kind(values, layouts)
             if kind.of in ("constant", "other"):
+                continue
+            if kind.more:  # in packed rows, or, with all that there is beside tokens, in rows of documents
+                self.kinds[name + WHOLE] = Kind("sized", sizes=tuple(tuple(x.shape[1:]) for x in values))
+            if kind.more or kind.of == "sized":
+                found[name + WHOLE * (kind.more > 0)] = torch.cat([x.flatten() for x in values])
+            if kind.of == "sized":
                 continue
             parts = [_per_document(x, kind, layout, 1, name) for x, layout in zip(values, layouts, strict=True)]
             found[name] = torch.cat(parts)
@@ -216,7 +243,8 @@ class Subject:
             if all(len(s) >= 1 and s[0] == n for s, n in pairs):
                 return Kind("flat", side)
         if len(set(shapes)) > 1:
-            return Kind("other")
+            alike = {(len(s), *s[:1]) for s in shapes} == {(len(shapes[0]), 1)}
+            return Kind("sized", sizes=tuple(s[1:] for s in shapes)) if alike else Kind("other")
         if all(torch.equal(values[0], x) for x in values[1:]):
             return Kind("constant")
         return Kind("document") if shapes[0] and shapes[0][0] == 1 else Kind("other")
@@ -227,11 +255,14 @@ class Subject:
         found, problems = {}, []
         for name, kind in self.kinds.items():
             try:
+                given = outputs.get(name.removesuffix(WHOLE))
                 if kind.of == "constant":
                     continue
-                if name not in outputs:
+                if given is None:
                     raise ShapeError(f"{name} is missing")
-                found[name] = _per_document(outputs[name], kind, layout, count, name)
+                if name.endswith(WHOLE) and not given.shape[0] == count != len(layout.encoder.ids):
+                    continue  # in packed rows
+                found[name] = _per_document(given, kind, layout, count, name)
             except ShapeError as error:
                 problems.append(str(error))
         return Gathered(found, tuple(problems))
@@ -244,13 +275,28 @@ def _per_document(x: Tensor, kind: Kind, layout: Layout, count: int, name: str) 
     shape = tuple(x.shape)
     if kind.of == "document":
         return _one_each(x, count, name)
+    if kind.of == "sized" and shape[0] == count == len(kind.sizes):
+        return torch.cat([_own(x[i], size, name).flatten() for i, size in enumerate(kind.sizes)])
     if kind.of == "flat" and shape[0] == rows * width:
         return batch.gather(x.unflatten(0, (rows, width)))
     if kind.of == "layered" and shape[1:3] == (rows, width):
         return batch.gather(x.movedim(0, 2))
     if kind.of == "token" and shape[:2] == (rows, width + kind.more):
         return batch.gather(x)
+    if kind.more and shape[0] == count:
+        lengths = [span.stop - span.start for _, span in batch.spans]
+        return torch.cat([x[i, :n] for i, n in enumerate(lengths)])
     raise ShapeError(f"{name} has shape {shape} for {rows} x {width} tokens")
+
+
+def _own(x: Tensor, size: tuple[int, ...], name: str) -> Tensor:
+    """What a document has alone, of its row: zeros must follow."""
+    own = tuple(slice(n) for n in size)
+    rest = x.detach().clone()
+    rest[own] = 0
+    if x.ndim != len(size) or any(n > m for n, m in zip(size, x.shape, strict=True)) or bool(rest.any()):
+        raise ShapeError(f"{name} has other values than zeros after a document's {size}, in {tuple(x.shape)}")
+    return x[own]
 
 
 def _one_each(x: Tensor, count: int, name: str) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,6 +20,9 @@ from tritonpack.cli.plan.strategies import BASELINES, Result, compare, our_way
 from tritonpack.packing.cost import CostModel
 from tritonpack.packing.lengths import Overlong, OverlongReport, fit_lengths
 from tritonpack.packing.plan import Objective, Tail
+
+# Python arguments with values, as errors of tritonpack.packing advise them: tail='keep' or 'spread'.
+_ARGUMENTS = re.compile(r"\b(objective|overlong|tail)=('\w+'(?:(?:, | or )'\w+')*)")
 
 _SHOWN = "next-fit"  # whose loads are drawn beside ours
 _DEFAULT_MODEL = "a Llama of 8 billion parameters"
@@ -109,6 +113,11 @@ def examine(options: Options) -> None:
     title = f"{options.path.name}: {options.num_ranks:,} {'rank' if options.num_ranks == 1 else 'ranks'} of "
     draw(picture, results[0], other, fitted.lengths, cost, f"{title}{options.capacity:,} tokens", options.seed)
     console.print(f"Picture: {picture}", markup=False, highlight=False, soft_wrap=True)
+
+
+def as_options(message: str) -> str:
+    """An error of tritonpack.packing with the options of the command in the place of Python arguments."""
+    return _ARGUMENTS.sub(lambda found: f"--{found[1]} {found[2].replace(chr(39), '')}", message)
 
 
 def _cost(model: str | None) -> tuple[CostModel, str]:

@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -195,9 +196,11 @@ class Subject:
         call: the keyword arguments that carry token ids `[b, t]` into the model.
         values: what is compared, `[b, t, n]`, of an output.
         differentiable: what else a call takes for gradients to be had.
-        per_document: whether the values are one row `[documents, n]` for every document.
+        per_document: whether the values are one row `[documents, ...]` for every document, which may be of other
+            sizes and end in zeros.
         stock: whether it is called only with arguments that it knows; an unpatched model is called as it can be.
         forms: the forms that documents reach it in, by name.
+        draws: in which the model runs: for one that draws random numbers, they are constant.
     """
 
     model: nn.Module
@@ -208,6 +211,7 @@ class Subject:
     per_document: bool = False
     stock: bool = False
     forms: Mapping[str, Form] = dataclasses.field(default_factory=lambda: FORMS)
+    draws: AbstractContextManager[Any] = dataclasses.field(default_factory=nullcontext)
 
     def run(self, batch: Batch) -> Tensor:
         """The values of all documents of a batch, `[tokens, n]` or `[documents, n]`.
@@ -219,7 +223,7 @@ class Subject:
         if self.per_document:
             if values.shape[0] != len(batch.spans):
                 raise MiscountError(f"it gives {values.shape[0]} scores for {len(batch.spans)} documents")
-            return values
+            return values.flatten(1)
         if values.shape[:2] != batch.ids.shape:
             raise MiscountError(f"it gives values of shape {tuple(values.shape)} for {tuple(batch.ids.shape)} tokens")
         return batch.gather(values)
@@ -234,7 +238,8 @@ class Subject:
             if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
                 arguments = {key: value for key, value in arguments.items() if key in known}
         arguments = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in arguments.items()}
-        return self.values(self.model(**arguments))
+        with self.draws:
+            return self.values(self.model(**arguments))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +266,7 @@ class Judgement:
 def alone(subject: Subject, documents: list[Tensor], *, gradients: bool = True) -> Results:
     """What every form is held against: each document in a call of its own, with nothing but its tokens."""
     with torch.set_grad_enabled(gradients):
-        values = torch.cat([subject.run(whole(document)) for document in documents])
+        values = torch.cat(_as_wide([subject.run(whole(document)) for document in documents]))
         return values.detach(), gradients_of(subject.model, values) if gradients else []
 
 
@@ -274,13 +279,20 @@ def gradients_of(model: nn.Module, values: Tensor) -> list[Tensor | None]:
 
 def difference(expected: Results, got: Results) -> float:
     """Relative to the largest value of each kind: gradients of key biases are mathematically zero."""
-    worst = _largest(expected[0] - got[0]) / float(expected[0].abs().max())
+    wanted, found_values = _as_wide([expected[0], got[0]])
+    worst = _largest(wanted - found_values) / float(wanted.abs().max())
     largest = max((float(g.abs().max()) for g in expected[1] if g is not None), default=1.0)
     for a, b in zip(expected[1], got[1], strict=True):
         found = [x for x in (a, b) if x is not None]  # a parameter that takes no part has none
         if found:
             worst = max(worst, _largest(found[0] - found[1] if len(found) == 2 else found[0]) / largest)
     return math.inf if math.isnan(worst) else worst
+
+
+def _as_wide(values: list[Tensor]) -> list[Tensor]:
+    """Values of documents whose sizes differ, with zeros after them."""
+    widest = max(x.shape[-1] for x in values)
+    return [nn.functional.pad(x, (0, widest - x.shape[-1])) for x in values]
 
 
 def _largest(difference: Tensor) -> float:
@@ -296,7 +308,7 @@ def influence(subject: Subject, form: str, documents: list[Tensor]) -> float:
     for changed, kept in ((0, slice(int(ends[0]), None)), (-1, slice(0, int(ends[-2])))):
         others = list(documents)
         others[changed] = subject.draw((documents[changed].numel(),), 9)[0]
-        after = subject.run(subject.forms[form](others))
+        before, after = _as_wide([before, subject.run(subject.forms[form](others))])
         worst = max(worst, float((after - before)[kept].abs().max() / before.abs().max()))
     return worst
 

@@ -100,6 +100,7 @@ LIMITS = _limits(
     (2, "index_block_size index_topk_blocks indexer_compress_ratio lsh_attn_chunk_length local_attn_chunk_length"),
     (2, "block_size index_kpool"),
     (1, "num_random_blocks"),
+    (1, "start_n_top end_n_top"),  # tokens, of which the shortest document of a trial has one
     (4, "chunk_size mamba_chunk_size ffn_round_up_to_multiple_of"),
     # Experts
     (4, "num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num"),
@@ -134,6 +135,12 @@ ROWS: dict[str, dict[str, Any]] = {
     # What positions of its own need is the length of the row; buckets have no size that is small.
     "reformer": {"axial_pos_embds": False, "num_buckets": 2, "hash_seed": 1, "attention_head_size": 16},
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3}},
+    # Its vocoder and its flow, which run over all samples of a sound.
+    "vits": {
+        "flow_size": 8, "spectrogram_bins": 8, "posterior_encoder_num_wavenet_layers": 1,
+        "upsample_initial_channel": 16, "upsample_rates": [2], "upsample_kernel_sizes": [4],
+        "resblock_kernel_sizes": [3], "resblock_dilation_sizes": [[1]],
+    },
     # It has a cache for every use of a layer, and works out how many there are.
     "hrm_text": {"num_layers_per_stack": None, "num_hidden_layers": 1},
-}
+}  # fmt: skip

@@ -282,8 +282,11 @@ def codebooks_of(config: Any) -> int:
 
 
 def rows_for_codebooks(ids: Tensor, books: int, size: int) -> Tensor:
-    """(B * books, T) ids below `size` for ids (B, T): one row for every codebook, no two of a token alike."""
-    return torch.stack([(ids + i) % size for i in range(books)], dim=1).flatten(0, 1) if books > 1 else ids
+    """(B * books, T) ids below `size` for ids (B, T): one row for every codebook, no two of a token alike; padding, 0,
+    is the same in all."""
+    if books == 1:
+        return ids
+    return torch.stack([torch.where(ids == 0, 0, (ids + i) % size) for i in range(books)], dim=1).flatten(0, 1)
 
 
 def side_by_side(values: Tensor, books: int) -> Tensor:

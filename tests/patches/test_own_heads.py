@@ -1,0 +1,105 @@
+"""Users' own heads, whose outputs of a whole row have names that nothing knows, with labels."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaModel, LlamaPreTrainedModel
+from transformers.utils import ModelOutput
+
+import tritonpack
+from tests.patches import zoo
+from tests.patches.test_images_beside_text import built, image, patched
+from tritonpack.patches.trial.packed_forms import FORMS
+
+LENGTHS = (7, 1, 3, 11)
+
+
+@dataclasses.dataclass
+class Rating(ModelOutput):
+    loss: Tensor | None = None
+    states: Tensor | None = None
+    rating: Tensor | None = None
+
+
+class Rater(LlamaPreTrainedModel):
+    """Rates a row by its first token."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.model = LlamaModel(config)
+        self.score = nn.Linear(config.hidden_size, 3)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        labels: Any = None,
+        **more: Any,
+    ) -> Rating:
+        told = {"attention_mask": attention_mask, "position_ids": position_ids, **more}
+        rating = self.score(self.model(input_ids, **told).last_hidden_state[:, 0])
+        loss = None if labels is None else nn.functional.cross_entropy(rating, labels)
+        return Rating(loss=loss, rating=rating)
+
+
+class RaterOfStates(Rater):
+    """Rates a row only where it has labels, so that its rows stay packed."""
+
+    def forward(self, *args: Any, labels: Any = None, **told: Any) -> Rating:
+        states = self.model(*args, **told).last_hidden_state
+        if labels is None:
+            return Rating(states=states)
+        return Rating(loss=nn.functional.cross_entropy(self.score(states[:, 0]), labels), states=states)
+
+
+def build(kind: type[Rater]) -> Rater:
+    torch.manual_seed(0)
+    return kind(zoo.tiny_config("llama")).double().eval()
+
+
+def packed() -> dict[str, Any]:
+    batch = FORMS["position_ids"](zoo.documents(LENGTHS))
+    return {"input_ids": batch.ids, **batch.arguments}
+
+
+LABELS = torch.tensor([0, 1, 2, 0])
+
+
+def test_one_rating_and_one_label_for_each_document() -> None:
+    model = build(Rater)
+    alone = [model(input_ids=ids, labels=y[None]) for ids, y in zip(zoo.documents(LENGTHS), LABELS, strict=True)]
+    with tritonpack.patch(model) as handle:
+        assert handle.report.attention == "padded"
+        got = model(**packed(), labels=LABELS)
+    torch.testing.assert_close(got.rating, torch.cat([one.rating for one in alone]), rtol=0, atol=1e-9)
+    torch.testing.assert_close(got.loss, torch.stack([one.loss for one in alone]).mean(), rtol=0, atol=1e-9)
+
+
+def test_labels_of_rows_are_refused() -> None:
+    with tritonpack.patch(model := build(Rater)):
+        with pytest.raises(ValueError, match=r"labels has shape \(1,\), but the packed rows hold 4 documents"):
+            model(**packed(), labels=LABELS[:1])
+        model(**{**packed(), "position_ids": torch.arange(22)[None]}, labels=LABELS[:1])  # one document
+
+
+def test_scores_of_rows_are_refused() -> None:
+    model = built("ViltForQuestionAnswering")
+    with patched(model), pytest.raises(ValueError, match=r"labels has shape \(1, 2\).*4 documents.*\(4, \.\.\.\)"):
+        model(**packed(), pixel_values=image(model), labels=torch.zeros(1, 2, dtype=torch.float64))
+
+
+def test_labels_of_documents_for_results_of_rows_are_refused() -> None:
+    with tritonpack.patch(model := build(RaterOfStates)) as handle:
+        assert handle.report.attention == "tritonpack"
+        assert model(**packed()).states.shape[:2] == (1, 22)
+        with pytest.raises(
+            ValueError, match=r"labels of shape \(4,\), one for each of 4 documents.*Give each document"
+        ):
+            model(**packed(), labels=LABELS)
+        with pytest.raises(ValueError, match=r"batch_size \(1\) to match target batch_size \(3\)"):  # the head's own
+            model(**packed(), labels=LABELS[:3])

@@ -1,0 +1,71 @@
+"""Models that draw random numbers in evaluation mode can be compared: their draws are made constant."""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import Tensor
+
+from tritonpack.patches.trial.draws import ConstantDraws, constant_draws_if_any, gives_the_same_again
+
+PROBABILITIES = torch.tensor([0.2, 0.7])
+
+DRAWS = {
+    "randn": (lambda n: torch.randn(n), 0.5),
+    "randn_like": (lambda n: torch.randn_like(torch.ones(n)), 0.5),
+    "rand": (lambda n: torch.rand(n), 0.5),
+    "normal": (lambda n: torch.normal(torch.full((n,), 3.0), torch.full((n,), 2.0)), 4.0),
+    "normal_": (lambda n: torch.empty(n).normal_(1.0, 2.0), 2.0),
+    "uniform_": (lambda n: torch.empty(n).uniform_(2.0, 4.0), 3.0),
+    "bernoulli": (lambda n: torch.bernoulli(torch.ones(n), p=0.3), 0.0),
+    "bernoulli_": (lambda n: torch.empty(n).bernoulli_(0.5), 1.0),
+    "dropout": (lambda n: torch.nn.functional.dropout(torch.ones(n), 0.2, True), 1.25),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_each_draw_is_one_number_of_its_distribution(name: str) -> None:
+    draw, expected = DRAWS[name]
+    with ConstantDraws():
+        for n in (3, 8):
+            torch.testing.assert_close(draw(n), torch.full((n,), expected))
+
+
+def test_probabilities_of_their_own() -> None:
+    with ConstantDraws():
+        assert torch.bernoulli(PROBABILITIES).tolist() == [0.0, 1.0]
+
+
+@pytest.mark.parametrize(("more", "expected"), [({}, [1, 0]), ({"replacement": True}, [1, 1])])
+def test_choices(more: dict[str, bool], expected: list[int]) -> None:
+    with ConstantDraws():
+        assert torch.multinomial(PROBABILITIES, 2, **more).tolist() == expected
+        assert torch.multinomial(torch.ones(2, 3), 3).tolist() == [[0, 1, 2]] * 2
+
+
+def test_gradients_pass_through_dropout() -> None:
+    x = torch.ones(4, requires_grad=True)
+    with ConstantDraws():
+        torch.nn.functional.dropout(x, 0.2, True).sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [1.25] * 4
+
+
+@pytest.mark.parametrize("random", [False, True])
+def test_only_for_models_that_draw(random: bool) -> None:
+    def call() -> Tensor:
+        x = torch.nn.functional.dropout(torch.ones(3), 0.5, training=False)
+        return x * (torch.randn(3) if random else 1)
+
+    assert gives_the_same_again(call) is not random
+    context = constant_draws_if_any(call)
+    assert isinstance(context, ConstantDraws if random else nullcontext)
+    with context:
+        assert gives_the_same_again(call)
+
+
+def test_what_differs_by_no_more_than_rounding_is_the_same() -> None:
+    signs = iter((1, -1, 1, -1, 1, -1))
+    assert gives_the_same_again(lambda: torch.ones(2) + next(signs) * 1e-7)
+    assert not gives_the_same_again(lambda: torch.ones(2) + next(signs) * 1e-3)
+    assert not gives_the_same_again(lambda: torch.ones(2 + next(signs)))
