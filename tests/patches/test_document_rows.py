@@ -373,10 +373,10 @@ def test_a_mask_of_sounds_as_long_as_the_text_stays_whole() -> None:
         given.append(attention_mask) or own(model.model, *args, attention_mask=attention_mask, **kwargs)
     )
     mask = torch.ones(1, 8).long()
-    from tritonpack.patches.current import Current
     from tritonpack.patches.document_rows import DocumentRows
+    from tritonpack.patches.packing_context import PackingContext
 
-    rows = DocumentRows(model, Current(), by_length=False)
+    rows = DocumentRows(model, PackingContext(), by_length=False)
     rows.install()
     places = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
     rows(input_features=sounds, attention_mask=mask, decoder_input_ids=ids, decoder_position_ids=places)

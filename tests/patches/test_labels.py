@@ -7,8 +7,8 @@ import torch
 
 from tritonpack import PackingCollator, PackingWarning, notices, patch
 from tritonpack.patches.labels import shifts_labels, warn_of_first_labels
-from tritonpack.patches.packing import Serving
-from tritonpack.patches.reading import make_packing
+from tritonpack.patches.packed_batch import Serving
+from tritonpack.patches.parse_inputs import make_packed_batch
 
 transformers = pytest.importorskip("transformers")
 
@@ -34,11 +34,11 @@ def batch_of(**changes):
 
 def heard(batch, model=None, shape=None):
     ids = batch["input_ids"]
-    packing = make_packing(batch, shape or ids.shape, ids.device, Serving("tritonpack", "auto"))
+    packed_batch = make_packed_batch(batch, shape or ids.shape, ids.device, Serving("tritonpack", "auto"))
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for _ in range(2):
-            warn_of_first_labels(model or tiny(), batch, packing)
+            warn_of_first_labels(model or tiny(), batch, packed_batch)
     return [str(warning.message) for warning in found if warning.category is PackingWarning]
 
 

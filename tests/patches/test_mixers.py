@@ -13,7 +13,7 @@ from transformers import DynamicCache
 import tritonpack
 from tests.patches import sweep, zoo
 from tritonpack.patches.mixers import DocumentByDocument
-from tritonpack.patches.packing import Packing, Serving
+from tritonpack.patches.packed_batch import PackedBatch, Serving
 
 
 def modeling(model_type: str) -> Any:
@@ -149,10 +149,10 @@ def test_a_layer_that_takes_no_notice_of_boundaries_is_found_out(model_type: str
 def test_documents_of_similar_lengths_share_a_batch() -> None:
     lengths = (5, 1, 7, 6, 12, 1)
     positions = torch.cat([torch.arange(n) for n in lengths])[None]
-    packing = Packing(
+    packed_batch = PackedBatch(
         None, positions, None, torch.Size((1, 32)), torch.device("cpu"), Serving("tritonpack", "auto"), True
     )
-    batches, inverse = packing.batches()
+    batches, inverse = packed_batch.batches()
     assert [tuple(places.shape) for places, _ in batches] == [(2, 1), (3, 7), (1, 12)]
     tokens = torch.cat([places[inside] for places, inside in batches])
     assert torch.equal(tokens[inverse], torch.arange(32))

@@ -3,21 +3,21 @@
 import pytest
 import torch
 
-from tritonpack.patches.kinds import CAUSAL
-from tritonpack.patches.packing import IntervalMask, Packing, Serving
+from tritonpack.patches.mask_spec import CAUSAL
+from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
 
 LENGTHS = (3, 2)
 SERVING = Serving("tritonpack", "reference")
 
 
-def packing(padding: int = 0) -> Packing:
+def packed_batch(padding: int = 0) -> PackedBatch:
     positions = torch.cat([torch.arange(n) for n in (*LENGTHS, padding) if n])[None]
     mask = torch.tensor([[1] * sum(LENGTHS) + [0] * padding], dtype=torch.int32)
-    return Packing(mask, positions, None, positions.shape, positions.device, SERVING)
+    return PackedBatch(mask, positions, None, positions.shape, positions.device, SERVING)
 
 
 def interval_mask() -> IntervalMask:
-    return packing().interval_mask(5, 0, 0, CAUSAL)
+    return packed_batch().interval_mask(5, 0, 0, CAUSAL)
 
 
 BOOL = torch.block_diag(torch.ones(3, 3), torch.ones(2, 2)).tril().bool()[None, None]
@@ -29,7 +29,7 @@ def test_handing_on_costs_nothing() -> None:
         assert same is mask
     assert (mask.shape, mask.ndim, mask.dim(), mask.size(-1), len(mask)) == ((1, 1, 5, 5), 4, 4, 5, 1)
     assert mask.dtype == torch.bool
-    both = packing()
+    both = packed_batch()
     assert both.to(device="cpu", dtype=torch.bool) is both
     assert both[:, -5:] is both
 
@@ -58,14 +58,14 @@ def test_added_to_scores_it_hides_what_it_hides(dtype: torch.dtype) -> None:
 
 def test_tokens_are_counted_per_document() -> None:
     """As models do that make positions of their mask: ((mask.cumsum(-1) - 1) * mask)."""
-    both = packing(padding=2)
+    both = packed_batch(padding=2)
     assert ((both.cumsum(dim=-1) - 1) * both).tolist() == [[0, 1, 2, 0, 1, 0, 0]]
     assert both.to_tensor().tolist() == [[1, 1, 1, 1, 1, 0, 0]]
     assert (1 - both).tolist() == [[0, 0, 0, 0, 0, 1, 1]]
 
 
 def test_padding_sees_itself_in_a_dense_mask() -> None:
-    mask = packing(padding=2).interval_mask(7, 0, 0, CAUSAL)
+    mask = packed_batch(padding=2).interval_mask(7, 0, 0, CAUSAL)
     assert mask.mask.to_dense()[5:].sum() == 0
     assert mask.to_tensor()[0, 0, 5:].int().tolist() == [[0, 0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 0, 0, 1]]
 

@@ -13,7 +13,7 @@ from tritonpack.parallel.comm import as_ranks
 from tritonpack.parallel.consistency import require_same_batch, require_same_settings
 from tritonpack.parallel.exchange import Exchange
 from tritonpack.parallel.layouts import LayoutName, make_layout
-from tritonpack.parallel.packing import ShardedPacking, fill_up, shard_packing
+from tritonpack.parallel.sharded_batch import ShardedBatch, fill_up, shard_batch
 from tritonpack.parallel.sharing import GradReduce, Sharing
 from tritonpack.parallel.validate import (
     compared_parameters,
@@ -24,8 +24,8 @@ from tritonpack.parallel.validate import (
 )
 from tritonpack.parallel.wrapper import ShardedForward
 from tritonpack.patches import patch
-from tritonpack.patches.kinds import Kind
-from tritonpack.patches.packing import Packing
+from tritonpack.patches.mask_spec import MaskSpec
+from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.patching import Patch
 
 if TYPE_CHECKING:
@@ -207,23 +207,23 @@ class SequenceParallel:
         if self.check_batches:
             require_same_batch(self.ranks, error, arguments, self._parameters)
 
-    def share(self, packing: Packing, kind: Kind) -> ShardedPacking:
+    def share(self, packed_batch: PackedBatch, spec: MaskSpec) -> ShardedBatch:
         """Lay a batch out over the ranks by what layers see of it.
 
         Args:
-            packing: of the batch.
-            kind: of the layers that see most.
+            packed_batch: of the batch.
+            spec: of the layers that see most.
         """
-        batch, length = packing.tokens
+        batch, length = packed_batch.tokens
         columns = max(-(-MIN_ROWS * self.ranks.size // batch) - length, 0)
-        filled = fill_up(packing, columns)
-        mask = filled.interval_mask(length + columns, 0, 0, kind).mask
+        filled = fill_up(packed_batch, columns)
+        mask = filled.interval_mask(length + columns, 0, 0, spec).mask
         layout = make_layout(self.layout, mask, self.ranks.size)
         sharing = Sharing(
-            self.ranks, layout, packing.tokens, columns, self.exchange, self.heads_k_stride, self.grad_reduce
+            self.ranks, layout, packed_batch.tokens, columns, self.exchange, self.heads_k_stride, self.grad_reduce
         )
         self._sharing = sharing
-        return shard_packing(packing, filled, sharing)
+        return shard_batch(packed_batch, filled, sharing)
 
     def _last(self) -> Sharing:
         if self._sharing is None:

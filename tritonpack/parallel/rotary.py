@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonpack.patches.packing import Packing
+from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.positions import follows_longest
 
 
@@ -30,10 +30,12 @@ class LongestPosition:
                 self._handles.append(module.register_forward_hook(self._after))
 
     @contextmanager
-    def of(self, packing: Packing) -> Iterator[None]:
+    def of(self, packed_batch: PackedBatch) -> Iterator[None]:
         """The batch is running."""
         if self._handles:
-            self.last = (packing.positions() if packing.position_ids is None else packing.position_ids).max()
+            self.last = (
+                packed_batch.positions() if packed_batch.position_ids is None else packed_batch.position_ids
+            ).max()
         try:
             yield
         finally:

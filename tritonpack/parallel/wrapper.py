@@ -17,15 +17,15 @@ from transformers.utils import ModelOutput
 from tritonpack.checks import is_int, require
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.loss import IGNORED, ShardedLoss, computing_loss, shift, shifts
-from tritonpack.parallel.packing import ShardedMask, ShardedPacking
 from tritonpack.parallel.rotary import LongestPosition
+from tritonpack.parallel.sharded_batch import ShardedBatch, ShardedMask
 from tritonpack.parallel.sharing import Kept, Sharing, exchanges
 from tritonpack.parallel.validate import is_patched, packing_hook
 from tritonpack.patches.hooks import CACHES
-from tritonpack.patches.kinds import CAUSAL, Kind
-from tritonpack.patches.packing import Packing
+from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
+from tritonpack.patches.packed_batch import PackedBatch
+from tritonpack.patches.parse_inputs import make_packed_batch
 from tritonpack.patches.positions import require_one_rope
-from tritonpack.patches.reading import make_packing
 from tritonpack.patches.report import layer_windows
 from tritonpack.patches.towers import takes_tokens
 
@@ -41,29 +41,29 @@ class Batch:
     """What a forward pass was called with, the same on every rank.
 
     Attributes:
-        packing: its documents.
+        packed_batch: its documents.
         kept: numbers of the flattened batch's tokens that logits are wanted of, in the logits' shape; None for all.
         targets: (B, T) or like `kept`, what each token is to predict; None without labels.
         arguments: all by name, but for those that the packing has read.
     """
 
-    packing: Packing
+    packed_batch: PackedBatch
     kept: Tensor | None
     targets: Tensor | None
     arguments: dict[str, Any]
 
     def compared(self) -> dict[str, Any]:
         """What has to be equal on all ranks."""
-        packing = self.packing
-        read = {"attention_mask": packing.attention_mask, "boundaries": packing.boundaries}
-        return {**self.arguments, **read, "position_ids": packing.position_ids}
+        packed_batch = self.packed_batch
+        read = {"attention_mask": packed_batch.attention_mask, "boundaries": packed_batch.boundaries}
+        return {**self.arguments, **read, "position_ids": packed_batch.position_ids}
 
 
 @dataclass(frozen=True, eq=False)
 class Shard:
     """One rank's part of a batch, with what its model is to be called with."""
 
-    packing: ShardedPacking
+    packed_batch: ShardedBatch
     kept: Kept | None
     loss: ShardedLoss | None
     arguments: dict[str, Any]
@@ -77,7 +77,7 @@ class ShardedForward:
         self.names = list(inspect.signature(type(module).forward).parameters)[1:]
         self.own = module.__dict__.get("forward")  # somebody else's, such as accelerate's
         self.coming: Shard | None = None
-        self.kind = _widest_kind(module)
+        self.spec = _widest_spec(module)
         self.rotary = LongestPosition(module)
         module.forward = self
         # A model that is patched itself has a hook which reads the packing: the shard must be made before it.
@@ -107,7 +107,7 @@ class ShardedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
         shard, self.coming = self.coming, None
-        made = shard is not None and arguments.get("attention_mask") is shard.packing
+        made = shard is not None and arguments.get("attention_mask") is shard.packed_batch
         if shard is None or not made:  # no hook made one, or it was for a call that never came
             shard = self._prepare(args, kwargs)
             if shard is None:
@@ -121,11 +121,11 @@ class ShardedForward:
             arguments = {**arguments, "return_dict": True}
         computing = nullcontext() if shard.loss is None else computing_loss(self.module, shard.loss)
         try:
-            with self.rotary.of(shard.packing.whole), computing:
+            with self.rotary.of(shard.packed_batch.whole), computing:
                 output = self.inner(**arguments)
         finally:
-            shard.packing.forget()
-        if not shard.packing.attended:
+            shard.packed_batch.forget()
+        if not shard.packed_batch.attended:
             raise UnsupportedModelError(
                 f"{type(self.module).__name__} makes something else of its mask before attention gets it, so layers "
                 "saw one rank's tokens alone; sequence parallelism can't do that."
@@ -151,15 +151,15 @@ class ShardedForward:
             self.context.require_same_batch({}, error)
             raise
         self.context.require_same_batch(batch.compared(), None)
-        packing = self.context.share(batch.packing, self.kind)
-        sharing = packing.sharing
+        packed_batch = self.context.share(batch.packed_batch, self.spec)
+        sharing = packed_batch.sharing
         kept = None if batch.kept is None else sharing.keep(batch.kept)
         loss = None
         if batch.targets is not None:
             ignored = _ignored(batch.arguments)
             targets = sharing.shard(batch.targets, fill=ignored) if kept is None else kept.pick(batch.targets)
             loss = ShardedLoss(self.module.loss_function, sharing, targets, batch.targets)
-        return Shard(packing, kept, loss, self._shard(batch, packing, kept, loss))
+        return Shard(packed_batch, kept, loss, self._shard(batch, packed_batch, kept, loss))
 
     def _read(self, arguments: dict[str, Any]) -> Batch:
         """What a call says about the whole batch; refuses what can't be sharded."""
@@ -171,17 +171,17 @@ class ShardedForward:
                 f"{type(self.module).__name__} adds up the embeddings of {hook.codebooks} rows for each of its tokens; "
                 "sequence parallelism shards one row per token."
             )
-        packing = make_packing(arguments, tokens, device, hook.serving)
-        packing.runs()  # raises for torn documents
+        packed_batch = make_packed_batch(arguments, tokens, device, hook.serving)
+        packed_batch.runs()  # raises for torn documents
         if arguments.get("position_ids") is None and "position_ids" in hook.names and not hook.gives_positions:
             raise UnsupportedModelError(
                 f"{type(self.module).__name__} makes positions of its own from all tokens of a batch; pass "
                 "position_ids, such as its get_rope_index returns."
             )
         for kind, limit in hook.rope_limits:
-            require_one_rope(packing, kind, limit)
+            require_one_rope(packed_batch, kind, limit)
         kept = _kept(arguments.get("logits_to_keep"), tokens, device)
-        return Batch(packing, kept, self._targets(arguments, tokens, kept), _without(arguments, READ))
+        return Batch(packed_batch, kept, self._targets(arguments, tokens, kept), _without(arguments, READ))
 
     def _targets(self, arguments: dict[str, Any], tokens: torch.Size, kept: Tensor | None) -> Tensor | None:
         labels, targets = arguments.get("labels"), arguments.get("shift_labels")
@@ -203,15 +203,15 @@ class ShardedForward:
         return targets
 
     def _shard(
-        self, batch: Batch, packing: ShardedPacking, kept: Kept | None, loss: ShardedLoss | None
+        self, batch: Batch, packed_batch: ShardedBatch, kept: Kept | None, loss: ShardedLoss | None
     ) -> dict[str, Any]:
         """The arguments that the model is called with."""
-        sharing = packing.sharing
+        sharing = packed_batch.sharing
         others = _without(batch.arguments, ("labels", "shift_labels", "position_ids"))
         sharded = {name: _own_rows(x, sharing) for name, x in others.items()}
-        sharded["attention_mask"] = packing
-        if batch.packing.position_ids is not None:
-            sharded["position_ids"] = packing.position_ids
+        sharded["attention_mask"] = packed_batch
+        if batch.packed_batch.position_ids is not None:
+            sharded["position_ids"] = packed_batch.position_ids
         if loss is not None:
             sharded["labels"] = loss.targets
         if kept is not None:
@@ -236,7 +236,7 @@ class ShardedForward:
     def _whole(self, name: str, value: Any, shard: Shard) -> Any:
         if isinstance(value, tuple):
             return tuple(self._whole(name, one, shard) for one in value)
-        gathers, sharing = self.context.gather_outputs, shard.packing.sharing
+        gathers, sharing = self.context.gather_outputs, shard.packed_batch.sharing
         if isinstance(value, Tensor) and name != "pooler_output":
             if "logits" in name and shard.kept is not None and value.shape[:2] == (1, shard.kept.local.shape[0]):
                 return sharing.gather_kept(value, shard.kept) if gathers else value
@@ -251,16 +251,16 @@ class ShardedForward:
         )
 
 
-def _widest_kind(module: PreTrainedModel) -> Kind:
+def _widest_spec(module: PreTrainedModel) -> MaskSpec:
     """What those layers see of their documents that see most of them: layouts balance their work."""
     config = module.config.get_text_config()
     windows = layer_windows(config)
     # Towers that turn images into embeddings see both directions, whatever the text does.
     if any(getattr(inner, "is_causal", True) is False and takes_tokens(inner) for inner in module.modules()):
-        return Kind((-1, -1))
+        return MaskSpec((-1, -1))
     if not windows or None in windows:
         return CAUSAL
-    return Kind((max(filter(None, windows)) - 1, 0))
+    return MaskSpec((max(filter(None, windows)) - 1, 0))
 
 
 def _tokens(arguments: dict[str, Any]) -> tuple[torch.Size, torch.device]:
@@ -280,7 +280,7 @@ def _tokens(arguments: dict[str, Any]) -> tuple[torch.Size, torch.device]:
 def _is_sharded(mask: Any) -> bool:
     """Whether a mask is one rank's, from the module around this one, which may have made the masks of all layers."""
     masks = mask.values() if isinstance(mask, dict) else [mask]
-    return any(isinstance(one, (ShardedPacking, ShardedMask)) for one in masks)
+    return any(isinstance(one, (ShardedBatch, ShardedMask)) for one in masks)
 
 
 def _refuse_arguments(arguments: dict[str, Any], tokens: torch.Size, module: PreTrainedModel) -> None:

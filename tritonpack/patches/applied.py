@@ -16,20 +16,20 @@ from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.both_sides import BothSides
 from tritonpack.patches.checkpoints import Checkpoints, release_checkpoint
 from tritonpack.patches.continuous import ENTRY, ContinuousBatching
-from tritonpack.patches.current import UNCLAIMED, Current, InstanceForward, ModuleRef, Running
 from tritonpack.patches.document_rows import DocumentRows, StockAttention
 from tritonpack.patches.families import DENSE, MIXERS, OWN_MASKS, POSITION_TABLES
 from tritonpack.patches.forwards import holds_both_sides
-from tritonpack.patches.hand import HAND_WRITTEN, DocumentMask
 from tritonpack.patches.heads import ModelForward
 from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.interface import stock_name
 from tritonpack.patches.mixers import Capabilities, DocumentByDocument
 from tritonpack.patches.multimodal import METHOD, DocumentPositions
-from tritonpack.patches.packing import Serving
+from tritonpack.patches.packed_batch import Serving
+from tritonpack.patches.packing_context import UNCLAIMED, InstanceForward, ModuleRef, PackingContext, Running
 from tritonpack.patches.poolers import stand_in_for_pooler
 from tritonpack.patches.positions import LocalPositions
 from tritonpack.patches.report import holds, make_report
+from tritonpack.patches.rewritten_layers import REWRITTEN, DocumentMask
 from tritonpack.patches.shown import Layout
 from tritonpack.patches.tokens import text_config
 
@@ -82,7 +82,7 @@ class Applied:
         self._model = ModuleRef(model)
         self.asked, self.below, self.by_name = (attention, backend), below, by_name
         self.leases: list[object] = []
-        self.current = Current()
+        self.context = PackingContext()
         self.stand_ins: list[InstanceForward] = []
         self.hooks: list[PackingHook] = []
         self.heads: list[ModelForward] = []
@@ -96,15 +96,15 @@ class Applied:
     def _give_rows(self, model: nn.Module, modules: list[PreTrainedModel], layout: Layout) -> None:
         replaced = stock_name(modules[0], modules[0].config._attn_implementation_internal)
         self.report = make_report(model, modules, layout, "", replaced, set())
-        self.stand_ins += [DocumentRows(module, self.current, layout == "lengths") for module in modules]
+        self.stand_ins += [DocumentRows(module, self.context, layout == "lengths") for module in modules]
         self.stock += [StockAttention(module) for module in model.modules() if isinstance(module, PreTrainedModel)]
 
     def _pack(self, model: nn.Module, modules: list[PreTrainedModel], attention: str, backend: Backend) -> None:
         capabilities = Capabilities()
         self.stand_ins = [
-            stand_in for layer in model.modules() if (stand_in := _stand_in(layer, self.current, capabilities))
+            stand_in for layer in model.modules() if (stand_in := _stand_in(layer, self.context, capabilities))
         ]
-        poolers = [stand_in_for_pooler(module, self.current) for module in modules]
+        poolers = [stand_in_for_pooler(module, self.context) for module in modules]
         self.stand_ins += [pooler for pooler in poolers if pooler is not None]
         replaced = modules[-1].config._attn_implementation_internal
         width = getattr(text_config(modules[-1].config), "hidden_size", 0)
@@ -112,12 +112,12 @@ class Applied:
         self.report = make_report(model, modules, who, backend, replaced, _told_boundaries(self.stand_ins, width))
         self.hooks = [self._hook(module, modules, attention, backend) for module in modules]
         if self.stand_ins:
-            self.stand_ins += [Running(module, self.current) for module in modules]
+            self.stand_ins += [Running(module, self.context) for module in modules]
         self.stand_ins += [
-            DocumentPositions(module, self.current) for module in model.modules() if hasattr(type(module), METHOD)
+            DocumentPositions(module, self.context) for module in model.modules() if hasattr(type(module), METHOD)
         ]
         self.heads += [
-            (BothSides if holds_both_sides(module) else ModelForward)(module, self.current, hook)
+            (BothSides if holds_both_sides(module) else ModelForward)(module, self.context, hook)
             for module in model.modules()
             if isinstance(module, PreTrainedModel) and (hook := self._outermost_in(module)) is not None
         ]
@@ -133,8 +133,8 @@ class Applied:
             module,
             Serving("dense" if module.config.model_type in DENSE else attention, backend),
             patch=self,
-            checkpoints=Checkpoints(module, self.current, layers) if layers else None,
-            current=self.current,
+            checkpoints=Checkpoints(module, self.context, layers) if layers else None,
+            context=self.context,
             mixes=any(isinstance(stand_in, DocumentByDocument) for stand_in in self.stand_ins),
             outermost=not any(other is not module and holds(other, module) for other in modules),
         )
@@ -223,18 +223,18 @@ def to_the_end(action: Callable[[], None]) -> None:
         raise
 
 
-def _stand_in(layer: nn.Module, current: Current, capabilities: Capabilities) -> InstanceForward | None:
+def _stand_in(layer: nn.Module, context: PackingContext, capabilities: Capabilities) -> InstanceForward | None:
     """What gives a layer a forward of ours, or None for layers that keep their own."""
     name, home = type(layer).__name__, type(layer).__module__.rpartition(".")[2]
     make: Callable[[], InstanceForward] | None = None
     if name in POSITION_TABLES:
-        make = partial(LocalPositions, layer, current)
+        make = partial(LocalPositions, layer, context)
     elif name in MIXERS:
-        make = partial(DocumentByDocument, layer, current, capabilities)
-    elif name in HAND_WRITTEN:
-        make = partial(HAND_WRITTEN[name], layer, current)
+        make = partial(DocumentByDocument, layer, context, capabilities)
+    elif name in REWRITTEN:
+        make = partial(REWRITTEN[name], layer, context)
     elif (home, name) in OWN_MASKS:
-        make = partial(DocumentMask, layer, current, OWN_MASKS[home, name])
+        make = partial(DocumentMask, layer, context, OWN_MASKS[home, name])
     return None if make is None else make()
 
 

@@ -12,18 +12,18 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tritonpack.checks import require
-from tritonpack.patches.current import UNCLAIMED, Current
 from tritonpack.patches.documents import Documents, require_one_document_a_row
 from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SCORES_BEFORE_PADDING, SHIFTS_INPUTS
 from tritonpack.patches.heads import ModelForward
 from tritonpack.patches.hooks import PackingHook
-from tritonpack.patches.packing import Packing, Serving
-from tritonpack.patches.reading import make_packing
+from tritonpack.patches.packed_batch import PackedBatch, Serving
+from tritonpack.patches.packing_context import UNCLAIMED, PackingContext
+from tritonpack.patches.parse_inputs import make_packed_batch
 from tritonpack.patches.spans import take_spans
 from tritonpack.patches.strangers import kept_apart
 from tritonpack.patches.tokens import common_to_codebooks, pad_token_of
 
-# What tells documents apart on each side, as `make_packing` calls it and as the module around both sides does.
+# What tells documents apart on each side, as `make_packed_batch` calls it and as the module around both sides does.
 SOURCE = {
     "attention_mask": "attention_mask",
     "position_ids": "position_ids",
@@ -51,8 +51,8 @@ class BothSides(ModelForward):
 
     replaced: str | None = UNCLAIMED
 
-    def __init__(self, module: PreTrainedModel, current: Current, hook: PackingHook) -> None:
-        super().__init__(module, current, hook)
+    def __init__(self, module: PreTrainedModel, context: PackingContext, hook: PackingHook) -> None:
+        super().__init__(module, context, hook)
         self.pads_left = module.config.model_type in SCORES_BEFORE_PADDING
         self.known = self.known | {*SOURCE.values(), *TARGET.values(), *OFFSETS}
 
@@ -70,7 +70,7 @@ class BothSides(ModelForward):
         return "use_cache" in self.names
 
     def run(self, arguments: dict[str, Any]) -> Any:
-        if any(isinstance(arguments.get(name), Packing) for name in ("attention_mask", "decoder_attention_mask")):
+        if any(isinstance(arguments.get(name), PackedBatch) for name in ("attention_mask", "decoder_attention_mask")):
             return self.inner(**arguments)  # the module around this one has read them
         told = {name: arguments.get(name) for names in (SOURCE, TARGET) for name in names.values()}
         _require_pairs(told["cu_seq_lens_q"], told["cu_seq_lens_k"])
@@ -84,19 +84,19 @@ class BothSides(ModelForward):
             return self._run_shared(arguments, told)
         source = _tokens(arguments, "input_ids", "inputs_embeds", "encoder_outputs")
         if source is not None:
-            packing = self._hand(arguments, "encoder", SOURCE, told, source, ids)
-            self._require_nothing_of_documents(packing)
+            packed_batch = self._hand(arguments, "encoder", SOURCE, told, source, ids)
+            self._require_nothing_of_documents(packed_batch)
         packed = [name for name in TARGET.values() if told[name] is not None]
         if target is None and packed:
             if unshifted is None:
                 raise ValueError(f"{packed[0]} describes tokens of the decoder, and there are none; pass them.")
             target = unshifted
-        packing = None
+        packed_batch = None
         if target is not None:
-            packing = self._hand(arguments, "decoder", TARGET, told, target, arguments.get("decoder_input_ids"))
-            if unshifted is not None and packing is not None:
-                self._shift_labels(arguments, unshifted, packing)
-        return self._find_spans(arguments, packing)
+            packed_batch = self._hand(arguments, "decoder", TARGET, told, target, arguments.get("decoder_input_ids"))
+            if unshifted is not None and packed_batch is not None:
+                self._shift_labels(arguments, unshifted, packed_batch)
+        return self._find_spans(arguments, packed_batch)
 
     def _run_shared(self, arguments: dict[str, Any], told: dict[str, Any]) -> Any:
         """The decoder's tokens are the encoder's, shifted to the right: both have the same documents."""
@@ -106,32 +106,34 @@ class BothSides(ModelForward):
                 raise ValueError(f"{name} was given without decoder_input_ids; pass both or neither.")
         if told["cu_seq_lens_q"] is None:
             told["cu_seq_lens_q"] = told["cu_seq_lens_k"]
-        packing = make_packing({**told, "input_ids": ids}, ids.shape, ids.device, self.serving, self.pad_token)
-        if not packing.tells_documents:
+        packed_batch = make_packed_batch(
+            {**told, "input_ids": ids}, ids.shape, ids.device, self.serving, self.pad_token
+        )
+        if not packed_batch.tells_documents:
             return self.inner(**arguments)
-        if self.one_result and (documents := self._documents(packing)) is not None:
+        if self.one_result and (documents := self._documents(packed_batch)) is not None:
             self._require_tokens(arguments)
             sides = {"": documents}
             if self.pads_left:  # where the first token of the decoder isn't the first of the row
                 sides["decoder"] = documents
-                arguments["decoder_input_ids"] = shift_documents(self.module, ids, packing)
+                arguments["decoder_input_ids"] = shift_documents(self.module, ids, packed_batch)
             return self.run_by_document(sides, arguments)
-        arguments["attention_mask"] = arguments["decoder_attention_mask"] = packing
-        arguments["decoder_input_ids"] = shift_documents(self.module, ids, packing)
+        arguments["attention_mask"] = arguments["decoder_attention_mask"] = packed_batch
+        arguments["decoder_input_ids"] = shift_documents(self.module, ids, packed_batch)
         if "decoder_position_ids" in self.names:
             arguments["decoder_position_ids"] = arguments.get("position_ids")
-        return self._find_spans(arguments, packing)
+        return self._find_spans(arguments, packed_batch)
 
     @property
     def codebooks(self) -> int:
         """How many rows of the decoder's ids stand for one row of its tokens."""
         return max(hook.codebooks for hook in self.hook.patch.hooks)
 
-    def _find_spans(self, arguments: dict[str, Any], packing: Packing | None) -> Any:
+    def _find_spans(self, arguments: dict[str, Any], packed_batch: PackedBatch | None) -> Any:
         """Run the module on its decoder's packing, with the loss of each document if it answers questions."""
-        spans = None if packing is None else take_spans(arguments, packing, self.module, self.own)
+        spans = None if packed_batch is None else take_spans(arguments, packed_batch, self.module, self.own)
         sides = [arguments.get(name) for name in ("attention_mask", "decoder_attention_mask")]
-        first = [side for side in sides if isinstance(side, Packing) and self._is_first(side)]
+        first = [side for side in sides if isinstance(side, PackedBatch) and self._is_first(side)]
         with ExitStack() as watches:
             for side in first:
                 watches.enter_context(kept_apart(self.module, side))
@@ -140,8 +142,8 @@ class BothSides(ModelForward):
             self.seen = True
         return output if spans is None else spans.add_loss(output, self.name)
 
-    def _documents(self, packing: Packing) -> Documents | None:
-        return Documents.of(packing, left=self.pads_left, always=self.pads_left)
+    def _documents(self, packed_batch: PackedBatch) -> Documents | None:
+        return Documents.of(packed_batch, left=self.pads_left, always=self.pads_left)
 
     def _hand(
         self,
@@ -151,7 +153,7 @@ class BothSides(ModelForward):
         told: dict[str, Any],
         tokens: Tensor,
         ids: Tensor | None,
-    ) -> Packing | None:
+    ) -> PackedBatch | None:
         """Hand one side its packing, if it is told anything and its mask isn't made already, as generate() does."""
         mask = told[names["attention_mask"]]
         made = mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2)
@@ -164,18 +166,18 @@ class BothSides(ModelForward):
             ids = common_to_codebooks(ids.unflatten(0, (-1, books)).movedim(1, -1))
         pad = pad_token_of(self.module.config, side)
         try:
-            packing = make_packing({**said, "input_ids": ids}, shape, tokens.device, self.serving, pad)
+            packed_batch = make_packed_batch({**said, "input_ids": ids}, shape, tokens.device, self.serving, pad)
         except ValueError as error:
             raise ValueError(f"documents of the {side}: {error}") from error
         cached = side == "decoder" and arguments.get("past_key_values") is not None
-        packing = packing.replace(cached=cached)
-        arguments[names["attention_mask"]] = packing
-        return packing
+        packed_batch = packed_batch.replace(cached=cached)
+        arguments[names["attention_mask"]] = packed_batch
+        return packed_batch
 
-    def _require_nothing_of_documents(self, packing: Packing | None) -> None:
-        if self.one_result and packing is not None:
+    def _require_nothing_of_documents(self, packed_batch: PackedBatch | None) -> None:
+        if self.one_result and packed_batch is not None:
             require_one_document_a_row(
-                packing,
+                packed_batch,
                 f"{self.name} gives one result a document; pass packed rows without decoder_input_ids, which it makes "
                 "of each document's tokens, or give each document a row of its own.",
             )
@@ -188,11 +190,11 @@ class BothSides(ModelForward):
         shifts = self.name.endswith(HEADS_SHIFT) or self.module.config.model_type in SHIFTS_INPUTS
         return arguments.get("input_ids") if shifts else None
 
-    def _shift_labels(self, arguments: dict[str, Any], labels: Tensor, packing: Packing) -> None:
-        shifted = arguments["decoder_input_ids"] = shift_documents(self.module, labels, packing)
-        if packing.attention_mask is None and self.module.config.model_type in MASKS_LABELS:
+    def _shift_labels(self, arguments: dict[str, Any], labels: Tensor, packed_batch: PackedBatch) -> None:
+        shifted = arguments["decoder_input_ids"] = shift_documents(self.module, labels, packed_batch)
+        if packed_batch.attention_mask is None and self.module.config.model_type in MASKS_LABELS:
             real = (shifted != self.module.config.pad_token_id).int()
-            arguments["decoder_attention_mask"] = packing.replace(attention_mask=real)
+            arguments["decoder_attention_mask"] = packed_batch.replace(attention_mask=real)
 
 
 def _require_pairs(cu_q: Tensor | None, cu_k: Tensor | None) -> None:
@@ -222,18 +224,18 @@ def _tokens(arguments: dict[str, Any], *names: str) -> Tensor | None:
     return None
 
 
-def shift_documents(module: Any, ids: Tensor, packing: Packing) -> Tensor:
+def shift_documents(module: Any, ids: Tensor, packed_batch: PackedBatch) -> Tensor:
     """Labels moved to the right within each document, as the module moves those of a row.
 
     Args:
         module: whose labels they are; it has a rule of its own for the first token.
         ids: (B, T) labels, -100 for those that are ignored.
-        packing: of the tokens.
+        packed_batch: of the tokens.
 
     Returns:
         (B, T) token ids for the decoder.
     """
-    starts, _ = packing.runs()
+    starts, _ = packed_batch.runs()
     rows, wraps = _shifted_rows(module, ids)
     if not wraps:
         return torch.where(starts, rows[:, :1], rows)

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tritonpack.patches.choices import Choices, rows_of_choices
-from tritonpack.patches.current import HANDED, Current, InstanceForward
 from tritonpack.patches.documents import Documents
 from tritonpack.patches.labels import IGNORED, shifts_labels
+from tritonpack.patches.packing_context import HANDED, InstanceForward, PackingContext
 from tritonpack.patches.rows import (
     CONDITIONED,
     OF_OTHERS,
@@ -48,8 +48,8 @@ class ByDocument(InstanceForward):
 
     by_length = each = False
 
-    def __init__(self, module: nn.Module, current: Current) -> None:
-        super().__init__(module, current)
+    def __init__(self, module: nn.Module, context: PackingContext) -> None:
+        super().__init__(module, context)
         parameters = inspect.signature(module.forward).parameters
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.one_result = ONE_DOCUMENT_A_ROW.fullmatch(self.name) is not None

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.applied import Applied, applied_to
-from tritonpack.patches.current import Current, InstanceForward
 from tritonpack.patches.interface import NAMES, register_functions
+from tritonpack.patches.packing_context import InstanceForward, PackingContext
 
 OURS = NAMES["tritonpack"]
 ASKED = "_tritonpack_asked"  # set on a model between the choice of its attention and the end of its construction
@@ -32,7 +32,7 @@ class Refused(InstanceForward):
     """
 
     def __init__(self, module: PreTrainedModel, reason: str) -> None:
-        super().__init__(module, Current())
+        super().__init__(module, PackingContext())
         self.reason = reason
 
     def call(self, *args: Any, **kwargs: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tritonpack.patches.current import Current, ModuleRef
+from tritonpack.patches.packing_context import ModuleRef, PackingContext
 
 # Where modules keep the function that checkpoints what they call: transformers' layers, and torch's CheckpointWrapper,
 # which FSDP and accelerate put around layers.
@@ -19,23 +19,23 @@ class Checkpoint:
     """Stands for a module's checkpointing function: sets the packing of the forward pass again in the recomputation,
     which may run in another thread and when other batches have been seen."""
 
-    def __init__(self, own: Any, current: Current) -> None:
-        self.own, self.current = own, current
+    def __init__(self, own: Any, context: PackingContext) -> None:
+        self.own, self.context = own, context
 
     def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
-        current, state = self.current, self.current.state
-        packing, running, told = state.packing, state.running, state.told
+        context, state = self.context, self.context.state
+        packed_batch, running, told = state.packed_batch, state.running, state.told
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            state = current.state
-            outer, outer_told = (state.running, state.packing), state.told
-            current.set(running, packing)
-            current.tell(told)
+            state = context.state
+            outer, outer_told = (state.running, state.packed_batch), state.told
+            context.set(running, packed_batch)
+            context.tell(told)
             try:
                 return function(*args, **kwargs)
             finally:
-                current.set(*outer)
-                current.tell(outer_told)
+                context.set(*outer)
+                context.tell(outer_told)
 
         return self.own(run, *args, **kwargs)
 
@@ -47,8 +47,8 @@ class Checkpoints:
     layers that need the packing with those of the last call, and looks for wrappers where one differs.
     """
 
-    def __init__(self, module: nn.Module, current: Current, layers: Iterable[nn.Module]) -> None:
-        self._module, self.current = ModuleRef(module), current
+    def __init__(self, module: nn.Module, context: PackingContext, layers: Iterable[nn.Module]) -> None:
+        self._module, self.context = ModuleRef(module), context
         self.layers = [layer for layer in layers if layer is not module]
         self._look()
 
@@ -62,7 +62,7 @@ class Checkpoints:
             for attribute in ATTRIBUTES:
                 own = holder.__dict__.get(attribute)
                 if own is not None and not isinstance(own, Checkpoint):
-                    holder.__dict__[attribute] = Checkpoint(own, self.current)
+                    holder.__dict__[attribute] = Checkpoint(own, self.context)
 
     def _look(self) -> None:
         layers = set(map(id, self.layers))

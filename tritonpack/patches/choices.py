@@ -11,8 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tritonpack.patches.documents import Documents
-from tritonpack.patches.packing import Packing, Serving
-from tritonpack.patches.reading import make_packing
+from tritonpack.patches.packed_batch import PackedBatch, Serving
+from tritonpack.patches.parse_inputs import make_packed_batch
 
 OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
 TELLING = ("attention_mask", "position_ids", "seq_idx", *OFFSETS)
@@ -51,7 +51,7 @@ class Choices:
         """
         ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
         tokens = embeds if ids is None else ids
-        if isinstance(arguments.get("attention_mask"), Packing) or tokens is None or not compares_choices(model):
+        if isinstance(arguments.get("attention_mask"), PackedBatch) or tokens is None or not compares_choices(model):
             return None
         shape = tokens.shape[:-1] if ids is None else tokens.shape
         if len(shape) != 3:
@@ -63,9 +63,9 @@ class Choices:
         told["input_ids"] = rows_of_choices(ids, shape)
         rows = torch.Size((shape[0] * shape[1], shape[2]))
         pad = getattr(model.config, "pad_token_id", None)
-        packing = make_packing(told, rows, tokens.device, serving, pad)
+        packed_batch = make_packed_batch(told, rows, tokens.device, serving, pad)
         foreign = told.keys() - inspect.signature(type(model).forward).parameters.keys()
-        documents = Documents.of(packing, left=left, always=bool(foreign))
+        documents = Documents.of(packed_batch, left=left, always=bool(foreign))
         return None if documents is None else cls(_by_question(documents, shape, type(model).__name__), shape)
 
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedModel
 
-from tritonpack.patches.current import UNCLAIMED, ModuleRef
 from tritonpack.patches.interface import NAMES, stock_name
+from tritonpack.patches.packing_context import UNCLAIMED, ModuleRef
 
 if TYPE_CHECKING:
     from tritonpack.patches.applied import Applied

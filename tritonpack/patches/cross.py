@@ -15,25 +15,27 @@ from torch import Tensor, nn
 from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
-from tritonpack.patches.kinds import Kind
-from tritonpack.patches.packing import IntervalMask, Packing, Serving
-from tritonpack.patches.reading import make_packing
+from tritonpack.patches.mask_spec import MaskSpec
+from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
+from tritonpack.patches.parse_inputs import make_packed_batch
 
 TELL_BOTH = (
     "Tell documents apart on both sides: the encoder's by a numbered attention_mask, cu_seq_lens_k, seq_idx or "
     "position_ids, the decoder's by a numbered decoder_attention_mask, cu_seq_lens_q, decoder_seq_idx or "
     "decoder_position_ids"
 )
-SEES_ALL = Kind((-1, -1))
+SEES_ALL = MaskSpec((-1, -1))
 
 
-def meet(arguments: dict[str, Any], packing: Packing | None, names: tuple[str, ...], serving: Serving) -> IntervalMask:
+def meet(
+    arguments: dict[str, Any], packed_batch: PackedBatch | None, names: tuple[str, ...], serving: Serving
+) -> IntervalMask:
     """The mask of a decoder's cross-attention.
 
     Args:
-        arguments: of the decoder's forward; `encoder_attention_mask` may be a `Packing`, or a mask (B, K) of integers,
-            0 for padding, that may number documents.
-        packing: of the decoder's tokens; None where these go on from what a cache holds.
+        arguments: of the decoder's forward; `encoder_attention_mask` may be a `PackedBatch`, or a mask (B, K) of
+            integers, 0 for padding, that may number documents.
+        packed_batch: of the decoder's tokens; None where these go on from what a cache holds.
         names: of the arguments that the decoder takes.
         serving: which attention implementation runs.
 
@@ -42,7 +44,7 @@ def meet(arguments: dict[str, Any], packing: Packing | None, names: tuple[str, .
         UnsupportedModelError: the decoder takes no such mask.
     """
     states, mask = arguments["encoder_hidden_states"], arguments.get("encoder_attention_mask")
-    watch = None if packing is None else packing.watch
+    watch = None if packed_batch is None else packed_batch.watch
     if isinstance(mask, IntervalMask):  # made for the module around this one, whose first call was before
         mask.watch = mask.watch if watch is None else watch
         return mask
@@ -52,23 +54,23 @@ def meet(arguments: dict[str, Any], packing: Packing | None, names: tuple[str, .
             "told which documents belong together; unpatch the model."
         )
     tokens = torch.Size(states.shape[:2])
-    if not isinstance(mask, Packing):
+    if not isinstance(mask, PackedBatch):
         if mask is not None and mask.ndim != 2:
             raise ValueError(
                 f"encoder_attention_mask has shape {tuple(mask.shape)}; a patched model makes masks of more than two "
                 "dimensions itself. Number documents in a mask of shape (batch, keys)."
             )
-        mask = make_packing({"attention_mask": mask}, tokens, states.device, serving)
+        mask = make_packed_batch({"attention_mask": mask}, tokens, states.device, serving)
     query = arguments.get("input_ids")
     query = arguments["inputs_embeds"] if query is None else query
     length = query.shape[1]
     shape = torch.Size((tokens[0], 1, length, tokens[1]))
-    cross = IntervalMask(cross_mask(packing, mask, length), shape, serving, None, SEES_ALL)
+    cross = IntervalMask(cross_mask(packed_batch, mask, length), shape, serving, None, SEES_ALL)
     cross.watch = watch
     return cross
 
 
-def cross_mask(queries: Packing | None, keys: Packing, length: int) -> BlockDiagonalMask:
+def cross_mask(queries: PackedBatch | None, keys: PackedBatch, length: int) -> BlockDiagonalMask:
     """The mask of `length` queries to a row, each seeing the document of the keys that belongs to its own.
 
     Args:
@@ -109,11 +111,11 @@ def cross_mask(queries: Packing | None, keys: Packing, length: int) -> BlockDiag
     return BlockDiagonalMask(start.to(torch.int32), stop.to(torch.int32), keys.tokens.numel())
 
 
-def _documents(packing: Packing) -> tuple[Tensor, Tensor, Tensor]:
+def _documents(packed_batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
     """Where documents begin and which tokens aren't padding, (B, T) bool, and the number of each token's document in
     its row, (B, T) int64 from 1; padding has the number of the document before it."""
-    live = packing.not_padding()
-    starts = packing.runs()[0] & live
+    live = packed_batch.not_padding()
+    starts = packed_batch.runs()[0] & live
     return starts, live, starts.cumsum(1)
 
 
@@ -122,7 +124,7 @@ def _mismatch(counts: Tensor, key_counts: Tensor) -> str:
     return f"row {row} has {int(counts[row])} documents in the decoder and {int(key_counts[row])} in the encoder"
 
 
-def _require_same_numbers(queries: Packing, keys: Packing, begin: Tensor, live: Tensor) -> None:
+def _require_same_numbers(queries: PackedBatch, keys: PackedBatch, begin: Tensor, live: Tensor) -> None:
     """Where masks number the documents of both sides, documents that belong together have the same number."""
     masks = queries.attention_mask, keys.attention_mask
     if masks[0] is None or masks[1] is None:

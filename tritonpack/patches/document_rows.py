@@ -18,14 +18,14 @@ from tritonpack import notices
 from tritonpack.patches.both_sides import SOURCE, TARGET
 from tritonpack.patches.by_document import PACKING, ByDocument
 from tritonpack.patches.choices import Choices, compares_choices
-from tritonpack.patches.current import UNCLAIMED, Current, ModuleRef
 from tritonpack.patches.documents import Documents, require_one_document_a_row
 from tritonpack.patches.families import CODEBOOKS, HEADS_SHIFT, LABELS_ARE_TOKENS
 from tritonpack.patches.hooks import CACHES
 from tritonpack.patches.interface import stock_name
 from tritonpack.patches.near_misses import refuse_near_misses
-from tritonpack.patches.packing import Packing, Serving
-from tritonpack.patches.reading import make_packing
+from tritonpack.patches.packed_batch import PackedBatch, Serving
+from tritonpack.patches.packing_context import UNCLAIMED, ModuleRef, PackingContext
+from tritonpack.patches.parse_inputs import make_packed_batch
 from tritonpack.patches.rows import mask_of
 from tritonpack.patches.spans import take_spans
 from tritonpack.patches.tokens import common_to_codebooks, pad_token_of
@@ -70,8 +70,8 @@ class DocumentRows(ByDocument):
         books: how many rows of the decoder's ids stand for one row of its tokens.
     """
 
-    def __init__(self, module: PreTrainedModel, current: Current, by_length: bool) -> None:
-        super().__init__(module, current)
+    def __init__(self, module: PreTrainedModel, context: PackingContext, by_length: bool) -> None:
+        super().__init__(module, context)
         self.by_length = by_length or makes_vectors_of_padding(module)
         self.each = by_length and predicts_durations(module)
         self.both = "decoder_input_ids" in self.names
@@ -81,7 +81,7 @@ class DocumentRows(ByDocument):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self.bound(args, kwargs)
-        if self.current.state.running:  # inside of a model whose documents have rows of their own
+        if self.context.state.running:  # inside of a model whose documents have rows of their own
             return self.inner(**arguments)
         refuse_near_misses(arguments, self.known, self.name)
         return self.with_names(arguments)
@@ -104,20 +104,22 @@ class DocumentRows(ByDocument):
         if self.name in LABELS_ARE_TOKENS and arguments.get("decoder_input_ids") is None:
             arguments = {**arguments, "decoder_input_ids": arguments.get("labels")}
         cached = any(arguments.get(name) is not None for name in CACHES)
-        packings = self._read(arguments, cached)
+        packed_batches = self._read(arguments, cached)
         taken = {name: x for name, x in arguments.items() if name not in READ or self.takes(name)}
-        if cached or not any(packing.tells_documents for packing in packings.values()):
+        if cached or not any(packed_batch.tells_documents for packed_batch in packed_batches.values()):
             return self.run_rows(taken)
-        laid_out = {side: Documents.of(packing, always=True) for side, packing in packings.items()}
+        laid_out = {side: Documents.of(packed_batch, always=True) for side, packed_batch in packed_batches.items()}
         documents = {side: found for side, found in laid_out.items() if found is not None}
         packed = any(found.packed for found in documents.values())
         if not documents or (not packed and arguments.get("use_cache")):
-            padding = {mask_of(side): packing.not_padding().long() for side, packing in packings.items()}
+            padding = {
+                mask_of(side): packed_batch.not_padding().long() for side, packed_batch in packed_batches.items()
+            }
             return self.run_rows({**taken, **{mask: x for mask, x in padding.items() if self.takes(mask)}})
         self._require_no_states(arguments)
         if packed and not torch.compiler.is_compiling():
             self._say_so()
-        spans = take_spans(arguments, packings[""], self.module, self.own) if "" in packings else None
+        spans = take_spans(arguments, packed_batches[""], self.module, self.own) if "" in packed_batches else None
         output = self.run_by_document(documents, arguments)
         return output if spans is None else spans.add_loss(output, self.name)
 
@@ -130,8 +132,8 @@ class DocumentRows(ByDocument):
         )
 
     def run_rows(self, arguments: dict[str, Any]) -> Any:
-        outer = self.current.state.running, self.current.state.packing
-        self.current.set(True, None)
+        outer = self.context.state.running, self.context.state.packed_batch
+        self.context.set(True, None)
         try:
             if self.books == 1:
                 return self.inner(**arguments)
@@ -142,11 +144,11 @@ class DocumentRows(ByDocument):
                 output["logits"] = output["logits"].unflatten(0, (-1, self.books))
             return output
         finally:
-            self.current.set(*outer)
+            self.context.set(*outer)
 
     # Reading
 
-    def _read(self, arguments: dict[str, Any], cached: bool) -> dict[str, Packing]:
+    def _read(self, arguments: dict[str, Any], cached: bool) -> dict[str, PackedBatch]:
         """What a call says of the documents of each side, "" and "decoder"."""
         source = _tokens(arguments, "input_ids", "inputs_embeds")
         target = _tokens(arguments, "decoder_input_ids", "decoder_inputs_embeds") if self.both else None
@@ -190,7 +192,7 @@ class DocumentRows(ByDocument):
 
     def _packing(
         self, arguments: dict[str, Any], side: str, tokens: Tensor, names: Mapping[str, str], cached: bool
-    ) -> Packing:
+    ) -> PackedBatch:
         shape = torch.Size(tokens.shape[:2])
         said = {name: arguments.get(here) for name, here in names.items()}
         mask = said["attention_mask"]
@@ -207,14 +209,14 @@ class DocumentRows(ByDocument):
         )
         pad = pad_token_of(self.module.config, side)
         pad = padding_of_tables(self.module) if pad is None else pad
-        packing = make_packing({**said, "input_ids": ids}, shape, tokens.device, NOBODY, pad)
+        packed_batch = make_packed_batch({**said, "input_ids": ids}, shape, tokens.device, NOBODY, pad)
         if cached:
             require_one_document_a_row(
-                packing,
+                packed_batch,
                 f"{self.name} runs with one document a row, so packed rows can't use a cache. Pass "
                 "past_key_values=None.",
             )
-        return packing
+        return packed_batch
 
 
 def makes_vectors_of_padding(module: PreTrainedModel) -> bool:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tritonpack.checks import require
-from tritonpack.patches.packing import Packing
+from tritonpack.patches.packed_batch import PackedBatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,18 +28,18 @@ class Documents:
     packed: bool = True
 
     @classmethod
-    def of(cls, packing: Packing, *, left: bool = False, always: bool = False) -> Documents | None:
+    def of(cls, packed_batch: PackedBatch, *, left: bool = False, always: bool = False) -> Documents | None:
         """The documents of a packing; None if no row holds more than one. Waits for the device.
 
         Args:
-            packing: of rows that a cache doesn't precede. Its padding isn't among the documents.
+            packed_batch: of rows that a cache doesn't precede. Its padding isn't among the documents.
             left: pad documents on the left.
             always: also where no row holds more than one.
         """
-        if not packing.tells_documents and not always:
+        if not packed_batch.tells_documents and not always:
             return None
-        begin, length = packing.lengths()
-        rows = begin // packing.tokens[1]
+        begin, length = packed_batch.lengths()
+        rows = begin // packed_batch.tokens[1]
         packed = bool((rows[1:] == rows[:-1]).any())
         if not length.numel() or not (packed or always):
             return None
@@ -48,7 +48,7 @@ class Documents:
             steps = steps - (length.max() - length)[:, None]
         inside = (steps >= 0) & (steps < length[:, None])
         places = torch.where(inside, begin[:, None] + steps, 0)
-        return cls(packing.tokens, places.to(packing.where), inside.to(packing.where), packed)
+        return cls(packed_batch.tokens, places.to(packed_batch.where), inside.to(packed_batch.where), packed)
 
     def subset(self, numbers: Tensor) -> Documents:
         """Some of the documents, padded to the longest of them.
@@ -80,15 +80,15 @@ class Documents:
         return flat.unflatten(0, self.tokens)
 
 
-def require_one_document_a_row(packing: Packing, message: str) -> None:
+def require_one_document_a_row(packed_batch: PackedBatch, message: str) -> None:
     """Raise for packed rows. Doesn't wait for the device, where the check becomes an assertion.
 
     Raises:
         ValueError: the message, and how many documents there are, in host memory.
     """
-    if not packing.tells_documents:
+    if not packed_batch.tells_documents:
         return
-    documents = (packing.runs()[0] & packing.not_padding()).sum(1)
+    documents = (packed_batch.runs()[0] & packed_batch.not_padding()).sum(1)
     require(
         (documents <= 1).all(),
         lambda: message + (f" Documents in each row: {documents.tolist()[:8]}." if documents.is_cpu else ""),

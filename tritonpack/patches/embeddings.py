@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonpack.patches.current import OUTSIDE, InstanceForward
-from tritonpack.patches.packing import Packing
+from tritonpack.patches.packed_batch import PackedBatch
+from tritonpack.patches.packing_context import OUTSIDE, InstanceForward
 
 
 class DocumentEmbeddings(InstanceForward):
@@ -30,7 +30,7 @@ class EsmEmbeddings(DocumentEmbeddings):
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
         module: Any = self.module
-        if module.token_dropout and input_ids is not None and isinstance(attention_mask, Packing):
+        if module.token_dropout and input_ids is not None and isinstance(attention_mask, PackedBatch):
             embeddings = module.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
             scale = _unmasked_in_row_over_document(input_ids == module.mask_token_id, attention_mask)
             inputs_embeds = embeddings * scale[..., None].to(embeddings.dtype)
@@ -48,27 +48,27 @@ class MobileBertEmbeddings(DocumentEmbeddings):
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
         module: Any = self.module
-        packing = self.current.state.packing
-        if packing is None and not self.current.state.running:
+        packed_batch = self.context.state.packed_batch
+        if packed_batch is None and not self.context.state.running:
             raise ValueError(OUTSIDE.format(type(module).__name__))
-        if packing is None or not module.trigram_input:
+        if packed_batch is None or not module.trigram_input:
             return self.inner(input_ids, token_type_ids, position_ids, inputs_embeds)
         own = module.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
-        first = packing.runs()[0]
+        first = packed_batch.runs()[0]
         last = nn.functional.pad(first[:, 1:], (0, 1), value=True)
         before, after = own.roll(1, 1).masked_fill(first[..., None], 0), own.roll(-1, 1).masked_fill(last[..., None], 0)
         embeddings = module.embedding_transformation(torch.cat([after, own, before], dim=2))
         if token_type_ids is None:
             token_type_ids = torch.zeros(own.shape[:2], dtype=torch.long, device=own.device)
-        places = packing.places() if position_ids is None else position_ids
+        places = packed_batch.places() if position_ids is None else position_ids
         embeddings = embeddings + module.position_embeddings(places) + module.token_type_embeddings(token_type_ids)
         return module.dropout(module.LayerNorm(embeddings))
 
 
-def _unmasked_in_row_over_document(masked: Tensor, packing: Packing) -> Tensor:
+def _unmasked_in_row_over_document(masked: Tensor, packed_batch: PackedBatch) -> Tensor:
     """(B, T) float32: the share of unmasked tokens (B, T) in the row, over that in each token's document."""
-    live = packing.not_padding()
-    document = packing.runs()[0].flatten().cumsum(0) - 1
+    live = packed_batch.not_padding()
+    document = packed_batch.runs()[0].flatten().cumsum(0) - 1
 
     def in_document(counted: Tensor) -> Tensor:
         counts = torch.zeros(document.shape, dtype=torch.long, device=document.device)

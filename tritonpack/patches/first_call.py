@@ -25,7 +25,7 @@ from tritonpack.patches.towers import takes_tokens
 
 if TYPE_CHECKING:
     from tritonpack.patches.hooks import PackingHook
-    from tritonpack.patches.packing import Packing
+    from tritonpack.patches.packed_batch import PackedBatch
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what layers ask for the attention function of a name
 
@@ -63,7 +63,7 @@ class FirstCall:
         """Whether a layer's forward is transformers' own, or the one that it had when it was patched."""
         return self.forwards is None or is_own(layer) or forward_of(layer) in self.forwards
 
-    def watch(self, hook: PackingHook, module: nn.Module, packing: Packing) -> None:
+    def watch(self, hook: PackingHook, module: nn.Module, packed_batch: PackedBatch) -> None:
         """Watch the call of a module that begins now.
 
         Not where parts of it are compiled, nor with a cache, whose masks don't know their packing. A module inside one
@@ -74,11 +74,11 @@ class FirstCall:
                 left.stop()
         outer: Watch | None = getattr(_local, "watch", None)
         if outer is not None and any(module is layer for layer in outer.layers.values()):
-            packing.watch = outer
+            packed_batch.watch = outer
         elif any(_is_compiled(layer) for layer in module.modules()):
             hook.first_call = None
-        elif not packing.cached:
-            packing.watch = _local.watch = Watch(self, hook, module, packing)
+        elif not packed_batch.cached:
+            packed_batch.watch = _local.watch = Watch(self, hook, module, packed_batch)
 
 
 class Watch:
@@ -92,8 +92,8 @@ class Watch:
         missing: those that ran without a use of the mask.
     """
 
-    def __init__(self, first_call: FirstCall, hook: PackingHook, module: nn.Module, packing: Packing) -> None:
-        self.first_call, self.hook, self.packing = first_call, hook, packing
+    def __init__(self, first_call: FirstCall, hook: PackingHook, module: nn.Module, packed_batch: PackedBatch) -> None:
+        self.first_call, self.hook, self.packed_batch = first_call, hook, packed_batch
         self.thread = threading.get_ident()
         self.uses, self.written_first = 0, False
         self.running: list[tuple[str, int]] = []
@@ -115,7 +115,7 @@ class Watch:
 
     def stop(self) -> None:
         """Take all hooks away."""
-        self.packing.watch = _local.watch = None
+        self.packed_batch.watch = _local.watch = None
         for handle in self.handles:
             handle.remove()
 

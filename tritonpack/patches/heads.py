@@ -12,14 +12,14 @@ from transformers import PreTrainedModel
 
 from tritonpack.patches.by_document import PACKING, TARGETS, ByDocument
 from tritonpack.patches.choices import Choices
-from tritonpack.patches.current import Current
 from tritonpack.patches.documents import Documents, require_one_document_a_row
 from tritonpack.patches.hooks import PackingHook, is_paged
 from tritonpack.patches.labels import warn_of_first_labels
 from tritonpack.patches.multimodal import leave_positions_to
 from tritonpack.patches.near_misses import refuse_near_misses
-from tritonpack.patches.packing import Packing
-from tritonpack.patches.reading import OpenMaskError
+from tritonpack.patches.packed_batch import PackedBatch
+from tritonpack.patches.packing_context import PackingContext
+from tritonpack.patches.parse_inputs import OpenMaskError
 from tritonpack.patches.rows import OF_DOCUMENTS, ONE_NUMBER_A_TOKEN
 from tritonpack.patches.spans import take_spans
 from tritonpack.patches.strangers import kept_apart, strangers
@@ -33,8 +33,8 @@ class ModelForward(ByDocument):
     PEFT calls a model's forward past any hook, so the forward is replaced.
     """
 
-    def __init__(self, module: PreTrainedModel, current: Current, hook: PackingHook) -> None:
-        super().__init__(module, current)
+    def __init__(self, module: PreTrainedModel, context: PackingContext, hook: PackingHook) -> None:
+        super().__init__(module, context)
         self.hook = hook
         self.seen = False  # whether a packed call has shown what code of others does
         self.known = frozenset((*self.names, *hook.names))
@@ -68,7 +68,7 @@ class ModelForward(ByDocument):
         arguments = self.bound(args, kwargs)
         if is_paged(arguments.get("cache")):
             return self.inner(*args, **kwargs)
-        if self.current.state.told is not None:  # inside of another head, which has been told
+        if self.context.state.told is not None:  # inside of another head, which has been told
             return self.run(arguments)
         refuse_near_misses(arguments, self.known, self.name)
         if torch.compiler.is_compiling():
@@ -89,48 +89,48 @@ class ModelForward(ByDocument):
         if choices is not None:
             self._require_tokens(arguments)
             return self.run_choices(choices, arguments)
-        packing = self._read(arguments)
-        if packing is None:
+        packed_batch = self._read(arguments)
+        if packed_batch is None:
             return self.inner(**arguments)
-        spans = take_spans(arguments, packing, self.module, self.own)
-        output = self._run_packed(arguments, packing)
+        spans = take_spans(arguments, packed_batch, self.module, self.own)
+        output = self._run_packed(arguments, packed_batch)
         return output if spans is None else spans.add_loss(output, self.name)
 
-    def _run_packed(self, arguments: dict[str, Any], packing: Packing) -> Any:
-        if self.one_result and not packing.shared and (documents := self._documents(packing)) is not None:
+    def _run_packed(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> Any:
+        if self.one_result and not packed_batch.shared and (documents := self._documents(packed_batch)) is not None:
             self._require_tokens(arguments)
             return self.run_by_document({"": documents}, arguments)
-        outer = self.current.state.told
+        outer = self.context.state.told
         if outer is None:
-            warn_of_first_labels(self.module, arguments, packing)
-        arguments = self._pass_on(packing, arguments)
-        first = outer is None and self._is_first(packing)
-        self.current.tell(packing)
+            warn_of_first_labels(self.module, arguments, packed_batch)
+        arguments = self._pass_on(packed_batch, arguments)
+        first = outer is None and self._is_first(packed_batch)
+        self.context.tell(packed_batch)
         try:
-            with kept_apart(self.module, packing) if first else nullcontext():
+            with kept_apart(self.module, packed_batch) if first else nullcontext():
                 output = self.inner(**arguments)
         except (ValueError, RuntimeError, IndexError) as error:
-            self._explain_labels(error, arguments, packing)
+            self._explain_labels(error, arguments, packed_batch)
             raise
         finally:
-            self.current.tell(outer)
+            self.context.tell(outer)
         if first:
             self.seen = True
-        if outer is None and not packing.shared and not packing.cached:
-            self._require_nothing_of_rows(output, packing, arguments)
+        if outer is None and not packed_batch.shared and not packed_batch.cached:
+            self._require_nothing_of_rows(output, packed_batch, arguments)
         return output
 
-    def _is_first(self, packing: Packing) -> bool:
+    def _is_first(self, packed_batch: PackedBatch) -> bool:
         """Whether a call is the first one with several documents in a row, and the model holds code of others."""
-        if torch.compiler.is_compiling() or self.seen or packing.shared or packing.cached:
+        if torch.compiler.is_compiling() or self.seen or packed_batch.shared or packed_batch.cached:
             return False
         self.seen = not strangers(self.module)
-        return not self.seen and Documents.of(packing) is not None
+        return not self.seen and Documents.of(packed_batch) is not None
 
-    def _read(self, arguments: dict[str, Any]) -> Packing | None:
+    def _read(self, arguments: dict[str, Any]) -> PackedBatch | None:
         """What the call says; None where masks are made already, and where it hasn't two-dimensional rows."""
         mask = arguments.get("attention_mask")
-        if isinstance(mask, Packing):
+        if isinstance(mask, PackedBatch):
             return mask
         ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
         shape = ids.shape if ids is not None else torch.Size() if embeds is None else embeds.shape[:-1]
@@ -142,27 +142,27 @@ class ModelForward(ByDocument):
             return self.hook.read(arguments)
         arguments.update(self.hook(self.module, (), arguments)[1])  # its forward was called past the hook
         mask = arguments.get("attention_mask")
-        return mask if isinstance(mask, Packing) else None
+        return mask if isinstance(mask, PackedBatch) else None
 
-    def _pass_on(self, packing: Packing, arguments: dict[str, Any]) -> dict[str, Any]:
+    def _pass_on(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments that the model's own forward is called with."""
         arguments = {name: x for name, x in arguments.items() if name not in PACKING or self.takes(name)}
-        if packing.tells_documents and self.takes("attention_mask"):
-            arguments["attention_mask"] = packing
-        leave_positions_to(self.module, packing, arguments)
+        if packed_batch.tells_documents and self.takes("attention_mask"):
+            arguments["attention_mask"] = packed_batch
+        leave_positions_to(self.module, packed_batch, arguments)
         return arguments
 
-    def _documents(self, packing: Packing) -> Documents | None:
+    def _documents(self, packed_batch: PackedBatch) -> Documents | None:
         """The documents that get rows of their own; None where each has one already."""
-        if packing.cached:
-            if packing.shape == packing.tokens:
+        if packed_batch.cached:
+            if packed_batch.shape == packed_batch.tokens:
                 require_one_document_a_row(
-                    packing,
+                    packed_batch,
                     f"{self.name} gives one result a document, and packed rows can't use a cache for that. Pass "
                     "past_key_values=None.",
                 )
             return None
-        return Documents.of(packing, left=self.pads_left)
+        return Documents.of(packed_batch, left=self.pads_left)
 
     def _require_tokens(self, arguments: dict[str, Any]) -> None:
         """Refuse a call in which the end of a document can't be found."""
@@ -185,37 +185,37 @@ class ModelForward(ByDocument):
                 "different lengths can't be scored in one batch. Give documents of one length, or set summary_type to "
                 "'first' or 'last' and build the model anew."
             )
-        outer = self.current.state.told
-        self.current.tell(None)
+        outer = self.context.state.told
+        self.context.tell(None)
         try:
             if self.module is self.hook.module:  # which has read the packed rows
                 arguments = self.hook(self.module, (), arguments)[1]
             return self.inner(**arguments)
         finally:
-            self.current.tell(outer)
+            self.context.tell(outer)
 
-    def _explain_labels(self, error: Exception, arguments: dict[str, Any], packing: Packing) -> None:
+    def _explain_labels(self, error: Exception, arguments: dict[str, Any], packed_batch: PackedBatch) -> None:
         """Raise where a call failed that had a label for each document, in a head that gives a result for each row."""
         labels = arguments.get("labels")
-        if torch.compiler.is_compiling() or not isinstance(labels, Tensor) or labels.ndim != 1 or packing.cached:
+        if torch.compiler.is_compiling() or not isinstance(labels, Tensor) or labels.ndim != 1 or packed_batch.cached:
             return
-        documents = Documents.of(packing)
-        if documents is not None and len(documents) == labels.shape[0] and not packing.shared:
+        documents = Documents.of(packed_batch)
+        if documents is not None and len(documents) == labels.shape[0] and not packed_batch.shared:
             raise ValueError(
                 f"{self.name} failed with labels of shape {tuple(labels.shape)}, one for each of {len(documents)} "
                 f"documents: it isn't known to give one result a document, and its rows hold {len(documents)} in "
-                f"{packing.tokens[0]}. Give each document a row of its own."
+                f"{packed_batch.tokens[0]}. Give each document a row of its own."
             ) from error
 
-    def _require_nothing_of_rows(self, output: Any, packing: Packing, arguments: dict[str, Any]) -> None:
+    def _require_nothing_of_rows(self, output: Any, packed_batch: PackedBatch, arguments: dict[str, Any]) -> None:
         """Refuse an output that has one value for each row, where rows hold several documents."""
-        rows, length = packing.tokens
+        rows, length = packed_batch.tokens
         keep = arguments.get("logits_to_keep")
         chosen = isinstance(keep, Tensor) or bool(keep)
         for name, value in output.items() if isinstance(output, dict) else ():
             if not isinstance(value, Tensor) or "loss" in name or value.shape[:1] != (rows,):
                 continue
-            of_tokens = value.shape == packing.tokens and ONE_NUMBER_A_TOKEN.fullmatch(self.name) is not None
+            of_tokens = value.shape == packed_batch.tokens and ONE_NUMBER_A_TOKEN.fullmatch(self.name) is not None
             if name == "logits" and (chosen or of_tokens):
                 continue
             of_documents = OF_DOCUMENTS.fullmatch(name) is not None
@@ -223,7 +223,7 @@ class ModelForward(ByDocument):
                 value.shape[1:2] != (length,) and (of_documents or value.ndim < 3)
             ):
                 require_one_document_a_row(
-                    packing,
+                    packed_batch,
                     f"{self.name} returns {name}, one for each row, whatever documents a row holds. Give each document "
                     "a row of its own.",
                 )

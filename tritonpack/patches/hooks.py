@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from tritonpack.checks import require
 from tritonpack.patches.checkpoints import Checkpoints
 from tritonpack.patches.cross import meet
-from tritonpack.patches.current import HANDED, UNCLAIMED, Current, ModuleRef
 from tritonpack.patches.documents import require_one_document_a_row
 from tritonpack.patches.families import (
     ALIBI_FROM_MASK,
@@ -24,11 +23,12 @@ from tritonpack.patches.families import (
 )
 from tritonpack.patches.first_call import FirstCall
 from tritonpack.patches.interface import NAMES, served
-from tritonpack.patches.kinds import Kind
+from tritonpack.patches.mask_spec import MaskSpec
 from tritonpack.patches.multimodal import METHOD, leave_positions_to
-from tritonpack.patches.packing import Packing, Serving
+from tritonpack.patches.packed_batch import PackedBatch, Serving
+from tritonpack.patches.packing_context import HANDED, UNCLAIMED, ModuleRef, PackingContext
+from tritonpack.patches.parse_inputs import OpenMask, make_packed_batch
 from tritonpack.patches.positions import require_one_rope, rope_limits
-from tritonpack.patches.reading import OpenMask, make_packing
 from tritonpack.patches.replaced import require_own_attention
 from tritonpack.patches.tokens import is_bidirectional, text_config
 
@@ -42,10 +42,10 @@ class PackingHook:
     """The hook before a patched module's forward.
 
     Attributes:
-        serving: who attends.
+        serving: which attention runs.
         patch: what put it there.
         checkpoints: the checkpointing functions of the module's layers; None if no layer needs the current packing.
-        current: what the model around this module was told.
+        context: what the model around this module was told.
         mixes: whether layers of the module mix along the row.
         outermost: whether no other patched module holds this one, so that its arguments are the user's.
         first_call: what the module's first call must show; None once it has.
@@ -61,7 +61,7 @@ class PackingHook:
         *,
         patch: Applied,
         checkpoints: Checkpoints | None,
-        current: Current,
+        context: PackingContext,
         mixes: bool,
         outermost: bool,
     ) -> None:
@@ -69,7 +69,7 @@ class PackingHook:
         self.names = tuple(signature.parameters)
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
         self._module = ModuleRef(module)
-        self.serving, self.patch, self.checkpoints, self.current = serving, patch, checkpoints, current
+        self.serving, self.patch, self.checkpoints, self.context = serving, patch, checkpoints, context
         self.mixes, self.outermost = mixes, outermost
         self.first_call: FirstCall | None = FirstCall(module, serving.attention == "dense")
         config = module.config
@@ -121,25 +121,25 @@ class PackingHook:
         if self.outermost and not torch.compiler.is_compiling():
             for head in self.patch.heads:
                 head.require_in_place(arguments)
-        packing = self.read(arguments)
-        if packing is not None:
-            packing = self._pass_on(packing, arguments)
-            if not torch.compiler.is_compiling() and self.first_call is not None and packing is not None:
-                self.first_call.watch(self, module, packing)
+        packed_batch = self.read(arguments)
+        if packed_batch is not None:
+            packed_batch = self._pass_on(packed_batch, arguments)
+            if not torch.compiler.is_compiling() and self.first_call is not None and packed_batch is not None:
+                self.first_call.watch(self, module, packed_batch)
         if arguments.get("encoder_hidden_states") is not None:
-            arguments["encoder_attention_mask"] = meet(arguments, packing, self.names, self.serving)
+            arguments["encoder_attention_mask"] = meet(arguments, packed_batch, self.names, self.serving)
         if self.checkpoints is not None:
-            arguments[HANDED] = packing
+            arguments[HANDED] = packed_batch
             self.checkpoints.hold()
         return (), arguments
 
-    def read(self, arguments: dict[str, Any]) -> Packing | None:
+    def read(self, arguments: dict[str, Any]) -> PackedBatch | None:
         """The packing of this call, or None where masks are made already or the model itself says what is missing."""
         mask = arguments.get("attention_mask")
         if isinstance(mask, dict):
             arguments["attention_mask"] = {kind: self._claim(one, arguments) for kind, one in mask.items()}
             return None
-        if mask is not None and (not isinstance(mask, (Tensor, Packing)) or mask.ndim != 2):
+        if mask is not None and (not isinstance(mask, (Tensor, PackedBatch)) or mask.ndim != 2):
             arguments["attention_mask"] = self._claim(mask, arguments)
             return None
         tokens = arguments.get("input_ids")
@@ -148,9 +148,9 @@ class PackingHook:
             tokens = arguments.get("inputs_embeds")
             shape = None if tokens is None else tokens.shape[:-1]
         if tokens is None or shape is None or len(shape) != 2:
-            return mask if isinstance(mask, Packing) else None
+            return mask if isinstance(mask, PackedBatch) else None
         shape = torch.Size((shape[0] // self.codebooks, shape[1]))
-        told = mask if isinstance(mask, Packing) else self.current.state.told if self.outermost else None
+        told = mask if isinstance(mask, PackedBatch) else self.context.state.told if self.outermost else None
         if told is not None and told.tells_documents:
             if told.tokens == shape:
                 told = told if told.serving == self.serving else told.replace(serving=self.serving)
@@ -160,32 +160,32 @@ class PackingHook:
                 f"{type(self.module).__name__} runs on {tuple(shape)} tokens where the model around it was given "
                 f"{tuple(told.tokens)}, so packed documents can't be followed; give each document a row of its own.",
             )
-        if isinstance(mask, Packing):
+        if isinstance(mask, PackedBatch):
             arguments["attention_mask"] = mask = mask.to_tensor()
         cache = arguments.get("past_key_values")
         if mask is None and cache is not None and self.model_type in ALIBI_FROM_MASK:
             columns, _ = cache.get_mask_sizes(shape[1], 0)
             arguments["attention_mask"] = torch.ones((shape[0], columns), dtype=torch.long, device=tokens.device)
         pad_token = getattr(self.text_config, "pad_token_id", None)
-        packing = make_packing(arguments, shape, tokens.device, self.serving, pad_token)
-        packing = packing.replace(cached=any(arguments.get(name) is not None for name in CACHES))
-        return self._without_padding(packing, arguments)
+        packed_batch = make_packed_batch(arguments, shape, tokens.device, self.serving, pad_token)
+        packed_batch = packed_batch.replace(cached=any(arguments.get(name) is not None for name in CACHES))
+        return self._without_padding(packed_batch, arguments)
 
-    def _without_padding(self, packing: Packing, arguments: dict[str, Any]) -> Packing:
+    def _without_padding(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> PackedBatch:
         """A few families take padding tokens for padding where no mask is given, decoders unless they fill a cache."""
         ids = arguments.get("input_ids")
-        if self.padding is None or ids is None or packing.cached or packing.attention_mask is not None:
-            return packing
+        if self.padding is None or ids is None or packed_batch.cached or packed_batch.attention_mask is not None:
+            return packed_batch
         real = ids != self.padding
         if "encoder_hidden_states" not in self.names:
             require(
-                (real | ~packing.not_padding()).all(),
+                (real | ~packed_batch.not_padding()).all(),
                 "input_ids hold padding tokens, which this model's encoder takes for padding where no mask is given, "
                 "and its decoder for tokens. Pass attention_mask.",
             )
         elif self.module.training or arguments.get("use_cache") is False:
-            return packing.replace(attention_mask=real.int())
-        return packing
+            return packed_batch.replace(attention_mask=real.int())
+        return packed_batch
 
     def _claim(self, mask: Any, arguments: dict[str, Any]) -> Any:
         """A mask that was made before the call, for this model."""
@@ -199,22 +199,22 @@ class PackingHook:
             )
         return mask
 
-    def _pass_on(self, packing: Packing, arguments: dict[str, Any]) -> Packing | None:
+    def _pass_on(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> PackedBatch | None:
         """Put the packing where the model hands it on; returns it where it covers whole rows: nothing is cached yet."""
         given = arguments.get("position_ids")
-        leave_positions_to(self.module, packing, arguments)
+        leave_positions_to(self.module, packed_batch, arguments)
         wanting = given is None or self.first_position > 0
-        if self.outermost and packing.position_ids is None and given is not None and given.ndim == 2:
+        if self.outermost and packed_batch.position_ids is None and given is not None and given.ndim == 2:
             wanting = True  # nobody gave them: a head has counted the row
-        if wanting and self.gives_positions and not packing.cached and packing.tells_documents:
-            arguments["position_ids"] = packing.positions() + self.first_position
+        if wanting and self.gives_positions and not packed_batch.cached and packed_batch.tells_documents:
+            arguments["position_ids"] = packed_batch.positions() + self.first_position
         if self.mixes:
             if self.outermost:
-                packing = packing.replace(by_document=self._runs_by_document(packing, arguments))
-            if packing.by_document and (self.takes_any or "use_cache" in self.names):
+                packed_batch = packed_batch.replace(by_document=self._runs_by_document(packed_batch, arguments))
+            if packed_batch.by_document and (self.takes_any or "use_cache" in self.names):
                 arguments["use_cache"] = False
-        arguments["attention_mask"] = packing
-        fresh = not packing.cached or _is_empty(arguments)
+        arguments["attention_mask"] = packed_batch
+        fresh = not packed_batch.cached or _is_empty(arguments)
         if fresh and self.needs_types and arguments.get("token_type_ids") is None:
             raise ValueError(
                 f"{type(self.module).__name__} with use_bidirectional_attention sees both directions in a batch "
@@ -223,21 +223,21 @@ class PackingHook:
             )
         if fresh and self.outermost:
             for kind, limit in self.rope_limits:
-                require_one_rope(packing, kind, limit)
+                require_one_rope(packed_batch, kind, limit)
         if "perm_mask" in self.names and fresh and arguments.get("perm_mask") is None:  # XLNet's
-            seen = packing.interval_mask(packing.tokens[1], 0, 0, Kind((-1, -1))).to_tensor()[:, 0]
+            seen = packed_batch.interval_mask(packed_batch.tokens[1], 0, 0, MaskSpec((-1, -1))).to_tensor()[:, 0]
             arguments["perm_mask"] = (~seen).float()
-        return packing if fresh else None
+        return packed_batch if fresh else None
 
-    def _runs_by_document(self, packing: Packing, arguments: dict[str, Any]) -> bool:
+    def _runs_by_document(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> bool:
         """Recurrent layers keep one state per row: documents run by themselves, and leave no cache behind."""
-        rows, row_length = packing.tokens
-        cached = packing.cached
-        if cached and packing.boundaries is None and (row_length == 1 or packing.position_ids is None):
+        rows, row_length = packed_batch.tokens
+        cached = packed_batch.cached
+        if cached and packed_batch.boundaries is None and (row_length == 1 or packed_batch.position_ids is None):
             return False
-        if cached and packing.attention_mask is not None:
-            packing = packing.replace(attention_mask=packing.attention_mask[:, -row_length:])
-        _, length = packing.lengths()
+        if cached and packed_batch.attention_mask is not None:
+            packed_batch = packed_batch.replace(attention_mask=packed_batch.attention_mask[:, -row_length:])
+        _, length = packed_batch.lengths()
         whole = length.numel() == rows and bool((length == row_length).all())  # nothing packed, nothing padded
         padded = length.numel() <= rows
         if cached and not padded:

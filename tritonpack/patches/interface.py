@@ -18,10 +18,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.kinds import read_kind
-from tritonpack.patches.packing import IntervalMask, Packing, Serving
+from tritonpack.patches.mask_spec import read_mask_spec
+from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
+from tritonpack.patches.parse_inputs import OpenMask
 from tritonpack.patches.positions import temperature
-from tritonpack.patches.reading import OpenMask
 from tritonpack.patches.towers import MORE_THAN_A_TOWER, attend_in_tower, takes_tokens
 
 # What a patched model's config calls its attention, by which attention runs.
@@ -54,7 +54,7 @@ def make_mask(
     q_offset: int | Tensor = 0,
     kv_offset: int = 0,
     mask_function: Any = causal_mask_function,
-    attention_mask: Packing | IntervalMask | Tensor | None = None,
+    attention_mask: PackedBatch | IntervalMask | Tensor | None = None,
     local_size: int | None = None,
     dtype: torch.dtype = torch.float32,
     config: Any = None,
@@ -66,14 +66,14 @@ def make_mask(
         return attention_mask
     if isinstance(attention_mask, IntervalMask):
         return served(attention_mask, dtype)
-    kind = read_kind(mask_function, local_size, config, flags, q_length)
-    if isinstance(attention_mask, Packing):
-        mask = attention_mask.interval_mask(kv_length, q_offset, kv_offset, kind)
+    spec = read_mask_spec(mask_function, local_size, config, flags, q_length)
+    if isinstance(attention_mask, PackedBatch):
+        mask = attention_mask.interval_mask(kv_length, q_offset, kv_offset, spec)
         return served(mask, dtype)
     shape = torch.Size((batch_size, 1, q_length, kv_length))
     if isinstance(q_offset, Tensor):
         q_offset = q_offset.clone()  # a static cache counts in place, and layers ask only after it has
-    return OpenMask(attention_mask, shape, q_offset, kv_offset, kind, torch.device(device))
+    return OpenMask(attention_mask, shape, q_offset, kv_offset, spec, torch.device(device))
 
 
 def served(mask: IntervalMask, dtype: torch.dtype) -> IntervalMask | Tensor:

@@ -12,13 +12,13 @@ from transformers import PreTrainedModel
 
 from tritonpack import notices
 from tritonpack.patches.families import LABELS_ARE_TOKENS
-from tritonpack.patches.packing import Packing
+from tritonpack.patches.packed_batch import PackedBatch
 
 IGNORED = -100
 KEY = "first-label"
 
 
-def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], packing: Packing) -> None:
+def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], packed_batch: PackedBatch) -> None:
     """Say once that the first label of a document isn't masked.
 
     Labels on an accelerator aren't looked at, because reading them would wait for it.
@@ -26,16 +26,21 @@ def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], p
     Args:
         model: the module that computes the loss.
         arguments: of its call, by name.
-        packing: of the same call.
+        packed_batch: of the same call.
     """
     labels = arguments.get("labels")
     if torch.compiler.is_compiling() or notices.is_said(KEY) or not isinstance(labels, Tensor):
         return
-    on_host = labels.device.type == packing.where.type == "cpu"
-    whole = labels.shape == packing.tokens and packing.tells_documents and not packing.cached and not packing.shared
+    on_host = labels.device.type == packed_batch.where.type == "cpu"
+    whole = (
+        labels.shape == packed_batch.tokens
+        and packed_batch.tells_documents
+        and not packed_batch.cached
+        and not packed_batch.shared
+    )
     if not on_host or not whole or not shifts_labels(model, arguments):
         return
-    first = packing.runs()[0] & packing.not_padding()
+    first = packed_batch.runs()[0] & packed_batch.not_padding()
     unmasked = first[:, 1:] & (labels[:, 1:] != IGNORED)  # the first token of a row is predicted from nothing
     if bool(unmasked.any()):
         row, place = unmasked.nonzero()[0].tolist()

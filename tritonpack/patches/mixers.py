@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from tritonpack.patches.current import OUTSIDE, Current, InstanceForward
-from tritonpack.patches.packing import Packing, Serving
+from tritonpack.patches.packed_batch import PackedBatch, Serving
+from tritonpack.patches.packing_context import OUTSIDE, InstanceForward, PackingContext
 from tritonpack.patches.tensor_like import TensorLike, as_tensor
 
 # What mixers are given besides the tokens, and mustn't see when a document runs by itself.
@@ -33,23 +33,23 @@ class DocumentByDocument(InstanceForward):
         capabilities: what is known of layers of these classes, shared by those of a model.
     """
 
-    def __init__(self, module: nn.Module, current: Current, capabilities: Capabilities) -> None:
-        super().__init__(module, current)
+    def __init__(self, module: nn.Module, context: PackingContext, capabilities: Capabilities) -> None:
+        super().__init__(module, context)
         self.capabilities = capabilities
 
     # A graph for the documents' lengths would be one for these lengths alone.
     @torch.compiler.disable
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        packing = self.current.state.packing
-        if packing is None and not self.current.state.running:
+        packed_batch = self.context.state.packed_batch
+        if packed_batch is None and not self.context.state.running:
             raise ValueError(OUTSIDE.format(type(self.module).__name__))
-        if packing is None or not packing.by_document:
+        if packed_batch is None or not packed_batch.by_document:
             return self.inner(
                 *tree_map(as_tensor, args, is_leaf=_is_ours), **tree_map(as_tensor, kwargs, is_leaf=_is_ours)
             )
-        return self._run(self.bound(args, kwargs), packing)
+        return self._run(self.bound(args, kwargs), packed_batch)
 
-    def _run(self, arguments: dict[str, Any], packing: Packing) -> Any:
+    def _run(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> Any:
         for name in ROW_ARGUMENTS:
             if name in arguments:
                 arguments[name] = None
@@ -59,16 +59,16 @@ class DocumentByDocument(InstanceForward):
             arguments["use_cache"] = False
         tokens = next((x for x in arguments.values() if isinstance(x, Tensor) and x.is_floating_point()), None)
         if tokens is not None and self.takes_boundaries(tokens.shape[-1]):
-            return self._run_once(arguments, packing)
-        batches, inverse = packing.batches()
-        results = [self.inner(**_gather(arguments, packing.tokens, places)) for places, _ in batches]
-        return _scatter(results, [inside for _, inside in batches], inverse, packing.tokens)
+            return self._run_once(arguments, packed_batch)
+        batches, inverse = packed_batch.batches()
+        results = [self.inner(**_gather(arguments, packed_batch.tokens, places)) for places, _ in batches]
+        return _scatter(results, [inside for _, inside in batches], inverse, packed_batch.tokens)
 
-    def _run_once(self, arguments: dict[str, Any], packing: Packing) -> Any:
+    def _run_once(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> Any:
         """All rows as one, with the boundaries that transformers' layers hand to their kernels."""
-        row = torch.arange(packing.tokens.numel(), device=packing.device)[None]
-        result = self.inner(**_gather(arguments, packing.tokens, row) | packing.boundary_arguments())
-        return _scatter([result], [torch.ones_like(row, dtype=torch.bool)], row[0], packing.tokens)
+        row = torch.arange(packed_batch.tokens.numel(), device=packed_batch.device)[None]
+        result = self.inner(**_gather(arguments, packed_batch.tokens, row) | packed_batch.boundary_arguments())
+        return _scatter([result], [torch.ones_like(row, dtype=torch.bool)], row[0], packed_batch.tokens)
 
     def takes_boundaries(self, width: int) -> bool:
         """Whether layers of this class keep documents apart when they are told where these begin, on the device and in
@@ -90,10 +90,12 @@ class DocumentByDocument(InstanceForward):
         first, second, other = (torch.randn((1, n, width), generator=generator) for n in (5, 7, 5))
         first, second, other = (x.to(weight.device, weight.dtype) for x in (first, second, 8 * other))
         places = torch.cat([torch.arange(5), torch.arange(7)])[None].to(weight.device)
-        packing = Packing(None, places, None, torch.Size((1, 12)), weight.device, Serving("tritonpack", "auto"))
+        packed_batch = PackedBatch(
+            None, places, None, torch.Size((1, 12)), weight.device, Serving("tritonpack", "auto")
+        )
         try:
             packed, changed = (
-                _first(self._run_once(self.bound((torch.cat([x, second], dim=1),), {}), packing))
+                _first(self._run_once(self.bound((torch.cat([x, second], dim=1),), {}), packed_batch))
                 for x in (first, other)
             )
             alone = torch.cat([_first(self.inner(**self.bound((x,), {}))) for x in (first, second)], dim=1)

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonpack.patches.current import InstanceForward
 from tritonpack.patches.documents import Documents
-from tritonpack.patches.packing import Packing
+from tritonpack.patches.packed_batch import PackedBatch
+from tritonpack.patches.packing_context import InstanceForward
 
 METHOD = "get_rope_index"  # transformers' name for it
 
@@ -25,13 +25,18 @@ class DocumentPositions(InstanceForward):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self.bound(args, kwargs)
-        packing, ids = arguments.get("attention_mask"), arguments.get("input_ids")
-        if not isinstance(packing, Packing):
-            state = self.current.state
-            packing = state.packing if state.running else state.told
+        packed_batch, ids = arguments.get("attention_mask"), arguments.get("input_ids")
+        if not isinstance(packed_batch, PackedBatch):
+            state = self.context.state
+            packed_batch = state.packed_batch if state.running else state.told
         documents = None
-        if packing is not None and not packing.cached and ids is not None and ids.shape == packing.tokens:
-            documents = Documents.of(packing)
+        if (
+            packed_batch is not None
+            and not packed_batch.cached
+            and ids is not None
+            and ids.shape == packed_batch.tokens
+        ):
+            documents = Documents.of(packed_batch)
         if documents is None:
             return self.inner(**arguments)
         rows = {
@@ -44,10 +49,10 @@ class DocumentPositions(InstanceForward):
         return torch.stack([documents.lay_back(one) for one in positions]), ahead[last]
 
 
-def leave_positions_to(module: nn.Module, packing: Packing, arguments: dict[str, Any]) -> None:
+def leave_positions_to(module: nn.Module, packed_batch: PackedBatch, arguments: dict[str, Any]) -> None:
     """Take two-dimensional position ids from a call of a model that makes its own, in place: they have told where
     documents begin, and know nothing of images. Where there are no tokens to make positions of, they stay."""
     given = arguments.get("position_ids")
-    own = hasattr(module, METHOD) and not packing.cached and arguments.get("input_ids") is not None
-    if own and isinstance(given, Tensor) and given.ndim == 2 and not packing.shared:
+    own = hasattr(module, METHOD) and not packed_batch.cached and arguments.get("input_ids") is not None
+    if own and isinstance(given, Tensor) and given.ndim == 2 and not packed_batch.shared:
         arguments["position_ids"] = None

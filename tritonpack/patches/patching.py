@@ -17,11 +17,11 @@ from tritonpack.patches.applied import Applied, applied_to, to_the_end
 from tritonpack.patches.by_name import register
 from tritonpack.patches.families import BOTH_WAYS, DENSE, PROMPT_TYPES, REFUSED, REFUSED_LAYERS
 from tritonpack.patches.forwards import takes_tokens_and_mask
-from tritonpack.patches.hand import HAND_WRITTEN, fits
 from tritonpack.patches.lock import Freed
-from tritonpack.patches.packing import ATTENTIONS
+from tritonpack.patches.packed_batch import ATTENTIONS
 from tritonpack.patches.probe import require_evidence
 from tritonpack.patches.report import Report, holds
+from tritonpack.patches.rewritten_layers import REWRITTEN, fits
 from tritonpack.patches.shown import LAYOUTS, Layout
 from tritonpack.patches.tokens import is_bidirectional
 
@@ -350,7 +350,7 @@ def _supported_modules(model: nn.Module, attention: str) -> list[PreTrainedModel
         name = type(layer).__name__
         if why := REFUSED_LAYERS.get(name):
             raise UnsupportedModelError(f"{path} ({name}) can't be packed exactly: {why}.")
-        if name in HAND_WRITTEN and not fits(layer, HAND_WRITTEN[name]):
+        if name in REWRITTEN and not fits(layer, REWRITTEN[name]):
             raise UnsupportedModelError(
                 f"{path} ({name}) takes other arguments in this version of transformers than the one it was rewritten "
                 "for."

@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tritonpack.patches.current import Current, InstanceForward
 from tritonpack.patches.documents import Documents
+from tritonpack.patches.packing_context import InstanceForward, PackingContext
 
 
 class DocumentPooler(InstanceForward):
@@ -18,9 +18,9 @@ class DocumentPooler(InstanceForward):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self.bound(args, kwargs)
-        states, packing = arguments[self.names[0]], self.current.state.packing
-        if packing is not None and isinstance(states, Tensor) and states.shape[:2] == packing.tokens:
-            documents = Documents.of(packing)
+        states, packed_batch = arguments[self.names[0]], self.context.state.packed_batch
+        if packed_batch is not None and isinstance(states, Tensor) and states.shape[:2] == packed_batch.tokens:
+            documents = Documents.of(packed_batch)
             if documents is not None:
                 arguments[self.names[0]] = documents.cut(states)
         return self.inner(**arguments)
@@ -30,9 +30,9 @@ class PooledModel(InstanceForward):
     """A model that takes the first token of each row itself, and gives its pooler that."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        output, packing = self.inner(*args, **kwargs), self.current.state.packing
-        if isinstance(output, dict) and output.get("pooler_output") is not None and packing is not None:
-            documents = Documents.of(packing)
+        output, packed_batch = self.inner(*args, **kwargs), self.context.state.packed_batch
+        if isinstance(output, dict) and output.get("pooler_output") is not None and packed_batch is not None:
+            documents = Documents.of(packed_batch)
             if documents is not None:
                 first = documents.cut(output["last_hidden_state"])[:, 0]
                 activation = getattr(self.module, ACTIVATIONS[type(self.module).__name__])
@@ -44,12 +44,12 @@ class PooledModel(InstanceForward):
 ACTIVATIONS = {"AlbertModel": "pooler_activation", "BigBirdModel": "activation"}
 
 
-def stand_in_for_pooler(module: nn.Module, current: Current) -> InstanceForward | None:
+def stand_in_for_pooler(module: nn.Module, context: PackingContext) -> InstanceForward | None:
     """What pools each document of a model that takes tokens; None for a model without a pooler."""
     if type(module).__name__ in ACTIVATIONS:
-        return PooledModel(module, current)
+        return PooledModel(module, context)
     pooler = pooler_of(module)
-    return None if pooler is None else DocumentPooler(pooler, current)
+    return None if pooler is None else DocumentPooler(pooler, context)
 
 
 def pooler_of(module: nn.Module) -> nn.Module | None:

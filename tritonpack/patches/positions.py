@@ -9,35 +9,38 @@ import torch
 from torch import Tensor, nn
 
 from tritonpack.checks import require
-from tritonpack.patches.current import InstanceForward
-from tritonpack.patches.packing import IntervalMask, Packing
+from tritonpack.patches.packed_batch import IntervalMask, PackedBatch
+from tritonpack.patches.packing_context import InstanceForward
 
 
 class LocalPositions(InstanceForward):
     """A table of absolute positions that counts a row's tokens: looked up by each token's place in its document."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        packing = self.current.state.packing
-        if packing is None:
+        packed_batch = self.context.state.packed_batch
+        if packed_batch is None:
             return self.inner(*args, **kwargs)
         module: Any = self.module
         if isinstance(module, nn.Embedding):
-            table, places = module.weight, packing.places() + getattr(module, "offset", 0)
+            table, places = module.weight, packed_batch.places() + getattr(module, "offset", 0)
         else:
             self.inner(*args, **kwargs)  # which lengthens a sinusoidal table as it needs
-            table, places = module.weights, _from_padding(module, packing, self.bound(args, kwargs).get("input_ids"))
+            table, places = (
+                module.weights,
+                _from_padding(module, packed_batch, self.bound(args, kwargs).get("input_ids")),
+            )
         found = nn.functional.embedding(places, table)
         return _Indexed(found) if type(self.module).__name__ in ADDS_AXES else found
 
 
-def _from_padding(module: Any, packing: Packing, ids: Tensor | None) -> Tensor:
+def _from_padding(module: Any, packed_batch: PackedBatch, ids: Tensor | None) -> Tensor:
     """(B, T) int64, places that begin behind that of the padding token, as fairseq counts: without padding tokens."""
     padding = getattr(module, "padding_idx", -1)
     if ids is None or not hasattr(module, "create_position_ids_from_input_ids"):
-        return packing.places() + padding + 1
+        return packed_batch.places() + padding + 1
     real = (ids != padding).long()
     count = real.cumsum(1)
-    starts, _ = packing.runs()
+    starts, _ = packed_batch.runs()
     before = torch.where(starts, count - real, 0).cummax(1).values
     return (count - before) * real + padding
 
@@ -61,9 +64,9 @@ def temperature(module: nn.Module, mask: IntervalMask) -> Tensor | None:
     in the document that counts.
     """
     rule = TEMPERATURES.get(type(module).__name__)
-    if rule is None or mask.packing is None:
+    if rule is None or mask.packed_batch is None:
         return None
-    places = mask.packing.places()
+    places = mask.packed_batch.places()
     in_row = torch.arange(places.shape[1], device=places.device).expand_as(places)
     return (rule(module, places) / rule(module, in_row))[:, None, :, None]
 
@@ -117,16 +120,16 @@ def is_dynamic(kind: str) -> bool:
     return "dynamic" in kind
 
 
-def require_one_rope(packing: Packing, kind: str, limit: int) -> None:
+def require_one_rope(packed_batch: PackedBatch, kind: str, limit: int) -> None:
     """Packed documents must have the frequencies that each has alone.
 
     Raises:
         ValueError: documents on both sides of the limit ("longrope"), or one beyond it beside others (dynamic ones).
     """
-    starts, live = packing.runs()
+    starts, live = packed_batch.runs()
     tokens = torch.ones_like(starts) if live is None else live
     documents = starts & tokens
-    long = ((packing.positions() == limit) & tokens).sum()  # a document longer than that has one such place
+    long = ((packed_batch.positions() == limit) & tokens).sum()  # a document longer than that has one such place
     alike = long == documents.sum() if kind == "longrope" else documents.sum() == 1
     require(
         (long == 0) | alike | (documents.sum(1) <= 1).all(),

@@ -18,7 +18,7 @@ class Report:
 
     Attributes:
         model_type: transformers' name for the family.
-        attention: who attends: "tritonpack" for the kernels, "sdpa" or "eager" for transformers' own attention with a
+        attention: which attention runs: "tritonpack" for the kernels, "sdpa" or "eager" for transformers' own with a
             dense block-diagonal mask; "dense" for that of families outside of its interface, likewise; "padded" and
             "lengths" where the model runs as it is, with each document in a row of its own: in a padded batch, or
             with others of its length.

@@ -9,22 +9,22 @@ import torch
 from torch import Tensor, nn
 
 from tritonpack.checks import require
-from tritonpack.patches.current import InstanceForward
+from tritonpack.patches.packing_context import InstanceForward
 
 
 class SwitchRouter(InstanceForward):
     """The router of Switch Transformers: an expert takes the first `expert_capacity` tokens of each document."""
 
     def call(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        packing = self.current.state.packing
+        packed_batch = self.context.state.packed_batch
         chosen, weights, logits = self.inner(hidden_states)
-        if packing is None:
+        if packed_batch is None:
             return chosen, weights, logits
         module: Any = self.module
         probabilities = nn.functional.softmax(logits, dim=-1, dtype=module.dtype).to(hidden_states.dtype)
         wanted = nn.functional.one_hot(probabilities.argmax(-1), module.num_experts)
         count = wanted.cumsum(1)
-        starts, _ = packing.runs()
+        starts, _ = packed_batch.runs()
         before = torch.where(starts[..., None], count - wanted, 0).cummax(1).values
         return wanted * (count - before <= module.expert_capacity), weights, logits
 
@@ -37,10 +37,10 @@ class NllbMoeRouter(InstanceForward):
     """
 
     def call(self, hidden_states: Tensor, padding_mask: Any = None) -> tuple[Tensor, Tensor, Tensor]:
-        packing = self.current.state.packing
-        if packing is None:  # one document to a row, which goes on from a cache
+        packed_batch = self.context.state.packed_batch
+        if packed_batch is None:  # one document to a row, which goes on from a cache
             return self.inner(hidden_states, None)
-        starts, live = packing.runs()
+        starts, live = packed_batch.runs()
         total, capacity = hidden_states.shape[0], self._capacity(hidden_states.shape[0])
         if capacity < total:
             documents = starts if live is None else starts & live

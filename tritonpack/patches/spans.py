@@ -15,7 +15,7 @@ from transformers.loss.loss_utils import ForQuestionAnsweringLoss
 
 from tritonpack.patches.documents import Documents, require_one_document_a_row
 from tritonpack.patches.forwards import is_own
-from tritonpack.patches.packing import Packing
+from tritonpack.patches.packed_batch import PackedBatch
 
 POSITIONS = ("start_positions", "end_positions")
 
@@ -56,7 +56,7 @@ class Spans:
         return type(output)(**{**output, "loss": loss})  # made anew, for the loss to come first in a tuple
 
 
-def take_spans(arguments: dict[str, Any], packing: Packing, head: nn.Module, instance: Any) -> Spans | None:
+def take_spans(arguments: dict[str, Any], packed_batch: PackedBatch, head: nn.Module, instance: Any) -> Spans | None:
     """Take the positions of spans out of a call whose rows hold several documents, or padding, in place.
 
     Positions are counted from the first token of their document. Where each document has a row of its own, they are
@@ -64,7 +64,7 @@ def take_spans(arguments: dict[str, Any], packing: Packing, head: nn.Module, ins
 
     Args:
         arguments: of the call, by name.
-        packing: of the tokens that have logits.
+        packed_batch: of the tokens that have logits.
         head: the model that is called.
         instance: the forward that this instance had before the patch, if it has one of its own.
 
@@ -79,17 +79,17 @@ def take_spans(arguments: dict[str, Any], packing: Packing, head: nn.Module, ins
     if not given:
         return None
     name = type(head).__name__
-    if packing.cached or packing.shared:
-        if packing.shared or packing.shape == packing.tokens:
-            remedy = "Call the model without SequenceParallel" if packing.shared else "Pass past_key_values=None"
-            why = "share them between ranks" if packing.shared else "use a cache for that"
+    if packed_batch.cached or packed_batch.shared:
+        if packed_batch.shared or packed_batch.shape == packed_batch.tokens:
+            remedy = "Call the model without SequenceParallel" if packed_batch.shared else "Pass past_key_values=None"
+            why = "share them between ranks" if packed_batch.shared else "use a cache for that"
             require_one_document_a_row(
-                packing,
+                packed_batch,
                 f"{name} gives one loss a document where start_positions are given, and packed rows can't {why}. "
                 f"{remedy}, or give each document a row of its own.",
             )
         return None
-    documents = Documents.of(packing, always=packing.tells_documents)
+    documents = Documents.of(packed_batch, always=packed_batch.tells_documents)
     if documents is None:
         return None
     known = is_own(head, instance) and SEARCHING.isdisjoint(inspect.signature(type(head).forward).parameters)
@@ -102,7 +102,7 @@ def take_spans(arguments: dict[str, Any], packing: Packing, head: nn.Module, ins
         )
     for missing in {*POSITIONS} - {*given}:
         raise ValueError(f"{name} was given {', '.join(given)} without {missing}; pass both or neither.")
-    count = len(documents) if documents.packed else packing.tokens[0]
+    count = len(documents) if documents.packed else packed_batch.tokens[0]
     for key, value in given.items():
         if value.shape not in ((count,), (count, 1)):
             raise ValueError(
@@ -110,7 +110,7 @@ def take_spans(arguments: dict[str, Any], packing: Packing, head: nn.Module, ins
                 f"shape ({count},): one for each document, in order, counted from the document's first token."
             )
         del arguments[key]
-    start, end = (_in_documents(documents, given[key].flatten().to(packing.where)) for key in POSITIONS)
+    start, end = (_in_documents(documents, given[key].flatten().to(packed_batch.where)) for key in POSITIONS)
     return Spans(documents, start, end, _loss_of(head, arguments.get("num_items_in_batch")))
 
 

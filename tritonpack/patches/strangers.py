@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.forwards import by_class, is_own, mixes
-from tritonpack.patches.packing import Packing
+from tritonpack.patches.packed_batch import PackedBatch
 
 # How far an output may move, relative to its largest value, because of rounding: scales of quantized layers follow
 # from all tokens of a call.
@@ -29,7 +29,7 @@ def strangers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 @contextmanager
-def kept_apart(model: nn.Module, packing: Packing) -> Iterator[None]:
+def kept_apart(model: nn.Module, packed_batch: PackedBatch) -> Iterator[None]:
     """Watch a call of a model with packed rows: no stranger may let a document's tokens move another document's.
 
     Each stranger runs three times more: as it did, and with the tokens of every second document exchanged, and of the
@@ -37,15 +37,17 @@ def kept_apart(model: nn.Module, packing: Packing) -> Iterator[None]:
 
     Args:
         model: the model that is called.
-        packing: of its tokens.
+        packed_batch: of its tokens.
 
     Raises:
         UnsupportedModelError: a stranger mixes documents; the message names it.
     """
     found: dict[str, nn.Module] = {}
-    watches = {name: _Watch(one, packing) for name, one in strangers(model).items() if not _is_watched(one, packing)}
+    watches = {
+        name: _Watch(one, packed_batch) for name, one in strangers(model).items() if not _is_watched(one, packed_batch)
+    }
     if watches:
-        starts = packing.runs()[0].flatten().cumsum(0).view(packing.tokens)
+        starts = packed_batch.runs()[0].flatten().cumsum(0).view(packed_batch.tokens)
         second = starts % 2 == 0
         for watch in watches.values():
             watch.begin(second)
@@ -67,8 +69,8 @@ def kept_apart(model: nn.Module, packing: Packing) -> Iterator[None]:
 class _Watch:
     """The hook after a stranger."""
 
-    def __init__(self, module: nn.Module, packing: Packing) -> None:
-        self.module, self.packing, self.tokens = module, packing, packing.tokens
+    def __init__(self, module: nn.Module, packed_batch: PackedBatch) -> None:
+        self.module, self.packed_batch, self.tokens = module, packed_batch, packed_batch.tokens
         self.mixes = self.running = False
 
     def begin(self, second: Tensor) -> None:
@@ -101,9 +103,11 @@ class _Watch:
             return self.module.forward(x, *args, **kwargs)
 
 
-def _is_watched(module: nn.Module, packing: Packing) -> bool:
+def _is_watched(module: nn.Module, packed_batch: PackedBatch) -> bool:
     """Whether the model around this one, which was handed the same packing, watches a module already."""
-    return any(isinstance(hook, _Watch) and hook.packing is packing for hook in module._forward_hooks.values())
+    return any(
+        isinstance(hook, _Watch) and hook.packed_batch is packed_batch for hook in module._forward_hooks.values()
+    )
 
 
 def _is_of_tokens(value: Any, tokens: torch.Size) -> bool:

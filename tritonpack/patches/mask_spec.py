@@ -18,7 +18,7 @@ ROWS_AT_ONCE = 1024  # of a dense mask, when an overlay is checked
 
 
 @dataclass(frozen=True)
-class Kind:
+class MaskSpec:
     """What the layers of one kind see of their document.
 
     Attributes:
@@ -33,10 +33,12 @@ class Kind:
     overlay: MaskFunction | None = None
 
 
-CAUSAL = Kind((-1, 0))
+CAUSAL = MaskSpec((-1, 0))
 
 
-def read_kind(mask_function: Any, local_size: int | None, config: Any, flags: dict[str, Any], queries: int) -> Kind:
+def read_mask_spec(
+    mask_function: Any, local_size: int | None, config: Any, flags: dict[str, Any], queries: int
+) -> MaskSpec:
     """The kind of mask that transformers asks for, from what it passes to a mask function.
 
     A mask may be skipped (`allow_is_causal_skip`, `allow_is_bidirectional_skip`) only where nothing was added to
@@ -60,7 +62,7 @@ def read_kind(mask_function: Any, local_size: int | None, config: Any, flags: di
     if mask_function is causal_mask_function:
         return CAUSAL
     if mask_function is bidirectional_mask_function:
-        return Kind((-1, -1))
+        return MaskSpec((-1, -1))
     chunked = local_size is not None and getattr(config, "attention_chunk_size", None) == local_size
     if chunked and (composed or getattr(config, "sliding_window", None) == local_size):
         raise UnsupportedModelError(
@@ -68,12 +70,12 @@ def read_kind(mask_function: Any, local_size: int | None, config: Any, flags: di
             "tritonpack can't tell. Unpatch the model."
         )
     if chunked:
-        return Kind((-1, 0), chunk_size=local_size)
+        return MaskSpec((-1, 0), chunk_size=local_size)
     if plain and local_size is not None and not composed:
         window = (local_size, local_size) if bidirectional else (local_size - 1, 0)
         _require_window(mask_function, window)
-        return Kind(window)
-    return Kind((-1, -1), overlay=mask_function)
+        return MaskSpec(window)
+    return MaskSpec((-1, -1), overlay=mask_function)
 
 
 def _require_window(mask_function: MaskFunction, window: Window) -> None:

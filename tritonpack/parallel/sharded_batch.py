@@ -10,8 +10,8 @@ from torch.nn.functional import pad
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.sharing import Sharing
-from tritonpack.patches.kinds import Kind
-from tritonpack.patches.packing import IntervalMask, Packing
+from tritonpack.patches.mask_spec import MaskSpec
+from tritonpack.patches.packed_batch import IntervalMask, PackedBatch
 
 
 class ShardedMask(IntervalMask):
@@ -28,9 +28,9 @@ class ShardedMask(IntervalMask):
         self.sharing = sharing
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
-        assert isinstance(self.packing, ShardedPacking)
+        assert isinstance(self.packed_batch, ShardedBatch)
         self.count_use()
-        self.packing.attended.add(self.kind)
+        self.packed_batch.attended.add(self.spec)
         return self.sharing.attend(q, k, v, self.mask, backend=self.serving.backend, **options)
 
     def to_tensor(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
@@ -40,7 +40,7 @@ class ShardedMask(IntervalMask):
         )
 
 
-class ShardedPacking(Packing):
+class ShardedBatch(PackedBatch):
     """One rank's rows of a packed batch, as a batch of one row; masks are of the whole.
 
     Attributes:
@@ -51,26 +51,26 @@ class ShardedPacking(Packing):
     """
 
     shared = True
-    arguments = (*Packing.arguments, "whole", "filled", "sharing")
+    arguments = (*PackedBatch.arguments, "whole", "filled", "sharing")
 
-    def __init__(self, *, whole: Packing, filled: Packing, sharing: Sharing, **named: Any) -> None:
+    def __init__(self, *, whole: PackedBatch, filled: PackedBatch, sharing: Sharing, **named: Any) -> None:
         super().__init__(**named)
         self.whole, self.filled, self.sharing = whole, filled, sharing
-        self.attended: set[Kind] = set()
+        self.attended: set[MaskSpec] = set()
 
-    def interval_mask(self, num_keys: int, query_offset: int | Tensor, key_offset: int, kind: Kind) -> IntervalMask:
-        if kind.overlay is not None:
+    def interval_mask(self, num_keys: int, query_offset: int | Tensor, key_offset: int, spec: MaskSpec) -> IntervalMask:
+        if spec.overlay is not None:
             raise UnsupportedModelError(
                 "this model composes a mask of its own (images that see all of themselves, prefixes) from the tokens "
                 "that it is given, which are one rank's; sequence parallelism can't do that."
             )
         for known, interval_mask in self.kept:
-            if known == (kind,):
+            if known == (spec,):
                 return interval_mask
-        whole = self.filled.interval_mask(self.filled.tokens[1], 0, 0, kind).mask
+        whole = self.filled.interval_mask(self.filled.tokens[1], 0, 0, spec).mask
         shape = torch.Size((1, 1, self.tokens[1], self.tokens[1]))
-        mask = ShardedMask(whole, shape, self.serving, self, kind, sharing=self.sharing)
-        self.kept.append(((kind,), mask))
+        mask = ShardedMask(whole, shape, self.serving, self, spec, sharing=self.sharing)
+        self.kept.append(((spec,), mask))
         return mask
 
     def forget(self) -> None:
@@ -78,8 +78,8 @@ class ShardedPacking(Packing):
 
         What is recomputed in backward has been given its masks.
         """
-        for packing in (self, self.whole, self.filled):
-            packing.kept.clear()
+        for packed_batch in (self, self.whole, self.filled):
+            packed_batch.kept.clear()
 
     def runs(self) -> tuple[Tensor, Tensor | None]:
         starts, live = self.whole.runs()
@@ -95,29 +95,29 @@ class ShardedPacking(Packing):
         raise UnsupportedModelError("layers that mix along the row need whole documents, and ranks have parts of them.")
 
 
-def fill_up(packing: Packing, columns: int) -> Packing:
+def fill_up(packed_batch: PackedBatch, columns: int) -> PackedBatch:
     """A packing with so many tokens of padding at the end of each row: one more document, that nobody sees."""
     if not columns:
-        return packing
-    starts, live = packing.runs()
+        return packed_batch
+    starts, live = packed_batch.runs()
     live = torch.ones_like(starts) if live is None else live
-    positions = packing.positions() if packing.position_ids is None else packing.position_ids
+    positions = packed_batch.positions() if packed_batch.position_ids is None else packed_batch.position_ids
     boundaries = pad(starts, [0, columns])
     boundaries[:, -columns] = True
-    return packing.replace(
+    return packed_batch.replace(
         attention_mask=pad(live.int(), [0, columns]),
         position_ids=pad(positions, [0, columns]),
         boundaries=boundaries,
-        tokens=torch.Size((packing.tokens[0], packing.tokens[1] + columns)),
+        tokens=torch.Size((packed_batch.tokens[0], packed_batch.tokens[1] + columns)),
     )
 
 
-def shard_packing(whole: Packing, filled: Packing, sharing: Sharing) -> ShardedPacking:
+def shard_batch(whole: PackedBatch, filled: PackedBatch, sharing: Sharing) -> ShardedBatch:
     """This rank's rows of a packing without a cache."""
     assert not whole.cached
     mask = whole.to_tensor() if sharing.columns and whole.attention_mask is None else whole.attention_mask
     positions = whole.positions() if whole.position_ids is None else whole.position_ids  # a shard can't count its own
-    return ShardedPacking(
+    return ShardedBatch(
         attention_mask=None if mask is None else sharing.shard(mask),
         position_ids=shard_positions(positions, sharing),
         boundaries=None,

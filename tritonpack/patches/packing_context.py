@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tritonpack.patches.packing import Packing
+from tritonpack.patches.packed_batch import PackedBatch
 
 OUTSIDE = (
     "{} was called outside of its model's forward pass, where nothing says where documents begin. Call the model, or "
@@ -23,15 +23,15 @@ UNCLAIMED = "(unclaimed)"  # in the place of the name that a config had, while t
 
 
 class _State(threading.local):
-    """What one thread is running; the attributes are those of `Current`."""
+    """What one thread is running; the attributes are those of `PackingContext`."""
 
     def __init__(self) -> None:
         self.running = False
-        self.packing: Packing | None = None
-        self.told: Packing | None = None
+        self.packed_batch: PackedBatch | None = None
+        self.told: PackedBatch | None = None
 
 
-class Current:
+class PackingContext:
     """The packing of the forward pass that is running, for modules that transformers passes nothing to.
 
     Every thread has a state of its own. torch.compile doesn't guard what it reads of a thread's state, so what is
@@ -39,31 +39,31 @@ class Current:
 
     Attributes:
         running: whether a forward pass of the model is running.
-        packing: None outside of a forward pass, and where rows are left to the model (a cache is in use).
+        packed_batch: None outside of a forward pass, and where rows are left to the model (a cache is in use).
         told: the packing that was read from the arguments of the model that the user called, while that runs: its head
             may keep some of them from the patched modules inside.
     """
 
     def __init__(self) -> None:
         self.running = False
-        self.packing: Packing | None = None
-        self.told: Packing | None = None
+        self.packed_batch: PackedBatch | None = None
+        self.told: PackedBatch | None = None
         self._of_thread = _State()
 
-    def __reduce__(self) -> tuple[type[Current], tuple[()]]:
-        return Current, ()  # copies of a model share no state
+    def __reduce__(self) -> tuple[type[PackingContext], tuple[()]]:
+        return PackingContext, ()  # copies of a model share no state
 
     @property
-    def state(self) -> Current | _State:
+    def state(self) -> PackingContext | _State:
         """Where to read."""
         return self if torch.compiler.is_compiling() else self._of_thread
 
-    def set(self, running: bool, packing: Packing | None) -> None:
+    def set(self, running: bool, packed_batch: PackedBatch | None) -> None:
         """Say what is running from now on."""
         for state in (self, self._of_thread):
-            state.running, state.packing = running, packing
+            state.running, state.packed_batch = running, packed_batch
 
-    def tell(self, told: Packing | None) -> None:
+    def tell(self, told: PackedBatch | None) -> None:
         """Say what the model was told that the user called."""
         for state in (self, self._of_thread):
             state.told = told
@@ -100,8 +100,8 @@ class InstanceForward:
 
     attribute = "forward"
 
-    def __init__(self, module: nn.Module, current: Current) -> None:
-        self._module, self.current = ModuleRef(module), current
+    def __init__(self, module: nn.Module, context: PackingContext) -> None:
+        self._module, self.context = ModuleRef(module), context
         self.names = parameters_of(type(module), self.attribute)
         self.own: Any = None  # somebody else's forward of this instance, such as accelerate's
         self.wrapper: Any = None  # what somebody else put in place of ours, and which calls ours
@@ -169,15 +169,19 @@ HANDED = "tritonpack_packing"
 
 
 class Running(InstanceForward):
-    """A patched module's forward: what its hook has read is current while it runs, also where it ends by an exception
-    or an interrupt, for which torch calls no hook."""
+    """A patched module's forward: while it runs, the context holds what the module's hook has read.
+
+    The context is reset where the forward ends by an exception or an interrupt, too; torch calls no hook there.
+    """
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        packing = kwargs.pop(HANDED, None)
-        state = self.current.state
-        running, outer = state.running, state.packing
-        self.current.set(True, outer if running else packing)  # the outermost patched module says what the packing is
+        packed_batch = kwargs.pop(HANDED, None)
+        state = self.context.state
+        running, outer = state.running, state.packed_batch
+        self.context.set(
+            True, outer if running else packed_batch
+        )  # the outermost patched module says what the packing is
         try:
             return self.inner(*args, **kwargs)
         finally:
-            self.current.set(running, outer)
+            self.context.set(running, outer)

@@ -1,6 +1,6 @@
 """What a forward pass says about its documents, and the interval masks that follow from it.
 
-A `Packing` takes the place of the model's `attention_mask` argument: transformers hands it, untouched, to the
+A `PackedBatch` takes the place of the model's `attention_mask` argument: transformers hands it, untouched, to the
 registered mask function, once per kind of mask; what that returns goes to every layer as `attention_mask`. So the
 packing travels with the call and no state outlives it.
 """
@@ -16,7 +16,7 @@ from torch import Tensor
 from tritonpack.attention import Backend, varlen_attention
 from tritonpack.checks import require
 from tritonpack.masks.block_diagonal import BlockDiagonalMask, changes, document_starts, mask_from_runs
-from tritonpack.patches.kinds import CAUSAL, Kind, overlay_intervals
+from tritonpack.patches.mask_spec import CAUSAL, MaskSpec, overlay_intervals
 from tritonpack.patches.tensor_like import TensorLike
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ ATTENTIONS = ("tritonpack", "sdpa", "eager")
 
 @dataclass(frozen=True)
 class Serving:
-    """Who attends.
+    """Which attention implementation runs.
 
     Attributes:
         attention: "tritonpack" for the kernels, which take intervals; "sdpa" or "eager" for transformers' own
@@ -45,13 +45,13 @@ class IntervalMask(TensorLike):
     Attributes:
         mask: batch_size * num_queries rows, batch_size * num_keys keys, row after row.
         shape: (batch_size, 1, num_queries, num_keys).
-        serving: who attends.
-        packing: of the tokens, where these are queries and keys alike; None where a cache holds some of the keys.
-        kind: what the layer sees of a document.
+        serving: which attention runs.
+        packed_batch: of the tokens, where these are queries and keys alike; None where a cache holds some of the keys.
+        spec: what the layer sees of a document.
         watch: who counts the uses of a mask without a packing, as of cross-attention, in a model's first call.
     """
 
-    arguments: tuple[str, ...] = ("mask", "shape", "serving", "packing", "kind")
+    arguments: tuple[str, ...] = ("mask", "shape", "serving", "packed_batch", "spec")
     dtype = torch.bool
     watch: Watch | None = None
 
@@ -60,10 +60,10 @@ class IntervalMask(TensorLike):
         mask: BlockDiagonalMask,
         shape: torch.Size,
         serving: Serving,
-        packing: Packing | None = None,
-        kind: Kind = CAUSAL,
+        packed_batch: PackedBatch | None = None,
+        spec: MaskSpec = CAUSAL,
     ) -> None:
-        self.mask, self.shape, self.serving, self.packing, self.kind = mask, shape, serving, packing, kind
+        self.mask, self.shape, self.serving, self.packed_batch, self.spec = mask, shape, serving, packed_batch, spec
         self.kept: list[tuple[torch.dtype, Tensor]] = []
 
     @property
@@ -75,15 +75,15 @@ class IntervalMask(TensorLike):
 
         transformers asks the cache of one layer how many keys there are. In hybrids that layer may be a recurrent one,
         which holds none: then it takes a new token for a row of its own. The width of the mask for padding says
-        otherwise (`Packing.interval_mask`), and where there is none, the keys of the layer that attends.
+        otherwise (`PackedBatch.interval_mask`), and where there is none, the keys of the layer that attends.
         """
-        if self.packing is None or self.shape[2] != 1 or num_keys == self.shape[3]:
+        if self.packed_batch is None or self.shape[2] != 1 or num_keys == self.shape[3]:
             return self
-        return self.packing.interval_mask(num_keys, num_keys - 1, 0, self.kind)
+        return self.packed_batch.interval_mask(num_keys, num_keys - 1, 0, self.spec)
 
     def count_use(self) -> None:
         """Tell who watches a first call that a layer uses the mask."""
-        watch = self.watch if self.packing is None else self.packing.watch
+        watch = self.watch if self.packed_batch is None else self.packed_batch.watch
         if watch is not None:
             watch.use()
 
@@ -133,7 +133,7 @@ class IntervalMask(TensorLike):
         return rows.to_dense(dtype, additive=additive).unflatten(0, (batch, 1, queries))
 
 
-class Packing(TensorLike):
+class PackedBatch(TensorLike):
     """The documents of one forward pass, in the place of a 2D padding mask.
 
     Attributes:
@@ -142,7 +142,7 @@ class Packing(TensorLike):
         boundaries: (B, T) bool, True where a document begins, where the caller said so outright; else None.
         tokens: (B, T), the shape of the tokens.
         where: the tokens' device.
-        serving: who attends.
+        serving: which attention runs.
         by_document: whether layers that mix along the row run on each document by itself.
         cached: whether the call brought a cache, empty or not.
         filler: (B, T) bool, which tokens are the padding token, where no mask says what is padding; else None.
@@ -185,7 +185,7 @@ class Packing(TensorLike):
     def device(self) -> torch.device:
         return self.where
 
-    def to(self, *_: Any, **__: Any) -> Packing:
+    def to(self, *_: Any, **__: Any) -> PackedBatch:
         return self
 
     def to_tensor(self) -> Tensor:
@@ -212,7 +212,7 @@ class Packing(TensorLike):
         """Whether a row may hold several documents; where it can't be packed, nothing was said that could tell them."""
         return any(told is not None for told in (self.attention_mask, self.position_ids, self.boundaries))
 
-    def long(self) -> Packing:
+    def long(self) -> PackedBatch:
         return self
 
     def cumsum(self, dim: int = -1, **options: Any) -> Tensor:
@@ -221,39 +221,39 @@ class Packing(TensorLike):
             return self.to_tensor().cumsum(dim, **options)
         return (self.positions() + 1) * self.to_tensor()
 
-    def interval_mask(self, num_keys: int, query_offset: int | Tensor, key_offset: int, kind: Kind) -> IntervalMask:
+    def interval_mask(self, num_keys: int, query_offset: int | Tensor, key_offset: int, spec: MaskSpec) -> IntervalMask:
         """The mask of a layer; built once for all layers of one kind.
 
         Args:
             num_keys: keys per row that the layer attends to.
             query_offset: how many tokens of each row the cache holds; a tensor for caches of fixed size.
             key_offset: how many of those the layer's cache has forgotten.
-            kind: what the layer sees of a document.
+            spec: what the layer sees of a document.
         """
         columns = self.shape[1]
         if isinstance(query_offset, int) and query_offset == 0 and num_keys == self.tokens[1] < columns:
             num_keys, query_offset = columns, columns - num_keys  # why: `IntervalMask.for_keys`
         fresh = isinstance(query_offset, int) and query_offset == 0 and key_offset == 0 and num_keys == self.tokens[1]
-        key = (num_keys, key_offset, kind)
+        key = (num_keys, key_offset, spec)
         for known, interval_mask in self.kept:  # a list: a compiled graph that hashes a size is tied to it
             if known == key:
                 return interval_mask
-        mask = self.documents(kind) if fresh else self._cached(num_keys, query_offset, key_offset, kind)
+        mask = self.documents(spec) if fresh else self._cached(num_keys, query_offset, key_offset, spec)
         shape = torch.Size((self.tokens[0], 1, self.tokens[1], num_keys))
-        interval_mask = IntervalMask(mask, shape, self.serving, self if fresh else None, kind)
+        interval_mask = IntervalMask(mask, shape, self.serving, self if fresh else None, spec)
         if not torch.compiler.is_compiling():  # a graph can't change what came into it
             self.kept.append((key, interval_mask))
         return interval_mask
 
-    def documents(self, kind: Kind) -> BlockDiagonalMask:
+    def documents(self, spec: MaskSpec) -> BlockDiagonalMask:
         """The mask where queries and keys are the same tokens: every row is cut into its documents."""
         starts, live = self.runs()
-        if kind.overlay is None:
-            return mask_from_runs(starts, live, kind.window, kind.chunk_size)
+        if spec.overlay is None:
+            return mask_from_runs(starts, live, spec.window, spec.chunk_size)
         whole = mask_from_runs(starts, live, (-1, -1))
         rows, base = self._rows(0), self._base(self.tokens[1])
         begin, end = (bound.view(self.tokens) - base for bound in (whole.key_start, whole.key_stop))
-        bounds = overlay_intervals(kind.overlay, rows, begin.long(), end.long(), self.tokens[1])
+        bounds = overlay_intervals(spec.overlay, rows, begin.long(), end.long(), self.tokens[1])
         start, stop = ((bound + base).flatten().to(torch.int32) for bound in bounds)
         return replace(whole, key_start=start, key_stop=stop, trusted=True)
 
@@ -346,7 +346,7 @@ class Packing(TensorLike):
         documents = (starts if live is None else starts & live).sum(1, keepdim=True)
         return torch.where(documents > 1, positions, self._rows(0))
 
-    def _cached(self, num_keys: int, query_offset: int | Tensor, key_offset: int, kind: Kind) -> BlockDiagonalMask:
+    def _cached(self, num_keys: int, query_offset: int | Tensor, key_offset: int, spec: MaskSpec) -> BlockDiagonalMask:
         """Queries continue what the cache holds: a token at position p follows p tokens of its own document."""
         if self.boundaries is not None:
             raise ValueError(
@@ -365,21 +365,21 @@ class Packing(TensorLike):
             first = rows[:, :1] - positions.expand(self.tokens)[:, :1]
             inner = torch.where(starts, rows, -1).cummax(1).values
             begin = torch.maximum(begin, torch.where(inner < 0, first, inner))
-        start, stop = self._reach(kind, rows, begin, num_keys + key_offset)
+        start, stop = self._reach(spec, rows, begin, num_keys + key_offset)
         stop = (stop - key_offset).clamp(0, num_keys)
         start = torch.minimum((start - key_offset).clamp(0, num_keys), stop)
         start, stop = ((self._base(num_keys) + bound).flatten().to(torch.int32) for bound in (start, stop))
         return BlockDiagonalMask(start, stop, self.tokens[0] * num_keys, trusted=True)
 
     @staticmethod
-    def _reach(kind: Kind, rows: Tensor, begin: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+    def _reach(spec: MaskSpec, rows: Tensor, begin: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
         """What queries at these places see of the keys from `begin` on."""
         end = torch.full_like(rows, num_keys)
-        if kind.overlay is not None:
-            return overlay_intervals(kind.overlay, rows, begin, end, num_keys)
-        left, right = kind.window
-        if kind.chunk_size is not None:
-            begin = begin + (rows - begin).clamp(min=0) // kind.chunk_size * kind.chunk_size
+        if spec.overlay is not None:
+            return overlay_intervals(spec.overlay, rows, begin, end, num_keys)
+        left, right = spec.window
+        if spec.chunk_size is not None:
+            begin = begin + (rows - begin).clamp(min=0) // spec.chunk_size * spec.chunk_size
         start = begin if left < 0 else torch.maximum(begin, rows - left)
         return start, end if right < 0 else torch.minimum(end, rows + right + 1)
 

@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import masking_utils as stock
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.kinds import Kind, overlay_intervals, read_kind
-from tritonpack.patches.packing import Packing, Serving
+from tritonpack.patches.mask_spec import MaskSpec, overlay_intervals, read_mask_spec
+from tritonpack.patches.packed_batch import PackedBatch, Serving
 
 SERVING = Serving("tritonpack", "reference")
 LENGTHS = (7, 1, 3, 11)
@@ -22,12 +22,12 @@ def positions() -> Tensor:
     return torch.cat([torch.arange(n) for n in LENGTHS])[None]
 
 
-def packing(**changes: Any) -> Packing:
+def packed_batch(**changes: Any) -> PackedBatch:
     fields = {
         "attention_mask": None, "position_ids": positions(), "boundaries": None, "tokens": torch.Size((1, TOTAL)),
         "where": torch.device("cpu"), "serving": SERVING,
     }  # fmt: skip
-    return Packing(**{**fields, **changes})
+    return PackedBatch(**{**fields, **changes})
 
 
 def dense(function: Callable[..., Tensor]) -> Tensor:
@@ -60,35 +60,35 @@ OVERLAYS = {
 
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_bisection_finds_what_the_function_says(name: str) -> None:
-    mask = packing().documents(Kind((-1, -1), overlay=OVERLAYS[name])).validate()
+    mask = packed_batch().documents(MaskSpec((-1, -1), overlay=OVERLAYS[name])).validate()
     assert torch.equal(mask.to_dense(), dense(OVERLAYS[name]))
 
 
 @pytest.mark.parametrize(
-    ("name", "size", "flags", "kind"),
+    ("name", "size", "flags", "spec"),
     [
-        ("causal", None, {"allow_is_causal_skip": False}, Kind((-1, 0))),
-        ("both ways", None, {"allow_is_bidirectional_skip": True}, Kind((-1, -1))),
-        ("window", 4, {"allow_is_causal_skip": True}, Kind((3, 0))),
-        ("window both ways", 3, {"allow_is_bidirectional_skip": True}, Kind((3, 3))),
+        ("causal", None, {"allow_is_causal_skip": False}, MaskSpec((-1, 0))),
+        ("both ways", None, {"allow_is_bidirectional_skip": True}, MaskSpec((-1, -1))),
+        ("window", 4, {"allow_is_causal_skip": True}, MaskSpec((3, 0))),
+        ("window both ways", 3, {"allow_is_bidirectional_skip": True}, MaskSpec((3, 3))),
     ],
 )
-def test_plain_kinds_are_read_without_bisection(name: str, size: int | None, flags: Any, kind: Kind) -> None:
-    found = read_kind(OVERLAYS[name], size, object(), flags, TOTAL)
-    assert found == kind
-    assert torch.equal(packing().documents(found).to_dense(), dense(OVERLAYS[name]))
+def test_plain_kinds_are_read_without_bisection(name: str, size: int | None, flags: Any, spec: MaskSpec) -> None:
+    found = read_mask_spec(OVERLAYS[name], size, object(), flags, TOTAL)
+    assert found == spec
+    assert torch.equal(packed_batch().documents(found).to_dense(), dense(OVERLAYS[name]))
 
 
 def test_a_composed_window_is_bisected() -> None:
     """transformers clears the permission to skip a mask where a model has composed its own."""
-    assert read_kind(OVERLAYS["images in a window"], 3, object(), {"allow_is_causal_skip": False}, TOTAL).overlay
+    assert read_mask_spec(OVERLAYS["images in a window"], 3, object(), {"allow_is_causal_skip": False}, TOTAL).overlay
 
 
 def test_a_window_that_the_function_does_not_have_is_refused() -> None:
     """A later transformers may pass a size of another meaning with a permission to skip the mask."""
     for name, size in (("window", 5), ("window", 3), ("all", 4), ("images", 4)):
         with pytest.raises(ValueError, match="isn't the window"):
-            read_kind(OVERLAYS[name], size, object(), {"allow_is_causal_skip": True}, TOTAL)
+            read_mask_spec(OVERLAYS[name], size, object(), {"allow_is_causal_skip": True}, TOTAL)
 
 
 @pytest.mark.parametrize("flags", [{"use_vmap": True}, {"allow_is_causal_skip": False}])
@@ -97,9 +97,9 @@ def test_chunks_under_a_mask_of_the_model_are_refused(flags: dict[str, bool]) ->
     config = SimpleNamespace(attention_chunk_size=4)
     chunks = stock.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long))
     with pytest.raises(UnsupportedModelError, match="chunks, a window or either"):
-        read_kind(stock.or_masks(chunks, stock.blockwise_overlay(blocks())), 4, config, flags, TOTAL)
-    assert read_kind(chunks, 4, config, {"allow_is_causal_skip": True}, TOTAL) == Kind((-1, 0), chunk_size=4)
-    assert read_kind(chunks, 4, config, {"allow_is_causal_skip": False}, 1) == Kind((-1, 0), chunk_size=4)
+        read_mask_spec(stock.or_masks(chunks, stock.blockwise_overlay(blocks())), 4, config, flags, TOTAL)
+    assert read_mask_spec(chunks, 4, config, {"allow_is_causal_skip": True}, TOTAL) == MaskSpec((-1, 0), chunk_size=4)
+    assert read_mask_spec(chunks, 4, config, {"allow_is_causal_skip": False}, 1) == MaskSpec((-1, 0), chunk_size=4)
 
 
 def test_one_number_for_two_images_is_refused() -> None:
@@ -107,7 +107,7 @@ def test_one_number_for_two_images_is_refused() -> None:
     ids[0, 12:14] = ids[0, 18:20] = 0
     overlay = stock.or_masks(stock.causal_mask_function, stock.blockwise_overlay(ids))
     with pytest.raises(ValueError, match="aren't one interval"):
-        packing().documents(Kind((-1, -1), overlay=overlay))
+        packed_batch().documents(MaskSpec((-1, -1), overlay=overlay))
 
 
 def test_padding_sees_nothing() -> None:

@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonpack.patches.current import OUTSIDE, Current, InstanceForward
 from tritonpack.patches.embeddings import EsmEmbeddings, MobileBertEmbeddings
 from tritonpack.patches.interface import attend, attend_dense
-from tritonpack.patches.kinds import Kind
-from tritonpack.patches.packing import IntervalMask
+from tritonpack.patches.mask_spec import MaskSpec
+from tritonpack.patches.packed_batch import IntervalMask
+from tritonpack.patches.packing_context import OUTSIDE, InstanceForward, PackingContext
 from tritonpack.patches.routers import NllbMoeRouter, SwitchRouter
 
 
@@ -55,25 +55,25 @@ class FalconAttention(InstanceForward):
 class DocumentMask(InstanceForward):
     """Attention that makes its own causal mask, or none: gets that of the documents in the argument for padding."""
 
-    def __init__(self, module: nn.Module, current: Current, argument: str) -> None:
-        super().__init__(module, current)
+    def __init__(self, module: nn.Module, context: PackingContext, argument: str) -> None:
+        super().__init__(module, context)
         self.argument = argument
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self.bound(args, kwargs)
-        packing = self.current.state.packing
-        if packing is None and not self.current.state.running:
+        packed_batch = self.context.state.packed_batch
+        if packed_batch is None and not self.context.state.running:
             raise ValueError(OUTSIDE.format(type(self.module).__name__))
-        if packing is not None:
-            length = packing.tokens[1]
+        if packed_batch is not None:
+            length = packed_batch.tokens[1]
             if isinstance(arguments[self.argument], IntervalMask):  # of the documents already, as in cross-attention
                 return self.inner(**arguments)
-            mask = packing.interval_mask(length, 0, 0, Kind((-1, -1)))
+            mask = packed_batch.interval_mask(length, 0, 0, MaskSpec((-1, -1)))
             given = arguments[self.argument]
             if given is not None and given.ndim == 4:
                 arguments[self.argument] = mask.to_tensor(given.dtype, additive=True)
             else:
-                causal = torch.ones((length, length), dtype=torch.bool, device=packing.device)
+                causal = torch.ones((length, length), dtype=torch.bool, device=packed_batch.device)
                 if given is not None and given.ndim == 3:  # causal already
                     causal = causal.tril()
                 arguments[self.argument] = mask.to_tensor()[:, 0] & causal
@@ -85,16 +85,16 @@ class EncoderAttention(InstanceForward):
     gets the mask of the documents."""
 
     def call(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
-        packing = self.current.state.packing
-        if packing is None and not self.current.state.running:
+        packed_batch = self.context.state.packed_batch
+        if packed_batch is None and not self.context.state.running:
             raise ValueError(OUTSIDE.format(type(self.module).__name__))
-        if packing is not None:
-            attention_mask = packing.interval_mask(packing.tokens[1], 0, 0, Kind((-1, -1)))
+        if packed_batch is not None:
+            attention_mask = packed_batch.interval_mask(packed_batch.tokens[1], 0, 0, MaskSpec((-1, -1)))
         return self.inner(hidden_states, attention_mask, **kwargs)
 
 
 # Layers and what stands for their forward; the names of their arguments must be transformers'.
-HAND_WRITTEN: dict[str, type[InstanceForward]] = {
+REWRITTEN: dict[str, type[InstanceForward]] = {
     "EsmEmbeddings": EsmEmbeddings,
     "FalconAttention": FalconAttention,
     "FalconFlashAttention2": FalconAttention,

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from tritonpack.checks import require
 from tritonpack.masks.block_diagonal import changes
-from tritonpack.patches.kinds import Kind
-from tritonpack.patches.packing import IntervalMask, Packing, Serving, shown
+from tritonpack.patches.mask_spec import MaskSpec
+from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving, shown
 from tritonpack.patches.tensor_like import TensorLike
 
 
@@ -31,7 +31,7 @@ class OpenMask(TensorLike):
     shape: torch.Size
     query_offset: int | Tensor
     key_offset: int
-    kind: Kind
+    spec: MaskSpec
     where: torch.device
     dtype: torch.dtype = torch.bool
     claimed: list[IntervalMask] = field(default_factory=list)  # one at most
@@ -54,24 +54,24 @@ class OpenMask(TensorLike):
         if not self.claimed:
             batch, _, queries, keys = self.shape
             told = {**arguments, "attention_mask": self.attention_mask}
-            packing = make_packing(told, torch.Size((batch, queries)), self.where, serving)
-            self.claimed.append(packing.interval_mask(keys, self.query_offset, self.key_offset, self.kind))
+            packed_batch = make_packed_batch(told, torch.Size((batch, queries)), self.where, serving)
+            self.claimed.append(packed_batch.interval_mask(keys, self.query_offset, self.key_offset, self.spec))
         return self.claimed[0]
 
 
-def make_packing(
+def make_packed_batch(
     arguments: dict[str, Any],
     tokens: torch.Size,
     device: torch.device,
     serving: Serving,
     pad_token: int | None = None,
-) -> Packing:
+) -> PackedBatch:
     """The packing of a forward pass over tokens of shape (B, T), from the arguments it was called with.
 
     Documents are told apart by `cu_seq_lens_q` (FlashAttention's offsets over the flattened tokens), else `seq_idx`
     ((B, T) document numbers), else where `position_ids` don't ascend by one. A two-dimensional `attention_mask` marks
     padding by 0, and may number documents. Without one, `pad_token` tells what is padding (see
-    `Packing.not_padding`).
+    `PackedBatch.not_padding`).
 
     Raises:
         ValueError: arguments that contradict each other or the tokens.
@@ -93,36 +93,36 @@ def make_packing(
     filler = None
     if mask is None and pad_token is not None and isinstance(ids, Tensor) and ids.shape == tokens:
         filler = ids == pad_token
-    packing = Packing(mask, position_ids, boundaries, tokens, device, serving, filler=filler)
+    packed_batch = PackedBatch(mask, position_ids, boundaries, tokens, device, serving, filler=filler)
     if position_ids is not None and position_ids.ndim < 3:
         if boundaries is not None:
-            _require_agreement(packing, boundaries, name)
+            _require_agreement(packed_batch, boundaries, name)
         if mask is not None and mask.shape == tokens:
             numbered = changes(mask) & (mask != 0)
             numbered[:, 1:] &= mask[:, :-1] != 0
-            _require_agreement(packing, numbered, "attention_mask", also=True)
-    return packing
+            _require_agreement(packed_batch, numbered, "attention_mask", also=True)
+    return packed_batch
 
 
-def _require_agreement(packing: Packing, boundaries: Tensor, name: str, *, also: bool = False) -> None:
+def _require_agreement(packed_batch: PackedBatch, boundaries: Tensor, name: str, *, also: bool = False) -> None:
     """Position ids must restart exactly where documents begin; padding may be counted as it likes.
 
     With `also`, documents may begin where position ids say so and `boundaries` don't.
     """
-    positions = packing.position_ids
+    positions = packed_batch.position_ids
     assert positions is not None
-    told = packing._position_starts()
+    told = packed_batch._position_starts()
     told[:, :1] = boundaries[:, :1]
-    zeros = (positions == 0).expand(packing.tokens)
+    zeros = (positions == 0).expand(packed_batch.tokens)
     padding = zeros & torch.cat([zeros[:, :1], zeros[:, :-1]], dim=1)  # collators fill up with zeros
-    if packing.attention_mask is not None and packing.attention_mask.shape == packing.tokens:
-        padding = padding | (packing.attention_mask == 0)
+    if packed_batch.attention_mask is not None and packed_batch.attention_mask.shape == packed_batch.tokens:
+        padding = padding | (packed_batch.attention_mask == 0)
     differ = (boundaries & ~told if also else told != boundaries) & ~padding
     require(
         ~differ.any(),
         lambda: (
             f"{name} and position_ids contradict each other"
-            f"{shown(differ, positions.expand(packing.tokens), boundaries)}: by {name} documents begin at "
+            f"{shown(differ, positions.expand(packed_batch.tokens), boundaries)}: by {name} documents begin at "
             f"{_places(boundaries)}, by position_ids at {_places(told)}. Let positions restart where a document "
             "begins, or leave one of the two out."
         ),
