@@ -170,9 +170,8 @@ def _unpack(k: Tensor, given: Arguments) -> tuple[BackendModule, BlockDiagonalMa
         given.pack_invariant,
     )  # fmt: skip
     mask = BlockDiagonalMask(given.key_start, given.key_stop, k.shape[0], given.diagonal, trusted=True)
-    mask.kept["transpose"] = BlockDiagonalMask(
-        given.query_start, given.query_stop, given.key_start.shape[0], trusted=True
-    )
+    transposed = BlockDiagonalMask(given.query_start, given.query_stop, given.key_start.shape[0], trusted=True)
+    mask.cached("transpose", lambda: transposed)
     tiles = Tiles(given.forward_tiles, given.key_tiles, given.query_tiles)
     return load(given.backend), mask, options, tiles
 

@@ -10,10 +10,6 @@ from torch import nn
 
 from tests.patches.models import VOCAB, tiny_model
 from tritonpack import SequenceParallel, patch
-from tritonpack.parallel import layouts
-
-# The rows of these tests would be one chunk of a balanced layout each, which is what a contiguous one has.
-layouts.LEAST = 1
 
 TOLERANCE = 1e-10  # relative to a tensor's largest number
 GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}

@@ -25,6 +25,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tritonpack.parallel import layouts
+
 ROOT = Path(__file__).parents[2]
 STUCK = 20  # seconds after which a collective gives up
 PATIENCE = 240  # seconds for a case
@@ -129,6 +131,8 @@ def _be(rank: int, folder: Path, pipes: list[Connection]) -> NoReturn:
 
 def _serve(rank: int, size: int, folder: Path, pipe: Connection) -> None:
     torch.set_num_threads(1)
+    # The rows of these cases would be one chunk of a balanced layout each, which is what a contiguous one has.
+    layouts.LEAST = 1
     timeout = datetime.timedelta(seconds=STUCK)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timeout)
     while True:

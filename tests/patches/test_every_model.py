@@ -74,7 +74,14 @@ def test_packed_equals_alone_or_is_refused(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(OWN_ROWS))
 def test_documents_get_rows_of_their_own(name: str) -> None:
-    assert tritonpack.patch(zoo.tiny_model(name)).report.attention in ("padded", "lengths")
+    model = zoo.tiny_model(name)
+    documents = [torch.full((1, 7), 9), torch.arange(10, 17)[None]]  # of one length, which may run in one call
+    expected = torch.cat([zoo.logits(model, model(**zoo.call(model, one), use_cache=False)) for one in documents], 1)
+    with tritonpack.patch(model) as handle:
+        assert handle.report.attention in ("padded", "lengths")
+        told = {"position_ids": torch.arange(7).repeat(2)[None]}
+        got = zoo.logits(model, model(**zoo.call(model, torch.cat(documents, 1)), **told))
+    assert float((got - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
 @pytest.mark.slow

@@ -57,12 +57,13 @@ def tile_table(
     long = rows if long is None else long
     assert long >= rows
     block = None if whole_documents else block
-    key = ("tiles", rows, long, block, whole_documents)
-    if key not in mask.kept:
+
+    def table() -> Tensor:
         tiles = _tiles(mask, rows, long, whole_documents)
         exposed = torch.ones_like(tiles[:, 0]) if block is None else _exposed(mask, tiles, block)
-        mask.kept[key] = torch.cat([tiles, exposed[:, None]], dim=1)
-    return mask.kept[key]
+        return torch.cat([tiles, exposed[:, None]], dim=1)
+
+    return mask.cached(("tiles", rows, long, block, whole_documents), table)
 
 
 def capacity(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: bool) -> int:
@@ -79,9 +80,7 @@ def capacity(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: boo
 def _tiles(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: bool) -> Tensor:
     """(capacity, 2) int32: the rows of each tile, in the table's order; kept with the mask."""
     key = ("rows of tiles", rows, long, whole_documents)
-    if key not in mask.kept:
-        mask.kept[key] = _cut(mask, rows, long, whole_documents)
-    return mask.kept[key]
+    return mask.cached(key, lambda: _cut(mask, rows, long, whole_documents))
 
 
 def _cut(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: bool) -> Tensor:
@@ -119,10 +118,12 @@ def _exposed(mask: BlockDiagonalMask, tiles: Tensor, block: int) -> Tensor:
 
 def _unseen_before(mask: BlockDiagonalMask) -> Tensor:
     """(num_keys + 1,) int32, how many of the keys before each are seen by no query; kept with the mask."""
-    if "unseen" not in mask.kept:
+
+    def count() -> Tensor:
         queries = mask.transpose()
-        mask.kept["unseen"] = pad((queries.key_start == queries.key_stop).cumsum(0, dtype=torch.int32), (1, 0))
-    return mask.kept["unseen"]
+        return pad((queries.key_start == queries.key_stop).cumsum(0, dtype=torch.int32), (1, 0))
+
+    return mask.cached("unseen", count)
 
 
 def _document_begins(mask: BlockDiagonalMask, exact: bool) -> Tensor:

@@ -7,10 +7,10 @@ padding, cross-attention and the shards of sequence parallelism are all of this 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import InitVar, dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import Tensor
@@ -45,6 +45,9 @@ if TYPE_CHECKING:
 __all__ = ["BlockDiagonalMask", "changes", "document_starts", "mask_from_runs"]
 
 
+T = TypeVar("T")
+
+
 @dataclass(frozen=True, eq=False)
 class BlockDiagonalMask:
     """An attention mask in which every query sees one contiguous interval of keys.
@@ -76,7 +79,6 @@ class BlockDiagonalMask:
             computes it.
         max_documents: how many documents there are at most, where the host knows.
         trusted: the values of `key_start` and `key_stop` aren't checked, because the caller vouches for them.
-        kept: what was computed from the mask before; of each mask, and no field, so that copies begin with nothing.
     """
 
     key_start: Tensor
@@ -86,10 +88,10 @@ class BlockDiagonalMask:
     document_source: Tensor | Callable[[], Tensor] | None = None
     max_documents: int | None = None
     trusted: InitVar[bool] = False
-    kept: ClassVar[dict[Any, Any]]
+    _cache: ClassVar[dict[Any, Any]]  # of each mask, and no field, so that copies begin with nothing
 
     def __post_init__(self, trusted: bool) -> None:
-        object.__setattr__(self, "kept", {})
+        object.__setattr__(self, "_cache", {})
         required, source = ("key_start", "key_stop"), self.document_source
         for name in (*required, "diagonal", "document_source"):
             rows = getattr(self, name)
@@ -121,10 +123,14 @@ class BlockDiagonalMask:
     def document(self) -> Tensor | None:
         """(num_queries,) int32, the number of each query's document in the order of the stream; None where it isn't
         known. Rows outside every document hold any document's number."""
-        if "document" not in self.kept:
-            source = self.document_source
-            self.kept["document"] = source() if callable(source) else source
-        return self.kept["document"]
+        source = self.document_source
+        return self.cached("document", source) if callable(source) else source
+
+    def cached(self, key: Hashable, build: Callable[[], T]) -> T:
+        """What `build` returns: called once for a key, and kept as long as the mask."""
+        if key not in self._cache:
+            self._cache[key] = build()
+        return self._cache[key]
 
     def __repr__(self) -> str:
         return f"BlockDiagonalMask(num_queries={self.num_queries}, num_keys={self.num_keys}, device={self.device})"
@@ -334,22 +340,17 @@ class BlockDiagonalMask:
 
         Key j is seen from the first query whose interval reaches past j to the first whose interval begins past it.
         """
-        if "transpose" not in self.kept:
-            rows = torch.arange(self.num_keys, device=self.device, dtype=torch.int32)
-            query_start = torch.searchsorted(self.key_stop, rows, right=True, out_int32=True)
-            query_stop = torch.searchsorted(self.key_start, rows, right=True, out_int32=True)
-            source = self.kept.get("document", self.document_source)  # not `self`: that were a cycle of references
-            if source is not None:
-                source = partial(_document_of_keys, source, query_start) if self.num_queries else None
-            self.kept["transpose"] = BlockDiagonalMask(
-                query_start,
-                query_stop,
-                self.num_queries,
-                document_source=source,
-                max_documents=self.max_documents,
-                trusted=True,
-            )
-        return self.kept["transpose"]
+        return self.cached("transpose", self._transpose)
+
+    def _transpose(self) -> BlockDiagonalMask:
+        rows = torch.arange(self.num_keys, device=self.device, dtype=torch.int32)
+        query_start = torch.searchsorted(self.key_stop, rows, right=True, out_int32=True)
+        query_stop = torch.searchsorted(self.key_start, rows, right=True, out_int32=True)
+        source = self._cache.get("document", self.document_source)  # not `self`: that were a cycle of references
+        if source is not None:
+            source = partial(_document_of_keys, source, query_start) if self.num_queries else None
+        documents = None, source, self.max_documents
+        return BlockDiagonalMask(query_start, query_stop, self.num_queries, *documents, trusted=True)
 
     def restrict(self, query_rows: Tensor | None = None, key_positions: Tensor | None = None) -> BlockDiagonalMask:
         """The mask between some of the queries and some of the keys: one rank's shard, one block of a ring.

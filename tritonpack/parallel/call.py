@@ -43,11 +43,12 @@ class Call:
 
     def visible(self) -> list[bool]:
         """For each rank, whether this one sees any of its keys; waits for the device once per mask."""
-        key = ("visible", self.layout, self.ranks.rank)
-        if key not in self.mask.kept:
+
+        def visible() -> list[bool]:
             masks = [self.rows_mask(source) for source in range(self.ranks.size)]
-            self.mask.kept[key] = [bool((one.key_start < one.key_stop).any()) for one in masks]
-        return self.mask.kept[key]
+            return [bool((one.key_start < one.key_stop).any()) for one in masks]
+
+        return self.mask.cached(("visible", self.layout, self.ranks.rank), visible)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, heads: Heads, sinks: Tensor | None
@@ -77,10 +78,10 @@ class Call:
 
 def rows_mask(mask: BlockDiagonalMask, layout: Layout, rank: int, source: int | None = None) -> BlockDiagonalMask:
     """The mask between the rows of `rank` and all keys, or those of the rank `source`; kept with the mask."""
-    key = ("rows", layout, rank, source)
-    if key not in mask.kept:
-        mask.kept[key] = mask.restrict(layout.rows[rank], None if source is None else layout.rows[source])
-    return mask.kept[key]
+    return mask.cached(
+        ("rows", layout, rank, source),
+        lambda: mask.restrict(layout.rows[rank], None if source is None else layout.rows[source]),
+    )
 
 
 def of_heads(options: AttentionOptions, heads: Heads, sinks: Tensor | None) -> AttentionOptions:

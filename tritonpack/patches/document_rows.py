@@ -19,7 +19,7 @@ from tritonpack.patches.both_sides import SOURCE, TARGET
 from tritonpack.patches.by_document import PACKING, ByDocument
 from tritonpack.patches.choices import Choices, compares_choices
 from tritonpack.patches.documents import Documents, require_one_document_a_row
-from tritonpack.patches.families import CODEBOOKS, HEADS_SHIFT, LABELS_ARE_TOKENS
+from tritonpack.patches.families import CODEBOOKS, HEADS_SHIFT, LABELS_ARE_TOKENS, MIXES_ROWS
 from tritonpack.patches.hooks import CACHES
 from tritonpack.patches.interface import stock_name
 from tritonpack.patches.near_misses import refuse_near_misses
@@ -73,7 +73,7 @@ class DocumentRows(ByDocument):
     def __init__(self, module: PreTrainedModel, context: PackingContext, by_length: bool) -> None:
         super().__init__(module, context)
         self.by_length = by_length or makes_vectors_of_padding(module)
-        self.each = by_length and predicts_durations(module)
+        self.each = by_length and needs_calls_alone(module)
         self.both = "decoder_input_ids" in self.names
         inside = [inner.config for inner in module.modules() if isinstance(inner, PreTrainedModel)]
         self.books = max((c.num_codebooks for c in inside if c.model_type in CODEBOOKS), default=1) if self.both else 1
@@ -234,10 +234,10 @@ def padding_of_tables(module: nn.Module) -> int | None:
     return found.pop() if len(found) == 1 else None
 
 
-def predicts_durations(module: nn.Module) -> bool:
-    """Whether a model of sound predicts how many frames each token becomes, so that documents of one length may become
-    sounds of several. Models pad these, and compute as if the padding were sound."""
-    return any(hasattr(inner, "duration_predictor") for inner in module.modules())
+def needs_calls_alone(module: nn.Module) -> bool:
+    """Whether documents of one length change each other in one call: a layer mixes the rows of a batch, or a model of
+    sound predicts how many frames each token becomes. Models pad these, and compute as if the padding were sound."""
+    return any(hasattr(inner, "duration_predictor") or type(inner).__name__ in MIXES_ROWS for inner in module.modules())
 
 
 def _tokens(arguments: Mapping[str, Any], *names: str) -> Tensor | None:

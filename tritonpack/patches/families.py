@@ -94,6 +94,9 @@ REFUSED_LAYERS = {
     "MiniMaxM3VLIndexer": "it chooses keys in blocks that are counted from the beginning of the row",
 }
 
+# Layers that mix the rows of a batch, so that each document runs in a call of its own.
+MIXES_ROWS = _names("DogeCDMoE")
+
 # Encoders with decoders that take ignored labels for padding, which they shift to the right without a mask for them.
 MASKS_LABELS = _names("encoder-decoder")
 
