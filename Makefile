@@ -6,10 +6,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
-.PHONY: help install test test-slow lint docs demo bench bench-cpu compile-matrix test-gpu bench-gpu clean
+.PHONY: help install quick test test-slow lint docs demo bench bench-cpu compile-matrix test-gpu bench-gpu clean
 
 help:
 	@echo "make demo       train three ways (padded, naive, packed), compare, draw a picture: demo-out/demo.png"
+	@echo "make quick      the first case of each test that takes no seconds, in one minute"
 	@echo "make test       the tests that need no GPU, but for the slow ones"
 	@echo "make test-slow  those: kernels compiled for every architecture, every model type once more"
 	@echo "make lint       ruff and mypy"
@@ -28,6 +29,9 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install -q "$(TORCH)"
 	$(BIN)/python -m pip install -q -e ".[dev,plots,training]"
 	touch $(STAMP)
+
+quick: install
+	$(PYTEST) tests --quick -m "not gpu and not interpreter and not slow and not heavy"
 
 test: install
 	$(PYTEST) tests -m "not gpu and not interpreter and not slow"

@@ -15,14 +15,25 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)  # the tensors are tiny, and pytest-xdist gives every core a process
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="run the first case of each test alone")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what can't run in this process, instead of printing a skip for each."""
+    """Leave out what can't run in this process, instead of printing a skip for each; with --quick all later cases."""
     runnable = {
         "gpu": torch.cuda.is_available() and not INTERPRETED,
         "interpreter": INTERPRETED,
         "compile": not INTERPRETED,
     }
     dropped = [item for item in items if any(item.get_closest_marker(m) and not ok for m, ok in runnable.items())]
+    if config.getoption("--quick"):
+        seen: set[str] = set()
+        for item in items:
+            test = item.nodeid.split("[")[0]
+            if test in seen:
+                dropped.append(item)
+            seen.add(test)
     if dropped:
         config.hook.pytest_deselected(items=dropped)
         items[:] = [item for item in items if item not in set(dropped)]

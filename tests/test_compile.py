@@ -39,6 +39,7 @@ def outputs(function: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, 
     return [out, lse, *torch.autograd.grad(out.square().sum() + lse.sum(), (q, k, v, sinks))]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_one_graph_forward_and_backward(backend: str) -> None:
     """For every length, too: sizes are symbols in both directions."""
@@ -49,6 +50,7 @@ def test_one_graph_forward_and_backward(backend: str) -> None:
             torch.testing.assert_close(got, expected)
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("backend", ["blocked", pytest.param("triton", marks=pytest.mark.interpreter)])
 def test_new_lengths_compile_nothing(backend: Backend) -> None:
     """Backends are imported, and their tiles planned, within the graph."""

@@ -31,6 +31,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
+@pytest.mark.heavy
 def test_the_site_builds_without_a_warning(site: Path) -> None:
     home = (site / "index.html").read_text(encoding="utf-8")
     assert "packing/" in re.findall(r'href="([^"]+)"', home)

@@ -165,6 +165,7 @@ print(sorted({absent!r} & set(sys.modules)))
 """
 
 
+@pytest.mark.heavy
 def test_works_where_heavy_packages_are_absent() -> None:
     """A fresh interpreter in which they can't be imported builds masks, collates and computes attention."""
     absent = {"accelerate", "matplotlib", "numba", "rich", "tqdm", "transformers", "triton", "typer"}

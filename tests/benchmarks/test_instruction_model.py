@@ -152,6 +152,7 @@ def test_files_keep_the_rows_of_other_versions(tmp_path: Any) -> None:
     assert path.read_text().split() == ["triton,kernel", "0.1,forward", "now,dq"]
 
 
+@pytest.mark.heavy
 @pytest.mark.compile
 def test_the_kernel_that_ships() -> None:
     """At head dimension 128 the products of a block of 128 x 64 take 1,024 cycles, whatever the compiler does."""

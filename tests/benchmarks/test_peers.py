@@ -62,6 +62,7 @@ def test_padded_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
         shared.sdpa_dense_mask(batch_of("causal"))
 
 
+@pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @every_kind
 def test_flex_attention_forward(kind: str) -> None:

@@ -33,6 +33,7 @@ def invented(path: Path, shapes: tuple[Shape, ...] = SHAPES, device: str = "inve
     return path
 
 
+@pytest.mark.heavy
 def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = invented(tmp_path / "attention.csv", SHAPES[1:])
     plot.main([str(path), "--out", str(tmp_path / "pictures")])

@@ -31,6 +31,7 @@ def test_documents_have_the_lengths_drawn():
     assert documents[2][:-1].tolist() == [5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5]  # anew where it runs out
 
 
+@pytest.mark.heavy
 def test_every_way_gets_the_same_documents_again(monkeypatch):
     monkeypatch.setattr(training, "read_corpus", functools.cache(training.read_corpus))
     steps, held_out = training.make_batches(flan, steps=3, documents=4, seed=0)

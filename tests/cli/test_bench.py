@@ -33,6 +33,7 @@ def run(*arguments):
     return exit_info.value.code
 
 
+@pytest.mark.heavy
 def test_a_table_a_csv_and_a_picture(capsys, tmp_path):
     assert run(*SMALL, "--out", str(tmp_path / "new")) == 0
     output = capsys.readouterr().out
@@ -49,6 +50,7 @@ def test_a_table_a_csv_and_a_picture(capsys, tmp_path):
     assert (tmp_path / "new" / "bench.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.heavy
 def test_wrong_results_are_never_timed(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(peers, "varlen_attention", lambda *a: varlen_attention(*a) * 1.001)
     assert run(*SMALL, "--out", str(tmp_path)) == 1
@@ -93,6 +95,7 @@ def test_long_documents_are_checked_at_their_end(monkeypatch):
         measure.verify(make_batch((60, 30), SHAPE, seed=1), prepared)
 
 
+@pytest.mark.heavy
 def test_a_peer_that_cannot_says_why(monkeypatch):
     monkeypatch.setattr(peers, "MOST_PADDING", 1)
     ours, padded, dense = compare("mixed", make_batch((80, 10), SHAPE), peers.peers_for(SHAPE.device), 1)

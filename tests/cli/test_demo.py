@@ -37,6 +37,7 @@ def imported_once(monkeypatch):
     monkeypatch.setattr(multiprocessing, "get_context", lambda method: server)
 
 
+@pytest.mark.heavy
 def test_the_whole_demo(small_library, tmp_path, capsys, imported_once):
     out = tmp_path / "out"
     with pytest.raises(SystemExit) as exit_info:

@@ -172,6 +172,7 @@ main(["doctor"])
 """
 
 
+@pytest.mark.heavy
 def test_a_machine_with_little_on_it_is_examined_too():
     environment = os.environ | {"COLUMNS": "300"}
     result = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, env=environment, timeout=120)

@@ -75,6 +75,7 @@ def test_plans_prints_and_draws(tmp_path, lengths, capsys):
     assert len(picture) > 40_000  # an empty figure has 5,000 or so
 
 
+@pytest.mark.heavy
 def test_few_documents_per_step_are_pointed_out(tmp_path, lengths, capsys):
     np.save(tmp_path / "lengths.npy", lengths)
     arguments = ("plan", tmp_path / "lengths.npy", "--capacity", 600, "--out", tmp_path)

@@ -44,6 +44,7 @@ def padded(tmp_path_factory: pytest.TempPathFactory) -> Padded:
     return train
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("family", "packer"), [*(("mistral", packer) for packer in PACKERS), ("llama", "ours")])
 def test_packed_training_is_padded_training(family: str, packer: str, padded: Padded, tmp_path: Path) -> None:
     """Windows of two batches of unequal token counts: only the count of predicted tokens weighs them rightly."""
@@ -54,6 +55,7 @@ def test_packed_training_is_padded_training(family: str, packer: str, padded: Pa
     assert distance(expected, got) < EXACT
 
 
+@pytest.mark.heavy
 def test_stock_leaks_in_the_same_test(padded: Padded, tmp_path: Path) -> None:
     """Trainer turns the cache off, with which transformers itself tells documents apart in one row; a mask of ones
     undoes that."""
@@ -109,6 +111,7 @@ def test_keeping_transformers_own_attention(attention: Any, padded: Padded, tmp_
     assert distance(expected, got) < EXACT
 
 
+@pytest.mark.heavy
 def test_every_predicted_token_counts_once(tmp_path: Path) -> None:
     """num_items_in_batch: each document predicts all of its tokens but the first."""
     counted: dict[str, list[int]] = {}
@@ -137,6 +140,7 @@ def test_evaluation_of_a_patched_model(collator: Any, tmp_path: Path) -> None:
     assert got["eval_loss"] == pytest.approx(expected["eval_loss"], rel=EXACT)
 
 
+@pytest.mark.heavy
 def test_training_packed_and_evaluating_padded(tmp_path: Path) -> None:
     """What a library with a collator of its own for evaluation does."""
     losses = []
@@ -151,6 +155,7 @@ def test_training_packed_and_evaluating_padded(tmp_path: Path) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=EXACT)
 
 
+@pytest.mark.heavy
 def test_a_saved_model_holds_no_trace(tmp_path: Path) -> None:
     """Neither the checkpoints that Trainer writes nor its last word name our attention; a saved model loads by name."""
     model = tiny_model("llama")

@@ -78,6 +78,7 @@ def padded(tmp_path_factory: pytest.TempPathFactory) -> Padded:
     return train
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("family", "way"), [*(("mistral", way) for way in WAYS), ("llama", "padding-free")])
 def test_packed_training_is_padded_training(family: str, way: str, padded: Padded, tmp_path: Path) -> None:
     expected = padded(family)
@@ -87,6 +88,7 @@ def test_packed_training_is_padded_training(family: str, way: str, padded: Padde
     assert distance(expected, got) < EXACT
 
 
+@pytest.mark.heavy
 def test_a_family_in_which_stock_leaks(tmp_path: Path) -> None:
     """transformers keeps the documents of one row apart for llama, for gpt_oss it doesn't: its masks know nothing of
     position ids."""
@@ -102,6 +104,7 @@ def test_a_family_in_which_stock_leaks(tmp_path: Path) -> None:
     assert distance(expected, got) < EXACT
 
 
+@pytest.mark.heavy
 def test_a_model_that_the_trainer_loads_by_name(tmp_path: Path) -> None:
     tiny_model("mistral").save_pretrained(tmp_path / "model")
     losses = []
@@ -127,6 +130,7 @@ def test_evaluation(way: str, tmp_path: Path) -> None:
         assert got[name] == pytest.approx(expected[name], rel=EXACT), name
 
 
+@pytest.mark.heavy
 def test_lora(tmp_path: Path) -> None:
     """SFTTrainer wraps a patched model in PEFT's."""
     peft = pytest.importorskip("peft")

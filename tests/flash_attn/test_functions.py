@@ -419,6 +419,7 @@ def test_torch_spelling_is_that_of_this_torch() -> None:
     assert set(inspect.signature(varlen.varlen_attn).parameters) <= set(inspect.signature(torch_varlen_attn).parameters)
 
 
+@pytest.mark.heavy
 def test_compiles_to_one_graph() -> None:
     q = torch.randn(9, 2, 16)
 

@@ -238,6 +238,7 @@ except ImportError as error:
 """
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("before", ["", "from transformers import modeling_utils"])
 def test_transformers(before: str, fresh: FreshInterpreters) -> None:
     """A model asked for FlashAttention-2 after install(): plain, padded and packed, as eager attention computes it."""

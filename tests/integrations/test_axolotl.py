@@ -239,6 +239,7 @@ def test_the_base_class_is_taken_where_there_is_one(axolotl_installed: type) -> 
     assert plugin.create_optimizer({}, None) is None
 
 
+@pytest.mark.heavy
 def test_importing_the_plugin_needs_neither_axolotl_nor_pydantic(fresh: FreshInterpreters) -> None:
     code = (
         "import sys, tritonpack.integrations.axolotl as a; a.TritonpackPlugin();"

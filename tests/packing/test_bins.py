@@ -221,6 +221,7 @@ def test_public_names():
     assert isinstance(pack([1], 1), tritonpack.Packing)
 
 
+@pytest.mark.heavy
 def test_numba_is_imported_by_the_first_call_only():
     script = (
         "import sys; from tritonpack import pack; assert not {'numba', 'transformers'} & set(sys.modules); "

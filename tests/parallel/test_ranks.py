@@ -60,6 +60,7 @@ def test_ranks_agree_with_the_kernels(run_on, module, name):
     run_on(2, module, name)
 
 
+@pytest.mark.heavy
 def test_a_failure_on_one_rank_is_seen():
     pool = Ranks(2)
     pool.run("failing_cases", "passes")
@@ -68,6 +69,7 @@ def test_a_failure_on_one_rank_is_seen():
     assert pool.ended
 
 
+@pytest.mark.heavy
 def test_a_rank_that_dies_or_gets_stuck_is_seen():
     with pytest.raises(AssertionError, match=r"the last rank dies: died"):
         Ranks(2).run("failing_cases", "the last rank dies")

@@ -23,6 +23,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler's own
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("family", FAMILIES)
 def test_one_graph_for_every_length(family: str) -> None:
     graphs = Graphs()
@@ -41,6 +42,7 @@ def test_one_graph_for_every_length(family: str) -> None:
     assert graphs.count == 1
 
 
+@pytest.mark.heavy
 def test_training() -> None:
     torch._dynamo.reset()
     model = tiny_model("llama", dtype=torch.float32, num_hidden_layers=1).train()
@@ -59,6 +61,7 @@ def test_training() -> None:
 LAYOUTS = [(7, 1, 3, 11), (13,), (2, 20, 5), (30, 4), (12, 9, 8, 3, 1), (22,), (5, 5, 5, 5, 5, 5)]
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("family", ["mamba2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_recurrent_layers_run_outside_of_graphs_that_fit_all_lengths(family: str) -> None:
     """As many graphs as the first batches take, of several documents and of one, however many come."""

@@ -44,6 +44,7 @@ def packed_gap(model: PreTrainedModel) -> float:
     return float((packed - alone).abs().max())
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("mistral", "eager")])
 def test_tokens_are_those_of_stock_and_packing_goes_on(family: str, attention: str) -> None:
     model = tiny_model(family, dtype=torch.float32, attention=attention)
@@ -62,6 +63,7 @@ def test_tokens_are_those_of_stock_and_packing_goes_on(family: str, attention: s
     assert packed_gap(model) > 1e-2  # so the comparison above can fail
 
 
+@pytest.mark.heavy
 def test_a_model_that_has_the_name_alone() -> None:
     model = tiny_model("llama", dtype=torch.float32)
     expected = generated(model)
@@ -72,6 +74,7 @@ def test_a_model_that_has_the_name_alone() -> None:
     assert packed_gap(by_name) < 1e-5
 
 
+@pytest.mark.heavy
 def test_a_copy_generates_by_itself() -> None:
     model = tiny_model("llama", dtype=torch.float32)
     expected = generated(model)
@@ -84,6 +87,7 @@ def test_a_copy_generates_by_itself() -> None:
         assert packed_gap(twin) < 1e-5
 
 
+@pytest.mark.heavy
 def test_training_during_a_session_is_refused() -> None:
     model = tiny_model("llama", dtype=torch.float32)
     with (
@@ -105,6 +109,7 @@ def test_a_session_that_does_not_begin_changes_nothing() -> None:
         assert packed_gap(model) < 1e-5
 
 
+@pytest.mark.heavy
 def test_leaving_the_patch_during_a_session() -> None:
     model = tiny_model("llama", dtype=torch.float32)
     expected = generated(model)

@@ -294,6 +294,7 @@ def test_generation_shows_nothing(llama: PreTrainedModel) -> None:
     assert not is_watching(llama)
 
 
+@pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("part", ["whole", "layers", "layers in place"])
 def test_what_is_compiled_is_not_watched(part: str) -> None:

@@ -36,6 +36,7 @@ def image(model: Any, count: int = 1) -> Tensor:
     return torch.randn(count, 3, size, size, dtype=torch.float64, generator=torch.Generator().manual_seed(4))
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_sweep_finds_it_exact(name: str) -> None:
     with build.quiet():

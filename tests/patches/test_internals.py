@@ -60,6 +60,7 @@ OTHERS = {
 }  # fmt: skip
 
 
+@pytest.mark.heavy
 def test_every_name_is_listed() -> None:
     assert touched() - OTHERS - set(rows()) == set()
     assert len(rows()) >= 15

@@ -214,6 +214,7 @@ def broken_anywhere(
         yield model
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("family", [*FAMILIES, "blt"])  # whose documents get rows of their own
 def test_a_patch_that_is_broken_off_leaves_nothing(family: str) -> None:
     model = build(family)
@@ -236,6 +237,7 @@ def packed_as_stock(model: PreTrainedModel) -> Tensor:
     return model(ids).logits.detach()
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("family", [*FAMILIES, "blt"])  # whose documents get rows of their own
 def test_an_unpatch_that_is_broken_off_is_whole(family: str) -> None:
     """Unpatched, or still patched where nothing had been taken away yet: in between there is nothing."""
@@ -258,6 +260,7 @@ def test_an_unpatch_that_is_broken_off_is_whole(family: str) -> None:
     assert False in outcomes
 
 
+@pytest.mark.heavy
 def test_an_interrupt_leaves_the_lock_to_other_threads() -> None:
     """Wherever it breaks in, where a `with` block is left among others."""
     model = build("llama")
@@ -292,6 +295,7 @@ def test_an_interrupt_leaves_the_lock_to_other_threads() -> None:
             tritonpack.unpatch(model)
 
 
+@pytest.mark.heavy
 def test_a_nested_patch_that_is_broken_off_leaves_the_outer_one() -> None:
     model = build("mamba")
     before, expected = state(model), alone(model)

@@ -54,6 +54,7 @@ def test_what_a_name_is_meant_for(meant: str, name: str) -> None:
     assert meant_by(name) == meant
 
 
+@pytest.mark.heavy
 def test_no_false_alarms() -> None:
     """Over every argument of every whole model of transformers, its common keywords, and those of trainers."""
     names = {*TRAINERS, *TransformersKwargs.__annotations__, *FlashAttentionKwargs.__annotations__}

@@ -41,6 +41,7 @@ def scoring(name: str) -> tuple[PreTrainedModel, list[Tensor]]:
     return model.double().eval(), pieces
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", HEADS)
 def test_one_score_a_document(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Logits, loss and gradients are those of documents alone; the model's class is accepted by a trial."""

@@ -306,6 +306,7 @@ def test_by_name(name: str) -> None:
         assert (found.verdict, found.reason) == ("exact", ""), form
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("name", ["bart", "t5"])
 @pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler's own
 def test_one_graph_for_every_length(name: str) -> None:

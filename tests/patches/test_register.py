@@ -40,6 +40,7 @@ print([key for key, one in state().items() if before.get(key) != one] != [])
 """
 
 
+@pytest.mark.heavy
 def test_importing_every_module_changes_nothing_of_transformers(fresh: FreshInterpreters) -> None:
     """And the comparison sees what `register` does."""
     pytest.importorskip("transformers")
@@ -80,6 +81,7 @@ tritonpack.patch(GPT2LMHeadModel(GPT2Config(vocab_size=8, n_embd=8, n_head=1, n_
 }
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("order", ORDERS)
 def test_registered_names_are_taken(order: str, fresh: FreshInterpreters) -> None:
     pytest.importorskip("transformers")
@@ -87,6 +89,7 @@ def test_registered_names_are_taken(order: str, fresh: FreshInterpreters) -> Non
     assert result.returncode == 0, result.stderr
 
 
+@pytest.mark.heavy
 def test_without_register_transformers_refuses_the_name(fresh: FreshInterpreters) -> None:
     pytest.importorskip("transformers")
     result = fresh.run("import tritonpack\n" + BUILD)

@@ -227,6 +227,7 @@ class TestTrials:
         ):
             tritonpack.patch(Counting(StrangerConfig()).double().eval())
 
+    @pytest.mark.heavy
     def test_frames_that_follow_from_tokens(self, trials: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
         class Odd(FastSpeech2ConformerModel):
             pass

@@ -168,6 +168,7 @@ class TestJudge:
         mean = torch.stack(given).mean()
         assert torch.allclose(mean, told.losses.expected[0]["loss"])
 
+    @pytest.mark.heavy
     def test_refused_when_patched_and_in_the_call(self) -> None:
         row = trial("ProphetNetForCausalLM", "prophetnet", "position_ids").run("patch")
         assert (row.verdict, row.forms) == ("refused", {})
@@ -224,6 +225,7 @@ class TestJudge:
 
 
 class TestRunning:
+    @pytest.mark.heavy
     def test_a_crash_and_a_hang_cost_one_class(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def judge(given: Case, **options: Any) -> list[Row]:
             if given.name == "crash":

@@ -75,6 +75,7 @@ def test_every_narrow_feature_is_felt(name: str) -> None:
         assert felt != (key == "sliding_window" and name in WITHOUT_WINDOW), key
 
 
+@pytest.mark.heavy
 def test_every_row_is_of_a_model_type() -> None:
     known, waiting = set(), [CONFIG_MAPPING[name] for name in CONFIG_MAPPING]
     while waiting:

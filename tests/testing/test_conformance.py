@@ -59,6 +59,7 @@ def quick_report(function: Callable[..., Any]) -> conformance.Report:
 
 
 class TestRightFunctions:
+    @pytest.mark.heavy
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
     def test_ours_pass_everything(self, dtype: torch.dtype) -> None:
         report = conformance.run(flash_attn.flash_attn_varlen_func, dtypes=[dtype], device="cpu")

@@ -88,10 +88,10 @@ class BlockDiagonalMask:
     document_source: Tensor | Callable[[], Tensor] | None = None
     max_documents: int | None = None
     trusted: InitVar[bool] = False
-    _cache: ClassVar[dict[Any, Any]]  # of each mask, and no field, so that copies begin with nothing
+    _computed: ClassVar[dict[Any, Any]]  # of each mask, and no field, so that copies begin with nothing
 
     def __post_init__(self, trusted: bool) -> None:
-        object.__setattr__(self, "_cache", {})
+        object.__setattr__(self, "_computed", {})
         required, source = ("key_start", "key_stop"), self.document_source
         for name in (*required, "diagonal", "document_source"):
             rows = getattr(self, name)
@@ -128,9 +128,9 @@ class BlockDiagonalMask:
 
     def cached(self, key: Hashable, build: Callable[[], T]) -> T:
         """What `build` returns: called once for a key, and kept as long as the mask."""
-        if key not in self._cache:
-            self._cache[key] = build()
-        return self._cache[key]
+        if key not in self._computed:
+            self._computed[key] = build()
+        return self._computed[key]
 
     def __repr__(self) -> str:
         return f"BlockDiagonalMask(num_queries={self.num_queries}, num_keys={self.num_keys}, device={self.device})"
@@ -346,7 +346,7 @@ class BlockDiagonalMask:
         rows = torch.arange(self.num_keys, device=self.device, dtype=torch.int32)
         query_start = torch.searchsorted(self.key_stop, rows, right=True, out_int32=True)
         query_stop = torch.searchsorted(self.key_start, rows, right=True, out_int32=True)
-        source = self._cache.get("document", self.document_source)  # not `self`: that were a cycle of references
+        source = self._computed.get("document", self.document_source)  # not `self`: that were a cycle of references
         if source is not None:
             source = partial(_document_of_keys, source, query_start) if self.num_queries else None
         documents = None, source, self.max_documents
