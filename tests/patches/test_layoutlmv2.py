@@ -1,6 +1,7 @@
-"""LayoutLMv2: text beside the patches of an image, whose features come from detectron2 or its stand-in."""
+"""LayoutLMv2: text beside the patches of an image, whose features come from a stand-in for detectron2."""
 
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,6 @@ from tests.patches.sweep.judging import assumed, judge_case
 CASES = {case.name: case for case in cases() if case.model_type == "layoutlmv2"}
 PATCHES = 4  # of an image, after the tokens of its document
 LENGTHS = (7, 3)
-MISSING = not transformers.utils.is_detectron2_available()
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -27,7 +27,7 @@ def test_is_exact_with_each_document_in_a_row_of_its_own(name: str) -> None:
         rows = judge_case(CASES[name], ("patch", "name"), chosen)
     assert [(row.verdict, row.layout, row.reason) for row in rows] == [("exact", "lengths", "")] * 2
     assert all({*row.forms} == {*chosen} for row in rows)
-    assert all(("its visual backbone was a stand-in for detectron2's" in row.note) == MISSING for row in rows)
+    assert all("its visual backbone was a stand-in for detectron2's" in row.note for row in rows)
 
 
 def inputs(seed: int) -> dict[str, Tensor]:
@@ -74,6 +74,18 @@ def test_each_document_sees_its_own_image_and_boxes() -> None:
         assert not row[len(states) :].any()
 
 
+def test_an_image_list_of_rows_is_shared_by_the_documents_of_each_row() -> None:
+    """Two rows of two documents, which run by length: each call has two documents of one row, and needs one image."""
+    model = build.build(CASES["LayoutLMv2Model"], dtype=torch.float32)
+    rows = [inputs(seed) for seed in (1, 2)]
+    arguments = {name: torch.cat([row[name][:, :6] for row in rows]) for name in ("input_ids", "bbox")}
+    arguments["attention_mask"] = torch.tensor([[1, 1, 1, 2, 2, 2], [1, 1, 2, 2, 0, 0]])
+    image = rows[0]["image"]
+    with assumed("LayoutLMv2Model", "lengths"), tritonpack.patch(model), torch.no_grad():
+        expected, got = (model(**arguments, image=x).last_hidden_state for x in (image, SimpleNamespace(tensor=image)))
+    assert torch.equal(got, expected)
+
+
 def test_images_that_are_of_no_document_are_refused() -> None:
     model = build.build(CASES["LayoutLMv2Model"], dtype=torch.float32)
     batch = inputs(1)
@@ -85,7 +97,7 @@ def test_images_that_are_of_no_document_are_refused() -> None:
         packed(model, batch)
 
 
-@pytest.mark.skipif(not MISSING, reason="detectron2 is installed, and nothing stands in for it")
+@pytest.mark.skipif(transformers.utils.is_detectron2_available(), reason="detectron2 itself is installed")
 def test_the_stand_in_is_there_only_while_a_model_is_built() -> None:
     before = set(vars(modeling_layoutlmv2))
     config = build.build(CASES["LayoutLMv2Model"]).config

@@ -70,7 +70,7 @@ class Trial:
                 if self.dtype == torch.float32:
                     raise building.NotBuiltError(str(error)) from error
                 self.notes = [f"in float32, because in float64 it {error}"[:120]]
-        if detectron.stands_in(case.model_type):
+        if case.model_type in detectron.TYPES:
             self.notes.append(detectron.NOTE)
         if isinstance(self.draws, ConstantDraws):
             self.notes.append("its random draws were made constant")
