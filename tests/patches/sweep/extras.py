@@ -138,6 +138,11 @@ NEEDS: dict[str, dict[str, Make]] = {
     "SpeechT5ForSpeechToText": {"input_values": _same(200)},
     "SpeechT5ForTextToSpeech": {"decoder_input_values": _same(6, 8)},
     "pe_audio": {"input_values": _same(1, 4000, per="document")},
+    "pe_video": {"pixel_values_videos": _same(2, 3, 8, 8, per="document")},
+    "pe_audio_video": {
+        "input_values": _same(1, 4000, per="document"),
+        "pixel_values_videos": _same(2, 3, 8, 8, per="document"),
+    },
     "clap": {"input_features": _same(1, 64, 8, per="document")},
     "clvp": {"input_features": _same(80, 24, per="document")},
     "SeamlessM4TForSpeechToText": {"input_features": _same(24, 16)},
