@@ -29,6 +29,7 @@ EXACT = (
     "MusicgenForConditionalGeneration/musicgen",
     "MusicgenMelodyForConditionalGeneration/musicgen_melody",
     "Nemotron3_5TranscribeModel/nemo_speechlm",
+    "PeVideoModel/pe_video",
     "PerceptionLMModel/perception_lm",
     "Qwen2_5OmniThinkerForConditionalGeneration/qwen2_5_omni_thinker",
     "Qwen3OmniMoeThinkerForConditionalGeneration/qwen3_omni_moe_thinker",

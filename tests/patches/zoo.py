@@ -7,6 +7,7 @@ is present, so that a patch which forgets one of them shows. What a type needs i
 import contextlib
 import dataclasses
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -87,15 +88,35 @@ def tiny_config(name: str, **overrides: Any) -> PreTrainedConfig:
 TIMM = ("gemma3n_vision", "timm_wrapper")
 
 
+class FrameScores(nn.Module):
+    """A stand-in for a classifier of timm: scores (n, labels) of the brightness of each image (n, channels, H, W)."""
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__()
+        self.scores = nn.Linear(3, config.num_labels)
+
+    def forward(self, pixel_values: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(logits=self.scores(pixel_values.mean((-2, -1))))
+
+
 @contextlib.contextmanager
 def without_timm() -> Iterator[None]:
-    """Vision towers of timm are left out: text never enters them."""
+    """Vision towers of timm are left out, since text never enters them; for classifiers there is a stand-in."""
     build = transformers.AutoModel.from_config
 
     def from_config(config: PreTrainedConfig, **kwargs: Any) -> nn.Module:
         return nn.Identity() if config.model_type in TIMM else build(config, **kwargs)
 
-    with mock.patch.object(transformers.AutoModel, "from_config", from_config):
+    classifier = transformers.AutoModelForImageClassification
+    classify = classifier.from_config
+
+    def classifier_from_config(config: PreTrainedConfig, **kwargs: Any) -> nn.Module:
+        return FrameScores(config) if config.model_type in TIMM else classify(config, **kwargs)
+
+    with (
+        mock.patch.object(transformers.AutoModel, "from_config", from_config),
+        mock.patch.object(classifier, "from_config", classifier_from_config),
+    ):
         yield
 
 

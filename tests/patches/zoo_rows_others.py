@@ -28,7 +28,7 @@ OTHERS: dict[str, dict[str, Any]] = _rows(
     ("mistral_large4_text", {"head_dim": 4, "num_key_value_heads": 4}),
     ("t5 mt5 umt5", {"d_kv": 8, "d_ff": 48, "decoder_start_token_id": 0}),
     ("layoutlmv3", {"coordinate_size": 5, "shape_size": 6, "input_size": 8}),
-    ("layoutlmv2", {"coordinate_size": 5, "shape_size": 6}),
+    ("layoutlmv2", {"coordinate_size": 5, "shape_size": 6, "image_feature_pool_shape": [2, 2, 256]}),
     ("lilt", {"hidden_size": 48, "head_dim": 12}),
     ("shieldgemma2", {"yes_token_index": 7, "no_token_index": 8}),
     ("emu3 chameleon", {"vocabulary_map": {"<image>": 5}}),

@@ -144,6 +144,8 @@ def batch_of(
     batch: dict[str, Any] = {}
     for name, value in arguments.items():
         documents = group.side_of(name) if decodes or not name.startswith("decoder_") else None
+        if OF_OTHERS.fullmatch(name):
+            value = getattr(value, "tensor", value)  # of detectron2's ImageList, which LayoutLMv2 takes
         if not isinstance(value, Tensor):
             batch[name] = value
         elif documents is None or name in targets or not _is_of_tokens(name, value, documents):

@@ -12,6 +12,7 @@ import transformers
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from tests.patches import zoo
+from tests.patches.sweep import detectron
 from tests.patches.sweep.classes import Case, load
 from tritonpack.patches.trial.shrink import shrink
 from tritonpack.patches.trial.small_copy import PARTS, part_of, spread
@@ -38,7 +39,7 @@ def build(case: Case, *, dtype: torch.dtype = torch.float64, attn_implementation
         try:
             config = _fit(way(case), cls)
             torch.manual_seed(0)  # a few parts draw their constants at construction
-            with zoo.without_timm():
+            with zoo.without_timm(), detectron.stand_in(case.model_type):
                 model = cls._from_config(
                     config, experts_implementation="eager", attn_implementation=attn_implementation
                 )

@@ -61,6 +61,12 @@ QUESTION = {"qformer_input_ids": _whole(7, 3, per="document")}
 BOX = _tokens(0.1, 0.2, 0.5, 0.6)
 
 
+def _boxes(config: Any, batch: Batch) -> Tensor:
+    """[b, t, 4] int64, each token's place on a page of 1000 x 1000: left, top, right, bottom."""
+    left, top = batch.ids * 37 % 500, batch.ids * 53 % 500
+    return torch.stack([left, top, left + 1 + batch.ids % 400, top + 1 + batch.ids % 300], dim=-1)
+
+
 def _frames(config: Any, batch: Batch) -> Tensor:
     """[rows, frames, bins] of an encoder of sound."""
     return _same(24, config.encoder_config.num_mel_bins)(config, batch)
@@ -115,6 +121,7 @@ NEEDS: dict[str, dict[str, Make]] = {
     },
     "udop": {"bbox": BOX},
     "bros": {"bbox": BOX},
+    "layoutlmv2": {"bbox": _boxes, "image": _same(3, 64, 64)},
     "lxmert": {"visual_feats": _same(3, 2048), "visual_pos": _same(3, 4)},
     "pix2struct": {"flattened_patches": lambda config, batch: torch.ones(batch.ids.shape[0], 4, 14)},
     "whisper": {
@@ -131,6 +138,11 @@ NEEDS: dict[str, dict[str, Make]] = {
     "SpeechT5ForSpeechToText": {"input_values": _same(200)},
     "SpeechT5ForTextToSpeech": {"decoder_input_values": _same(6, 8)},
     "pe_audio": {"input_values": _same(1, 4000, per="document")},
+    "pe_video": {"pixel_values_videos": _same(2, 3, 8, 8, per="document")},
+    "pe_audio_video": {
+        "input_values": _same(1, 4000, per="document"),
+        "pixel_values_videos": _same(2, 3, 8, 8, per="document"),
+    },
     "clap": {"input_features": _same(1, 64, 8, per="document")},
     "clvp": {"input_features": _same(80, 24, per="document")},
     "SeamlessM4TForSpeechToText": {"input_features": _same(24, 16)},

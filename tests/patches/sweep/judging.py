@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import tritonpack
 from tests.patches.sweep import build as building
-from tests.patches.sweep import forms
+from tests.patches.sweep import detectron, forms
 from tests.patches.sweep.classes import Case, load, no_text
 from tests.patches.sweep.comparing import Results, difference, gradient_difference, gradients
 from tests.patches.sweep.forms import FORMS, LOSSES, LOW, OUTPUTS, PADDED, WITH_GRADIENTS
@@ -33,7 +33,13 @@ from tritonpack.patches.trial.packed_forms import LENGTHS
 PACKAGE = str(Path(tritonpack.__file__).parent)
 
 # Model types whose masks hold the least number of float32.
-NAN_IN_FLOAT64 = ("fsmt", "led", "longformer", "prophetnet")
+NAN_IN_FLOAT64 = ("fsmt", "layoutlmv2", "led", "longformer", "prophetnet")
+
+# What stood in for libraries that build parts of a model, by model type.
+STAND_INS = {
+    **dict.fromkeys(detectron.TYPES, detectron.NOTE),
+    **dict.fromkeys(("pe_audio_video", "pe_video"), "its classifier of frames was a stand-in for timm's"),
+}
 
 Patched = tuple[nn.Module, AbstractContextManager[Any]]
 
@@ -70,6 +76,8 @@ class Trial:
                 if self.dtype == torch.float32:
                     raise building.NotBuiltError(str(error)) from error
                 self.notes = [f"in float32, because in float64 it {error}"[:120]]
+        if note := STAND_INS.get(case.model_type):
+            self.notes.append(note)
         if isinstance(self.draws, ConstantDraws):
             self.notes.append("its random draws were made constant")
         self.limit = packed_forms.tolerance(self.dtype)
