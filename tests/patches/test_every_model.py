@@ -84,6 +84,25 @@ def test_documents_get_rows_of_their_own(name: str) -> None:
     assert float((got - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
+@every_exact_type
+def test_one_document_is_told(name: str) -> None:
+    """As a sampler fills a row with one long document: whatever tells of it, the model computes what it does alone."""
+    model = build(name)
+    ids = zoo.documents((9,))[0]
+    offsets = {"cu_seq_lens_q": torch.tensor([0, 9]), "max_length_q": 9}
+    told: dict[str, dict[str, Any]] = {
+        "position_ids": {"position_ids": torch.arange(9)[None]},
+        "seq_idx": {"seq_idx": torch.zeros(1, 9, dtype=torch.int32)},
+        "offsets": offsets | {"cu_seq_lens_k": offsets["cu_seq_lens_q"], "max_length_k": 9},
+    }
+    with torch.no_grad():
+        expected = zoo.logits(model, model(**zoo.call(model, ids), use_cache=False))
+        with tritonpack.patch(model):
+            for form, arguments in told.items():
+                got = zoo.logits(model, model(**zoo.call(model, ids), **arguments))
+                assert float((got - expected).abs().max() / expected.abs().max()) < 1e-5, form
+
+
 @pytest.mark.slow
 @every_exact_type
 def test_with_transformers_own_attention(name: str) -> None:

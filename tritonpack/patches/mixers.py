@@ -43,11 +43,14 @@ class DocumentByDocument(InstanceForward):
         packed_batch = self.context.state.packed_batch
         if packed_batch is None and not self.context.state.running:
             raise ValueError(OUTSIDE.format(type(self.module).__name__))
-        if packed_batch is None or not packed_batch.by_document:
-            return self.inner(
-                *tree_map(as_tensor, args, is_leaf=_is_ours), **tree_map(as_tensor, kwargs, is_leaf=_is_ours)
-            )
-        return self._run(self.bound(args, kwargs), packed_batch)
+        arguments = self.bound(args, kwargs)
+        if packed_batch is None or not packed_batch.by_document:  # rows of one document each
+            if "seq_idx" in arguments:
+                arguments["seq_idx"] = None
+            for name in ROW_KEYWORDS:
+                arguments.pop(name, None)
+            return self.inner(**tree_map(as_tensor, arguments, is_leaf=_is_ours))
+        return self._run(arguments, packed_batch)
 
     def _run(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> Any:
         for name in ROW_ARGUMENTS:
