@@ -159,6 +159,26 @@ def test_documents_of_similar_lengths_share_a_batch() -> None:
     assert sum(places.numel() for places, _ in batches) < 2 * 32
 
 
+@pytest.mark.parametrize("model_type", ["rwkv", "recurrent_gemma", "lfm2", "mamba"])
+def test_a_cache_after_padding_on_the_left(model_type: str) -> None:
+    """As `generate` calls a model with prompts of several lengths: the state is that of the prompt, or refused."""
+    model = zoo.tiny_model(model_type)
+    document = zoo.documents((8,))[0]
+    ids = torch.cat([torch.full((1, 3), 5), document], 1)
+    mask = torch.tensor([[0] * 3 + [1] * 8])
+    with torch.no_grad():
+        expected = model(document).logits
+        tritonpack.patch(model)
+        if model_type in ("rwkv", "recurrent_gemma"):
+            with pytest.raises(ValueError, match=r"padding on the left would enter.*use_cache=False"):
+                model(ids, attention_mask=mask, use_cache=True)
+            with pytest.raises(ValueError, match="padding on the left would enter"):
+                model.generate(ids, attention_mask=mask, max_new_tokens=2)
+        else:
+            torch.testing.assert_close(model(ids, attention_mask=mask, use_cache=True).logits[:, 3:], expected)
+        torch.testing.assert_close(model(ids, attention_mask=mask, use_cache=False).logits[:, 3:], expected)
+
+
 def test_a_packed_batch_leaves_no_cache_behind() -> None:
     model, documents = zoo.tiny_model("bamba"), zoo.documents(sweep.LENGTHS)
     ids, told = torch.cat(documents, 1), sweep.FORMS["position_ids"](documents).arguments

@@ -85,6 +85,18 @@ def test_what_mixes_documents_is_named(name: str, when: str) -> None:
             model(**packed())
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_what_is_put_in_before_the_first_packed_call_is_seen(padded: bool) -> None:
+    """Calls without packed rows, such as an evaluation, show nothing."""
+    model = tiny_model("llama")
+    tritonpack.patch(model)
+    ids = torch.cat(zoo.documents((8, 8)))
+    model(ids, attention_mask=torch.tensor([[1] * 8, [0] * 3 + [1] * 5]) if padded else None)
+    wrap_mlp(model)
+    with pytest.raises(tritonpack.UnsupportedModelError, match=r"layers\.1\.mlp"):
+        model(**packed())
+
+
 @pytest.mark.parametrize("where", ["model.encoder.layers.0.fc1", "model.decoder.layers.0.fc1", "lm_head"])
 def test_either_side_of_an_encoder_with_a_decoder(where: str) -> None:
     model: Any = tiny_pair_model("bart")

@@ -94,6 +94,9 @@ REFUSED_LAYERS = {
     "MiniMaxM3VLIndexer": "it chooses keys in blocks that are counted from the beginning of the row",
 }
 
+# Types whose recurrent layers read padding as they read tokens, so that what comes first in a row reaches all of it.
+READS_PADDING = _names("recurrent_gemma rwkv")
+
 # Layers that mix the rows of a batch, so that each document runs in a call of its own.
 MIXES_ROWS = _names("DogeCDMoE")
 

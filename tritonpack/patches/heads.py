@@ -124,8 +124,10 @@ class ModelForward(ByDocument):
         """Whether a call is the first one with several documents in a row, and the model holds code of others."""
         if torch.compiler.is_compiling() or self.seen or packed_batch.shared or packed_batch.cached:
             return False
+        if not packed_batch.tells_documents or Documents.of(packed_batch) is None:
+            return False  # code of others may still be put in before the first packed call
         self.seen = not strangers(self.module)
-        return not self.seen and Documents.of(packed_batch) is not None
+        return not self.seen
 
     def _read(self, arguments: dict[str, Any]) -> PackedBatch | None:
         """What the call says; None where masks are made already, and where it hasn't two-dimensional rows."""

@@ -20,6 +20,7 @@ from tritonpack.patches.families import (
     COUNT_FROM_PADDING,
     MASKS_PADDING,
     PROMPT_TYPES,
+    READS_PADDING,
 )
 from tritonpack.patches.first_call import FirstCall
 from tritonpack.patches.interface import NAMES, served
@@ -76,6 +77,7 @@ class PackingHook:
         self.model_type = config.model_type
         self.first_position = _padding_place(module) + 1 if self.model_type in COUNT_FROM_PADDING else 0
         self.padding = config.pad_token_id if self.model_type in MASKS_PADDING else None
+        self.reads_padding = self.model_type in READS_PADDING
         self.codebooks = config.num_codebooks if self.model_type in CODEBOOKS else 1
         self.text_config = text_config(config)
         self.rope_limits = rope_limits(self.text_config)
@@ -245,7 +247,14 @@ class PackingHook:
                 "layers of this model mix along the row and keep one state for it, so a batch of several documents to "
                 "a row can't use a cache; pass past_key_values=None."
             )
-        return not whole and not cached and not (padded and arguments.get("use_cache"))
+        keeps_state = padded and (cached or arguments.get("use_cache"))
+        if keeps_state and self.reads_padding and not bool(packed_batch.not_padding()[:, 0].all()):
+            raise ValueError(
+                f"recurrent layers of {type(self.module).__name__} keep a state with use_cache=True, which padding on "
+                "the left would enter, in transformers as well. Pass use_cache=False, pad on the right, or generate "
+                "from prompts of one length at a time."
+            )
+        return not whole and not cached and not keeps_state
 
 
 def _padding_place(module: Any) -> int:
