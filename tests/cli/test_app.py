@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+import tritonpack
 from tritonpack.cli import main
 
 
@@ -59,3 +60,38 @@ def test_help(arguments, capsys):
 def test_module_entry_point():
     done = subprocess.run([sys.executable, "-m", "tritonpack", "--help"], capture_output=True, text=True, check=True)
     assert "doctor" in done.stdout
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_has_a_short_name(option, capsys):
+    assert run(option) == 0
+    assert "check-backend" in capsys.readouterr().out
+
+
+def test_version(capsys):
+    assert run("--version") == 0
+    assert capsys.readouterr().out == f"tritonpack {tritonpack.__version__}\n"
+
+
+def test_completion_is_offered(capsys):
+    run("--help")
+    assert "--install-completion" in capsys.readouterr().out
+
+
+PROGRAM = [sys.executable, "-m", "tritonpack", "check-backend"]
+
+
+def test_a_closed_pipe_is_silent():
+    with subprocess.Popen([*PROGRAM, "--list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(60) == 141
+
+
+def test_an_interrupt_is_silent(capsys, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("tritonpack.cli.check_backend.examine", interrupted)
+    assert run("check-backend", "a:b") == 130
+    assert capsys.readouterr() == ("", "")

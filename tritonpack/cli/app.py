@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import sys
 from enum import Enum
 from pathlib import Path
@@ -10,8 +11,12 @@ from typing import Annotated, Literal
 
 import typer
 
+import tritonpack
+
 app = typer.Typer(
-    help="Packed (padding-free) training of language models.", add_completion=False, pretty_exceptions_enable=False
+    help="Packed (padding-free) training of language models.",
+    context_settings={"help_option_names": ["-h", "--help"]},
+    pretty_exceptions_enable=False,
 )
 
 # The base of everything that typer raises for a command line it can't accept, whether or not it brings its own click.
@@ -25,6 +30,21 @@ Size = Literal["auto", "tiny", "small"]
 Objective = Literal["quadratic", "linear", "cost"]
 Tail = Literal["drop", "spread", "keep"]
 Overlong = Literal["error", "truncate", "split", "drop"]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"tritonpack {tritonpack.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    _: Annotated[
+        bool, typer.Option("--version", help="Print the version and stop.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Packed (padding-free) training of language models."""
 
 
 class CheckedDType(str, Enum):  # a list of Literals is beyond typer
@@ -263,11 +283,18 @@ def run(arguments: list[str]) -> int:
     """Run one command line.
 
     Returns:
-        The exit code: 0, 1 for what failed, 2 for what was asked wrongly.
+        The exit code: 0, 1 for what failed, 2 for what was asked wrongly, 130 for Ctrl-C, 141 for a closed pipe (as
+        shells count signals).
     """
     try:
         code = app(arguments or ["--help"], prog_name="tritonpack", standalone_mode=False)
-    except _UsageError as error:
+        sys.stdout.flush()
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except (_UsageError, BrokenPipeError) as error:
+        if isinstance(error, BrokenPipeError) or isinstance(error.__cause__, BrokenPipeError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more when it ends
+            return 141
         print(f"error: {error.format_message()}", file=sys.stderr)
         return 2
     return code or 0
