@@ -94,29 +94,29 @@ def forward(
     plan = _plan(mask, options.pack_invariant)
     qs, ks, vs = _heads_first(q, k, v, plan)
     out = qs.new_zeros(*qs.shape[:3], v.shape[2])
-    top = qs.new_full((*qs.shape[:3], 1), -math.inf)  # of the scores so far, [n, g, t, 1]
-    total = torch.zeros_like(top)
+    m_all = qs.new_full((*qs.shape[:3], 1), -math.inf)  # of the scores so far, [n, g, t, 1]
+    l_all = torch.zeros_like(m_all)
     if options.sinks is not None:  # a key that every row has seen before the first
-        top.copy_(_sinks(options.sinks, qs).expand_as(top))
-        total.fill_(1.0)
+        m_all.copy_(_sinks(options.sinks, qs).expand_as(m_all))
+        l_all.fill_(1.0)
     scratch = _scratch(qs, plan)
     for tile in plan.tiles:
-        acc, old_top, sum_ = out[:, :, tile.rows], top[:, :, tile.rows], total[:, :, tile.rows]
+        acc, m_i, l_i = out[:, :, tile.rows], m_all[:, :, tile.rows], l_all[:, :, tile.rows]
         for block in tile.blocks:
             scores, _ = _scores(qs, ks, mask, tile, block, options, scratch)  # [n, g, m, k]
-            new_top = torch.maximum(old_top, scores.amax(-1, keepdim=True))
+            m_new = torch.maximum(m_i, scores.amax(-1, keepdim=True))
             # A row that has seen nothing yet has no maximum; 0 in its place leaves every exponential at exp(-inf) = 0.
-            pivot = new_top.masked_fill(new_top == -math.inf, 0.0)
+            pivot = m_new.masked_fill(m_new == -math.inf, 0.0)
             p = _exp_(scores.sub_(pivot))
-            decay = _exp_(old_top - pivot)
-            sum_.mul_(decay).add_(p.sum(-1, keepdim=True))
-            acc.mul_(decay).add_(_times(_drop(p, tile, block, options), vs[:, block.keys]))
-            old_top.copy_(new_top)
+            alpha = _exp_(m_i - pivot)
+            l_i.mul_(alpha).add_(p.sum(-1, keepdim=True))
+            acc.mul_(alpha).add_(_times(_drop(p, tile, block, options), vs[:, block.keys]))
+            m_i.copy_(m_new)
     if options.sinks is not None:
         nothing = mask.key_start == mask.key_stop
-        total.masked_fill_(nothing[:, None], 0.0)
-    out /= total.masked_fill(total == 0.0, 1.0)
-    lse = top + total.log()  # -inf where a row saw nothing
+        l_all.masked_fill_(nothing[:, None], 0.0)
+    out /= l_all.masked_fill(l_all == 0.0, 1.0)
+    lse = m_all + l_all.log()  # -inf where a row saw nothing
     return _tokens_first(out, q), lse.squeeze(-1).flatten(0, 1)
 
 

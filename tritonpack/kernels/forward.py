@@ -86,11 +86,11 @@ def forward_kernel(
     q = load_rows(q_desc, first, first_head, 0, BLOCK_M, BLOCK_D, UPCAST)  # [M, D]
     acc = tl.zeros([BLOCK_M, COLUMNS], dtype=tl.float32)
     if sinks_ptr is None:
-        top = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
-        total = tl.zeros([BLOCK_M], dtype=tl.float32)
+        m_i = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
+        l_i = tl.zeros([BLOCK_M], dtype=tl.float32)
     else:  # a key that every row has seen before the first
-        top = tl.load(sinks_ptr + head) * LOG2E
-        total = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
+        m_i = tl.load(sinks_ptr + head) * LOG2E
+        l_i = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
     for phase in tl.static_range(4):
         step_begin, step_end = phase_range(phase, exposed, full, full_end, blocks)
         if step_begin < step_end:  # or an empty loop would still prepare its loads
@@ -108,24 +108,24 @@ def forward_kernel(
                     scores = tl.where(visible, scores, float("-inf"))
                 if phase == CLEANED:
                     v = clean(v, query_start_ptr, query_stop_ptr, offs_n, key_end)
-                new_top = tl.maximum(top, tl.max(scores, 1) * unit)
+                m_new = tl.maximum(m_i, tl.max(scores, 1) * unit)
                 # A row that has seen nothing yet has no maximum; 0 in its place leaves every exponential at 0.
-                pivot = tl.where(new_top == float("-inf"), 0.0, new_top) if phase != FULL else new_top
+                pivot = tl.where(m_new == float("-inf"), 0.0, m_new) if phase != FULL else m_new
                 p = tl.exp2(scores * unit - pivot[:, None])
-                decay = tl.exp2(top - pivot)
-                total = total * decay + tl.sum(p, 1)
+                alpha = tl.exp2(m_i - pivot)
+                l_i = l_i * alpha + tl.sum(p, 1)
                 if seed_ptr is not None:
                     p = tl.where(kept(seed, head[:, None], offs_m[:, None], offs_n[None, :], drop_below), p, 0.0)
-                acc = dot(p, v, acc * decay[:, None], PRECISION)  # [M, N] @ [N, C] -> [M, C]
-                top = new_top
+                acc = dot(p, v, acc * alpha[:, None], PRECISION)  # [M, N] @ [N, C] -> [M, C]
+                m_i = m_new
 
     in_range = offs_m < end
-    lse = (top + tl.log2(total)) * LN2  # -inf where a row saw nothing
+    lse = (m_i + tl.log2(l_i)) * LN2  # -inf where a row saw nothing
     if sinks_ptr is not None:
         lse = tl.where(start < stop, lse, float("-inf"))
     if column == 0:
         tl.store(lse_ptr + head.to(tl.int64) * num_queries + offs_m, lse, mask=in_range)
-    acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
     if seed_ptr is not None:
         acc *= keep_scale
     offs_d = column + tl.arange(0, COLUMNS)

@@ -262,8 +262,8 @@ def _compute(
     start, stop = load_bounds(key_start_ptr, key_stop_ptr, offs_m, end)  # [M]
     rows = q.index(HALF).reshape([ROWS, BLOCK_D])
     acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
-    top = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-    total = gl.zeros([ROWS], gl.float32, ROW)
+    m_i = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+    l_i = gl.zeros([ROWS], gl.float32, ROW)
     mbarrier.wait(q_filled.index(HALF), 0)
 
     if blocks > 0:
@@ -271,7 +271,7 @@ def _compute(
         scores = _request_scores(rows, k.index(0), S_LAYOUT, BLOCK_N, BLOCK_D)
         scores = warpgroup_mma_wait(0, deps=[scores])
         mbarrier.arrive(k_free.index(0))
-        p, top, total, decay = _softmax(scores, top, total, scale_log2, begin, start, stop, S_LAYOUT, BLOCK_N, True)
+        p, m_i, l_i, alpha = _softmax(scores, m_i, l_i, scale_log2, begin, start, stop, S_LAYOUT, BLOCK_N, True)
         p = _as_operand(p, q.dtype, O_LAYOUT)
         for phase in gl.static_range(3):
             lo = 1 if phase == 0 else (gl.maximum(full, 1) if phase == 1 else gl.maximum(full_end, 1))
@@ -292,22 +292,22 @@ def _compute(
                 scores = warpgroup_mma_wait(1, deps=[scores])
                 mbarrier.arrive(k_free.index(slot))
                 key = begin + block * BLOCK_N
-                weights, top, total, decay = _softmax(
-                    scores, top, total, scale_log2, key, start, stop, S_LAYOUT, BLOCK_N, phase != 1
+                weights, m_i, l_i, alpha = _softmax(
+                    scores, m_i, l_i, scale_log2, key, start, stop, S_LAYOUT, BLOCK_N, phase != 1
                 )
-                total = _before_waiting(total)
+                l_i = _before_waiting(l_i)
                 acc, p = warpgroup_mma_wait(0, deps=[acc, p])
                 mbarrier.arrive(v_free.index(previous))
-                acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, O_LAYOUT))[:, None]
+                acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
                 p = _as_operand(weights, q.dtype, O_LAYOUT)
         last = (blocks - 1) % STAGES
         mbarrier.wait(v_filled.index(last), (blocks - 1) // STAGES & 1)
         acc = warpgroup_mma(p, v.index(last).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
 
-    lse = (top + gl.log2(total)) * LN2  # -inf where a row saw nothing
+    lse = (m_i + gl.log2(l_i)) * LN2  # -inf where a row saw nothing
     gl.store(lse_ptr + head.to(gl.int64) * num_queries + offs_m, lse, mask=offs_m < end)
-    share = 1.0 / gl.where(total == 0.0, 1.0, total)
+    share = 1.0 / gl.where(l_i == 0.0, 1.0, l_i)
     acc = acc * gl.convert_layout(share, gl.SliceLayout(1, O_LAYOUT))[:, None]
     # By way of the memory that held q, so that a thread writes 16 bytes at a time.
     WIDE: gl.constexpr = _wide_layout(BLOCK_D, 4)
@@ -328,7 +328,7 @@ def _request_scores(rows, keys, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, B
 
 @gluon.jit
 def _softmax(
-    scores, top, total, scale_log2, key, start, stop, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
+    scores, m_i, l_i, scale_log2, key, start, stop, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
     MASKED: gl.constexpr,
 ):  # fmt: skip
     """A block's weights [M, N], the rows' new maximum and total, and what their past sums shrink by."""
@@ -336,12 +336,12 @@ def _softmax(
         offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
         visible = (offs_n[None, :] >= (start - key)[:, None]) & (offs_n[None, :] < (stop - key)[:, None])
         scores = gl.where(visible, scores, float("-inf"))
-    new_top = gl.maximum(top, gl.max(scores, 1) * scale_log2)
+    m_new = gl.maximum(m_i, gl.max(scores, 1) * scale_log2)
     # A row that has seen nothing yet has no maximum; 0 in its place leaves every exponential at exp2(-inf) = 0.
-    pivot = gl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
+    pivot = gl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
     weights = gl.exp2(scores * scale_log2 - pivot[:, None])
-    decay = gl.exp2(top - pivot)
-    return weights, new_top, total * decay + gl.sum(weights, 1), decay
+    alpha = gl.exp2(m_i - pivot)
+    return weights, m_new, l_i * alpha + gl.sum(weights, 1), alpha
 
 
 @gluon.jit
@@ -351,7 +351,7 @@ def _as_operand(weights, dtype: gl.constexpr, O_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
-def _before_waiting(total):
+def _before_waiting(l_i):
     """The totals as they are, by way of a store that never happens, because none is negative.
 
     The assembler doesn't know that. It lets arithmetic sink below a wait for products, which would end the overlap of
@@ -362,4 +362,4 @@ def _before_waiting(total):
         "{ .reg .pred p; .reg .b32 a; mov.b32 a, 0; setp.lt.f32 p, $1, 0f00000000; "
         "@p st.shared.f32 [a], $1; mov.b32 $0, $1; }"
     )
-    return gl.inline_asm_elementwise(ASM, "=f,f", [total], gl.float32, is_pure=False, pack=1)
+    return gl.inline_asm_elementwise(ASM, "=f,f", [l_i], gl.float32, is_pure=False, pack=1)
