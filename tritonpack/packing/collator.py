@@ -57,7 +57,8 @@ class PackingCollator:
     | `input_ids` | itself |
     | `labels`, `label` or `label_ids` | `labels`, see `objective` |
     | `token_type_ids`, `mm_token_type_ids`, `special_tokens_mask` and what `per_token` names | itself |
-    | `completion_mask`, `assistant_masks` | itself; labels that are made from the input ids are -100 where it is 0 |
+    | `completion_mask`, `assistant_masks` | itself; labels that are made from the input ids are -100 where it is 0. \
+transformers' Trainer removes both before they are seen unless `remove_unused_columns=False` |
     | `attention_mask` | nothing; it must be 1 everywhere |
     | `length` | nothing; the offsets say it |
 
