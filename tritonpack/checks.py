@@ -114,10 +114,13 @@ def as_offsets(offsets: Lengths, name: str) -> Tensor:
 
 
 def as_integers(values: Lengths, name: str) -> Tensor:
-    """A list or tensor of integers as a one-dimensional tensor."""
+    """A list, an iterator or a tensor of integers as a one-dimensional tensor."""
     if not isinstance(values, Tensor):
         try:
-            if isinstance(values, (str, bytes, Mapping, Set)) or any(isinstance(value, bool) for value in values):
+            if isinstance(values, (str, bytes, Mapping, Set)):
+                raise TypeError
+            values = list(values)  # once: an iterator is empty afterwards
+            if any(isinstance(value, bool) for value in values):
                 raise TypeError
             return torch.tensor([index(value) for value in values], dtype=torch.int64)
         except (TypeError, ValueError, RuntimeError, OverflowError):

@@ -124,6 +124,65 @@ def test_an_encoder_with_a_decoder_is_checked_too(tmp_path, capsys):
     assert set(cells(output).values()) == {("leak", "exact")}
 
 
+SCORES = {"num_labels": 3, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "named", "values"),
+    [
+        ("llama", "LlamaForSequenceClassification", SCORES),
+        ("llama", "LlamaModel", {}),
+        ("bert", "BertForMultipleChoice", {}),
+        ("electra", "ElectraForPreTraining", {}),
+        ("t5", "T5ForConditionalGeneration", {}),
+    ],
+)
+def test_the_class_that_a_configuration_names_is_checked(kind, named, values, tmp_path, capsys):
+    config_of(kind, architectures=[named], **values).save_pretrained(tmp_path)
+    assert run(tmp_path, "--json", tmp_path / "findings.json") == 0
+    output = capsys.readouterr().out
+    assert f"a small random copy of {named}, the class that its configuration names; " in output
+    assert {patched for _, patched in cells(output).values()} == {"exact"}
+    found = json.loads((tmp_path / "findings.json").read_text())
+    assert (found["class"], found["instead_of"]) == (named, None)
+
+
+def test_a_class_that_patch_refuses_is_refused(tmp_path, capsys):
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
+    config_of("splinter", architectures=["SplinterForPreTraining"], **sizes).save_pretrained(tmp_path)
+    assert run(tmp_path) == 1
+    assert "tritonpack: refused: SplinterForPreTraining" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("named", "reason"),
+    [
+        ("Nope", r"Nope, which isn't a model class of transformers \S+"),
+        ("BertForMaskedLM", "BertForMaskedLM, which takes a BertConfig and no LlamaConfig"),
+        ("LlamaConfig", r"LlamaConfig, which isn't a model class of transformers \S+"),
+    ],
+)
+def test_a_class_that_cannot_be_checked_is_named_with_the_one_taken_instead(named, reason, tmp_path, capsys):
+    config_of("llama", architectures=[named], **TINY).save_pretrained(tmp_path)
+    assert run(tmp_path, "--json", tmp_path / "findings.json") == 0
+    output = capsys.readouterr().out
+    assert f"LlamaForCausalLM in place of {named}" in output[: output.index("position_ids")], "the table's title"
+    assert re.search(f"Note: its configuration names the class {reason}; LlamaForCausalLM was checked in", output)
+    assert output.endswith(f"tritonpack: exact: for LlamaForCausalLM, in place of {named}\n")
+    found = json.loads((tmp_path / "findings.json").read_text())
+    assert (found["class"], found["instead_of"]) == ("LlamaForCausalLM", named)
+
+
+def test_weights_of_the_class_that_a_configuration_names(tmp_path, capsys):
+    torch.manual_seed(0)
+    config = config_of("llama", **TINY, **SCORES)
+    transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path)
+    assert run(tmp_path, "--weights", "--device", "cpu") == 0
+    output = capsys.readouterr().out
+    assert f"{tmp_path}: LlamaForSequenceClassification, the class that its configuration names; " in output
+    assert output.endswith("tritonpack: exact\n")
+
+
 def test_a_leak_is_exit_code_2(tiny, capsys, monkeypatch):
     handle = contextlib.nullcontext(SimpleNamespace(report="nothing was changed"))
     monkeypatch.setattr(command, "patch", lambda model: handle)
@@ -210,7 +269,8 @@ def test_code_of_its_own_runs_only_when_asked(tmp_path, capsys, monkeypatch):
         ("config.json", None, r"there is no file or folder \S+config\.json"),
         ("", "folder", r"\S+ has no config\.json; name a folder that save_pretrained wrote, or a config\.json"),
         ("x.json", "nonsense", r"x\.json can't be loaded: OSError: .*not a valid JSON file"),
-        ("x.json", "{}", r"x\.json has no config\.json that names a model_type"),
+        ("x.json", "{}", r"x\.json names no model_type, so transformers can't tell what it is"),
+        ("", '{"a": 1}', r"\S+ has no config\.json that names a model_type"),
         ("x.json", '{"model_type": "foo"}', r"is of the model type 'foo', which transformers \S+ doesn't know"),
         ("x.json", '{"model_type": "llama", "hidden_size": 33}', r"x\.json can't be loaded: \S+: .*not a multiple"),
         (
@@ -222,8 +282,8 @@ def test_code_of_its_own_runs_only_when_asked(tmp_path, capsys, monkeypatch):
 )  # fmt: skip
 def test_what_cannot_be_read_is_one_line_and_exit_code_2(name, content, message, tmp_path, capsys):
     path = tmp_path / name
-    if content and name:
-        path.write_text(content)
+    if content and content != "folder":
+        (path if name else path / "config.json").write_text(content)
     assert run(path) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -256,7 +316,8 @@ def test_what_the_hub_does_not_give(cause, message, capsys, monkeypatch):
         ([], "Missing argument 'MODEL'"),
         (["--device", "cuda"], "small copies run on the CPU"),
         (["--device", "cuda", "--weights"], "torch sees no GPU here; use --device cpu or auto"),
-        (["--json", "/proc/nowhere/x"], "/proc/nowhere"),
+        (["--json", "/proc/nowhere/x"], "--json /proc/nowhere/x can't be written: there is no folder /proc/nowhere"),
+        (["--json", "/proc/x.json"], "--json /proc/x.json can't be written: .*; name another file"),
         (["--weights"], r"config\.json has no weights; name its folder, or leave out --weights"),
     ],
 )

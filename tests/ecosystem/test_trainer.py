@@ -111,6 +111,38 @@ def test_keeping_transformers_own_attention(attention: Any, padded: Padded, tmp_
     assert distance(expected, got) < EXACT
 
 
+@pytest.mark.parametrize("mask", ["completion_mask", "assistant_masks"])
+def test_masks_of_what_is_learned_need_unused_columns(mask: str, tmp_path: Path) -> None:
+    """Trainer removes columns that the model's forward doesn't name before the collator sees them."""
+    documents = [
+        {"input_ids": [1, 2, 3, 4, 5], mask: [0, 0, 0, 1, 1]},
+        {"input_ids": [6, 7, 8, 9], mask: [0, 0, 1, 1]},
+    ]
+    with_labels = [
+        {
+            "input_ids": ids,
+            "labels": [token if learned else -100 for token, learned in zip(ids, learned_ones, strict=True)],
+        }
+        for ids, learned_ones in (document.values() for document in documents)
+    ]
+
+    def labels(dataset: Any, *, remove: bool) -> list[int]:
+        options = arguments(tmp_path, remove_unused_columns=remove)
+        trainer = Trainer(
+            tiny_model("llama"),
+            TrainingArguments(**options),
+            train_dataset=dataset,
+            data_collator=tritonpack.PackingCollator(),
+        )
+        (batch,) = trainer.get_train_dataloader()
+        return sorted(batch["labels"][0].tolist())
+
+    learned = [-100] * 5 + [4, 5, 8, 9]
+    assert labels(documents, remove=False) == learned
+    assert labels(with_labels, remove=True) == learned
+    assert labels(documents, remove=True) == [-100] * 2 + [2, 3, 4, 5, 7, 8, 9], "the masks have no effect"
+
+
 @pytest.mark.heavy
 def test_every_predicted_token_counts_once(tmp_path: Path) -> None:
     """num_items_in_batch: each document predicts all of its tokens but the first."""

@@ -48,6 +48,11 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "true for a length": (lambda: BlockDiagonalMask.from_seqlens([True, 2]), r"must hold integers; got \[True, 2\]"),
     "a text of lengths": (lambda: BlockDiagonalMask.from_seqlens("32"), "seqlens must hold integers; got '32'"),
     "bytes of lengths": (lambda: BlockDiagonalMask.from_seqlens(b"32"), "seqlens must hold integers; got b'32'"),
+    "a number for lengths": (lambda: BlockDiagonalMask.from_seqlens(3), "seqlens must hold integers; got 3"),
+    "an iterator of texts": (
+        lambda: BlockDiagonalMask.from_seqlens(iter(["3"])),
+        r"seqlens must hold integers; got \['3'\]",
+    ),
     "a set of lengths": (lambda: BlockDiagonalMask.from_seqlens({3}), r"seqlens must hold integers; got \{3\}"),
     "a huge length": (lambda: BlockDiagonalMask.from_seqlens([2**70]), r"seqlens must hold integers; got \[1180591"),
     "no such device": (
@@ -331,3 +336,12 @@ class TestNothingWaits:
         for length, window in ((1, 1), (16, 0), (17, 16), (1000, 17), (4096, 2**20)):
             build(length, window)
         assert compiled() == before
+
+
+@pytest.mark.parametrize("once", [iter, lambda values: (n for n in values), lambda values: map(int, values)])
+def test_lengths_and_offsets_may_come_from_an_iterator(once: Callable[[list[int]], list[int]]) -> None:
+    expected = BlockDiagonalMask.from_seqlens([3, 5], [2, 4])
+    lengths = BlockDiagonalMask.from_seqlens(once([3, 5]), once([2, 4]))
+    offsets = BlockDiagonalMask.from_cu_seqlens(once([0, 3, 8]), once([0, 2, 6]))
+    for mask in (lengths, offsets):
+        assert torch.equal(mask.to_dense(), expected.to_dense())

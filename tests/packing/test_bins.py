@@ -191,6 +191,12 @@ def test_takes_arrays_that_cannot_be_written():
         ([4, 0], 8, {}, "document 1 has length 0"),
         ([4, -3], 8, {}, "document 1 has length -3"),
         ([4.0, 2.0], 8, {}, "lengths must be a row of integers.*float64"),
+        (
+            [[1, 2], [3]],
+            8,
+            {},
+            r"lengths must be a row of integers, the tokens of each .* got \[\[1, 2\], \[3\]\]. Count .*len\(ids\)",
+        ),
         ([4.0, float("nan")], 8, {}, r"a missing length \(NaN\) must be measured"),
         ([True, True], 8, {}, "lengths must be a row of integers.*bool"),
         ([[1, 2]], 8, {}, r"shape \(1, 2\)"),

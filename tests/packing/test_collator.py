@@ -16,8 +16,8 @@ def documents(lengths, seed=0, vocab=50):
 def test_lays_documents_end_to_end():
     features = [
         {"input_ids": [5, 6, 7]},
-        {"input_ids": [8], "labels": [8]},
-        {"input_ids": [9, 4], "labels": [IGNORED, 4]},
+        {"input_ids": [8]},
+        {"input_ids": [9, 4]},
     ]
     batch = PackingCollator()(features)
     assert {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in batch.items()} == {
@@ -141,7 +141,11 @@ def test_refuses(features, message):
         ({"pad_to_multiple_of": 0, "pad_token_id": 0}, "pad_to_multiple_of must be an integer from 1 to .* got 0"),
         ({"pad_to_multiple_of": 8.0, "pad_token_id": 0}, "got 8.0"),
         ({"pad_to_multiple_of": True, "pad_token_id": 0}, "got True"),
-        ({"pad_to_multiple_of": 8, "pad_token_id": -100}, "pad_token_id must be an integer of at least 0; got -100"),
+        ({"pad_to_multiple_of": 8, "pad_token_id": -100}, "pad_token_id must be an integer from 0 to .* got -100"),
+        (
+            {"pad_to_multiple_of": 8, "pad_token_id": 2**70},
+            f"pad_token_id must be an integer from 0 to 2147483647; got {2**70}",
+        ),
         ({"pad_to_multiple_of": 8, "pad_token_id": "<pad>"}, "got '<pad>'"),
         ({"objective": "mlm"}, "objective must be one of 'causal', 'tokens', 'documents'; got 'mlm'"),
         ({"objective": ["causal"]}, r"got \['causal'\]"),

@@ -94,6 +94,16 @@ def test_given_labels_are_taken_as_they_are():
     assert batch["labels"].tolist() == [[IGNORED, 6, 7, 8]]
 
 
+def test_unsigned_ids_that_fit_are_taken():
+    for ids in (torch.tensor([5, 2**40], dtype=torch.uint64), np.array([5, 2**40], np.uint64)):
+        assert collate({"input_ids": ids})["input_ids"].tolist() == [[5, 2**40]]
+
+
+def test_floats_of_several_widths_are_one_kind():
+    documents = ({"input_ids": [5], "w": np.array([0.5], np.float16)}, {"input_ids": [8], "w": [70000.0]})
+    assert collate(*documents, per_token=("w",))["w"].tolist() == [[0.5, 70000.0]]
+
+
 def test_columns_that_the_user_names():
     documents = (
         {"input_ids": [5, 6], "bbox": [[1, 2], [3, 4]], "weights": [0.5, 1.0]},
@@ -150,6 +160,27 @@ A = {"input_ids": [5, 6]}
         ([A | {"w": ["a", "b"]}], {"per_token": ["w"]}, r"must be numbers, one or one row per token; got \['a', 'b'\]"),
         ([A], {"per_token": ["w"]}, "document 0 has no 'w', which per_token names; got 'input_ids'"),
         ([A | {"labels": [1, 2]}, A], {"objective": "tokens"}, "document 0 has 'labels' and document 1 hasn't"),
+        ([A | {"labels": [1, 2]}, A], {}, "document 0 has 'labels' and document 1 hasn't"),
+        ([A, A | {"label_ids": [1, 2]}], {}, "document 1 has 'labels' and document 0 hasn't"),
+        ([A | {"completion_mask": [0, 2]}], {}, "completion_mask of document 0 must hold 0 and 1 alone; got 2 at"),
+        ([A | {"assistant_masks": [-1, 0]}], {}, "assistant_masks of document 0 must hold 0 and 1 alone; got -1 at"),
+        (
+            [A | {"w": np.ones(2, np.float16)}, A | {"w": [70000, 1]}],
+            {"per_token": ["w"]},
+            "w is int64 in document 1 and float16 in document 0; give every document .* of one kind",
+        ),
+        ([A | {"w": [True, False]}, A | {"w": [1, 0]}], {"per_token": ["w"]}, "w is int64 in document 1 and bool in"),
+        (
+            [{"input_ids": torch.tensor([2**63 + 5, 1], dtype=torch.uint64)}],
+            {},
+            "input_ids of document 0 must be a row of integers of up to 63 bits; got 9223372036854775813",
+        ),
+        ([{"input_ids": np.array([2**63 + 5, 1], np.uint64)}], {}, "of up to 63 bits; got 9223372036854775813"),
+        (
+            [{"input_ids": torch.tensor([1, 2]).to_sparse()}],
+            {},
+            "input_ids of document 0 must be a row of integers; got a tensor of layout torch.sparse_coo. .*to_dense",
+        ),
         ([A, A | {"label": 1}], {"objective": "documents"}, "document 1 has 'labels' and document 0 hasn't"),
         ([A, A | {"token_type_ids": [0, 0]}], {}, "document 1 has 'token_type_ids' and document 0 hasn't"),
         ([A | {"label": [1, 2]}, A | {"label": [1]}], {"objective": "documents"}, r"shape \(1,\) in document 1 and "),

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from tests.packing.lengths import log_normal
-from tritonpack import CostModel, MultipackDistributedBatchSampler, PackingCollator
+from tritonpack import CostModel, MultipackBatchSampler, MultipackDistributedBatchSampler, PackingCollator
 
 LENGTHS = log_normal(700, mean=100, high=512)
 CAPACITY = 512
@@ -238,6 +238,15 @@ def test_a_sampler_cannot_cut(overlong):
     message = rf"overlong must be 'error' or 'drop'; got '{overlong}'.*minimum\(lengths, 512\).*max_document_length=512"
     with pytest.raises(ValueError, match=message):
         sampler(overlong=overlong)
+
+
+def test_a_sampler_advises_what_it_can_do_of_long_documents():
+    message = r"513 tokens.*'drop', which leaves .*minimum\(lengths, 512\).*pack_dataset"
+    with pytest.raises(ValueError, match=message) as caught:
+        sampler(lengths=[5, 5, 5, 513])
+    assert "overlong='truncate'" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"'drop', which leaves .*minimum\(lengths, 8\).*max_document_length=8"):
+        MultipackBatchSampler(range(2), 1, 8, [4, 9])
 
 
 def test_documents_that_the_collator_cuts_fill_rows_as_planned():

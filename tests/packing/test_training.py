@@ -64,7 +64,7 @@ def assert_equal_up_to_rounding(actual, expected):
 @pytest.mark.parametrize("pad_to", [None, 64], ids=["whole", "padded-row"])
 @pytest.mark.parametrize("num_items", [None, 50], ids=["mean", "num_items_in_batch"])
 def test_packed_loss_is_the_padded_loss(pad_to, num_items):
-    features = documents()
+    features = [feature | {"labels": feature["input_ids"]} for feature in documents()]
     features[2]["labels"] = [IGNORED] * 10 + features[2]["input_ids"][10:]  # a prompt that isn't trained on
     collator = PackingCollator(pad_to_multiple_of=pad_to, pad_token_id=None if pad_to is None else 0)
     kwargs = {} if num_items is None else {"num_items_in_batch": torch.tensor(num_items)}

@@ -197,7 +197,7 @@ def differs(message, change, training=True):
 def differs_in_which_is_true():
     """Names and values are alike on all ranks, but not which belong together."""
     model, last = make_model(), dist.get_rank() == dist.get_world_size() - 1
-    with SequenceParallel(model), pytest.raises(ValueError, match="another argument differs"):
+    with SequenceParallel(model), pytest.raises(ValueError, match="output_hidden_states, return_dict differ"):
         model(**packed(), output_hidden_states=last, return_dict=not last)
 
 
@@ -385,7 +385,7 @@ CASES = {
     "other lengths": partial(
         differs, "input_ids, position_ids, labels differ", lambda batch: {k: x[:, :40] for k, x in batch.items()}
     ),
-    "other arguments": partial(differs, "another argument differs", replace(output_hidden_states=True)),
+    "other arguments": partial(differs, "output_hidden_states differs", replace(output_hidden_states=True)),
     "values of each other's arguments": differs_in_which_is_true,
     "no gradients": partial(differs, "whether gradients are computed differs", lambda batch: batch, training=False),
     "no tokens on one rank": partial(on_the_last_rank_alone, "at least one token", replace(input_ids=numbers(1, 0))),

@@ -14,6 +14,7 @@ CASES = (
     "exchange_cases",
     "context_cases",
     "lifecycle_cases",
+    "argument_cases",
     "composition_cases",
     "trainer_cases",
 )

@@ -94,6 +94,33 @@ def test_a_patched_model_that_predicts_tokens_themselves_is_silent():
     assert not trained(tiny("BertForMaskedLM"), PackingCollator(objective="tokens")(documents))
 
 
+@pytest.mark.parametrize(
+    ("name", "options"), [("BertForMaskedLM", {}), ("BertForTokenClassification", {"num_labels": 16})]
+)
+def test_a_patched_model_that_predicts_tokens_themselves_warns_of_the_causal_collator(name, options):
+    documents = [document | {"labels": document["input_ids"]} for document in DOCUMENTS]
+    assert not trained(tiny(name, **options), PackingCollator(objective="tokens")(documents))
+    (message,) = trained(tiny(name, **options), PackingCollator()(documents))
+    assert message.startswith(f"first-label-lost: the first label of each of the 3 documents is -100. {name} predicts ")
+    assert "PackingCollator(objective='tokens')" in message
+
+
+def test_warns_of_the_causal_collator_for_an_encoder_with_a_decoder():
+    model = tiny("T5ForConditionalGeneration", d_kv=4, d_ff=8, decoder_start_token_id=0, pad_token_id=0)
+    (message,) = heard(PackingCollator()(DOCUMENTS), model)
+    assert message.startswith("first-label-lost: ")
+    assert not heard(batch_of(), model)
+
+
+def test_first_labels_that_are_ignored_among_others_are_no_mistake():
+    """Masked language models learn a few tokens, and not the special one that a document begins with."""
+    documents = [
+        {"input_ids": [1, 6, 7, 2], "labels": [-100, 6, -100, -100]},
+        {"input_ids": [1, 9], "labels": [-100, 9]},
+    ]
+    assert not trained(tiny("BertForMaskedLM"), PackingCollator(objective="tokens")(documents))
+
+
 def test_silent_for_padding_and_for_rows():
     """The first token of a row is predicted from nothing, and padding's label counts no more than the padding does."""
     rows = {"input_ids": torch.tensor([[5, 6, 0], [7, 8, 9]]), "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}

@@ -1,5 +1,7 @@
 """check_isolation: passes what is exact, names the layer that isn't, and leaves the model as it was."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -52,3 +54,30 @@ def test_the_model_is_left_as_it_was() -> None:
 def test_bad_lengths(lengths: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="at least two documents"):
         check_isolation(tiny_model("llama", dtype=torch.float32), lengths=lengths)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (None, "expected a model, an instance of torch.nn.Module; got None"),
+        ("gpt2", "got the name 'gpt2'; load it first"),
+        (torch.nn.Linear, "got the class Linear; make a model of it first"),
+        (torch.nn.Linear(2, 2), "expected a transformers model; got Linear"),
+    ],
+    ids=["none", "name", "class", "layer"],
+)
+def test_what_is_no_model_is_named(model: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_isolation(model)
+
+
+@pytest.mark.parametrize("lengths", ["ab", [5.0, 3], 4, [True, 2]], ids=str)
+def test_lengths_that_are_no_integers_are_refused(lengths: Any) -> None:
+    with pytest.raises(ValueError, match="lengths must hold integers; got "):
+        check_isolation(tiny_model("llama", dtype=torch.float32), lengths=lengths)
+
+
+def test_lengths_may_be_a_tensor() -> None:
+    model = tiny_model("llama", dtype=torch.float32)
+    with tritonpack.patch(model):
+        assert check_isolation(model, lengths=torch.tensor([3, 5])).lengths == (3, 5)

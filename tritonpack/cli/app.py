@@ -234,7 +234,7 @@ def doctor(
 
     try:
         right = examine(json)
-    except OSError as error:
+    except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     if not right:
         raise typer.Exit(1)

@@ -15,8 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from tritonpack.cli.machine import resolve_device
-from tritonpack.cli.model_source import load_config, load_weights
+from tritonpack.cli.machine import require_writable, resolve_device
+from tritonpack.cli.model_source import NAMED, NamedClass, load_config, load_weights
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import patch
 from tritonpack.patches.positions import rope_limits
@@ -32,7 +32,14 @@ from tritonpack.patches.trial.packed_forms import (
     whole,
 )
 from tritonpack.patches.trial.shrink_rows import REACH
-from tritonpack.patches.trial.small_copy import Built, NotSmallError, one_line, small_copy, subject_of
+from tritonpack.patches.trial.small_copy import (
+    Built,
+    NotSmallError,
+    one_line,
+    small_copy,
+    small_model,
+    subject_of,
+)
 from tritonpack.patches.trial.undisturbed import quiet
 
 # Forms by their names in `packed_forms`, and what a user would say.
@@ -84,6 +91,10 @@ class Findings:
         model: what was run.
         limit: what counts as rounding.
         compared: the values that were.
+        stock: with stock transformers.
+        tritonpack: with the model patched.
+        notes: what the numbers don't say.
+        instead_of: the class that the configuration names, where another one was run; else empty.
     """
 
     name: str
@@ -94,6 +105,7 @@ class Findings:
     stock: Column
     tritonpack: Column
     notes: tuple[str, ...]
+    instead_of: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -113,18 +125,17 @@ def examine(name: str, *, weights: bool, device: str, trust_remote_code: bool, p
         The exit code: 0 if packing with tritonpack is exact, 1 if refused, 2 if it leaks, is inexact or fails.
 
     Raises:
-        ValueError: no such model, or it can't be built or loaded.
-        OSError: `path` can't be written.
+        ValueError: no such model, or it can't be built or loaded; `path` can't be written.
     """
     if device == "cuda" and not weights:
         raise ValueError("--device is for --weights: small copies run on the CPU")
     where = resolve_device(device)
-    if path is not None:
-        path.touch()  # before the check, which may take long
+    require_writable(path)
     with quiet():
         config = load_config(name, trust_remote_code)
         if weights:
-            findings = check_weights(name, load_weights(name, config, where, trust_remote_code))
+            built = load_weights(name, config, where, trust_remote_code)
+            findings = replace(check_weights(name, built), instead_of=_instead_of(config, built))
         else:
             findings = check_small_copy(name, config, trust_remote_code)
     console = Console()
@@ -147,14 +158,42 @@ def check_small_copy(name: str, config: Any, trust_remote_code: bool = False) ->
         exacter = _check_small_copy(name, config, torch.float64, trust_remote_code)
     except ValueError:  # a constant or a cast in the model's own code
         return findings
-    return findings if exacter.tritonpack.refused else exacter
+    same = type(exacter.model.model) is type(findings.model.model)
+    return exacter if same and not exacter.tritonpack.refused else findings
 
 
 def _check_small_copy(name: str, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Findings:
+    """Check the class that the configuration names, or the one that an auto class leads to."""
+    named, why = NamedClass.of(config, trust_remote_code), ""
+    if named.kind is not None:
+        title = named.names[0]
+        try:
+            built = Built(small_model(named.kind, config).to(dtype), f"{title}, {NAMED}")
+            return _check_built(name, config, built, dtype)
+        except NotSmallError as error:
+            why = f"{title}, which can't be built small ({error})"
+        except ValueError as error:
+            why = f"{title}, which doesn't run on tokens alone ({one_line(error.__cause__ or error)})"
     try:
         built = small_copy(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except NotSmallError as error:
         raise ValueError(f"{name} can't be built small: {error}; use --weights") from error
+    findings = _check_built(name, config, named.replaced_by(built, why), dtype)
+    return replace(findings, instead_of=_instead_of(config, built))
+
+
+def _instead_of(config: Any, built: Built) -> str:
+    """The class that a configuration names, where a model is of another one; else empty."""
+    names = getattr(config, "architectures", None) or [""]
+    return "" if type(built.model).__name__ in names else names[0]
+
+
+def _check_built(name: str, config: Any, built: Built, dtype: torch.dtype) -> Findings:
+    """Check a small copy.
+
+    Raises:
+        ValueError: it doesn't run on tokens alone, and `patch` doesn't refuse it.
+    """
     try:
         subject, uncached = _callable(subject_of(built.model))
         documents = subject.draw(LENGTHS, 1)
@@ -209,8 +248,22 @@ def _callable(subject: Subject) -> tuple[Subject, tuple[str, ...]]:
             uncached.call_model(whole(document))
         except Exception:
             raise error from None
-        return uncached, (f"it is called with use_cache=False, because with a cache it fails: {one_line(error)}",)
-    return subject, ()
+        note = f"it is called with use_cache=False, because with a cache it fails: {one_line(error)}"
+        return _with_values(uncached), (note,)
+    return _with_values(subject), ()
+
+
+def _with_values(subject: Subject) -> Subject:
+    """A subject whose values are one row for each token, or, where it gives another number of them, for each
+    document."""
+    documents = subject.draw((LENGTHS[0], LENGTHS[-1]), 1)
+    values = [subject.call_model(whole(document)) for document in documents]
+    if any(x.shape[:2] != document.shape for x, document in zip(values, documents, strict=True)):
+        return replace(subject, per_document=True)
+    if values[0].ndim == 2:  # one number for each token
+        value_of = subject.values
+        return replace(subject, values=lambda output: value_of(output)[..., None])
+    return subject
 
 
 def _refused(name: str, weights: bool, built: Built, error: Exception) -> Findings:
@@ -294,6 +347,7 @@ def as_dict(findings: Findings) -> dict[str, Any]:
         "weights": findings.weights,
         "model_type": model.config.model_type,  # type: ignore[union-attr]
         "class": type(model).__name__,
+        "instead_of": findings.instead_of or None,
         "dtype": str(model.dtype).removeprefix("torch."),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},
         "lengths": list(LENGTHS),
@@ -322,11 +376,14 @@ def _print(console: Console, findings: Findings) -> None:
     if findings.tritonpack.report:
         _line(console, findings.tritonpack.report)
     verdict, reason = findings.tritonpack.verdict, findings.tritonpack.reason
+    if not reason and findings.instead_of:
+        reason = f"for {type(model).__name__}, in place of {findings.instead_of}"
     _line(console, f"tritonpack: {verdict}{': ' if reason else ''}{reason}")
 
 
 def _print_forms(console: Console, findings: Findings) -> None:
-    rows = Table("packed documents told apart by", "stock", "tritonpack")
+    title = f"{type(findings.model.model).__name__} in place of {findings.instead_of}" if findings.instead_of else None
+    rows = Table("packed documents told apart by", "stock", "tritonpack", title=title)
     for form, label in FORMS.items():
         rows.add_row(label, *(_cell(column, form) for column in (findings.stock, findings.tritonpack)))
     console.print(rows)

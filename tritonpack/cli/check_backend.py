@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tritonpack.cli.machine import resolve_device
+from tritonpack.cli.machine import require_writable, resolve_device
 from tritonpack.testing import conformance
 
 _STYLES = {"pass": "green", "fail": "bold red", "not offered": "dim", "error": "bold red"}
@@ -37,13 +37,12 @@ def examine(
         Whether nothing failed.
 
     Raises:
-        ValueError: no such function, or one of another shape; no such device; patterns that leave no check.
-        OSError: `path` can't be written.
+        ValueError: no such function, or one of another shape; no such device; patterns that leave no check; a `path`
+            that can't be written.
     """
+    require_writable(path)
     where = resolve_device(device)
     called = resolve(function)
-    if path is not None:
-        path.touch()  # before the checks, which may take long
     report = conformance.run(
         called,
         dtypes=[getattr(torch, name) for name in dtypes] or None,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 
-from tritonpack.patches.trial.small_copy import AUTO, Built, auto_class, model_class, one_line, part_of
+from tritonpack.patches.trial.small_copy import AUTO, PARTS, Built, auto_class, model_class, one_line, part_of
 
+NAMED = "the class that its configuration names"
 _OWN_CODE = "brings code of its own, which isn't run unless you say --trust-remote-code; read it first"
 _LOG_IN = "log in with `hf auth login` (or set HF_TOKEN)"
 
@@ -48,6 +51,56 @@ def load_config(name: str, trust_remote_code: bool) -> Any:
         raise ValueError(_why(name, error)) from error
 
 
+@dataclass(frozen=True)
+class NamedClass:
+    """The model class that a configuration names in `architectures`.
+
+    Attributes:
+        names: all that are named, mostly one or none.
+        kind: the first of them; None where the class that an auto class leads to is taken.
+        absent: why the first one isn't taken, as the end of a sentence; empty where it is or is the same.
+    """
+
+    names: tuple[str, ...] = ()
+    kind: Any = None
+    absent: str = ""
+
+    @classmethod
+    def of(cls, config: Any, trust_remote_code: bool) -> NamedClass:
+        """What a configuration names."""
+        names = tuple(getattr(config, "architectures", None) or ())
+        if not names or (trust_remote_code and getattr(config, "auto_map", None)):
+            return cls(names)
+        try:
+            default = model_class(config).__name__
+        except (ValueError, KeyError):  # no auto class has one
+            default = ""
+        if default == names[0]:
+            return cls(names)
+        if config.model_type in PARTS:
+            return cls(names, absent=f"{names[0]}, which holds more than a language model")
+        kind: Any = None
+        with suppress(Exception):  # a package that its module imports isn't here
+            kind = getattr(transformers, names[0], None)
+        is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
+        if not is_model:
+            version = transformers.__version__
+            return cls(names, absent=f"{names[0]}, which isn't a model class of transformers {version}")
+        if not isinstance(config, kind.config_class or ()):
+            takes = getattr(kind.config_class, "__name__", "another configuration")
+            return cls(names, absent=f"{names[0]}, which takes a {takes} and no {type(config).__name__}")
+        return cls(names, kind)
+
+    def replaced_by(self, built: Built, absent: str = "") -> Built:
+        """A model with a note, where it is of another class than is named."""
+        name, absent = type(built.model).__name__, absent or self.absent
+        if not self.names or name in self.names:
+            return built
+        why = absent or f"{self.names[0]}, which AutoModel classes don't lead to"
+        note = f"its configuration names the class {why}; {name} was checked instead"
+        return replace(built, notes=(note, *built.notes))
+
+
 def load_weights(name: str, config: Any, device: torch.device, trust_remote_code: bool) -> Built:
     """The model itself, in the dtype that its weights have.
 
@@ -64,6 +117,10 @@ def load_weights(name: str, config: Any, device: torch.device, trust_remote_code
         raise ValueError(f"{name} has no weights; name its folder, or leave out --weights")
     path = str(Path(name).expanduser()) if Path(name).expanduser().exists() else name
     try:
+        named = NamedClass.of(config, trust_remote_code)
+        if named.kind is not None:
+            model = named.kind.from_pretrained(path, config=config, dtype="auto").to(device).eval()
+            return Built(model, f"{type(model).__name__}, {NAMED}")
         auto, part = auto_class(config), part_of(config)
         if part is config:
             model = auto.from_pretrained(path, config=config, dtype="auto", trust_remote_code=trust_remote_code)
@@ -72,7 +129,7 @@ def load_weights(name: str, config: Any, device: torch.device, trust_remote_code
         model = model.to(device).eval()
     except Exception as error:  # files that are missing or broken, memory, packages, a model's own code
         raise ValueError(_why(name, error)) from error
-    return Built(model, f"{type(model).__name__}, {AUTO[auto.__name__]}")
+    return named.replaced_by(Built(model, f"{type(model).__name__}, {AUTO[auto.__name__]}"))
 
 
 def _why(name: str, error: BaseException) -> str:
@@ -89,7 +146,8 @@ def _why(name: str, error: BaseException) -> str:
             "a newer version may, and models with code of their own need --trust-remote-code"
         )
     if "model_type" in text and "Unrecognized model" in text:
-        return f"{name} has no config.json that names a model_type, so transformers can't tell what it is"
+        what = "names no model_type" if Path(name).is_file() else "has no config.json that names a model_type"
+        return f"{name} {what}, so transformers can't tell what it is"
     return f"{name} can't be loaded: {one_line(error)}"
 
 

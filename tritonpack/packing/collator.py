@@ -19,12 +19,13 @@ from tritonpack.packing.columns import (
     Objective,
     join,
     join_labels_of_documents,
+    labels_of_tokens,
     per_token_names,
     read_document,
     require_same_columns,
 )
 from tritonpack.packing.documents import is_iterable
-from tritonpack.packing.lengths import natural_number, positive_integer
+from tritonpack.packing.lengths import positive_integer, token_id
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class PackingCollator:
     the loss is the mean over the same predicted tokens as for a padded batch. `num_items_in_batch`, by which Trainer
     weighs accumulated batches, counts them rightly.
 
-    >>> batch = PackingCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [-100, 9]}])
+    >>> batch = PackingCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
     >>> batch["input_ids"].tolist(), batch["labels"].tolist()
     ([[5, 6, 7, 8, 9]], [[-100, 6, 7, -100, 9]])
     >>> batch["position_ids"].tolist(), batch["seq_idx"].tolist()
@@ -56,7 +57,8 @@ class PackingCollator:
     | `input_ids` | itself |
     | `labels`, `label` or `label_ids` | `labels`, see `objective` |
     | `token_type_ids`, `mm_token_type_ids`, `special_tokens_mask` and what `per_token` names | itself |
-    | `completion_mask`, `assistant_masks` | itself; labels that are made from the input ids are -100 where it is 0 |
+    | `completion_mask`, `assistant_masks` | itself; labels that are made from the input ids are -100 where it is 0. \
+transformers' Trainer removes both before they are seen unless `remove_unused_columns=False` |
     | `attention_mask` | nothing; it must be 1 everywhere |
     | `length` | nothing; the offsets say it |
 
@@ -67,9 +69,10 @@ class PackingCollator:
             documents apart; a patched model does.
         pad_token_id: the token that padding is made of; needed with `pad_to_multiple_of`.
         objective: what labels are of. "causal": the next token; the first label of each document becomes -100, and
-            documents without labels get their input ids. "tokens": the token itself, as for masked language models and
-            token classification; all labels are kept, and documents without labels make a batch without. "documents":
-            the whole document, one number or a row of numbers each; the patched model gives one score per document.
+            documents without labels get their input ids, if no document of the batch has labels. "tokens": the token
+            itself, as for masked language models, token classification and encoders with decoders; all labels are
+            kept, and documents without labels make a batch without. "documents": the whole document, one number or a
+            row of numbers each; the patched model gives one score per document.
         max_document_length: keep this many tokens of each document, from its first, and of its other columns; None
             keeps all.
         per_token: names of further columns with one value per token, or one row of values: (1, T, ...) in the batch.
@@ -91,7 +94,7 @@ class PackingCollator:
             if getattr(self, name) is not None:
                 positive_integer(getattr(self, name), name)
         if token is not None:
-            natural_number(token, "pad_token_id")
+            token_id(token, "pad_token_id")
         if (multiple is None) != (token is None):
             raise ValueError(
                 "pad_to_multiple_of and pad_token_id go together: pass both to pad the row, or neither; got "
@@ -161,6 +164,8 @@ class PackingCollator:
             for number, feature in enumerate(whole)
         ]
         require_same_columns(documents)
+        if self.objective == "causal" and "labels" not in documents[0]:
+            return [columns | {"labels": labels_of_tokens(columns)} for columns in documents]
         return documents
 
 

@@ -76,22 +76,28 @@ def read_document(
     for name in feature:
         if name in PER_TOKEN:
             columns[name] = _one_each(_integers(feature[name], name, number, bools=True), name, number, tokens)
+            if name in LEARNED:
+                _require_mask(columns[name], name, number)
         elif name in per_token:
             columns[name] = _one_each(_values(feature[name], name, number), name, number, tokens)
     label = _label(feature, number, objective)
     if label is not None and objective != "documents":
         label = _one_each(label, "labels", number, tokens)
-    elif label is None and objective == "causal":
-        label = columns["input_ids"].clone()
-        for name in LEARNED:
-            if name in columns:
-                label[columns[name] == 0] = IGNORED_LABEL
     if absent := [name for name in per_token if name not in columns]:
         raise ValueError(f"document {number} has no {_quote(absent)}, which per_token names; got {_quote(feature)}.")
     cut = {name: values[:longest] for name, values in columns.items()}
     if label is None:
         return cut
     return cut | {"labels": label if objective == "documents" else label[:longest]}
+
+
+def labels_of_tokens(columns: Columns) -> Tensor:
+    """The labels of a document that brings none: its input ids, -100 where a column of `LEARNED` is 0."""
+    labels = columns["input_ids"].clone()
+    for name in LEARNED:
+        if name in columns:
+            labels[columns[name] == 0] = IGNORED_LABEL
+    return labels
 
 
 def join(documents: Sequence[Columns], name: str) -> Tensor:
@@ -102,6 +108,11 @@ def join(documents: Sequence[Columns], name: str) -> Tensor:
             raise ValueError(
                 f"{name} has the shape {tuple(one.shape)} in document {number} and {tuple(values[0].shape)} in "
                 "document 0; only the number of tokens may differ."
+            )
+        if _kind(one.dtype) != _kind(values[0].dtype):  # torch.cat makes float16 of both, where 70000 is infinite
+            raise ValueError(
+                f"{name} is {_name(one.dtype)} in document {number} and {_name(values[0].dtype)} in document 0; give "
+                "every document values of one kind, bool, integers or floating point."
             )
     return torch.cat(values)
 
@@ -163,6 +174,17 @@ def _refuse_padding(mask: Tensor, tokens: int, number: int) -> None:
         )
 
 
+def _require_mask(mask: Tensor, name: str, number: int) -> None:
+    """ValueError unless a mask of the learned tokens holds 0 and 1 alone."""
+    other = ((mask != 0) & (mask != 1)).nonzero()
+    if len(other):
+        place = int(other[0])
+        raise ValueError(
+            f"{name} of document {number} must hold 0 and 1 alone; got {int(mask[place])} at token {place}. Write 1 "
+            "for the tokens that are learned and 0 for the others."
+        )
+
+
 def _label(feature: Mapping[str, Any], number: int, objective: Objective) -> Tensor | None:
     """The labels of a document under any of their names, as a tensor."""
     given = [name for name in LABELS if name in feature]
@@ -210,6 +232,18 @@ def _values(values: Any, name: str, number: int) -> Tensor:
 
 def _tensor(values: Any, name: str, number: int, expected: str) -> Tensor:
     """A tensor in host memory: int64 of any integers, bool, or floating point."""
+    if isinstance(values, Tensor) and (values.layout != torch.strided or values.is_nested):
+        raise ValueError(
+            f"{name} of document {number} must be {expected}; got a tensor of layout {values.layout}. Pass "
+            "tensor.to_dense(), or one tensor per document."
+        )
+    if isinstance(values, Tensor) and values.dtype == torch.uint64 and values.device.type == "cpu":
+        values = values.numpy()  # torch has no maximum of these
+    if isinstance(values, np.ndarray) and values.dtype.kind == "u" and values.size and int(values.max()) >= 2**63:
+        raise ValueError(
+            f"{name} of document {number} must be {expected} of up to 63 bits; got {int(values.max())}. Look for "
+            "negative ids that were cast to an unsigned type."
+        )
     try:
         tensor = torch.from_numpy(_readable(values)) if isinstance(values, np.ndarray) else torch.as_tensor(values)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
@@ -227,13 +261,21 @@ def _readable(array: NDArray[Any]) -> NDArray[Any]:
     """A copy that torch reads, whose integers are int64: arrays may be read-only, unsigned, of another byte order."""
     if array.dtype.kind not in "iu":
         return array.astype(array.dtype.newbyteorder("="))
-    if array.size and int(array.max()) > torch.iinfo(torch.int64).max:
-        raise ValueError("an integer beyond int64")
     return array.astype(np.int64)
 
 
+def _kind(dtype: torch.dtype) -> str:
+    if dtype.is_floating_point:
+        return "floating point"
+    return "bool" if dtype == torch.bool else "integers"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
 def _describe(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} of shape {tuple(tensor.shape)}"
+    return f"{_name(tensor.dtype)} of shape {tuple(tensor.shape)}"
 
 
 def _quote(names: Collection[str]) -> str:

@@ -14,7 +14,7 @@ from torch.utils.data import Sampler
 
 from tritonpack.checks import check_flag
 from tritonpack.packing.cost import CostModel
-from tritonpack.packing.lengths import OverlongReport, fit_lengths, natural_number, positive_integer, refuse_cutting
+from tritonpack.packing.lengths import OverlongReport, fit_for_sampler, natural_number, positive_integer
 from tritonpack.packing.plan import MOST_TOKENS, Objective, Plan, Tail, check_options, plan_epoch
 from tritonpack.packing.state import Progress, check_batches_done, digest, make_state, read_state
 
@@ -96,8 +96,7 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
         self.seed = natural_number(seed, "seed")
         self.epoch = 0
         check_options(objective, cost_model, tail, lookahead)
-        refuse_cutting(overlong, self.batch_max_length)
-        fitted = fit_lengths(lengths, self.batch_max_length, overlong, name="batch_max_length")
+        fitted = fit_for_sampler(lengths, self.batch_max_length, overlong, "batch_max_length")
         if len(fitted.lengths) < self.num_replicas:
             raise ValueError(
                 f"{len(fitted.lengths)} documents can't give each of {self.num_replicas} ranks one; use at most "

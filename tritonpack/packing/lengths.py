@@ -75,6 +75,13 @@ def positive_integer(value: Any, name: str, highest: int = MAX_INT32) -> int:
     return int(value)
 
 
+def token_id(value: Any, name: str) -> int:
+    """The value as an int from 0 to 2**31 - 1; ValueError otherwise."""
+    if not _is_integer(value) or not 0 <= value <= MAX_INT32:
+        raise ValueError(f"{name} must be an integer from 0 to {MAX_INT32}; got {value!r}.")
+    return int(value)
+
+
 def natural_number(value: Any, name: str) -> int:
     """The value as an int of at least 0, such as a seed or an epoch; ValueError otherwise."""
     if not _is_integer(value) or value < 0:
@@ -106,7 +113,13 @@ def whole_lengths(lengths: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
     Raises:
         ValueError: no lengths, lengths that aren't a row of integers, a document without tokens.
     """
-    array = np.asarray(lengths)
+    try:
+        array = np.asarray(lengths)
+    except ValueError:  # rows of several lengths
+        raise ValueError(
+            f"lengths must be a row of integers, the tokens of each document; got {lengths!r:.100}. Count the "
+            "tokens of documents first: [len(ids) for ids in documents]."
+        ) from None
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         remedy = ""
         if array.ndim == 1 and array.dtype.kind == "f":
@@ -154,12 +167,8 @@ def fit_lengths(
     above = array > capacity
     count = int(above.sum())
     if overlong == "error":
-        first = int(np.argmax(above))
-        raise ValueError(
-            f"{count} of {array.size} documents are longer than the {name} of {capacity} tokens (the first: document "
-            f"{first}, {array[first]} tokens). Raise the {name} to at least {longest}, or say what to do with them: "
-            "overlong='truncate', 'split' or 'drop'."
-        )
+        choices = "say what to do with them: overlong='truncate', 'split' or 'drop'."
+        raise ValueError(f"{_overlong(array, capacity, name)}, or {choices}")
     # Sums of lengths of any integer type, far from wrapping: the documents themselves lie in memory somewhere.
     excess = int(np.where(above, array, 0).sum(dtype=np.uint64))
     if overlong == "truncate":
@@ -187,11 +196,35 @@ def fit_lengths(
     return FittedLengths(lengths_of_pieces, documents, starts, report)
 
 
-def refuse_cutting(overlong: Any, capacity: int) -> None:
-    """ValueError for a policy for long documents that a sampler, which yields their numbers alone, can't follow."""
+def _overlong(array: NDArray[Any], capacity: int, name: str) -> str:
+    """Which of the lengths are above the capacity, and what capacity would hold them."""
+    above = array > capacity
+    first = int(np.argmax(above))
+    return (
+        f"{int(above.sum())} of {array.size} documents are longer than the {name} of {capacity} tokens (the first: "
+        f"document {first}, {array[first]} tokens). Raise the {name} to at least {int(array.max())}"
+    )
+
+
+def fit_for_sampler(
+    lengths: Sequence[int] | NDArray[Any], capacity: int, overlong: Literal["error", "drop"], name: str
+) -> FittedLengths:
+    """As `fit_lengths`, for a sampler, which yields the numbers of documents alone and can't cut them.
+
+    Raises:
+        ValueError: as there, and for the policies that cut, with what takes their place.
+    """
+    cutting = (
+        f"A sampler names documents and can't cut them. To truncate, pass lengths=numpy.minimum(lengths, {capacity}) "
+        f"and load with PackingCollator(max_document_length={capacity}); to split, use pack_dataset, which cuts as it "
+        "loads."
+    )
     if not isinstance(overlong, str) or overlong not in ("error", "drop"):
-        raise ValueError(
-            f"overlong must be 'error' or 'drop'; got {overlong!r:.100}. A sampler names documents and can't cut them. "
-            f"To truncate, pass lengths=numpy.minimum(lengths, {capacity}) and load with "
-            f"PackingCollator(max_document_length={capacity}); to split, use pack_dataset, which cuts as it loads."
-        )
+        raise ValueError(f"overlong must be 'error' or 'drop'; got {overlong!r:.100}. {cutting}")
+    if overlong == "error":
+        array = whole_lengths(lengths)
+        if array.max() > capacity:
+            raise ValueError(
+                f"{_overlong(array, capacity, name)}, or pass overlong='drop', which leaves them out. {cutting}"
+            )
+    return fit_lengths(lengths, capacity, overlong, name=name)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, Sampler
 
 from tritonpack.packing.epoch_sampler import EpochSampler
-from tritonpack.packing.lengths import MAX_INT32, fit_lengths, positive_integer, refuse_cutting
+from tritonpack.packing.lengths import MAX_INT32, fit_for_sampler, positive_integer
 from tritonpack.packing.state import Progress, check_batches_done, digest, make_state, read_state
 
 START_METHODS = ("fork", "spawn", "forkserver")
@@ -109,11 +109,10 @@ class MultipackBatchSampler(BatchSampler):
             if not isinstance(value, bool):
                 raise ValueError(f"{name} must be True or False; got {value!r}.")
         self.batch_max_len = positive_integer(batch_max_len, "batch_max_len")
-        refuse_cutting(overlong, self.batch_max_len)
         self.bin_size = None if bin_size is None else positive_integer(bin_size, "bin_size")
         self.group_size = positive_integer(group_size, "group_size")
         self.sequential = sequential
-        fitted = fit_lengths(lengths, self.batch_max_len, overlong, name="batch_max_len")
+        fitted = fit_for_sampler(lengths, self.batch_max_len, overlong, "batch_max_len")
         self.overlong_report = fitted.report
         self.lengths = np.zeros(len(lengths), dtype=np.int32)  # 0: left out
         self.lengths[slice(None) if fitted.documents is None else fitted.documents] = fitted.lengths

@@ -14,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tritonpack.checks import describe
+
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
@@ -53,7 +55,8 @@ def as_ranks(group: GroupLike) -> Ranks:
     """The ranks of a process group, of a one-dimensional DeviceMesh, or (None) of the whole world.
 
     Raises:
-        ValueError: no process group was begun, the mesh has several dimensions, or this process isn't in the group.
+        ValueError: no process group was begun, it isn't a group, the mesh has several dimensions, or this process isn't
+            in the group.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
@@ -69,6 +72,12 @@ def as_ranks(group: GroupLike) -> Ranks:
         group = group.get_group()  # type: ignore[union-attr]
     if group is None:
         group = dist.group.WORLD
+    outside = group is dist.GroupMember.NON_GROUP_MEMBER  # what new_group gives to ranks that it doesn't name
+    if not isinstance(group, dist.ProcessGroup) and not outside:
+        raise ValueError(
+            f"group must be a process group, a DeviceMesh of one dimension, or None for the whole world; got "
+            f"{describe(group)}. Pass a mesh's dimension, such as mesh['sp'], or torch.distributed.new_group(ranks)."
+        )
     if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
         raise ValueError(
             f"this process, rank {dist.get_rank()} of the world, isn't in the group; got {group!r:.100}. Pass "

@@ -17,6 +17,8 @@ from tritonpack.parallel.comm import Ranks, gather
 # The arguments that are compared one by one; all others count together.
 NAMED = ("input_ids", "inputs_embeds", "position_ids", "attention_mask", "labels")
 
+_OTHERS = "another argument"
+
 FINGERPRINT = 2**16  # numbers of a parameter that are compared: what moves ranks apart moves all of them
 
 
@@ -48,7 +50,7 @@ def require_same_batch(
     failed, *columns = gathered.T.tolist()
     if any(failed):
         raise_everywhere(ranks, error)
-    what = ["whether gradients are computed", *NAMED, "another argument", "parameters"]
+    what = ["whether gradients are computed", *NAMED, _OTHERS, "parameters"]
     differ = [name for name, column in zip(what, columns, strict=True) if len(set(column)) > 1]
     if differ == ["parameters"]:
         raise ValueError(
@@ -56,6 +58,9 @@ def require_same_batch(
             "reduced over it, so a batch would be computed by several models. Let DDP or FSDP reduce over a mesh that "
             "holds these ranks (data and sequence ranks together), or reduce gradients yourself after backward."
         )
+    if _OTHERS in differ:  # on every rank, since all have gathered the same
+        place = differ.index(_OTHERS)
+        differ[place : place + 1] = _names_that_differ(ranks, others) or [_OTHERS]
     if differ:
         verb = "differs" if len(differ) == 1 else "differ"
         raise ValueError(
@@ -63,6 +68,15 @@ def require_same_batch(
             "rank to rank. Every rank must pass the same full batch: let the sampler count the group as one rank (its "
             "rank and number of replicas are those of the data mesh)."
         )
+
+
+def _names_that_differ(ranks: Ranks, arguments: dict[str, Any]) -> list[str]:
+    """The arguments that aren't the same on all ranks, or that some ranks lack. Every rank must call this."""
+    found: list[Any] = [None] * ranks.size
+    numbers = {name: int(_number(value)) for name, value in arguments.items()}
+    dist.all_gather_object(found, numbers, group=ranks.group)
+    names = sorted({name for one in found for name in one})
+    return [name for name in names if len({one.get(name) for one in found}) > 1]
 
 
 def require_same_settings(ranks: Ranks, error: Exception | None, settings: dict[str, Any]) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from torch import Tensor, nn
 
+from tritonpack.checks import check_choice, check_flag
 from tritonpack.parallel.comm import as_ranks
 from tritonpack.parallel.consistency import require_same_batch, require_same_settings
 from tritonpack.parallel.exchange import Exchange
@@ -76,7 +77,8 @@ class SequenceParallel:
             "ulysses". axolotl's names stand for both choices: "varlen_llama3" (all_gather, contiguous), "batch_ring"
             (ring, contiguous), "batch_zigzag" and "batch_stripe" (ring).
         layout: which rows a rank has, as `tritonpack.parallel.make_layout` takes it: "contiguous", "zigzag", "stripe"
-            or "balanced", which reads the mask, so it waits for the device once per forward.
+            or "balanced", which reads the mask, so it waits for the device once per forward. None means the one that
+            axolotl's name for `exchange` stands for, and "balanced" for others.
         heads_k_stride: key heads per step of "all_gather", as in `attend`.
         gather_outputs: return the outputs of the whole batch, (B, T, ...), on every rank, differentiably.
         grad_reduce: how gradients are reduced over the ranks afterwards: "mean", as DDP and FSDP do, or "sum".
@@ -98,14 +100,15 @@ class SequenceParallel:
         group_or_mesh: GroupLike = None,
         *,
         exchange: str = "all_gather",
-        layout: str = "balanced",
+        layout: str | None = None,
         heads_k_stride: int | None = None,
         gather_outputs: bool = False,
         grad_reduce: GradReduce = "mean",
         check_batches: bool = True,
     ) -> None:
         self.ranks = as_ranks(group_or_mesh)
-        self.models = [model_or_models] if isinstance(model_or_models, nn.Module) else list(model_or_models)
+        several = isinstance(model_or_models, (list, tuple))
+        self.models: list[Any] = list(model_or_models) if several else [model_or_models]  # type: ignore[arg-type]
         self.exchange: Any = exchange  # names are checked on entry, where every rank hears of an error
         self.layout: Any = layout
         self.heads_k_stride, self.gather_outputs = heads_k_stride, gather_outputs
@@ -125,6 +128,8 @@ class SequenceParallel:
             self.exchange, self.layout = _scheme(self.exchange, self.layout)
             if self.grad_reduce not in get_args(GradReduce):
                 raise ValueError(f"grad_reduce must be 'mean' or 'sum'; got {self.grad_reduce!r}.")
+            check_flag(self.gather_outputs, "gather_outputs")
+            check_flag(self.check_batches, "check_batches")
             self._prepare()
         except Exception as problem:
             error = problem
@@ -232,7 +237,11 @@ class SequenceParallel:
 
     def _prepare(self) -> None:
         """Patch the models and put ourselves before their forwards."""
+        if not self.models:
+            raise ValueError("expected a model, or several; got [].")
         for model in self.models:
+            if not isinstance(model, nn.Module):
+                patch(model)  # which refuses it, and says what it is instead
             require_reduction(model, self.ranks)
             hook = find_packing_hook(model)
             if hook is None:
@@ -252,17 +261,17 @@ class SequenceParallel:
         self._parameters, self._sharing = [], None
 
 
-def _scheme(exchange: str, layout: str) -> tuple[Exchange, LayoutName]:
+def _scheme(exchange: Any, layout: Any) -> tuple[Exchange, LayoutName]:
     """The exchange and the layout that names stand for; raises for unknown ones."""
-    if exchange in SCHEMES:
-        implied = SCHEMES[exchange]
-        if layout not in ("balanced", implied[1]):  # the first is the default
-            raise ValueError(f"exchange={exchange!r} has the layout {implied[1]!r}; got layout={layout!r}.")
-        return implied
-    for what, name, names in (
-        ("exchange", exchange, (*get_args(Exchange), *SCHEMES)),
-        ("layout", layout, get_args(LayoutName)),
-    ):
-        if name not in names:
-            raise ValueError(f"{what} must be one of {', '.join(map(repr, names))}; got {name!r}.")
-    return exchange, layout  # type: ignore[return-value]
+    check_choice(exchange, (*get_args(Exchange), *SCHEMES), "exchange")
+    if layout is not None:
+        check_choice(layout, get_args(LayoutName), "layout")
+    if exchange not in SCHEMES:
+        return exchange, layout or "balanced"
+    implied = SCHEMES[exchange]
+    if layout not in (None, implied[1]):
+        raise ValueError(
+            f"exchange={exchange!r} has the layout {implied[1]!r}; got layout={layout!r}. Leave the layout out, or "
+            f"pass exchange={implied[0]!r} with it."
+        )
+    return implied

@@ -12,14 +12,20 @@ from transformers import PreTrainedModel
 
 from tritonpack import notices
 from tritonpack.patches.families import LABELS_ARE_TOKENS
+from tritonpack.patches.forwards import holds_both_sides
 from tritonpack.patches.packed_batch import PackedBatch
 
 IGNORED = -100
 KEY = "first-label"
+KEY_LOST = "first-label-lost"
+
+# Ends of the names of classes, besides encoders with decoders, whose labels are of the tokens themselves.
+OWN_LABELS = ("ForMaskedLM", "ForTokenClassification")
 
 
 def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], packed_batch: PackedBatch) -> None:
-    """Say once that the first label of a document isn't masked.
+    """Say once that the first label of a document isn't masked where the loss shifts labels, or that the first labels
+    alone are masked where it doesn't.
 
     Labels on an accelerator aren't looked at, because reading them would wait for it.
 
@@ -29,7 +35,9 @@ def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], p
         packed_batch: of the same call.
     """
     labels = arguments.get("labels")
-    if torch.compiler.is_compiling() or notices.is_said(KEY) or not isinstance(labels, Tensor):
+    if torch.compiler.is_compiling() or not isinstance(labels, Tensor):
+        return
+    if notices.is_said(KEY) and notices.is_said(KEY_LOST):
         return
     on_host = labels.device.type == packed_batch.where.type == "cpu"
     whole = (
@@ -38,8 +46,15 @@ def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], p
         and not packed_batch.cached
         and not packed_batch.shared
     )
-    if not on_host or not whole or not shifts_labels(model, arguments):
+    if not on_host or not whole:
         return
+    if shifts_labels(model, arguments):
+        _warn_of_unmasked(model, labels, packed_batch)
+    elif predicts_own_tokens(model):
+        _warn_of_lost(model, labels, packed_batch)
+
+
+def _warn_of_unmasked(model: PreTrainedModel, labels: Tensor, packed_batch: PackedBatch) -> None:
     first = packed_batch.runs()[0] & packed_batch.not_padding()
     unmasked = first[:, 1:] & (labels[:, 1:] != IGNORED)  # the first token of a row is predicted from nothing
     if bool(unmasked.any()):
@@ -50,6 +65,28 @@ def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], p
             f"{int(labels[row, place + 1])}. {type(model).__name__} then learns to predict that token from the "
             f"document before. Set the first label of each document to {IGNORED}, as tritonpack.PackingCollator does.",
         )
+
+
+def _warn_of_lost(model: PreTrainedModel, labels: Tensor, packed_batch: PackedBatch) -> None:
+    """What a collator for causal models leaves: no first label, and all others. Labels of a masked language model,
+    which lack the first one too, lack others."""
+    tokens = packed_batch.not_padding()
+    first = packed_batch.runs()[0] & tokens
+    ignored = labels == IGNORED
+    documents = int(first.sum())
+    if documents > 1 and bool((ignored & tokens == first).all()) and not bool(ignored[tokens].all()):
+        notices.say_once(
+            KEY_LOST,
+            f"the first label of each of the {documents} documents is {IGNORED}. {type(model).__name__} predicts each "
+            "token itself and not the next one, so these labels are lost to its loss. Use "
+            "tritonpack.PackingCollator(objective='tokens'), or a collator that leaves labels as they are.",
+        )
+
+
+def predicts_own_tokens(model: PreTrainedModel) -> bool:
+    """Whether a model holds each label against what it predicts at the same place: encoders with decoders, which shift
+    their decoder's input instead, masked language models and token classification."""
+    return holds_both_sides(model) or any(kind.__name__.endswith(OWN_LABELS) for kind in type(model).__mro__)
 
 
 def shifts_labels(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:

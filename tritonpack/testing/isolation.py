@@ -10,7 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonpack.errors import IsolationError
+from tritonpack.checks import as_integers
+from tritonpack.errors import IsolationError, UnsupportedModelError
+from tritonpack.patches import patch
 from tritonpack.patches.trial import packed_forms
 from tritonpack.patches.trial.small_copy import as_prompts
 from tritonpack.patches.trial.undisturbed import as_found
@@ -72,8 +74,13 @@ def check_isolation(
 
     Raises:
         IsolationError: (an AssertionError) a document saw another one; the message names the layer where that begins.
-        ValueError: fewer than two documents, or an empty one.
+        ValueError: what isn't a model, lengths that aren't integers, fewer than two documents, or an empty one.
     """
+    if not isinstance(model, nn.Module):
+        patch(model)  # which refuses it, and says what it is instead
+    if not hasattr(model, "get_input_embeddings"):
+        raise UnsupportedModelError(f"expected a transformers model; got {type(model).__name__}.")
+    lengths = as_integers(lengths, "lengths").tolist()
     if len(lengths) < 2 or min(lengths) < 1:
         raise ValueError(f"lengths must hold at least two documents of at least one token; got {tuple(lengths)}.")
     embed = model.get_input_embeddings()  # type: ignore[operator]

@@ -20,6 +20,7 @@ from rich.table import Table
 import tritonpack
 from tritonpack.cli.doctor.findings import Finding, NotHereError
 from tritonpack.cli.doctor.versions import device_name, examine_gpu, examine_versions, installed_versions
+from tritonpack.cli.machine import require_writable
 
 _STYLES = {"right": "green", "wrong": "bold red", "warning": "yellow", "not here": "dim"}
 
@@ -31,10 +32,9 @@ def examine(path: Path | None = None) -> bool:
         Whether everything that can run here is right.
 
     Raises:
-        OSError: `path` can't be written.
+        ValueError: `path` can't be written.
     """
-    if path is not None:
-        path.touch()  # before the checks, which take seconds
+    require_writable(path)
     console = Console()
     versions = installed_versions()
     facts = {

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from tritonpack.cli.machine import require_writable
 from tritonpack.cli.plan.read_lengths import read_lengths
 from tritonpack.cli.plan.report import as_dict, findings, legend, table
 from tritonpack.cli.plan.strategies import BASELINES, Result, compare, our_way
@@ -68,8 +69,7 @@ def examine(options: Options) -> None:
 
     picture = options.out if options.out.suffix.lower() == ".png" else options.out / "plan.png"
     picture.parent.mkdir(parents=True, exist_ok=True)
-    if options.json is not None:
-        options.json.touch()  # before the work, which may take long
+    require_writable(options.json)
     console = Console()
     cost, whose = _cost(options.model)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
