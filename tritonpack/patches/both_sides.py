@@ -16,6 +16,7 @@ from tritonpack.patches.documents import Documents, require_one_document_a_row
 from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SCORES_BEFORE_PADDING, SHIFTS_INPUTS
 from tritonpack.patches.heads import ModelForward
 from tritonpack.patches.hooks import PackingHook
+from tritonpack.patches.labels import warn_of_first_labels
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.packing_context import UNCLAIMED, PackingContext
 from tritonpack.patches.parse_inputs import make_packed_batch
@@ -96,6 +97,7 @@ class BothSides(ModelForward):
             packed_batch = self._hand(arguments, "decoder", TARGET, told, target, arguments.get("decoder_input_ids"))
             if unshifted is not None and packed_batch is not None:
                 self._shift_labels(arguments, unshifted, packed_batch)
+                warn_of_first_labels(self.module, {"labels": unshifted}, packed_batch)
         return self._find_spans(arguments, packed_batch)
 
     def _run_shared(self, arguments: dict[str, Any], told: dict[str, Any]) -> Any:
