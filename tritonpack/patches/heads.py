@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.by_document import PACKING, TARGETS, ByDocument
 from tritonpack.patches.choices import Choices
 from tritonpack.patches.documents import Documents, require_one_document_a_row
@@ -20,6 +21,7 @@ from tritonpack.patches.near_misses import refuse_near_misses
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parse_inputs import OpenMaskError
+from tritonpack.patches.report import holds
 from tritonpack.patches.rows import OF_DOCUMENTS, ONE_NUMBER_A_TOKEN
 from tritonpack.patches.spans import take_spans
 from tritonpack.patches.strangers import kept_apart, strangers
@@ -38,6 +40,8 @@ class ModelForward(ByDocument):
         self.hook = hook
         self.seen = False  # whether a packed call has shown what code of others does
         self.known = frozenset((*self.names, *hook.names))
+        self.path = next(path for path, part in module.named_modules() if part is hook.module)
+        self.part = type(hook.module).__name__
         # How XLNet's, XLM's and RoFormer's heads make one vector of a row: padding counts as tokens do.
         summaries = {getattr(inner, "summary_type", None) for inner in module.modules()}
         self.pads_left, self.averages_rows = not summaries.isdisjoint({"last", "cls_index"}), "mean" in summaries
@@ -64,8 +68,22 @@ class ModelForward(ByDocument):
                 "and tritonpack.patch(model)."
             )
 
+    def require_parts(self) -> None:
+        """Refuse a call where the part of the model that is told of documents was replaced since; it may be wrapped."""
+        part = self.module
+        for name in self.path.split(".") if self.path else ():
+            part = getattr(part, name, None)
+        if self.hook.gone or (part is not self.hook.module and not holds(self.module, self.hook.module)):
+            raise UnsupportedModelError(
+                f"{self.name} was patched with a {self.part} as its {self.path}, which was replaced since, and nothing "
+                "tells the new one where documents begin. Call tritonpack.unpatch(model), also on the model that the "
+                f"new {self.path} comes from, put the parts together, and patch the whole with tritonpack.patch(model)."
+            )
+
     def call(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self.bound(args, kwargs)
+        if not torch.compiler.is_compiling():
+            self.require_parts()
         if is_paged(arguments.get("cache")):
             return self.inner(*args, **kwargs)
         if self.context.state.told is not None:  # inside of another head, which has been told

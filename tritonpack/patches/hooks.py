@@ -88,6 +88,10 @@ class PackingHook:
     def module(self) -> PreTrainedModel:
         return self._module.module
 
+    @property
+    def gone(self) -> bool:
+        return self._module.gone
+
     def attention_name(self, before: str | None) -> str:
         """What the attention is called from now on, in the place of the name from before."""
         return NAMES[self.serving.attention]
