@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.by_document import PACKING, TARGETS, ByDocument
+from tritonpack.patches.call_arguments import refuse_unmade_masks
 from tritonpack.patches.choices import Choices
 from tritonpack.patches.documents import Documents, require_one_document_a_row
 from tritonpack.patches.hooks import PackingHook, is_paged
@@ -89,6 +90,7 @@ class ModelForward(ByDocument):
         if self.context.state.told is not None:  # inside of another head, which has been told
             return self.run(arguments)
         refuse_near_misses(arguments, self.known, self.name)
+        refuse_unmade_masks(arguments)
         if torch.compiler.is_compiling():
             return self.with_names(arguments)
         try:
@@ -97,10 +99,7 @@ class ModelForward(ByDocument):
             names = " and ".join(_beside_tokens(arguments))
             if not names:
                 raise
-            raise ValueError(
-                f"{self.name} appends {names} to its tokens, and a patched model can't tell which document each "
-                f"belongs to. Leave {names} out, or unpatch the model and give each document a row of its own."
-            ) from error
+            raise ValueError(_appended(self.name, names)) from error
 
     def run(self, arguments: dict[str, Any]) -> Any:
         choices = Choices.of(arguments, self.module, self.hook.serving, left=self.pads_left)
@@ -129,6 +128,8 @@ class ModelForward(ByDocument):
                 output = self.inner(**arguments)
         except (ValueError, RuntimeError, IndexError) as error:
             self._explain_labels(error, arguments, packed_batch)
+            if outer is None:
+                self._explain_images(error, arguments, packed_batch)
             raise
         finally:
             self.context.tell(outer)
@@ -225,6 +226,17 @@ class ModelForward(ByDocument):
                 f"{packed_batch.tokens[0]}. Give each document a row of its own."
             ) from error
 
+    def _explain_images(self, error: Exception, arguments: dict[str, Any], packed_batch: PackedBatch) -> None:
+        """Raise where sizes didn't fit in a call with something for each document, in a model that takes it for each
+        row, as images that come before its tokens."""
+        if torch.compiler.is_compiling() or packed_batch.cached or "izes of tensors must match" not in str(error):
+            return
+        documents = Documents.of(packed_batch)
+        count, rows = 0 if documents is None else len(documents), packed_batch.tokens[0]
+        names = [name for name in _beside_tokens(arguments) if arguments[name].shape[:1] == (count,) != (rows,)]
+        if names:
+            raise ValueError(_appended(self.name, " and ".join(names))) from error
+
     def _require_nothing_of_rows(self, output: Any, packed_batch: PackedBatch, arguments: dict[str, Any]) -> None:
         """Refuse an output that has one value for each row, where rows hold several documents."""
         rows, length = packed_batch.tokens
@@ -245,6 +257,13 @@ class ModelForward(ByDocument):
                     f"{self.name} returns {name}, one for each row, whatever documents a row holds. Give each document "
                     "a row of its own.",
                 )
+
+
+def _appended(model: str, names: str) -> str:
+    return (
+        f"{model} appends {names} to its tokens, and a patched model can't tell which document each belongs to. Leave "
+        f"{names} out, or unpatch the model and give each document a row of its own."
+    )
 
 
 def _beside_tokens(arguments: dict[str, Any]) -> list[str]:

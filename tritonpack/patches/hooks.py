@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tritonpack.checks import require
+from tritonpack.patches.call_arguments import in_form
 from tritonpack.patches.checkpoints import Checkpoints
 from tritonpack.patches.cross import meet
 from tritonpack.patches.documents import require_one_document_a_row
@@ -121,7 +122,7 @@ class PackingHook:
             )
         if self.outermost:
             require_own_attention(ours, self.replaced)
-        arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        arguments = in_form({**dict(zip(self.names, args, strict=False)), **kwargs})
         if self.outermost and not torch.compiler.is_compiling():
             for head in self.patch.heads:
                 head.require_in_place(arguments)
