@@ -66,10 +66,8 @@ def test_positions_of_one_row_need_no_dimension_for_it(family: str, inner: bool)
 def git() -> PreTrainedModel:
     torch.manual_seed(0)
     small = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = GitConfig(
-        vocab_size=99, max_position_embeddings=64, pad_token_id=0, vision_config={**small, "image_size": 8, "patch_size": 4},
-        **small,
-    )  # fmt: skip
+    vision = {**small, "image_size": 8, "patch_size": 4}
+    config = GitConfig(vocab_size=99, max_position_embeddings=64, pad_token_id=0, vision_config=vision, **small)
     return build(GitForCausalLM, config)
 
 
@@ -89,6 +87,6 @@ def test_errors_of_a_call_with_images_are_its_own() -> None:
     def fail(*_: Any) -> Tensor:
         raise RuntimeError("of the tower")
 
+    model.git.image_encoder.register_forward_pre_hook(fail)
     with tritonpack.patch(model), pytest.raises(RuntimeError, match="of the tower"):
-        model.git.image_encoder.register_forward_pre_hook(fail)
         model(documents()[0], pixel_values=torch.randn(1, 3, 8, 8, dtype=torch.float64))

@@ -117,7 +117,8 @@ def _require_agreement(packed_batch: PackedBatch, told: dict[str, Tensor]) -> No
     everywhere = torch.ones(packed_batch.tokens, dtype=torch.bool, device=packed_batch.device)
     live = everywhere if mask is None else mask != 0
     if len(told) == 2:
-        _require_same(*told.items(), live)
+        one, other = told.items()
+        _require_same(one, other, live)
     positions = packed_batch.position_ids
     if positions is not None and positions.ndim < 3:
         starts = packed_batch._position_starts()
