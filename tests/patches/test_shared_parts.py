@@ -134,3 +134,21 @@ def test_a_part_that_was_wrapped_is_in_place() -> None:
         got = model(row(), position_ids=positions()).logits
         model.model = model.model.inner
     assert float((got - expected).abs().max().detach()) < EXACT
+
+
+@pytest.mark.parametrize("unpatched_first", [False, True])
+def test_a_part_outlives_the_model_that_was_patched(unpatched_first: bool) -> None:
+    model = build()
+    head = head_around(model, copy.deepcopy(model.config))
+    before, expected = state(head), torch.cat([head(d).logits for d in documents()], 1)
+    tritonpack.patch(model)
+    del model
+    if unpatched_first:
+        tritonpack.unpatch(head)
+        assert state(head) == before
+    with tritonpack.patch(head):
+        got = head(row(), position_ids=positions()).logits
+    assert float((got - expected).abs().max().detach()) < EXACT
+    if not unpatched_first:
+        tritonpack.unpatch(head)
+    assert state(head) == before

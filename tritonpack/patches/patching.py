@@ -176,7 +176,7 @@ def _patch(
 ) -> Patch:
     found, lease = applied_to(model), object()
     _require_no_part_of_others(model, found)
-    whole = next((applied for applied in found if holds(applied.model, model)), None)
+    whole = next((applied for applied in found if not applied.gone and holds(applied.model, model)), None)
     if whole is not None and whole.asked == (attention, backend):
         try:
             whole.leases.append(lease)
