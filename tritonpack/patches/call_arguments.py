@@ -17,12 +17,19 @@ MASKS = ("attention_mask", "decoder_attention_mask")
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
+def is_paged(cache: Any) -> bool:
+    """Whether a call is one of continuous batching, whose cache tells the requests of a row apart."""
+    return type(cache).__name__ == "PagedAttentionCache"
+
+
 def in_form(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, with position ids of one row, (T,), as (1, T).
+    """The arguments of a call, with position ids of one row, (T,), as (1, T). Continuous batching has forms of its own.
 
     Raises:
         ValueError: what tells documents apart is no tensor, or not one of integers.
     """
+    if is_paged(arguments.get("cache")):
+        return arguments
     for name in OFFSETS:
         value = arguments.get(name)
         if value is not None and not (

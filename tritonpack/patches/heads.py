@@ -12,10 +12,10 @@ from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.by_document import PACKING, TARGETS, ByDocument
-from tritonpack.patches.call_arguments import refuse_unmade_masks
+from tritonpack.patches.call_arguments import is_paged, refuse_unmade_masks
 from tritonpack.patches.choices import Choices
 from tritonpack.patches.documents import Documents, require_one_document_a_row
-from tritonpack.patches.hooks import PackingHook, is_paged
+from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.labels import warn_of_first_labels
 from tritonpack.patches.multimodal import leave_positions_to
 from tritonpack.patches.near_misses import refuse_near_misses
