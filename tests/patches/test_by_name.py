@@ -216,7 +216,7 @@ def test_what_cannot_be_packed_is_refused_by_name() -> None:
 def test_a_name_that_is_written_into_a_configuration_is_refused() -> None:
     model = make("llama")
     model.config._attn_implementation = NAME
-    with pytest.raises(ValueError, match=r"isn't patched.*Call tritonpack\.patch"):
+    with pytest.raises(ValueError, match=r"isn't patched.*patch this model, too, with tritonpack\.patch"):
         model(torch.cat(documents(), 1), position_ids=positions())
 
 

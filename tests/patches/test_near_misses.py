@@ -23,16 +23,22 @@ MEANT = {
         "cu_seqlens", "cu_seqlens_q", "cu_seqlens_k", "cu_seq_lens", "cu_seqlen", "cu_seq_len_q", "cumulative_seqlens",
         "max_seqlen", "max_seqlen_q", "max_seqlens", "seq_lens", "seqlens", "seq_lengths", "sequence_lengths",
         "packed_seq_lens", "document_lengths", "doc_lens", "lengths", "doc_offsets", "Cu_Seqlens",
+        "packed_seq_params", "cumulative_lengths", "input_lengths", "doc_boundaries", "boundaries",
+        "sequence_boundaries", "num_docs", "num_sequences",
     ),
     "seq_idx": (
         "segment_ids", "segments", "sequence_id", "sequence_ids", "seq_id", "seq_ids", "seqidx", "seq_indices",
         "doc_ids", "doc_id", "document_ids", "document_id", "documents", "document_index",
+        "sample_ids", "batch_ids", "pack_ids", "example_ids", "group_ids", "episode_ids", "token_doc_ids",
     ),
     "position_ids": (
         "positions_ids", "position_id", "positions", "position", "pos_ids", "position_idx", "postion_ids",
-        "positionids",
+        "positionids", "segment_positions", "document_positions",
     ),
-    "attention_mask": ("attn_mask", "attention_masks", "atention_mask", "padding_mask", "document_mask", "block_mask"),
+    "attention_mask": (
+        "attn_mask", "attention_masks", "atention_mask", "padding_mask", "document_mask", "block_mask", "packing_mask",
+        "packed_mask", "eod_mask",
+    ),
 }  # fmt: skip
 
 # Arguments of whole models of transformers that mean what they resemble; these models' own signatures have them.

@@ -261,7 +261,7 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
         "decoder_attention_mask was given without decoder_input_ids",
     ),
     "offsets too short": (
-        {"cu_seq_lens_q": torch.tensor([0, 7, 20]), "cu_seq_lens_k": torch.tensor([0, 11, 26])},
+        {"cu_seq_lens_q": torch.tensor([0, 7, 8, 11, 20]), "cu_seq_lens_k": torch.tensor([0, 11, 15, 25, 26])},
         "documents of the decoder: .* end with the number of tokens, 22",
     ),
     "mask of another length": ({"attention_mask": torch.ones(1, 9)}, "attention_mask has shape"),

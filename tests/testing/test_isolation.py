@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import tritonpack
 from tests.patches.models import FAMILIES, tiny_model
@@ -81,3 +82,28 @@ def test_lengths_may_be_a_tensor() -> None:
     model = tiny_model("llama", dtype=torch.float32)
     with tritonpack.patch(model):
         assert check_isolation(model, lengths=torch.tensor([3, 5])).lengths == (3, 5)
+
+
+class OfLimitedCapacity(nn.Module):
+    """As a mixture of experts that drops the tokens for which a batch has no place."""
+
+    def __init__(self, own: nn.Module, capacity: int) -> None:
+        super().__init__()
+        self.own, self.capacity = own, capacity
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores = x.sum(-1, keepdim=True)
+        places = min(self.capacity, scores.numel())
+        least = scores.flatten().topk(places).values[-1]
+        return self.own(x) * (scores >= least)
+
+
+def test_mixing_that_depends_on_sizes_needs_documents_of_real_size() -> None:
+    """The first packed call doesn't show it where it is short (docs/patching.md)."""
+    model = tiny_model("llama", dtype=torch.float32)
+    model.model.layers[0].mlp = OfLimitedCapacity(model.model.layers[0].mlp, 32)
+    with tritonpack.patch(model):
+        model(torch.arange(3, 13)[None], position_ids=torch.tensor([[*range(4), *range(6)]]))
+        assert check_isolation(model, lengths=(7, 1, 3, 11)).moved_by_others == 0.0
+        with pytest.raises(tritonpack.IsolationError, match=r"begins in model\.layers\.0\b"):
+            check_isolation(model, lengths=(20, 15, 30))

@@ -21,6 +21,7 @@ from tritonpack.parallel.rotary import LongestPosition
 from tritonpack.parallel.sharded_batch import ShardedBatch, ShardedMask
 from tritonpack.parallel.sharing import Kept, Sharing, exchanges
 from tritonpack.parallel.validate import is_patched, packing_hook
+from tritonpack.patches.call_arguments import in_form
 from tritonpack.patches.hooks import CACHES
 from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
 from tritonpack.patches.packed_batch import PackedBatch
@@ -163,6 +164,7 @@ class ShardedForward:
 
     def _read(self, arguments: dict[str, Any]) -> Batch:
         """What a call says about the whole batch; refuses what can't be sharded."""
+        arguments = in_form(arguments)
         hook = packing_hook(self.module)
         tokens, device = _tokens(arguments)
         _refuse_arguments(arguments, tokens, self.module)

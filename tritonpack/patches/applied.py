@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -32,6 +32,14 @@ from tritonpack.patches.report import holds, make_report
 from tritonpack.patches.rewritten_layers import REWRITTEN, DocumentMask
 from tritonpack.patches.shown import Layout
 from tritonpack.patches.tokens import text_config
+
+
+class _OfModule(Protocol):
+    @property
+    def gone(self) -> bool: ...
+
+
+T = TypeVar("T", bound=_OfModule)
 
 
 class Guard:
@@ -148,42 +156,46 @@ class Applied:
         return self._model.module
 
     @property
+    def gone(self) -> bool:
+        return self._model.gone
+
+    @property
     def claimants(self) -> list[Claimant]:
         """Whose modules' configurations are given a name of attention."""
         return [*self.hooks, *(head for head in self.heads if isinstance(head, BothSides)), *self.stock]
 
     def apply(self) -> None:
-        """Put everything where it belongs."""
-        for claimant in self.claimants:  # generate() makes masks by the name of the configuration of both sides
+        """Put everything where it belongs; modules that were replaced and are gone have no place any more."""
+        for claimant in _living(self.claimants):  # generate() makes masks by the name of the config of both sides
             claim(claimant)
-        for hook in self.hooks:
+        for hook in _living(self.hooks):
             if not _keys(hook.module, PackingHook):
                 hook.module.register_forward_pre_hook(hook, with_kwargs=True)
-        for stand_in in self.stand_ins:
+        for stand_in in _living(self.stand_ins):
             stand_in.install()
             if isinstance(stand_in.module, PreTrainedModel):
                 if not _keys(stand_in.module, Guard):
                     stand_in.module.register_forward_pre_hook(Guard(self))
                 notices.patched_models.add(stand_in.module)
-        for entry in self.continuous:
+        for entry in _living(self.continuous):
             entry.install()
 
     def revert(self) -> None:
         """Take everything away."""
-        for entry in self.continuous:
+        for entry in _living(self.continuous):
             entry.remove()
-        for stand_in in reversed(self.stand_ins):
+        for stand_in in reversed(_living(self.stand_ins)):
             stand_in.remove()
             for key in _keys(stand_in.module, Guard):
                 del stand_in.module._forward_pre_hooks[key]
             notices.patched_models.discard(stand_in.module)
-        for hook in self.hooks:
+        for hook in _living(self.hooks):
             for key in _keys(hook.module, PackingHook):
                 hook.module._forward_pre_hooks_with_kwargs.pop(key, None)
                 del hook.module._forward_pre_hooks[key]
         for claimant in self.claimants:
             release(claimant)
-        for module in self.model.modules():
+        for module in () if self.gone else self.model.modules():
             release_checkpoint(module)
 
     def suspend_below(self) -> None:
@@ -207,6 +219,18 @@ def applied_to(model: nn.Module) -> list[Applied]:
             if isinstance(hook, Guard) and not any(hook.patch is other for other in found):
                 found.append(hook.patch)
     return found
+
+
+def part_of(model: nn.Module, applied: Applied) -> nn.Module | None:
+    """The outermost module of a model in which a patch is in force."""
+    for module in model.modules():
+        if any(isinstance(hook, Guard) and hook.patch is applied for hook in module._forward_pre_hooks.values()):
+            return module
+    return None
+
+
+def _living(some: Sequence[T]) -> list[T]:
+    return [one for one in some if not one.gone]
 
 
 def _keys(module: nn.Module, kind: type) -> list[int]:
@@ -275,17 +299,27 @@ def release(claimant: Claimant) -> None:
     """Give a config its own name back when the last patched module lets go of it."""
     if claimant.replaced is UNCLAIMED:
         return
-    config: Any = claimant.module.config
+    config: Any = _claimed_config(claimant) if claimant.gone else claimant.module.config
     # A copy's config has no claims.
     reference, claimants, before = _claims.get(id(config), (None, [], claimant.replaced))
     others = _others(claimants, claimant)
     if reference is not None and others:
         _claims[id(config)] = reference, others, before
-    else:
+    elif config is not None:
         config._attn_implementation_internal = before
         _claims.pop(id(config), None)
     claimant.replaced = UNCLAIMED
 
 
+def _claimed_config(claimant: Claimant) -> Any:
+    """The config that a claimant whose module is gone has a claim to; None if that is gone, or let go of."""
+    for reference, claimants, _ in list(_claims.values()):
+        if any(other() is claimant for other in claimants):
+            return reference()
+    return None
+
+
 def _others(claimants: list[weakref.ref[Claimant]], claimant: Claimant) -> list[weakref.ref[Claimant]]:
-    return [other for other in claimants if other() is not None and other() is not claimant]
+    """The other claims to a config, of modules that live."""
+    living = [(other, other()) for other in claimants]
+    return [other for other, known in living if known is not None and known is not claimant and not known.gone]

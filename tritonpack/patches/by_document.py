@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from tritonpack.patches.call_arguments import in_form
 from tritonpack.patches.choices import Choices, rows_of_choices
 from tritonpack.patches.documents import Documents
 from tritonpack.patches.labels import IGNORED, shifts_labels
@@ -53,6 +54,10 @@ class ByDocument(InstanceForward):
         parameters = inspect.signature(module.forward).parameters
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
         self.one_result = ONE_DOCUMENT_A_ROW.fullmatch(self.name) is not None
+
+    def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by name, in the form in which they are read."""
+        return in_form(super().bound(args, kwargs))
 
     @property
     def name(self) -> str:

@@ -28,6 +28,10 @@ class ContinuousBatching:
         self._model, self.patch = ModuleRef(model), patch
         self.by_name = patch.by_name
 
+    @property
+    def gone(self) -> bool:
+        return self._model.gone
+
     def install(self) -> None:
         """Take the method's place in the instance; a second call changes nothing."""
         self._model.module.__dict__[ENTRY] = self

@@ -57,6 +57,10 @@ class StockAttention:
     def module(self) -> PreTrainedModel:
         return self._module.module
 
+    @property
+    def gone(self) -> bool:
+        return self._module.gone
+
     def attention_name(self, before: str | None) -> str:
         """What the attention is called from now on."""
         return stock_name(self.module, before)

@@ -10,16 +10,19 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.by_document import PACKING, TARGETS, ByDocument
+from tritonpack.patches.call_arguments import is_paged, refuse_unmade_masks
 from tritonpack.patches.choices import Choices
 from tritonpack.patches.documents import Documents, require_one_document_a_row
-from tritonpack.patches.hooks import PackingHook, is_paged
+from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.labels import warn_of_first_labels
 from tritonpack.patches.multimodal import leave_positions_to
 from tritonpack.patches.near_misses import refuse_near_misses
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parse_inputs import OpenMaskError
+from tritonpack.patches.report import holds
 from tritonpack.patches.rows import OF_DOCUMENTS, ONE_NUMBER_A_TOKEN
 from tritonpack.patches.spans import take_spans
 from tritonpack.patches.strangers import kept_apart, strangers
@@ -38,6 +41,8 @@ class ModelForward(ByDocument):
         self.hook = hook
         self.seen = False  # whether a packed call has shown what code of others does
         self.known = frozenset((*self.names, *hook.names))
+        self.path = next(path for path, part in module.named_modules() if part is hook.module)
+        self.part = type(hook.module).__name__
         # How XLNet's, XLM's and RoFormer's heads make one vector of a row: padding counts as tokens do.
         summaries = {getattr(inner, "summary_type", None) for inner in module.modules()}
         self.pads_left, self.averages_rows = not summaries.isdisjoint({"last", "cls_index"}), "mean" in summaries
@@ -64,13 +69,28 @@ class ModelForward(ByDocument):
                 "and tritonpack.patch(model)."
             )
 
+    def require_parts(self) -> None:
+        """Refuse a call where the part of the model that is told of documents was replaced since; it may be wrapped."""
+        part = self.module
+        for name in self.path.split(".") if self.path else ():
+            part = getattr(part, name, None)
+        if self.hook.gone or (part is not self.hook.module and not holds(self.module, self.hook.module)):
+            raise UnsupportedModelError(
+                f"{self.name} was patched with a {self.part} as its {self.path}, which was replaced since, and nothing "
+                "tells the new one where documents begin. Call tritonpack.unpatch(model), also on the model that the "
+                f"new {self.path} comes from, put the parts together, and patch the whole with tritonpack.patch(model)."
+            )
+
     def call(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self.bound(args, kwargs)
+        if not torch.compiler.is_compiling():
+            self.require_parts()
         if is_paged(arguments.get("cache")):
             return self.inner(*args, **kwargs)
         if self.context.state.told is not None:  # inside of another head, which has been told
             return self.run(arguments)
         refuse_near_misses(arguments, self.known, self.name)
+        refuse_unmade_masks(arguments)
         if torch.compiler.is_compiling():
             return self.with_names(arguments)
         try:
@@ -79,10 +99,7 @@ class ModelForward(ByDocument):
             names = " and ".join(_beside_tokens(arguments))
             if not names:
                 raise
-            raise ValueError(
-                f"{self.name} appends {names} to its tokens, and a patched model can't tell which document each "
-                f"belongs to. Leave {names} out, or unpatch the model and give each document a row of its own."
-            ) from error
+            raise ValueError(_appended(self.name, names)) from error
 
     def run(self, arguments: dict[str, Any]) -> Any:
         choices = Choices.of(arguments, self.module, self.hook.serving, left=self.pads_left)
@@ -111,6 +128,8 @@ class ModelForward(ByDocument):
                 output = self.inner(**arguments)
         except (ValueError, RuntimeError, IndexError) as error:
             self._explain_labels(error, arguments, packed_batch)
+            if outer is None:
+                self._explain_images(error, arguments, packed_batch)
             raise
         finally:
             self.context.tell(outer)
@@ -209,6 +228,17 @@ class ModelForward(ByDocument):
                 f"{packed_batch.tokens[0]}. Give each document a row of its own."
             ) from error
 
+    def _explain_images(self, error: Exception, arguments: dict[str, Any], packed_batch: PackedBatch) -> None:
+        """Raise where sizes didn't fit in a call with something for each document, in a model that takes it for each
+        row, as images that come before its tokens."""
+        if torch.compiler.is_compiling() or packed_batch.cached or "izes of tensors must match" not in str(error):
+            return
+        documents = Documents.of(packed_batch)
+        count, rows = 0 if documents is None else len(documents), packed_batch.tokens[0]
+        names = [name for name in _beside_tokens(arguments) if arguments[name].shape[:1] == (count,) != (rows,)]
+        if names:
+            raise ValueError(_appended(self.name, " and ".join(names))) from error
+
     def _require_nothing_of_rows(self, output: Any, packed_batch: PackedBatch, arguments: dict[str, Any]) -> None:
         """Refuse an output that has one value for each row, where rows hold several documents."""
         rows, length = packed_batch.tokens
@@ -229,6 +259,13 @@ class ModelForward(ByDocument):
                     f"{self.name} returns {name}, one for each row, whatever documents a row holds. Give each document "
                     "a row of its own.",
                 )
+
+
+def _appended(model: str, names: str) -> str:
+    return (
+        f"{model} appends {names} to its tokens, and a patched model can't tell which document each belongs to. Leave "
+        f"{names} out, or unpatch the model and give each document a row of its own."
+    )
 
 
 def _beside_tokens(arguments: dict[str, Any]) -> list[str]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tritonpack.checks import require
+from tritonpack.patches.call_arguments import in_form, is_paged
 from tritonpack.patches.checkpoints import Checkpoints
 from tritonpack.patches.cross import meet
 from tritonpack.patches.documents import require_one_document_a_row
@@ -90,6 +91,10 @@ class PackingHook:
     def module(self) -> PreTrainedModel:
         return self._module.module
 
+    @property
+    def gone(self) -> bool:
+        return self._module.gone
+
     def attention_name(self, before: str | None) -> str:
         """What the attention is called from now on, in the place of the name from before."""
         return NAMES[self.serving.attention]
@@ -119,7 +124,7 @@ class PackingHook:
             )
         if self.outermost:
             require_own_attention(ours, self.replaced)
-        arguments = {**dict(zip(self.names, args, strict=False)), **kwargs}
+        arguments = in_form({**dict(zip(self.names, args, strict=False)), **kwargs})
         if self.outermost and not torch.compiler.is_compiling():
             for head in self.patch.heads:
                 head.require_in_place(arguments)
@@ -261,11 +266,6 @@ def _padding_place(module: Any) -> int:
     """The place of padding in a table of absolute positions: the padding token's number, or another of the table."""
     place = getattr(getattr(module, "embeddings", None), "padding_idx", None)
     return (module.config.pad_token_id or 0) if place is None else place
-
-
-def is_paged(cache: Any) -> bool:
-    """Whether a call is one of continuous batching, whose cache tells the requests of a row apart."""
-    return type(cache).__name__ == "PagedAttentionCache"
 
 
 def _is_empty(arguments: dict[str, Any]) -> bool:

@@ -20,7 +20,7 @@ from transformers.masking_utils import causal_mask_function
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.mask_spec import read_mask_spec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
-from tritonpack.patches.parse_inputs import OpenMask
+from tritonpack.patches.parse_inputs import SHARED_CONFIG, OpenMask
 from tritonpack.patches.positions import temperature
 from tritonpack.patches.towers import MORE_THAN_A_TOWER, attend_in_tower, takes_tokens
 
@@ -266,7 +266,7 @@ def _claimed(module: nn.Module, mask: Any, key: Tensor, arguments: dict[str, Any
     if takes_tokens(module) and not mask.claimed:
         raise ValueError(
             f"the attention of {type(module).__name__} is named {attention!r}, but its model isn't patched, so packed "
-            "documents would not be told apart. Call tritonpack.patch(model). Models that are loaded with "
+            f"documents would not be told apart. {SHARED_CONFIG} Models that are loaded with "
             "attn_implementation='tritonpack' are patched when they are built, after tritonpack.register(); a name "
             "that is written into a configuration later isn't seen."
         )

@@ -17,10 +17,12 @@ ALIKE = 0.885
 # What other libraries call these arguments, and what to pass instead.
 FOREIGN = {
     r"((cu|max|cumulative|packed)_?)?(seq(uence)?|doc(ument)?|segment)s?_?(len(gth)?|offset|start)s?(_[qk])?"
-    r"|lengths|offsets": "cu_seq_lens_q",
-    r"(seq(uence)?|doc(ument)?|segment)s?_?(id|idx|index|indice|number)(e?s)?|documents|segments": "seq_idx",
-    r"pos(ition)?s?_?(id|idx|index|indice)(e?s)?|pos(ition)?s?": "position_ids",
-    r"(attn|padding|key_padding|segment|doc(ument)?|block)_masks?": "attention_mask",
+    r"|((cumulative|input)_)?lengths|offsets|((seq(uence)?|doc(ument)?|segment)_)?boundaries|packed_seq_params"
+    r"|num_(seq(uence)?|doc(ument)?|segment)s": "cu_seq_lens_q",
+    r"(token_)?(seq(uence)?|doc(ument)?|segment)s?_?(id|idx|index|indice|number)(e?s)?|documents|segments"
+    r"|(sample|batch|pack|example|group|episode)_ids": "seq_idx",
+    r"pos(ition)?s?_?(id|idx|index|indice)(e?s)?|((seq(uence)?|doc(ument)?|segment)_)?pos(ition)?s?": "position_ids",
+    r"(attn|padding|key_padding|segment|doc(ument)?|block|packing|packed|eod)_masks?": "attention_mask",
 }
 
 REMEDIES = {

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.packed_batch import PackedBatch
 
 OUTSIDE = (
@@ -78,8 +79,17 @@ class ModuleRef:
     @property
     def module(self) -> Any:
         module = self._reference()
-        assert module is not None, "a hook of a module that is gone"
+        if module is None:
+            raise UnsupportedModelError(
+                "a part of this model was replaced since it was patched, so nothing says where documents begin. Call "
+                "tritonpack.unpatch(model), build the model, and patch the whole."
+            )
         return module
+
+    @property
+    def gone(self) -> bool:
+        """Whether the module isn't in memory any more, because another took its place in the model."""
+        return self._reference() is None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleRef:
         return ModuleRef(copy.deepcopy(self.module, memo))
@@ -110,6 +120,10 @@ class InstanceForward:
     @property
     def module(self) -> Any:
         return self._module.module
+
+    @property
+    def gone(self) -> bool:
+        return self._module.gone
 
     def install(self) -> None:
         """Take the place of the module's forward; a second call changes nothing."""

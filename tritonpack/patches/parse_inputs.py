@@ -14,6 +14,11 @@ from tritonpack.patches.mask_spec import MaskSpec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving, shown
 from tritonpack.patches.tensor_like import TensorLike
 
+SHARED_CONFIG = (
+    "Its configuration object may be shared with a patched model, which writes the name there: build this model from "
+    "copy.deepcopy(config), made before the other is patched, or patch this model, too, with tritonpack.patch(model)."
+)
+
 
 class OpenMaskError(ValueError):
     """A mask of which nobody has said where its documents are."""
@@ -46,7 +51,7 @@ class OpenMask(TensorLike):
     def to_tensor(self) -> Tensor:
         raise OpenMaskError(
             "this model's attention has tritonpack's name but the model isn't patched, so packed documents would not "
-            "be told apart. Call tritonpack.patch(model), or give it a config of its own."
+            f"be told apart. {SHARED_CONFIG}"
         )
 
     def claim(self, arguments: dict[str, Any], serving: Serving) -> IntervalMask:
@@ -88,43 +93,69 @@ def make_packed_batch(
     position_ids = arguments.get("position_ids")
     if position_ids is not None:
         position_ids = position_ids.to(device)
-    boundaries, name = _boundaries(arguments, tokens, device)
+    told = _boundaries(arguments, tokens, device)
     ids = arguments.get("input_ids")
     filler = None
     if mask is None and pad_token is not None and isinstance(ids, Tensor) and ids.shape == tokens:
         filler = ids == pad_token
+    boundaries = next(iter(told.values()), None)
     packed_batch = PackedBatch(mask, position_ids, boundaries, tokens, device, serving, filler=filler)
-    if position_ids is not None and position_ids.ndim < 3:
-        if boundaries is not None:
-            _require_agreement(packed_batch, boundaries, name)
-        if mask is not None and mask.shape == tokens:
-            numbered = changes(mask) & (mask != 0)
-            numbered[:, 1:] &= mask[:, :-1] != 0
-            _require_agreement(packed_batch, numbered, "attention_mask", also=True)
+    _require_agreement(packed_batch, told)
     return packed_batch
 
 
-def _require_agreement(packed_batch: PackedBatch, boundaries: Tensor, name: str, *, also: bool = False) -> None:
-    """Position ids must restart exactly where documents begin; padding may be counted as it likes.
+def _require_agreement(packed_batch: PackedBatch, told: dict[str, Tensor]) -> None:
+    """Whatever tells documents apart must say the same of every token that isn't padding.
 
-    With `also`, documents may begin where position ids say so and `boundaries` don't.
+    Args:
+        packed_batch: with the call's mask and position ids.
+        told: where documents begin, as (B, T) bool, by the names of the arguments that say so outright.
     """
+    mask = packed_batch.attention_mask
+    if mask is not None and mask.shape != packed_batch.tokens:
+        mask = None  # it covers a cache too
+    everywhere = torch.ones(packed_batch.tokens, dtype=torch.bool, device=packed_batch.device)
+    live = everywhere if mask is None else mask != 0
+    if len(told) == 2:
+        one, other = told.items()
+        _require_same(one, other, live)
     positions = packed_batch.position_ids
-    assert positions is not None
-    told = packed_batch._position_starts()
-    told[:, :1] = boundaries[:, :1]
-    zeros = (positions == 0).expand(packed_batch.tokens)
-    padding = zeros & torch.cat([zeros[:, :1], zeros[:, :-1]], dim=1)  # collators fill up with zeros
-    if packed_batch.attention_mask is not None and packed_batch.attention_mask.shape == packed_batch.tokens:
-        padding = padding | (packed_batch.attention_mask == 0)
-    differ = (boundaries & ~told if also else told != boundaries) & ~padding
+    if positions is not None and positions.ndim < 3:
+        starts = packed_batch._position_starts()
+        zeros = (positions == 0).expand(packed_batch.tokens)
+        tail = (~zeros).flip(1).cumsum(1).flip(1) == 0
+        filled = tail & torch.cat([zeros[:, :1], zeros[:, :-1]], dim=1)  # collators fill rows up with zeros
+        starts[:, :1] = True
+        for name, boundaries in list(told.items())[:1]:
+            _require_same((name, boundaries), ("position_ids", starts), live & ~filled, positions)
+        told = {**told, "position_ids": starts}
+    if mask is not None and told:
+        # Padding ends a document by itself. A mask of 0 and 1 numbers none.
+        inside = live & torch.cat([torch.zeros_like(live[:, :1]), live[:, :-1]], dim=1) & (mask > 1).any()
+        name, boundaries = next(iter(told.items()))
+        where = inside & ~filled if name == "position_ids" else inside
+        _require_same(("attention_mask", changes(mask)), (name, boundaries), where, mask)
+
+
+def _require_same(one: tuple[str, Tensor], other: tuple[str, Tensor], where: Tensor, ids: Tensor | None = None) -> None:
+    """Two arguments, each with its name and where documents begin by it, must agree on these tokens.
+
+    Args:
+        ids: the numbers to show in the message, of (B, T) or one row for all; else where documents begin by `other`.
+    """
+    (name, starts), (other_name, other_starts) = one, other
+    differ = (starts != other_starts) & where
+    numbers = other_starts.int() if ids is None else ids.expand(starts.shape)
+    repeat = (
+        "Let positions restart where a document begins"
+        if "position_ids" in (name, other_name)
+        else "Let both begin documents at the same tokens"
+    )
     require(
         ~differ.any(),
         lambda: (
-            f"{name} and position_ids contradict each other"
-            f"{shown(differ, positions.expand(packed_batch.tokens), boundaries)}: by {name} documents begin at "
-            f"{_places(boundaries)}, by position_ids at {_places(told)}. Let positions restart where a document "
-            "begins, or leave one of the two out."
+            f"{name} and {other_name} contradict each other{shown(differ, numbers, starts)}: by {name} documents begin "
+            f"at {_places(starts)}, by {other_name} at {_places(other_starts)}. {repeat}, or leave one of the two out."
         ),
     )
 
@@ -136,10 +167,11 @@ def _places(starts: Tensor) -> str:
     return ", ".join(map(str, places[:8])) + (", ..." if len(places) > 8 else "")
 
 
-def _boundaries(arguments: dict[str, Any], shape: torch.Size, device: torch.device) -> tuple[Tensor | None, str]:
-    """Where documents begin, as (B, T) bool, and the name of the argument that said so."""
+def _boundaries(arguments: dict[str, Any], shape: torch.Size, device: torch.device) -> dict[str, Tensor]:
+    """Where documents begin, as (B, T) bool, by the names of the arguments that say so outright."""
     cu_q, cu_k = arguments.get("cu_seq_lens_q"), arguments.get("cu_seq_lens_k")
     seq_idx = arguments.get("seq_idx")
+    told = {}
     if cu_q is not None:
         total = shape.numel()
         if cu_k is not None and cu_k is not cu_q:
@@ -156,12 +188,11 @@ def _boundaries(arguments: dict[str, Any], shape: torch.Size, device: torch.devi
         )
         starts = torch.zeros(total + 1, dtype=torch.bool, device=device)
         starts[cu_q.to(device=device, dtype=torch.long)] = True
-        starts, name = starts[:-1].view(shape), "cu_seq_lens_q"
-    elif isinstance(seq_idx, Tensor):
+        told["cu_seq_lens_q"] = starts[:-1].view(shape)
+    if isinstance(seq_idx, Tensor):
         if seq_idx.shape != shape:
             raise ValueError(f"seq_idx has shape {tuple(seq_idx.shape)} but the tokens have {tuple(shape)}.")
-        starts, name = changes(seq_idx.to(device)), "seq_idx"
-    else:
-        return None, ""
-    starts[:, :1] = True
-    return starts, name
+        told["seq_idx"] = changes(seq_idx.to(device))
+    for starts in told.values():
+        starts[:, :1] = True
+    return told

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from tritonpack.backends import BACKENDS, Backend
 from tritonpack.checks import check_choice
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.applied import Applied, applied_to, to_the_end
+from tritonpack.patches.applied import Applied, applied_to, part_of, to_the_end
 from tritonpack.patches.by_name import register
 from tritonpack.patches.families import BOTH_WAYS, DENSE, PROMPT_TYPES, REFUSED, REFUSED_LAYERS
 from tritonpack.patches.forwards import takes_tokens_and_mask
@@ -129,13 +129,14 @@ def unpatch(model: nn.Module) -> None:
     """Leave the last patch of a model, or of what it is a part of: restore what was before it.
 
     Raises:
-        ValueError: the model isn't patched.
+        ValueError: the model isn't patched, or holds a part of another model that is.
     """
     _require_model(model)
     with Freed(_lock), _lock:
         found = applied_to(model)
         if not found:
             raise ValueError("this model isn't patched; tritonpack.patch(model) does that.")
+        _require_no_part_of_others(model, found)
         for applied in found:
             _leave(applied)
 
@@ -174,7 +175,8 @@ def _patch(
     by_name: bool = False,
 ) -> Patch:
     found, lease = applied_to(model), object()
-    whole = next((applied for applied in found if holds(applied.model, model)), None)
+    _require_no_part_of_others(model, found)
+    whole = next((applied for applied in found if not applied.gone and holds(applied.model, model)), None)
     if whole is not None and whole.asked == (attention, backend):
         try:
             whole.leases.append(lease)
@@ -246,6 +248,21 @@ def _modules_for(model: nn.Module, layout: Layout, attention: str) -> list[PreTr
 def _takes_tokens(module: PreTrainedModel) -> bool:
     names = inspect.signature(type(module).forward).parameters
     return not {"input_ids", "decoder_input_ids"}.isdisjoint(names)
+
+
+def _require_no_part_of_others(model: nn.Module, found: list[Applied]) -> None:
+    """Refuse a model around a part of another one that is patched: no patch of one could be left without the other.
+
+    Raises:
+        UnsupportedModelError: with the order in which it works.
+    """
+    for applied in found:
+        if not (applied.gone or holds(applied.model, model) or holds(model, applied.model)):
+            name, other = type(model).__name__, type(applied.model).__name__
+            raise UnsupportedModelError(
+                f"the {type(part_of(model, applied)).__name__} in this {name} belongs to {other}, which is patched. "
+                f"First unpatch the {other}, then build the {name} around its part, and patch the whole that you train."
+            )
 
 
 def _roll_back(applied: Applied | None, found: list[Applied]) -> None:
