@@ -77,7 +77,7 @@ def alone(model: PreTrainedModel, documents: list[Tensor], *, gradients: bool = 
 
 
 def influence(model: PreTrainedModel, form: str, documents: list[Tensor], *, stock: bool = False) -> float:
-    return packed_forms.influence(_subject(model, stock=stock), form, documents)
+    return packed_forms.influence(_subject(model, stock=stock), form, documents)[0]
 
 
 def judge(

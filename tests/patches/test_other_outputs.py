@@ -1,0 +1,149 @@
+"""The trial of a class that isn't known judges each output of its own, and its loss, against documents alone."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import LlamaForCausalLM, Siglip2TextConfig, Siglip2TextModel, SiglipTextConfig, SiglipTextModel
+from transformers.utils import ModelOutput
+
+import tritonpack
+from tests.patches import zoo
+from tritonpack.patches.trial.packed_forms import FORMS
+from tritonpack.patches.trial.small_copy import spread
+
+LENGTHS = (9, 4, 6, 4)
+SIGLIP = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def filled(model: Any) -> Any:
+    spread(model, torch.Generator().manual_seed(0))
+    return model.double().eval()
+
+
+def batch(documents: list[Tensor]) -> dict[str, Any]:
+    laid_out = FORMS["position_ids"](documents)
+    return {"input_ids": laid_out.ids, **laid_out.arguments}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"), [(SiglipTextModel, SiglipTextConfig), (Siglip2TextModel, Siglip2TextConfig)]
+)
+def test_a_pooled_last_token_is_that_of_each_document(kind: Any, config: Any) -> None:
+    """No auto class leads to these classes, so the table of shown classes hasn't got them."""
+    model = filled(kind(config(vocab_size=64, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, **SIGLIP)))
+    documents = zoo.documents(LENGTHS)
+    with torch.no_grad():
+        alone = [model(input_ids=document) for document in documents]
+        with tritonpack.patch(model) as handle:
+            got = model(**batch(documents))
+    assert handle.report.attention == "lengths"
+    torch.testing.assert_close(got.pooler_output, torch.cat([x.pooler_output for x in alone]), rtol=0, atol=1e-9)
+    states = torch.cat([x.last_hidden_state for x in alone], dim=1)
+    torch.testing.assert_close(got.last_hidden_state, states, rtol=0, atol=1e-9)
+
+
+@dataclasses.dataclass
+class Output(ModelOutput):
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    value: Any = None
+
+
+class TwoOutputs(LlamaForCausalLM):
+    """A language model with another output: here a constant, which says nothing of documents."""
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        labels: Any = None,
+        **more: Any,
+    ) -> Output:
+        told = {"attention_mask": attention_mask, "position_ids": position_ids, **more}
+        states = self.model(input_ids, **told).last_hidden_state
+        logits = self.lm_head(states)
+        loss = None if labels is None else self.own_loss(logits, labels)
+        return Output(loss=loss, logits=logits, value=self.value(states))
+
+    def value(self, states: Tensor) -> Any:
+        return states.new_ones(1, 5)
+
+    def own_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class OfEachToken(TwoOutputs):
+    def value(self, states: Tensor) -> Any:
+        return {"scores": [states.square(), states[None].repeat(3, 1, 1, 1)]}
+
+
+class Mean(TwoOutputs):
+    def value(self, states: Tensor) -> Any:
+        return states.mean(1)
+
+
+class LastToken(TwoOutputs):
+    def value(self, states: Tensor) -> Any:
+        return states[:, -1]
+
+
+class KeptDimension(TwoOutputs):
+    """A dimension of one token keeps it from looking like a result of a row."""
+
+    def value(self, states: Tensor) -> Any:
+        return states.mean(1, keepdim=True)
+
+
+class TokenBefore(TwoOutputs):
+    def value(self, states: Tensor) -> Any:
+        return self.lm_head(states + states.roll(1, dims=1))
+
+
+class Sum(TwoOutputs):
+    """Of all states before a token, in a list; padding that follows doesn't change it."""
+
+    def value(self, states: Tensor) -> Any:
+        return [states, states.cumsum(1)]
+
+
+class OfTheBatch(TwoOutputs):
+    """No layout but one document a call keeps documents apart."""
+
+    def value(self, states: Tensor) -> Any:
+        return states - states.mean((0, 1))
+
+
+def tiny(kind: type[TwoOutputs]) -> Any:
+    return filled(kind(zoo.tiny_config("llama")))
+
+
+@pytest.mark.parametrize("kind", [TwoOutputs, OfEachToken])
+def test_outputs_that_say_nothing_wrong_leave_rows_packed(kind: type[TwoOutputs]) -> None:
+    with tritonpack.patch(tiny(kind)) as handle:
+        assert handle.report.attention == "tritonpack"
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [(Mean, "lengths"), (LastToken, "lengths"), (KeptDimension, "lengths"), (TokenBefore, "lengths"), (Sum, "padded")],
+)
+def test_an_output_that_other_documents_reach_decides_the_layout(kind: type[TwoOutputs], layout: str) -> None:
+    model, documents = tiny(kind), zoo.documents(LENGTHS)
+    with torch.no_grad():
+        alone = [model(input_ids=document) for document in documents]
+        with tritonpack.patch(model) as handle:
+            got = model(**batch(documents))
+    assert handle.report.attention == layout
+    for i, expected in enumerate(alone):
+        value, wanted = (x[-1] if isinstance(x, list) else x for x in (got.value, expected.value))
+        value = value.split(LENGTHS, dim=1)[i] if value.shape[1] == sum(LENGTHS) else value[i : i + 1]
+        torch.testing.assert_close(value, wanted, rtol=0, atol=1e-9)
+
+
+def test_a_class_whose_output_mixes_documents_in_every_layout_is_refused_by_its_name() -> None:
+    with pytest.raises(tritonpack.UnsupportedModelError, match=r"don't stay apart: .*value: "):
+        tritonpack.patch(tiny(OfTheBatch))
