@@ -11,6 +11,7 @@ from transformers.utils import ModelOutput
 
 import tritonpack
 from tests.patches import zoo
+from tritonpack.patches import probe
 from tritonpack.patches.trial.packed_forms import FORMS
 from tritonpack.patches.trial.small_copy import spread
 
@@ -70,7 +71,7 @@ class TwoOutputs(LlamaForCausalLM):
         return Output(loss=loss, logits=logits, value=self.value(states))
 
     def value(self, states: Tensor) -> Any:
-        return states.new_ones(1, 5)
+        return states.new_ones(1, 5, 2)
 
     def own_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
         return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
@@ -147,3 +148,72 @@ def test_an_output_that_other_documents_reach_decides_the_layout(kind: type[TwoO
 def test_a_class_whose_output_mixes_documents_in_every_layout_is_refused_by_its_name() -> None:
     with pytest.raises(tritonpack.UnsupportedModelError, match=r"don't stay apart: .*value: "):
         tritonpack.patch(tiny(OfTheBatch))
+
+
+# Losses of their own, held against the losses of documents alone.
+
+
+class Summed(TwoOutputs):
+    def own_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+
+
+class SecondToken(Summed):
+    """Predicts the token after the next one as well, which may lie in another document."""
+
+    def own_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        second = nn.functional.cross_entropy(logits[:, :-2].flatten(0, 1), labels[:, 2:].flatten(), reduction="sum")
+        return super().own_loss(logits, labels) + second
+
+
+class OfMeans(TwoOutputs):
+    def own_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return logits.mean(1).square().sum()
+
+
+class OfMeansAndLastToken(OfMeans, LastToken):
+    """Each document has a row of its own, with others of its length."""
+
+
+class LeftAlone(LlamaForCausalLM):
+    """Its loss is transformers' own."""
+
+
+def labelled(documents: list[Tensor]) -> dict[str, Any]:
+    labels = [document.clone() for document in documents]
+    for one in labels:
+        one[:, 0] = -100
+    return {**batch(documents), "labels": torch.cat(labels, dim=1)}
+
+
+@pytest.mark.parametrize("kind", [TwoOutputs, Summed, LeftAlone])
+def test_a_mean_or_a_sum_over_labels(kind: type[TwoOutputs]) -> None:
+    model, documents = tiny(kind), zoo.documents(LENGTHS)
+    with torch.no_grad():
+        alone = torch.stack([model(**labelled([document])).loss for document in documents])
+        with tritonpack.patch(model):
+            got = model(**labelled(documents)).loss
+    counts = torch.tensor([n - 1 for n in LENGTHS])
+    expected = alone.sum() if kind is Summed else (alone * counts).sum() / counts.sum()
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [SecondToken, OfMeans, OfMeansAndLastToken])
+def test_a_loss_that_mixes_documents_is_refused_in_the_call(kind: type[TwoOutputs]) -> None:
+    model, documents = tiny(kind), zoo.documents(LENGTHS)
+    with torch.no_grad():
+        expected = model(**labelled(documents[:1])).loss
+        with tritonpack.patch(model):
+            assert model(**batch(documents)).logits.shape[:2] == (1, sum(LENGTHS))
+            for _ in range(2):
+                with pytest.raises(ValueError, match=rf"{kind.__name__} has a loss of its own.*Leave labels out"):
+                    model(**labelled(documents))
+            with tritonpack.patch(model), pytest.raises(ValueError, match="has a loss of its own"):  # a second handle
+                model(**labelled(documents))
+            torch.testing.assert_close(model(**labelled(documents[:1])).loss, expected)
+
+
+def test_a_loss_that_is_known_is_not_tried(monkeypatch: pytest.MonkeyPatch, trials: list[Any]) -> None:
+    monkeypatch.setattr(probe, "losses_alone", lambda *_: pytest.fail("tried"))
+    tritonpack.patch(tiny(LeftAlone)).unpatch()
+    assert len(trials) == 1

@@ -254,11 +254,11 @@ class Subject:
         """What is compared of the model's output, as it comes."""
         return self.values(self.output(batch))
 
-    def output(self, batch: Batch) -> Any:
-        """What the model gives."""
+    def output(self, batch: Batch, **given: Any) -> Any:
+        """What the model gives, with further arguments."""
         device = next(self.model.parameters()).device
         more = self.differentiable if torch.is_grad_enabled() else {}
-        arguments = {**self.call(batch.ids.to(device)), **more, **batch.arguments}
+        arguments = {**self.call(batch.ids.to(device)), **more, **batch.arguments, **given}
         if self.stock:
             known = inspect.signature(self.model.forward).parameters
             if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
