@@ -6,7 +6,14 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import LlamaForCausalLM, Siglip2TextConfig, Siglip2TextModel, SiglipTextConfig, SiglipTextModel
+from transformers import (
+    LlamaForCausalLM,
+    MixtralForCausalLM,
+    Siglip2TextConfig,
+    Siglip2TextModel,
+    SiglipTextConfig,
+    SiglipTextModel,
+)
 from transformers.utils import ModelOutput
 
 import tritonpack
@@ -211,6 +218,25 @@ def test_a_loss_that_mixes_documents_is_refused_in_the_call(kind: type[TwoOutput
             with tritonpack.patch(model), pytest.raises(ValueError, match="has a loss of its own"):  # a second handle
                 model(**labelled(documents))
             torch.testing.assert_close(model(**labelled(documents[:1])).loss, expected)
+
+
+class Routed(MixtralForCausalLM):
+    """The loss of its routers is a mean over all tokens of a call, so that documents alone don't tell it."""
+
+    def forward(self, *args: Any, labels: Any = None, **more: Any) -> Any:
+        return super().forward(*args, labels=labels, output_router_logits=labels is not None, **more)
+
+
+def test_a_loss_of_routers_is_that_of_a_padded_batch() -> None:
+    model, documents = filled(Routed(zoo.tiny_config("mixtral"))), zoo.documents(LENGTHS)
+    rows = FORMS["padded_right"](documents)
+    labels = torch.where(rows.arguments["attention_mask"] > 0, rows.ids, -100)
+    labels[:, 0] = -100
+    with torch.no_grad():
+        expected = model(rows.ids, attention_mask=rows.arguments["attention_mask"], labels=labels).loss
+        with tritonpack.patch(model):
+            got = model(**labelled(documents)).loss
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
 
 
 def test_a_loss_that_is_known_is_not_tried(monkeypatch: pytest.MonkeyPatch, trials: list[Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ class LossTrial:
 
     Attributes:
         documents: token ids `[1, n]`, each with at least one label.
-        may_be: the mean of the losses alone over labels, their mean over documents, and their sum.
+        may_be: the mean of the losses alone over labels, their mean over documents, their sum, and the loss of the same
+            documents in a padded batch without a patch: a router's is a mean over all tokens of a call.
     """
 
     documents: list[Tensor]
@@ -30,10 +31,11 @@ class LossTrial:
 
 def has_known_loss(model: Any) -> bool:
     """Whether a model computes its loss by transformers' code alone, or takes no labels."""
-    loss = inspect.unwrap(getattr(model, "loss_function", None) or is_own)
-    ours = ("transformers.", "tritonpack.")
-    known = is_own(model) and getattr(loss, "__module__", "").startswith(ours)
-    return known or "labels" not in inspect.signature(model.forward).parameters
+    if "labels" not in inspect.signature(model.forward).parameters:
+        return True
+    function = getattr(model, "loss_function", None)
+    home = "transformers" if function is None else getattr(inspect.unwrap(function), "__module__", "")
+    return is_own(model) and home.partition(".")[0] == "transformers"
 
 
 @torch.no_grad()
@@ -54,7 +56,16 @@ def losses_alone(subject: Subject, documents: list[Tensor]) -> LossTrial | None:
         losses.append(loss)
         counts.append(int((labels != IGNORED).sum()))
     mean = sum(loss * count for loss, count in zip(losses, counts, strict=True)) / sum(counts)
-    return LossTrial(documents, (mean, sum(losses) / len(losses), sum(losses)))
+    may_be = [mean, sum(losses) / len(losses), sum(losses)]
+    try:
+        padded = subject.forms["padded_right"](documents)
+        padded = replace(
+            padded, arguments={name: x for name, x in padded.arguments.items() if not name.endswith("position_ids")}
+        )
+        loss = _loss_of(subject, padded, _labels(subject, padded, [whole(document) for document in documents]))
+    except Exception:  # without a mask, say
+        loss = None
+    return LossTrial(documents, tuple(may_be if loss is None else [*may_be, loss]))
 
 
 @torch.no_grad()

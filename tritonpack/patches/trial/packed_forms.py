@@ -307,8 +307,10 @@ def gradients_of(model: nn.Module, values: Tensor) -> list[Tensor | None]:
     return list(torch.autograd.grad((values * weights).sum(), parameters, allow_unused=True))
 
 
-def difference(expected: Results, got: Results) -> float:
-    """Relative to the largest value of each kind: gradients of key biases are mathematically zero."""
+def difference(
+    expected: tuple[Tensor, Sequence[Tensor | None]] | Results, got: tuple[Tensor, Sequence[Tensor | None]] | Results
+) -> float:
+    """How far values and gradients are from those expected. Relative to the largest value of each kind: gradients of key biases are mathematically zero."""
     wanted, found_values = _as_wide([expected[0], got[0]])
     worst = _largest(wanted - found_values) / float(wanted.abs().max())
     largest = max((float(g.abs().max()) for g in expected[1] if g is not None), default=1.0)
