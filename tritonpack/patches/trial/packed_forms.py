@@ -310,7 +310,10 @@ def gradients_of(model: nn.Module, values: Tensor) -> list[Tensor | None]:
 def difference(
     expected: tuple[Tensor, Sequence[Tensor | None]] | Results, got: tuple[Tensor, Sequence[Tensor | None]] | Results
 ) -> float:
-    """How far values and gradients are from those expected. Relative to the largest value of each kind: gradients of key biases are mathematically zero."""
+    """How far values and gradients are from those expected, relative to the largest of each kind.
+
+    Gradients of key biases are mathematically zero.
+    """
     wanted, found_values = _as_wide([expected[0], got[0]])
     worst = _largest(wanted - found_values) / float(wanted.abs().max())
     largest = max((float(g.abs().max()) for g in expected[1] if g is not None), default=1.0)
