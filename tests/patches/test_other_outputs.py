@@ -13,6 +13,8 @@ from transformers import (
     Siglip2TextModel,
     SiglipTextConfig,
     SiglipTextModel,
+    T5Config,
+    T5ForConditionalGeneration,
 )
 from transformers.utils import ModelOutput
 
@@ -155,6 +157,46 @@ def test_an_output_that_other_documents_reach_decides_the_layout(kind: type[TwoO
 def test_a_class_whose_output_mixes_documents_in_every_layout_is_refused_by_its_name() -> None:
     with pytest.raises(tritonpack.UnsupportedModelError, match=r"don't stay apart: .*value: "):
         tritonpack.patch(tiny(OfTheBatch))
+
+
+class EncoderMixed(T5ForConditionalGeneration):
+    """Its states of the encoder, which it gives besides, hold the token before."""
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        decoder_input_ids: Any = None,
+        decoder_attention_mask: Any = None,
+        encoder_outputs: Any = None,
+        **more: Any,
+    ) -> Any:
+        output = super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask,
+            encoder_outputs=encoder_outputs,
+            **more,
+        )
+        output.encoder_last_hidden_state = self.given(output.encoder_last_hidden_state)
+        return output
+
+    def given(self, states: Tensor) -> Tensor:
+        return states + states.roll(1, dims=1)
+
+
+class EncoderPlain(EncoderMixed):
+    def given(self, states: Tensor) -> Tensor:
+        return 2 * states
+
+
+@pytest.mark.parametrize(("kind", "layout"), [(EncoderPlain, "tritonpack"), (EncoderMixed, "lengths")])
+def test_states_of_an_encoder_are_of_its_documents(kind: type[EncoderMixed], layout: str) -> None:
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
+    config = T5Config(vocab_size=64, decoder_start_token_id=0, pad_token_id=0, **sizes)
+    with tritonpack.patch(filled(kind(config))) as handle:
+        assert handle.report.attention == layout
 
 
 # Losses of their own, held against the losses of documents alone.

@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
+from tritonpack.patches.hooks import CACHES
+
 if TYPE_CHECKING:
     from tritonpack.patches.trial.packed_forms import Batch
 
 # Where an output has its tokens, or that it has one value for each document.
 Kind = Literal["(B, T)", "(k, B, T)", "(B * T)", "documents"]
 
-# Outputs that are no values of tokens or documents, and what holds caches.
-LEFT_OUT = ("loss", "attentions", "past_key_values", "cache_params", "state", "cache", "mems")
+# Outputs that are no values of tokens or documents: those whose names end so, and what holds caches.
+ENDINGS_LEFT_OUT = ("loss", "attentions")
 
 # Smaller numbers are rounding: no output is compared more closely.
 LEAST = torch.finfo(torch.float32).eps
@@ -104,7 +106,7 @@ def _tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
     """The floating-point tensors in an output, with names; "." is in the names of those in tuples and lists."""
     if isinstance(output, Mapping):
         for key, value in output.items():
-            if not str(key).endswith(LEFT_OUT):
+            if not str(key).endswith(ENDINGS_LEFT_OUT) and key not in CACHES:
                 yield from _tensors(value, f"{name}[{key}]" if name else str(key))
     elif isinstance(output, (tuple, list)):
         for i, value in enumerate(output):
