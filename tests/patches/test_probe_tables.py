@@ -30,7 +30,7 @@ def without_tables(packed_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("MIXERS", "POSITION_TABLES", "OWN_MASKS"):
             monkeypatch.setattr(owner, name, frozenset())
     for owner, name in (
-        (applied, "HAND_WRITTEN"), (patching, "HAND_WRITTEN"), (patching, "REFUSED"),
+        (applied, "REWRITTEN"), (patching, "REWRITTEN"), (patching, "REFUSED"),
         (patching, "REFUSED_LAYERS"), (hooks, "ALIBI_FROM_MASK"), (hooks, "COUNT_FROM_PADDING"),
         (positions, "TEMPERATURES"),
     ):  # fmt: skip

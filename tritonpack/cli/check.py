@@ -202,7 +202,7 @@ def _check_built(name: str, config: Any, built: Built, dtype: torch.dtype) -> Fi
         return _refused(name, False, built, error)
     notes = (*uncached, *notes)
     limit = tolerance(dtype)
-    compared = "logits and gradients" if expected[1] else "logits"
+    compared = "logits and gradients" if expected.gradients else "logits"
     stock, patched = _columns(subject, documents, expected, limit, None)
     if patched.verdict in ("inexact", "error"):
         notes += _reach_notes(config)
@@ -221,7 +221,7 @@ def check_weights(name: str, built: Built) -> Findings:
         expected = alone(subject, documents, gradients=False)
     except Exception as error:  # whatever a model's own code raises
         return _refused(name, True, built, error)
-    eps = torch.finfo(expected[0].dtype).eps
+    eps = torch.finfo(expected.values.dtype).eps
     note = (
         f"the longest document has {max(LENGTHS)} tokens, so windows, chunks and selections that are longer weren't "
         "felt; without --weights a small copy with short ones is checked"
@@ -291,7 +291,7 @@ def _alone(subject: Subject, documents: list[Tensor]) -> tuple[Results, tuple[st
         ValueError: (or whatever the model raises) it doesn't run on tokens alone, or not in this dtype.
     """
     expected = alone(subject, documents, gradients=False)
-    if not expected[0].isfinite().all():
+    if not expected.values.isfinite().all():
         raise ValueError("with random weights its logits aren't finite")
     try:
         return alone(subject, documents), ()

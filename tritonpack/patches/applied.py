@@ -14,6 +14,7 @@ from tritonpack import notices
 from tritonpack.attention import Backend
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.both_sides import BothSides
+from tritonpack.patches.by_document import ByDocument
 from tritonpack.patches.checkpoints import Checkpoints, release_checkpoint
 from tritonpack.patches.continuous import ENTRY, ContinuousBatching
 from tritonpack.patches.document_rows import DocumentRows, StockAttention
@@ -150,6 +151,17 @@ class Applied:
     def _outermost_in(self, module: nn.Module) -> PackingHook | None:
         """The hook of the outermost patched module in a module."""
         return next((hook for hook in self.hooks if hook.outermost and holds(module, hook.module)), None)
+
+    def refuse_losses(self, losses: list[tuple[nn.Module, str]]) -> None:
+        """Refuse packed rows with labels in models whose own loss mixes documents.
+
+        Args:
+            losses: these models, and what was seen of each.
+        """
+        seen = {id(model): what for model, what in losses}
+        for stand_in in self.stand_ins:
+            if isinstance(stand_in, ByDocument):
+                stand_in.mixed_loss = seen.get(id(stand_in.module), "")
 
     @property
     def model(self) -> nn.Module:

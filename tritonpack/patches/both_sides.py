@@ -133,6 +133,7 @@ class BothSides(ModelForward):
 
     def _find_spans(self, arguments: dict[str, Any], packed_batch: PackedBatch | None) -> Any:
         """Run the module on its decoder's packing, with the loss of each document if it answers questions."""
+        self.require_known_loss(arguments, packed_batch)
         spans = None if packed_batch is None else take_spans(arguments, packed_batch, self.module, self.own)
         sides = [arguments.get(name) for name in ("attention_mask", "decoder_attention_mask")]
         first = [side for side in sides if isinstance(side, PackedBatch) and self._is_first(side)]

@@ -14,8 +14,9 @@ from torch.nn.functional import cross_entropy
 
 from tritonpack.patches.call_arguments import in_form
 from tritonpack.patches.choices import Choices, rows_of_choices
-from tritonpack.patches.documents import Documents
+from tritonpack.patches.documents import Documents, require_one_document_a_row
 from tritonpack.patches.labels import IGNORED, shifts_labels
+from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.packing_context import HANDED, InstanceForward, PackingContext
 from tritonpack.patches.rows import (
     CONDITIONED,
@@ -45,9 +46,11 @@ class ByDocument(InstanceForward):
     Attributes:
         by_length: whether documents of one length run at a time, without padding.
         each: whether each document runs in a call of its own.
+        mixed_loss: what is wrong with the model's own loss of packed documents, where a trial has seen something.
     """
 
     by_length = each = False
+    mixed_loss = ""
 
     def __init__(self, module: nn.Module, context: PackingContext) -> None:
         super().__init__(module, context)
@@ -87,6 +90,20 @@ class ByDocument(InstanceForward):
         if wanted or not self.takes("return_dict"):
             return self.run(arguments)
         return self.run({**arguments, "return_dict": True}).to_tuple()
+
+    def require_known_loss(self, arguments: Mapping[str, Any], packed_batch: PackedBatch | None) -> None:
+        """Refuse labels of packed rows where the model's own loss mixes documents.
+
+        Raises:
+            ValueError: the message says what a trial has seen.
+        """
+        if self.mixed_loss and arguments.get("labels") is not None and packed_batch is not None:
+            require_one_document_a_row(
+                packed_batch,
+                f"{self.name} has a loss of its own, which isn't that of packed documents: on a few tokens "
+                f"{self.mixed_loss}. Leave labels out and compute the loss of each document's outputs, or give each "
+                "document a row of its own, unpatched.",
+            )
 
     def run(self, arguments: dict[str, Any]) -> Any:
         """Run a call whose outputs have names."""

@@ -121,6 +121,8 @@ class DocumentRows(ByDocument):
             }
             return self.run_rows({**taken, **{mask: x for mask, x in padding.items() if self.takes(mask)}})
         self._require_no_states(arguments)
+        for packed_batch in packed_batches.values():
+            self.require_known_loss(arguments, packed_batch)
         if packed and not torch.compiler.is_compiling():
             self._say_so()
         spans = take_spans(arguments, packed_batches[""], self.module, self.own) if "" in packed_batches else None

@@ -109,6 +109,7 @@ class ModelForward(ByDocument):
         packed_batch = self._read(arguments)
         if packed_batch is None:
             return self.inner(**arguments)
+        self.require_known_loss(arguments, packed_batch)
         spans = take_spans(arguments, packed_batch, self.module, self.own)
         output = self._run_packed(arguments, packed_batch)
         return output if spans is None else spans.add_loss(output, self.name)

@@ -25,6 +25,8 @@ from tritonpack.patches.rewritten_layers import REWRITTEN, fits
 from tritonpack.patches.shown import LAYOUTS, Layout
 from tritonpack.patches.tokens import is_bidirectional
 
+Losses = list[tuple[nn.Module, str]]  # models whose own loss mixes packed documents, and what was seen of it
+
 _lock = threading.RLock()  # models are patched one after the other
 
 
@@ -113,11 +115,11 @@ def patch(
     check_choice(attention, ATTENTIONS, "attention")
     check_choice(backend, BACKENDS, "backend")
     _require_model(model)
-    modules, layout = _evident_modules(model, attention, backend)
+    modules, layout, losses = _evident_modules(model, attention, backend)
     handle = None
     try:
         with Freed(_lock), _lock:
-            handle = _patch(model, modules, attention, backend, layout)
+            handle = _patch(model, modules, attention, backend, layout, losses)
         return handle  # noqa: RET504
     except BaseException:
         if handle is not None:  # an interrupt on the way out
@@ -147,9 +149,9 @@ def patch_by_name(model: PreTrainedModel) -> Applied:
     Raises:
         UnsupportedModelError: as `patch`.
     """
-    modules, layout = _evident_modules(model, "tritonpack", "auto")
+    modules, layout, losses = _evident_modules(model, "tritonpack", "auto")
     with Freed(_lock), _lock:
-        return _patch(model, modules, "tritonpack", "auto", layout, by_name=True)._applied
+        return _patch(model, modules, "tritonpack", "auto", layout, losses, by_name=True)._applied
 
 
 def restore(applied: Applied) -> None:
@@ -171,6 +173,7 @@ def _patch(
     attention: str,
     backend: Backend,
     layout: Layout,
+    losses: Losses,
     *,
     by_name: bool = False,
 ) -> Patch:
@@ -195,6 +198,7 @@ def _patch(
         for other in found:
             other.revert()
         applied = Applied(model, modules, attention, backend, found, layout, by_name)
+        applied.refuse_losses(losses)
         applied.apply()
         applied.leases.append(lease)
         return Patch(model, applied, lease)
@@ -203,8 +207,10 @@ def _patch(
         raise
 
 
-def _evident_modules(model: nn.Module, attention: str, backend: Backend) -> tuple[list[PreTrainedModel], Layout]:
-    """The modules to patch, and the first layout in which they are known to be exact.
+def _evident_modules(
+    model: nn.Module, attention: str, backend: Backend
+) -> tuple[list[PreTrainedModel], Layout, Losses]:
+    """The modules to patch, the first layout in which they are known to be exact, and what their own losses mix.
 
     Not under the lock, because a trial builds models in a thread of its own.
 
@@ -220,7 +226,7 @@ def _evident_modules(model: nn.Module, attention: str, backend: Backend) -> tupl
     for layout in LAYOUTS:
         try:
             modules = _modules_for(model, layout, attention)
-            require_evidence(model, layout, attention, patch_untried)
+            losses = require_evidence(model, layout, attention, patch_untried) or []
         except SettingError:
             raise
         except UnsupportedModelError as error:
@@ -231,7 +237,7 @@ def _evident_modules(model: nn.Module, attention: str, backend: Backend) -> tupl
                     f"{type(model).__name__} keeps its own attention and gives each document a row of its own, so "
                     f"attention={attention!r} and backend={backend!r} would do nothing. Leave both out."
                 )
-            return modules, layout
+            return modules, layout, losses
     raise refusals[0]
 
 

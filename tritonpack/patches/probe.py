@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import partial
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,7 @@ from tritonpack.patches.rows import ONE_DOCUMENT_A_ROW
 from tritonpack.patches.shown import LAYOUTS, Layout, installed, shown_layout, without_wrappers
 from tritonpack.patches.tokens import text_config
 from tritonpack.patches.trial.draws import constant_draws_if_any, gives_the_same_again
+from tritonpack.patches.trial.losses import has_known_loss, losses_alone, why_loss_mixes
 from tritonpack.patches.trial.packed_forms import (
     LENGTHS,
     Batch,
@@ -50,15 +51,30 @@ Patch = Callable[[nn.Module], None]  # the same, in one layout
 
 _trial = threading.local()  # where a trial runs, a class that patches its instances isn't tried again
 
-# What trials found, by class, forwards and small configuration: the reason of a refusal, or nothing.
-_verdicts: dict[Hashable, str] = {}
+
+class Found(NamedTuple):
+    """What a trial found.
+
+    Attributes:
+        wrong: why packed documents don't stay apart; empty if they do.
+        loss: what is wrong with the model's own loss of packed documents; empty if nothing is known to be.
+    """
+
+    wrong: str
+    loss: str = ""
+
+
+# What trials found, by class, forwards and small configuration.
+_verdicts: dict[Hashable, Found] = {}
 
 
 class CannotTryError(Exception):
     """A trial can't be held; the message says why."""
 
 
-def require_evidence(model: nn.Module, layout: Layout, attention: str, patch_untried: Patching) -> None:
+def require_evidence(
+    model: nn.Module, layout: Layout, attention: str, patch_untried: Patching
+) -> list[tuple[nn.Module, str]]:
     """Refuse a model that isn't known to be packed exactly in a layout.
 
     A model is known if `shown.csv` lists its class for the installed transformers and all its forwards are
@@ -72,9 +88,13 @@ def require_evidence(model: nn.Module, layout: Layout, attention: str, patch_unt
         attention: as `patch` takes it.
         patch_untried: patches a model without asking for evidence.
 
+    Returns:
+        The models whose own loss mixes packed documents, and what was seen of it.
+
     Raises:
         UnsupportedModelError: documents don't stay apart in the trial, or there can't be one; the message says why.
     """
+    losses: list[tuple[nn.Module, str]] = []
     for root in () if hasattr(_trial, "runs") else _roots(model, layout):
         replaced = foreign_forwards(root)
         known = None if replaced else shown_layout(type(root))
@@ -92,11 +112,14 @@ def require_evidence(model: nn.Module, layout: Layout, attention: str, patch_unt
                 f"one of at most {MOST_PARAMETERS:,} parameters before it is sharded or quantized; or train on one "
                 "document per row, unpatched."
             ) from error
-        if found:
+        if found.wrong:
             raise UnsupportedModelError(
-                f"{why}, and on a few tokens its packed documents don't stay apart: {found}. Train it on one document "
-                "per row, unpatched; tritonpack.testing.check_isolation shows where documents of a model meet."
+                f"{why}, and on a few tokens its packed documents don't stay apart: {found.wrong}. Train it on one "
+                "document per row, unpatched; tritonpack.testing.check_isolation shows where documents of a model meet."
             )
+        if found.loss:
+            losses.append((root, found.loss))
+    return losses
 
 
 def _roots(model: nn.Module, layout: Layout) -> list[PreTrainedModel]:
@@ -122,15 +145,15 @@ def _why_unknown(root: PreTrainedModel, replaced: list[str]) -> str:
 # Trials: of a small copy on the CPU, else of one on the model's device, else of the model itself.
 
 
-def _find(root: PreTrainedModel, asked: tuple[str, ...], patch: Patch) -> str:
-    """Why a model's packed documents don't stay apart; nothing if they do.
+def _find(root: PreTrainedModel, asked: tuple[str, ...], patch: Patch) -> Found:
+    """What a trial of a model finds.
 
     Raises:
         CannotTryError: neither a small copy nor the model itself can be tried.
     """
     kind, config = without_wrappers(type(root)), root.config
     forwards = frozenset(mixing_forwards(root))
-    trials: dict[str, tuple[Callable[[Any], Any], Callable[[], str]]] = {
+    trials: dict[str, tuple[Callable[[Any], Any], Callable[[], Found]]] = {
         f"a small copy on {device}": (shrink, partial(_try_small, kind, config, forwards, device, patch))
         for device in _devices(root)
     }
@@ -150,10 +173,10 @@ def _devices(root: nn.Module) -> list[torch.device]:
     return [torch.device("cpu"), *islice(others, 1)]
 
 
-def _kept(key: Hashable, trial: Callable[[], str]) -> str:
+def _kept(key: Hashable, trial: Callable[[], Found]) -> Found:
     """What a trial found, now or before; one that couldn't be held may be another time."""
 
-    def mark_and_run() -> str:
+    def mark_and_run() -> Found:
         _trial.runs = True  # for as long as the thread lives
         return trial()
 
@@ -170,7 +193,9 @@ def _as_text(change: Callable[[Any], Any], config: Any) -> str:
         raise CannotTryError(f"its configuration can't be read: {one_line(error)}") from error
 
 
-def _try_small(kind: type[nn.Module], config: Any, forwards: frozenset[Any], device: torch.device, patch: Patch) -> str:
+def _try_small(
+    kind: type[nn.Module], config: Any, forwards: frozenset[Any], device: torch.device, patch: Patch
+) -> Found:
     def build(dtype: torch.dtype) -> nn.Module:
         try:
             model = small_model(kind, config).to(device=device, dtype=dtype)
@@ -184,7 +209,7 @@ def _try_small(kind: type[nn.Module], config: Any, forwards: frozenset[Any], dev
     return _try_in_both(build, patch, LENGTHS)
 
 
-def _try_itself(root: PreTrainedModel, patch: Patch) -> str:
+def _try_itself(root: PreTrainedModel, patch: Patch) -> Found:
     parameters = list(root.parameters())
     if any(p.is_meta for p in parameters):
         raise CannotTryError("its weights are on the meta device; patch it once they are loaded")
@@ -209,47 +234,50 @@ def _try_itself(root: PreTrainedModel, patch: Patch) -> str:
     return _try_in_both(build, patch, (*LENGTHS[:-1], max(LENGTHS[-1], reach + 3)))
 
 
-def _try_in_both(build: Callable[[torch.dtype], nn.Module], patch: Patch, lengths: tuple[int, ...]) -> str:
+def _try_in_both(build: Callable[[torch.dtype], nn.Module], patch: Patch, lengths: tuple[int, ...]) -> Found:
     """What a trial in float32 finds, unless it is rounding: then the model is exact in float64."""
     found = _try(build(torch.float32), patch, lengths)
-    if found:
+    if found.wrong or found.loss:
         try:
-            return found if _try(build(torch.float64), patch, lengths) else ""
+            exact = _try(build(torch.float64), patch, lengths)
+            return exact._replace(wrong=found.wrong if exact.wrong else "")
         except CannotTryError:  # a constant or a cast in the model's own code
             pass
     return found
 
 
-def _try(model: Any, patch: Patch, lengths: tuple[int, ...]) -> str:
-    """Why a model's packed documents don't stay apart when it is patched; nothing if they do."""
+def _try(model: Any, patch: Patch, lengths: tuple[int, ...]) -> Found:
+    """What becomes of a model's packed documents when it is patched."""
     # Rotary embeddings that have grown with a longer document shrink again for one below the limit, not at it.
     limits = [limit - 1 for _, limit in rope_limits(text_config(model.config))]
     short = tuple(min([n, *limits]) for n in lengths)
     try:
         subject = _same_each_time(_subject(model))
         documents, longer = subject.draw(short, 1), subject.draw(lengths, 1)
-        expected, expected_longer = _alone(subject, documents), alone(subject, longer, gradients=False)
+        expected = _alone(subject, documents)
+        expected_longer = alone(subject, longer, gradients=False, all_outputs=True)
         twins = subject.draw(short[:1] * 2, 2)
-        expected_twins = alone(subject, twins, gradients=False)
+        expected_twins = alone(subject, twins, gradients=False, all_outputs=True)
     except CannotTryError:
         raise
     except Exception as error:  # whatever a model's own code raises
         raise CannotTryError(f"it doesn't run on tokens alone: {one_line(error)}") from error
-    if not expected[0].isfinite().all():
+    if not expected.values.isfinite().all():
         raise CannotTryError("its outputs aren't finite")
-    limit = tolerance(expected[0].dtype)
+    limit, values = tolerance(expected.values.dtype), expected._replace(gradients=())
+    wanted = {form: expected if form == TRIED[0] else values for form in TRIED}
     forms = [form for form in TRIED if _takes(model, subject.forms[form](documents).arguments)]
     failing = {form for form in forms if _fails(subject, subject.forms[form](documents))}
-    if PADDED in forms and judge(subject, PADDED, documents, (expected[0], []), limit).verdict == "inexact":
-        forms.remove(PADDED)  # XLNet reads a row's last token
+    if PADDED in forms and judge(subject, PADDED, documents, values, limit).verdict in ("inexact", "leak"):
+        wanted[PADDED] = Results(expected.values)  # an output that padding changes without a patch
+        if judge(subject, PADDED, documents, wanted[PADDED], limit).verdict == "inexact":
+            forms.remove(PADDED)  # XLNet reads a row's last token
+    loss = None if has_known_loss(model) else losses_alone(subject, [*documents, *twins[:1]])
     try:
         patch(model)
     except Exception as error:
-        return f"patching fails: {one_line(error)}"
-    found = {
-        form: judge(subject, form, documents, expected if form == TRIED[0] else (expected[0], []), limit, always=True)
-        for form in forms
-    }
+        return Found(f"patching fails: {one_line(error)}")
+    found = {form: judge(subject, form, documents, wanted[form], limit, always=True) for form in forms}
     wrong = [one for form, one in found.items() if one.verdict in ("leak", "inexact")]
     failed = {form: one for form, one in found.items() if one.verdict == "error" and form not in failing}
     wrong += [one for one in failed.values() if not _is_ours(one.error)]
@@ -258,11 +286,13 @@ def _try(model: Any, patch: Patch, lengths: tuple[int, ...]) -> str:
         wrong += [beyond] if beyond.verdict in ("leak", "inexact") else []
     pair = judge(subject, TRIED[0], twins, expected_twins, limit)  # of one length, which may run in one call
     wrong += [pair] if pair.verdict in ("leak", "inexact") and not wrong else []
-    if not any(one.verdict == "exact" for form, one in found.items() if form != PADDED):
+    exact = [form for form, one in found.items() if one.verdict == "exact" and form != PADDED]
+    if not exact:
         wrong += list(found.values())
     if not found:
         raise CannotTryError("its forward takes nothing that tells documents apart")
-    return "; ".join(dict.fromkeys(one.reason for one in wrong[:2]))
+    mixes = why_loss_mixes(subject, exact[0], loss, limit) if loss is not None and not wrong else ""
+    return Found("; ".join(dict.fromkeys(one.reason for one in wrong[:2])), mixes)
 
 
 def _is_ours(error: BaseException | None) -> bool:
@@ -298,9 +328,9 @@ def _same_each_time(subject: Subject) -> Subject:
 
 def _alone(subject: Subject, documents: list[Tensor]) -> Results:
     """Each document alone, with gradients where a model has any."""
-    values = alone(subject, documents, gradients=False)
+    values = alone(subject, documents, gradients=False, all_outputs=True)
     try:
-        return alone(subject, documents)
+        return alone(subject, documents)._replace(outputs=values.outputs)
     except Exception:  # a part that can't be differentiated, of which stock training would say so
         return values
 

@@ -77,7 +77,7 @@ def alone(model: PreTrainedModel, documents: list[Tensor], *, gradients: bool = 
 
 
 def influence(model: PreTrainedModel, form: str, documents: list[Tensor], *, stock: bool = False) -> float:
-    return packed_forms.influence(_subject(model, stock=stock), form, documents)
+    return packed_forms.influence(_subject(model, stock=stock), form, documents)[0]
 
 
 def judge(
@@ -112,7 +112,7 @@ def run(
         with patch(model) if patch else nullcontext():
             for form in forms or (FORMS if patch else STOCK_FORMS):
                 differentiated = gradients if isinstance(gradients, bool) else form in gradients
-                told = expected if differentiated else (expected[0], [])
+                told = expected if differentiated else Results(expected.values)
                 found = judge(model, form, documents, told, stock=patch is None)
                 row.by_form[form], row.forms[form], reasons[form] = found.verdict, found.worst, found.reason
     except tritonpack.UnsupportedModelError as error:

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches.trial.outputs import Output, Parts, UnlikeError, apart, outputs_alone, parts_of
 
 LENGTHS = (7, 1, 3, 11)
 PADDING = 3  # tokens at the end of a packed row
@@ -22,7 +23,18 @@ class MiscountError(ValueError):
     """A call gives neither a value for every token nor one for every document."""
 
 
-Results = tuple[Tensor, list[Tensor | None]]  # values of all documents in a row `[t, n]`, and gradients
+class Results(NamedTuple):
+    """What a call gives.
+
+    Attributes:
+        values: of all documents in a row, `[t, n]`.
+        gradients: of all parameters, or none.
+        outputs: by name, those that are compared besides.
+    """
+
+    values: Tensor
+    gradients: Sequence[Tensor | None] = ()
+    outputs: Mapping[str, Output] = {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,11 +45,13 @@ class Batch:
         ids: `[b, t]`, 0 for padding.
         spans: the row of each document, and where it lies in it; documents are counted row by row.
         arguments: what a model is given besides.
+        source: the documents of an encoder, where these are the decoder's.
     """
 
     ids: Tensor
     spans: list[tuple[int, slice]]
     arguments: dict[str, Any]
+    source: Batch | None = None
 
     def gather(self, values: Tensor) -> Tensor:
         """Values of rows `[b, t, n]` as those of all documents, one after the other, `[tokens, n]`."""
@@ -151,7 +165,7 @@ def paired(form: Form, source_of: Callable[[Tensor], Tensor]) -> Form:
         for name in ("cu_seq_lens", "max_length"):  # of the decoder's queries, and the encoder's keys
             if f"{name}_q" in arguments:
                 arguments[f"{name}_k"], arguments[f"{name}_q"] = arguments[f"{name}_q"], target.arguments[f"{name}_q"]
-        return Batch(target.ids, target.spans, arguments)
+        return Batch(target.ids, target.spans, arguments, source)
 
     return lay_out_both
 
@@ -219,7 +233,15 @@ class Subject:
         Raises:
             MiscountError: there are more or fewer.
         """
-        values = self.call_model(batch)
+        return self.values_in(self.output(batch), batch)
+
+    def values_in(self, output: Any, batch: Batch) -> Tensor:
+        """The values of all documents in the output of a call.
+
+        Raises:
+            MiscountError: there are more or fewer.
+        """
+        values = self.values(output)
         if self.per_document:
             if values.shape[0] != len(batch.spans):
                 raise MiscountError(f"it gives {values.shape[0]} scores for {len(batch.spans)} documents")
@@ -230,16 +252,20 @@ class Subject:
 
     def call_model(self, batch: Batch) -> Tensor:
         """What is compared of the model's output, as it comes."""
+        return self.values(self.output(batch))
+
+    def output(self, batch: Batch, **given: Any) -> Any:
+        """What the model gives, with further arguments."""
         device = next(self.model.parameters()).device
         more = self.differentiable if torch.is_grad_enabled() else {}
-        arguments = {**self.call(batch.ids.to(device)), **more, **batch.arguments}
+        arguments = {**self.call(batch.ids.to(device)), **more, **batch.arguments, **given}
         if self.stock:
             known = inspect.signature(self.model.forward).parameters
             if not any(p.kind is p.VAR_KEYWORD for p in known.values()):
                 arguments = {key: value for key, value in arguments.items() if key in known}
         arguments = {key: x.to(device) if isinstance(x, Tensor) else x for key, x in arguments.items()}
         with self.draws:
-            return self.values(self.model(**arguments))
+            return self.model(**arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -263,11 +289,15 @@ class Judgement:
     error: Exception | None = None
 
 
-def alone(subject: Subject, documents: list[Tensor], *, gradients: bool = True) -> Results:
+def alone(subject: Subject, documents: list[Tensor], *, gradients: bool = True, all_outputs: bool = False) -> Results:
     """What every form is held against: each document in a call of its own, with nothing but its tokens."""
     with torch.set_grad_enabled(gradients):
-        values = torch.cat(_as_wide([subject.run(whole(document)) for document in documents]))
-        return values.detach(), gradients_of(subject.model, values) if gradients else []
+        batches = [whole(document) for document in documents]
+        calls = [subject.output(batch) for batch in batches]
+        parts = [subject.values_in(call, batch) for call, batch in zip(calls, batches, strict=True)]
+        values = torch.cat(_as_wide(parts))
+        outputs = outputs_alone(calls, subject.forms["position_ids"](documents)) if all_outputs else {}
+        return Results(values.detach(), gradients_of(subject.model, values) if gradients else (), outputs)
 
 
 def gradients_of(model: nn.Module, values: Tensor) -> list[Tensor | None]:
@@ -277,8 +307,13 @@ def gradients_of(model: nn.Module, values: Tensor) -> list[Tensor | None]:
     return list(torch.autograd.grad((values * weights).sum(), parameters, allow_unused=True))
 
 
-def difference(expected: Results, got: Results) -> float:
-    """Relative to the largest value of each kind: gradients of key biases are mathematically zero."""
+def difference(
+    expected: tuple[Tensor, Sequence[Tensor | None]] | Results, got: tuple[Tensor, Sequence[Tensor | None]] | Results
+) -> float:
+    """How far values and gradients are from those expected, relative to the largest of each kind.
+
+    Gradients of key biases are mathematically zero.
+    """
     wanted, found_values = _as_wide([expected[0], got[0]])
     worst = _largest(wanted - found_values) / float(wanted.abs().max())
     largest = max((float(g.abs().max()) for g in expected[1] if g is not None), default=1.0)
@@ -301,16 +336,42 @@ def _largest(difference: Tensor) -> float:
 
 
 @torch.no_grad()
-def influence(subject: Subject, form: str, documents: list[Tensor]) -> float:
-    """How far other tokens in the first document, or in the last, move the values of the rest."""
-    before, worst = subject.run(subject.forms[form](documents)), 0.0
+def influence(
+    subject: Subject, form: str, documents: list[Tensor], outputs: Mapping[str, Output] | None = None
+) -> tuple[float, str]:
+    """How far other tokens in the first document, or in the last, move the values of the rest.
+
+    Args:
+        subject: the model.
+        form: a name of the subject's forms.
+        documents: token ids `[1, n]`.
+        outputs: those that are looked at besides.
+
+    Returns:
+        The largest over the values and the outputs, relative to the largest value of each; the name of that output,
+        empty for the values.
+    """
+
+    def run(documents: list[Tensor]) -> tuple[Tensor, dict[str, Parts]]:
+        batch = subject.forms[form](documents)
+        output = subject.output(batch)
+        parts = {name: parts_of(name, one, output, batch) for name, one in (outputs or {}).items()}
+        return subject.values_in(output, batch), parts
+
+    (before, parts), worst, name = run(documents), 0.0, ""
     ends = torch.tensor([1 if subject.per_document else d.numel() for d in documents]).cumsum(0)
-    for changed, kept in ((0, slice(int(ends[0]), None)), (-1, slice(0, int(ends[-2])))):
+    changes = ((0, slice(int(ends[0]), None), slice(1, None)), (-1, slice(0, int(ends[-2])), slice(-1)))
+    for changed, kept, others_kept in changes:
         others = list(documents)
         others[changed] = subject.draw((documents[changed].numel(),), 9)[0]
-        before, after = _as_wide([before, subject.run(subject.forms[form](others))])
-        worst = max(worst, float((after - before)[kept].abs().max() / before.abs().max()))
-    return worst
+        after, parts_after = run(others)
+        before, after = _as_wide([before, after])
+        moved = {"": float((after - before)[kept].abs().max() / before.abs().max())}
+        moved |= {key: apart(parts[key][others_kept], parts_after[key][others_kept]) for key in parts}
+        for key, distance in moved.items():
+            if distance > worst:
+                worst, name = distance, key
+    return worst, name
 
 
 def judge(
@@ -336,18 +397,25 @@ def judge(
     """
     moved_limit = limit if moved_limit is None else moved_limit
     worst = moved = math.nan
+    which = ""
     try:
-        with torch.set_grad_enabled(bool(expected[1])):
-            values = subject.run(subject.forms[form](documents))
-        worst = difference((expected[0], []), (values.detach(), []))
+        batch = subject.forms[form](documents)
+        with torch.set_grad_enabled(bool(expected.gradients)):
+            output = subject.output(batch)
+            values = subject.values_in(output, batch)
+        worst = difference(Results(expected.values), Results(values.detach()))
+        for name, wanted in expected.outputs.items() if worst <= limit else ():
+            found = apart(wanted.parts, parts_of(name, wanted, output, batch))
+            worst, which = max((worst, which), (found, name))
         if worst > limit or always or form == "position_ids":
-            moved = influence(subject, form, documents)
+            moved, who = influence(subject, form, documents, expected.outputs)
             if moved > moved_limit:
-                reason = f"{form}: {moved:.0e} from another document, {worst:.0e} in all"
+                reason = f"{form}: {_named(who)}{moved:.0e} from another document, {worst:.0e} in all"
                 return Judgement("leak", worst, moved, reason)
-        if worst <= limit and expected[1]:
-            worst = max(worst, difference(expected, (values.detach(), gradients_of(subject.model, values))))
-    except MiscountError as error:
+        if worst <= limit and expected.gradients:
+            got = Results(values.detach(), gradients_of(subject.model, values))
+            worst, which = max((worst, which), (difference(expected, got), ""))
+    except (MiscountError, UnlikeError) as error:
         return Judgement("inexact", worst, moved, f"{form}: {error}")
     except UnsupportedModelError as error:
         return Judgement("refused", worst, moved, message(form, error), error)
@@ -355,7 +423,12 @@ def judge(
         return Judgement("error", worst, moved, message(form, error), error)
     if worst <= limit:
         return Judgement("exact", worst, moved)
-    return Judgement("inexact", worst, moved, f"{form}: {worst:.0e}")
+    return Judgement("inexact", worst, moved, f"{form}: {_named(which)}{worst:.0e}")
+
+
+def _named(output: str) -> str:
+    """How a reason begins that concerns an output other than the values compared first."""
+    return f"{output}: " if output else ""
 
 
 def message(where: str, error: Exception) -> str:

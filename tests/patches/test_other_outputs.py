@@ -1,0 +1,287 @@
+"""The trial of a class that isn't known judges each output of its own, and its loss, against documents alone."""
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import (
+    LlamaForCausalLM,
+    MixtralForCausalLM,
+    Siglip2TextConfig,
+    Siglip2TextModel,
+    SiglipTextConfig,
+    SiglipTextModel,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+from transformers.utils import ModelOutput
+
+import tritonpack
+from tests.patches import zoo
+from tritonpack.patches import probe
+from tritonpack.patches.trial.packed_forms import FORMS
+from tritonpack.patches.trial.small_copy import spread
+
+LENGTHS = (9, 4, 6, 4)
+SIGLIP = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+def filled(model: Any) -> Any:
+    spread(model, torch.Generator().manual_seed(0))
+    return model.double().eval()
+
+
+def batch(documents: list[Tensor]) -> dict[str, Any]:
+    laid_out = FORMS["position_ids"](documents)
+    return {"input_ids": laid_out.ids, **laid_out.arguments}
+
+
+@pytest.mark.parametrize(
+    ("kind", "config"), [(SiglipTextModel, SiglipTextConfig), (Siglip2TextModel, Siglip2TextConfig)]
+)
+def test_a_pooled_last_token_is_that_of_each_document(kind: Any, config: Any) -> None:
+    """No auto class leads to these classes, so the table of shown classes hasn't got them."""
+    model = filled(kind(config(vocab_size=64, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, **SIGLIP)))
+    documents = zoo.documents(LENGTHS)
+    with torch.no_grad():
+        alone = [model(input_ids=document) for document in documents]
+        with tritonpack.patch(model) as handle:
+            got = model(**batch(documents))
+    assert handle.report.attention == "lengths"
+    torch.testing.assert_close(got.pooler_output, torch.cat([x.pooler_output for x in alone]), rtol=0, atol=1e-9)
+    states = torch.cat([x.last_hidden_state for x in alone], dim=1)
+    torch.testing.assert_close(got.last_hidden_state, states, rtol=0, atol=1e-9)
+
+
+@dataclasses.dataclass
+class Output(ModelOutput):
+    loss: Tensor | None = None
+    logits: Tensor | None = None
+    value: Any = None
+
+
+class TwoOutputs(LlamaForCausalLM):
+    """A language model with another output: here a constant, which says nothing of documents."""
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        position_ids: Any = None,
+        labels: Any = None,
+        **more: Any,
+    ) -> Output:
+        told = {"attention_mask": attention_mask, "position_ids": position_ids, **more}
+        states = self.model(input_ids, **told).last_hidden_state
+        logits = self.lm_head(states)
+        loss = None if labels is None else self.own_loss(logits, labels)
+        return Output(loss=loss, logits=logits, value=self.value(states))
+
+    def value(self, states: Tensor) -> Any:
+        return states.new_ones(1, 5, 2)
+
+    def own_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
+
+
+class OfEachToken(TwoOutputs):
+    def value(self, states: Tensor) -> Any:
+        return {"scores": [states.square(), states[None].repeat(3, 1, 1, 1)]}
+
+
+class Mean(TwoOutputs):
+    def value(self, states: Tensor) -> Any:
+        return states.mean(1)
+
+
+class LastToken(TwoOutputs):
+    def value(self, states: Tensor) -> Any:
+        return states[:, -1]
+
+
+class KeptDimension(TwoOutputs):
+    """A dimension of one token keeps it from looking like a result of a row."""
+
+    def value(self, states: Tensor) -> Any:
+        return states.mean(1, keepdim=True)
+
+
+class TokenBefore(TwoOutputs):
+    def value(self, states: Tensor) -> Any:
+        return self.lm_head(states + states.roll(1, dims=1))
+
+
+class Sum(TwoOutputs):
+    """Of all states before a token, in a list; padding that follows doesn't change it."""
+
+    def value(self, states: Tensor) -> Any:
+        return [states, states.cumsum(1)]
+
+
+class OfTheBatch(TwoOutputs):
+    """No layout but one document a call keeps documents apart."""
+
+    def value(self, states: Tensor) -> Any:
+        return states - states.mean((0, 1))
+
+
+def tiny(kind: type[TwoOutputs]) -> Any:
+    return filled(kind(zoo.tiny_config("llama")))
+
+
+@pytest.mark.parametrize("kind", [TwoOutputs, OfEachToken])
+def test_outputs_that_say_nothing_wrong_leave_rows_packed(kind: type[TwoOutputs]) -> None:
+    with tritonpack.patch(tiny(kind)) as handle:
+        assert handle.report.attention == "tritonpack"
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [(Mean, "lengths"), (LastToken, "lengths"), (KeptDimension, "lengths"), (TokenBefore, "lengths"), (Sum, "padded")],
+)
+def test_an_output_that_other_documents_reach_decides_the_layout(kind: type[TwoOutputs], layout: str) -> None:
+    model, documents = tiny(kind), zoo.documents(LENGTHS)
+    with torch.no_grad():
+        alone = [model(input_ids=document) for document in documents]
+        with tritonpack.patch(model) as handle:
+            got = model(**batch(documents))
+    assert handle.report.attention == layout
+    for i, expected in enumerate(alone):
+        value, wanted = (x[-1] if isinstance(x, list) else x for x in (got.value, expected.value))
+        value = value.split(LENGTHS, dim=1)[i] if value.shape[1] == sum(LENGTHS) else value[i : i + 1]
+        torch.testing.assert_close(value, wanted, rtol=0, atol=1e-9)
+
+
+def test_a_class_whose_output_mixes_documents_in_every_layout_is_refused_by_its_name() -> None:
+    with pytest.raises(tritonpack.UnsupportedModelError, match=r"don't stay apart: .*value: "):
+        tritonpack.patch(tiny(OfTheBatch))
+
+
+class EncoderMixed(T5ForConditionalGeneration):
+    """Its states of the encoder, which it gives besides, hold the token before."""
+
+    def forward(
+        self,
+        input_ids: Any = None,
+        attention_mask: Any = None,
+        decoder_input_ids: Any = None,
+        decoder_attention_mask: Any = None,
+        encoder_outputs: Any = None,
+        **more: Any,
+    ) -> Any:
+        output = super().forward(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            decoder_input_ids=decoder_input_ids,
+            decoder_attention_mask=decoder_attention_mask,
+            encoder_outputs=encoder_outputs,
+            **more,
+        )
+        output.encoder_last_hidden_state = self.given(output.encoder_last_hidden_state)
+        return output
+
+    def given(self, states: Tensor) -> Tensor:
+        return states + states.roll(1, dims=1)
+
+
+class EncoderPlain(EncoderMixed):
+    def given(self, states: Tensor) -> Tensor:
+        return 2 * states
+
+
+@pytest.mark.parametrize(("kind", "layout"), [(EncoderPlain, "tritonpack"), (EncoderMixed, "lengths")])
+def test_states_of_an_encoder_are_of_its_documents(kind: type[EncoderMixed], layout: str) -> None:
+    sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
+    config = T5Config(vocab_size=64, decoder_start_token_id=0, pad_token_id=0, **sizes)
+    with tritonpack.patch(filled(kind(config))) as handle:
+        assert handle.report.attention == layout
+
+
+# Losses of their own, held against the losses of documents alone.
+
+
+class Summed(TwoOutputs):
+    def own_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum")
+
+
+class SecondToken(Summed):
+    """Predicts the token after the next one as well, which may lie in another document."""
+
+    def own_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        second = nn.functional.cross_entropy(logits[:, :-2].flatten(0, 1), labels[:, 2:].flatten(), reduction="sum")
+        return super().own_loss(logits, labels) + second
+
+
+class OfMeans(TwoOutputs):
+    def own_loss(self, logits: Tensor, labels: Tensor) -> Tensor:
+        return logits.mean(1).square().sum()
+
+
+class OfMeansAndLastToken(OfMeans, LastToken):
+    """Each document has a row of its own, with others of its length."""
+
+
+class LeftAlone(LlamaForCausalLM):
+    """Its loss is transformers' own."""
+
+
+def labelled(documents: list[Tensor]) -> dict[str, Any]:
+    labels = [document.clone() for document in documents]
+    for one in labels:
+        one[:, 0] = -100
+    return {**batch(documents), "labels": torch.cat(labels, dim=1)}
+
+
+@pytest.mark.parametrize("kind", [TwoOutputs, Summed, LeftAlone])
+def test_a_mean_or_a_sum_over_labels(kind: type[TwoOutputs]) -> None:
+    model, documents = tiny(kind), zoo.documents(LENGTHS)
+    with torch.no_grad():
+        alone = torch.stack([model(**labelled([document])).loss for document in documents])
+        with tritonpack.patch(model):
+            got = model(**labelled(documents)).loss
+    counts = torch.tensor([n - 1 for n in LENGTHS])
+    expected = alone.sum() if kind is Summed else (alone * counts).sum() / counts.sum()
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("kind", [SecondToken, OfMeans, OfMeansAndLastToken])
+def test_a_loss_that_mixes_documents_is_refused_in_the_call(kind: type[TwoOutputs]) -> None:
+    model, documents = tiny(kind), zoo.documents(LENGTHS)
+    with torch.no_grad():
+        expected = model(**labelled(documents[:1])).loss
+        with tritonpack.patch(model):
+            assert model(**batch(documents)).logits.shape[:2] == (1, sum(LENGTHS))
+            for _ in range(2):
+                with pytest.raises(ValueError, match=rf"{kind.__name__} has a loss of its own.*Leave labels out"):
+                    model(**labelled(documents))
+            with tritonpack.patch(model), pytest.raises(ValueError, match="has a loss of its own"):  # a second handle
+                model(**labelled(documents))
+            torch.testing.assert_close(model(**labelled(documents[:1])).loss, expected)
+
+
+class Routed(MixtralForCausalLM):
+    """The loss of its routers is a mean over all tokens of a call, so that documents alone don't tell it."""
+
+    def forward(self, *args: Any, labels: Any = None, **more: Any) -> Any:
+        return super().forward(*args, labels=labels, output_router_logits=labels is not None, **more)
+
+
+def test_a_loss_of_routers_is_that_of_a_padded_batch() -> None:
+    model, documents = filled(Routed(zoo.tiny_config("mixtral"))), zoo.documents(LENGTHS)
+    rows = FORMS["padded_right"](documents)
+    labels = torch.where(rows.arguments["attention_mask"] > 0, rows.ids, -100)
+    labels[:, 0] = -100
+    with torch.no_grad():
+        expected = model(rows.ids, attention_mask=rows.arguments["attention_mask"], labels=labels).loss
+        with tritonpack.patch(model):
+            got = model(**labelled(documents)).loss
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-9)
+
+
+def test_a_loss_that_is_known_is_not_tried(monkeypatch: pytest.MonkeyPatch, trials: list[Any]) -> None:
+    monkeypatch.setattr(probe, "losses_alone", lambda *_: pytest.fail("tried"))
+    tritonpack.patch(tiny(LeftAlone)).unpatch()
+    assert len(trials) == 1
