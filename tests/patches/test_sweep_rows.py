@@ -13,6 +13,7 @@ from tests.patches.sweep.judging import judge_case
 from tritonpack.parallel.validate import require_shardable
 
 EXACT = (
+    "DistilBertForMultipleChoice/distilbert",
     "FastSpeech2ConformerModel/fastspeech2_conformer",
     "FastSpeech2ConformerWithHifiGan/fastspeech2_conformer_with_hifigan",
     "FlaubertModel/flaubert",

@@ -144,7 +144,7 @@ class ModelForward(ByDocument):
         """Whether a call is the first one with several documents in a row, and the model holds code of others."""
         if torch.compiler.is_compiling() or self.seen or packed_batch.shared or packed_batch.cached:
             return False
-        if not packed_batch.tells_documents or Documents.of(packed_batch) is None:
+        if not packed_batch.tells_documents or not _has_several(packed_batch):
             return False  # code of others may still be put in before the first packed call
         self.seen = not strangers(self.module)
         return not self.seen
@@ -278,3 +278,11 @@ def _beside_tokens(arguments: dict[str, Any]) -> list[str]:
         for name, x in arguments.items()
         if name not in left and isinstance(x, Tensor) and (tokens is None or x.shape[:2] != tokens.shape[:2])
     ]
+
+
+def _has_several(packed_batch: PackedBatch) -> bool:
+    """Whether a row is known to hold several documents."""
+    try:
+        return Documents.of(packed_batch) is not None
+    except ValueError:  # DistilBERT's multiple choice gives its encoder positions of choices, for rows of documents
+        return False
