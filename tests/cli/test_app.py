@@ -95,3 +95,12 @@ def test_an_interrupt_is_silent(capsys, monkeypatch):
     monkeypatch.setattr("tritonpack.cli.check_backend.examine", interrupted)
     assert run("check-backend", "a:b") == 130
     assert capsys.readouterr() == ("", "")
+
+
+def test_a_path_that_is_not_there_is_answered_at_once():
+    """Before transformers is imported, which takes seconds."""
+    program = "import sys; from tritonpack.cli.app import run; code = run(['check', '/nowhere/x']); "
+    program += "sys.exit(code if 'transformers' not in sys.modules else 9)"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "there is no file or folder /nowhere/x" in result.stderr

@@ -183,10 +183,10 @@ def test_weights_of_the_class_that_a_configuration_names(tmp_path, capsys):
     assert output.endswith("tritonpack: exact\n")
 
 
-def test_a_leak_is_exit_code_2(tiny, capsys, monkeypatch):
+def test_a_leak_is_exit_code_3(tiny, capsys, monkeypatch):
     handle = contextlib.nullcontext(SimpleNamespace(report="nothing was changed"))
     monkeypatch.setattr(command, "patch", lambda model: handle)
-    assert run(tiny) == 2
+    assert run(tiny) == 3
     output = capsys.readouterr().out
     assert cells(output)[ROWS[0]] == ("leak", "leak")
     assert re.search(
@@ -194,7 +194,7 @@ def test_a_leak_is_exit_code_2(tiny, capsys, monkeypatch):
     )
 
 
-def test_inexact_is_exit_code_2_and_tried_in_float64(tmp_path, capsys, monkeypatch):
+def test_inexact_is_exit_code_3_and_tried_in_float64(tmp_path, capsys, monkeypatch):
     config_of("llama").save_pretrained(tmp_path)
 
     @contextlib.contextmanager
@@ -206,7 +206,7 @@ def test_inexact_is_exit_code_2_and_tried_in_float64(tmp_path, capsys, monkeypat
             hook.remove()
 
     monkeypatch.setattr(command, "patch", shifted)
-    assert run(tmp_path) == 2
+    assert run(tmp_path) == 3
     output = capsys.readouterr().out
     assert "parameters, float64" in output
     assert cells(output)["position_ids"] == ("leak", "inexact")
@@ -216,7 +216,7 @@ def test_rotary_embeddings_of_the_longest_document(tmp_path, capsys):
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 4096}
     factors = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
     config_of("llama", rope_parameters={**rope, **factors}).save_pretrained(tmp_path)
-    assert run(tmp_path) == 2
+    assert run(tmp_path) == 3
     output = " ".join(capsys.readouterr().out.split())
     assert "Note: rotary embeddings of the type 'longrope' are those of a call's longest document" in output
     assert "other ones beyond 4,096 tokens (8 in the small copy)" in output
@@ -280,7 +280,7 @@ def test_code_of_its_own_runs_only_when_asked(tmp_path, capsys, monkeypatch):
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_is_one_line_and_exit_code_2(name, content, message, tmp_path, capsys):
+def test_what_cannot_be_read_is_one_line_and_exit_code_3(name, content, message, tmp_path, capsys):
     path = tmp_path / name
     if content and content != "folder":
         (path if name else path / "config.json").write_text(content)

@@ -12,6 +12,7 @@ from typing import Annotated, Literal
 import typer
 
 import tritonpack
+from tritonpack.cli.paths import require_path
 
 app = typer.Typer(
     help="Packed (padding-free) training of language models.",
@@ -135,10 +136,11 @@ def check(
 ) -> None:
     """Say whether packing a model is exact, refused or leaking, with stock transformers and with tritonpack.
 
-    Exit code: 0 exact, 1 refused, 2 anything else.
+    Exit code: 0 exact, 1 refused, 2 a command line that is wrong, 3 anything else.
     """
     if importlib.util.find_spec("transformers") is None:
         raise typer.BadParameter("the check needs transformers, which isn't installed; pip install transformers")
+    _require_path(model)  # before transformers is imported, which takes seconds
     from tritonpack.cli.check import examine
 
     try:
@@ -277,6 +279,14 @@ def bench(
         raise typer.BadParameter(str(error)) from error
     if not right:
         raise typer.Exit(1)
+
+
+def _require_path(name: str) -> None:
+    """Refuse what can only be a path, and isn't one."""
+    try:
+        require_path(name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
 
 
 def run(arguments: list[str]) -> int:

@@ -51,7 +51,7 @@ FORMS = {
     "two_rows": "position_ids, attention_mask, two rows",
 }
 WORST_FIRST = ("leak", "error", "inexact", "refused", "exact")
-EXIT_CODES = {"exact": 0, "refused": 1}  # 2 for anything else
+EXIT_CODES = {"exact": 0, "refused": 1}  # 3 for anything else; 2 is a command line that was wrong
 
 _STYLES = {"exact": "green", "refused": "yellow", "leak": "bold red", "inexact": "bold red", "error": "bold red"}
 
@@ -109,7 +109,7 @@ class Findings:
 
     @property
     def exit_code(self) -> int:
-        return EXIT_CODES.get(self.tritonpack.verdict, 2)
+        return EXIT_CODES.get(self.tritonpack.verdict, 3)
 
 
 def examine(name: str, *, weights: bool, device: str, trust_remote_code: bool, path: Path | None) -> int:
@@ -122,7 +122,7 @@ def examine(name: str, *, weights: bool, device: str, trust_remote_code: bool, p
         trust_remote_code: run the code that a model brings.
 
     Returns:
-        The exit code: 0 if packing with tritonpack is exact, 1 if refused, 2 if it leaks, is inexact or fails.
+        The exit code: 0 if packing with tritonpack is exact, 1 if refused, 3 if it leaks, is inexact or fails.
 
     Raises:
         ValueError: no such model, or it can't be built or loaded; `path` can't be written.

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import transformers
 
+from tritonpack.cli.paths import require_path
 from tritonpack.patches.trial.small_copy import AUTO, PARTS, Built, auto_class, model_class, one_line, part_of
 
 NAMED = "the class that its configuration names"
@@ -38,11 +39,7 @@ def load_config(name: str, trust_remote_code: bool) -> Any:
     Raises:
         ValueError: there is none, or transformers doesn't know it; the message is one line and says what to do.
     """
-    path = Path(name).expanduser()
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ValueError(f"{name} has no config.json; name a folder that save_pretrained wrote, or a config.json")
-    if not path.exists() and (name.startswith((".", "/", "~")) or name.endswith(".json") or name.count("/") > 1):
-        raise ValueError(f"there is no file or folder {name}")
+    path = require_path(name)
     try:
         return transformers.AutoConfig.from_pretrained(
             str(path) if path.exists() else name, trust_remote_code=trust_remote_code

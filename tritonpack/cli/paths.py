@@ -1,0 +1,19 @@
+"""Names of models that can only be paths; imports nothing that takes time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def require_path(name: str) -> Path:
+    """The path of a name, which may be that of a model on the Hub as well.
+
+    Raises:
+        ValueError: a folder without a config.json, or what can only be a path and isn't there.
+    """
+    path = Path(name).expanduser()
+    if path.is_dir() and not (path / "config.json").is_file():
+        raise ValueError(f"{name} has no config.json; name a folder that save_pretrained wrote, or a config.json")
+    if not path.exists() and (name.startswith((".", "/", "~")) or name.endswith(".json") or name.count("/") > 1):
+        raise ValueError(f"there is no file or folder {name}")
+    return path
