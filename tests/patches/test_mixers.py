@@ -170,9 +170,9 @@ def test_a_cache_after_padding_on_the_left(model_type: str) -> None:
         expected = model(document).logits
         tritonpack.patch(model)
         if model_type in ("rwkv", "recurrent_gemma"):
-            with pytest.raises(ValueError, match=r"padding on the left would enter.*use_cache=False"):
+            with pytest.raises(ValueError, match=r"would read the padding on the left.*use_cache=False"):
                 model(ids, attention_mask=mask, use_cache=True)
-            with pytest.raises(ValueError, match="padding on the left would enter"):
+            with pytest.raises(ValueError, match="would read the padding on the left"):
                 model.generate(ids, attention_mask=mask, max_new_tokens=2)
         else:
             torch.testing.assert_close(model(ids, attention_mask=mask, use_cache=True).logits[:, 3:], expected)

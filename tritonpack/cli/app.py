@@ -140,10 +140,10 @@ def check(
     """
     if importlib.util.find_spec("transformers") is None:
         raise typer.BadParameter("the check needs transformers, which isn't installed; pip install transformers")
-    _require_path(model)  # before transformers is imported, which takes seconds
-    from tritonpack.cli.check import examine
-
     try:
+        require_path(model)  # before transformers is imported, which takes seconds
+        from tritonpack.cli.check import examine
+
         code = examine(model, weights=weights, device=device, trust_remote_code=trust_remote_code, path=json)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
@@ -279,14 +279,6 @@ def bench(
         raise typer.BadParameter(str(error)) from error
     if not right:
         raise typer.Exit(1)
-
-
-def _require_path(name: str) -> None:
-    """Refuse what can only be a path, and isn't one."""
-    try:
-        require_path(name)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 def run(arguments: list[str]) -> int:

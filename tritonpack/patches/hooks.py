@@ -255,9 +255,9 @@ class PackingHook:
         keeps_state = padded and (cached or arguments.get("use_cache"))
         if keeps_state and self.reads_padding and not bool(packed_batch.not_padding()[:, 0].all()):
             raise ValueError(
-                f"recurrent layers of {type(self.module).__name__} keep a state with use_cache=True, which padding on "
-                "the left would enter, in transformers as well. Pass use_cache=False, pad on the right, or generate "
-                "from prompts of one length at a time."
+                f"with use_cache=True the recurrent layers of {type(self.module).__name__} would read the padding on "
+                "the left into their state, as they do in stock transformers. Pass use_cache=False, pad on the right, "
+                "or generate from prompts of one length at a time."
             )
         return not whole and not cached and not keeps_state
 

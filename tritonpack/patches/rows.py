@@ -246,9 +246,8 @@ class LaidBack:
         axis = int(OF_DOCUMENTS_ACROSS.fullmatch(name) is not None)
         sizes = [value.shape[axis : axis + 1] for value in values]
         of_documents = sizes == [(len(group),) for group in self.groups]
-        if len({value.ndim for value in values}) > 1 or (
-            name.endswith("attentions") and not of_documents
-        ):  # Reformer's
+        uneven = len({value.ndim for value in values}) > 1  # Reformer's weights of attention, in chunks or not
+        if uneven or (name.endswith("attentions") and not of_documents):
             shapes = ", ".join(str(tuple(value.shape)) for value in values)
             raise ValueError(
                 f"{self.model} gives {name} of shapes {shapes} for documents of several lengths, which no one tensor "

@@ -40,8 +40,10 @@ def has_known_loss(model: Any) -> bool:
 
 @torch.no_grad()
 def losses_alone(subject: Subject, documents: list[Tensor]) -> LossTrial | None:
-    """The losses of documents, each in a call of its own; None for a model that gives none for labels of tokens, or of
-    documents where it has values for these."""
+    """The losses of documents, each in a call of its own.
+
+    None for a model that gives no loss for the trial's labels: of tokens, or of documents for a head of documents.
+    """
     documents = [document for document in documents if document.numel() > 1]
     losses, counts = [], []
     for document in documents:
@@ -70,7 +72,7 @@ def losses_alone(subject: Subject, documents: list[Tensor]) -> LossTrial | None:
 
 @torch.no_grad()
 def why_loss_mixes(subject: Subject, form: str, trial: LossTrial, limit: float) -> str:
-    """What is wrong with the loss of packed documents; nothing where it is right, or where the call fails."""
+    """Why the loss of packed documents is wrong. The text is empty if the loss is right, or if the call fails."""
     batch = subject.forms[form](trial.documents)
     try:
         loss = _loss_of(subject, batch, _labels(subject, batch, [whole(document) for document in trial.documents]))

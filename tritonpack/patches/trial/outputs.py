@@ -1,4 +1,4 @@
-"""All outputs of a model, and each document's part of them: some heads give more than logits or hidden states."""
+"""All outputs of a model, and each document's part of them. Some heads give more than logits or hidden states."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 # Where an output has its tokens, or that it has one value for each document.
 Kind = Literal["(B, T)", "(k, B, T)", "(B * T)", "documents"]
 
-# Outputs that are no values of tokens or documents: those whose names end so, and what holds caches.
+# Ends of the names of outputs that have no value for each token or document.
 ENDINGS_LEFT_OUT = ("loss", "attentions")
 
-# Smaller numbers are rounding: no output is compared more closely.
+# Numbers smaller than this count as rounding.
 LEAST = torch.finfo(torch.float32).eps
 
 Parts = list[Tensor]  # of each document
