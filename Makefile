@@ -47,7 +47,7 @@ lint: install
 	$(BIN)/mypy
 
 docs: install
-	$(BIN)/mkdocs build
+	$(BIN)/python docs/tools/build_site.py
 
 demo: install
 	$(BIN)/tritonpack demo
@@ -69,4 +69,4 @@ bench-gpu:
 	python3 -m benchmarks.gpu --minutes 60
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo-out plan-out bench-out site .matrix
+	rm -rf $(VENV) build dist *.egg-info demo-out plan-out bench-out site .cache .matrix

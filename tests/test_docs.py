@@ -1,12 +1,15 @@
-"""The site builds without a warning, and its reference has every public name."""
+"""The site builds without a warning, holds together without a network, and its reference has every public name."""
 
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 import zlib
+from html.parser import HTMLParser
 from importlib import import_module
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
@@ -16,27 +19,109 @@ SETTINGS = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
 PUBLIC = ("tritonpack", "tritonpack.flash_attn", "tritonpack.packing", "tritonpack.parallel", "tritonpack.testing")
 
 
-def build(root: Path, out: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mkdocs", "build", "-f", str(root / "mkdocs.yml"), "-d", str(out)]
-    return subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=120)
+def tool(name: str) -> dict[str, object]:
+    return runpy.run_path(str(TOOLS / f"{name}.py"))
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    for module in ("mkdocs", "mkdocstrings", "griffe"):
+    """The site, built from a copy of what it is made of."""
+    for module in ("zensical", "mkdocstrings", "griffe", "math_core", "typer"):
         pytest.importorskip(module)
-    out = tmp_path_factory.mktemp("site")
-    result = build(ROOT, out)
-    assert result.returncode == 0, result.stderr
-    return out
+    root = tmp_path_factory.mktemp("repository")
+    shutil.copytree(ROOT / "docs", root / "docs")
+    (root / "tritonpack").symlink_to(ROOT / "tritonpack")
+    for path in (ROOT / "mkdocs.yml", *ROOT.glob("*.md")):
+        shutil.copy(path, root)
+    command = [sys.executable, "docs/tools/build_site.py"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=root, timeout=120)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return root / "site"
+
+
+class Page(HTMLParser):
+    """The anchors, links, and loaded files of a page."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.anchors: set[str] = {""}
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value for name, value in attrs if value}
+        self.anchors |= {given[name] for name in ("id", "name") if name in given}
+        if "href" in given:
+            (self.loaded if tag == "link" else self.links).append(given["href"])
+        if "src" in given:
+            self.loaded.append(given["src"])
 
 
 @pytest.mark.heavy
-def test_the_site_builds_without_a_warning(site: Path) -> None:
-    home = (site / "index.html").read_text(encoding="utf-8")
-    assert "packing/" in re.findall(r'href="([^"]+)"', home)
-    assert (site / "reference" / "attention" / "index.html").exists()
+def test_site_has_the_pages_and_not_the_tools(site: Path) -> None:
+    home = Page(site / "index.html").links
+    assert {"./packing.html", "./installation.html", "./quickstart.html", "./command-line.html"} <= set(home)
+    assert (site / "reference" / "attention.html").exists()
     assert not list(site.rglob("*.py"))
+
+
+@pytest.mark.heavy
+def test_links_and_anchors_lead_somewhere_within_the_site(site: Path) -> None:
+    pages = {path.resolve(): Page(path) for path in site.rglob("*.html")}
+    assert len(pages) > 25
+    broken = []
+    for path, page in pages.items():
+        for link in page.links + page.loaded:
+            parts = urlsplit(link)
+            if parts.scheme or path.name == "404.html":  # which a server shows at any address
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path not in ("", ".") else path
+            inside = target.is_relative_to(site.resolve()) and target.exists()
+            anchors = pages[target].anchors if target in pages else {""}
+            if not inside or unquote(parts.fragment) not in anchors:
+                broken.append(f"{path.name}: {link}")
+    assert broken == []
+
+
+@pytest.mark.heavy
+def test_pages_load_nothing_from_elsewhere(site: Path) -> None:
+    """Fonts, styles, scripts and pictures are files of the site, so that it works without a network."""
+    for path in site.rglob("*.html"):
+        assert [link for link in Page(path).loaded if urlsplit(link).netloc] == []
+    for path in site.rglob("*.css"):
+        assert not re.search(r"(url\(|@import )['\"]?(https?:)?//", path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.heavy
+def test_formulas_are_mathml(site: Path) -> None:
+    page = (site / "math.html").read_text(encoding="utf-8")
+    source = re.sub(r"`[^`]*`", "", (ROOT / "docs" / "math.md").read_text(encoding="utf-8"))
+    assert page.count("<math") == len(re.findall(r"\$\$.*?\$\$|\$[^$]+\$", source, re.DOTALL))
+    assert "arithmatex" not in page
+
+
+@pytest.mark.heavy
+def test_code_is_coloured(site: Path) -> None:
+    assert '<span class="kn">import</span>' in (site / "quickstart.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.heavy
+def test_command_line_page_has_the_options_of_every_command(site: Path) -> None:
+    typer = pytest.importorskip("typer")
+    from tritonpack.cli.app import app
+
+    page = (site / "command-line.html").read_text(encoding="utf-8")
+    for name, command in typer.main.get_command(app).commands.items():
+        assert f"Usage: tritonpack {name} " in page
+        assert [option for parameter in command.params for option in parameter.opts if f"{option} " not in page] == []
+
+
+def test_links_of_markdown_files_are_files_of_the_repository() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    for path in pages:
+        for link in re.findall(r"\]\(([^)#]+)[^)]*\)", path.read_text(encoding="utf-8")):
+            assert urlsplit(link).scheme or (path.parent / link).exists(), f"{path.name}: {link}"
 
 
 @pytest.mark.parametrize("module", PUBLIC)
@@ -49,16 +134,16 @@ def test_every_public_name_is_in_the_reference(site: Path, module: str) -> None:
 
 
 def test_every_parameter_of_a_shared_line_has_its_entry(site: Path) -> None:
-    page = (site / "reference" / "flash_attn" / "index.html").read_text(encoding="utf-8")
+    page = (site / "reference" / "flash_attn.html").read_text(encoding="utf-8")
     assert "<code>max_seqlen_q, " not in page
-    page = (site / "reference" / "attention" / "index.html").read_text(encoding="utf-8")
+    page = (site / "reference" / "attention.html").read_text(encoding="utf-8")
     assert page.count("<b><code>chunk_size</code></b>") >= 5
-    assert "&gt;&gt;&gt; mask.key_start.tolist()" in page
+    assert '<span class="gp">&gt;&gt;&gt; </span><span class="n">mask</span>' in page  # an example of a docstring
 
 
 def test_docstrings_are_prepared() -> None:
     pytest.importorskip("griffe")
-    prepared = runpy.run_path(str(TOOLS / "docstrings.py"))["prepared"]
+    prepared = tool("docstrings")["prepared"]
     text = "One.\n\nSee:\n>>> f(1)\n2\n\nArgs:\n    a, b: of both,\n        at once.\n    c: last.\n\n"
     text += "Source: X,\n    Y.\nEnd."
     assert prepared(text) == (
@@ -69,27 +154,28 @@ def test_docstrings_are_prepared() -> None:
 
 def test_dots_stand_for_the_parameters_between() -> None:
     pytest.importorskip("griffe")
-    prepared = runpy.run_path(str(TOOLS / "docstrings.py"))["prepared"]
+    prepared = tool("docstrings")["prepared"]
     text = prepared("One.\n\nArgs:\n    b, ..., e: see f.", ["a", "b", "c", "d", "e", "f"])
     assert text.endswith("Args:\n    b: see f.\n    c: see f.\n    d: see f.\n    e: see f.")
 
 
-def test_what_is_broken_fails_the_build(site: Path, tmp_path: Path) -> None:
-    """A page with a link and an anchor that lead nowhere, built as the site is."""
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "docs" / "index.md").write_text("[a](nowhere.md) [b](#nor-here)\n")
-    settings = re.sub(
-        r"^(hooks|nav|plugins|extra_javascript|exclude_docs):(.*\n)(^[ -].*\n)*", "", SETTINGS, flags=re.M
-    )
-    (tmp_path / "mkdocs.yml").write_text(settings)
-    result = build(tmp_path, tmp_path / "site")
+@pytest.mark.heavy
+def test_broken_links_fail_the_build(tmp_path: Path) -> None:
+    pytest.importorskip("zensical")
+    pages = tmp_path / "build" / "pages"
+    pages.mkdir(parents=True)
+    (pages / "index.md").write_text("[a](nowhere.md) [b](#nor-here)\n")
+    settings = re.sub(r"^(nav|plugins|extra_css):(.*\n)(^[ -].*\n)*", "", SETTINGS, flags=re.M)
+    (tmp_path / "mkdocs.yml").write_text(settings.replace("  - mathematics", "  - tables"))
+    command = [sys.executable, "-m", "zensical", "build", "--strict"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, timeout=120)
     assert result.returncode != 0
-    assert "'nowhere.md'" in result.stderr
-    assert "'#nor-here'" in result.stderr
+    assert re.search(
+        "page does not exist.*anchor does not exist.*2 issues found", result.stdout + result.stderr, re.DOTALL
+    )
 
 
 def test_pages_from_the_root_link_within_the_site() -> None:
-    pytest.importorskip("mkdocs")
-    as_page = runpy.run_path(str(TOOLS / "root_pages.py"))["as_page"]
+    as_page = tool("build_site")["as_page"]
     text = "[a](docs/packing.md#bins) ![b](docs/images/x.png) [c](CHANGELOG.md) [d](https://x.org/README.md)"
     assert as_page(text) == "[a](packing.md#bins) ![b](images/x.png) [c](changelog.md) [d](https://x.org/README.md)"

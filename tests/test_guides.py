@@ -99,3 +99,13 @@ def test_without_the_patch_the_proof_fails(tmp_path: Path) -> None:
     given = for_fine_tuning(tmp_path)
     with pytest.raises(AssertionError, match="not close"):
         exec(code.replace("tritonpack.patch(model)", "torch.no_grad()"), given)
+
+
+def test_the_quickstart_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    given: dict[str, Any] = {}
+    for code in blocks("quickstart"):
+        exec(compile(code, "quickstart.md", "exec"), given)
+    assert given["loss"].item() < 3  # untrained: log(64), which is 4.2
+    assert "rows of at most 256 tokens" in capsys.readouterr().out
