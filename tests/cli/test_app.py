@@ -46,7 +46,7 @@ def test_a_missing_package_is_named(capsys, monkeypatch):
     find_spec = "tritonpack.cli.app.importlib.util.find_spec"
     monkeypatch.setattr(find_spec, lambda name: None if name == "matplotlib" else name)
     assert run("demo") == 2
-    assert "pip install 'tritonpack[plots]'" in capsys.readouterr().err
+    assert "pip install matplotlib" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"]])

@@ -75,9 +75,9 @@ def demo(
     out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the picture.")] = Path("demo-out"),
 ) -> None:
     """Train a small Llama padded, naively concatenated and packed; compare speed, memory and loss; draw a picture."""
-    for module, remedy in (("transformers", "transformers"), ("matplotlib", "'tritonpack[plots]'")):
+    for module in ("transformers", "matplotlib"):
         if importlib.util.find_spec(module) is None:
-            raise typer.BadParameter(f"the demo needs {module}, which isn't installed; pip install {remedy}")
+            raise typer.BadParameter(f"the demo needs {module}, which isn't installed; pip install {module}")
     from tritonpack.cli.demo import Options, run_demo, settings_for
     from tritonpack.cli.demo.training import ProcessFailedError
 
@@ -197,7 +197,7 @@ def plan(
     Example: tritonpack plan lengths.json --capacity 32768 --ranks 8
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("the plan needs matplotlib, which isn't installed; pip install 'tritonpack[plots]'")
+        raise typer.BadParameter("the plan needs matplotlib, which isn't installed; pip install matplotlib")
     if model is not None and importlib.util.find_spec("transformers") is None:
         raise typer.BadParameter("--model needs transformers, which isn't installed; pip install transformers")
     from tritonpack.cli.plan import Options, as_options, examine
@@ -269,7 +269,7 @@ def bench(
     On a GPU torch's varlen_attn and FlexAttention take part. Exit code: 1 if our own results were wrong.
     """
     if importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("the bench needs matplotlib, which isn't installed; pip install 'tritonpack[plots]'")
+        raise typer.BadParameter("the bench needs matplotlib, which isn't installed; pip install matplotlib")
     from tritonpack.cli.bench.command import Options, examine
 
     options = Options(tokens, heads, head_dim, dtype, device, repeats, threads, out)
