@@ -201,3 +201,34 @@ def test_public_names_exist() -> None:
         assert getattr(tritonpack, name) is not None
     with pytest.raises(AttributeError, match=r"has no attribute 'flash'; it has .*varlen_attention"):
         tritonpack.flash  # noqa: B018
+
+
+def test_nothing_is_installed_by_the_name_tritonpack() -> None:
+    """The package is installed from a clone (`pip install '.[plots]'`), because no registry has it."""
+    texts = [*MODULES, *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    by_name = re.compile(r"pip install [^\n`]*tritonpack|tritonpack\[")
+    assert [str(path) for path in texts if by_name.search(path.read_text(encoding="utf-8"))] == []
+
+
+GENERATED = ("models.md", "compile-matrix.md")
+NOT_YET = ("layout.md", "packing.md", "sequence-parallelism.md")  # to be wrapped too
+
+
+def overlong_prose(text: str) -> list[str]:
+    """The lines of a Markdown file past 120 columns, but for tables, code and lines that are one link."""
+    prose = re.sub(r"^( *)```.*?^\1```$", "", text, flags=re.MULTILINE | re.DOTALL)
+    kept = re.compile(r"\s*\||    |\s*!?\[[^\]]*\]\([^)]*\)$")
+    return [line for line in prose.splitlines() if len(line) > 120 and not kept.match(line)]
+
+
+def test_prose_is_wrapped_at_120_columns() -> None:
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+    pages = [path for path in pages if path.name not in GENERATED + NOT_YET]
+    found = {path.name: overlong_prose(path.read_text(encoding="utf-8")) for path in pages}
+    assert {name: lines for name, lines in found.items() if lines} == {}
+
+
+def test_overlong_prose_is_found() -> None:
+    long = "word " * 30
+    assert overlong_prose(f"{long}\n- {long}\n") == [long, f"- {long}"]
+    assert overlong_prose(f"| {long} |\n```\n{long}\n```\n    {long}\n![x]({'y' * 130})\n") == []
