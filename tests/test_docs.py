@@ -179,3 +179,8 @@ def test_pages_from_the_root_link_within_the_site() -> None:
     as_page = tool("build_site")["as_page"]
     text = "[a](docs/packing.md#bins) ![b](docs/images/x.png) [c](CHANGELOG.md) [d](https://x.org/README.md)"
     assert as_page(text) == "[a](packing.md#bins) ![b](images/x.png) [c](changelog.md) [d](https://x.org/README.md)"
+
+
+def test_pictures_are_links_to_their_files() -> None:
+    linked = tool("build_site")["with_links_to_pictures"]
+    assert linked("a\n![b](images/x.png)\n") == "a\n[![b](images/x.png)](images/x.png)\n"

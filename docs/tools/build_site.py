@@ -30,8 +30,8 @@ def write_pages(root: Path, out: Path) -> None:
     shutil.copytree(root / "docs", out, ignore=shutil.ignore_patterns("tools", "__pycache__"))
     for name, page in PAGES.items():
         (out / page).write_text(as_page((root / name).read_text(encoding="utf-8")), encoding="utf-8")
-    page = out / "command-line.md"
-    page.write_text(with_help(page.read_text(encoding="utf-8")), encoding="utf-8")
+    for page in out.rglob("*.md"):
+        page.write_text(with_links_to_pictures(with_help(page.read_text(encoding="utf-8"))), encoding="utf-8")
 
 
 def as_page(text: str) -> str:
@@ -43,6 +43,11 @@ def as_page(text: str) -> str:
 def with_help(text: str) -> str:
     """The text, with what `tritonpack COMMAND --help` prints below each `<!-- help: COMMAND -->`."""
     return re.sub(r"<!-- help: ([\w-]+) -->", lambda found: f"```text\n{help_of(found[1])}\n```", text)
+
+
+def with_links_to_pictures(text: str) -> str:
+    """The text, with each picture a link to its file, because a narrow screen shows it small."""
+    return re.sub(r"^!\[.*\]\((.*)\)$", r"[\g<0>](\1)", text, flags=re.MULTILINE)
 
 
 def help_of(command: str) -> str:
