@@ -176,6 +176,31 @@ def test_works_where_heavy_packages_are_absent() -> None:
     assert result.stdout.strip() == "[]"
 
 
+PACKING_ALONE = (
+    COLD.split("import tritonpack\n")[0]
+    + """
+from tritonpack import MultipackDistributedBatchSampler, PackingCollator, pack, pack_dataset, pack_stream
+
+lengths = [3, 5, 2, 7]
+assert pack(lengths, 8).num_bins == 3
+assert list(MultipackDistributedBatchSampler(8, lengths, 1, 0, tail="keep"))
+documents = [{{"input_ids": list(range(n))}} for n in lengths]
+assert PackingCollator()(pack_dataset(documents, 8)[0])["input_ids"].shape[0] == 1
+assert list(pack_stream(documents, 8))
+"""
+)
+
+
+@pytest.mark.heavy
+def test_packing_needs_only_torch_numpy_and_numba() -> None:
+    """docs/installation.md says so."""
+    pytest.importorskip("numba")
+    absent = {"accelerate", "matplotlib", "rich", "tqdm", "transformers", "triton", "typer"}
+    program = PACKING_ALONE.format(absent=absent)
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, timeout=120)
+    assert result.returncode == 0, result.stderr
+
+
 def test_no_file_grows_past_500_lines() -> None:
     lengths = {module_name(path): len(path.read_text(encoding="utf-8").splitlines()) for path in SOURCES}
     assert {name: length for name, length in lengths.items() if length > 500} == {}
