@@ -1,4 +1,4 @@
-"""A training loop of one's own: documents of any length, no padding, no document sees another.
+"""A plain training loop on packed documents of any length: no padding, and no document sees another.
 
 python examples/train_packed.py
 """

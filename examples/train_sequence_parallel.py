@@ -1,5 +1,5 @@
-"""Training on many GPUs: FSDP shards the model over all of them, groups of --sp ranks share every batch, and a run goes
-on exactly where it was interrupted. On GPUs with NCCL, or on a CPU with gloo.
+"""Training on many GPUs: FSDP shards the model over all of them, groups of --sp ranks share every batch, and an
+interrupted run continues exactly. It runs on GPUs with NCCL, or on a CPU with gloo.
 
 torchrun --nproc-per-node 2 examples/train_sequence_parallel.py --sp 2 --checkpoint checkpoints
 torchrun --nproc-per-node 2 examples/train_sequence_parallel.py --sp 2 --checkpoint checkpoints --resume --steps 60
@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tritonpack import MultipackDistributedBatchSampler, PackingCollator, SequenceParallel
 
 VOCABULARY = 64
-TOKENS = 512  # of a batch: what --sp ranks have room for together
+TOKENS = 512  # tokens of a batch, which --sp ranks share
 
 
 def counting_documents(count: int) -> list[dict[str, torch.Tensor]]:
@@ -47,12 +47,12 @@ def sharded_llama(device: torch.device) -> LlamaForCausalLM:
     model = LlamaForCausalLM(config).to(device)
     policy = MixedPrecisionPolicy() if device.type == "cpu" else MixedPrecisionPolicy(torch.bfloat16, torch.float32)
     for module in (*model.model.layers, model):
-        fully_shard(module, mp_policy=policy)  # without a mesh: over all ranks, those of data and those of sequences
+        fully_shard(module, mp_policy=policy)  # without a mesh: over all ranks, data and sequence ranks
     return model
 
 
 class Checkpoint:
-    """All that a run needs to go on: model, optimizer, the sampler's place in the data, and the step."""
+    """The state of a run: model, optimizer, the sampler's place in the data, and the step."""
 
     def __init__(self, folder: Path, model, optimizer, sampler) -> None:
         self.folder, self.model, self.optimizer, self.sampler = folder, model, optimizer, sampler
@@ -99,7 +99,7 @@ def main(
         while step < steps:
             for batch in loader:
                 batch = {key: value.to(device) if torch.is_tensor(value) else value for key, value in batch.items()}
-                # FSDP averages over replicas, whose batches hold more and less: every target counts alike.
+                # FSDP averages over replicas with different numbers of targets; the mean weighs them alike.
                 targets = (batch["labels"] != -100).sum()
                 dist.all_reduce(targets, group=mesh["dp"].get_group())
                 loss = model(**batch, num_items_in_batch=targets / replicas).loss
@@ -130,5 +130,5 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--checkpoint", metavar="DIR", help="where to save; nothing is saved without it")
     parser.add_argument("--save-every", type=int, default=10, metavar="STEPS")
-    parser.add_argument("--resume", action="store_true", help="go on from the latest checkpoint in DIR")
+    parser.add_argument("--resume", action="store_true", help="continue from the latest checkpoint in DIR")
     main(**vars(parser.parse_args()))

@@ -1,4 +1,4 @@
-"""transformers.Trainer on packed batches: patch the model, pass the collator, change nothing else.
+"""transformers.Trainer on packed batches: patch the model and pass the collator.
 
 python examples/train_with_trainer.py
 """

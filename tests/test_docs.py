@@ -133,7 +133,7 @@ def test_every_public_name_is_in_the_reference(site: Path, module: str) -> None:
     assert sorted(names - documented) == []
 
 
-def test_every_parameter_of_a_shared_line_has_its_entry(site: Path) -> None:
+def test_each_parameter_of_a_shared_line_has_an_entry(site: Path) -> None:
     page = (site / "reference" / "flash_attn.html").read_text(encoding="utf-8")
     assert "<code>max_seqlen_q, " not in page
     page = (site / "reference" / "attention.html").read_text(encoding="utf-8")
@@ -141,7 +141,7 @@ def test_every_parameter_of_a_shared_line_has_its_entry(site: Path) -> None:
     assert '<span class="gp">&gt;&gt;&gt; </span><span class="n">mask</span>' in page  # an example of a docstring
 
 
-def test_docstrings_are_prepared() -> None:
+def test_docstrings_get_fences_entries_and_sources() -> None:
     pytest.importorskip("griffe")
     prepared = tool("docstrings")["prepared"]
     text = "One.\n\nSee:\n>>> f(1)\n2\n\nArgs:\n    a, b: of both,\n        at once.\n    c: last.\n\n"
@@ -152,7 +152,7 @@ def test_docstrings_are_prepared() -> None:
     )
 
 
-def test_dots_stand_for_the_parameters_between() -> None:
+def test_dots_in_an_entry_stand_for_the_parameters_between() -> None:
     pytest.importorskip("griffe")
     prepared = tool("docstrings")["prepared"]
     text = prepared("One.\n\nArgs:\n    b, ..., e: see f.", ["a", "b", "c", "d", "e", "f"])

@@ -1,4 +1,4 @@
-"""Every block of Python in the guides runs, with what its page takes for granted at hand."""
+"""Every block of Python in the guides runs, given the objects that its page assumes."""
 
 import re
 from collections.abc import Callable
@@ -68,8 +68,8 @@ def test_block(guide: str, number: int, tmp_path: Path) -> None:
         assert not all(torch.equal(p, before[name]) for name, p in given["model"].named_parameters())
 
 
-def test_what_the_page_on_backends_computes(tmp_path: Path) -> None:
-    """Pieces of keys merge to the whole, and the loop over cases finds a function that is wrong."""
+def test_backends_page_merges_partial_results_and_finds_a_wrong_function(tmp_path: Path) -> None:
+    """Merged pieces of keys equal the whole, and the loop over cases fails for a wrong function."""
     code = {"merged =": "", "my_attention(": ""}
     for part in code:
         (code[part],) = (block for block in blocks("backends") if part in block)
@@ -83,7 +83,7 @@ def test_what_the_page_on_backends_computes(tmp_path: Path) -> None:
         exec(code["my_attention("], given)
 
 
-def test_accumulated_gradients_are_those_of_one_batch(tmp_path: Path) -> None:
+def test_accumulated_gradients_equal_those_of_one_batch(tmp_path: Path) -> None:
     (code,) = (block for block in blocks("fine-tuning") if "num_items_in_batch" in block)
     given = for_fine_tuning(tmp_path)
     given["model"].double()
@@ -94,14 +94,14 @@ def test_accumulated_gradients_are_those_of_one_batch(tmp_path: Path) -> None:
     torch.testing.assert_close([p.grad for p in given["model"].parameters()], accumulated, rtol=1e-5, atol=1e-9)
 
 
-def test_without_the_patch_the_proof_fails(tmp_path: Path) -> None:
+def test_proof_fails_without_the_patch(tmp_path: Path) -> None:
     (code,) = (block for block in blocks("fine-tuning") if "assert_close" in block)
     given = for_fine_tuning(tmp_path)
     with pytest.raises(AssertionError, match="not close"):
         exec(code.replace("tritonpack.patch(model)", "torch.no_grad()"), given)
 
 
-def test_the_quickstart_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[str]) -> None:
+def test_quickstart_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     torch.manual_seed(0)
     given: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Docstrings as the reference wants them: worked examples in blocks of code, an entry for every parameter."""
+"""Prepares docstrings for the reference: fences worked examples, and gives every parameter its own entry."""
 
 import re
 from collections.abc import Sequence
@@ -6,12 +6,12 @@ from typing import Any
 
 import griffe
 
-# `a, b: text` or `a, ..., c: text` in a section, with the lines that go on with the text.
+# `a, b: text` or `a, ..., c: text` in a section, with the continuation lines of the text.
 _SHARED = re.compile(r"^( {4})(\w+(?:, (?:\w+|\.\.\.))+)(: .*(?:\n {8}.*)*)", re.MULTILINE)
 
 
 class Docstrings(griffe.Extension):
-    """Prepares what griffe reads as Google's style."""
+    """Prepares each docstring before griffe parses it as Google's style."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
@@ -20,7 +20,7 @@ class Docstrings(griffe.Extension):
 
 
 def prepared(text: str, parameters: Sequence[str] = ()) -> str:
-    """The docstring with doctests fenced, entries of several names repeated for each, and sources as paragraphs."""
+    """Fence doctests, repeat an entry of several names for each name, and make sources paragraphs."""
 
     def each(entry: re.Match[str]) -> str:
         return "\n".join(entry[1] + name + entry[3] for name in _names(entry[2].split(", "), parameters))
@@ -31,7 +31,7 @@ def prepared(text: str, parameters: Sequence[str] = ()) -> str:
 
 
 def _names(listed: list[str], parameters: Sequence[str]) -> Sequence[str]:
-    """The names of an entry; dots stand for the parameters between their neighbours."""
+    """The names of an entry. Dots stand for the parameters between the names beside them."""
     if "..." not in listed:
         return listed
     place = listed.index("...")
@@ -40,7 +40,7 @@ def _names(listed: list[str], parameters: Sequence[str]) -> Sequence[str]:
 
 
 def _fenced(paragraph: str) -> str:
-    """From the first `>>>` on; what comes before it is prose."""
+    """The paragraph, fenced from its first `>>>` on."""
     lines = paragraph.split("\n")
     first = next((number for number, line in enumerate(lines) if line.startswith(">>> ")), None)
     if first is None:
