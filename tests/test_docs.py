@@ -182,5 +182,11 @@ def test_pages_from_the_root_link_within_the_site() -> None:
 
 
 def test_pictures_are_links_to_their_files() -> None:
-    linked = tool("build_site")["with_links_to_pictures"]
+    linked = tool("build_site")["with_linked_pictures"]
     assert linked("a\n![b](images/x.png)\n") == "a\n[![b](images/x.png)](images/x.png)\n"
+
+
+def test_links_have_the_names_of_pages() -> None:
+    named = tool("build_site")["with_names_of_pages"]
+    text = "[docs/packing.md](packing.md) [a.md](b.md#c) [x](y.md) `[z.md]`"
+    assert named(text) == "[packing](packing.md) [a](b.md#c) [x](y.md) `[z.md]`"

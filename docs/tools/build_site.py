@@ -31,7 +31,8 @@ def write_pages(root: Path, out: Path) -> None:
     for name, page in PAGES.items():
         (out / page).write_text(as_page((root / name).read_text(encoding="utf-8")), encoding="utf-8")
     for page in out.rglob("*.md"):
-        page.write_text(with_links_to_pictures(with_help(page.read_text(encoding="utf-8"))), encoding="utf-8")
+        text = with_help(page.read_text(encoding="utf-8"))
+        page.write_text(with_linked_pictures(with_names_of_pages(text)), encoding="utf-8")
 
 
 def as_page(text: str) -> str:
@@ -45,7 +46,12 @@ def with_help(text: str) -> str:
     return re.sub(r"<!-- help: ([\w-]+) -->", lambda found: f"```text\n{help_of(found[1])}\n```", text)
 
 
-def with_links_to_pictures(text: str) -> str:
+def with_names_of_pages(text: str) -> str:
+    """The text, with `[docs/packing.md](...)` as `[packing](...)`: a page of a site isn't a file to its reader."""
+    return re.sub(r"\[(?:docs/)?([\w-]+)\.md\]\(", r"[\1](", text)
+
+
+def with_linked_pictures(text: str) -> str:
     """The text, with each picture a link to its file, because a narrow screen shows it small."""
     return re.sub(r"^!\[.*\]\((.*)\)$", r"[\g<0>](\1)", text, flags=re.MULTILINE)
 
