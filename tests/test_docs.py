@@ -58,6 +58,12 @@ class Page(HTMLParser):
             self.loaded.append(given["src"])
 
 
+def test_every_page_is_in_the_navigation() -> None:
+    pages = {path.relative_to(ROOT / "docs").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    named = re.findall(r": ([\w/-]+\.md)$", SETTINGS, flags=re.MULTILINE)
+    assert sorted(named) == sorted(pages | {"index.md", "contributing.md", "changelog.md"})
+
+
 @pytest.mark.heavy
 def test_site_has_the_pages_and_not_the_tools(site: Path) -> None:
     home = Page(site / "index.html").links
@@ -124,6 +130,7 @@ def test_links_of_markdown_files_are_files_of_the_repository() -> None:
             assert urlsplit(link).scheme or (path.parent / link).exists(), f"{path.name}: {link}"
 
 
+@pytest.mark.heavy
 @pytest.mark.parametrize("module", PUBLIC)
 def test_every_public_name_is_in_the_reference(site: Path, module: str) -> None:
     entries = zlib.decompress((site / "objects.inv").read_bytes().split(b"\n", 4)[4]).decode().splitlines()
@@ -133,6 +140,7 @@ def test_every_public_name_is_in_the_reference(site: Path, module: str) -> None:
     assert sorted(names - documented) == []
 
 
+@pytest.mark.heavy
 def test_each_parameter_of_a_shared_line_has_an_entry(site: Path) -> None:
     page = (site / "reference" / "flash_attn.html").read_text(encoding="utf-8")
     assert "<code>max_seqlen_q, " not in page

@@ -16,6 +16,8 @@ PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGEL
 
 def main() -> int:
     """Write build/pages, build the site from it, and return the exit code of the generator."""
+    if sys.version_info < (3, 11):
+        sys.exit("error: the site needs Python 3.11 or later, as its generator does")
     root = Path.cwd()
     write_pages(root, root / "build" / "pages")
     # The generator caches pages by their own text; a docstring that changed needs --clean.
