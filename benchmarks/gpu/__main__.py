@@ -28,8 +28,8 @@ from benchmarks.gpu.ledger import Ledger, environment
 from benchmarks.gpu.measure import DeviceLostError, measure
 from benchmarks.gpu.peers import PEERS, Peer
 from benchmarks.gpu.shapes import Shape, make_batch, shapes, smoke_shapes
-from benchmarks.gpu.timing import ceilings
 from tests.lengths import distributions
+from tritonpack.cli.bench.timing import ceilings
 
 RESULTS = Path("benchmarks/results")
 PRINTED = ("op", "implementation", "p50_ms", "host_ms", "tflops", "extra_mib", "launches", "status")

@@ -17,10 +17,10 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from benchmarks.gpu.ledger import environment
-from benchmarks.gpu.timing import quantiles, time_alternating
 from tests.lengths import distributions
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends.schedule import tile_table
+from tritonpack.cli.bench.timing import quantiles, time_alternating
 
 DENSE_TOKENS = 16384
 

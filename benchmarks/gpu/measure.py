@@ -12,10 +12,10 @@ from torch import Tensor
 
 from benchmarks.gpu.ledger import LOST, OPS
 from benchmarks.gpu.peers import Peer
-from benchmarks.gpu.timing import Call, Times, extra_bytes, launches, quantiles, time_alternating
-from benchmarks.gpu.verify import Judge
 from tritonpack.cli.bench.batch import Batch
 from tritonpack.cli.bench.peers import Prepared
+from tritonpack.cli.bench.timing import Call, Times, extra_bytes, launches, quantiles, time_alternating
+from tritonpack.cli.bench.verify import Judge
 
 # Work relative to a forward pass: backward has five matrix products to its two.
 WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}

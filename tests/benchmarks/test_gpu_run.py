@@ -13,16 +13,16 @@ from torch import Tensor
 
 import benchmarks.gpu.__main__ as program
 from benchmarks.gpu import measure as measuring
-from benchmarks.gpu import timing
 from benchmarks.gpu.__main__ import Budget, main, run
 from benchmarks.gpu.ledger import ABOUT, LOST, OPS, Ledger
 from benchmarks.gpu.measure import DeviceLostError, measure, time_limit
 from benchmarks.gpu.peers import OURS, Peer, ours
 from benchmarks.gpu.shapes import Shape, make_batch, shapes, smoke_shapes
-from benchmarks.gpu.timing import Times, quantiles, time_alternating
 from tests.benchmarks.batches import batch_of
 from tests.lengths import distributions
+from tritonpack.cli.bench import timing
 from tritonpack.cli.bench.batch import Batch
+from tritonpack.cli.bench.timing import Times, quantiles, time_alternating
 
 CPU = torch.device("cpu")
 HERE = dict.fromkeys(ABOUT, "") | {"commit": "abc1234"}

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from benchmarks.gpu import peers
 from benchmarks.gpu.peers import PEERS, hidden
-from benchmarks.gpu.verify import Judge
 from tests.benchmarks import stand_ins
 from tests.benchmarks.batches import KINDS, batch_of
 from tritonpack.cli.bench import peers as shared
@@ -27,6 +26,7 @@ from tritonpack.cli.bench.peers import (
     torch_knows_groups,
     torch_varlen,
 )
+from tritonpack.cli.bench.verify import Judge
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 

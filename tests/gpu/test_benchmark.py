@@ -10,7 +10,7 @@ from benchmarks.gpu.__main__ import Budget, run
 from benchmarks.gpu.ledger import OPS, Ledger, environment
 from benchmarks.gpu.peers import OURS, PEERS
 from benchmarks.gpu.shapes import Shape
-from benchmarks.gpu.timing import extra_bytes, launches, time_alternating
+from tritonpack.cli.bench.timing import extra_bytes, launches, time_alternating
 
 pytestmark = pytest.mark.gpu
 
