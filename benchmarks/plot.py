@@ -32,7 +32,6 @@ NEEDED = {
 # Ours in one strong colour, the others in quiet ones that stay apart in grey, too; in the order of the legend.
 COLOURS = {
     "tritonpack": "#c2410c",
-    "tritonpack, mask built": "#f59e6c",
     "tritonpack, gluon": "#7f1d1d",
     "FlashAttention-4": "#1e3a5f",
     "FlashAttention-2 (torch)": "#3b76af",
@@ -40,13 +39,12 @@ COLOURS = {
     "xformers": "#2f6b4f",
     "xformers, heads repeated": "#8fc3a3",
     "FlexAttention": "#6d5a9c",
-    "FlexAttention, mask built": "#b9addb",
     "sdpa, padded": "#6b7280",
     "sdpa, dense mask": "#c3c7cd",
 }
 OTHERS = "#8a8a8a"
 OURS, BASELINE = "tritonpack", "FlashAttention-2 (torch)"
-OUR_BARS = (OURS, "tritonpack, mask built", "tritonpack, gluon")
+OUR_BARS = (OURS, "tritonpack, gluon")
 
 Row = dict[str, str]
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.ledger import ABOUT, COLUMNS, LOST, OPS, Ledger, environment
-from benchmarks.gpu.shapes import Shape
+from tritonpack.cli.bench.batch import Shape
 
 HERE = dict.fromkeys(ABOUT, "") | {"device": "a GPU", "commit": "abc1234", "torch": "2.11.0"}
 SHAPE = Shape("flan", 32768, window=(4096, 0)).columns()

@@ -270,11 +270,10 @@ def bench(
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise typer.BadParameter("the bench needs matplotlib, which isn't installed; pip install 'tritonpack[plots]'")
-    from tritonpack.cli.bench.command import Options, examine
+    from tritonpack.cli.bench.command import examine
 
-    options = Options(tokens, heads, head_dim, dtype, device, repeats, threads, out)
     try:
-        right = examine(options)
+        right = examine(tokens, heads, head_dim, dtype, device, repeats, threads, out)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     if not right:
