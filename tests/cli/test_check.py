@@ -68,9 +68,7 @@ def test_weights(tiny, tmp_path, capsys):
     assert run(tiny, "--weights", "--device", "cpu", "--json", path) == 0
     output = capsys.readouterr().out
     assert f"{tiny}: LlamaForCausalLM, a causal language model; " in output
-    assert (
-        "the longest document has 11 tokens, so windows, chunks and selections that are longer weren't felt" in output
-    )
+    assert "the longest document has 11 tokens, so longer windows, chunks and selections had no effect" in output
     found = json.loads(path.read_text())
     assert (found["weights"], found["model_type"], found["class"]) == (True, "llama", "LlamaForCausalLM")
     assert found["stock"]["forms"]["position_ids"]["verdict"] == "leak"
@@ -183,6 +181,21 @@ def test_weights_of_the_class_that_a_configuration_names(tmp_path, capsys):
     assert output.endswith("tritonpack: exact\n")
 
 
+@pytest.mark.parametrize("options", [[], ["--weights", "--device", "cpu"]], ids=["small copy", "weights"])
+def test_no_layers_are_nothing_to_keep_apart(options, tmp_path, capsys):
+    config = config_of("llama", **{**TINY, "num_hidden_layers": 0}, architectures=["LlamaForCausalLM"])
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    capsys.readouterr()
+    assert run(tmp_path, *options, "--json", tmp_path / "findings.json") == 3
+    captured = capsys.readouterr()
+    assert captured.out.endswith(
+        "tritonpack: nothing to keep apart: in LlamaForCausalLM no token sees another; is the number of layers right?\n"
+    )
+    assert "exact" not in captured.out
+    found = json.loads((tmp_path / "findings.json").read_text())
+    assert (found["stock"]["verdict"], found["tritonpack"]["forms"]) == ("nothing to keep apart", {})
+
+
 def test_a_leak_is_exit_code_3(tiny, capsys, monkeypatch):
     handle = contextlib.nullcontext(SimpleNamespace(report="nothing was changed"))
     monkeypatch.setattr(command, "patch", lambda model: handle)
@@ -218,8 +231,8 @@ def test_rotary_embeddings_of_the_longest_document(tmp_path, capsys):
     config_of("llama", rope_parameters={**rope, **factors}).save_pretrained(tmp_path)
     assert run(tmp_path) == 3
     output = " ".join(capsys.readouterr().out.split())
-    assert "Note: rotary embeddings of the type 'longrope' are those of a call's longest document" in output
-    assert "other ones beyond 4,096 tokens (8 in the small copy)" in output
+    assert "Note: rotary embeddings of the type 'longrope' follow the longest document of a call" in output
+    assert "and differ beyond 4,096 tokens (8 in the small copy)" in output
     assert "Pack documents of up to 8 tokens" in output
 
 
