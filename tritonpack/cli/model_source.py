@@ -1,4 +1,4 @@
-"""Where a model comes from: the Hub, a folder or a config.json; and one line on why it can't be had."""
+"""Load configurations and models from the Hub, a folder or a config.json; errors are one line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMED = "the class that its configuration names"
 _OWN_CODE = "brings code of its own, which isn't run unless you say --trust-remote-code; read it first"
 _LOG_IN = "log in with `hf auth login` (or set HF_TOKEN)"
 
-# What the exceptions of huggingface_hub mean, by their names.
+# Messages for the exceptions of huggingface_hub, by their names.
 _HUB = {
     "GatedRepoError": f"is gated: ask for access at https://huggingface.co/{{name}}, then {_LOG_IN}",
     "RepositoryNotFoundError": f"is neither a file or folder here nor a model on the Hub; if it is private, {_LOG_IN}",
@@ -37,14 +37,14 @@ def load_config(name: str, trust_remote_code: bool) -> Any:
         trust_remote_code: run the code that the model brings.
 
     Raises:
-        ValueError: there is none, or transformers doesn't know it; the message is one line and says what to do.
+        ValueError: there is none, or transformers doesn't know it.
     """
     path = require_path(name)
     try:
         return transformers.AutoConfig.from_pretrained(
             str(path) if path.exists() else name, trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # also whatever the validators of a configuration raise
+    except Exception as error:  # validators of a configuration may raise anything
         raise ValueError(_why(name, error)) from error
 
 
@@ -53,9 +53,9 @@ class NamedClass:
     """The model class that a configuration names in `architectures`.
 
     Attributes:
-        names: all that are named, mostly one or none.
-        kind: the first of them; None where the class that an auto class leads to is taken.
-        absent: why the first one isn't taken, as the end of a sentence; empty where it is or is the same.
+        names: all names, mostly one or none.
+        kind: the class of the first name; None if the class of an auto class is checked.
+        absent: why the first name isn't checked, as the end of a sentence; empty if it is.
     """
 
     names: tuple[str, ...] = ()
@@ -64,20 +64,20 @@ class NamedClass:
 
     @classmethod
     def of(cls, config: Any, trust_remote_code: bool) -> NamedClass:
-        """What a configuration names."""
+        """The class that a configuration names."""
         names = tuple(getattr(config, "architectures", None) or ())
         if not names or (trust_remote_code and getattr(config, "auto_map", None)):
             return cls(names)
         try:
             default = model_class(config).__name__
-        except (ValueError, KeyError):  # no auto class has one
+        except (ValueError, KeyError):  # no auto class has a model for it
             default = ""
         if default == names[0]:
             return cls(names)
         if config.model_type in PARTS:
             return cls(names, absent=f"{names[0]}, which holds more than a language model")
         kind: Any = None
-        with suppress(Exception):  # a package that its module imports isn't here
+        with suppress(Exception):  # its module imports a package that isn't installed
             kind = getattr(transformers, names[0], None)
         is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
         if not is_model:
@@ -89,7 +89,7 @@ class NamedClass:
         return cls(names, kind)
 
     def replaced_by(self, built: Built, absent: str = "") -> Built:
-        """A model with a note, where it is of another class than is named."""
+        """The model, with a note if it is of another class than the named one."""
         name, absent = type(built.model).__name__, absent or self.absent
         if not self.names or name in self.names:
             return built
@@ -99,16 +99,16 @@ class NamedClass:
 
 
 def load_weights(name: str, config: Any, device: torch.device, trust_remote_code: bool) -> Built:
-    """The model itself, in the dtype that its weights have.
+    """Load a model in the dtype of its weights.
 
     Args:
         name: a model on the Hub or a folder.
-        config: as `load_config` gives it.
-        device: where to put it.
+        config: the result of `load_config`.
+        device: the device for the model.
         trust_remote_code: run the code that the model brings.
 
     Raises:
-        ValueError: it can't be loaded; the message is one line.
+        ValueError: it can't be loaded.
     """
     if Path(name).expanduser().is_file():
         raise ValueError(f"{name} has no weights; name its folder, or leave out --weights")
@@ -124,13 +124,13 @@ def load_weights(name: str, config: Any, device: torch.device, trust_remote_code
         else:
             model = model_class(config).from_pretrained(path, config=part, dtype="auto")
         model = model.to(device).eval()
-    except Exception as error:  # files that are missing or broken, memory, packages, a model's own code
+    except Exception as error:  # files, memory, packages and a model's own code may raise anything
         raise ValueError(_why(name, error)) from error
     return named.replaced_by(Built(model, f"{type(model).__name__}, {AUTO[auto.__name__]}"))
 
 
 def _why(name: str, error: BaseException) -> str:
-    """What an exception of transformers' or the Hub's means, in one line."""
+    """The reason for an exception of transformers or the Hub, in one line."""
     for cause in _chain(error):
         if hint := _HUB.get(type(cause).__name__):
             return f"{name} {hint.format(name=name)}"
@@ -149,7 +149,7 @@ def _why(name: str, error: BaseException) -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and those that it came from."""
+    """An exception and its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
