@@ -34,7 +34,7 @@ def peer_for(distribution: str, implementation: str) -> Prepared:
     batch, judge = batch_of(distribution)
     peer = Prepared(PEERS[implementation], batch)
     out = peer.forward()
-    judge.check_forward(peer.layout.leave(out))
+    judge.check_forward(peer.leave(out))
     judge.check_backward(out, peer)
     return peer
 

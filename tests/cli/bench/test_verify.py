@@ -15,7 +15,7 @@ from tritonpack.cli.bench.verify import Judge
 def check(prepare: Any, batch: Batch, *, layout: Any = packed, backward: bool = True, count: int = 512) -> None:
     prepared, judge = Prepared(Peer("", prepare, layout), batch), Judge(batch, count)
     out = prepared.forward()
-    judge.check_forward(prepared.layout.leave(out))
+    judge.check_forward(prepared.leave(out))
     if backward:
         judge.check_backward(out, prepared)
 

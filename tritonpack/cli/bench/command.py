@@ -145,7 +145,6 @@ def table(rows: Sequence[Row]) -> Table:
 
 def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     """Draw, for each batch, the time of forward and backward together (pale) and of forward (on top of it)."""
-    from matplotlib import colormaps
     from matplotlib.figure import Figure
 
     found = _by_place(rows)
@@ -162,7 +161,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
                 [place + (number - (len(names) - 1) / 2) * width for place in places],
                 [p50 for _, p50, _ in times],
                 width * 0.92,
-                color=colormaps["tab20"](number),
+                color=f"C{number}",
                 alpha=alpha,
                 yerr=[[p50 - p20 for p20, p50, _ in times], [p80 - p50 for _, p50, p80 in times]],
                 error_kw={"lw": 0.8, "ecolor": "#444444"},
@@ -177,7 +176,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     axes.margins(y=0.12)
     axes.set_title(title, fontsize=10)
     if names:
-        axes.legend(frameon=False, fontsize=9)
+        figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     figure.savefig(path, dpi=150)
 
 

@@ -58,7 +58,7 @@ def measure(batch: Batch, peers: Sequence[Peer], write: Write, repeats: int = RE
             with time_limit(PATIENCE):
                 prepared = Prepared(peer, batch)
                 out = prepared.forward()
-                judge.check_forward(prepared.layout.leave(out))
+                judge.check_forward(prepared.leave(out))
             calls["forward"][peer.name] = prepared.forward
             with time_limit(PATIENCE):
                 judge.check_backward(out, prepared)

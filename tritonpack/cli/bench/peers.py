@@ -33,27 +33,18 @@ LARGEST_DENSE = 32768  # tokens beyond which a dense mask is refused
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Layout:
-    """Conversions between (tokens, heads, head_dim) and the layout of a peer's tensors.
-
-    Attributes:
-        enter: converts to the peer's layout.
-        leave: converts back.
-    """
-
-    enter: Callable[[Tensor], Tensor]
-    leave: Callable[[Tensor], Tensor]
+# A peer's layout: a function from (tokens, heads, head_dim) to the layout of its tensors, and one back.
+Layout = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 
 def packed(batch: Batch) -> Layout:
     """(tokens, heads, head_dim), the layout of the batch itself."""
-    return Layout(lambda x: x, lambda x: x)
+    return lambda x: x, lambda x: x
 
 
 def one_row(batch: Batch) -> Layout:
     """(1, heads, tokens, head_dim)."""
-    return Layout(lambda x: x.transpose(0, 1)[None].contiguous(), lambda x: x[0].transpose(0, 1))
+    return lambda x: x.transpose(0, 1)[None].contiguous(), lambda x: x[0].transpose(0, 1)
 
 
 def padded(batch: Batch) -> Layout:
@@ -71,7 +62,7 @@ def padded(batch: Batch) -> Layout:
         flat = x.new_zeros(rows * width, *x.shape[1:]).index_copy(0, tokens, x)
         return flat.unflatten(0, (rows, width)).transpose(1, 2).contiguous()
 
-    return Layout(enter, lambda x: x.transpose(1, 2).flatten(0, 1)[tokens])
+    return enter, lambda x: x.transpose(1, 2).flatten(0, 1)[tokens]
 
 
 def _real(batch: Batch) -> Tensor:
@@ -103,44 +94,33 @@ class Prepared:
     """A peer with its own copy of a batch's tensors.
 
     Attributes:
-        layout: the layout of these tensors.
-        leaves: q, k and v, which require gradients.
-        dout: the gradient of the output.
+        enter, leave: convert tensors to the peer's layout and back.
+        leaves: q, k and v in the peer's layout; they require gradients.
+        dout: the gradient of the output, in the peer's layout.
     """
 
     def __init__(self, peer: Peer, batch: Batch) -> None:
         self._attention = peer.prepare(batch)  # before any copy, because it may refuse the batch
-        self.layout = peer.layout(batch)
-        q, k, v = (self.layout.enter(x).detach().requires_grad_() for x in (batch.q, batch.k, batch.v))
-        self.leaves, self.dout = (q, k, v), self.layout.enter(batch.dout)
+        self.enter, self.leave = peer.layout(batch)
+        self.leaves = tuple(self.enter(x).detach().requires_grad_() for x in (batch.q, batch.k, batch.v))
+        self.dout = self.enter(batch.dout)
 
     def forward(self) -> Tensor:
         """The output, in the peer's layout."""
         return self._attention(*self.leaves)
 
-    def backward(self, out: Tensor) -> object:
-        """The gradients of an output of `forward`, whose graph is kept."""
-        return torch.autograd.grad(out, self.leaves, self.dout, retain_graph=True)
+    def backward(self, out: Tensor, dout: Tensor | None = None) -> tuple[Tensor, ...]:
+        """dq, dk and dv for an output of `forward`, whose graph is kept; all in the peer's layout."""
+        return torch.autograd.grad(out, self.leaves, self.dout if dout is None else dout, retain_graph=True)
 
-    def both(self) -> object:
+    def both(self) -> tuple[Tensor, ...]:
         """Forward, then backward."""
         return torch.autograd.grad(self.forward(), self.leaves, self.dout)
-
-    def gradients(self, out: Tensor, dout: Tensor) -> list[Tensor]:
-        """dq, dk and dv, given the output's gradient; `dout` and the results are (tokens, heads, head_dim)."""
-        found = torch.autograd.grad(out, self.leaves, self.layout.enter(dout), retain_graph=True)
-        return [self.layout.leave(x) for x in found]
-
-
-# -------------------------------------------------------------------------------------------------------- tritonpack
 
 
 def ours(batch: Batch, **options: Any) -> Attention:
     """varlen_attention on the mask of the batch."""
     return lambda q, k, v: varlen_attention(q, k, v, batch.mask, **options)
-
-
-# -------------------------------------------------------------------------------------------------------------- sdpa
 
 
 def _fused_sdpa(device: torch.device) -> AbstractContextManager[Any]:
@@ -184,9 +164,6 @@ def sdpa_dense_mask(batch: Batch) -> Attention:
             return scaled_dot_product_attention(q, *_for_every_head(q, k, v), attn_mask=dense)
 
     return attention
-
-
-# -------------------------------------------------------------------------------- FlashAttention-2 (in torch) and -4
 
 
 def _varlen_attn() -> Any:
@@ -248,9 +225,6 @@ def flash_attention_4(batch: Batch) -> Attention:
     return attention
 
 
-# ---------------------------------------------------------------------------------------------------------- xformers
-
-
 @contextmanager
 def hidden(name: str) -> Iterator[None]:
     """Make a package impossible to import for a while, even if it is installed or imported already."""
@@ -285,9 +259,6 @@ def xformers(batch: Batch) -> Attention:
         return function(q.view(groups), ks, vs, attn_bias=bias).reshape(q.shape)
 
     return attention
-
-
-# ----------------------------------------------------------------------------------------------------- FlexAttention
 
 
 def document_mask(batch: Batch) -> Callable[..., Tensor]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -48,34 +46,20 @@ def time_alternating(calls: Mapping[str, Call], device: torch.device, repeats: i
     """
     times = {name: Times() for name in calls}
     cold = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
-    with _without_collector():
-        for repeat in range(-WARM_UP, repeats):
-            for name, call in calls.items():
-                taken = times[name]
-                if taken.error is not None or taken.enough:
-                    continue
-                try:
-                    on_device, on_host = _time_on_host(call) if cold is None else _time_on_device(call, cold)
-                except Exception as error:  # whatever a peer raises; the others go on
-                    taken.error = error.with_traceback(None)  # frames of the traceback hold tensors
-                    continue
-                if repeat >= 0:
-                    taken.device.append(on_device)
-                    taken.host.append(on_host)
+    for repeat in range(-WARM_UP, repeats):
+        for name, call in calls.items():
+            taken = times[name]
+            if taken.error is not None or taken.enough:
+                continue
+            try:
+                on_device, on_host = _time_on_host(call) if cold is None else _time_on_device(call, cold)
+            except Exception as error:  # whatever a peer raises; the others go on
+                taken.error = error.with_traceback(None)  # frames of the traceback hold tensors
+                continue
+            if repeat >= 0:
+                taken.device.append(on_device)
+                taken.host.append(on_host)
     return times
-
-
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Keep Python's garbage collector from running within a timed call."""
-    enabled = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _time_on_host(call: Call) -> tuple[float, float]:
