@@ -12,6 +12,7 @@ pytest.importorskip("rich")
 pytest.importorskip("transformers")
 
 import transformers
+from rich.console import Console
 
 import tritonpack
 from tritonpack.cli import check as command
@@ -61,6 +62,15 @@ def test_a_folder(tiny, capsys):
     assert cells(output) == {form: ("exact" if "use_cache=False" in form else "leak", "exact") for form in ROWS}
     assert "llama: 2 layers; backend auto, in place of sdpa" in output
     assert output.endswith("tritonpack: exact\n")
+
+
+def test_progress_is_shown_on_a_terminal(tiny, capsys, monkeypatch):
+    capsys.readouterr()
+    run(tiny)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(command, "Console", lambda **options: Console(force_terminal=True, **options))
+    run(tiny)
+    assert "tritonpack: position_ids, attention_mask, two rows" in capsys.readouterr().err
 
 
 def test_weights(tiny, tmp_path, capsys):

@@ -147,8 +147,10 @@ def check(
     _require("transformers", "the check")
     with _usage_errors():
         require_path(model)  # before transformers is imported, which takes seconds
-        from tritonpack.cli.check import examine
+        from rich.console import Console
 
+        with Console(stderr=True).status("importing transformers"):
+            from tritonpack.cli.check import examine
         return examine(model, weights=weights, device=device, trust_remote_code=trust_remote_code, path=json)
 
 
@@ -205,21 +207,10 @@ def plan(
     from tritonpack.cli.plan import Options, as_options, examine
 
     options = Options(
-        path=lengths,
-        column=column,
-        capacity=capacity,
-        num_ranks=ranks,
-        epochs=epochs,
-        seed=seed,
-        objective=objective,
-        tail=tail,
-        lookahead=lookahead,
-        steps_together=steps_together,
-        overlong=overlong,
-        model=model,
-        out=out,
+        path=lengths, column=column, capacity=capacity, num_ranks=ranks, epochs=epochs, seed=seed, objective=objective,
+        tail=tail, lookahead=lookahead, steps_together=steps_together, overlong=overlong, model=model, out=out,
         json=json,
-    )
+    )  # fmt: skip
     try:
         examine(options)
     except (ValueError, OSError) as error:

@@ -152,18 +152,18 @@ def examine(name: str, *, weights: bool, device: str, trust_remote_code: bool, p
 
 def _check_small_copy(name: str, config: Any, tell: Tell, trust_remote_code: bool = False) -> Findings:
     """Check a small random copy of a model in float32, and if it seems inexact in float64."""
-    findings = _check_copy_in(name, config, torch.float32, tell, trust_remote_code)
+    findings = _check_copy_as(name, config, torch.float32, tell, trust_remote_code)
     if findings.tritonpack.verdict != "inexact":
         return findings
     try:
-        exacter = _check_copy_in(name, config, torch.float64, tell, trust_remote_code)
+        exacter = _check_copy_as(name, config, torch.float64, tell, trust_remote_code)
     except ValueError:  # a constant or a cast in the model's own code
         return findings
     same = type(exacter.model.model) is type(findings.model.model)
     return exacter if same and exacter.tritonpack.verdict != "refused" else findings
 
 
-def _check_copy_in(name: str, config: Any, dtype: torch.dtype, tell: Tell, trust_remote_code: bool) -> Findings:
+def _check_copy_as(name: str, config: Any, dtype: torch.dtype, tell: Tell, trust_remote_code: bool) -> Findings:
     """Check the class that the configuration names, or else the class of an auto class."""
     tell("building a small copy")
     named, why = NamedClass.of(config, trust_remote_code), ""
