@@ -52,8 +52,7 @@ FORMS = {
     "collator": "position_ids, cu_seq_lens_q, seq_idx (collators)",
     "two_rows": "position_ids, attention_mask, two rows",
 }
-WORST_FIRST = ("leak", "error", "inexact", "refused", "exact")
-NOTHING = "nothing to keep apart"
+WORST_FIRST = ("nothing to keep apart", "leak", "error", "inexact", "refused", "exact")
 EXIT_CODES = {"exact": 0, "refused": 1}  # 3 for any other verdict; 2 is a wrong command line
 
 _STYLES = {"exact": "green", "refused": "yellow", "leak": "bold red", "inexact": "bold red", "error": "bold red"}
@@ -63,31 +62,27 @@ Tell = Callable[[str], None]  # takes what is being tried, for the progress disp
 
 @dataclass
 class Column:
-    """The results of all forms, with stock transformers or patched.
+    """The judgements with stock transformers, or with the model patched.
 
     Attributes:
         forms: the judgement of each form.
-        whole: verdict and reason for the model as a whole, where no form was tried: it is refused, or has no attention.
+        whole: a judgement of the model as a whole, if no form was tried: it is refused, or has no attention.
         report: the changes that `patch` made.
     """
 
     forms: dict[str, Judgement] = field(default_factory=dict)
-    whole: tuple[str, str] | None = None
+    whole: Judgement | None = None
     report: str = ""
 
     @property
-    def verdict(self) -> str:
-        """The verdict on the model as a whole, else the worst of all forms."""
-        if self.whole:
-            return self.whole[0]
-        return min((found.verdict for found in self.forms.values()), key=WORST_FIRST.index, default="not tried")
+    def worst(self) -> Judgement:
+        """The judgement of the model as a whole, else the worst of all forms."""
+        found = [self.whole] if self.whole else list(self.forms.values())
+        return min(found, key=lambda x: WORST_FIRST.index(x.verdict), default=_judgement("not tried"))
 
-    @property
-    def reason(self) -> str:
-        """The reason for the verdict."""
-        if self.whole:
-            return self.whole[1]
-        return next((x.reason for x in self.forms.values() if x.verdict == self.verdict), "")
+
+def _judgement(verdict: str, reason: str = "") -> Judgement:
+    return Judgement(verdict, math.nan, math.nan, reason)
 
 
 @dataclass(frozen=True)
@@ -147,20 +142,20 @@ def examine(name: str, *, weights: bool, device: str, trust_remote_code: bool, p
     _print(Console(), findings)
     if path is not None:
         path.write_text(json.dumps(as_dict(findings), indent=1) + "\n", encoding="utf-8")
-    return EXIT_CODES.get(findings.tritonpack.verdict, 3)
+    return EXIT_CODES.get(findings.tritonpack.worst.verdict, 3)
 
 
 def _check_small_copy(name: str, config: Any, tell: Tell, trust_remote_code: bool = False) -> Findings:
     """Check a small random copy of a model in float32, and if it seems inexact in float64."""
     findings = _check_copy_as(name, config, torch.float32, tell, trust_remote_code)
-    if findings.tritonpack.verdict != "inexact":
+    if findings.tritonpack.worst.verdict != "inexact":
         return findings
     try:
         exacter = _check_copy_as(name, config, torch.float64, tell, trust_remote_code)
     except ValueError:  # a constant or a cast in the model's own code
         return findings
     same = type(exacter.model.model) is type(findings.model.model)
-    return exacter if same and exacter.tritonpack.verdict != "refused" else findings
+    return exacter if same and exacter.tritonpack.worst.verdict != "refused" else findings
 
 
 def _check_copy_as(name: str, config: Any, dtype: torch.dtype, tell: Tell, trust_remote_code: bool) -> Findings:
@@ -213,7 +208,7 @@ def _check(name: str, config: Any, built: Built, weights: bool, tell: Tell) -> F
             f"the longest document has {count(max(LENGTHS), 'token')}, so longer windows, chunks and selections had no "
             "effect; without --weights a small copy with short ones is checked",
         )
-    elif patched.verdict in ("inexact", "error"):
+    elif patched.worst.verdict in ("inexact", "error"):
         notes += _reach_notes(config)
     compared = "logits and gradients" if expected.gradients else "logits"
     return Findings(name, weights, built, limit, compared, stock, patched, notes, _instead_of(config, built))
@@ -263,7 +258,7 @@ def _refused(name: str, weights: bool, built: Built, error: Exception) -> Findin
         with patch(built.model):
             pass
     except UnsupportedModelError as refusal:
-        column = Column(whole=("refused", str(refusal)))
+        column = Column(whole=_judgement("refused", str(refusal)))
         return Findings(name, weights, built, 0.0, "nothing", Column(), column, built.notes)
     except Exception:  # the error that keeps the model from running is the one to report
         pass
@@ -304,7 +299,8 @@ def _columns(
     stock, patched = Column(), Column()
     if not _mixes_tokens(subject, documents, expected):
         reason = f"in {type(model).__name__} no token sees another; is the number of layers right?"
-        return Column(whole=(NOTHING, reason)), Column(whole=(NOTHING, reason))
+        nothing = Column(whole=_judgement("nothing to keep apart", reason))
+        return nothing, nothing
 
     def fill(column: Column, subject: Subject, what: str) -> None:
         for form, label in FORMS.items():
@@ -318,9 +314,9 @@ def _columns(
             patched.report = str(handle.report)
             fill(patched, subject, "tritonpack")
     except UnsupportedModelError as error:
-        patched.whole = "refused", str(error)
+        patched.whole = _judgement("refused", str(error))
     except Exception as error:  # a bug of tritonpack's, which is a result here
-        patched.forms = dict.fromkeys(FORMS, Judgement("error", math.nan, math.nan, message("patch", error)))
+        patched.forms = dict.fromkeys(FORMS, _judgement("error", message("patch", error)))
     return stock, patched
 
 
@@ -346,7 +342,7 @@ def as_dict(findings: Findings) -> dict[str, Any]:
             name: {"verdict": x.verdict, "worst": number(x.worst), "moved": number(x.moved), "reason": x.reason}
             for name, x in found.forms.items()
         }
-        return {"verdict": found.verdict, "reason": found.reason, "report": found.report, "forms": forms}
+        return {"verdict": found.worst.verdict, "reason": found.worst.reason, "report": found.report, "forms": forms}
 
     model = findings.model.model
     return {
@@ -390,13 +386,14 @@ def _print(console: Console, findings: Findings) -> None:
         line(f"Note: {note}.")
     if findings.tritonpack.report:
         line(findings.tritonpack.report)
-    reason = findings.tritonpack.reason or (f"for {name}, in place of {instead_of}" if instead_of else "")
-    line(f"tritonpack: {findings.tritonpack.verdict}{': ' if reason else ''}{reason}")
+    worst = findings.tritonpack.worst
+    reason = worst.reason or (f"for {name}, in place of {instead_of}" if instead_of else "")
+    line(f"tritonpack: {worst.verdict}{': ' if reason else ''}{reason}")
 
 
 def _cell(column: Column, form: str) -> str:
     if column.whole:
-        return f"[{_STYLES['refused']}]{column.whole[0]}[/]"
+        return f"[{_STYLES['refused']}]{column.whole.verdict}[/]"
     found = column.forms[form]
     number = "" if math.isnan(found.worst) else f" {found.worst:.0e}"
     detail = f" {found.reason.partition(': ')[2]}" if found.verdict in ("error", "refused") else number
