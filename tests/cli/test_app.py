@@ -49,12 +49,11 @@ def test_a_missing_package_is_named(capsys, monkeypatch):
     assert "the demo needs matplotlib, which isn't installed; pip install matplotlib" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"]])
-def test_help(arguments, capsys):
+@pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"]], ids=str)
+def test_help_names_commands_and_shell_completion(arguments, capsys):
     assert run(*arguments) == 0
     output = capsys.readouterr().out
-    assert "demo" in output
-    assert "doctor" in output
+    assert all(name in output for name in ("demo", "check-backend", "doctor", "--install-completion"))
 
 
 def test_module_entry_point():
@@ -62,20 +61,9 @@ def test_module_entry_point():
     assert "doctor" in done.stdout
 
 
-@pytest.mark.parametrize("option", ["-h", "--help"])
-def test_help_has_a_short_name(option, capsys):
-    assert run(option) == 0
-    assert "check-backend" in capsys.readouterr().out
-
-
 def test_version(capsys):
     assert run("--version") == 0
     assert capsys.readouterr().out == f"tritonpack {tritonpack.__version__}\n"
-
-
-def test_help_names_shell_completion(capsys):
-    run("--help")
-    assert "--install-completion" in capsys.readouterr().out
 
 
 PROGRAM = [sys.executable, "-m", "tritonpack", "check-backend"]

@@ -142,7 +142,7 @@ def check(
 ) -> int:
     """Say whether packing a model is exact, refused or leaking, with stock transformers and with tritonpack.
 
-    Exit code: 0 exact, 1 refused, 2 a command line that is wrong, 3 anything else.
+    Exit code: 0 exact, 1 refused, 2 a wrong command line, 3 a leak, wrong values, or no attention to pack for.
     """
     _require("transformers", "the check")
     with _usage_errors():
