@@ -17,7 +17,7 @@ from rich.table import Table
 from torch import Tensor
 
 from tritonpack.cli.machine import require_writable, resolve_device
-from tritonpack.cli.model_source import NAMED, NamedClass, load_config, load_weights
+from tritonpack.cli.model_source import NAMED, instead_of, load_config, load_weights, named_class, with_note
 from tritonpack.cli.words import count
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import patch
@@ -161,27 +161,20 @@ def _check_small_copy(name: str, config: Any, tell: Tell, trust_remote_code: boo
 def _check_copy_as(name: str, config: Any, dtype: torch.dtype, tell: Tell, trust_remote_code: bool) -> Findings:
     """Check the class that the configuration names, or else the class of an auto class."""
     tell("building a small copy")
-    named, why = NamedClass.of(config, trust_remote_code), ""
-    if named.kind is not None:
-        title = named.names[0]
+    kind, why = named_class(config, trust_remote_code)
+    if kind is not None:
         try:
-            built = Built(small_model(named.kind, config).to(dtype), f"{title}, {NAMED}")
+            built = Built(small_model(kind, config).to(dtype), f"{kind.__name__}, {NAMED}")
             return _check(name, config, built, False, tell)
         except NotSmallError as error:
-            why = f"{title}, which can't be built small ({error})"
+            why = f"{kind.__name__}, which can't be built small ({error})"
         except ValueError as error:
-            why = f"{title}, which doesn't run on tokens alone ({one_line(error.__cause__ or error)})"
+            why = f"{kind.__name__}, which doesn't run on tokens alone ({one_line(error.__cause__ or error)})"
     try:
         built = small_copy(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except NotSmallError as error:
         raise ValueError(f"{name} can't be built small: {error}; use --weights") from error
-    return _check(name, config, named.replaced_by(built, why), False, tell)
-
-
-def _instead_of(config: Any, built: Built) -> str:
-    """The class that a configuration names, if the model is of another class; else empty."""
-    names = getattr(config, "architectures", None) or [""]
-    return "" if type(built.model).__name__ in names else names[0]
+    return _check(name, config, with_note(built, config, why), False, tell)
 
 
 def _check(name: str, config: Any, built: Built, weights: bool, tell: Tell) -> Findings:
@@ -211,7 +204,7 @@ def _check(name: str, config: Any, built: Built, weights: bool, tell: Tell) -> F
     elif patched.worst.verdict in ("inexact", "error"):
         notes += _reach_notes(config)
     compared = "logits and gradients" if expected.gradients else "logits"
-    return Findings(name, weights, built, limit, compared, stock, patched, notes, _instead_of(config, built))
+    return Findings(name, weights, built, limit, compared, stock, patched, notes, instead_of(config, built))
 
 
 @torch.no_grad()
@@ -366,13 +359,13 @@ def _print(console: Console, findings: Findings) -> None:
     def line(text: str) -> None:  # neither coloured nor broken at the width of the terminal
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
-    model, instead_of = findings.model.model, findings.instead_of
+    model, replaced = findings.model.model, findings.instead_of
     name = type(model).__name__
     size = count(sum(parameter.numel() for parameter in model.parameters()), "parameter")
     copy = "" if findings.weights else "a small random copy of "
     line(f"{findings.name}: {copy}{findings.model.kind}; {size}, {str(model.dtype).removeprefix('torch.')}")
     if findings.stock.forms:
-        title = f"{name} in place of {instead_of}" if instead_of else None
+        title = f"{name} in place of {replaced}" if replaced else None
         rows = Table("packed documents told apart by", "stock", "tritonpack", title=title)
         for form, label in FORMS.items():
             rows.add_row(label, *(_cell(column, form) for column in (findings.stock, findings.tritonpack)))
@@ -387,7 +380,7 @@ def _print(console: Console, findings: Findings) -> None:
     if findings.tritonpack.report:
         line(findings.tritonpack.report)
     worst = findings.tritonpack.worst
-    reason = worst.reason or (f"for {name}, in place of {instead_of}" if instead_of else "")
+    reason = worst.reason or (f"for {name}, in place of {replaced}" if replaced else "")
     line(f"tritonpack: {worst.verdict}{': ' if reason else ''}{reason}")
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,54 +48,47 @@ def load_config(name: str, trust_remote_code: bool) -> Any:
         raise ValueError(_why(name, error)) from error
 
 
-@dataclass(frozen=True)
-class NamedClass:
+def named_class(config: Any, trust_remote_code: bool) -> tuple[Any, str]:
     """The model class that a configuration names in `architectures`.
 
-    Attributes:
-        names: all names, mostly one or none.
-        kind: the class of the first name; None if the class of an auto class is checked.
-        absent: why the first name isn't checked, as the end of a sentence; empty if it is.
+    Returns:
+        The class, or None if the class of an auto class is to be checked; the reason for that, as the end of a
+        sentence, empty if it is the same class.
     """
-
-    names: tuple[str, ...] = ()
+    (name, *_) = getattr(config, "architectures", None) or [""]
+    if not name or (trust_remote_code and getattr(config, "auto_map", None)):
+        return None, ""
+    with suppress(ValueError, KeyError):  # no auto class has a model for it
+        if model_class(config).__name__ == name:
+            return None, ""
+    if config.model_type in PARTS:
+        return None, f"{name}, which holds more than a language model"
     kind: Any = None
-    absent: str = ""
+    with suppress(Exception):  # its module imports a package that isn't installed
+        kind = getattr(transformers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        return None, f"{name}, which isn't a model class of transformers {transformers.__version__}"
+    taken = getattr(kind, "config_class", None)
+    if not isinstance(config, taken or ()):
+        takes = getattr(taken, "__name__", "another configuration")
+        return None, f"{name}, which takes a {takes} and no {type(config).__name__}"
+    return kind, ""
 
-    @classmethod
-    def of(cls, config: Any, trust_remote_code: bool) -> NamedClass:
-        """The class that a configuration names."""
-        names = tuple(getattr(config, "architectures", None) or ())
-        if not names or (trust_remote_code and getattr(config, "auto_map", None)):
-            return cls(names)
-        try:
-            default = model_class(config).__name__
-        except (ValueError, KeyError):  # no auto class has a model for it
-            default = ""
-        if default == names[0]:
-            return cls(names)
-        if config.model_type in PARTS:
-            return cls(names, absent=f"{names[0]}, which holds more than a language model")
-        kind: Any = None
-        with suppress(Exception):  # its module imports a package that isn't installed
-            kind = getattr(transformers, names[0], None)
-        is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
-        if not is_model:
-            version = transformers.__version__
-            return cls(names, absent=f"{names[0]}, which isn't a model class of transformers {version}")
-        if not isinstance(config, kind.config_class or ()):
-            takes = getattr(kind.config_class, "__name__", "another configuration")
-            return cls(names, absent=f"{names[0]}, which takes a {takes} and no {type(config).__name__}")
-        return cls(names, kind)
 
-    def replaced_by(self, built: Built, absent: str = "") -> Built:
-        """The model, with a note if it is of another class than the named one."""
-        name, absent = type(built.model).__name__, absent or self.absent
-        if not self.names or name in self.names:
-            return built
-        why = absent or f"{self.names[0]}, which AutoModel classes don't lead to"
-        note = f"its configuration names the class {why}; {name} was checked instead"
-        return replace(built, notes=(note, *built.notes))
+def instead_of(config: Any, built: Built) -> str:
+    """The class that a configuration names, if the model is of another class; else empty."""
+    names = getattr(config, "architectures", None) or [""]
+    return "" if type(built.model).__name__ in names else names[0]
+
+
+def with_note(built: Built, config: Any, why: str) -> Built:
+    """The model, with a note that says why it is of another class than the configuration names, if it is."""
+    named = instead_of(config, built)
+    if not named:
+        return built
+    why = why or f"{named}, which AutoModel classes don't lead to"
+    note = f"its configuration names the class {why}; {type(built.model).__name__} was checked instead"
+    return replace(built, notes=(note, *built.notes))
 
 
 def load_weights(name: str, config: Any, device: torch.device, trust_remote_code: bool) -> Built:
@@ -114,9 +107,9 @@ def load_weights(name: str, config: Any, device: torch.device, trust_remote_code
         raise ValueError(f"{name} has no weights; name its folder, or leave out --weights")
     path = str(Path(name).expanduser()) if Path(name).expanduser().exists() else name
     try:
-        named = NamedClass.of(config, trust_remote_code)
-        if named.kind is not None:
-            model = named.kind.from_pretrained(path, config=config, dtype="auto").to(device).eval()
+        kind, why = named_class(config, trust_remote_code)
+        if kind is not None:
+            model = kind.from_pretrained(path, config=config, dtype="auto").to(device).eval()
             return Built(model, f"{type(model).__name__}, {NAMED}")
         auto, part = auto_class(config), part_of(config)
         if part is config:
@@ -126,7 +119,7 @@ def load_weights(name: str, config: Any, device: torch.device, trust_remote_code
         model = model.to(device).eval()
     except Exception as error:  # files, memory, packages and a model's own code may raise anything
         raise ValueError(_why(name, error)) from error
-    return named.replaced_by(Built(model, f"{type(model).__name__}, {AUTO[auto.__name__]}"))
+    return with_note(Built(model, f"{type(model).__name__}, {AUTO[auto.__name__]}"), config, why)
 
 
 def _why(name: str, error: BaseException) -> str:
