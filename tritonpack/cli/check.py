@@ -57,7 +57,7 @@ EXIT_CODES = {"exact": 0, "refused": 1}  # 3 for any other verdict; 2 is a wrong
 
 _STYLES = {"exact": "green", "refused": "yellow", "leak": "bold red", "inexact": "bold red", "error": "bold red"}
 
-Tell = Callable[[str], None]  # takes what is being tried, for the progress display
+Tell = Callable[[str], None]  # shows a step in the progress display
 
 
 @dataclass
