@@ -1,12 +1,12 @@
-"""The ledger of attention as pictures: ours beside its peers, per distribution, direction and number of tokens.
+"""Pictures of the ledger of attention: tritonpack beside its peers, by distribution, direction and number of tokens.
 
     python -m benchmarks.plot [CSV] [--out DIR] [--device NAME]
 
-For every kind of attention (heads, head dimension, causal or not, window) there is one picture per number of tokens,
-with bars for each distribution, and one with lines over the number of tokens where there are several. Bars are medians
-of useful TFLOP/s with the 20th and 80th percentile, a cross is a peer without a figure (the CSV has the reason), and
-the figure above ours says how many times as fast it is as FlashAttention-2 in torch. Where a CSV has a measurement
-twice, the later one counts. Needs matplotlib.
+Each kind of attention (heads, head dimension, causal or not, window) has one picture per number of tokens, with bars
+for each distribution. If there are several numbers of tokens, it also has a picture with lines over them. Bars are
+medians of useful TFLOP/s with the 20th and 80th percentile. A cross is a peer without a figure; the CSV has the reason.
+The figure above tritonpack is its speed divided by that of FlashAttention-2 in torch. If a CSV has a measurement twice,
+the later one counts. Needs matplotlib.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ NEEDED = {
     "status", "p20_ms", "p50_ms", "p80_ms", "tflops", "device", "torch", "triton", "commit",
 }  # fmt: skip
 
-# Ours in one strong colour, the others in quiet ones that stay apart in grey, too; in the order of the legend.
+# In the order of the legend. Tritonpack has strong colours; all differ in grey, too.
 COLOURS = {
     "tritonpack": "#c2410c",
-    "tritonpack, mask built": "#f59e6c",
     "tritonpack, gluon": "#7f1d1d",
     "FlashAttention-4": "#1e3a5f",
     "FlashAttention-2 (torch)": "#3b76af",
@@ -40,20 +39,19 @@ COLOURS = {
     "xformers": "#2f6b4f",
     "xformers, heads repeated": "#8fc3a3",
     "FlexAttention": "#6d5a9c",
-    "FlexAttention, mask built": "#b9addb",
     "sdpa, padded": "#6b7280",
     "sdpa, dense mask": "#c3c7cd",
 }
 OTHERS = "#8a8a8a"
 OURS, BASELINE = "tritonpack", "FlashAttention-2 (torch)"
-OUR_BARS = (OURS, "tritonpack, mask built", "tritonpack, gluon")
+OUR_BARS = (OURS, "tritonpack, gluon")
 
 Row = dict[str, str]
 
 
 @dataclass(frozen=True, order=True)
 class Kind:
-    """One kind of attention on one device: what shares a picture."""
+    """One kind of attention on one device, which has pictures of its own."""
 
     device: str
     heads: int
@@ -83,10 +81,10 @@ class Kind:
 
 
 def read(path: Path) -> list[Row]:
-    """The rows that have a figure, the latest of each.
+    """The rows that have a figure; of repeated measurements the last one.
 
     Raises:
-        SystemExit: there is no such file, it has other columns, or no figure in it.
+        SystemExit: there is no such file, it lacks columns, or it has no figure.
     """
     if not path.exists():
         raise SystemExit(f"{path} doesn't exist; `python -m benchmarks.gpu` writes it on a machine with a GPU.")
@@ -107,7 +105,7 @@ def read(path: Path) -> list[Row]:
 
 
 def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
-    """All pictures of the rows, and where they are."""
+    """Draw all pictures of the rows; returns their paths."""
     folder.mkdir(parents=True, exist_ok=True)
     devices = sorted({row["device"] for row in rows})
     written = []
@@ -123,7 +121,7 @@ def draw_all(rows: Sequence[Row], folder: Path) -> list[Path]:
 
 
 def bars(kind: Kind, tokens: int, rows: Sequence[Row]) -> Figure:
-    """A panel per direction; in it a group of bars per distribution."""
+    """Draw a panel per direction, with a group of bars per distribution."""
     from matplotlib.figure import Figure
 
     names, distributions = _implementations(rows), list(dict.fromkeys(row["distribution"] for row in rows))
@@ -142,18 +140,18 @@ def bars(kind: Kind, tokens: int, rows: Sequence[Row]) -> Figure:
                     continue
                 _bar(panel, x, width, row)
         for group, distribution in enumerate(distributions):
-            _say_how_much_faster(panel, group, {name: row for (d, name), row in found.items() if d == distribution})
-        _dress(panel, OPS[op])
+            _write_ratio(panel, group, {name: row for (d, name), row in found.items() if d == distribution})
+        _style(panel, OPS[op])
         panel.set_xticks(range(len(distributions)), distributions)
         panel.tick_params(axis="x", length=0)
         panel.set_xlim(-0.55, len(distributions) - 0.45)
-    note = "; figures: times as fast as FlashAttention-2 in torch" if {OURS, BASELINE} <= set(names) else ""
+    note = "; figures: speed divided by that of FlashAttention-2 in torch" if {OURS, BASELINE} <= set(names) else ""
     _head(figure, f"{kind.title()}, {tokens:,} tokens", rows, names, note)
     return figure
 
 
 def lines(kind: Kind, rows: Sequence[Row]) -> Figure:
-    """A row of panels per direction, a column per distribution; in each a line per implementation over tokens."""
+    """Draw a row of panels per direction, a column per distribution, and in each a line per implementation."""
     from matplotlib.figure import Figure
 
     names, distributions = _implementations(rows), list(dict.fromkeys(row["distribution"] for row in rows))
@@ -172,7 +170,7 @@ def lines(kind: Kind, rows: Sequence[Row]) -> Figure:
                     *zip(*points, strict=True) if points else ([], []), color=COLOURS.get(name, OTHERS), marker="o",
                     markersize=4 if strong else 3, linewidth=2.2 if strong else 1.2, zorder=3 if strong else 2,
                 )  # fmt: skip
-            _dress(panel, f"{distribution}, {OPS[op]}" if line == 0 or len(ops) == 1 else OPS[op])
+            _style(panel, f"{distribution}, {OPS[op]}" if line == 0 or len(ops) == 1 else OPS[op])
             panel.set_xscale("log", base=2)
             ticks = sorted({int(row["tokens"]) for row in rows})
             panel.set_xticks(ticks, [f"{n // 1024}k" if n >= 1024 else str(n) for n in ticks])
@@ -196,8 +194,8 @@ def _spread(row: Row) -> tuple[float, float]:
     return work / float(row["p80_ms"]), work / float(row["p20_ms"])
 
 
-def _say_how_much_faster(panel: Axes, group: int, of_group: dict[str, Row]) -> None:
-    """The times of FlashAttention-2 and ours as a ratio, above whatever of ours is higher."""
+def _write_ratio(panel: Axes, group: int, of_group: dict[str, Row]) -> None:
+    """Write the time of FlashAttention-2 divided by that of tritonpack above the bars of tritonpack."""
     if not {OURS, BASELINE} <= of_group.keys():
         return
     faster = float(of_group[BASELINE]["p50_ms"]) / float(of_group[OURS]["p50_ms"])
@@ -208,7 +206,7 @@ def _say_how_much_faster(panel: Axes, group: int, of_group: dict[str, Row]) -> N
     )  # fmt: skip
 
 
-def _dress(panel: Axes, title: str) -> None:
+def _style(panel: Axes, title: str) -> None:
     panel.set_title(title, fontsize=9.5, loc="left")
     panel.set_ylabel("useful TFLOP/s", fontsize=8.5)
     panel.set_ylim(bottom=0)
@@ -236,7 +234,7 @@ def _head(figure: Figure, title: str, rows: Sequence[Row], names: Sequence[str],
 
 
 def _implementations(rows: Iterable[Row]) -> list[str]:
-    """Those in the rows: the known ones in the legend's order, then others."""
+    """The implementations in the rows: known ones in the order of COLOURS, then others."""
     present = dict.fromkeys(row["implementation"] for row in rows)
     return [name for name in COLOURS if name in present] + [name for name in present if name not in COLOURS]
 
@@ -261,8 +259,8 @@ def _save(figure: Figure, path: Path) -> Path:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", type=Path, nargs="?", default=DEFAULT)
-    parser.add_argument("--out", type=Path, help="folder of the pictures; that of the CSV unless told")
-    parser.add_argument("--device", help="only rows whose device has this in its name")
+    parser.add_argument("--out", type=Path, help="folder of the pictures (default: the folder of the CSV)")
+    parser.add_argument("--device", help="draw only rows whose device has this in its name")
     options = parser.parse_args(arguments)
     rows = read(options.csv)
     if options.device is not None:

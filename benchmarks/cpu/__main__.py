@@ -1,10 +1,10 @@
-"""The CPU ledger: every benchmark that needs no GPU, by pytest-benchmark, as rows of benchmarks/results/cpu.csv.
+"""Run every benchmark that needs no GPU with pytest-benchmark, and write rows to benchmarks/results/cpu.csv.
 
     python -m benchmarks.cpu [--out DIR] [-k EXPRESSION] [--table]
 
-Packing, masks, what a patch costs, and attention beside sdpa, padded and with a dense mask. Then a table: each median,
-and how many times as long the others of its group take as ours. `--table` prints that of the rows there are, the latest
-of each, and measures nothing. Nothing else should run beside it.
+They measure packing, masks, the cost of a patch, and attention beside sdpa, padded and with a dense mask. A table then
+shows each median, and how many times as long other implementations take as tritonpack. `--table` measures nothing and
+prints the latest rows of the file. Nothing else should run at the same time.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ Row = dict[str, str]
 
 
 def rows_of(report: Mapping[str, Any], about: Mapping[str, str]) -> Iterator[Row]:
-    """The rows of a report in pytest-benchmark's JSON; a case is the test and its parameters but the implementation."""
+    """The rows of a report in pytest-benchmark's JSON; a case is all parameters but implementation and direction."""
     for found in report["benchmarks"]:
         parameters = dict(found["params"] or {})
         implementation = parameters.pop("implementation", OURS)
-        parameters.pop("direction", None)  # in the group's name
+        parameters.pop("direction", None)  # which the name of the group has
         test = found["name"].split("[")[0].removeprefix("test_")
         times = {name: f"{1e3 * found['stats'][name]:.4f}" for name in ("min", "median", "iqr")}
         yield {
@@ -55,10 +55,10 @@ def rows_of(report: Mapping[str, Any], about: Mapping[str, str]) -> Iterator[Row
 
 
 def append(path: Path, rows: Iterable[Row]) -> None:
-    """Write rows to the ledger.
+    """Append rows to the ledger.
 
     Raises:
-        SystemExit: a ledger with other columns.
+        SystemExit: the ledger has other columns.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = not path.exists()
@@ -74,13 +74,13 @@ def append(path: Path, rows: Iterable[Row]) -> None:
 
 
 def latest(path: Path) -> list[Row]:
-    """The rows of a ledger, the last of each."""
+    """The rows of a ledger; of repeated measurements the last one."""
     with path.open(newline="") as file:
         return list({(r["group"], r["case"], r["implementation"]): r for r in csv.DictReader(file)}.values())
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Medians, and beside those of others how many times as long they take as ours in the same case."""
+    """Medians, and how many times as long other implementations take as tritonpack in the same case."""
     ours = {(r["group"], r["case"]): float(r["median_ms"]) for r in rows if r["implementation"] == OURS}
     shown = Table("group", "case", "implementation", "median ms", "quartiles apart", "times ours")
     before = None
@@ -100,8 +100,8 @@ def table(rows: Sequence[Row]) -> Table:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of cpu.csv")
-    parser.add_argument("-k", dest="expression", default="", help="which benchmarks, as pytest takes it")
-    parser.add_argument("--table", action="store_true", help="print the rows there are")
+    parser.add_argument("-k", dest="expression", default="", help="selects benchmarks, like pytest's -k")
+    parser.add_argument("--table", action="store_true", help="print the latest rows and measure nothing")
     options = parser.parse_args(arguments)
     path, console = options.out / "cpu.csv", Console(width=None if sys.stdout.isatty() else 140)
     if options.table:

@@ -1,4 +1,4 @@
-"""The picture of attention in the CPU ledger: a forward and a backward pass, ours beside sdpa.
+"""Draw the rows of attention in the CPU ledger: forward and backward, tritonpack beside sdpa.
 
 python -m benchmarks.cpu.draw [--out docs/images/cpu-attention.png]
 """
@@ -14,15 +14,15 @@ from matplotlib.figure import Figure
 from benchmarks.cpu.__main__ import OURS, Row, latest
 from benchmarks.plot import COLOURS, OTHERS
 
-# What each distribution is, for people; `tests.lengths.distributions` has the numbers.
+# Labels of the distributions; `tests.lengths.distributions` describes them.
 CASES = {
     "flan": "FLAN-like", "orca": "OrcaMath-like", "stdlib": "like the standard\nlibrary's functions",
     "openchat": "OpenChat-like", "skewed": "2,048 beside\nmany of 256", "tiny": "20 tokens each", "one": "one document",
 }  # fmt: skip
 
 
-def seconds(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
-    """Implementation -> case -> milliseconds of a forward and a backward pass; what lacks one of them is left out."""
+def milliseconds(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
+    """Implementation -> case -> milliseconds of forward and backward together, for cases that have both."""
     found: dict[tuple[str, str], list[float]] = {}
     for row in rows:
         if row["group"].startswith("attention "):
@@ -35,12 +35,12 @@ def seconds(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
 
 
 def draw(rows: Sequence[Row]) -> Figure:
-    """Bars per case, on a logarithmic axis; above them how many times as long as ours the others take.
+    """Draw bars per case on a logarithmic axis, and above them how many times as long others take as tritonpack.
 
     Raises:
-        SystemExit: there are no rows of attention.
+        SystemExit: the ledger has no rows of attention.
     """
-    times = seconds(rows)
+    times = milliseconds(rows)
     if OURS not in times:
         raise SystemExit("The ledger has no rows of attention; `python -m benchmarks.cpu` writes them.")
     names = [OURS, *(name for name in times if name != OURS)]

@@ -1,7 +1,7 @@
 """The blocked backend beside sdpa on a CPU: padded, a document per row, and packed with a dense mask.
 
-`python -m pytest benchmarks/cpu --benchmark-only`; with rows in the ledger: `python -m benchmarks.cpu`. What every
-implementation computes is held against float64 before it is timed.
+`python -m pytest benchmarks/cpu --benchmark-only`; with rows in the ledger: `python -m benchmarks.cpu`. The results of
+every implementation are compared with float64 attention before it is timed.
 """
 
 from __future__ import annotations
@@ -14,25 +14,28 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from tests.lengths import distributions
 from tritonpack.cli.bench.batch import Batch, Shape, make_batch
-from tritonpack.cli.bench.measure import backward_of, verify
 from tritonpack.cli.bench.peers import Prepared, peers_for
+from tritonpack.cli.bench.verify import Judge
 
 TOKENS = 4096
-CPU = torch.device("cpu")
-SHAPE = Shape(TOKENS, heads=8, kv_heads=2, head_dim=64, dtype=torch.float32, device=CPU)
+SHAPE = Shape("", TOKENS, heads=8, kv_heads=2, head_dim=64, dtype="float32")
 LENGTHS = distributions(TOKENS)
-PEERS = {peer.name: peer for peer in peers_for(CPU)}
+PEERS = {peer.name: peer for peer in peers_for(SHAPE, torch.device("cpu"))}
 
 
 @lru_cache(maxsize=1)
-def batch_of(distribution: str) -> Batch:
-    return make_batch(tuple(LENGTHS[distribution]), SHAPE)
+def batch_of(distribution: str) -> tuple[Batch, Judge]:
+    batch = make_batch(SHAPE, LENGTHS[distribution], "cpu")
+    return batch, Judge(batch)
 
 
 @lru_cache(maxsize=1)
 def peer_for(distribution: str, implementation: str) -> Prepared:
-    peer = Prepared(PEERS[implementation], batch_of(distribution))
-    verify(batch_of(distribution), peer)
+    batch, judge = batch_of(distribution)
+    peer = Prepared(PEERS[implementation], batch)
+    out = peer.forward()
+    judge.check_forward(peer.leave(out))
+    judge.check_backward(out, peer)
     return peer
 
 
@@ -42,8 +45,10 @@ def peer_for(distribution: str, implementation: str) -> Prepared:
 def test_attention(benchmark: BenchmarkFixture, case: str, implementation: str, direction: str) -> None:
     try:
         peer = peer_for(case, implementation)
-    except ValueError as error:  # more padding than anybody would take
+    except ValueError as error:  # too much padding
         pytest.skip(str(error))
     benchmark.group = f"attention {direction}, {TOKENS} tokens"
-    call = peer.forward if direction == "forward" else backward_of(peer)
-    benchmark.pedantic(call, rounds=5, warmup_rounds=1)
+    if direction == "forward":
+        benchmark.pedantic(peer.forward, rounds=5, warmup_rounds=1)
+    else:
+        benchmark.pedantic(peer.backward, args=(peer.forward(),), rounds=5, warmup_rounds=1)

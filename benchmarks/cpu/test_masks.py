@@ -1,4 +1,4 @@
-"""Building masks on a CPU, and the forms that other libraries take beside how they are made otherwise."""
+"""Building masks on a CPU, and the mask forms of other libraries beside the usual way to build them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from tests.lengths import distributions
 from tritonpack import BlockDiagonalMask
 
-MANY, FEW = 131_072, 4096  # the latter for what takes memory quadratic in tokens
+MANY, FEW = 131_072, 4096  # FEW for masks whose memory is quadratic in tokens
 
 
 @lru_cache
@@ -47,7 +47,7 @@ def test_build(benchmark: BenchmarkFixture, case: str) -> None:
 
 
 def by_comparing() -> Tensor:
-    """The dense mask as it is made without intervals: every pair of positions is compared."""
+    """The dense mask without intervals: every pair of positions is compared."""
     segments, place = rows_of(FEW)["segment_ids"][0], torch.arange(FEW)
     return (segments[:, None] == segments[None, :]) & (place[:, None] >= place[None, :])
 

@@ -1,4 +1,4 @@
-"""What a patch costs: putting it on and taking it off, and each forward pass of a model too small to do much else."""
+"""The cost of a patch: `patch()` and `unpatch()`, and forward passes of a model with little else to compute."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOKENS = 16
 
 @lru_cache(maxsize=1)
 def llama(layers: int) -> LlamaForCausalLM:
-    """As deep as real ones, and narrow, so that it fits anywhere."""
+    """A model as deep as real ones, and narrow, so that it fits any machine."""
     config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=64, num_attention_heads=2)
     config.num_hidden_layers = layers
     return LlamaForCausalLM(config)
@@ -30,7 +30,7 @@ def test_patch(benchmark: BenchmarkFixture, layers: int) -> None:
 
 @pytest.mark.parametrize("implementation", ["tritonpack", "stock"])
 def test_overhead(benchmark: BenchmarkFixture, implementation: str) -> None:
-    """One document, so that both compute the same."""
+    """With one document, so that both implementations compute the same."""
     model = llama(32)
     batch = {"input_ids": torch.arange(TOKENS)[None], "position_ids": torch.arange(TOKENS)[None]}
 

@@ -1,14 +1,14 @@
-"""Attention beside its peers: every result checked, then timed by device events, all in one process, in turn.
+"""Attention beside other implementations: every result checked, then timed by device events, in one process, in turn.
 
     python3 -m benchmarks.gpu [--out DIR] [--minutes 8] [--part 0 --parts 1] [--lengths FILE.json] [--commit NAME]
 
-Rows are appended to DIR/attention.csv as they come. The shapes come in order of importance (benchmarks/gpu/shapes.py);
-no shape is begun that wouldn't end in time, and what the file has from the same commit in the same environment isn't
-measured again: the same command goes on where the last one ended. `--list` prints the shapes. `--device cpu` tries the
-run itself on tiny shapes where there is no GPU; its times mean nothing.
+Rows are appended to DIR/attention.csv as they come. The shapes come in order of importance (benchmarks/gpu/shapes.py).
+No shape is begun that would end too late, and what the file has from the same commit in the same environment isn't
+measured again: the same command continues where the last one ended. `--list` prints the shapes. `--device cpu` tries
+the program on tiny shapes where there is no GPU; its times mean nothing.
 
-Columns: `p20_ms`, `p50_ms`, `p80_ms` by device events, with a cold cache; `host_ms` what the host needs to launch it
-(median); `tflops` over the visible pairs alone, backward counted as 2.5 forwards; `extra_mib` the most memory held
+Columns: `p20_ms`, `p50_ms`, `p80_ms` by device events, with a cold cache; `host_ms` the time in which the host launches
+it (median); `tflops` over the visible pairs alone, backward counted as 2.5 forwards; `extra_mib` the most memory held
 beyond the inputs, results included; `launches` kernels, copies and fills. `status` is "ok" or why there is no figure.
 
 The exit status is 3 where a peer broke the device for the process; the next run leaves that peer out at that shape.
@@ -25,18 +25,19 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.ledger import Ledger, environment
-from benchmarks.gpu.measure import DeviceLostError, measure
-from benchmarks.gpu.peers import PEERS, Peer
-from benchmarks.gpu.shapes import Shape, make_batch, shapes, smoke_shapes
-from benchmarks.gpu.timing import ceilings
+from benchmarks.gpu.shapes import shapes, smoke_shapes
 from tests.lengths import distributions
+from tritonpack.cli.bench.batch import Shape, make_batch
+from tritonpack.cli.bench.measure import DeviceLostError, measure
+from tritonpack.cli.bench.peers import PEERS, Peer
+from tritonpack.cli.bench.timing import quantiles, time_alternating
 
 RESULTS = Path("benchmarks/results")
 PRINTED = ("op", "implementation", "p50_ms", "host_ms", "tflops", "extra_mib", "launches", "status")
 
 
 class Budget:
-    """Minutes, from now on. A shape is begun if the longest of the last three would still fit in."""
+    """A number of minutes from now on. A shape is begun if as long as the longest of the last three is left."""
 
     def __init__(self, minutes: float) -> None:
         self.end = time.monotonic() + 60 * minutes
@@ -58,7 +59,7 @@ def run(
     peers: Sequence[Peer] = PEERS,
     lengths_file: Path | None = None,
 ) -> list[Shape]:
-    """Measure what isn't measured yet, as far as the time goes; returns the shapes that are left."""
+    """Measure what the ledger doesn't have, as far as the time goes; returns the shapes that are left."""
     for number, shape in enumerate(todo):
         columns = shape.columns()
         fit = [peer for peer in peers if peer.meant_for(shape)]
@@ -68,7 +69,7 @@ def run(
             return list(todo[number:])
         begin = time.monotonic()
         lengths = distributions(shape.tokens, lengths_file)[shape.distribution]
-        print(f"\n{shape}, {len(lengths)} documents", flush=True)
+        print(f"\n{shape}, documents: {len(lengths)}", flush=True)
 
         def write(row: Mapping[str, object], known: Mapping[str, object] = columns, many: int = len(lengths)) -> None:
             ledger.write({**known, "documents": many, **row})
@@ -83,14 +84,23 @@ def run(
     return []
 
 
+def ceilings() -> str:
+    """The limits of this GPU: a device-to-device copy and a bf16 matrix product."""
+    x, y = (torch.empty(2**31, dtype=torch.int8, device="cuda") for _ in range(2))
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    times = time_alternating({"copy": lambda: y.copy_(x), "matmul": lambda: a @ b}, torch.device("cuda"))
+    copy, matmul = (quantiles(times[name].device)[1] for name in ("copy", "matmul"))
+    return f"copy {2 * x.numel() / copy / 1e9:.2f} TB/s, bf16 matrix product {2 * 8192**3 / matmul / 1e9:.0f} TFLOP/s"
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, help=f"folder of the CSV; {RESULTS} unless told")
+    parser.add_argument("--out", type=Path, help=f"folder of the CSV (default: {RESULTS})")
     parser.add_argument("--minutes", type=float, default=8.0, help="when to begin no further shape")
     parser.add_argument("--part", type=int, default=0, help="which part of the list to measure, from 0")
-    parser.add_argument("--parts", type=int, default=1, help="how many parts the list is dealt to, like cards")
+    parser.add_argument("--parts", type=int, default=1, help="into how many parts the list is dealt, like cards")
     parser.add_argument("--lengths", type=Path, help="a JSON list of document lengths to measure as well")
-    parser.add_argument("--commit", help="what to write where git isn't at hand")
+    parser.add_argument("--commit", help="the name of the commit, where git isn't installed")
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="implementations to leave out")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--list", action="store_true", help="print the shapes and stop")
@@ -121,11 +131,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         left = run(todo, ledger, budget, device, peers=peers, lengths_file=options.lengths)
     except DeviceLostError as error:
-        print(f"\nThe device is lost to this process: {error}\nRun the same command again to go on.", file=sys.stderr)
+        print(f"\nThe device is lost to this process: {error}\nThe same command continues.", file=sys.stderr)
         raise SystemExit(3) from error
     print(f"\n{len(todo) - len(left)} of {len(todo)} shapes in {ledger.path}", flush=True)
     if left:
-        print("Time is up; the same command goes on with:", *map(str, left), sep="\n  ")
+        print("Time is up; the same command continues with:", *map(str, left), sep="\n  ")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The CSV of measurements: one row per shape, direction and implementation, written as it comes, never twice."""
+"""The CSV of measurements: one row per shape, direction and implementation, written once, as soon as it is measured."""
 
 from __future__ import annotations
 
@@ -6,28 +6,27 @@ import csv
 import platform
 import subprocess
 from collections.abc import Iterable, Mapping
+from dataclasses import fields
 from datetime import datetime, timezone
 from pathlib import Path
 
 import torch
 
+from tritonpack.cli.bench.batch import Shape
+from tritonpack.cli.bench.measure import FIGURES, LOST, OPS
 from tritonpack.cli.machine import installed_version
 
-OPS = ("forward", "backward", "both")
-SHAPE = ("distribution", "tokens", "heads", "kv_heads", "head_dim", "causal", "window", "dtype")
-RESULTS = ("status", "p20_ms", "p50_ms", "p80_ms", "host_ms", "tflops", "extra_mib", "launches")
+SHAPE = tuple(field.name for field in fields(Shape))
 ABOUT = (
     "device", "driver", "python", "torch", "cuda", "triton", "tritonpack", "commit", "flash_attn_4", "xformers",
 )  # fmt: skip
-COLUMNS = ("op", "implementation", *SHAPE, "documents", *RESULTS, *ABOUT, "date")
-
-LOST = "the device was lost"
+COLUMNS = ("op", "implementation", *SHAPE, "documents", "status", *FIGURES, *ABOUT, "date")
 
 
 class Ledger:
-    """Appends rows to a CSV, and knows which of them this code has measured in this environment before.
+    """Appends rows to a CSV, and knows which of them were measured before.
 
-    Rows count as this code's where all of ABOUT agree, and never where the commit is unknown or has been changed since.
+    A row was measured before if all columns of ABOUT agree. No row counts where the commit is unknown or was changed.
     """
 
     def __init__(self, path: Path, about: Mapping[str, str]) -> None:
@@ -49,7 +48,7 @@ class Ledger:
                     self.known[_key(row)] = row["status"]
 
     def write(self, row: Mapping[str, object]) -> None:
-        """Append a row with the environment and the time, and bring it to the disk."""
+        """Append a row, with the environment and the time, to the file."""
         now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
         whole = {name: "" if value is None else str(value) for name, value in row.items()} | self.about | {"date": now}
         with self.path.open("a", newline="") as file:
@@ -57,12 +56,12 @@ class Ledger:
         self.known[_key(whole)] = whole["status"]
 
     def finished(self, shape: Mapping[str, str], implementations: Iterable[str]) -> bool:
-        """Whether every implementation has all of its rows for a shape."""
+        """Whether every implementation has all of its rows at a shape."""
         return all(_key({**shape, "op": op, "implementation": name}) in self.known
                    for name in implementations for op in OPS)  # fmt: skip
 
     def lost(self, shape: Mapping[str, str], implementation: str) -> bool:
-        """Whether the device was lost to an implementation at a shape, so that it had better not be tried again."""
+        """Whether an implementation broke the device at a shape, so that it shouldn't be tried there again."""
         return any(
             self.known.get(_key({**shape, "op": op, "implementation": implementation}), "").startswith(LOST)
             for op in OPS
@@ -74,7 +73,7 @@ def _key(row: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def environment(device: torch.device, commit: str | None = None) -> dict[str, str]:
-    """The device, every version and the commit; a "+" after it says that the code has been changed since."""
+    """The device, every version and the commit, which ends in "+" if the code has been changed since."""
     on_gpu = device.type == "cuda"
     return {
         "device": torch.cuda.get_device_name() if on_gpu else "CPU, smoke run by the host's clock",
@@ -98,7 +97,7 @@ def _commit() -> str:
 
 
 def _output(*command: str) -> str:
-    """The first line of a command's output, "unknown" where there is none."""
+    """The first line of a command's output; "unknown" if there is none."""
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip().splitlines()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):

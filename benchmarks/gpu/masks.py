@@ -1,9 +1,9 @@
-"""Building masks and writing them out, timed by device events after their values were found correct.
+"""Times of building masks and writing them out, by device events, after a check of their values.
 
     python3 -m benchmarks.gpu.masks [--out DIR] [--tokens 131072]
 
-Dense masks are for 16,384 tokens, beside a plain fill of the same bytes; FlexAttention's block mask beside the one
-that torch finds with a mask function. Rows are appended to DIR/masks.csv.
+Dense masks of 16,384 tokens are compared with a plain fill of the same bytes, and FlexAttention's block mask with the
+one that torch builds from a mask function. Rows are appended to DIR/masks.csv.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from benchmarks.gpu.ledger import environment
-from benchmarks.gpu.timing import quantiles, time_alternating
 from tests.lengths import distributions
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends.schedule import tile_table
+from tritonpack.cli.bench.timing import quantiles, time_alternating
 
 DENSE_TOKENS = 16384
 
 
 def builders(tokens: int) -> dict[str, Callable[[], object]]:
-    """What a training step does once: a mask, its transpose and its tiles."""
+    """What a training step builds once: a mask, its transpose and its tiles."""
     lengths = torch.tensor(distributions(tokens)["stdlib"])
     cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to("cuda", torch.int32)
     positions = torch.cat([torch.arange(int(n)) for n in lengths]).cuda()
@@ -49,7 +49,7 @@ def builders(tokens: int) -> dict[str, Callable[[], object]]:
 
 
 def writers() -> tuple[dict[str, Callable[[], object]], dict[str, int]]:
-    """Masks written out, and how many bytes each is."""
+    """Masks in the forms that other kernels take, and the bytes of some of them."""
     lengths = distributions(DENSE_TOKENS)["stdlib"]
     mask = BlockDiagonalMask.from_seqlens(lengths, device="cuda")
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).cuda()

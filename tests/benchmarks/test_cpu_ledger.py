@@ -1,4 +1,4 @@
-"""What the CPU ledger makes of pytest-benchmark's report, and of rows from several runs."""
+"""The CPU ledger: rows of pytest-benchmark's report, rows of several runs, the table and the picture."""
 
 import csv
 import os
@@ -51,12 +51,12 @@ def test_a_row_per_benchmark():
     assert all(tuple(row) == ledger.COLUMNS for row in (ours, sdpa, pack, whole))
 
 
-def test_others_are_compared_with_ours():
+def test_table_has_ratios_to_ours():
     text = shown(list(ledger.rows_of(REPORT, ABOUT)))
     assert "2.50" in next(line for line in text.splitlines() if "sdpa" in line)
 
 
-def test_later_rows_count(tmp_path):
+def test_latest_row_of_each_case(tmp_path):
     path = tmp_path / "new" / "cpu.csv"
     ledger.append(path, ledger.rows_of(REPORT, ABOUT))
     again = {"benchmarks": [found("test_whole", None, 3.0)]}
@@ -67,7 +67,7 @@ def test_later_rows_count(tmp_path):
     assert len(medians) == 3
 
 
-def test_a_ledger_of_another_kind_is_left_alone(tmp_path):
+def test_a_file_with_other_columns_is_not_changed(tmp_path):
     path = tmp_path / "cpu.csv"
     with path.open("w", newline="") as file:
         csv.writer(file).writerow(["something", "else"])
@@ -79,9 +79,9 @@ def test_a_ledger_of_another_kind_is_left_alone(tmp_path):
 
 @pytest.mark.slow
 def test_measures_and_writes(tmp_path, capsys, monkeypatch):
-    """The whole way, on the quickest benchmark there is."""
+    """The whole command, on the quickest benchmark."""
     for name in [name for name in os.environ if name.startswith("PYTEST_XDIST")]:
-        monkeypatch.delenv(name)  # the run there isn't a worker of this one
+        monkeypatch.delenv(name)  # the inner pytest isn't a worker of this one
     with pytest.raises(SystemExit) as ended:
         ledger.main(["--out", str(tmp_path), "-k", "test_build and transpose"])
     assert ended.value.code == 0
@@ -93,22 +93,22 @@ def test_measures_and_writes(tmp_path, capsys, monkeypatch):
     assert "transpose" in capsys.readouterr().out
 
 
-def test_nothing_measured(tmp_path, monkeypatch):
+def test_no_report_writes_no_ledger(tmp_path, monkeypatch):
     monkeypatch.setattr(ledger.subprocess, "run", lambda command, **_: ledger.subprocess.CompletedProcess(command, 5))
     with pytest.raises(SystemExit):
         ledger.main(["--out", str(tmp_path), "-k", "no_such_benchmark"])
     assert not (tmp_path / "cpu.csv").exists()
 
 
-def test_no_table_of_nothing(tmp_path, capsys):
+def test_table_needs_a_ledger(tmp_path, capsys):
     with pytest.raises(SystemExit):
         ledger.main(["--out", str(tmp_path), "--table"])
     assert "doesn't exist" in capsys.readouterr().err
 
 
-def test_the_picture_adds_both_directions():
+def test_picture_adds_both_directions():
     pytest.importorskip("matplotlib")
-    from benchmarks.cpu.draw import draw, seconds
+    from benchmarks.cpu.draw import draw, milliseconds
 
     backward = [
         found("test_attention[flan-tritonpack-backward]",
@@ -119,7 +119,7 @@ def test_the_picture_adds_both_directions():
               {"case": "one", "implementation": "sdpa", "direction": "backward"}, 0.055, "attention backward"),
     ]  # fmt: skip
     rows = list(ledger.rows_of({"benchmarks": REPORT["benchmarks"] + backward}, ABOUT))
-    assert seconds(rows) == {"tritonpack": {"flan": 40.0}, "sdpa": {"flan": 80.0}}
+    assert milliseconds(rows) == {"tritonpack": {"flan": 40.0}, "sdpa": {"flan": 80.0}}
     (axes,) = draw(rows).axes
     assert [text.get_text() for text in axes.texts] == ["2\u00d7"]
     with pytest.raises(SystemExit, match="no rows of attention"):

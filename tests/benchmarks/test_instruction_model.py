@@ -1,4 +1,4 @@
-"""The model that ranks kernels by their machine code: what it reads, what it counts, and what follows from that."""
+"""The model that ranks kernels by their machine code: how it reads listings, counts instructions, estimates times."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from tests.kernels.sass import Work, count, loops, parse
 from tritonpack import BlockDiagonalMask
 from tritonpack.kernels.tile_table import Tile
 
-# Two loops that multiply, one inside of another that does, and after the end one that waits for a load of the first.
+# Two loops that multiply, one of them inside another loop that does, and after the end one that waits for a load.
 LISTING = """
 	.headerflags	@"EF_CUDA_SM90"
 .text.kernel:
@@ -50,7 +50,7 @@ LISTING = """
 """
 
 
-def test_lines_become_instructions_and_labels_positions() -> None:
+def test_parse_instructions_and_labels() -> None:
     code = parse(LISTING)
     assert len(code.instructions) == 24
     assert code.instructions[2].opcode == "BRA"  # without its predicate
@@ -58,11 +58,11 @@ def test_lines_become_instructions_and_labels_positions() -> None:
     assert code.labels == {".L_x_1": 1, ".L_x_2": 3, ".L_x_3": 9, ".L_x_4": 10, ".L_x_7": 20, ".L_x_8": 23}
 
 
-def test_loops_are_the_innermost_that_multiply() -> None:
+def test_loops_are_the_innermost_with_products() -> None:
     assert loops(parse(LISTING)) == [range(1, 9), range(10, 18)]
 
 
-def test_what_is_counted() -> None:
+def test_counts_of_a_loop() -> None:
     code = parse(LISTING)
     first, second = (count(code.instructions[body.start : body.stop]) for body in loops(code))
     assert first == Work(
@@ -110,17 +110,17 @@ def model(registers: int = 200, heads: int = 1, kernel: Any = "forward") -> Mode
     )
 
 
-def test_the_fast_bound_is_the_busiest_unit_and_the_slow_one_the_sum() -> None:
+def test_fast_bound_is_the_busiest_unit_slow_bound_the_sum() -> None:
     alone, shared = model(200), model(128)
     assert alone.iteration(alone.full) == Range(1000, 1000 + 600 + 300)
     assert shared.residents == 2
-    loads = 2 * 64 * 256 / (5.5e12 / 1.755e9 / 132)  # which then take longest: two programs fill each other's gaps
+    loads = 2 * 64 * 256 / (5.5e12 / 1.755e9 / 132)  # the loads take longest: two programs overlap
     assert 1250 < loads < 1900
     assert shared.iteration(shared.full) == Range(1000, loads)
     assert shared.iteration(shared.masked) == Range(1200, loads)
 
 
-def test_a_batch_is_its_tiles_and_blocks() -> None:
+def test_seconds_of_a_batch() -> None:
     kernel = model()
     mask = BlockDiagonalMask.from_seqlens([256])  # tiles of 0 and 2 full blocks and 2 masked ones each
     expected = 1000 + 100 + 2 * 1000 + 2 * 1200
@@ -132,20 +132,20 @@ def test_a_batch_is_its_tiles_and_blocks() -> None:
     assert slow < fast
 
 
-def test_heads_that_share_a_tile_share_its_rows() -> None:
+def test_grouped_heads_share_a_tile() -> None:
     mask = BlockDiagonalMask.from_seqlens([128])
     together, apart = (seconds(model(heads=heads), mask, 4, 1).fast for heads in (4, 1))
     assert apart == pytest.approx((1000 + 2 * 1200) / 1.755e9)
     assert together == pytest.approx((1000 + 100 + 1000 + 1200) / 1.755e9)  # the last of four tiles of 32 tokens
 
 
-def test_key_gradients_walk_the_queries_of_every_head() -> None:
+def test_key_gradients_read_the_queries_of_every_head() -> None:
     mask = BlockDiagonalMask.from_seqlens([64])
     kernel = model(kernel="dkdv")
     assert seconds(kernel, mask, 4, 1).fast == pytest.approx((1000 + 4 * 1200) / 1.755e9)
 
 
-def test_files_keep_the_rows_of_other_versions(tmp_path: Any) -> None:
+def test_csv_keeps_rows_of_other_versions(tmp_path: Any) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("triton,kernel\n0.1,forward\n")
     save(path, [{"triton": "now", "kernel": "dq"}])
@@ -154,8 +154,8 @@ def test_files_keep_the_rows_of_other_versions(tmp_path: Any) -> None:
 
 @pytest.mark.heavy
 @pytest.mark.compile
-def test_the_kernel_that_ships() -> None:
-    """At head dimension 128 the products of a block of 128 x 64 take 1,024 cycles, whatever the compiler does."""
+def test_counts_of_the_shipped_kernel() -> None:
+    """At head dimension 128 the products of a block of 128 x 64 take 1,024 cycles, with any compiler."""
     configuration = Configuration("forward", "sm_90", 128, torch.bfloat16)
     assert len(loops(parse(disassemble(configuration)[1]))) == 4  # before the full blocks, full, after them, cleaned
     found = examine(configuration)
@@ -169,6 +169,6 @@ def test_the_kernel_that_ships() -> None:
 
 
 @pytest.mark.compile
-def test_what_the_model_does_not_know() -> None:
+def test_configurations_that_the_model_refuses() -> None:
     with pytest.raises(ValueError, match=r"forward-sm_90.* no loop with warpgroup products"):
         examine(Configuration("forward", "sm_90", 16, torch.float32))

@@ -1,4 +1,4 @@
-"""The ledger: what it writes, and what it believes to have measured before."""
+"""The ledger: the rows that it writes, and those that count as measured before."""
 
 import csv
 from pathlib import Path
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.gpu.ledger import ABOUT, COLUMNS, LOST, OPS, Ledger, environment
-from benchmarks.gpu.shapes import Shape
+from tritonpack.cli.bench.batch import Shape
 
 HERE = dict.fromkeys(ABOUT, "") | {"device": "a GPU", "commit": "abc1234", "torch": "2.11.0"}
 SHAPE = Shape("flan", 32768, window=(4096, 0)).columns()
@@ -33,7 +33,7 @@ def test_rows_on_disk(tmp_path: Path) -> None:
     assert first["date"].endswith("Z")
 
 
-def test_finished_where_every_row_is_there(tmp_path: Path) -> None:
+def test_finished_needs_every_row(tmp_path: Path) -> None:
     path = tmp_path / "attention.csv"
     assert not filled(path, ops=OPS[:2]).finished(SHAPE, ["x"])
     filled(path, ops=OPS[2:])
@@ -43,7 +43,7 @@ def test_finished_where_every_row_is_there(tmp_path: Path) -> None:
     assert not ledger.finished(Shape("flan", 32768).columns(), ["x"])
 
 
-def test_a_reason_is_a_result(tmp_path: Path) -> None:
+def test_a_row_without_a_figure_counts(tmp_path: Path) -> None:
     assert filled(tmp_path / "attention.csv", status="ValueError: too wide").finished(SHAPE, ["x"])
 
 
@@ -54,13 +54,13 @@ def test_another_environment_is_measured_again(tmp_path: Path, other: dict[str, 
 
 
 @pytest.mark.parametrize("commit", ["unknown", "abc1234+"])
-def test_code_that_nobody_can_name_is_measured_again(tmp_path: Path, commit: str) -> None:
+def test_code_without_a_commit_is_measured_again(tmp_path: Path, commit: str) -> None:
     about = HERE | {"commit": commit}
     filled(tmp_path / "attention.csv", about)
     assert not Ledger(tmp_path / "attention.csv", about).finished(SHAPE, ["x"])
 
 
-def test_who_lost_the_device(tmp_path: Path) -> None:
+def test_peer_that_lost_the_device(tmp_path: Path) -> None:
     filled(tmp_path / "attention.csv", status=f"{LOST}: RuntimeError: an illegal memory access", ops=("backward",))
     ledger = Ledger(tmp_path / "attention.csv", HERE)
     assert ledger.lost(SHAPE, "x")
@@ -68,7 +68,7 @@ def test_who_lost_the_device(tmp_path: Path) -> None:
     assert not ledger.lost(Shape("flan", 32768).columns(), "x")
 
 
-def test_another_file_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_with_other_columns_is_not_changed(tmp_path: Path) -> None:
     path = tmp_path / "attention.csv"
     path.write_text("op,milliseconds\n")
     with pytest.raises(SystemExit, match="other columns"):

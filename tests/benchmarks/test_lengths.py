@@ -1,4 +1,4 @@
-"""The generators of lengths have the figures that their descriptions name."""
+"""Generated lengths have the means and spreads of their descriptions."""
 
 import json
 from pathlib import Path
@@ -21,14 +21,14 @@ def test_means_and_relative_spreads(name: str, mean: float, spread: float) -> No
     assert lengths.std() / lengths.mean() == pytest.approx(spread, rel=0.15)
 
 
-def test_a_file_is_taken_in_order_over_and_over(tmp_path: Path) -> None:
+def test_lengths_of_a_file_are_repeated_in_order(tmp_path: Path) -> None:
     path = tmp_path / "lengths.json"
     path.write_text(json.dumps([3, 5]))
     assert distributions(20, path)["file"] == [3, 5, 3, 5, 3, 1]
 
 
 @pytest.mark.parametrize("content", [[], [3, 0], [[3]], {"lengths": []}])
-def test_a_file_of_anything_else(tmp_path: Path, content: object) -> None:
+def test_other_files_are_refused(tmp_path: Path, content: object) -> None:
     path = tmp_path / "lengths.json"
     path.write_text(json.dumps(content))
     with pytest.raises(ValueError, match="JSON list of positive token counts"):

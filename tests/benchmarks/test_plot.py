@@ -1,4 +1,4 @@
-"""Pictures of the ledger, from figures invented here."""
+"""Pictures of the ledger, drawn from invented figures."""
 
 import csv
 from pathlib import Path
@@ -9,8 +9,8 @@ pytest.importorskip("matplotlib")
 
 from benchmarks import plot
 from benchmarks.gpu.ledger import ABOUT, COLUMNS, OPS, Ledger
-from benchmarks.gpu.peers import PEERS
-from benchmarks.gpu.shapes import Shape
+from tritonpack.cli.bench.batch import Shape
+from tritonpack.cli.bench.peers import PEERS
 
 PNG = b"\x89PNG"
 MODEL = Shape("flan", 32768)
@@ -47,7 +47,7 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in capsys.readouterr().out for name in written[:1])
 
 
-def test_what_is_drawn(tmp_path: Path) -> None:
+def test_bars_ratios_and_titles(tmp_path: Path) -> None:
     rows = plot.read(invented(tmp_path / "attention.csv"))
     at_32k = [row for row in rows if row["tokens"] == "32768"]
     figure = plot.bars(plot.Kind.of(at_32k[0]), 32768, at_32k)
@@ -63,7 +63,7 @@ def test_what_is_drawn(tmp_path: Path) -> None:
     assert "32 heads over 8 of 128, causal, bfloat16, 32,768 tokens" in head
 
 
-def test_lines_where_there_are_several_sizes(tmp_path: Path) -> None:
+def test_lines_over_several_sizes(tmp_path: Path) -> None:
     rows = plot.read(invented(tmp_path / "attention.csv"))
     figure = plot.lines(plot.Kind.of(rows[0]), [row for row in rows if row["distribution"] == "flan"])
     assert len(figure.axes) == len(OPS)
@@ -72,7 +72,7 @@ def test_lines_where_there_are_several_sizes(tmp_path: Path) -> None:
     assert list(ours.get_ydata()) == [400, 400]
 
 
-def test_the_later_measurement_counts(tmp_path: Path) -> None:
+def test_later_measurement_counts(tmp_path: Path) -> None:
     path = invented(tmp_path / "attention.csv", (MODEL,), commit="old")
     invented(path, (MODEL,), commit="new")
     assert {row["commit"] for row in plot.read(path)} == {"new"}
@@ -84,7 +84,7 @@ def test_the_later_measurement_counts(tmp_path: Path) -> None:
     assert len(plot.read(path)) == 3 * len(OPS) - 1
 
 
-def test_devices_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_devices_have_pictures_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = invented(tmp_path / "attention.csv", (MODEL,), device="GPU one")
     invented(path, (MODEL,), device="GPU two")
     plot.main([str(path), "--device", "two"])
@@ -94,7 +94,7 @@ def test_devices_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
         plot.main([str(path), "--device", "three"])
 
 
-def test_nothing_to_draw(tmp_path: Path) -> None:
+def test_files_without_figures(tmp_path: Path) -> None:
     path = tmp_path / "attention.csv"
     with pytest.raises(SystemExit, match="doesn't exist"):
         plot.main([str(path)])
@@ -112,7 +112,7 @@ def test_nothing_to_draw(tmp_path: Path) -> None:
         plot.main([str(path)])
 
 
-def test_every_peer_has_a_colour_of_its_own() -> None:
+def test_each_peer_has_its_own_colour() -> None:
     assert set(plot.COLOURS) == {peer.name for peer in PEERS}
     assert len(set(plot.COLOURS.values())) == len(PEERS)
     assert set(COLUMNS) >= plot.NEEDED

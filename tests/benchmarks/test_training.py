@@ -1,4 +1,4 @@
-"""What the training benchmark trains on, and what it makes of what it measures."""
+"""The training benchmark: its documents, its models and its rows."""
 
 import functools
 
@@ -28,11 +28,11 @@ def test_documents_have_the_lengths_drawn():
     assert [len(document) for document in documents] == [4, 1, 12]
     assert [document[-1] for document in documents] == [END_OF_DOCUMENT] * 3
     assert documents[0].tolist() == [0, 1, 2, END_OF_DOCUMENT]
-    assert documents[2][:-1].tolist() == [5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5]  # anew where it runs out
+    assert documents[2][:-1].tolist() == [5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5]  # from the start again after the end
 
 
 @pytest.mark.heavy
-def test_every_way_gets_the_same_documents_again(monkeypatch):
+def test_documents_are_the_same_in_every_run(monkeypatch):
     monkeypatch.setattr(training, "read_corpus", functools.cache(training.read_corpus))
     steps, held_out = training.make_batches(flan, steps=3, documents=4, seed=0)
     again, _ = training.make_batches(flan, steps=3, documents=4, seed=0)

@@ -1,4 +1,4 @@
-"""The tuner: candidates, and which of them it takes."""
+"""The tuner: its candidates, and its choice."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from benchmarks import tune
 from tritonpack.kernels.tile_table import Tile, select_tile
 
 
-def test_the_tuner_takes_the_fastest() -> None:
+def test_fastest_tile_wins() -> None:
     wanted = Tile(64, 32, 4, 3)
     assert wanted in set(tune.candidates("forward", 128, "sm_90"))
     shipped = select_tile("forward", 128, torch.bfloat16, "sm_90")

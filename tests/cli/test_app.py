@@ -28,7 +28,7 @@ def run(*arguments):
         (["demo", "--out", "/proc/nowhere"], "/proc/nowhere"),
     ],
 )
-def test_bad_usage_is_one_line_and_exit_code_2(arguments, message, capsys):
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(arguments, message, capsys):
     assert run(*arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -36,7 +36,7 @@ def test_bad_usage_is_one_line_and_exit_code_2(arguments, message, capsys):
     assert message in captured.err
 
 
-def test_a_device_that_is_not_there(capsys, monkeypatch):
+def test_cuda_without_a_gpu(capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert run("demo", "--device", "cuda") == 2
     assert "torch sees no GPU here; use --device cpu or auto" in capsys.readouterr().err
@@ -46,15 +46,14 @@ def test_a_missing_package_is_named(capsys, monkeypatch):
     find_spec = "tritonpack.cli.app.importlib.util.find_spec"
     monkeypatch.setattr(find_spec, lambda name: None if name == "matplotlib" else name)
     assert run("demo") == 2
-    assert "pip install matplotlib" in capsys.readouterr().err
+    assert "the demo needs matplotlib, which isn't installed; pip install matplotlib" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"]])
-def test_help(arguments, capsys):
+@pytest.mark.parametrize("arguments", [[], ["-h"], ["--help"]], ids=str)
+def test_help_names_commands_and_shell_completion(arguments, capsys):
     assert run(*arguments) == 0
     output = capsys.readouterr().out
-    assert "demo" in output
-    assert "doctor" in output
+    assert all(name in output for name in ("demo", "check-backend", "doctor", "--install-completion"))
 
 
 def test_module_entry_point():
@@ -62,20 +61,9 @@ def test_module_entry_point():
     assert "doctor" in done.stdout
 
 
-@pytest.mark.parametrize("option", ["-h", "--help"])
-def test_help_has_a_short_name(option, capsys):
-    assert run(option) == 0
-    assert "check-backend" in capsys.readouterr().out
-
-
 def test_version(capsys):
     assert run("--version") == 0
     assert capsys.readouterr().out == f"tritonpack {tritonpack.__version__}\n"
-
-
-def test_completion_is_offered(capsys):
-    run("--help")
-    assert "--install-completion" in capsys.readouterr().out
 
 
 PROGRAM = [sys.executable, "-m", "tritonpack", "check-backend"]
@@ -97,8 +85,7 @@ def test_an_interrupt_is_silent(capsys, monkeypatch):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_path_that_is_not_there_is_answered_at_once():
-    """Before transformers is imported, which takes seconds."""
+def test_a_missing_path_is_reported_before_transformers_is_imported():
     program = "import sys; from tritonpack.cli.app import run; code = run(['check', '/nowhere/x']); "
     program += "sys.exit(code if 'transformers' not in sys.modules else 9)"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

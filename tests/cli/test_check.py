@@ -12,6 +12,7 @@ pytest.importorskip("rich")
 pytest.importorskip("transformers")
 
 import transformers
+from rich.console import Console
 
 import tritonpack
 from tritonpack.cli import check as command
@@ -37,7 +38,7 @@ def run(*arguments):
 
 
 def cells(output):
-    """What the table says about each form: stock, tritonpack."""
+    """Form -> the verdicts in the table: stock, tritonpack."""
     found = re.findall(r"│ (.+?) +│ (\w+).*? +│ (\w+).*? +│\n", output)
     return {form: (stock, patched) for form, stock, patched in found}
 
@@ -48,7 +49,7 @@ def config_of(kind, **values):
 
 @pytest.fixture
 def tiny(tmp_path):
-    """A folder as save_pretrained writes it, with weights."""
+    """A folder with weights, written by save_pretrained."""
     torch.manual_seed(0)
     transformers.LlamaForCausalLM(config_of("llama", **TINY)).save_pretrained(tmp_path / "tiny")
     return tmp_path / "tiny"
@@ -63,14 +64,21 @@ def test_a_folder(tiny, capsys):
     assert output.endswith("tritonpack: exact\n")
 
 
+def test_progress_is_shown_on_a_terminal(tiny, capsys, monkeypatch):
+    capsys.readouterr()
+    run(tiny)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(command, "Console", lambda **options: Console(force_terminal=True, **options))
+    run(tiny)
+    assert "tritonpack: position_ids, attention_mask, two rows" in capsys.readouterr().err
+
+
 def test_weights(tiny, tmp_path, capsys):
     path = tmp_path / "findings.json"
     assert run(tiny, "--weights", "--device", "cpu", "--json", path) == 0
     output = capsys.readouterr().out
     assert f"{tiny}: LlamaForCausalLM, a causal language model; " in output
-    assert (
-        "the longest document has 11 tokens, so windows, chunks and selections that are longer weren't felt" in output
-    )
+    assert "the longest document has 11 tokens, so longer windows, chunks and selections had no effect" in output
     found = json.loads(path.read_text())
     assert (found["weights"], found["model_type"], found["class"]) == (True, "llama", "LlamaForCausalLM")
     assert found["stock"]["forms"]["position_ids"]["verdict"] == "leak"
@@ -116,7 +124,7 @@ def test_refused_is_exit_code_1(tmp_path, capsys):
     assert re.search(r"tritonpack: refused: ProphetNetForCausalLM .* can't be packed exactly: its decoder", output)
 
 
-def test_an_encoder_with_a_decoder_is_checked_too(tmp_path, capsys):
+def test_an_encoder_with_a_decoder(tmp_path, capsys):
     config_of("t5").save_pretrained(tmp_path)
     assert run(tmp_path, "--json", tmp_path / "findings.json") == 0
     output = capsys.readouterr().out
@@ -137,7 +145,7 @@ SCORES = {"num_labels": 3, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id":
         ("t5", "T5ForConditionalGeneration", {}),
     ],
 )
-def test_the_class_that_a_configuration_names_is_checked(kind, named, values, tmp_path, capsys):
+def test_the_named_class_is_checked(kind, named, values, tmp_path, capsys):
     config_of(kind, architectures=[named], **values).save_pretrained(tmp_path)
     assert run(tmp_path, "--json", tmp_path / "findings.json") == 0
     output = capsys.readouterr().out
@@ -147,7 +155,7 @@ def test_the_class_that_a_configuration_names_is_checked(kind, named, values, tm
     assert (found["class"], found["instead_of"]) == (named, None)
 
 
-def test_a_class_that_patch_refuses_is_refused(tmp_path, capsys):
+def test_a_class_that_patch_refuses(tmp_path, capsys):
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
     config_of("splinter", architectures=["SplinterForPreTraining"], **sizes).save_pretrained(tmp_path)
     assert run(tmp_path) == 1
@@ -162,7 +170,7 @@ def test_a_class_that_patch_refuses_is_refused(tmp_path, capsys):
         ("LlamaConfig", r"LlamaConfig, which isn't a model class of transformers \S+"),
     ],
 )
-def test_a_class_that_cannot_be_checked_is_named_with_the_one_taken_instead(named, reason, tmp_path, capsys):
+def test_a_class_checked_instead_of_the_named_one(named, reason, tmp_path, capsys):
     config_of("llama", architectures=[named], **TINY).save_pretrained(tmp_path)
     assert run(tmp_path, "--json", tmp_path / "findings.json") == 0
     output = capsys.readouterr().out
@@ -173,7 +181,7 @@ def test_a_class_that_cannot_be_checked_is_named_with_the_one_taken_instead(name
     assert (found["class"], found["instead_of"]) == ("LlamaForCausalLM", named)
 
 
-def test_weights_of_the_class_that_a_configuration_names(tmp_path, capsys):
+def test_weights_of_the_named_class(tmp_path, capsys):
     torch.manual_seed(0)
     config = config_of("llama", **TINY, **SCORES)
     transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path)
@@ -181,6 +189,21 @@ def test_weights_of_the_class_that_a_configuration_names(tmp_path, capsys):
     output = capsys.readouterr().out
     assert f"{tmp_path}: LlamaForSequenceClassification, the class that its configuration names; " in output
     assert output.endswith("tritonpack: exact\n")
+
+
+@pytest.mark.parametrize("options", [[], ["--weights", "--device", "cpu"]], ids=["small copy", "weights"])
+def test_no_layers_are_nothing_to_keep_apart(options, tmp_path, capsys):
+    config = config_of("llama", **{**TINY, "num_hidden_layers": 0}, architectures=["LlamaForCausalLM"])
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    capsys.readouterr()
+    assert run(tmp_path, *options, "--json", tmp_path / "findings.json") == 3
+    captured = capsys.readouterr()
+    assert captured.out.endswith(
+        "tritonpack: nothing to keep apart: in LlamaForCausalLM no token sees another; is the number of layers right?\n"
+    )
+    assert "exact" not in captured.out
+    found = json.loads((tmp_path / "findings.json").read_text())
+    assert (found["stock"]["verdict"], found["tritonpack"]["forms"]) == ("nothing to keep apart", {})
 
 
 def test_a_leak_is_exit_code_3(tiny, capsys, monkeypatch):
@@ -199,7 +222,7 @@ def test_inexact_is_exit_code_3_and_tried_in_float64(tmp_path, capsys, monkeypat
 
     @contextlib.contextmanager
     def shifted(model):
-        """Keeps documents apart and gets every one of them wrong."""
+        """Keep documents apart, and compute wrong values for each."""
         with tritonpack.patch(model) as handle:
             hook = model.lm_head.register_forward_hook(lambda module, arguments, output: output + 1e-3)
             yield handle
@@ -218,8 +241,8 @@ def test_rotary_embeddings_of_the_longest_document(tmp_path, capsys):
     config_of("llama", rope_parameters={**rope, **factors}).save_pretrained(tmp_path)
     assert run(tmp_path) == 3
     output = " ".join(capsys.readouterr().out.split())
-    assert "Note: rotary embeddings of the type 'longrope' are those of a call's longest document" in output
-    assert "other ones beyond 4,096 tokens (8 in the small copy)" in output
+    assert "Note: rotary embeddings of the type 'longrope' follow the longest document of a call" in output
+    assert "and differ beyond 4,096 tokens (8 in the small copy)" in output
     assert "Pack documents of up to 8 tokens" in output
 
 
@@ -249,7 +272,7 @@ class OurModel(LlamaForCausalLM):
 """
 
 
-def test_code_of_its_own_runs_only_when_asked(tmp_path, capsys, monkeypatch):
+def test_own_code_needs_trust_remote_code(tmp_path, capsys, monkeypatch):
     folder = tmp_path / "ours"
     folder.mkdir()
     auto_map = {"AutoConfig": "modeling_ours.OurConfig", "AutoModelForCausalLM": "modeling_ours.OurModel"}
@@ -280,7 +303,7 @@ def test_code_of_its_own_runs_only_when_asked(tmp_path, capsys, monkeypatch):
         ),
     ],
 )  # fmt: skip
-def test_what_cannot_be_read_is_one_line_and_exit_code_3(name, content, message, tmp_path, capsys):
+def test_unreadable_configurations_are_one_line_and_exit_code_2(name, content, message, tmp_path, capsys):
     path = tmp_path / name
     if content and content != "folder":
         (path if name else path / "config.json").write_text(content)
@@ -299,7 +322,7 @@ def test_what_cannot_be_read_is_one_line_and_exit_code_3(name, content, message,
         ("LocalEntryNotFoundError", r"owner/model isn't in the cache, and the Hub can't be reached; its config\.json"),
     ],
 )
-def test_what_the_hub_does_not_give(cause, message, capsys, monkeypatch):
+def test_errors_of_the_hub(cause, message, capsys, monkeypatch):
     def from_pretrained(name, **options):
         raise OSError("several\nlines") from type(cause, (Exception,), {})()
 
@@ -321,7 +344,7 @@ def test_what_the_hub_does_not_give(cause, message, capsys, monkeypatch):
         (["--weights"], r"config\.json has no weights; name its folder, or leave out --weights"),
     ],
 )
-def test_options_that_cannot_be(arguments, message, tmp_path, capsys, monkeypatch):
+def test_wrong_options(arguments, message, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     config_of("llama", **TINY).save_pretrained(tmp_path)
     assert run(*([tmp_path / "config.json"] if arguments else []), *arguments) == 2

@@ -10,6 +10,8 @@ import pytest
 pytest.importorskip("typer")
 pytest.importorskip("rich")
 
+from rich.console import Console
+
 from tritonpack.cli import doctor, main
 from tritonpack.cli.doctor import checks, versions
 from tritonpack.cli.doctor.findings import Finding, NotHereError
@@ -30,7 +32,7 @@ def run(*arguments):
     return exit_info.value.code
 
 
-def test_all_that_can_run_here_is_right(capsys, monkeypatch, tmp_path):
+def test_everything_that_can_run_on_a_cpu_is_right(capsys, monkeypatch, tmp_path):
     pytest.importorskip("transformers")
     knobs = pytest.importorskip("triton").knobs
     monkeypatch.setattr(knobs.runtime, "interpret", False)
@@ -48,7 +50,7 @@ def test_all_that_can_run_here_is_right(capsys, monkeypatch, tmp_path):
     assert report["facts"]["torch"] in output
 
 
-def test_what_is_wrong_is_exit_code_1(capsys, monkeypatch):
+def test_a_failing_check_is_exit_code_1(capsys, monkeypatch):
     def broken():
         raise RuntimeError("no [such] symbol")
 
@@ -63,7 +65,7 @@ def test_what_is_wrong_is_exit_code_1(capsys, monkeypatch):
     assert "Something should work here and doesn't: one." in output
 
 
-def test_a_wrong_backend_is_found(monkeypatch):
+def test_a_wrong_backend_is_wrong(monkeypatch):
     from tritonpack.backends import blocked
 
     forward = blocked.forward
@@ -73,7 +75,7 @@ def test_a_wrong_backend_is_found(monkeypatch):
     assert "beyond twice plain attention's error" in found.detail
 
 
-def test_a_wrong_exchange_is_found(monkeypatch):
+def test_a_wrong_exchange_is_wrong(monkeypatch):
     from tritonpack import parallel
 
     attend = parallel.attend
@@ -82,7 +84,7 @@ def test_a_wrong_exchange_is_found(monkeypatch):
     assert doctor.run_check("exchanges", checks.sequence_parallelism).outcome == "wrong"
 
 
-def test_leaks_are_found(monkeypatch):
+def test_a_leak_is_wrong(monkeypatch):
     transformers = pytest.importorskip("transformers")
     monkeypatch.setattr("tritonpack.patches.patch", lambda model: model.train())
     monkeypatch.setattr(transformers.LlamaForCausalLM, "__enter__", lambda model: model, raising=False)
@@ -95,7 +97,7 @@ def test_leaks_are_found(monkeypatch):
 @pytest.mark.parametrize(
     ("package", "check"), [("transformers", checks.models), ("numba", checks.packing)], ids=["transformers", "numba"]
 )
-def test_what_is_not_installed_is_no_failure(package, check, monkeypatch):
+def test_a_package_that_is_not_installed_is_not_here(package, check, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     found = doctor.run_check("it", check)
     assert found.outcome == "not here"
@@ -106,7 +108,7 @@ class TestVersions:
     def of(self, **changed):
         return list(versions.examine_versions(WELL | changed))
 
-    def test_known_ones_are_well(self):
+    def test_known_versions_have_no_finding(self):
         assert self.of() == []
         assert self.of(transformers=None, triton=None, numba=None) == []
 
@@ -119,13 +121,13 @@ class TestVersions:
         assert (found.what, found.outcome) == (package, "wrong")
         assert version in found.detail
 
-    def test_newer_than_known(self):
+    def test_transformers_newer_than_tested(self):
         (found,) = self.of(transformers="5.30.0.dev0")
         assert found.outcome == "warning"
         assert "tritonpack check MODEL" in found.detail
         assert self.of(torch="2.20.0") == []
 
-    def test_interpreter_trouble(self):
+    def test_triton_and_numpy_that_fail_together(self):
         (found,) = self.of(triton="3.6.0", numpy="2.4.0")
         assert (found.what, found.outcome) == ("triton and numpy", "warning")
         assert self.of(triton="3.6.0", numpy="2.3.5") == self.of(triton="3.7.1") == []
@@ -139,12 +141,21 @@ class TestVersions:
         monkeypatch.setattr("shutil.which", lambda name: None)
         assert not list(versions.examine_gpu())
 
-    def test_the_oldest_are_those_of_the_package(self):
+    def test_oldest_versions_are_those_of_pyproject(self):
         tomllib = pytest.importorskip("tomllib")
         project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
         declared = [f"python{project['requires-python']}", *(x.split(";")[0] for x in project["dependencies"])]
-        for row in versions.KNOWN:
-            assert row.package + (f">={row.least}" if row.least else "") in declared
+        for package, oldest in versions.OLDEST.items():
+            assert package + (f">={oldest}" if oldest else "") in declared
+
+
+def test_progress_is_shown_on_a_terminal(capsys, monkeypatch):
+    monkeypatch.setattr(checks, "CHECKS", {"some check": lambda: "right"})
+    run()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(doctor, "Console", lambda **options: Console(force_terminal=True, **options))
+    run()
+    assert "some check" in capsys.readouterr().err
 
 
 def test_verdicts():
@@ -173,7 +184,7 @@ main(["doctor"])
 
 
 @pytest.mark.heavy
-def test_a_machine_with_little_on_it_is_examined_too():
+def test_a_machine_with_torch_alone():
     environment = os.environ | {"COLUMNS": "300"}
     result = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, env=environment, timeout=120)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -183,7 +194,7 @@ def test_a_machine_with_little_on_it_is_examined_too():
     assert re.search("attention: blocked +│ right", result.stdout)
 
 
-def test_what_cannot_be_imported_is_wrong(capsys, monkeypatch):
+def test_checks_that_cannot_be_imported_are_wrong(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tritonpack.cli.doctor.checks", None)
     assert run() == 1
     assert re.search(r"│ tritonpack +│ wrong .*ModuleNotFoundError|ImportError", capsys.readouterr().out)

@@ -1,4 +1,4 @@
-"""The benchmark of attention on a GPU: its clocks count what they should, and a small run has figures for ours."""
+"""The benchmark of attention on a GPU: times, launches and memory are right, and a small run has our figures."""
 
 import csv
 from pathlib import Path
@@ -8,9 +8,9 @@ import torch
 
 from benchmarks.gpu.__main__ import Budget, run
 from benchmarks.gpu.ledger import OPS, Ledger, environment
-from benchmarks.gpu.peers import OURS, PEERS
-from benchmarks.gpu.shapes import Shape
-from benchmarks.gpu.timing import extra_bytes, launches, time_alternating
+from tritonpack.cli.bench.batch import Shape
+from tritonpack.cli.bench.peers import OURS, PEERS
+from tritonpack.cli.bench.timing import extra_bytes, launches, time_alternating
 
 pytestmark = pytest.mark.gpu
 
@@ -41,9 +41,9 @@ def test_clocks() -> None:
     ids=str,
 )
 def test_a_small_run(shape: Shape, tmp_path: Path) -> None:
-    """Also prints what every peer says: an adapter that doesn't fit the version at hand shows here."""
+    """Prints the status of every peer, so that an adapter for another version is noticed."""
     ledger = Ledger(tmp_path / "attention.csv", environment(DEVICE, "test"))
-    peers = [peer for peer in PEERS if not peer.name.startswith("FlexAttention")]  # which takes long to compile
+    peers = [peer for peer in PEERS if not peer.name.startswith("FlexAttention")]  # they take long to compile
     assert run([shape], ledger, Budget(5), DEVICE, peers=peers) == []
     with ledger.path.open(newline="") as file:
         rows = {(row["implementation"], row["op"]): row for row in csv.DictReader(file)}

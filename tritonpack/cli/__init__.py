@@ -8,10 +8,10 @@ from typing import NoReturn
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
-    """Run the command line and leave Python with its exit code: 0, 1 for what failed, 2 for what was asked wrongly.
+    """Run the command line and leave Python with its exit code.
 
     Args:
-        arguments: the command line without the program's name; None means that of the process.
+        arguments: the command line without the program's name; None means the arguments of the process.
     """
     from tritonpack.cli.app import run
 

@@ -1,15 +1,18 @@
-"""The commands and their options. Each command's work is done in a module of its own, imported when it runs."""
+"""The commands and their options. The work of each command is done in a module that is imported when it runs."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
+from typer import Argument, Option
 
 import tritonpack
 from tritonpack.cli.paths import require_path
@@ -20,17 +23,16 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-# The base of everything that typer raises for a command line it can't accept, whether or not it brings its own click.
+# The base of all exceptions that typer raises for a wrong command line, whether or not it brings its own click.
 _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 
-
-Device = Literal["auto", "cpu", "cuda"]
-DType = Literal["auto", "float32", "bfloat16"]
-BenchDType = Literal["auto", "float32", "bfloat16", "float16"]
-Size = Literal["auto", "tiny", "small"]
-Objective = Literal["quadratic", "linear", "cost"]
-Tail = Literal["drop", "spread", "keep"]
-Overlong = Literal["error", "truncate", "split", "drop"]
+# Options that several commands have.
+DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], Option(help="auto: the GPU where there is one.")]
+JsonOption = Annotated[Path | None, Option(dir_okay=False, help="Write the results there as JSON as well.")]
+ThreadsOption = Annotated[
+    int, Option(min=1, help="CPU threads; other programs on the machine disturb a single one the least.")
+]
+FolderOption = Annotated[Path, Option(file_okay=False, help="Folder for the results.")]
 
 
 def _print_version(asked: bool) -> None:
@@ -42,14 +44,28 @@ def _print_version(asked: bool) -> None:
 @app.callback()
 def common(
     _: Annotated[
-        bool, typer.Option("--version", help="Print the version and stop.", callback=_print_version, is_eager=True)
+        bool, Option("--version", help="Print the version and stop.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
     """Packed (padding-free) training of language models."""
 
 
-class CheckedDType(str, Enum):  # a list of Literals is beyond typer
-    """Data types that a backend may be checked in."""
+def _require(module: str, what: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        raise typer.BadParameter(f"{what} needs {module}, which isn't installed; pip install {module}")
+
+
+@contextmanager
+def _usage_errors() -> Iterator[None]:
+    """Report a ValueError or an OSError as a wrong command line."""
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+class CheckedDType(str, Enum):  # typer doesn't take a list of Literals
+    """Data types that a backend can be checked in."""
 
     FLOAT32 = "float32"
     FLOAT16 = "float16"
@@ -58,166 +74,143 @@ class CheckedDType(str, Enum):  # a list of Literals is beyond typer
 
 @app.command()
 def demo(
-    steps: Annotated[int, typer.Option(min=3, help="Optimizer steps of each way.")] = 32,
-    documents: Annotated[
-        int | None, typer.Option(min=1, help="Documents per step.", show_default="8, 64 on a GPU")
-    ] = None,
+    steps: Annotated[int, Option(min=3, help="Optimizer steps of each way.")] = 32,
+    documents: Annotated[int | None, Option(min=1, help="Documents per step.", show_default="8, 64 on a GPU")] = None,
     max_length: Annotated[
-        int | None, typer.Option(min=16, help="Split documents longer than this.", show_default="2048, 4096 on a GPU")
+        int | None, Option(min=16, help="Split longer documents.", show_default="2048, 4096 on a GPU")
     ] = None,
-    size: Annotated[Size, typer.Option(help="The model; auto: tiny, small on a GPU.")] = "auto",
-    device: Annotated[Device, typer.Option(help="auto: the GPU where there is one.")] = "auto",
-    dtype: Annotated[DType, typer.Option(help="auto: float32, bfloat16 on a GPU.")] = "auto",
-    threads: Annotated[
-        int, typer.Option(min=1, help="CPU threads of each way; one is disturbed the least by whatever else runs.")
-    ] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Decides weights, documents and their order.")] = 0,
-    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the picture.")] = Path("demo-out"),
-) -> None:
+    size: Annotated[Literal["auto", "tiny", "small"], Option(help="auto: tiny, small on a GPU.")] = "auto",
+    device: DeviceOption = "auto",
+    dtype: Annotated[Literal["auto", "float32", "bfloat16"], Option(help="auto: float32, bfloat16 on a GPU.")] = "auto",
+    threads: ThreadsOption = 1,
+    seed: Annotated[int, Option(min=0, help="Decides weights, documents and their order.")] = 0,
+    out: FolderOption = Path("demo-out"),
+) -> int:
     """Train a small Llama padded, naively concatenated and packed; compare speed, memory and loss; draw a picture."""
     for module in ("transformers", "matplotlib"):
-        if importlib.util.find_spec(module) is None:
-            raise typer.BadParameter(f"the demo needs {module}, which isn't installed; pip install {module}")
+        _require(module, "the demo")
     from tritonpack.cli.demo import Options, run_demo, settings_for
     from tritonpack.cli.demo.training import ProcessFailedError
 
-    try:
+    with _usage_errors():
         settings = settings_for(device, dtype, size, max_length, threads, seed)
         out.mkdir(parents=True, exist_ok=True)
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
     try:
-        exact = run_demo(settings, Options(steps, documents, out))
+        return int(not run_demo(settings, Options(steps, documents, out)))
     except ProcessFailedError as error:
         print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(1) from error
-    if not exact:
-        raise typer.Exit(1)
+        return 1
 
 
 @app.command()
 def check_backend(
-    function: Annotated[str, typer.Argument(metavar="MODULE:FUNCTION", show_default=False)] = "",
-    device: Annotated[Device, typer.Option(help="auto: the GPU where there is one.")] = "auto",
+    function: Annotated[str, Argument(metavar="MODULE:FUNCTION", show_default=False)] = "",
+    device: DeviceOption = "auto",
     dtype: Annotated[
         list[CheckedDType] | None,
-        typer.Option(help="Of q, k and v; repeatable.", show_default="float32 and bfloat16, bfloat16 on a GPU"),
+        Option(help="Of q, k and v; repeatable.", show_default="float32 and bfloat16, bfloat16 on a GPU"),
     ] = None,
-    only: Annotated[list[str] | None, typer.Option(help="Checks by pattern, as 'backward/*'; repeatable.")] = None,
-    skip: Annotated[list[str] | None, typer.Option(help="Checks to leave out, by pattern; repeatable.")] = None,
-    json: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the results there as well.")] = None,
-    list_: Annotated[bool, typer.Option("--list", help="Print the names of the checks and stop.")] = False,
-) -> None:
-    """Check a function of flash_attn_varlen_func's shape: exactness, isolation, slack, empty documents, ..."""
+    only: Annotated[list[str] | None, Option(help="Checks by pattern, such as 'backward/*'; repeatable.")] = None,
+    skip: Annotated[list[str] | None, Option(help="Checks to leave out, by pattern; repeatable.")] = None,
+    json: JsonOption = None,
+    list_: Annotated[bool, Option("--list", help="Print the names of the checks and stop.")] = False,
+) -> int:
+    """Check a function of flash_attn_varlen_func's shape: exactness, isolation, slack, empty documents, ...
+
+    Exit code: 0 if no check fails, 1 if one does.
+    """
     from tritonpack.cli.check_backend import examine, list_checks
 
-    try:
+    with _usage_errors():
         if list_:
             list_checks(only or ["*"], skip or [])
-            return
-        passed = examine(function, device, [d.value for d in dtype or []], only or ["*"], skip or [], json)
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
-    if not passed:
-        raise typer.Exit(1)
+            return 0
+        return int(not examine(function, device, [d.value for d in dtype or []], only or ["*"], skip or [], json))
 
 
 @app.command()
 def check(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model on the Hub, a folder, or a config.json.")],
+    model: Annotated[str, Argument(metavar="MODEL", help="A model on the Hub, a folder, or a config.json.")],
     weights: Annotated[
-        bool, typer.Option("--weights", help="Load the model, instead of building a small random copy of it.")
+        bool, Option("--weights", help="Load the model, on --device, instead of building a small random copy.")
     ] = False,
-    device: Annotated[Device, typer.Option(help="With --weights; auto: the GPU where there is one.")] = "auto",
+    device: DeviceOption = "auto",
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the code that the model brings.")
+        bool, Option("--trust-remote-code", help="Run the code that the model brings.")
     ] = False,
-    json: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the findings there as well.")] = None,
-) -> None:
+    json: JsonOption = None,
+) -> int:
     """Say whether packing a model is exact, refused or leaking, with stock transformers and with tritonpack.
 
-    Exit code: 0 exact, 1 refused, 2 a command line that is wrong, 3 anything else.
+    Exit code: 0 exact, 1 refused, 2 a wrong command line, 3 a leak, wrong values, or no attention to pack for.
     """
-    if importlib.util.find_spec("transformers") is None:
-        raise typer.BadParameter("the check needs transformers, which isn't installed; pip install transformers")
-    try:
+    _require("transformers", "the check")
+    with _usage_errors():
         require_path(model)  # before transformers is imported, which takes seconds
-        from tritonpack.cli.check import examine
+        from rich.console import Console
 
-        code = examine(model, weights=weights, device=device, trust_remote_code=trust_remote_code, path=json)
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
-    raise typer.Exit(code)
+        with Console(stderr=True).status("importing transformers"):
+            from tritonpack.cli.check import examine
+        return examine(model, weights=weights, device=device, trust_remote_code=trust_remote_code, path=json)
 
 
 @app.command()
 def plan(
     lengths: Annotated[
         Path,
-        typer.Argument(
+        Argument(
             metavar="LENGTHS",
             help="Tokens of each document: whole numbers or lists of token ids in a .json, .jsonl, .npy, .parquet, "
             ".csv or .txt file.",
         ),
     ],
-    capacity: Annotated[int, typer.Option(min=1, help="Tokens that one GPU takes per step.", show_default=False)],
-    ranks: Annotated[int, typer.Option(min=1, help="GPUs (data-parallel processes).")] = 1,
-    epochs: Annotated[int, typer.Option(min=1, help="Epochs to plan; the table has their means.")] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Decides the order of documents.")] = 0,
+    capacity: Annotated[int, Option(min=1, help="Tokens that one GPU takes per step.", show_default=False)],
+    ranks: Annotated[int, Option(min=1, help="GPUs (data-parallel processes).")] = 1,
+    epochs: Annotated[int, Option(min=1, help="Epochs to plan; the table has their means.")] = 1,
+    seed: Annotated[int, Option(min=0, help="Decides the order of documents.")] = 0,
     objective: Annotated[
-        Objective,
-        typer.Option(
-            help="What ranks of a step have alike: squared lengths (attention's load), tokens, or the model's cost."
+        Literal["quadratic", "linear", "cost"],
+        Option(
+            help="What the ranks of a step share evenly: squared lengths (attention's load), tokens, the model's cost."
         ),
     ] = "quadratic",
     tail: Annotated[
-        Tail,
-        typer.Option(help="What doesn't fill a last step: drop it, spread it over all steps, or keep a partial step."),
+        Literal["drop", "spread", "keep"],
+        Option(help="What doesn't fill a last step: drop it, spread it over all steps, or keep a partial step."),
     ] = "drop",
     lookahead: Annotated[
         float,
-        typer.Option(min=0.0, max=1.0, help="What a step is offered beyond what it holds, a share of its tokens."),
+        Option(min=0.0, max=1.0, help="Share of a step's tokens that it may choose from beyond what it holds."),
     ] = 0.01,
     steps_together: Annotated[
-        int, typer.Option(min=1, help="Steps planned at once: fuller rows where a step holds few documents.")
+        int, Option(min=1, help="Steps planned at once: fuller rows where a step holds few documents.")
     ] = 1,
-    overlong: Annotated[Overlong, typer.Option(help="What to do with documents longer than --capacity.")] = "error",
+    overlong: Annotated[
+        Literal["error", "truncate", "split", "drop"],
+        Option(help="What to do with documents longer than --capacity."),
+    ] = "error",
     model: Annotated[
         str | None,
-        typer.Option(
-            help="Whose cost counts: a model on the Hub, a folder, a config.json.", show_default="a Llama of 8B"
-        ),
+        Option(help="The model whose cost counts: on the Hub, a folder, a config.json.", show_default="a Llama of 8B"),
     ] = None,
-    column: Annotated[str | None, typer.Option(help="Where the file has several: the one with the lengths.")] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the picture, or its name, ending in .png.")] = Path("plan-out"),
-    json: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the numbers there as well.")] = None,
+    column: Annotated[str | None, Option(help="The column with the lengths, if the file has several.")] = None,
+    out: Annotated[Path, Option(help="Folder for the picture, or its name, ending in .png.")] = Path("plan-out"),
+    json: JsonOption = None,
 ) -> None:
     """Show how full and how even packed batches of your documents are, beside padded and simpler ones; draw a picture.
 
     Example: tritonpack plan lengths.json --capacity 32768 --ranks 8
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("the plan needs matplotlib, which isn't installed; pip install matplotlib")
-    if model is not None and importlib.util.find_spec("transformers") is None:
-        raise typer.BadParameter("--model needs transformers, which isn't installed; pip install transformers")
+    _require("matplotlib", "the plan")
+    if model is not None:
+        _require("transformers", "--model")
     from tritonpack.cli.plan import Options, as_options, examine
 
     options = Options(
-        path=lengths,
-        column=column,
-        capacity=capacity,
-        num_ranks=ranks,
-        epochs=epochs,
-        seed=seed,
-        objective=objective,
-        tail=tail,
-        lookahead=lookahead,
-        steps_together=steps_together,
-        overlong=overlong,
-        model=model,
-        out=out,
+        path=lengths, column=column, capacity=capacity, num_ranks=ranks, epochs=epochs, seed=seed, objective=objective,
+        tail=tail, lookahead=lookahead, steps_together=steps_together, overlong=overlong, model=model, out=out,
         json=json,
-    )
+    )  # fmt: skip
     try:
         examine(options)
     except (ValueError, OSError) as error:
@@ -225,68 +218,53 @@ def plan(
 
 
 @app.command()
-def doctor(
-    json: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the findings there as well.")] = None,
-) -> None:
+def doctor(json: JsonOption = None) -> int:
     """Show versions and the device, and try everything that can run here: attention, models, packing, ...
 
     Exit code: 0 if all that can run is right, 1 if something that should work doesn't.
     """
     from tritonpack.cli.doctor import examine
 
-    try:
-        right = examine(json)
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
-    if not right:
-        raise typer.Exit(1)
+    with _usage_errors():
+        return int(not examine(json))
 
 
 @app.command()
 def bench(
     tokens: Annotated[
-        int | None, typer.Option(min=16, help="Tokens of a batch.", show_default="2048, 16384 on a GPU")
+        int | None, Option(min=16, help="Tokens of a batch.", show_default="2048, 16384 on a GPU")
     ] = None,
     heads: Annotated[
         int | None,
-        typer.Option(
-            min=1, help="Query heads; a quarter as many key heads, if that divides.", show_default="8, 32 on a GPU"
-        ),
+        Option(min=1, help="Query heads; a quarter as many key heads, if that divides.", show_default="8, 32 on a GPU"),
     ] = None,
-    head_dim: Annotated[int | None, typer.Option(min=1, show_default="64, 128 on a GPU")] = None,
-    dtype: Annotated[BenchDType, typer.Option(help="auto: float32, bfloat16 on a GPU.")] = "auto",
-    device: Annotated[Device, typer.Option(help="auto: the GPU where there is one.")] = "auto",
-    repeats: Annotated[
-        int | None, typer.Option(min=1, help="How often each call is timed.", show_default="5, 20 on a GPU")
-    ] = None,
-    threads: Annotated[
-        int, typer.Option(min=1, help="CPU threads; one is disturbed the least by whatever else runs.")
-    ] = 1,
-    out: Annotated[Path, typer.Option(file_okay=False, help="Folder for the CSV and the picture.")] = Path("bench-out"),
-) -> None:
+    head_dim: Annotated[int | None, Option(min=1, show_default="64, 128 on a GPU")] = None,
+    dtype: Annotated[
+        Literal["auto", "float32", "bfloat16", "float16"], Option(help="auto: float32, bfloat16 on a GPU.")
+    ] = "auto",
+    device: DeviceOption = "auto",
+    repeats: Annotated[int | None, Option(min=1, help="Most repeats of a call.", show_default="5, 20 on a GPU")] = None,
+    threads: ThreadsOption = 1,
+    out: FolderOption = Path("bench-out"),
+) -> int:
     """Time attention on this machine beside sdpa, padded and with a dense mask, after checking what each computes.
 
-    On a GPU torch's varlen_attn and FlexAttention take part. Exit code: 1 if our own results were wrong.
+    On a GPU the FlashAttention-2 in torch and FlexAttention take part, and FlashAttention-4 and xformers if installed.
+    Exit code: 1 if our own results were wrong or could not be timed.
     """
-    if importlib.util.find_spec("matplotlib") is None:
-        raise typer.BadParameter("the bench needs matplotlib, which isn't installed; pip install matplotlib")
-    from tritonpack.cli.bench.command import Options, examine
+    _require("matplotlib", "the bench")
+    with _usage_errors():
+        from tritonpack.cli.bench.command import examine
 
-    options = Options(tokens, heads, head_dim, dtype, device, repeats, threads, out)
-    try:
-        right = examine(options)
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
-    if not right:
-        raise typer.Exit(1)
+        return int(not examine(tokens, heads, head_dim, dtype, device, repeats, threads, out))
 
 
 def run(arguments: list[str]) -> int:
     """Run one command line.
 
     Returns:
-        The exit code: 0, 1 for what failed, 2 for what was asked wrongly, 130 for Ctrl-C, 141 for a closed pipe (as
-        shells count signals).
+        The exit code: that of the command, 2 for a wrong command line, 130 for Ctrl-C, 141 for a closed pipe (as shells
+        count signals).
     """
     try:
         code = app(arguments or ["--help"], prog_name="tritonpack", standalone_mode=False)
@@ -295,7 +273,7 @@ def run(arguments: list[str]) -> int:
         return 130
     except (_UsageError, BrokenPipeError) as error:
         if isinstance(error, BrokenPipeError) or isinstance(error.__cause__, BrokenPipeError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it once more when it ends
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again at its end
             return 141
         print(f"error: {error.format_message()}", file=sys.stderr)
         return 2

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from rich.table import Table
 from torch import Tensor
 
 from tritonpack.cli.machine import require_writable, resolve_device
-from tritonpack.cli.model_source import NAMED, NamedClass, load_config, load_weights
+from tritonpack.cli.model_source import NAMED, instead_of, load_config, load_weights, named_class, with_note
+from tritonpack.cli.words import count
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import patch
 from tritonpack.patches.positions import rope_limits
@@ -42,7 +44,7 @@ from tritonpack.patches.trial.small_copy import (
 )
 from tritonpack.patches.trial.undisturbed import quiet
 
-# Forms by their names in `packed_forms`, and what a user would say.
+# Forms of packed batches, by their names in `packed_forms`: what a user passes to the model.
 FORMS = {
     "position_ids": "position_ids",
     "without_cache": "position_ids, use_cache=False",
@@ -50,51 +52,53 @@ FORMS = {
     "collator": "position_ids, cu_seq_lens_q, seq_idx (collators)",
     "two_rows": "position_ids, attention_mask, two rows",
 }
-WORST_FIRST = ("leak", "error", "inexact", "refused", "exact")
-EXIT_CODES = {"exact": 0, "refused": 1}  # 3 for anything else; 2 is a command line that was wrong
+WORST_FIRST = ("nothing to keep apart", "leak", "error", "inexact", "refused", "exact")
+EXIT_CODES = {"exact": 0, "refused": 1}  # 3 for any other verdict; 2 is a wrong command line
 
 _STYLES = {"exact": "green", "refused": "yellow", "leak": "bold red", "inexact": "bold red", "error": "bold red"}
+
+Tell = Callable[[str], None]  # shows a step in the progress display
 
 
 @dataclass
 class Column:
-    """What became of all forms, with stock transformers or patched.
+    """The judgements with stock transformers, or with the model patched.
 
     Attributes:
-        refused: why `patch` refuses the model; empty if it doesn't.
-        report: what `patch` changed.
+        forms: the judgement of each form.
+        whole: a judgement of the model as a whole, if no form was tried: it is refused, or has no attention.
+        report: the changes that `patch` made.
     """
 
     forms: dict[str, Judgement] = field(default_factory=dict)
-    refused: str = ""
+    whole: Judgement | None = None
     report: str = ""
 
     @property
-    def verdict(self) -> str:
-        if self.refused:
-            return "refused"
-        return min((found.verdict for found in self.forms.values()), key=WORST_FIRST.index, default="not tried")
+    def worst(self) -> Judgement:
+        """The judgement of the model as a whole, else the worst of all forms."""
+        found = [self.whole] if self.whole else list(self.forms.values())
+        return min(found, key=lambda x: WORST_FIRST.index(x.verdict), default=_judgement("not tried"))
 
-    @property
-    def reason(self) -> str:
-        """Of the worst form."""
-        return self.refused or next((x.reason for x in self.forms.values() if x.verdict == self.verdict), "")
+
+def _judgement(verdict: str, reason: str = "") -> Judgement:
+    return Judgement(verdict, math.nan, math.nan, reason)
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What a check found.
+    """The results of a check.
 
     Attributes:
-        name: what was typed.
+        name: the model as it was typed.
         weights: whether the model itself was run, not a small copy of it.
-        model: what was run.
-        limit: what counts as rounding.
-        compared: the values that were.
-        stock: with stock transformers.
-        tritonpack: with the model patched.
-        notes: what the numbers don't say.
-        instead_of: the class that the configuration names, where another one was run; else empty.
+        model: the model that was run.
+        limit: the largest difference that counts as rounding.
+        compared: the values that were compared.
+        stock: the results with stock transformers.
+        tritonpack: the results with the model patched.
+        notes: what the numbers don't show.
+        instead_of: the class that the configuration names, if another one was run; else empty.
     """
 
     name: str
@@ -107,10 +111,6 @@ class Findings:
     notes: tuple[str, ...]
     instead_of: str = ""
 
-    @property
-    def exit_code(self) -> int:
-        return EXIT_CODES.get(self.tritonpack.verdict, 3)
-
 
 def examine(name: str, *, weights: bool, device: str, trust_remote_code: bool, path: Path | None) -> int:
     """Check a model, print a table, and write the findings to `path` as JSON if there is one.
@@ -118,11 +118,11 @@ def examine(name: str, *, weights: bool, device: str, trust_remote_code: bool, p
     Args:
         name: a model on the Hub, a folder, or a config.json.
         weights: load the model; otherwise a small random copy is built from its configuration.
-        device: of the loaded model: "auto", "cpu" or "cuda".
+        device: device of the loaded model: "auto", "cpu" or "cuda".
         trust_remote_code: run the code that a model brings.
 
     Returns:
-        The exit code: 0 if packing with tritonpack is exact, 1 if refused, 3 if it leaks, is inexact or fails.
+        The exit code: 0 if packing with tritonpack is exact, 1 if refused, 3 for anything else.
 
     Raises:
         ValueError: no such model, or it can't be built or loaded; `path` can't be written.
@@ -131,65 +131,54 @@ def examine(name: str, *, weights: bool, device: str, trust_remote_code: bool, p
         raise ValueError("--device is for --weights: small copies run on the CPU")
     where = resolve_device(device)
     require_writable(path)
-    with quiet():
+    with quiet(), Console(stderr=True).status(f"reading the configuration of {escape(name)}") as status:
         config = load_config(name, trust_remote_code)
         if weights:
+            status.update(f"loading {escape(name)}")
             built = load_weights(name, config, where, trust_remote_code)
-            findings = replace(check_weights(name, built), instead_of=_instead_of(config, built))
+            findings = _check(name, config, built, True, status.update)
         else:
-            findings = check_small_copy(name, config, trust_remote_code)
-    console = Console()
-    _print(console, findings)
+            findings = _check_small_copy(name, config, status.update, trust_remote_code)
+    _print(Console(), findings)
     if path is not None:
         path.write_text(json.dumps(as_dict(findings), indent=1) + "\n", encoding="utf-8")
-    return findings.exit_code
+    return EXIT_CODES.get(findings.tritonpack.worst.verdict, 3)
 
 
-def check_small_copy(name: str, config: Any, trust_remote_code: bool = False) -> Findings:
-    """Check a small random copy of a model, in float32; where that seems inexact, in float64.
-
-    Raises:
-        ValueError: no small copy can be built, or it doesn't run.
-    """
-    findings = _check_small_copy(name, config, torch.float32, trust_remote_code)
-    if findings.tritonpack.verdict != "inexact":
+def _check_small_copy(name: str, config: Any, tell: Tell, trust_remote_code: bool = False) -> Findings:
+    """Check a small random copy of a model in float32, and if it seems inexact in float64."""
+    findings = _check_copy_as(name, config, torch.float32, tell, trust_remote_code)
+    if findings.tritonpack.worst.verdict != "inexact":
         return findings
     try:
-        exacter = _check_small_copy(name, config, torch.float64, trust_remote_code)
+        exacter = _check_copy_as(name, config, torch.float64, tell, trust_remote_code)
     except ValueError:  # a constant or a cast in the model's own code
         return findings
     same = type(exacter.model.model) is type(findings.model.model)
-    return exacter if same and not exacter.tritonpack.refused else findings
+    return exacter if same and exacter.tritonpack.worst.verdict != "refused" else findings
 
 
-def _check_small_copy(name: str, config: Any, dtype: torch.dtype, trust_remote_code: bool) -> Findings:
-    """Check the class that the configuration names, or the one that an auto class leads to."""
-    named, why = NamedClass.of(config, trust_remote_code), ""
-    if named.kind is not None:
-        title = named.names[0]
+def _check_copy_as(name: str, config: Any, dtype: torch.dtype, tell: Tell, trust_remote_code: bool) -> Findings:
+    """Check the class that the configuration names, or else the class of an auto class."""
+    tell("building a small copy")
+    kind, why = named_class(config, trust_remote_code)
+    if kind is not None:
         try:
-            built = Built(small_model(named.kind, config).to(dtype), f"{title}, {NAMED}")
-            return _check_built(name, config, built, dtype)
+            built = Built(small_model(kind, config).to(dtype), f"{kind.__name__}, {NAMED}")
+            return _check(name, config, built, False, tell)
         except NotSmallError as error:
-            why = f"{title}, which can't be built small ({error})"
+            why = f"{kind.__name__}, which can't be built small ({error})"
         except ValueError as error:
-            why = f"{title}, which doesn't run on tokens alone ({one_line(error.__cause__ or error)})"
+            why = f"{kind.__name__}, which doesn't run on tokens alone ({one_line(error.__cause__ or error)})"
     try:
         built = small_copy(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except NotSmallError as error:
         raise ValueError(f"{name} can't be built small: {error}; use --weights") from error
-    findings = _check_built(name, config, named.replaced_by(built, why), dtype)
-    return replace(findings, instead_of=_instead_of(config, built))
+    return _check(name, config, with_note(built, config, why), False, tell)
 
 
-def _instead_of(config: Any, built: Built) -> str:
-    """The class that a configuration names, where a model is of another one; else empty."""
-    names = getattr(config, "architectures", None) or [""]
-    return "" if type(built.model).__name__ in names else names[0]
-
-
-def _check_built(name: str, config: Any, built: Built, dtype: torch.dtype) -> Findings:
-    """Check a small copy.
+def _check(name: str, config: Any, built: Built, weights: bool, tell: Tell) -> Findings:
+    """Check a small copy, or with `weights` a model itself, by the tolerances of `testing.check_isolation`.
 
     Raises:
         ValueError: it doesn't run on tokens alone, and `patch` doesn't refuse it.
@@ -197,51 +186,38 @@ def _check_built(name: str, config: Any, built: Built, dtype: torch.dtype) -> Fi
     try:
         subject, uncached = _callable(subject_of(built.model))
         documents = subject.draw(LENGTHS, 1)
-        expected, notes = _alone(subject, documents)
-    except Exception as error:  # whatever a model's own code raises
-        return _refused(name, False, built, error)
-    notes = (*uncached, *notes)
-    limit = tolerance(dtype)
-    compared = "logits and gradients" if expected.gradients else "logits"
-    stock, patched = _columns(subject, documents, expected, limit, None)
-    if patched.verdict in ("inexact", "error"):
+        expected, notes = (alone(subject, documents, gradients=False), ()) if weights else _alone(subject, documents)
+    except Exception as error:  # a model's own code may raise anything
+        return _refused(name, weights, built, error)
+    notes = (*built.notes, *uncached, *notes)
+    limit, moved_limit = tolerance(expected.values.dtype), None
+    if weights:
+        eps = torch.finfo(expected.values.dtype).eps
+        # 64 units in the last place would be half of the largest logit in bfloat16.
+        limit, moved_limit = eps**0.5, min(64 * eps, eps**0.5)
+    stock, patched = _columns(subject, documents, expected, limit, moved_limit, tell)
+    if weights:
+        notes += (
+            f"the longest document has {count(max(LENGTHS), 'token')}, so longer windows, chunks and selections had no "
+            "effect; without --weights a small copy with short ones is checked",
+        )
+    elif patched.worst.verdict in ("inexact", "error"):
         notes += _reach_notes(config)
-    return Findings(name, False, built, limit, compared, stock, patched, (*built.notes, *notes))
-
-
-def check_weights(name: str, built: Built) -> Findings:
-    """Check a model itself, with the tolerances of `tritonpack.testing.check_isolation`.
-
-    Raises:
-        ValueError: it doesn't run on tokens alone.
-    """
-    try:
-        subject, uncached = _callable(subject_of(built.model))
-        documents = subject.draw(LENGTHS, 1)
-        expected = alone(subject, documents, gradients=False)
-    except Exception as error:  # whatever a model's own code raises
-        return _refused(name, True, built, error)
-    eps = torch.finfo(expected.values.dtype).eps
-    note = (
-        f"the longest document has {max(LENGTHS)} tokens, so windows, chunks and selections that are longer weren't "
-        "felt; without --weights a small copy with short ones is checked"
-    )
-    # 64 units in the last place would be half of the largest logit in bfloat16.
-    columns = _columns(subject, documents, expected, eps**0.5, min(64 * eps, eps**0.5))
-    return Findings(name, True, built, eps**0.5, "logits", *columns, (*built.notes, *uncached, note))
+    compared = "logits and gradients" if expected.gradients else "logits"
+    return Findings(name, weights, built, limit, compared, stock, patched, notes, instead_of(config, built))
 
 
 @torch.no_grad()
 def _callable(subject: Subject) -> tuple[Subject, tuple[str, ...]]:
-    """How a model is called with tokens alone, without a cache where stock transformers fails with one; a note then.
+    """How to call a model with tokens alone: without a cache if stock transformers fails with one, and a note then.
 
     Raises:
-        Exception: whatever the model raises that runs in neither way.
+        Exception: the model runs in neither way.
     """
     (document,) = subject.draw(LENGTHS[-1:], 1)
     try:
         subject.call_model(whole(document))
-    except Exception as error:  # whatever a model's own code raises
+    except Exception as error:  # a model's own code may raise anything
         call = subject.call
         uncached = replace(subject, call=lambda ids: {**call(ids), "use_cache": False})
         try:
@@ -254,8 +230,7 @@ def _callable(subject: Subject) -> tuple[Subject, tuple[str, ...]]:
 
 
 def _with_values(subject: Subject) -> Subject:
-    """A subject whose values are one row for each token, or, where it gives another number of them, for each
-    document."""
+    """A subject with one row of values for each token, or for each document if the model gives another number."""
     documents = subject.draw((LENGTHS[0], LENGTHS[-1]), 1)
     values = [subject.call_model(whole(document)) for document in documents]
     if any(x.shape[:2] != document.shape for x, document in zip(values, documents, strict=True)):
@@ -270,14 +245,15 @@ def _refused(name: str, weights: bool, built: Built, error: Exception) -> Findin
     """The findings on a model that doesn't run on tokens alone, if `patch` refuses it.
 
     Raises:
-        ValueError: it doesn't.
+        ValueError: `patch` doesn't refuse it.
     """
     try:
         with patch(built.model):
             pass
     except UnsupportedModelError as refusal:
-        return Findings(name, weights, built, 0.0, "nothing", Column(), Column(refused=str(refusal)), built.notes)
-    except Exception:  # what keeps the model from running is what there is to say
+        column = Column(whole=_judgement("refused", str(refusal)))
+        return Findings(name, weights, built, 0.0, "nothing", Column(), column, built.notes)
+    except Exception:  # the error that keeps the model from running is the one to report
         pass
     copy = "" if weights else "its small copy "
     hint = "" if weights else "; use --weights"
@@ -285,61 +261,81 @@ def _refused(name: str, weights: bool, built: Built, error: Exception) -> Findin
 
 
 def _alone(subject: Subject, documents: list[Tensor]) -> tuple[Results, tuple[str, ...]]:
-    """Documents alone, with gradients where a model has any, and a note where it has none.
+    """The results of each document alone, with gradients if the model has any, else with a note.
 
     Raises:
-        ValueError: (or whatever the model raises) it doesn't run on tokens alone, or not in this dtype.
+        Exception: the model doesn't run on tokens alone, or not in this dtype.
     """
     expected = alone(subject, documents, gradients=False)
     if not expected.values.isfinite().all():
         raise ValueError("with random weights its logits aren't finite")
     try:
         return alone(subject, documents), ()
-    except Exception as error:  # such as states that are updated in place
+    except Exception as error:  # such as a state that is updated in place
         return expected, (f"gradients weren't compared: {one_line(error)}",)
 
 
 def _reach_notes(config: Any) -> tuple[str, ...]:
-    """What a call is refused for although no document sees another: rotary embeddings that follow its longest one."""
+    """A note on rotary embeddings that depend on the longest document of a call, for which patched calls refuse."""
     return tuple(
-        f"rotary embeddings of the type {kind!r} are those of a call's longest document, and other ones beyond "
-        f"{limit:,} tokens ({REACH} in the small copy); calls whose documents are all shorter aren't concerned"
+        f"rotary embeddings of the type {kind!r} follow the longest document of a call, and differ beyond "
+        f"{limit:,} tokens ({REACH} in the small copy); calls whose documents are all shorter are exact"
         for kind, limit in rope_limits(config.get_text_config(decoder=True))[:1]
     )
 
 
 def _columns(
-    subject: Subject, documents: list[Tensor], expected: Results, limit: float, moved_limit: float | None
+    subject: Subject, documents: list[Tensor], expected: Results, limit: float, moved_limit: float | None, tell: Tell
 ) -> tuple[Column, Column]:
-    """Stock transformers, and patched."""
+    """The results with stock transformers, and patched."""
     model = subject.model
     stock, patched = Column(), Column()
+    if not _mixes_tokens(subject, documents, expected):
+        reason = f"in {type(model).__name__} no token sees another; is the number of layers right?"
+        nothing = Column(whole=_judgement("nothing to keep apart", reason))
+        return nothing, nothing
 
-    def fill(column: Column, subject: Subject) -> None:
-        for form in FORMS:
+    def fill(column: Column, subject: Subject, what: str) -> None:
+        for form, label in FORMS.items():
+            tell(f"{what}: {label}")
             column.forms[form] = judge(subject, form, documents, expected, limit, moved_limit=moved_limit, always=True)
 
-    fill(stock, replace(subject, stock=True))
+    fill(stock, replace(subject, stock=True), "stock transformers")
+    tell("patching the model")
     try:
         with patch(model) as handle:
             patched.report = str(handle.report)
-            fill(patched, subject)
+            fill(patched, subject, "tritonpack")
     except UnsupportedModelError as error:
-        patched.refused = str(error)
-    except Exception as error:  # patching isn't to fail in any other way
-        patched.forms = dict.fromkeys(FORMS, Judgement("error", math.nan, math.nan, message("patch", error)))
+        patched.whole = _judgement("refused", str(error))
+    except Exception as error:  # a bug of tritonpack's, which is a result here
+        patched.forms = dict.fromkeys(FORMS, _judgement("error", message("patch", error)))
     return stock, patched
 
 
+def _mixes_tokens(subject: Subject, documents: list[Tensor], expected: Results) -> bool:
+    """Whether the values of a token depend on the first token of its document; True if values aren't per token."""
+    if len(expected.values) != sum(LENGTHS):
+        return True
+    others = subject.draw(LENGTHS, 2)
+    changed = [torch.cat([b[:, :1], a[:, 1:]], dim=1) for a, b in zip(documents, others, strict=True)]
+    later = torch.cat([torch.arange(length) > 0 for length in LENGTHS])
+    moved = alone(subject, changed, gradients=False).values
+    return not torch.equal(moved[later], expected.values[later])
+
+
 def as_dict(findings: Findings) -> dict[str, Any]:
-    """The findings, for JSON: numbers that there are none of are null."""
+    """The findings for JSON; numbers that don't exist are null."""
+
+    def number(value: float) -> float | None:
+        return value if math.isfinite(value) else None
 
     def column(found: Column) -> dict[str, Any]:
         forms = {
-            name: {"verdict": x.verdict, "worst": _number(x.worst), "moved": _number(x.moved), "reason": x.reason}
+            name: {"verdict": x.verdict, "worst": number(x.worst), "moved": number(x.moved), "reason": x.reason}
             for name, x in found.forms.items()
         }
-        return {"verdict": found.verdict, "reason": found.reason, "report": found.report, "forms": forms}
+        return {"verdict": found.worst.verdict, "reason": found.worst.reason, "report": found.report, "forms": forms}
 
     model = findings.model.model
     return {
@@ -359,49 +355,38 @@ def as_dict(findings: Findings) -> dict[str, Any]:
     }
 
 
-def _number(value: float) -> float | None:
-    return value if math.isfinite(value) else None
-
-
 def _print(console: Console, findings: Findings) -> None:
-    model = findings.model.model
-    size = sum(parameter.numel() for parameter in model.parameters())
-    dtype = str(model.dtype).removeprefix("torch.")
-    what = "" if findings.weights else "a small random copy of "
-    _line(console, f"{findings.name}: {what}{findings.model.kind}; {size:,} parameters, {dtype}")
+    def line(text: str) -> None:  # neither coloured nor broken at the width of the terminal
+        console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    model, replaced = findings.model.model, findings.instead_of
+    name = type(model).__name__
+    size = count(sum(parameter.numel() for parameter in model.parameters()), "parameter")
+    copy = "" if findings.weights else "a small random copy of "
+    line(f"{findings.name}: {copy}{findings.model.kind}; {size}, {str(model.dtype).removeprefix('torch.')}")
     if findings.stock.forms:
-        _print_forms(console, findings)
+        title = f"{name} in place of {replaced}" if replaced else None
+        rows = Table("packed documents told apart by", "stock", "tritonpack", title=title)
+        for form, label in FORMS.items():
+            rows.add_row(label, *(_cell(column, form) for column in (findings.stock, findings.tritonpack)))
+        console.print(rows)
+        line(
+            f"Numbers: the largest difference between {findings.compared} of packed documents and of each document "
+            f"alone, relative to the largest value; up to {findings.limit:.0e} is rounding. A leak: they change when "
+            "another document changes."
+        )
     for note in findings.notes:
-        _line(console, f"Note: {note}.")
+        line(f"Note: {note}.")
     if findings.tritonpack.report:
-        _line(console, findings.tritonpack.report)
-    verdict, reason = findings.tritonpack.verdict, findings.tritonpack.reason
-    if not reason and findings.instead_of:
-        reason = f"for {type(model).__name__}, in place of {findings.instead_of}"
-    _line(console, f"tritonpack: {verdict}{': ' if reason else ''}{reason}")
-
-
-def _print_forms(console: Console, findings: Findings) -> None:
-    title = f"{type(findings.model.model).__name__} in place of {findings.instead_of}" if findings.instead_of else None
-    rows = Table("packed documents told apart by", "stock", "tritonpack", title=title)
-    for form, label in FORMS.items():
-        rows.add_row(label, *(_cell(column, form) for column in (findings.stock, findings.tritonpack)))
-    console.print(rows)
-    _line(
-        console,
-        f"Numbers: how far {findings.compared} of packed documents are from those of each alone, relative to the "
-        f"largest; up to {findings.limit:.0e} is rounding. A leak: they move when another document changes.",
-    )
-
-
-def _line(console: Console, text: str) -> None:
-    """Text as it is, neither coloured nor broken where a line of the terminal ends."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+        line(findings.tritonpack.report)
+    worst = findings.tritonpack.worst
+    reason = worst.reason or (f"for {name}, in place of {replaced}" if replaced else "")
+    line(f"tritonpack: {worst.verdict}{': ' if reason else ''}{reason}")
 
 
 def _cell(column: Column, form: str) -> str:
-    if column.refused:
-        return f"[{_STYLES['refused']}]refused[/]"
+    if column.whole:
+        return f"[{_STYLES['refused']}]{column.whole.verdict}[/]"
     found = column.forms[form]
     number = "" if math.isnan(found.worst) else f" {found.worst:.0e}"
     detail = f" {found.reason.partition(': ')[2]}" if found.verdict in ("error", "refused") else number

@@ -1,4 +1,4 @@
-"""`tritonpack check-backend module:function`: the conformance kit, as a table."""
+"""`tritonpack check-backend module:function`: results of the conformance kit, as a table."""
 
 from __future__ import annotations
 
@@ -30,28 +30,29 @@ def examine(
     Args:
         function: "module:function".
         device: "auto", "cpu" or "cuda".
-        dtypes: names of torch's; none means those that `conformance.run` chooses.
-        only, skip: patterns of checks' names.
+        dtypes: torch's names of dtypes; none means the default of `conformance.run`.
+        only, skip: patterns of names of checks.
 
     Returns:
-        Whether nothing failed.
+        Whether no check failed.
 
     Raises:
-        ValueError: no such function, or one of another shape; no such device; patterns that leave no check; a `path`
-            that can't be written.
+        ValueError: no such function, or one with other parameters; no such device; no check is left; `path` can't be
+            written.
     """
     require_writable(path)
     where = resolve_device(device)
     called = resolve(function)
-    report = conformance.run(
-        called,
-        dtypes=[getattr(torch, name) for name in dtypes] or None,
-        device=where,
-        only=only,
-        skip=skip,
-    )
+    with Console(stderr=True).status(f"checking {escape(function)}"):
+        report = conformance.run(
+            called, dtypes=[getattr(torch, name) for name in dtypes] or None, device=where, only=only, skip=skip
+        )
+    rows = Table("check", "dtype", "result", "detail", title=escape(report.function))
+    for result in report.results:
+        outcome = f"[{_STYLES[result.outcome]}]{result.outcome}[/]"
+        rows.add_row(result.check, result.dtype, outcome, escape(result.detail))
     console = Console()
-    console.print(table(report))
+    console.print(rows)
     console.print(escape(report.summary()))
     if path is not None:
         path.write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")
@@ -59,16 +60,16 @@ def examine(
 
 
 def list_checks(only: Sequence[str], skip: Sequence[str]) -> None:
-    """Print the names of the checks, one a line."""
+    """Print the names of the checks, one per line."""
     for check in conformance.checks(only, skip):
         print(check.name)
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """The function that "module:function" names; modules of the working directory are found too.
+    """The function that "module:function" names; the module may lie in the working directory.
 
     Raises:
-        ValueError: no such module, or it can't be imported; no such function in it, or not a function.
+        ValueError: the module can't be imported, or has no such function.
     """
     module_name, _, path = name.partition(":")
     if not module_name or not path:
@@ -90,16 +91,3 @@ def resolve(name: str) -> Callable[..., Any]:
     if not callable(function):
         raise ValueError(f"{name} is not a function but {type(function).__name__}")
     return function
-
-
-def table(report: conformance.Report) -> Table:
-    """The results, a row each."""
-    rows = Table("check", "dtype", "result", "detail", title=escape(report.function))
-    for result in report.results:
-        rows.add_row(
-            result.check,
-            result.dtype,
-            f"[{_STYLES[result.outcome]}]{result.outcome}[/]",
-            escape(result.detail),
-        )
-    return rows

@@ -1,4 +1,4 @@
-"""What commands ask of the machine that they run on."""
+"""The device, the files and the packages of the machine that a command runs on."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import torch
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that an option stands for: "auto" is the GPU where there is one.
+    """The device for "auto" (the GPU where there is one), "cpu" or "cuda".
 
     Raises:
-        ValueError: "cuda" where there is none.
+        ValueError: "cuda" without a GPU.
     """
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda was asked for, but torch sees no GPU here; use --device cpu or auto")
@@ -20,7 +20,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def require_writable(path: Path | None) -> None:
-    """Create the file that --json names, if it names one, before the work that fills it.
+    """Create the file that --json names, if there is one, before the work whose results it takes.
 
     Raises:
         ValueError: it can't be written.
@@ -36,7 +36,7 @@ def require_writable(path: Path | None) -> None:
 
 
 def installed_version(package: str) -> str | None:
-    """A package's version, None where it is absent."""
+    """The version of a package; None if it isn't installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:

@@ -1,11 +1,11 @@
-"""Where a model comes from: the Hub, a folder or a config.json; and one line on why it can't be had."""
+"""Load configurations and models from the Hub, a folder or a config.json; errors are one line."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ NAMED = "the class that its configuration names"
 _OWN_CODE = "brings code of its own, which isn't run unless you say --trust-remote-code; read it first"
 _LOG_IN = "log in with `hf auth login` (or set HF_TOKEN)"
 
-# What the exceptions of huggingface_hub mean, by their names.
+# Messages for the exceptions of huggingface_hub, by their names.
 _HUB = {
     "GatedRepoError": f"is gated: ask for access at https://huggingface.co/{{name}}, then {_LOG_IN}",
     "RepositoryNotFoundError": f"is neither a file or folder here nor a model on the Hub; if it is private, {_LOG_IN}",
@@ -37,86 +37,79 @@ def load_config(name: str, trust_remote_code: bool) -> Any:
         trust_remote_code: run the code that the model brings.
 
     Raises:
-        ValueError: there is none, or transformers doesn't know it; the message is one line and says what to do.
+        ValueError: there is none, or transformers doesn't know it.
     """
     path = require_path(name)
     try:
         return transformers.AutoConfig.from_pretrained(
             str(path) if path.exists() else name, trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # also whatever the validators of a configuration raise
+    except Exception as error:  # validators of a configuration may raise anything
         raise ValueError(_why(name, error)) from error
 
 
-@dataclass(frozen=True)
-class NamedClass:
+def named_class(config: Any, trust_remote_code: bool) -> tuple[Any, str]:
     """The model class that a configuration names in `architectures`.
 
-    Attributes:
-        names: all that are named, mostly one or none.
-        kind: the first of them; None where the class that an auto class leads to is taken.
-        absent: why the first one isn't taken, as the end of a sentence; empty where it is or is the same.
+    Returns:
+        The class, or None if the class of an auto class is to be checked; the reason for that, as the end of a
+        sentence, empty if it is the same class.
     """
-
-    names: tuple[str, ...] = ()
+    (name, *_) = getattr(config, "architectures", None) or [""]
+    if not name or (trust_remote_code and getattr(config, "auto_map", None)):
+        return None, ""
+    with suppress(ValueError, KeyError):  # no auto class has a model for it
+        if model_class(config).__name__ == name:
+            return None, ""
+    if config.model_type in PARTS:
+        return None, f"{name}, which holds more than a language model"
     kind: Any = None
-    absent: str = ""
+    with suppress(Exception):  # its module imports a package that isn't installed
+        kind = getattr(transformers, name, None)
+    if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
+        return None, f"{name}, which isn't a model class of transformers {transformers.__version__}"
+    taken = getattr(kind, "config_class", None)
+    if not isinstance(config, taken or ()):
+        takes = getattr(taken, "__name__", "another configuration")
+        return None, f"{name}, which takes a {takes} and no {type(config).__name__}"
+    return kind, ""
 
-    @classmethod
-    def of(cls, config: Any, trust_remote_code: bool) -> NamedClass:
-        """What a configuration names."""
-        names = tuple(getattr(config, "architectures", None) or ())
-        if not names or (trust_remote_code and getattr(config, "auto_map", None)):
-            return cls(names)
-        try:
-            default = model_class(config).__name__
-        except (ValueError, KeyError):  # no auto class has one
-            default = ""
-        if default == names[0]:
-            return cls(names)
-        if config.model_type in PARTS:
-            return cls(names, absent=f"{names[0]}, which holds more than a language model")
-        kind: Any = None
-        with suppress(Exception):  # a package that its module imports isn't here
-            kind = getattr(transformers, names[0], None)
-        is_model = isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)
-        if not is_model:
-            version = transformers.__version__
-            return cls(names, absent=f"{names[0]}, which isn't a model class of transformers {version}")
-        if not isinstance(config, kind.config_class or ()):
-            takes = getattr(kind.config_class, "__name__", "another configuration")
-            return cls(names, absent=f"{names[0]}, which takes a {takes} and no {type(config).__name__}")
-        return cls(names, kind)
 
-    def replaced_by(self, built: Built, absent: str = "") -> Built:
-        """A model with a note, where it is of another class than is named."""
-        name, absent = type(built.model).__name__, absent or self.absent
-        if not self.names or name in self.names:
-            return built
-        why = absent or f"{self.names[0]}, which AutoModel classes don't lead to"
-        note = f"its configuration names the class {why}; {name} was checked instead"
-        return replace(built, notes=(note, *built.notes))
+def instead_of(config: Any, built: Built) -> str:
+    """The class that a configuration names, if the model is of another class; else empty."""
+    names = getattr(config, "architectures", None) or [""]
+    return "" if type(built.model).__name__ in names else names[0]
+
+
+def with_note(built: Built, config: Any, why: str) -> Built:
+    """The model, with a note that says why it is of another class than the configuration names, if it is."""
+    named = instead_of(config, built)
+    if not named:
+        return built
+    why = why or f"{named}, which AutoModel classes don't lead to"
+    note = f"its configuration names the class {why}; {type(built.model).__name__} was checked instead"
+    return replace(built, notes=(note, *built.notes))
 
 
 def load_weights(name: str, config: Any, device: torch.device, trust_remote_code: bool) -> Built:
-    """The model itself, in the dtype that its weights have.
+    """Load a model in the dtype of its weights.
 
     Args:
         name: a model on the Hub or a folder.
-        config: as `load_config` gives it.
-        device: where to put it.
+        config: the result of `load_config`.
+        device: the device for the model.
         trust_remote_code: run the code that the model brings.
 
     Raises:
-        ValueError: it can't be loaded; the message is one line.
+        ValueError: it can't be loaded.
     """
     if Path(name).expanduser().is_file():
         raise ValueError(f"{name} has no weights; name its folder, or leave out --weights")
     path = str(Path(name).expanduser()) if Path(name).expanduser().exists() else name
     try:
-        named = NamedClass.of(config, trust_remote_code)
-        if named.kind is not None:
-            model = named.kind.from_pretrained(path, config=config, dtype="auto").to(device).eval()
+        kind, why = named_class(config, trust_remote_code)
+        if kind is not None:
+            model = kind.from_pretrained(path, config=config, dtype="auto").to(device).eval()
             return Built(model, f"{type(model).__name__}, {NAMED}")
         auto, part = auto_class(config), part_of(config)
         if part is config:
@@ -124,13 +117,13 @@ def load_weights(name: str, config: Any, device: torch.device, trust_remote_code
         else:
             model = model_class(config).from_pretrained(path, config=part, dtype="auto")
         model = model.to(device).eval()
-    except Exception as error:  # files that are missing or broken, memory, packages, a model's own code
+    except Exception as error:  # files, memory, packages and a model's own code may raise anything
         raise ValueError(_why(name, error)) from error
-    return named.replaced_by(Built(model, f"{type(model).__name__}, {AUTO[auto.__name__]}"))
+    return with_note(Built(model, f"{type(model).__name__}, {AUTO[auto.__name__]}"), config, why)
 
 
 def _why(name: str, error: BaseException) -> str:
-    """What an exception of transformers' or the Hub's means, in one line."""
+    """The reason for an exception of transformers or the Hub, in one line."""
     for cause in _chain(error):
         if hint := _HUB.get(type(cause).__name__):
             return f"{name} {hint.format(name=name)}"
@@ -149,7 +142,7 @@ def _why(name: str, error: BaseException) -> str:
 
 
 def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and those that it came from."""
+    """An exception and its causes."""
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__

@@ -1,4 +1,4 @@
-"""Names of models that can only be paths; imports nothing that takes time."""
+"""Names of models that can only be paths; this module imports nothing that takes time."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def require_path(name: str) -> Path:
-    """The path of a name, which may be that of a model on the Hub as well.
+    """The path that a model's name stands for, whether or not it exists; models on the Hub have names like it.
 
     Raises:
-        ValueError: a folder without a config.json, or what can only be a path and isn't there.
+        ValueError: the name is a folder without a config.json, or can only be a path and doesn't exist.
     """
     path = Path(name).expanduser()
     if path.is_dir() and not (path / "config.json").is_file():

@@ -1,4 +1,4 @@
-"""`tritonpack bench`: attention on this machine beside what else it could call, on the same tensors, right first.
+"""`tritonpack bench`: attention on this machine beside other implementations, on the same tensors, checked first.
 
-What it measures and against what, `batch` and `peers`, needs torch alone: the benchmarks of the repository use it, too.
+Everything but `command` needs torch and numpy alone, and serves the benchmarks of the repository too.
 """

@@ -1,8 +1,9 @@
-"""The batches that are measured: documents of some distributions of lengths, and their tensors."""
+"""The batches that are measured: shapes, document lengths and tensors."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 import numpy as np
 import torch
@@ -15,14 +16,42 @@ NO_WINDOW = (-1, -1)
 
 @dataclass(frozen=True)
 class Shape:
-    """Tokens of a batch, its heads and their size; each key head serves `heads / kv_heads` query heads."""
+    """The sizes of a batch, and the kind of its attention.
 
+    Attributes:
+        distribution: the name of the distribution that the lengths of documents follow.
+        tokens: number of tokens of all documents together.
+        heads, kv_heads: number of query heads, and of key heads; each key head serves heads / kv_heads query heads.
+        head_dim: size of each head.
+        causal: whether a query sees no later key.
+        window: how many keys a query sees before and after itself; -1 means no limit.
+        dtype: torch's name of the dtype.
+    """
+
+    distribution: str
     tokens: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    dtype: torch.dtype
-    device: torch.device
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+    causal: bool = True
+    window: tuple[int, int] = NO_WINDOW
+    dtype: str = "bfloat16"
+
+    @property
+    def grouped(self) -> bool:
+        """Whether several query heads share a key head."""
+        return self.heads != self.kv_heads
+
+    def columns(self) -> dict[str, str]:
+        """The shape as columns of a CSV."""
+        window = "" if self.window == NO_WINDOW else "{} {}".format(*self.window)
+        return {name: str(value) for name, value in asdict(self).items()} | {"window": window}
+
+    def __str__(self) -> str:
+        kind = "causal" if self.causal else "bidirectional"
+        window = "" if self.window == NO_WINDOW else f", window {self.window[0]}"
+        sizes = f"{self.heads}/{self.kv_heads}x{self.head_dim}"
+        return f"{self.distribution}, {self.tokens} tokens, {sizes}, {kind}{window}"
 
 
 @dataclass(frozen=True)
@@ -30,14 +59,15 @@ class Batch:
     """A packed batch.
 
     Attributes:
-        lengths: tokens of its documents.
-        q, k, v, dout: (tokens, heads, head_dim), those of k and v with their own heads; dout is the output's gradient.
-        cu_seqlens: (documents + 1,) int32, where documents begin.
-        mask: which keys each query sees, as the next two say.
-        causal: whether a query sees no later key.
-        window: how many keys before and after itself a query sees, besides itself; -1 is without limit.
+        shape: its sizes, and the kind of its attention.
+        lengths: number of tokens of each document.
+        q, k, v: (tokens, heads, head_dim); k and v have kv_heads heads.
+        dout: as q, the gradient of the output.
+        cu_seqlens: (documents + 1,) int32, where each document begins and the last one ends.
+        mask: which keys each query sees.
     """
 
+    shape: Shape
     lengths: tuple[int, ...]
     q: Tensor
     k: Tensor
@@ -45,26 +75,31 @@ class Batch:
     dout: Tensor
     cu_seqlens: Tensor
     mask: BlockDiagonalMask
-    causal: bool = True
-    window: tuple[int, int] = NO_WINDOW
-
-    @property
-    def grouped(self) -> bool:
-        return self.q.shape[1] != self.k.shape[1]
-
-    def visible_pairs(self) -> int:
-        """How many (query, key) pairs have to be computed: the useful work."""
-        return int((self.mask.key_stop - self.mask.key_start).sum(dtype=torch.int64))
 
     def flops(self) -> int:
-        """Of a forward pass over the visible pairs: two matrix products."""
-        return 4 * self.q.shape[1] * self.q.shape[2] * self.visible_pairs()
+        """Operations of the two matrix products of a forward pass, over the pairs that the mask shows."""
+        pairs = int((self.mask.key_stop - self.mask.key_start).sum(dtype=torch.int64))
+        return 4 * self.shape.heads * self.shape.head_dim * pairs
+
+
+def make_batch(shape: Shape, lengths: Sequence[int], device: torch.device | str, seed: int = 0) -> Batch:
+    """Random tensors for documents of these lengths; never zeros, which matrix units multiply faster."""
+    generator = torch.Generator(device).manual_seed(seed)
+
+    def draw(heads: int) -> Tensor:
+        size, dtype = (shape.tokens, heads, shape.head_dim), getattr(torch, shape.dtype)
+        return torch.randn(size, device=device, dtype=dtype, generator=generator)
+
+    q, k, v, dout = (draw(heads) for heads in (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads))
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
+    mask = BlockDiagonalMask.from_cu_seqlens(cu_seqlens, causal=shape.causal, window=shape.window, total_q=shape.tokens)
+    return Batch(shape, tuple(lengths), q, k, v, dout, cu_seqlens, mask)
 
 
 def distributions(tokens: int) -> dict[str, tuple[int, ...]]:
-    """Lengths that sum to `tokens`, by what they are like.
+    """Document lengths that sum to `tokens`, by the name of their distribution.
 
-    The log-normal ones have the shape of instruction data: most documents are short, a few are long.
+    The log-normal ones resemble instruction data: most documents are short, a few are long.
     """
     draws = np.random.default_rng(0).lognormal(np.log(200) - 0.8**2 / 2, 0.8, tokens)
     half = tokens // 2
@@ -76,21 +111,8 @@ def distributions(tokens: int) -> dict[str, tuple[int, ...]]:
     }
 
 
-def make_batch(lengths: tuple[int, ...], shape: Shape, seed: int = 0) -> Batch:
-    """Random tensors for documents of these lengths, the same on every device up to rounding."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(heads: int) -> Tensor:
-        return torch.randn(shape.tokens, heads, shape.head_dim, generator=generator).to(shape.device, shape.dtype)
-
-    q, k, v, dout = (draw(heads) for heads in (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads))
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(shape.device, torch.int32)
-    mask = BlockDiagonalMask.from_cu_seqlens(cu_seqlens, total_q=shape.tokens)
-    return Batch(lengths, q, k, v, dout, cu_seqlens, mask)
-
-
 def _fill(lengths: np.ndarray, tokens: int) -> tuple[int, ...]:
-    """The first lengths that fill the batch, the last one cut to fit; each is at least 1."""
+    """The first lengths that fill the batch; the last one is cut to fit."""
     ends = np.minimum(np.cumsum(lengths), tokens)
-    count = int(np.searchsorted(ends, tokens)) + 1 if tokens else 0
+    count = int(np.searchsorted(ends, tokens)) + 1
     return tuple(np.diff(ends[:count], prepend=0).tolist())

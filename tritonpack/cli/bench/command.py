@@ -1,146 +1,201 @@
-"""What `tritonpack bench` does: every peer on every batch, a table, a CSV and a picture."""
+"""What `tritonpack bench` does: measures every peer on every batch, prints a table, writes a CSV and a picture."""
 
 from __future__ import annotations
 
+import csv
 import platform
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Column, Table
 
 import tritonpack
 from tritonpack.attention import MAX_HEAD_DIM, resolve_backend
-from tritonpack.cli.bench.batch import Batch, Shape, distributions, make_batch
-from tritonpack.cli.bench.measure import backward_of, time_alternating, verify
-from tritonpack.cli.bench.peers import OURS, Peer, Prepared, peers_for
-from tritonpack.cli.bench.report import Row, reasons, table, write_csv
+from tritonpack.cli.bench.batch import Shape, distributions, make_batch
+from tritonpack.cli.bench.measure import FIGURES, NOT_INSTALLED, OPS, DeviceLostError, measure
+from tritonpack.cli.bench.peers import OURS, peers_for
 from tritonpack.cli.machine import installed_version, resolve_device
+from tritonpack.cli.words import count
+
+ABOUT = ("distribution", "documents", "op", "implementation", "status")
+
+Row = dict[str, object]  # ABOUT, and FIGURES where the status is "ok"
 
 
-@dataclass(frozen=True)
-class Options:
-    """What is to be measured; None leaves the choice to the device.
-
-    Attributes:
-        device, dtype: "auto", or a name.
-        repeats: how often each call is timed.
-        threads: of the CPU.
-        out: the folder of the CSV and the picture.
-    """
-
-    tokens: int | None
-    heads: int | None
-    head_dim: int | None
-    dtype: str
-    device: str
-    repeats: int | None
-    threads: int
-    out: Path
-
-
-def examine(options: Options) -> bool:
+def examine(
+    tokens: int | None,
+    heads: int | None,
+    head_dim: int | None,
+    dtype: str,
+    device: str,
+    repeats: int | None,
+    threads: int,
+    out: Path,
+) -> bool:
     """Measure, print the table, write the CSV, draw the picture.
 
+    Args:
+        tokens, heads, head_dim: sizes of the batches; None means a default for the device.
+        dtype, device: names, or "auto".
+        repeats: how often each call is timed at most; None means a default for the device.
+        threads: CPU threads.
+        out: folder of the CSV and the picture.
+
     Returns:
-        Whether our results were right on every batch.
+        Whether tritonpack's results were right, and timed, on every batch.
 
     Raises:
-        ValueError: a device that isn't there, a shape that attention doesn't take.
-        OSError: results that can't be written.
+        ValueError: the device isn't there, or attention doesn't take the shape.
+        OSError: the results can't be written.
     """
-    from tritonpack.cli.bench.figure import draw
-
-    shape, repeats = shape_for(options), options.repeats or (20 if resolve_device(options.device).type == "cuda" else 5)
-    options.out.mkdir(parents=True, exist_ok=True)
-    torch.set_num_threads(options.threads)
-    console = Console()
-    facts = facts_of(shape, repeats)
-    console.print(escape(describe(facts)))
-    rows = []
-    with console.status("") as status:
-        for name, lengths in distributions(shape.tokens).items():
-            status.update(name)
-            rows += compare(name, make_batch(lengths, shape), peers_for(shape.device), repeats)
-    console.print(table(rows))
-    for reason in reasons(rows):
-        console.print(escape(f"Not timed: {reason}"))
-    clock = "device events, cold L2" if shape.device.type == "cuda" else "the host's clock"
-    console.print(
-        f"Medians of {repeats} calls in alternation by {clock} (20th to 80th percentile), each implementation in its "
-        "own layout; masks and padded rows are made once, as for all layers of a model. What is timed was held "
-        "against float64 first."
-    )
-    csv_path, picture = options.out / "bench.csv", options.out / "bench.png"
-    write_csv(rows, facts, csv_path)
-    draw(rows, describe(facts), picture)
-    console.print(f"{csv_path}\n{picture}", style="dim", soft_wrap=True)
-    return all(row.forward is not None for row in rows if row.implementation == OURS)
-
-
-def compare(name: str, batch: Batch, peers: Sequence[Peer], repeats: int) -> list[Row]:
-    """Every peer on one batch, in the order of `peers`: times, or why there are none."""
-    ready: dict[str, Prepared] = {}
-    reasons: dict[str, str] = {}
-    for peer in peers:
-        try:
-            prepared = Prepared(peer, batch)
-            verify(batch, prepared)
-        except Exception as error:  # a peer may fail in any way, memory included; its row says how
-            reasons[peer.name] = f"{type(error).__name__}: {error}".splitlines()[0][:200]
-            continue
-        ready[peer.name] = prepared
-    device = batch.q.device
-    forward = time_alternating({peer: prepared.forward for peer, prepared in ready.items()}, repeats, device)
-    backward = time_alternating({peer: backward_of(prepared) for peer, prepared in ready.items()}, repeats, device)
-    return [
-        Row(name, len(batch.lengths), peer, forward.get(peer), backward.get(peer), reasons.get(peer, ""))
-        for peer in (peer.name for peer in peers)
-    ]
-
-
-def shape_for(options: Options) -> Shape:
-    """The shape that was asked for, sized to the device where nothing was.
-
-    Raises:
-        ValueError: as `examine`.
-    """
-    device = resolve_device(options.device)
-    on_gpu = device.type == "cuda"
-    heads = options.heads or (32 if on_gpu else 8)
-    head_dim = options.head_dim or (128 if on_gpu else 64)
-    if head_dim > MAX_HEAD_DIM:
+    where = resolve_device(device)
+    on_gpu = where.type == "cuda"
+    if head_dim is not None and head_dim > MAX_HEAD_DIM:
         raise ValueError(f"--head-dim must be from 1 to {MAX_HEAD_DIM}; got {head_dim}")
-    dtype = getattr(torch, ("bfloat16" if on_gpu else "float32") if options.dtype == "auto" else options.dtype)
-    tokens = options.tokens or (16384 if on_gpu else 2048)
-    return Shape(tokens, heads, heads // 4 if heads % 4 == 0 else heads, head_dim, dtype, device)
-
-
-def facts_of(shape: Shape, repeats: int) -> dict[str, object]:
-    """Everything that the numbers depend on."""
-    on_gpu = shape.device.type == "cuda"
-    return {
-        "tokens": shape.tokens,
-        "heads": shape.heads,
-        "kv_heads": shape.kv_heads,
-        "head_dim": shape.head_dim,
-        "dtype": str(shape.dtype).removeprefix("torch."),
-        "backend": resolve_backend("auto", torch.empty(1, 1, 16, dtype=shape.dtype, device=shape.device)),
+    heads, repeats = heads or (32 if on_gpu else 8), repeats or (20 if on_gpu else 5)
+    shape = Shape(
+        "",
+        tokens or (16384 if on_gpu else 2048),
+        heads,
+        heads // 4 if heads % 4 == 0 else heads,
+        head_dim or (128 if on_gpu else 64),
+        dtype=("bfloat16" if on_gpu else "float32") if dtype == "auto" else dtype,
+    )
+    out.mkdir(parents=True, exist_ok=True)
+    torch.set_num_threads(threads)
+    facts = {
+        "backend": resolve_backend("auto", torch.empty(1, 1, 16, dtype=getattr(torch, shape.dtype), device=where)),
         "device": torch.cuda.get_device_name() if on_gpu else f"{platform.machine()} CPU",
-        "threads": torch.get_num_threads(),
+        "threads": threads,
         "repeats": repeats,
         "torch": torch.__version__,
-        "triton": installed_version("triton") or "not installed",
+        "triton": installed_version("triton") or NOT_INSTALLED,
         "tritonpack": tritonpack.__version__,
+    }
+    title = (
+        f"{count(shape.tokens, 'token')}, {count(heads, 'query head')} and {count(shape.kv_heads, 'key head')} of "
+        f"{shape.head_dim}, {shape.dtype}, causal; {facts['device']}, {count(threads, 'thread')}, torch "
+        f"{torch.__version__}, backend {facts['backend']}"
+    )
+    console, progress, rows = Console(), Console(stderr=True), list[Row]()
+    console.print(escape(title))
+    for name, lengths in distributions(shape.tokens).items():
+        measured: list[Mapping[str, object]] = []
+        try:
+            with progress.status(name):
+                batch = make_batch(replace(shape, distribution=name), lengths, where)
+                measure(batch, peers_for(shape, where), measured.append, repeats)
+        except DeviceLostError as error:
+            console.print(escape(f"The GPU is lost to this process: {error}"))
+            break
+        finally:
+            rows += [{"distribution": name, "documents": len(lengths), **row} for row in measured]
+    console.print(table(rows))
+    for line in dict.fromkeys(not_timed(row) for row in rows if row["status"] != "ok"):
+        console.print(escape(line))
+    clock = "device events, with a cold L2 cache" if on_gpu else "the host's clock"
+    console.print(
+        f"Medians of up to {count(repeats, 'call')} in turn (20th to 80th percentile), by {clock}, each implementation "
+        "in its own layout; masks and padded rows are made once, as for all layers of a model. Results were compared "
+        "with float64 attention before they were timed."
+    )
+    csv_path, picture = out / "bench.csv", out / "bench.png"
+    with csv_path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [*dict.fromkeys((*ABOUT, *FIGURES, *shape.columns(), *facts))])
+        writer.writeheader()
+        writer.writerows(shape.columns() | facts | row for row in rows)
+    draw(rows, title, picture)
+    console.print(f"{csv_path}\n{picture}", style="dim", soft_wrap=True)
+    right = sum(row["implementation"] == OURS and row["status"] == "ok" for row in rows)
+    return right == len(OPS) * len(distributions(shape.tokens))
+
+
+def not_timed(row: Row) -> str:
+    """Why a row has no figure, in one line."""
+    status = str(row["status"])
+    if status.startswith(NOT_INSTALLED):
+        return f"Not installed: {row['implementation']}"
+    return f"Not timed: {row['implementation']}, {row['distribution']}: {status}"
+
+
+def table(rows: Sequence[Row]) -> Table:
+    """Medians with the 20th and 80th percentile, and how many times as long each implementation takes as tritonpack."""
+    headers = (*(f"{op}, ms" for op in OPS), f"times {OURS}")
+    result = Table("documents", "implementation", *(Column(header, justify="right") for header in headers))
+    found = _by_place(rows)
+    installed = [row for row in rows if not str(row["status"]).startswith(NOT_INSTALLED)]
+    for distribution, documents in dict.fromkeys((row["distribution"], row["documents"]) for row in rows):
+        label = f"{distribution} ({documents:,})"
+        for name in dict.fromkeys(row["implementation"] for row in installed):
+            times = [found.get((distribution, name, op)) for op in OPS]
+            cells = [
+                f"{short(t[1])} [dim]({short(t[0])}-{short(t[2])})[/]" if t else "[dim]not timed[/]" for t in times
+            ]
+            ours = found.get((distribution, OURS, "both"))
+            ratio = f"{times[-1][1] / ours[1]:.2f}x" if times[-1] and ours else ""
+            result.add_row(label, str(name), *cells, ratio)
+            label = ""
+        result.add_section()
+    return result
+
+
+def draw(rows: Sequence[Row], title: str, path: Path) -> None:
+    """Draw, for each batch, the time of forward and backward together (pale) and of forward (on top of it)."""
+    from matplotlib.figure import Figure
+
+    found = _by_place(rows)
+    batches = {row["distribution"]: row["documents"] for row in rows}
+    names = list(dict.fromkeys(name for _, name, _ in found))
+    figure = Figure(figsize=(1.8 + 2.4 * max(len(batches), 2), 4.2), layout="constrained")
+    axes = figure.add_subplot()
+    width = 0.8 / max(len(names), 1)
+    for number, name in enumerate(names):
+        for op, alpha in (("both", 0.5), ("forward", 1.0)):
+            places = [place for place, batch in enumerate(batches) if (batch, name, op) in found]
+            times = [found[batch, name, op] for batch in batches if (batch, name, op) in found]
+            bars = axes.bar(
+                [place + (number - (len(names) - 1) / 2) * width for place in places],
+                [p50 for _, p50, _ in times],
+                width * 0.92,
+                color=f"C{number}",
+                alpha=alpha,
+                yerr=[[p50 - p20 for p20, p50, _ in times], [p80 - p50 for _, p50, p80 in times]],
+                error_kw={"lw": 0.8, "ecolor": "#444444"},
+                label=str(name) if op == "forward" else None,
+            )
+            if op == "both":
+                axes.bar_label(bars, [short(p50) for _, p50, _ in times], padding=2, fontsize=8)
+    axes.set_xticks(range(len(batches)), [f"{name}\n({documents:,})" for name, documents in batches.items()])
+    axes.set_xlabel("documents: their lengths, and how many there are")
+    axes.set_ylabel("ms: forward, and forward with backward (pale)")
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.margins(y=0.12)
+    axes.set_title(title, fontsize=10)
+    if names:
+        figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
+    figure.savefig(path, dpi=150)
+
+
+def _by_place(rows: Sequence[Mapping[str, object]]) -> dict[tuple[object, object, object], tuple[float, ...]]:
+    """(distribution, implementation, op) -> the 20th, 50th and 80th percentile, where there are figures."""
+    return {
+        (row["distribution"], row["implementation"], row["op"]): tuple(float(str(row[name])) for name in FIGURES[:3])
+        for row in rows
+        if row["status"] == "ok"
     }
 
 
-def describe(facts: dict[str, object]) -> str:
-    """The facts in a line."""
-    where = facts["device"] if facts["device"] != f"{platform.machine()} CPU" else f"CPU, threads: {facts['threads']}"
-    return (
-        f"{facts['tokens']:,} tokens, {facts['heads']} query heads and {facts['kv_heads']} key heads of "
-        f"{facts['head_dim']}, {facts['dtype']}, causal; {where}, torch {facts['torch']}, backend {facts['backend']}"
-    )
+def _spread(times: tuple[float, ...] | None) -> str:
+    if times is None:
+        return "[dim]not timed[/]"
+    p20, p50, p80 = map(short, times)
+    return f"{p50} [dim]({p20}-{p80})[/]"
+
+
+def short(milliseconds: float) -> str:
+    """A time with three digits or more."""
+    return f"{milliseconds:.{max(0, 2 - len(str(int(milliseconds))) + 1)}f}"

@@ -1,112 +1,127 @@
-"""Right first, then timed: what a peer computes is held against float64 before its time counts."""
+"""One batch, all peers: each is checked, then they are timed in turn; failures become rows too."""
 
 from __future__ import annotations
 
-import gc
-import time
-from collections.abc import Callable, Iterator, Sequence
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from functools import partial
 
-import numpy as np
 import torch
 
 from tritonpack.cli.bench.batch import Batch
-from tritonpack.cli.bench.peers import Prepared
-from tritonpack.masks.block_diagonal import BlockDiagonalMask
-from tritonpack.testing import Inputs, check_outputs
+from tritonpack.cli.bench.peers import Peer, Prepared
+from tritonpack.cli.bench.timing import REPEATS, Call, Times, extra_bytes, launches, quantiles, time_alternating
+from tritonpack.cli.bench.verify import Judge
 
-_CHECKED_ROWS = 512  # of a document: its last ones, which see all of it
-_FLUSHED_BYTES = 256 * 2**20  # more than any GPU's L2 holds
+# Work relative to a forward pass: backward has five matrix products, forward has two.
+WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
+OPS = tuple(WORK)
+FIGURES = ("p20_ms", "p50_ms", "p80_ms", "host_ms", "tflops", "extra_mib", "launches")
+
+PATIENCE = 120.0  # seconds that a peer may take to compile for a shape and to be checked
+LOST = "the device was lost"
+NOT_INSTALLED = "not installed"
+
+Write = Callable[[Mapping[str, object]], None]
 
 
-@dataclass(frozen=True)
-class Times:
-    """Milliseconds of one call, over its repeats: the 20th percentile, the median, the 80th."""
-
-    p20: float
-    p50: float
-    p80: float
+class DeviceLostError(RuntimeError):
+    """A peer broke the device for this process: nothing runs on it any more."""
 
 
-def verify(batch: Batch, peer: Prepared) -> None:
-    """Hold a peer's output and gradients against float64, by the tolerance rule of `tritonpack.testing`.
+def measure(batch: Batch, peers: Sequence[Peer], write: Write, repeats: int = REPEATS) -> None:
+    """Check every peer on a batch, and time those whose results are right.
 
-    Of the longest, the median and the shortest document the last rows are compared, for the last key head and its
-    query heads. These queries see every key of the document, and they alone see the keys beside them, so that all
-    that is compared, gradients of keys included, can be computed from them.
+    Args:
+        batch: the tensors.
+        peers: the implementations.
+        write: called with each row: "op", "implementation", "status" ("ok", or the reason why there is no figure), and
+            FIGURES where it is "ok". `host_ms` is the time to launch the call; `tflops` counts visible pairs alone.
+        repeats: how often each call is timed at most.
 
     Raises:
-        AssertionError: an error beyond twice that of plain attention in the same dtype.
+        DeviceLostError: a peer broke the device for this process; the row that says so is written.
     """
-    out = peer.forward()
-    dq, dk, dv = peer.gradients(out, batch.dout)
-    out = peer.layout.leave(out.detach())
-    group = batch.q.shape[1] // batch.k.shape[1]
-    order = np.argsort(batch.lengths, kind="stable")
-    ends = np.cumsum(batch.lengths)
-    for document in {int(order[-1]), int(order[len(order) // 2]), int(order[0])}:
-        end, length = int(ends[document]), batch.lengths[document]
-        count = min(length, _CHECKED_ROWS)
-        keys, rows = slice(end - length, end), slice(end - count, end)
-        inputs = Inputs(
-            batch.q[rows, -group:],
-            batch.k[keys, -1:],
-            batch.v[keys, -1:],
-            batch.dout[rows, -group:],
-            torch.zeros(group, count, device=out.device),
-            BlockDiagonalMask.from_seqlens([count], [length], device=out.device),
-        )
-        actual = {"out": out[rows, -group:], "dq": dq[rows, -group:], "dk": dk[rows, -1:], "dv": dv[rows, -1:]}
-        check_outputs(inputs, actual, last_keys=count)
+    judge, device = Judge(batch), batch.q.device
+    calls: dict[str, dict[str, Call]] = {op: {} for op in OPS}
+
+    def fail(name: str, ops: Sequence[str], error: Exception) -> None:
+        broken = _broken(device)
+        for op in ops:
+            write({"op": op, "implementation": name, "status": (LOST + ": " if broken else "") + reason(error)})
+        if broken:
+            raise DeviceLostError(f"{name}: {reason(error)}") from error
+
+    for peer in peers:
+        try:
+            with time_limit(PATIENCE):
+                prepared = Prepared(peer, batch)
+                out = prepared.forward()
+                judge.check_forward(prepared.leave(out))
+            calls["forward"][peer.name] = prepared.forward
+            with time_limit(PATIENCE):
+                judge.check_backward(out, prepared)
+            calls["backward"][peer.name] = partial(prepared.backward, out)
+            calls["both"][peer.name] = prepared.both
+        except Exception as error:  # whatever a peer raises becomes a row
+            fail(peer.name, [op for op in OPS if peer.name not in calls[op]], error)
+    del judge
+
+    for op, of_op in calls.items():
+        for name, times in time_alternating(of_op, device, repeats).items():
+            try:
+                if times.error is not None:
+                    raise times.error
+                figures = _figures(times, of_op[name], WORK[op] * batch.flops(), device)
+            except Exception as error:  # such as memory that runs out in a later call
+                fail(name, [op], error)
+                continue
+            write({"op": op, "implementation": name, "status": "ok"} | figures)
 
 
-def time_alternating(calls: dict[str, Callable[[], object]], repeats: int, device: torch.device) -> dict[str, Times]:
-    """Time every call in turn, so that whatever disturbs the machine disturbs all of them alike.
-
-    By the host's clock on a CPU, after one call to warm up; by device events on a GPU, after three, from a cold L2.
-    """
-    for call in calls.values():
-        for _ in range(3 if device.type == "cuda" else 1):
-            call()
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    with _uncollected():
-        for _ in range(repeats):
-            for name, call in calls.items():
-                times[name].append(_on_gpu(call) if device.type == "cuda" else _on_cpu(call))
-    return {name: Times(*np.quantile(taken, (0.2, 0.5, 0.8)).tolist()) for name, taken in times.items()}
+def _figures(times: Times, call: Call, flops: float, device: torch.device) -> dict[str, object]:
+    p20, p50, p80 = quantiles(times.device)
+    extra = extra_bytes(call, device)
+    return {
+        "p20_ms": f"{p20:.4f}",
+        "p50_ms": f"{p50:.4f}",
+        "p80_ms": f"{p80:.4f}",
+        "host_ms": f"{quantiles(times.host)[1]:.4f}",
+        "tflops": f"{flops / p50 / 1e9:.4g}",
+        "extra_mib": None if extra is None else f"{extra / 2**20:.1f}",
+        "launches": launches(call, device),
+    }
 
 
-def backward_of(peer: Prepared) -> Callable[[], Sequence[torch.Tensor]]:
-    """A call that computes all gradients, of a forward pass that is computed now."""
-    out = peer.forward()
-    return lambda: torch.autograd.grad(out, peer.leaves, peer.dout, retain_graph=True)
-
-
-def _on_cpu(call: Callable[[], object]) -> float:
-    begin = time.perf_counter()
-    call()
-    return (time.perf_counter() - begin) * 1e3
-
-
-def _on_gpu(call: Callable[[], object]) -> float:
-    torch.empty(_FLUSHED_BYTES, dtype=torch.int8, device="cuda").zero_()
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    call()
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end)
+def reason(error: Exception) -> str:
+    """An exception in one short line."""
+    kind = NOT_INSTALLED if isinstance(error, ModuleNotFoundError) else type(error).__name__
+    return " ".join(f"{kind}: {error}".split())[:240]
 
 
 @contextmanager
-def _uncollected() -> Iterator[None]:
-    """Without Python's collector, which would run in the middle of somebody's turn."""
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
+def time_limit(seconds: float) -> Iterator[None]:
+    """Raise TimeoutError if the block takes longer; a compiler in C++ stops when it returns to Python."""
+
+    def ring(*_: object) -> None:
+        raise TimeoutError(f"not ready after {seconds:g} seconds")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:
-        if enabled:
-            gc.enable()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _broken(device: torch.device) -> bool:
+    if device.type != "cuda":
+        return False
+    try:
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+    except RuntimeError:
+        return True
+    return False

@@ -1,147 +1,149 @@
-"""Ways to compute the attention of a packed batch, each on tensors in the layout that it wants.
+"""The implementations of attention that are compared, each on tensors in its own layout.
 
-What a training loop does once per batch, before the first layer (laying documents out in padded rows, building a mask),
-is done when a peer is prepared, and isn't timed: a model's layers share it. A peer that can't be imported, or refuses a
-batch, says so by raising.
+What a training loop does once per batch (laying documents out in padded rows, building a mask) happens when a peer is
+prepared. It isn't timed, because all layers of a model share it. A peer that isn't installed, or doesn't take a batch,
+raises an exception. Libraries count windows in different ways; the check of results shows whether an adapter counts
+them rightly.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from tritonpack.attention import varlen_attention
-from tritonpack.cli.bench.batch import NO_WINDOW, Batch
+from tritonpack.cli.bench.batch import NO_WINDOW, Batch, Shape
 
 OURS = "tritonpack"
-MOST_PADDING = 16  # times the tokens: beyond that padding is out of the question
-LARGEST_DENSE = 32768
+MOST_PADDING = 16  # padded batches of more than this many times the tokens are refused
+LARGEST_DENSE = 32768  # tokens beyond which a dense mask is refused
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How a peer has its tensors.
-
-    Attributes:
-        enter: (tokens, heads, head_dim) to its layout.
-        leave: back again.
-    """
-
-    enter: Callable[[Tensor], Tensor]
-    leave: Callable[[Tensor], Tensor]
+# A peer's layout: a function from (tokens, heads, head_dim) to the layout of its tensors, and one back.
+Layout = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
 
 def packed(batch: Batch) -> Layout:
-    """(tokens, heads, head_dim), as the batch itself."""
-    return Layout(lambda x: x, lambda x: x)
+    """(tokens, heads, head_dim), the layout of the batch itself."""
+    return lambda x: x, lambda x: x
 
 
 def one_row(batch: Batch) -> Layout:
     """(1, heads, tokens, head_dim)."""
-    return Layout(lambda x: x.transpose(0, 1)[None].contiguous(), lambda x: x[0].transpose(0, 1))
+    return lambda x: x.transpose(0, 1)[None].contiguous(), lambda x: x[0].transpose(0, 1)
 
 
 def padded(batch: Batch) -> Layout:
-    """(documents, heads, longest, head_dim), zeros after the end of each.
+    """(documents, heads, longest, head_dim), with zeros after the end of each document.
 
     Raises:
-        ValueError: more padding than anybody would take.
+        ValueError: the padded batch is larger than MOST_PADDING times the tokens.
     """
     rows, width = len(batch.lengths), max(batch.lengths)
-    if rows * width > MOST_PADDING * batch.q.shape[0]:
-        raise ValueError(f"{rows} rows of {width} would be {rows * width / batch.q.shape[0]:.0f} times the tokens")
+    if rows * width > MOST_PADDING * batch.shape.tokens:
+        raise ValueError(f"{rows} rows of {width} would be {rows * width / batch.shape.tokens:.0f} times the tokens")
     tokens = _real(batch).flatten().nonzero().squeeze(1)
 
     def enter(x: Tensor) -> Tensor:
         flat = x.new_zeros(rows * width, *x.shape[1:]).index_copy(0, tokens, x)
         return flat.unflatten(0, (rows, width)).transpose(1, 2).contiguous()
 
-    return Layout(enter, lambda x: x.transpose(1, 2).flatten(0, 1)[tokens])
+    return enter, lambda x: x.transpose(1, 2).flatten(0, 1)[tokens]
 
 
 def _real(batch: Batch) -> Tensor:
-    """(documents, longest) bool: which places hold a token."""
+    """(documents, longest) bool: which places of the padded batch hold a token."""
     lengths = batch.cu_seqlens.diff()
     return torch.arange(max(batch.lengths), device=lengths.device) < lengths[:, None]
 
 
 @dataclass(frozen=True)
 class Peer:
-    """An implementation.
+    """An implementation of attention.
 
     Attributes:
-        name: for people, and in ledgers.
-        prepare: makes the function of q, k and v, in its layout, that computes a batch.
-        layout: what it has tensors in.
+        name: its name in tables and ledgers.
+        prepare: builds, for a batch, the function of q, k and v in the peer's layout.
+        layout: the layout of its tensors.
+        meant_for: whether measuring it at a shape tells anything.
+        on_cpu: whether `tritonpack bench` runs it on a CPU too.
     """
 
     name: str
     prepare: Callable[[Batch], Attention]
     layout: Callable[[Batch], Layout] = packed
+    meant_for: Callable[[Shape], bool] = lambda shape: True
+    on_cpu: bool = False
 
 
 class Prepared:
-    """A peer, ready for a batch.
+    """A peer with its own copy of a batch's tensors.
 
     Attributes:
-        layout: of its tensors.
-        leaves: q, k and v in its layout, which gradients are taken of.
-        dout: the gradient of its output, likewise.
+        enter, leave: convert tensors to the peer's layout and back.
+        leaves: q, k and v in the peer's layout; they require gradients.
+        dout: the gradient of the output, in the peer's layout.
     """
 
     def __init__(self, peer: Peer, batch: Batch) -> None:
-        self._attention = peer.prepare(batch)  # first: what refuses needs no copies
-        self.layout = peer.layout(batch)
-        q, k, v = (self.layout.enter(x).detach().requires_grad_() for x in (batch.q, batch.k, batch.v))
-        self.leaves, self.dout = (q, k, v), self.layout.enter(batch.dout)
+        self._attention = peer.prepare(batch)  # before any copy, because it may refuse the batch
+        self.enter, self.leave = peer.layout(batch)
+        self.leaves = tuple(self.enter(x).detach().requires_grad_() for x in (batch.q, batch.k, batch.v))
+        self.dout = self.enter(batch.dout)
 
     def forward(self) -> Tensor:
-        """The output, in its layout."""
+        """The output, in the peer's layout."""
         return self._attention(*self.leaves)
 
-    def gradients(self, out: Tensor, dout: Tensor) -> list[Tensor]:
-        """dq, dk and dv of an output, whose graph is kept, given (tokens, heads, head_dim) and so returned."""
-        found = torch.autograd.grad(out, self.leaves, self.layout.enter(dout), retain_graph=True)
-        return [self.layout.leave(x) for x in found]
+    def backward(self, out: Tensor, dout: Tensor | None = None) -> tuple[Tensor, ...]:
+        """dq, dk and dv for an output of `forward`, whose graph is kept; all in the peer's layout."""
+        return torch.autograd.grad(out, self.leaves, self.dout if dout is None else dout, retain_graph=True)
+
+    def both(self) -> tuple[Tensor, ...]:
+        """Forward, then backward."""
+        return torch.autograd.grad(self.forward(), self.leaves, self.dout)
 
 
-# -------------------------------------------------------------------------------------------------------------- ours
+def ours(batch: Batch, **options: Any) -> Attention:
+    """varlen_attention on the mask of the batch."""
+    return lambda q, k, v: varlen_attention(q, k, v, batch.mask, **options)
 
 
-def ours(batch: Batch) -> Attention:
-    """varlen_attention on the backend that it chooses by itself."""
-    return lambda q, k, v: varlen_attention(q, k, v, batch.mask)
-
-
-# -------------------------------------------------------------------------------------------------------------- sdpa
-
-
-def fused_sdpa(device: torch.device) -> AbstractContextManager[Any]:
-    """Bars the kernel that writes all scores to memory, on GPUs: it would be a straw man, where it fits at all."""
+def _fused_sdpa(device: torch.device) -> AbstractContextManager[Any]:
+    """On GPUs, exclude the kernel that writes all scores to memory: nobody would choose it."""
     fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
     return sdpa_kernel(fused) if device.type == "cuda" else nullcontext()
 
 
+def _for_every_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v with one head for every query head, for kernels that don't take grouped heads; heads are dimension 1."""
+    group = q.shape[1] // k.shape[1]
+    return k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+
+
 def sdpa_padded(batch: Batch) -> Attention:
-    """A document per row, padded to the longest: stock training without packing."""
-    if batch.window != NO_WINDOW:
+    """One document per row, padded to the longest: stock training without packing."""
+    if batch.shape.window != NO_WINDOW:
         raise ValueError("a padded batch with a window needs the dense mask, too")
     real = _real(batch)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with fused_sdpa(q.device):
-            if batch.causal:
+        with _fused_sdpa(q.device):
+            if batch.shape.causal:
                 return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
             return scaled_dot_product_attention(q, *_for_every_head(q, k, v), attn_mask=real[:, None, None])
 
@@ -149,8 +151,8 @@ def sdpa_padded(batch: Batch) -> Attention:
 
 
 def sdpa_dense_mask(batch: Batch) -> Attention:
-    """One row and a dense mask of tokens x tokens: what packing is without an attention that knows documents."""
-    tokens = batch.q.shape[0]
+    """One row with a dense mask (tokens, tokens): packing without an attention function for it."""
+    tokens = batch.shape.tokens
     if tokens > LARGEST_DENSE:
         raise ValueError(f"a dense mask of {tokens} x {tokens} is out of the question")
     dense = batch.mask.to_dense()
@@ -158,49 +160,43 @@ def sdpa_dense_mask(batch: Batch) -> Attention:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not q.is_cuda:
             return scaled_dot_product_attention(q, k, v, attn_mask=dense, enable_gqa=True)
-        with fused_sdpa(q.device):
+        with _fused_sdpa(q.device):  # whose kernels take a mask or grouped heads, not both
             return scaled_dot_product_attention(q, *_for_every_head(q, k, v), attn_mask=dense)
 
     return attention
 
 
-def _for_every_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v as transformers gives them to sdpa where there is a mask: fused kernels that take one know no groups."""
-    group = q.shape[1] // k.shape[1]
-    return k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
-
-
-# ------------------------------------------------------------------------------------------------------------- torch
+def _varlen_attn() -> Any:
+    return import_module("torch.nn.attention.varlen").varlen_attn
 
 
 def torch_varlen(batch: Batch) -> Attention:
-    """torch's own FlashAttention-2: torch 2.10 says `is_causal`, 2.11 `window_size`, 2.12 also `enable_gqa`."""
-    function: Any = import_module("torch.nn.attention.varlen").varlen_attn
+    """torch's own FlashAttention-2: torch 2.10 has `is_causal`, 2.11 `window_size`, 2.12 also `enable_gqa`."""
+    function, shape = _varlen_attn(), batch.shape
     names = inspect.signature(function).parameters
     options: dict[str, Any] = {}
     if "window_size" in names:
-        options["window_size"] = (batch.window[0], 0 if batch.causal else batch.window[1])
-    elif batch.window != NO_WINDOW:
+        options["window_size"] = (shape.window[0], 0 if shape.causal else shape.window[1])
+    elif shape.window != NO_WINDOW:
         raise ValueError("this version of torch's varlen_attn has no window")
     else:
-        options["is_causal"] = batch.causal
+        options["is_causal"] = shape.causal
     if "enable_gqa" in names:
         options["enable_gqa"] = True
     cu_seqlens, longest = batch.cu_seqlens, max(batch.lengths)
     return lambda q, k, v: function(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
 
 
-def torch_knows_groups() -> bool:
-    """Whether torch's varlen_attn takes fewer key heads than query heads."""
+def torch_takes_groups() -> bool:
+    """Whether torch's varlen_attn takes fewer key heads than query heads; True where torch has no such function."""
     try:
-        function: Any = import_module("torch.nn.attention.varlen").varlen_attn
+        return "enable_gqa" in inspect.signature(_varlen_attn()).parameters
     except ImportError:
-        return True  # there is nothing to work around
-    return "enable_gqa" in inspect.signature(function).parameters
+        return True
 
 
-def repeated(prepare: Callable[[Batch], Attention]) -> Callable[[Batch], Attention]:
-    """The peer with a copy of its key head for every query head, where it doesn't know groups; packed tensors."""
+def heads_repeated(prepare: Callable[[Batch], Attention]) -> Callable[[Batch], Attention]:
+    """A peer with packed tensors that copies key heads for every query head, because it takes no grouped heads."""
 
     def prepare_repeated(batch: Batch) -> Attention:
         attention = prepare(batch)
@@ -209,20 +205,120 @@ def repeated(prepare: Callable[[Batch], Attention]) -> Callable[[Batch], Attenti
     return prepare_repeated
 
 
-def flex_attention(batch: Batch) -> Attention:
-    """FlexAttention under torch.compile, with the block mask of the documents."""
-    compiled: Any = torch.compile(import_module("torch.nn.attention.flex_attention").flex_attention)
-    block_mask = batch.mask.to_block_mask()
-    return lambda q, k, v: compiled(q, k, v, block_mask=block_mask, enable_gqa=True)
+def flash_attention_4(batch: Batch) -> Attention:
+    """`flash_attn.cute`: a window side without limit is None, and some versions return (out, lse)."""
+    function: Any = import_module("flash_attn.cute").flash_attn_varlen_func
+    left, right = (None if side == -1 else side for side in batch.shape.window)
+    options: dict[str, Any] = {
+        "cu_seqlens_q": batch.cu_seqlens,
+        "cu_seqlens_k": batch.cu_seqlens,
+        "causal": batch.shape.causal,
+        "window_size": (left, right),
+    }
+    names = inspect.signature(function).parameters
+    options |= {name: max(batch.lengths) for name in ("max_seqlen_q", "max_seqlen_k") if name in names}
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        result = function(q, k, v, **options)
+        return result[0] if isinstance(result, tuple) else result
+
+    return attention
 
 
-SDPA = (Peer("sdpa, padded", sdpa_padded, padded), Peer("sdpa, dense mask", sdpa_dense_mask, one_row))
+@contextmanager
+def hidden(name: str) -> Iterator[None]:
+    """Make a package impossible to import for a while, even if it is installed or imported already."""
+    before = {n: sys.modules.pop(n) for n in list(sys.modules) if n == name or n.startswith(name + ".")}
+    sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+        sys.modules.update(before)
 
 
-def peers_for(device: torch.device) -> list[Peer]:
-    """Ours first, then whatever else can be called on the device."""
-    peers = [Peer(OURS, ours), *SDPA]
-    if device.type == "cuda":
-        varlen = torch_varlen if torch_knows_groups() else repeated(torch_varlen)
-        peers += [Peer("torch varlen_attn", varlen), Peer("FlexAttention", flex_attention, one_row)]
-    return peers
+def xformers(batch: Batch) -> Attention:
+    """xformers, with grouped heads as five dimensions, for which xformers 0.0.35 has no backward."""
+    # FlashAttention-4 installs a package flash_attn that lacks modules which xformers expects in it.
+    with hidden("flash_attn"):
+        function: Any = import_module("xformers.ops").memory_efficient_attention
+        masks: Any = import_module("xformers.ops.fmha.attn_bias")
+    (left, right), causal = batch.shape.window, batch.shape.causal
+    if right not in (-1, 0) or (left != -1 and not causal):
+        raise ValueError("xformers has windows for causal batches alone")
+    bias = masks.BlockDiagonalMask.from_seqlens(list(batch.lengths), device=batch.q.device)
+    if causal:
+        bias = bias.make_causal() if left == -1 else bias.make_local_attention(left + 1)  # counting the query's key
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        (tokens, heads, head_dim), kv_heads = q.shape, k.shape[1]
+        if heads == kv_heads:
+            return function(q[None], k[None], v[None], attn_bias=bias)[0]
+        groups = (1, tokens, kv_heads, heads // kv_heads, head_dim)
+        ks, vs = (x[None, :, :, None].expand(groups) for x in (k, v))
+        return function(q.view(groups), ks, vs, attn_bias=bias).reshape(q.shape)
+
+    return attention
+
+
+def document_mask(batch: Batch) -> Callable[..., Tensor]:
+    """The mask function for FlexAttention, as its documentation writes it for documents."""
+    (left, right), causal = batch.shape.window, batch.shape.causal
+    if right not in (-1, 0) or (left != -1 and not causal):
+        raise ValueError("the mask function for FlexAttention has windows for causal batches alone")
+    document = torch.repeat_interleave(batch.cu_seqlens.diff())
+
+    def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+        sees = document[q] == document[k]
+        if causal:
+            sees = sees & (k <= q)
+        return sees & (q - k <= left) if left != -1 else sees
+
+    return visible
+
+
+@cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function compiled anew for every size, as for training rows of one capacity: code for any size is slower."""
+    from torch._functorch import config as functorch_config
+
+    functorch_config.donated_buffer = False  # backward runs several times on one graph
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
+    return torch.compile(function, dynamic=False)
+
+
+def flex(batch: Batch) -> Attention:
+    """FlexAttention, compiled on a GPU; on a CPU it isn't compiled and computes forward alone."""
+    on_gpu, total = batch.q.is_cuda, batch.shape.tokens
+    function: Any = _compiled(flex_attention) if on_gpu else flex_attention
+    make: Any = _compiled(create_block_mask) if on_gpu else create_block_mask
+    block_mask = make(document_mask(batch), None, None, total, total, device=batch.q.device.type)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        q, k, v = (x if on_gpu else x.detach() for x in (q, k, v))
+        return function(q, k, v, block_mask=block_mask, enable_gqa=True)
+
+    return attention
+
+
+PEERS = (
+    Peer(OURS, ours, on_cpu=True),
+    Peer("tritonpack, gluon", partial(ours, backend="gluon"), meant_for=lambda shape: shape.head_dim in (64, 128, 256)),
+    Peer("FlashAttention-2 (torch)", torch_varlen),
+    Peer(
+        "FlashAttention-2 (torch), heads repeated",
+        heads_repeated(torch_varlen),
+        meant_for=lambda shape: shape.grouped and not torch_takes_groups(),
+    ),
+    Peer("FlashAttention-4", flash_attention_4),
+    Peer("xformers", xformers),
+    Peer("xformers, heads repeated", heads_repeated(xformers), meant_for=lambda shape: shape.grouped),
+    Peer("FlexAttention", flex, one_row),
+    Peer("sdpa, padded", sdpa_padded, padded, on_cpu=True),
+    Peer("sdpa, dense mask", sdpa_dense_mask, one_row, on_cpu=True),
+)
+
+
+def peers_for(shape: Shape, device: torch.device) -> list[Peer]:
+    """The peers that `tritonpack bench` measures: those meant for the shape, on a CPU only a few of them."""
+    return [peer for peer in PEERS if peer.meant_for(shape) and (peer.on_cpu or device.type == "cuda")]

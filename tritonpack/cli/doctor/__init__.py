@@ -6,8 +6,7 @@ import json
 import platform
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -26,7 +25,7 @@ _STYLES = {"right": "green", "wrong": "bold red", "warning": "yellow", "not here
 
 
 def examine(path: Path | None = None) -> bool:
-    """Print versions, the device, and what each check found; write the same to `path` as JSON if there is one.
+    """Print versions, the device and the result of each check; write the same to `path` as JSON if there is one.
 
     Returns:
         Whether everything that can run here is right.
@@ -48,12 +47,17 @@ def examine(path: Path | None = None) -> bool:
         grid.add_row(name, escape(fact))
     console.print(grid)
 
+    torch.set_num_threads(1)  # the tensors are tiny
     findings = [*examine_versions(versions), *examine_gpu()]
-    with console.status("") as status, _one_thread():
+    with Console(stderr=True).status("") as status:
         for what, check in _checks(findings).items():
             status.update(what)
             findings.append(run_check(what, check))
-    console.print(_table(findings))
+    rows = Table("what", "here", "seconds", "")
+    for finding in findings:
+        outcome = f"[{_STYLES[finding.outcome]}]{finding.outcome}[/]"
+        rows.add_row(finding.what, outcome, f"{finding.seconds:.1f}", escape(finding.detail))
+    console.print(rows)
     console.print(escape(verdict(findings)))
     passed = not any(finding.outcome == "wrong" for finding in findings)
     if path is not None:
@@ -62,19 +66,8 @@ def examine(path: Path | None = None) -> bool:
     return passed
 
 
-@contextmanager
-def _one_thread() -> Iterator[None]:
-    """The tensors are tiny, and more threads would mostly wait for each other on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def _checks(findings: list[Finding]) -> Mapping[str, Callable[[], str]]:
-    """What there is to try; where not even that can be imported, on an old torch say, that is a finding."""
+    """The checks; if they can't be imported, on an old torch for example, a finding says so."""
     try:
         return import_module("tritonpack.cli.doctor.checks").CHECKS
     except Exception as error:
@@ -83,7 +76,7 @@ def _checks(findings: list[Finding]) -> Mapping[str, Callable[[], str]]:
 
 
 def run_check(what: str, check: Callable[[], str]) -> Finding:
-    """What a check found; whatever it raises is a finding, too."""
+    """Run a check; an exception of any kind becomes a finding, so that the other checks still run."""
     begin = time.perf_counter()
     try:
         with warnings.catch_warnings():
@@ -92,24 +85,15 @@ def run_check(what: str, check: Callable[[], str]) -> Finding:
     except NotHereError as error:
         outcome, detail = "not here", str(error)
     except Exception as error:
-        # What is broken on a machine may raise anything, and the other checks are still worth their answers.
         outcome, detail = "wrong", f"{type(error).__name__}: {error}"
-    return Finding(what, outcome, detail, round(time.perf_counter() - begin, 2))  # type: ignore[arg-type]
+    return Finding(what, outcome, detail, round(time.perf_counter() - begin, 2))
 
 
 def verdict(findings: Sequence[Finding]) -> str:
-    """One sentence on all of it."""
-    named = {outcome: [f.what for f in findings if f.outcome == outcome] for outcome in _STYLES}
+    """A sentence about all findings."""
+    named = {outcome: ", ".join(f.what for f in findings if f.outcome == outcome) for outcome in _STYLES}
     if named["wrong"]:
-        return f"Something should work here and doesn't: {', '.join(named['wrong'])}."
-    rest = f" Not on this machine: {', '.join(named['not here'])}." if named["not here"] else ""
-    noted = f" Mind the warnings: {', '.join(named['warning'])}." if named["warning"] else ""
+        return f"Something should work here and doesn't: {named['wrong']}."
+    rest = f" Not on this machine: {named['not here']}." if named["not here"] else ""
+    noted = f" Mind the warnings: {named['warning']}." if named["warning"] else ""
     return f"Everything that can run here is right.{rest}{noted}"
-
-
-def _table(findings: Sequence[Finding]) -> Table:
-    rows = Table("what", "here", "seconds", "")
-    for finding in findings:
-        outcome = f"[{_STYLES[finding.outcome]}]{finding.outcome}[/]"
-        rows.add_row(finding.what, outcome, f"{finding.seconds:.1f}", escape(finding.detail))
-    return rows

@@ -1,73 +1,67 @@
-"""What the doctor tries: each check computes something small and says what it found, or raises."""
+"""The doctor's checks: each computes something small and returns a sentence about it, or raises an exception."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
 from functools import partial
+from typing import get_args
 
 import torch
 
 from tritonpack.attention import Backend, resolve_backend
 from tritonpack.cli.doctor.findings import NotHereError
 from tritonpack.cli.machine import resolve_device
+from tritonpack.cli.words import count
 from tritonpack.errors import BackendUnavailableError
 from tritonpack.testing import CASES, check_backend, conformance, make_inputs
-from tritonpack.testing.cases import Case
 
 BACKENDS: tuple[Backend, ...] = ("triton", "blocked", "reference")
 
-_CASES: tuple[str, ...] = ("slack", "window-both", "cross-window-slack", "sinks", "everything", "head-dim-64")
-_GPU_CASES: tuple[str, ...] = (*_CASES, "head-dim-128")
-_INTERPRETED_CASES: tuple[str, ...] = ("multi-query", "cross-more-queries")  # a second or two each
+_CASES = {case.name: case for case in CASES}
+_CHECKED: tuple[str, ...] = ("slack", "window-both", "cross-window-slack", "sinks", "everything", "head-dim-64")
+_INTERPRETED: tuple[str, ...] = ("multi-query", "cross-more-queries")  # a second or two each in Triton's interpreter
 
 
 def device() -> torch.device:
-    """Where everything is tried."""
+    """The device that all checks run on."""
     return resolve_device("auto")
 
 
 def attention(backend: Backend) -> str:
-    """A backend's outputs and gradients, against float64, by the tolerance rule of tritonpack.testing."""
+    """Outputs and gradients of a backend against float64, by the rule of `tritonpack.testing`."""
     where = device()
     try:
         resolve_backend(backend, torch.empty(1, 1, 16, device=where))
     except BackendUnavailableError as error:
         raise NotHereError(str(error)) from error
-    names, dtypes = _CASES, [torch.float32, torch.bfloat16]
-    how = f"on {where.type}"
-    if backend == "triton":
+    names, dtypes, how = _CHECKED, [torch.float32, torch.bfloat16], f"on {where.type}"
+    if backend == "triton" and where.type == "cpu":
+        names, dtypes, how = _INTERPRETED, [torch.float32], "in Triton's interpreter"
+    elif backend == "triton":
         from tritonpack.kernels.tile_table import current_arch
 
-        interpreted = where.type == "cpu"
-        names = _INTERPRETED_CASES if interpreted else _GPU_CASES
-        dtypes = [torch.float32] if interpreted else dtypes
-        how = "in Triton's interpreter" if interpreted else f"compiled here, with the tiles of {current_arch(where)}"
-    by_name = {case.name: case for case in CASES}
-    nearest = 0.0
+        names, how = (*names, "head-dim-128"), f"compiled here, with the tiles of {current_arch(where)}"
+    largest = 0.0
     for name in names:
         for dtype in dtypes:
-            nearest = max(nearest, _nearest(by_name[name], dtype, where, backend))
+            errors = check_backend(make_inputs(_CASES[name], dtype, where), backend)
+            shares = [error / errors.allowed[key] for key, error in errors.backend.items() if errors.allowed[key]]
+            largest = max(largest, *shares)
     what = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-    return f"{len(names)} cases, forward and backward, {what}, {how}: at most {nearest:.0%} of the error allowed"
+    cases = count(len(names), "case")
+    return f"{cases}, forward and backward, {what}, {how}: at most {largest:.0%} of the error allowed"
 
 
 def automatic() -> str:
-    """What backend="auto" stands for here."""
+    """The backends that "auto" selects here."""
     q = torch.empty(1, 1, 16, device=device())
-    return (
-        f"backend='auto' uses {resolve_backend('auto', q)} here, and {resolve_backend('auto', q.double())} for float64"
-    )
-
-
-def _nearest(case: Case, dtype: torch.dtype, where: torch.device, backend: Backend) -> float:
-    """The largest share of what is allowed that an error takes."""
-    errors = check_backend(make_inputs(case, dtype, where), backend)
-    return max(errors.backend[name] / errors.allowed[name] for name in errors.backend if errors.allowed[name])
+    auto, double = resolve_backend("auto", q), resolve_backend("auto", q.double())
+    return f"backend='auto' uses {auto} here, and {double} for float64"
 
 
 def varlen_function() -> str:
-    """Isolation to the bit, inert slack, empty documents and repeated runs of our flash_attn_varlen_func."""
+    """Isolation to the bit, inert slack, empty documents and repeated runs of flash_attn_varlen_func."""
     from tritonpack.flash_attn import flash_attn_varlen_func
 
     where = device()
@@ -76,11 +70,11 @@ def varlen_function() -> str:
     report = conformance.run(flash_attn_varlen_func, dtypes=[dtype], device=where, only=asked)
     if not report.passed:
         raise AssertionError("; ".join(f"{x.check}: {x.detail}" for x in report.results if not x.passed))
-    return f"isolated to the bit, slack inert, runs repeat: {len(report.of('pass'))} conformance checks"
+    return f"isolated to the bit, slack inert, runs repeat: {count(len(report.of('pass')), 'conformance check')}"
 
 
 def models() -> str:
-    """A small Llama, patched: packed documents equal each alone, and none moves another."""
+    """A small patched Llama: packed documents equal each document alone, and none changes another."""
     if importlib.util.find_spec("transformers") is None:
         raise NotHereError("transformers isn't installed, so there is no model to patch; pip install transformers")
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -92,59 +86,52 @@ def models() -> str:
         vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2,
     )  # fmt: skip
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = LlamaForCausalLM(config).to(device())
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).to(device())
     with patch(model):
         report = check_isolation(model)
     return (
         f"a small Llama, patched: packed differs from alone by {report.packed_against_alone:.0e}, and "
-        f"documents move each other by {report.moved_by_others:g}"
+        f"documents change each other by {report.moved_by_others:g}"
     )
 
 
 def packing() -> str:
-    """Best-fit decreasing on lengths whose packing is known."""
+    """Best-fit decreasing on lengths whose bins are known."""
     if importlib.util.find_spec("numba") is None:
         raise NotHereError("numba isn't installed, which packing needs; pip install numba")
     from tritonpack.packing import pack
 
-    packed = pack([6, 5, 4, 3, 2], capacity=10)
-    bins = sorted(sorted(int(i) for i in items) for items in packed)
+    bins = sorted(sorted(int(i) for i in items) for items in pack([6, 5, 4, 3, 2], capacity=10))
     if bins != [[0, 2], [1, 3, 4]]:
         raise AssertionError(f"lengths 6, 5, 4, 3, 2 in bins of 10 make {bins}, not [[0, 2], [1, 3, 4]]")
     return "documents packed as they should be (the first run on a machine compiles for some seconds)"
 
 
 def sequence_parallelism() -> str:
-    """Attention through a process group of this process alone, by every exchange, against that without one."""
+    """Attention by every exchange, in a process group of this process alone, against attention without a group."""
     import torch.distributed as dist
 
     if not dist.is_available():
         raise NotHereError("this build of torch has no torch.distributed, so batches can't be shared by several GPUs")
     where = device()
-    backends = [name for name in ("nccl", "gloo", "mpi", "xccl") if getattr(dist, f"is_{name}_available")()]
-    wanted = "nccl" if where.type == "cuda" else "gloo"
-    if wanted not in backends:
-        raise NotHereError(f"torch.distributed has {', '.join(backends) or 'no backend'}, but not {wanted}")
-    if dist.is_initialized():
-        raise NotHereError("this process has a process group already; run the doctor in a process of its own")
-    dist.init_process_group(wanted, store=dist.HashStore(), rank=0, world_size=1)
+    backend = "nccl" if where.type == "cuda" else "gloo"
+    if not getattr(dist, f"is_{backend}_available")():
+        raise NotHereError(f"torch.distributed is built without {backend}")
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     try:
         _compare_exchanges(where)
     finally:
         dist.destroy_process_group()
-    return f"all three exchanges agree with one device (a group of one process by {wanted}; {', '.join(backends)} here)"
+    return f"all three exchanges agree with one device (a group of one process by {backend})"
 
 
 def _compare_exchanges(where: torch.device) -> None:
-    from typing import get_args
-
     from tritonpack.attention import varlen_attention
     from tritonpack.parallel import attend, make_layout
     from tritonpack.parallel.exchange import Exchange
 
-    inputs = make_inputs(next(case for case in CASES if case.name == "multi-query"), torch.float32, where)
+    inputs = make_inputs(_CASES["multi-query"], torch.float32, where)
     layout = make_layout("balanced", inputs.mask, 1)
 
     def results(compute: Callable[..., torch.Tensor]) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Which versions are installed, and which of them don't go together."""
+"""The versions that are installed, and which of them don't work together."""
 
 from __future__ import annotations
 
@@ -6,68 +6,49 @@ import platform
 import re
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 
 import torch
 
 from tritonpack.cli.doctor.findings import Finding
 from tritonpack.cli.machine import installed_version
+from tritonpack.cli.words import count
 
-
-@dataclass(frozen=True)
-class Known:
-    """A package, and the versions that tritonpack knows.
-
-    Attributes:
-        least: the oldest that works, as pyproject.toml has it; None where any does.
-        newest: the newest that the tests ran with.
-        beyond: what to do about newer ones; None where there is nothing to do.
-    """
-
-    package: str
-    least: str | None
-    newest: str
-    beyond: str | None = None
-
-
-KNOWN = (
-    Known("python", "3.10", "3.13"),
-    Known("torch", "2.8", "2.13"),
-    Known("triton", "3.6", "3.9"),
-    Known(
-        "transformers",
-        "5.6",
-        "5.23",
-        "a model that patch() doesn't know is tried on a few tokens first; `tritonpack check MODEL` tries yours in all "
-        "forms of packing",
-    ),
-    Known("numpy", None, "2.4"),
-    Known("numba", "0.61", "0.68"),
-)
+# The oldest version of each package that works, as in pyproject.toml; None where any does.
+OLDEST = {"python": "3.10", "torch": "2.8", "triton": "3.6", "transformers": "5.6", "numpy": None, "numba": "0.61"}
+NEWEST_TRANSFORMERS = "5.23"  # the newest that the tests ran with
 
 
 def installed_versions() -> dict[str, str | None]:
-    """The version of every package that counts, None for those that are absent."""
-    return {"python": platform.python_version()} | {row.package: installed_version(row.package) for row in KNOWN[1:]}
+    """The version of every package in OLDEST; None for those that aren't installed."""
+    return {name: platform.python_version() if name == "python" else installed_version(name) for name in OLDEST}
 
 
 def examine_versions(versions: Mapping[str, str | None]) -> Iterator[Finding]:
-    """What is too old, newer than known, or known not to go together."""
-    for row in KNOWN:
-        version = versions[row.package]
-        if version is None:
-            continue
-        if row.least and _minor(version) < _minor(row.least):
-            detail = f"{version} is too old; tritonpack needs {row.least} or later"
-            yield Finding(row.package, "wrong", detail + f" (pip install -U '{row.package}>={row.least}')")
-        elif row.beyond and _minor(version) > _minor(row.newest):
-            detail = f"{version} is newer than {row.newest}, the newest tested: {row.beyond}"
-            yield Finding(row.package, "warning", detail)
-    yield from _known_troubles(versions)
+    """Versions that are too old, untested or known not to work together."""
+    for package, oldest in OLDEST.items():
+        version = versions[package]
+        if version and oldest and _minor(version) < _minor(oldest):
+            detail = f"{version} is too old; tritonpack needs {oldest} or later (pip install -U '{package}>={oldest}')"
+            yield Finding(package, "wrong", detail)
+    transformers, triton, numpy = (versions[package] for package in ("transformers", "triton", "numpy"))
+    if transformers and _minor(transformers) > _minor(NEWEST_TRANSFORMERS):
+        yield Finding(
+            "transformers",
+            "warning",
+            f"{transformers} is newer than {NEWEST_TRANSFORMERS}, the newest tested: patch() tries a model that it "
+            "doesn't know on a few tokens first; `tritonpack check MODEL` tries yours in all forms of packing",
+        )
+    if triton and numpy and _minor(triton) == (3, 6) and _minor(numpy) >= (2, 4):
+        yield Finding(
+            "triton and numpy",
+            "warning",
+            f"Triton {triton} with NumPy {numpy}: kernels fail in Triton's interpreter (TRITON_INTERPRET=1), not on "
+            "GPUs; install Triton 3.7 or later, or numpy<2.4",
+        )
 
 
 def examine_gpu() -> Iterator[Finding]:
-    """A GPU that torch can't see."""
+    """A GPU that torch can't use."""
     if torch.cuda.is_available() or shutil.which("nvidia-smi") is None:
         return
     if torch.version.cuda is None:
@@ -78,25 +59,14 @@ def examine_gpu() -> Iterator[Finding]:
 
 
 def device_name() -> str:
-    """The device that computes here, in words."""
+    """The GPU, or the CPU if torch sees no GPU."""
     if not torch.cuda.is_available():
-        return f"CPU, {torch.get_num_threads()} threads (torch sees no GPU)"
+        return f"CPU, {count(torch.get_num_threads(), 'thread')} (torch sees no GPU)"
     properties = torch.cuda.get_device_properties(0)
     capability = f"{properties.major}.{properties.minor}"
     return f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, compute capability {capability}"
 
 
-def _known_troubles(versions: Mapping[str, str | None]) -> Iterator[Finding]:
-    triton, numpy = versions["triton"], versions["numpy"]
-    if triton and numpy and _minor(triton) == (3, 6) and _minor(numpy) >= (2, 4):
-        yield Finding(
-            "triton and numpy",
-            "warning",
-            f"Triton {triton} with NumPy {numpy}: kernels fail in Triton's interpreter (TRITON_INTERPRET=1), not on "
-            "GPUs; install Triton 3.7 or later, or numpy<2.4",
-        )
-
-
 def _minor(version: str) -> tuple[int, ...]:
-    """(3, 6) of "3.6.0+git1234"."""
+    """(3, 6) for "3.6.0+git1234"."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])

@@ -1,4 +1,4 @@
-"""Clocks: device events where there is a GPU, the host's clock on a CPU; memory; launches."""
+"""Clocks (device events on a GPU, the host's clock on a CPU), and counts of memory and launches."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ import torch
 REPEATS, FEWEST, SECONDS = 20, 5, 0.5
 WARM_UP = 2
 
-# A head start for the host, in cycles of the device (about a millisecond): what is timed is then the device's work, not
-# how fast Python enqueues it. That is a column of its own.
+# Cycles that the device sleeps before each call, about a millisecond. The host enqueues the call in this time, so that
+# events measure the work of the device and not how fast Python launches it.
 HEAD_START = 2_000_000
+FLUSHED_BYTES = 256 * 2**20  # larger than the L2 cache of any GPU
 
 Call = Callable[[], object]
 
 
 @dataclass
 class Times:
-    """Of one call, in milliseconds.
+    """The milliseconds of each repeat of a call.
 
     Attributes:
-        device: by device events, one per repeat; on a CPU by the host's clock.
-        host: until the call came back to the host, which on a GPU is what launching it costs.
-        error: what ended it, if anything did.
+        device: by device events; on a CPU by the host's clock.
+        host: until the call returned to the host, which on a GPU is the time to launch it.
+        error: the exception that ended the repeats, if one did.
     """
 
     device: list[float] = field(default_factory=list)
@@ -34,27 +35,28 @@ class Times:
 
     @property
     def enough(self) -> bool:
+        """Whether there are FEWEST repeats and SECONDS in all."""
         return len(self.device) >= FEWEST and sum(self.device) > 1000 * SECONDS
 
 
 def time_alternating(calls: Mapping[str, Call], device: torch.device, repeats: int = REPEATS) -> dict[str, Times]:
-    """The calls one after the other in turn, each with a cold L2 cache.
+    """Time calls in turn, each with a cold L2 cache, so that a disturbance of the machine meets all of them.
 
-    A call that has run five times and for half a second in all leaves the round, as does one that raises.
+    A call is left out once it has enough repeats, or has raised an exception.
     """
     times = {name: Times() for name in calls}
-    cold = torch.empty(256 * 2**20, dtype=torch.int8, device=device) if device.type == "cuda" else None
-    for round_ in range(-WARM_UP, repeats):
+    cold = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device=device) if device.type == "cuda" else None
+    for repeat in range(-WARM_UP, repeats):
         for name, call in calls.items():
             taken = times[name]
             if taken.error is not None or taken.enough:
                 continue
             try:
                 on_device, on_host = _time_on_host(call) if cold is None else _time_on_device(call, cold)
-            except Exception as error:  # the others go on
-                taken.error = error.with_traceback(None)  # whose frames hold tensors
+            except Exception as error:  # whatever a peer raises; the others go on
+                taken.error = error.with_traceback(None)  # frames of the traceback hold tensors
                 continue
-            if round_ >= 0:
+            if repeat >= 0:
                 taken.device.append(on_device)
                 taken.host.append(on_host)
     return times
@@ -85,7 +87,7 @@ def quantiles(values: list[float]) -> tuple[float, float, float]:
 
 
 def extra_bytes(call: Call, device: torch.device) -> int | None:
-    """The most memory that a call holds at once beyond what was held before, its results included."""
+    """The most memory that a call holds beyond what was held before, its results included; None on a CPU."""
     if device.type != "cuda":
         return None
     torch.cuda.synchronize()
@@ -97,7 +99,7 @@ def extra_bytes(call: Call, device: torch.device) -> int | None:
 
 
 def launches(call: Call, device: torch.device) -> int | None:
-    """How many kernels, copies and fills a call starts; None where the profiler sees nothing."""
+    """How many kernels, copies and fills a call starts; None on a CPU, and where the profiler doesn't run."""
     if device.type != "cuda":
         return None
     try:
@@ -108,12 +110,3 @@ def launches(call: Call, device: torch.device) -> int | None:
     except RuntimeError:
         return None
     return sum(event.device_type == torch.autograd.DeviceType.CUDA for event in events) or None
-
-
-def ceilings() -> str:
-    """This machine's own limits: a device-to-device copy and a bf16 matrix product."""
-    x, y = (torch.empty(2**31, dtype=torch.int8, device="cuda") for _ in range(2))
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    times = time_alternating({"copy": lambda: y.copy_(x), "matmul": lambda: a @ b}, torch.device("cuda"))
-    copy, matmul = (quantiles(times[name].device)[1] for name in ("copy", "matmul"))
-    return f"copy {2 * x.numel() / copy / 1e9:.2f} TB/s, bf16 matrix product {2 * 8192**3 / matmul / 1e9:.0f} TFLOP/s"

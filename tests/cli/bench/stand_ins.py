@@ -1,4 +1,4 @@
-"""Other people's attention functions by their signatures, computed by ours: what adapters are tested against."""
+"""Stand-ins for attention functions of other libraries: their signatures, computed by tritonpack."""
 
 import sys
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from tritonpack.flash_attn.torch_varlen import torch_varlen_attn
 
 
 def put(monkeypatch: pytest.MonkeyPatch, name: str, **contents: Any) -> ModuleType:
-    """A module of that name, and packages above it, until the test ends."""
+    """Put a module, and the packages above it, into `sys.modules` until the test ends."""
     parts = name.split(".")
     for depth in range(1, len(parts)):
         above = ".".join(parts[:depth])
@@ -63,7 +63,7 @@ def varlen_attn_2_12(
 
 TORCH_VERSIONS = {"2.10": varlen_attn_2_10, "2.11": varlen_attn_2_11, "2.12": varlen_attn_2_12}
 
-# FlashAttention-4: ours has its signature, but forgives -1; early betas had no longest lengths and gave out alone.
+# FlashAttention-4: tritonpack has its signature, but also accepts -1. Early betas took no max_seqlen and returned out.
 
 
 @wraps(fa4.flash_attn_varlen_func)
@@ -91,7 +91,7 @@ FLASH_4 = {"4.0.0b36": flash_attn_varlen_func, "early": early_flash_attn_varlen_
 
 @dataclass(frozen=True)
 class BlockDiagonalBias:
-    """BlockDiagonalMask and what it makes; a window of 1 is the query's own key."""
+    """BlockDiagonalMask and its variants; a window of 1 is the query's own key."""
 
     lengths: tuple[int, ...]
     causal: bool = False

@@ -1,9 +1,6 @@
-"""Small batches on the CPU, of every kind that the benchmark of attention has."""
+"""Small batches on the CPU, one for each kind of attention that is measured."""
 
-import torch
-
-from benchmarks.gpu.shapes import Shape, make_batch
-from tritonpack.cli.bench.batch import Batch
+from tritonpack.cli.bench.batch import Batch, Shape, make_batch
 
 LENGTHS = (37, 1, 80, 20)
 KINDS = {
@@ -15,4 +12,4 @@ KINDS = {
 
 
 def batch_of(kind: str) -> Batch:
-    return make_batch(KINDS[kind], LENGTHS, torch.device("cpu"))
+    return make_batch(KINDS[kind], LENGTHS, "cpu")
