@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tests.parallel.sp_models import make_model, packed
+from tests.parallel.models import make_model, packed
 from tritonpack import SequenceParallel
 
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from tests.parallel.sp_models import (
+from tests.parallel.models import (
     BATCHES,
     LENGTHS,
     Result,

@@ -4,6 +4,6 @@ from functools import partial
 
 import torch
 
-from tests.parallel.exchange_cases import EXCHANGES, low_precision
+from tests.parallel.attention_cases import EXCHANGES, low_precision
 
 CASES = {exchange: partial(low_precision, exchange, torch.float32, "triton") for exchange in EXCHANGES}

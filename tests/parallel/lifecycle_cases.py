@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, LlamaForSequenceClassification
 
-from tests.parallel.sp_models import GROUPED, close, make_model, numbers, packed, padded
+from tests.parallel.models import GROUPED, close, make_model, numbers, packed, padded
 from tests.patches.models import COMMON, tiny_model
 from tritonpack import SequenceParallel, UnsupportedModelError, patch, unpatch
 

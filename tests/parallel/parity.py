@@ -4,8 +4,8 @@ A row for each batch and family, a column for each exchange and layout; the larg
 parameter's gradient, relative to the largest number of that tensor, in float64.
 """
 
-from tests.parallel.sp_models import BATCHES, alone_on, make_model, no_loss, on_ranks
-from tests.parallel.world import Ranks
+from tests.parallel.models import BATCHES, alone_on, make_model, no_loss, on_ranks
+from tests.parallel.pool import Pool
 
 COLUMNS = [
     (exchange, layout) for exchange in ("all_gather", "ring", "ulysses") for layout in ("contiguous", "balanced")
@@ -34,6 +34,6 @@ CASES = {"parity": table}
 
 if __name__ == "__main__":
     for size in (2, 4):
-        pool = Ranks(size)
+        pool = Pool(size)
         print(f"{size} ranks\n{pool.run('parity', 'parity', patience=3600)}")
         pool.close()

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.world import Ranks, cases_of
+from tests.parallel.pool import Pool, cases_of
 
 CASES = (
-    "collectives_cases",
-    "exchange_cases",
+    "all_gather_with_grad_cases",
+    "attention_cases",
     "context_cases",
     "lifecycle_cases",
     "argument_cases",
@@ -63,7 +63,7 @@ def test_ranks_agree_with_the_kernels(run_on, module, name):
 
 @pytest.mark.heavy
 def test_a_failure_on_one_rank_is_seen():
-    pool = Ranks(2)
+    pool = Pool(2)
     pool.run("failing_cases", "passes")
     with pytest.raises(AssertionError, match=r"(?s)rank 0 of 2.*on the last rank alone failed:.*ValueError: as it"):
         pool.run("failing_cases", "on the last rank alone")
@@ -73,8 +73,8 @@ def test_a_failure_on_one_rank_is_seen():
 @pytest.mark.heavy
 def test_a_rank_that_dies_or_gets_stuck_is_seen():
     with pytest.raises(AssertionError, match=r"the last rank dies: died"):
-        Ranks(2).run("failing_cases", "the last rank dies")
-    pool = Ranks(2)
+        Pool(2).run("failing_cases", "the last rank dies")
+    pool = Pool(2)
     pool.run("failing_cases", "passes")
     with pytest.raises(AssertionError, match=r"the last rank is stuck: stuck"):
         pool.run("failing_cases", "the last rank is stuck", patience=2)

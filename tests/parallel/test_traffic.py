@@ -11,8 +11,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tritonpack import BlockDiagonalMask
 from tritonpack.parallel import attend, comm, make_layout
-from tritonpack.parallel.call import Call
-from tritonpack.parallel.ulysses import divide_heads
+from tritonpack.parallel.exchanges.call import Call
+from tritonpack.parallel.exchanges.ulysses import divide_heads
 
 RANKS, RANK = 8, 3
 TOKENS, HEADS, HEAD_DIM, HEAD_DIM_V = 128, 16, 8, 4

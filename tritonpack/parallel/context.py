@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any, get_args
 from torch import Tensor, nn
 
 from tritonpack.checks import check_choice, check_flag
+from tritonpack.parallel.attention import Exchange
 from tritonpack.parallel.comm import as_ranks
 from tritonpack.parallel.consistency import require_same_batch, require_same_settings
-from tritonpack.parallel.exchange import Exchange
 from tritonpack.parallel.layouts import LayoutName, make_layout
 from tritonpack.parallel.sharded_batch import ShardedBatch, fill_up, shard_batch
-from tritonpack.parallel.sharing import GradReduce, Sharing
+from tritonpack.parallel.sharded_forward import ShardedForward
+from tritonpack.parallel.sharding import GradReduce, Sharding
 from tritonpack.parallel.validate import (
     compared_parameters,
     find_packing_hook,
@@ -23,7 +24,6 @@ from tritonpack.parallel.validate import (
     require_shardable,
     shared_modules,
 )
-from tritonpack.parallel.wrapper import ShardedForward
 from tritonpack.patches import patch
 from tritonpack.patches.mask_spec import MaskSpec
 from tritonpack.patches.packed_batch import PackedBatch
@@ -117,7 +117,7 @@ class SequenceParallel:
         self._forwards: list[ShardedForward] = []
         self._patches: list[Patch] = []
         self._parameters: list[Tensor] = []
-        self._sharing: Sharing | None = None
+        self._sharing: Sharding | None = None
 
     def __enter__(self) -> SequenceParallel:
         if self.entered:
@@ -224,13 +224,13 @@ class SequenceParallel:
         filled = fill_up(packed_batch, columns)
         mask = filled.interval_mask(length + columns, 0, 0, spec).mask
         layout = make_layout(self.layout, mask, self.ranks.size)
-        sharing = Sharing(
+        sharding = Sharding(
             self.ranks, layout, packed_batch.tokens, columns, self.exchange, self.heads_k_stride, self.grad_reduce
         )
-        self._sharing = sharing
-        return shard_batch(packed_batch, filled, sharing)
+        self._sharing = sharding
+        return shard_batch(packed_batch, filled, sharding)
 
-    def _last(self) -> Sharing:
+    def _last(self) -> Sharding:
         if self._sharing is None:
             raise ValueError("no batch has been shared yet: run a model's forward inside of the context first.")
         return self._sharing

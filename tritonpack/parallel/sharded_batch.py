@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.parallel.sharing import Sharing
+from tritonpack.parallel.sharding import Sharding
 from tritonpack.patches.mask_spec import MaskSpec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch
 
@@ -18,20 +18,20 @@ class ShardedMask(IntervalMask):
     """The mask of the whole batch, for layers that have one rank's rows of it: queries (1, rows), keys likewise.
 
     Attributes:
-        sharing: who has which rows.
+        sharding: who has which rows.
     """
 
-    arguments = (*IntervalMask.arguments, "sharing")
+    arguments = (*IntervalMask.arguments, "sharding")
 
-    def __init__(self, *given: Any, sharing: Sharing, **named: Any) -> None:
+    def __init__(self, *given: Any, sharding: Sharding, **named: Any) -> None:
         super().__init__(*given, **named)
-        self.sharing = sharing
+        self.sharding = sharding
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         assert isinstance(self.packed_batch, ShardedBatch)
         self.count_use()
         self.packed_batch.attended.add(self.spec)
-        return self.sharing.attend(q, k, v, self.mask, backend=self.serving.backend, **options)
+        return self.sharding.attend(q, k, v, self.mask, backend=self.serving.backend, **options)
 
     def to_tensor(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
         raise UnsupportedModelError(
@@ -46,16 +46,16 @@ class ShardedBatch(PackedBatch):
     Attributes:
         whole: the packing of the batch.
         filled: the same, filled up as the layout has it; masks are made of it.
-        sharing: who has which rows.
+        sharding: who has which rows.
         attended: the kinds of layers that have exchanged keys and values.
     """
 
     shared = True
-    arguments = (*PackedBatch.arguments, "whole", "filled", "sharing")
+    arguments = (*PackedBatch.arguments, "whole", "filled", "sharding")
 
-    def __init__(self, *, whole: PackedBatch, filled: PackedBatch, sharing: Sharing, **named: Any) -> None:
+    def __init__(self, *, whole: PackedBatch, filled: PackedBatch, sharding: Sharding, **named: Any) -> None:
         super().__init__(**named)
-        self.whole, self.filled, self.sharing = whole, filled, sharing
+        self.whole, self.filled, self.sharding = whole, filled, sharding
         self.attended: set[MaskSpec] = set()
 
     def interval_mask(self, num_keys: int, query_offset: int | Tensor, key_offset: int, spec: MaskSpec) -> IntervalMask:
@@ -69,7 +69,7 @@ class ShardedBatch(PackedBatch):
                 return interval_mask
         whole = self.filled.interval_mask(self.filled.tokens[1], 0, 0, spec).mask
         shape = torch.Size((1, 1, self.tokens[1], self.tokens[1]))
-        mask = ShardedMask(whole, shape, self.serving, self, spec, sharing=self.sharing)
+        mask = ShardedMask(whole, shape, self.serving, self, spec, sharding=self.sharding)
         self.kept.append(((spec,), mask))
         return mask
 
@@ -83,13 +83,13 @@ class ShardedBatch(PackedBatch):
 
     def runs(self) -> tuple[Tensor, Tensor | None]:
         starts, live = self.whole.runs()
-        return self.sharing.shard(starts), None if live is None else self.sharing.shard(live)
+        return self.sharding.shard(starts), None if live is None else self.sharding.shard(live)
 
     def positions(self) -> Tensor:
-        return self.sharing.shard(self.whole.positions())
+        return self.sharding.shard(self.whole.positions())
 
     def places(self) -> Tensor:
-        return self.sharing.shard(self.whole.places())
+        return self.sharding.shard(self.whole.places())
 
     def lengths(self) -> tuple[Tensor, Tensor]:
         raise UnsupportedModelError("layers that mix along the row need whole documents, and ranks have parts of them.")
@@ -112,25 +112,25 @@ def fill_up(packed_batch: PackedBatch, columns: int) -> PackedBatch:
     )
 
 
-def shard_batch(whole: PackedBatch, filled: PackedBatch, sharing: Sharing) -> ShardedBatch:
+def shard_batch(whole: PackedBatch, filled: PackedBatch, sharding: Sharding) -> ShardedBatch:
     """This rank's rows of a packing without a cache."""
     assert not whole.cached
-    mask = whole.to_tensor() if sharing.columns and whole.attention_mask is None else whole.attention_mask
+    mask = whole.to_tensor() if sharding.columns and whole.attention_mask is None else whole.attention_mask
     positions = whole.positions() if whole.position_ids is None else whole.position_ids  # a shard can't count its own
     return ShardedBatch(
-        attention_mask=None if mask is None else sharing.shard(mask),
-        position_ids=shard_positions(positions, sharing),
+        attention_mask=None if mask is None else sharding.shard(mask),
+        position_ids=shard_positions(positions, sharding),
         boundaries=None,
-        tokens=torch.Size((1, sharing.rows)),
+        tokens=torch.Size((1, sharding.rows)),
         where=whole.where,
         serving=whole.serving,
         whole=whole,
         filled=filled,
-        sharing=sharing,
+        sharding=sharding,
     )
 
 
-def shard_positions(position_ids: Tensor, sharing: Sharing) -> Tensor:
+def shard_positions(position_ids: Tensor, sharding: Sharding) -> Tensor:
     """(B, T) or (1, T) for all rows alike, or several kinds of them, (3, B, T) -> (1, rows) or (3, 1, rows)."""
-    whole = position_ids.expand(*position_ids.shape[:-2], *sharing.tokens)
-    return sharing.shard(whole, whole.ndim - 2)
+    whole = position_ids.expand(*position_ids.shape[:-2], *sharding.tokens)
+    return sharding.shard(whole, whole.ndim - 2)

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tritonpack.parallel.call import Call
 from tritonpack.parallel.comm import shift, wide
+from tritonpack.parallel.exchanges.call import Call
 
 _ALL = slice(None)
 

@@ -1,4 +1,4 @@
-"""Sharing: one batch spread over ranks: its shards, what is gathered of them again, and sums over all of them."""
+"""Sharding: one batch spread over ranks: its shards, what is gathered of them again, and sums over all of them."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
-from tritonpack.parallel.collectives import AllGatherWithGrad
+from tritonpack.parallel.all_gather_with_grad import AllGatherWithGrad
+from tritonpack.parallel.attention import Exchange, attend
 from tritonpack.parallel.comm import Ranks
-from tritonpack.parallel.exchange import Exchange, attend
 from tritonpack.parallel.layouts import Layout
 
 GradReduce = Literal["mean", "sum"]
@@ -48,7 +48,7 @@ class Kept:
 
 
 @dataclass(frozen=True, eq=False)
-class Sharing:
+class Sharding:
     """How one batch is spread over ranks, its rows laid end to end as one stream.
 
     The objective is the mean over ranks of the losses that they compute: a loss that all ranks compute alike from

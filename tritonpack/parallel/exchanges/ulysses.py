@@ -19,8 +19,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tritonpack.ops import attend
-from tritonpack.parallel.call import Call, of_heads
 from tritonpack.parallel.comm import all_to_all, wide
+from tritonpack.parallel.exchanges.call import Call, of_heads
 
 Spans = list[slice]
 

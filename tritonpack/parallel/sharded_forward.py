@@ -16,10 +16,10 @@ from transformers.utils import ModelOutput
 
 from tritonpack.checks import is_int, require
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.parallel.loss import IGNORED, ShardedLoss, computing_loss, shift, shifts
 from tritonpack.parallel.rotary import LongestPosition
 from tritonpack.parallel.sharded_batch import ShardedBatch, ShardedMask
-from tritonpack.parallel.sharing import Kept, Sharing, exchanges
+from tritonpack.parallel.sharded_loss import IGNORED, ShardedLoss, computing_loss, shift, shifts
+from tritonpack.parallel.sharding import Kept, Sharding, exchanges
 from tritonpack.parallel.validate import is_patched, packing_hook
 from tritonpack.patches.call_arguments import in_form
 from tritonpack.patches.hooks import CACHES
@@ -153,13 +153,13 @@ class ShardedForward:
             raise
         self.context.require_same_batch(batch.compared(), None)
         packed_batch = self.context.share(batch.packed_batch, self.spec)
-        sharing = packed_batch.sharing
-        kept = None if batch.kept is None else sharing.keep(batch.kept)
+        sharding = packed_batch.sharding
+        kept = None if batch.kept is None else sharding.keep(batch.kept)
         loss = None
         if batch.targets is not None:
             ignored = _ignored(batch.arguments)
-            targets = sharing.shard(batch.targets, fill=ignored) if kept is None else kept.pick(batch.targets)
-            loss = ShardedLoss(self.module.loss_function, sharing, targets, batch.targets)
+            targets = sharding.shard(batch.targets, fill=ignored) if kept is None else kept.pick(batch.targets)
+            loss = ShardedLoss(self.module.loss_function, sharding, targets, batch.targets)
         return Shard(packed_batch, kept, loss, self._shard(batch, packed_batch, kept, loss))
 
     def _read(self, arguments: dict[str, Any]) -> Batch:
@@ -208,9 +208,9 @@ class ShardedForward:
         self, batch: Batch, packed_batch: ShardedBatch, kept: Kept | None, loss: ShardedLoss | None
     ) -> dict[str, Any]:
         """The arguments that the model is called with."""
-        sharing = packed_batch.sharing
+        sharding = packed_batch.sharding
         others = _without(batch.arguments, ("labels", "shift_labels", "position_ids"))
-        sharded = {name: _own_rows(x, sharing) for name, x in others.items()}
+        sharded = {name: _own_rows(x, sharding) for name, x in others.items()}
         sharded["attention_mask"] = packed_batch
         if batch.packed_batch.position_ids is not None:
             sharded["position_ids"] = packed_batch.position_ids
@@ -238,14 +238,14 @@ class ShardedForward:
     def _whole(self, name: str, value: Any, shard: Shard) -> Any:
         if isinstance(value, tuple):
             return tuple(self._whole(name, one, shard) for one in value)
-        gathers, sharing = self.context.gather_outputs, shard.packed_batch.sharing
+        gathers, sharding = self.context.gather_outputs, shard.packed_batch.sharding
         if isinstance(value, Tensor) and name != "pooler_output":
             if "logits" in name and shard.kept is not None and value.shape[:2] == (1, shard.kept.local.shape[0]):
-                return sharing.gather_kept(value, shard.kept) if gathers else value
-            if value.shape[:2] == (1, sharing.rows):
-                return sharing.gather(value) if gathers else value
-            if value.ndim and value.shape[0] == sharing.rows:  # tokens alone, such as a router's logits
-                return sharing.gather(value[None]).flatten(0, 1) if gathers else value
+                return sharding.gather_kept(value, shard.kept) if gathers else value
+            if value.shape[:2] == (1, sharding.rows):
+                return sharding.gather(value) if gathers else value
+            if value.ndim and value.shape[0] == sharding.rows:  # tokens alone, such as a router's logits
+                return sharding.gather(value[None]).flatten(0, 1) if gathers else value
         described = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise UnsupportedModelError(
             f"{type(self.module).__name__} returns {name} ({described}), which isn't made of one row per token, so a "
@@ -316,12 +316,12 @@ def _refuse_arguments(arguments: dict[str, Any], tokens: torch.Size, module: Pre
             )
 
 
-def _own_rows(x: Any, sharing: Sharing) -> Any:
+def _own_rows(x: Any, sharding: Sharding) -> Any:
     """This rank's rows of an argument that has one per token, or of those in a tuple; others as they are."""
     if isinstance(x, (tuple, list)):
-        parts = [_own_rows(part, sharing) for part in x]
+        parts = [_own_rows(part, sharding) for part in x]
         return tuple(parts) if isinstance(x, tuple) else parts
-    return sharing.shard(x) if isinstance(x, Tensor) and x.shape[:2] == sharing.tokens else x
+    return sharding.shard(x) if isinstance(x, Tensor) and x.shape[:2] == sharding.tokens else x
 
 
 def _kept(given: Any, tokens: torch.Size, device: torch.device) -> Tensor | None:

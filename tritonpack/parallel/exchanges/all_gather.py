@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tritonpack.parallel.call import Call
 from tritonpack.parallel.comm import fill_up, gather, scatter_sum, wide
+from tritonpack.parallel.exchanges.call import Call
 
 
 class AllGather(torch.autograd.Function):

@@ -32,7 +32,7 @@ STUCK = 20  # seconds after which a collective gives up
 PATIENCE = 240  # seconds for a case
 
 
-class Ranks:
+class Pool:
     """A pool of processes, one for each rank."""
 
     def __init__(self, size: int) -> None:
@@ -42,7 +42,7 @@ class Ranks:
         descriptors = [one.fileno() for one in theirs]
         # A session of its own, which ends as a whole.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.parallel.world", self._folder.name, *map(str, descriptors)],
+            [sys.executable, "-m", "tests.parallel.pool", self._folder.name, *map(str, descriptors)],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             pass_fds=descriptors,

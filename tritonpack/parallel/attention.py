@@ -10,12 +10,12 @@ from tritonpack.attention import Backend, autocast, check_inputs, resolve_backen
 from tritonpack.checks import is_int
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import make_options
-from tritonpack.parallel.all_gather import AllGather
-from tritonpack.parallel.call import Call, of_heads, rows_mask
 from tritonpack.parallel.comm import Ranks, as_ranks
+from tritonpack.parallel.exchanges.all_gather import AllGather
+from tritonpack.parallel.exchanges.call import Call, of_heads, rows_mask
+from tritonpack.parallel.exchanges.ring import Ring
+from tritonpack.parallel.exchanges.ulysses import ulysses
 from tritonpack.parallel.layouts import Layout
-from tritonpack.parallel.ring import Ring
-from tritonpack.parallel.ulysses import ulysses
 
 if TYPE_CHECKING:
     from tritonpack.parallel.comm import GroupLike

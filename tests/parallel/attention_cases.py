@@ -1,4 +1,4 @@
-"""What ranks check of `attend`, each in its own process (tests/parallel/world.py): it is what one process computes."""
+"""What ranks check of `attend`, each in its own process (tests/parallel/pool.py): it is what one process computes."""
 
 from dataclasses import dataclass, field
 from functools import partial

@@ -1,4 +1,4 @@
-"""AllGatherWithGrad where there is no group; with one: collectives_cases.py, run by test_ranks.py."""
+"""AllGatherWithGrad where there is no group; with one: all_gather_with_grad_cases.py, run by test_ranks.py."""
 
 import pytest
 

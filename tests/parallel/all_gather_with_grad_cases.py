@@ -1,4 +1,4 @@
-"""What ranks check of AllGatherWithGrad, each in its own process (tests/parallel/world.py)."""
+"""What ranks check of AllGatherWithGrad, each in its own process (tests/parallel/pool.py)."""
 
 from functools import partial
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.parallel.sharing import Sharing
+from tritonpack.parallel.sharding import Sharding
 
 IGNORED = -100  # transformers' label for tokens without a target, unless a call says otherwise by `ignore_index`
 
@@ -47,14 +47,14 @@ class ShardedLoss:
 
     Attributes:
         own: the model's loss function.
-        sharing: who has which tokens.
+        sharding: who has which tokens.
         targets: (1, rows) or (1, kept), this rank's.
         whole: the targets of all ranks, in any shape.
         used: whether the model has asked for its loss.
     """
 
-    def __init__(self, own: Any, sharing: Sharing, targets: Tensor, whole: Tensor) -> None:
-        self.own, self.sharing, self.targets, self.whole = own, sharing, targets, whole
+    def __init__(self, own: Any, sharding: Sharding, targets: Tensor, whole: Tensor) -> None:
+        self.own, self.sharding, self.targets, self.whole = own, sharding, targets, whole
         self.used = False
 
     def __call__(self, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
@@ -70,7 +70,7 @@ class ShardedLoss:
         if shifts(self.own):
             kwargs["shift_labels"] = self.targets
         part = self.own(logits, self.targets, *args, num_items_in_batch=items, **kwargs)
-        return self.sharing.total(part)
+        return self.sharding.total(part)
 
 
 @contextmanager
