@@ -137,12 +137,11 @@ def refuses_on_every_rank():
     refused("int64", lambda: gather(torch.zeros(2, 3, dtype=torch.int64 if odd else torch.float32)))
     refused("dimensions on every rank.*dim=2", lambda: gather(torch.zeros(2, 3), None, 2 if odd else 1))
     refused("dimensions on every rank.*dim=-3", lambda: gather(torch.zeros(2, 3), None, -3 if odd else 1))
-    refused("no tensor", lambda: gather([1.0] if odd else torch.zeros(2, 3)))
-    refused("a plain dtype", lambda: gather(torch.zeros(2, 3, dtype=torch.complex32 if odd else torch.float32)))
-    refused("at most 8 dimensions", lambda: gather(torch.zeros([1] * (9 if odd else 3))))
+    refused("no such tensor", lambda: gather([1.0] if odd else torch.zeros(2, 3)))
+    refused("complex32", lambda: gather(torch.zeros(2, 3, dtype=torch.complex32 if odd else torch.float32)))
     refused("all or none need gradients.*needs gradients", lambda: gather(torch.zeros(2, 3, requires_grad=odd)))
     refused("backward='slice'", lambda: gather(torch.zeros(2, 3), None, 1, None, "slice" if odd else "sum"))
-    refused("out of the backend's reach", lambda: gather(torch.zeros(2, 3, device="meta" if odd else "cpu")))
+    refused("backend of the group can reach", lambda: gather(torch.zeros(2, 3, device="meta" if odd else "cpu")))
     assert gather(torch.zeros(2, 3), None, -1 if odd else 1).shape == (2, 3 * size)
 
 

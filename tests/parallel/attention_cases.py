@@ -159,7 +159,7 @@ def options_are_refused(exchange):
     else:
         refused("heads_k_stride is for exchange='all_gather'", heads_k_stride=2)
     if exchange == "ring":
-        refused("alibi_slopes need each key's distance.*use exchange='all_gather'", alibi_slopes=torch.ones(8))
+        refused("alibi_slopes need the distance of each key.*use exchange='all_gather'", alibi_slopes=torch.ones(8))
     if exchange == "ulysses":
         refused(rf"gives every rank a query head, and there are 1 for {size}", q=q[:, :1], k=k[:, :1], v=v[:, :1])
 

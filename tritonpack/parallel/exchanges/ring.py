@@ -1,11 +1,8 @@
-"""Exchange by ring: the ranks' keys and values travel from rank to rank, and each attends to what visits.
+"""Exchange by ring: blocks of keys and values travel from rank to rank, and each rank attends to the block it has.
 
-Partial results are merged by their log-sum-exp in float32 (docs/math.md, section 5). Backward computes each visiting
-block's share from the whole row's log-sum-exp; gradients of keys travel on with their block, in float32, until they are
-home. Memory is that of two blocks, however many ranks there are.
-
-Bytes that a rank receives, with T / R rows per rank, R ranks, n key heads of dimensions D and D_v, and b bytes per
-number: forward (R - 1) T / R n (D + D_v) b, backward the same plus T n (D + D_v) max(b, 4).
+Partial results are merged by their log-sum-exp in float32 (docs/math.md, section 5). Backward computes the gradients of
+each block from the log-sum-exp over all keys. Gradients of keys travel with their block, in float32, until they reach
+the rank that owns it. A rank holds two blocks at a time, however many ranks there are.
 
 Source: Liu, Zaharia and Abbeel, Ring Attention (arXiv:2310.01889).
 """
@@ -20,7 +17,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tritonpack.parallel.comm import shift, wide
-from tritonpack.parallel.exchanges.call import Call
+from tritonpack.parallel.exchanges.call import Call, join, split
 
 _ALL = slice(None)
 
@@ -33,15 +30,15 @@ class Ring(torch.autograd.Function):
         exact = torch.promote_types(q.dtype, torch.float32)
         out = q.new_zeros(q.shape[0], q.shape[1], v.shape[2], dtype=exact)
         lse = q.new_full((q.shape[1], q.shape[0]), float("-inf"), dtype=exact)
-        for source, ks, vs in _visiting(call, k, v):
+        for source, ks, vs in _blocks(call, k, v):
             if call.visible()[source]:
                 part, part_lse = call.forward(q, ks, vs, call.rows_mask(source), _ALL, None)
                 merged = torch.logaddexp(lse, part_lse)
-                out = out * _share(lse, merged) + part * _share(part_lse, merged)
+                out = out * _weight(lse, merged) + part * _weight(part_lse, merged)
                 lse = merged
-        if sinks is not None:  # a key without a value; a row that sees nothing has no sink either
+        if sinks is not None:  # a key without a value; a row that sees no key has no sink either
             merged = torch.where(lse == float("-inf"), lse, torch.logaddexp(lse, sinks[:, None]))
-            out, lse = out * _share(lse, merged), merged
+            out, lse = out * _weight(lse, merged), merged
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, out, lse, sinks)
         ctx.call = call
@@ -52,41 +49,35 @@ class Ring(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks = ctx.saved_tensors
-        call, ranks = ctx.call, ctx.call.ranks
-        dout, dlse = gradients
+        call, (dout, dlse) = ctx.call, gradients
         dout = torch.zeros_like(out) if dout is None else dout
         dq = torch.zeros_like(q, dtype=wide(q.dtype))
-        size = k.shape[1] * (k.shape[2] + v.shape[2])
         coming: tuple[Tensor, list[Any]] | None = None
-        for source, ks, vs in _visiting(call, k, v):
-            dkv = dq.new_zeros(call.lengths[source] * size)
+        for source, ks, vs in _blocks(call, k, v):
             if call.visible()[source]:
-                dq_part, dk, dv, _ = call.backward(
-                    dout, dlse, q, ks, vs, out, lse, call.rows_mask(source), _ALL, None
-                )  # fmt: skip
+                dq_part, dk, dv, _ = call.backward(dout, dlse, q, ks, vs, out, lse, call.rows_mask(source), _ALL, None)
                 dq += dq_part
-                dkv = torch.cat([dk.flatten(), dv.flatten()]).to(dkv.dtype)
+                dkv = join(dk, dv).to(dq.dtype)
+            else:
+                dkv = dq.new_zeros(ks.shape[0], k.shape[1] * (k.shape[2] + v.shape[2]))
             if coming is not None:
                 dkv += _arrived(coming)
-            if ranks.size > 1:
-                coming = shift(dkv, call.lengths[(source - 1) % ranks.size] * size, ranks)
+            if call.ranks.size > 1:
+                coming = shift(dkv, call.lengths[(source - 1) % call.ranks.size], call.ranks)
         if coming is not None:
             dkv = _arrived(coming)
-        dk, dv = _split(dkv, k, v, k.shape[0])
+        dk, dv = split(dkv, k, v)
         dsinks = None if sinks is None else _sink_gradients(sinks, dout, dlse, out, lse)
         return None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
 
 
-def _visiting(call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Each rank's number, keys and values, the own first; the next block travels while the caller computes."""
-    size, per_row = call.ranks.size, k.shape[1] * (k.shape[2] + v.shape[2])
-    block = torch.cat([k.flatten(), v.flatten()])
+def _blocks(call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Each rank's number, keys and values, this rank's first. The next block travels while the caller computes."""
+    size, block = call.ranks.size, join(k, v)
     for step in range(size):
         source = (call.ranks.rank - step) % size
-        coming = None
-        if step + 1 < size:
-            coming = shift(block, call.lengths[(source - 1) % size] * per_row, call.ranks)
-        yield source, *_split(block, k, v, call.lengths[source])
+        coming = shift(block, call.lengths[(source - 1) % size], call.ranks) if step + 1 < size else None
+        yield source, *split(block, k, v)
         if coming is not None:
             block = _arrived(coming)
 
@@ -98,22 +89,15 @@ def _arrived(coming: tuple[Tensor, list[Any]]) -> Tensor:
     return block
 
 
-def _split(block: Tensor, k: Tensor, v: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """A flat block of `rows` rows as keys and values, shaped like k and v."""
-    numbers = rows * k.shape[1] * k.shape[2]
-    return block[:numbers].view(rows, *k.shape[1:]), block[numbers:].view(rows, *v.shape[1:])
-
-
-def _share(lse: Tensor, merged: Tensor) -> Tensor:
-    """(T, H, 1): what a partial result weighs in the merged one; 0 where nothing was seen."""
+def _weight(lse: Tensor, merged: Tensor) -> Tensor:
+    """(T, H, 1): the weight of a partial result in the merged one; 0 where a row has seen no key."""
     return torch.where(lse == float("-inf"), 0.0, torch.exp(lse - merged)).T[..., None]
 
 
 def _sink_gradients(sinks: Tensor, dout: Tensor, dlse: Tensor | None, out: Tensor, lse: Tensor) -> Tensor:
-    """(H,): these rows' share (docs/math.md, section 6)."""
+    """(H,): the part of the gradient that comes from this rank's rows (docs/math.md, section 6)."""
     delta = (out.to(lse.dtype) * dout.to(lse.dtype)).sum(-1).T
     if dlse is not None:
         delta = delta - dlse
-    empty = lse == float("-inf")
     share = torch.exp(sinks[:, None] - lse)
-    return -torch.where(empty, 0.0, share * delta).sum(1).to(sinks.dtype)
+    return -torch.where(lse == float("-inf"), 0.0, share * delta).sum(1).to(sinks.dtype)
