@@ -258,8 +258,8 @@ def towers():
     batch = {"input_ids": numbers(1, 60), "position_ids": torch.arange(60).expand(3, 1, -1)}
     with SequenceParallel(model, layout="balanced") as context:
         model(**batch)
-        wanted = make_layout("balanced", BlockDiagonalMask.from_seqlens([60]), context.ranks.size)
-        for got, rows in zip(context._last().layout.rows, wanted.rows, strict=True):
+        wanted = make_layout("balanced", BlockDiagonalMask.from_seqlens([60]), context.state.ranks.size)
+        for got, rows in zip(context.state.sharding.layout.rows, wanted.rows, strict=True):
             assert got.tolist() == rows.tolist()
 
 

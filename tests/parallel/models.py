@@ -175,3 +175,21 @@ def same(got, wanted):
     assert got.gradients.keys() == wanted.gradients.keys()
     for name, gradient in wanted.gradients.items():
         close(got.gradients[name], gradient, name)
+
+
+def logits_of(model):
+    batch = packed()
+    del batch["labels"]
+    return model(**batch).logits
+
+
+def state_of(model):
+    """The attributes and hooks of a model that a context may change, by identity."""
+    return [
+        (
+            {name: id(x) for name, x in module.__dict__.items() if name[0] != "_" or name == "_loss_function"},
+            list(module._forward_pre_hooks.items()),
+            list(module._forward_hooks.items()),
+        )
+        for module in model.modules()
+    ] + [getattr(getattr(model, "config", None), "_attn_implementation", None)]

@@ -14,7 +14,7 @@ CASES = (
     "attention_cases",
     "context_cases",
     "lifecycle_cases",
-    "argument_cases",
+    "refusal_cases",
     "composition_cases",
     "trainer_cases",
 )

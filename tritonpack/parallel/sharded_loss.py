@@ -1,4 +1,4 @@
-"""A model's loss over one rank's tokens: targets shifted before they were sharded, sums divided by the count of all."""
+"""A model's loss over one rank's tokens: targets are shifted before they are sharded, and all ranks' targets count."""
 
 from __future__ import annotations
 
@@ -12,45 +12,45 @@ from torch import Tensor, nn
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.sharding import Sharding
 
-IGNORED = -100  # transformers' label for tokens without a target, unless a call says otherwise by `ignore_index`
+IGNORED = -100  # the label of tokens without a target in transformers, unless a call passes `ignore_index`
 
-# Losses of transformers that compare every token with its own label; the others shift, and take `shift_labels`.
+# Losses of transformers that compare each token with its own label. The others shift labels, and take `shift_labels`.
 PER_TOKEN = ("ForMaskedLMLoss", "ForTokenClassification")
 
 REMEDY = "Pass no labels and compute the loss from gathered logits: SequenceParallel(..., gather_outputs=True)."
 
 
 def shift(labels: Tensor, ignored: int) -> Tensor:
-    """The target of each token of (B, T) labels: the label of the next token of its row, `ignored` for the last."""
+    """The target of each token of (B, T) labels: the label of the next token in its row, `ignored` for the last."""
     return nn.functional.pad(labels[:, 1:], (0, 1), value=ignored)
 
 
 def shifts(loss_function: Any) -> bool:
-    """Whether a loss function of a model compares tokens with the next ones' labels.
+    """Whether a model's loss function compares each token with the label of the next one.
 
     Raises:
-        UnsupportedModelError: one that can't be told what the targets are, or how many there are.
+        UnsupportedModelError: it takes no targets, or no number of targets.
     """
-    if getattr(loss_function, "__name__", "") in PER_TOKEN:
+    name = getattr(loss_function, "__name__", "")
+    if name in PER_TOKEN:
         return False
-    parameters = inspect.signature(loss_function).parameters
-    if not {"shift_labels", "num_items_in_batch"} <= set(parameters):
+    if not {"shift_labels", "num_items_in_batch"} <= set(inspect.signature(loss_function).parameters):
         raise UnsupportedModelError(
-            f"the model's loss function {getattr(loss_function, '__name__', loss_function)!r} must take shift_labels "
-            f"and num_items_in_batch, as ForCausalLMLoss of transformers does, to see one rank's tokens alone. {REMEDY}"
+            f"the model's loss function {name or loss_function!r} must take shift_labels and num_items_in_batch, as "
+            f"ForCausalLMLoss of transformers does, to compute the loss of one rank's tokens. {REMEDY}"
         )
     return True
 
 
 class ShardedLoss:
-    """Stands for a model's loss function during a forward pass: equal on all ranks to that of the whole batch.
+    """Stands for a model's loss function during a forward pass; its value is that of the whole batch on all ranks.
 
     Attributes:
         own: the model's loss function.
-        sharding: who has which tokens.
-        targets: (1, rows) or (1, kept), this rank's.
-        whole: the targets of all ranks, in any shape.
-        used: whether the model has asked for its loss.
+        sharding: how the batch is divided.
+        targets: this rank's, (1, rows) or (1, kept rows).
+        whole: the targets of all ranks, of any shape.
+        used: whether the model has called it.
     """
 
     def __init__(self, own: Any, sharding: Sharding, targets: Tensor, whole: Tensor) -> None:
@@ -61,7 +61,7 @@ class ShardedLoss:
         if logits.shape[:-1] != self.targets.shape or labels.shape != self.targets.shape:
             raise UnsupportedModelError(
                 f"the model passes logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)} to "
-                f"its loss where there are {tuple(self.targets.shape)} targets: it changes them by itself. {REMEDY}"
+                f"its loss, but there are {tuple(self.targets.shape)} targets. {REMEDY}"
             )
         self.used = True
         items = kwargs.pop("num_items_in_batch", None)
@@ -69,16 +69,15 @@ class ShardedLoss:
             items = (self.whole != kwargs.get("ignore_index", IGNORED)).sum()
         if shifts(self.own):
             kwargs["shift_labels"] = self.targets
-        part = self.own(logits, self.targets, *args, num_items_in_batch=items, **kwargs)
-        return self.sharding.total(part)
+        return self.sharding.total(self.own(logits, self.targets, *args, num_items_in_batch=items, **kwargs))
 
 
 @contextmanager
 def computing_loss(model: Any, loss: ShardedLoss) -> Iterator[None]:
-    """Have a model compute its loss by `loss`.
+    """Make a model compute its loss by `loss`.
 
     Raises:
-        UnsupportedModelError: on leaving, if it computed one by itself.
+        UnsupportedModelError: on leaving, if the model computed its loss in another way.
     """
     before = model.__dict__.get("_loss_function")
     model.loss_function = loss
@@ -90,5 +89,5 @@ def computing_loss(model: Any, loss: ShardedLoss) -> Iterator[None]:
             model.__dict__["_loss_function"] = before
     if not loss.used:
         raise UnsupportedModelError(
-            f"{type(model).__name__} computes its loss without its loss function, of one rank's tokens. {REMEDY}"
+            f"{type(model).__name__} computes its loss without its loss function, from one rank's tokens. {REMEDY}"
         )

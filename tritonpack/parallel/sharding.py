@@ -1,4 +1,4 @@
-"""Sharding: one batch spread over ranks: its shards, what is gathered of them again, and sums over all of them."""
+"""How one batch is divided among ranks: take this rank's rows of a tensor, gather all rows, sum parts of a loss."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from tritonpack.parallel.layouts import Layout
 
 GradReduce = Literal["mean", "sum"]
 
-# Groups, and handles of what is under way, are nothing for a graph: it ends there, and another one begins behind.
+# A compiled graph can't hold process groups or handles of collectives. It ends here, and another one begins afterwards.
 exchanges = torch.compiler.disable(reason="sequence parallelism exchanges with other ranks here")
 
 
 @dataclass(frozen=True)
-class Kept:
-    """Some rows of a batch, in an order of their own, and where ranks have them.
+class KeptRows:
+    """Chosen rows of a batch, such as the tokens that logits are computed of, and which ranks own them.
 
     Attributes:
-        shape: of the rows as they were asked for, such as (batch, 3) for the last three tokens.
-        chosen: (own rows among them,) int64, which of them are this rank's.
-        local: likewise, their places in its shard.
-        lengths: how many of them each rank has.
-        order: (rows,) int64, where each lies in what the ranks have of them, laid end to end.
+        shape: of the chosen rows, such as (batch, 3) for the last three tokens of each row.
+        chosen: (own,) int64, the numbers of this rank's rows among the chosen ones.
+        local: (own,) int64, their places in this rank's shard.
+        lengths: how many of the chosen rows each rank owns.
+        order: (chosen rows,) int64, where each of them lies in what the ranks have of them, laid end to end.
     """
 
     shape: torch.Size
@@ -43,26 +43,26 @@ class Kept:
     order: Tensor
 
     def pick(self, x: Tensor) -> Tensor:
-        """This rank's of what there is one of for each of the rows, as (1, own)."""
+        """This rank's part, (1, own), of a tensor with one number for each chosen row."""
         return x.flatten()[self.chosen.to(x.device)][None]
 
 
 @dataclass(frozen=True, eq=False)
 class Sharding:
-    """How one batch is spread over ranks, its rows laid end to end as one stream.
+    """How one batch is divided among ranks. Its B rows of T tokens count as one stream.
 
-    The objective is the mean over ranks of the losses that they compute: a loss that all ranks compute alike from
-    gathered tensors is that loss, and so is one summed by `total`. With `grad_reduce="mean"` gradients are exact once
-    they are averaged over the ranks, with "sum" once they are summed.
+    The objective is the mean over ranks of their losses. So a loss that all ranks compute alike from gathered tensors
+    counts once, and so does one that `total` has summed. Gradients are exact after they are averaged over ranks, or
+    summed with `grad_reduce="sum"`.
 
     Attributes:
         ranks: the group.
         layout: which rows each rank owns.
         tokens: (B, T), the shape of the batch.
-        columns: how many tokens of padding stand at the end of its rows in the layout: a model can't be run on none, so
-            a very short batch is filled up until every rank has some.
-        exchange, heads_k_stride: as `attend` takes them.
-        grad_reduce: as above.
+        columns: how many tokens of padding the layout has at the end of each row, so that every rank of a very short
+            batch has some rows.
+        exchange, heads_k_stride: as in `attend`.
+        grad_reduce: "mean" or "sum".
     """
 
     ranks: Ranks
@@ -75,14 +75,11 @@ class Sharding:
 
     @property
     def rows(self) -> int:
-        """How many of the batch's rows this rank has."""
+        """How many of the batch's rows this rank owns."""
         return self.layout.lengths[self.ranks.rank]
 
     def shard(self, x: Tensor, dim: int = 0, *, fill: float = 0) -> Tensor:
-        """This rank's rows of a tensor with the batch's (B, T) at `dim` and `dim + 1`: there, they are (1, rows).
-
-        `fill` stands where the batch has been filled up.
-        """
+        """This rank's rows of a tensor: (B, T) at `dim` and `dim + 1` becomes (1, rows). Padding is `fill`."""
         if dim + 1 >= x.ndim or x.shape[dim : dim + 2] != self.tokens:
             raise ValueError(
                 f"the batch has tokens of shape {tuple(self.tokens)}, which the tensor must have at dimension {dim}; "
@@ -90,8 +87,7 @@ class Sharding:
             )
         if self.columns:
             x = pad(x, [0, 0] * (x.ndim - dim - 2) + [0, self.columns], value=fill)
-        rows = self.layout.rows[self.ranks.rank].to(x.device)
-        return x.flatten(dim, dim + 1).index_select(dim, rows).unsqueeze(dim)
+        return self.layout.shard(x.flatten(dim, dim + 1), self.ranks.rank, dim).unsqueeze(dim)
 
     def gather(self, x: Tensor) -> Tensor:
         """The shards (1, rows, ...) of all ranks as (B, T, ...), with a gradient for every rank's shard."""
@@ -100,12 +96,12 @@ class Sharding:
                 f"rank {self.ranks.rank} has {self.rows} rows of the batch, so its shard must be (1, {self.rows}, ...);"
                 f" got shape {tuple(x.shape)}."
             )
-        whole = self._gather(x, self.layout.lengths)
         batch, length = self.tokens
-        return self.layout.unshard(whole, 1)[0].unflatten(0, (batch, -1))[:, :length]
+        whole = self.layout.unshard(self._gather(x, self.layout.lengths), 1)
+        return whole[0].unflatten(0, (batch, -1))[:, :length]
 
-    def keep(self, rows: Tensor) -> Kept:
-        """Find rows of the batch, int64 numbers of tokens in the flattened batch in any shape and order."""
+    def keep(self, rows: Tensor) -> KeptRows:
+        """Find chosen rows, int64 numbers of tokens in the flattened batch, of any shape and in any order."""
         rows = rows + rows // self.tokens[1] * self.columns
         lengths = torch.tensor(self.layout.lengths, device=rows.device)
         ends = lengths.cumsum(0)
@@ -114,41 +110,37 @@ class Sharding:
         chosen = (owners == self.ranks.rank).nonzero().flatten()
         local = (places - (ends - lengths)[owners])[chosen]
         counts = owners.bincount(minlength=self.ranks.size).tolist()
-        return Kept(rows.shape, chosen, local, counts, owners.argsort(stable=True).argsort())
+        return KeptRows(rows.shape, chosen, local, counts, owners.argsort(stable=True).argsort())
 
-    def gather_kept(self, x: Tensor, kept: Kept) -> Tensor:
-        """What ranks computed of kept rows, (1, own, ...), as (*kept.shape, ...)."""
+    def gather_kept(self, x: Tensor, kept: KeptRows) -> Tensor:
+        """What ranks have computed of chosen rows, (1, own, ...), as (*kept.shape, ...)."""
         return self._gather(x, kept.lengths)[0].index_select(0, kept.order).unflatten(0, kept.shape)
 
     @exchanges
     def total(self, part: Tensor) -> Tensor:
         """The sum over ranks of their parts of a loss, equal on all of them."""
-        factor = self.ranks.size if self.grad_reduce == "mean" else 1
-        return _Total.apply(part, self.ranks, factor)
+        return _Total.apply(part, self.ranks, self.ranks.size if self.grad_reduce == "mean" else 1)
 
     @exchanges
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, **options: Any) -> Tensor:
-        """Attention of this rank's rows by the batch's mask; shapes and options as `attend` takes them."""
+        """Attention of this rank's rows by the mask of the batch; shapes and options as in `attend`."""
         return attend(
-            q,
-            k,
-            v,
-            mask,
-            self.layout,
-            self.ranks.group,
-            exchange=self.exchange,
-            heads_k_stride=self.heads_k_stride,
+            q, k, v, mask, self.layout, self.ranks.group, exchange=self.exchange, heads_k_stride=self.heads_k_stride,
             **options,
-        )
+        )  # fmt: skip
 
     @exchanges
     def _gather(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
-        if self.grad_reduce == "sum":
-            x = _Scaled.apply(x, 1 / self.ranks.size)
+        if self.grad_reduce == "sum" and x.requires_grad:
+            size = self.ranks.size
+            x = x.view_as(x)
+            x.register_hook(lambda gradient: gradient / size)
         return AllGatherWithGrad(self.ranks.group, 1, lengths)(x)
 
 
 class _Total(torch.autograd.Function):
+    """(part, ranks, factor) -> the sum over ranks; the gradient of `part` is that of the sum, times `factor`."""
+
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: Ranks, factor: int) -> Tensor:
         ctx.factor = factor
@@ -160,17 +152,3 @@ class _Total(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return gradients[0] * ctx.factor, None, None
-
-
-class _Scaled(torch.autograd.Function):
-    """x as it is, its gradient times a factor."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return gradients[0] * ctx.factor, None
