@@ -1,4 +1,4 @@
-"""`python -m tests.parallel.every_type`: every causal model type on two ranks, exact or refused."""
+"""`python -m tests.parallel.every_type`: whether each causal model type is exact on two ranks, or refused."""
 
 from collections import Counter
 

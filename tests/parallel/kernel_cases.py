@@ -1,4 +1,4 @@
-"""The exchanges with the Triton kernels as their backend: heads in steps and blocks of keys are strided and small."""
+"""The exchanges with the Triton backend, which gets strided heads and small blocks of keys from them."""
 
 from functools import partial
 

@@ -1,7 +1,7 @@
-"""`python -m tests.parallel.parity`: how far losses and gradients of 2 and 4 ranks are from those of one process.
+"""`python -m tests.parallel.parity`: differences between 2 or 4 ranks and one process, in losses and gradients.
 
-A row for each batch and family, a column for each exchange and layout; the largest difference of a loss or of any
-parameter's gradient, relative to the largest number of that tensor, in float64.
+Each row is a batch and family, each column an exchange and layout. A number is the largest difference in the loss or in
+the gradient of a parameter, relative to the largest number of that tensor, in float64.
 """
 
 from tests.parallel.models import BATCHES, alone_on, make_model, no_loss, on_ranks

@@ -1,4 +1,4 @@
-"""Sequence parallelism: who owns which rows of a batch, and how ranks attend to each other's."""
+"""Sequence parallelism: the ranks of a group divide the rows of a batch and exchange keys and values."""
 
 from tritonpack.parallel.all_gather_with_grad import AllGatherWithGrad
 from tritonpack.parallel.attention import attend

@@ -77,16 +77,9 @@ class AllGatherWithGrad:
         self.dim, self.lengths, self.backward = dim, lengths, backward
 
     @classmethod
-    def apply(
-        cls,
-        shard: Tensor,
-        group: GroupLike = None,
-        dim: int = 1,
-        lengths: Sequence[int] | None = None,
-        backward: Backward = "sum",
-    ) -> Tensor:
-        """Gather in one call, as an autograd function is called."""
-        return cls(group, dim, lengths, backward)(shard)
+    def apply(cls, shard: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """`AllGatherWithGrad(*args, **kwargs)(shard)`, in the form in which autograd functions are called."""
+        return cls(*args, **kwargs)(shard)
 
     def __call__(self, shard: Tensor) -> Tensor:
         if self.lengths is None:

@@ -15,20 +15,23 @@ from tritonpack.parallel.consistency import require_same_batch
 from tritonpack.parallel.context_state import ContextState
 from tritonpack.parallel.layouts import make_layout
 from tritonpack.parallel.sharded_batch import ShardedBatch, pad_rows, shard_batch
-from tritonpack.parallel.sharded_loss import IGNORED, ShardedLoss, shift, shifts
+from tritonpack.parallel.sharded_loss import ShardedLoss, shift, shifts
 from tritonpack.parallel.sharding import KeptRows, Sharding
 from tritonpack.parallel.validate import find_packing_hook
 from tritonpack.patches.call_arguments import in_form
 from tritonpack.patches.hooks import CACHES
+from tritonpack.patches.labels import IGNORED
 from tritonpack.patches.mask_spec import MaskSpec
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.packing_context import parameters_of
 from tritonpack.patches.parse_inputs import make_packed_batch
 from tritonpack.patches.positions import require_one_rope
 
-# Arguments that say where documents are. They are read into a `PackedBatch`, and the model gets that in their place.
-READ = ("attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position")
-REPLACED = (*READ, "position_ids", "labels", "shift_labels")
+# Arguments that the model doesn't get as they are: a `ShardedBatch` replaces those that say where documents begin.
+REPLACED = (
+    "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position",
+    "position_ids", "labels", "shift_labels",
+)  # fmt: skip
 
 MIN_ROWS = 2  # per rank: a model can't run on no rows, and with two every layout gives every rank some
 

@@ -15,7 +15,7 @@ from tritonpack.parallel.rotary import LongestPosition
 from tritonpack.parallel.shard_inputs import Shard, shard_inputs
 from tritonpack.parallel.sharded_batch import ShardedBatch, ShardedMask
 from tritonpack.parallel.sharded_loss import computing_loss
-from tritonpack.parallel.sharding import exchanges
+from tritonpack.parallel.sharding import outside_of_graphs
 from tritonpack.parallel.validate import own_packing_hook
 from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
 from tritonpack.patches.packing_context import InstanceForward, PackingContext
@@ -28,8 +28,8 @@ class ShardedForward(InstanceForward):
 
     The forward is replaced, because PEFT and some trainers call `model.forward`, which runs no hooks. A patched module
     also has a pre-hook that reads the documents, and torch calls that before any forward. So the hook is deferred: this
-    forward shards the batch first and runs the hook on the shard. In nested contexts several of these stand for each
-    other; the innermost one that was entered shards, and the outermost one runs the hook.
+    forward shards the batch first and runs the hook on the shard. In nested contexts, the forward of the innermost
+    context shards, and the forward of the outermost one runs the hook.
 
     Attributes:
         state: of the context.
@@ -48,9 +48,9 @@ class ShardedForward(InstanceForward):
         self.install()
 
     def remove(self) -> None:
-        """Give the model its own forward back. If a context that was entered later stands above, that one does it."""
+        """Give the model its own forward back, after the contexts that were entered later are left, too."""
         self.rotary.remove()
-        super().remove()
+        self.installed = False
         while isinstance(top := self.module.__dict__.get("forward"), ShardedForward) and not top.installed:
             InstanceForward.remove(top)
             if top.hook is not None:
@@ -79,7 +79,7 @@ class ShardedForward(InstanceForward):
         output = self._finish(output, shard)
         return output.to_tuple() if as_tuple else output
 
-    @exchanges
+    @outside_of_graphs
     def _shard(self, arguments: dict[str, Any]) -> Shard | None:
         """This rank's share of a call; None if the model must run on the arguments as they are."""
         top = self.module.__dict__.get("forward")
@@ -89,11 +89,12 @@ class ShardedForward(InstanceForward):
         return shard_inputs(self.module, arguments, self.state, self.spec)
 
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's own forward, after the deferred hook."""
         if self.hook is not None:
             args, kwargs = self.hook.run(self.module, args, kwargs) or (args, kwargs)
         return self.inner(*args, **kwargs)
 
-    @exchanges
+    @outside_of_graphs
     def _finish(self, output: Any, shard: Shard) -> Any:
         """The output of the whole batch with `gather_outputs`, else this rank's rows of it."""
         if not isinstance(output, ModelOutput):

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.sharding import Sharding
-
-IGNORED = -100  # the label of tokens without a target in transformers, unless a call passes `ignore_index`
+from tritonpack.patches.labels import IGNORED
 
 # Losses of transformers that compare each token with its own label. The others shift labels, and take `shift_labels`.
 PER_TOKEN = ("ForMaskedLMLoss", "ForTokenClassification")

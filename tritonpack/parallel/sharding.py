@@ -21,7 +21,7 @@ from tritonpack.parallel.layouts import Layout
 GradReduce = Literal["mean", "sum"]
 
 # A compiled graph can't hold process groups or handles of collectives. It ends here, and another one begins afterwards.
-exchanges = torch.compiler.disable(reason="sequence parallelism exchanges with other ranks here")
+outside_of_graphs = torch.compiler.disable(reason="sequence parallelism exchanges with other ranks here")
 
 
 @dataclass(frozen=True)
@@ -116,12 +116,12 @@ class Sharding:
         """What ranks have computed of chosen rows, (1, own, ...), as (*kept.shape, ...)."""
         return self._gather(x, kept.lengths)[0].index_select(0, kept.order).unflatten(0, kept.shape)
 
-    @exchanges
+    @outside_of_graphs
     def total(self, part: Tensor) -> Tensor:
         """The sum over ranks of their parts of a loss, equal on all of them."""
         return _Total.apply(part, self.ranks, self.ranks.size if self.grad_reduce == "mean" else 1)
 
-    @exchanges
+    @outside_of_graphs
     def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, **options: Any) -> Tensor:
         """Attention of this rank's rows by the mask of the batch; shapes and options as in `attend`."""
         return attend(
@@ -129,7 +129,7 @@ class Sharding:
             **options,
         )  # fmt: skip
 
-    @exchanges
+    @outside_of_graphs
     def _gather(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
         if self.grad_reduce == "sum" and x.requires_grad:
             size = self.ranks.size
