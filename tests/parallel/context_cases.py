@@ -15,9 +15,9 @@ from tests.parallel.models import (
     alone_on,
     close,
     gradients_of,
+    loss_of,
     make_model,
     mean_over,
-    no_loss,
     numbers,
     on_ranks,
     packed,
@@ -33,7 +33,7 @@ LAYOUTS = ("contiguous", "zigzag", "stripe", "balanced")
 
 
 def agrees(family="llama", batch="packed", **options):
-    same(on_ranks(make_model(family), no_loss, BATCHES[batch](), **options), alone_on(family, batch))
+    same(on_ranks(make_model(family), loss_of, BATCHES[batch](), **options), alone_on(family, batch))
 
 
 def loss_of_transformers():
@@ -44,7 +44,7 @@ def loss_of_transformers():
         del model._loss_function
         return model
 
-    got, wanted = on_ranks(made(), no_loss, packed()), alone(made(), no_loss, packed())
+    got, wanted = on_ranks(made(), loss_of, packed()), alone(made(), loss_of, packed())
     torch.testing.assert_close(got.loss, wanted.loss, rtol=1e-6, atol=0)
     for name, gradient in wanted.gradients.items():
         torch.testing.assert_close(got.gradients[name], gradient, rtol=1e-4, atol=1e-6)
@@ -56,7 +56,7 @@ def accumulated_gradients():
     count = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
     for batch in batches:
         batch["num_items_in_batch"] = torch.tensor(count)
-    same(on_ranks(make_model(), no_loss, *batches), alone(make_model(), no_loss, *batches))
+    same(on_ranks(make_model(), loss_of, *batches), alone(make_model(), loss_of, *batches))
 
 
 def other_ignore_index(batch):
@@ -64,13 +64,13 @@ def other_ignore_index(batch):
     given = BATCHES[batch]()
     given["labels"] = given["labels"].masked_fill(given["labels"] == -100, 0)
     given["ignore_index"] = 0
-    same(on_ranks(make_model(), no_loss, given), alone_on("llama", batch))
+    same(on_ranks(make_model(), loss_of, given), alone_on("llama", batch))
 
 
 def checkpointed(reentrant):
     model = make_model()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    same(on_ranks(model, no_loss, packed()), alone_on("llama", "packed"))
+    same(on_ranks(model, loss_of, packed()), alone_on("llama", "packed"))
 
 
 def targets_on_one_rank():
@@ -78,7 +78,7 @@ def targets_on_one_rank():
     batch = packed()
     batch["labels"] = torch.full_like(batch["labels"], -100)
     batch["labels"][0, 20] = 7
-    same(on_ranks(make_model(), no_loss, batch), alone(make_model(), no_loss, batch))
+    same(on_ranks(make_model(), loss_of, batch), alone(make_model(), loss_of, batch))
 
 
 def preference(model, **batch):
@@ -136,7 +136,7 @@ def loss_by_total(grad_reduce):
         loss = context.total(terms) / (targets != -100).sum()
         loss.backward()
         close(context.gather(mine), targets, "gathered")
-    result = Result(loss.detach()[None], None, mean_over(None, gradients_of(model), grad_reduce))
+    result = Result(loss.detach()[None], mean_over(None, gradients_of(model), grad_reduce))
     same(result, alone_on("llama", "packed"))
 
 
@@ -185,7 +185,7 @@ def kept_targets():
     mask = targets != -100
     mask[:, 20:] &= numbers(1, 31, seed=6) % 4 == 0
     batch |= {"labels": labels, "shift_labels": targets[mask], "logits_to_keep": mask}
-    same(on_ranks(make_model(), no_loss, batch), alone(make_model(), no_loss, batch))
+    same(on_ranks(make_model(), loss_of, batch), alone(make_model(), loss_of, batch))
 
 
 def documents_stay_apart(exchange, layout):
@@ -220,7 +220,7 @@ def base_model(under_a_head):
         loss = compute(model, **batch)
         assert context.shard(batch["input_ids"]).shape[1] < sum(LENGTHS)
         loss.backward()
-    same(Result(loss.detach()[None], None, mean_over(None, gradients_of(model))), wanted)
+    same(Result(loss.detach()[None], mean_over(None, gradients_of(model))), wanted)
 
 
 def peft_model():
@@ -232,7 +232,7 @@ def peft_model():
         weights = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         return get_peft_model(make_model(), weights)
 
-    same(on_ranks(made(), no_loss, packed()), alone(made(), no_loss, packed()))
+    same(on_ranks(made(), loss_of, packed()), alone(made(), loss_of, packed()))
 
 
 def tensors_in_tuples():
@@ -268,9 +268,9 @@ def in_groups_of_two():
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "sp"))
     batches = [packed(seed=seed) for seed in range(mesh["dp"].size())]
     model, reference = make_model(), make_model()
-    wanted = alone(reference, no_loss, *batches)
+    wanted = alone(reference, loss_of, *batches)
     with SequenceParallel(model, mesh["sp"], exchange="ring"):
-        loss = no_loss(model, **batches[mesh["dp"].get_local_rank()])
+        loss = loss_of(model, **batches[mesh["dp"].get_local_rank()])
         loss.backward()
     close(loss.detach(), wanted.loss[mesh["dp"].get_local_rank()], "loss")
     for name, p in model.named_parameters():

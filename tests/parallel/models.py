@@ -125,7 +125,6 @@ BATCHES = {
 @dataclass
 class Result:
     loss: torch.Tensor
-    logits: torch.Tensor | None = None
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -143,11 +142,11 @@ def mean_over(group, gradients, op="mean"):
     return gradients
 
 
-def no_loss(model, **batch):
+def loss_of(model, **batch):
     return model(**batch).loss
 
 
-def alone(model, compute=no_loss, *batches, **arguments):
+def alone(model, compute=loss_of, *batches, **arguments):
     """The loss of a patched model in one process, and gradients summed over batches."""
     patch(model)
     return _run(model, compute, batches, arguments)
@@ -156,10 +155,10 @@ def alone(model, compute=no_loss, *batches, **arguments):
 @cache
 def alone_on(family, batch):
     """`alone` on a batch of BATCHES, cached."""
-    return alone(make_model(family), no_loss, BATCHES[batch]())
+    return alone(make_model(family), loss_of, BATCHES[batch]())
 
 
-def on_ranks(model, compute=no_loss, *batches, group=None, grad_reduce="mean", **options):
+def on_ranks(model, compute=loss_of, *batches, group=None, grad_reduce="mean", **options):
     """The same with batches that the ranks of a group share, and gradients reduced over it."""
     with SequenceParallel(model, group, grad_reduce=grad_reduce, **options):
         result = _run(model, compute, batches, {})
@@ -173,7 +172,7 @@ def _run(model, compute, batches, arguments: dict[str, Any]):
         loss = compute(model, **batch, **arguments)
         loss.backward()
         losses.append(loss.detach())
-    return Result(torch.stack(losses), None, gradients_of(model))
+    return Result(torch.stack(losses), gradients_of(model))
 
 
 def close(got, wanted, what, tolerance=TOLERANCE):

@@ -4,7 +4,7 @@ Each row is a batch and family, each column an exchange and layout. A number is 
 the gradient of a parameter, relative to the largest number of that tensor, in float64.
 """
 
-from tests.parallel.models import BATCHES, alone_on, make_model, no_loss, on_ranks
+from tests.parallel.models import BATCHES, alone_on, loss_of, make_model, on_ranks
 from tests.parallel.pool import Pool
 
 COLUMNS = [
@@ -24,7 +24,7 @@ def table():
     for family, batch in ROWS:
         cells = []
         for exchange, layout in COLUMNS:
-            got = on_ranks(make_model(family), no_loss, BATCHES[batch](), exchange=exchange, layout=layout)
+            got = on_ranks(make_model(family), loss_of, BATCHES[batch](), exchange=exchange, layout=layout)
             cells.append(f"{difference(got, alone_on(family, batch)):>24.1e}")
         lines.append(f"{family} {batch}".ljust(20) + "".join(cells))
     print("\n".join(lines))

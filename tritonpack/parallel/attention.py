@@ -80,7 +80,7 @@ def attend(
         scale, softcap, return_lse, backend: as in `varlen_attention`; log-sum-exps are (H, n).
         sinks: as in `varlen_attention`, all heads on every rank. Each rank gets its part of their gradient: sum it over
             ranks.
-        alibi_slopes: as in `varlen_attention`; not with "ring", whose blocks of keys don't know their distances.
+        alibi_slopes: as in `varlen_attention`; not with "ring", because a block of keys doesn't hold its distance.
         dropout_p: 0.0 alone, because which pairs are dropped would depend on the layout.
 
     Raises:
@@ -119,7 +119,7 @@ def _check_layout(q: Tensor, mask: BlockDiagonalMask, layout: Layout, ranks: Ran
         raise ValueError(f"the layout is for {layout.ranks} ranks, and the group has {ranks.size}; make one for it.")
     if not mask.num_queries == mask.num_keys == layout.num_rows:
         raise ValueError(
-            f"the mask must be that of the whole batch, with the layout's {layout.num_rows} rows as queries and keys; "
+            f"the mask must cover the whole batch, with the layout's {layout.num_rows} rows as queries and keys; "
             f"got {mask.num_queries} queries and {mask.num_keys} keys."
         )
     if isinstance(q, Tensor) and q.ndim == 3 and q.shape[0] != layout.lengths[ranks.rank]:

@@ -51,8 +51,8 @@ def require_same_batch(
         verb = "differs" if len(differ) == 1 else "differ"
         raise ValueError(
             f"the ranks of the sequence-parallel group were given different batches: {', '.join(differ)} {verb} from "
-            "rank to rank. Every rank must pass the same full batch: let the sampler count the group as one rank (its "
-            "rank and number of replicas are those of the data mesh)."
+            "rank to rank. Every rank must pass the same full batch: let the sampler count the group as one replica "
+            "(with the rank and the size of the data dimension of the mesh)."
         )
 
 

@@ -1,4 +1,4 @@
-"""SequenceParallel: the context in which a model shares every batch among the ranks of a group."""
+"""SequenceParallel: the context in which the ranks of a group share every batch of a model."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ SCHEMES: dict[str, tuple[Exchange, LayoutName]] = {
 
 
 class SequenceParallel:
-    """A context in which a model shares every batch among the ranks of a group, with the loss and gradients of one.
+    """A context in which the ranks of a group share every batch of a model, with the loss and gradients of one device.
 
     Every rank passes the same full batch, packed or padded, of any length:
 
     ```python
     with tritonpack.SequenceParallel(model, mesh["sp"]):
-        loss = model(**batch).loss  # that of one device, on every rank
+        loss = model(**batch).loss  # the loss of one device, on every rank
         loss.backward()             # DDP or FSDP over (dp, sp) averages to the gradients of one device
     ```
 
@@ -84,10 +84,10 @@ class SequenceParallel:
     Raises:
         ValueError: on every rank: settings that are unknown or differ between ranks, and a DDP or FSDP module that
             doesn't reduce gradients over these ranks. In a forward pass: batches that differ, a batch without tokens, a
-            cache, arguments that can't be sharded, parameters that have come apart.
+            cache, dropout in attention, arguments that can't be sharded, parameters that differ between ranks.
         UnsupportedModelError: (a ValueError) a model that can't be patched, or has layers that need more of other ranks
-            than keys and values: recurrences, convolutions, dense masks, dropout in attention, a loss computed
-            otherwise than by its loss function.
+            than keys and values: recurrences, convolutions, dense masks, a loss computed otherwise than by its loss
+            function.
     """
 
     def __init__(

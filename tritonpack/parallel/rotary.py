@@ -1,4 +1,4 @@
-"""Rotary embeddings whose frequencies depend on the longest document: every rank uses that of the whole batch."""
+"""Rotary embeddings with frequencies that depend on the longest document: the whole batch counts on every rank."""
 
 from __future__ import annotations
 

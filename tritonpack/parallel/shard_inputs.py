@@ -95,7 +95,7 @@ def shard_inputs(module: PreTrainedModel, arguments: dict[str, Any], state: Cont
 
 
 def _read(arguments: dict[str, Any], module: PreTrainedModel) -> tuple[PackedBatch, Tensor | None, Tensor | None]:
-    """The documents of a call, the tokens that logits are wanted of, and the targets; refuses what can't be sharded.
+    """The documents of a call, the tokens whose logits it asks for, and the targets; refuses what can't be sharded.
 
     Returns:
         The documents; numbers of tokens of the flattened batch, in the shape of the logits, or None for all; what each
@@ -230,7 +230,7 @@ def _targets(
         targets = shift(labels, _ignored(arguments)) if shifting else labels
     if targets.shape != wanted:
         raise ValueError(
-            f"logits are computed for tokens of shape {tuple(wanted)}, so their targets must have that shape; got "
+            f"logits are computed for tokens of shape {tuple(wanted)}, so their targets must have the same shape; got "
             f"{tuple(targets.shape)}. Pass shift_labels, the target of each kept token, beside labels."
         )
     return targets

@@ -1,4 +1,4 @@
-"""A model's loss over one rank's tokens: targets are shifted before they are sharded, and all ranks' targets count."""
+"""The loss of a sharded batch: targets are shifted before they are sharded, and sums divided by the number of all."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def shifts(loss_function: Any) -> bool:
 
 
 class ShardedLoss:
-    """Stands for a model's loss function during a forward pass; its value is that of the whole batch on all ranks.
+    """Stands for a model's loss function during a forward pass. All ranks get the loss of the whole batch.
 
     Attributes:
         own: the model's loss function.

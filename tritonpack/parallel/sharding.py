@@ -139,7 +139,7 @@ class Sharding:
 
 
 class _Total(torch.autograd.Function):
-    """(part, ranks, factor) -> the sum over ranks; the gradient of `part` is that of the sum, times `factor`."""
+    """(part, ranks, factor) -> the sum over ranks. The gradient of `part` is the gradient of the sum times `factor`."""
 
     @staticmethod
     def forward(ctx: Any, part: Tensor, ranks: Ranks, factor: int) -> Tensor:

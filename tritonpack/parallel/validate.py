@@ -96,9 +96,9 @@ def require_reduction(model: nn.Module, ranks: Ranks) -> None:
         if not mine <= reduced:
             raise ValueError(
                 f"{name} reduces gradients over the ranks {sorted(reduced)}, but a batch is shared by the ranks "
-                f"{sorted(mine)}, each of which computes a part of its gradients: models would come apart silently. "
-                "Give it a mesh that holds data and sequence ranks together: that of init_device_mesh(device, (dp, sp),"
-                " mesh_dim_names=('dp', 'sp')) flattened, or both its dimensions for hybrid sharding."
+                f"{sorted(mine)}, each of which computes a part of its gradients: the parameters of ranks would differ "
+                "more with each step. Give it a mesh that holds data and sequence ranks together: init_device_mesh("
+                "device, (dp, sp), mesh_dim_names=('dp', 'sp')), flattened, or both its dimensions for hybrid sharding."
             )
 
 
