@@ -100,24 +100,6 @@ def test_bytes_received_follow_the_formulas(received, heads, kv_heads, dtype, to
         assert received.total() == backward[RANK]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("kv_heads", [2, 8, 16])
-def test_formulas_are_short_if_everything_divides(dtype, kv_heads):
-    rows, size, keys = TOKENS // RANKS, dtype.itemsize, kv_heads * (HEAD_DIM + HEAD_DIM_V)
-    others = (RANKS - 1) / RANKS
-    expected = {
-        "all_gather": (others * TOKENS * keys * size, others * TOKENS * keys * (size + max(size, 4))),
-        "ring": (
-            (RANKS - 1) * rows * keys * size,
-            (RANKS - 1) * rows * keys * size + TOKENS * keys * max(size, 4),
-        ),
-        "ulysses": (others * rows * size * (HEADS + max(kv_heads, RANKS)) * (HEAD_DIM + HEAD_DIM_V),) * 2,
-    }
-    for exchange, (forward, backward) in expected.items():
-        found = bytes_received(exchange, [rows] * RANKS, HEADS, kv_heads, dtype)
-        assert [set(one.tolist()) for one in found] == [{forward}, {backward}]
-
-
 def forward(exchange, mask, layout, **options):
     q, k, v = (torch.zeros(layout.lengths[RANK], HEADS, HEAD_DIM) for _ in range(3))
     attend(q, k, v, mask, layout, exchange=exchange, **options)

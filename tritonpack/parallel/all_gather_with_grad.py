@@ -21,22 +21,12 @@ Backward = Literal["sum", "slice"]
 class AllGatherWithGrad:
     """Gathers the ranks' shards of a tensor, differentiably: `AllGatherWithGrad(group, dim=1)(shard)`.
 
-    Which backward is exact depends on what each rank's loss reads, and on whether data parallelism then sums or
-    averages the gradients of parameters over these ranks (DDP and FSDP average). Let rank j compute the loss L_j from
-    the gathered tensor, and let L be the loss of one device:
-
-    | every rank's loss | backward | sum over ranks | average over n ranks |
-    |---|---|---|---|
-    | the same, L_j = L | "sum" | n times too large | exact |
-    | the same, L_j = L | "slice" | exact | n times too small |
-    | of its own rows, L = sum of L_j | either | exact | n times too small: multiply the loss by n |
-    | also of other ranks' rows, L = sum of L_j | "sum" | exact | n times too small: multiply the loss by n |
-    | also of other ranks' rows, L = sum of L_j | "slice" | wrong, by no constant | wrong, by no constant |
-
-    "sum" is the transpose of gathering: the gradient of a shard is the sum of the gradients that all ranks compute for
-    it (a reduce-scatter, in float32 for half precision). It is the default, because it is right for a loss that every
-    rank computes alike under DDP or FSDP, and it alone is right where a loss reads rows of several ranks, such as log
-    probabilities shifted by one token. "slice" takes the rows of this rank from its own gradient, without
+    Which backward is exact depends on which rows each rank's loss reads, and on whether data parallelism then sums or
+    averages the gradients of parameters over these ranks (DDP and FSDP average): docs/sequence-parallelism.md has a
+    table. "sum" is the transpose of gathering: the gradient of a shard is the sum of the gradients that all ranks
+    compute for it (a reduce-scatter, in float32 for half precision). It is the default, because it is right for a loss
+    that every rank computes alike under DDP or FSDP, and it alone is right where a loss reads rows of several ranks,
+    such as log probabilities shifted by one token. "slice" takes the rows of this rank from its own gradient, without
     communication.
 
     Call it with a shard of any dtype, (..., size, ...), on every rank of the group. It returns the whole tensor,
