@@ -199,7 +199,8 @@ class SequenceParallel:
             if hook is None:
                 self._patches.append(patch(model))
             require_shardable(model, self._patches[-1].report if hook is None else hook.patch.report)
-            self._forwards += [ShardedForward(module, self.state) for module in shared_modules(model)]
+            for module in shared_modules(model):  # one by one, so that an error leaves none behind
+                self._forwards.append(ShardedForward(module, self.state))
         self.state.parameters = compared_parameters(self.models)
 
     def _restore(self) -> None:
