@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,8 @@ GUESTS = {
     "typer": {"cli"},
 }
 
+CIRCULAR = {"packing", "patches"}  # rooms in which some files still import each other
+
 
 def imports_of(source: str, module: str) -> set[str]:
     """The dotted names that a module imports, wherever in it, also by a string such as "tritonpack.masks.flex"."""
@@ -104,6 +107,16 @@ class TestImports:
         assert [
             breach for path in MODULES for breach in breaches(path.read_text(encoding="utf-8"), module_name(path))
         ] == []
+
+    @pytest.mark.parametrize("room", sorted({path.parent.name for path in PACKAGE.glob("*/__init__.py")} - CIRCULAR))
+    def test_files_of_a_room_import_one_way(self, room: str) -> None:
+        """Also by imports within functions and by those for type checkers."""
+        files = {module_name(path).removesuffix(".__init__"): path for path in (PACKAGE / room).rglob("*.py")}
+        imported = {}
+        for name, path in files.items():
+            found = imports_of(path.read_text(encoding="utf-8"), module_name(path))
+            imported[name] = {one if one in files else one.rpartition(".")[0] for one in found} & set(files) - {name}
+        TopologicalSorter(imported).prepare()  # raises CycleError, which names the files
 
     def test_tests_import_benchmarks_for_the_benchmarks_alone(self) -> None:
         """So that the package can be tested where no benchmark can run."""

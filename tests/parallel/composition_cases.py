@@ -1,4 +1,4 @@
-"""SequenceParallel with what reduces, shards, wraps or compiles models: what ranks train is what one process trains."""
+"""SequenceParallel with DDP, FSDP2 and HSDP: ranks train the same model as one process, or are refused."""
 
 from __future__ import annotations
 
@@ -16,52 +16,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
-from transformers import LlamaConfig, LlamaForCausalLM
 
-from tritonpack import BlockDiagonalMask, PackingCollator, SequenceParallel, patch, varlen_attention
-
-VOCABULARY = 64
-
-
-def loss_in_full(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **_):
-    """transformers' loss of causal models without its cast to float32, which would hide errors below 1e-7."""
-    if shift_labels is None:
-        shift_labels = nn.functional.pad(labels[:, 1:], (0, 1), value=ignore_index)
-    total = nn.functional.cross_entropy(
-        logits.view(-1, vocab_size), shift_labels.view(-1), ignore_index=ignore_index, reduction="sum"
-    )
-    return total / ((shift_labels != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)
-
-
-def make_model(dtype=torch.float64) -> LlamaForCausalLM:
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=128,
-    )
-    torch.manual_seed(1)
-    model = LlamaForCausalLM(config).to(dtype)
-    if dtype == torch.float64:
-        model.loss_function = loss_in_full
-    return model
-
-
-def make_batch(number: int) -> dict[str, Any]:
-    """41 to 60 tokens of four documents; some of their tokens are no targets."""
-    generator = torch.Generator().manual_seed(number)
-    lengths = (13, 1, 22 + number % 4, 5 + 5 * (number % 3))
-    documents = [torch.randint(VOCABULARY, (length,), generator=generator) for length in lengths]
-    features = [{"input_ids": ids, "labels": ids.where(torch.arange(len(ids)) > 2, -100)} for ids in documents]
-    return PackingCollator()(features)
-
-
-def near(ours: torch.Tensor, theirs: torch.Tensor, name: str, tolerance: float = 1e-10) -> None:
-    size = theirs.abs().max().item()
-    torch.testing.assert_close(ours, theirs, rtol=0, atol=tolerance * size, msg=lambda text: f"{name}: {text}")
+from tests.parallel.models import close, make_batch, make_float32_model, make_model
+from tritonpack import BlockDiagonalMask, SequenceParallel, patch, varlen_attention
 
 
 def full(x: torch.Tensor) -> torch.Tensor:
@@ -69,15 +26,12 @@ def full(x: torch.Tensor) -> torch.Tensor:
 
 
 def bare(name: str) -> str:
-    """A parameter's name without what wrappers add."""
+    """A parameter's name without the prefix of wrappers."""
     return name.removeprefix("module.")
 
 
-# --- who reduces gradients
-
-
 def make_mesh(*names: str) -> DeviceMesh:
-    """Groups of two share batches, or the world does, if "sp" is all there is."""
+    """A mesh in which pairs of ranks share batches; without "dp", all ranks share them."""
     size = dist.get_world_size()
     sizes = {"dp": size // 2, "sp": 2 if "dp" in names else size, "one": 1}
     return init_device_mesh("cpu", tuple(sizes[name] for name in names), mesh_dim_names=names)
@@ -103,14 +57,14 @@ def over_all(model: nn.Module, mesh: DeviceMesh, **options: Any) -> nn.Module:
 
 @dataclass(frozen=True)
 class Training:
-    """Three steps of training, by ranks that share batches in groups.
+    """How ranks that share batches train for three steps.
 
     Attributes:
-        wrap: model, mesh -> what is called.
-        names: dimensions of the mesh; where there are two, "sp" has size 2.
+        wrap: (model, mesh) -> the module that is called.
+        names: dimensions of the mesh.
         accumulate: batches per step.
-        checkpointing: whether activations are computed again in backward.
-        inner: whether the context is given the model within the wrapper.
+        checkpointing: whether backward recomputes activations.
+        inner: whether the context gets the model inside the wrapper.
         options: of the context.
     """
 
@@ -129,12 +83,12 @@ STEPS, LEARNING_RATE, CLIP = 3, 0.5, 0.5  # gradients' norms are about 1
 
 
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    """One that shows a gradient's scale, which Adam would hide."""
+    """SGD, because Adam would hide the scale of gradients."""
     return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE, momentum=0.9)
 
 
 def alone(training: Training, replicas: int, replica: int):
-    """What one process computes: this replica's losses, norms, the first step's gradients, the parameters after all."""
+    """In one process: this replica's losses, the norms, the gradients of the first step, the trained parameters."""
     model = make_model()
     patch(model)
     optimizer = optimizer_of(model)
@@ -178,21 +132,21 @@ def trains_as_one(training: Training) -> None:
                     output = wrapped(**batch)
                     loss = output.loss / training.accumulate
                     loss.backward()
-                assert output.logits.shape[1] < batch["input_ids"].shape[1], "the batch isn't shared"
-                near(loss.detach(), next(losses), f"loss of step {step}")
+                assert output.logits.shape[1] < batch["input_ids"].shape[1], "the batch wasn't sharded"
+                close(loss.detach(), next(losses), f"loss of step {step}")
             if step == 0:
                 for name, p in wrapped.named_parameters():
-                    near(full(p.grad), expected_gradients[bare(name)], f"gradient of {name}")
+                    close(full(p.grad), expected_gradients[bare(name)], f"gradient of {name}")
             norm = nn.utils.clip_grad_norm_(wrapped.parameters(), CLIP)
-            near(full(norm), expected_norms[step], f"norm of step {step}")
+            close(full(norm), expected_norms[step], f"norm of step {step}")
             optimizer.step()
             optimizer.zero_grad()
     for name, p in wrapped.named_parameters():
-        near(full(p.detach()), expected[bare(name)], name)
+        close(full(p.detach()), expected[bare(name)], name)
 
 
-def packed_without_sharing() -> None:
-    """FSDP alone around a patched model: each rank has a batch of its own."""
+def without_sequence_parallelism() -> None:
+    """FSDP around a patched model without SequenceParallel: each rank has a batch of its own."""
     rank, size = dist.get_rank(), dist.get_world_size()
     reference, model = make_model(), make_model()
     for one in (reference, model):
@@ -201,11 +155,11 @@ def packed_without_sharing() -> None:
         (reference(**make_batch(one)).loss / size).backward()
     fully_sharded(model, make_mesh("sp"))(**make_batch(rank)).loss.backward()
     for (name, p), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        near(full(p.grad), expected.grad, name)
+        close(full(p.grad), expected.grad, name)
 
 
 def in_mixed_precision() -> None:
-    reference, model = make_model(torch.float32), make_model(torch.float32)
+    reference, model = make_float32_model(), make_float32_model()
     patch(reference)
     expected = reference(**make_batch(0)).loss
     expected.backward()
@@ -215,14 +169,14 @@ def in_mixed_precision() -> None:
         output = model(**make_batch(0))
         output.loss.backward()
     assert output.logits.dtype == torch.bfloat16
-    near(output.loss.detach(), expected.detach(), "loss", 1e-2)
+    close(output.loss.detach(), expected.detach(), "loss", 1e-2)
     for (name, p), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
         assert p.grad.dtype == torch.float32
-        near(full(p.grad), whole.grad, name, 5e-2)
+        close(full(p.grad), whole.grad, name, 5e-2)
 
 
 class Attending(nn.Module):
-    """A layer of one's own, which is handed the mask."""
+    """A layer of a user, which gets a mask as argument."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,15 +188,12 @@ class Attending(nn.Module):
 
 
 def mask_for_a_layer() -> None:
-    """FSDP copies the dataclasses that it finds in a layer's arguments."""
+    """FSDP copies the dataclasses in the arguments of a layer."""
     torch.manual_seed(1)
     layer, x, mask = Attending(), torch.randn(9, 16), BlockDiagonalMask.from_seqlens([4, 5])
     expected = layer(x, mask)
     sharded = fully_shard(layer, mesh=make_mesh("sp"), mp_policy=MixedPrecisionPolicy(torch.bfloat16))
-    near(sharded(x, mask).float(), expected, "output", 2e-2)
-
-
-# --- who doesn't
+    close(sharded(x, mask).float(), expected, "output", 2e-2)
 
 
 def over_replicas(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
@@ -262,7 +213,7 @@ def hybrid_over_replicas(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return fully_sharded(model, mesh["dp", "one"])
 
 
-def unreduced(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
+def not_reduced(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
@@ -275,8 +226,8 @@ def refused_on_entry(wrap: Callable[..., nn.Module], names: tuple[str, ...] = ("
         SequenceParallel(wrapped, mesh["sp"]).__enter__()
 
 
-def found_apart(wrap: Callable[..., nn.Module]) -> None:
-    """What the context can't see on entry, it sees in the second step, on every rank."""
+def parameters_come_apart(wrap: Callable[..., nn.Module]) -> None:
+    """Only the inner model is passed to the context, so the second step raises, on every rank."""
     mesh = make_mesh("dp", "sp")
     model = make_model()
     wrapped = wrap(model, mesh)
@@ -295,19 +246,19 @@ CASES = {
     "DDP around the model of the context": partial(
         trains_as_one, Training(data_parallel, inner=True, options={"exchange": "ring"})
     ),
-    "FSDP, activations computed again": partial(trains_as_one, Training(over_all, checkpointing=True)),
+    "FSDP, checkpointing": partial(trains_as_one, Training(over_all, checkpointing=True)),
     "FSDP, two batches per step": partial(
         trains_as_one, Training(over_all, accumulate=2, options={"exchange": "ulysses"})
     ),
     "HSDP, replicas of dp": partial(trains_as_one, Training(fully_sharded, ("dp", "sp"), checkpointing=True)),
     "HSDP, replicas of sp": partial(trains_as_one, Training(fully_sharded, ("sp", "dp"))),
     "FSDP in bfloat16": in_mixed_precision,
-    "FSDP, nothing shared": packed_without_sharing,
+    "FSDP without SequenceParallel": without_sequence_parallelism,
     "FSDP, a mask for a layer": mask_for_a_layer,
     "DDP over replicas": partial(refused_on_entry, over_replicas),
     "FSDP over replicas": partial(refused_on_entry, sharded_over_replicas),
     "FSDP over replicas in one layer": partial(refused_on_entry, one_layer_over_replicas),
     "HSDP over replicas": partial(refused_on_entry, hybrid_over_replicas, ("dp", "one", "sp")),
-    "DDP over replicas, unseen": partial(found_apart, over_replicas),
-    "nothing reduced": partial(found_apart, unreduced),
+    "DDP over replicas, inner model passed": partial(parameters_come_apart, over_replicas),
+    "gradients not reduced": partial(parameters_come_apart, not_reduced),
 }

@@ -1,4 +1,4 @@
-"""What ranks check of SequenceParallel, each in its own process: losses and all gradients are those of one process."""
+"""SequenceParallel on several ranks: losses, outputs and all gradients equal those of one process."""
 
 from functools import partial
 
@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-from tests.parallel.sp_models import (
+from tests.parallel.models import (
     BATCHES,
     LENGTHS,
     Result,
@@ -15,9 +15,9 @@ from tests.parallel.sp_models import (
     alone_on,
     close,
     gradients_of,
+    loss_of,
     make_model,
     mean_over,
-    no_loss,
     numbers,
     on_ranks,
     packed,
@@ -33,56 +33,56 @@ LAYOUTS = ("contiguous", "zigzag", "stripe", "balanced")
 
 
 def agrees(family="llama", batch="packed", **options):
-    same(on_ranks(make_model(family), no_loss, BATCHES[batch](), **options), alone_on(family, batch))
+    same(on_ranks(make_model(family), loss_of, BATCHES[batch](), **options), alone_on(family, batch))
 
 
-def transformers_own_loss():
-    """In float32, and with the labels that it shifts itself."""
+def loss_of_transformers():
+    """In float32, and with labels that the loss shifts itself."""
 
     def made():
         model = make_model()
         del model._loss_function
         return model
 
-    got, wanted = on_ranks(made(), no_loss, packed()), alone(made(), no_loss, packed())
+    got, wanted = on_ranks(made(), loss_of, packed()), alone(made(), loss_of, packed())
     torch.testing.assert_close(got.loss, wanted.loss, rtol=1e-6, atol=0)
     for name, gradient in wanted.gradients.items():
         torch.testing.assert_close(got.gradients[name], gradient, rtol=1e-4, atol=1e-6)
 
 
-def accumulated():
-    """Two batches of different counts by one count, as trainers pass it, on both sides."""
+def accumulated_gradients():
+    """Two batches with different numbers of targets and one `num_items_in_batch`, as trainers pass it."""
     batches = [packed(), packed((5, 30, 2), seed=4)]
     count = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in batches)
     for batch in batches:
         batch["num_items_in_batch"] = torch.tensor(count)
-    same(on_ranks(make_model(), no_loss, *batches), alone(make_model(), no_loss, *batches))
+    same(on_ranks(make_model(), loss_of, *batches), alone(make_model(), loss_of, *batches))
 
 
-def other_label_for_no_target(batch):
-    """What stands where there is none, at the ends of rows and of a batch that is filled up, too."""
+def other_ignore_index(batch):
+    """`ignore_index` also marks the last tokens of rows, and the padding of very short batches."""
     given = BATCHES[batch]()
     given["labels"] = given["labels"].masked_fill(given["labels"] == -100, 0)
     given["ignore_index"] = 0
-    same(on_ranks(make_model(), no_loss, given), alone_on("llama", batch))
+    same(on_ranks(make_model(), loss_of, given), alone_on("llama", batch))
 
 
 def checkpointed(reentrant):
     model = make_model()
     model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    same(on_ranks(model, no_loss, packed()), alone_on("llama", "packed"))
+    same(on_ranks(model, loss_of, packed()), alone_on("llama", "packed"))
 
 
-def targets_of_one_rank_alone():
-    """Only one of the tokens has a target, so all ranks but one have none."""
+def targets_on_one_rank():
+    """One token has a target, so all ranks but one have none."""
     batch = packed()
     batch["labels"] = torch.full_like(batch["labels"], -100)
     batch["labels"][0, 20] = 7
-    same(on_ranks(make_model(), no_loss, batch), alone(make_model(), no_loss, batch))
+    same(on_ranks(make_model(), loss_of, batch), alone(make_model(), loss_of, batch))
 
 
 def preference(model, **batch):
-    """A loss like DPO's, that every rank computes alike from gathered logits and that reads all documents."""
+    """A loss like DPO's: every rank computes it alike from gathered logits of all documents."""
     labels = batch.pop("labels")
     logits = model(**batch).logits
     assert logits.shape[:2] == labels.shape
@@ -101,7 +101,7 @@ def own_loss(batch, grad_reduce="mean", **options):
 
 
 def loss_in_parts(grad_reduce):
-    """Each rank computes the terms of every n-th token from gathered logits, whose targets other ranks' rows are."""
+    """Each rank computes the terms of every n-th token from gathered logits, which read rows of other ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
 
     def part(model, **batch):
@@ -123,7 +123,7 @@ def loss_in_parts(grad_reduce):
 
 
 def loss_by_total(grad_reduce):
-    """Each rank computes the terms of its own tokens, and the context sums them."""
+    """Each rank computes the terms of its own tokens, and `total` sums them."""
     model = make_model()
     batch = packed()
     labels = batch.pop("labels")
@@ -136,12 +136,12 @@ def loss_by_total(grad_reduce):
         loss = context.total(terms) / (targets != -100).sum()
         loss.backward()
         close(context.gather(mine), targets, "gathered")
-    result = Result(loss.detach()[None], None, mean_over(None, gradients_of(model), grad_reduce))
+    result = Result(loss.detach()[None], mean_over(None, gradients_of(model), grad_reduce))
     same(result, alone_on("llama", "packed"))
 
 
 def outputs(batch, **options):
-    """Gathered, logits and hidden states are those of one process, in its order; else this rank's rows of them."""
+    """Logits and hidden states equal those of one process with `gather_outputs`, else this rank's rows of them."""
     model, reference = make_model(), make_model()
     patch(reference)
     given = BATCHES[batch]()
@@ -178,18 +178,18 @@ def kept_logits(layout):
 
 
 def kept_targets():
-    """A loss of some tokens, of which ranks have different numbers."""
+    """A loss of chosen tokens, of which ranks own different numbers."""
     batch = packed()
     labels = batch.pop("labels")
     targets = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
     mask = targets != -100
     mask[:, 20:] &= numbers(1, 31, seed=6) % 4 == 0
     batch |= {"labels": labels, "shift_labels": targets[mask], "logits_to_keep": mask}
-    same(on_ranks(make_model(), no_loss, batch), alone(make_model(), no_loss, batch))
+    same(on_ranks(make_model(), loss_of, batch), alone(make_model(), loss_of, batch))
 
 
 def documents_stay_apart(exchange, layout):
-    """No token of one document moves a bit of another document's logits, wherever their rows are."""
+    """Changing the tokens of one document changes no bit of another document's logits."""
     batch = packed()
     del batch["labels"]
     model = make_model().eval()
@@ -207,7 +207,7 @@ def documents_stay_apart(exchange, layout):
 
 
 def base_model(under_a_head):
-    """A model called without a head: its hidden states are sharded and gathered."""
+    """A model called without its head: hidden states are sharded and gathered."""
     batch = packed()
     del batch["labels"]
 
@@ -220,11 +220,11 @@ def base_model(under_a_head):
         loss = compute(model, **batch)
         assert context.shard(batch["input_ids"]).shape[1] < sum(LENGTHS)
         loss.backward()
-    same(Result(loss.detach()[None], None, mean_over(None, gradients_of(model))), wanted)
+    same(Result(loss.detach()[None], mean_over(None, gradients_of(model))), wanted)
 
 
-def adapted():
-    """PEFT passes all arguments that it knows, most of them None; only its own weights have gradients."""
+def peft_model():
+    """PEFT passes all arguments that it knows, most of them None. Only its own weights get gradients."""
     from peft import LoraConfig, get_peft_model
 
     def made():
@@ -232,11 +232,11 @@ def adapted():
         weights = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
         return get_peft_model(make_model(), weights)
 
-    same(on_ranks(made(), no_loss, packed()), alone(made(), no_loss, packed()))
+    same(on_ranks(made(), loss_of, packed()), alone(made(), loss_of, packed()))
 
 
-def shards_of_tuples():
-    """Tensors of one row per token are sharded in tuples, too."""
+def tensors_in_tuples():
+    """Tensors with one row per token are sharded in tuples, too."""
     model, seen = make_model(), []
     model.model.layers[0].register_forward_pre_hook(lambda *call: seen.append(call[2]["pair"]), with_kwargs=True)
     batch = packed()
@@ -247,8 +247,8 @@ def shards_of_tuples():
             close(got, context.shard(whole), "shard")
 
 
-def towers():
-    """A tower that sees both directions doesn't make a text of them: work is divided as the text's causal mask says."""
+def layout_beside_a_vision_tower():
+    """A bidirectional vision tower doesn't change the layout: work is divided by the text's causal mask."""
     text = COMMON | {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 4]}}
     vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 32}
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
@@ -258,19 +258,19 @@ def towers():
     batch = {"input_ids": numbers(1, 60), "position_ids": torch.arange(60).expand(3, 1, -1)}
     with SequenceParallel(model, layout="balanced") as context:
         model(**batch)
-        wanted = make_layout("balanced", BlockDiagonalMask.from_seqlens([60]), context.ranks.size)
-        for got, rows in zip(context._last().layout.rows, wanted.rows, strict=True):
+        wanted = make_layout("balanced", BlockDiagonalMask.from_seqlens([60]), context.state.ranks.size)
+        for got, rows in zip(context.state.sharding.layout.rows, wanted.rows, strict=True):
             assert got.tolist() == rows.tolist()
 
 
 def in_groups_of_two():
-    """Pairs of ranks of a mesh share a batch each; averaged over all, gradients are the mean over batches."""
+    """Each pair of ranks of a mesh shares a batch; gradients averaged over all ranks are the mean over batches."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "sp"))
     batches = [packed(seed=seed) for seed in range(mesh["dp"].size())]
     model, reference = make_model(), make_model()
-    wanted = alone(reference, no_loss, *batches)
+    wanted = alone(reference, loss_of, *batches)
     with SequenceParallel(model, mesh["sp"], exchange="ring"):
-        loss = no_loss(model, **batches[mesh["dp"].get_local_rank()])
+        loss = loss_of(model, **batches[mesh["dp"].get_local_rank()])
         loss.backward()
     close(loss.detach(), wanted.loss[mesh["dp"].get_local_rank()], "loss")
     for name, p in model.named_parameters():
@@ -300,13 +300,13 @@ CASES = {
     },
     "one head at a time": partial(agrees, heads_k_stride=1),
     "summed gradients": partial(agrees, grad_reduce="sum"),
-    "transformers' own loss": transformers_own_loss,
-    "accumulated": accumulated,
-    "another label for no target": partial(other_label_for_no_target, "two_rows"),
-    "another label for no target, filled up": partial(other_label_for_no_target, "three_tokens"),
+    "loss of transformers": loss_of_transformers,
+    "accumulated gradients": accumulated_gradients,
+    "other ignore_index": partial(other_ignore_index, "two_rows"),
+    "other ignore_index, padded layout": partial(other_ignore_index, "three_tokens"),
     "checkpointed": partial(checkpointed, False),
     "checkpointed, reentrant": partial(checkpointed, True),
-    "targets of one rank alone": targets_of_one_rank_alone,
+    "targets on one rank": targets_on_one_rank,
     "own loss, averaged": partial(own_loss, "packed"),
     "own loss, summed": partial(own_loss, "two_rows", "sum", exchange="ring", layout="stripe"),
     "loss in parts, averaged": partial(loss_in_parts, "mean"),
@@ -321,19 +321,19 @@ CASES = {
     **{f"documents stay apart: {one}": partial(documents_stay_apart, one, "zigzag") for one in EXCHANGES},
     "base model": partial(base_model, False),
     "base model under a head": partial(base_model, True),
-    "adapted": adapted,
-    "shards of tuples": shards_of_tuples,
-    "towers": towers,
+    "PEFT model": peft_model,
+    "tensors in tuples": tensors_in_tuples,
+    "layout beside a vision tower": layout_beside_a_vision_tower,
     "in groups of two": in_groups_of_two,
 }
 
-# One of each kind: what differs with the number of ranks shows in these.
+# One of each kind; these depend on the number of ranks.
 ALSO_ON_FOUR = [
     *(f"{exchange} {layout}" for exchange in EXCHANGES for layout in LAYOUTS),
     *(f"all_gather: {batch}" for batch in BATCHES if batch != "packed"),
     *("ring: two_rows", "ring: three_tokens", "ulysses: padded", "ulysses: three_tokens"),
     *("ring: mistral", "all_gather: gemma2", "ulysses: gpt_oss"),
-    *("accumulated", "checkpointed", "targets of one rank alone"),
+    *("accumulated gradients", "checkpointed", "targets on one rank"),
     *("own loss, averaged", "own loss, summed", "loss in parts, averaged", "loss by total, averaged"),
     *("outputs of two rows", "kept logits, striped", "kept targets", "documents stay apart: ring", "in groups of two"),
 ]

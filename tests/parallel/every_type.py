@@ -1,11 +1,11 @@
-"""`python -m tests.parallel.every_type`: every causal model type on two ranks, exact or refused."""
+"""`python -m tests.parallel.every_type`: whether each causal model type is exact on two ranks, or refused."""
 
 from collections import Counter
 
 import torch
 
 from tests.parallel.every_type_cases import verdict
-from tests.parallel.world import Ranks
+from tests.parallel.pool import Pool
 from tests.patches.test_every_model import EXACT
 
 
@@ -23,6 +23,6 @@ def sweep():
 CASES = {"every type": sweep}
 
 if __name__ == "__main__":
-    pool = Ranks(2)
+    pool = Pool(2)
     print(pool.run("every_type", "every type", patience=300))
     pool.close()

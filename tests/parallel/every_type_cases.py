@@ -1,6 +1,6 @@
-"""Causal model types under SequenceParallel: their logits are those of one process, or they are refused with a reason.
+"""Causal model types under SequenceParallel: logits equal those of one process, or the type is refused with a reason.
 
-Each type below has something that others don't; `python -m tests.parallel.every_type` tries all of them.
+Each type below has a feature of its own; `python -m tests.parallel.every_type` tries all types.
 """
 
 from functools import partial
@@ -14,16 +14,16 @@ FEATURES = {
     "bart": "positions looked up in a table",
     "deepseek_v3": "values narrower than keys",
     "falcon": "rewritten attention",
-    "gemma3": "masks of all layers, made by the model around them",
+    "gemma3": "the outer model makes the masks of all layers",
     "gemma3n_text": "keys shared between layers",
-    "gpt2": "a mask that is asked for its shape",
+    "gpt2": "reads the shape of the mask",
     "gpt_bigcode": "one key head",
-    "llama4_text": "chunks, and queries scaled by their place",
+    "llama4_text": "chunks, and queries scaled by position",
     "qwen3_moe": "experts",
-    "xlm-roberta": "positions from the padding token on",
+    "xlm-roberta": "positions counted from the padding token's number",
 }
 LENGTHS = (5, 11, 3, 9)
-TOLERANCE = 1e-5  # of families that compute parts in float32
+TOLERANCE = 1e-5  # some families compute parts in float32
 
 
 def verdict(name):

@@ -1,4 +1,4 @@
-"""Cases that fail on one rank, to see that the pool notices."""
+"""Cases that fail on one rank, for the tests of the pool."""
 
 import os
 import time
@@ -27,7 +27,7 @@ def is_stuck():
 
 CASES = {
     "passes": lambda: None,
-    "on the last rank alone": fails,
+    "fails on the last rank": fails,
     "the last rank dies": dies,
     "the last rank is stuck": is_stuck,
 }

@@ -1,4 +1,4 @@
-"""SequenceParallel with PEFT and under a compiler; and what its guide shows, block by block."""
+"""SequenceParallel with PEFT and torch.compile, and the code blocks of its guide."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 
 import tritonpack
-from tests.parallel.composition_cases import make_batch, make_model, near, optimizer_of
+from tests.parallel.composition_cases import optimizer_of
+from tests.parallel.models import close, make_batch, make_float32_model, make_model
 from tests.parallel.trainer_cases import arguments, launched
 from tritonpack import MultipackDistributedBatchSampler, PackingCollator, SequenceParallel, patch
 
@@ -33,7 +34,7 @@ def lora() -> None:
         generator = torch.Generator().manual_seed(5)
         for name, p in model.named_parameters():
             if "lora" in name:
-                p.data = torch.randn(p.shape, generator=generator, dtype=p.dtype) / 8  # B is zero in the beginning
+                p.data = torch.randn(p.shape, generator=generator, dtype=p.dtype) / 8  # B is initialised to zero
         models.append(model)
     reference, model = models
     patch(reference)
@@ -47,11 +48,11 @@ def lora() -> None:
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert len(gradients) == 8
     for name, gradient in gradients.items():
-        near(gradient, expected[name].grad, name)
+        close(gradient, expected[name].grad, name)
 
 
 def compiled() -> None:
-    """Graphs end where ranks exchange, and the model compiled before entering is shared inside."""
+    """A model that was compiled before entering; graphs end where ranks exchange."""
     reference, model = make_model(), make_model()
     for one in (reference, model):
         del one.model.layers[1:]
@@ -64,19 +65,19 @@ def compiled() -> None:
         output.loss.backward()
     assert output.logits.shape[1] < make_batch(0)["input_ids"].shape[1]
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 1, "nothing was compiled"
-    near(output.loss.detach(), expected.detach(), "loss")
+    close(output.loss.detach(), expected.detach(), "loss")
     for (name, p), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
-        near(p.grad, whole.grad, name)
+        close(p.grad, whole.grad, name)
 
 
 def guide() -> None:
-    """Each block of docs/sequence-parallelism.md runs, with what it takes for granted at hand."""
+    """Each block of docs/sequence-parallelism.md runs, with the names that it uses defined."""
     blocks = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
     assert len(blocks) >= 10
     documents = [{"input_ids": list(range(start, start + 9))} for start in range(16)]
     for block in blocks:
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "sp"))
-        model = make_model(torch.float32)
+        model = make_float32_model()
         sampler = MultipackDistributedBatchSampler(32, [9] * 16, 1, 0)
         loader = DataLoader(documents, batch_sampler=sampler, collate_fn=PackingCollator())
         with launched(), tempfile.TemporaryDirectory() as folder:

@@ -1,4 +1,4 @@
-"""What ranks check of entering and leaving SequenceParallel, and of what it refuses: on every rank, never a hang."""
+"""Entering and leaving SequenceParallel: models are restored; contexts nest and pause; copies and base models work."""
 
 import copy
 import gc
@@ -6,35 +6,10 @@ from functools import partial
 
 import pytest
 import torch
-import torch.distributed as dist
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, LlamaForSequenceClassification
 
-from tests.parallel.sp_models import GROUPED, close, make_model, numbers, packed, padded
-from tests.patches.models import COMMON, tiny_model
-from tritonpack import SequenceParallel, UnsupportedModelError, patch, unpatch
-
-
-def state_of(model):
-    """What a context may change of a model, by identity."""
-    return [
-        (
-            {
-                name: id(x)
-                for name, x in module.__dict__.items()
-                if not name.startswith("_") or name == "_loss_function"
-            },
-            list(module._forward_pre_hooks.items()),
-            list(module._forward_hooks.items()),
-        )
-        for module in model.modules()
-    ] + [model.config._attn_implementation]
-
-
-def logits_of(model, **changes):
-    batch = packed() | changes
-    del batch["labels"]
-    return model(**batch).logits
+from tests.parallel.models import GROUPED, close, logits_of, make_model, numbers, packed, state_of
+from tests.patches.models import tiny_model
+from tritonpack import SequenceParallel, patch
 
 
 def restores(patched):
@@ -63,8 +38,8 @@ def fails(*_):
     raise RuntimeError("in a layer")
 
 
-def nests():
-    """The innermost context counts, in whatever order they are left."""
+def nested_contexts():
+    """The innermost context counts, whatever the order in which they are left."""
     model = make_model()
     before, whole = state_of(model), packed()["input_ids"].shape[1]
     with SequenceParallel(model, layout="stripe") as outer:
@@ -92,8 +67,8 @@ def nests():
     assert state_of(model) == before
 
 
-def pauses():
-    """Paused, every rank runs the whole batch by itself; models can generate."""
+def paused_contexts():
+    """While a context is paused, every rank runs the whole batch, and models can generate."""
     model = make_model().eval()
     with SequenceParallel(model) as context:
         with context.paused():
@@ -113,8 +88,30 @@ def pauses():
         assert base(**batch).last_hidden_state.shape[1] < 51
 
 
-def two_models():
-    """A policy and a reference, in one context."""
+def base_models_are_sharded_once():
+    """The hook of a patched base model reads the shard inside of contexts, and the whole batch outside."""
+    base, batch = make_model().model, {name: x for name, x in packed().items() if name != "labels"}
+    with patch(base):
+        wanted, before = base(**batch).last_hidden_state, state_of(base)
+        outer, inner = SequenceParallel(base), SequenceParallel(base, gather_outputs=True)
+        outer.__enter__()
+        mine = base(**batch).last_hidden_state
+        assert mine.shape[1] < wanted.shape[1]
+        close(base.forward(**batch).last_hidden_state, mine, "forward, which runs no hooks")
+        inner.__enter__()
+        for call in (base, copy.deepcopy(base)):
+            close(call(**batch).last_hidden_state, wanted, "in both contexts")
+        outer.__exit__(None, None, None)
+        close(base(**batch).last_hidden_state, wanted, "the inner one alone")
+        with inner.paused():
+            close(base(**batch).last_hidden_state, wanted, "paused")
+        inner.__exit__(None, None, None)
+        close(base(**batch).last_hidden_state, wanted, "outside")
+        assert state_of(base) == before
+
+
+def several_models():
+    """A policy and a reference model in one context."""
     policy, reference = make_model(), make_model("mistral")
     wanted = []
     for model in (policy, reference):
@@ -125,8 +122,8 @@ def two_models():
             close(logits_of(model), logits, type(model).__name__)
 
 
-def copies():
-    """A copy made inside is in the same context, and left alone outside of it."""
+def copies_share_batches():
+    """A copy made inside shares batches there, and runs whole batches afterwards."""
     model = make_model()
     with SequenceParallel(model):
         mine = logits_of(model)
@@ -135,8 +132,8 @@ def copies():
     assert logits_of(other).shape[1] == packed()["input_ids"].shape[1]
 
 
-def forgets():
-    """Nothing that a batch took waits for a garbage collection: no cycle of references holds its tensors."""
+def tensors_are_freed_without_garbage_collection():
+    """No cycle of references holds the tensors of a batch."""
     model = make_model()
     with SequenceParallel(model, exchange="ring"):
         for checkpointing in (False, True):
@@ -155,25 +152,8 @@ def forgets():
                 gc.enable()
 
 
-def without_a_head_or_its_own_loss():
-    """A masked model computes its loss by itself: refused with labels, and right without."""
-    batch = padded()
-    labels = batch.pop("labels")
-    config = AutoConfig.for_model("roberta", **COMMON)
-    torch.manual_seed(0)
-    model = AutoModelForMaskedLM.from_config(config).double().eval()
-    with patch(model):
-        wanted = model(**batch).logits
-    with SequenceParallel(model, gather_outputs=True):
-        close(model(**batch).logits, wanted, "logits")
-        with pytest.raises(
-            UnsupportedModelError, match="RobertaForMaskedLM computes its loss without its loss function"
-        ):
-            model(**batch, labels=labels)
-
-
-def tables_of_positions():
-    """Positions that a model looks up by counting its row's tokens."""
+def position_tables():
+    """Models that count the tokens of a row to look up positions."""
     batch = packed()
     del batch["labels"]
     for family in ("gpt2", "opt"):
@@ -184,161 +164,8 @@ def tables_of_positions():
             close(model(**batch).logits, wanted, family)
 
 
-def differs(message, change, training=True):
-    """The last rank passes another batch than the others: an error on all."""
-    model, batch = make_model(), packed()
-    last = dist.get_rank() == dist.get_world_size() - 1
-    with SequenceParallel(model):
-        with pytest.raises(ValueError, match=message), torch.set_grad_enabled(training or not last):
-            model(**(change(batch) if last else batch))
-        assert model(**batch).loss.isfinite()  # and the group still works
-
-
-def differs_in_which_is_true():
-    """Names and values are alike on all ranks, but not which belong together."""
-    model, last = make_model(), dist.get_rank() == dist.get_world_size() - 1
-    with SequenceParallel(model), pytest.raises(ValueError, match="output_hidden_states, return_dict differ"):
-        model(**packed(), output_hidden_states=last, return_dict=not last)
-
-
-def on_the_last_rank_alone(message, change):
-    """What one rank refuses by itself is its own error there, and told on the others."""
-    last = dist.get_rank() == dist.get_world_size() - 1
-    size = dist.get_world_size()
-    differs(message if last else rf"(?s)other ranks .* rank {size - 1}: .*{message}", change)
-
-
-def forget(*names):
-    return lambda batch: {name: x for name, x in batch.items() if name not in names}
-
-
-def replace(**changes):
-    return lambda batch: batch | changes
-
-
-def refused_everywhere(message, change, family="llama", error=ValueError, **options):
-    model = make_model(family) if isinstance(family, str) else family()
-    with SequenceParallel(model, **options), pytest.raises(error, match=message):
-        model(**change(packed()))
-
-
-def refused_on_entry(message, make, error=ValueError, **options):
-    model = make()
-    models = model if isinstance(model, list) else [model]
-    before = [state_of(one) for one in models if hasattr(one, "config")]
-    with pytest.raises(error, match=message), SequenceParallel(model, **options):
-        raise AssertionError("entered")
-    assert before == [state_of(one) for one in models if hasattr(one, "config")]
-
-
-def settings_differ():
-    model = make_model()
-    layout = "zigzag" if dist.get_rank() == 0 else "stripe"
-    with pytest.raises(ValueError, match=r"layout must be the same on every rank.*'zigzag', 'stripe'"):
-        SequenceParallel(model, layout=layout).__enter__()
-    size = dist.get_world_size()
-    broken = dist.get_rank() == size - 1
-    message = "exchange must be one of" if broken else f"other ranks.*rank {size - 1}: ValueError: exchange must"
-    with pytest.raises(ValueError, match=message):
-        SequenceParallel(model, exchange="p2p" if broken else "ring").__enter__()
-    assert "forward" not in model.__dict__
-
-
-def not_in_the_group():
-    group = dist.new_group([0])
-    if dist.get_rank() == 0:
-        with SequenceParallel(make_model(), group, gather_outputs=True) as context:
-            assert logits_of(context.models[0]).shape[1] == packed()["input_ids"].shape[1]
-    else:
-        with pytest.raises(ValueError, match=rf"rank {dist.get_rank()} of the world, isn't in the group"):
-            SequenceParallel(make_model(), group)
-
-
-def apart():
-    """Gradients that nobody reduced move parameters apart: told at the next forward, on every rank."""
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with SequenceParallel(model) as context:
-        for _ in range(2):  # as it should be
-            optimizer.zero_grad()
-            model(**packed()).loss.backward()
-            for p in model.parameters():
-                dist.all_reduce(p.grad)
-                p.grad /= context.ranks.size
-            optimizer.step()
-        model(**packed()).loss.backward()
-        optimizer.step()
-        with pytest.raises(ValueError, match=r"parameters differ between the ranks.*weren't reduced"):
-            model(**packed())
-
-
-def entered_twice():
-    model = make_model()
-    context = SequenceParallel(model)
-    for call in (context.shard, context.gather, context.total):
-        with pytest.raises(ValueError, match="no batch has been shared yet"):
-            call(torch.zeros(1, 1))
-    with context, pytest.raises(ValueError, match="entered already"):
-        context.__enter__()
-    with context:  # and again, when it has been left
-        logits_of(model)
-        with pytest.raises(ValueError, match=r"tokens of shape \(1, 51\).*got shape \(1, 50\)"):
-            context.shard(torch.zeros(1, 50))
-        with pytest.raises(ValueError, match=r"its shard must be \(1, \d+, ...\); got shape \(1, 51\)"):
-            context.gather(torch.zeros(1, 51))
-
-
-def unpatched_inside():
-    model = make_model()
-    with SequenceParallel(model):
-        unpatch(model)
-        with pytest.raises(ValueError, match="unpatched inside of SequenceParallel"):
-            model(**packed())
-
-
-def without_comparing():
-    """Unchecked, nothing is compared and results are the same."""
-    model = make_model()
-    with SequenceParallel(model):
-        wanted = model(**packed()).loss
-    with SequenceParallel(model, check_batches=False):
-        close(model(**packed()).loss, wanted, "loss")
-        with pytest.raises(ValueError, match="at least one token"):
-            model(input_ids=numbers(1, 0))
-
-
-def few_heads():
-    """One query head per rank is what Ulysses needs."""
-    size = dist.get_world_size()
-    model = make_model("llama", num_attention_heads=size // 2, num_key_value_heads=1)
-    with SequenceParallel(model, exchange="ulysses"), pytest.raises(ValueError, match="gives every rank a query head"):
-        model(**packed())
-
-
-def sequence_classifier():
-    config = AutoConfig.for_model("llama", **COMMON)
-    return LlamaForSequenceClassification(config)
-
-
-def from_config(family, **overrides):
-    config = AutoConfig.for_model(family, **COMMON | overrides)
-    return AutoModelForCausalLM.from_config(config)
-
-
-def with_a_loss_of_its_own():
-    model = make_model()
-    model.loss_function = lambda logits, labels, vocab_size, **_: logits.mean()
-    return model
-
-
-def patched_for_sdpa():
-    model = make_model()
-    patch(model, attention="sdpa")
-    return model
-
-
-def rotary_embeddings_that_grow():
-    """The longest document sets the frequencies of all ranks, also of those that have its beginning alone."""
+def rotary_embeddings_follow_the_longest_document():
+    """The longest document sets the frequencies on all ranks, also on those that have only its first tokens."""
     batch = {"input_ids": numbers(1, 40)}
     for family, rope in {
         "llama": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0},
@@ -363,123 +190,33 @@ def rotary_embeddings_that_grow():
         assert not model.model.rotary_emb._forward_pre_hooks
 
 
-torn = torch.ones(1, 51, dtype=torch.long)
-torn[0, 20] = 0
+def names_of_axolotl_stand_for_layouts():
+    model = make_model()
+    for options, layout in (({}, "balanced"), ({"exchange": "batch_zigzag"}, "zigzag")):
+        with SequenceParallel(model, **options) as context:
+            assert context.state.layout == layout
+    with SequenceParallel(model, exchange="varlen_llama3", layout="contiguous") as context:
+        assert (context.state.exchange, context.state.layout) == ("all_gather", "contiguous")
+
 
 CASES = {
-    "restores": partial(restores, False),
-    "restores what was patched": partial(restores, True),
-    "nests": nests,
-    "pauses": pauses,
-    "two models": two_models,
-    "copies": copies,
-    "forgets": forgets,
-    "without its own loss": without_a_head_or_its_own_loss,
-    "tables of positions": tables_of_positions,
-    "other tokens": partial(differs, "different batches: input_ids differs", replace(input_ids=numbers(1, 51, seed=9))),
-    "other order": partial(
-        differs, "input_ids differs", lambda batch: batch | {"input_ids": batch["input_ids"].flip(1)}
-    ),
-    "other labels": partial(differs, "labels differs", replace(labels=numbers(1, 51, seed=9))),
-    "other documents": partial(differs, "position_ids differs", replace(position_ids=torch.arange(51)[None])),
-    "other lengths": partial(
-        differs, "input_ids, position_ids, labels differ", lambda batch: {k: x[:, :40] for k, x in batch.items()}
-    ),
-    "other arguments": partial(differs, "output_hidden_states differs", replace(output_hidden_states=True)),
-    "values of each other's arguments": differs_in_which_is_true,
-    "no gradients": partial(differs, "whether gradients are computed differs", lambda batch: batch, training=False),
-    "no tokens on one rank": partial(on_the_last_rank_alone, "at least one token", replace(input_ids=numbers(1, 0))),
-    "torn on one rank": partial(
-        on_the_last_rank_alone,
-        "has padding inside a document",
-        lambda b: forget("position_ids")(b) | {"attention_mask": torn},
-    ),
-    "no tokens": partial(
-        refused_everywhere, r"at least one token; got tokens of shape \(1, 0\)", lambda _: {"input_ids": numbers(1, 0)}
-    ),
-    "neither ids nor embeddings": partial(refused_everywhere, "either input_ids or inputs_embeds", forget("input_ids")),
-    "caches": partial(refused_everywhere, "without a cache", replace(use_cache=True)),
-    "images": partial(
-        refused_everywhere,
-        r"pixel_values has shape \(1, 3, 8, 8\)",
-        replace(pixel_values=torch.zeros(1, 3, 8, 8)),
-        error=UnsupportedModelError,
-    ),
-    "made masks": partial(
-        refused_everywhere, "attention_mask must be two-dimensional", replace(attention_mask=torch.zeros(1, 1, 51, 51))
-    ),
-    "labels of another shape": partial(
-        refused_everywhere, r"labels must have the shape.*\(1, 51\); got \(1, 50\)", replace(labels=numbers(1, 50))
-    ),
-    "labels of kept logits": partial(
-        refused_everywhere, r"\(1, 3\), so their targets.*Pass shift_labels", replace(logits_to_keep=3)
-    ),
-    "kept logits that aren't there": partial(
-        refused_everywhere, "places in rows of 51 tokens", replace(logits_to_keep=torch.tensor([51]))
-    ),
-    "kept logits of no meaning": partial(
-        refused_everywhere, "logits_to_keep must be how many.*got -1", replace(logits_to_keep=-1)
-    ),
-    "routing": partial(
-        refused_everywhere,
-        "loss over the routing",
-        replace(output_router_logits=True),
-        "gpt_oss",
-        UnsupportedModelError,
-    ),
-    "a loss that can't be told": partial(
-        refused_everywhere, "must take shift_labels", lambda b: b, with_a_loss_of_its_own, UnsupportedModelError
-    ),
-    "rotary embeddings that grow": rotary_embeddings_that_grow,
-    "too few heads": few_heads,
-    "unknown exchange": partial(
-        refused_on_entry,
-        "exchange must be one of 'all_gather', 'ring', 'ulysses', 'varlen_llama3'.*got 'p2p'",
-        make_model,
-        exchange="p2p",
-    ),
-    "unknown layout": partial(
-        refused_on_entry, "layout must be one of 'contiguous'.*got 'greedy'", make_model, layout="greedy"
-    ),
-    "a scheme of two minds": partial(
-        refused_on_entry,
-        "'batch_zigzag' has the layout 'zigzag'; got layout='stripe'",
-        make_model,
-        exchange="batch_zigzag",
-        layout="stripe",
-    ),
-    "unknown reduction": partial(
-        refused_on_entry, "grad_reduce must be 'mean' or 'sum'; got 'avg'", make_model, grad_reduce="avg"
-    ),
-    "no model": partial(
-        refused_on_entry, "expected a transformers model; got Linear", lambda: nn.Linear(2, 2), UnsupportedModelError
-    ),
-    "recurrences": partial(
-        refused_on_entry, "MambaMixer.*recurrence or convolution", lambda: from_config("mamba"), UnsupportedModelError
-    ),
-    "dense attention": partial(
-        refused_on_entry,
-        "'gpt_neo' attends by 'dense'",
-        lambda: from_config("gpt_neo", num_layers=2, num_heads=2, attention_types=[[["global"], 2]]),
-        UnsupportedModelError,
-    ),
-    "transformers' attention": partial(refused_on_entry, "attends by 'sdpa'", patched_for_sdpa, UnsupportedModelError),
-    "classifiers": partial(
-        refused_on_entry, "LlamaForSequenceClassification reads one token", sequence_classifier, UnsupportedModelError
-    ),
-    "the second of two models": partial(
-        refused_on_entry, "MambaMixer", lambda: [make_model(), from_config("mamba")], UnsupportedModelError
-    ),
-    "settings differ": settings_differ,
-    "not in the group": not_in_the_group,
-    "apart": apart,
-    "entered twice": entered_twice,
-    "unpatched inside": unpatched_inside,
-    "without comparing": without_comparing,
+    "restores unpatched models": partial(restores, False),
+    "restores patched models": partial(restores, True),
+} | {
+    case.__name__.replace("_", " "): case
+    for case in (
+        nested_contexts,
+        paused_contexts,
+        base_models_are_sharded_once,
+        several_models,
+        copies_share_batches,
+        tensors_are_freed_without_garbage_collection,
+        position_tables,
+        rotary_embeddings_follow_the_longest_document,
+        names_of_axolotl_stand_for_layouts,
+    )
 }
-
-# What differs with the number of ranks: who is at fault, and who is told.
 ALSO_ON_FOUR = [
-    *("restores", "nests", "two models", "rotary embeddings that grow", "too few heads", "other tokens"),
-    *("other lengths", "no tokens on one rank", "settings differ", "not in the group", "apart"),
+    *("restores unpatched models", "nested contexts", "several models"),
+    "rotary embeddings follow the longest document",
 ]

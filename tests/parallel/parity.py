@@ -1,11 +1,11 @@
-"""`python -m tests.parallel.parity`: how far losses and gradients of 2 and 4 ranks are from those of one process.
+"""`python -m tests.parallel.parity`: differences between 2 or 4 ranks and one process, in losses and gradients.
 
-A row for each batch and family, a column for each exchange and layout; the largest difference of a loss or of any
-parameter's gradient, relative to the largest number of that tensor, in float64.
+Each row is a batch and family, each column an exchange and layout. A number is the largest difference in the loss or in
+the gradient of a parameter, relative to the largest number of that tensor, in float64.
 """
 
-from tests.parallel.sp_models import BATCHES, alone_on, make_model, no_loss, on_ranks
-from tests.parallel.world import Ranks
+from tests.parallel.models import BATCHES, alone_on, loss_of, make_model, on_ranks
+from tests.parallel.pool import Pool
 
 COLUMNS = [
     (exchange, layout) for exchange in ("all_gather", "ring", "ulysses") for layout in ("contiguous", "balanced")
@@ -24,7 +24,7 @@ def table():
     for family, batch in ROWS:
         cells = []
         for exchange, layout in COLUMNS:
-            got = on_ranks(make_model(family), no_loss, BATCHES[batch](), exchange=exchange, layout=layout)
+            got = on_ranks(make_model(family), loss_of, BATCHES[batch](), exchange=exchange, layout=layout)
             cells.append(f"{difference(got, alone_on(family, batch)):>24.1e}")
         lines.append(f"{family} {batch}".ljust(20) + "".join(cells))
     print("\n".join(lines))
@@ -34,6 +34,6 @@ CASES = {"parity": table}
 
 if __name__ == "__main__":
     for size in (2, 4):
-        pool = Ranks(size)
+        pool = Pool(size)
         print(f"{size} ranks\n{pool.run('parity', 'parity', patience=3600)}")
         pool.close()

@@ -1,4 +1,4 @@
-"""Layouts: every row has one owner, in order; work is even; shards and batches turn into each other."""
+"""Layouts: each row has one owner, rows ascend, work is even, unsharding inverts sharding."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ def test_every_row_has_one_owner(name, ranks, total):
     assert spread <= (1 if name in ("contiguous", "stripe") else 2 if name == "zigzag" else runs)
 
 
-def test_where_rows_go():
+def test_rows_of_each_rank():
     mask = BlockDiagonalMask.from_seqlens([8])
     rows = {name: [rows.tolist() for rows in make_layout(name, mask, 2, chunk=1).rows] for name in NAMES}
     assert rows == {
@@ -39,7 +39,7 @@ def test_where_rows_go():
     }
 
 
-def test_chunks_are_as_long_as_asked():
+def test_chunks_have_the_default_length():
     layout = make_layout("balanced", BlockDiagonalMask.from_seqlens([256 * 64]), 2)
     for rows in layout.rows:
         chunks = rows.view(-1, 256)
@@ -47,8 +47,8 @@ def test_chunks_are_as_long_as_asked():
         assert (chunks[:, 0] % 256 == 0).all()
 
 
-def test_chunks_fill_tiles():
-    """Where 16 chunks would be shorter than a tile of 128 rows, there are fewer: of 2,000 rows per rank, 15."""
+def test_chunks_are_not_shorter_than_tiles():
+    """If 16 chunks per rank were shorter than a tile of 128 rows, there are fewer: 15 for 2,000 rows per rank."""
     for tokens, ranks, chunks in ((32768, 64, 4), (32000, 16, 15), (32768, 256, 1)):
         layout = make_layout("balanced", BlockDiagonalMask.from_seqlens([tokens]), ranks)
         bounds = {tokens * chunk // (ranks * chunks) for chunk in range(ranks * chunks)}
@@ -66,15 +66,15 @@ def test_balanced_work_is_even(tokens, lengths):
         assert make_layout("balanced", mask, ranks).imbalance(mask) <= 1.02
 
 
-def test_drawn_packs_are_even():
-    """Short documents, a long tail, conversations: ten batches of each."""
+def test_balanced_work_is_even_for_drawn_packs():
+    """Ten batches each of short documents, of a long tail and of conversations."""
     for _, lengths in packs(32768, 10):
         mask = BlockDiagonalMask.from_seqlens(lengths)
         assert mask.num_queries == 32768
         assert max(make_layout("balanced", mask, ranks).imbalance(mask) for ranks in (4, 8, 16)) <= 1.02
 
 
-def test_windows_and_padding_count_as_what_they_see():
+def test_balanced_work_is_even_with_windows_and_padding():
     lengths = distributions(32768)["stdlib"]
     padded = BlockDiagonalMask.from_cu_seqlens(
         torch.tensor([0, *lengths]).cumsum(0), window=(512, 0), total_q=40000, total_k=40000
@@ -83,8 +83,8 @@ def test_windows_and_padding_count_as_what_they_see():
     assert make_layout("contiguous", padded, 8).imbalance(padded) > 1.15
 
 
-def test_imbalance_counts_pairs():
-    """Of 8 tokens in one document the first four see 10 keys, the others 26."""
+def test_imbalance_counts_visible_pairs():
+    """In a document of 8 tokens, the first four see 10 keys and the others 26."""
     mask = BlockDiagonalMask.from_seqlens([8])
     assert make_layout("contiguous", mask, 2).imbalance(mask) == 26 / 18
     assert make_layout("zigzag", mask, 2).imbalance(mask) == 1.0
@@ -94,7 +94,7 @@ def test_imbalance_counts_pairs():
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dim", [0, 1, -1])
-def test_shards_and_back(name, dim):
+def test_unsharding_inverts_sharding(name, dim):
     layout = make_layout(name, mask_of(50), 4, chunk=4)
     x = torch.randn(50, 50, 50)
     shards = [layout.shard(x, rank, dim) for rank in range(4)]
@@ -102,21 +102,21 @@ def test_shards_and_back(name, dim):
     assert torch.equal(layout.unshard(torch.cat(shards, dim), dim), x)
 
 
-def test_layouts_in_order_are_known():
+def test_in_order_is_whether_shards_follow_each_other():
     assert make_layout("contiguous", mask_of(50), 4).in_order
     assert not make_layout("zigzag", mask_of(50), 4).in_order
     assert make_layout("zigzag", mask_of(50), 1).in_order
 
 
-def test_the_same_on_every_rank():
-    """Equal work everywhere: nothing but the number of a chunk decides."""
+def test_ties_are_broken_by_number():
+    """So that all ranks make the same layout of chunks with equal work."""
     mask = BlockDiagonalMask.from_seqlens([10] * 64, causal=False)
     layouts = [make_layout("balanced", mask, 4, chunk=10) for _ in range(2)]
     assert [a.tolist() for a in layouts[0].rows] == [b.tolist() for b in layouts[1].rows]
     assert layouts[0].rows[0].tolist()[:10] == list(range(10))
 
 
-def test_restricted_masks_are_the_masks_rows():
+def test_restricted_masks_are_rows_of_the_mask():
     mask = BlockDiagonalMask.from_seqlens([13, 1, 30, 6], window=(9, 0))
     for name in NAMES:
         for rows in make_layout(name, mask, 3, chunk=4).rows:
@@ -136,12 +136,12 @@ def test_restricted_masks_are_the_masks_rows():
         (lambda m: make_layout("zigzag", m, 2).unshard(torch.zeros(50), 1), r"50 rows.*dim=1; got shape \(50,\)"),
     ],
 )
-def test_refuses(call, message):
+def test_refuses_malformed_arguments(call, message):
     with pytest.raises(ValueError, match=message):
         call(mask_of(50))
 
 
-def test_a_layout_of_ones_own():
+def test_layout_from_rows():
     layout = Layout((torch.tensor([1, 2]), torch.tensor([0])))
     assert (layout.num_rows, layout.lengths, layout.inverse.tolist()) == (3, [2, 1], [2, 0, 1])
 
@@ -158,6 +158,6 @@ def test_a_layout_of_ones_own():
         ((torch.tensor([-1, 0]), torch.tensor([1])), "exactly one rank"),
     ],
 )
-def test_refuses_what_is_no_layout(rows, message):
+def test_refuses_malformed_rows(rows, message):
     with pytest.raises(ValueError, match=message):
         Layout(rows)

@@ -1,4 +1,4 @@
-"""What needs several ranks, in groups of 2 and 4 processes; the modules of cases say what each checks."""
+"""The cases of tests/parallel/*_cases.py, on groups of 2 and 4 processes."""
 
 import re
 import subprocess
@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.parallel.world import Ranks, cases_of
+from tests.parallel.pool import Pool, cases_of
 
 CASES = (
-    "collectives_cases",
-    "exchange_cases",
+    "all_gather_with_grad_cases",
+    "attention_cases",
     "context_cases",
     "lifecycle_cases",
-    "argument_cases",
+    "refusal_cases",
     "composition_cases",
     "trainer_cases",
 )
@@ -44,7 +44,7 @@ def test_ranks_agree_with_what_wraps_models(run_on, module, name):
 
 
 @pytest.mark.slow
-def test_every_type_is_shared_or_refused_as_the_readme_says():
+def test_readme_counts_the_types_that_ranks_can_share():
     root = Path(__file__).parents[2]
     result = subprocess.run(
         [sys.executable, "-m", "tests.parallel.every_type"], capture_output=True, text=True, cwd=root, timeout=300
@@ -62,19 +62,19 @@ def test_ranks_agree_with_the_kernels(run_on, module, name):
 
 
 @pytest.mark.heavy
-def test_a_failure_on_one_rank_is_seen():
-    pool = Ranks(2)
+def test_pool_reports_a_failure_on_one_rank():
+    pool = Pool(2)
     pool.run("failing_cases", "passes")
-    with pytest.raises(AssertionError, match=r"(?s)rank 0 of 2.*on the last rank alone failed:.*ValueError: as it"):
-        pool.run("failing_cases", "on the last rank alone")
+    with pytest.raises(AssertionError, match=r"(?s)rank 0 of 2.*fails on the last rank failed:.*ValueError: as it"):
+        pool.run("failing_cases", "fails on the last rank")
     assert pool.ended
 
 
 @pytest.mark.heavy
-def test_a_rank_that_dies_or_gets_stuck_is_seen():
+def test_pool_reports_ranks_that_die_or_get_stuck():
     with pytest.raises(AssertionError, match=r"the last rank dies: died"):
-        Ranks(2).run("failing_cases", "the last rank dies")
-    pool = Ranks(2)
+        Pool(2).run("failing_cases", "the last rank dies")
+    pool = Pool(2)
     pool.run("failing_cases", "passes")
     with pytest.raises(AssertionError, match=r"the last rank is stuck: stuck"):
         pool.run("failing_cases", "the last rank is stuck", patience=2)

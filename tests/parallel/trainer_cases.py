@@ -1,4 +1,4 @@
-"""SequenceParallel under accelerate and transformers' Trainer, which find their places by what a launcher tells."""
+"""SequenceParallel under accelerate and transformers' Trainer, which read environment variables of a launcher."""
 
 from __future__ import annotations
 
@@ -16,31 +16,24 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
-from tests.parallel.composition_cases import (
-    CLIP,
-    LEARNING_RATE,
-    make_batch,
-    make_mesh,
-    make_model,
-    near,
-    optimizer_of,
-)
+from tests.parallel.composition_cases import CLIP, LEARNING_RATE, make_mesh, optimizer_of
+from tests.parallel.models import close, make_batch, make_model
 from tritonpack import PackingCollator, SequenceParallel, patch
 
 
 @contextmanager
 def launched() -> Iterator[None]:
-    """What accelerate reads of a launcher; what it remembers is forgotten afterwards."""
+    """The environment that accelerate reads from a launcher; its global state is reset before and afterwards."""
     from accelerate.state import AcceleratorState
 
     rank, size = str(dist.get_rank()), str(dist.get_world_size())
-    told = {
+    variables = {
         "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "ACCELERATE_USE_CPU": "true",
-        "MASTER_ADDR": "localhost", "MASTER_PORT": "0",  # asked for, and not used: there is a process group
+        "MASTER_ADDR": "localhost", "MASTER_PORT": "0",  # required, but unused: a process group exists
     }  # fmt: skip
     AcceleratorState._reset_state(reset_partial_state=True)
     try:
-        with mock.patch.dict(os.environ, told):
+        with mock.patch.dict(os.environ, variables):
             yield
     finally:
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -68,15 +61,15 @@ def accelerated() -> None:
             output = model(**make_batch(0))
             accelerator.backward(output.loss)
             assert output.logits.shape[1] < make_batch(0)["input_ids"].shape[1]
-            near(output.loss.detach(), expected.detach(), "loss")
+            close(output.loss.detach(), expected.detach(), "loss")
             for (name, p), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
-                near(p.grad, whole.grad, name)
+                close(p.grad, whole.grad, name)
             optimizer.step()
     require_equal_everywhere(model)
 
 
 class SharedBatches(Trainer):
-    """Every rank of a group gets its replica's batches: accelerate, which would divide them, doesn't see the loader."""
+    """A loader with the batches of this rank's replica. accelerate doesn't prepare it, so it doesn't divide them."""
 
     def get_train_dataloader(self) -> DataLoader:
         return DataLoader(self.train_dataset, batch_size=None)
@@ -90,8 +83,8 @@ def arguments(folder: str, **options) -> TrainingArguments:
 
 
 def trainer() -> None:
-    """Losses and parameters after three steps of two batches each are those of a plain loop in one process, in which
-    every target of a step counts alike."""
+    """Losses and parameters after three steps of two batches equal those of a loop in one process with the same weight
+    for every target of a step."""
     mesh = make_mesh("dp", "sp")
     replicas = [[make_batch(6 * replica + number) for number in range(6)] for replica in range(mesh["dp"].size())]
     reference, model = make_model(), make_model()
@@ -109,17 +102,17 @@ def trainer() -> None:
     options = {"gradient_accumulation_steps": 2, "max_grad_norm": CLIP, "optim": "sgd", "learning_rate": LEARNING_RATE}
     mine = replicas[mesh.get_local_rank("dp")]
     with launched(), tempfile.TemporaryDirectory() as folder, SequenceParallel(model, mesh["sp"]):
-        told = arguments(folder, lr_scheduler_type="constant", **options)
-        trained = SharedBatches(model, told, train_dataset=mine)
+        options = arguments(folder, lr_scheduler_type="constant", **options)
+        trained = SharedBatches(model, options, train_dataset=mine)
         trained.train()
     logged = [entry["loss"] for entry in trained.state.log_history if "loss" in entry]
     assert logged == pytest.approx(expected, abs=1e-3)  # Trainer rounds
     for (name, p), whole in zip(model.named_parameters(), reference.parameters(), strict=True):
-        near(p.detach(), whole.detach(), name)
+        close(p.detach(), whole.detach(), name)
 
 
-def divided_by_trainer() -> None:
-    """Trainer's own loader gives every rank other documents: an error, and no training on half of them each."""
+def loader_of_trainer() -> None:
+    """Trainer's own loader gives every rank other documents, which is an error."""
     documents = [{"input_ids": list(range(start, start + 9))} for start in range(16)]
     model = make_model()
     with launched(), tempfile.TemporaryDirectory() as folder, SequenceParallel(model):
@@ -131,5 +124,5 @@ def divided_by_trainer() -> None:
 CASES = {
     "accelerate": accelerated,
     "Trainer": trainer,
-    "Trainer's own loader": divided_by_trainer,
+    "loader of Trainer": loader_of_trainer,
 }

@@ -1,8 +1,8 @@
 """Layouts: which rows of a batch each rank owns.
 
-Attention costs what a mask lets rows see, so equal numbers of rows aren't equal work: a rank with the end of a long
-document has much more of it than one with many short documents. Every rank's rows ascend in the order of the stream,
-so that the mask between them and any keys is again an interval mask (docs/math.md, section 1).
+The cost of attention is the number of keys that rows see, so equal numbers of rows aren't equal work: a rank with the
+end of a long document has much more work than one with many short documents. Every rank's rows ascend in the order of
+the stream, so that the mask between them and any keys is again an interval mask (docs/math.md, section 1).
 """
 
 from __future__ import annotations
@@ -15,23 +15,22 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from tritonpack.checks import describe, is_int, require
+from tritonpack.checks import check_choice, describe, is_int, require
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 
 LayoutName = Literal["contiguous", "zigzag", "stripe", "balanced"]
 
-CHUNK = 256
+CHUNK = 256  # rows
 MIN_CHUNKS = 16  # per rank, unless they would be shorter than LEAST
-LEAST = 128  # rows of a kernel's tile: one that holds chunks from several places visits all keys between them, too
+LEAST = 128  # rows of a kernel's tile. A tile with chunks from several places also visits all keys between them
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
     """The rows of a batch that each rank owns. Every row has one owner.
 
-    Any number of rows goes with any number of ranks: shards differ in length where rows don't divide. No row is added
-    to make them equal, as the mask, labels and everything else along the stream would have to know of it; the
-    collectives fill up what they send instead.
+    Shards differ in length if the rows don't divide by the ranks. No rows are added to make them equal, because the
+    mask, labels and everything else along the stream would need them, too; the collectives pad what they send instead.
 
     >>> mask = BlockDiagonalMask.from_seqlens([7])
     >>> layout = make_layout("zigzag", mask, 2)
@@ -46,8 +45,8 @@ class Layout:
         rows: for each rank, (length,) int64, its rows in ascending order; all on one device.
 
     Raises:
-        ValueError: rows of another form; and, for rows in host memory, rows that don't ascend, or of which some have
-            no owner or several.
+        ValueError: rows of another form; and, for rows in host memory, rows that don't ascend, or that have no owner or
+            several.
     """
 
     rows: tuple[Tensor, ...]
@@ -86,52 +85,49 @@ class Layout:
 
     @cached_property
     def inverse(self) -> Tensor:
-        """(num_rows,) int64: where each row of the batch lies in the ranks' shards laid end to end."""
+        """(num_rows,) int64: the place of each row of the batch in the ranks' shards, laid end to end."""
         return torch.cat(self.rows).argsort()
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether the shards laid end to end are the batch; waits for the device, once."""
+        """Whether the shards, laid end to end, are the batch in its order; waits for the device, once."""
         rows = torch.cat(self.rows)
         return bool((rows[1:] > rows[:-1]).all())
 
     @cached_property
     def slots(self) -> Tensor:
-        """(num_rows,) int64: where each row lies if every shard is filled up to the length of the longest."""
+        """(num_rows,) int64: the place of each row, with every shard padded to the length of the longest."""
         longest = max(self.lengths)
         begins = [torch.arange(n, device=self.inverse.device) + rank * longest for rank, n in enumerate(self.lengths)]
         return torch.cat(begins)[self.inverse]
 
     @cached_property
     def fills_in_order(self) -> bool:
-        """Whether `slots` is just the order of the batch."""
+        """Whether `slots` are the numbers of the rows themselves."""
         return len(set(self.lengths)) == 1 and self.in_order
 
     def shard(self, x: Tensor, rank: int, dim: int = 0) -> Tensor:
-        """The rows of one rank, of a tensor that has the batch's rows along `dim`.
+        """One rank's rows of a tensor that has the batch's rows along `dim`.
 
         Raises:
-            ValueError: a rank or dimension that doesn't exist, or one with another number of rows.
+            ValueError: no such rank or dimension, or another number of rows along `dim`.
         """
         if not is_int(rank) or not 0 <= rank < self.ranks:
             raise ValueError(f"rank must be an integer from 0 to {self.ranks - 1}; got {rank!r}.")
         self._check(x, dim)
-        return x.index_select(dim, self.rows[rank])
+        return x.index_select(dim, self.rows[rank].to(x.device))
 
     def unshard(self, x: Tensor, dim: int = 0) -> Tensor:
-        """The batch in its order, from the ranks' shards laid end to end along `dim`.
+        """The rows in the order of the batch, from the ranks' shards laid end to end along `dim`.
 
         Raises:
-            ValueError: a dimension that doesn't exist, or one with another number of rows.
+            ValueError: no such dimension, or another number of rows along it.
         """
         self._check(x, dim)
-        return x.index_select(dim, self.inverse)
+        return x.index_select(dim, self.inverse.to(x.device))
 
     def imbalance(self, mask: BlockDiagonalMask) -> float:
-        """The visible pairs of the rank that has most of them, relative to the mean; 1.0 is balance.
-
-        Waits for the mask's device.
-        """
+        """The visible pairs of the rank with most of them, over the mean; 1.0 is even. Waits for the mask's device."""
         work = _work(mask)
         shares = [int(work[rows.cpu()].sum()) for rows in self.rows]
         return max(shares) * self.ranks / sum(shares) if sum(shares) else 1.0
@@ -148,59 +144,48 @@ def make_layout(name: LayoutName, mask: BlockDiagonalMask, ranks: int, *, chunk:
     """Divide a batch among ranks. The same arguments give the same layout on every rank.
 
     - "contiguous": one run of rows per rank. Needs the fewest keys of other ranks; work differs most.
-    - "zigzag": two runs per rank, the r-th from the begin and the r-th from the end. Balances a single causal document.
-    - "stripe": row i to rank i modulo `ranks`. Balances any causal mask, and every rank needs nearly every key.
-    - "balanced": chunks of rows, each rank the same number of them, the one with most work to the rank with least so
-      far. Balances any mask, unless there are too few rows per rank for that. Work is counted in visible pairs; reads
-      the mask, so it waits for its device.
+    - "zigzag": two runs per rank, the r-th from the start and the r-th from the end. Balances one causal document.
+    - "stripe": row i to rank i modulo `ranks`. Balances any causal mask; every rank needs nearly every key.
+    - "balanced": equal numbers of chunks per rank. The chunk with most work goes to the rank with least work so far.
+      Balances any mask, unless there are too few rows per rank. Work is counted in visible pairs. This reads the mask,
+      so it waits for its device.
 
     Args:
         name: as above.
-        mask: of the batch, queries and keys being the same rows.
+        mask: of the batch, with the same rows as queries and keys.
         ranks: how many.
-        chunk: rows per chunk at most, for "balanced". Short batches have shorter ones, so that there are enough to
-            choose from, but not below 128: a rank with fewer rows than two chunks owns one run of them.
+        chunk: the most rows of a chunk of "balanced". Short batches have shorter chunks, so that there are enough of
+            them, but of at least 128 rows. A rank with fewer rows than two chunks owns one run of rows.
 
     Raises:
         ValueError: an unknown name, a mask whose queries aren't its keys, `ranks` or `chunk` below 1.
     """
-    if name not in get_args(LayoutName):
-        raise ValueError(f"layout must be one of {', '.join(map(repr, get_args(LayoutName)))}; got {name!r}.")
-    check_self_attention(mask)
+    check_choice(name, get_args(LayoutName), "layout")
+    total, device = mask.num_queries, mask.device
+    if total != mask.num_keys:
+        raise ValueError(
+            f"a layout divides rows that are queries and keys alike; the mask has {total} queries and {mask.num_keys} "
+            "keys. Cross-attention can't be sharded this way."
+        )
     for value, what in ((ranks, "ranks"), (chunk, "chunk")):
         if not is_int(value) or value < 1:
             raise ValueError(f"{what} must be an integer of at least 1; got {value!r}.")
-    return Layout(divide(name, mask, ranks, chunk))
-
-
-def check_self_attention(mask: BlockDiagonalMask) -> None:
-    """Raise for a mask whose rows aren't queries and keys alike."""
-    if mask.num_queries != mask.num_keys:
-        raise ValueError(
-            f"a layout divides rows that are queries and keys alike; the mask has {mask.num_queries} queries and "
-            f"{mask.num_keys} keys. Cross-attention can't be sharded this way."
-        )
-
-
-def divide(name: LayoutName, mask: BlockDiagonalMask, ranks: int, chunk: int = CHUNK) -> tuple[Tensor, ...]:
-    """Each rank's rows, by the name and other arguments of `make_layout`, which nothing checks."""
-    total, device = mask.num_queries, mask.device
     if name == "stripe":
         every = torch.arange(total, device=device)
-        return tuple(every[rank::ranks].clone() for rank in range(ranks))
-    if name == "contiguous":
-        owned = [[rank] for rank in range(ranks)]
-    elif name == "zigzag":
+        return Layout(tuple(every[rank::ranks].clone() for rank in range(ranks)))
+    owned = [[rank] for rank in range(ranks)]  # the chunks of each rank
+    if name == "zigzag":
         owned = [[rank, 2 * ranks - 1 - rank] for rank in range(ranks)]
-    else:
+    elif name == "balanced":
         per_rank = max(-(-total // (ranks * chunk)), min(MIN_CHUNKS, total // (ranks * min(chunk, LEAST))), 1)
-        owned = _balance(_work(mask), ranks, per_rank) if per_rank > 1 else [[rank] for rank in range(ranks)]
+        owned = _balance(_work(mask), ranks, per_rank) if per_rank > 1 else owned
     bounds = _bounds(total, sum(map(len, owned)))
-    return tuple(torch.cat([torch.arange(bounds[c], bounds[c + 1]) for c in chunks]).to(device) for chunks in owned)
+    rows = [torch.cat([torch.arange(bounds[c], bounds[c + 1]) for c in chunks]) for chunks in owned]
+    return Layout(tuple(one.to(device) for one in rows))
 
 
 def _bounds(total: int, chunks: int) -> list[int]:
-    """Where chunks begin, and the last one ends: as even as whole rows allow."""
+    """Where chunks begin, and the last one ends; their lengths differ by one row at most."""
     return [total * chunk // chunks for chunk in range(chunks + 1)]
 
 
@@ -210,7 +195,7 @@ def _work(mask: BlockDiagonalMask) -> Tensor:
 
 
 def _balance(work: Tensor, ranks: int, per_rank: int) -> list[list[int]]:
-    """For each rank its chunks, ascending: the heaviest chunk to the rank with least work and room; ties by number."""
+    """For each rank its chunks, ascending. The heaviest chunk goes to the rank with least work that has room for it."""
     bounds = torch.tensor(_bounds(work.shape[0], ranks * per_rank))
     passed = torch.cat([work.new_zeros(1), work.cumsum(0)])[bounds]
     weights = (passed[1:] - passed[:-1]).tolist()

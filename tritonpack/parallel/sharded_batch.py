@@ -1,4 +1,4 @@
-"""What a patched model's layers get in the place of masks when a batch is spread over ranks."""
+"""One rank's rows of a packed batch, and the masks that its layers get: they cover the keys of all ranks."""
 
 from __future__ import annotations
 
@@ -9,94 +9,97 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.parallel.sharing import Sharing
+from tritonpack.parallel.sharding import Sharding
 from tritonpack.patches.mask_spec import MaskSpec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch
 
 
 class ShardedMask(IntervalMask):
-    """The mask of the whole batch, for layers that have one rank's rows of it: queries (1, rows), keys likewise.
+    """The mask of the whole batch, for layers that have one rank's rows as queries and keys.
 
     Attributes:
-        sharing: who has which rows.
+        sharding: how the batch is divided.
     """
 
-    arguments = (*IntervalMask.arguments, "sharing")
+    arguments = (*IntervalMask.arguments, "sharding")
 
-    def __init__(self, *given: Any, sharing: Sharing, **named: Any) -> None:
+    def __init__(self, *given: Any, sharding: Sharding, **named: Any) -> None:
         super().__init__(*given, **named)
-        self.sharing = sharing
+        self.sharding = sharding
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         assert isinstance(self.packed_batch, ShardedBatch)
         self.count_use()
-        self.packed_batch.attended.add(self.spec)
-        return self.sharing.attend(q, k, v, self.mask, backend=self.serving.backend, **options)
+        self.packed_batch.attended = True
+        return self.sharding.attend(q, k, v, self.mask, backend=self.serving.backend, **options)
 
     def to_tensor(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
         raise UnsupportedModelError(
             "a layer of this model computes with the mask itself (attention outside of transformers' interface, biases "
-            "or an indexer of its own), which would need the keys of all ranks; sequence parallelism can't do that."
+            "or an indexer of its own), so it needs the keys of all ranks. Train it without SequenceParallel."
         )
 
 
 class ShardedBatch(PackedBatch):
-    """One rank's rows of a packed batch, as a batch of one row; masks are of the whole.
+    """One rank's rows of a packed batch, as a batch of one row.
 
     Attributes:
-        whole: the packing of the batch.
-        filled: the same, filled up as the layout has it; masks are made of it.
-        sharing: who has which rows.
-        attended: the kinds of layers that have exchanged keys and values.
+        whole: the batch.
+        padded: the batch with the padding of the layout; masks are made from it.
+        sharding: how the batch is divided.
+        attended: whether a layer has exchanged keys and values.
     """
 
     shared = True
-    arguments = (*PackedBatch.arguments, "whole", "filled", "sharing")
+    arguments = (*PackedBatch.arguments, "whole", "padded", "sharding")
 
-    def __init__(self, *, whole: PackedBatch, filled: PackedBatch, sharing: Sharing, **named: Any) -> None:
+    def __init__(self, *, whole: PackedBatch, padded: PackedBatch, sharding: Sharding, **named: Any) -> None:
         super().__init__(**named)
-        self.whole, self.filled, self.sharing = whole, filled, sharing
-        self.attended: set[MaskSpec] = set()
+        self.whole, self.padded, self.sharding = whole, padded, sharding
+        self.attended = False
 
     def interval_mask(self, num_keys: int, query_offset: int | Tensor, key_offset: int, spec: MaskSpec) -> IntervalMask:
         if spec.overlay is not None:
             raise UnsupportedModelError(
                 "this model composes a mask of its own (images that see all of themselves, prefixes) from the tokens "
-                "that it is given, which are one rank's; sequence parallelism can't do that."
+                "that it gets, and these are one rank's. Train it without SequenceParallel."
             )
         for known, interval_mask in self.kept:
             if known == (spec,):
                 return interval_mask
-        whole = self.filled.interval_mask(self.filled.tokens[1], 0, 0, spec).mask
+        whole = self.padded.interval_mask(self.padded.tokens[1], 0, 0, spec).mask
         shape = torch.Size((1, 1, self.tokens[1], self.tokens[1]))
-        mask = ShardedMask(whole, shape, self.serving, self, spec, sharing=self.sharing)
+        mask = ShardedMask(whole, shape, self.serving, self, spec, sharding=self.sharding)
         self.kept.append(((spec,), mask))
         return mask
 
     def forget(self) -> None:
-        """Let go of the masks once a forward is done: they know us, too, and would stay until all garbage is collected.
+        """Drop the masks after a forward pass, because batch and masks refer to each other, which delays freeing them.
 
-        What is recomputed in backward has been given its masks.
+        Layers that are recomputed in backward have been given their masks.
         """
-        for packed_batch in (self, self.whole, self.filled):
+        for packed_batch in (self, self.whole, self.padded):
             packed_batch.kept.clear()
 
     def runs(self) -> tuple[Tensor, Tensor | None]:
         starts, live = self.whole.runs()
-        return self.sharing.shard(starts), None if live is None else self.sharing.shard(live)
+        return self.sharding.shard(starts), None if live is None else self.sharding.shard(live)
 
     def positions(self) -> Tensor:
-        return self.sharing.shard(self.whole.positions())
+        return self.sharding.shard(self.whole.positions())
 
     def places(self) -> Tensor:
-        return self.sharing.shard(self.whole.places())
+        return self.sharding.shard(self.whole.places())
 
     def lengths(self) -> tuple[Tensor, Tensor]:
-        raise UnsupportedModelError("layers that mix along the row need whole documents, and ranks have parts of them.")
+        raise UnsupportedModelError(
+            "layers that mix tokens along the row need whole documents, and each rank has parts of them. Train this "
+            "model without SequenceParallel."
+        )
 
 
-def fill_up(packed_batch: PackedBatch, columns: int) -> PackedBatch:
-    """A packing with so many tokens of padding at the end of each row: one more document, that nobody sees."""
+def pad_rows(packed_batch: PackedBatch, columns: int) -> PackedBatch:
+    """A batch with `columns` tokens of padding at the end of each row: one more document, which no token sees."""
     if not columns:
         return packed_batch
     starts, live = packed_batch.runs()
@@ -112,25 +115,21 @@ def fill_up(packed_batch: PackedBatch, columns: int) -> PackedBatch:
     )
 
 
-def shard_batch(whole: PackedBatch, filled: PackedBatch, sharing: Sharing) -> ShardedBatch:
-    """This rank's rows of a packing without a cache."""
+def shard_batch(whole: PackedBatch, padded: PackedBatch, sharding: Sharding) -> ShardedBatch:
+    """This rank's rows of a batch without a cache."""
     assert not whole.cached
-    mask = whole.to_tensor() if sharing.columns and whole.attention_mask is None else whole.attention_mask
-    positions = whole.positions() if whole.position_ids is None else whole.position_ids  # a shard can't count its own
+    mask = whole.to_tensor() if sharding.columns and whole.attention_mask is None else whole.attention_mask
+    # (B, T), (1, T) for all rows alike, or (3, B, T) for several kinds of positions
+    positions = whole.positions() if whole.position_ids is None else whole.position_ids
+    positions = positions.expand(*positions.shape[:-2], *sharding.tokens)
     return ShardedBatch(
-        attention_mask=None if mask is None else sharing.shard(mask),
-        position_ids=shard_positions(positions, sharing),
+        attention_mask=None if mask is None else sharding.shard(mask),
+        position_ids=sharding.shard(positions, positions.ndim - 2),
         boundaries=None,
-        tokens=torch.Size((1, sharing.rows)),
+        tokens=torch.Size((1, sharding.rows)),
         where=whole.where,
         serving=whole.serving,
         whole=whole,
-        filled=filled,
-        sharing=sharing,
+        padded=padded,
+        sharding=sharding,
     )
-
-
-def shard_positions(position_ids: Tensor, sharing: Sharing) -> Tensor:
-    """(B, T) or (1, T) for all rows alike, or several kinds of them, (3, B, T) -> (1, rows) or (3, 1, rows)."""
-    whole = position_ids.expand(*position_ids.shape[:-2], *sharing.tokens)
-    return sharing.shard(whole, whole.ndim - 2)

@@ -1,8 +1,8 @@
-"""What sequence parallelism needs of a model, and of what reduces its gradients."""
+"""What sequence parallelism needs of a model, and of the module that reduces its gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -19,76 +19,61 @@ from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.report import Report
 from tritonpack.patches.rewritten_layers import DocumentMask, EncoderAttention
 
-FINGERPRINTS = 4  # parameters that ranks compare; what moves ranks apart moves the small ones, too
+COMPARED = 4  # how many parameters ranks compare; an optimizer step changes the small ones, too
 
 
 def require_shardable(model: nn.Module, report: Report) -> None:
-    """Refuse a patched model whose layers need more of a batch than the keys and values of other ranks.
+    """Refuse a patched model whose layers need more of other ranks than their keys and values.
 
     Raises:
         UnsupportedModelError: with the reason.
     """
-    kind = report.model_type
+    model_type = report.model_type
     if report.attention in ("padded", "lengths"):
         raise UnsupportedModelError(
-            f"model type {kind!r} can't be told of several documents in a row: each gets a row of its own, which ranks "
-            "can't share. Train it without SequenceParallel; data parallelism shares documents out."
+            f"model type {model_type!r} can't keep several documents in a row apart: each gets a row of its own, which "
+            "ranks can't share. Train it without SequenceParallel; data parallelism divides documents among ranks."
         )
     if report.attention != "tritonpack":
         raise UnsupportedModelError(
-            f"model type {kind!r} attends by {report.attention!r} with a dense mask, which needs all keys on every "
-            "rank; sequence parallelism needs attention='tritonpack' and a family that goes through transformers' "
+            f"model type {model_type!r} attends by {report.attention!r} with a dense mask, which needs all keys on "
+            "every rank; sequence parallelism needs attention='tritonpack' and a family that uses transformers' "
             "attention interface."
         )
     for path, layer in model.named_modules():
-        name = type(layer).__name__
+        name, forward = type(layer).__name__, layer.__dict__.get("forward")
         if name in MIXERS:
-            raise UnsupportedModelError(
-                f"{path} ({name}, model type {kind!r}) mixes tokens along the row by recurrence or convolution: it "
-                "would need the state of the ranks before; sequence parallelism can't do that."
-            )
-        if isinstance(layer.__dict__.get("forward"), DocumentMask):
-            raise UnsupportedModelError(
-                f"{path} ({name}, model type {kind!r}) attends outside of transformers' attention interface; sequence "
-                "parallelism can't do that."
-            )
-        if isinstance(layer.__dict__.get("forward"), (DocumentEmbeddings, EncoderAttention)):
-            raise UnsupportedModelError(
-                f"{path} ({name}, model type {kind!r}) reads other tokens of a document, or their mask, before "
-                "attention, and other ranks have some of them; sequence parallelism can't do that. Train it without "
-                "SequenceParallel."
-            )
-        if name.endswith("ForSequenceClassification"):
+            reason = "mixes tokens along the row by recurrence or convolution, so it needs the state of other ranks"
+        elif isinstance(forward, DocumentMask):
+            reason = "attends outside of transformers' attention interface"
+        elif isinstance(forward, (DocumentEmbeddings, EncoderAttention)):
+            reason = "reads other tokens of a document, or their mask, before attention, and ranks have only some"
+        elif name.endswith("ForSequenceClassification"):
             raise UnsupportedModelError(
                 f"{name} reads one token of each row, which one rank has; shard its base model and classify from "
                 "gathered hidden states."
             )
+        else:
+            continue
+        raise UnsupportedModelError(
+            f"{path} ({name}, model type {model_type!r}) {reason}. Train it without SequenceParallel."
+        )
 
 
 def find_packing_hook(model: nn.Module) -> PackingHook | None:
     """The hook of a model's outermost patched module; None if it isn't patched."""
-    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
-    return next((hook for hook in hooks if isinstance(hook, PackingHook)), None)
+    return next((hook for module in model.modules() if (hook := own_packing_hook(module)) is not None), None)
 
 
-def packing_hook(model: nn.Module) -> PackingHook:
-    """The same, of a model that must be patched.
-
-    Raises:
-        ValueError: it isn't.
-    """
-    hook = find_packing_hook(model)
-    if hook is not None:
-        return hook
-    raise ValueError(
-        "the model was unpatched inside of SequenceParallel; leave the context first, which restores a model that it "
-        "patched itself."
-    )
+def own_packing_hook(module: nn.Module) -> PackingHook | None:
+    """The hook of a module itself; None if it isn't patched."""
+    return next((hook for hook in module._forward_pre_hooks.values() if isinstance(hook, PackingHook)), None)
 
 
 def shared_modules(model: nn.Module) -> list[PreTrainedModel]:
-    """The transformers models in a module that may be called with a batch, from the outside in: those that lie in no
-    other, and the patched ones inside of them, which trainers call to compute a loss without logits.
+    """The transformers models in a module that may be called with a batch, outermost first.
+
+    These are the outermost ones, and the patched ones in them: trainers call those to compute a loss without logits.
 
     Raises:
         UnsupportedModelError: there is none.
@@ -97,47 +82,39 @@ def shared_modules(model: nn.Module) -> list[PreTrainedModel]:
     if not models:
         raise UnsupportedModelError(f"expected a transformers model; got {type(model).__name__}.")
     inner = {id(module) for outer in models for module in outer.modules() if module is not outer}
-    return [one for one in models if id(one) not in inner or is_patched(one)]
-
-
-def is_patched(module: nn.Module) -> bool:
-    """Whether it has a packing hook itself."""
-    return any(isinstance(hook, PackingHook) for hook in module._forward_pre_hooks.values())
+    return [one for one in models if id(one) not in inner or own_packing_hook(one) is not None]
 
 
 def require_reduction(model: nn.Module, ranks: Ranks) -> None:
-    """Refuse a DDP or FSDP module that reduces gradients over other ranks than those that share a batch.
+    """Refuse a DDP or FSDP module that doesn't reduce gradients over all ranks that share a batch.
 
     Raises:
         ValueError: with the ranks, and the mesh to build.
     """
     mine = set(dist.get_process_group_ranks(ranks.group))
-    for who, reduced in _reductions(model):
+    for name, reduced in _reductions(model):
         if not mine <= reduced:
             raise ValueError(
-                f"{who} reduces gradients over the ranks {sorted(reduced)}, but a batch is shared by the ranks "
-                f"{sorted(mine)}, each of which computes a part of its gradients: models would come apart silently. "
-                "Give it a mesh that holds data and sequence ranks together: that of init_device_mesh(device, (dp, sp),"
-                " mesh_dim_names=('dp', 'sp')) flattened, or both its dimensions for hybrid sharding."
+                f"{name} reduces gradients over the ranks {sorted(reduced)}, but a batch is shared by the ranks "
+                f"{sorted(mine)}, each of which computes a part of its gradients: the parameters of ranks would differ "
+                "more with each step. Give it a mesh that holds data and sequence ranks together: init_device_mesh("
+                "device, (dp, sp), mesh_dim_names=('dp', 'sp')), flattened, or both its dimensions for hybrid sharding."
             )
 
 
-def _reductions(model: nn.Module) -> list[tuple[str, set[int]]]:
+def _reductions(model: nn.Module) -> Iterator[tuple[str, set[int]]]:
     """What reduces gradients in a module, and over which ranks of the world."""
-    found = []
     for module in model.modules():
         if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
-            ranks = set(dist.get_process_group_ranks(module.process_group))
-            found.append((type(module).__name__, ranks))
+            yield type(module).__name__, set(dist.get_process_group_ranks(module.process_group))
         elif isinstance(module, FSDPModule):
-            for p in module.parameters(recurse=True):
+            for p in module.parameters():
                 if isinstance(p, DTensor) and p.requires_grad:
-                    found.append(("FSDP (fully_shard)", set(p.device_mesh.mesh.flatten().tolist())))
-    return found
+                    yield "FSDP (fully_shard)", set(p.device_mesh.mesh.flatten().tolist())
 
 
 def compared_parameters(models: Sequence[nn.Module]) -> list[Tensor]:
-    """A few trained parameters that every rank has whole, the smallest: they must stay equal."""
+    """The smallest trained parameters that every rank has whole; they must stay equal."""
     if any(isinstance(module, FullyShardedDataParallel) for model in models for module in model.modules()):
         return []  # each rank has a piece
     whole: list[Tensor] = [
@@ -146,4 +123,4 @@ def compared_parameters(models: Sequence[nn.Module]) -> list[Tensor]:
         for p in model.parameters()
         if p.requires_grad and p.is_floating_point() and not isinstance(p, DTensor) and p.numel() and not p.is_meta
     ]
-    return sorted(whole, key=Tensor.numel)[:FINGERPRINTS]
+    return sorted(whole, key=Tensor.numel)[:COMPARED]

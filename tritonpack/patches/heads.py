@@ -162,7 +162,7 @@ class ModelForward(ByDocument):
             return None
         if self.module is not self.hook.module:
             return self.hook.read(arguments)
-        arguments.update(self.hook(self.module, (), arguments)[1])  # its forward was called past the hook
+        arguments.update(self.hook.run(self.module, (), arguments)[1])  # its forward was called past the hook
         mask = arguments.get("attention_mask")
         return mask if isinstance(mask, PackedBatch) else None
 
@@ -211,7 +211,7 @@ class ModelForward(ByDocument):
         self.context.tell(None)
         try:
             if self.module is self.hook.module:  # which has read the packed rows
-                arguments = self.hook(self.module, (), arguments)[1]
+                arguments = self.hook.run(self.module, (), arguments)[1]
             return self.inner(**arguments)
         finally:
             self.context.tell(outer)

@@ -52,9 +52,12 @@ class PackingHook:
         outermost: whether no other patched module holds this one, so that its arguments are the user's.
         first_call: what the module's first call must show; None once it has.
         replaced: the name of the attention that the module's config had before.
+        deferred: whether the module's forward calls `run` itself, after it has changed the arguments. Then the hook
+            does nothing.
     """
 
     replaced: str | None = UNCLAIMED
+    deferred = False
 
     def __init__(
         self,
@@ -100,6 +103,10 @@ class PackingHook:
         return NAMES[self.serving.attention]
 
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return None if self.deferred else self.run(module, args, kwargs)
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the hook does, for a forward that is called past it: the new (args, kwargs), or None to keep them."""
         return self._outside_of_graphs(module, args, kwargs) if self.mixes else self._run(module, args, kwargs)
 
     @torch.compiler.disable

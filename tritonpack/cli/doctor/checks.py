@@ -129,7 +129,7 @@ def sequence_parallelism() -> str:
 def _compare_exchanges(where: torch.device) -> None:
     from tritonpack.attention import varlen_attention
     from tritonpack.parallel import attend, make_layout
-    from tritonpack.parallel.exchange import Exchange
+    from tritonpack.parallel.attention import Exchange
 
     inputs = make_inputs(_CASES["multi-query"], torch.float32, where)
     layout = make_layout("balanced", inputs.mask, 1)

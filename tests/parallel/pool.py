@@ -1,7 +1,7 @@
-"""Processes of a gloo group that run cases. They are started once and reused, because starting is what takes time.
+"""A pool of processes in a gloo group that runs test cases. It is reused, because starting processes takes seconds.
 
-A module of cases has a dictionary CASES of functions without arguments. Every rank calls the same case; it is red where
-any rank raises. A pool in which a case was red is not used again.
+A module of cases has a dictionary CASES of functions without arguments. Every rank calls the same case. A case fails if
+any rank raises; its pool is then closed and not used again.
 """
 
 import datetime
@@ -32,17 +32,17 @@ STUCK = 20  # seconds after which a collective gives up
 PATIENCE = 240  # seconds for a case
 
 
-class Ranks:
-    """A pool of processes, one for each rank."""
+class Pool:
+    """Processes, one for each rank."""
 
     def __init__(self, size: int) -> None:
         self.size, self.ended = size, False
         self._folder = tempfile.TemporaryDirectory()
         self._pipes, theirs = zip(*(Pipe() for _ in range(size)), strict=True)
         descriptors = [one.fileno() for one in theirs]
-        # A session of its own, which ends as a whole.
+        # In a session of its own, so that `close` can end all of its processes.
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.parallel.world", self._folder.name, *map(str, descriptors)],
+            [sys.executable, "-m", "tests.parallel.pool", self._folder.name, *map(str, descriptors)],
             cwd=ROOT,
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             pass_fds=descriptors,
@@ -52,10 +52,10 @@ class Ranks:
             one.close()
 
     def run(self, module: str, name: str, patience: float = PATIENCE) -> str:
-        """Run a case of tests.parallel.<module> on every rank; what the first rank printed.
+        """Run a case of tests.parallel.<module> on every rank and return what the first rank printed.
 
         Raises:
-            AssertionError: what every rank reported, where one has raised, died or got stuck.
+            AssertionError: with the reports of all ranks, if one raised, died or got stuck.
         """
         deadline = time.monotonic() + patience
         reports = [self._ask(pipe, rank, (module, name), deadline) for rank, pipe in self._sent((module, name))]
@@ -72,7 +72,7 @@ class Ranks:
         return list(enumerate(self._pipes))
 
     def _ask(self, pipe: Connection, rank: int, case: tuple[str, str], deadline: float) -> tuple[str, str]:
-        """What a rank printed, and its error or ""."""
+        """What a rank printed, and its error or an empty string."""
         try:
             if pipe.poll(max(0.0, deadline - time.monotonic())):
                 return pipe.recv()
@@ -94,23 +94,23 @@ class Ranks:
 
 
 def log_of(folder: Path, rank: int) -> Path:
-    """What a rank has written to its standard error."""
+    """The file with the standard error of a rank."""
     return folder / f"rank{rank}.txt"
 
 
 def cases_of(module: str, size: int) -> dict[str, Callable[[], None]]:
-    """A module's cases by name; more than two ranks run those of ALSO_ON_FOUR alone, where it has that."""
+    """A module's cases by name. More than two ranks run only those in ALSO_ON_FOUR, if the module has it."""
     home = import_module(f"tests.parallel.{module}")
     chosen = home.CASES if size == 2 else getattr(home, "ALSO_ON_FOUR", home.CASES)
     return {name: home.CASES[name] for name in chosen}
 
 
 def start(folder: Path, pipes: list[Connection]) -> None:
-    """Fork the ranks, after what nearly all cases need has been imported once."""
+    """Import what nearly all cases need, then fork the ranks."""
     import_module("tests.parallel.context_cases")
     children = [os.fork() or _be(rank, folder, pipes) for rank in range(len(pipes))]
     for pipe in pipes:
-        pipe.close()  # a rank that dies closes its pipe then, which the pool sees
+        pipe.close()  # so that the pipe of a rank closes when that rank dies
     for child in children:
         os.waitpid(child, 0)
 
@@ -131,7 +131,7 @@ def _be(rank: int, folder: Path, pipes: list[Connection]) -> NoReturn:
 
 def _serve(rank: int, size: int, folder: Path, pipe: Connection) -> None:
     torch.set_num_threads(1)
-    # The rows of these cases would be one chunk of a balanced layout each, which is what a contiguous one has.
+    # Otherwise each rank of these short batches would own one chunk of a balanced layout, as of a contiguous one.
     layouts.LEAST = 1
     timeout = datetime.timedelta(seconds=STUCK)
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size, timeout=timeout)
@@ -145,7 +145,7 @@ def _serve(rank: int, size: int, folder: Path, pipe: Connection) -> None:
         except (Exception, pytest.fail.Exception):
             error = f"{name} failed:\n{traceback.format_exc()}"
         pipe.send((printed.getvalue(), error))
-        dist.barrier()  # raises where a rank is stuck in a case that another one left
+        dist.barrier()  # raises if another rank is stuck in the case
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
-"""What the exchanges know of a call: who owns which rows, the mask between some rows and keys, the backend's passes."""
+"""What the exchanges share: the arguments of one call of `attend`, masks between ranks, passes of the backend."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from tritonpack import ops
@@ -11,8 +12,6 @@ from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
 from tritonpack.parallel.comm import Ranks
 from tritonpack.parallel.layouts import Layout
-
-Heads = slice
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,7 +22,7 @@ class Call:
         ranks: the group.
         layout: which rows each rank owns.
         mask: of the whole batch.
-        options: of attention, but for sinks, which travel as a differentiable argument.
+        options: of attention, without sinks, which are passed as a differentiable argument.
         backend: a name of `backends.BACKENDS`.
     """
 
@@ -35,10 +34,11 @@ class Call:
 
     @property
     def lengths(self) -> list[int]:
+        """How many rows each rank owns."""
         return self.layout.lengths
 
     def rows_mask(self, source: int | None = None) -> BlockDiagonalMask:
-        """The mask between this rank's queries and all keys, or those of one rank; kept with the batch's mask."""
+        """The mask between this rank's queries and all keys, or the keys of the rank `source`."""
         return rows_mask(self.mask, self.layout, self.ranks.rank, source)
 
     def visible(self) -> list[bool]:
@@ -51,25 +51,16 @@ class Call:
         return self.mask.cached(("visible", self.layout, self.ranks.rank), visible)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, heads: Heads, sinks: Tensor | None
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, heads: slice, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """out and lse of some query heads, without autograd; `sinks` are those of all heads."""
+        """out and lse of some query heads, without autograd. `sinks` are those of all heads."""
         options = of_heads(self.options, heads, sinks)
         return ops.attention(q, k, v, *ops.plan(q, k, v, mask, options, self.backend, backward=False))
 
     def backward(
-        self,
-        dout: Tensor,
-        dlse: Tensor | None,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        out: Tensor,
-        lse: Tensor,
-        mask: BlockDiagonalMask,
-        heads: Heads,
-        sinks: Tensor | None,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        self, dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+        mask: BlockDiagonalMask, heads: slice, sinks: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
         """dq, dk, dv and dsinks (empty without sinks) of some query heads."""
         options = of_heads(self.options, heads, sinks)
         arguments = ops.plan(q, k, v, mask, options, self.backend, backward=True)
@@ -77,14 +68,14 @@ class Call:
 
 
 def rows_mask(mask: BlockDiagonalMask, layout: Layout, rank: int, source: int | None = None) -> BlockDiagonalMask:
-    """The mask between the rows of `rank` and all keys, or those of the rank `source`; kept with the mask."""
+    """The mask between the queries of `rank` and all keys, or the keys of the rank `source`; cached on `mask`."""
     return mask.cached(
         ("rows", layout, rank, source),
         lambda: mask.restrict(layout.rows[rank], None if source is None else layout.rows[source]),
     )
 
 
-def of_heads(options: AttentionOptions, heads: Heads, sinks: Tensor | None) -> AttentionOptions:
+def of_heads(options: AttentionOptions, heads: slice, sinks: Tensor | None) -> AttentionOptions:
     """The options for some query heads."""
     slopes = options.alibi_slopes
     return replace(
@@ -92,3 +83,15 @@ def of_heads(options: AttentionOptions, heads: Heads, sinks: Tensor | None) -> A
         sinks=None if sinks is None else sinks[heads],
         alibi_slopes=None if slopes is None else slopes[:, heads],
     )
+
+
+def join(k: Tensor, v: Tensor) -> Tensor:
+    """k (T, n, D) and v (T, n, D_v) as one tensor (T, n (D + D_v)), so that one message holds both."""
+    return torch.cat([k.flatten(1), v.flatten(1)], 1)
+
+
+def split(joined: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """A joined tensor of some heads of k and v as (T, heads, D) and (T, heads, D_v)."""
+    heads = joined.shape[1] // (k.shape[2] + v.shape[2])
+    ks, vs = joined.split([heads * k.shape[2], heads * v.shape[2]], 1)
+    return ks.unflatten(1, (heads, k.shape[2])), vs.unflatten(1, (heads, v.shape[2]))

@@ -1,4 +1,4 @@
-"""Models and batches that one process and several compute, in float64, and how they are compared."""
+"""Small float64 models and batches for tests of SequenceParallel; running them on one process and on ranks."""
 
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -22,7 +22,7 @@ LENGTHS = (3, 29, 1, 11, 7)  # 51 tokens: neither 2 nor 4 divides them
 
 
 def exact_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index=-100, shift_labels=None, **_):
-    """transformers' loss of causal models, which would compute float64 logits in float32."""
+    """transformers' causal loss, without its cast to float32."""
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     reduction = "mean" if num_items_in_batch is None else "sum"
@@ -33,7 +33,7 @@ def exact_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_index
 
 
 def exact_norm(norm, x):
-    """Gemma's norm, which would compute float64 in float32."""
+    """Gemma's norm, without its cast to float32."""
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + norm.eps) * (1.0 + norm.weight)
 
 
@@ -50,6 +50,13 @@ def make_model(family="llama", **overrides):
     return model
 
 
+def make_float32_model():
+    """With transformers' own loss."""
+    model = make_model().float()
+    del model._loss_function
+    return model
+
+
 def numbers(*shape, seed=1):
     return torch.randint(3, VOCAB, shape, generator=torch.Generator().manual_seed(seed))
 
@@ -59,14 +66,19 @@ def positions(lengths):
 
 
 def packed(lengths=LENGTHS, seed=1):
-    """One row of documents; their first tokens and some others are no targets."""
+    """One row of documents. Their first tokens and some others have no target."""
     ids, places = numbers(1, sum(lengths), seed=seed), positions(lengths)[None]
     labels = ids.masked_fill((places == 0) | (ids % 5 == 0), -100)
     return {"input_ids": ids, "position_ids": places, "labels": labels}
 
 
+def make_batch(number):
+    """Four documents of 41 to 54 tokens together, other ones for each number."""
+    return packed((13, 1, 22 + number % 4, 5 + 5 * (number % 3)), seed=number)
+
+
 def two_rows():
-    """Two rows of documents each, one with padding at its end."""
+    """Two rows of several documents, one with padding at its end."""
     ids = numbers(2, 23)
     places = torch.stack([positions((9, 14)), positions((4, 1, 12, 6))])
     mask = torch.ones_like(ids)
@@ -76,7 +88,7 @@ def two_rows():
 
 
 def padded():
-    """Rows with padding on the left, the right and both sides, and one of a single token."""
+    """Rows with padding on the right, the left and both sides, one of them with a single token."""
     ids, mask = numbers(4, 15), torch.zeros(4, 15, dtype=torch.long)
     mask[0, 6:] = mask[1, :11] = mask[2, 2:13] = mask[3, :1] = 1
     return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
@@ -89,12 +101,12 @@ def offsets():
 
 
 def plain():
-    """A row that is one document, told nothing else."""
+    """One row that is one document, without positions or a mask."""
     return {"input_ids": numbers(1, 22), "labels": numbers(1, 22)}
 
 
 def three_tokens():
-    """Fewer than four ranks: one of them has none."""
+    """Fewer tokens than four ranks, so the batch is padded."""
     return {"input_ids": numbers(1, 3), "labels": numbers(1, 3)}
 
 
@@ -113,7 +125,6 @@ BATCHES = {
 @dataclass
 class Result:
     loss: torch.Tensor
-    logits: torch.Tensor | None = None
     gradients: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -122,7 +133,7 @@ def gradients_of(model):
 
 
 def mean_over(group, gradients, op="mean"):
-    """What DDP would make of the ranks' gradients; ranks that have none of a parameter's count as zeros."""
+    """Gradients summed or averaged over the group, as DDP does."""
     size = dist.get_world_size(group)
     for gradient in gradients.values():
         dist.all_reduce(gradient, group=group)
@@ -131,24 +142,24 @@ def mean_over(group, gradients, op="mean"):
     return gradients
 
 
-def no_loss(model, **batch):
+def loss_of(model, **batch):
     return model(**batch).loss
 
 
-def alone(model, compute=no_loss, *batches, **arguments):
-    """One process: the patched model's loss, and gradients summed over batches."""
+def alone(model, compute=loss_of, *batches, **arguments):
+    """The loss of a patched model in one process, and gradients summed over batches."""
     patch(model)
     return _run(model, compute, batches, arguments)
 
 
 @cache
 def alone_on(family, batch):
-    """One process on a batch of BATCHES, computed once."""
-    return alone(make_model(family), no_loss, BATCHES[batch]())
+    """`alone` on a batch of BATCHES, cached."""
+    return alone(make_model(family), loss_of, BATCHES[batch]())
 
 
-def on_ranks(model, compute=no_loss, *batches, group=None, grad_reduce="mean", **options):
-    """The same, with batches shared by the ranks of a group, and gradients reduced over it."""
+def on_ranks(model, compute=loss_of, *batches, group=None, grad_reduce="mean", **options):
+    """The same with batches that the ranks of a group share, and gradients reduced over it."""
     with SequenceParallel(model, group, grad_reduce=grad_reduce, **options):
         result = _run(model, compute, batches, {})
     mean_over(group, result.gradients, grad_reduce)
@@ -161,17 +172,35 @@ def _run(model, compute, batches, arguments: dict[str, Any]):
         loss = compute(model, **batch, **arguments)
         loss.backward()
         losses.append(loss.detach())
-    return Result(torch.stack(losses), None, gradients_of(model))
+    return Result(torch.stack(losses), gradients_of(model))
 
 
-def close(got, wanted, what):
+def close(got, wanted, what, tolerance=TOLERANCE):
     size = wanted.abs().max().item() if wanted.numel() else 0.0
-    torch.testing.assert_close(got, wanted, rtol=TOLERANCE, atol=TOLERANCE * size, msg=lambda text: f"{what}: {text}")
+    torch.testing.assert_close(got, wanted, rtol=0, atol=tolerance * size, msg=lambda text: f"{what}: {text}")
 
 
 def same(got, wanted):
-    """Losses and every gradient within TOLERANCE."""
+    """The losses and every gradient are equal within TOLERANCE."""
     close(got.loss, wanted.loss, "loss")
     assert got.gradients.keys() == wanted.gradients.keys()
     for name, gradient in wanted.gradients.items():
         close(got.gradients[name], gradient, name)
+
+
+def logits_of(model):
+    batch = packed()
+    del batch["labels"]
+    return model(**batch).logits
+
+
+def state_of(model):
+    """The attributes and hooks of a model that a context may change, by identity."""
+    return [
+        (
+            {name: id(x) for name, x in module.__dict__.items() if name[0] != "_" or name == "_loss_function"},
+            [(*item, getattr(item[1], "deferred", None)) for item in module._forward_pre_hooks.items()],
+            list(module._forward_hooks.items()),
+        )
+        for module in model.modules()
+    ] + [getattr(getattr(model, "config", None), "_attn_implementation", None)]

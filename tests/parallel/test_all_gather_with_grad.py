@@ -1,4 +1,4 @@
-"""AllGatherWithGrad where there is no group; with one: collectives_cases.py, run by test_ranks.py."""
+"""AllGatherWithGrad without a process group. all_gather_with_grad_cases.py has the cases with one."""
 
 import pytest
 

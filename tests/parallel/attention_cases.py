@@ -1,4 +1,4 @@
-"""What ranks check of `attend`, each in its own process (tests/parallel/world.py): it is what one process computes."""
+"""`attend` on several ranks: results and gradients equal those of one process."""
 
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,7 @@ def packed(**options):
 
 
 def padded():
-    """Rows of 20 with padding on the left, the right and both sides, and one of padding alone."""
+    """Rows of 20 tokens with padding on the right, the left and both sides, and one row of padding."""
     tokens = torch.zeros(4, 20, dtype=torch.int64)
     tokens[0, 6:] = tokens[1, :13] = tokens[2, 2:17] = 1
     return BlockDiagonalMask.from_padding_mask(tokens)
@@ -31,7 +31,7 @@ def padded():
 
 @dataclass(frozen=True)
 class Batch:
-    """A batch as one process sees it, and what `attend` is told beside it."""
+    """A whole batch, and the options of `attend`."""
 
     mask: BlockDiagonalMask = field(default_factory=packed)
     heads: int = 8
@@ -69,7 +69,7 @@ def differentiate(call, q, k, v, dout, dlse, sinks):
 
 
 def expected(batch):
-    """One process, the oracle, float64."""
+    """One process with the reference backend, in float64."""
     q, k, v, dout, dlse, sinks = tensors(batch)
 
     def call(q, k, v, sinks):
@@ -110,7 +110,7 @@ def agrees(make_batch, exchange, layout_name):
 
 
 def low_precision(exchange, dtype, backend="auto"):
-    """As near to float64 as the tolerance rule asks of one process."""
+    """Errors against float64 obey the tolerance rule for one process."""
     inputs = make_inputs(Case("packed", LENGTHS, heads=8, kv_heads=4, sinks=True), dtype)
     rank, size = dist.get_rank(), dist.get_world_size()
     layout = make_layout("zigzag", inputs.mask, size)
@@ -159,13 +159,13 @@ def options_are_refused(exchange):
     else:
         refused("heads_k_stride is for exchange='all_gather'", heads_k_stride=2)
     if exchange == "ring":
-        refused("alibi_slopes need each key's distance.*use exchange='all_gather'", alibi_slopes=torch.ones(8))
+        refused("alibi_slopes need the distance of each key.*use exchange='all_gather'", alibi_slopes=torch.ones(8))
     if exchange == "ulysses":
         refused(rf"gives every rank a query head, and there are 1 for {size}", q=q[:, :1], k=k[:, :1], v=v[:, :1])
 
 
 def in_groups_of_two():
-    """A mesh of (replicas, ranks): each pair has a batch of its own."""
+    """A mesh of (replicas, ranks): each pair of ranks has a batch of its own."""
     mesh = init_device_mesh("cpu", (dist.get_world_size() // 2, 2), mesh_dim_names=("dp", "sp"))
     group = mesh["sp"].get_group()
     longer = BlockDiagonalMask.from_seqlens([20 + 9 * mesh.get_local_rank("dp"), 5])
@@ -174,7 +174,7 @@ def in_groups_of_two():
 
 
 def gradients_without_lse(exchange):
-    """The log-sum-exp isn't asked for, and k alone needs a gradient."""
+    """Without return_lse, and with a gradient for k alone."""
     batch = Batch()
     rank = dist.get_rank()
     layout = make_layout("balanced", batch.mask, dist.get_world_size(), chunk=4)

@@ -1,4 +1,4 @@
-"""attend: attention over a batch whose rows are spread over ranks, the same as on one."""
+"""`attend`: attention over a batch whose rows are divided among ranks, with the results of one process."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import TYPE_CHECKING, Literal, get_args, overload
 from torch import Tensor
 
 from tritonpack.attention import Backend, autocast, check_inputs, resolve_backend
-from tritonpack.checks import is_int
+from tritonpack.checks import check_choice, is_int
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import make_options
-from tritonpack.parallel.all_gather import AllGather
-from tritonpack.parallel.call import Call, of_heads, rows_mask
 from tritonpack.parallel.comm import Ranks, as_ranks
+from tritonpack.parallel.exchanges.all_gather import AllGather
+from tritonpack.parallel.exchanges.call import Call, of_heads, rows_mask
+from tritonpack.parallel.exchanges.ring import Ring
+from tritonpack.parallel.exchanges.ulysses import ulysses
 from tritonpack.parallel.layouts import Layout
-from tritonpack.parallel.ring import Ring
-from tritonpack.parallel.ulysses import ulysses
 
 if TYPE_CHECKING:
     from tritonpack.parallel.comm import GroupLike
 
 Exchange = Literal["all_gather", "ring", "ulysses"]
 
-STEPS = 4  # of the all-gather where heads_k_stride is None: three quarters of it travel while attention is computed
+STEPS = 4  # of "all_gather" by default: three quarters of the bytes travel while attention is computed
 
 
 @overload
@@ -57,36 +57,36 @@ def attend(
     return_lse: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """This rank's rows of `varlen_attention` over the whole batch; every rank of the group calls it alike.
+    """This rank's rows of `varlen_attention` over the whole batch. Every rank of the group makes the same call.
 
-    Outputs and gradients are those of one process, up to rounding, for any exchange and layout. Backward exchanges
+    Outputs and gradients are those of one process, up to rounding, for any exchange and layout. Backward exchanges,
     too, so it must run on every rank. Gradients of q, k and v are exact for the sum of the ranks' losses.
 
-    - "all_gather": the keys and values of all ranks, a few heads at a time. No limit on heads; any option.
-    - "ring": blocks of keys go round. Least memory; partial results are merged.
-    - "ulysses": each rank computes some heads over all rows. Fewest bytes at many ranks; needs a head per rank.
+    - "all_gather": every rank receives all keys and values, a few heads at a time. Any number of heads, any option.
+    - "ring": blocks of keys and values travel from rank to rank. Least memory; partial results are merged.
+    - "ulysses": each rank computes some heads over all rows. Fewest bytes at many ranks; needs a head for each rank.
 
     Args:
-        q: (n, H, D), this rank's n rows, `layout.shard` of the batch's; dtypes as `varlen_attention` takes them.
+        q: (n, H, D), this rank's n rows, `layout.shard` of the batch's; dtypes as in `varlen_attention`.
         k: (n, H_kv, D), the keys of the same rows.
-        v: (n, H_kv, D_v), likewise.
-        mask: of the whole batch, its queries and keys being the layout's rows; on q's device, equal on all ranks.
-        layout: which rows each rank of the group owns, equal on all ranks. Pass the same mask and layout to all
-            layers: what follows from them is kept with the mask.
+        v: (n, H_kv, D_v), the values of the same rows.
+        mask: of the whole batch, with the layout's rows as queries and keys; on q's device, equal on all ranks.
+        layout: which rows each rank of the group owns, equal on all ranks. Pass the same mask and layout to all layers:
+            the masks between ranks are cached on the mask.
         group: a process group, a one-dimensional DeviceMesh, or None for the whole world.
         exchange: as above.
-        heads_k_stride: key heads per step of "all_gather": fewer take less memory, and overlap more of the exchange
+        heads_k_stride: key heads per step of "all_gather". Fewer take less memory, and more of the exchange overlaps
             with computing. None means a quarter of them.
         scale, softcap, return_lse, backend: as in `varlen_attention`; log-sum-exps are (H, n).
-        sinks: as in `varlen_attention`, all heads on every rank. Each rank gets its share of their gradient: sum it
-            over ranks.
-        alibi_slopes: as in `varlen_attention`; not with "ring", whose blocks of keys don't know their distances.
-        dropout_p: 0.0 alone: which pairs are dropped would depend on the layout.
+        sinks: as in `varlen_attention`, all heads on every rank. Each rank gets its part of their gradient: sum it over
+            ranks.
+        alibi_slopes: as in `varlen_attention`; not with "ring", because a block of keys doesn't hold its distance.
+        dropout_p: 0.0 alone, because which pairs are dropped would depend on the layout.
 
     Raises:
         ValueError: what `varlen_attention` refuses; a mask, layout, group and tensors that don't fit each other; an
-            unknown exchange, or an option that it can't compute. What all ranks pass alike is refused on all; a rank
-            whose own tensors don't fit raises alone.
+            unknown exchange, or an option that it can't compute. Arguments that all ranks pass alike are refused on
+            all; a rank whose own tensors don't fit raises alone.
         BackendUnavailableError: (a ValueError) the backend can't run here.
     """
     ranks = as_ranks(group)
@@ -94,15 +94,11 @@ def attend(
     _check_layout(q, mask, layout, ranks)
     rows = rows_mask(mask, layout, ranks.rank, ranks.rank)
     check_inputs(q, k, v, rows)
-    stride = _check_exchange(exchange, q, k, ranks, heads_k_stride, alibi_slopes, dropout_p)
-    options = make_options(
-        q,
-        mask if exchange == "ulysses" else rows_mask(mask, layout, ranks.rank),
-        scale=scale,
-        softcap=softcap,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
+    stride = _check_exchange(
+        exchange, q.shape[1], k.shape[1], ranks.size, heads_k_stride, alibi_slopes is not None, dropout_p
     )
+    seen = mask if exchange == "ulysses" else rows_mask(mask, layout, ranks.rank)
+    options = make_options(q, seen, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes)
     sinks = options.sinks
     call = Call(ranks, layout, mask, of_heads(options, slice(None), None), resolve_backend(backend, q))
     if exchange == "all_gather":
@@ -123,7 +119,7 @@ def _check_layout(q: Tensor, mask: BlockDiagonalMask, layout: Layout, ranks: Ran
         raise ValueError(f"the layout is for {layout.ranks} ranks, and the group has {ranks.size}; make one for it.")
     if not mask.num_queries == mask.num_keys == layout.num_rows:
         raise ValueError(
-            f"the mask must be that of the whole batch, with the layout's {layout.num_rows} rows as queries and keys; "
+            f"the mask must cover the whole batch, with the layout's {layout.num_rows} rows as queries and keys; "
             f"got {mask.num_queries} queries and {mask.num_keys} keys."
         )
     if isinstance(q, Tensor) and q.ndim == 3 and q.shape[0] != layout.lengths[ranks.rank]:
@@ -134,55 +130,31 @@ def _check_layout(q: Tensor, mask: BlockDiagonalMask, layout: Layout, ranks: Ran
 
 
 def _check_exchange(
-    exchange: str,
-    q: Tensor,
-    k: Tensor,
-    ranks: Ranks,
-    heads_k_stride: int | None,
-    alibi_slopes: Tensor | None,
-    dropout_p: float,
+    exchange: str, heads: int, kv_heads: int, ranks: int, stride: int | None, alibi: bool, dropout_p: float
 ) -> int:
-    """The key heads per step; raise for what an exchange can't do."""
-    if exchange not in get_args(Exchange):
-        raise ValueError(f"exchange must be one of {', '.join(map(repr, get_args(Exchange)))}; got {exchange!r}.")
+    """The key heads per step of "all_gather"; raises for what an exchange can't compute."""
+    check_choice(exchange, get_args(Exchange), "exchange")
     if dropout_p:
         raise ValueError(
-            f"dropout_p must be 0.0 in sequence parallelism; got {dropout_p!r}. Which pairs are dropped follows from "
+            f"dropout_p must be 0.0 in sequence parallelism; got {dropout_p!r}. Which pairs are dropped depends on "
             "their places in a tensor, which differ from rank to rank."
         )
-    reason = refusal(exchange, q.shape[1], ranks.size, alibi=alibi_slopes is not None)
-    if reason is not None:
-        raise ValueError(reason)
-    if heads_k_stride is not None and exchange != "all_gather":
-        raise ValueError(f"heads_k_stride is for exchange='all_gather'; leave it out for {exchange!r}.")
-    return key_heads_per_step(heads_k_stride, k.shape[1])
-
-
-def refusal(exchange: str, heads: int, ranks: int, *, alibi: bool) -> str | None:
-    """Why an exchange can't compute attention of so many query heads on so many ranks; None where it can."""
     if exchange == "ring" and alibi:
-        return (
-            "alibi_slopes need each key's distance, which a visiting block of keys doesn't tell; use "
+        raise ValueError(
+            "alibi_slopes need the distance of each key, which a block of keys that travels doesn't hold; use "
             "exchange='all_gather' or 'ulysses'."
         )
     if exchange == "ulysses" and heads < ranks:
-        return (
+        raise ValueError(
             f"exchange='ulysses' gives every rank a query head, and there are {heads} for {ranks} ranks; use "
             "exchange='all_gather' or 'ring', or fewer ranks."
         )
-    return None
-
-
-def key_heads_per_step(heads_k_stride: int | None, kv_heads: int) -> int:
-    """Of the all-gather.
-
-    Raises:
-        ValueError: not an integer from 1 to the number of key heads.
-    """
-    if heads_k_stride is None:
+    if stride is None:
         return -(-kv_heads // STEPS)
-    if not is_int(heads_k_stride) or not 1 <= heads_k_stride <= kv_heads:
+    if exchange != "all_gather":
+        raise ValueError(f"heads_k_stride is for exchange='all_gather'; leave it out for {exchange!r}.")
+    if not is_int(stride) or not 1 <= stride <= kv_heads:
         raise ValueError(
-            f"heads_k_stride must be an integer from 1 to the number of key heads, {kv_heads}; got {heads_k_stride!r}."
+            f"heads_k_stride must be an integer from 1 to the number of key heads, {kv_heads}; got {stride!r}."
         )
-    return heads_k_stride
+    return stride

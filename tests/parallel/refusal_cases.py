@@ -1,0 +1,326 @@
+"""What SequenceParallel refuses, on every rank and without a hang: arguments, models, calls, batches that differ."""
+
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+)
+
+from tests.parallel.models import close, logits_of, make_model, numbers, packed, padded, state_of
+from tests.patches.models import COMMON
+from tritonpack import SequenceParallel, UnsupportedModelError, patch, unpatch
+
+TOKENS = 51  # of `packed()`
+TORN = torch.ones(1, TOKENS, dtype=torch.long)  # padding inside a document
+TORN[0, 20] = 0
+
+
+def is_last():
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def without(*names):
+    return lambda batch: {name: x for name, x in batch.items() if name not in names}
+
+
+def replaced(**changes):
+    return lambda batch: batch | changes
+
+
+def refused_on_entry(message, make=make_model, error=ValueError, **options):
+    """And the models stay as they were."""
+    given = make()
+    models = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, nn.Module)]
+    before = [state_of(one) for one in models]
+    with pytest.raises(error, match=message), SequenceParallel(given, **options):
+        raise AssertionError("entered")
+    assert before == [state_of(one) for one in models]
+
+
+def refused_group(message, group):
+    with pytest.raises(ValueError, match=message):
+        SequenceParallel(make_model(), group)
+
+
+def refused_call(message, change, make=make_model, error=ValueError, **options):
+    model = make()
+    with SequenceParallel(model, **options), pytest.raises(error, match=message):
+        model(**change(packed()))
+
+
+def differs(message, change=lambda batch: batch, training=True):
+    """The last rank passes another batch than the others: an error on every rank."""
+    model, batch = make_model(), packed()
+    with SequenceParallel(model):
+        with pytest.raises(ValueError, match=message), torch.set_grad_enabled(training or not is_last()):
+            model(**(change(batch) if is_last() else batch))
+        assert model(**batch).loss.isfinite()  # the group still works
+
+
+def error_on_the_last_rank(message, change):
+    """That rank raises its own error, and the others name it."""
+    differs(message if is_last() else rf"(?s)other ranks .* rank {dist.get_world_size() - 1}: .*{message}", change)
+
+
+def error_on_the_last_rank_of_a_base_model():
+    base = make_model().model
+    with SequenceParallel(base):
+        with pytest.raises(ValueError, match="has padding inside a document"):
+            base(input_ids=numbers(1, TOKENS), **({"attention_mask": TORN} if is_last() else {}))
+        assert base(input_ids=numbers(1, TOKENS)).last_hidden_state.isfinite().all()
+
+
+def arguments_that_differ_are_named():
+    """Arguments that one rank alone passes, or passes with another value."""
+    model, items = make_model(), torch.tensor(40 + is_last())
+    with SequenceParallel(model):
+        with pytest.raises(ValueError, match=r"different batches: num_items_in_batch differs from rank to rank"):
+            model(**packed(), num_items_in_batch=items)
+        more = {"output_hidden_states": True} if is_last() else {}
+        with pytest.raises(ValueError, match=r"num_items_in_batch, output_hidden_states differ from rank to rank"):
+            model(**packed(), num_items_in_batch=items, **more)
+        with pytest.raises(ValueError, match="output_hidden_states, return_dict differ"):
+            model(**packed(), output_hidden_states=is_last(), return_dict=not is_last())
+        assert model(**packed(), num_items_in_batch=40).loss.isfinite()  # the group still works
+
+
+def settings_differ():
+    model = make_model()
+    layout = "zigzag" if dist.get_rank() == 0 else "stripe"
+    with pytest.raises(ValueError, match=r"layout must be the same on every rank.*'zigzag', 'stripe'"):
+        SequenceParallel(model, layout=layout).__enter__()
+    others = f"other ranks.*rank {dist.get_world_size() - 1}: ValueError: exchange must"
+    with pytest.raises(ValueError, match="exchange must be one of" if is_last() else others):
+        SequenceParallel(model, exchange="p2p" if is_last() else "ring").__enter__()
+    assert "forward" not in model.__dict__
+
+
+def rank_outside_of_the_group():
+    group = dist.new_group([0])
+    if dist.get_rank() == 0:
+        with SequenceParallel(make_model(), group, gather_outputs=True) as context:
+            assert logits_of(context.models[0]).shape[1] == TOKENS
+    else:
+        refused_group(rf"rank {dist.get_rank()} of the world, isn't in the group", group)
+
+
+def parameters_have_come_apart():
+    """A step without reduced gradients makes parameters differ; the next forward raises on every rank."""
+    model = make_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with SequenceParallel(model):
+        for _ in range(2):  # correct steps
+            optimizer.zero_grad()
+            model(**packed()).loss.backward()
+            for p in model.parameters():
+                dist.all_reduce(p.grad)
+                p.grad /= dist.get_world_size()
+            optimizer.step()
+        model(**packed()).loss.backward()
+        optimizer.step()
+        with pytest.raises(ValueError, match=r"parameters differ between the ranks.*weren't reduced"):
+            model(**packed())
+
+
+def unpatched_inside():
+    model = make_model()
+    with SequenceParallel(model):
+        unpatch(model)
+        with pytest.raises(ValueError, match="unpatched inside of SequenceParallel"):
+            model(**packed())
+
+
+def unchecked_batches():
+    """Without comparison results are the same, and a rank still refuses its own batch."""
+    model = make_model()
+    with SequenceParallel(model):
+        wanted = model(**packed()).loss
+    with SequenceParallel(model, check_batches=False):
+        close(model(**packed()).loss, wanted, "loss")
+        with pytest.raises(ValueError, match="at least one token"):
+            model(input_ids=numbers(1, 0))
+
+
+def misused_context():
+    model = make_model()
+    context = SequenceParallel(model)
+    for call in (context.shard, context.gather, context.total):
+        with pytest.raises(ValueError, match="no batch has been shared yet"):
+            call(torch.zeros(1, 1))
+    with context, pytest.raises(ValueError, match="entered already"):
+        context.__enter__()
+    with context:  # once more after leaving
+        logits_of(model)
+        with pytest.raises(ValueError, match=r"tokens of shape \(1, 51\).*got shape \(1, 50\)"):
+            context.shard(torch.zeros(1, 50))
+        with pytest.raises(ValueError, match=r"its shard must be \(1, \d+, ...\); got shape \(1, 51\)"):
+            context.gather(torch.zeros(1, TOKENS))
+
+
+def loss_without_a_loss_function():
+    """A masked model computes its loss itself: refused with labels, exact without."""
+    batch = padded()
+    labels = batch.pop("labels")
+    torch.manual_seed(0)
+    model = AutoModelForMaskedLM.from_config(AutoConfig.for_model("roberta", **COMMON)).double().eval()
+    with patch(model):
+        wanted = model(**batch).logits
+    with SequenceParallel(model, gather_outputs=True):
+        close(model(**batch).logits, wanted, "logits")
+        message = "RobertaForMaskedLM computes its loss without its loss function"
+        with pytest.raises(UnsupportedModelError, match=message):
+            model(**batch, labels=labels)
+
+
+def fewer_heads_than_ranks():
+    model = make_model("llama", num_attention_heads=dist.get_world_size() // 2, num_key_value_heads=1)
+    with SequenceParallel(model, exchange="ulysses"), pytest.raises(ValueError, match="gives every rank a query head"):
+        model(**packed())
+
+
+def from_config(family, **overrides):
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **COMMON | overrides))
+
+
+def sequence_classifier():
+    return LlamaForSequenceClassification(AutoConfig.for_model("llama", **COMMON))
+
+
+def gpt_neo():
+    return from_config("gpt_neo", num_layers=2, num_heads=2, attention_types=[[["global"], 2]])
+
+
+def with_its_own_loss():
+    model = make_model()
+    model.loss_function = lambda logits, labels, vocab_size, **_: logits.mean()
+    return model
+
+
+def patched_for_sdpa():
+    model = make_model()
+    patch(model, attention="sdpa")
+    return model
+
+
+ENTRIES = {
+    "None as model": (r"expected a model, an instance of torch.nn.Module; got None of type", lambda: None),
+    "name as model": (r"got the name 'gpt2'; load it first", lambda: "gpt2"),
+    "class as model": (r"got the class LlamaForCausalLM; make a model of it first", lambda: LlamaForCausalLM),
+    "configuration as model": (r"got a LlamaConfig; make a model of it first", LlamaConfig),
+    "number as model": (r"got 3 of type int", lambda: 3),
+    "no models": (r"expected a model, or several; got \[\]", list),
+    "name among models": (r"got the name 'gpt2'", lambda: [make_model(), "gpt2"]),
+}
+SETTINGS = {
+    "check_batches": ("check_batches must be True or False; got str 'x'", {"check_batches": "x"}),
+    "gather_outputs": ("gather_outputs must be True or False; got str 'no'", {"gather_outputs": "no"}),
+    "unknown reduction": ("grad_reduce must be one of 'mean', 'sum'; got 'avg'", {"grad_reduce": "avg"}),
+    "unknown layout": ("layout must be one of 'contiguous'.*got 'greedy'", {"layout": "greedy"}),
+    "unknown exchange": (
+        "exchange must be one of 'all_gather', 'ring', 'ulysses', 'varlen_llama3'.*got 'p2p'", {"exchange": "p2p"}
+    ),
+    "list of exchanges": (r"exchange must be one of .* got \['ring'\]", {"exchange": ["ring"]}),
+    "scheme with another layout": (
+        "'batch_zigzag' has the layout 'zigzag'; got layout='stripe'", {"exchange": "batch_zigzag", "layout": "stripe"}
+    ),
+    "scheme with the default layout": (
+        "'varlen_llama3' has the layout 'contiguous'; got layout='balanced'",
+        {"exchange": "varlen_llama3", "layout": "balanced"},
+    ),
+}  # fmt: skip
+MODELS = {
+    "no transformers model": ("expected a transformers model; got Linear", lambda: nn.Linear(2, 2)),
+    "recurrent model": ("MambaMixer.*recurrence or convolution", lambda: from_config("mamba")),
+    "dense attention": ("'gpt_neo' attends by 'dense'", gpt_neo),
+    "transformers' attention": ("attends by 'sdpa'", patched_for_sdpa),
+    "sequence classifier": ("LlamaForSequenceClassification reads one token", sequence_classifier),
+    "second of two models": ("MambaMixer", lambda: [make_model(), from_config("mamba")]),
+}
+GROUPS = {
+    "name as group": (r"group must be a process group.* got str 'sp'.*mesh\['sp'\]", "sp"),
+    "number as group": (r"group must be .* got int 3", 3),
+    "list as group": (r"group must be .* got list \[0\].*new_group\(ranks\)", [0]),
+}
+CALLS = {
+    "no tokens": (r"at least one token; got tokens of shape \(1, 0\)", lambda _: {"input_ids": numbers(1, 0)}),
+    "neither ids nor embeddings": ("either input_ids or inputs_embeds", without("input_ids")),
+    "use_cache": ("without a cache", replaced(use_cache=True)),
+    "4-D mask": (
+        "attention_mask must be two-dimensional", replaced(attention_mask=torch.zeros(1, 1, TOKENS, TOKENS))
+    ),
+    "labels of another shape": (
+        r"labels must have the shape.*\(1, 51\); got \(1, 50\)", replaced(labels=numbers(1, 50))
+    ),
+    "labels for kept logits": (r"\(1, 3\), so their targets.*Pass shift_labels", replaced(logits_to_keep=3)),
+    "kept logits outside of rows": ("places in rows of 51 tokens", replaced(logits_to_keep=torch.tensor([TOKENS]))),
+    "negative kept logits": ("logits_to_keep must be how many.*got int -1", replaced(logits_to_keep=-1)),
+}  # fmt: skip
+UNSUPPORTED_CALLS = {
+    "images": (r"pixel_values has shape \(1, 3, 8, 8\)", replaced(pixel_values=torch.zeros(1, 3, 8, 8)), make_model),
+    "router logits": (
+        "loss over the routing", replaced(output_router_logits=True), partial(make_model, "gpt_oss")
+    ),
+    "loss function without targets": ("must take shift_labels", lambda batch: batch, with_its_own_loss),
+}  # fmt: skip
+DIFFERENCES = {
+    "other tokens": ("different batches: input_ids differs", replaced(input_ids=numbers(1, TOKENS, seed=9))),
+    "other order": ("input_ids differs", lambda batch: batch | {"input_ids": batch["input_ids"].flip(1)}),
+    "other labels": ("labels differs", replaced(labels=numbers(1, TOKENS, seed=9))),
+    "other documents": ("position_ids differs", replaced(position_ids=torch.arange(TOKENS)[None])),
+    "other lengths": (
+        "input_ids, position_ids, labels differ", lambda batch: {name: x[:, :40] for name, x in batch.items()}
+    ),
+}  # fmt: skip
+
+CASES = {
+    **{name: partial(refused_on_entry, message, make) for name, (message, make) in ENTRIES.items()},
+    **{name: partial(refused_on_entry, message, **options) for name, (message, options) in SETTINGS.items()},
+    **{
+        name: partial(refused_on_entry, message, make, UnsupportedModelError)
+        for name, (message, make) in MODELS.items()
+    },
+    **{name: partial(refused_group, message, group) for name, (message, group) in GROUPS.items()},
+    **{name: partial(refused_call, message, change) for name, (message, change) in CALLS.items()},
+    **{
+        name: partial(refused_call, message, change, make, UnsupportedModelError)
+        for name, (message, change, make) in UNSUPPORTED_CALLS.items()
+    },
+    **{name: partial(differs, message, change) for name, (message, change) in DIFFERENCES.items()},
+    "no gradients on one rank": partial(differs, "whether gradients are computed differs", training=False),
+    "no tokens on one rank": partial(error_on_the_last_rank, "at least one token", replaced(input_ids=numbers(1, 0))),
+    "torn document on one rank": partial(
+        error_on_the_last_rank,
+        "has padding inside a document",
+        lambda batch: {"input_ids": batch["input_ids"], "attention_mask": TORN},
+    ),
+}
+CASES |= {
+    case.__name__.replace("_", " "): case
+    for case in (
+        error_on_the_last_rank_of_a_base_model,
+        arguments_that_differ_are_named,
+        settings_differ,
+        rank_outside_of_the_group,
+        parameters_have_come_apart,
+        unpatched_inside,
+        unchecked_batches,
+        misused_context,
+        loss_without_a_loss_function,
+        fewer_heads_than_ranks,
+    )
+}
+
+# The rank at fault and the ranks that name it differ with the number of ranks.
+ALSO_ON_FOUR = [
+    *("arguments that differ are named", "fewer heads than ranks", "other tokens", "other lengths"),
+    *("no tokens on one rank", "settings differ", "rank outside of the group", "parameters have come apart"),
+]

@@ -1,0 +1,241 @@
+"""Make one rank's share of a batch: its rows of the tokens, positions, labels and other arguments of a forward pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tritonpack.checks import describe, is_int, require
+from tritonpack.errors import UnsupportedModelError
+from tritonpack.parallel.consistency import require_same_batch
+from tritonpack.parallel.context_state import ContextState
+from tritonpack.parallel.layouts import make_layout
+from tritonpack.parallel.sharded_batch import ShardedBatch, pad_rows, shard_batch
+from tritonpack.parallel.sharded_loss import ShardedLoss, shift, shifts
+from tritonpack.parallel.sharding import KeptRows, Sharding
+from tritonpack.parallel.validate import find_packing_hook
+from tritonpack.patches.call_arguments import in_form
+from tritonpack.patches.hooks import CACHES
+from tritonpack.patches.labels import IGNORED
+from tritonpack.patches.mask_spec import MaskSpec
+from tritonpack.patches.packed_batch import PackedBatch
+from tritonpack.patches.packing_context import parameters_of
+from tritonpack.patches.parse_inputs import make_packed_batch
+from tritonpack.patches.positions import require_one_rope
+
+# Arguments that the model doesn't get as they are: a `ShardedBatch` replaces those that say where documents begin.
+REPLACED = (
+    "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position",
+    "position_ids", "labels", "shift_labels",
+)  # fmt: skip
+
+MIN_ROWS = 2  # per rank: a model can't run on no rows, and with two every layout gives every rank some
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """One rank's share of a batch.
+
+    Attributes:
+        batch: its documents, positions and masks, and how the whole batch is divided.
+        kept: the tokens that logits are computed of; None for all.
+        loss: the loss function of this call; None without labels.
+        arguments: the arguments that the model is called with.
+    """
+
+    batch: ShardedBatch
+    kept: KeptRows | None
+    loss: ShardedLoss | None
+    arguments: dict[str, Any]
+
+
+def shard_inputs(module: PreTrainedModel, arguments: dict[str, Any], state: ContextState, spec: MaskSpec) -> Shard:
+    """This rank's share of a forward pass. Every rank calls this with the same full batch.
+
+    Args:
+        module: the model that is called.
+        arguments: of the call, by name.
+        state: of the context.
+        spec: what the layers see that see most keys; "balanced" layouts divide their work evenly.
+
+    Raises:
+        ValueError: on every rank, if arguments can't be sharded on one of them or differ between ranks.
+    """
+    error = None
+    try:
+        arguments = in_form(arguments)
+        packed_batch, rows, targets = _read(arguments, module)
+    except Exception as problem:
+        error = problem
+    if state.check_batches:
+        require_same_batch(state.ranks, error, arguments, state.parameters)
+    if error is not None:
+        raise error
+    batch = _divide(packed_batch, spec, state)
+    sharding = state.sharding = batch.sharding
+    kept = None if rows is None else sharding.keep(rows)
+    sharded = {name: _own_rows(x, sharding) for name, x in arguments.items() if name not in REPLACED}
+    sharded["attention_mask"] = batch
+    if packed_batch.position_ids is not None:
+        sharded["position_ids"] = batch.position_ids
+    if "use_cache" in parameters_of(type(module)):
+        sharded["use_cache"] = False
+    if kept is not None:
+        sharded["logits_to_keep"] = kept.local
+    loss = None
+    if targets is not None:
+        own = sharding.shard(targets, fill=_ignored(arguments)) if kept is None else kept.pick(targets)
+        loss = ShardedLoss(module.loss_function, sharding, own, targets)
+        sharded["labels"] = own
+    return Shard(batch, kept, loss, sharded)
+
+
+def _read(arguments: dict[str, Any], module: PreTrainedModel) -> tuple[PackedBatch, Tensor | None, Tensor | None]:
+    """The documents of a call, the tokens whose logits it asks for, and the targets; refuses what can't be sharded.
+
+    Returns:
+        The documents; numbers of tokens of the flattened batch, in the shape of the logits, or None for all; what each
+        of these tokens must predict, or None without labels.
+    """
+    tokens, device = _tokens(arguments)
+    _refuse_arguments(arguments, tokens, module)
+    hook = find_packing_hook(module)
+    if hook is None:
+        raise ValueError(
+            "the model was unpatched inside of SequenceParallel. Leave the context first; it restores a model that it "
+            "has patched itself."
+        )
+    if hook.codebooks != 1:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} adds the embeddings of {hook.codebooks} rows for each token; sequence "
+            "parallelism shards arguments with one row per token."
+        )
+    packed_batch = make_packed_batch(arguments, tokens, device, hook.serving)
+    packed_batch.runs()  # raises for padding inside a document
+    if arguments.get("position_ids") is None and "position_ids" in hook.names and not hook.gives_positions:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} computes positions from all tokens of a batch. Pass position_ids, such as its "
+            "get_rope_index returns."
+        )
+    for kind, limit in hook.rope_limits:
+        require_one_rope(packed_batch, kind, limit)
+    rows = _rows_to_keep(arguments.get("logits_to_keep"), tokens, device)
+    return packed_batch, rows, _targets(arguments, tokens, tokens if rows is None else rows.shape, module)
+
+
+def _divide(packed_batch: PackedBatch, spec: MaskSpec, state: ContextState) -> ShardedBatch:
+    """This rank's rows of a batch, which a layout divides by what layers with this `spec` see."""
+    batch, length = packed_batch.tokens
+    columns = max(-(-MIN_ROWS * state.ranks.size // batch) - length, 0)
+    padded = pad_rows(packed_batch, columns)
+    mask = padded.interval_mask(length + columns, 0, 0, spec).mask
+    layout = make_layout(state.layout, mask, state.ranks.size)
+    sharding = Sharding(
+        state.ranks, layout, packed_batch.tokens, columns, state.exchange, state.heads_k_stride, state.grad_reduce
+    )
+    return shard_batch(packed_batch, padded, sharding)
+
+
+def _tokens(arguments: dict[str, Any]) -> tuple[torch.Size, torch.device]:
+    """The shape (B, T) of a call's tokens, and their device."""
+    ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
+    tokens = embeddings if ids is None else ids
+    if (ids is None) == (embeddings is None) or not isinstance(tokens, Tensor):
+        raise ValueError("pass either input_ids or inputs_embeds, as a tensor of the whole batch.")
+    shape = tokens.shape[:-1] if ids is None else tokens.shape
+    if len(shape) != 2:
+        raise ValueError(f"tokens must be (batch, length); got {tuple(tokens.shape)}.")
+    if not shape.numel():
+        raise ValueError(f"a batch needs at least one token; got tokens of shape {tuple(shape)}.")
+    return shape, tokens.device
+
+
+def _refuse_arguments(arguments: dict[str, Any], tokens: torch.Size, module: PreTrainedModel) -> None:
+    """Raise for arguments that can't be divided by tokens."""
+    if arguments.get("use_cache") or any(arguments.get(name) is not None for name in CACHES):
+        raise ValueError(
+            "sequence parallelism computes whole sequences without a cache; leave out past_key_values and use_cache. "
+            "To generate, leave the context, or pause it: `with context.paused(): model.generate(...)`."
+        )
+    router = arguments.get("output_router_logits")
+    if router or (router is None and getattr(module.config.get_text_config(), "output_router_logits", False)):
+        raise UnsupportedModelError(
+            "output_router_logits=True adds a loss over the routing of all tokens, and each rank has only some of "
+            "them. Set it to False."
+        )
+    mask = arguments.get("attention_mask")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
+        given = f"shape {tuple(mask.shape)}" if isinstance(mask, Tensor) else type(mask).__name__
+        raise ValueError(
+            f"attention_mask must be two-dimensional, 0 for padding; got {given}. Mark documents by position_ids, "
+            "cu_seq_lens_q, seq_idx or numbers in the mask."
+        )
+    known = (*REPLACED, "input_ids", "inputs_embeds", "logits_to_keep")
+    for name, value in arguments.items():
+        parts = value if isinstance(value, (tuple, list)) else [value]
+        tensors = [x for x in parts if isinstance(x, Tensor)]
+        if name not in known and any(x.ndim and x.shape[:2] != tokens for x in tensors):
+            raise UnsupportedModelError(
+                f"{name} has shape {', '.join(str(tuple(x.shape)) for x in tensors)}, which doesn't begin with the "
+                f"shape of the tokens, {tuple(tokens)}. Sequence parallelism can only shard arguments with one row per "
+                "token."
+            )
+
+
+def _own_rows(x: Any, sharding: Sharding) -> Any:
+    """This rank's rows of a tensor with one row per token, or of each such tensor in a tuple; other values as given."""
+    if isinstance(x, (tuple, list)):
+        parts = [_own_rows(part, sharding) for part in x]
+        return tuple(parts) if isinstance(x, tuple) else parts
+    return sharding.shard(x) if isinstance(x, Tensor) and x.shape[:2] == sharding.tokens else x
+
+
+def _rows_to_keep(given: Any, tokens: torch.Size, device: torch.device) -> Tensor | None:
+    """The tokens that `logits_to_keep` asks for, numbered in the flattened batch; None for all."""
+    if given is None or (is_int(given) and given == 0):
+        return None
+    batch, length = tokens
+    every = torch.arange(tokens.numel(), device=device).view(tokens)
+    if is_int(given) and given > 0:
+        return every[:, -given:]
+    if isinstance(given, Tensor) and given.dtype == torch.bool and given.shape == tokens:
+        return every[given.to(device)]
+    if isinstance(given, Tensor) and not given.is_floating_point() and given.dtype != torch.bool:
+        columns = given.to(device).long()
+        if columns.ndim == 1 or (columns.ndim == 2 and columns.shape[0] == batch):
+            inside = ((columns >= -length) & (columns < length)).all()
+            require(inside, f"logits_to_keep must hold places in rows of {length} tokens.")
+            return every.gather(1, (columns % length).expand(batch, -1))
+    raise ValueError(
+        "logits_to_keep must be how many of each row's last tokens, places in the rows, (k,) or (batch, k), or a bool "
+        f"mask like the tokens, {tuple(tokens)}; got {describe(given)}."
+    )
+
+
+def _targets(
+    arguments: dict[str, Any], tokens: torch.Size, wanted: torch.Size, module: PreTrainedModel
+) -> Tensor | None:
+    """What each token must predict, of the shape `wanted`; None without labels."""
+    labels, targets = arguments.get("labels"), arguments.get("shift_labels")
+    if labels is None:
+        return None
+    shifting = shifts(module.loss_function)
+    if targets is None:
+        if labels.shape != tokens:
+            raise ValueError(f"labels must have the shape of the tokens, {tuple(tokens)}; got {tuple(labels.shape)}.")
+        targets = shift(labels, _ignored(arguments)) if shifting else labels
+    if targets.shape != wanted:
+        raise ValueError(
+            f"logits are computed for tokens of shape {tuple(wanted)}, so their targets must have the same shape; got "
+            f"{tuple(targets.shape)}. Pass shift_labels, the target of each kept token, beside labels."
+        )
+    return targets
+
+
+def _ignored(arguments: dict[str, Any]) -> int:
+    """The label that marks tokens without a target in this call."""
+    return arguments.get("ignore_index", IGNORED)

@@ -1,0 +1,143 @@
+"""The forward of a model inside of SequenceParallel: shards the inputs, runs this rank's rows, gathers the outputs."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from tritonpack.errors import UnsupportedModelError
+from tritonpack.parallel.context_state import ContextState
+from tritonpack.parallel.rotary import LongestPosition
+from tritonpack.parallel.shard_inputs import Shard, shard_inputs
+from tritonpack.parallel.sharded_batch import ShardedBatch, ShardedMask
+from tritonpack.parallel.sharded_loss import computing_loss
+from tritonpack.parallel.sharding import outside_of_graphs
+from tritonpack.parallel.validate import own_packing_hook
+from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
+from tritonpack.patches.packing_context import InstanceForward, PackingContext
+from tritonpack.patches.report import layer_windows
+from tritonpack.patches.towers import takes_tokens
+
+
+class ShardedForward(InstanceForward):
+    """Stands for the forward of one model instance. This is the only place where a batch is sharded.
+
+    The forward is replaced, because PEFT and some trainers call `model.forward`, which runs no hooks. A patched module
+    also has a pre-hook that reads the documents, and torch calls that before any forward. So the hook is deferred: this
+    forward shards the batch first and runs the hook on the shard. In nested contexts, the forward of the innermost
+    context shards, and the forward of the outermost one runs the hook.
+
+    Attributes:
+        state: of the context.
+        hook: the deferred hook; None if the module has none or another instance runs it.
+    """
+
+    def __init__(self, module: PreTrainedModel, state: ContextState) -> None:
+        super().__init__(module, PackingContext())
+        self.state = state
+        self.spec = _widest_spec(module)
+        self.rotary = LongestPosition(module)
+        hook = own_packing_hook(module)
+        self.hook = None if hook is None or hook.deferred else hook
+        if self.hook is not None:
+            self.hook.deferred = True
+        self.install()
+
+    def remove(self) -> None:
+        """Give the model its own forward back, after the contexts that were entered later are left, too."""
+        self.rotary.remove()
+        self.installed = False
+        while isinstance(top := self.module.__dict__.get("forward"), ShardedForward) and not top.installed:
+            InstanceForward.remove(top)
+            if top.hook is not None:
+                top.hook.deferred = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        shard = self._shard(self.bound(args, kwargs))
+        if shard is None:
+            return self._run(args, kwargs)
+        arguments = shard.arguments
+        wanted = arguments.get("return_dict")
+        as_tuple = not (getattr(self.module.config, "return_dict", True) if wanted is None else wanted)
+        if as_tuple:
+            arguments = {**arguments, "return_dict": True}
+        computing = nullcontext() if shard.loss is None else computing_loss(self.module, shard.loss)
+        try:
+            with self.rotary.following(shard.batch.whole), computing:
+                output = self._run((), arguments)
+        finally:
+            shard.batch.forget()
+        if not shard.batch.attended:
+            raise UnsupportedModelError(
+                f"{type(self.module).__name__} converts attention_mask before attention, so layers saw only this "
+                "rank's tokens. Train it without SequenceParallel."
+            )
+        output = self._finish(output, shard)
+        return output.to_tuple() if as_tuple else output
+
+    @outside_of_graphs
+    def _shard(self, arguments: dict[str, Any]) -> Shard | None:
+        """This rank's share of a call; None if the model must run on the arguments as they are."""
+        top = self.module.__dict__.get("forward")
+        paused = isinstance(top, ShardedForward) and top.state.entered and top.state.paused
+        if paused or not self.state.running or _is_sharded(arguments.get("attention_mask")):
+            return None
+        return shard_inputs(self.module, arguments, self.state, self.spec)
+
+    def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The model's own forward, after the deferred hook."""
+        if self.hook is not None:
+            args, kwargs = self.hook.run(self.module, args, kwargs) or (args, kwargs)
+        return self.inner(*args, **kwargs)
+
+    @outside_of_graphs
+    def _finish(self, output: Any, shard: Shard) -> Any:
+        """The output of the whole batch with `gather_outputs`, else this rank's rows of it."""
+        if not isinstance(output, ModelOutput):
+            raise UnsupportedModelError(
+                f"{type(self.module).__name__} returns a {type(output).__name__}; sequence parallelism needs a "
+                "ModelOutput of transformers, whose names say what each output is."
+            )
+        for name, value in list(output.items()):
+            if name != "loss" and value is not None:
+                output[name] = self._rows(name, value, shard)
+        return output
+
+    def _rows(self, name: str, value: Any, shard: Shard) -> Any:
+        """One output, gathered with `gather_outputs`; refuses an output without one row per token."""
+        if isinstance(value, tuple):
+            return tuple(self._rows(name, one, shard) for one in value)
+        gathers, sharding = self.state.gather_outputs, shard.batch.sharding
+        if isinstance(value, Tensor) and name != "pooler_output":
+            if "logits" in name and shard.kept is not None and value.shape[:2] == (1, shard.kept.local.shape[0]):
+                return sharding.gather_kept(value, shard.kept) if gathers else value
+            if value.shape[:2] == (1, sharding.rows):
+                return sharding.gather(value) if gathers else value
+            if value.ndim and value.shape[0] == sharding.rows:  # (rows, ...), such as a router's logits
+                return sharding.gather(value[None]).flatten(0, 1) if gathers else value
+        given = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise UnsupportedModelError(
+            f"{type(self.module).__name__} returns {name} ({given}), which hasn't one row per token, so a rank can't "
+            "compute it from its own tokens. Train it without SequenceParallel."
+        )
+
+
+def _is_sharded(mask: Any) -> bool:
+    """Whether a mask comes from a sharded model around this one, which may have made masks of all kinds of layers."""
+    masks = mask.values() if isinstance(mask, dict) else [mask]
+    return any(isinstance(one, (ShardedBatch, ShardedMask)) for one in masks)
+
+
+def _widest_spec(module: PreTrainedModel) -> MaskSpec:
+    """What those layers see that see most keys of a document."""
+    windows = layer_windows(module.config.get_text_config())
+    # Towers that turn images into embeddings see both directions, whatever the text does.
+    if any(getattr(inner, "is_causal", True) is False and takes_tokens(inner) for inner in module.modules()):
+        return MaskSpec((-1, -1))
+    if not windows or None in windows:
+        return CAUSAL
+    return MaskSpec((max(filter(None, windows)) - 1, 0))

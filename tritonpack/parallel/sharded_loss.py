@@ -1,0 +1,92 @@
+"""The loss of a sharded batch: targets are shifted before they are sharded, and sums divided by the number of all."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from tritonpack.errors import UnsupportedModelError
+from tritonpack.parallel.sharding import Sharding
+from tritonpack.patches.labels import IGNORED
+
+# Losses of transformers that compare each token with its own label. The others shift labels, and take `shift_labels`.
+PER_TOKEN = ("ForMaskedLMLoss", "ForTokenClassification")
+
+REMEDY = "Pass no labels and compute the loss from gathered logits: SequenceParallel(..., gather_outputs=True)."
+
+
+def shift(labels: Tensor, ignored: int) -> Tensor:
+    """The target of each token of (B, T) labels: the label of the next token in its row, `ignored` for the last."""
+    return nn.functional.pad(labels[:, 1:], (0, 1), value=ignored)
+
+
+def shifts(loss_function: Any) -> bool:
+    """Whether a model's loss function compares each token with the label of the next one.
+
+    Raises:
+        UnsupportedModelError: it takes no targets, or no number of targets.
+    """
+    name = getattr(loss_function, "__name__", "")
+    if name in PER_TOKEN:
+        return False
+    if not {"shift_labels", "num_items_in_batch"} <= set(inspect.signature(loss_function).parameters):
+        raise UnsupportedModelError(
+            f"the model's loss function {name or loss_function!r} must take shift_labels and num_items_in_batch, as "
+            f"ForCausalLMLoss of transformers does, to compute the loss of one rank's tokens. {REMEDY}"
+        )
+    return True
+
+
+class ShardedLoss:
+    """Stands for a model's loss function during a forward pass. All ranks get the loss of the whole batch.
+
+    Attributes:
+        own: the model's loss function.
+        sharding: how the batch is divided.
+        targets: this rank's, (1, rows) or (1, kept rows).
+        whole: the targets of all ranks, of any shape.
+        used: whether the model has called it.
+    """
+
+    def __init__(self, own: Any, sharding: Sharding, targets: Tensor, whole: Tensor) -> None:
+        self.own, self.sharding, self.targets, self.whole = own, sharding, targets, whole
+        self.used = False
+
+    def __call__(self, logits: Tensor, labels: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if logits.shape[:-1] != self.targets.shape or labels.shape != self.targets.shape:
+            raise UnsupportedModelError(
+                f"the model passes logits of shape {tuple(logits.shape)} and labels of shape {tuple(labels.shape)} to "
+                f"its loss, but there are {tuple(self.targets.shape)} targets. {REMEDY}"
+            )
+        self.used = True
+        items = kwargs.pop("num_items_in_batch", None)
+        if items is None:
+            items = (self.whole != kwargs.get("ignore_index", IGNORED)).sum()
+        if shifts(self.own):
+            kwargs["shift_labels"] = self.targets
+        return self.sharding.total(self.own(logits, self.targets, *args, num_items_in_batch=items, **kwargs))
+
+
+@contextmanager
+def computing_loss(model: Any, loss: ShardedLoss) -> Iterator[None]:
+    """Make a model compute its loss by `loss`.
+
+    Raises:
+        UnsupportedModelError: on leaving, if the model computed its loss in another way.
+    """
+    before = model.__dict__.get("_loss_function")
+    model.loss_function = loss
+    try:
+        yield
+    finally:
+        del model.__dict__["_loss_function"]
+        if before is not None:
+            model.__dict__["_loss_function"] = before
+    if not loss.used:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} computes its loss without its loss function, from one rank's tokens. {REMEDY}"
+        )

@@ -1,0 +1,154 @@
+"""How one batch is divided among ranks: take this rank's rows of a tensor, gather all rows, sum parts of a loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import pad
+
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
+from tritonpack.parallel.all_gather_with_grad import AllGatherWithGrad
+from tritonpack.parallel.attention import Exchange, attend
+from tritonpack.parallel.comm import Ranks
+from tritonpack.parallel.layouts import Layout
+
+GradReduce = Literal["mean", "sum"]
+
+# A compiled graph can't hold process groups or handles of collectives. It ends here, and another one begins afterwards.
+outside_of_graphs = torch.compiler.disable(reason="sequence parallelism exchanges with other ranks here")
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """Chosen rows of a batch, such as the tokens that logits are computed of, and which ranks own them.
+
+    Attributes:
+        shape: of the chosen rows, such as (batch, 3) for the last three tokens of each row.
+        chosen: (own,) int64, the numbers of this rank's rows among the chosen ones.
+        local: (own,) int64, their places in this rank's shard.
+        lengths: how many of the chosen rows each rank owns.
+        order: (chosen rows,) int64, where each of them lies in what the ranks have of them, laid end to end.
+    """
+
+    shape: torch.Size
+    chosen: Tensor
+    local: Tensor
+    lengths: list[int]
+    order: Tensor
+
+    def pick(self, x: Tensor) -> Tensor:
+        """This rank's part, (1, own), of a tensor with one number for each chosen row."""
+        return x.flatten()[self.chosen.to(x.device)][None]
+
+
+@dataclass(frozen=True, eq=False)
+class Sharding:
+    """How one batch is divided among ranks. Its B rows of T tokens count as one stream.
+
+    The objective is the mean over ranks of their losses. So a loss that all ranks compute alike from gathered tensors
+    counts once, and so does one that `total` has summed. Gradients are exact after they are averaged over ranks, or
+    summed with `grad_reduce="sum"`.
+
+    Attributes:
+        ranks: the group.
+        layout: which rows each rank owns.
+        tokens: (B, T), the shape of the batch.
+        columns: how many tokens of padding the layout has at the end of each row, so that every rank of a very short
+            batch has some rows.
+        exchange, heads_k_stride: as in `attend`.
+        grad_reduce: "mean" or "sum".
+    """
+
+    ranks: Ranks
+    layout: Layout
+    tokens: torch.Size
+    columns: int
+    exchange: Exchange
+    heads_k_stride: int | None
+    grad_reduce: GradReduce
+
+    @property
+    def rows(self) -> int:
+        """How many of the batch's rows this rank owns."""
+        return self.layout.lengths[self.ranks.rank]
+
+    def shard(self, x: Tensor, dim: int = 0, *, fill: float = 0) -> Tensor:
+        """This rank's rows of a tensor: (B, T) at `dim` and `dim + 1` becomes (1, rows). Padding is `fill`."""
+        if dim + 1 >= x.ndim or x.shape[dim : dim + 2] != self.tokens:
+            raise ValueError(
+                f"the batch has tokens of shape {tuple(self.tokens)}, which the tensor must have at dimension {dim}; "
+                f"got shape {tuple(x.shape)}."
+            )
+        if self.columns:
+            x = pad(x, [0, 0] * (x.ndim - dim - 2) + [0, self.columns], value=fill)
+        return self.layout.shard(x.flatten(dim, dim + 1), self.ranks.rank, dim).unsqueeze(dim)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """The shards (1, rows, ...) of all ranks as (B, T, ...), with a gradient for every rank's shard."""
+        if x.shape[:2] != (1, self.rows):
+            raise ValueError(
+                f"rank {self.ranks.rank} has {self.rows} rows of the batch, so its shard must be (1, {self.rows}, ...);"
+                f" got shape {tuple(x.shape)}."
+            )
+        batch, length = self.tokens
+        whole = self.layout.unshard(self._gather(x, self.layout.lengths), 1)
+        return whole[0].unflatten(0, (batch, -1))[:, :length]
+
+    def keep(self, rows: Tensor) -> KeptRows:
+        """Find chosen rows, int64 numbers of tokens in the flattened batch, of any shape and in any order."""
+        rows = rows + rows // self.tokens[1] * self.columns
+        lengths = torch.tensor(self.layout.lengths, device=rows.device)
+        ends = lengths.cumsum(0)
+        places = self.layout.inverse.to(rows.device)[rows.flatten()]
+        owners = torch.searchsorted(ends, places, right=True)
+        chosen = (owners == self.ranks.rank).nonzero().flatten()
+        local = (places - (ends - lengths)[owners])[chosen]
+        counts = owners.bincount(minlength=self.ranks.size).tolist()
+        return KeptRows(rows.shape, chosen, local, counts, owners.argsort(stable=True).argsort())
+
+    def gather_kept(self, x: Tensor, kept: KeptRows) -> Tensor:
+        """What ranks have computed of chosen rows, (1, own, ...), as (*kept.shape, ...)."""
+        return self._gather(x, kept.lengths)[0].index_select(0, kept.order).unflatten(0, kept.shape)
+
+    @outside_of_graphs
+    def total(self, part: Tensor) -> Tensor:
+        """The sum over ranks of their parts of a loss, equal on all of them."""
+        return _Total.apply(part, self.ranks, self.ranks.size if self.grad_reduce == "mean" else 1)
+
+    @outside_of_graphs
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, **options: Any) -> Tensor:
+        """Attention of this rank's rows by the mask of the batch; shapes and options as in `attend`."""
+        return attend(
+            q, k, v, mask, self.layout, self.ranks.group, exchange=self.exchange, heads_k_stride=self.heads_k_stride,
+            **options,
+        )  # fmt: skip
+
+    @outside_of_graphs
+    def _gather(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
+        if self.grad_reduce == "sum" and x.requires_grad:
+            size = self.ranks.size
+            x = x.view_as(x)
+            x.register_hook(lambda gradient: gradient / size)
+        return AllGatherWithGrad(self.ranks.group, 1, lengths)(x)
+
+
+class _Total(torch.autograd.Function):
+    """(part, ranks, factor) -> the sum over ranks. The gradient of `part` is the gradient of the sum times `factor`."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, ranks: Ranks, factor: int) -> Tensor:
+        ctx.factor = factor
+        total = part.clone()
+        dist.all_reduce(total, group=ranks.group)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return gradients[0] * ctx.factor, None, None
