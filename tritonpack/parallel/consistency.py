@@ -33,12 +33,13 @@ def require_same_batch(
         ValueError: on every rank, if arguments or parameters differ. If a rank has an error, it raises that and the
             others name it.
     """
-    found: dict[str, int] = {}
+    found: dict[str, int | Tensor] = {}
     if error is None:
-        found = {name: int(_number(value)) for name, value in arguments.items() if value is not None}
+        found = {name: _number(value) for name, value in arguments.items() if value is not None}
         found[GRADIENTS] = torch.is_grad_enabled()
-        found[PARAMETERS] = sum(int(_mixed(_bits(x), place)) for place, x in enumerate(parameters))
-    everywhere = _exchange(ranks, error, found)
+        mixed = [_mixed(_bits(x), place) for place, x in enumerate(parameters)]
+        found[PARAMETERS] = sum(x.to(mixed[0].device) for x in mixed)  # layers may lie on several devices
+    everywhere = _exchange(ranks, error, _on_host(found))
     names = dict.fromkeys(name for one in everywhere for name in one)
     differ = [name for name in names if len({one.get(name) for one in everywhere}) > 1]
     if differ == [PARAMETERS]:
@@ -79,6 +80,14 @@ def _exchange(ranks: Ranks, error: Exception | None, value: dict[str, Any]) -> l
     if failed:
         raise ValueError(f"other ranks of the sequence-parallel group couldn't go on. {failed}")
     return list(values)
+
+
+def _on_host(numbers: dict[str, int | Tensor]) -> dict[str, int]:
+    """The same numbers as integers of Python; waits for the device once, whatever their count."""
+    tensors = [torch.as_tensor(number) for number in numbers.values()]
+    device = next((x.device for x in tensors if x.device.type != "cpu"), torch.device("cpu"))
+    values = torch.stack([x.to(device, torch.int64, non_blocking=True) for x in tensors]).tolist() if tensors else []
+    return dict(zip(numbers, values, strict=True))
 
 
 def _number(value: Any) -> int | Tensor:
