@@ -1,23 +1,19 @@
-"""The heuristics that `pack` offers, compiled by numba.
-
-Compiled loops call no compiled function of another file: numba's cache on disk would keep the old machine code of a
-function whose own file is unchanged.
-"""
+"""The heuristics that `pack` offers, compiled by numba."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from tritonpack.packing.bins import CARRY_THRESHOLD, WINDOW
+from tritonpack.packing.compiled import compiled
 
 # Sorting documents by length and by bin, in time linear in documents.
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def longest_first(lengths: Any, capacity: int) -> Any:
     """Documents from long to short, (documents,) int32, and their lengths, likewise; equal ones stay in input order."""
     starts = np.zeros(capacity + 1, dtype=np.int64)
@@ -37,7 +33,7 @@ def longest_first(lengths: Any, capacity: int) -> Any:
     return order, sorted_lengths
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def group_by_bin(bins: Any, order: Any, num_bins: int) -> Any:
     """Which items each bin holds.
 
@@ -63,7 +59,7 @@ def group_by_bin(bins: Any, order: Any, num_bins: int) -> Any:
     return items, offsets
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def gather(values: Any, indices: Any) -> Any:
     """values[indices]; numpy takes several times as long for int32 indices, which it widens first."""
     gathered = np.empty(len(indices), dtype=values.dtype)
@@ -105,7 +101,7 @@ def best_fit_decreasing(lengths: NDArray[np.int32], capacity: int, max_items: in
     return group_by_bin(bins, order, num_bins)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def best_fit(lengths: Any, capacity: int, max_items: int) -> Any:
     """Each document, in the order given, into the fullest bin with room for it.
 
@@ -171,22 +167,22 @@ def _level_starts_of(num_bits: int) -> NDArray[np.int64]:
     return np.array(starts, dtype=np.int64)
 
 
-_level_starts = numba.njit(cache=True, nogil=True)(_level_starts_of)
+_level_starts = compiled(_level_starts_of)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _lowest_bit(word: Any) -> Any:
     return _BIT_OF_PRODUCT[((word & (~word + _ONE)) * _DE_BRUIJN) >> np.uint64(58)]
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _set(bitmap: Any, level_starts: Any, bit: int) -> None:
     for level in range(len(level_starts) - 1):
         bitmap[level_starts[level] + (bit >> 6)] |= _ONE << np.uint64(bit & 63)
         bit >>= 6
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _clear(bitmap: Any, level_starts: Any, bit: int) -> None:
     for level in range(len(level_starts) - 1):
         word = level_starts[level] + (bit >> 6)
@@ -196,7 +192,7 @@ def _clear(bitmap: Any, level_starts: Any, bit: int) -> None:
         bit >>= 6
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _next_set(bitmap: Any, level_starts: Any, bit: int) -> int:
     """The first set bit at or after `bit`, -1 if there is none."""
     for level in range(len(level_starts) - 1):
@@ -243,7 +239,7 @@ def _num_leaves(lengths: NDArray[np.int32], capacity: int, max_items: int) -> in
     return 1 << (min(most_bins, len(lengths)) - 1).bit_length()
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _first_fit(lengths: Any, capacity: int, max_items: int, num_leaves: int) -> Any:
     """Each document, in the order given, into the first bin with room: bins (documents,) int32, and their number.
 
@@ -300,7 +296,7 @@ def next_fit(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
     return np.arange(len(lengths), dtype=np.int32), _next_fit(lengths, capacity, max_items)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _next_fit(lengths: Any, capacity: int, max_items: int) -> Any:
     offsets = np.empty(len(lengths) + 1, dtype=np.int64)
     num_bins = 0

@@ -15,10 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from tritonpack.packing.compiled import compiled
 from tritonpack.packing.rebalance import balance
 
 PATIENCE = 2  # steps that a document may be deferred
@@ -119,7 +119,7 @@ def _in_stream_order(documents: NDArray[np.int32], row_of: NDArray[np.int32], ro
     return place
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _offer(
     lengths: Any, pool: Any, offered: Any, waiting: int, cursor: int, ranks: int, half: int, limits: Any
 ) -> tuple[int, int]:
@@ -157,7 +157,7 @@ def _offer(
     return waiting, cursor
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _longest_first(pool: Any, lengths: Any) -> Any:
     """Documents from long to short; of equally long ones the one that comes first in the stream."""
     keys = np.empty(len(pool), dtype=np.int64)
@@ -170,7 +170,7 @@ def _longest_first(pool: Any, lengths: Any) -> Any:
     return documents
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _place(lengths: Any, costs: Any, overdue: Any, ranks: int, fill: int, share: int) -> Any:
     """Each document's row, -1 where it has to wait: the overdue first, and among both the longest first.
 
@@ -208,7 +208,7 @@ def _place(lengths: Any, costs: Any, overdue: Any, ranks: int, fill: int, share:
     return row_of
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _push(heap: Any, size: int, key: Any, row: int) -> int:
     """Add a row to a heap with the smallest key on top (of equal keys, the smallest row); its new size."""
     place = size
@@ -222,7 +222,7 @@ def _push(heap: Any, size: int, key: Any, row: int) -> int:
     return size + 1
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _pop(heap: Any, size: int, key: Any) -> Any:
     """The row on top, taken out, and the heap's new size."""
     top = heap[0]
@@ -231,7 +231,7 @@ def _pop(heap: Any, size: int, key: Any) -> Any:
     return top, size - 1
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _sink(heap: Any, size: int, key: Any, place: int) -> None:
     """Restore the order below a place whose key has grown."""
     row = heap[place]
@@ -248,6 +248,6 @@ def _sink(heap: Any, size: int, key: Any, place: int) -> None:
     heap[place] = row
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _before(key: Any, row: int, other: int) -> bool:
     return key[row] < key[other] or (key[row] == key[other] and row < other)

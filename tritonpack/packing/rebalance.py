@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
+
+from tritonpack.packing.compiled import compiled
 
 _TOLERANCE = 2.0**-11  # the gap, relative to the costliest rank, at which ranks count as balanced
 _PARTNERS = 8  # ranks that the costliest one turns to before all are left as they are
@@ -21,7 +22,7 @@ _LOOKS = 4096  # combinations of groups looked at for one trade
 _NONE = -1
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def balance(lengths: Any, costs: Any, row_of: Any, ranks: int, fill: int) -> None:
     """Narrow the gap between the costliest row and the cheapest by trading documents, in place.
 
@@ -75,12 +76,12 @@ def balance(lengths: Any, costs: Any, row_of: Any, ranks: int, fill: int) -> Non
             return
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _balanced(cost: Any, dear: int, cheap: int) -> bool:
     return cost[dear] - cost[cheap] <= _TOLERANCE * cost[dear]
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _rows(lengths: Any, costs: Any, row_of: Any, ranks: int, fill: int) -> Any:
     """Each row's room, cost and number of documents, (ranks,) int64 each."""
     room = np.full(ranks, fill, dtype=np.int64)
@@ -95,7 +96,7 @@ def _rows(lengths: Any, costs: Any, row_of: Any, ranks: int, fill: int) -> Any:
     return room, cost, size
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _documents_of_rows(row_of: Any, size: Any) -> Any:
     """(ranks, most documents + spare) int32: each row's documents in front, ascending, so from long to short."""
     held = np.empty((len(size), 2 * size.max() + 2), dtype=np.int32)
@@ -108,7 +109,7 @@ def _documents_of_rows(row_of: Any, size: Any) -> Any:
     return held
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _make_offers(documents: Any, lengths: Any, costs: Any, offers: Any) -> int:
     """Write the groups of up to two documents that a row offers, (groups, 4), by tokens; how many there are."""
     num_offered = min(len(documents), _OFFERED)
@@ -138,7 +139,7 @@ def _make_offers(documents: Any, lengths: Any, costs: Any, offers: Any) -> int:
     return count
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _find_deal(dear: Any, cheap: Any, dear_room: int, cheap_room: int, gap: int, deal: Any) -> bool:
     """The groups whose exchange brings two rows closest to each other, written to `deal`; False if none does."""
     best = gap  # twice how far from the middle the exchange ends
@@ -162,7 +163,7 @@ def _find_deal(dear: Any, cheap: Any, dear_room: int, cheap_room: int, gap: int,
     return best < gap
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _hand_over(held: Any, size: Any, document: int, giver: int, taker: int) -> None:
     """Move a document from one row's list to another's, both ascending."""
     place = 0
@@ -179,7 +180,7 @@ def _hand_over(held: Any, size: Any, document: int, giver: int, taker: int) -> N
     size[taker] += 1
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _settle(by_cost: Any, cost: Any) -> None:
     """Sort rows by cost again after two of them have changed."""
     for place in range(1, len(by_cost)):

@@ -38,7 +38,10 @@ class PackedStream(Iterator[list[Any]]):
         self.report = OverlongReport(overlong)
         self._capacity = capacity
         self._length = length
-        self._bins = self._pack(self._pieces(documents), window, max_items, carry_threshold)
+        from tritonpack.packing.heuristics import WindowPacker  # numba, slow to import: only when something is packed
+
+        packer = WindowPacker(capacity, max_items, carry_threshold)
+        self._bins = self._pack(self._pieces(documents), window, packer)
 
     @property
     def efficiency(self) -> float:
@@ -69,12 +72,7 @@ class PackedStream(Iterator[list[Any]]):
                 policy, seen.documents + 1, seen.tokens_lost + tokens - end, seen.pieces + len(spans)
             )
 
-    def _pack(
-        self, pieces: Iterator[tuple[Any, int]], window: int, max_items: int, carry_threshold: float
-    ) -> Iterator[list[Any]]:
-        from tritonpack.packing.heuristics import WindowPacker  # numba, slow to import: only when something is packed
-
-        packer = WindowPacker(self._capacity, max_items, carry_threshold)
+    def _pack(self, pieces: Iterator[tuple[Any, int]], window: int, packer: Any) -> Iterator[list[Any]]:
         held: dict[int, tuple[Any, int]] = {}
         read = 0
         chunk = list(islice(pieces, window))
