@@ -186,7 +186,7 @@ def test_under_accelerate_each_process_gets_its_rows_and_every_epoch_its_own():
 
 def test_under_accelerate_a_sharding_sampler_is_refused():
     loader = DataLoader(Documents(), batch_sampler=sampler(1), collate_fn=list)
-    with pytest.raises(ValueError, match=r"yields rank 1's batches of 4 ranks alone.*shard=False"):
+    with pytest.raises(ValueError, match=r"the batches of rank 1 only, of 4 ranks.*shard=False"):
         prepared(1, loader)
 
 
@@ -269,10 +269,10 @@ def test_pickles():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": 4}, "rank must be an integer from 0 to 3, as there are 4; got 4"),
+        ({"rank": 4}, "rank must be an integer from 0 to 3, because num_replicas is 4; got 4"),
         ({"rank": -1}, "rank must be .* got -1"),
         ({"num_replicas": 0}, "num_replicas must be an integer from 1 to .* got 0"),
-        ({"rank": None}, "num_replicas=4 and rank=None leave the place of this process open"),
+        ({"rank": None}, "num_replicas=4 and rank=None don't say which rank this process is"),
         ({"lengths": []}, "lengths is empty"),
         ({"lengths": [5, 0, 3, 4]}, "document 1 has length 0"),
         ({"lengths": [5, -2, 3, 4]}, "document 1 has length -2"),

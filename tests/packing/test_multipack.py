@@ -299,14 +299,14 @@ class TestResume:
         ],
     )
     def test_refuses_a_state_of_other_options(self, change, message):
-        with pytest.raises(ValueError, match=f"can't be resumed.* changed: {message}"):
+        with pytest.raises(ValueError, match=f"can't be resumed.* since it was saved: {message}"):
             batches_of(**change).load_state_dict(batches_of().state_dict())
 
     def test_refuses_a_state_of_other_documents(self):
         state = batches_of().state_dict()
         lengths = LENGTHS.copy()
         lengths[[0, 1]] = [1, 64]
-        with pytest.raises(ValueError, match="changed: lengths was"):
+        with pytest.raises(ValueError, match="since it was saved: lengths was"):
             MultipackBatchSampler(RandomSampler(lengths), 3, CAPACITY, lengths).load_state_dict(state)
         with pytest.raises(ValueError, match="another order of documents in epoch 0"):
             batches_of(range(500)).load_state_dict(state)
@@ -324,14 +324,14 @@ class TestRefusals:
             ({"batch_max_len": True}, "batch_max_len must be .*got True"),
             ({"bin_size": 0}, "bin_size must be .*got 0"),
             ({"group_size": 0}, "group_size must be .*got 0"),
-            ({"drop_last": 1}, "drop_last must be True or False; got 1"),
-            ({"sequential": "yes"}, "sequential must be True or False; got 'yes'"),
+            ({"drop_last": 1}, "drop_last must be True or False; got int 1"),
+            ({"sequential": "yes"}, "sequential must be True or False; got str 'yes'"),
             ({"overlong": "truncate"}, "overlong must be 'error' or 'drop'; got 'truncate'.*pack_dataset"),
             ({"seed": -1}, "seed must be an integer of at least 0; got -1"),
             ({"packing_efficiency_estimate": 3}, "packing_efficiency_estimate must be a number from 0 to 1; got 3"),
             ({"num_count_samples": 0}, "num_count_samples must be .*got 0"),
             ({"num_processes": "all"}, "num_processes must be .*got 'all'"),
-            ({"safe_mode": None}, "safe_mode must be True or False; got None"),
+            ({"safe_mode": None}, "safe_mode must be True or False; got NoneType None"),
             ({"mp_start_method": "thread"}, "mp_start_method must be None or one of .*got 'thread'"),
         ],
     )

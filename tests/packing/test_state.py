@@ -51,7 +51,7 @@ CORRUPT = {
     "no epoch": (lambda state: without(state, "epoch"), "it lacks 'epoch'"),
     "no place": (lambda state: without(state, "batches_done"), "it lacks 'batches_done'"),
     "no settings": (lambda state: without(state, "settings"), "it lacks 'settings'"),
-    "more": (lambda state: state | {"rank": 1}, "it has 'rank' besides"),
+    "more": (lambda state: state | {"rank": 1}, "it also has 'rank'"),
     "a negative epoch": (lambda state: state | {"epoch": -1}, "epoch must be an integer of at least 0; got -1"),
     "true for an epoch": (lambda state: state | {"epoch": True}, "epoch must be .* got True"),
     "a float epoch": (lambda state: state | {"epoch": 3.0}, "epoch must be .* got 3.0"),
@@ -112,7 +112,7 @@ def test_true_is_no_one_in_a_cost_model():
 
 
 def test_the_state_of_the_other_class():
-    take("distributed", state_of("multipack"), "it lacks 'plan'; it has 'order' besides")
+    take("distributed", state_of("multipack"), "it lacks 'plan'; it also has 'order'")
 
 
 @pytest.mark.parametrize("name", SAMPLERS)

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tritonpack.packing.bins import pack
-from tritonpack.packing.lengths import fit_lengths, positive_integer
+from tritonpack.packing.lengths import check_integer, fit_lengths
 from tritonpack.packing.plan import Plan
 
 Lengths = Sequence[int] | NDArray[Any]
@@ -90,7 +90,7 @@ def _prepare(
     lengths: Lengths, capacity: int, num_ranks: int, seed: int, epoch: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], int, int]:
     """Checked lengths, the documents in a random order, capacity and ranks."""
-    capacity, num_ranks = positive_integer(capacity, "capacity"), positive_integer(num_ranks, "num_ranks")
+    capacity, num_ranks = check_integer(capacity, "capacity"), check_integer(num_ranks, "num_ranks")
     tokens = fit_lengths(lengths, capacity).lengths
     order = _generator(seed, epoch, stream=0).permutation(len(tokens)).astype(np.int32)
     return tokens, order, capacity, num_ranks

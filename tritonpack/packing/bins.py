@@ -16,9 +16,9 @@ from tritonpack.packing.lengths import (
     MAX_INT32,
     Overlong,
     OverlongReport,
+    check_integer,
     check_rows,
     fit_lengths,
-    positive_integer,
 )
 
 Algorithm = Literal["best_fit_decreasing", "first_fit_decreasing", "first_fit", "next_fit", "windowed"]
@@ -84,9 +84,9 @@ class Packing:
                 raise ValueError(
                     f"{name} must be integers, one for each of {len(self.items)} items; got {values!r:.100}."
                 )
-        positive_integer(self.capacity, "capacity")
+        check_integer(self.capacity, "capacity")
         if self.max_items is not None:
-            positive_integer(self.max_items, "max_items")
+            check_integer(self.max_items, "max_items")
         if not isinstance(self.report, OverlongReport):
             raise ValueError(f"report must be an OverlongReport; got {self.report!r:.100}.")
 
@@ -185,9 +185,9 @@ def pack(
 
     Source: Johnson, Near-optimal bin packing algorithms (MIT, 1973) defines the heuristics.
     """
-    capacity = positive_integer(capacity, "capacity")
+    capacity = check_integer(capacity, "capacity")
     check_choice(algorithm, ALGORITHMS, "algorithm")
-    limit = MAX_INT32 if max_items is None else positive_integer(max_items, "max_items")
+    limit = MAX_INT32 if max_items is None else check_integer(max_items, "max_items")
     fitted = fit_lengths(lengths, capacity, overlong)
 
     from tritonpack.packing import heuristics  # imports numba, which is slow: only when something is packed

@@ -25,7 +25,7 @@ from tritonpack.packing.columns import (
     require_same_columns,
 )
 from tritonpack.packing.documents import is_iterable
-from tritonpack.packing.lengths import positive_integer, token_id
+from tritonpack.packing.lengths import check_integer
 
 
 @dataclass(frozen=True)
@@ -92,9 +92,9 @@ transformers' Trainer removes both before they are seen unless `remove_unused_co
         multiple, token = self.pad_to_multiple_of, self.pad_token_id
         for name in ("pad_to_multiple_of", "max_document_length"):
             if getattr(self, name) is not None:
-                positive_integer(getattr(self, name), name)
+                check_integer(getattr(self, name), name)
         if token is not None:
-            token_id(token, "pad_token_id")
+            check_integer(token, "pad_token_id", 0)
         if (multiple is None) != (token is None):
             raise ValueError(
                 "pad_to_multiple_of and pad_token_id go together: pass both to pad the row, or neither; got "

@@ -68,29 +68,18 @@ class FittedLengths:
     report: OverlongReport
 
 
-def positive_integer(value: Any, name: str, highest: int = MAX_INT32) -> int:
-    """The value as an int from 1 to `highest`; ValueError otherwise."""
-    if not _is_integer(value) or not 1 <= value <= highest:
-        raise ValueError(f"{name} must be an integer from 1 to {highest}; got {value!r}.")
+def check_integer(value: Any, name: str, least: int = 1, most: int | None = MAX_INT32, meaning: str = "") -> int:
+    """The value as an int; ValueError unless it is an integer from `least` to `most`.
+
+    Args:
+        most: None sets no upper limit.
+        meaning: what `most` is, for the message.
+    """
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not whole or value < least or (most is not None and value > most):
+        allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name} must be an integer {allowed}{meaning and ', ' + meaning}; got {value!r}.")
     return int(value)
-
-
-def token_id(value: Any, name: str) -> int:
-    """The value as an int from 0 to 2**31 - 1; ValueError otherwise."""
-    if not _is_integer(value) or not 0 <= value <= MAX_INT32:
-        raise ValueError(f"{name} must be an integer from 0 to {MAX_INT32}; got {value!r}.")
-    return int(value)
-
-
-def natural_number(value: Any, name: str) -> int:
-    """The value as an int of at least 0, such as a seed or an epoch; ValueError otherwise."""
-    if not _is_integer(value) or value < 0:
-        raise ValueError(f"{name} must be an integer of at least 0; got {value!r}.")
-    return int(value)
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
 
 
 def check_rows(items: Any, offsets: Any) -> None:
@@ -157,7 +146,7 @@ def fit_lengths(
         ValueError: bad lengths or capacity, an overlong document under "error", an unknown policy, no document left.
     """
     check_choice(overlong, POLICIES, "overlong")
-    capacity = positive_integer(capacity, name)
+    capacity = check_integer(capacity, name)
     array = whole_lengths(lengths)
     longest = int(array.max())
     if longest <= capacity:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tritonpack.checks import check_choice, check_flag
 from tritonpack.packing.cost import CostModel
-from tritonpack.packing.lengths import check_rows, fit_lengths, natural_number, positive_integer
+from tritonpack.packing.lengths import check_integer, check_rows, fit_lengths
 
 Objective = Literal["quadratic", "linear", "cost"]
 Tail = Literal["drop", "spread", "keep"]
@@ -54,8 +54,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         check_rows(self.items, self.offsets)
-        positive_integer(self.num_ranks, "num_ranks")
-        positive_integer(self.capacity, "capacity")
+        check_integer(self.num_ranks, "num_ranks")
+        check_integer(self.capacity, "capacity")
         if (len(self.offsets) - 1) % self.num_ranks:
             raise ValueError(
                 f"a plan has whole steps: a multiple of {self.num_ranks} rows for as many ranks; got "
@@ -142,19 +142,15 @@ def plan_epoch(
         ValueError: lengths that don't fit, an option that isn't one of those allowed, fewer documents than ranks, no
             full step under "drop", documents too large to make whole steps of under "keep" and "spread".
     """
-    capacity = positive_integer(capacity, "capacity", MOST_TOKENS)
-    num_ranks = positive_integer(num_ranks, "num_ranks")
-    steps_together = positive_integer(steps_together, "steps_together")
+    capacity = check_integer(capacity, "capacity", 1, MOST_TOKENS)
+    num_ranks = check_integer(num_ranks, "num_ranks")
+    steps_together = check_integer(steps_together, "steps_together")
     check_options(objective, cost_model, tail, lookahead)
     check_flag(shuffle, "shuffle")
     if advance is not None and not callable(advance):
         raise ValueError(f"advance must be a function of a number of documents, or None; got {advance!r:.100}.")
     lengths = fit_lengths(lengths, capacity).lengths
-    if len(lengths) < num_ranks:
-        raise ValueError(
-            f"{len(lengths)} documents can't give each of {num_ranks} ranks one; use at most {len(lengths)} ranks, or "
-            "more documents."
-        )
+    check_rank_count(len(lengths), num_ranks)
     order = shuffled(len(lengths), seed, epoch) if shuffle else np.arange(len(lengths), dtype=np.int32)
     stream = lengths[order]
     costs = _costs(stream, capacity, num_ranks * steps_together, objective, cost_model)
@@ -219,9 +215,18 @@ def check_options(objective: str, cost_model: CostModel | None, tail: str, looka
         raise ValueError(f"lookahead must be a number from 0 to 1; got {lookahead!r}.")
 
 
+def check_rank_count(documents: int, num_ranks: int) -> None:
+    """ValueError for fewer documents than ranks."""
+    if documents < num_ranks:
+        raise ValueError(
+            f"{documents} documents can't give each of {num_ranks} ranks one; use at most {documents} ranks, or more "
+            "documents."
+        )
+
+
 def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int32]:
     """0 to count - 1 in an order that seed and epoch decide; seed 0's epoch 1 isn't seed 1's epoch 0."""
-    sequence = np.random.SeedSequence([natural_number(seed, "seed"), natural_number(epoch, "epoch")])
+    sequence = np.random.SeedSequence([check_integer(seed, "seed", 0, None), check_integer(epoch, "epoch", 0, None)])
     return np.random.Generator(np.random.Philox(sequence)).permutation(count).astype(np.int32)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tritonpack.checks import check_flag, is_number
-from tritonpack.packing.lengths import positive_integer, whole_lengths
+from tritonpack.packing.lengths import check_integer, whole_lengths
 from tritonpack.packing.plan import Plan
 
 
@@ -133,7 +133,7 @@ def plan_statistics(
             "lengths that it was made from."
         )
     if total_tokens is not None:
-        total_tokens = positive_integer(total_tokens, "total_tokens", 2**63 - 1)
+        total_tokens = check_integer(total_tokens, "total_tokens", 1, 2**63 - 1)
     check_flag(padded, "padded")
     if cost is not None and not all(is_number(getattr(cost, name, None)) for name in ("per_token", "per_square")):
         raise ValueError(f"cost must have the numbers per_token and per_square, as a CostModel has; got {cost!r:.100}.")

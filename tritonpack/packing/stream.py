@@ -11,7 +11,7 @@ import numpy as np
 from tritonpack.checks import check_choice, is_number
 from tritonpack.packing.bins import CARRY_THRESHOLD, WINDOW
 from tritonpack.packing.documents import Length, check_length_function, checked_length, cut, require_iterable
-from tritonpack.packing.lengths import MAX_INT32, POLICIES, Overlong, OverlongReport, positive_integer
+from tritonpack.packing.lengths import MAX_INT32, POLICIES, Overlong, OverlongReport, check_integer
 
 
 class PackedStream(Iterator[list[Any]]):
@@ -138,9 +138,9 @@ def pack_stream(
     """
     require_iterable(documents)
     check_length_function(length)
-    capacity = positive_integer(capacity, "capacity")
-    window = positive_integer(window, "window")
-    limit = MAX_INT32 if max_items is None else positive_integer(max_items, "max_items")
+    capacity = check_integer(capacity, "capacity")
+    window = check_integer(window, "window")
+    limit = MAX_INT32 if max_items is None else check_integer(max_items, "max_items")
     check_choice(overlong, POLICIES, "overlong")
     if not is_number(carry_threshold):
         raise ValueError(f"carry_threshold must be a number from 0 to 1; got {carry_threshold!r}.")
