@@ -10,12 +10,10 @@ from numpy.typing import NDArray
 from tritonpack.packing.bins import CARRY_THRESHOLD, WINDOW
 from tritonpack.packing.compiled import compiled
 
-# Sorting documents by length and by bin, in time linear in documents.
-
 
 @compiled
 def longest_first(lengths: Any, capacity: int) -> Any:
-    """Documents from long to short, (documents,) int32, and their lengths, likewise; equal ones stay in input order."""
+    """Documents from long to short, (documents,) int32, and their lengths; equal lengths keep their order."""
     starts = np.zeros(capacity + 1, dtype=np.int64)
     for length in lengths:
         starts[length] += 1
@@ -35,7 +33,7 @@ def longest_first(lengths: Any, capacity: int) -> Any:
 
 @compiled
 def group_by_bin(bins: Any, order: Any, num_bins: int) -> Any:
-    """Which items each bin holds.
+    """Group documents by bin, in linear time; within a bin they keep their order.
 
     Args:
         bins: (documents,) int32, the bin of document order[i].
@@ -43,8 +41,7 @@ def group_by_bin(bins: Any, order: Any, num_bins: int) -> Any:
         num_bins: bins, numbered from 0.
 
     Returns:
-        items (documents,) int32 and offsets (num_bins + 1,) int64: bin b holds `items[offsets[b] : offsets[b + 1]]`, in
-        the order in which they were given.
+        items (documents,) int32 and offsets (num_bins + 1,) int64: bin b holds `items[offsets[b] : offsets[b + 1]]`.
     """
     offsets = np.zeros(num_bins + 1, dtype=np.int64)
     for chosen in bins:
@@ -61,22 +58,20 @@ def group_by_bin(bins: Any, order: Any, num_bins: int) -> Any:
 
 @compiled
 def gather(values: Any, indices: Any) -> Any:
-    """values[indices]; numpy takes several times as long for int32 indices, which it widens first."""
+    """values[indices], without the int64 copy of the indices that numpy makes first."""
     gathered = np.empty(len(indices), dtype=values.dtype)
     for position in range(len(indices)):
         gathered[position] = values[indices[position]]
     return gathered
 
 
-# Best-fit-decreasing in time linear in documents and capacity.
-#
-# Bins are kept in stacks by the room they have left, and a bitmap says which stacks hold a bin. The bitmap is a tree of
-# 64-bit words: bit i of a level says that word i of the level below isn't zero, so the fullest bin with room for a
-# document is a handful of word reads away, however large the capacity.
+# Best-fit-decreasing takes time linear in documents and capacity. Bins with the same room form a stack, and a bitmap
+# marks the stacks that hold a bin. The bitmap is a tree of 64-bit words: bit i of a level is set if word i of the level
+# below isn't zero. So a few reads find the fullest bin with room for a document, for any capacity.
 
 _WORD_BITS = 64
 _ONE = np.uint64(1)
-# Multiplying a power of two by a de Bruijn constant leaves a different number in its top six bits for each of the 64.
+# A power of two times a de Bruijn constant has a different number in its top six bits for each of the 64 powers.
 _DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)
 _BIT_OF_PRODUCT = np.zeros(_WORD_BITS, dtype=np.int64)
 for _bit in range(_WORD_BITS):
@@ -84,17 +79,15 @@ for _bit in range(_WORD_BITS):
 
 
 def best_fit_decreasing(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
-    """Exact best-fit-decreasing.
-
-    Among bins with equal room the one that was changed last is taken.
+    """Exact best-fit-decreasing; among bins with equal room it takes the one that was changed last.
 
     Args:
         lengths: (documents,) int32, each in 1..capacity.
         capacity: tokens per bin.
-        max_items: documents per bin; as many as there are documents sets no limit.
+        max_items: documents per bin; the number of all documents sets no limit.
 
     Returns:
-        items (documents,) int32 and offsets (bins + 1,) int64: bin b holds `items[offsets[b] : offsets[b + 1]]`.
+        items and offsets, as `group_by_bin` returns them.
     """
     order, sorted_lengths = longest_first(lengths, capacity)
     bins, num_bins = best_fit(sorted_lengths, capacity, max_items)
@@ -103,13 +96,10 @@ def best_fit_decreasing(lengths: NDArray[np.int32], capacity: int, max_items: in
 
 @compiled
 def best_fit(lengths: Any, capacity: int, max_items: int) -> Any:
-    """Each document, in the order given, into the fullest bin with room for it.
+    """Put each document, in the given order, into the fullest bin with room for it.
 
-    Documents of one length are alike, and the fullest bin that fits stays so until it is too full for that length, so
-    each run of equal lengths fills a bin with as many as fit at once.
-
-    Args:
-        lengths, capacity, max_items: as best_fit_decreasing.
+    Within a run of equal lengths the fullest bin with room remains the fullest until it has no room for that length, so
+    it takes as many documents of the run as fit, at once.
 
     Returns:
         The bin of each document, (documents,) int32, and the number of bins.
@@ -118,8 +108,8 @@ def best_fit(lengths: Any, capacity: int, max_items: int) -> Any:
     shortest = lengths.min()
     level_starts = _level_starts(capacity + 1)
     bitmap = np.zeros(level_starts[-1], dtype=np.uint64)
-    top_bin = np.full(capacity + 1, -1, dtype=np.int32)  # by room left: the top of that stack of bins
-    below = np.empty(num_items, dtype=np.int32)  # by bin: the next bin down its stack
+    top_bin = np.full(capacity + 1, -1, dtype=np.int32)  # by room: the top of the stack of bins
+    below = np.empty(num_items, dtype=np.int32)  # by bin: the next bin of its stack
     bins = np.empty(num_items, dtype=np.int32)
     limited = max_items < num_items
     held = np.zeros(num_items if limited else 0, dtype=np.int32)  # by bin: documents in it, counted only for a limit
@@ -149,7 +139,7 @@ def best_fit(lengths: Any, capacity: int, max_items: int) -> Any:
             bins[placed : placed + count] = chosen
             placed += count
             room -= count * length
-            if room >= shortest and not (limited and held[chosen] == max_items):  # others can take nothing more
+            if room >= shortest and not (limited and held[chosen] == max_items):  # all other bins are closed
                 below[chosen] = top_bin[room]
                 if top_bin[room] < 0:
                     _set(bitmap, level_starts, room)
@@ -158,7 +148,7 @@ def best_fit(lengths: Any, capacity: int, max_items: int) -> Any:
 
 
 def _level_starts_of(num_bits: int) -> NDArray[np.int64]:
-    """Where each level of a bitmap of `num_bits` bits begins, the leaves first, and one past the last word."""
+    """The first word of each level of a bitmap of `num_bits` bits, the leaves first, and the number of words."""
     starts = [0]
     words = num_bits
     while words > 1 or len(starts) == 1:
@@ -209,21 +199,19 @@ def _next_set(bitmap: Any, level_starts: Any, bit: int) -> int:
     return -1
 
 
-# First-fit and first-fit-decreasing in O(documents x log bins).
-#
-# A binary tree over the bins holds at each node the most room that any bin below it has left, so the first bin with
-# enough room is found from the root in one descent. Bins that aren't open yet are leaves with all their room, so
-# opening a bin is no special case.
+# First-fit takes O(documents x log bins). A binary tree over the bins holds at each node the largest room of the bins
+# below it, so one descent from the root finds the first bin with enough room. Bins that aren't open yet are leaves with
+# all their room, so opening a bin is no special case.
 
 
 def first_fit(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
-    """Each document, in input order, into the first bin with room; arguments and result as best_fit_decreasing."""
+    """First-fit in the input order; arguments and result as for best_fit_decreasing."""
     bins, num_bins = _first_fit(lengths, capacity, max_items, _num_leaves(lengths, capacity, max_items))
     return group_by_bin(bins, np.arange(len(lengths), dtype=np.int32), num_bins)
 
 
 def first_fit_decreasing(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
-    """First-fit with documents from long to short; arguments and result as best_fit_decreasing."""
+    """First-fit from long to short; arguments and result as for best_fit_decreasing."""
     order, sorted_lengths = longest_first(lengths, capacity)
     bins, num_bins = _first_fit(sorted_lengths, capacity, max_items, _num_leaves(lengths, capacity, max_items))
     return group_by_bin(bins, order, num_bins)
@@ -232,8 +220,8 @@ def first_fit_decreasing(lengths: NDArray[np.int32], capacity: int, max_items: i
 def _num_leaves(lengths: NDArray[np.int32], capacity: int, max_items: int) -> int:
     """A power of two that the number of bins can't exceed.
 
-    Of two bins that may take one more document the second was opened for one that the first had no room for, so the
-    two hold more than one capacity.
+    Take two bins below the limit of documents. The second was opened for a document that the first had no room for, so
+    together they hold more than one capacity.
     """
     most_bins = 1 + 2 * int(lengths.sum(dtype=np.int64)) // capacity + len(lengths) // max_items
     return 1 << (min(most_bins, len(lengths)) - 1).bit_length()
@@ -241,9 +229,9 @@ def _num_leaves(lengths: NDArray[np.int32], capacity: int, max_items: int) -> in
 
 @compiled
 def _first_fit(lengths: Any, capacity: int, max_items: int, num_leaves: int) -> Any:
-    """Each document, in the order given, into the first bin with room: bins (documents,) int32, and their number.
+    """Put each document, in the given order, into the first bin with room; the result is as for `best_fit`.
 
-    The first bin that fits stays so until it is too full, so each run of equal lengths fills it with as many as fit.
+    A bin takes as many documents of a run of equal lengths as fit, at once.
     """
     num_items = len(lengths)
     # The children of node i are 2 i and 2 i + 1; node 1 is the root, and bin b is leaf num_leaves + b.
@@ -288,11 +276,8 @@ def _first_fit(lengths: Any, capacity: int, max_items: int, num_leaves: int) -> 
     return bins, num_bins
 
 
-# Next-fit: bins of consecutive documents, in input order.
-
-
 def next_fit(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
-    """Fill one bin after the other in input order; arguments and result as best_fit_decreasing."""
+    """Next-fit: bins of consecutive documents; arguments and result as for best_fit_decreasing."""
     return np.arange(len(lengths), dtype=np.int32), _next_fit(lengths, capacity, max_items)
 
 
@@ -311,13 +296,11 @@ def _next_fit(lengths: Any, capacity: int, max_items: int) -> Any:
     return offsets[: num_bins + 1].copy()
 
 
-# Best-fit-decreasing over windows of documents in input order: for streams, and where order shall nearly be kept.
-
 MAX_CARRIES = 2  # more gains nothing measurable
 
 
 def windowed(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
-    """Windowed best-fit-decreasing of lengths that are all known; arguments and result as best_fit_decreasing."""
+    """Best-fit-decreasing of one window of documents after another, see WindowPacker; otherwise as the others."""
     packer = WindowPacker(capacity, max_items, CARRY_THRESHOLD)
     groups = []
     for start in range(0, len(lengths), WINDOW):
@@ -328,15 +311,14 @@ def windowed(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
 
 
 class WindowPacker:
-    """Packs windows of documents one after the other, and carries the documents of poorly filled bins on.
+    """Best-fit-decreasing over windows of documents in input order, for streams and for nearly unchanged order.
 
-    At a window's end bins filled below the threshold are dissolved, and their documents are packed again with the next
-    window's. Documents that were carried MAX_CARRIES times are overdue: they go into bins before all others, and their
-    bins are done. Without that, documents that always fill bins poorly would be carried, and packed anew, to the end,
-    and so would the shortest, which are packed last. So no document waits for more than MAX_CARRIES windows, and no
-    more than MAX_CARRIES + 1 windows are held.
+    At the end of a window, bins that are filled below the threshold are dissolved. Their documents are carried: packed
+    again with the next window. Documents that were carried MAX_CARRIES times are overdue: they are packed before all
+    others, and their bins aren't dissolved. So no document waits for more than MAX_CARRIES windows, and at most
+    MAX_CARRIES + 1 windows are in memory.
 
-    Bins that are done come in the order of their first documents.
+    Finished bins are returned in the order of their first documents.
 
     Args:
         capacity: tokens per bin.
@@ -354,14 +336,14 @@ class WindowPacker:
         self._next_document = 0
 
     def add(self, lengths: NDArray[np.int32], *, last: bool = False) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The bins that a window of documents completes; with `last`, of all documents that are left.
+        """Pack a window and return the finished bins; with `last`, all bins.
 
         Args:
             lengths: (documents,) int32, each in 1..capacity.
             last: no window follows.
 
         Returns:
-            documents (entries,) int64, numbered in the order in which they were added, and offsets (bins + 1,) int64.
+            documents (entries,) int64, numbered in the order they were added, and offsets (bins + 1,) int64.
         """
         new = np.arange(self._next_document, self._next_document + len(lengths))
         self._next_document += len(lengths)
@@ -382,7 +364,7 @@ class WindowPacker:
         done |= np.logical_or.reduceat(overdue[items], starts)
         done |= last
 
-        # Ascending within bins, and bins by their first document; those that aren't done come last.
+        # Sort documents within bins, and bins by their first document. Bins that aren't done come last.
         rank = np.empty(len(sizes), dtype=np.int64)
         rank[np.lexsort([np.minimum.reduceat(items, starts), ~done])] = np.arange(len(sizes))
         entries = items[np.lexsort([items, np.repeat(rank, sizes)])]
