@@ -197,7 +197,7 @@ def test_takes_arrays_that_cannot_be_written():
             {},
             r"lengths must be a row of integers, the tokens of each .* got \[\[1, 2\], \[3\]\]. Count .*len\(ids\)",
         ),
-        ([4.0, float("nan")], 8, {}, r"a missing length \(NaN\) must be measured"),
+        ([4.0, float("nan")], 8, {}, r"a length is missing \(NaN\), measure it"),
         ([True, True], 8, {}, "lengths must be a row of integers.*bool"),
         ([[1, 2]], 8, {}, r"shape \(1, 2\)"),
         ([2**40], 8, {}, "longer than the capacity"),

@@ -94,7 +94,7 @@ def test_documents_of_another_form():
 
     given = [Document(3), Document(5), Document(2)]
     assert list(pack_stream(given, 5, length=lambda document: document.size)) == [[given[0], given[2]], [given[1]]]
-    with pytest.raises(ValueError, match=r"document 1 has 5 tokens and must be cut, but a Document can't be"):
+    with pytest.raises(ValueError, match=r"document 1 has 5 tokens and must be cut, but a Document isn't a row"):
         list(pack_stream(given, 4, length=lambda document: document.size, overlong="split"))
 
 
@@ -120,7 +120,7 @@ def test_nothing_to_pack_is_no_bin():
         (
             [{"input_ids": [1] * 9, "text": "words", "id": 3, "labels": [1] * 8}],
             {"overlong": "split"},
-            "document 0 has 9 tokens and must be cut, but 'id', 'labels', 'text' isn't one value per token",
+            "document 0 has 9 tokens and must be cut, but 'id', 'labels', 'text' isn't a row of one value per token",
         ),
     ],
 )
@@ -139,8 +139,8 @@ def test_refuses_documents(rows, options, message):
         ([[1]], {"window": 2.5}, "window must be .*got 2.5"),
         ([[1]], {"max_items": 0}, "max_items must be .*got 0"),
         ([[1]], {"overlong": "cut"}, "overlong must be one of .*got 'cut'"),
-        ([[1]], {"carry_threshold": 1.5}, "carry_threshold must be from 0 to 1.*got 1.5"),
-        ([[1]], {"carry_threshold": float("nan")}, "carry_threshold must be from 0 to 1.*got nan"),
+        ([[1]], {"carry_threshold": 1.5}, "carry_threshold must be a number from 0 to 1.*got 1.5"),
+        ([[1]], {"carry_threshold": float("nan")}, "carry_threshold must be a number from 0 to 1.*got nan"),
         ([[1]], {"carry_threshold": "all"}, "carry_threshold must be a number.*got 'all'"),
         ({"input_ids": [[1]]}, {}, "documents must be an iterable of documents.*got dict"),
         (7, {}, "documents must be an iterable.*got int"),

@@ -38,8 +38,8 @@ def plan_steps(
     target: int,
     lookahead: float,
     together: int,
-    last_step: int | None,
     level: bool,
+    last_step: int | None = None,
     advance: Callable[[int], object] | None = None,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Plan steps until every document is placed.
@@ -52,8 +52,8 @@ def plan_steps(
         target: tokens up to which rows are filled, at most `capacity`; a single document may be longer.
         lookahead: the share of its tokens that a step is offered in addition.
         together: how many steps are planned as one large step, whose rows are then divided among them.
-        last_step: the step that is offered all that is left, and whose rows are filled up to `capacity`.
         level: a row takes no more documents once it has its share of the step's cost, even if it has room.
+        last_step: the step that is offered all that is left, and whose rows are filled up to `capacity`.
         advance: called after every step with the number of documents placed.
 
     Returns:
