@@ -119,13 +119,16 @@ def test_leaves_its_input_alone():
         ([{"input_ids": [1, 2], "attention_mask": [1]}], "attention_mask that isn't 1"),
         (5, r"takes a list of documents.* got int"),
         ({"input_ids": [[1, 2], [3]]}, r"got dict.*dataset\[i\] for i in range.*not as dataset\[:8\]"),
-        ([{"input_ids": [1.0]}], "input_ids of document 0 must be a row of integers; got float32"),
-        ([{"input_ids": [True]}], "got bool"),
+        ([{"input_ids": [1.0]}], "document 0 needs a row of integers as input_ids; got torch.float32"),
+        ([{"input_ids": [True]}], "got torch.bool"),
         ([{"input_ids": [[1, 2]]}], r"of shape \(1, 2\)"),
         ([{"input_ids": 5}], r"of shape \(\)"),
-        ([{"input_ids": "text"}], "must be a row of integers; got 'text'"),
-        ([{"input_ids": [1], "labels": None}], "labels of document 0 must be a row of integers; got None"),
-        ([{"input_ids": torch.ones(1, dtype=torch.int64, device="meta")}], "lies on meta"),
+        ([{"input_ids": "text"}], "needs a row of integers as input_ids; got 'text'"),
+        ([{"input_ids": [1], "labels": None}], "needs a row of integers as labels; got None"),
+        (
+            [{"input_ids": torch.ones(1, dtype=torch.int64, device="meta")}],
+            "document 0 has input_ids on meta; collate in host memory",
+        ),
     ],
 )
 def test_refuses(features, message):

@@ -40,12 +40,12 @@ def test_warns_once_and_says_what_to_do():
     (message,) = heard(collate, collate)
     assert message.startswith("unpatched-model: PackingCollator laid 2 documents into one row, and no model is patched")
     assert "Call tritonpack.patch(model)" in message
-    assert "FlashAttention implementations, which read position_ids in training, do, too." in message
+    assert "FlashAttention implementations, which read position_ids in training, do so, too." in message
 
 
 def test_padding_is_no_case_for_flash_attention():
     (message,) = heard(lambda: PackingCollator(8, 0)(DOCUMENTS))
-    assert "no longer do, because of the attention_mask that pad_to_multiple_of adds." in message
+    assert "don't, because of the attention_mask that pad_to_multiple_of adds." in message
 
 
 def test_one_document_sees_no_other():
