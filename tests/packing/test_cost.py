@@ -75,8 +75,8 @@ def test_no_coefficient_is_fitted_below_zero():
         (([1, 2], [1, 2], [1, 2]), "the same 3 steps or more; got 2, 2 and 2"),
         (([1, 2, 3], [1, 2, 3, 4], [1, 2, 3]), "got 3, 4 and 3"),
         (([1, 2, float("nan")], [1, 2, 3], [1, 2, 3]), "tokens must be a row of finite numbers"),
-        (([1, 2, 4], [1, 2, 4], [1, 2, 3]), "too much alike"),
-        (([5, 5, 5], [1, 2, 4], [1, 2, 3]), "too much alike"),
+        (([1, 2, 4], [1, 2, 4], [1, 2, 3]), "too similar to separate"),
+        (([5, 5, 5], [1, 2, 4], [1, 2, 3]), "too similar to separate"),
         (([1, 2, 4], [1, 5, 4], [1, 2, -3]), "seconds must be at least 0; got -3"),
     ],
 )
@@ -102,8 +102,8 @@ def test_refuses_numbers(numbers, message):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"num_layers": 0}, "num_layers must be a positive integer; got 0"),
-        ({"vocab_size": 1.5}, "vocab_size must be a positive integer; got 1.5"),
+        ({"num_layers": 0}, "num_layers must be an integer of at least 1; got 0"),
+        ({"vocab_size": 1.5}, "vocab_size must be an integer of at least 1; got 1.5"),
         ({"attention_efficiency": 0}, "attention_efficiency must be above 0; got 0"),
     ],
 )
