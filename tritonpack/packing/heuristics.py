@@ -65,17 +65,9 @@ def gather(values: Any, indices: Any) -> Any:
     return gathered
 
 
-# Best-fit-decreasing takes time linear in documents and capacity. Bins with the same room form a stack, and a bitmap
-# marks the stacks that hold a bin. The bitmap is a tree of 64-bit words: bit i of a level is set if word i of the level
-# below isn't zero. So a few reads find the fullest bin with room for a document, for any capacity.
-
-_WORD_BITS = 64
-_ONE = np.uint64(1)
-# A power of two times a de Bruijn constant has a different number in its top six bits for each of the 64 powers.
-_DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)
-_BIT_OF_PRODUCT = np.zeros(_WORD_BITS, dtype=np.int64)
-for _bit in range(_WORD_BITS):
-    _BIT_OF_PRODUCT[((int(_DE_BRUIJN) << _bit) & (2**64 - 1)) >> 58] = _bit
+# Best-fit: bins with the same room form a stack, and a binary tree marks the stacks that hold a bin. Node i of the tree
+# has the children 2 i and 2 i + 1; node 1 is the root, and room r is leaf leaves + r. So finding the fullest bin with
+# room for a document takes O(log capacity).
 
 
 def best_fit_decreasing(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
@@ -106,8 +98,10 @@ def best_fit(lengths: Any, capacity: int, max_items: int) -> Any:
     """
     num_items = len(lengths)
     shortest = lengths.min()
-    level_starts = _level_starts(capacity + 1)
-    bitmap = np.zeros(level_starts[-1], dtype=np.uint64)
+    leaves = 1
+    while leaves <= capacity:
+        leaves *= 2
+    marks = np.zeros(2 * leaves, dtype=np.bool_)
     top_bin = np.full(capacity + 1, -1, dtype=np.int32)  # by room: the top of the stack of bins
     below = np.empty(num_items, dtype=np.int32)  # by bin: the next bin of its stack
     bins = np.empty(num_items, dtype=np.int32)
@@ -122,7 +116,7 @@ def best_fit(lengths: Any, capacity: int, max_items: int) -> Any:
         while run_end < num_items and lengths[run_end] == length:
             run_end += 1
         while placed < run_end:
-            room = _next_set(bitmap, level_starts, length)
+            room = _next_marked(marks, length)
             if room < 0:
                 room = capacity
                 chosen = num_bins
@@ -131,7 +125,7 @@ def best_fit(lengths: Any, capacity: int, max_items: int) -> Any:
                 chosen = top_bin[room]
                 top_bin[room] = below[chosen]
                 if below[chosen] < 0:
-                    _clear(bitmap, level_starts, room)
+                    _mark(marks, room, False)
             count = min(run_end - placed, room // length)
             if limited:
                 count = min(count, max_items - held[chosen])
@@ -142,61 +136,34 @@ def best_fit(lengths: Any, capacity: int, max_items: int) -> Any:
             if room >= shortest and not (limited and held[chosen] == max_items):  # all other bins are closed
                 below[chosen] = top_bin[room]
                 if top_bin[room] < 0:
-                    _set(bitmap, level_starts, room)
+                    _mark(marks, room, True)
                 top_bin[room] = chosen
     return bins, num_bins
 
 
-def _level_starts_of(num_bits: int) -> NDArray[np.int64]:
-    """The first word of each level of a bitmap of `num_bits` bits, the leaves first, and the number of words."""
-    starts = [0]
-    words = num_bits
-    while words > 1 or len(starts) == 1:
-        words = (words + _WORD_BITS - 1) // _WORD_BITS
-        starts.append(starts[-1] + words)
-    return np.array(starts, dtype=np.int64)
-
-
-_level_starts = compiled(_level_starts_of)
+@compiled
+def _mark(marks: Any, room: int, marked: bool) -> None:
+    node = len(marks) // 2 + room
+    marks[node] = marked
+    while node > 1 and marks[node // 2] != (marks[node] or marks[node ^ 1]):
+        node //= 2
+        marks[node] = not marks[node]
 
 
 @compiled
-def _lowest_bit(word: Any) -> Any:
-    return _BIT_OF_PRODUCT[((word & (~word + _ONE)) * _DE_BRUIJN) >> np.uint64(58)]
-
-
-@compiled
-def _set(bitmap: Any, level_starts: Any, bit: int) -> None:
-    for level in range(len(level_starts) - 1):
-        bitmap[level_starts[level] + (bit >> 6)] |= _ONE << np.uint64(bit & 63)
-        bit >>= 6
-
-
-@compiled
-def _clear(bitmap: Any, level_starts: Any, bit: int) -> None:
-    for level in range(len(level_starts) - 1):
-        word = level_starts[level] + (bit >> 6)
-        bitmap[word] &= ~(_ONE << np.uint64(bit & 63))
-        if bitmap[word]:
-            return
-        bit >>= 6
-
-
-@compiled
-def _next_set(bitmap: Any, level_starts: Any, bit: int) -> int:
-    """The first set bit at or after `bit`, -1 if there is none."""
-    for level in range(len(level_starts) - 1):
-        word = level_starts[level] + (bit >> 6)
-        if word >= level_starts[level + 1]:
+def _next_marked(marks: Any, room: int) -> int:
+    """The first marked room from `room` up, -1 if there is none."""
+    leaves = len(marks) // 2
+    node = leaves + room
+    while not marks[node]:
+        while node & 1:  # a right child: go up to where the tree continues to the right
+            node >>= 1
+        if node == 0:
             return -1
-        rest = bitmap[word] >> np.uint64(bit & 63)
-        if rest:
-            bit += _lowest_bit(rest)
-            for lower in range(level - 1, -1, -1):
-                bit = (bit << 6) + _lowest_bit(bitmap[level_starts[lower] + bit])
-            return bit
-        bit = (bit >> 6) + 1
-    return -1
+        node += 1
+    while node < leaves:
+        node = 2 * node + (not marks[2 * node])
+    return node - leaves
 
 
 # First-fit takes O(documents x log bins). A binary tree over the bins holds at each node the largest room of the bins
