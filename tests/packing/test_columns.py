@@ -17,14 +17,14 @@ def plain(batch):
     return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
-def test_tokens_keep_every_label():
+def test_tokens_objective_keeps_all_labels():
     batch = collate(
         {"input_ids": [5, 6, 7], "labels": [2, IGNORED, 0]}, {"input_ids": [8], "labels": [1]}, objective="tokens"
     )
     assert batch["labels"].tolist() == [[2, IGNORED, 0, 1]]
 
 
-def test_tokens_without_labels_make_a_batch_without():
+def test_tokens_objective_makes_no_labels():
     assert "labels" not in collate({"input_ids": [5, 6, 7]}, {"input_ids": [8]}, objective="tokens")
 
 
@@ -40,7 +40,7 @@ def test_tokens_without_labels_make_a_batch_without():
         ([np.array([0.5]), np.array([1.5])], torch.float64),
     ],
 )
-def test_documents_have_a_label_each(labels, dtype):
+def test_documents_objective_takes_one_label_per_document(labels, dtype):
     batch = collate(
         {"input_ids": [5, 6, 7], "label": labels[0]}, {"input_ids": [8], "label": labels[1]}, objective="documents"
     )
@@ -49,7 +49,7 @@ def test_documents_have_a_label_each(labels, dtype):
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8]]
 
 
-def test_padding_gets_no_label_of_a_document():
+def test_padding_adds_no_document_label():
     batch = collate(
         {"input_ids": [5, 6, 7], "label": 1},
         {"input_ids": [8], "label": 0},
@@ -63,13 +63,13 @@ def test_padding_gets_no_label_of_a_document():
 
 @pytest.mark.parametrize("name", ["labels", "label", "label_ids"])
 @pytest.mark.parametrize("objective", ["causal", "tokens"])
-def test_labels_by_any_of_their_names(name, objective):
+def test_names_of_labels(name, objective):
     batch = collate({"input_ids": [5, 6, 7], name: [1, 2, 3]}, objective=objective)
     assert batch["labels"].tolist() == [[IGNORED if objective == "causal" else 1, 2, 3]]
     assert name == "labels" or name not in batch
 
 
-def test_columns_with_a_value_per_token_come_along():
+def test_columns_with_one_value_per_token():
     documents = (
         {"input_ids": [5, 6, 7], "token_type_ids": [0, 1, 1], "special_tokens_mask": [1, 0, 0], "length": 3},
         {"input_ids": [8, 9], "token_type_ids": [0, 0], "special_tokens_mask": [1, 1], "length": 2},
@@ -82,29 +82,29 @@ def test_columns_with_a_value_per_token_come_along():
 
 @pytest.mark.parametrize("mask", ["completion_mask", "assistant_masks"])
 @pytest.mark.parametrize("as_type", [int, bool])
-def test_masks_of_what_is_learned_make_the_labels(mask, as_type):
+def test_completion_masks_make_labels(mask, as_type):
     values = [as_type(value) for value in (0, 1, 0, 1)]
     batch = collate({"input_ids": [5, 6, 7, 8], mask: values}, {"input_ids": [9, 9, 9, 9], mask: values})
     assert batch["labels"].tolist() == [[IGNORED, 6, IGNORED, 8, IGNORED, 9, IGNORED, 9]]
     assert batch[mask].tolist() == [[0, 1, 0, 1, 0, 1, 0, 1]]
 
 
-def test_given_labels_are_taken_as_they_are():
+def test_completion_mask_leaves_given_labels_unchanged():
     batch = collate({"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8], "completion_mask": [0, 1, 0, 1]})
     assert batch["labels"].tolist() == [[IGNORED, 6, 7, 8]]
 
 
-def test_unsigned_ids_that_fit_are_taken():
+def test_uint64_ids_that_fit_int64():
     for ids in (torch.tensor([5, 2**40], dtype=torch.uint64), np.array([5, 2**40], np.uint64)):
         assert collate({"input_ids": ids})["input_ids"].tolist() == [[5, 2**40]]
 
 
-def test_floats_of_several_widths_are_one_kind():
+def test_float_dtypes_may_differ():
     documents = ({"input_ids": [5], "w": np.array([0.5], np.float16)}, {"input_ids": [8], "w": [70000.0]})
     assert collate(*documents, per_token=("w",))["w"].tolist() == [[0.5, 70000.0]]
 
 
-def test_columns_that_the_user_names():
+def test_per_token_columns():
     documents = (
         {"input_ids": [5, 6], "bbox": [[1, 2], [3, 4]], "weights": [0.5, 1.0]},
         {"input_ids": [8], "bbox": [[5, 6]], "weights": [0.25]},
@@ -115,7 +115,7 @@ def test_columns_that_the_user_names():
     assert batch["weights"].dtype == torch.float32
 
 
-def test_long_documents_are_cut_with_all_their_columns():
+def test_max_document_length_cuts_all_columns():
     documents = (
         {"input_ids": [5, 6, 7, 8], "labels": [1, 2, 3, 4], "token_type_ids": [0, 0, 1, 1], "attention_mask": [1] * 4},
         {"input_ids": [9], "labels": [9], "token_type_ids": [0]},
@@ -127,7 +127,7 @@ def test_long_documents_are_cut_with_all_their_columns():
     assert cut["labels"] == [[1, 2, 3, 9]]
 
 
-def test_a_label_of_a_document_is_not_cut():
+def test_max_document_length_keeps_document_labels():
     document = {"input_ids": [5, 6, 7], "label": [0.0, 1.0, 1.0, 0.0]}
     batch = collate(document, objective="documents", max_document_length=2)
     assert batch["labels"].tolist() == [[0.0, 1.0, 1.0, 0.0]]
@@ -194,13 +194,13 @@ A = {"input_ids": [5, 6]}
         ([{"input_ids": np.array(["a"])}], {}, "document 0 needs a row of integers as input_ids"),
     ],
 )  # fmt: skip
-def test_refuses_by_name(features, settings, message):
+def test_refuses(features, settings, message):
     with pytest.raises(ValueError, match=message):
         collate(*features, **settings)
 
 
 @pytest.mark.parametrize("columns", [{}, {"labels": [1, 2]}, {"token_type_ids": [1, 1]}])
-def test_leaves_its_input_alone(columns):
+def test_input_is_unchanged(columns):
     document = {name: torch.tensor(values) for name, values in (A | columns | {"completion_mask": [0, 1]}).items()}
     before = plain(document)
     for value in collate(document).values():

@@ -20,7 +20,7 @@ def sampler(rank=0, num_replicas=4, lengths=LENGTHS, **options):
     return MultipackDistributedBatchSampler(CAPACITY, lengths, num_replicas, rank, **options)
 
 
-def test_ranks_share_the_plan_and_nothing_else():
+def test_ranks_have_as_many_batches_and_different_documents():
     samplers = [sampler(rank) for rank in range(4)]
     batches = [list(one) for one in samplers]
     assert {len(one) for one in samplers} == {len(rows) for rows in batches} == {samplers[0].num_batches()}
@@ -30,13 +30,13 @@ def test_ranks_share_the_plan_and_nothing_else():
     assert all(type(item) is int for item in items)
 
 
-def test_unsharded_it_yields_every_ranks_rows_step_by_step():
+def test_unsharded_sampler_yields_rows_of_all_ranks():
     rows = list(sampler(None, shard=False))
     assert rows == [batch for step in zip(*(sampler(rank) for rank in range(4)), strict=True) for batch in step]
     assert len(sampler(None, shard=False)) == len(rows)
 
 
-def test_epochs_differ_and_come_back():
+def test_order_depends_on_epoch_and_seed():
     one = sampler()
     first = list(one)
     one.set_epoch(1)
@@ -47,7 +47,7 @@ def test_epochs_differ_and_come_back():
     assert list(sampler(seed=1)) != first
 
 
-def test_measures():
+def test_tokens_per_step_and_efficiency():
     one = sampler(tail="keep")
     tokens = one.tokens_per_step()
     assert tokens.tolist() == [
@@ -92,7 +92,7 @@ def test_another_epoch_ends_a_resume():
     assert len(list(target)) == len(target)
 
 
-def test_a_rank_resumes_from_another_ranks_state():
+def test_resumes_from_state_of_another_rank():
     source = sampler(rank=0)
     target = sampler(rank=3)
     target.load_state_dict(source.state_dict(batches_done=2))
@@ -109,7 +109,7 @@ def test_a_rank_resumes_from_another_ranks_state():
         (sampler(lengths=np.roll(LENGTHS, 1)), "lengths was .* and is "),
     ],
 )
-def test_refuses_the_state_of_another(other, message):
+def test_refuses_state_of_other_settings(other, message):
     target = sampler()
     target.set_epoch(2)
     before = list(target)
@@ -118,7 +118,7 @@ def test_refuses_the_state_of_another(other, message):
     assert (target.epoch, list(target)) == (2, before)
 
 
-def test_refuses_a_plan_that_comes_out_otherwise():
+def test_refuses_state_of_another_version():
     state = sampler().state_dict(batches_done=2) | {"plan": "0" * 32}
     target = sampler()
     target.set_epoch(5)
@@ -171,7 +171,7 @@ def prepared(rank, loader):
     )
 
 
-def test_under_accelerate_each_process_gets_its_rows_and_every_epoch_its_own():
+def test_accelerate_divides_batches_and_sets_epochs():
     loaders = [
         prepared(rank, DataLoader(Documents(), batch_sampler=sampler(None, shard=False), collate_fn=list))
         for rank in range(4)
@@ -184,18 +184,18 @@ def test_under_accelerate_each_process_gets_its_rows_and_every_epoch_its_own():
             assert len(loader) == len(expected)
 
 
-def test_under_accelerate_a_sharding_sampler_is_refused():
+def test_accelerate_refuses_sharding_sampler():
     loader = DataLoader(Documents(), batch_sampler=sampler(1), collate_fn=list)
     with pytest.raises(ValueError, match=r"the batches of rank 1 only, of 4 ranks.*shard=False"):
         prepared(1, loader)
 
 
-def test_one_process_is_the_world_where_nothing_else_is_meant():
+def test_single_process_is_rank_0_of_1():
     one = MultipackDistributedBatchSampler(CAPACITY, LENGTHS)
     assert (one.num_replicas, one.rank) == (1, 0)
 
 
-def test_a_launched_process_without_a_group_is_refused(monkeypatch):
+def test_refuses_launched_process_without_group(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(ValueError, match=r"WORLD_SIZE is 8.*init_process_group"):
         MultipackDistributedBatchSampler(CAPACITY, LENGTHS)
@@ -217,12 +217,12 @@ def one_of_two_ranks(rank, store):
     dist.destroy_process_group()
 
 
-def test_ranks_find_their_place_and_compare_plans(tmp_path):
+def test_ranks_from_process_group_and_verify_ranks(tmp_path):
     # Forked, because a new process takes seconds for its imports.
     torch.multiprocessing.start_processes(one_of_two_ranks, (str(tmp_path / "store"),), nprocs=2, start_method="fork")
 
 
-def test_overlong_documents_are_dropped_and_counted():
+def test_drop_overlong_documents():
     lengths = LENGTHS.copy()
     lengths[[3, 50]] = [600, 5000]
     with pytest.raises(ValueError, match="2 of 700 documents are longer than the batch_max_length of 512"):
@@ -234,13 +234,13 @@ def test_overlong_documents_are_dropped_and_counted():
 
 
 @pytest.mark.parametrize("overlong", ["truncate", "split"])
-def test_a_sampler_cannot_cut(overlong):
+def test_refuses_to_cut_documents(overlong):
     message = rf"overlong must be 'error' or 'drop'; got '{overlong}'.*minimum\(lengths, 512\).*max_document_length=512"
     with pytest.raises(ValueError, match=message):
         sampler(overlong=overlong)
 
 
-def test_a_sampler_advises_what_it_can_do_of_long_documents():
+def test_advice_for_overlong_documents():
     message = r"513 tokens.*'drop', which leaves .*minimum\(lengths, 512\).*pack_dataset"
     with pytest.raises(ValueError, match=message) as caught:
         sampler(lengths=[5, 5, 5, 513])
@@ -249,7 +249,7 @@ def test_a_sampler_advises_what_it_can_do_of_long_documents():
         MultipackBatchSampler(range(2), 1, 8, [4, 9])
 
 
-def test_documents_that_the_collator_cuts_fill_rows_as_planned():
+def test_collator_cuts_documents_as_planned():
     lengths = np.array([5, 3, 41, 4, 2, 6, 16, 8] * 4)
     documents = [{"input_ids": list(range(1, length + 1))} for length in lengths]
     cut = MultipackDistributedBatchSampler(16, np.minimum(lengths, 16), 2, 0, tail="keep")

@@ -44,7 +44,7 @@ def passes(sampler, *epochs):
 
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("epochs", [(None, None, None), (3, None)])
-def test_warns_of_the_same_order(make, epochs):
+def test_warns_of_second_pass(make, epochs):
     (message,) = heard(lambda: passes(make(), *epochs))
     epoch = epochs[0] or 0
     assert message.startswith(f"same-epoch: a sampler begins a second pass over epoch {epoch}, so the documents")
@@ -53,12 +53,12 @@ def test_warns_of_the_same_order(make, epochs):
 
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("epochs", [(None,), (None, 1, 2), (0, 1), (1, 1, 1)])
-def test_silent_where_epochs_are_chosen(make, epochs):
+def test_no_warning_if_epochs_are_set(make, epochs):
     assert not heard(lambda: passes(make(), *epochs))
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_silent_after_a_look_at_some_batches(make):
+def test_no_warning_after_partial_iteration(make):
     sampler = make()
 
     def look():
@@ -70,7 +70,7 @@ def test_silent_after_a_look_at_some_batches(make):
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_silent_where_a_state_is_resumed(make):
+def test_no_warning_on_resume(make):
     sampler = make()
     list(sampler)
     state = sampler.state_dict(batches_done=1)
@@ -92,16 +92,16 @@ def test_silent_where_a_state_is_resumed(make):
         lambda: multipack(DistributedSampler(LENGTHS, 1, 0, shuffle=False)),
     ],
 )
-def test_silent_where_every_epoch_has_the_same_order(make):
+def test_no_warning_without_shuffling(make):
     assert not heard(lambda: passes(make(), None, None))
 
 
-def test_a_sampler_that_knows_epochs_is_shuffled():
+def test_warns_with_shuffling_distributed_sampler():
     assert len(heard(lambda: passes(multipack(DistributedSampler(LENGTHS, 1, 0)), None, None))) == 1
 
 
 @pytest.mark.parametrize("make", [lambda: distributed(shard=False), multipack])
-def test_silent_under_accelerate(make):
+def test_no_warning_under_accelerate(make):
     data_loader = pytest.importorskip("accelerate.data_loader")
     loader = data_loader.prepare_data_loader(
         DataLoader(BinDataset(range(len(LENGTHS))), batch_sampler=make(), collate_fn=list),

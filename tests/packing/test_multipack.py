@@ -47,21 +47,21 @@ class TestBatches:
         assert list(chain.from_iterable(batches)) == expected
 
     @pytest.mark.parametrize("bin_size", [None, 2])
-    def test_sequential_keeps_the_order(self, bin_size):
+    def test_sequential_keeps_order(self, bin_size):
         batches = list(
             batches_of(SequentialSampler(LENGTHS), sequential=True, drop_last=False, bin_size=bin_size, group_size=7)
         )
         assert documents_of(batches) == list(range(len(LENGTHS)))
         assert list(chain.from_iterable(batches)) == naive.next_fit(LENGTHS.tolist(), CAPACITY, bin_size or 500)
 
-    def test_are_lists_of_lists_of_ints(self):
+    def test_batch_is_list_of_lists_of_ints(self):
         batch = next(iter(batches_of()))
         assert [type(batch), type(batch[0]), type(batch[0][0])] == [list, list, int]
         assert isinstance(batches_of(), BatchSampler)
 
     @pytest.mark.parametrize("drop_last", [True, False])
     @pytest.mark.parametrize("batch_size", [1, 3, 7])
-    def test_the_length_is_exact_and_no_document_is_lost(self, batch_size, drop_last):
+    def test_length_is_exact_and_all_documents_are_counted(self, batch_size, drop_last):
         batches = batches_of(batch_size=batch_size, drop_last=drop_last)
         for epoch in range(5):
             batches.set_epoch(epoch)
@@ -79,16 +79,16 @@ class TestBatches:
         if not drop_last:
             assert batches.dropped_documents == 0
 
-    def test_a_sampler_of_some_documents(self):
+    def test_sampler_of_some_documents(self):
         assert sorted(documents_of(batches_of([5, 9, 2], batch_size=1))) == [2, 5, 9]
 
-    def test_overlong_documents_are_left_out_when_asked_for(self):
+    def test_drop_overlong_documents(self):
         batches = MultipackBatchSampler(range(4), 1, 8, [5, 9, 8, 40], overlong="drop", drop_last=False)
         assert list(batches) == [[[0]], [[2]]]
         assert (batches.overlong_report.documents, batches.overlong_report.tokens_lost) == (2, 49)
         assert batches.efficiency() == 13 / 16
 
-    def test_its_lengths_are_its_own(self):
+    def test_lengths_are_copied(self):
         lengths = np.array([5, 3], dtype=np.int32)
         batches = MultipackBatchSampler(range(2), 1, 8, lengths)
         lengths[:] = 8
@@ -106,7 +106,7 @@ class TestEpochs:
         ],
         ids=["random", "replacement", "subset", "weighted"],
     )
-    def test_the_order_follows_from_seed_and_epoch(self, make):
+    def test_order_depends_on_seed_and_epoch_alone(self, make):
         """Whatever the global generator's state, which differs between ranks."""
         orders = set()
         for seed, epoch in ((0, 0), (0, 1), (1, 0), (1, 1)):
@@ -120,7 +120,7 @@ class TestEpochs:
             orders.add(str(runs[0]))
         assert len(orders) == 4
 
-    def test_the_samplers_own_generator_gives_the_seed(self):
+    def test_default_seed_is_from_generator(self):
         def first(seed):
             return list(batches_of(RandomSampler(LENGTHS, generator=torch.Generator().manual_seed(seed))))
 
@@ -128,14 +128,14 @@ class TestEpochs:
         assert first(3) == list(batches_of(seed=3))
         assert list(batches_of()) == list(batches_of(seed=0))
 
-    def test_leaves_the_sampler_and_the_global_generator_alone(self):
+    def test_sampler_and_global_generator_are_unchanged(self):
         sampler = RandomSampler(LENGTHS)
         state = torch.get_rng_state()
         list(batches_of(sampler))
         assert sampler.generator is None
         assert torch.equal(torch.get_rng_state(), state)
 
-    def test_set_epoch_works_from_the_batch_sampler_and_from_its_sampler(self):
+    def test_set_epoch_on_batch_sampler_and_its_sampler(self):
         batches = batches_of()
         first = list(batches)
         assert list(batches) == first
@@ -146,7 +146,7 @@ class TestEpochs:
         assert list(batches) == first
         assert batches.epoch == 0
 
-    def test_a_sampler_with_epochs_is_told(self):
+    def test_set_epoch_is_passed_on(self):
         sampler = DistributedSampler(LENGTHS, num_replicas=1, rank=0)
         batches = batches_of(sampler)
         batches.set_epoch(3)
@@ -157,7 +157,7 @@ class TestEpochs:
 
 class TestAccelerate:
     @pytest.mark.parametrize("drop_last", [True, False])
-    def test_epochs_reach_the_batches_of_every_process(self, drop_last):
+    def test_accelerate_sets_epoch_in_each_process(self, drop_last):
         """With several processes accelerate wraps the batch sampler and finds `set_epoch` on its `sampler` alone."""
         pytest.importorskip("accelerate")
         from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
@@ -186,7 +186,7 @@ class TestAccelerate:
             assert (list(shares[0]), list(shares[1])) == (expected[::2], expected[1::2])
         assert epochs[0][0] != epochs[0][1] != epochs[0][2]
 
-    def test_one_process(self):
+    def test_accelerate_with_one_process(self):
         accelerate = pytest.importorskip("accelerate")
         loader = DataLoader(BinDataset(range(len(LENGTHS))), batch_sampler=batches_of(), collate_fn=list)
         loader = accelerate.Accelerator(cpu=True).prepare_data_loader(loader)
@@ -199,7 +199,7 @@ class TestLoading:
     @pytest.mark.parametrize(
         "method", [None, *sorted({"fork", "spawn"} & set(multiprocessing.get_all_start_methods()))], ids=str
     )
-    def test_a_flat_row_per_batch(self, method):
+    def test_one_row_per_batch(self, method):
         batches = batches_of(batch_size=40)
         loader = DataLoader(
             BinDataset([{"input_ids": list(range(length))} for length in LENGTHS.tolist()]),
@@ -212,7 +212,7 @@ class TestLoading:
         assert lengths == [LENGTHS[list(chain.from_iterable(batch))].tolist() for batch in batches]
         assert len(loader) == len(lengths)
 
-    def test_pickles_with_its_place(self):
+    def test_pickle_keeps_position(self):
         batches = batches_of()
         batches.set_epoch(2)
         batches.load_state_dict(batches.state_dict() | {"batches_done": 4})
@@ -221,7 +221,7 @@ class TestLoading:
 
 
 class TestResume:
-    def test_goes_on_after_the_batches_that_were_yielded(self):
+    def test_resumes_after_yielded_batches(self):
         batches = batches_of()
         batches.set_epoch(1)
         iterator = iter(batches)
@@ -241,7 +241,7 @@ class TestResume:
         batches.set_epoch(2)
         assert list(fresh) == list(batches)
 
-    def test_the_place_is_that_of_the_iteration(self):
+    def test_state_counts_latest_iteration(self):
         batches = batches_of()
         batches.load_state_dict(batches.state_dict() | {"batches_done": 5})
         iterator = iter(batches)
@@ -298,11 +298,11 @@ class TestResume:
             ({"sequential": True, "group_size": 5}, "group_size was 100000 and is 5; sequential was"),
         ],
     )
-    def test_refuses_a_state_of_other_options(self, change, message):
+    def test_refuses_state_of_other_options(self, change, message):
         with pytest.raises(ValueError, match=f"can't be resumed.* since it was saved: {message}"):
             batches_of(**change).load_state_dict(batches_of().state_dict())
 
-    def test_refuses_a_state_of_other_documents(self):
+    def test_refuses_state_of_other_documents(self):
         state = batches_of().state_dict()
         lengths = LENGTHS.copy()
         lengths[[0, 1]] = [1, 64]
@@ -360,19 +360,19 @@ class TestRefusals:
             with pytest.raises(ValueError, match=message):
                 ask(batches)
 
-    def test_fewer_bins_than_a_batch(self):
+    def test_refuses_fewer_bins_than_one_batch(self):
         with pytest.raises(
             ValueError, match=r"2 documents make 1 bins of 8 tokens, fewer than batch_size=2.*drop_last=F"
         ):
             len(MultipackBatchSampler(range(2), 2, 8, [4, 3]))
         assert list(MultipackBatchSampler(range(2), 2, 8, [4, 3], drop_last=False)) == [[[0, 1]]]
 
-    def test_epochs_and_generators(self):
+    def test_refuses_epoch(self):
         with pytest.raises(ValueError, match=r"epoch must be an integer of at least 0; got 1.5"):
             batches_of().set_epoch(1.5)
 
 
-def test_takes_axolotls_arguments_in_its_order():
+def test_arguments_are_those_of_axolotl():
     """The names and the order of its class; what it needs and this one doesn't is accepted."""
     names = list(inspect.signature(MultipackBatchSampler).parameters)
     assert names[:13] == [
@@ -445,13 +445,13 @@ class TestRanks:
         # Forked, because a new process takes seconds for its imports.
         torch.multiprocessing.start_processes(two_ranks, (str(tmp_path / "meet"),), nprocs=2, start_method="fork")
 
-    def test_a_sharded_sampler_needs_the_other_ranks(self):
+    def test_sharded_sampler_needs_process_group(self):
         batches = batches_of(DistributedSampler(LENGTHS, num_replicas=2, rank=0))
         with pytest.raises(ValueError, match="init_process_group"):
             len(batches)
 
 
-def test_as_few_bins_as_the_documents_allow():
+def test_number_of_bins_is_near_optimum():
     """First-fit stays within three percent of all tokens over the capacity on lengths like these."""
     batches = batches_of(batch_size=1, drop_last=False)
     assert len(batches) <= math.ceil(LENGTHS.sum() / CAPACITY) * 1.03

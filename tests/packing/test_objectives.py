@@ -53,7 +53,7 @@ def whole(found):
 
 @pytest.mark.parametrize("pad_to", [None, 16])
 @pytest.mark.parametrize(("head", "num_labels"), [("MaskedLM", VOCABULARY), ("TokenClassification", 5)])
-def test_packed_loss_of_tokens_is_the_padded_loss(head, num_labels, pad_to):
+def test_packed_loss_of_tokens_equals_padded_loss(head, num_labels, pad_to):
     model, features = tiny_bert(head), list(documents(num_labels))
     expected = whole(loss_and_gradients(model, padded(features)))
     pad = {} if pad_to is None else {"pad_to_multiple_of": pad_to, "pad_token_id": 0}
@@ -63,7 +63,7 @@ def test_packed_loss_of_tokens_is_the_padded_loss(head, num_labels, pad_to):
         assert_equal_up_to_rounding(whole(loss_and_gradients(model, batch)), expected)
 
 
-def test_causal_labels_are_not_those_of_tokens():
+def test_causal_objective_gives_another_loss():
     """The objective matters to these losses, so the test above isn't vacuous."""
     model, features = tiny_bert("MaskedLM"), list(documents(VOCABULARY))
     expected = loss_and_gradients(model, padded(features))
@@ -89,7 +89,7 @@ def tiny_llama_classifier(num_labels):
     ],
     ids=["bert", "llama", "a score", "several labels"],
 )
-def test_packed_loss_of_documents_is_the_padded_loss(head, labels, pad_to):
+def test_packed_loss_of_documents_equals_padded_loss(head, labels, pad_to):
     width = len(labels[0]) if isinstance(labels[0], list) else 1 if isinstance(labels[0], float) else 5
     model = tiny_bert(head) if head != "Llama" else tiny_llama_classifier(width)
     features = [

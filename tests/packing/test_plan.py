@@ -85,7 +85,7 @@ def random_lengths(rng, capacity, count):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_whatever_the_lengths(seed):
+def test_random_lengths_and_options(seed):
     rng = np.random.default_rng(seed)
     capacity, num_ranks = int(rng.choice([7, 64, 100, 1000, 4096])), int(rng.choice([1, 2, 3, 5, 8, 17]))
     lengths = random_lengths(rng, capacity, int(rng.integers(20 * num_ranks, 1500)))
@@ -119,7 +119,7 @@ def test_drop_keeps_a_last_step_that_is_full():
     assert (plan.num_steps, len(plan.items)) == (1, 64)
 
 
-def test_keep_borrows_for_ranks_that_would_have_nothing():
+def test_keep_gives_each_rank_a_document():
     lengths = np.full(9, 500, dtype=np.int32)  # 8 in the first step, 1 left for 4 ranks
     plan = plan_epoch(lengths, 1024, 4, tail="keep")
     assert_sound(plan, lengths, 1024)
@@ -127,7 +127,7 @@ def test_keep_borrows_for_ranks_that_would_have_nothing():
 
 
 @pytest.mark.parametrize("epoch", range(3))
-def test_spread_makes_the_fewest_steps_equally_full(epoch):
+def test_spread_makes_fewest_steps_equally_full(epoch):
     lengths = openchat()
     plan = plan_epoch(lengths, 32768, 8, tail="spread", epoch=epoch)
     tokens = tokens_of(plan, lengths)
@@ -137,7 +137,7 @@ def test_spread_makes_the_fewest_steps_equally_full(epoch):
     assert steps.min() > 0.95 * steps.max()
 
 
-def test_steps_planned_together_are_fuller_and_keep_the_stream_s_order():
+def test_steps_together_are_fuller_and_keep_order():
     lengths = openchat()
     alone, together = (plan_epoch(lengths, 4096, 1, tail="keep", steps_together=steps) for steps in (1, 64))
     assert measures(alone, lengths)["efficiency"] < 0.9
@@ -167,7 +167,7 @@ def measures(plan, lengths, model=MODEL):
 
 
 @pytest.mark.parametrize("epoch", range(3))
-def test_openchat_is_full_and_balanced(epoch):
+def test_openchat_plan_is_full_and_balanced(epoch):
     """The bounds that the design sets: multipack's two samplers reach 98.2 and 99.6% and a lag of 438 and 6500."""
     lengths = openchat()
     plan = measures(plan_epoch(lengths, 32768, 8, epoch=epoch), lengths)
@@ -180,7 +180,7 @@ def test_openchat_is_full_and_balanced(epoch):
     assert linear["utilization"] >= 0.999
 
 
-def test_the_cost_objective_leaves_room_beside_expensive_documents():
+def test_cost_objective_leaves_room_beside_long_documents():
     """Rows with an 8,192-token document can't be balanced by trading: they stop at their share of the cost."""
     lengths = log_normal(60_000)
     full = measures(plan_epoch(lengths, 32768, 16), lengths)
@@ -191,7 +191,7 @@ def test_the_cost_objective_leaves_room_beside_expensive_documents():
 
 @pytest.mark.parametrize("name", ["openchat", "log-normal"])
 @pytest.mark.parametrize("options", OBJECTIVES.values(), ids=OBJECTIVES)
-def test_steps_are_as_mixed_as_random_ones(name, options):
+def test_spread_of_steps_is_random(name, options):
     """The spread of the steps' mean lengths is that of i.i.d. steps; packing an epoch at once has 4 to 13 times it."""
     lengths, ratios = (openchat() if name == "openchat" else log_normal(60_000)), []
     for epoch in range(5):
@@ -202,7 +202,7 @@ def test_steps_are_as_mixed_as_random_ones(name, options):
     assert np.mean(ratios) <= 1.1
 
 
-def test_the_order_is_the_shuffled_one_up_to_two_steps():
+def test_order_is_shuffled_order_up_to_two_steps():
     lengths = log_normal(20_000)
     plan = plan_epoch(lengths, 32768, 8)
     deferred, steps = deferrals(plan, shuffled(len(lengths), 0, 0))
@@ -210,7 +210,7 @@ def test_the_order_is_the_shuffled_one_up_to_two_steps():
     assert np.all(np.diff(steps) >= -2)
 
 
-def test_seed_and_epoch_decide():
+def test_order_depends_on_seed_and_epoch():
     lengths = log_normal(2000)
     plans = {
         (seed, epoch): plan_epoch(lengths, 32768, 2, seed=seed, epoch=epoch).items.tolist()
@@ -221,7 +221,7 @@ def test_seed_and_epoch_decide():
     assert plans[1, 1] == plan_epoch(lengths, 32768, 2, seed=1, epoch=1).items.tolist()
 
 
-def test_without_shuffling_the_order_is_the_given_one():
+def test_no_shuffle_keeps_input_order():
     lengths = np.full(64, 256, dtype=np.int32)
     plan = plan_epoch(lengths, 1024, 2, shuffle=False)
     assert [sorted(plan.items[plan.offsets[2 * step] : plan.offsets[2 * step + 2]].tolist()) for step in range(8)] == [

@@ -93,30 +93,30 @@ def take(name, state, message):
 
 @pytest.mark.parametrize("corruption", CORRUPT)
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_a_corrupt_state_changes_nothing(name, corruption):
+def test_damaged_state_is_refused_and_changes_nothing(name, corruption):
     corrupt, message = CORRUPT[corruption]
     take(name, corrupt(state_of(name)), message)
 
 
 @pytest.mark.parametrize("value", [None, 5, b"x", "0" * 32])
 @pytest.mark.parametrize(("name", "key"), [("distributed", "plan"), ("multipack", "order")])
-def test_another_plan_changes_nothing(name, key, value):
+def test_another_digest_is_refused_and_changes_nothing(name, key, value):
     message = "another version of tritonpack|another order of documents" if value == "0" * 32 else f"{key} of the state"
     take(name, state_of(name) | {key: value}, message)
 
 
-def test_true_is_no_one_in_a_cost_model():
+def test_true_does_not_equal_1_in_cost_model():
     state = state_of("distributed")
     state["settings"]["cost_model"]["per_square"] = True
     take("distributed", state, "cost_model was .*True.* and is ")
 
 
-def test_the_state_of_the_other_class():
+def test_refuses_state_of_the_other_class():
     take("distributed", state_of("multipack"), "it lacks 'plan'; it also has 'order'")
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_a_sound_state_resumes(name):
+def test_resumes_from_json(name):
     target, source = SAMPLERS[name](), SAMPLERS[name]()
     source.set_epoch(3)
     target.load_state_dict(state_of(name))
@@ -128,20 +128,20 @@ def test_a_sound_state_resumes(name):
 
 @pytest.mark.parametrize("done", [-1, True, False, 0.0, "", [], 10**6, 2.5, None.__class__])
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_only_so_many_batches_can_be_done(name, done):
+def test_refuses_batches_done(name, done):
     with pytest.raises(ValueError, match="batches_done must be an integer from 0 to"):
         SAMPLERS[name]().state_dict(batches_done=done)
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_numpy_integers_are_saved_as_plain_ones(name):
+def test_numpy_integers_become_ints(name):
     source = SAMPLERS[name]()
     source.set_epoch(np.int64(3))
     assert json.loads(json.dumps(source.state_dict(batches_done=np.int32(2)))) == state_of(name)
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_an_iterator_from_before_does_not_move_what_was_loaded(name):
+def test_old_iterator_does_not_change_loaded_position(name):
     target, source = SAMPLERS[name](), SAMPLERS[name]()
     target.set_epoch(3)
     source.set_epoch(3)

@@ -63,7 +63,7 @@ def assert_equal_up_to_rounding(actual, expected):
 
 @pytest.mark.parametrize("pad_to", [None, 64], ids=["whole", "padded-row"])
 @pytest.mark.parametrize("num_items", [None, 50], ids=["mean", "num_items_in_batch"])
-def test_packed_loss_is_the_padded_loss(pad_to, num_items):
+def test_packed_loss_equals_padded_loss(pad_to, num_items):
     features = [feature | {"labels": feature["input_ids"]} for feature in documents()]
     features[2]["labels"] = [IGNORED] * 10 + features[2]["input_ids"][10:]  # a prompt that isn't trained on
     collator = PackingCollator(pad_to_multiple_of=pad_to, pad_token_id=None if pad_to is None else 0)
@@ -74,7 +74,7 @@ def test_packed_loss_is_the_padded_loss(pad_to, num_items):
         assert_equal_up_to_rounding(loss_and_gradients(model, collator(features), **kwargs), expected)
 
 
-def test_the_stock_model_differs_on_the_same_batch():
+def test_unpatched_model_gives_another_loss():
     """Without the patch the same batch leaks, so the test above isn't vacuous."""
     model = tiny_llama()
     expected = loss_and_gradients(model, pad(documents()))
@@ -106,7 +106,7 @@ def train(model, collator, tmp_path, dataset):
 
 
 @pytest.mark.heavy
-def test_trainer_learns_the_same_packed_and_padded(tmp_path):
+def test_trainer_gets_same_weights_packed_and_padded(tmp_path):
     dataset = documents(LENGTHS * 3)
     padded_model = tiny_llama()
     packed_model = copy.deepcopy(padded_model)
@@ -125,7 +125,7 @@ def test_trainer_learns_the_same_packed_and_padded(tmp_path):
         assert (a - b).abs().max() <= magnified * moved
 
 
-def test_trainer_refuses_columns_that_it_did_not_remove(tmp_path):
+def test_trainer_keeps_position_ids_and_collator_refuses_them(tmp_path):
     """Trainer removes columns that the model's forward doesn't take; what it keeps must be packable."""
     dataset = [{**feature, "position_ids": list(range(len(feature["input_ids"])))} for feature in documents()]
     model = tiny_llama()
@@ -133,7 +133,7 @@ def test_trainer_refuses_columns_that_it_did_not_remove(tmp_path):
         train(model, PackingCollator(), tmp_path, dataset)
 
 
-def test_trainer_removes_columns_that_the_model_does_not_take(tmp_path):
+def test_trainer_removes_unused_columns(tmp_path):
     dataset = [{**feature, "length": len(feature["input_ids"]), "text": "..."} for feature in documents(LENGTHS * 3)]
     model = tiny_llama()
     with patch(model):

@@ -36,23 +36,23 @@ def collate(documents=DOCUMENTS, collator=PackingCollator()):  # noqa: B008
     return collator(documents)
 
 
-def test_warns_once_and_says_what_to_do():
+def test_warns_once_with_remedy():
     (message,) = heard(collate, collate)
     assert message.startswith("unpatched-model: PackingCollator laid 2 documents into one row, and no model is patched")
     assert "Call tritonpack.patch(model)" in message
     assert "FlashAttention implementations, which read position_ids in training, do so, too." in message
 
 
-def test_padding_is_no_case_for_flash_attention():
+def test_warning_with_padding():
     (message,) = heard(lambda: PackingCollator(8, 0)(DOCUMENTS))
     assert "don't, because of the attention_mask that pad_to_multiple_of adds." in message
 
 
-def test_one_document_sees_no_other():
+def test_no_warning_for_one_document():
     assert not heard(lambda: collate(DOCUMENTS[:1]))
 
 
-def test_silent_while_a_model_is_patched():
+def test_no_warning_while_a_model_is_patched():
     model, collator = tiny_llama(), PackingCollator()
     handle = patch(model)
     assert not heard(lambda: collator(DOCUMENTS))
@@ -63,7 +63,7 @@ def test_silent_while_a_model_is_patched():
     assert len(heard(lambda: collator(DOCUMENTS))) == 1
 
 
-def test_a_model_built_with_our_name_is_patched():
+def test_model_built_by_name_counts_as_patched():
     model = tiny_llama()
     register()
     named = type(model)._from_config(model.config, attn_implementation="tritonpack")
@@ -73,7 +73,7 @@ def test_a_model_built_with_our_name_is_patched():
     assert len(heard(collate)) == 1
 
 
-def test_a_patched_model_that_is_gone_does_not_count():
+def test_deleted_model_does_not_count_as_patched():
     model = tiny_llama()
     patch(model)
     gone = weakref.ref(model)
@@ -83,7 +83,7 @@ def test_a_patched_model_that_is_gone_does_not_count():
     assert len(heard(collate)) == 1
 
 
-def test_silent_where_transformers_has_no_models(monkeypatch):
+def test_no_warning_without_transformers_models(monkeypatch):
     monkeypatch.delitem(sys.modules, "transformers.modeling_utils")
     assert not heard(collate)
 
@@ -94,14 +94,14 @@ def messages_of(documents):
 
 
 @pytest.mark.parametrize(("method", "workers", "warned"), [("fork", 2, 1), ("spawn", 1, 0)])
-def test_workers_warn_only_where_they_know(method, workers, warned):
+def test_only_forked_workers_warn(method, workers, warned):
     loader = DataLoader(
         DOCUMENTS * 4, batch_size=2, num_workers=workers, collate_fn=messages_of, multiprocessing_context=method
     )
     assert sum(map(len, loader)) == warned
 
 
-def test_forked_workers_know_what_is_patched():
+def test_no_warning_in_forked_worker_of_patched_model():
     model = tiny_llama()
     with patch(model):
         loader = DataLoader(
