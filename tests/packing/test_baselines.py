@@ -19,7 +19,7 @@ def test_each_document_once_and_no_row_above_capacity(baseline, ranks, lengths):
     assert len(set(plan.items.tolist())) == len(plan.items)
     assert plan.sums(lengths).max() <= 256
     assert np.diff(plan.offsets).min() > 0
-    # What is left out is less than a step's worth.
+    # The documents that are left out hold fewer tokens than a step.
     assert lengths.sum() - lengths[plan.items].sum() < ranks * 256
 
 
@@ -76,7 +76,7 @@ def test_next_fit_rows_equal_naive_loop(lengths):
 def test_shuffled_bins_are_best_fit_in_random_order(lengths):
     plan = shuffled_bins(lengths, 256, 1)
     assert plan.num_steps == -(-lengths.sum() // 256)
-    sizes = np.diff(plan.offsets)  # unshuffled, the rows of long documents would come first
+    sizes = np.diff(plan.offsets)  # without shuffling, rows of long documents would come first
     assert abs(np.corrcoef(np.arange(len(sizes)), sizes)[0, 1]) < 0.3
 
 

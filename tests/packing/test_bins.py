@@ -14,7 +14,7 @@ from tritonpack.packing.bins import ALGORITHMS
 
 
 def draw_lengths(rng, capacity, most=120):
-    """Lengths of every kind: spread out, or long runs of few different ones."""
+    """Random lengths: many different ones, or three different ones."""
     count = int(rng.integers(1, most))
     longest = int(rng.integers(1, capacity + 1))
     if rng.random() < 0.5:
@@ -44,7 +44,7 @@ def test_equals_naive_loop(capacity, algorithm):
 @pytest.mark.parametrize("max_items", [None, 3])
 @pytest.mark.parametrize("capacity", [64**2 - 1, 64**2, 64**3 - 1, 64**3, 64**3 + 1])
 def test_each_document_once_and_no_bin_above_limits(capacity, max_items, algorithm):
-    """At capacities where the bitmap gains a level; more documents than two windows hold."""
+    """Capacities around powers of two, where the tree of rooms grows; more documents than two windows."""
     rng = np.random.default_rng(0)
     lengths = np.concatenate([rng.integers(1, capacity + 1, 1500), rng.integers(1, 9, 1500), [capacity, 1]])
     rng.shuffle(lengths)
@@ -57,7 +57,7 @@ def test_each_document_once_and_no_bin_above_limits(capacity, max_items, algorit
 
 
 def test_first_fit_with_many_bins():
-    """The tree has leaves enough where bins are half full, and where the limit of documents closes them."""
+    """The tree has enough leaves for half-full bins, and for bins that max_items closes."""
     for lengths in ([51] * 257, [1] * 257, [100] * 257, [1, 100] * 129):
         for max_items in (None, 1, 2):
             packing = pack(lengths, 100, algorithm="first_fit", max_items=max_items)
@@ -87,7 +87,7 @@ def test_token_sums_exceed_32_bits(algorithm):
 
 @pytest.mark.parametrize("algorithm", ["first_fit", "next_fit"])
 def test_capacity_may_be_largest_int32(algorithm):
-    """Those algorithms whose memory isn't linear in the capacity."""
+    """Only for the algorithms whose memory doesn't grow with the capacity."""
     packing = pack([2**31 - 2, 1, 1], 2**31 - 1, algorithm=algorithm)
     assert bins_of(packing) == [[0, 1], [2]]
 
@@ -167,7 +167,7 @@ def test_any_integer_dtype(dtype):
 
 
 def test_read_only_lengths_need_no_other_compilation():
-    """As arrow gives them; without compiling the loops a second time for their type."""
+    """arrow returns read-only arrays. numba would compile every loop again for them."""
     from tritonpack.packing.heuristics import longest_first
 
     lengths = np.array([5, 3], dtype=np.int32)

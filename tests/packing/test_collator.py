@@ -67,7 +67,7 @@ def test_longest_document_counts_the_padding():
 def test_full_row_gets_no_padding():
     batch = PackingCollator(pad_to_multiple_of=8, pad_token_id=0)(documents([3, 5]))
     assert batch["cu_seq_lens_q"].tolist() == [0, 3, 8]
-    assert batch["attention_mask"].tolist() == [[1] * 8], "the same arguments for every batch are one graph"
+    assert batch["attention_mask"].tolist() == [[1] * 8], "the same arguments for every batch make one graph"
 
 
 def read_only(ids):
@@ -166,7 +166,7 @@ def test_refuses_settings(settings, message):
 
 
 def test_loss_of_row_equals_loss_of_separate_documents():
-    """The mean over a packed row is the token-weighted mean over documents, for any logits."""
+    """The mean loss of a packed row is the token-weighted mean over documents, for any logits."""
     features = documents([7, 1, 12, 30])
     batch = PackingCollator(pad_to_multiple_of=16, pad_token_id=0)(features)
     generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""What PackingCollator makes of a document's columns, by objective: carried, cut, left out, or refused by name."""
+"""The columns of documents in PackingCollator: which are packed, cut, left out or refused, for each objective."""
 
 import numpy as np
 import pytest

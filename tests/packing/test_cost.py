@@ -17,7 +17,7 @@ LLAMA_8B = {
 def test_from_shape_counts_operations_of_llama():
     model = CostModel.from_shape(**LLAMA_8B, attention_efficiency=1.0)
     embedding = 128256 * 4096
-    assert model.per_token == 6 * (8_030_261_248 - embedding - 65 * 4096)  # its parameters without embedding and norms
+    assert model.per_token == 6 * (8_030_261_248 - embedding - 65 * 4096)  # without embedding and norms
     assert model.per_square == 32 * 7 * 4096
 
 
@@ -32,7 +32,7 @@ def test_from_config():
         vocab_size=128256,
     )
     assert CostModel.from_config(config) == CostModel.from_shape(**LLAMA_8B)
-    gemma = transformers.Gemma3TextConfig(num_hidden_layers=12)  # every sixth layer attends without a window
+    gemma = transformers.Gemma3TextConfig(num_hidden_layers=12)  # every sixth layer has no window
     assert gemma.layer_types.count("full_attention") == 2
     full = transformers.Gemma3TextConfig(num_hidden_layers=12, layer_types=["full_attention"] * 12)
     assert CostModel.from_config(gemma).per_square == pytest.approx(CostModel.from_config(full).per_square / 6)

@@ -1,7 +1,4 @@
-"""The sampler that gives each rank its part: alike on all ranks, exact in length and on resuming."""
-
-import json
-import pickle
+"""MultipackDistributedBatchSampler: the same plan on all ranks, exact lengths, exact resume."""
 
 import numpy as np
 import pytest
@@ -57,41 +54,6 @@ def test_tokens_per_step_and_efficiency():
     assert one.efficiency() == LENGTHS.sum() / (len(one) * 4 * CAPACITY)
 
 
-@pytest.mark.parametrize("batches", [0, 1, 7, "all"])
-def test_resumes_after_any_batch(batches):
-    source = sampler()
-    source.set_epoch(3)
-    done = len(source) if batches == "all" else batches
-    iterator = iter(source)
-    seen = [next(iterator) for _ in range(done)]
-    state = json.loads(json.dumps(source.state_dict()))
-    target = sampler(rank=0)
-    target.load_state_dict(state)
-    assert target.epoch == 3
-    target.set_epoch(3)  # as training loops do at an epoch's start
-    assert seen + list(target) == list(source)
-    assert len(list(target)) == len(target) == len(source), "the pass after the resumed one is whole"
-
-
-def test_a_state_counts_what_was_trained_on_if_told():
-    source = sampler()
-    iterator = iter(source)
-    for _ in range(5):
-        next(iterator)
-    target = sampler()
-    target.load_state_dict(source.state_dict(batches_done=3))
-    assert next(iter(target)) == list(sampler())[3]
-    with pytest.raises(ValueError, match=rf"batches_done must be an integer from 0 to {len(source)}.*got {10**6}"):
-        source.state_dict(batches_done=10**6)
-
-
-def test_another_epoch_ends_a_resume():
-    target = sampler()
-    target.load_state_dict(sampler().state_dict(batches_done=3))
-    target.set_epoch(1)
-    assert len(list(target)) == len(target)
-
-
 def test_resumes_from_state_of_another_rank():
     source = sampler(rank=0)
     target = sampler(rank=3)
@@ -143,28 +105,8 @@ def test_dataloader(num_workers):
     assert list(loader) == list(sampler(rank=1))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("stop", [1, 6, "end"])
-def test_stateful_dataloader_resumes_what_was_trained_on(num_workers, stop):
-    stateful = pytest.importorskip("torchdata.stateful_dataloader")
-
-    def loader():
-        return stateful.StatefulDataLoader(
-            Documents(), batch_sampler=sampler(rank=2), num_workers=num_workers, collate_fn=list
-        )
-
-    expected = list(sampler(rank=2))
-    stop = len(expected) if stop == "end" else stop
-    source, target = loader(), loader()
-    iterator = iter(source)
-    assert [next(iterator) for _ in range(stop)] == expected[:stop]
-    target.load_state_dict(source.state_dict())
-    assert list(target) == expected[stop:]
-    assert list(target) == expected
-
-
 def prepared(rank, loader):
-    """As accelerate gives it to one of four processes."""
+    """The loader that accelerate makes for one of four processes."""
     data_loader = pytest.importorskip("accelerate.data_loader")
     return data_loader.prepare_data_loader(
         loader, num_processes=4, process_index=rank, put_on_device=False, even_batches=False
@@ -202,7 +144,7 @@ def test_refuses_launched_process_without_group(monkeypatch):
 
 
 def one_of_two_ranks(rank, store):
-    """What a process of two does."""
+    """Runs in each of two processes."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     lengths = [5, 3, 4, 4, 2, 6, 8, 8]
     one = MultipackDistributedBatchSampler(8, lengths)
@@ -218,7 +160,7 @@ def one_of_two_ranks(rank, store):
 
 
 def test_ranks_from_process_group_and_verify_ranks(tmp_path):
-    # Forked, because a new process takes seconds for its imports.
+    # fork, because a spawned process takes seconds to import.
     torch.multiprocessing.start_processes(one_of_two_ranks, (str(tmp_path / "store"),), nprocs=2, start_method="fork")
 
 
@@ -257,13 +199,6 @@ def test_collator_cuts_documents_as_planned():
     found = [batch["input_ids"].numel() for batch in loader]
     assert found == cut.plan.sums(cut.lengths.astype(np.int64))[:, 0].tolist()
     assert max(found) == 16
-
-
-def test_pickles():
-    one = sampler()
-    next(iter(one))
-    copy = pickle.loads(pickle.dumps(one))
-    assert list(copy) == list(one)
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""A second pass over an epoch that is done is said once, unless its order is what was asked for."""
+"""The warning about a second pass over one epoch, and the cases without it."""
 
 import warnings
 
@@ -22,11 +22,11 @@ MAKERS = [distributed, multipack]
 
 
 @pytest.fixture(autouse=True)
-def nothing_said(monkeypatch):
+def no_earlier_warnings(monkeypatch):
     monkeypatch.setattr(notices, "_said", {})
 
 
-def heard(call):
+def packing_warnings(call):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         call()
@@ -34,7 +34,7 @@ def heard(call):
 
 
 def passes(sampler, *epochs):
-    """A pass for each; None for one before which nobody calls set_epoch."""
+    """One pass per epoch, after set_epoch(epoch), or without it for None."""
     loader = DataLoader(BinDataset(range(len(LENGTHS))), batch_sampler=sampler, collate_fn=list)
     for epoch in epochs:
         if epoch is not None:
@@ -45,7 +45,7 @@ def passes(sampler, *epochs):
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("epochs", [(None, None, None), (3, None)])
 def test_warns_of_second_pass(make, epochs):
-    (message,) = heard(lambda: passes(make(), *epochs))
+    (message,) = packing_warnings(lambda: passes(make(), *epochs))
     epoch = epochs[0] or 0
     assert message.startswith(f"same-epoch: a sampler begins a second pass over epoch {epoch}, so the documents")
     assert f"set_epoch({epoch}) again" in message
@@ -54,7 +54,7 @@ def test_warns_of_second_pass(make, epochs):
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("epochs", [(None,), (None, 1, 2), (0, 1), (1, 1, 1)])
 def test_no_warning_if_epochs_are_set(make, epochs):
-    assert not heard(lambda: passes(make(), *epochs))
+    assert not packing_warnings(lambda: passes(make(), *epochs))
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -66,7 +66,7 @@ def test_no_warning_after_partial_iteration(make):
         len(sampler)
         list(sampler)
 
-    assert not heard(look)
+    assert not packing_warnings(look)
 
 
 @pytest.mark.parametrize("make", MAKERS)
@@ -79,8 +79,8 @@ def test_no_warning_on_resume(make):
         sampler.load_state_dict(state)
         list(sampler)
 
-    assert not heard(resume)
-    assert len(heard(lambda: list(sampler))) == 1
+    assert not packing_warnings(resume)
+    assert len(packing_warnings(lambda: list(sampler))) == 1
 
 
 @pytest.mark.parametrize(
@@ -93,11 +93,11 @@ def test_no_warning_on_resume(make):
     ],
 )
 def test_no_warning_without_shuffling(make):
-    assert not heard(lambda: passes(make(), None, None))
+    assert not packing_warnings(lambda: passes(make(), None, None))
 
 
 def test_warns_with_shuffling_distributed_sampler():
-    assert len(heard(lambda: passes(multipack(DistributedSampler(LENGTHS, 1, 0)), None, None))) == 1
+    assert len(packing_warnings(lambda: passes(multipack(DistributedSampler(LENGTHS, 1, 0)), None, None))) == 1
 
 
 @pytest.mark.parametrize("make", [lambda: distributed(shard=False), multipack])
@@ -110,4 +110,4 @@ def test_no_warning_under_accelerate(make):
         put_on_device=False,
         even_batches=False,
     )
-    assert not heard(lambda: [list(loader) for _ in range(3)])
+    assert not packing_warnings(lambda: [list(loader) for _ in range(3)])

@@ -10,7 +10,7 @@ from tests.packing.test_training import tiny_llama
 from tests.test_guides import blocks
 
 BLOCKS = blocks("packing")
-# A text of each block, by which the tests below find it.
+# A text that occurs in one block only, for each block.
 LOOP, COST, CUT, RESUME, ACCELERATE, BINS, ARGUMENTS, LABELS = TEXTS = (
     "sampler.set_epoch(epoch)", "CostModel.fit", "max_document_length", "load_state_dict", "accelerator.prepare",
     "pack_stream", "TrainingArguments", "def with_labels",
@@ -21,7 +21,7 @@ DOCUMENTS = [{"input_ids": [token % 37 + 1 for token in range(length)]} for leng
 
 @pytest.fixture
 def given(tmp_path):
-    """What the blocks take for granted, in a process without a process group."""
+    """The names that the blocks use without defining them."""
     transformers = pytest.importorskip("transformers")
     model = tiny_llama(torch.float32)
     sampler = tritonpack.MultipackDistributedBatchSampler(64, LENGTHS)

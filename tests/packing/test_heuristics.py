@@ -33,7 +33,7 @@ def test_pack_equals_naive_loop_across_windows():
 
 
 def test_documents_wait_for_max_carries_windows():
-    """Lengths that leave every bin at 60% would be carried to the end; the packer holds a few windows, no more."""
+    """With bins that are all 60% full, documents are carried, and the packer holds only a few windows."""
     packer = WindowPacker(100, 10, 0.95)
     for window in range(10):
         documents, offsets = packer.add(np.full(8, 60, dtype=np.int32))
@@ -43,7 +43,7 @@ def test_documents_wait_for_max_carries_windows():
 
 
 def test_overdue_documents_are_packed_first():
-    """The shortest document goes last into bins, so it is left over time and again; once overdue it goes first."""
+    """The shortest document is packed last, so it is left over repeatedly. Once overdue it is packed first."""
     packer = WindowPacker(100, 10, 0.95)
     window = np.array([99, 98], dtype=np.int32)
     assert packer.add(np.array([50], dtype=np.int32))[0].tolist() == []

@@ -8,7 +8,7 @@ from tritonpack.packing.bins import lower_bound
 
 
 def by_definition(lengths, capacity):
-    """L2 as Martello and Toth define it, a sum over all documents for every threshold."""
+    """The definition of L2 by Martello and Toth, with a sum over all documents for every threshold."""
     best = 0
     for threshold in range(capacity // 2 + 1):
         alone = [length for length in lengths if length > capacity - threshold]
@@ -37,7 +37,7 @@ def test_bound_is_at_most_the_optimum(max_items):
         fewest = naive.fewest_bins(lengths.tolist(), 20, max_items or len(lengths))
         assert bound <= fewest
         reached += bound == fewest
-    assert reached > 120  # a bound that is nearly always the optimum
+    assert reached > 120  # in most cases the bound is the optimum
 
 
 def test_bound_exceeds_tokens_over_capacity():

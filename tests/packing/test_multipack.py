@@ -1,7 +1,6 @@
 import inspect
 import math
 import multiprocessing
-import pickle
 import warnings
 from itertools import chain
 
@@ -107,7 +106,7 @@ class TestEpochs:
         ids=["random", "replacement", "subset", "weighted"],
     )
     def test_order_depends_on_seed_and_epoch_alone(self, make):
-        """Whatever the global generator's state, which differs between ranks."""
+        """The state of the global generator differs between ranks and has no effect."""
         orders = set()
         for seed, epoch in ((0, 0), (0, 1), (1, 0), (1, 1)):
             runs = []
@@ -158,7 +157,7 @@ class TestEpochs:
 class TestAccelerate:
     @pytest.mark.parametrize("drop_last", [True, False])
     def test_accelerate_sets_epoch_in_each_process(self, drop_last):
-        """With several processes accelerate wraps the batch sampler and finds `set_epoch` on its `sampler` alone."""
+        """With several processes accelerate wraps the batch sampler and looks for `set_epoch` on its `sampler` only."""
         pytest.importorskip("accelerate")
         from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
 
@@ -173,7 +172,7 @@ class TestAccelerate:
             assert isinstance(loader.batch_sampler, BatchSamplerShard)
             assert loader.batch_sampler.batch_sampler is batches
             for epoch in range(3):
-                epochs[rank].append(list(loader))  # counts epochs and tells them by itself
+                epochs[rank].append(list(loader))  # counts epochs and calls set_epoch
                 assert batches.epoch == epoch
                 assert len(loader) == len(epochs[rank][-1])
         for epoch in range(3):
@@ -212,82 +211,8 @@ class TestLoading:
         assert lengths == [LENGTHS[list(chain.from_iterable(batch))].tolist() for batch in batches]
         assert len(loader) == len(lengths)
 
-    def test_pickle_keeps_position(self):
-        batches = batches_of()
-        batches.set_epoch(2)
-        batches.load_state_dict(batches.state_dict() | {"batches_done": 4})
-        copy = pickle.loads(pickle.dumps(batches))
-        assert list(copy) == batches.generate_batches()[4:]
 
-
-class TestResume:
-    def test_resumes_after_yielded_batches(self):
-        batches = batches_of()
-        batches.set_epoch(1)
-        iterator = iter(batches)
-        done = [next(iterator) for _ in range(5)]
-        state = batches.state_dict()
-
-        fresh = batches_of()
-        fresh.load_state_dict(pickle.loads(pickle.dumps(state)))
-        assert fresh.epoch == 1
-        assert fresh.state_dict() == state
-        fresh.set_epoch(1)  # as trainers do when they begin the epoch that was broken off
-        assert len(fresh) == len(batches)
-        assert done + list(fresh) == batches.generate_batches()
-        assert list(fresh) == batches.generate_batches()  # the same epoch again is whole
-        fresh.set_epoch(2)
-        assert fresh.state_dict()["batches_done"] == 0
-        batches.set_epoch(2)
-        assert list(fresh) == list(batches)
-
-    def test_state_counts_latest_iteration(self):
-        batches = batches_of()
-        batches.load_state_dict(batches.state_dict() | {"batches_done": 5})
-        iterator = iter(batches)
-        assert batches.state_dict()["batches_done"] == 5
-        next(iterator)
-        batches.generate_batches()
-        assert batches.state_dict()["batches_done"] == 6
-        list(batches)
-        assert batches.state_dict()["batches_done"] == len(batches)
-
-    def test_the_batches_done_may_be_told(self):
-        batches = batches_of()
-        list(batches)
-        state = batches.state_dict(batches_done=7)
-        batches.load_state_dict(state)
-        assert list(batches) == batches.generate_batches()[7:]
-        assert batches.state_dict(0)["batches_done"] == 0
-        with pytest.raises(ValueError, match=f"batches_done must be an integer from 0 to {len(batches)}, .*; got 1000"):
-            batches.state_dict(1000)
-
-    @pytest.mark.parametrize("num_workers", [0, 2])
-    def test_torchdatas_loader_resumes_after_what_was_trained_on(self, num_workers):
-        """It keeps account of the batches that workers fetch ahead."""
-        stateful = pytest.importorskip("torchdata.stateful_dataloader")
-
-        def loader():
-            documents = BinDataset(range(len(LENGTHS)))
-            return stateful.StatefulDataLoader(
-                documents, batch_sampler=batches_of(), collate_fn=list, num_workers=num_workers
-            )
-
-        source, target = loader(), loader()
-        source.batch_sampler.set_epoch(2)
-        expected = source.batch_sampler.generate_batches()
-        iterator = iter(source)
-        assert [next(iterator) for _ in range(5)] == expected[:5]
-        target.load_state_dict(source.state_dict())
-        assert list(target) == expected[5:]
-        assert list(target) == expected
-
-    def test_another_epoch_begins_at_its_beginning(self):
-        batches = batches_of()
-        batches.load_state_dict(batches.state_dict() | {"batches_done": 5})
-        batches.set_epoch(1)
-        assert list(batches) == batches.generate_batches()
-
+class TestStates:
     @pytest.mark.parametrize(
         ("change", "message"),
         [
@@ -373,7 +298,7 @@ class TestRefusals:
 
 
 def test_arguments_are_those_of_axolotl():
-    """The names and the order of its class; what it needs and this one doesn't is accepted."""
+    """The same names in the same order; the ones without effect are accepted."""
     names = list(inspect.signature(MultipackBatchSampler).parameters)
     assert names[:13] == [
         "sampler",
@@ -397,7 +322,7 @@ def test_arguments_are_those_of_axolotl():
 
 
 def two_ranks(rank, path):
-    """What a process of two does; every disagreement must be noticed on both."""
+    """Runs in each of two processes; both must notice that they disagree."""
     torch.distributed.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=2)
     torch.manual_seed(rank)
     numbers = list(range(len(LENGTHS)))
@@ -413,16 +338,16 @@ def two_ranks(rank, path):
         iter(mine)
 
     lengths = np.concatenate([np.full(20, 128), np.full(20, 4)])
-    order = np.arange(40).reshape(2, 20).T.ravel()  # a shard of long documents, a shard of short ones
+    order = np.arange(40).reshape(2, 20).T.ravel()  # one rank has the long documents, the other the short ones
     shard = DistributedSampler(order, num_replicas=2, rank=rank, shuffle=False)
     batches = MultipackBatchSampler(Renumbered(shard, order), 1, CAPACITY, lengths)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert len(batches) == 1
-    told = [str(warning.message) for warning in caught if "left out" in str(warning.message)]
-    assert len(told) == (rank == 0)
+    left_out = [str(warning.message) for warning in caught if "left out" in str(warning.message)]
+    assert len(left_out) == (rank == 0)
     if rank == 0:
-        assert told[0].startswith("19 of 20 batches, with 19 documents, are left out on this rank in epoch 0")
+        assert left_out[0].startswith("19 of 20 batches, with 19 documents, are left out on this rank in epoch 0")
     assert (len(list(batches)), batches.dropped_documents) == (1, 19 if rank == 0 else 0)
     assert batches.efficiency() == (1.0 if rank == 0 else 80 / 128)
     assert batches.gather_efficiency() == (128 + 80) / 256
@@ -431,7 +356,7 @@ def two_ranks(rank, path):
 
 
 class Renumbered:
-    """A sampler's documents under other numbers, as of a dataset's subset."""
+    """Yields the documents of a sampler under other numbers."""
 
     def __init__(self, sampler, numbers):
         self.sampler, self.numbers, self.num_replicas = sampler, numbers, sampler.num_replicas
@@ -442,7 +367,7 @@ class Renumbered:
 
 class TestRanks:
     def test_two_ranks(self, tmp_path):
-        # Forked, because a new process takes seconds for its imports.
+        # fork, because a spawned process takes seconds to import.
         torch.multiprocessing.start_processes(two_ranks, (str(tmp_path / "meet"),), nprocs=2, start_method="fork")
 
     def test_sharded_sampler_needs_process_group(self):
@@ -452,6 +377,6 @@ class TestRanks:
 
 
 def test_number_of_bins_is_near_optimum():
-    """First-fit stays within three percent of all tokens over the capacity on lengths like these."""
+    """First-fit needs at most three percent more bins than all tokens / capacity for these lengths."""
     batches = batches_of(batch_size=1, drop_last=False)
     assert len(batches) <= math.ceil(LENGTHS.sum() / CAPACITY) * 1.03

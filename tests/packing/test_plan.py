@@ -1,4 +1,4 @@
-"""The plan of an epoch: what it must hold always, and how good it is on real and on awkward lengths."""
+"""plan_epoch: what holds for every plan, and how good plans are for real and for difficult lengths."""
 
 import re
 
@@ -27,7 +27,7 @@ def tokens_of(plan, lengths):
 
 
 def assert_sound(plan, lengths, capacity):
-    """No document twice, no row too long, none empty."""
+    """No document is in the plan twice, and no row is too long or empty."""
     assert len(np.unique(plan.items)) == len(plan.items)
     tokens = tokens_of(plan, lengths)
     assert tokens.max() <= capacity
@@ -35,10 +35,10 @@ def assert_sound(plan, lengths, capacity):
 
 
 def deferrals(plan, order):
-    """Steps between the one in which a document would come if every step took the next ones of the stream, and its own.
+    """By how many steps each planned document comes later than the step that read it from the stream.
 
-    A step's pool is at most what the steps before have not taken, so documents that arrived with the pool of step s
-    are known from how many documents the steps up to s took.
+    Returns:
+        These numbers, and the step of each planned document, both in the order of the stream.
     """
     step_of = np.full(len(order), -1)
     for step in range(plan.num_steps):
@@ -46,7 +46,7 @@ def deferrals(plan, order):
             step_of[plan.row(step, rank)] = step
     steps = step_of[order]
     taken = steps[steps >= 0]
-    # The first step at which the stream had been read up to each place: that of the furthest document taken so far.
+    # A step has read the stream at least up to the last document that it or an earlier step takes.
     furthest = np.array([np.flatnonzero(steps == step).max() for step in range(plan.num_steps)])
     read_at = np.searchsorted(np.maximum.accumulate(furthest), np.arange(len(steps)))
     return (steps - read_at)[steps >= 0], taken
@@ -75,7 +75,7 @@ def test_documents_are_deferred_by_two_steps_at_most(name, num_ranks, options):
 
 
 def random_lengths(rng, capacity, count):
-    """Of a random kind: any, around half a row, whole rows among short ones, log-normal, whole and tiny ones."""
+    """One of: any lengths, about half a row, some whole rows among short ones, log-normal, whole rows and 1 token."""
     any_length = rng.integers(1, capacity + 1, count)
     around_half = np.clip(capacity // 2 + rng.integers(-2, 3, count), 1, capacity)
     some_whole = np.where(rng.random(count) < 0.1, capacity, rng.integers(1, max(2, capacity // 10), count))
@@ -114,7 +114,7 @@ def test_drop_leaves_out_less_than_a_step():
 
 
 def test_drop_keeps_a_last_step_that_is_full():
-    lengths = np.full(64, 64, dtype=np.int32)  # exactly four rows of 1024
+    lengths = np.full(64, 64, dtype=np.int32)  # four full rows of 1024
     plan = plan_epoch(lengths, 1024, 4, tail="drop")
     assert (plan.num_steps, len(plan.items)) == (1, 64)
 
@@ -146,7 +146,7 @@ def test_steps_together_are_fuller_and_keep_order():
     step_of[together.items] = np.repeat(np.arange(together.num_steps), np.diff(together.offsets))
     steps = step_of[shuffled(len(lengths), 0, 0)]
     assert np.corrcoef(steps, np.arange(len(steps)))[0, 1] > 0.999
-    within = steps[: 32 * 2]  # of the first 64 steps the stream's first half goes, in the mean, into the first ones
+    within = steps[: 32 * 2]  # documents that come early in the stream are in earlier steps on average
     assert within.mean() < steps[64 : 2 * 64].mean() < 64
     means = lengths[together.items[: together.offsets[-1]]]
     first, second = np.array_split(means[: together.offsets[64]], 2)
@@ -168,7 +168,7 @@ def measures(plan, lengths, model=MODEL):
 
 @pytest.mark.parametrize("epoch", range(3))
 def test_openchat_plan_is_full_and_balanced(epoch):
-    """The bounds that the design sets: multipack's two samplers reach 98.2 and 99.6% and a lag of 438 and 6500."""
+    """Our targets. multipack's two samplers reach 98.2 and 99.6%, with lags of 438 and 6500."""
     lengths = openchat()
     plan = measures(plan_epoch(lengths, 32768, 8, epoch=epoch), lengths)
     assert min(plan["efficiency"], plan["utilization"]) >= 0.998
@@ -181,7 +181,7 @@ def test_openchat_plan_is_full_and_balanced(epoch):
 
 
 def test_cost_objective_leaves_room_beside_long_documents():
-    """Rows with an 8,192-token document can't be balanced by trading: they stop at their share of the cost."""
+    """Trading can't balance rows with a document of 8,192 tokens; they stop at their share of the cost."""
     lengths = log_normal(60_000)
     full = measures(plan_epoch(lengths, 32768, 16), lengths)
     level = measures(plan_epoch(lengths, 32768, 16, **OBJECTIVES["cost"]), lengths)
@@ -192,7 +192,7 @@ def test_cost_objective_leaves_room_beside_long_documents():
 @pytest.mark.parametrize("name", ["openchat", "log-normal"])
 @pytest.mark.parametrize("options", OBJECTIVES.values(), ids=OBJECTIVES)
 def test_spread_of_steps_is_random(name, options):
-    """The spread of the steps' mean lengths is that of i.i.d. steps; packing an epoch at once has 4 to 13 times it."""
+    """The mean lengths of steps differ as those of random steps; packing a whole epoch at once gives 4 to 13 times."""
     lengths, ratios = (openchat() if name == "openchat" else log_normal(60_000)), []
     for epoch in range(5):
         plan = plan_epoch(lengths, 32768, 8, epoch=epoch, **options)

@@ -1,12 +1,14 @@
-"""What state_dict writes is read whole and checked before anything of it is taken over."""
+"""States of both samplers: exact resume, and damaged or foreign states that are refused without a change."""
 
 import json
+import pickle
 
 import numpy as np
 import pytest
+from torch.utils.data import RandomSampler
 
 from tests.packing.lengths import log_normal
-from tritonpack import CostModel, MultipackBatchSampler, MultipackDistributedBatchSampler
+from tritonpack import BinDataset, CostModel, MultipackBatchSampler, MultipackDistributedBatchSampler
 
 LENGTHS = log_normal(300, mean=100, high=512)
 
@@ -18,8 +20,6 @@ def distributed():
 
 
 def multipack():
-    from torch.utils.data import RandomSampler
-
     return MultipackBatchSampler(RandomSampler(range(len(LENGTHS))), 2, 512, LENGTHS, bin_size=9)
 
 
@@ -77,7 +77,8 @@ CORRUPT = {
 }
 
 
-def take(name, state, message):
+def assert_refused(name, state, message):
+    """Loading the state raises an error and leaves the sampler unchanged."""
     target = SAMPLERS[name]()
     target.set_epoch(1)
     iterator = iter(target)
@@ -95,35 +96,88 @@ def take(name, state, message):
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_damaged_state_is_refused_and_changes_nothing(name, corruption):
     corrupt, message = CORRUPT[corruption]
-    take(name, corrupt(state_of(name)), message)
+    assert_refused(name, corrupt(state_of(name)), message)
 
 
 @pytest.mark.parametrize("value", [None, 5, b"x", "0" * 32])
 @pytest.mark.parametrize(("name", "key"), [("distributed", "plan"), ("multipack", "order")])
 def test_another_digest_is_refused_and_changes_nothing(name, key, value):
     message = "another version of tritonpack|another order of documents" if value == "0" * 32 else f"{key} of the state"
-    take(name, state_of(name) | {key: value}, message)
+    assert_refused(name, state_of(name) | {key: value}, message)
 
 
 def test_true_does_not_equal_1_in_cost_model():
     state = state_of("distributed")
     state["settings"]["cost_model"]["per_square"] = True
-    take("distributed", state, "cost_model was .*True.* and is ")
+    assert_refused("distributed", state, "cost_model was .*True.* and is ")
 
 
 def test_refuses_state_of_the_other_class():
-    take("distributed", state_of("multipack"), "it lacks 'plan'; it also has 'order'")
+    assert_refused("distributed", state_of("multipack"), "it lacks 'plan'; it also has 'order'")
+
+
+@pytest.mark.parametrize("batches", [0, 1, 7, "all"])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_resumes_after_any_batch(name, batches):
+    source, target = SAMPLERS[name](), SAMPLERS[name]()
+    source.set_epoch(3)
+    every = list(source)
+    iterator = iter(source)
+    done = [next(iterator) for _ in range(len(every) if batches == "all" else batches)]
+    state = json.loads(json.dumps(source.state_dict()))
+    target.load_state_dict(state)
+    assert target.epoch == 3
+    assert target.state_dict() == state
+    target.set_epoch(3)  # training loops do this at the start of an epoch
+    copy = pickle.loads(pickle.dumps(target))
+    assert done + list(target) == done + list(copy) == every
+    assert len(target) == len(every)
+    assert list(target) == every, "the next pass yields the whole epoch"
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_resumes_from_json(name):
-    target, source = SAMPLERS[name](), SAMPLERS[name]()
-    source.set_epoch(3)
-    target.load_state_dict(state_of(name))
-    assert target.epoch == 3
-    assert list(target) == list(source)[2:]
-    target.load_state_dict(state_of(name) | {"batches_done": len(source)})
-    assert list(target) == []
+def test_state_counts_latest_iteration(name):
+    source, target = SAMPLERS[name](), SAMPLERS[name]()
+    source.load_state_dict(source.state_dict(batches_done=5))
+    iterator = iter(source)
+    assert source.state_dict()["batches_done"] == 5
+    next(iterator)
+    assert source.state_dict()["batches_done"] == 6
+    target.load_state_dict(source.state_dict(batches_done=3))
+    assert list(target) == list(SAMPLERS[name]())[3:]
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_another_epoch_ends_a_resume(name):
+    target, other = SAMPLERS[name](), SAMPLERS[name]()
+    target.load_state_dict(target.state_dict(batches_done=3))
+    target.set_epoch(1)
+    other.set_epoch(1)
+    assert target.state_dict()["batches_done"] == 0
+    assert list(target) == list(other)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("stop", [1, 6, "end"])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_stateful_dataloader_resumes_after_last_batch(name, stop, num_workers):
+    """StatefulDataLoader accounts for the batches that workers fetch ahead."""
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loader():
+        return stateful.StatefulDataLoader(
+            BinDataset(range(len(LENGTHS))), batch_sampler=SAMPLERS[name](), collate_fn=list, num_workers=num_workers
+        )
+
+    source, target = loader(), loader()
+    source.batch_sampler.set_epoch(2)
+    every = list(source.batch_sampler)
+    stop = len(every) if stop == "end" else stop
+    iterator = iter(source)
+    assert [next(iterator) for _ in range(stop)] == every[:stop]
+    target.load_state_dict(source.state_dict())
+    assert list(target) == every[stop:]
+    assert list(target) == every
 
 
 @pytest.mark.parametrize("done", [-1, True, False, 0.0, "", [], 10**6, 2.5, None.__class__])

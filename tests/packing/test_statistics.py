@@ -11,7 +11,7 @@ COST = SimpleNamespace(per_token=3.0, per_square=0.25)
 
 
 def plan_of(steps, capacity):
-    """A plan from lists: steps of ranks of documents."""
+    """A plan from nested lists: documents of ranks of steps."""
     rows = [row for step in steps for row in step]
     items = np.array([item for row in rows for item in row], dtype=np.int32)
     offsets = np.cumsum([0, *map(len, rows)])
@@ -19,7 +19,7 @@ def plan_of(steps, capacity):
 
 
 def naive(steps, lengths, capacity, padded):
-    """The definitions, one after the other, in plain Python."""
+    """The definitions of all measures in plain Python."""
     ranks = len(steps[0])
     loads, costs, squares, own, slots, lags = [], [], [], 0, 0, []
     own_cost = 0.0
@@ -94,7 +94,7 @@ def test_random_plans_equal_definitions(seed):
 
 
 def test_squares_and_sums_exceed_64_bits():
-    """One document of 2**31 - 1 tokens: its square takes 62 bits, and the running sum of four more than 64."""
+    """The square of 2**31 - 1 tokens takes 62 bits, and the running sum of more than four squares more than 64."""
     longest = 2**31 - 1
     plan = plan_of([[[0], [1]], [[2], [3]], [[4], [5]]], longest)
     found = plan_statistics(plan, np.full(6, longest, dtype=np.int32), cost=COST)

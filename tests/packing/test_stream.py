@@ -9,7 +9,7 @@ from tritonpack import PackingCollator, pack, pack_stream
 
 
 def documents(lengths):
-    """Rows of tokens, each of which tells its document and its position."""
+    """Rows of tokens; each token is 1000 * document + position."""
     return [[1000 * number + position for position in range(length)] for number, length in enumerate(lengths)]
 
 
@@ -40,7 +40,7 @@ def test_window_and_carry_threshold(window, threshold):
 
 
 def test_reads_three_windows_ahead_at_most():
-    """Three windows and one document at most are read ahead of what was yielded, however long the stream."""
+    """At most three windows and one document are read ahead of the bins, for any length of the stream."""
     read = 0
 
     def endless():

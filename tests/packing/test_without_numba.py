@@ -1,4 +1,4 @@
-"""Without numba: what packs or plans says how to install it, and all the rest of tritonpack.packing works."""
+"""Without numba, packing and planning raise an error with the remedy, and the rest of tritonpack.packing works."""
 
 import subprocess
 import sys
