@@ -105,8 +105,7 @@ def best_fit(lengths: Any, capacity: int, max_items: int) -> Any:
     top_bin = np.full(capacity + 1, -1, dtype=np.int32)  # by room: the top of the stack of bins
     below = np.empty(num_items, dtype=np.int32)  # by bin: the next bin of its stack
     bins = np.empty(num_items, dtype=np.int32)
-    limited = max_items < num_items
-    held = np.zeros(num_items if limited else 0, dtype=np.int32)  # by bin: documents in it, counted only for a limit
+    held = np.zeros(num_items, dtype=np.int32)  # by bin: documents in it
 
     num_bins = 0
     placed = 0
@@ -126,14 +125,12 @@ def best_fit(lengths: Any, capacity: int, max_items: int) -> Any:
                 top_bin[room] = below[chosen]
                 if below[chosen] < 0:
                     _mark(marks, room, False)
-            count = min(run_end - placed, room // length)
-            if limited:
-                count = min(count, max_items - held[chosen])
-                held[chosen] += count
+            count = min(run_end - placed, room // length, max_items - held[chosen])
+            held[chosen] += count
             bins[placed : placed + count] = chosen
             placed += count
             room -= count * length
-            if room >= shortest and not (limited and held[chosen] == max_items):  # all other bins are closed
+            if room >= shortest and held[chosen] < max_items:  # all other bins are closed
                 below[chosen] = top_bin[room]
                 if top_bin[room] < 0:
                     _mark(marks, room, True)
@@ -204,8 +201,7 @@ def _first_fit(lengths: Any, capacity: int, max_items: int, num_leaves: int) -> 
     # The children of node i are 2 i and 2 i + 1; node 1 is the root, and bin b is leaf num_leaves + b.
     most_room = np.full(2 * num_leaves, capacity, dtype=np.int32)
     bins = np.empty(num_items, dtype=np.int32)
-    limited = max_items < num_items
-    held = np.zeros(num_leaves if limited else 0, dtype=np.int32)  # by bin: documents in it, counted only for a limit
+    held = np.zeros(num_leaves, dtype=np.int32)  # by bin: documents in it
 
     num_bins = 0
     placed = 0
@@ -219,18 +215,13 @@ def _first_fit(lengths: Any, capacity: int, max_items: int, num_leaves: int) -> 
         chosen = node - num_leaves
         num_bins = max(num_bins, chosen + 1)
 
-        count = most_room[node] // length
-        if limited:
-            count = min(count, max_items - held[chosen])
+        count = min(most_room[node] // length, max_items - held[chosen])
         stop = placed
         while stop < num_items and stop - placed < count and lengths[stop] == length:
             stop += 1
         bins[placed:stop] = chosen
-        room = most_room[node] - (stop - placed) * length
-        if limited:
-            held[chosen] += stop - placed
-            if held[chosen] == max_items:
-                room = 0
+        held[chosen] += stop - placed
+        room = most_room[node] - (stop - placed) * length if held[chosen] < max_items else 0
         placed = stop
 
         most_room[node] = room

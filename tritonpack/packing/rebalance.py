@@ -33,28 +33,35 @@ def balance(lengths: Any, costs: Any, row_of: Any, ranks: int, fill: int) -> Non
         ranks: the number of rows.
         fill: tokens up to which a row may grow; a row that is longer already doesn't grow.
     """
-    room, cost, size = _rows(lengths, costs, row_of, ranks, fill)
+    room = np.full(ranks, fill, dtype=np.int64)
+    cost = np.zeros(ranks, dtype=np.int64)
+    size = np.zeros(ranks, dtype=np.int64)  # documents of each row
+    # The documents of each row come first, ascending, so from long to short; the rest is spare.
+    held = np.empty((ranks, 2 * np.bincount(row_of + 1)[1:].max() + 2), dtype=np.int32)
+    for document in range(len(lengths)):
+        row = row_of[document]
+        if row != _NONE:
+            held[row, size[row]] = document
+            size[row] += 1
+            room[row] -= lengths[document]
+            cost[row] += costs[document]
     by_cost = np.argsort(cost, kind="mergesort")
-    if _balanced(cost, by_cost[-1], by_cost[0]):
-        return
-    held = _documents_of_rows(row_of, size)
     # The groups that each row offers, by ascending tokens: two documents, their tokens, their cost. 0: not made yet.
     offers = np.empty((ranks, _GROUPS, 4), dtype=np.int64)
     num_offers = np.zeros(ranks, dtype=np.int64)
     deal = np.empty(4, dtype=np.int64)
     for _ in range(_TRADES_PER_RANK * ranks):
         dear = by_cost[-1]
-        traded = False
         for partner in range(min(_PARTNERS, ranks - 1)):
             cheap = by_cost[partner]
-            if _balanced(cost, dear, cheap):
-                break
+            gap = cost[dear] - cost[cheap]
+            if gap <= _TOLERANCE * cost[dear]:
+                return
             if max(size[dear], size[cheap]) + 2 > held.shape[1]:
                 continue
             for row in (dear, cheap):
                 if num_offers[row] == 0:
                     num_offers[row] = _make_offers(held[row, : size[row]], lengths, costs, offers[row])
-            gap = cost[dear] - cost[cheap]
             dear_offers, cheap_offers = offers[dear, : num_offers[dear]], offers[cheap, : num_offers[cheap]]
             if not _find_deal(dear_offers, cheap_offers, room[dear], room[cheap], gap, deal):
                 continue
@@ -70,43 +77,9 @@ def balance(lengths: Any, costs: Any, row_of: Any, ranks: int, fill: int) -> Non
                     cost[taker] += costs[document]
             num_offers[dear] = num_offers[cheap] = 0
             _settle(by_cost, cost)
-            traded = True
             break
-        if not traded:
-            return
-
-
-@compiled
-def _balanced(cost: Any, dear: int, cheap: int) -> bool:
-    return cost[dear] - cost[cheap] <= _TOLERANCE * cost[dear]
-
-
-@compiled
-def _rows(lengths: Any, costs: Any, row_of: Any, ranks: int, fill: int) -> Any:
-    """The room, the cost and the number of documents of each row, (ranks,) int64 each."""
-    room = np.full(ranks, fill, dtype=np.int64)
-    cost = np.zeros(ranks, dtype=np.int64)
-    size = np.zeros(ranks, dtype=np.int64)
-    for document in range(len(lengths)):
-        row = row_of[document]
-        if row != _NONE:
-            room[row] -= lengths[document]
-            cost[row] += costs[document]
-            size[row] += 1
-    return room, cost, size
-
-
-@compiled
-def _documents_of_rows(row_of: Any, size: Any) -> Any:
-    """(ranks, most documents + spare) int32: the documents of each row first, ascending, so from long to short."""
-    held = np.empty((len(size), 2 * size.max() + 2), dtype=np.int32)
-    filled = np.zeros(len(size), dtype=np.int64)
-    for document in range(len(row_of)):
-        row = row_of[document]
-        if row != _NONE:
-            held[row, filled[row]] = document
-            filled[row] += 1
-    return held
+        else:
+            return  # no row trades with the costliest
 
 
 @compiled
