@@ -7,7 +7,7 @@ import pytest
 
 from tests.packing.lengths import log_normal, openchat
 from tritonpack.packing.cost import CostModel
-from tritonpack.packing.plan import plan_epoch, shuffled
+from tritonpack.packing.plan import Plan, plan_epoch, shuffled
 
 MODEL = CostModel(per_token=57255.0, per_square=1.9)
 OBJECTIVES = {"quadratic": {}, "linear": {"objective": "linear"}, "cost": {"objective": "cost", "cost_model": MODEL}}
@@ -254,3 +254,27 @@ def test_refuses(count, options, message):
 def test_refuses_documents_that_make_no_whole_steps(tail):
     with pytest.raises(ValueError, match=rf"tail='{tail}': the 5 documents don't divide .* 4 ranks"):
         plan_epoch(np.full(5, 1000, dtype=np.int32), 1024, 4, tail=tail)
+
+
+@pytest.mark.parametrize(
+    ("items", "offsets", "num_ranks", "message"),
+    [
+        ([0.5], [0, 1], 1, "items must be a one-dimensional array of integers"),
+        ([0, 1], [0, 1], 1, "offsets must begin with 0, never decrease and end with the number of items, 2"),
+        ([-1], [0, 1], 1, "document numbers of at least 0; got -1"),
+        ([0, 1, 2], [0, 1, 2, 3], 2, "3 rows don't make whole steps of 2 ranks"),
+        ([0], [0, 1], 0, "num_ranks must be an integer from 1"),
+    ],
+)
+def test_plan_refuses(items, offsets, num_ranks, message):
+    with pytest.raises(ValueError, match=message):
+        Plan(np.array(items), np.array(offsets), num_ranks, capacity=8)
+
+
+def test_plan_rows():
+    plan = Plan(np.array([2, 0, 4, 1, 3]), np.array([0, 1, 3, 4, 5]), num_ranks=2, capacity=8)
+    assert plan.sums(np.array([1, 10, 100, 1000, 10000])).tolist() == [[100, 10001], [10, 1000]]
+    with pytest.raises(IndexError, match="step 2, rank 0 of a plan with 2 steps of 2 ranks"):
+        plan.row(2, 0)
+    with pytest.raises(ValueError, match="got values of 3 documents, but the plan has document 4"):
+        plan.sums(np.ones(3))

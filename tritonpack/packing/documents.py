@@ -12,24 +12,6 @@ Length = Callable[[Any], int]
 TOKENS = "input_ids"  # the column with the tokens of a document
 
 
-def document_length(document: Any) -> int:
-    """The number of tokens of a document: a row of tokens, or a mapping with a row as "input_ids".
-
-    Raises:
-        ValueError: anything else.
-    """
-    tokens: Any = document.get(TOKENS) if isinstance(document, Mapping) else document
-    if _is_row(tokens):
-        return len(tokens)
-    given = f"shape {tuple(tokens.shape)}" if hasattr(tokens, "shape") else type(tokens).__name__
-    if isinstance(document, Mapping):
-        given = f"the keys {sorted(map(str, document))}" if tokens is None else f"{TOKENS!r} of {given}"
-    raise ValueError(
-        f"must be a row of tokens or a mapping with a row of tokens as {TOKENS!r}; got {given}. Tokenize text first. "
-        "For documents of another form pass length=, a function that returns the number of their tokens."
-    )
-
-
 def measure_lengths(dataset: Any, length: Length | None = None) -> NDArray[np.int64]:
     """The number of tokens of each document of a map-style dataset.
 
@@ -59,17 +41,31 @@ def measure_lengths(dataset: Any, length: Length | None = None) -> NDArray[np.in
 
 
 def checked_length(document: Any, number: int, length: Length | None) -> int:
-    """The number of tokens of a document; ValueError unless it is at least 1."""
-    try:
-        tokens = document_length(document) if length is None else length(document)
-    except ValueError as error:
-        raise ValueError(f"document {number} {error}") from error
-    if isinstance(tokens, bool) or not isinstance(tokens, (int, np.integer)) or tokens < 1:
+    """The number of tokens of a document, by `length` or as a row of tokens or a mapping with one as "input_ids".
+
+    Raises:
+        ValueError: a document of another form, or with less than one token.
+    """
+    if length is not None:
+        count = length(document)
+    else:
+        tokens: Any = document.get(TOKENS) if isinstance(document, Mapping) else document
+        if not _is_row(tokens):
+            given = f"shape {tuple(tokens.shape)}" if hasattr(tokens, "shape") else type(tokens).__name__
+            if isinstance(document, Mapping):
+                given = f"the keys {sorted(map(str, document))}" if tokens is None else f"{TOKENS!r} of {given}"
+            raise ValueError(
+                f"document {number} must be a row of tokens or a mapping with a row of tokens as {TOKENS!r}; got "
+                f"{given}. Tokenize text first. For documents of another form pass length=, a function that returns "
+                "the number of their tokens."
+            )
+        count = len(tokens)
+    if isinstance(count, bool) or not isinstance(count, (int, np.integer)) or count < 1:
         raise ValueError(
-            f"every document needs at least one token, counted as an integer; document {number} has {tokens!r}. "
+            f"every document needs at least one token, counted as an integer; document {number} has {count!r}. "
             "Remove empty documents first."
         )
-    return int(tokens)
+    return int(count)
 
 
 def fetch(dataset: Any, numbers: Sequence[int]) -> list[Any]:
