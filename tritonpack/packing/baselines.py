@@ -29,7 +29,7 @@ Lengths = Sequence[int] | NDArray[Any]
 def padded_rows(lengths: Lengths, capacity: int, num_ranks: int, seed: int = 0, epoch: int = 0) -> Plan:
     """Training without packing: as many documents per row as fit when all are padded to the longest document.
 
-    The last step holds what is left over, if every rank gets a document.
+    The last step holds the remaining documents, if every rank gets one.
     """
     return _fixed_number(lengths, capacity, num_ranks, seed, epoch, alike=False)
 

@@ -145,7 +145,7 @@ def pack(
     so train on the bins in random order. "windowed" is nearly as good, and a document moves by a few windows at most:
     bins that are filled to less than 95% are packed again with the next window, up to twice.
 
-    The result depends on the arguments alone. The first call compiles the loop, which takes seconds; the machine code
+    The result depends only on the arguments. The first call compiles the loop, which takes seconds; the machine code
     is cached on disk.
 
     Args:

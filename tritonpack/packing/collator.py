@@ -68,12 +68,12 @@ transformers' Trainer removes both columns first unless `remove_unused_columns=F
             an `attention_mask`, 0 for padding. With that mask transformers' own FlashAttention doesn't keep documents
             apart; a patched model does.
         pad_token_id: the token of the padding, required with `pad_to_multiple_of`.
-        objective: what labels belong to. "causal": the next token. The first label of each document becomes -100, and
+        objective: what a label belongs to. "causal": the next token. The first label of each document becomes -100, and
             labels are made from the input ids if no document of the batch has any. "tokens": the token itself, for
             masked language models, token classification and encoders with decoders. All labels are kept, and none
             are made. "documents": the whole document, one number or a row of numbers each. The patched model gives one
             score per document.
-        max_document_length: keep the first so many tokens of each document, in all columns; None keeps all.
+        max_document_length: the number of tokens that are kept of each document, in all columns; None keeps all.
         per_token: names of further columns with one value, or one row of values, per token: (1, T, ...) in the batch.
             Every document must have them. Padding is 0 in them.
 
@@ -122,26 +122,27 @@ transformers' Trainer removes both columns first unless `remove_unused_columns=F
                 is empty, isn't a row of integers or has padding, labels of another length.
         """
         documents = self._read(features)
-        lengths = [len(columns["input_ids"]) for columns in documents]
-        labels = None
-        if self.objective == "documents" and "labels" in documents[0]:
-            labels = join_labels_of_documents(documents)
-        rows = {name: join(documents, name) for name in documents[0] if name != "labels" or labels is None}
-        if self.objective == "causal":
-            rows["labels"][torch.tensor([0, *lengths[:-1]]).cumsum(0)] = IGNORED_LABEL
         _warn_if_unpatched(len(documents), padded=self.pad_to_multiple_of is not None)
+        batch: dict[str, Tensor | int] = {}
+        if self.objective == "documents" and "labels" in documents[0]:
+            batch["labels"] = join_labels_of_documents([columns.pop("labels") for columns in documents])
         if self.pad_to_multiple_of is not None:
-            rows["attention_mask"] = torch.ones(sum(lengths), dtype=torch.int64)
-            if padding := -sum(lengths) % self.pad_to_multiple_of:
-                lengths.append(padding)
+            tokens = sum(len(columns["input_ids"]) for columns in documents)
+            padding = -tokens % self.pad_to_multiple_of
+            batch["attention_mask"] = (torch.arange(tokens + padding) < tokens).to(torch.int64)[None]
+            if padding:
                 filling: dict[str, Any] = {"input_ids": self.pad_token_id, "labels": IGNORED_LABEL, **PER_TOKEN}
-                for name, row in rows.items():
-                    tail = row.new_full((padding, *row.shape[1:]), filling.get(name, 0))
-                    rows[name] = torch.cat([row, tail])
-        batch: dict[str, Tensor | int] = {name: row[None] for name, row in rows.items()}
-        if labels is not None:
-            batch["labels"] = labels
-        return batch | _boundaries(torch.tensor(lengths))
+                documents.append(
+                    {
+                        name: values.new_full((padding, *values.shape[1:]), filling.get(name, 0))
+                        for name, values in documents[0].items()
+                    }
+                )
+        rows = {name: join(documents, name) for name in documents[0]}
+        lengths = torch.tensor([len(columns["input_ids"]) for columns in documents])
+        if self.objective == "causal":
+            rows["labels"][lengths.cumsum(0) - lengths] = IGNORED_LABEL
+        return batch | {name: row[None] for name, row in rows.items()} | _boundaries(lengths)
 
     def _read(self, features: Any) -> list[Columns]:
         """The columns of all documents, checked, with labels."""

@@ -1,4 +1,4 @@
-"""The columns of a tokenized document: which ones PackingCollator takes, how it converts them, what it refuses."""
+"""The columns of a tokenized document: checks them for PackingCollator, and converts them to tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PER_TOKEN = {
     "assistant_masks": 0,
     "special_tokens_mask": 1,
 }
-LEARNED = ("completion_mask", "assistant_masks")  # 0 for tokens without a label, where labels are made from input_ids
+LEARNED = ("completion_mask", "assistant_masks")  # 0 for tokens without a label
 LEFT_OUT = ("length",)  # Trainer groups documents by it
 MADE = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 _TAKEN = ("input_ids", *LABELS, "attention_mask", *PER_TOKEN, *LEFT_OUT)
@@ -50,7 +50,7 @@ def read_document(
         feature: a mapping with `input_ids`.
         number: the document's number, for messages.
         objective: "causal" and "tokens" take one label per token, "documents" takes labels of the whole document.
-        per_token: columns with one value per token besides `PER_TOKEN`.
+        per_token: columns with one value per token, beside `PER_TOKEN`.
         longest: the number of tokens that are kept; None keeps all.
 
     Returns:
@@ -99,9 +99,8 @@ def join(documents: Sequence[Columns], name: str) -> Tensor:
     return torch.cat(values)
 
 
-def join_labels_of_documents(documents: Sequence[Columns]) -> Tensor:
+def join_labels_of_documents(labels: list[Tensor]) -> Tensor:
     """(documents,) labels, or (documents, ...) if each document has a row of labels."""
-    labels = [columns["labels"] for columns in documents]
     for number, one in enumerate(labels):
         if one.shape != labels[0].shape:
             raise ValueError(
@@ -147,7 +146,7 @@ def _columns(feature: Any, per_token: Sequence[str]) -> Columns:
             columns[name] = _tensor(values, name, "one number, or one row of numbers, per token", least_dimensions=1)
         if name in LEARNED and ((columns[name] != 0) & (columns[name] != 1)).any():
             raise ValueError(
-                f"needs 0 and 1 alone in {name}; got {columns[name].tolist()!r:.100}. Write 1 for the tokens that "
+                f"needs only 0 and 1 in {name}; got {columns[name].tolist()!r:.100}. Write 1 for the tokens that "
                 "are learned and 0 for the others."
             )
     if absent := [name for name in per_token if name not in columns]:
@@ -172,7 +171,7 @@ def _refuse_unknown(feature: Mapping[Any, Any], per_token: Sequence[str]) -> Non
         advice = f": it makes {_quote(made)} itself. Remove such columns first (dataset.remove_columns)."
     elif any(name.startswith(_MEDIA) for name in unknown):
         advice = (
-            ": it packs tokens alone. Use the processor's own collator for documents with images or sounds; a patched "
+            ": it packs only tokens. Use the processor's own collator for documents with images or sounds; a patched "
             "model takes its batches, too."
         )
     raise ValueError(f"has {_quote(unknown)}, which PackingCollator can't pack{advice}")

@@ -186,8 +186,8 @@ class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]
         if self._shard and self.num_replicas > 1:
             raise ValueError(
                 f"this sampler yields the batches of rank {self.rank} only, of {self.num_replicas} ranks. Dividing "
-                "them among processes again would lose most of them. Pass shard=False to a sampler whose batches "
-                "accelerate or another library divides, or don't let that library prepare this DataLoader."
+                "them among processes again would lose most of them. Pass shard=False to a sampler for "
+                "accelerate or another library that divides batches, or don't let it prepare this DataLoader."
             )
 
 

@@ -254,7 +254,7 @@ def _next_fit(lengths: Any, capacity: int, max_items: int) -> Any:
     return offsets[: num_bins + 1].copy()
 
 
-MAX_CARRIES = 2  # more gains nothing measurable
+MAX_CARRIES = 2  # more had no measurable benefit
 
 
 def windowed(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:

@@ -47,7 +47,7 @@ class OverlongReport:
 class FittedLengths:
     """Lengths of pieces that fit, and the document of each piece.
 
-    Documents of 5, 12 and 3 tokens where 5 fit:
+    Documents of 5, 12 and 3 tokens, and a capacity of 5:
 
     >>> fitted = fit_lengths([5, 12, 3], capacity=5, overlong="split")
     >>> fitted.lengths.tolist(), fitted.documents.tolist(), fitted.starts.tolist()

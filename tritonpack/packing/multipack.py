@@ -86,7 +86,7 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
     _DIGEST = "order"
     _OTHER_BATCHES = (
         "the sampler yields another order of documents in epoch {epoch} than when the state was saved. Use a sampler "
-        "whose order depends on the epoch alone, such as torch's RandomSampler."
+        "whose order depends only on the epoch, such as torch's RandomSampler."
     )
     batch_size: int
 
@@ -123,7 +123,7 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
 
         takes_epoch = hasattr(sampler, "set_epoch")
         seeded = hasattr(sampler, "generator") and not takes_epoch
-        # `shuffle` is what DistributedSampler calls it.
+        # DistributedSampler has the attribute `shuffle`.
         super().__init__(epochs_differ=seeded or (takes_epoch and bool(getattr(sampler, "shuffle", True))))
         self._same_on_all_ranks = seeded or isinstance(sampler, (SequentialSampler, range))
         self._sharded = getattr(sampler, "num_replicas", 1) > 1
@@ -206,7 +206,7 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
         names = ("batch_size", "batch_max_len", "bin_size", "drop_last", "sequential", "group_size", "seed")
         return {name: getattr(self, name) for name in names} | {"lengths": digest(self.lengths)}
 
-    def __iter__(self) -> Any:  # of bins, where BatchSampler yields documents
+    def __iter__(self) -> Any:  # yields bins, not documents
         if not (self._same_on_all_ranks or self._sharded):
             orders = _gather(self._current().order)
             different = [rank for rank, order in enumerate(orders) if order != orders[0]]

@@ -127,7 +127,7 @@ def plan_epoch(
     """Plan every step of an epoch: which documents each rank takes, at most `capacity` tokens.
 
     The documents are shuffled, and the steps take them nearly in that order: with a lookahead of up to 0.05 a document
-    is deferred by two steps at most. The plan depends on the arguments alone.
+    is deferred by two steps at most. The plan depends only on the arguments.
 
     Args:
         lengths: (documents,) integers, each from 1 to `capacity` (see `fit_lengths`).

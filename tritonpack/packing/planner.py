@@ -51,9 +51,9 @@ def plan_steps(
         capacity: tokens that fit into a row.
         target: tokens up to which rows are filled, at most `capacity`; a single document may be longer.
         lookahead: the share of its tokens that a step is offered in addition.
-        together: how many steps are planned as one large step, whose rows are then divided among them.
+        together: how many steps are planned as one large step; its rows are then divided among them.
         level: a row takes no more documents once it has its share of the step's cost, even if it has room.
-        last_step: the step that is offered all that is left, and whose rows are filled up to `capacity`.
+        last_step: the step that is offered all remaining documents; its rows are filled up to `capacity`.
         advance: called after every step with the number of documents placed.
 
     Returns:

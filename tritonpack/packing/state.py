@@ -1,4 +1,4 @@
-"""ResumableSampler: what both batch samplers share: an order for each epoch, exact resume, states that are checked."""
+"""ResumableSampler, the base of both batch samplers: epochs, exact resume, and states that are checked."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Made = TypeVar("Made")
 
 
 class ResumableSampler(ABC, Generic[Made]):
-    """A batch sampler whose batches follow from its settings and the epoch.
+    """A batch sampler whose batches depend only on its settings and the epoch.
 
     A subclass makes the batches of an epoch (`_make`) and yields them by number. This class remembers how many were
     handed out and writes and reads states.
@@ -27,18 +27,18 @@ class ResumableSampler(ABC, Generic[Made]):
         epoch: the epoch of the next iteration, from 0.
     """
 
-    _DIGEST: ClassVar[str]  # what states call the digest of an epoch's batches
+    _DIGEST: ClassVar[str]  # the name in states for the digest of an epoch's batches
     _OTHER_BATCHES: ClassVar[str]  # the error for a state with the same settings and another digest
 
     def __init__(self, *, epochs_differ: bool) -> None:
         self.epoch = 0
         self._epochs_differ = epochs_differ  # whether another epoch has another order
-        self._made: tuple[int, Made] | None = None  # an epoch, and what `_make` returned for it
+        self._made: tuple[int, Made] | None = None  # an epoch, and the result of `_make` for it
         self._counted_epoch = 0
         self._done = 0  # batches of that epoch that the latest iteration has handed out, or that a state counts
         self._resumed = False  # the next iteration begins after `_done` batches
         self._epoch_chosen = True  # since the latest iteration began
-        self._iterations = 0  # only the latest counts what it hands out
+        self._iterations = 0  # only the latest iteration counts its batches
 
     @abstractmethod
     def _make(self, epoch: int) -> Made:
@@ -108,8 +108,8 @@ class ResumableSampler(ABC, Generic[Made]):
         The state of MultipackDistributedBatchSampler is the same on every rank, so one rank may save for all.
 
         Args:
-            batches_done: the batches of this epoch that were trained on, those of all processes where accelerate
-                divides them. None takes the number that the latest iterator has handed out. With DataLoader workers
+            batches_done: the batches of this epoch that were trained on, in all processes if accelerate divides
+                them. None takes the number that the latest iterator has handed out. With DataLoader workers
                 that number is too large, because they fetch ahead; torchdata's StatefulDataLoader corrects it.
 
         Raises:
@@ -156,7 +156,7 @@ def digest(*arrays: NDArray[Any]) -> str:
 def _check_state(state: Any, owner: str, settings: Mapping[str, Any], digest_name: str) -> int:
     """The epoch of a state; ValueError unless `owner` wrote it with the same settings.
 
-    Whether its number of batches and its digest are right isn't known before the epoch's batches are made.
+    The caller checks the number of batches and the digest, once it has made the batches of the epoch.
     """
     if not isinstance(state, Mapping):
         raise ValueError(f"a state of {owner} must be a mapping, as state_dict() returns it; got {_kind(state)}.")

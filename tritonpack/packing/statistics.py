@@ -171,7 +171,7 @@ def plan_statistics(
         l2_lag_max=math.sqrt(lags.max(initial=0.0)),
         padding=1 - _share(tokens, slots) if padded else 0.0,
         padding_saved=0.0 if padded else 1 - _share(tokens, slots),
-        # Without the last step, which holds what was left over.
+        # The last step holds the remaining documents, so it is left out.
         spread=_spread(own.sum(1)[:-1], per_step[:-1], float(tokens_of.std())),
         tokens_covered=int(tokens_of[covered].sum()) / (total_tokens or int(tokens_of.sum())),
         documents_covered=int(covered.sum()) / len(covered),
@@ -192,7 +192,7 @@ def _spread(tokens: NDArray[np.number], counts: NDArray[np.int64], sigma: float)
 
     The mean of n independent draws has the standard deviation sigma / sqrt(n), where sigma is the standard deviation of
     all lengths. For steps of different n this is sigma * sqrt(mean(1 / n)). An epoch draws without replacement; with k
-    steps that lowers the expected value by a factor of about sqrt(1 - 1/k), which is left out.
+    steps that lowers the expected value by a factor of about sqrt(1 - 1/k); this is ignored.
     """
     tokens, counts = tokens[counts > 0], counts[counts > 0]
     if len(counts) < 2 or sigma == 0:
