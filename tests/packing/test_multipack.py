@@ -253,11 +253,6 @@ class TestRefusals:
             ({"sequential": "yes"}, "sequential must be True or False; got str 'yes'"),
             ({"overlong": "truncate"}, "overlong must be 'error' or 'drop'; got 'truncate'.*pack_dataset"),
             ({"seed": -1}, "seed must be an integer of at least 0; got -1"),
-            ({"packing_efficiency_estimate": 3}, "packing_efficiency_estimate must be a number from 0 to 1; got 3"),
-            ({"num_count_samples": 0}, "num_count_samples must be .*got 0"),
-            ({"num_processes": "all"}, "num_processes must be .*got 'all'"),
-            ({"safe_mode": None}, "safe_mode must be True or False; got NoneType None"),
-            ({"mp_start_method": "thread"}, "mp_start_method must be None or one of .*got 'thread'"),
         ],
     )
     def test_options(self, change, message):

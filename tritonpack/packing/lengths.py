@@ -126,8 +126,7 @@ def fit_lengths(
     Args:
         lengths: (documents,) integers of at least 1, at least one of them.
         capacity: the tokens that fit, at least 1.
-        overlong: "error" refuses documents that are too long; "truncate" keeps their first `capacity` tokens; "split"
-            makes pieces of `capacity` tokens and a rest; "drop" leaves them out.
+        overlong: see `pack`.
         name: what messages call the capacity.
         remedy: what messages advise for documents that are too long, beside a larger capacity.
 

@@ -14,12 +14,10 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
-from tritonpack.checks import check_flag, is_number
+from tritonpack.checks import check_flag
 from tritonpack.packing.documents import is_iterable
 from tritonpack.packing.lengths import MAX_INT32, check_integer, fit_for_sampler
 from tritonpack.packing.state import ResumableSampler, digest
-
-START_METHODS = ("fork", "spawn", "forkserver")
 
 
 class _Bins(NamedTuple):
@@ -71,10 +69,9 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
         sequential: keep the order of the sampler: a bin holds consecutive documents.
         group_size: the number of documents that are packed at a time (without `sequential`).
         seed: at least 0; None takes the seed of the sampler's generator, or 0.
-        overlong: "error" refuses documents longer than `batch_max_len`, "drop" leaves them out. To truncate them, pass
-            `lengths` that are cut and `PackingCollator(max_document_length=...)`, which cuts the documents.
-        packing_efficiency_estimate, num_count_samples, num_processes, safe_mode, mp_start_method: checked, without
-            effect. Batches are counted, not estimated, and one thread packs a million documents in a tenth of a second.
+        overlong: see MultipackDistributedBatchSampler.
+        packing_efficiency_estimate, num_count_samples, num_processes, safe_mode, mp_start_method: without effect.
+            Batches are counted, not estimated, and one thread packs a million documents in a tenth of a second.
 
     Raises:
         ValueError: bad lengths or options; at the first use of an epoch, a sampler that yields anything but numbers of
@@ -109,15 +106,6 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
         seed: int | None = None,
         overlong: Literal["error", "drop"] = "error",
     ) -> None:
-        estimate = packing_efficiency_estimate
-        if estimate is not None and not (is_number(estimate) and 0 <= estimate <= 1):
-            raise ValueError(f"packing_efficiency_estimate must be a number from 0 to 1; got {estimate!r}.")
-        check_integer(num_count_samples, "num_count_samples")
-        if num_processes is not None:
-            check_integer(num_processes, "num_processes")
-        check_flag(safe_mode, "safe_mode")
-        if mp_start_method not in (None, *START_METHODS):
-            raise ValueError(f"mp_start_method must be None or one of {START_METHODS}; got {mp_start_method!r}.")
         if not is_iterable(sampler):
             raise ValueError(f"the sampler must yield document numbers; got {sampler!r:.100}.")
 

@@ -159,8 +159,6 @@ def plan_epoch(
     steps_together = check_integer(steps_together, "steps_together")
     check_options(objective, cost_model, tail, lookahead)
     check_flag(shuffle, "shuffle")
-    if advance is not None and not callable(advance):
-        raise ValueError(f"advance must be a function of a number of documents, or None; got {advance!r:.100}.")
     lengths = fit_lengths(lengths, capacity).lengths
     check_rank_count(len(lengths), num_ranks)
     order = shuffled(len(lengths), seed, epoch) if shuffle else np.arange(len(lengths), dtype=np.int32)

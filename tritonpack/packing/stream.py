@@ -109,10 +109,7 @@ def pack_stream(
             documents of any form.
         capacity: tokens per bin, at least 1.
         window: the number of documents (or pieces) that are packed at a time, at least 1.
-        overlong: "error" refuses documents longer than `capacity`; "truncate" keeps their first `capacity` tokens;
-            "split" makes pieces of `capacity` tokens and a rest; "drop" leaves them out. All columns of a mapping are
-            cut.
-        max_items: documents per bin, at least 1; None sets no limit.
+        overlong, max_items: see `pack`. All columns of a mapping are cut.
         length: returns the number of tokens of a document.
         carry_threshold: the filled share of a bin, from 0 to 1, below which its documents are packed again.
 
