@@ -40,39 +40,39 @@ def setting(name, value):
     return lambda state: state | {"settings": state["settings"] | {name: value}}
 
 
-CORRUPT = {
-    "none": (lambda state: None, "must be a mapping.*got None"),
+DAMAGED = {
+    "None": (lambda state: None, "must be a mapping.*got None"),
     "a list": (lambda state: list(state.items()), "must be a mapping.*got list"),
     "empty": (lambda state: {}, "isn't a state of version 1 of .*: it lacks 'batches_done', 'epoch', "),
     "another version": (lambda state: state | {"version": 99}, "isn't a state of version 1 of .*: it has version 99"),
-    "true for a version": (lambda state: state | {"version": True}, "it has version True"),
+    "True for a version": (lambda state: state | {"version": True}, "it has version True"),
     "a float version": (lambda state: state | {"version": 1.0}, "it has version 1.0"),
     "no version": (lambda state: without(state, "version"), "it lacks 'version'"),
     "no epoch": (lambda state: without(state, "epoch"), "it lacks 'epoch'"),
-    "no place": (lambda state: without(state, "batches_done"), "it lacks 'batches_done'"),
+    "no batches_done": (lambda state: without(state, "batches_done"), "it lacks 'batches_done'"),
     "no settings": (lambda state: without(state, "settings"), "it lacks 'settings'"),
-    "more": (lambda state: state | {"rank": 1}, "it also has 'rank'"),
+    "an unknown key": (lambda state: state | {"rank": 1}, "it also has 'rank'"),
     "a negative epoch": (lambda state: state | {"epoch": -1}, "epoch must be an integer of at least 0; got -1"),
-    "true for an epoch": (lambda state: state | {"epoch": True}, "epoch must be .* got True"),
+    "True for an epoch": (lambda state: state | {"epoch": True}, "epoch must be .* got True"),
     "a float epoch": (lambda state: state | {"epoch": 3.0}, "epoch must be .* got 3.0"),
     "a text epoch": (lambda state: state | {"epoch": "3"}, "epoch must be .* got '3'"),
     "minus three batches": (lambda state: state | {"batches_done": -3}, r"batches_done must be .* from 0 to \d+.*-3"),
     "a million batches": (lambda state: state | {"batches_done": 10**6}, r"batches_done must be .* got 1000000"),
-    "true for batches": (lambda state: state | {"batches_done": True}, "batches_done must be .* got True"),
-    "none for batches": (lambda state: state | {"batches_done": None}, "batches_done must be .* got None"),
+    "True for batches": (lambda state: state | {"batches_done": True}, "batches_done must be .* got True"),
+    "None for batches": (lambda state: state | {"batches_done": None}, "batches_done must be .* got None"),
     "half a batch": (lambda state: state | {"batches_done": 2.5}, "batches_done must be .* got 2.5"),
     "settings as a list": (
         lambda state: state | {"settings": [1]},
         "settings of the state must be a .*got list",
     ),
-    "no settings at all": (lambda state: state | {"settings": None}, "settings of the state must be a mapping"),
+    "None for settings": (lambda state: state | {"settings": None}, "settings of the state must be a mapping"),
     "a setting changed": (setting("seed", 5), "can't be resumed.*seed was 5 and is 0"),
-    "a setting more": (setting("colour", "red"), "colour was 'red' and is missing"),
-    "a setting less": (
+    "an unknown setting": (setting("colour", "red"), "colour was 'red' and is missing"),
+    "a missing setting": (
         lambda state: state | {"settings": without(state["settings"], "seed")},
         "seed was missing and is 0",
     ),
-    "false for a seed": (setting("seed", False), "seed was False and is 0"),
+    "False for a seed": (setting("seed", False), "seed was False and is 0"),
     "other lengths": (setting("lengths", "0" * 32), "lengths was '0+' and is '"),
 }
 
@@ -92,11 +92,11 @@ def assert_refused(name, state, message):
     assert list(target) == first_epoch
 
 
-@pytest.mark.parametrize("corruption", CORRUPT)
+@pytest.mark.parametrize("damage", DAMAGED)
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_damaged_state_is_refused_and_changes_nothing(name, corruption):
-    corrupt, message = CORRUPT[corruption]
-    assert_refused(name, corrupt(state_of(name)), message)
+def test_damaged_state_is_refused_and_changes_nothing(name, damage):
+    change, message = DAMAGED[damage]
+    assert_refused(name, change(state_of(name)), message)
 
 
 @pytest.mark.parametrize("value", [None, 5, b"x", "0" * 32])
