@@ -1,1 +1,1 @@
-"""Packing, measured: `pytest benchmarks/packing --benchmark-only`, and `python -m benchmarks.packing.compare`."""
+"""Benchmarks of packing: `pytest benchmarks/packing --benchmark-only`, and `python -m benchmarks.packing.compare`."""

@@ -1,15 +1,16 @@
-"""Ours and the peers in one run: what their epochs look like, and how long packing takes.
+"""Compares our packers and samplers with others in one run: the quality of their epochs, and their times.
 
     python -m benchmarks.packing.compare [--lengths FILE.json] [--peers DIR] [--sizes 10000 100000 1000000]
 
-The first table is of the lengths (by default a look-alike of OpenChat's, see tests/lengths.py) on 8 ranks of
-32,768 tokens over 10 epochs, unless told otherwise. Its columns are those of `PlanStatistics`, means over the epochs;
-costs are a Llama-3-8B's. Warm is the median time that one rank takes to plan an epoch, cold the first call in this
-process: compiling, or loading what an earlier process has compiled. (Of axolotl's time most is the garbage collection
-that its sampler ends with.) Every plan is checked before its row is printed: no document twice, no row above capacity.
+The first table measures plans for the given lengths (by default random ones like OpenChat's, see tests/lengths.py), on
+8 ranks of 32,768 tokens over 10 epochs by default. Its columns are the fields of `PlanStatistics`, means over the
+epochs; the costs are those of a Llama-3-8B. Warm is the median time that one rank takes to plan an epoch. Cold is the
+time of the first call in this process, which compiles or loads machine code. (Most of axolotl's time is the garbage
+collection at the end of its sampler.) Every plan is checked before its row is printed: no document is in it twice, no
+row is above the capacity.
 
-The second table is packing of log-normal lengths, warm, the best of three (of one where it takes seconds). A packer
-that took more than --limit seconds isn't given a larger problem.
+The second table has the times of packing log-normal lengths, warm, the best of three runs (one run if it takes
+seconds). A packer that took more than --limit seconds gets no larger problem.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from tritonpack.packing.cost import CostModel
 from tritonpack.packing.plan import Plan, plan_epoch
 from tritonpack.packing.statistics import mean_over_epochs, plan_statistics
 
-COST = CostModel(per_token=57255.0, per_square=1.9)  # a Llama-3-8B's, attention at 0.6 of the others' speed
+COST = CostModel(per_token=57255.0, per_square=1.9)  # Llama-3-8B, with attention_efficiency=0.6
 
 
 def ours() -> list[Sampler]:
@@ -65,36 +66,32 @@ def ours() -> list[Sampler]:
 
 
 def our_packers() -> list[Packer]:
-    """pack with each algorithm."""
+    """`pack` with each algorithm."""
     return [Packer(f"tritonpack {name}", partial(pack, algorithm=name)) for name in get_args(Algorithm)]
 
 
 def baselines() -> list[Sampler]:
-    """What `tritonpack plan` compares with, but for padded rows."""
-    ways = {"interleaved": interleaved_rows, "next-fit, strided": next_fit_rows, "best-fit, shuffled": shuffled_bins}
-    return [Sampler(name, way, way) for name, way in ways.items()]
+    """The baselines of `tritonpack plan`, without padded rows."""
+    methods = {"interleaved": interleaved_rows, "next-fit, strided": next_fit_rows, "best-fit, shuffled": shuffled_bins}
+    return [Sampler(name, method, method) for name, method in methods.items()]
 
 
 def checked(plan: Plan, lengths: Lengths) -> Plan:
-    """The plan, if no document is in it twice and no row is above its capacity.
-
-    Raises:
-        AssertionError: it isn't so.
-    """
+    """The plan; AssertionError if a document is in it twice or a row is above its capacity."""
     assert len(np.unique(plan.items)) == len(plan.items), "a document twice"
     assert not plan.num_steps or plan.sums(lengths).max() <= plan.capacity, "a row above its capacity"
     return plan
 
 
 def seconds(work: Callable[..., Any], *arguments: Any) -> float:
-    """How long it takes, once."""
+    """The time of one call."""
     begin = perf_counter()
     work(*arguments)
     return perf_counter() - begin
 
 
 def print_quality(samplers: Sequence[Sampler], lengths: Lengths, options: argparse.Namespace) -> None:
-    """A row per sampler."""
+    """Print the first table, one row per sampler."""
     print(
         f"\n{len(lengths):,} documents, {lengths.sum():,} tokens; "
         f"{options.ranks} ranks of {options.capacity:,} tokens, {options.epochs} epochs\n"
@@ -132,7 +129,7 @@ def print_quality(samplers: Sequence[Sampler], lengths: Lengths, options: argpar
 
 
 def print_times(packers: Sequence[Packer], options: argparse.Namespace) -> None:
-    """A row per packer and a column per number of documents."""
+    """Print the second table, one row per packer and one column per number of documents."""
     print(f"\nSeconds to pack log-normal lengths (mean 598, at most 8,192) into rows of {options.capacity:,} tokens\n")
     print("| packer | " + " | ".join(f"{size:,}" for size in options.sizes) + " |")
     print("|---|" + "---|" * len(options.sizes))

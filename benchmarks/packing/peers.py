@@ -1,8 +1,7 @@
-"""Other packers and samplers, as they are: loaded from files or packages that the user has, none of them part of this.
+"""Packers and samplers of other projects, unchanged, loaded from the user's files or packages.
 
-Looked for in a folder: `multipack_sampler.py` and `multipack_sampler_linear.py` of imoneoi/multipack_sampler, and
-`multipack.py`, axolotl's `src/axolotl/utils/samplers/multipack.py`. Looked for among installed packages: trl,
-binpacking.
+Files in the given folder: `multipack_sampler.py` and `multipack_sampler_linear.py` of imoneoi/multipack_sampler, and
+`multipack.py`, which is axolotl's `src/axolotl/utils/samplers/multipack.py`. Packages: trl, binpacking.
 """
 
 from __future__ import annotations
@@ -26,42 +25,42 @@ from tritonpack.packing.plan import Plan
 
 Lengths = NDArray[np.int64]
 Rows = Iterable[Sequence[int]]
-_AXOLOTL_BIN_SIZE = 200  # its default for the documents of a row
-_TRL_BATCH = 1000  # rows that datasets.map hands over at once
+_AXOLOTL_BIN_SIZE = 200  # axolotl's default for the largest number of documents in a row
+_TRL_BATCH = 1000  # the rows per call of datasets.map
 
 
-def _as_they_are(lengths: Lengths) -> Any:
+def _unchanged(lengths: Lengths) -> Any:
     return lengths
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """Plans an epoch.
+    """A sampler that plans an epoch.
 
     Attributes:
-        plan: from (lengths, capacity, ranks, seed, epoch) to a plan; makes what the peer gives into one.
-        own_work: what each rank does in training, which is timed: the same from prepared lengths.
-        prepare: lengths in the form that the peer takes, which isn't timed.
+        plan: (lengths, capacity, ranks, seed, epoch) to a plan.
+        own_work: the part that each rank computes in training, from prepared lengths; it is timed.
+        prepare: lengths to the form that the peer takes; it isn't timed.
     """
 
     name: str
     plan: Callable[[Lengths, int, int, int, int], Plan]
     own_work: Callable[[Any, int, int, int, int], Any]
-    prepare: Callable[[Lengths], Any] = _as_they_are
+    prepare: Callable[[Lengths], Any] = _unchanged
 
 
 @dataclass(frozen=True)
 class Packer:
-    """Packs documents: from (prepared lengths, capacity) to rows of documents."""
+    """A packer: (prepared lengths, capacity) to rows of documents."""
 
     name: str
     pack: Callable[[Any, int], Any]
-    prepare: Callable[[Lengths], Any] = _as_they_are
+    prepare: Callable[[Lengths], Any] = _unchanged
 
 
 @dataclass(frozen=True)
 class Peers:
-    """What was found, and, by name, why the others weren't."""
+    """The peers that were found, and the reasons why others weren't, by name."""
 
     samplers: tuple[Sampler, ...]
     packers: tuple[Packer, ...]
@@ -69,7 +68,7 @@ class Peers:
 
 
 def load(folder: Path | None) -> Peers:
-    """The peers that are there."""
+    """Load the peers that can be found."""
     samplers: list[Sampler] = []
     packers: list[Packer] = []
     absent: dict[str, str] = {}
@@ -85,7 +84,7 @@ def load(folder: Path | None) -> Peers:
 
 
 def plan_of(rows: Rows, num_ranks: int, capacity: int) -> Plan:
-    """A plan of rows dealt out to the ranks one after the other; those that don't make a whole step are left out."""
+    """A plan of rows that are dealt out to the ranks in turn; rows that don't make a whole step are left out."""
     kept = list(rows)
     kept = kept[: len(kept) // num_ranks * num_ranks]
     offsets = np.cumsum([0, *map(len, kept)])
@@ -95,7 +94,7 @@ def plan_of(rows: Rows, num_ranks: int, capacity: int) -> Plan:
 
 def _module(folder: Path | None, name: str) -> ModuleType:
     if folder is None:
-        raise FileNotFoundError(f"{name} is looked for in the folder that --peers names")
+        raise FileNotFoundError(f"{name} is read from the folder that --peers names")
     path = folder / name
     if not path.is_file():
         raise FileNotFoundError(f"there is no {path}")
@@ -103,7 +102,7 @@ def _module(folder: Path | None, name: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # numba looks for it there
+    sys.modules[spec.name] = module  # numba reads it there
     spec.loader.exec_module(module)
     return module
 
@@ -132,7 +131,7 @@ def _multipack(folder: Path | None) -> list[Sampler | Packer]:
 
 
 class _Order(SequentialSampler):
-    """Gives the indices it was given. It is sequential by name because axolotl's sequential packing warns otherwise."""
+    """Yields the given indices. A SequentialSampler, because axolotl's sequential packing warns about others."""
 
     def __iter__(self) -> Iterator[int]:
         return iter(self.data_source)  # type: ignore[call-overload]
@@ -190,7 +189,7 @@ def _trl(folder: Path | None) -> list[Sampler | Packer]:
     def parts(whole: Any, capacity: int, batch: int | None) -> list[Any]:
         if batch is None:
             return [packed(whole, capacity)]
-        # A slice would be packed with the offsets of the whole; datasets.map hands over tables of their own.
+        # take() copies, as datasets.map does; a slice would keep the offsets of the whole table.
         indices = np.split(np.arange(len(whole)), range(batch, len(whole), batch))
         return [packed(whole.take(part), capacity) for part in indices]
 
@@ -198,7 +197,7 @@ def _trl(folder: Path | None) -> list[Sampler | Packer]:
         def plan(lengths: Lengths, capacity: int, ranks: int, seed: int, epoch: int) -> Plan:
             numbered = table(lengths, np.repeat(np.arange(len(lengths), dtype=np.int32), lengths))
             rows: list[NDArray[np.int32]] = []
-            for part in parts(numbered, capacity, batch):  # rows of document numbers, one per token
+            for part in parts(numbered, capacity, batch):  # rows with the document number of each token
                 column = part["input_ids"].combine_chunks()
                 tokens, starts = column.values.to_numpy(), column.offsets.to_numpy()
                 begins = np.flatnonzero(np.diff(tokens, prepend=-1))

@@ -1,6 +1,6 @@
-"""pack and the planner, by pytest-benchmark: `python -m pytest benchmarks/packing --benchmark-only`.
+"""Times of `pack` and the planner: `python -m pytest benchmarks/packing --benchmark-only`.
 
-Log-normal lengths, mean 598, at most 8,192. Results are checked before pytest prints what they took.
+The lengths are log-normal with mean 598, at most 8,192. Results are checked before pytest prints the times.
 """
 
 from __future__ import annotations

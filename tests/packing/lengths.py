@@ -1,4 +1,4 @@
-"""Lengths to plan with."""
+"""Lengths for tests of packing."""
 
 import json
 from pathlib import Path
@@ -13,5 +13,5 @@ _OPENCHAT = Path(__file__).parents[3] / "shared" / "data" / "openchat_lengths.js
 
 
 def openchat():
-    """Token counts of 6,144 conversations cut at 2,048, as half of them are; a look-alike where they are absent."""
+    """Token counts of 6,144 OpenChat conversations, cut at 2,048; similar random ones if the file is absent."""
     return np.array(json.loads(_OPENCHAT.read_text()), dtype=np.int32) if _OPENCHAT.exists() else lookalike()

@@ -1,8 +1,8 @@
-"""The packing algorithms as plain loops over lists: bins as they were opened, items as they were put in."""
+"""The packing algorithms as simple loops: bins in the order they were opened, items in the order they were added."""
 
 
 def best_fit(order, lengths, capacity, max_items):
-    """Into the fullest bin with room; among equals, the bin changed last."""
+    """Put each item into the fullest bin with room; among equally full bins, the one that changed last."""
     bins, room, changed = [], [], []
     for step, item in enumerate(order):
         fitting = [b for b in range(len(bins)) if room[b] >= lengths[item] and len(bins[b]) < max_items]
@@ -58,7 +58,7 @@ def next_fit(lengths, capacity, max_items):
 
 
 def windowed(lengths, capacity, max_items, window=1024, threshold=0.95, max_carries=2):
-    done, carried = [], {}  # carried: item -> how often it was
+    done, carried = [], {}  # carried: item -> number of carries
     for start in range(0, len(lengths), window):
         stop = min(start + window, len(lengths))
         pool = carried | dict.fromkeys(range(start, stop), 0)
@@ -75,7 +75,7 @@ def windowed(lengths, capacity, max_items, window=1024, threshold=0.95, max_carr
 
 
 def fewest_bins(lengths, capacity, max_items):
-    """The optimum, by trying every way to add one document after the other to a bin; for a handful of documents."""
+    """The smallest number of bins, by trying all assignments; for a few documents."""
 
     def search(position, bins, best):
         if len(bins) >= best:

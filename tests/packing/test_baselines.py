@@ -13,13 +13,13 @@ def lengths():
 
 @pytest.mark.parametrize("baseline", BASELINES)
 @pytest.mark.parametrize("ranks", [1, 3, 8])
-def test_whole_documents_once_and_no_row_over_capacity(baseline, ranks, lengths):
+def test_each_document_once_and_no_row_above_capacity(baseline, ranks, lengths):
     plan = baseline(lengths, 256, ranks)
     assert plan.num_ranks == ranks
     assert len(set(plan.items.tolist())) == len(plan.items)
     assert plan.sums(lengths).max() <= 256
     assert np.diff(plan.offsets).min() > 0
-    # What is left out is less than a step's worth.
+    # The documents that are left out hold fewer tokens than a step.
     assert lengths.sum() - lengths[plan.items].sum() < ranks * 256
 
 
@@ -33,7 +33,7 @@ def test_seed_and_epoch_decide_the_order(baseline, lengths):
 
 
 @pytest.mark.parametrize("baseline", BASELINES)
-def test_too_few_documents_for_a_step_make_none(baseline):
+def test_too_few_documents_make_no_step(baseline):
     plan = baseline([5, 6], 10, 8)
     assert plan.num_steps == 0
     assert len(plan.items) == 0
@@ -45,7 +45,7 @@ def test_padded_rows_fit_when_padded(lengths):
     assert len(plan.items) == len(lengths)
 
 
-def test_interleaved_rows_deal_out_each_step_by_length():
+def test_interleaved_rows_deal_out_documents_by_length():
     lengths = np.arange(1, 101)
     plan = interleaved_rows(lengths, 500, 5)
     for step in range(plan.num_steps):
@@ -54,13 +54,13 @@ def test_interleaved_rows_deal_out_each_step_by_length():
         assert (np.diff(dealt) > 0).all()
 
 
-def test_the_last_step_of_a_fixed_number_is_partial_but_leaves_no_rank_empty():
+def test_partial_last_step_has_no_empty_rank():
     plan = padded_rows([10] * 11, 40, 2)  # 4 documents per row: 8 and 3
     assert [len(plan.row(1, rank)) for rank in (0, 1)] == [2, 1]
     assert padded_rows([10] * 9, 40, 2).num_steps == 1
 
 
-def test_next_fit_rows_equal_the_plain_loop(lengths):
+def test_next_fit_rows_equal_naive_loop(lengths):
     plan = next_fit_rows(lengths, 100, 1, seed=5)
     rows, row = [], []
     for item in plan.items.tolist():
@@ -73,10 +73,10 @@ def test_next_fit_rows_equal_the_plain_loop(lengths):
     assert len(plan.items) == len(lengths)
 
 
-def test_shuffled_bins_are_those_of_best_fit_and_shuffled(lengths):
+def test_shuffled_bins_are_best_fit_in_random_order(lengths):
     plan = shuffled_bins(lengths, 256, 1)
     assert plan.num_steps == -(-lengths.sum() // 256)
-    sizes = np.diff(plan.offsets)  # unshuffled, the rows of long documents would come first
+    sizes = np.diff(plan.offsets)  # without shuffling, rows of long documents would come first
     assert abs(np.corrcoef(np.arange(len(sizes)), sizes)[0, 1]) < 0.3
 
 

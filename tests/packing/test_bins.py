@@ -14,7 +14,7 @@ from tritonpack.packing.bins import ALGORITHMS
 
 
 def draw_lengths(rng, capacity, most=120):
-    """Lengths of every kind: spread out, or long runs of few different ones."""
+    """Random lengths: many different ones, or three different ones."""
     count = int(rng.integers(1, most))
     longest = int(rng.integers(1, capacity + 1))
     if rng.random() < 0.5:
@@ -28,7 +28,7 @@ def bins_of(packing):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("capacity", [1, 2, 7, 63, 64, 65, 100, 4095, 4096, 4097, 5000])
-def test_equals_the_naive_loop(capacity, algorithm):
+def test_equals_naive_loop(capacity, algorithm):
     rng = np.random.default_rng(capacity)
     for round_ in range(16):
         lengths = draw_lengths(rng, capacity)
@@ -43,8 +43,8 @@ def test_equals_the_naive_loop(capacity, algorithm):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("max_items", [None, 3])
 @pytest.mark.parametrize("capacity", [64**2 - 1, 64**2, 64**3 - 1, 64**3, 64**3 + 1])
-def test_every_document_once_and_no_bin_over_its_limits(capacity, max_items, algorithm):
-    """At capacities where the bitmap gains a level; more documents than two windows hold."""
+def test_each_document_once_and_no_bin_above_limits(capacity, max_items, algorithm):
+    """Capacities around powers of two, where the tree of rooms grows; more documents than two windows."""
     rng = np.random.default_rng(0)
     lengths = np.concatenate([rng.integers(1, capacity + 1, 1500), rng.integers(1, 9, 1500), [capacity, 1]])
     rng.shuffle(lengths)
@@ -56,8 +56,8 @@ def test_every_document_once_and_no_bin_over_its_limits(capacity, max_items, alg
     assert packing.num_bins == len(loads) >= packing.lower_bound >= math.ceil(lengths.sum() / capacity)
 
 
-def test_first_fit_with_many_bins_of_every_kind():
-    """The tree has leaves enough where bins are half full, and where the limit of documents closes them."""
+def test_first_fit_with_many_bins():
+    """The tree has enough leaves for half-full bins, and for bins that max_items closes."""
     for lengths in ([51] * 257, [1] * 257, [100] * 257, [1, 100] * 129):
         for max_items in (None, 1, 2):
             packing = pack(lengths, 100, algorithm="first_fit", max_items=max_items)
@@ -78,7 +78,7 @@ def test_efficiency_is_tokens_over_capacity():
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_token_sums_do_not_wrap_at_32_bits(algorithm):
+def test_token_sums_exceed_32_bits(algorithm):
     packing = pack(np.full(5_000, 1_000_000, dtype=np.int32), capacity=1_000_000, algorithm=algorithm)
     assert packing.num_tokens == 5_000_000_000
     assert packing.num_bins == packing.lower_bound == 5_000
@@ -86,13 +86,13 @@ def test_token_sums_do_not_wrap_at_32_bits(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ["first_fit", "next_fit"])
-def test_a_bin_may_hold_as_many_tokens_as_32_bits_count(algorithm):
-    """Those algorithms whose memory isn't linear in the capacity."""
+def test_capacity_may_be_largest_int32(algorithm):
+    """Only for the algorithms whose memory doesn't grow with the capacity."""
     packing = pack([2**31 - 2, 1, 1], 2**31 - 1, algorithm=algorithm)
     assert bins_of(packing) == [[0, 1], [2]]
 
 
-def test_bins_are_indexed_like_a_sequence():
+def test_index_bins():
     packing = pack([8, 3, 5], capacity=8)
     assert packing[0].tolist() == [0]
     assert packing[-1].tolist() == [2, 1]
@@ -115,7 +115,7 @@ class TestOverlong:
     def pack(self, overlong, algorithm="next_fit"):
         return pack(self.LENGTHS, 8, overlong=overlong, algorithm=algorithm)
 
-    def test_truncated(self):
+    def test_truncate(self):
         packing = self.pack("truncate")
         assert [packing.spans(b) for b in range(5)] == [[(0, 0, 5)], [(1, 0, 8)], [(2, 0, 3)], [(3, 0, 8)], [(4, 0, 8)]]
         assert packing.num_tokens == 32
@@ -136,7 +136,7 @@ class TestOverlong:
         assert repr(packing).startswith("Packing(8 documents and pieces of documents in 7 bins")
 
     @pytest.mark.parametrize("algorithm", ALGORITHMS)
-    def test_split_covers_every_token_once(self, algorithm):
+    def test_split_keeps_each_token_once(self, algorithm):
         lengths = np.random.default_rng(0).integers(1, 400, 3000)
         packing = pack(lengths, 64, overlong="split", algorithm=algorithm)
         seen = [np.zeros(length, dtype=int) for length in lengths]
@@ -147,14 +147,14 @@ class TestOverlong:
                 seen[document][start:stop] += 1
         assert (np.concatenate(seen) == 1).all()
 
-    def test_dropped(self):
+    def test_drop(self):
         packing = self.pack("drop", "best_fit_decreasing")
         assert [packing.spans(b) for b in range(2)] == [[(3, 0, 8)], [(0, 0, 5), (2, 0, 3)]]
         assert packing.report.tokens_lost == 29
         with pytest.raises(ValueError, match=r"leaves nothing: all 1 documents"):
             pack([9], 8, overlong="drop")
 
-    def test_no_length_is_too_long_to_split(self):
+    def test_split_length_above_32_bits(self):
         packing = pack(np.array([2**33 + 1]), 2**30, overlong="split", algorithm="next_fit")
         assert packing.spans(8) == [(0, 2**33, 2**33 + 1)]
         assert packing.num_tokens == 2**33 + 1
@@ -166,8 +166,8 @@ def test_any_integer_dtype(dtype):
     assert bins_of(pack(lengths, 250)) == [[0, 2], [1]]
 
 
-def test_takes_arrays_that_cannot_be_written():
-    """As arrow gives them; without compiling the loops a second time for their type."""
+def test_read_only_lengths_need_no_other_compilation():
+    """arrow returns read-only arrays. numba would compile every loop again for them."""
     from tritonpack.packing.heuristics import longest_first
 
     lengths = np.array([5, 3], dtype=np.int32)
@@ -197,7 +197,7 @@ def test_takes_arrays_that_cannot_be_written():
             {},
             r"lengths must be a row of integers, the tokens of each .* got \[\[1, 2\], \[3\]\]. Count .*len\(ids\)",
         ),
-        ([4.0, float("nan")], 8, {}, r"a missing length \(NaN\) must be measured"),
+        ([4.0, float("nan")], 8, {}, r"a length is missing \(NaN\), measure it"),
         ([True, True], 8, {}, "lengths must be a row of integers.*bool"),
         ([[1, 2]], 8, {}, r"shape \(1, 2\)"),
         ([2**40], 8, {}, "longer than the capacity"),
@@ -228,7 +228,7 @@ def test_public_names():
 
 
 @pytest.mark.heavy
-def test_numba_is_imported_by_the_first_call_only():
+def test_first_call_imports_numba():
     script = (
         "import sys; from tritonpack import pack; assert not {'numba', 'transformers'} & set(sys.modules); "
         "pack([1], 1); assert 'numba' in sys.modules"
@@ -238,6 +238,6 @@ def test_numba_is_imported_by_the_first_call_only():
 
 @pytest.mark.parametrize("algorithm", ["best_fit_decreasing", "first_fit_decreasing"])
 @pytest.mark.parametrize("capacity", [2048, 4096, 8192, 32768])
-def test_real_lengths_take_hardly_more_bins_than_any_packing_must(capacity, algorithm):
+def test_number_of_bins_is_near_lower_bound(capacity, algorithm):
     packing = pack(openchat(), capacity, algorithm=algorithm)
     assert packing.num_bins <= max(1.003 * packing.lower_bound, packing.lower_bound + 1)

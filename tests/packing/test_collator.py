@@ -13,7 +13,7 @@ def documents(lengths, seed=0, vocab=50):
     return [{"input_ids": torch.randint(1, vocab, (length,), generator=generator)} for length in lengths]
 
 
-def test_lays_documents_end_to_end():
+def test_documents_share_a_row():
     features = [
         {"input_ids": [5, 6, 7]},
         {"input_ids": [8]},
@@ -36,7 +36,7 @@ def test_lays_documents_end_to_end():
     assert type(batch["max_length_q"]) is int
 
 
-def test_offsets_and_positions_describe_one_mask():
+def test_offsets_positions_and_seq_idx_give_the_same_mask():
     batch = PackingCollator(pad_to_multiple_of=16, pad_token_id=0)(documents([3, 1, 17, 5]))
     masks = (
         BlockDiagonalMask.from_cu_seqlens(batch["cu_seq_lens_q"]),
@@ -64,10 +64,10 @@ def test_longest_document_counts_the_padding():
     assert batch["max_length_q"] == batch["max_length_k"] == 59
 
 
-def test_a_full_row_gets_no_padding():
+def test_full_row_gets_no_padding():
     batch = PackingCollator(pad_to_multiple_of=8, pad_token_id=0)(documents([3, 5]))
     assert batch["cu_seq_lens_q"].tolist() == [0, 3, 8]
-    assert batch["attention_mask"].tolist() == [[1] * 8], "the same arguments for every batch are one graph"
+    assert batch["attention_mask"].tolist() == [[1] * 8], "the same arguments for every batch make one graph"
 
 
 def read_only(ids):
@@ -92,14 +92,14 @@ CONVERSIONS = {
 
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("convert", CONVERSIONS.values(), ids=CONVERSIONS)
-def test_takes_lists_arrays_and_tensors(convert):
+def test_input_types(convert):
     features = [{"input_ids": convert([1, 2, 3]), "labels": convert([1, 2, 3]), "attention_mask": convert([1, 1, 1])}]
     batch = PackingCollator()(features)
     assert batch["input_ids"].tolist() == [[1, 2, 3]]
     assert batch["labels"].tolist() == [[IGNORED, 2, 3]]
 
 
-def test_leaves_its_input_alone():
+def test_input_is_unchanged():
     features = [{"input_ids": torch.tensor([1, 2]), "labels": torch.tensor([1, 2])}]
     batch = PackingCollator()(features)
     batch["input_ids"].zero_()
@@ -119,13 +119,16 @@ def test_leaves_its_input_alone():
         ([{"input_ids": [1, 2], "attention_mask": [1]}], "attention_mask that isn't 1"),
         (5, r"takes a list of documents.* got int"),
         ({"input_ids": [[1, 2], [3]]}, r"got dict.*dataset\[i\] for i in range.*not as dataset\[:8\]"),
-        ([{"input_ids": [1.0]}], "input_ids of document 0 must be a row of integers; got float32"),
-        ([{"input_ids": [True]}], "got bool"),
+        ([{"input_ids": [1.0]}], "document 0 needs a row of integers as input_ids; got torch.float32"),
+        ([{"input_ids": [True]}], "got torch.bool"),
         ([{"input_ids": [[1, 2]]}], r"of shape \(1, 2\)"),
         ([{"input_ids": 5}], r"of shape \(\)"),
-        ([{"input_ids": "text"}], "must be a row of integers; got 'text'"),
-        ([{"input_ids": [1], "labels": None}], "labels of document 0 must be a row of integers; got None"),
-        ([{"input_ids": torch.ones(1, dtype=torch.int64, device="meta")}], "lies on meta"),
+        ([{"input_ids": "text"}], "needs a row of integers as input_ids; got 'text'"),
+        ([{"input_ids": [1], "labels": None}], "needs a row of integers as labels; got None"),
+        (
+            [{"input_ids": torch.ones(1, dtype=torch.int64, device="meta")}],
+            "document 0 has input_ids on meta; collate in host memory",
+        ),
     ],
 )
 def test_refuses(features, message):
@@ -162,8 +165,8 @@ def test_refuses_settings(settings, message):
         PackingCollator(**settings)
 
 
-def test_labels_predict_the_same_tokens_as_separate_documents():
-    """The mean over a packed row is the token-weighted mean over documents, for any logits."""
+def test_loss_of_row_equals_loss_of_separate_documents():
+    """The mean loss of a packed row is the token-weighted mean over documents, for any logits."""
     features = documents([7, 1, 12, 30])
     batch = PackingCollator(pad_to_multiple_of=16, pad_token_id=0)(features)
     generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""What PackingCollator makes of a document's columns, by objective: carried, cut, left out, or refused by name."""
+"""The columns of documents in PackingCollator: which are packed, cut, left out or refused, for each objective."""
 
 import numpy as np
 import pytest
@@ -17,14 +17,14 @@ def plain(batch):
     return {name: value.tolist() if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
-def test_tokens_keep_every_label():
+def test_tokens_objective_keeps_all_labels():
     batch = collate(
         {"input_ids": [5, 6, 7], "labels": [2, IGNORED, 0]}, {"input_ids": [8], "labels": [1]}, objective="tokens"
     )
     assert batch["labels"].tolist() == [[2, IGNORED, 0, 1]]
 
 
-def test_tokens_without_labels_make_a_batch_without():
+def test_tokens_objective_makes_no_labels():
     assert "labels" not in collate({"input_ids": [5, 6, 7]}, {"input_ids": [8]}, objective="tokens")
 
 
@@ -40,7 +40,7 @@ def test_tokens_without_labels_make_a_batch_without():
         ([np.array([0.5]), np.array([1.5])], torch.float64),
     ],
 )
-def test_documents_have_a_label_each(labels, dtype):
+def test_documents_objective_takes_one_label_per_document(labels, dtype):
     batch = collate(
         {"input_ids": [5, 6, 7], "label": labels[0]}, {"input_ids": [8], "label": labels[1]}, objective="documents"
     )
@@ -49,7 +49,7 @@ def test_documents_have_a_label_each(labels, dtype):
     assert batch["input_ids"].tolist() == [[5, 6, 7, 8]]
 
 
-def test_padding_gets_no_label_of_a_document():
+def test_padding_adds_no_document_label():
     batch = collate(
         {"input_ids": [5, 6, 7], "label": 1},
         {"input_ids": [8], "label": 0},
@@ -63,13 +63,13 @@ def test_padding_gets_no_label_of_a_document():
 
 @pytest.mark.parametrize("name", ["labels", "label", "label_ids"])
 @pytest.mark.parametrize("objective", ["causal", "tokens"])
-def test_labels_by_any_of_their_names(name, objective):
+def test_names_of_labels(name, objective):
     batch = collate({"input_ids": [5, 6, 7], name: [1, 2, 3]}, objective=objective)
     assert batch["labels"].tolist() == [[IGNORED if objective == "causal" else 1, 2, 3]]
     assert name == "labels" or name not in batch
 
 
-def test_columns_with_a_value_per_token_come_along():
+def test_columns_with_one_value_per_token():
     documents = (
         {"input_ids": [5, 6, 7], "token_type_ids": [0, 1, 1], "special_tokens_mask": [1, 0, 0], "length": 3},
         {"input_ids": [8, 9], "token_type_ids": [0, 0], "special_tokens_mask": [1, 1], "length": 2},
@@ -82,29 +82,29 @@ def test_columns_with_a_value_per_token_come_along():
 
 @pytest.mark.parametrize("mask", ["completion_mask", "assistant_masks"])
 @pytest.mark.parametrize("as_type", [int, bool])
-def test_masks_of_what_is_learned_make_the_labels(mask, as_type):
+def test_completion_masks_make_labels(mask, as_type):
     values = [as_type(value) for value in (0, 1, 0, 1)]
     batch = collate({"input_ids": [5, 6, 7, 8], mask: values}, {"input_ids": [9, 9, 9, 9], mask: values})
     assert batch["labels"].tolist() == [[IGNORED, 6, IGNORED, 8, IGNORED, 9, IGNORED, 9]]
     assert batch[mask].tolist() == [[0, 1, 0, 1, 0, 1, 0, 1]]
 
 
-def test_given_labels_are_taken_as_they_are():
+def test_completion_mask_leaves_given_labels_unchanged():
     batch = collate({"input_ids": [5, 6, 7, 8], "labels": [5, 6, 7, 8], "completion_mask": [0, 1, 0, 1]})
     assert batch["labels"].tolist() == [[IGNORED, 6, 7, 8]]
 
 
-def test_unsigned_ids_that_fit_are_taken():
+def test_uint64_ids_that_fit_int64():
     for ids in (torch.tensor([5, 2**40], dtype=torch.uint64), np.array([5, 2**40], np.uint64)):
         assert collate({"input_ids": ids})["input_ids"].tolist() == [[5, 2**40]]
 
 
-def test_floats_of_several_widths_are_one_kind():
+def test_float_dtypes_may_differ():
     documents = ({"input_ids": [5], "w": np.array([0.5], np.float16)}, {"input_ids": [8], "w": [70000.0]})
     assert collate(*documents, per_token=("w",))["w"].tolist() == [[0.5, 70000.0]]
 
 
-def test_columns_that_the_user_names():
+def test_per_token_columns():
     documents = (
         {"input_ids": [5, 6], "bbox": [[1, 2], [3, 4]], "weights": [0.5, 1.0]},
         {"input_ids": [8], "bbox": [[5, 6]], "weights": [0.25]},
@@ -115,7 +115,7 @@ def test_columns_that_the_user_names():
     assert batch["weights"].dtype == torch.float32
 
 
-def test_long_documents_are_cut_with_all_their_columns():
+def test_max_document_length_cuts_all_columns():
     documents = (
         {"input_ids": [5, 6, 7, 8], "labels": [1, 2, 3, 4], "token_type_ids": [0, 0, 1, 1], "attention_mask": [1] * 4},
         {"input_ids": [9], "labels": [9], "token_type_ids": [0]},
@@ -127,7 +127,7 @@ def test_long_documents_are_cut_with_all_their_columns():
     assert cut["labels"] == [[1, 2, 3, 9]]
 
 
-def test_a_label_of_a_document_is_not_cut():
+def test_max_document_length_keeps_document_labels():
     document = {"input_ids": [5, 6, 7], "label": [0.0, 1.0, 1.0, 0.0]}
     batch = collate(document, objective="documents", max_document_length=2)
     assert batch["labels"].tolist() == [[0.0, 1.0, 1.0, 0.0]]
@@ -141,45 +141,45 @@ A = {"input_ids": [5, 6]}
     ("features", "settings", "message"),
     [
         ([A | {"id": "x", "text": "..."}], {}, r"document 0 has 'id', 'text', which .* takes 'input_ids', .*per_token"),
-        ([A | {"position_ids": [0, 1]}], {}, "'position_ids', which .*it makes 'position_ids' from the documents'"),
+        ([A | {"position_ids": [0, 1]}], {}, "'position_ids', which .*it makes 'position_ids' itself"),
         ([A | {"seq_lengths": [1, 1]}], {}, "a row with seq_lengths holds several documents already"),
-        ([A | {"pixel_values": [0.5]}], {}, "'pixel_values', which .*packs tokens alone.*processor's own collator"),
-        ([A | {"image_grid_thw": [1, 2, 2]}], {}, "packs tokens alone"),
-        ([A | {"labels": 1}], {}, "labels of document 0 is 1, one number, .*'causal'.*Pass objective='documents'"),
-        ([A | {"label": 1}], {"objective": "tokens"}, "label of document 0 is 1, one number, .*'tokens'"),
+        ([A | {"pixel_values": [0.5]}], {}, "'pixel_values', which .*packs only tokens.*processor's own collator"),
+        ([A | {"image_grid_thw": [1, 2, 2]}], {}, "packs only tokens"),
+        ([A | {"labels": 1}], {}, "document 0 has one number as labels, 1, .*'causal'.*Pass objective='documents'"),
+        ([A | {"label": 1}], {"objective": "tokens"}, "has one number as label, 1, .*'tokens'"),
         ([A | {"labels": [1, 2], "label": 1}], {}, "document 0 has 'labels', 'label', which all name its labels"),
-        ([A | {"labels": [0.5, 1.0]}], {"objective": "tokens"}, "labels of document 0 must be a row of integers"),
-        ([A | {"labels": "yes"}], {"objective": "documents"}, "must be a number, or a row of numbers; got 'yes'"),
-        ([A | {"labels": None}], {"objective": "documents"}, "must be a number, or a row of numbers; got None"),
-        ([A | {"labels": 1j}], {"objective": "documents"}, "must be a number, or a row of numbers; got complex64"),
+        ([A | {"labels": [0.5, 1.0]}], {"objective": "tokens"}, "needs a row of integers as labels; got .*float32"),
+        ([A | {"labels": "yes"}], {"objective": "documents"}, "a number, or a row of numbers, as labels; got 'yes'"),
+        ([A | {"labels": None}], {"objective": "documents"}, "a number, or a row of numbers, as labels; got None"),
+        ([A | {"labels": 1j}], {"objective": "documents"}, "a number, or a row of numbers, as labels; got 1j"),
         ([A | {"token_type_ids": [0]}], {}, "document 0 has 2 input_ids but 1 token_type_ids"),
-        ([A | {"token_type_ids": [0.0, 1.0]}], {}, "token_type_ids of document 0 must be a row of integers"),
-        ([A | {"completion_mask": None}], {}, "completion_mask of document 0 must be a row of integers; got None"),
+        ([A | {"token_type_ids": [0.0, 1.0]}], {}, "document 0 needs a row of integers as token_type_ids; got"),
+        ([A | {"completion_mask": None}], {}, "needs a row of integers as completion_mask; got None"),
         ([A | {"w": [0.5]}], {"per_token": ["w"]}, "document 0 has 2 input_ids but 1 w; give every token one value"),
-        ([A | {"w": 0.5}], {"per_token": ["w"]}, "w of document 0 must be numbers, one or one row per token; got 0.5"),
-        ([A | {"w": ["a", "b"]}], {"per_token": ["w"]}, r"must be numbers, one or one row per token; got \['a', 'b'\]"),
+        ([A | {"w": 0.5}], {"per_token": ["w"]}, "needs one number, or one row of numbers, per token as w; got 0.5"),
+        ([A | {"w": ["a", "b"]}], {"per_token": ["w"]}, r"or one row of numbers, per token as w; got \['a', 'b'\]"),
         ([A], {"per_token": ["w"]}, "document 0 has no 'w', which per_token names; got 'input_ids'"),
         ([A | {"labels": [1, 2]}, A], {"objective": "tokens"}, "document 0 has 'labels' and document 1 hasn't"),
         ([A | {"labels": [1, 2]}, A], {}, "document 0 has 'labels' and document 1 hasn't"),
         ([A, A | {"label_ids": [1, 2]}], {}, "document 1 has 'labels' and document 0 hasn't"),
-        ([A | {"completion_mask": [0, 2]}], {}, "completion_mask of document 0 must hold 0 and 1 alone; got 2 at"),
-        ([A | {"assistant_masks": [-1, 0]}], {}, "assistant_masks of document 0 must hold 0 and 1 alone; got -1 at"),
+        ([A | {"completion_mask": [0, 2]}], {}, r"document 0 needs only 0 and 1 in completion_mask; got \[0, 2\]"),
+        ([A | {"assistant_masks": [-1, 0]}], {}, r"needs only 0 and 1 in assistant_masks; got \[-1, 0\]"),
         (
             [A | {"w": np.ones(2, np.float16)}, A | {"w": [70000, 1]}],
             {"per_token": ["w"]},
-            "w is int64 in document 1 and float16 in document 0; give every document .* of one kind",
+            "w holds integers .* in document 1 and floating point .* in document 0; give every document .* of one kind",
         ),
-        ([A | {"w": [True, False]}, A | {"w": [1, 0]}], {"per_token": ["w"]}, "w is int64 in document 1 and bool in"),
+        ([A | {"w": [True, False]}, A | {"w": [1, 0]}], {"per_token": ["w"]}, "in document 1 and bool .* in document"),
         (
             [{"input_ids": torch.tensor([2**63 + 5, 1], dtype=torch.uint64)}],
             {},
-            "input_ids of document 0 must be a row of integers of up to 63 bits; got 9223372036854775813",
+            r"needs a row of integers as input_ids; got uint64 values of 2\*\*63 or more",
         ),
-        ([{"input_ids": np.array([2**63 + 5, 1], np.uint64)}], {}, "of up to 63 bits; got 9223372036854775813"),
+        ([{"input_ids": np.array([2**63 + 5, 1], np.uint64)}], {}, r"got uint64 values of 2\*\*63 or more"),
         (
             [{"input_ids": torch.tensor([1, 2]).to_sparse()}],
             {},
-            "input_ids of document 0 must be a row of integers; got a tensor of layout torch.sparse_coo. .*to_dense",
+            "needs a row of integers as input_ids; got tensor",
         ),
         ([A, A | {"label": 1}], {"objective": "documents"}, "document 1 has 'labels' and document 0 hasn't"),
         ([A, A | {"token_type_ids": [0, 0]}], {}, "document 1 has 'token_type_ids' and document 0 hasn't"),
@@ -187,20 +187,20 @@ A = {"input_ids": [5, 6]}
         (
             [A | {"bbox": [[1, 2]] * 2}, A | {"bbox": [[1]] * 2}],
             {"per_token": ["bbox"]},
-            r"bbox has the shape \(2, 1\) in document 1 and \(2, 2\) in document 0",
+            r"bbox holds integers of shape \(1,\) per token in document 1 and integers of shape \(2,\) .* document 0",
         ),
-        ([{"input_ids": [2**70]}], {}, "must be a row of integers"),
-        ([{"input_ids": np.array([2**63], dtype=np.uint64)}], {}, "must be a row of integers"),
-        ([{"input_ids": np.array(["a"])}], {}, "must be a row of integers"),
+        ([{"input_ids": [2**70]}], {}, "document 0 needs a row of integers as input_ids"),
+        ([{"input_ids": np.array([2**63], dtype=np.uint64)}], {}, "document 0 needs a row of integers as input_ids"),
+        ([{"input_ids": np.array(["a"])}], {}, "document 0 needs a row of integers as input_ids"),
     ],
 )  # fmt: skip
-def test_refuses_by_name(features, settings, message):
+def test_refuses(features, settings, message):
     with pytest.raises(ValueError, match=message):
         collate(*features, **settings)
 
 
 @pytest.mark.parametrize("columns", [{}, {"labels": [1, 2]}, {"token_type_ids": [1, 1]}])
-def test_leaves_its_input_alone(columns):
+def test_input_is_unchanged(columns):
     document = {name: torch.tensor(values) for name, values in (A | columns | {"completion_mask": [0, 1]}).items()}
     before = plain(document)
     for value in collate(document).values():

@@ -32,7 +32,7 @@ class TestPackedDataset:
         with pytest.raises(IndexError, match="bin 3 of a packing with 3 bins"):
             packed[3]
 
-    def test_documents_are_cut(self):
+    def test_split_and_truncate(self):
         split = pack_dataset(documents(), 6, overlong="split", algorithm="next_fit")
         assert split[2] == [
             {"input_ids": [107, 108, 109], "labels": [-107, -108, -109]},
@@ -41,7 +41,7 @@ class TestPackedDataset:
         truncated = pack_dataset(documents(), 6, overlong="truncate", algorithm="next_fit")
         assert tokens_of(truncated)[1] == [[101, 102, 103, 104, 105, 106]]
 
-    def test_given_lengths_and_a_function_for_them(self):
+    def test_lengths_and_length_function(self):
         measured = pack_dataset([(4,), (7,)], 8, length=lambda document: document[0])
         assert [measured[0], measured[1]] == [[(7,)], [(4,)]]
         given = pack_dataset(documents(), 10, lengths=LENGTHS, max_items=1)
@@ -59,7 +59,7 @@ class TestPackedDataset:
             pack_dataset({"input_ids": [[1]]}, 10)
 
     @pytest.mark.parametrize(("packed_as", "is_now"), [(8, 7), (8, 9), (8, 30), (30, 8), (30, 15)])
-    def test_lengths_of_other_documents_are_noticed(self, packed_as, is_now):
+    def test_refuses_document_of_another_length(self, packed_as, is_now):
         packing = pack((*LENGTHS[:4], packed_as), 10, overlong="split")
         packed = PackedDataset(documents((*LENGTHS[:4], is_now)), packing)
         with pytest.raises(ValueError, match=rf"document 4 has {is_now} tokens, but its tokens .* were packed"):
@@ -67,21 +67,21 @@ class TestPackedDataset:
 
 
 class TestLoading:
-    def test_a_row_per_bin(self):
+    def test_one_row_per_bin(self):
         packed = pack_dataset(documents(), 10)
         rows = [batch["input_ids"].tolist() for batch in DataLoader(packed, batch_size=1, collate_fn=PackingCollator())]
         assert rows == [[list(chain.from_iterable(bins))] for bins in tokens_of(packed)]
         whole = [batch["input_ids"].tolist() for batch in DataLoader(packed, None, collate_fn=PackingCollator())]
         assert whole == rows
 
-    def test_several_bins_are_one_longer_row(self):
+    def test_batch_of_bins_is_one_row(self):
         packed = pack_dataset(documents(), 10)
         first, second = DataLoader(packed, batch_size=2, collate_fn=PackingCollator())
         assert first["input_ids"].shape == (1, 17)
         assert first["cu_seq_lens_q"].tolist() == [0, 9, 17]
         assert second["cu_seq_lens_q"].tolist() == [0, 5, 8, 10]
 
-    def test_an_empty_bin_is_refused(self):
+    def test_refuses_empty_bins(self):
         with pytest.raises(ValueError, match="needs at least one document"):
             PackingCollator()([[], []])
 
@@ -102,7 +102,7 @@ class TestLoading:
 
 
 class TestBinDataset:
-    def test_takes_lists_and_single_numbers(self):
+    def test_index_by_number_and_list(self):
         rows = documents()
         bins = BinDataset(rows)
         assert bins[[4, 0]] == [rows[4], rows[0]]
@@ -110,7 +110,7 @@ class TestBinDataset:
         assert bins[2] == rows[2]
         assert len(bins) == 5
 
-    def test_asks_a_dataset_once_that_answers_for_many(self):
+    def test_getitems_is_called_once(self):
         class Counting(Subset):
             asked = 0
 
@@ -124,7 +124,7 @@ class TestBinDataset:
 
 
 class TestLengths:
-    def test_of_rows_and_mappings(self):
+    def test_lengths_of_rows_and_mappings(self):
         assert measure_lengths(documents()).tolist() == list(LENGTHS)
         assert measure_lengths([np.ones(3), torch.ones(2), [1]]).tolist() == [3, 2, 1]
         assert measure_lengths(TensorDataset(torch.ones(2, 7)), lambda row: len(row[0])).tolist() == [7, 7]
@@ -134,7 +134,7 @@ class TestLengths:
             measure_lengths(TensorDataset(torch.ones(2, 7)))
 
     @pytest.mark.parametrize("kind", [None, "numpy", "torch", "arrow"])
-    def test_of_a_table_without_reading_tokens(self, kind):
+    def test_lengths_of_table_without_reading_tokens(self, kind):
         datasets = pytest.importorskip("datasets")
         dataset = datasets.concatenate_datasets([datasets.Dataset.from_list(documents())] * 2).with_format(kind)
         assert measure_lengths(dataset).tolist() == list(LENGTHS * 2)
@@ -142,14 +142,14 @@ class TestLengths:
         chosen.__class__ = type("Unread", (datasets.Dataset,), {"__getitem__": refuse})
         assert measure_lengths(chosen).tolist() == [2, 9, 9, 9]
 
-    def test_of_a_table_with_a_missing_document(self):
+    def test_refuses_table_with_missing_document(self):
         datasets = pytest.importorskip("datasets")
         dataset = datasets.Dataset.from_dict({"input_ids": [[1], None, [2]]})
         with pytest.raises(ValueError, match="document 1 must be a row of tokens"):
             measure_lengths(dataset)
 
     @pytest.mark.parametrize("kind", [None, "numpy", "torch"])
-    def test_a_table_is_packed_and_cut(self, kind):
+    def test_split_table(self, kind):
         datasets = pytest.importorskip("datasets")
         dataset = datasets.Dataset.from_list(documents()).with_format(kind)
         packed = pack_dataset(dataset, 6, overlong="split", algorithm="next_fit")

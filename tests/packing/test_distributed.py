@@ -1,7 +1,4 @@
-"""The sampler that gives each rank its part: alike on all ranks, exact in length and on resuming."""
-
-import json
-import pickle
+"""MultipackDistributedBatchSampler: the same plan on all ranks, exact lengths, exact resume."""
 
 import numpy as np
 import pytest
@@ -20,7 +17,7 @@ def sampler(rank=0, num_replicas=4, lengths=LENGTHS, **options):
     return MultipackDistributedBatchSampler(CAPACITY, lengths, num_replicas, rank, **options)
 
 
-def test_ranks_share_the_plan_and_nothing_else():
+def test_ranks_have_as_many_batches_and_different_documents():
     samplers = [sampler(rank) for rank in range(4)]
     batches = [list(one) for one in samplers]
     assert {len(one) for one in samplers} == {len(rows) for rows in batches} == {samplers[0].num_batches()}
@@ -30,13 +27,13 @@ def test_ranks_share_the_plan_and_nothing_else():
     assert all(type(item) is int for item in items)
 
 
-def test_unsharded_it_yields_every_ranks_rows_step_by_step():
+def test_unsharded_sampler_yields_rows_of_all_ranks():
     rows = list(sampler(None, shard=False))
     assert rows == [batch for step in zip(*(sampler(rank) for rank in range(4)), strict=True) for batch in step]
     assert len(sampler(None, shard=False)) == len(rows)
 
 
-def test_epochs_differ_and_come_back():
+def test_order_depends_on_epoch_and_seed():
     one = sampler()
     first = list(one)
     one.set_epoch(1)
@@ -47,7 +44,7 @@ def test_epochs_differ_and_come_back():
     assert list(sampler(seed=1)) != first
 
 
-def test_measures():
+def test_tokens_per_step_and_efficiency():
     one = sampler(tail="keep")
     tokens = one.tokens_per_step()
     assert tokens.tolist() == [
@@ -57,42 +54,7 @@ def test_measures():
     assert one.efficiency() == LENGTHS.sum() / (len(one) * 4 * CAPACITY)
 
 
-@pytest.mark.parametrize("batches", [0, 1, 7, "all"])
-def test_resumes_after_any_batch(batches):
-    source = sampler()
-    source.set_epoch(3)
-    done = len(source) if batches == "all" else batches
-    iterator = iter(source)
-    seen = [next(iterator) for _ in range(done)]
-    state = json.loads(json.dumps(source.state_dict()))
-    target = sampler(rank=0)
-    target.load_state_dict(state)
-    assert target.epoch == 3
-    target.set_epoch(3)  # as training loops do at an epoch's start
-    assert seen + list(target) == list(source)
-    assert len(list(target)) == len(target) == len(source), "the pass after the resumed one is whole"
-
-
-def test_a_state_counts_what_was_trained_on_if_told():
-    source = sampler()
-    iterator = iter(source)
-    for _ in range(5):
-        next(iterator)
-    target = sampler()
-    target.load_state_dict(source.state_dict(batches_done=3))
-    assert next(iter(target)) == list(sampler())[3]
-    with pytest.raises(ValueError, match=rf"batches_done must be an integer from 0 to {len(source)}.*got {10**6}"):
-        source.state_dict(batches_done=10**6)
-
-
-def test_another_epoch_ends_a_resume():
-    target = sampler()
-    target.load_state_dict(sampler().state_dict(batches_done=3))
-    target.set_epoch(1)
-    assert len(list(target)) == len(target)
-
-
-def test_a_rank_resumes_from_another_ranks_state():
+def test_resumes_from_state_of_another_rank():
     source = sampler(rank=0)
     target = sampler(rank=3)
     target.load_state_dict(source.state_dict(batches_done=2))
@@ -109,7 +71,7 @@ def test_a_rank_resumes_from_another_ranks_state():
         (sampler(lengths=np.roll(LENGTHS, 1)), "lengths was .* and is "),
     ],
 )
-def test_refuses_the_state_of_another(other, message):
+def test_refuses_state_of_other_settings(other, message):
     target = sampler()
     target.set_epoch(2)
     before = list(target)
@@ -118,7 +80,7 @@ def test_refuses_the_state_of_another(other, message):
     assert (target.epoch, list(target)) == (2, before)
 
 
-def test_refuses_a_plan_that_comes_out_otherwise():
+def test_refuses_state_of_another_version():
     state = sampler().state_dict(batches_done=2) | {"plan": "0" * 32}
     target = sampler()
     target.set_epoch(5)
@@ -143,35 +105,15 @@ def test_dataloader(num_workers):
     assert list(loader) == list(sampler(rank=1))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
-@pytest.mark.parametrize("stop", [1, 6, "end"])
-def test_stateful_dataloader_resumes_what_was_trained_on(num_workers, stop):
-    stateful = pytest.importorskip("torchdata.stateful_dataloader")
-
-    def loader():
-        return stateful.StatefulDataLoader(
-            Documents(), batch_sampler=sampler(rank=2), num_workers=num_workers, collate_fn=list
-        )
-
-    expected = list(sampler(rank=2))
-    stop = len(expected) if stop == "end" else stop
-    source, target = loader(), loader()
-    iterator = iter(source)
-    assert [next(iterator) for _ in range(stop)] == expected[:stop]
-    target.load_state_dict(source.state_dict())
-    assert list(target) == expected[stop:]
-    assert list(target) == expected
-
-
 def prepared(rank, loader):
-    """As accelerate gives it to one of four processes."""
+    """The loader that accelerate makes for one of four processes."""
     data_loader = pytest.importorskip("accelerate.data_loader")
     return data_loader.prepare_data_loader(
         loader, num_processes=4, process_index=rank, put_on_device=False, even_batches=False
     )
 
 
-def test_under_accelerate_each_process_gets_its_rows_and_every_epoch_its_own():
+def test_accelerate_divides_batches_and_sets_epochs():
     loaders = [
         prepared(rank, DataLoader(Documents(), batch_sampler=sampler(None, shard=False), collate_fn=list))
         for rank in range(4)
@@ -184,25 +126,25 @@ def test_under_accelerate_each_process_gets_its_rows_and_every_epoch_its_own():
             assert len(loader) == len(expected)
 
 
-def test_under_accelerate_a_sharding_sampler_is_refused():
+def test_accelerate_refuses_sharding_sampler():
     loader = DataLoader(Documents(), batch_sampler=sampler(1), collate_fn=list)
-    with pytest.raises(ValueError, match=r"yields rank 1's batches of 4 ranks alone.*shard=False"):
+    with pytest.raises(ValueError, match=r"the batches of rank 1 only, of 4 ranks.*shard=False"):
         prepared(1, loader)
 
 
-def test_one_process_is_the_world_where_nothing_else_is_meant():
+def test_single_process_is_rank_0_of_1():
     one = MultipackDistributedBatchSampler(CAPACITY, LENGTHS)
     assert (one.num_replicas, one.rank) == (1, 0)
 
 
-def test_a_launched_process_without_a_group_is_refused(monkeypatch):
+def test_refuses_launched_process_without_group(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "8")
     with pytest.raises(ValueError, match=r"WORLD_SIZE is 8.*init_process_group"):
         MultipackDistributedBatchSampler(CAPACITY, LENGTHS)
 
 
 def one_of_two_ranks(rank, store):
-    """What a process of two does."""
+    """Runs in each of two processes."""
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     lengths = [5, 3, 4, 4, 2, 6, 8, 8]
     one = MultipackDistributedBatchSampler(8, lengths)
@@ -217,12 +159,12 @@ def one_of_two_ranks(rank, store):
     dist.destroy_process_group()
 
 
-def test_ranks_find_their_place_and_compare_plans(tmp_path):
-    # Forked, because a new process takes seconds for its imports.
+def test_ranks_from_process_group_and_verify_ranks(tmp_path):
+    # fork, because a spawned process takes seconds to import.
     torch.multiprocessing.start_processes(one_of_two_ranks, (str(tmp_path / "store"),), nprocs=2, start_method="fork")
 
 
-def test_overlong_documents_are_dropped_and_counted():
+def test_drop_overlong_documents():
     lengths = LENGTHS.copy()
     lengths[[3, 50]] = [600, 5000]
     with pytest.raises(ValueError, match="2 of 700 documents are longer than the batch_max_length of 512"):
@@ -234,13 +176,13 @@ def test_overlong_documents_are_dropped_and_counted():
 
 
 @pytest.mark.parametrize("overlong", ["truncate", "split"])
-def test_a_sampler_cannot_cut(overlong):
+def test_refuses_to_cut_documents(overlong):
     message = rf"overlong must be 'error' or 'drop'; got '{overlong}'.*minimum\(lengths, 512\).*max_document_length=512"
     with pytest.raises(ValueError, match=message):
         sampler(overlong=overlong)
 
 
-def test_a_sampler_advises_what_it_can_do_of_long_documents():
+def test_advice_for_overlong_documents():
     message = r"513 tokens.*'drop', which leaves .*minimum\(lengths, 512\).*pack_dataset"
     with pytest.raises(ValueError, match=message) as caught:
         sampler(lengths=[5, 5, 5, 513])
@@ -249,7 +191,7 @@ def test_a_sampler_advises_what_it_can_do_of_long_documents():
         MultipackBatchSampler(range(2), 1, 8, [4, 9])
 
 
-def test_documents_that_the_collator_cuts_fill_rows_as_planned():
+def test_collator_cuts_documents_as_planned():
     lengths = np.array([5, 3, 41, 4, 2, 6, 16, 8] * 4)
     documents = [{"input_ids": list(range(1, length + 1))} for length in lengths]
     cut = MultipackDistributedBatchSampler(16, np.minimum(lengths, 16), 2, 0, tail="keep")
@@ -259,20 +201,13 @@ def test_documents_that_the_collator_cuts_fill_rows_as_planned():
     assert max(found) == 16
 
 
-def test_pickles():
-    one = sampler()
-    next(iter(one))
-    copy = pickle.loads(pickle.dumps(one))
-    assert list(copy) == list(one)
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rank": 4}, "rank must be an integer from 0 to 3, as there are 4; got 4"),
+        ({"rank": 4}, "rank must be an integer from 0 to 3, because num_replicas is 4; got 4"),
         ({"rank": -1}, "rank must be .* got -1"),
         ({"num_replicas": 0}, "num_replicas must be an integer from 1 to .* got 0"),
-        ({"rank": None}, "num_replicas=4 and rank=None leave the place of this process open"),
+        ({"rank": None}, "num_replicas=4 and rank=None don't say which rank this process is"),
         ({"lengths": []}, "lengths is empty"),
         ({"lengths": [5, 0, 3, 4]}, "document 1 has length 0"),
         ({"lengths": [5, -2, 3, 4]}, "document 1 has length -2"),

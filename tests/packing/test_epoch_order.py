@@ -1,4 +1,4 @@
-"""A second pass over an epoch that is done is said once, unless its order is what was asked for."""
+"""The warning about a second pass over one epoch, and the cases without it."""
 
 import warnings
 
@@ -22,11 +22,11 @@ MAKERS = [distributed, multipack]
 
 
 @pytest.fixture(autouse=True)
-def nothing_said(monkeypatch):
+def no_earlier_warnings(monkeypatch):
     monkeypatch.setattr(notices, "_said", {})
 
 
-def heard(call):
+def packing_warnings(call):
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         call()
@@ -34,7 +34,7 @@ def heard(call):
 
 
 def passes(sampler, *epochs):
-    """A pass for each; None for one before which nobody calls set_epoch."""
+    """One pass per epoch, after set_epoch(epoch), or without it for None."""
     loader = DataLoader(BinDataset(range(len(LENGTHS))), batch_sampler=sampler, collate_fn=list)
     for epoch in epochs:
         if epoch is not None:
@@ -44,8 +44,8 @@ def passes(sampler, *epochs):
 
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("epochs", [(None, None, None), (3, None)])
-def test_warns_of_the_same_order(make, epochs):
-    (message,) = heard(lambda: passes(make(), *epochs))
+def test_warns_of_second_pass(make, epochs):
+    (message,) = packing_warnings(lambda: passes(make(), *epochs))
     epoch = epochs[0] or 0
     assert message.startswith(f"same-epoch: a sampler begins a second pass over epoch {epoch}, so the documents")
     assert f"set_epoch({epoch}) again" in message
@@ -53,12 +53,12 @@ def test_warns_of_the_same_order(make, epochs):
 
 @pytest.mark.parametrize("make", MAKERS)
 @pytest.mark.parametrize("epochs", [(None,), (None, 1, 2), (0, 1), (1, 1, 1)])
-def test_silent_where_epochs_are_chosen(make, epochs):
-    assert not heard(lambda: passes(make(), *epochs))
+def test_no_warning_if_epochs_are_set(make, epochs):
+    assert not packing_warnings(lambda: passes(make(), *epochs))
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_silent_after_a_look_at_some_batches(make):
+def test_no_warning_after_partial_iteration(make):
     sampler = make()
 
     def look():
@@ -66,11 +66,11 @@ def test_silent_after_a_look_at_some_batches(make):
         len(sampler)
         list(sampler)
 
-    assert not heard(look)
+    assert not packing_warnings(look)
 
 
 @pytest.mark.parametrize("make", MAKERS)
-def test_silent_where_a_state_is_resumed(make):
+def test_no_warning_on_resume(make):
     sampler = make()
     list(sampler)
     state = sampler.state_dict(batches_done=1)
@@ -79,8 +79,8 @@ def test_silent_where_a_state_is_resumed(make):
         sampler.load_state_dict(state)
         list(sampler)
 
-    assert not heard(resume)
-    assert len(heard(lambda: list(sampler))) == 1
+    assert not packing_warnings(resume)
+    assert len(packing_warnings(lambda: list(sampler))) == 1
 
 
 @pytest.mark.parametrize(
@@ -92,16 +92,16 @@ def test_silent_where_a_state_is_resumed(make):
         lambda: multipack(DistributedSampler(LENGTHS, 1, 0, shuffle=False)),
     ],
 )
-def test_silent_where_every_epoch_has_the_same_order(make):
-    assert not heard(lambda: passes(make(), None, None))
+def test_no_warning_without_shuffling(make):
+    assert not packing_warnings(lambda: passes(make(), None, None))
 
 
-def test_a_sampler_that_knows_epochs_is_shuffled():
-    assert len(heard(lambda: passes(multipack(DistributedSampler(LENGTHS, 1, 0)), None, None))) == 1
+def test_warns_with_shuffling_distributed_sampler():
+    assert len(packing_warnings(lambda: passes(multipack(DistributedSampler(LENGTHS, 1, 0)), None, None))) == 1
 
 
 @pytest.mark.parametrize("make", [lambda: distributed(shard=False), multipack])
-def test_silent_under_accelerate(make):
+def test_no_warning_under_accelerate(make):
     data_loader = pytest.importorskip("accelerate.data_loader")
     loader = data_loader.prepare_data_loader(
         DataLoader(BinDataset(range(len(LENGTHS))), batch_sampler=make(), collate_fn=list),
@@ -110,4 +110,4 @@ def test_silent_under_accelerate(make):
         put_on_device=False,
         even_batches=False,
     )
-    assert not heard(lambda: [list(loader) for _ in range(3)])
+    assert not packing_warnings(lambda: [list(loader) for _ in range(3)])

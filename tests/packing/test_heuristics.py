@@ -18,7 +18,7 @@ def pack_windows(lengths, capacity, max_items, window, threshold):
 
 @pytest.mark.parametrize("threshold", [0.0, 0.5, 0.95, 1.0])
 @pytest.mark.parametrize("window", [1, 2, 7, 50])
-def test_equals_the_naive_loop(window, threshold):
+def test_equals_naive_loop(window, threshold):
     rng = np.random.default_rng(window)
     for max_items in (200, 3):
         lengths = rng.integers(1, 64, 200).astype(np.int32)
@@ -26,14 +26,14 @@ def test_equals_the_naive_loop(window, threshold):
         assert pack_windows(lengths, 64, max_items, window, threshold) == expected
 
 
-def test_pack_equals_the_naive_loop_across_windows():
+def test_pack_equals_naive_loop_across_windows():
     lengths = np.random.default_rng(0).integers(1, 600, 2 * WINDOW + 100)
     packing = pack(lengths, 1000, algorithm="windowed")
     assert [items.tolist() for items in packing] == naive.windowed(lengths.tolist(), 1000, len(lengths))
 
 
-def test_no_document_waits_longer_than_promised():
-    """Lengths that leave every bin at 60% would be carried to the end; the packer holds a few windows, no more."""
+def test_documents_wait_for_max_carries_windows():
+    """With bins that are all 60% full, documents are carried, and the packer holds only a few windows."""
     packer = WindowPacker(100, 10, 0.95)
     for window in range(10):
         documents, offsets = packer.add(np.full(8, 60, dtype=np.int32))
@@ -43,7 +43,7 @@ def test_no_document_waits_longer_than_promised():
 
 
 def test_overdue_documents_are_packed_first():
-    """The shortest document goes last into bins, so it is left over time and again; once overdue it goes first."""
+    """The shortest document is packed last, so it is left over repeatedly. Once overdue it is packed first."""
     packer = WindowPacker(100, 10, 0.95)
     window = np.array([99, 98], dtype=np.int32)
     assert packer.add(np.array([50], dtype=np.int32))[0].tolist() == []
@@ -53,7 +53,7 @@ def test_overdue_documents_are_packed_first():
     assert documents.tolist()[: offsets[1]] == [0, 1 + 2 * (MAX_CARRIES - 1)]
 
 
-def test_nothing_left_is_no_bin():
+def test_empty_window_makes_no_bin():
     packer = WindowPacker(100, 10, 0.95)
     none = np.zeros(0, dtype=np.int32)
     documents, offsets = packer.add(none, last=True)
@@ -64,7 +64,7 @@ def test_nothing_left_is_no_bin():
     assert (documents.tolist(), offsets.tolist()) == ([0], [0, 1])
 
 
-def test_close_to_packing_everything_at_once_in_nearly_the_input_order():
+def test_windowed_is_near_best_fit_and_input_order():
     lengths = np.random.default_rng(0).integers(1, 2049, 20 * WINDOW)
     packing = pack(lengths, 4096, algorithm="windowed")
     assert packing.num_bins <= 1.005 * pack(lengths, 4096).num_bins

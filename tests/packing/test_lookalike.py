@@ -4,7 +4,7 @@ import pytest
 from tests.lengths import lookalike
 
 
-def test_is_like_the_lengths_that_it_stands_for():
+def test_lookalike_has_statistics_of_openchat():
     lengths = lookalike()
     assert len(lengths) == 6144
     assert np.count_nonzero(lengths == 2048) == 3160
@@ -15,6 +15,6 @@ def test_is_like_the_lengths_that_it_stands_for():
     assert abs(np.corrcoef(lengths[1:], lengths[:-1])[0, 1]) < 0.05
 
 
-def test_any_number_of_documents_in_an_order_of_its_own():
+def test_lookalike_takes_size_and_seed():
     assert lookalike(100, seed=1).tolist() == lookalike(100, seed=1).tolist() != lookalike(100, seed=2).tolist()
     assert np.count_nonzero(lookalike(100_000) == 2048) == 51432

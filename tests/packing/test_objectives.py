@@ -1,4 +1,4 @@
-"""Losses of models that don't predict the next token: packed by PackingCollator they equal the padded ones."""
+"""Models that don't predict the next token: the loss of a packed batch equals the loss of the padded batch."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def documents(num_labels):
 
     for length in LENGTHS:
         labels = row(num_labels, length)
-        labels[1::3] = IGNORED  # not the first: a masked token's label may be its own
+        labels[1::3] = IGNORED  # not the first: the first token has a label, too
         yield {"input_ids": row(VOCABULARY, length), "labels": labels, "token_type_ids": row(2, length)}
 
 
@@ -46,14 +46,14 @@ def padded(features):
 
 
 def whole(found):
-    """The loss, and all gradients as one: those of keys' biases are rounding alone, because a softmax ignores them."""
+    """The loss, and all gradients in one tensor: softmax ignores key biases, so their gradients are only rounding."""
     loss, *gradients = found
     return [loss, torch.cat([gradient.flatten() for gradient in gradients])]
 
 
 @pytest.mark.parametrize("pad_to", [None, 16])
 @pytest.mark.parametrize(("head", "num_labels"), [("MaskedLM", VOCABULARY), ("TokenClassification", 5)])
-def test_packed_loss_of_tokens_is_the_padded_loss(head, num_labels, pad_to):
+def test_packed_loss_of_tokens_equals_padded_loss(head, num_labels, pad_to):
     model, features = tiny_bert(head), list(documents(num_labels))
     expected = whole(loss_and_gradients(model, padded(features)))
     pad = {} if pad_to is None else {"pad_to_multiple_of": pad_to, "pad_token_id": 0}
@@ -63,8 +63,8 @@ def test_packed_loss_of_tokens_is_the_padded_loss(head, num_labels, pad_to):
         assert_equal_up_to_rounding(whole(loss_and_gradients(model, batch)), expected)
 
 
-def test_causal_labels_are_not_those_of_tokens():
-    """The objective matters to these losses, so the test above isn't vacuous."""
+def test_causal_objective_gives_another_loss():
+    """The objective changes these losses, so the test above can fail."""
     model, features = tiny_bert("MaskedLM"), list(documents(VOCABULARY))
     expected = loss_and_gradients(model, padded(features))
     with patch(model):
@@ -89,7 +89,7 @@ def tiny_llama_classifier(num_labels):
     ],
     ids=["bert", "llama", "a score", "several labels"],
 )
-def test_packed_loss_of_documents_is_the_padded_loss(head, labels, pad_to):
+def test_packed_loss_of_documents_equals_padded_loss(head, labels, pad_to):
     width = len(labels[0]) if isinstance(labels[0], list) else 1 if isinstance(labels[0], float) else 5
     model = tiny_bert(head) if head != "Llama" else tiny_llama_classifier(width)
     features = [
@@ -105,7 +105,7 @@ def test_packed_loss_of_documents_is_the_padded_loss(head, labels, pad_to):
     pad = {} if pad_to is None else {"pad_to_multiple_of": pad_to, "pad_token_id": 0}
     batch = PackingCollator(objective="documents", **pad)(features)
     assert torch.equal(batch["labels"], as_given)
-    if as_given.is_floating_point():  # as the model computes
+    if as_given.is_floating_point():  # the model's dtype
         batch["labels"], as_given = batch["labels"].double(), as_given.double()
     expected = whole(loss_and_gradients(model, rows | {"labels": as_given}))
     with patch(model):

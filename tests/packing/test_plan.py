@@ -1,4 +1,4 @@
-"""The plan of an epoch: what it must hold always, and how good it is on real and on awkward lengths."""
+"""plan_epoch: what holds for every plan, and how good plans are for real and for difficult lengths."""
 
 import re
 
@@ -7,7 +7,7 @@ import pytest
 
 from tests.packing.lengths import log_normal, openchat
 from tritonpack.packing.cost import CostModel
-from tritonpack.packing.plan import plan_epoch, shuffled
+from tritonpack.packing.plan import Plan, plan_epoch, shuffled
 
 MODEL = CostModel(per_token=57255.0, per_square=1.9)
 OBJECTIVES = {"quadratic": {}, "linear": {"objective": "linear"}, "cost": {"objective": "cost", "cost_model": MODEL}}
@@ -27,7 +27,7 @@ def tokens_of(plan, lengths):
 
 
 def assert_sound(plan, lengths, capacity):
-    """No document twice, no row too long, none empty."""
+    """No document is in the plan twice, and no row is too long or empty."""
     assert len(np.unique(plan.items)) == len(plan.items)
     tokens = tokens_of(plan, lengths)
     assert tokens.max() <= capacity
@@ -35,10 +35,10 @@ def assert_sound(plan, lengths, capacity):
 
 
 def deferrals(plan, order):
-    """Steps between the one in which a document would come if every step took the next ones of the stream, and its own.
+    """By how many steps each planned document comes later than the step that read it from the stream.
 
-    A step's pool is at most what the steps before have not taken, so documents that arrived with the pool of step s
-    are known from how many documents the steps up to s took.
+    Returns:
+        These numbers, and the step of each planned document, both in the order of the stream.
     """
     step_of = np.full(len(order), -1)
     for step in range(plan.num_steps):
@@ -46,7 +46,7 @@ def deferrals(plan, order):
             step_of[plan.row(step, rank)] = step
     steps = step_of[order]
     taken = steps[steps >= 0]
-    # The first step at which the stream had been read up to each place: that of the furthest document taken so far.
+    # A step has read the stream at least up to the last document that it or an earlier step takes.
     furthest = np.array([np.flatnonzero(steps == step).max() for step in range(plan.num_steps)])
     read_at = np.searchsorted(np.maximum.accumulate(furthest), np.arange(len(steps)))
     return (steps - read_at)[steps >= 0], taken
@@ -75,7 +75,7 @@ def test_documents_are_deferred_by_two_steps_at_most(name, num_ranks, options):
 
 
 def random_lengths(rng, capacity, count):
-    """Of a random kind: any, around half a row, whole rows among short ones, log-normal, whole and tiny ones."""
+    """One of: any lengths, about half a row, some whole rows among short ones, log-normal, whole rows and 1 token."""
     any_length = rng.integers(1, capacity + 1, count)
     around_half = np.clip(capacity // 2 + rng.integers(-2, 3, count), 1, capacity)
     some_whole = np.where(rng.random(count) < 0.1, capacity, rng.integers(1, max(2, capacity // 10), count))
@@ -85,7 +85,7 @@ def random_lengths(rng, capacity, count):
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_whatever_the_lengths(seed):
+def test_random_lengths_and_options(seed):
     rng = np.random.default_rng(seed)
     capacity, num_ranks = int(rng.choice([7, 64, 100, 1000, 4096])), int(rng.choice([1, 2, 3, 5, 8, 17]))
     lengths = random_lengths(rng, capacity, int(rng.integers(20 * num_ranks, 1500)))
@@ -114,12 +114,12 @@ def test_drop_leaves_out_less_than_a_step():
 
 
 def test_drop_keeps_a_last_step_that_is_full():
-    lengths = np.full(64, 64, dtype=np.int32)  # exactly four rows of 1024
+    lengths = np.full(64, 64, dtype=np.int32)  # four full rows of 1024
     plan = plan_epoch(lengths, 1024, 4, tail="drop")
     assert (plan.num_steps, len(plan.items)) == (1, 64)
 
 
-def test_keep_borrows_for_ranks_that_would_have_nothing():
+def test_keep_gives_each_rank_a_document():
     lengths = np.full(9, 500, dtype=np.int32)  # 8 in the first step, 1 left for 4 ranks
     plan = plan_epoch(lengths, 1024, 4, tail="keep")
     assert_sound(plan, lengths, 1024)
@@ -127,7 +127,7 @@ def test_keep_borrows_for_ranks_that_would_have_nothing():
 
 
 @pytest.mark.parametrize("epoch", range(3))
-def test_spread_makes_the_fewest_steps_equally_full(epoch):
+def test_spread_makes_fewest_steps_equally_full(epoch):
     lengths = openchat()
     plan = plan_epoch(lengths, 32768, 8, tail="spread", epoch=epoch)
     tokens = tokens_of(plan, lengths)
@@ -137,7 +137,7 @@ def test_spread_makes_the_fewest_steps_equally_full(epoch):
     assert steps.min() > 0.95 * steps.max()
 
 
-def test_steps_planned_together_are_fuller_and_keep_the_stream_s_order():
+def test_steps_together_are_fuller_and_keep_order():
     lengths = openchat()
     alone, together = (plan_epoch(lengths, 4096, 1, tail="keep", steps_together=steps) for steps in (1, 64))
     assert measures(alone, lengths)["efficiency"] < 0.9
@@ -146,7 +146,7 @@ def test_steps_planned_together_are_fuller_and_keep_the_stream_s_order():
     step_of[together.items] = np.repeat(np.arange(together.num_steps), np.diff(together.offsets))
     steps = step_of[shuffled(len(lengths), 0, 0)]
     assert np.corrcoef(steps, np.arange(len(steps)))[0, 1] > 0.999
-    within = steps[: 32 * 2]  # of the first 64 steps the stream's first half goes, in the mean, into the first ones
+    within = steps[: 32 * 2]  # documents that come early in the stream are in earlier steps on average
     assert within.mean() < steps[64 : 2 * 64].mean() < 64
     means = lengths[together.items[: together.offsets[-1]]]
     first, second = np.array_split(means[: together.offsets[64]], 2)
@@ -167,8 +167,8 @@ def measures(plan, lengths, model=MODEL):
 
 
 @pytest.mark.parametrize("epoch", range(3))
-def test_openchat_is_full_and_balanced(epoch):
-    """The bounds that the design sets: multipack's two samplers reach 98.2 and 99.6% and a lag of 438 and 6500."""
+def test_openchat_plan_is_full_and_balanced(epoch):
+    """Our targets. multipack's two samplers reach 98.2 and 99.6%, with lags of 438 and 6500."""
     lengths = openchat()
     plan = measures(plan_epoch(lengths, 32768, 8, epoch=epoch), lengths)
     assert min(plan["efficiency"], plan["utilization"]) >= 0.998
@@ -180,8 +180,8 @@ def test_openchat_is_full_and_balanced(epoch):
     assert linear["utilization"] >= 0.999
 
 
-def test_the_cost_objective_leaves_room_beside_expensive_documents():
-    """Rows with an 8,192-token document can't be balanced by trading: they stop at their share of the cost."""
+def test_cost_objective_leaves_room_beside_long_documents():
+    """Trading can't balance rows with a document of 8,192 tokens; they stop at their share of the cost."""
     lengths = log_normal(60_000)
     full = measures(plan_epoch(lengths, 32768, 16), lengths)
     level = measures(plan_epoch(lengths, 32768, 16, **OBJECTIVES["cost"]), lengths)
@@ -191,8 +191,8 @@ def test_the_cost_objective_leaves_room_beside_expensive_documents():
 
 @pytest.mark.parametrize("name", ["openchat", "log-normal"])
 @pytest.mark.parametrize("options", OBJECTIVES.values(), ids=OBJECTIVES)
-def test_steps_are_as_mixed_as_random_ones(name, options):
-    """The spread of the steps' mean lengths is that of i.i.d. steps; packing an epoch at once has 4 to 13 times it."""
+def test_spread_of_steps_is_random(name, options):
+    """The mean lengths of steps differ as those of random steps; packing a whole epoch at once gives 4 to 13 times."""
     lengths, ratios = (openchat() if name == "openchat" else log_normal(60_000)), []
     for epoch in range(5):
         plan = plan_epoch(lengths, 32768, 8, epoch=epoch, **options)
@@ -202,7 +202,7 @@ def test_steps_are_as_mixed_as_random_ones(name, options):
     assert np.mean(ratios) <= 1.1
 
 
-def test_the_order_is_the_shuffled_one_up_to_two_steps():
+def test_order_is_shuffled_order_up_to_two_steps():
     lengths = log_normal(20_000)
     plan = plan_epoch(lengths, 32768, 8)
     deferred, steps = deferrals(plan, shuffled(len(lengths), 0, 0))
@@ -210,7 +210,7 @@ def test_the_order_is_the_shuffled_one_up_to_two_steps():
     assert np.all(np.diff(steps) >= -2)
 
 
-def test_seed_and_epoch_decide():
+def test_order_depends_on_seed_and_epoch():
     lengths = log_normal(2000)
     plans = {
         (seed, epoch): plan_epoch(lengths, 32768, 2, seed=seed, epoch=epoch).items.tolist()
@@ -221,7 +221,7 @@ def test_seed_and_epoch_decide():
     assert plans[1, 1] == plan_epoch(lengths, 32768, 2, seed=1, epoch=1).items.tolist()
 
 
-def test_without_shuffling_the_order_is_the_given_one():
+def test_no_shuffle_keeps_input_order():
     lengths = np.full(64, 256, dtype=np.int32)
     plan = plan_epoch(lengths, 1024, 2, shuffle=False)
     assert [sorted(plan.items[plan.offsets[2 * step] : plan.offsets[2 * step + 2]].tolist()) for step in range(8)] == [
@@ -254,3 +254,27 @@ def test_refuses(count, options, message):
 def test_refuses_documents_that_make_no_whole_steps(tail):
     with pytest.raises(ValueError, match=rf"tail='{tail}': the 5 documents don't divide .* 4 ranks"):
         plan_epoch(np.full(5, 1000, dtype=np.int32), 1024, 4, tail=tail)
+
+
+@pytest.mark.parametrize(
+    ("items", "offsets", "num_ranks", "message"),
+    [
+        ([0.5], [0, 1], 1, "items must be a one-dimensional array of integers"),
+        ([0, 1], [0, 1], 1, "offsets must begin with 0, never decrease and end with the number of items, 2"),
+        ([-1], [0, 1], 1, "document numbers of at least 0; got -1"),
+        ([0, 1, 2], [0, 1, 2, 3], 2, "3 rows don't make whole steps of 2 ranks"),
+        ([0], [0, 1], 0, "num_ranks must be an integer from 1"),
+    ],
+)
+def test_plan_refuses(items, offsets, num_ranks, message):
+    with pytest.raises(ValueError, match=message):
+        Plan(np.array(items), np.array(offsets), num_ranks, capacity=8)
+
+
+def test_plan_rows():
+    plan = Plan(np.array([2, 0, 4, 1, 3]), np.array([0, 1, 3, 4, 5]), num_ranks=2, capacity=8)
+    assert plan.sums(np.array([1, 10, 100, 1000, 10000])).tolist() == [[100, 10001], [10, 1000]]
+    with pytest.raises(IndexError, match="step 2, rank 0 of a plan with 2 steps of 2 ranks"):
+        plan.row(2, 0)
+    with pytest.raises(ValueError, match="got values of 3 documents, but the plan has document 4"):
+        plan.sums(np.ones(3))

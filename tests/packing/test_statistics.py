@@ -11,7 +11,7 @@ COST = SimpleNamespace(per_token=3.0, per_square=0.25)
 
 
 def plan_of(steps, capacity):
-    """A plan from lists: steps of ranks of documents."""
+    """A plan from nested lists: documents of ranks of steps."""
     rows = [row for step in steps for row in step]
     items = np.array([item for row in rows for item in row], dtype=np.int32)
     offsets = np.cumsum([0, *map(len, rows)])
@@ -19,7 +19,7 @@ def plan_of(steps, capacity):
 
 
 def naive(steps, lengths, capacity, padded):
-    """The definitions, one after the other, in plain Python."""
+    """The definitions of all measures in plain Python."""
     ranks = len(steps[0])
     loads, costs, squares, own, slots, lags = [], [], [], 0, 0, []
     own_cost = 0.0
@@ -75,13 +75,13 @@ LENGTHS = [5, 3, 9, 1, 4, 8, 2, 7]
 
 @pytest.mark.parametrize("padded", [False, True], ids=["packed", "padded"])
 @pytest.mark.parametrize("steps", HAND_MADE.values(), ids=HAND_MADE.keys())
-def test_equals_the_definitions(steps, padded):
+def test_equals_definitions(steps, padded):
     found = plan_statistics(plan_of(steps, 20), LENGTHS, cost=COST, padded=padded)
     assert vars(found) == pytest.approx(naive(steps, LENGTHS, 20, padded))
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_equals_the_definitions_on_random_plans(seed):
+def test_random_plans_equal_definitions(seed):
     rng = np.random.default_rng(seed)
     num_steps, ranks, count = int(rng.integers(1, 9)), int(rng.integers(1, 6)), int(rng.integers(1, 60))
     lengths = rng.integers(1, int(rng.integers(2, 3000)), count)
@@ -93,8 +93,8 @@ def test_equals_the_definitions_on_random_plans(seed):
         assert vars(found) == pytest.approx(naive(rows, lengths.tolist(), 10_000, padded))
 
 
-def test_squares_and_sums_do_not_wrap():
-    """One document of 2**31 - 1 tokens: its square takes 62 bits, and the running sum of four more than 64."""
+def test_squares_and_sums_exceed_64_bits():
+    """The square of 2**31 - 1 tokens takes 62 bits, and the running sum of more than four squares more than 64."""
     longest = 2**31 - 1
     plan = plan_of([[[0], [1]], [[2], [3]], [[4], [5]]], longest)
     found = plan_statistics(plan, np.full(6, longest, dtype=np.int32), cost=COST)
@@ -104,23 +104,23 @@ def test_squares_and_sums_do_not_wrap():
     assert uneven.l2_lag == uneven.l2_lag_max == pytest.approx(longest)
 
 
-def test_no_cost_no_cost_utilization():
+def test_no_cost_utilization_without_cost():
     assert plan_statistics(plan_of([[[0], [1]]], 9), [4, 5]).cost_utilization is None
 
 
-def test_an_empty_plan():
+def test_empty_plan():
     found = plan_statistics(Plan(np.zeros(0, np.int32), np.zeros(1, np.int64), 4, 10), [3, 4], cost=COST)
     assert (found.num_steps, found.tokens, found.documents_per_step) == (0, 0, 0.0)
     assert (found.efficiency, found.utilization, found.cost_utilization, found.tokens_covered) == (1, 1, 1, 0)
     assert (found.l2_lag, found.l2_lag_max, found.padding_saved, found.spread) == (0, 0, 0, None)
 
 
-def test_covered_tokens_are_a_share_of_what_there_was_before_documents_were_cut():
+def test_tokens_covered_is_share_of_total_tokens():
     plan = plan_of([[[0], [1]]], 8)
     assert plan_statistics(plan, [8, 8], total_tokens=20).tokens_covered == 0.8
 
 
-def test_spread_is_one_for_shuffled_steps_and_large_for_sorted_ones():
+def test_spread_is_1_for_shuffled_and_large_for_sorted_steps():
     rng = np.random.default_rng(0)
     lengths = rng.lognormal(6, 1, 40_000).astype(np.int64) + 1
     shuffled = rng.permutation(len(lengths)).astype(np.int32)
@@ -131,18 +131,18 @@ def test_spread_is_one_for_shuffled_steps_and_large_for_sorted_ones():
     assert plan_statistics(Plan(by_length, offsets, 2, 10**6), lengths).spread > 5
 
 
-def test_the_partial_last_step_does_not_count_as_spread():
+def test_spread_leaves_out_last_step():
     lengths = [10, 20, 30, 10, 20, 30, 1000]
     even = [[[0, 1, 2]], [[3, 4, 5]], [[6]]]
     assert plan_statistics(plan_of(even, 2000), lengths).spread == 0
 
 
-def test_spread_needs_three_steps_and_lengths_that_differ():
+def test_spread_needs_three_steps_and_different_lengths():
     assert plan_statistics(plan_of([[[0]], [[1]]], 9), [3, 4]).spread is None
     assert plan_statistics(plan_of([[[0]], [[1]], [[2]]], 9), [4, 4, 4]).spread is None
 
 
-def test_means_over_epochs():
+def test_mean_over_epochs():
     first, second = (plan_statistics(plan_of([[[0]], [[1]], rest], 10), [2, 8, 5]) for rest in ([[2]], [[]]))
     means = mean_over_epochs([first, second])
     assert means["tokens"] == 12.5
@@ -164,7 +164,7 @@ def test_refuses(lengths, total, message):
         plan_statistics(plan_of([[[0], [1]]], 9), lengths, total_tokens=total)
 
 
-def test_reads_as_a_line():
+def test_str():
     assert str(plan_statistics(plan_of([[[0], [1]]], 10), [3, 4])) == (
         "1 steps of 2 ranks, efficiency 35.00%, utilization 87.50%, L2 lag 3 (at most 3), 100.00% of all tokens"
     )

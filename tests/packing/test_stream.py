@@ -9,7 +9,7 @@ from tritonpack import PackingCollator, pack, pack_stream
 
 
 def documents(lengths):
-    """Rows of tokens, each of which tells its document and its position."""
+    """Rows of tokens; each token is 1000 * document + position."""
     return [[1000 * number + position for position in range(length)] for number, length in enumerate(lengths)]
 
 
@@ -18,7 +18,7 @@ LENGTHS = np.random.default_rng(0).integers(1, 600, 2500).tolist()
 
 @pytest.mark.parametrize("overlong", ["truncate", "split", "drop"])
 @pytest.mark.parametrize("max_items", [None, 4])
-def test_the_same_bins_as_pack(overlong, max_items):
+def test_same_bins_as_pack(overlong, max_items):
     rows = documents(LENGTHS)
     packing = pack(LENGTHS, 500, algorithm="windowed", overlong=overlong, max_items=max_items)
     stream = pack_stream(iter(rows), 500, overlong=overlong, max_items=max_items)
@@ -31,7 +31,7 @@ def test_the_same_bins_as_pack(overlong, max_items):
 
 @pytest.mark.parametrize("window", [1, 3, 250, 10_000])
 @pytest.mark.parametrize("threshold", [0, 0.95, 1])
-def test_the_window_and_the_threshold_reach_the_algorithm(window, threshold):
+def test_window_and_carry_threshold(window, threshold):
     lengths = LENGTHS[:500]
     rows = documents(lengths)
     stream = pack_stream(rows, 600, window=window, carry_threshold=threshold)
@@ -39,8 +39,8 @@ def test_the_window_and_the_threshold_reach_the_algorithm(window, threshold):
     assert list(stream) == [[rows[item] for item in items] for items in expected]
 
 
-def test_reads_no_more_than_it_needs():
-    """Three windows and one document at most are read ahead of what was yielded, however long the stream."""
+def test_reads_three_windows_ahead_at_most():
+    """At most three windows and one document are read ahead of the bins, for any length of the stream."""
     read = 0
 
     def endless():
@@ -55,7 +55,7 @@ def test_reads_no_more_than_it_needs():
         assert read <= stream.num_bins + 3 * 8 + 8
 
 
-def test_every_column_is_cut_alike():
+def test_split_cuts_all_columns():
     document = {
         "input_ids": torch.arange(10),
         "labels": list(range(10)),
@@ -74,31 +74,31 @@ def test_every_column_is_cut_alike():
     assert batch["input_ids"].tolist() == [[0, 1, 2, 3, 4, 5]]
 
 
-def test_whole_documents_are_passed_on_as_they_are():
+def test_whole_documents_are_not_copied():
     document = {"input_ids": [1, 2], "source": "a book"}
     ((same,),) = pack_stream([document], 2)
     assert same is document
 
 
 @pytest.mark.parametrize("convert", [tuple, np.array, torch.tensor, lambda row: array("l", row)])
-def test_rows_of_every_kind(convert):
+def test_types_of_rows(convert):
     bins = list(pack_stream([convert([1, 2, 3, 4, 5])], 3, overlong="split"))
     assert [[list(map(int, row)) for row in packed] for packed in bins] == [[[1, 2, 3]], [[4, 5]]]
     assert type(bins[0][0]) is type(convert([1]))
 
 
-def test_documents_of_another_form():
+def test_length_function():
     class Document:
         def __init__(self, size):
             self.size = size
 
     given = [Document(3), Document(5), Document(2)]
     assert list(pack_stream(given, 5, length=lambda document: document.size)) == [[given[0], given[2]], [given[1]]]
-    with pytest.raises(ValueError, match=r"document 1 has 5 tokens and must be cut, but a Document can't be"):
+    with pytest.raises(ValueError, match=r"document 1 has 5 tokens and must be cut, but a Document isn't a row"):
         list(pack_stream(given, 4, length=lambda document: document.size, overlong="split"))
 
 
-def test_nothing_to_pack_is_no_bin():
+def test_empty_stream_has_no_bin():
     stream = pack_stream([], 8)
     assert list(stream) == []
     assert stream.efficiency == 1.0
@@ -120,7 +120,7 @@ def test_nothing_to_pack_is_no_bin():
         (
             [{"input_ids": [1] * 9, "text": "words", "id": 3, "labels": [1] * 8}],
             {"overlong": "split"},
-            "document 0 has 9 tokens and must be cut, but 'id', 'labels', 'text' isn't one value per token",
+            "document 0 has 9 tokens and must be cut, but 'id', 'labels', 'text' isn't a row of one value per token",
         ),
     ],
 )
@@ -139,8 +139,8 @@ def test_refuses_documents(rows, options, message):
         ([[1]], {"window": 2.5}, "window must be .*got 2.5"),
         ([[1]], {"max_items": 0}, "max_items must be .*got 0"),
         ([[1]], {"overlong": "cut"}, "overlong must be one of .*got 'cut'"),
-        ([[1]], {"carry_threshold": 1.5}, "carry_threshold must be from 0 to 1.*got 1.5"),
-        ([[1]], {"carry_threshold": float("nan")}, "carry_threshold must be from 0 to 1.*got nan"),
+        ([[1]], {"carry_threshold": 1.5}, "carry_threshold must be a number from 0 to 1.*got 1.5"),
+        ([[1]], {"carry_threshold": float("nan")}, "carry_threshold must be a number from 0 to 1.*got nan"),
         ([[1]], {"carry_threshold": "all"}, "carry_threshold must be a number.*got 'all'"),
         ({"input_ids": [[1]]}, {}, "documents must be an iterable of documents.*got dict"),
         (7, {}, "documents must be an iterable.*got int"),
@@ -151,7 +151,7 @@ def test_refuses_options_before_reading(rows, options, message):
         pack_stream(rows, **{"capacity": 8, **options})
 
 
-def test_a_streaming_dataset():
+def test_streaming_dataset():
     datasets = pytest.importorskip("datasets")
     rows = [{"input_ids": list(range(1, length + 1))} for length in (3, 9, 5, 2)]
     stream = pack_stream(datasets.IterableDataset.from_generator(lambda: iter(rows)), 8, overlong="truncate")

@@ -1,4 +1,4 @@
-"""Packed training equals padded training: the loss, the gradients, and what transformers.Trainer makes of them."""
+"""Packed training equals padded training: loss, gradients, and weights after transformers.Trainer."""
 
 import copy
 
@@ -34,7 +34,7 @@ def documents(lengths=LENGTHS):
 
 
 def pad(features):
-    """One document per row, on the right; what stock transformers trains on."""
+    """A batch with one document per row, padded on the right."""
     longest = max(len(feature["input_ids"]) for feature in features)
     rows = {"input_ids": [], "labels": [], "attention_mask": []}
     for feature in features:
@@ -55,7 +55,7 @@ def loss_and_gradients(model, batch, **kwargs):
 
 
 def assert_equal_up_to_rounding(actual, expected):
-    """Both are float64 sums of a few thousand terms in another order: a hundred roundings of the largest value."""
+    """Both are float64 sums of a few thousand terms in different orders; allow 100 roundings of the largest value."""
     for a, b in zip(actual, expected, strict=True):
         assert torch.isfinite(a).all()
         assert (a - b).abs().max() <= 100 * torch.finfo(torch.float64).eps * b.abs().max()
@@ -63,9 +63,9 @@ def assert_equal_up_to_rounding(actual, expected):
 
 @pytest.mark.parametrize("pad_to", [None, 64], ids=["whole", "padded-row"])
 @pytest.mark.parametrize("num_items", [None, 50], ids=["mean", "num_items_in_batch"])
-def test_packed_loss_is_the_padded_loss(pad_to, num_items):
+def test_packed_loss_equals_padded_loss(pad_to, num_items):
     features = [feature | {"labels": feature["input_ids"]} for feature in documents()]
-    features[2]["labels"] = [IGNORED] * 10 + features[2]["input_ids"][10:]  # a prompt that isn't trained on
+    features[2]["labels"] = [IGNORED] * 10 + features[2]["input_ids"][10:]  # a prompt without labels
     collator = PackingCollator(pad_to_multiple_of=pad_to, pad_token_id=None if pad_to is None else 0)
     kwargs = {} if num_items is None else {"num_items_in_batch": torch.tensor(num_items)}
     model = tiny_llama()
@@ -74,8 +74,8 @@ def test_packed_loss_is_the_padded_loss(pad_to, num_items):
         assert_equal_up_to_rounding(loss_and_gradients(model, collator(features), **kwargs), expected)
 
 
-def test_the_stock_model_differs_on_the_same_batch():
-    """Without the patch the same batch leaks, so the test above isn't vacuous."""
+def test_unpatched_model_gives_another_loss():
+    """Without the patch documents see each other, so the test above can fail."""
     model = tiny_llama()
     expected = loss_and_gradients(model, pad(documents()))
     naive = loss_and_gradients(model, PackingCollator()(documents()))
@@ -89,7 +89,7 @@ def train(model, collator, tmp_path, dataset):
         output_dir=str(tmp_path),
         max_steps=3,
         per_device_train_batch_size=3,
-        gradient_accumulation_steps=2,  # windows of unequal token counts: only num_items_in_batch weighs them rightly
+        gradient_accumulation_steps=2,  # unequal token counts: only num_items_in_batch gives right weights
         learning_rate=1e-2,
         lr_scheduler_type="constant",
         logging_steps=1,
@@ -106,7 +106,7 @@ def train(model, collator, tmp_path, dataset):
 
 
 @pytest.mark.heavy
-def test_trainer_learns_the_same_packed_and_padded(tmp_path):
+def test_trainer_gets_same_weights_packed_and_padded(tmp_path):
     dataset = documents(LENGTHS * 3)
     padded_model = tiny_llama()
     packed_model = copy.deepcopy(padded_model)
@@ -115,25 +115,25 @@ def test_trainer_learns_the_same_packed_and_padded(tmp_path):
     with patch(packed_model):
         packed_losses, actual = train(packed_model, PackingCollator(), tmp_path, dataset)
     assert len(losses) == 3
-    # Trainer adds up the losses of a window of two batches in float32.
+    # Trainer adds the losses of two accumulated batches in float32.
     assert packed_losses == pytest.approx(losses, rel=2 * torch.finfo(torch.float32).eps)
     moved = max((after - before).abs().max() for after, before in zip(expected, start, strict=True))
-    # Adam divides by the gradient's own size, which magnifies rounding where a gradient is almost zero: its epsilon of
-    # 1e-8 turns an error of e into e / 1e-8 learning rates at most.
+    # Adam divides by the size of the gradient, which magnifies rounding errors of gradients near zero. With its epsilon
+    # of 1e-8 an error of e becomes e / 1e-8 learning rates at most.
     magnified = 100 * torch.finfo(torch.float64).eps / 1e-8
     for a, b in zip(actual, expected, strict=True):
         assert (a - b).abs().max() <= magnified * moved
 
 
-def test_trainer_refuses_columns_that_it_did_not_remove(tmp_path):
-    """Trainer removes columns that the model's forward doesn't take; what it keeps must be packable."""
+def test_trainer_keeps_position_ids_and_collator_refuses_them(tmp_path):
+    """Trainer keeps columns that the model's forward takes; the collator refuses those that it makes itself."""
     dataset = [{**feature, "position_ids": list(range(len(feature["input_ids"])))} for feature in documents()]
     model = tiny_llama()
     with patch(model), pytest.raises(ValueError, match="'position_ids', which PackingCollator can't pack"):
         train(model, PackingCollator(), tmp_path, dataset)
 
 
-def test_trainer_removes_columns_that_the_model_does_not_take(tmp_path):
+def test_trainer_removes_unused_columns(tmp_path):
     dataset = [{**feature, "length": len(feature["input_ids"]), "text": "..."} for feature in documents(LENGTHS * 3)]
     model = tiny_llama()
     with patch(model):

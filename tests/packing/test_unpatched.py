@@ -1,4 +1,4 @@
-"""A packed batch where no model is patched is said once, and only where a patched model would be known."""
+"""The warning about packed batches without a patched model, and the cases without it."""
 
 import gc
 import sys
@@ -18,13 +18,13 @@ DOCUMENTS = [{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}]
 
 @pytest.fixture(autouse=True)
 def fresh_process(monkeypatch):
-    """As in a process where nothing was said and no model was patched."""
+    """No warning was given and no model is patched yet."""
     monkeypatch.setattr(notices, "_said", {})
     monkeypatch.setattr(notices, "patched_models", weakref.WeakSet())
 
 
-def heard(*calls):
-    """What PackingCollator warns of in these calls."""
+def packing_warnings(*calls):
+    """The PackingWarnings of these calls."""
     with warnings.catch_warnings(record=True) as found:
         warnings.simplefilter("always")
         for call in calls:
@@ -36,72 +36,72 @@ def collate(documents=DOCUMENTS, collator=PackingCollator()):  # noqa: B008
     return collator(documents)
 
 
-def test_warns_once_and_says_what_to_do():
-    (message,) = heard(collate, collate)
+def test_warns_once_with_remedy():
+    (message,) = packing_warnings(collate, collate)
     assert message.startswith("unpatched-model: PackingCollator laid 2 documents into one row, and no model is patched")
     assert "Call tritonpack.patch(model)" in message
-    assert "FlashAttention implementations, which read position_ids in training, do, too." in message
+    assert "FlashAttention implementations, which read position_ids in training, do so, too." in message
 
 
-def test_padding_is_no_case_for_flash_attention():
-    (message,) = heard(lambda: PackingCollator(8, 0)(DOCUMENTS))
-    assert "no longer do, because of the attention_mask that pad_to_multiple_of adds." in message
+def test_warning_with_padding():
+    (message,) = packing_warnings(lambda: PackingCollator(8, 0)(DOCUMENTS))
+    assert "don't, because of the attention_mask that pad_to_multiple_of adds." in message
 
 
-def test_one_document_sees_no_other():
-    assert not heard(lambda: collate(DOCUMENTS[:1]))
+def test_no_warning_for_one_document():
+    assert not packing_warnings(lambda: collate(DOCUMENTS[:1]))
 
 
-def test_silent_while_a_model_is_patched():
+def test_no_warning_while_a_model_is_patched():
     model, collator = tiny_llama(), PackingCollator()
     handle = patch(model)
-    assert not heard(lambda: collator(DOCUMENTS))
+    assert not packing_warnings(lambda: collator(DOCUMENTS))
     with patch(model):
         pass
-    assert not heard(lambda: collator(DOCUMENTS))
+    assert not packing_warnings(lambda: collator(DOCUMENTS))
     handle.unpatch()
-    assert len(heard(lambda: collator(DOCUMENTS))) == 1
+    assert len(packing_warnings(lambda: collator(DOCUMENTS))) == 1
 
 
-def test_a_model_built_with_our_name_is_patched():
+def test_model_built_by_name_counts_as_patched():
     model = tiny_llama()
     register()
     named = type(model)._from_config(model.config, attn_implementation="tritonpack")
-    assert not heard(collate)
+    assert not packing_warnings(collate)
     del named
     gc.collect()
-    assert len(heard(collate)) == 1
+    assert len(packing_warnings(collate)) == 1
 
 
-def test_a_patched_model_that_is_gone_does_not_count():
+def test_deleted_model_does_not_count_as_patched():
     model = tiny_llama()
     patch(model)
     gone = weakref.ref(model)
     del model
     gc.collect()
     assert gone() is None
-    assert len(heard(collate)) == 1
+    assert len(packing_warnings(collate)) == 1
 
 
-def test_silent_where_transformers_has_no_models(monkeypatch):
+def test_no_warning_without_transformers_models(monkeypatch):
     monkeypatch.delitem(sys.modules, "transformers.modeling_utils")
-    assert not heard(collate)
+    assert not packing_warnings(collate)
 
 
 def messages_of(documents):
-    """Collates in a DataLoader's worker and gives back what was said there."""
-    return heard(lambda: collate(documents))
+    """Collates in a DataLoader worker and returns the warnings."""
+    return packing_warnings(lambda: collate(documents))
 
 
 @pytest.mark.parametrize(("method", "workers", "warned"), [("fork", 2, 1), ("spawn", 1, 0)])
-def test_workers_warn_only_where_they_know(method, workers, warned):
+def test_only_forked_workers_warn(method, workers, warned):
     loader = DataLoader(
         DOCUMENTS * 4, batch_size=2, num_workers=workers, collate_fn=messages_of, multiprocessing_context=method
     )
     assert sum(map(len, loader)) == warned
 
 
-def test_forked_workers_know_what_is_patched():
+def test_no_warning_in_forked_worker_of_patched_model():
     model = tiny_llama()
     with patch(model):
         loader = DataLoader(

@@ -1,4 +1,4 @@
-"""pack: documents into bins of a fixed number of tokens."""
+"""pack: puts documents into bins of a fixed number of tokens."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from tritonpack.packing.lengths import (
     MAX_INT32,
     Overlong,
     OverlongReport,
-    check_rows,
+    check_integer,
     fit_lengths,
-    positive_integer,
 )
 
 Algorithm = Literal["best_fit_decreasing", "first_fit_decreasing", "first_fit", "next_fit", "windowed"]
@@ -29,9 +28,9 @@ CARRY_THRESHOLD = 0.95  # the filled share of a bin below which it leaves its do
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Which documents each bin holds: arrays of entries, and the offsets at which bins begin (CSR form).
+    """Which documents each bin holds: arrays of entries, and the offsets at which bins begin.
 
-    An entry is a run of a document's tokens: nearly always all of them, a piece where the document was too long.
+    An entry is a whole document, or a piece of a document that was too long.
 
     Documents of 5, 3, 4 and 2 tokens in bins of 8:
 
@@ -43,7 +42,7 @@ class Packing:
     >>> packing.num_bins, packing.lower_bound, packing.efficiency
     (2, 2, 0.875)
 
-    With a document of 12 tokens, cut into 8 and 4. Document 1's tokens 8 to 12 share a bin with document 0:
+    A document of 12 tokens is split into 8 and 4. Its tokens 8 to 12 share a bin with document 0:
 
     >>> packing = pack([3, 12], capacity=8, overlong="split")
     >>> packing.items.tolist(), packing.starts.tolist(), packing.lengths.tolist(), packing.offsets.tolist()
@@ -54,18 +53,15 @@ class Packing:
     1 documents longer than the capacity split into 2 pieces: no token lost
 
     Attributes:
-        items: (entries,) int32, each entry's document, an index into the lengths that were packed; bin b holds
-            `items[offsets[b] : offsets[b + 1]]`: ascending, but from long to short after the decreasing algorithms.
-            Every document occurs once, after splitting once per piece, after dropping perhaps not at all.
-        starts: (entries,) int64, the entry's first token within its document: 0 but for later pieces of a split one.
-        lengths: (entries,) int32, the entry's tokens.
+        items: (entries,) int32, the document of each entry, an index into the lengths that were packed. Bin b holds
+            `items[offsets[b] : offsets[b + 1]]`: ascending, or from long to short after the decreasing algorithms.
+            A document occurs once, after splitting once per piece; a dropped document doesn't occur.
+        starts: (entries,) int64, the first token of each entry in its document: 0, except for later pieces.
+        lengths: (entries,) int32, the tokens of each entry.
         offsets: (num_bins + 1,) int64.
         capacity: tokens that fit into a bin.
-        max_items: documents that fit into a bin, None for any number.
-        report: what became of the documents that are longer than the capacity.
-
-    Raises:
-        ValueError: arrays or numbers that aren't as above.
+        max_items: documents that fit into a bin; None for any number.
+        report: what was done with the documents that are longer than the capacity.
     """
 
     items: NDArray[np.int32]
@@ -76,41 +72,27 @@ class Packing:
     max_items: int | None
     report: OverlongReport
 
-    def __post_init__(self) -> None:
-        check_rows(self.items, self.offsets)
-        for name in ("starts", "lengths"):
-            values = getattr(self, name)
-            if not isinstance(values, np.ndarray) or values.shape != self.items.shape or values.dtype.kind not in "iu":
-                raise ValueError(
-                    f"{name} must be integers, one for each of {len(self.items)} items; got {values!r:.100}."
-                )
-        positive_integer(self.capacity, "capacity")
-        if self.max_items is not None:
-            positive_integer(self.max_items, "max_items")
-        if not isinstance(self.report, OverlongReport):
-            raise ValueError(f"report must be an OverlongReport; got {self.report!r:.100}.")
-
     @property
     def num_bins(self) -> int:
         return len(self.offsets) - 1
 
     @cached_property
     def num_tokens(self) -> int:
-        """The tokens in all bins."""
+        """The number of tokens in all bins."""
         return int(self.lengths.sum(dtype=np.int64))
 
     @property
     def efficiency(self) -> float:
-        """The share of the bins' capacity that holds tokens, above 0 and at most 1."""
+        """The share of the capacity of all bins that holds tokens, above 0 and at most 1."""
         return self.num_tokens / (self.num_bins * self.capacity)
 
     @cached_property
     def lower_bound(self) -> int:
-        """Bins that any packing of these entries needs at least (Martello and Toth's L2, and documents / max_items)."""
+        """The number of bins that any packing of these entries needs at least, see `lower_bound`."""
         return lower_bound(self.lengths, self.capacity, self.max_items)
 
     def spans(self, bin_index: int) -> list[tuple[int, int, int]]:
-        """What one bin holds: (document, start, stop) of each entry, so that `tokens[document][start:stop]` goes in."""
+        """(document, start, stop) of each entry of a bin; the bin holds `tokens[document][start:stop]`."""
         entries = self._entries(bin_index)
         stops = self.starts[entries] + self.lengths[entries]
         columns = (self.items[entries].tolist(), self.starts[entries].tolist(), stops.tolist())
@@ -120,7 +102,7 @@ class Packing:
         return self.num_bins
 
     def __getitem__(self, bin_index: int) -> NDArray[np.int32]:
-        """The items of one bin, a view; negative indices count from the end."""
+        """The items of a bin, a view; negative indices count from the end."""
         return self.items[self._entries(bin_index)]
 
     def __iter__(self) -> Iterator[NDArray[np.int32]]:
@@ -159,38 +141,35 @@ def pack(
     | next_fit | in input order | last bin, or a new one: bins hold consecutive documents | documents |
     | windowed | in input order by windows of 1024, from long to short in each | fullest bin with room | documents |
 
-    The first two come within a fraction of a percent of the fewest bins that are possible, but their bins go from the
-    longest documents to the shortest: train on them in random order. "windowed" is nearly as good and keeps the order
-    but for a few windows: bins that it fills to less than 95% are packed again with the next window, up to twice.
+    The first two need hardly more bins than any packing must. Their bins go from the longest documents to the shortest,
+    so train on the bins in random order. "windowed" is nearly as good, and a document moves by a few windows at most:
+    bins that are filled to less than 95% are packed again with the next window, up to twice.
 
-    Each is exact, as a test against its plain loop shows, and depends on nothing but the arguments. The first call
-    compiles the loop (seconds); the machine code is cached on disk.
+    The result depends only on the arguments. The first call compiles the loop, which takes seconds; the machine code
+    is cached on disk.
 
     Args:
-        lengths: (documents,) integers, at least one, tokens per document, at least 1: a sequence, an array or a tensor
-            in host memory.
+        lengths: (documents,) integers of at least 1, at least one of them: a sequence, an array or a tensor in host
+            memory.
         capacity: tokens per bin, at least 1.
         algorithm: see above.
         max_items: documents (or pieces) per bin, at least 1; None for any number.
-        overlong: what to do with documents longer than `capacity`: "error" refuses them; "truncate" keeps their first
-            `capacity` tokens; "split" makes pieces of `capacity` tokens and a rest, which go into bins like documents;
-            "drop" leaves them out. `report` tells what was done.
-
-    Returns:
-        The packing; its arrays are fresh.
+        overlong: "error" refuses documents longer than `capacity`; "truncate" keeps their first `capacity` tokens;
+            "split" makes pieces of `capacity` tokens and a rest; "drop" leaves them out. The packing has a `report`.
 
     Raises:
-        ValueError: no lengths, lengths that aren't a row of integers, an empty document, one longer than `capacity`
-            under "error", an option that isn't one of those allowed.
+        ValueError: no lengths, lengths that aren't a row of integers, an empty document, a document longer than
+            `capacity` under "error", an unknown option.
+        ImportError: numba can't be imported.
 
     Source: Johnson, Near-optimal bin packing algorithms (MIT, 1973) defines the heuristics.
     """
-    capacity = positive_integer(capacity, "capacity")
+    capacity = check_integer(capacity, "capacity")
     check_choice(algorithm, ALGORITHMS, "algorithm")
-    limit = MAX_INT32 if max_items is None else positive_integer(max_items, "max_items")
+    limit = MAX_INT32 if max_items is None else check_integer(max_items, "max_items")
     fitted = fit_lengths(lengths, capacity, overlong)
 
-    from tritonpack.packing import heuristics  # imports numba, which is slow: only when something is packed
+    from tritonpack.packing import heuristics  # imports numba, which is slow
 
     assign = getattr(heuristics, algorithm)
     entries, offsets = assign(fitted.lengths, capacity, min(limit, len(fitted.lengths)))
@@ -208,13 +187,13 @@ def pack(
 def lower_bound(lengths: NDArray[np.int32], capacity: int, max_items: int | None = None) -> int:
     """Martello and Toth's bound L2, in O(documents + capacity); with `max_items`, at least documents / max_items.
 
-    Documents above half the capacity need a bin each. For a threshold of at most half the capacity, those above
-    capacity - threshold share their bin with no document from the threshold up, so documents from the threshold to half
-    the capacity go beside the other large ones or, as far as their tokens exceed the room there, into bins of their
-    own. L2 is the largest count that a threshold gives; the threshold 0 gives at least tokens / capacity.
+    A document above half the capacity is large and needs a bin of its own. For a threshold of at most half the
+    capacity, consider the other documents of at least the threshold. They don't fit beside large documents above
+    capacity - threshold. They fill the room beside the remaining large ones, and the rest of their tokens needs more
+    bins. L2 is the largest number of bins over all thresholds; threshold 0 gives at least tokens / capacity.
 
-    Three documents of 4 and two of 7 tokens in bins of 10: no two of 4 and 7 go together, so two bins for the large
-    ones and two for the others, although all 26 tokens would fill fewer than three bins:
+    Three documents of 4 and two of 7 tokens in bins of 10. A 4 doesn't fit beside a 7, so the large ones take two bins
+    and the others two more, although 26 tokens would fit into three bins:
 
     >>> lower_bound([4, 4, 4, 7, 7], capacity=10)
     4

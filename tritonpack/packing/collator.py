@@ -1,4 +1,4 @@
-"""PackingCollator: tokenized documents into one flat row, with everything a packed model needs to keep them apart."""
+"""PackingCollator: makes one row of tokenized documents, and the boundaries that keep them apart."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from tritonpack.packing.columns import (
     require_same_columns,
 )
 from tritonpack.packing.documents import is_iterable
-from tritonpack.packing.lengths import positive_integer, token_id
+from tritonpack.packing.lengths import check_integer
 
 
 @dataclass(frozen=True)
 class PackingCollator:
     """Lay documents end to end in one row, without padding; for transformers.Trainer or any DataLoader.
 
-    For a causal model each document's first label is -100, because the token before it belongs to another document; so
-    the loss is the mean over the same predicted tokens as for a padded batch. `num_items_in_batch`, by which Trainer
-    weighs accumulated batches, counts them rightly.
+    For a causal model the first label of each document is -100, because the token before it belongs to another
+    document. So the loss is the mean over the same predicted tokens as for a padded batch, and Trainer's
+    `num_items_in_batch` is right.
 
     >>> batch = PackingCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
     >>> batch["input_ids"].tolist(), batch["labels"].tolist()
@@ -50,36 +50,35 @@ class PackingCollator:
     >>> PackingCollator(objective="documents")(documents)["labels"].tolist()
     [1, 0]
 
-    What it takes of a document, and refuses anything else by name:
+    The columns that it takes; it refuses all others by name:
 
-    | column | becomes |
+    | column | in the batch |
     |---|---|
-    | `input_ids` | itself |
+    | `input_ids` | the same |
     | `labels`, `label` or `label_ids` | `labels`, see `objective` |
-    | `token_type_ids`, `mm_token_type_ids`, `special_tokens_mask` and what `per_token` names | itself |
-    | `completion_mask`, `assistant_masks` | itself; labels that are made from the input ids are -100 where it is 0. \
-transformers' Trainer removes both before they are seen unless `remove_unused_columns=False` |
-    | `attention_mask` | nothing; it must be 1 everywhere |
-    | `length` | nothing; the offsets say it |
+    | `token_type_ids`, `mm_token_type_ids`, `special_tokens_mask` and the columns in `per_token` | the same |
+    | `completion_mask`, `assistant_masks` | the same; labels that are made from the input ids are -100 where it is 0. \
+transformers' Trainer removes both columns first unless `remove_unused_columns=False` |
+    | `attention_mask` | left out; it must be 1 everywhere |
+    | `length` | left out |
 
     Attributes:
-        pad_to_multiple_of: pad the row to a multiple of this many tokens; None leaves it as it is. Padding is one more
-            document (positions from 0, labels -100, its own offset), so it mixes with no other, and an
-            `attention_mask` of the row is 0 there. With that mask transformers' own FlashAttention no longer tells
-            documents apart; a patched model does.
-        pad_token_id: the token that padding is made of; needed with `pad_to_multiple_of`.
-        objective: what labels are of. "causal": the next token; the first label of each document becomes -100, and
-            documents without labels get their input ids, if no document of the batch has labels. "tokens": the token
-            itself, as for masked language models, token classification and encoders with decoders; all labels are
-            kept, and documents without labels make a batch without. "documents": the whole document, one number or a
-            row of numbers each; the patched model gives one score per document.
-        max_document_length: keep this many tokens of each document, from its first, and of its other columns; None
-            keeps all.
-        per_token: names of further columns with one value per token, or one row of values: (1, T, ...) in the batch.
+        pad_to_multiple_of: pad the row to a multiple of this many tokens; None adds no padding. Padding is one more
+            document (positions from 0, labels -100, its own offset), so no other document sees it. The batch then has
+            an `attention_mask`, 0 for padding. With that mask transformers' own FlashAttention doesn't keep documents
+            apart; a patched model does.
+        pad_token_id: the token of the padding, required with `pad_to_multiple_of`.
+        objective: what a label belongs to. "causal": the next token. The first label of each document becomes -100, and
+            labels are made from the input ids if no document of the batch has any. "tokens": the token itself, for
+            masked language models, token classification and encoders with decoders. All labels are kept, and none
+            are made. "documents": the whole document, one number or a row of numbers each. The patched model gives one
+            score per document.
+        max_document_length: the number of tokens that are kept of each document, in all columns; None keeps all.
+        per_token: names of further columns with one value, or one row of values, per token: (1, T, ...) in the batch.
             Every document must have them. Padding is 0 in them.
 
     Raises:
-        ValueError: a setting that isn't as above, or one of `pad_to_multiple_of` and `pad_token_id` without the other.
+        ValueError: a wrong setting, or one of `pad_to_multiple_of` and `pad_token_id` without the other.
     """
 
     pad_to_multiple_of: int | None = None
@@ -92,9 +91,9 @@ transformers' Trainer removes both before they are seen unless `remove_unused_co
         multiple, token = self.pad_to_multiple_of, self.pad_token_id
         for name in ("pad_to_multiple_of", "max_document_length"):
             if getattr(self, name) is not None:
-                positive_integer(getattr(self, name), name)
+                check_integer(getattr(self, name), name)
         if token is not None:
-            token_id(token, "pad_token_id")
+            check_integer(token, "pad_token_id", 0)
         if (multiple is None) != (token is None):
             raise ValueError(
                 "pad_to_multiple_of and pad_token_id go together: pass both to pad the row, or neither; got "
@@ -107,52 +106,51 @@ transformers' Trainer removes both before they are seen unless `remove_unused_co
         """Collate one batch.
 
         Args:
-            features: one mapping per document, with the columns of the table above: `input_ids` and masks are
-                one-dimensional lists, arrays or tensors of integers, labels too unless `objective` says otherwise.
-                Lists of such mappings, which is what PackedDataset calls a bin, are laid end to end in the same row.
+            features: one mapping per document, with the columns of the table above. `input_ids`, masks and labels of
+                tokens are one-dimensional lists, arrays or tensors of integers. A feature may also be a list of such
+                mappings, as an item of PackedDataset is.
 
         Returns:
-            For T tokens in all, on the CPU: `input_ids` and `position_ids` (1, T) int64, positions restarting at 0;
-            `labels` (1, T) int64, or under "documents" (documents, ...); `seq_idx` (1, T) int32, each token's document;
-            `cu_seq_lens_q` and `cu_seq_lens_k` (documents + 1,) int32, where documents begin and, last, T;
-            `max_length_q` and `max_length_k`, Python ints, the longest document; with `pad_to_multiple_of` also
-            `attention_mask` (1, T) int64, 0 for padding; further columns (1, T, ...), integers as int64.
+            For T tokens, on the CPU: `input_ids` and `position_ids` (1, T) int64, positions restarting at 0;
+            `labels` (1, T) int64, or under "documents" (documents, ...); `seq_idx` (1, T) int32, the document of each
+            token; `cu_seq_lens_q` and `cu_seq_lens_k` (documents + 1,) int32, the start of each document, and T;
+            `max_length_q` and `max_length_k`, ints, the length of the longest document; with `pad_to_multiple_of` also
+            `attention_mask` (1, T) int64; further columns (1, T, ...), integers as int64.
 
         Raises:
-            ValueError: no features, a column that can't be packed or that not every document has, a document that is
-                empty, isn't a row of integers or holds padding, labels of another length. Nothing is dropped.
+            ValueError: no features, a column that can't be packed or that some documents don't have, a document that
+                is empty, isn't a row of integers or has padding, labels of another length.
         """
         documents = self._read(features)
-        lengths = [len(columns["input_ids"]) for columns in documents]
-        labels = None
-        if self.objective == "documents" and "labels" in documents[0]:
-            labels = join_labels_of_documents(documents)
-        names = [name for name in documents[0] if name != "labels" or labels is None]
-        rows = {name: join(documents, name) for name in names}
-        if labels is None and "labels" in rows and self.objective == "causal":
-            starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
-            rows["labels"][starts] = IGNORED_LABEL
         _warn_if_unpatched(len(documents), padded=self.pad_to_multiple_of is not None)
+        batch: dict[str, Tensor | int] = {}
+        if self.objective == "documents" and "labels" in documents[0]:
+            batch["labels"] = join_labels_of_documents([columns.pop("labels") for columns in documents])
         if self.pad_to_multiple_of is not None:
-            rows["attention_mask"] = torch.ones(sum(lengths), dtype=torch.int64)
-            if padding := -sum(lengths) % self.pad_to_multiple_of:
-                lengths.append(padding)
+            tokens = sum(len(columns["input_ids"]) for columns in documents)
+            padding = -tokens % self.pad_to_multiple_of
+            batch["attention_mask"] = (torch.arange(tokens + padding) < tokens).to(torch.int64)[None]
+            if padding:
                 filling: dict[str, Any] = {"input_ids": self.pad_token_id, "labels": IGNORED_LABEL, **PER_TOKEN}
-                for name, row in rows.items():
-                    tail = row.new_full((padding, *row.shape[1:]), filling.get(name, 0))
-                    rows[name] = torch.cat([row, tail])
-        batch: dict[str, Tensor | int] = {name: row[None] for name, row in rows.items()}
-        if labels is not None:
-            batch["labels"] = labels
-        return batch | _boundaries(torch.tensor(lengths))
+                documents.append(
+                    {
+                        name: values.new_full((padding, *values.shape[1:]), filling.get(name, 0))
+                        for name, values in documents[0].items()
+                    }
+                )
+        rows = {name: join(documents, name) for name in documents[0]}
+        lengths = torch.tensor([len(columns["input_ids"]) for columns in documents])
+        if self.objective == "causal":
+            rows["labels"][lengths.cumsum(0) - lengths] = IGNORED_LABEL
+        return batch | {name: row[None] for name, row in rows.items()} | _boundaries(lengths)
 
     def _read(self, features: Any) -> list[Columns]:
-        """The documents of all features, checked, with the same columns."""
+        """The columns of all documents, checked, with labels."""
         if not is_iterable(features):
             raise ValueError(
                 "PackingCollator takes a list of documents, each a mapping with 'input_ids', or of bins; got "
-                f"{type(features).__name__}. Put a single document into a list; take those of a dataset one by one, "
-                "[dataset[i] for i in range(8)], not as dataset[:8]."
+                f"{type(features).__name__}. Put a single document into a list. Take documents from a dataset one by "
+                "one, [dataset[i] for i in range(8)], not as dataset[:8]."
             )
         whole: list[Any] = []
         for feature in features:
@@ -170,7 +168,7 @@ transformers' Trainer removes both before they are seen unless `remove_unused_co
 
 
 def _boundaries(lengths: Tensor) -> dict[str, Tensor | int]:
-    """What tells documents of these lengths apart, in each of the forms that models read."""
+    """The boundaries of documents of these lengths, in each form that models read."""
     total = int(lengths.sum())
     if total >= 2**31:
         raise ValueError(f"a row holds at most 2**31 - 1 tokens; got {total}. Pass fewer documents.")
@@ -192,16 +190,16 @@ def _is_bin(feature: Any) -> bool:
 
 
 def _warn_if_unpatched(documents: int, *, padded: bool) -> None:
-    """Say so where several documents share a row and transformers' models are there, but none is patched."""
+    """Warn if several documents share a row, and transformers' models are imported but none is patched."""
     if documents < 2 or notices.patched_models or "transformers.modeling_utils" not in sys.modules:
         return
     if not notices.knows_patched_models():
         return
-    flash = "no longer do, because of the attention_mask that pad_to_multiple_of adds" if padded else "do, too"
+    flash = "don't, because of the attention_mask that pad_to_multiple_of adds" if padded else "do so, too"
     notices.say_once(
         "unpatched-model",
         f"PackingCollator laid {documents} documents into one row, and no model is patched in this process. Most "
         "models then let the documents see each other. Call tritonpack.patch(model) before the first batch. A patched "
-        "model keeps documents apart; transformers' FlashAttention implementations, which read position_ids in "
+        "model keeps documents apart. transformers' FlashAttention implementations, which read position_ids in "
         f"training, {flash}.",
     )

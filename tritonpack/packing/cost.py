@@ -1,4 +1,4 @@
-"""CostModel: what documents of given lengths cost a training step, from a model's shape or from timed steps."""
+"""CostModel: the cost of training on documents of given lengths, from the shape of a model or from timed steps."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tritonpack.checks import is_number
+from tritonpack.packing.lengths import check_integer
 
 Number = TypeVar("Number", int, float, NDArray[Any])
 
-# Training takes three times the forward pass: 2 floating-point operations per weight and token forward, 4 backward; of
-# attention, for each pair of a query and a key and each number of a head, 4 forward and 10 backward, which computes the
-# scores once more. A causal document of n tokens has n**2 / 2 pairs.
+# Floating-point operations per weight and token: 2 forward, 4 backward. Of attention, per pair of a query and a key and
+# per dimension of a head: 4 forward, 10 backward (which computes the scores again). A causal document of n tokens has
+# n**2 / 2 pairs.
 _PER_WEIGHT = 6
 _PER_SQUARE = 7
 _BITS = 50
@@ -25,9 +26,9 @@ _BITS = 50
 
 @dataclass(frozen=True)
 class CostModel:
-    """A row's cost: `per_token * tokens + per_square * sum(length**2) + per_step`.
+    """The cost of a row: `per_token * tokens + per_square * sum(length**2) + per_step`.
 
-    Where attention costs as much as all else together:
+    The document length at which attention costs as much as all the rest:
 
     >>> model = CostModel.from_shape(hidden_size=4096, num_layers=32, num_heads=32, head_dim=128, num_key_value_heads=8,
     ...                              intermediate_size=14336, vocab_size=128256)
@@ -35,9 +36,9 @@ class CostModel:
     29446
 
     Attributes:
-        per_token: of everything but attention, in any unit.
-        per_square: of attention, per squared token of a document, in the same unit.
-        per_step: of a step whatever it holds; the same for every row, so it changes predictions but no plan.
+        per_token: the cost of everything but attention, in any unit.
+        per_square: the cost of attention per squared token of a document, in the same unit.
+        per_step: a constant cost of every row. It changes predictions, but no plan.
 
     Raises:
         ValueError: a number that is negative or not finite, or all of them zero.
@@ -50,13 +51,13 @@ class CostModel:
     def __post_init__(self) -> None:
         for name in ("per_token", "per_square", "per_step"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+            if not is_number(value) or not 0 <= value < math.inf:
                 raise ValueError(f"{name} must be a number of at least 0; got {value!r}.")
         if not self.per_token + self.per_square:
             raise ValueError("a cost model needs per_token or per_square above 0; got 0 for both.")
 
     def of(self, tokens: Number, squares: Number) -> Any:
-        """The cost of rows with so many tokens and such sums of squared lengths, numbers or arrays of one shape."""
+        """The cost of rows with these tokens and sums of squared lengths: numbers, or arrays of one shape."""
         return self.per_token * tokens + self.per_square * squares + self.per_step
 
     @classmethod
@@ -77,20 +78,18 @@ class CostModel:
         Args:
             hidden_size, num_layers, num_heads, head_dim, num_key_value_heads, vocab_size: as in the model's
                 configuration.
-            intermediate_size: of the MLP; for a mixture of experts, of all experts together that a token visits.
-            attention_efficiency: how fast attention computes relative to matrix products, above 0. Kernels reach about
-                0.6 of it.
+            intermediate_size: the size of the MLP; for a mixture of experts, of all experts that a token visits.
+            attention_efficiency: the speed of attention relative to matrix products, above 0; kernels reach about 0.6.
 
         Returns:
-            A model in floating-point operations, of attention in those that matrix products do in the same time.
+            A cost model in floating-point operations of matrix products.
 
         Raises:
             ValueError: a size that isn't a positive integer, an efficiency that isn't above 0.
         """
-        sizes = {name: value for name, value in locals().items() if name not in ("cls", "attention_efficiency")}
-        for name, value in sizes.items():
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ValueError(f"{name} must be a positive integer; got {value!r}.")
+        for name, value in list(locals().items()):
+            if name not in ("cls", "attention_efficiency"):
+                check_integer(value, name, 1, None)
         if not is_number(attention_efficiency) or not 0 < attention_efficiency < math.inf:
             raise ValueError(f"attention_efficiency must be above 0; got {attention_efficiency!r}.")
         queries = num_heads * head_dim
@@ -101,31 +100,28 @@ class CostModel:
 
     @classmethod
     def from_config(cls, config: Any, *, attention_efficiency: float = 0.6) -> CostModel:
-        """From a transformers configuration (its text part, where it has several), by `from_shape`.
+        """`from_shape` with the sizes of a transformers configuration, or of its text part.
 
-        Layers that `layer_types` doesn't call "full_attention" count without their attention: a window or a recurrence
-        costs about the same for each token. Mixtures of experts count the experts that a token visits.
+        Only layers of the type "full_attention" in `layer_types` have costs per square, because a window or a
+        recurrence costs about the same for each token. Of a mixture of experts, the experts that a token visits count.
 
         Raises:
-            ValueError: a configuration without one of the sizes, or with one that differs between layers.
+            ValueError: a configuration without one of the sizes, or with a size that differs between layers.
         """
         config = getattr(config, "text_config", None) or config
 
         def size(*names: str, default: int | None = None) -> int:
+            advice = "pass sizes to CostModel.from_shape, or times of a few steps to CostModel.fit."
             for name in names:
                 value = getattr(config, name, None)
                 if isinstance(value, int):
                     return value
                 if value is not None:
                     raise ValueError(
-                        f"{type(config).__name__}.{name} is {value!r:.60}, not one number for all layers; pass sizes "
-                        "to CostModel.from_shape, or times of a few steps to CostModel.fit."
+                        f"{type(config).__name__}.{name} is {value!r:.60}, not one number for all layers; {advice}"
                     )
             if default is None:
-                raise ValueError(
-                    f"{type(config).__name__} has no {' or '.join(names)}, which costs follow from; pass sizes to "
-                    "CostModel.from_shape, or times of a few steps to CostModel.fit."
-                )
+                raise ValueError(f"{type(config).__name__} has no {' or '.join(names)}; {advice}")
             return default
 
         hidden, layers = size("hidden_size", "n_embd", "d_model"), size("num_hidden_layers", "n_layer")
@@ -151,19 +147,19 @@ class CostModel:
 
     @classmethod
     def fit(cls, tokens: Sequence[float], squares: Sequence[float], seconds: Sequence[float]) -> CostModel:
-        """By least squares from timed steps of one rank, 20 or more of them; no coefficient comes out below 0.
+        """Fit the coefficients to timed steps of one rank by least squares; none is below 0. Use 20 steps or more.
 
         Args:
-            tokens: (steps,) tokens of each step.
-            squares: (steps,) the sum of its documents' squared lengths.
-            seconds: (steps,) what it took.
+            tokens: (steps,) the tokens of each step.
+            squares: (steps,) the sum of squared document lengths of each step.
+            seconds: (steps,) the time of each step.
 
         Returns:
-            A model in seconds.
+            A cost model in seconds.
 
         Raises:
-            ValueError: rows of different lengths, fewer than 3 steps, a number that isn't finite or a time below 0,
-                steps too much alike to tell the coefficients apart.
+            ValueError: rows of different lengths, fewer than 3 steps, a number that isn't finite, a time below 0,
+                steps that are too similar to separate the coefficients.
         """
         rows = [_finite_row(values, name) for values, name in ((tokens, "tokens"), (squares, "squares"))]
         times = _finite_row(seconds, "seconds")
@@ -178,10 +174,10 @@ class CostModel:
         scale = np.abs(columns).max(axis=0)
         if not scale.all() or np.linalg.matrix_rank(columns / scale, tol=1e-9 * len(times)) < 3:
             raise ValueError(
-                "the timed steps are too much alike to tell tokens, squares and the constant apart: time steps of "
-                "different fullness and document lengths."
+                "the timed steps are too similar to separate the costs of tokens, of squares and of a step. Time steps "
+                "with different numbers of tokens and document lengths."
             )
-        # The best of all choices of coefficients that are left out: with three there are seven.
+        # Fit each subset of the coefficients with the others at 0, and take the best fit without a negative one.
         best, best_error = None, math.inf
         for count in (3, 2, 1):
             for chosen in combinations(range(3), count):
@@ -194,9 +190,12 @@ class CostModel:
         return cls(*(float(value) for value in best))
 
     def whole_weights(self, capacity: int, num_rows: int) -> tuple[int, int]:
-        """per_token and per_square as whole numbers in the same proportion, so that plans don't depend on rounding.
+        """per_token and per_square as integers in the same proportion, so that plans don't depend on rounding.
 
-        `num_rows` rows of `capacity` tokens cost less than 2**62 in them.
+        `num_rows` rows of `capacity` tokens cost less than 2**62 in these units.
+
+        Raises:
+            ValueError: the two are too far apart.
         """
         scale = 2.0**_BITS / (num_rows * (self.per_token * capacity + self.per_square * capacity**2))
         ratio = 1.0 / min(value for value in (self.per_token, self.per_square) if value)
@@ -204,8 +203,8 @@ class CostModel:
         weights = (round(self.per_token * scale), round(self.per_square * scale))
         if num_rows * (weights[0] * capacity + weights[1] * capacity**2) >= 2**62:
             raise ValueError(
-                f"{self} can't be weighed in whole numbers for {num_rows} rows of {capacity} tokens: per_token and "
-                "per_square are too far apart. Set the smaller one to 0."
+                f"per_token and per_square of {self} are too far apart for {num_rows} rows of {capacity} tokens. Set "
+                "the smaller one to 0."
             )
         return weights
 

@@ -1,4 +1,4 @@
-"""Datasets by bins: PackedDataset has a bin as item, BinDataset takes a bin's document numbers as index."""
+"""Datasets of bins: an item of PackedDataset is a bin, and BinDataset can be indexed by the documents of a bin."""
 
 from __future__ import annotations
 
@@ -23,36 +23,36 @@ from tritonpack.packing.lengths import Overlong, whole_lengths
 
 
 class PackedDataset(Dataset):
-    """A map-style dataset whose item i is the list of documents of bin i, cut where the packing cuts them.
+    """A map-style dataset whose item i is the list of documents in bin i, or of their pieces.
 
-    `DataLoader(packed, batch_size=1, shuffle=True, collate_fn=PackingCollator())` gives a flat row per bin; with
-    batch_size=k a flat row holds the documents of k bins, up to k times the capacity.
+    `DataLoader(packed, batch_size=1, shuffle=True, collate_fn=PackingCollator())` yields one row per bin. With
+    batch_size=k a row holds the documents of k bins, up to k times the capacity.
 
     >>> packed = PackedDataset([[5, 6, 7], [8, 9], [4]], pack([3, 2, 1], capacity=4))
     >>> len(packed), packed[0]
     (2, [[5, 6, 7], [4]])
 
     Args:
-        dataset: documents, indexed from 0: mappings with "input_ids" as `datasets` has them, or rows of tokens; of any
-            other form with `length`.
-        packing: which of them each bin holds.
-        length: the number of a document's tokens.
+        dataset: documents, indexed from 0: mappings with a row of tokens as "input_ids", or rows of tokens; with
+            `length`, documents of any form.
+        packing: which documents each bin holds.
+        length: returns the number of tokens of a document.
 
     Raises:
-        ValueError: a packing of more documents than the dataset has; at access a document whose tokens aren't as many
-            as were packed, or one that must be cut and can't be.
+        ValueError: a packing of more documents than the dataset has; at access, a document with another number of
+            tokens than was packed, or a document that must be cut and can't be.
     """
 
     def __init__(self, dataset: Any, packing: Packing, *, length: Length | None = None) -> None:
         require_map_style(dataset)
         check_length_function(length)
         if not isinstance(packing, Packing):
-            raise ValueError(f"packing must be a Packing, what pack() returns; got {type(packing).__name__}.")
+            raise ValueError(f"packing must be a Packing, as pack() returns it; got {type(packing).__name__}.")
         last = int(packing.items.max())
         if last >= len(dataset):
             raise ValueError(
                 f"the packing has a document {last}, but the dataset only {len(dataset)} documents. Pack the lengths "
-                "of this very dataset."
+                "of this dataset."
             )
         self.dataset = dataset
         self.packing = packing
@@ -68,17 +68,17 @@ class PackedDataset(Dataset):
 
     def _piece(self, document: Any, number: int, start: int, stop: int) -> Any:
         tokens = checked_length(document, number, self.length)
-        # A piece is as long as a bin, or ends its document.
+        # A piece is as long as a bin, or it ends its document.
         if stop > tokens or (stop < tokens and stop - start < self.packing.capacity):
             raise ValueError(
-                f"document {number} has {tokens} tokens, but its tokens {start} to {stop} were packed. The lengths are "
-                "those of another dataset; measure them again."
+                f"document {number} has {tokens} tokens, but its tokens {start} to {stop} were packed. The lengths "
+                "belong to another dataset; measure them again."
             )
         return document if stop - start == tokens else cut(document, start, stop, tokens, number)
 
 
 class BinDataset(Dataset):
-    """A map-style dataset that also takes lists of indices, for samplers that yield bins, as MultipackBatchSampler.
+    """A map-style dataset that also takes lists of indices, for samplers that yield bins (MultipackBatchSampler).
 
     >>> documents = BinDataset([[5, 6, 7], [8, 9], [4]])
     >>> documents[[2, 0]], documents[1], len(documents)
@@ -88,7 +88,7 @@ class BinDataset(Dataset):
         dataset: documents, indexed from 0.
 
     Raises:
-        ValueError: a dataset without a length, or that isn't indexed by document.
+        ValueError: a dataset that has no length or can't be indexed by document.
     """
 
     def __init__(self, dataset: Any) -> None:
@@ -112,21 +112,21 @@ def pack_dataset(
     max_items: int | None = None,
     overlong: Overlong = "error",
 ) -> PackedDataset:
-    """Pack a map-style dataset; its own documents stay where they are.
+    """Pack the documents of a map-style dataset.
 
     >>> packed = pack_dataset([{"input_ids": [5, 6, 7]}, {"input_ids": [8]}], capacity=4)
     >>> packed[0]
     [{'input_ids': [5, 6, 7]}, {'input_ids': [8]}]
 
     Args:
-        dataset: see PackedDataset; for a `datasets.Dataset` lengths are read without reading a token.
-        lengths: (documents,) integers, the tokens of each document, where they are known.
-        length: the number of a document's tokens, for documents that are neither rows of tokens nor mappings with
-            "input_ids".
-        capacity, algorithm, max_items, overlong: as for `pack`.
+        dataset, length: see PackedDataset.
+        lengths: (documents,) integers, the tokens of each document. None measures the documents; the lengths of a
+            `datasets.Dataset` are found without reading tokens.
+        capacity, algorithm, max_items, overlong: see `pack`.
 
     Raises:
-        ValueError: what `pack` and PackedDataset refuse, lengths of another number of documents.
+        ValueError: see `pack` and PackedDataset; lengths of another number of documents.
+        ImportError: numba can't be imported.
     """
     if lengths is None:
         lengths = measure_lengths(dataset, length)

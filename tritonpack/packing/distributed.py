@@ -1,9 +1,9 @@
-"""MultipackDistributedBatchSampler: each rank's documents, step by step, from one plan that all ranks compute alike."""
+"""MultipackDistributedBatchSampler: the documents of each rank, step by step, from one plan."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, Literal
 
@@ -14,17 +14,17 @@ from torch.utils.data import Sampler
 
 from tritonpack.checks import check_flag
 from tritonpack.packing.cost import CostModel
-from tritonpack.packing.lengths import OverlongReport, fit_for_sampler, natural_number, positive_integer
-from tritonpack.packing.plan import MOST_TOKENS, Objective, Plan, Tail, check_options, plan_epoch
-from tritonpack.packing.state import Progress, check_batches_done, digest, make_state, read_state
+from tritonpack.packing.lengths import OverlongReport, check_integer, fit_for_sampler
+from tritonpack.packing.plan import MOST_TOKENS, Objective, Plan, Tail, check_options, check_rank_count, plan_epoch
+from tritonpack.packing.state import ResumableSampler, digest
 
 
-class MultipackDistributedBatchSampler(Sampler[list[int]]):
-    """Batches of whole documents, at most `batch_max_length` tokens each, in as many steps on every rank.
+class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]]):
+    """Batches of whole documents for each rank, at most `batch_max_length` tokens each, the same number on every rank.
 
-    Every rank computes the same plan from the lengths, the seed and the epoch, without communication, and takes its own
-    part of each step. Takes the place of the multipack project's class of this name, and with `objective="linear"` of
-    its variant for linear attention.
+    Every rank computes the same plan from the lengths, the seed and the epoch, without communication, and takes its
+    own part of each step. The class replaces the multipack project's class of this name. With `objective="linear"` it
+    replaces that project's sampler for linear attention.
 
     >>> lengths = [5, 3, 4, 4, 2, 6, 8, 8]
     >>> sampler = MultipackDistributedBatchSampler(8, lengths, num_replicas=2, rank=0)
@@ -33,45 +33,44 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
     >>> len(sampler), list(MultipackDistributedBatchSampler(8, lengths, num_replicas=2, rank=1))
     (2, [[3, 4], [0]])
 
-    Documents 1, 2 and 5, thirteen tokens, don't fill a third step for two ranks: `tail` says what becomes of them.
+    Documents 1, 2 and 5 have 13 tokens, too few for a third step of two ranks. `tail` decides what happens to them.
 
-    With a plain DataLoader, as `batch_sampler`, call `set_epoch` before each epoch; a second pass over the same epoch
-    is warned of. Under accelerate, which gives every
-    process its part of the batches itself, pass `shard=False` and have accelerate configured with `even_batches=False`;
-    it calls `set_epoch` on its own.
+    Pass the sampler to a DataLoader as `batch_sampler` and call `set_epoch` before each epoch. A second pass over one
+    epoch causes a warning. accelerate divides batches among processes and calls `set_epoch` itself: pass `shard=False`
+    there, and configure accelerate with `even_batches=False`.
 
     Attributes:
-        num_replicas, rank, seed, epoch: as given, or found; `rank` is None with `shard=False`.
-        lengths: (documents,) int32, of those that are left after dropping.
-        overlong_report: what became of documents longer than `batch_max_length`.
+        num_replicas, rank, seed: as given or found; `rank` is None with `shard=False`.
+        epoch: the epoch of the next iteration.
+        lengths: (documents,) int32, without the dropped documents.
+        overlong_report: what was done with documents longer than `batch_max_length`.
 
     Args:
-        batch_max_length: tokens of a rank's batch, at least 1.
-        lengths: (documents,) integers, tokens per document, at least 1, the same on every rank.
-        num_replicas: ranks; None asks torch.distributed, and is 1 where no process group is meant.
-        rank: this process's; None likewise.
+        batch_max_length: tokens of a rank's batch, from 1 to 2**30.
+        lengths: (documents,) integers of at least 1, the tokens of each document, the same on every rank.
+        num_replicas: the number of ranks. None reads it from torch.distributed; without a process group it is 1.
+        rank: the rank of this process. None reads it from torch.distributed; without a process group it is 0.
         seed: at least 0, the same on every rank.
-        objective: what the ranks of a step get equal shares of: "quadratic" squared lengths, what attention costs;
-            "linear" tokens; "cost" what `cost_model` says, and rows stop at their share.
-        tail: what becomes of documents that don't fill a last step: "drop" leaves them out of this epoch; "spread"
-            divides all documents over the fewest steps possible, equally full; "keep" makes a last, short step.
-        lookahead: the share of its tokens that a step is offered in addition, from 0 to 1; more fills batches better
-            and defers more documents: up to 0.05 by two steps at most, beyond that by three in odd cases.
-        steps_together: steps planned at once, at least 1. Where a step holds few documents, few combinations fit: 64
-            steps together fill rows of 4,096 tokens on one rank to 98% instead of 86% (OpenChat), and a document may be
-            deferred by so many times two steps.
-        cost_model: for the objective "cost".
-        overlong: documents longer than `batch_max_length`: "error" refuses them, "drop" leaves them out. To truncate
-            them, pass `lengths` that are cut and `PackingCollator(max_document_length=...)`, which cuts the documents.
-        shuffle: whether to shuffle, anew in each epoch.
-        shard: whether to yield this rank's batches alone; False yields every rank's in turn, step by step.
+        objective, tail, lookahead, steps_together, cost_model: see `plan_epoch`. For 4,096 tokens on one rank,
+            `steps_together=64` fills rows to 98% instead of 86% (OpenChat's lengths).
+        overlong: "error" refuses documents longer than `batch_max_length`, "drop" leaves them out. To truncate them,
+            pass `lengths` that are cut and `PackingCollator(max_document_length=...)`, which cuts the documents.
+        shuffle: shuffle the documents, in a new order for each epoch.
+        shard: yield the batches of this rank only. False yields the batches of all ranks, step by step.
 
     Raises:
-        ValueError: lengths that aren't whole numbers of tokens or don't fit, fewer documents than ranks, a rank outside
-            the world, an unknown or contradictory option; on iterating, documents that make no full step.
+        ValueError: lengths that aren't positive integers or don't fit, fewer documents than ranks, a rank that doesn't
+            exist, a wrong option; at the first use of an epoch, documents that don't make a full step.
+        ImportError: at the first use of an epoch, if numba can't be imported.
 
     Source: https://github.com/imoneoi/multipack_sampler defines the interface and the measures.
     """
+
+    _DIGEST = "plan"
+    _OTHER_BATCHES = (
+        "the state was saved with another version of tritonpack or NumPy, which plans other batches from the same "
+        "settings. Resume with that version, or start an epoch anew with set_epoch."
+    )
 
     def __init__(
         self,
@@ -90,18 +89,14 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
         shuffle: bool = True,
         shard: bool = True,
     ) -> None:
-        self.batch_max_length = positive_integer(batch_max_length, "batch_max_length", MOST_TOKENS)
-        check_flag(shard, "shard")
+        super().__init__(epochs_differ=check_flag(shuffle, "shuffle"))
+        self.batch_max_length = check_integer(batch_max_length, "batch_max_length", 1, MOST_TOKENS)
+        self._shard = check_flag(shard, "shard")
         self.num_replicas, self.rank = _place_in_world(num_replicas, rank, shard)
-        self.seed = natural_number(seed, "seed")
-        self.epoch = 0
+        self.seed = check_integer(seed, "seed", 0, None)
         check_options(objective, cost_model, tail, lookahead)
         fitted = fit_for_sampler(lengths, self.batch_max_length, overlong, "batch_max_length")
-        if len(fitted.lengths) < self.num_replicas:
-            raise ValueError(
-                f"{len(fitted.lengths)} documents can't give each of {self.num_replicas} ranks one; use at most "
-                f"{len(fitted.lengths)} ranks, or more documents."
-            )
+        check_rank_count(len(fitted.lengths), self.num_replicas)
         self.lengths = fitted.lengths
         self.overlong_report: OverlongReport = fitted.report
         self._documents = fitted.documents
@@ -109,43 +104,12 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
             "objective": objective,
             "tail": tail,
             "lookahead": float(lookahead),
-            "steps_together": positive_integer(steps_together, "steps_together"),
+            "steps_together": check_integer(steps_together, "steps_together"),
             "cost_model": cost_model,
-            "shuffle": check_flag(shuffle, "shuffle"),
+            "shuffle": shuffle,
         }
-        self._shard = shard
-        self._plan: Plan | None = None
-        self._choices = 0  # calls of set_epoch
-        self._progress = Progress()
 
-    def __len__(self) -> int:
-        """Batches of the current epoch, exact, the same on every rank; all of them, also after a resume."""
-        return self._num_batches(self.plan)
-
-    def __iter__(self) -> Iterator[list[int]]:
-        plan = self.plan
-        shuffled = self._options["shuffle"]
-        return self._batches(
-            plan, self._progress.begin(self.epoch, self._num_batches(plan), self._choices, shuffled=shuffled)
-        )
-
-    def _batches(self, plan: Plan, numbers: Iterator[int]) -> Iterator[list[int]]:
-        for number in numbers:
-            step, rank = (number, self.rank) if self._shard else divmod(number, self.num_replicas)
-            assert rank is not None, "a sharding sampler has a rank"
-            yield plan.row(step, rank).tolist()
-
-    def _num_batches(self, plan: Plan) -> int:
-        return plan.num_steps * (1 if self._shard else self.num_replicas)
-
-    @property
-    def plan(self) -> Plan:
-        """The current epoch's plan, of all ranks; made when it is first asked for."""
-        if self._plan is None:
-            self._plan = self._plan_of(self.epoch)
-        return self._plan
-
-    def _plan_of(self, epoch: int) -> Plan:
+    def _make(self, epoch: int) -> Plan:
         plan = plan_epoch(
             self.lengths, self.batch_max_length, self.num_replicas, seed=self.seed, epoch=epoch, **self._options
         )
@@ -153,63 +117,51 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
             return plan
         return Plan(self._documents[plan.items], plan.offsets, plan.num_ranks, plan.capacity)
 
-    def set_epoch(self, epoch: int) -> None:
-        """Choose the epoch that the next iteration goes through; the one being resumed stays where it is."""
-        epoch = natural_number(epoch, "epoch")
-        self._choices += 1
-        if epoch != self.epoch:
-            self.epoch = epoch
-            self._plan = None
+    def _num_batches(self, made: Plan) -> int:
+        return made.num_steps * (1 if self._shard else self.num_replicas)
+
+    def _batch(self, made: Plan, number: int) -> list[int]:
+        step, rank = divmod(number, self.num_replicas) if self.rank is None else (number, self.rank)
+        return made.row(step, rank).tolist()
+
+    def _digest(self, made: Plan) -> str:
+        return digest(made.items, made.offsets)
+
+    def _settings(self) -> dict[str, Any]:
+        cost_model = self._options["cost_model"]
+        return {
+            **self._options,
+            "cost_model": None if cost_model is None else asdict(cost_model),
+            "batch_max_length": self.batch_max_length,
+            "num_replicas": self.num_replicas,
+            "seed": self.seed,
+            "shard": self._shard,
+            "lengths": digest(self.lengths),
+        }
+
+    @property
+    def plan(self) -> Plan:
+        """The plan of the current epoch for all ranks. It is computed at the first use."""
+        return self._current()
 
     def num_batches(self) -> int:
-        """Steps of the current epoch, as the multipack project's class calls them."""
+        """The number of steps of the current epoch. The multipack project's class has this method."""
         return self.plan.num_steps
 
     def efficiency(self) -> float:
         """The share of the current epoch's rows that holds tokens, from 0 to 1, over all ranks."""
-        plan = self.plan
-        return float(self.tokens_per_step().sum() / (plan.num_steps * plan.num_ranks * plan.capacity))
+        return float(self.tokens_per_step().sum() / (self.plan.num_steps * self.num_replicas * self.batch_max_length))
 
     def tokens_per_step(self) -> NDArray[np.int64]:
-        """(steps,) int64: the tokens of all ranks in each step of the current epoch, by which losses are weighed."""
-        return self.plan.sums(self._lengths_by_document()).sum(axis=1)
-
-    def state_dict(self, batches_done: int | None = None) -> dict[str, Any]:
-        """Where the epoch stands, as plain numbers and strings; the same on every rank, so one rank may save for all.
-
-        Args:
-            batches_done: batches trained on in this epoch; None counts those that the latest iterator has handed out,
-                more than were trained on where a DataLoader's workers fetch ahead. torchdata's StatefulDataLoader
-                keeps account of that by itself.
-
-        Raises:
-            ValueError: more batches than the epoch has.
-        """
-        if batches_done is None:
-            batches_done = self._progress.done_in(self.epoch)
-        done = check_batches_done(batches_done, len(self))
-        return make_state(self.epoch, done, self._settings(), plan=self._digest(self.plan))
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where a state was taken: the next iteration yields the batch after it, in that epoch.
-
-        Raises:
-            ValueError: a state of other lengths, settings or ranks, or one that isn't whole and this class's; the
-                sampler is then left as it was.
-        """
-        epoch, done, planned = read_state(state, type(self).__name__, self._settings(), "plan")
-        plan = self.plan if epoch == self.epoch else self._plan_of(epoch)
-        if planned != self._digest(plan):
-            raise ValueError(
-                "the state was saved with another version of tritonpack or NumPy, which plans other batches from the "
-                "same settings. Resume with that version, or start an epoch anew with set_epoch."
-            )
-        done = check_batches_done(done, self._num_batches(plan))
-        self.epoch, self._plan = epoch, plan
-        self._progress.resume(epoch, done)
+        """(steps,) int64: the tokens of all ranks in each step of the current epoch, for weighting losses."""
+        lengths = self.lengths.astype(np.int64)
+        if self._documents is not None:
+            lengths = np.zeros(int(self._documents[-1]) + 1, dtype=np.int64)
+            lengths[self._documents] = self.lengths
+        return self.plan.sums(lengths).sum(axis=1)
 
     def verify_ranks(self, group: dist.ProcessGroup | None = None) -> None:
-        """Compare plans with the other ranks, a collective call: a few bytes that find lengths or options that differ.
+        """Check that all ranks have the same plan. Every rank must call this; it exchanges a few bytes.
 
         Raises:
             ValueError: on every rank, if any two ranks have different plans.
@@ -225,70 +177,36 @@ class MultipackDistributedBatchSampler(Sampler[list[int]]):
             )
 
     @property
-    def sampler(self) -> MultipackDistributedBatchSampler:
-        """Itself: where accelerate looks for `set_epoch` once it has wrapped a batch sampler."""
-        return self
-
-    @property
     def batch_size(self) -> None:
-        """None, batches have different numbers of documents. Asked for by those who divide batches among processes.
+        """None, because batches have different numbers of documents. Libraries that divide batches read it.
 
         Raises:
-            ValueError: a sampler that has done so already, which would lose most batches.
+            ValueError: this sampler yields the batches of one rank of several; dividing them again would lose most.
         """
         if self._shard and self.num_replicas > 1:
             raise ValueError(
-                f"this sampler yields rank {self.rank}'s batches of {self.num_replicas} ranks alone; dividing them "
-                "among processes again would lose most of them. Pass shard=False to a sampler whose batches accelerate "
-                "or another library divides, or don't let it prepare this DataLoader."
+                f"this sampler yields the batches of rank {self.rank} only, of {self.num_replicas} ranks. Dividing "
+                "them among processes again would lose most of them. Pass shard=False to a sampler for "
+                "accelerate or another library that divides batches, or don't let it prepare this DataLoader."
             )
-        return None
-
-    @staticmethod
-    def _digest(plan: Plan) -> str:
-        return digest(plan.items, plan.offsets)
-
-    def _settings(self) -> dict[str, Any]:
-        """What decides the batches, as plain values."""
-        cost_model = self._options["cost_model"]
-        return {
-            **self._options,
-            "cost_model": None if cost_model is None else asdict(cost_model),
-            "batch_max_length": self.batch_max_length,
-            "num_replicas": self.num_replicas,
-            "seed": self.seed,
-            "shard": self._shard,
-            "lengths": digest(self.lengths),
-        }
-
-    def _lengths_by_document(self) -> NDArray[np.int64]:
-        if self._documents is None:
-            return self.lengths.astype(np.int64)
-        by_document = np.zeros(int(self._documents[-1]) + 1, dtype=np.int64)
-        by_document[self._documents] = self.lengths
-        return by_document
 
 
 def _place_in_world(num_replicas: int | None, rank: int | None, shard: bool) -> tuple[int, int | None]:
-    """The number of ranks and this one's, from torch.distributed where they aren't given."""
-    meant = dist.is_available() and dist.is_initialized()
-    if not meant and (num_replicas is None or (rank is None and shard)):
+    """The number of ranks and the rank of this process (None unless `shard`), from torch.distributed if not given."""
+    group = dist.is_available() and dist.is_initialized()
+    if not group and (num_replicas is None or (rank is None and shard)):
         launched = os.environ.get("WORLD_SIZE", "1")
-        if launched != "1" or (num_replicas is not None and num_replicas != 1):
+        if launched != "1" or num_replicas not in (None, 1):
             raise ValueError(
-                f"num_replicas={num_replicas} and rank={rank} leave the place of this process open, and no process "
-                f"group tells it (WORLD_SIZE is {launched}). Call torch.distributed.init_process_group first, or pass "
-                "both."
+                f"num_replicas={num_replicas} and rank={rank} don't say which rank this process is, and there is no "
+                f"process group to ask (WORLD_SIZE is {launched}). Call torch.distributed.init_process_group first, or "
+                "pass both."
             )
     if num_replicas is None:
-        num_replicas = dist.get_world_size() if meant else 1
-    num_replicas = positive_integer(num_replicas, "num_replicas")
+        num_replicas = dist.get_world_size() if group else 1
+    num_replicas = check_integer(num_replicas, "num_replicas")
     if not shard:
         return num_replicas, None
     if rank is None:
-        rank = dist.get_rank() if meant else 0
-    if isinstance(rank, bool) or not isinstance(rank, (int, np.integer)) or not 0 <= rank < num_replicas:
-        raise ValueError(
-            f"rank must be an integer from 0 to {num_replicas - 1}, as there are {num_replicas}; got {rank!r}."
-        )
-    return num_replicas, int(rank)
+        rank = dist.get_rank() if group else 0
+    return num_replicas, check_integer(rank, "rank", 0, num_replicas - 1, f"because num_replicas is {num_replicas}")

@@ -1,25 +1,19 @@
-"""The heuristics that `pack` offers, compiled by numba.
-
-Compiled loops call no compiled function of another file: numba's cache on disk would keep the old machine code of a
-function whose own file is unchanged.
-"""
+"""The heuristics that `pack` offers, compiled by numba."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from tritonpack.packing.bins import CARRY_THRESHOLD, WINDOW
+from tritonpack.packing.compiled import compiled
 
-# Sorting documents by length and by bin, in time linear in documents.
 
-
-@numba.njit(cache=True, nogil=True)
+@compiled
 def longest_first(lengths: Any, capacity: int) -> Any:
-    """Documents from long to short, (documents,) int32, and their lengths, likewise; equal ones stay in input order."""
+    """Documents from long to short, (documents,) int32, and their lengths; equal lengths keep their order."""
     starts = np.zeros(capacity + 1, dtype=np.int64)
     for length in lengths:
         starts[length] += 1
@@ -37,9 +31,9 @@ def longest_first(lengths: Any, capacity: int) -> Any:
     return order, sorted_lengths
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def group_by_bin(bins: Any, order: Any, num_bins: int) -> Any:
-    """Which items each bin holds.
+    """Group documents by bin, in linear time; within a bin they keep their order.
 
     Args:
         bins: (documents,) int32, the bin of document order[i].
@@ -47,8 +41,7 @@ def group_by_bin(bins: Any, order: Any, num_bins: int) -> Any:
         num_bins: bins, numbered from 0.
 
     Returns:
-        items (documents,) int32 and offsets (num_bins + 1,) int64: bin b holds `items[offsets[b] : offsets[b + 1]]`, in
-        the order in which they were given.
+        items (documents,) int32 and offsets (num_bins + 1,) int64: bin b holds `items[offsets[b] : offsets[b + 1]]`.
     """
     offsets = np.zeros(num_bins + 1, dtype=np.int64)
     for chosen in bins:
@@ -63,70 +56,56 @@ def group_by_bin(bins: Any, order: Any, num_bins: int) -> Any:
     return items, offsets
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def gather(values: Any, indices: Any) -> Any:
-    """values[indices]; numpy takes several times as long for int32 indices, which it widens first."""
+    """values[indices], without the int64 copy of the indices that numpy makes first."""
     gathered = np.empty(len(indices), dtype=values.dtype)
     for position in range(len(indices)):
         gathered[position] = values[indices[position]]
     return gathered
 
 
-# Best-fit-decreasing in time linear in documents and capacity.
-#
-# Bins are kept in stacks by the room they have left, and a bitmap says which stacks hold a bin. The bitmap is a tree of
-# 64-bit words: bit i of a level says that word i of the level below isn't zero, so the fullest bin with room for a
-# document is a handful of word reads away, however large the capacity.
-
-_WORD_BITS = 64
-_ONE = np.uint64(1)
-# Multiplying a power of two by a de Bruijn constant leaves a different number in its top six bits for each of the 64.
-_DE_BRUIJN = np.uint64(0x03F79D71B4CB0A89)
-_BIT_OF_PRODUCT = np.zeros(_WORD_BITS, dtype=np.int64)
-for _bit in range(_WORD_BITS):
-    _BIT_OF_PRODUCT[((int(_DE_BRUIJN) << _bit) & (2**64 - 1)) >> 58] = _bit
+# Best-fit: bins with the same room form a stack, and a binary tree marks the stacks that hold a bin. Node i of the tree
+# has the children 2 i and 2 i + 1; node 1 is the root, and room r is leaf leaves + r. So finding the fullest bin with
+# room for a document takes O(log capacity).
 
 
 def best_fit_decreasing(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
-    """Exact best-fit-decreasing.
-
-    Among bins with equal room the one that was changed last is taken.
+    """Exact best-fit-decreasing; among bins with equal room it takes the one that was changed last.
 
     Args:
         lengths: (documents,) int32, each in 1..capacity.
         capacity: tokens per bin.
-        max_items: documents per bin; as many as there are documents sets no limit.
+        max_items: documents per bin; the number of all documents sets no limit.
 
     Returns:
-        items (documents,) int32 and offsets (bins + 1,) int64: bin b holds `items[offsets[b] : offsets[b + 1]]`.
+        items and offsets, as `group_by_bin` returns them.
     """
     order, sorted_lengths = longest_first(lengths, capacity)
     bins, num_bins = best_fit(sorted_lengths, capacity, max_items)
     return group_by_bin(bins, order, num_bins)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def best_fit(lengths: Any, capacity: int, max_items: int) -> Any:
-    """Each document, in the order given, into the fullest bin with room for it.
+    """Put each document, in the given order, into the fullest bin with room for it.
 
-    Documents of one length are alike, and the fullest bin that fits stays so until it is too full for that length, so
-    each run of equal lengths fills a bin with as many as fit at once.
-
-    Args:
-        lengths, capacity, max_items: as best_fit_decreasing.
+    Within a run of equal lengths the fullest bin with room remains the fullest until it has no room for that length, so
+    it takes as many documents of the run as fit, at once.
 
     Returns:
         The bin of each document, (documents,) int32, and the number of bins.
     """
     num_items = len(lengths)
     shortest = lengths.min()
-    level_starts = _level_starts(capacity + 1)
-    bitmap = np.zeros(level_starts[-1], dtype=np.uint64)
-    top_bin = np.full(capacity + 1, -1, dtype=np.int32)  # by room left: the top of that stack of bins
-    below = np.empty(num_items, dtype=np.int32)  # by bin: the next bin down its stack
+    leaves = 1
+    while leaves <= capacity:
+        leaves *= 2
+    marks = np.zeros(2 * leaves, dtype=np.bool_)
+    top_bin = np.full(capacity + 1, -1, dtype=np.int32)  # by room: the top of the stack of bins
+    below = np.empty(num_items, dtype=np.int32)  # by bin: the next bin of its stack
     bins = np.empty(num_items, dtype=np.int32)
-    limited = max_items < num_items
-    held = np.zeros(num_items if limited else 0, dtype=np.int32)  # by bin: documents in it, counted only for a limit
+    held = np.zeros(num_items, dtype=np.int32)  # by bin: documents in it
 
     num_bins = 0
     placed = 0
@@ -136,7 +115,7 @@ def best_fit(lengths: Any, capacity: int, max_items: int) -> Any:
         while run_end < num_items and lengths[run_end] == length:
             run_end += 1
         while placed < run_end:
-            room = _next_set(bitmap, level_starts, length)
+            room = _next_marked(marks, length)
             if room < 0:
                 room = capacity
                 chosen = num_bins
@@ -145,89 +124,58 @@ def best_fit(lengths: Any, capacity: int, max_items: int) -> Any:
                 chosen = top_bin[room]
                 top_bin[room] = below[chosen]
                 if below[chosen] < 0:
-                    _clear(bitmap, level_starts, room)
-            count = min(run_end - placed, room // length)
-            if limited:
-                count = min(count, max_items - held[chosen])
-                held[chosen] += count
+                    _mark(marks, room, False)
+            count = min(run_end - placed, room // length, max_items - held[chosen])
+            held[chosen] += count
             bins[placed : placed + count] = chosen
             placed += count
             room -= count * length
-            if room >= shortest and not (limited and held[chosen] == max_items):  # others can take nothing more
+            if room >= shortest and held[chosen] < max_items:  # all other bins are closed
                 below[chosen] = top_bin[room]
                 if top_bin[room] < 0:
-                    _set(bitmap, level_starts, room)
+                    _mark(marks, room, True)
                 top_bin[room] = chosen
     return bins, num_bins
 
 
-def _level_starts_of(num_bits: int) -> NDArray[np.int64]:
-    """Where each level of a bitmap of `num_bits` bits begins, the leaves first, and one past the last word."""
-    starts = [0]
-    words = num_bits
-    while words > 1 or len(starts) == 1:
-        words = (words + _WORD_BITS - 1) // _WORD_BITS
-        starts.append(starts[-1] + words)
-    return np.array(starts, dtype=np.int64)
+@compiled
+def _mark(marks: Any, room: int, marked: bool) -> None:
+    node = len(marks) // 2 + room
+    marks[node] = marked
+    while node > 1 and marks[node // 2] != (marks[node] or marks[node ^ 1]):
+        node //= 2
+        marks[node] = not marks[node]
 
 
-_level_starts = numba.njit(cache=True, nogil=True)(_level_starts_of)
-
-
-@numba.njit(cache=True, nogil=True)
-def _lowest_bit(word: Any) -> Any:
-    return _BIT_OF_PRODUCT[((word & (~word + _ONE)) * _DE_BRUIJN) >> np.uint64(58)]
-
-
-@numba.njit(cache=True, nogil=True)
-def _set(bitmap: Any, level_starts: Any, bit: int) -> None:
-    for level in range(len(level_starts) - 1):
-        bitmap[level_starts[level] + (bit >> 6)] |= _ONE << np.uint64(bit & 63)
-        bit >>= 6
-
-
-@numba.njit(cache=True, nogil=True)
-def _clear(bitmap: Any, level_starts: Any, bit: int) -> None:
-    for level in range(len(level_starts) - 1):
-        word = level_starts[level] + (bit >> 6)
-        bitmap[word] &= ~(_ONE << np.uint64(bit & 63))
-        if bitmap[word]:
-            return
-        bit >>= 6
-
-
-@numba.njit(cache=True, nogil=True)
-def _next_set(bitmap: Any, level_starts: Any, bit: int) -> int:
-    """The first set bit at or after `bit`, -1 if there is none."""
-    for level in range(len(level_starts) - 1):
-        word = level_starts[level] + (bit >> 6)
-        if word >= level_starts[level + 1]:
+@compiled
+def _next_marked(marks: Any, room: int) -> int:
+    """The first marked room from `room` up, -1 if there is none."""
+    leaves = len(marks) // 2
+    node = leaves + room
+    while not marks[node]:
+        while node & 1:  # a right child: go up to where the tree continues to the right
+            node >>= 1
+        if node == 0:
             return -1
-        rest = bitmap[word] >> np.uint64(bit & 63)
-        if rest:
-            bit += _lowest_bit(rest)
-            for lower in range(level - 1, -1, -1):
-                bit = (bit << 6) + _lowest_bit(bitmap[level_starts[lower] + bit])
-            return bit
-        bit = (bit >> 6) + 1
-    return -1
+        node += 1
+    while node < leaves:
+        node = 2 * node + (not marks[2 * node])
+    return node - leaves
 
 
-# First-fit and first-fit-decreasing in O(documents x log bins).
-#
-# A binary tree over the bins holds at each node the most room that any bin below it has left, so the first bin with
-# enough room is found from the root in one descent. Bins that aren't open yet are leaves with all their room, so
-# opening a bin is no special case.
+# First-fit takes O(documents x log bins). A binary tree over the bins holds at each node the largest room of the bins
+# below it, so one descent from the root finds the first bin with enough room. Bins that aren't open yet are leaves with
+# all their room, so opening a bin is no special case.
 
 
 def first_fit(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
-    """Each document, in input order, into the first bin with room; arguments and result as best_fit_decreasing."""
+    """First-fit in the input order; arguments and result as for best_fit_decreasing."""
     bins, num_bins = _first_fit(lengths, capacity, max_items, _num_leaves(lengths, capacity, max_items))
     return group_by_bin(bins, np.arange(len(lengths), dtype=np.int32), num_bins)
 
 
 def first_fit_decreasing(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
-    """First-fit with documents from long to short; arguments and result as best_fit_decreasing."""
+    """First-fit from long to short; arguments and result as for best_fit_decreasing."""
     order, sorted_lengths = longest_first(lengths, capacity)
     bins, num_bins = _first_fit(sorted_lengths, capacity, max_items, _num_leaves(lengths, capacity, max_items))
     return group_by_bin(bins, order, num_bins)
@@ -236,25 +184,24 @@ def first_fit_decreasing(lengths: NDArray[np.int32], capacity: int, max_items: i
 def _num_leaves(lengths: NDArray[np.int32], capacity: int, max_items: int) -> int:
     """A power of two that the number of bins can't exceed.
 
-    Of two bins that may take one more document the second was opened for one that the first had no room for, so the
-    two hold more than one capacity.
+    Take two bins below the limit of documents. The second was opened for a document that the first had no room for, so
+    together they hold more than one capacity.
     """
     most_bins = 1 + 2 * int(lengths.sum(dtype=np.int64)) // capacity + len(lengths) // max_items
     return 1 << (min(most_bins, len(lengths)) - 1).bit_length()
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _first_fit(lengths: Any, capacity: int, max_items: int, num_leaves: int) -> Any:
-    """Each document, in the order given, into the first bin with room: bins (documents,) int32, and their number.
+    """Put each document, in the given order, into the first bin with room; the result is as for `best_fit`.
 
-    The first bin that fits stays so until it is too full, so each run of equal lengths fills it with as many as fit.
+    A bin takes as many documents of a run of equal lengths as fit, at once.
     """
     num_items = len(lengths)
     # The children of node i are 2 i and 2 i + 1; node 1 is the root, and bin b is leaf num_leaves + b.
     most_room = np.full(2 * num_leaves, capacity, dtype=np.int32)
     bins = np.empty(num_items, dtype=np.int32)
-    limited = max_items < num_items
-    held = np.zeros(num_leaves if limited else 0, dtype=np.int32)  # by bin: documents in it, counted only for a limit
+    held = np.zeros(num_leaves, dtype=np.int32)  # by bin: documents in it
 
     num_bins = 0
     placed = 0
@@ -268,18 +215,13 @@ def _first_fit(lengths: Any, capacity: int, max_items: int, num_leaves: int) -> 
         chosen = node - num_leaves
         num_bins = max(num_bins, chosen + 1)
 
-        count = most_room[node] // length
-        if limited:
-            count = min(count, max_items - held[chosen])
+        count = min(most_room[node] // length, max_items - held[chosen])
         stop = placed
         while stop < num_items and stop - placed < count and lengths[stop] == length:
             stop += 1
         bins[placed:stop] = chosen
-        room = most_room[node] - (stop - placed) * length
-        if limited:
-            held[chosen] += stop - placed
-            if held[chosen] == max_items:
-                room = 0
+        held[chosen] += stop - placed
+        room = most_room[node] - (stop - placed) * length if held[chosen] < max_items else 0
         placed = stop
 
         most_room[node] = room
@@ -292,15 +234,12 @@ def _first_fit(lengths: Any, capacity: int, max_items: int, num_leaves: int) -> 
     return bins, num_bins
 
 
-# Next-fit: bins of consecutive documents, in input order.
-
-
 def next_fit(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
-    """Fill one bin after the other in input order; arguments and result as best_fit_decreasing."""
+    """Next-fit: bins of consecutive documents; arguments and result as for best_fit_decreasing."""
     return np.arange(len(lengths), dtype=np.int32), _next_fit(lengths, capacity, max_items)
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _next_fit(lengths: Any, capacity: int, max_items: int) -> Any:
     offsets = np.empty(len(lengths) + 1, dtype=np.int64)
     num_bins = 0
@@ -315,13 +254,11 @@ def _next_fit(lengths: Any, capacity: int, max_items: int) -> Any:
     return offsets[: num_bins + 1].copy()
 
 
-# Best-fit-decreasing over windows of documents in input order: for streams, and where order shall nearly be kept.
-
-MAX_CARRIES = 2  # more gains nothing measurable
+MAX_CARRIES = 2  # more had no measurable benefit
 
 
 def windowed(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
-    """Windowed best-fit-decreasing of lengths that are all known; arguments and result as best_fit_decreasing."""
+    """Best-fit-decreasing of one window of documents after another, see WindowPacker; otherwise as the others."""
     packer = WindowPacker(capacity, max_items, CARRY_THRESHOLD)
     groups = []
     for start in range(0, len(lengths), WINDOW):
@@ -332,15 +269,14 @@ def windowed(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
 
 
 class WindowPacker:
-    """Packs windows of documents one after the other, and carries the documents of poorly filled bins on.
+    """Best-fit-decreasing over windows of documents in input order, for streams and for nearly unchanged order.
 
-    At a window's end bins filled below the threshold are dissolved, and their documents are packed again with the next
-    window's. Documents that were carried MAX_CARRIES times are overdue: they go into bins before all others, and their
-    bins are done. Without that, documents that always fill bins poorly would be carried, and packed anew, to the end,
-    and so would the shortest, which are packed last. So no document waits for more than MAX_CARRIES windows, and no
-    more than MAX_CARRIES + 1 windows are held.
+    At the end of a window, bins that are filled below the threshold are dissolved. Their documents are carried: packed
+    again with the next window. Documents that were carried MAX_CARRIES times are overdue: they are packed before all
+    others, and their bins aren't dissolved. So no document waits for more than MAX_CARRIES windows, and at most
+    MAX_CARRIES + 1 windows are in memory.
 
-    Bins that are done come in the order of their first documents.
+    Finished bins are returned in the order of their first documents.
 
     Args:
         capacity: tokens per bin.
@@ -358,14 +294,14 @@ class WindowPacker:
         self._next_document = 0
 
     def add(self, lengths: NDArray[np.int32], *, last: bool = False) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """The bins that a window of documents completes; with `last`, of all documents that are left.
+        """Pack a window and return the finished bins; with `last`, all bins.
 
         Args:
             lengths: (documents,) int32, each in 1..capacity.
             last: no window follows.
 
         Returns:
-            documents (entries,) int64, numbered in the order in which they were added, and offsets (bins + 1,) int64.
+            documents (entries,) int64, numbered in the order they were added, and offsets (bins + 1,) int64.
         """
         new = np.arange(self._next_document, self._next_document + len(lengths))
         self._next_document += len(lengths)
@@ -386,7 +322,7 @@ class WindowPacker:
         done |= np.logical_or.reduceat(overdue[items], starts)
         done |= last
 
-        # Ascending within bins, and bins by their first document; those that aren't done come last.
+        # Sort documents within bins, and bins by their first document. Bins that aren't done come last.
         rank = np.empty(len(sizes), dtype=np.int64)
         rank[np.lexsort([np.minimum.reduceat(items, starts), ~done])] = np.arange(len(sizes))
         entries = items[np.lexsort([items, np.repeat(rank, sizes)])]

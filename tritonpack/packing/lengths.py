@@ -1,4 +1,4 @@
-"""What packers and samplers take: lengths that are whole numbers of tokens, each of which fits."""
+"""Checks lengths of documents, and truncates, splits or drops documents that are longer than the capacity."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ POLICIES: tuple[str, ...] = get_args(Overlong)
 
 @dataclass(frozen=True)
 class OverlongReport:
-    """What became of the documents that are longer than the capacity.
+    """What was done with the documents that are longer than the capacity.
 
     Attributes:
-        policy: what was asked for, one of "error", "truncate", "split", "drop".
-        documents: how many documents are longer than the capacity.
-        tokens_lost: the tokens that were cut off or went with dropped documents; 0 after splitting.
-        pieces: how many pieces these documents became: 0 after dropping, one each after truncating.
+        policy: "error", "truncate", "split" or "drop".
+        documents: the number of documents that are longer than the capacity.
+        tokens_lost: the tokens of them that were cut off or dropped; 0 after splitting.
+        pieces: the number of pieces made of them: 0 after dropping, one each after truncating.
     """
 
     policy: str
@@ -45,9 +45,9 @@ class OverlongReport:
 
 @dataclass(frozen=True, eq=False)
 class FittedLengths:
-    """Pieces that fit, and the documents they are from.
+    """Lengths of pieces that fit, and the document of each piece.
 
-    Documents of 5, 12 and 3 tokens where 5 fit:
+    Documents of 5, 12 and 3 tokens, and a capacity of 5:
 
     >>> fitted = fit_lengths([5, 12, 3], capacity=5, overlong="split")
     >>> fitted.lengths.tolist(), fitted.documents.tolist(), fitted.starts.tolist()
@@ -57,9 +57,9 @@ class FittedLengths:
 
     Attributes:
         lengths: (pieces,) int32, tokens of each piece, from 1 to the capacity.
-        documents: (pieces,) int32, ascending, the document each piece is from; None where piece i is document i.
-        starts: (pieces,) int64, the piece's first token within its document; None where each begins its document.
-        report: what was done.
+        documents: (pieces,) int32, ascending, the document of each piece; None if piece i is document i.
+        starts: (pieces,) int64, the first token of each piece in its document; None if all are 0.
+        report: what was done with documents that are too long.
     """
 
     lengths: NDArray[np.int32]
@@ -68,66 +68,38 @@ class FittedLengths:
     report: OverlongReport
 
 
-def positive_integer(value: Any, name: str, highest: int = MAX_INT32) -> int:
-    """The value as an int from 1 to `highest`; ValueError otherwise."""
-    if not _is_integer(value) or not 1 <= value <= highest:
-        raise ValueError(f"{name} must be an integer from 1 to {highest}; got {value!r}.")
+def check_integer(value: Any, name: str, least: int = 1, most: int | None = MAX_INT32, meaning: str = "") -> int:
+    """The value as an int; ValueError unless it is an integer from `least` to `most`.
+
+    Args:
+        most: None sets no upper limit.
+        meaning: what `most` is, for the message.
+    """
+    whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+    if not whole or value < least or (most is not None and value > most):
+        allowed = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ValueError(f"{name} must be an integer {allowed}{meaning and ', ' + meaning}; got {value!r}.")
     return int(value)
-
-
-def token_id(value: Any, name: str) -> int:
-    """The value as an int from 0 to 2**31 - 1; ValueError otherwise."""
-    if not _is_integer(value) or not 0 <= value <= MAX_INT32:
-        raise ValueError(f"{name} must be an integer from 0 to {MAX_INT32}; got {value!r}.")
-    return int(value)
-
-
-def natural_number(value: Any, name: str) -> int:
-    """The value as an int of at least 0, such as a seed or an epoch; ValueError otherwise."""
-    if not _is_integer(value) or value < 0:
-        raise ValueError(f"{name} must be an integer of at least 0; got {value!r}.")
-    return int(value)
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
-
-
-def check_rows(items: Any, offsets: Any) -> None:
-    """ValueError unless `items[offsets[i] : offsets[i + 1]]` are the documents of row i, for all rows (CSR form)."""
-    for values, name in ((items, "items"), (offsets, "offsets")):
-        if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind not in "iu":
-            raise ValueError(f"{name} must be a one-dimensional array of integers; got {values!r:.100}.")
-    if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(items) or (offsets[1:] < offsets[:-1]).any():
-        raise ValueError(
-            f"offsets must begin with 0, never decrease and end with the number of items, {len(items)}; got "
-            f"{offsets!r:.100}."
-        )
-    if len(items) and items.min() < 0:
-        raise ValueError(f"items must be numbers of documents, from 0; got {items.min()}.")
 
 
 def whole_lengths(lengths: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
-    """Lengths as an array of integers of any size, none of them below 1.
+    """Lengths as an array of positive integers, of any integer dtype.
 
     Raises:
         ValueError: no lengths, lengths that aren't a row of integers, a document without tokens.
     """
+    rule = "lengths must be a row of integers, the tokens of each document"
     try:
         array = np.asarray(lengths)
-    except ValueError:  # rows of several lengths
+    except ValueError:  # rows of different lengths
         raise ValueError(
-            f"lengths must be a row of integers, the tokens of each document; got {lengths!r:.100}. Count the "
-            "tokens of documents first: [len(ids) for ids in documents]."
+            f"{rule}; got {lengths!r:.100}. Count the tokens of documents first: [len(ids) for ids in documents]."
         ) from None
     if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         remedy = ""
         if array.ndim == 1 and array.dtype.kind == "f":
-            remedy = " Count tokens in whole numbers; a missing length (NaN) must be measured or its document removed."
-        raise ValueError(
-            f"lengths must be a row of integers, the tokens of each document; got {array.dtype} of shape {array.shape}."
-            + remedy
-        )
+            remedy = " Convert them to integers. If a length is missing (NaN), measure it or remove its document."
+        raise ValueError(f"{rule}; got {array.dtype} of shape {array.shape}.{remedy}")
     if not array.size:
         raise ValueError("lengths is empty: there is no document to pack. Pass the tokens of at least one document.")
     if array.size > MAX_INT32:
@@ -142,34 +114,42 @@ def whole_lengths(lengths: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
 
 
 def fit_lengths(
-    lengths: Sequence[int] | NDArray[Any], capacity: int, overlong: Overlong = "error", *, name: str = "capacity"
+    lengths: Sequence[int] | NDArray[Any],
+    capacity: int,
+    overlong: Overlong = "error",
+    *,
+    name: str = "capacity",
+    remedy: str = "say what to do with them: overlong='truncate', 'split' or 'drop'",
 ) -> FittedLengths:
-    """Check lengths, and do with those above the capacity what the caller chose.
+    """Check lengths, and truncate, split or drop the documents that are longer than the capacity.
 
     Args:
-        lengths: (documents,) integers, at least one, each at least 1.
+        lengths: (documents,) integers of at least 1, at least one of them.
         capacity: the tokens that fit, at least 1.
-        overlong: "error" refuses; "truncate" keeps a document's first `capacity` tokens; "split" makes pieces of
-            `capacity` tokens and a rest; "drop" leaves the document out.
-        name: what the caller's user calls the capacity.
+        overlong: see `pack`.
+        name: what messages call the capacity.
+        remedy: what messages advise for documents that are too long, beside a larger capacity.
 
     Raises:
-        ValueError: bad lengths or capacity, an overlong document under "error", an unknown policy, no document left.
+        ValueError: bad lengths or capacity, a document that is too long under "error", an unknown `overlong`, no
+            document left after dropping.
     """
     check_choice(overlong, POLICIES, "overlong")
-    capacity = positive_integer(capacity, name)
+    capacity = check_integer(capacity, name)
     array = whole_lengths(lengths)
     longest = int(array.max())
     if longest <= capacity:
-        # A copy: samplers keep it, and for an array that can't be written numba would compile every loop a second time.
+        # A copy, because samplers keep it, and because numba compiles every loop anew for a read-only array.
         return FittedLengths(np.array(array, dtype=np.int32), None, None, OverlongReport(overlong))
 
     above = array > capacity
     count = int(above.sum())
     if overlong == "error":
-        choices = "say what to do with them: overlong='truncate', 'split' or 'drop'."
-        raise ValueError(f"{_overlong(array, capacity, name)}, or {choices}")
-    # Sums of lengths of any integer type, far from wrapping: the documents themselves lie in memory somewhere.
+        first = int(np.argmax(above))
+        raise ValueError(
+            f"{count} of {array.size} documents are longer than the {name} of {capacity} tokens (the first: document "
+            f"{first}, {array[first]} tokens). Raise the {name} to at least {longest}, or {remedy}."
+        )
     excess = int(np.where(above, array, 0).sum(dtype=np.uint64))
     if overlong == "truncate":
         report = OverlongReport(overlong, count, excess - count * capacity, count)
@@ -192,39 +172,21 @@ def fit_lengths(
     first_piece = np.cumsum(pieces) - pieces
     starts = (np.arange(total, dtype=np.int64) - first_piece[documents]) * capacity
     lengths_of_pieces = np.minimum(wide[documents] - starts, capacity).astype(np.int32)
-    report = OverlongReport(overlong, count, 0, int(pieces[above].sum()))
-    return FittedLengths(lengths_of_pieces, documents, starts, report)
-
-
-def _overlong(array: NDArray[Any], capacity: int, name: str) -> str:
-    """Which of the lengths are above the capacity, and what capacity would hold them."""
-    above = array > capacity
-    first = int(np.argmax(above))
-    return (
-        f"{int(above.sum())} of {array.size} documents are longer than the {name} of {capacity} tokens (the first: "
-        f"document {first}, {array[first]} tokens). Raise the {name} to at least {int(array.max())}"
+    return FittedLengths(
+        lengths_of_pieces, documents, starts, OverlongReport(overlong, count, 0, int(pieces[above].sum()))
     )
 
 
 def fit_for_sampler(
     lengths: Sequence[int] | NDArray[Any], capacity: int, overlong: Literal["error", "drop"], name: str
 ) -> FittedLengths:
-    """As `fit_lengths`, for a sampler, which yields the numbers of documents alone and can't cut them.
-
-    Raises:
-        ValueError: as there, and for the policies that cut, with what takes their place.
-    """
+    """`fit_lengths` for a sampler, which yields document numbers and can't cut documents."""
     cutting = (
-        f"A sampler names documents and can't cut them. To truncate, pass lengths=numpy.minimum(lengths, {capacity}) "
-        f"and load with PackingCollator(max_document_length={capacity}); to split, use pack_dataset, which cuts as it "
-        "loads."
+        f"A sampler yields document numbers and can't cut documents. To truncate, pass lengths=numpy.minimum(lengths, "
+        f"{capacity}) and load with PackingCollator(max_document_length={capacity}). To split, use pack_dataset, which "
+        "cuts documents as it loads them"
     )
-    if not isinstance(overlong, str) or overlong not in ("error", "drop"):
-        raise ValueError(f"overlong must be 'error' or 'drop'; got {overlong!r:.100}. {cutting}")
-    if overlong == "error":
-        array = whole_lengths(lengths)
-        if array.max() > capacity:
-            raise ValueError(
-                f"{_overlong(array, capacity, name)}, or pass overlong='drop', which leaves them out. {cutting}"
-            )
-    return fit_lengths(lengths, capacity, overlong, name=name)
+    if overlong not in ("error", "drop"):
+        raise ValueError(f"overlong must be 'error' or 'drop'; got {overlong!r:.100}. {cutting}.")
+    remedy = f"pass overlong='drop', which leaves them out. {cutting}"
+    return fit_lengths(lengths, capacity, overlong, name=name, remedy=remedy)

@@ -1,34 +1,35 @@
-"""Plan: which documents each rank takes in each step of an epoch; plan_epoch makes it, the same on every rank."""
+"""plan_epoch: which documents each rank takes in each step of an epoch, the same on every rank."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import index
 from typing import Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tritonpack.checks import check_choice, check_flag
+from tritonpack.checks import check_choice, check_flag, is_number
 from tritonpack.packing.cost import CostModel
-from tritonpack.packing.lengths import check_rows, fit_lengths, natural_number, positive_integer
+from tritonpack.packing.lengths import check_integer, fit_lengths
 
 Objective = Literal["quadratic", "linear", "cost"]
 Tail = Literal["drop", "spread", "keep"]
 
-FULL = 0.95  # a last step filled to this share counts as a full one
-MOST_TOKENS = 2**30  # of a row: squares, and sums of a few of them, stay within 64 bits
-# How much more than its part of all tokens a step may hold under "spread", in the order tried: the less, the more equal
-# the steps, but the likelier that some documents are left over.
+FULL = 0.95  # tail="drop" keeps a last step that is filled to this share
+MOST_TOKENS = 2**30  # tokens of a row: sums of a few squares stay within 64 bits
+# Under "spread" a step may hold this many times its part of all tokens. The values are tried in this order: smaller
+# ones make more equal steps, and more often leave documents over.
 _SLACK = (1.002, 1.005, 1.01, 1.02, 1.05, 1.1)
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """An epoch's steps, one row of documents per rank and step: items, and the offsets at which rows begin (CSR form).
+    """The steps of an epoch, one row of documents per rank and step: items, and the offsets at which rows begin.
 
-    Two steps of two ranks; rank 1 takes documents 0 and 4 in the first step:
+    Two steps of two ranks. Rank 1 takes documents 0 and 4 in the first step:
 
     >>> plan = Plan(np.array([2, 0, 4, 1, 3]), np.array([0, 1, 3, 4, 5]), num_ranks=2, capacity=8)
     >>> plan.num_steps, plan.row(0, 1).tolist()
@@ -37,7 +38,7 @@ class Plan:
     [[2], [1]]
 
     Attributes:
-        items: (entries,) int32, document indices.
+        items: (entries,) int32, document numbers.
         offsets: (num_steps * num_ranks + 1,) int64; row `step * num_ranks + rank` holds
             `items[offsets[row] : offsets[row + 1]]`.
         num_ranks: rows per step.
@@ -53,14 +54,21 @@ class Plan:
     capacity: int
 
     def __post_init__(self) -> None:
-        check_rows(self.items, self.offsets)
-        positive_integer(self.num_ranks, "num_ranks")
-        positive_integer(self.capacity, "capacity")
-        if (len(self.offsets) - 1) % self.num_ranks:
+        items, offsets = self.items, self.offsets
+        for values, name in ((items, "items"), (offsets, "offsets")):
+            if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind not in "iu":
+                raise ValueError(f"{name} must be a one-dimensional array of integers; got {values!r:.100}.")
+        if not len(offsets) or offsets[0] != 0 or offsets[-1] != len(items) or (offsets[1:] < offsets[:-1]).any():
             raise ValueError(
-                f"a plan has whole steps: a multiple of {self.num_ranks} rows for as many ranks; got "
-                f"{len(self.offsets) - 1} rows."
+                f"offsets must begin with 0, never decrease and end with the number of items, {len(items)}; got "
+                f"{offsets!r:.100}."
             )
+        if len(items) and items.min() < 0:
+            raise ValueError(f"items must be document numbers of at least 0; got {items.min()}.")
+        check_integer(self.num_ranks, "num_ranks")
+        check_integer(self.capacity, "capacity")
+        if (len(offsets) - 1) % self.num_ranks:
+            raise ValueError(f"{len(offsets) - 1} rows don't make whole steps of {self.num_ranks} ranks.")
 
     @property
     def num_steps(self) -> int:
@@ -70,7 +78,7 @@ class Plan:
         return self.num_steps
 
     def row(self, step: int, rank: int) -> NDArray[np.int32]:
-        """The documents of one rank in one step, a view; IndexError for a step or a rank that the plan hasn't."""
+        """The documents of one rank in one step, a view; IndexError for a step or rank that doesn't exist."""
         step, rank = index(step), index(rank)
         if not 0 <= step < self.num_steps or not 0 <= rank < self.num_ranks:
             raise IndexError(
@@ -80,15 +88,17 @@ class Plan:
         return self.items[self.offsets[row] : self.offsets[row + 1]]
 
     def rows_of_rank(self, rank: int) -> Iterator[NDArray[np.int32]]:
-        """One rank's rows, step by step."""
-        return iter([self.row(step, rank) for step in range(self.num_steps)])
+        """The rows of one rank, step by step."""
+        return (self.row(step, rank) for step in range(self.num_steps))
 
     def sums(self, values: NDArray[np.number]) -> NDArray[np.number]:
-        """(num_steps, num_ranks): the sum over each row's documents of `values` (documents,), in their own dtype."""
-        if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind not in "iuf":
-            raise ValueError(f"values must be a one-dimensional array of numbers; got {values!r:.100}.")
+        """(num_steps, num_ranks): sums of `values` (documents,) over the documents of each row, in the same dtype.
+
+        Raises:
+            ValueError: no value for a document of the plan.
+        """
         if len(self.items) and len(values) <= self.items.max():
-            raise ValueError(f"values are of {len(values)} documents, but the plan holds document {self.items.max()}.")
+            raise ValueError(f"got values of {len(values)} documents, but the plan has document {self.items.max()}.")
         totals = np.concatenate([np.zeros(1, values.dtype), np.cumsum(values[self.items])])
         return np.diff(totals[self.offsets]).reshape(self.num_steps, self.num_ranks)
 
@@ -114,73 +124,58 @@ def plan_epoch(
     shuffle: bool = True,
     advance: Callable[[int], object] | None = None,
 ) -> Plan:
-    """Plan every step of an epoch: which documents each rank takes, at most `capacity` tokens of them.
+    """Plan every step of an epoch: which documents each rank takes, at most `capacity` tokens.
 
-    The documents are shuffled, and the steps then take them in that order but for a little: with a lookahead of up to
-    0.05 a document is deferred by two steps at most. The plan is a function of the arguments alone.
+    The documents are shuffled, and the steps take them nearly in that order: with a lookahead of up to 0.05 a document
+    is deferred by two steps at most. The plan depends only on the arguments.
 
     Args:
         lengths: (documents,) integers, each from 1 to `capacity` (see `fit_lengths`).
         capacity: tokens of a row, from 1 to 2**30.
-        num_ranks: rows of a step, no more than documents.
-        seed, epoch: at least 0; decide the order.
-        objective: what the ranks of a step get equal shares of: "quadratic" squared lengths, "linear" tokens, "cost"
-            what `cost_model` says. Under "cost" a row that has its share is left with room, because a step takes as
-            long as its costliest row.
-        cost_model: for the objective "cost" alone.
-        tail: what becomes of documents that don't fill a last step: "drop" leaves them out, unless the step is
-            filled to 95%; "keep" makes a short step of them, with a document or more for every rank; "spread" divides
-            all documents over the fewest possible steps, which are equally full.
-        lookahead: the share of its tokens that a step is offered in addition, from 0 to 1; more fills rows better and
+        num_ranks: rows of a step, at most the number of documents.
+        seed, epoch: at least 0; both decide the order.
+        objective: what the ranks of a step get equal shares of: "quadratic" squared lengths (attention's load),
+            "linear" tokens, "cost" the cost that `cost_model` computes. Under "cost" a row that has its share takes no
+            more documents, even if it has room, because a step takes as long as its costliest row.
+        cost_model: required for the objective "cost", and only for it.
+        tail: what happens to documents that don't fill a last step. "drop" leaves them out of this epoch, unless they
+            fill the step to 95%. "keep" makes a short last step, with at least one document for every rank. "spread"
+            divides all documents over the fewest possible steps, which are about equally full.
+        lookahead: the share of its tokens that a step is offered in addition, from 0 to 1. More fills rows better and
             defers more documents.
-        steps_together: plan so many steps at once and divide their rows among them in the stream's order: fuller rows
-            where a step holds few documents, but a document may be deferred by so many times two steps.
-        shuffle: whether to shuffle.
+        steps_together: the number of steps that are planned at once; their rows are then divided among them. Use it if
+            a step holds few documents, because few combinations fit. A document may be deferred by two times as many
+            steps.
+        shuffle: shuffle the documents.
         advance: called after every step with the number of documents placed, to show progress.
 
     Raises:
-        ValueError: lengths that don't fit, an option that isn't one of those allowed, fewer documents than ranks, no
-            full step under "drop", documents too large to make whole steps of under "keep" and "spread".
+        ValueError: lengths that don't fit, a wrong option, fewer documents than ranks, no full step under "drop",
+            documents that can't be divided into whole steps under "keep" and "spread".
+        ImportError: numba can't be imported.
     """
-    capacity = positive_integer(capacity, "capacity", MOST_TOKENS)
-    num_ranks = positive_integer(num_ranks, "num_ranks")
-    steps_together = positive_integer(steps_together, "steps_together")
+    capacity = check_integer(capacity, "capacity", 1, MOST_TOKENS)
+    num_ranks = check_integer(num_ranks, "num_ranks")
+    steps_together = check_integer(steps_together, "steps_together")
     check_options(objective, cost_model, tail, lookahead)
     check_flag(shuffle, "shuffle")
-    if advance is not None and not callable(advance):
-        raise ValueError(f"advance must be a function of a number of documents, or None; got {advance!r:.100}.")
     lengths = fit_lengths(lengths, capacity).lengths
-    if len(lengths) < num_ranks:
-        raise ValueError(
-            f"{len(lengths)} documents can't give each of {num_ranks} ranks one; use at most {len(lengths)} ranks, or "
-            "more documents."
-        )
+    check_rank_count(len(lengths), num_ranks)
     order = shuffled(len(lengths), seed, epoch) if shuffle else np.arange(len(lengths), dtype=np.int32)
     stream = lengths[order]
     costs = _costs(stream, capacity, num_ranks * steps_together, objective, cost_model)
 
     from tritonpack.packing.heuristics import group_by_bin
-    from tritonpack.packing.planner import plan_steps  # numba, slow to import: only when something is planned
+    from tritonpack.packing.planner import plan_steps  # imports numba, which is slow
 
-    def steps(target: int, last_step: int | None = None) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-        level = objective == "cost"
-        return plan_steps(
-            stream,
-            costs,
-            num_ranks,
-            capacity,
-            target=target,
-            lookahead=lookahead,
-            together=steps_together,
-            last_step=last_step,
-            level=level,
-            advance=advance,
-        )
-
+    steps = partial(
+        plan_steps, stream, costs, num_ranks, capacity,
+        lookahead=lookahead, together=steps_together, level=objective == "cost", advance=advance,
+    )  # fmt: skip
     if tail == "spread":
         step_of, rank_of = _spread(steps, stream, capacity, num_ranks)
     else:
-        step_of, rank_of = steps(capacity)
+        step_of, rank_of = steps(target=capacity)
     num_steps = int(step_of.max()) + 1
     if tail == "drop":
         left = int(stream[step_of == num_steps - 1].sum(dtype=np.int64))
@@ -202,26 +197,35 @@ def plan_epoch(
 
 
 def check_options(objective: str, cost_model: CostModel | None, tail: str, lookahead: float) -> None:
-    """ValueError for options of `plan_epoch` that aren't allowed."""
+    """ValueError for a wrong option of `plan_epoch`."""
     check_choice(objective, get_args(Objective), "objective")
     check_choice(tail, get_args(Tail), "tail")
     if (objective == "cost") != (cost_model is not None):
         raise ValueError(
-            "objective='cost' and cost_model go together: pass CostModel.from_config(model.config), or one fitted to "
-            f"timed steps, with it and with it alone; got objective={objective!r} and cost_model={cost_model!r}."
+            "objective='cost' and cost_model go together: pass CostModel.from_config(model.config) or .fit(...) "
+            f"with this objective only; got objective={objective!r} and cost_model={cost_model!r}."
         )
     if cost_model is not None and not isinstance(cost_model, CostModel):
         raise ValueError(
             f"cost_model must be a CostModel; got {type(cost_model).__name__}. CostModel.from_config makes one from a "
             "model's configuration."
         )
-    if isinstance(lookahead, bool) or not isinstance(lookahead, (int, float)) or not 0 <= lookahead <= 1:
+    if not is_number(lookahead) or not 0 <= lookahead <= 1:
         raise ValueError(f"lookahead must be a number from 0 to 1; got {lookahead!r}.")
 
 
+def check_rank_count(documents: int, num_ranks: int) -> None:
+    """ValueError for fewer documents than ranks."""
+    if documents < num_ranks:
+        raise ValueError(
+            f"{documents} documents can't give each of {num_ranks} ranks one; use at most {documents} ranks, or more "
+            "documents."
+        )
+
+
 def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int32]:
-    """0 to count - 1 in an order that seed and epoch decide; seed 0's epoch 1 isn't seed 1's epoch 0."""
-    sequence = np.random.SeedSequence([natural_number(seed, "seed"), natural_number(epoch, "epoch")])
+    """0 to count - 1 in a random order; every pair of a seed and an epoch has its own."""
+    sequence = np.random.SeedSequence([check_integer(seed, "seed", 0, None), check_integer(epoch, "epoch", 0, None)])
     return np.random.Generator(np.random.Philox(sequence)).permutation(count).astype(np.int32)
 
 
@@ -236,23 +240,23 @@ def _costs(
 
 
 def _spread(steps: Any, lengths: NDArray[np.int32], capacity: int, num_ranks: int) -> Any:
-    """Every document in as few steps as possible, all of them about equally full."""
+    """Plan all documents in the fewest possible steps, about equally full."""
     tokens = int(lengths.sum(dtype=np.int64))
     num_steps = -(-tokens // (num_ranks * capacity))
     while num_steps * num_ranks <= len(lengths):
         part = -(-tokens // (num_ranks * num_steps))
         needed = 0
         for target in [int(part * slack) for slack in _SLACK if part * slack < capacity] + [capacity]:
-            step_of, rank_of = steps(target, num_steps - 1)
+            step_of, rank_of = steps(target=target, last_step=num_steps - 1)
             needed = int(step_of.max()) + 1
             if needed <= num_steps:
                 return step_of, rank_of
-        num_steps = needed  # what full rows take
+        num_steps = needed  # the number of steps with full rows
     raise _not_whole(len(lengths), num_ranks, "spread")
 
 
 def _complete_last_step(step_of: NDArray[np.int32], rank_of: NDArray[np.int32], num_ranks: int, tail: str) -> None:
-    """Give every rank a document in the last step, in place: where it has too few, the latest of the step before."""
+    """Give every rank a document in the last step, in place; missing ones are the latest of the step before."""
     last = int(step_of.max())
     leftover = np.flatnonzero(step_of == last)
     missing = num_ranks - len(leftover)

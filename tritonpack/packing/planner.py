@@ -1,30 +1,31 @@
-"""The steps of an epoch, planned one after the other: full rows, equally expensive on every rank.
+"""Plans the steps of an epoch, one after the other: full rows with about equal costs.
 
-A step is offered a little more than it holds: documents that earlier steps deferred, then the next ones of the
-shuffled stream, passing over those that would exceed the offer. So every step is offered the same, and what it defers,
-the shortest of the offer, is the same for all. Of the offer, the longest go first, each to the cheapest rank with room
-for it; what fits nowhere waits for the next step, and what has waited twice goes before all others. Then the ranks
-trade documents (`rebalance.py`) while that narrows the gap between the costliest and the cheapest. So the stream's
-order survives but for two steps, which packing a whole epoch at once would destroy.
+The planner offers each step a little more than it holds: first the documents that earlier steps deferred, then the
+next ones of the shuffled stream. It passes over documents that would exceed the offer, so every step is offered the
+same number of tokens. The longest documents of the offer are placed first, each in the cheapest row with room. The
+documents that fit nowhere are deferred to the next step. Documents that were deferred twice are placed before all
+others. Then the rows trade documents (`rebalance.py`) while that narrows the gap between the costliest and the
+cheapest. So a document moves by two steps at most. Packing a whole epoch at once would destroy the order.
 
-Costs are whole numbers, so every machine computes the same plan.
+Costs are integers, so every machine computes the same plan.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from tritonpack.packing.compiled import compiled
 from tritonpack.packing.rebalance import balance
 
-PATIENCE = 2  # steps that a document may be deferred
-_HALF_ROWS = 2  # documents longer than half a row that a step is offered, per rank: it takes one each
+PATIENCE = 2  # how many steps a document may be deferred
+_HALF_ROWS = 2  # documents longer than half a row that a step is offered, per row: each row takes one
 _CLOSE = 2.0**-11  # the share of a step that its offer may lack
-_BEYOND = 0.1  # the share of a step that is passed over, at most, to complete its offer
+_BEYOND = 0.1  # the largest share of a step that is passed over to complete its offer
 _UNLIMITED = 2**62
 
 
@@ -37,33 +38,33 @@ def plan_steps(
     target: int,
     lookahead: float,
     together: int,
-    last_step: int | None,
     level: bool,
+    last_step: int | None = None,
     advance: Callable[[int], object] | None = None,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Plan steps until every document has its place.
+    """Plan steps until every document is placed.
 
     Args:
-        lengths: (documents,) from 1 to `capacity`, in the order in which documents should be seen.
+        lengths: (documents,) from 1 to `capacity`, in the shuffled order.
         costs: (documents,) at least 1.
         ranks: rows of a step.
         capacity: tokens that fit into a row.
         target: tokens up to which rows are filled, at most `capacity`; a single document may be longer.
         lookahead: the share of its tokens that a step is offered in addition.
-        together: steps planned as one of so many times the rows, which are then divided among them.
-        last_step: the step that is offered all that is left and whose rows are filled up to `capacity`.
-        level: whether a row that has its share of the step's cost takes nothing more, however much room it has.
+        together: how many steps are planned as one large step; its rows are then divided among them.
+        level: a row takes no more documents once it has its share of the step's cost, even if it has room.
+        last_step: the step that is offered all remaining documents; its rows are filled up to `capacity`.
         advance: called after every step with the number of documents placed.
 
     Returns:
-        step_of and rank_of, (documents,) each.
+        step_of and rank_of, (documents,) int32 each.
     """
     count = len(lengths)
     step_of = np.full(count, -1, dtype=np.int32)
     rank_of = np.full(count, -1, dtype=np.int32)
-    arrived = np.empty(count, dtype=np.int32)  # the turn in which a document was come upon
-    pool = np.empty(count, dtype=np.int32)  # documents that steps came upon and haven't placed, in the stream's order
-    offered = np.empty(count, dtype=np.bool_)  # of those, whether to this step
+    arrived = np.empty(count, dtype=np.int32)  # the turn that read a document from the stream
+    pool = np.empty(count, dtype=np.int32)  # documents that were read and not placed, in the order of the stream
+    offered = np.empty(count, dtype=np.bool_)  # for each of them, whether this step is offered it
     left = int(lengths.sum(dtype=np.int64))
     waiting = cursor = turn = step = 0
     while waiting or cursor < count:
@@ -80,18 +81,19 @@ def plan_steps(
             limits = (offer - int(_CLOSE * whole), offer, int(_BEYOND * whole), _HALF_ROWS * rows)
             pooled, stop = _offer(lengths, pool, offered, waiting, cursor, rows, fill // 2, limits)
             arrived[cursor:stop] = turn
-            documents = _longest_first(pool[:pooled][offered[:pooled]], lengths)
+            documents = pool[:pooled][offered[:pooled]]
+            documents = documents[np.argsort(-lengths[documents], kind="stable")]  # from long to short
             own_lengths, own_costs = lengths[documents].astype(np.int64), costs[documents]
             tokens, cost = int(own_lengths.sum()), int(own_costs.sum())
-            # What a row costs that is full of documents like those offered, or the costliest of them alone, which the
-            # step takes in any case. The rest of an epoch needs no limit.
+            # The share of a row is the cost of a full row of documents like the offered ones. If one document costs
+            # more, the share is the cost of that document. The end of an epoch needs no limit.
             limited = level and (stop < count or tokens >= whole)
             share = max(int(cost / tokens * fill), int(own_costs.max())) if limited else _UNLIMITED
             row_of = _place(own_lengths, own_costs, turn - arrived[documents] >= PATIENCE, rows, fill, share)
             taken = int(own_lengths[row_of >= 0].sum())
             if last_offer or not limited or offer <= taken + spare + spare // 8:
                 break
-            offer = taken + spare  # rows that stop at their share hold less than a step: offer that instead
+            offer = taken + spare  # rows that stop at their share hold fewer tokens: offer that number
         waiting, cursor = pooled, stop
         balance(own_lengths, own_costs, row_of, rows, fill)
 
@@ -112,28 +114,28 @@ def plan_steps(
 
 
 def _in_stream_order(documents: NDArray[np.int32], row_of: NDArray[np.int32], rows: int) -> NDArray[np.int32]:
-    """Each row's place among rows by where in the stream their documents lie in the mean, which no length decides."""
+    """The place of each row when rows are sorted by the mean position of their documents in the stream."""
     middle = np.bincount(row_of, weights=documents, minlength=rows) / np.bincount(row_of, minlength=rows)
     place = np.empty(rows, dtype=np.int32)
     place[np.argsort(middle, kind="stable")] = np.arange(rows, dtype=np.int32)
     return place
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _offer(
     lengths: Any, pool: Any, offered: Any, waiting: int, cursor: int, ranks: int, half: int, limits: Any
 ) -> tuple[int, int]:
-    """Choose what a step is offered from the pool and, added to it, the stream.
+    """Choose what a step is offered from the pool; documents of the stream are added to the pool as needed.
 
-    Of documents longer than half a row each rank takes one a step, so an offer of more than two per rank would let some
-    wait too long.
+    A row takes one document longer than half a row. With more than two of them per row in the offer, some would wait
+    too long.
 
     Args:
-        limits: the tokens at which the offer is complete, those that it doesn't exceed, but to give every rank a
-            document; the tokens passed over and the documents longer than `half` that end it.
+        limits: the tokens at which the offer is complete; the tokens that it doesn't exceed, except to give every row
+            a document; the tokens passed over that end it; the documents longer than `half` that end it.
 
     Returns:
-        The documents in the pool now, and up to where the stream is read.
+        The number of documents in the pool now, and the position up to which the stream is read.
     """
     complete, most, beyond, most_halves = limits
     tokens = passed = np.int64(0)
@@ -157,97 +159,37 @@ def _offer(
     return waiting, cursor
 
 
-@numba.njit(cache=True, nogil=True)
-def _longest_first(pool: Any, lengths: Any) -> Any:
-    """Documents from long to short; of equally long ones the one that comes first in the stream."""
-    keys = np.empty(len(pool), dtype=np.int64)
-    for position in range(len(pool)):
-        keys[position] = (np.int64(-lengths[pool[position]]) << 32) | np.int64(position)
-    keys.sort()
-    documents = np.empty(len(pool), dtype=np.int32)
-    for position in range(len(pool)):
-        documents[position] = pool[keys[position] & 0xFFFFFFFF]
-    return documents
-
-
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _place(lengths: Any, costs: Any, overdue: Any, ranks: int, fill: int, share: int) -> Any:
-    """Each document's row, -1 where it has to wait: the overdue first, and among both the longest first.
+    """The row of each document, -1 for a deferred one: overdue documents first, and the longest first among both.
 
-    A document goes to the cheapest row with room. None but an overdue one, or one that is alone, brings a row's cost
-    above `share`. A row that is too full for a document is parked until documents are short enough for it again, so
-    each document costs a few moves in two heaps, however many ranks there are.
+    A document goes to the cheapest row with room. Only an overdue document, or one alone in its row, may bring the
+    cost of a row above `share`. A row that is too full for a document is parked until documents are short enough
+    again. So each document costs a few moves in two heaps, for any number of ranks.
     """
     row_of = np.full(len(lengths), -1, dtype=np.int32)
     cost = np.zeros(ranks, dtype=np.int64)
     tokens = np.zeros(ranks, dtype=np.int64)
-    open_rows = np.empty(ranks, dtype=np.int32)
-    parked_rows = np.empty(ranks, dtype=np.int32)
     for turn in (True, False):
-        num_open, num_parked = 0, 0
-        for row in range(ranks):
-            num_open = _push(open_rows, num_open, cost, row)
+        open_rows = [(cost[row], row) for row in range(ranks)]  # the cheapest on top
+        heapify(open_rows)
+        parked = [(tokens[row], row) for row in range(0)]  # the emptiest on top
         for position in range(len(lengths)):
             if overdue[position] != turn:
                 continue
             length = lengths[position]
-            while num_parked and tokens[parked_rows[0]] + length <= fill:
-                row, num_parked = _pop(parked_rows, num_parked, tokens)
-                num_open = _push(open_rows, num_open, cost, row)
-            while num_open and tokens[open_rows[0]] and tokens[open_rows[0]] + length > fill:
-                row, num_open = _pop(open_rows, num_open, cost)
-                num_parked = _push(parked_rows, num_parked, tokens, row)
-            if not num_open:
+            while parked and parked[0][0] + length <= fill:
+                row = heappop(parked)[1]
+                heappush(open_rows, (cost[row], row))
+            while open_rows and tokens[open_rows[0][1]] and tokens[open_rows[0][1]] + length > fill:
+                row = heappop(open_rows)[1]
+                heappush(parked, (tokens[row], row))
+            if not open_rows:
                 continue
-            row = open_rows[0]
+            row = open_rows[0][1]
             if turn or not tokens[row] or cost[row] + costs[position] <= share:
                 row_of[position] = row
                 tokens[row] += length
                 cost[row] += costs[position]
-                _sink(open_rows, num_open, cost, 0)
+                heapreplace(open_rows, (cost[row], row))
     return row_of
-
-
-@numba.njit(cache=True, nogil=True)
-def _push(heap: Any, size: int, key: Any, row: int) -> int:
-    """Add a row to a heap with the smallest key on top (of equal keys, the smallest row); its new size."""
-    place = size
-    while place:
-        parent = (place - 1) >> 1
-        if not _before(key, row, heap[parent]):
-            break
-        heap[place] = heap[parent]
-        place = parent
-    heap[place] = row
-    return size + 1
-
-
-@numba.njit(cache=True, nogil=True)
-def _pop(heap: Any, size: int, key: Any) -> Any:
-    """The row on top, taken out, and the heap's new size."""
-    top = heap[0]
-    heap[0] = heap[size - 1]
-    _sink(heap, size - 1, key, 0)
-    return top, size - 1
-
-
-@numba.njit(cache=True, nogil=True)
-def _sink(heap: Any, size: int, key: Any, place: int) -> None:
-    """Restore the order below a place whose key has grown."""
-    row = heap[place]
-    while True:
-        child = 2 * place + 1
-        if child >= size:
-            break
-        if child + 1 < size and _before(key, heap[child + 1], heap[child]):
-            child += 1
-        if not _before(key, heap[child], row):
-            break
-        heap[place] = heap[child]
-        place = child
-    heap[place] = row
-
-
-@numba.njit(cache=True, nogil=True)
-def _before(key: Any, row: int, other: int) -> bool:
-    return key[row] < key[other] or (key[row] == key[other] and row < other)

@@ -1,59 +1,67 @@
-"""Trading between the ranks of one step, until all ranks are about equally expensive.
+"""Trades documents between the rows of a step until all rows cost about the same.
 
-The costliest rank gives up to two documents for up to two of a cheaper rank's, such that about half the gap between
-them moves over and neither outgrows its row. Rows that are full to the last tokens trade as well: two pairs of
-documents may be equally long while their squares are not.
+The costliest row gives up to two documents and gets up to two of a cheaper row, so that about half the gap between
+their costs moves over and neither exceeds its room. Full rows can trade too: two pairs of documents may have equal
+lengths and different squares.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-import numba
 import numpy as np
 
-_TOLERANCE = 2.0**-11  # the gap, relative to the costliest rank, at which ranks count as balanced
-_PARTNERS = 8  # ranks that the costliest one turns to before all are left as they are
+from tritonpack.packing.compiled import compiled
+
+_TOLERANCE = 2.0**-11  # the gap, relative to the costliest row, at which two rows count as balanced
+_PARTNERS = 8  # the cheapest rows that the costliest one tries to trade with before trading ends
 _TRADES_PER_RANK = 4
-_OFFERED = 24  # documents, from long to short, that a row offers
+_OFFERED = 24  # documents that a row offers, spread from its longest to its shortest
 _GROUPS = 1 + _OFFERED + _OFFERED * (_OFFERED - 1) // 2  # none of them, one or two
-_LOOKS = 4096  # combinations of groups looked at for one trade
+_LOOKS = 4096  # pairs of groups that are compared for one trade
 _NONE = -1
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def balance(lengths: Any, costs: Any, row_of: Any, ranks: int, fill: int) -> None:
-    """Narrow the gap between the costliest row and the cheapest by trading documents, in place.
+    """Narrow the gap between the costliest and the cheapest row by trading documents.
 
     Args:
         lengths: (documents,) int64 tokens, from long to short.
-        costs: (documents,) int64, by length.
-        row_of: (documents,) int32, each document's row, -1 for none; changed.
+        costs: (documents,) int64, the longer the higher.
+        row_of: (documents,) int32, the row of each document, -1 for none; changed in place.
         ranks: the number of rows.
-        fill: tokens up to which a row may grow; one that is longer already doesn't grow.
+        fill: tokens up to which a row may grow; a row that is longer already doesn't grow.
     """
-    room, cost, size = _rows(lengths, costs, row_of, ranks, fill)
+    room = np.full(ranks, fill, dtype=np.int64)
+    cost = np.zeros(ranks, dtype=np.int64)
+    size = np.zeros(ranks, dtype=np.int64)  # documents of each row
+    # The documents of each row come first, ascending, so from long to short; the rest is spare.
+    held = np.empty((ranks, 2 * np.bincount(row_of + 1)[1:].max() + 2), dtype=np.int32)
+    for document in range(len(lengths)):
+        row = row_of[document]
+        if row != _NONE:
+            held[row, size[row]] = document
+            size[row] += 1
+            room[row] -= lengths[document]
+            cost[row] += costs[document]
     by_cost = np.argsort(cost, kind="mergesort")
-    if _balanced(cost, by_cost[-1], by_cost[0]):
-        return
-    held = _documents_of_rows(row_of, size)
-    # What each row offers, by ascending tokens: the documents of a group, its tokens, its cost; 0 groups: not made yet.
+    # The groups that each row offers, by ascending tokens: two documents, their tokens, their cost. 0: not made yet.
     offers = np.empty((ranks, _GROUPS, 4), dtype=np.int64)
     num_offers = np.zeros(ranks, dtype=np.int64)
     deal = np.empty(4, dtype=np.int64)
     for _ in range(_TRADES_PER_RANK * ranks):
         dear = by_cost[-1]
-        traded = False
         for partner in range(min(_PARTNERS, ranks - 1)):
             cheap = by_cost[partner]
-            if _balanced(cost, dear, cheap):
-                break
+            gap = cost[dear] - cost[cheap]
+            if gap <= _TOLERANCE * cost[dear]:
+                return
             if max(size[dear], size[cheap]) + 2 > held.shape[1]:
                 continue
             for row in (dear, cheap):
                 if num_offers[row] == 0:
                     num_offers[row] = _make_offers(held[row, : size[row]], lengths, costs, offers[row])
-            gap = cost[dear] - cost[cheap]
             dear_offers, cheap_offers = offers[dear, : num_offers[dear]], offers[cheap, : num_offers[cheap]]
             if not _find_deal(dear_offers, cheap_offers, room[dear], room[cheap], gap, deal):
                 continue
@@ -69,48 +77,14 @@ def balance(lengths: Any, costs: Any, row_of: Any, ranks: int, fill: int) -> Non
                     cost[taker] += costs[document]
             num_offers[dear] = num_offers[cheap] = 0
             _settle(by_cost, cost)
-            traded = True
             break
-        if not traded:
-            return
+        else:
+            return  # no row trades with the costliest
 
 
-@numba.njit(cache=True, nogil=True)
-def _balanced(cost: Any, dear: int, cheap: int) -> bool:
-    return cost[dear] - cost[cheap] <= _TOLERANCE * cost[dear]
-
-
-@numba.njit(cache=True, nogil=True)
-def _rows(lengths: Any, costs: Any, row_of: Any, ranks: int, fill: int) -> Any:
-    """Each row's room, cost and number of documents, (ranks,) int64 each."""
-    room = np.full(ranks, fill, dtype=np.int64)
-    cost = np.zeros(ranks, dtype=np.int64)
-    size = np.zeros(ranks, dtype=np.int64)
-    for document in range(len(lengths)):
-        row = row_of[document]
-        if row != _NONE:
-            room[row] -= lengths[document]
-            cost[row] += costs[document]
-            size[row] += 1
-    return room, cost, size
-
-
-@numba.njit(cache=True, nogil=True)
-def _documents_of_rows(row_of: Any, size: Any) -> Any:
-    """(ranks, most documents + spare) int32: each row's documents in front, ascending, so from long to short."""
-    held = np.empty((len(size), 2 * size.max() + 2), dtype=np.int32)
-    filled = np.zeros(len(size), dtype=np.int64)
-    for document in range(len(row_of)):
-        row = row_of[document]
-        if row != _NONE:
-            held[row, filled[row]] = document
-            filled[row] += 1
-    return held
-
-
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _make_offers(documents: Any, lengths: Any, costs: Any, offers: Any) -> int:
-    """Write the groups of up to two documents that a row offers, (groups, 4), by tokens; how many there are."""
+    """Write the groups of up to two documents that a row offers to `offers`, (groups, 4); return their number."""
     num_offered = min(len(documents), _OFFERED)
     offered = np.empty(num_offered + 1, dtype=np.int64)
     tokens = np.zeros(num_offered + 1, dtype=np.int64)
@@ -138,10 +112,10 @@ def _make_offers(documents: Any, lengths: Any, costs: Any, offers: Any) -> int:
     return count
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _find_deal(dear: Any, cheap: Any, dear_room: int, cheap_room: int, gap: int, deal: Any) -> bool:
-    """The groups whose exchange brings two rows closest to each other, written to `deal`; False if none does."""
-    best = gap  # twice how far from the middle the exchange ends
+    """Write the trade that brings the costs of two rows closest to each other to `deal`; False if none does."""
+    best = gap  # the gap after the trade
     looks = 0
     lowest = 0
     for mine in range(len(dear)):
@@ -162,9 +136,9 @@ def _find_deal(dear: Any, cheap: Any, dear_room: int, cheap_room: int, gap: int,
     return best < gap
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _hand_over(held: Any, size: Any, document: int, giver: int, taker: int) -> None:
-    """Move a document from one row's list to another's, both ascending."""
+    """Move a document from the list of one row to the list of another; both stay ascending."""
     place = 0
     while held[giver, place] != document:
         place += 1
@@ -179,7 +153,7 @@ def _hand_over(held: Any, size: Any, document: int, giver: int, taker: int) -> N
     size[taker] += 1
 
 
-@numba.njit(cache=True, nogil=True)
+@compiled
 def _settle(by_cost: Any, cost: Any) -> None:
     """Sort rows by cost again after two of them have changed."""
     for place in range(1, len(by_cost)):

@@ -1,141 +1,179 @@
-"""What samplers share: how far an epoch is, states that say so, and digests of what a state depends on."""
+"""ResumableSampler, the base of both batch samplers: epochs, exact resume, and states that are checked."""
 
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tritonpack.notices import say_once
-from tritonpack.packing.lengths import natural_number
+from tritonpack.packing.lengths import check_integer
 
 STATE_VERSION = 1
+Made = TypeVar("Made")
 
 
-@dataclass
-class Progress:
-    """How many batches of an epoch were handed out, and where the next iteration begins.
+class ResumableSampler(ABC, Generic[Made]):
+    """A batch sampler whose batches depend only on its settings and the epoch.
+
+    A subclass makes the batches of an epoch (`_make`) and yields them by number. This class remembers how many were
+    handed out and writes and reads states.
 
     Attributes:
-        epoch: the epoch that `done` counts batches of.
-        done: batches that the latest iteration has handed out, or that a state counts.
-        resumed: the next iteration begins after `done` batches.
-        iterations: how many have begun; only the latest counts what it hands out.
-        choices: how often the epoch had been set when the latest iteration began.
+        epoch: the epoch of the next iteration, from 0.
     """
 
-    epoch: int = 0
-    done: int = 0
-    resumed: bool = False
-    iterations: int = 0
-    choices: int = -1
+    _DIGEST: ClassVar[str]  # the name in states for the digest of an epoch's batches
+    _OTHER_BATCHES: ClassVar[str]  # the error for a state with the same settings and another digest
 
-    def done_in(self, epoch: int) -> int:
-        return self.done if epoch == self.epoch else 0
+    def __init__(self, *, epochs_differ: bool) -> None:
+        self.epoch = 0
+        self._epochs_differ = epochs_differ  # whether another epoch has another order
+        self._made: tuple[int, Made] | None = None  # an epoch, and the result of `_make` for it
+        self._counted_epoch = 0
+        self._done = 0  # batches of that epoch that the latest iteration has handed out, or that a state counts
+        self._resumed = False  # the next iteration begins after `_done` batches
+        self._epoch_chosen = True  # since the latest iteration began
+        self._iterations = 0  # only the latest iteration counts its batches
 
-    def resume(self, epoch: int, done: int) -> None:
-        """Let the next iteration of this epoch begin after so many batches."""
-        self.epoch, self.done, self.resumed = epoch, done, True
-        self.iterations += 1
+    @abstractmethod
+    def _make(self, epoch: int) -> Made:
+        """Whatever the batches of an epoch are read from."""
 
-    def begin(self, epoch: int, total: int, choices: int, *, shuffled: bool) -> Iterator[int]:
-        """The numbers of the batches of a new iteration, counted as they are handed out.
+    @abstractmethod
+    def _num_batches(self, made: Made) -> int: ...
 
-        Args:
-            epoch: the sampler's.
-            total: its batches.
-            choices: how often `set_epoch` has been called.
-            shuffled: whether another epoch would have another order.
-        """
-        if epoch != self.epoch:
-            self.epoch, self.done, self.resumed = epoch, 0, False
-        if shuffled and self.done == total and not self.resumed and choices == self.choices:
+    @abstractmethod
+    def _batch(self, made: Made, number: int) -> list[Any]: ...
+
+    @abstractmethod
+    def _digest(self, made: Made) -> str: ...
+
+    @abstractmethod
+    def _settings(self) -> dict[str, Any]:
+        """All that decides the batches, as plain numbers and strings."""
+
+    def _current(self) -> Made:
+        if self._made is None or self._made[0] != self.epoch:
+            self._made = (self.epoch, self._make(self.epoch))
+        return self._made[1]
+
+    def __len__(self) -> int:
+        """The exact number of batches of the current epoch, the same on every rank, also after a resume."""
+        return self._num_batches(self._current())
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        made, total = self._current(), len(self)
+        if self._counted_epoch != self.epoch:
+            self._counted_epoch, self._done, self._resumed = self.epoch, 0, False
+        if self._done == total and not (self._resumed or self._epoch_chosen) and self._epochs_differ:
             say_once(
                 "same-epoch",
-                f"a sampler begins a second pass over epoch {epoch}, so the documents come in the same order again. "
-                "Call set_epoch(number) on the sampler before each pass over the DataLoader; where the same order is "
-                f"meant, set_epoch({epoch}) again.",
+                f"a sampler begins a second pass over epoch {self.epoch}, so the documents come in the same order "
+                "again. Call set_epoch(number) on the sampler before each pass over the DataLoader. If you want the "
+                f"same order, call set_epoch({self.epoch}) again.",
             )
-        start = self.done if self.resumed else 0
-        self.done, self.resumed, self.choices = start, False, choices
-        self.iterations += 1
-        return self._count(range(start, total), self.iterations)
+        self._done = self._done if self._resumed else 0
+        self._resumed = self._epoch_chosen = False
+        self._iterations += 1
+        return self._hand_out(made, range(self._done, total), self._iterations)
 
-    def _count(self, numbers: range, iteration: int) -> Iterator[int]:
+    def _hand_out(self, made: Made, numbers: range, iteration: int) -> Iterator[list[Any]]:
         for number in numbers:
-            if iteration == self.iterations:
-                self.done = number + 1
-            yield number
+            if iteration == self._iterations:
+                self._done = number + 1
+            yield self._batch(made, number)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next iteration.
+
+        Raises:
+            ValueError: an epoch that isn't an integer of at least 0.
+        """
+        self.epoch = check_integer(epoch, "epoch", 0, None)
+        self._epoch_chosen = True
+
+    @property
+    def sampler(self) -> Any:
+        """This sampler itself. accelerate looks here for `set_epoch` once it has wrapped a batch sampler."""
+        return self
+
+    def state_dict(self, batches_done: int | None = None) -> dict[str, Any]:
+        """Where the epoch stands, as plain numbers and strings.
+
+        The state of MultipackDistributedBatchSampler is the same on every rank, so one rank may save for all.
+
+        Args:
+            batches_done: the batches of this epoch that were trained on, in all processes if accelerate divides
+                them. None takes the number that the latest iterator has handed out. With DataLoader workers
+                that number is too large, because they fetch ahead; torchdata's StatefulDataLoader corrects it.
+
+        Raises:
+            ValueError: more batches than the epoch has.
+        """
+        if batches_done is not None:
+            done = _check_batches_done(batches_done, len(self))
+        else:
+            done = self._done if self._counted_epoch == self.epoch else 0
+        return {
+            "version": STATE_VERSION,
+            "epoch": self.epoch,
+            "batches_done": done,
+            "settings": self._settings(),
+            self._DIGEST: self._digest(self._current()),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume: the next iteration begins with the batch after the last one that the state counts.
+
+        Raises:
+            ValueError: a damaged state, one of another class, or one that was saved with other lengths, options or
+                ranks. The sampler is then unchanged.
+        """
+        epoch = _check_state(state, type(self).__name__, self._settings(), self._DIGEST)
+        made = self._current() if epoch == self.epoch else self._make(epoch)
+        if state[self._DIGEST] != self._digest(made):
+            raise ValueError(self._OTHER_BATCHES.format(epoch=epoch))
+        done = _check_batches_done(state["batches_done"], self._num_batches(made))
+        self.set_epoch(epoch)
+        self._made = (epoch, made)
+        self._counted_epoch, self._done, self._resumed = epoch, done, True
+        self._iterations += 1
 
 
 def digest(*arrays: NDArray[Any]) -> str:
-    """32 hexadecimal digits that tell arrays apart by their values, the same on every machine."""
+    """32 hexadecimal digits of the values of arrays, the same on every machine."""
     summary = hashlib.blake2b(digest_size=16)
     for array in arrays:
         summary.update(np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False).data)
     return summary.hexdigest()
 
 
-def make_state(epoch: int, done: int, settings: Mapping[str, Any], **digests: str) -> dict[str, Any]:
-    """A state of plain numbers and strings."""
-    return {
-        "version": STATE_VERSION,
-        "epoch": epoch,
-        "batches_done": done,
-        "settings": dict(settings),
-        **digests,
-    }
+def _check_state(state: Any, owner: str, settings: Mapping[str, Any], digest_name: str) -> int:
+    """The epoch of a state; ValueError unless `owner` wrote it with the same settings.
 
-
-def read_state(state: Any, owner: str, settings: Mapping[str, Any], digest_name: str) -> tuple[int, int, str]:
-    """What a state says, once all of it is known to be sound.
-
-    Args:
-        state: what `make_state` made, perhaps stored in between.
-        owner: the class that the state must be of.
-        settings: the owner's, which must be those of the state.
-        digest_name: the digest that a state of the owner has.
-
-    Returns:
-        The epoch, the batches done, still to be compared with those of the epoch, and the digest.
-
-    Raises:
-        ValueError: whatever isn't as `make_state` makes it, or another setting.
+    The caller checks the number of batches and the digest, once it has made the batches of the epoch.
     """
     if not isinstance(state, Mapping):
-        raise ValueError(f"a state of {owner} must be a mapping, what its state_dict() gives; got {_kind(state)}.")
+        raise ValueError(f"a state of {owner} must be a mapping, as state_dict() returns it; got {_kind(state)}.")
     names = {"version", "epoch", "batches_done", "settings", digest_name}
     faults = []
     if "version" in state and not _same(state["version"], STATE_VERSION):
         faults.append(f"it has version {state['version']!r}")
-    if lacking := names - set(state):
-        faults.append(f"it lacks {_quote(lacking)}")
-    if more := set(state) - names:
-        faults.append(f"it has {_quote(more)} besides")
+    for verb, wrong in (("lacks", names - set(state)), ("also has", set(state) - names)):
+        if wrong:
+            faults.append(f"it {verb} {', '.join(sorted(map(repr, wrong)))}")
     if faults:
         raise ValueError(f"this isn't a state of version {STATE_VERSION} of {owner}: {'; '.join(faults)}.")
-    epoch = natural_number(state["epoch"], "epoch")
-    if not isinstance(state["settings"], Mapping):
-        raise ValueError(f"settings of the state must be a mapping; got {_kind(state['settings'])}.")
-    if not isinstance(state[digest_name], str):
-        raise ValueError(f"{digest_name} of the state must be a digest, a text; got {_kind(state[digest_name])}.")
-    refuse_changes(state["settings"], settings)
-    return epoch, state["batches_done"], state[digest_name]
-
-
-def check_batches_done(value: Any, most: int) -> int:
-    """The number of batches that are done, of at most so many, as an int."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or not 0 <= value <= most:
-        raise ValueError(f"batches_done must be an integer from 0 to {most}, the epoch's batches; got {value!r}.")
-    return int(value)
-
-
-def refuse_changes(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
-    """ValueError for settings that aren't those that a state was saved with, naming each."""
+    epoch = check_integer(state["epoch"], "epoch", 0, None)
+    saved = state["settings"]
+    for name, kind in (("settings", Mapping), (digest_name, str)):
+        if not isinstance(state[name], kind):
+            raise ValueError(f"{name} of the state must be a {kind.__name__.lower()}; got {_kind(state[name])}.")
 
     def shown(values: Mapping[str, Any], name: str) -> str:
         return repr(values[name]) if name in values else "missing"
@@ -147,9 +185,14 @@ def refuse_changes(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> Non
     ]
     if changes:
         raise ValueError(
-            f"the state can't be resumed, because what it was saved with has changed: {'; '.join(changes)}. Restore "
-            "that, or start an epoch anew with set_epoch."
+            f"the state can't be resumed, because these settings have changed since it was saved: {'; '.join(changes)}."
+            " Restore them, or start an epoch anew with set_epoch."
         )
+    return epoch
+
+
+def _check_batches_done(value: Any, total: int) -> int:
+    return check_integer(value, "batches_done", 0, total, "the number of batches of the epoch")
 
 
 def _same(one: Any, other: Any) -> bool:
@@ -160,8 +203,4 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _kind(value: Any) -> str:
-    return f"{type(value).__name__} {value!r:.60}" if value is not None else "None"
-
-
-def _quote(names: set[Any]) -> str:
-    return ", ".join(sorted(map(repr, names)))
+    return f"{type(value).__name__} {value!r:.60}"

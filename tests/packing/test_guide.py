@@ -1,0 +1,95 @@
+"""The Python blocks of docs/packing.md run, with rows of 64 tokens in place of its 4,096 and 32,768."""
+
+import numpy
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import tritonpack
+from tests.packing.test_training import tiny_llama
+from tests.test_guides import blocks
+
+BLOCKS = blocks("packing")
+# A text that occurs in one block only, for each block.
+LOOP, COST, CUT, RESUME, ACCELERATE, BINS, ARGUMENTS, LABELS = TEXTS = (
+    "sampler.set_epoch(epoch)", "CostModel.fit", "max_document_length", "load_state_dict", "accelerator.prepare",
+    "pack_stream", "TrainingArguments", "def with_labels",
+)  # fmt: skip
+LENGTHS = numpy.random.default_rng(0).integers(5, 20, 60)
+DOCUMENTS = [{"input_ids": [token % 37 + 1 for token in range(length)]} for length in LENGTHS.tolist()]
+
+
+@pytest.fixture
+def given(tmp_path):
+    """The names that the blocks use without defining them."""
+    transformers = pytest.importorskip("transformers")
+    model = tiny_llama(torch.float32)
+    sampler = tritonpack.MultipackDistributedBatchSampler(64, LENGTHS)
+    iterator = iter(sampler)
+    [next(iterator) for _ in range(3)]
+    tokens, squares = LENGTHS[:20], LENGTHS[20:40] ** 2
+    with tritonpack.patch(model):
+        yield {
+            "tritonpack": tritonpack, "numpy": numpy, "DataLoader": DataLoader, "model": model, "epochs": 2,
+            "dataset": DOCUMENTS, "stream": iter(DOCUMENTS), "lengths": LENGTHS, "sampler": sampler,
+            "tokens": tokens, "squares": squares, "seconds": 2 * tokens + 3 * squares + 5, "folder": str(tmp_path),
+            "TrainingArguments": transformers.TrainingArguments,
+        }  # fmt: skip
+
+
+def run(text, given):
+    (code,) = (block for block in BLOCKS if text in block)
+    exec(compile(code.replace("32768", "64").replace("4096", "64"), "packing.md", "exec"), given)
+    return given
+
+
+@pytest.mark.heavy
+def test_training_loop(given):
+    assert torch.isfinite(run(LOOP, given)["loss"])
+    assert given["batch"]["input_ids"].shape[1] <= 64
+    assert given["sampler"].epoch == 1
+
+
+def test_cost(given):
+    cost = run(COST, given)["cost"]
+    assert (cost.per_token, cost.per_square, cost.per_step) == pytest.approx((2, 3, 5))
+    assert len(given["sampler"]) > 5
+
+
+def test_collator_cuts_documents(given):
+    given["dataset"] = [{"input_ids": [1] * 100}, *DOCUMENTS[1:]]
+    given["lengths"] = numpy.array([100, *LENGTHS[1:]])
+    rows = [batch["input_ids"].shape[1] for batch in run(CUT, given)["loader"]]
+    assert max(rows) == 64
+
+
+def test_resuming(given):
+    rest = list(run(RESUME, given)["sampler"])
+    assert rest == list(tritonpack.MultipackDistributedBatchSampler(64, LENGTHS))[3:]
+
+
+def test_accelerate(given):
+    pytest.importorskip("accelerate")
+    batches = list(run(ACCELERATE, given)["loader"])
+    assert len(batches) == len(given["sampler"])
+
+
+def test_bins(given):
+    run(BINS, given)
+    assert len(given["packing"]) == len(given["packed"]) == given["packing"].lower_bound
+    assert sum(batch["input_ids"].shape[1] for batch in given["loader"]) == LENGTHS.sum()
+
+
+def test_trainer_keeps_columns(given):
+    assert run(ARGUMENTS, given)["arguments"].remove_unused_columns is False
+
+
+def test_labels_of_completions(given):
+    datasets = pytest.importorskip("datasets")
+    document = {"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1]}
+    given["dataset"] = datasets.Dataset.from_list([document])
+    assert run(LABELS, given)["dataset"][0] == {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
+
+
+def test_every_block_is_run():
+    assert [sum(text in block for text in TEXTS) for block in BLOCKS] == [1] * len(TEXTS)
