@@ -3,11 +3,11 @@ import math
 import pytest
 
 pytest.importorskip("rich")
+pytest.importorskip("transformers")
 
 from rich.console import Console
 
-from tritonpack.cli.demo.checks import Checks, Errors
-from tritonpack.cli.demo.report import final_loss, loss_gap, table, verdict
+from tritonpack.cli.demo.report import compare_losses, final_loss, loss_gap, table
 from tritonpack.cli.demo.training import Run
 
 
@@ -27,11 +27,6 @@ def make_runs(packed_gap=1e-6, naive_gap=1e-2):
     }
 
 
-def make_checks(packed=1e-7, naive=0.5, moved_packed=0.0):
-    errors = Errors({"padded": 1e-7, "naive": naive, "packed": packed}, bound=2.1e-7)
-    return Checks(errors, errors, {"naive": 0.01, "packed": moved_packed})
-
-
 def test_measurements():
     runs = make_runs()
     assert runs["padded"].tokens_per_second == 200  # the slow first two steps aren't counted
@@ -40,8 +35,8 @@ def test_measurements():
     assert loss_gap(runs["naive"], runs["padded"]) == pytest.approx(1e-2)
 
 
-def test_table_shows_what_was_measured():
-    console = Console(width=80, record=True, quiet=False)
+def test_the_table_shows_the_measurements():
+    console = Console(width=80)
     with console.capture() as capture:
         console.print(table(make_runs() | {"naive": make_run("naive", [5.5, 4.0, 3.0, 2.0], peak_bytes=None)}))
     lines = [line.split() for line in capture.get().splitlines()]
@@ -52,35 +47,20 @@ def test_table_shows_what_was_measured():
     assert "5.0e-01" in rows["naive"]
 
 
-def test_packed_agrees_and_naive_does_not():
-    findings = verdict(make_runs(), make_checks())
-    assert findings.holds
-    assert findings.sentences[0].startswith("padded and packed agree")
-    assert findings.sentences[1].startswith("padded and naive don't agree")
-    assert "moves no bit of the others' logits under packed" in findings.sentences[3]
+def test_packed_training_is_closer_to_padded_than_naive():
+    closer, sentence = compare_losses(make_runs(), nothing_leaks=False)
+    assert closer
+    assert "stays within 1.0e-06 of padded's and naive's within 1.0e-02." in sentence
 
 
-def test_a_leak_of_packed_is_said_and_fails():
-    findings = verdict(make_runs(), make_checks(moved_packed=1e-9))
-    assert not findings.holds
-    assert "THE OTHERS' LOGITS by up to 1.0e-09 under packed" in findings.sentences[3]
+@pytest.mark.parametrize("gap", [0.1, math.nan])
+def test_packed_training_that_goes_wrong_is_reported(gap):
+    closer, sentence = compare_losses(make_runs(packed_gap=gap), nothing_leaks=False)
+    assert not closer
+    assert "PACKED IS NO CLOSER THAN NAIVE" in sentence
 
 
-@pytest.mark.parametrize("error", [1e-3, math.nan])
-def test_wrong_packed_logits_are_said_and_fail(error):
-    findings = verdict(make_runs(), make_checks(packed=error))
-    assert not findings.holds
-    assert findings.sentences[0].startswith("padded and packed DISAGREE")
-
-
-def test_a_packed_run_that_goes_wrong_later_is_said_and_fails():
-    findings = verdict(make_runs(packed_gap=0.1), make_checks())
-    assert not findings.holds
-    assert "PACKED IS NO CLOSER THAN NAIVE" in findings.sentences[2]
-
-
-def test_naive_may_agree_where_nothing_can_leak():
-    """With one document per step the three ways are one."""
-    findings = verdict(make_runs(packed_gap=0.0, naive_gap=0.0), make_checks(naive=1e-7))
-    assert findings.holds
-    assert findings.sentences[1].startswith("padded and naive agree")
+def test_naive_training_may_be_as_close_where_nothing_leaks():
+    closer, sentence = compare_losses(make_runs(packed_gap=1e-7, naive_gap=0.0), nothing_leaks=True)
+    assert closer
+    assert "NO CLOSER" not in sentence

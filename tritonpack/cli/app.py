@@ -78,8 +78,9 @@ def demo(
     for module, remedy in (("transformers", "transformers"), ("matplotlib", "'tritonpack[plots]'")):
         if importlib.util.find_spec(module) is None:
             raise typer.BadParameter(f"the demo needs {module}, which isn't installed; pip install {remedy}")
-    from tritonpack.cli.demo import Options, run_demo, settings_for
-    from tritonpack.cli.demo.training import ProcessFailedError
+    from concurrent.futures.process import BrokenProcessPool
+
+    from tritonpack.cli.demo import run_demo, settings_for
 
     try:
         settings = settings_for(device, dtype, size, max_length, threads, seed)
@@ -87,8 +88,8 @@ def demo(
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     try:
-        exact = run_demo(settings, Options(steps, documents, out))
-    except ProcessFailedError as error:
+        exact = run_demo(settings, steps, documents, out)
+    except BrokenProcessPool as error:
         print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(1) from error
     if not exact:
