@@ -1,6 +1,5 @@
 import json
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +9,7 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 from tritonpack.cli import main
+from tritonpack.cli.figures import letters
 from tritonpack.cli.plan import figure, report
 from tritonpack.cli.plan.strategies import BASELINES, OURS, Strategy, measure
 from tritonpack.packing.cost import CostModel
@@ -171,11 +171,15 @@ def test_a_missing_package_is_named(tmp_path, capsys, monkeypatch):
 def test_the_table_fits_a_plain_terminal(lengths, capsys):
     from rich.console import Console
 
-    Console(width=80).print(report.table(results_of(lengths, epochs=2)))
+    Console(width=80).print(report.table(results_of(lengths, epochs=2), epochs=2))
     output = capsys.readouterr().out
     assert "Means over 2 epochs" in output
     assert "…" not in output
     assert max(map(len, output.splitlines())) <= 80
+
+
+def test_letters_go_on_after_z():
+    assert [letters(number) for number in (0, 25, 26, 51, 52, 701, 702)] == ["A", "Z", "AA", "AZ", "BA", "ZZ", "AAA"]
 
 
 def test_100_percent_means_all():
@@ -216,7 +220,7 @@ def test_both_panels_show_the_same_documents(tmp_path, lengths, ranks, capacity)
 def test_a_plan_without_a_whole_step_has_no_loads_to_draw(tmp_path):
     lengths = np.full(4, 10, dtype=np.int32)
     results = results_of(lengths, capacity=20, ranks=2)
-    empty = replace(results[3], plan=Plan(np.zeros(0, np.int32), np.zeros(1, np.int64), 2, 20))
+    empty = results[3]._replace(plan=Plan(np.zeros(0, np.int32), np.zeros(1, np.int64), 2, 20))
     figure.draw(tmp_path / "a.png", results[0], empty, lengths, COST, "title", 0)
     assert (tmp_path / "a.png").exists()
 

@@ -77,10 +77,6 @@ def document_color(number: int) -> str:
 
 
 def letters(number: int) -> str:
-    """The name of a document: A, B, ..., Z, AA, AB, ... for 0, 1, ...
-
-    >>> [letters(number) for number in (0, 25, 26, 701, 702)]
-    ['A', 'Z', 'AA', 'ZZ', 'AAA']
-    """
+    """The name of a document, by its number from 0 on: A, B, ..., Z, AA, AB, ..."""
     before, last = divmod(number, 26)
     return (letters(before - 1) if before else "") + chr(ord("A") + last)

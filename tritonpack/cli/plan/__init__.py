@@ -102,7 +102,7 @@ def examine(options: Options) -> None:
     console.print(
         *_preface(options.path, documents, fitted.report, cost, owner), sep="\n", markup=False, highlight=False
     )
-    console.print(table(results), legend(results))
+    console.print(table(results, options.epochs), legend(results))
     console.print(*findings(results), sep="\n", markup=False, highlight=False)
     if options.json is not None:
         numbers = {
@@ -123,11 +123,7 @@ def examine(options: Options) -> None:
 
 
 def as_options(message: str) -> str:
-    """Write Python arguments in an error message of tritonpack.packing as options of the command.
-
-    >>> as_options("Use tail='keep' or 'spread'.")
-    'Use --tail keep or spread.'
-    """
+    """Write Python arguments in an error message of tritonpack.packing as options: --tail keep for tail='keep'."""
     return _ARGUMENTS.sub(lambda found: f"--{found[1]} {found[2].replace(chr(39), '')}", message)
 
 

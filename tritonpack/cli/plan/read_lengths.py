@@ -95,8 +95,10 @@ def _read_csv(path: Path, column: str | None) -> NDArray[np.int64]:
     with path.open(encoding="utf-8-sig") as file:
         first = next((line.strip() for line in file if not line.isspace()), "")
     parse = csv.ParseOptions(delimiter=max(",;\t", key=first.count), newlines_in_values=True)
-    # One thread, because errors name the row only then. A block holds at least one row, texts included.
-    read = csv.ReadOptions(use_threads=False, block_size=2**26, autogenerate_column_names=_is_number(first))
+    # One thread, because only then errors name the row. Large blocks, because each must hold a whole row.
+    read = csv.ReadOptions(
+        use_threads=False, block_size=2**26, autogenerate_column_names=not any(map(str.isalpha, first))
+    )
     name = _choose_column(csv.open_csv(path, read, parse).schema.names, column)
     convert = csv.ConvertOptions(include_columns=[name], column_types={name: pyarrow.int64()}, null_values=[])
     return _positive(_integers(name, csv.read_csv(path, read, parse, convert).column(name)))
@@ -184,14 +186,6 @@ def _positive(values: NDArray[Any]) -> NDArray[np.int64]:
     if len(bad):
         raise _UnreadableError(f", document {bad[0]}, has {values[bad[0]]} tokens; it needs at least one. {_REMEDY}")
     return values.astype(np.int64)
-
-
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
 
 
 def _shown(value: Any) -> str:

@@ -39,12 +39,10 @@ _COLUMNS = (
 _FULL, _FEW = 0.98, 200
 
 
-def table(results: Sequence[Result]) -> Table:
-    """One row per strategy; means if there are several epochs."""
-    result = Table(box=SIMPLE_HEAD, padding=0)  # within the 80 columns of a plain terminal
-    epochs = len(results[0].epochs)
-    if epochs > 1:
-        result.title = f"Means over {epochs} epochs"
+def table(results: Sequence[Result], epochs: int) -> Table:
+    """One row per strategy."""
+    title = f"Means over {epochs:,} epochs" if epochs > 1 else None
+    result = Table(title=title, box=SIMPLE_HEAD, padding=0)  # within the 80 columns of a plain terminal
     result.add_column("strategy", no_wrap=True)
     for header, _, _ in _COLUMNS:
         result.add_column(header, justify="right", no_wrap=True)

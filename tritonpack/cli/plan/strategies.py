@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from tritonpack.packing.baselines import interleaved_rows, next_fit_rows, padded_rows, shuffled_bins
 from tritonpack.packing.plan import Plan
-from tritonpack.packing.statistics import Cost, PlanStatistics, mean_over_epochs, plan_statistics
+from tritonpack.packing.statistics import Cost, mean_over_epochs, plan_statistics
 
 OURS = "tritonpack"
 PADDED = "padded"
@@ -53,19 +54,12 @@ BASELINES = (
 )
 
 
-@dataclass(frozen=True)
-class Result:
-    """The statistics of a strategy's plans, one for each epoch, and the plan of the first epoch."""
+class Result(NamedTuple):
+    """The plan that a strategy made of the first epoch, and the mean over epochs of each statistic."""
 
     strategy: Strategy
     plan: Plan
-    epochs: tuple[PlanStatistics, ...]
-
-    @property
-    def means(self) -> dict[str, float | None]:
-        """The mean over epochs of each number of the statistics."""
-        steps = sum(one.documents_per_step for one in self.epochs) / len(self.epochs)
-        return mean_over_epochs(self.epochs) | {"documents_per_step": steps}
+    means: dict[str, float | None]
 
 
 def measure(
@@ -88,11 +82,11 @@ def measure(
     Raises:
         ValueError: the strategy can't plan these lengths.
     """
-    first: Plan | None = None
+    plans: list[Plan] = []
     found = []
     for epoch in range(epochs):
         plan = strategy.plan(lengths, capacity, num_ranks, seed=seed, epoch=epoch)
-        first = first or plan
+        plans = plans or [plan]
         found.append(plan_statistics(plan, lengths, cost=cost, total_tokens=total_tokens, padded=strategy.padded))
-    assert first is not None
-    return Result(strategy, first, tuple(found))
+    per_step = sum(one.documents_per_step for one in found) / epochs
+    return Result(strategy, plans[0], mean_over_epochs(found) | {"documents_per_step": per_step})
