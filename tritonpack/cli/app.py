@@ -191,7 +191,9 @@ def plan(
     ] = None,
     column: Annotated[str | None, typer.Option(help="Where the file has several: the one with the lengths.")] = None,
     out: Annotated[Path, typer.Option(help="Folder for the picture, or its name, ending in .png.")] = Path("plan-out"),
-    json: Annotated[Path | None, typer.Option(dir_okay=False, help="Write the numbers there as well.")] = None,
+    json: Annotated[
+        Path | None, typer.Option(dir_okay=False, help="Write the numbers there as well; - is standard output.")
+    ] = None,
 ) -> None:
     """Show how full and how even packed batches of your documents are, beside padded and simpler ones; draw a picture.
 

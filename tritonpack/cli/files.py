@@ -70,8 +70,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Write values as JSON to a file, or to standard output for "-"."""
-    text = json.dumps(values, indent=1) + "\n"
+    """Write values, which may hold paths, as JSON to a file, or to standard output for "-"."""
+    text = json.dumps(values, indent=1, default=os.fspath) + "\n"
     if path == STANDARD_OUTPUT:
         sys.stdout.write(text)
     else:

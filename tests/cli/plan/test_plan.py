@@ -59,7 +59,7 @@ def test_plans_prints_and_draws(tmp_path, lengths, capsys):
     assert ours["l2_lag"] < in_order["l2_lag"]
     assert padded["padding"] > 0.3 > ours["padding"] == 0
     times = ours["cost_utilization"] / padded["cost_utilization"]
-    assert f"padded rows {times:.2f} times as long" in " ".join(output.split())
+    assert f"padded rows take {times:.2f} times as long" in " ".join(output.split())
     picture = (out / "plan.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert len(picture) > 40_000  # an empty figure has 5,000 or so
@@ -94,7 +94,7 @@ def test_overlong_documents_are_reported_and_count_as_tokens(tmp_path, capsys):
     assert run(*arguments) == 2
     assert "document 60, 100 tokens" in capsys.readouterr().err
     assert run(*arguments, "--overlong", "drop") == 0
-    assert "1 documents longer than the capacity dropped: 100 tokens lost." in capsys.readouterr().out
+    assert "1 document longer than the capacity dropped: 100 tokens lost." in capsys.readouterr().out
     assert json.loads(numbers.read_text())["ways"][OURS]["tokens_covered"] == pytest.approx(600 / 700)
 
 
@@ -142,7 +142,7 @@ def test_model_decides_the_costs(tmp_path, capsys):
         (["--capacity", "20", "--json", "/proc/nowhere.json"], "/proc/nowhere.json"),
     ],
 )
-def test_bad_usage_is_one_line_and_exit_code_2(tmp_path, monkeypatch, arguments, message, capsys):
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(tmp_path, monkeypatch, arguments, message, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lengths.json").write_text(json.dumps([10] * 60))
     assert run("plan", "lengths.json", *arguments) == 2

@@ -106,9 +106,7 @@ def examine(options: Options) -> None:
     console.print(*findings(results), sep="\n", markup=False, highlight=False)
     if options.json is not None:
         numbers = {
-            "options": {
-                key: str(value) if isinstance(value, Path) else value for key, value in asdict(options).items()
-            },
+            "options": asdict(options),
             "documents": len(documents),
             "tokens": int(documents.sum()),
             "overlong": asdict(fitted.report),
@@ -154,9 +152,8 @@ def _preface(
     )
     if report.documents:
         yield f"{report}."
-    even = (
-        f": attention to documents of {cost.per_token / cost.per_square:,.0f} tokens takes as long as all else"
-        if cost.per_square
-        else ""
-    )
-    yield f"Costs are those of {owner}{even}."
+    line = f"The model whose cost counts: {owner}"
+    if cost.per_square:
+        even = cost.per_token / cost.per_square
+        line += f", in which attention to documents of {even:,.0f} tokens takes as long as all else"
+    yield f"{line}."

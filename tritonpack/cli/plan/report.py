@@ -70,7 +70,7 @@ def findings(results: Sequence[Result]) -> Iterator[str]:
     ours, padded = means[OURS], means[PADDED]
     times = ours["cost_utilization"] / padded["cost_utilization"]
     yield (
-        f"By this cost the same tokens take padded rows {times:.2f} times as long as tritonpack's: "
+        f"By this cost padded rows take {times:.2f} times as long as tritonpack's for the same tokens: "
         f"{padded['padding']:.1%} of what they compute is padding, and ranks wait for the longest documents."
     )
     if ours["efficiency"] < _FULL and ours["documents_per_step"] < _FEW:
