@@ -16,7 +16,7 @@ from tritonpack.cli import main
 from tritonpack.cli.demo import isolation, settings_for
 from tritonpack.cli.demo.corpus import read_corpus
 from tritonpack.cli.demo.model import WAYS, build_model, collate
-from tritonpack.cli.demo.training import Training, train_in_turns
+from tritonpack.cli.demo.training import train, train_in_turns
 
 
 @pytest.fixture
@@ -80,10 +80,8 @@ def test_isolation_tells_packed_from_naive(settings):
 
 def test_a_run_measures_its_steps_and_the_held_out_loss(corpus, settings):
     steps = corpus.steps(3, 4, seed=0)
-    training = Training("padded", steps, corpus.validation, settings)
-    for _ in steps:
-        training.step()
-    run = training.finish()
+    *progress, run = train("padded", steps, corpus.validation, settings)
+    assert progress == [None] * 4
     assert run.losses[-1] < run.losses[0]
     assert run.tokens == tuple(sum(map(len, step)) for step in steps)
     assert run.positions == tuple(4 * max(map(len, step)) for step in steps)

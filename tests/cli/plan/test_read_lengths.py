@@ -26,6 +26,7 @@ def written(tmp_path, name, content):
         ("a.json", '{"input_ids": [[7, 8, 9], [7], [7, 8]], "labels": []}', None),
         ("a.json", "\ufeff[3, 1, 2]", None),
         ("a.jsonl", "3\n1\n2\n", None),
+        ("a.json", '{"length": 3}\n{"length": 1}\n{"length": 2}\n', None),
         ("a.jsonl", "3\r\n\r\n1\r\n2", None),
         ("a.jsonl", "[7, 8, 9]\n[7]\n[7, 8]\n", None),
         ("a.jsonl", '{"tokens": [7, 8, 9]}\n{"tokens": [7]}\n{"tokens": [7, 8]}\n', None),
@@ -97,9 +98,9 @@ def test_a_missing_pyarrow_is_named(tmp_path, monkeypatch, name):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", "", ", line 1, isn't JSON"),
-        ("a.json", "[1,\n2,\nx]", "a.json, line 3, isn't JSON"),
-        ("a.json", "1\n2\n", "a file with a document on each line ends in .jsonl"),
+        ("a.json", "", "can't be read as a .json file: Expecting value: line 1"),
+        ("a.json", "[1,\n2,\nx]", "can't be read as a .json file: Expecting value: line 3"),
+        ("a.json", "1\n2\nx", "a.json, line 3, isn't JSON: 'x'"),
         ("a.json", "3", "holds 3, not a list of documents"),
         ("a.json", "[]", "holds no document"),
         ("a.json", "{}", "has the columns none"),

@@ -61,8 +61,7 @@ def _draw_padded(axes: Axes, lengths: Sequence[int]) -> None:
     rows = [[(number, length), (None, longest - length)] for number, length in enumerate(lengths)]
     draw_rows(axes, rows, longest, len(rows), pixels=450)
     padding = 1 - sum(lengths) / (len(lengths) * longest)
-    axes.set_title(f"padded: {count(len(lengths), 'row')}, {padding:.0%} padding")
-    axes.set_ylabel("row")
+    axes.set(title=f"padded: {count(len(lengths), 'row')}, {padding:.0%} padding", ylabel="row")
     handle = Patch(facecolor=PADDING_COLOR, hatch="////", edgecolor="white", label="padding, computed for nothing")
     axes.legend(handles=[handle], loc="lower right", framealpha=0.9)
 
@@ -92,11 +91,10 @@ def _draw_attention(axes: Axes, lengths: Sequence[int], naive: bool) -> None:
     if naive:
         handles.append(Patch(color=_LEAK_COLOR, label="seen: other documents"))
     axes.legend(handles=handles, loc="upper right", framealpha=0.9)
-    axes.set_title("naive: 1 row, documents see each other" if naive else "packed: 1 row, documents kept apart")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.set_xlabel("key (token)")
-    axes.set_ylabel("query (token)")
+    title = "naive: 1 row, documents see each other" if naive else "packed: 1 row, documents kept apart"
+    axes.set(title=title, xlabel="key (token)", ylabel="query (token)")
 
 
 def _draw_speed(axes: Axes, runs: Mapping[Way, Run]) -> None:
@@ -105,8 +103,7 @@ def _draw_speed(axes: Axes, runs: Mapping[Way, Run]) -> None:
     axes.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], padding=3, color=INK)
     axes.margins(y=0.12)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
-    axes.set_title("speed, padding not counted")
-    axes.set_ylabel("document tokens per second")
+    axes.set(title="speed, padding not counted", ylabel="document tokens per second")
 
 
 def _draw_losses(axes: Axes, runs: Mapping[Way, Run]) -> None:
@@ -114,9 +111,7 @@ def _draw_losses(axes: Axes, runs: Mapping[Way, Run]) -> None:
         run = runs[way]
         label = f"{way} (held out: {run.validation_loss:.3f})"
         axes.plot(range(1, len(run.losses) + 1), run.losses, color=_WAY_COLORS[way], label=label, **_LINE_STYLES[way])
-    axes.set_title("training loss")
-    axes.set_xlabel("step")
-    axes.set_ylabel("nats per token")
+    axes.set(title="training loss", xlabel="step", ylabel="nats per token")
     axes.legend(loc="upper right", framealpha=0.9)
 
 
@@ -127,9 +122,6 @@ def _draw_gaps(axes: Axes, runs: Mapping[Way, Run]) -> None:
         equal = f"; 0 at {count(len(gap) - len(apart), 'step')}" if len(apart) < len(gap) else ""
         label = f"{way} (largest: {gap.max():.1e}{equal})"
         axes.plot(apart + 1, gap[apart], color=_WAY_COLORS[way], marker=".", label=label)
-    axes.set_yscale("log")
+    axes.set(title="distance of the training loss from padded's", xlabel="step", ylabel="nats per token", yscale="log")
     axes.margins(y=0.3)  # room for the legend
-    axes.set_title("distance of the training loss from padded's")
-    axes.set_xlabel("step")
-    axes.set_ylabel("nats per token")
     axes.legend(loc="upper left", framealpha=0.9)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,50 +55,45 @@ class Run:
         return 1 - sum(self.tokens) / sum(self.positions)
 
 
-class Training:
-    """Training from scratch in one way, with AdamW at a constant learning rate."""
+def train(
+    way: Way, steps: Sequence[Sequence[Document]], validation: Sequence[Document], settings: Settings
+) -> Iterator[Run | None]:
+    """Train from scratch in one way, with AdamW at a constant learning rate.
 
-    def __init__(
-        self, way: Way, steps: Sequence[Sequence[Document]], validation: Sequence[Document], settings: Settings
-    ) -> None:
-        self._way, self._steps, self._validation, self._settings = way, steps, validation, settings
-        self._model = build_model(settings).train()
-        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=settings.shape.learning_rate)
-        self._losses: list[float] = []
-        self._seconds: list[float] = []
-        self._positions: list[int] = []
-        self._attention = ExitStack()
-        self._attention.enter_context(attention_of(way, self._model))
-        _forget_peak(settings.device)
-        self._bytes_before = _memory(settings.device, peak=False)
-
-    def step(self) -> None:
-        """Take the next optimizer step and time it."""
-        batch = collate(self._way, self._steps[len(self._losses)], self._settings.device)
-        start = time.perf_counter()
-        loss = self._model(**batch).loss
-        loss.backward()
-        self._optimizer.step()
-        self._optimizer.zero_grad()
-        self._losses.append(loss.item())
-        if self._settings.device == "cuda":
-            torch.cuda.synchronize()
-        self._seconds.append(time.perf_counter() - start)
-        self._positions.append(batch["input_ids"].numel())
-
-    def finish(self) -> Run:
-        """Return the measurements. The model is left with stock attention."""
-        peak = _memory(self._settings.device, peak=True)
-        self._attention.close()
-        return Run(
-            way=self._way,
-            losses=tuple(self._losses),
-            seconds=tuple(self._seconds),
-            tokens=tuple(sum(map(len, documents)) for documents in self._steps),
-            positions=tuple(self._positions),
-            peak_bytes=None if peak is None or self._bytes_before is None else peak - self._bytes_before,
-            validation_loss=_validation_loss(self._model, self._validation, self._settings.device),
-        )
+    Yields:
+        None when the model is built and after each optimizer step, then the measurements.
+    """
+    device = settings.device
+    model = build_model(settings).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.shape.learning_rate)
+    losses, seconds, positions = [], [], []
+    with attention_of(way, model):
+        _forget_peak(device)
+        before = _memory(device, peak=False)
+        yield None
+        for documents in steps:
+            batch = collate(way, documents, device)
+            start = time.perf_counter()
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            if device == "cuda":
+                torch.cuda.synchronize()
+            seconds.append(time.perf_counter() - start)
+            positions.append(batch["input_ids"].numel())
+            yield None
+        peak = _memory(device, peak=True)
+    yield Run(
+        way=way,
+        losses=tuple(losses),
+        seconds=tuple(seconds),
+        tokens=tuple(sum(map(len, documents)) for documents in steps),
+        positions=tuple(positions),
+        peak_bytes=None if peak is None or before is None else peak - before,
+        validation_loss=_validation_loss(model, validation, device),
+    )
 
 
 def train_in_turns(
@@ -118,30 +114,26 @@ def train_in_turns(
             )
             for way in WAYS
         }
-        for ready in [pool.submit(int) for pool in pools.values()]:  # all processes start at once
-            ready.result()
+        for built in [pool.submit(_next) for pool in pools.values()]:  # all processes start at once
+            built.result()
         for _ in tqdm(steps, desc="training three ways", unit="step", leave=False):
             for pool in pools.values():
-                pool.submit(_step).result()
-        return {way: pool.submit(_finish).result() for way, pool in pools.items()}
+                pool.submit(_next).result()
+        return {way: pool.submit(_next).result() for way, pool in pools.items()}
 
 
-_training: Training  # of this process
+_training: Iterator[Any]  # of this process
 
 
 def _begin(way: Way, steps: Sequence[Sequence[Document]], validation: Sequence[Document], settings: Settings) -> None:
     global _training
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the command, which ends this process
     torch.set_num_threads(settings.threads)
-    _training = Training(way, steps, validation, settings)
+    _training = train(way, steps, validation, settings)
 
 
-def _step() -> None:
-    _training.step()
-
-
-def _finish() -> Run:
-    return _training.finish()
+def _next() -> Any:
+    return next(_training)
 
 
 @torch.no_grad()

@@ -28,9 +28,10 @@ def read_lengths(path: Path, column: str | None = None) -> NDArray[np.int64]:
     A document is a whole number, which is its length, or a list of token ids.
 
     Args:
-        path: .json: a list of documents, a list of objects, or an object of columns. .jsonl: a document or an object on
-            each line. .npy: a row of integers. .parquet: a table. .csv: columns separated by commas, semicolons or
-            tabs, with their names in the first line (one column may go without). .txt: a number on each line.
+        path: .json: a list of documents, a list of objects, or an object of columns. .jsonl (and .json): a document or
+            an object on each line. .npy: a row of integers. .parquet: a table. .csv: columns separated by commas,
+            semicolons or tabs, with their names in the first line (one column may go without). .txt: a number on each
+            line.
         column: the column with the documents; None takes the only column, or the first of `USUAL_COLUMNS`.
 
     Returns:
@@ -65,8 +66,9 @@ def _read_json(path: Path, column: str | None) -> NDArray[np.int64]:
     try:
         content = json.loads(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
-        hint = "; a file with a document on each line ends in .jsonl" if error.msg == "Extra data" else ""
-        raise _UnreadableError(f", line {error.lineno}, isn't JSON: {error.msg}{hint}") from error
+        if error.msg != "Extra data":
+            raise
+        return _read_lines(path, column)  # a document on each line, as in .jsonl
     if isinstance(content, dict):
         content, column = content[_choose_column(list(content), column)], None
     if not isinstance(content, list):
