@@ -87,7 +87,7 @@ def run_demo(settings: Settings, num_steps: int, documents: int | None, out: Pat
     console.print(sentence, highlight=False)
     _, leak = isolation("naive", settings)
     isolated, proof = isolation("packed", settings)
-    console.print(leak, proof, sep="\n", highlight=False)
+    console.print(leak, proof, sep="\n", markup=False, highlight=False)
     picture = out / "demo.png"
     # The step whose share of padding is the median.
     lengths = sorted(([len(document) for document in step] for step in steps), key=lambda n: sum(n) / max(n))
