@@ -33,7 +33,7 @@ from rich.console import Console
 from benchmarks.gpu import ledger
 from tests.lengths import flan, orca_math
 from tritonpack.cli.demo.corpus import END_OF_DOCUMENT, Document, read_corpus
-from tritonpack.cli.demo.model import SIZES, WAYS, Settings, Shape, Way, shape_of
+from tritonpack.cli.demo.model import SIZES, WAYS, Settings, Shape, Way
 from tritonpack.cli.demo.report import final_loss, loss_gap, table
 from tritonpack.cli.demo.training import Run, train_in_turns
 
@@ -96,7 +96,7 @@ def make_batches(
 def shape_named(model: str, layers: int) -> Shape:
     """One of the demo's models, or a published one's with some of its layers."""
     if model in SIZES:
-        return shape_of(model)
+        return SIZES[model]
     return Shape(f"{model}, {layers} layers", {**MODELS[model], "num_hidden_layers": layers}, 1e-5)
 
 

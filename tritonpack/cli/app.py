@@ -28,7 +28,7 @@ _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 
 # Options that several commands have.
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], Option(help="auto: the GPU where there is one.")]
-JsonOption = Annotated[Path | None, Option(dir_okay=False, help="Write the results there as JSON as well.")]
+JsonOption = Annotated[Path | None, Option(dir_okay=False, help="Write the results there as JSON as well; - is standard output.")]
 ThreadsOption = Annotated[
     int, Option(min=1, help="CPU threads; other programs on the machine disturb a single one the least.")
 ]
@@ -89,15 +89,16 @@ def demo(
     """Train a small Llama padded, naively concatenated and packed; compare speed, memory and loss; draw a picture."""
     for module in ("transformers", "matplotlib"):
         _require(module, "the demo")
-    from tritonpack.cli.demo import Options, run_demo, settings_for
-    from tritonpack.cli.demo.training import ProcessFailedError
+    from concurrent.futures.process import BrokenProcessPool
+
+    from tritonpack.cli.demo import run_demo, settings_for
 
     with _usage_errors():
         settings = settings_for(device, dtype, size, max_length, threads, seed)
         out.mkdir(parents=True, exist_ok=True)
     try:
-        return int(not run_demo(settings, Options(steps, documents, out)))
-    except ProcessFailedError as error:
+        return int(not run_demo(settings, steps, documents, out))
+    except BrokenProcessPool as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
 

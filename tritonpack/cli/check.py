@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -16,7 +15,8 @@ from rich.markup import escape
 from rich.table import Table
 from torch import Tensor
 
-from tritonpack.cli.machine import require_writable, resolve_device
+from tritonpack.cli.files import STANDARD_OUTPUT, require_writable, write_json
+from tritonpack.cli.machine import resolve_device
 from tritonpack.cli.model_source import NAMED, instead_of, load_config, load_weights, named_class, with_note
 from tritonpack.cli.words import count
 from tritonpack.errors import UnsupportedModelError
@@ -130,7 +130,7 @@ def examine(name: str, *, weights: bool, device: str, trust_remote_code: bool, p
     if device == "cuda" and not weights:
         raise ValueError("--device is for --weights: small copies run on the CPU")
     where = resolve_device(device)
-    require_writable(path)
+    require_writable(path, inputs=[Path(name)])
     with quiet(), Console(stderr=True).status(f"reading the configuration of {escape(name)}") as status:
         config = load_config(name, trust_remote_code)
         if weights:
@@ -139,9 +139,9 @@ def examine(name: str, *, weights: bool, device: str, trust_remote_code: bool, p
             findings = _check(name, config, built, True, status.update)
         else:
             findings = _check_small_copy(name, config, status.update, trust_remote_code)
-    _print(Console(), findings)
+    _print(Console(stderr=path == STANDARD_OUTPUT), findings)
     if path is not None:
-        path.write_text(json.dumps(as_dict(findings), indent=1) + "\n", encoding="utf-8")
+        write_json(path, as_dict(findings))
     return EXIT_CODES.get(findings.tritonpack.worst.verdict, 3)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -16,7 +15,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tritonpack.cli.machine import require_writable, resolve_device
+from tritonpack.cli.files import STANDARD_OUTPUT, require_writable, write_json
+from tritonpack.cli.machine import resolve_device
 from tritonpack.testing import conformance
 
 _STYLES = {"pass": "green", "fail": "bold red", "not offered": "dim", "error": "bold red"}
@@ -51,11 +51,11 @@ def examine(
     for result in report.results:
         outcome = f"[{_STYLES[result.outcome]}]{result.outcome}[/]"
         rows.add_row(result.check, result.dtype, outcome, escape(result.detail))
-    console = Console()
+    console = Console(stderr=path == STANDARD_OUTPUT)
     console.print(rows)
     console.print(escape(report.summary()))
     if path is not None:
-        path.write_text(json.dumps(report.as_dict(), indent=1) + "\n", encoding="utf-8")
+        write_json(path, report.as_dict())
     return report.passed
 
 

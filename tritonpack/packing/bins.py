@@ -50,7 +50,7 @@ class Packing:
     >>> [packing.spans(bin_index) for bin_index in range(packing.num_bins)]
     [[(1, 0, 8)], [(1, 8, 12), (0, 0, 3)]]
     >>> print(packing.report)
-    1 documents longer than the capacity split into 2 pieces: no token lost
+    1 document longer than the capacity split into 2 pieces: no token lost
 
     Attributes:
         items: (entries,) int32, the document of each entry, an index into the lengths that were packed. Bin b holds

@@ -40,7 +40,8 @@ class OverlongReport:
             "split": f"split into {self.pieces:,} pieces: no token lost",
             "drop": f"dropped: {self.tokens_lost:,} tokens lost",
         }[self.policy]
-        return f"{self.documents:,} documents longer than the capacity {done}"
+        noun = "document" if self.documents == 1 else "documents"
+        return f"{self.documents:,} {noun} longer than the capacity {done}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +54,7 @@ class FittedLengths:
     >>> fitted.lengths.tolist(), fitted.documents.tolist(), fitted.starts.tolist()
     ([5, 5, 5, 2, 3], [0, 1, 1, 1, 2], [0, 0, 5, 10, 0])
     >>> str(fitted.report)
-    '1 documents longer than the capacity split into 3 pieces: no token lost'
+    '1 document longer than the capacity split into 3 pieces: no token lost'
 
     Attributes:
         lengths: (pieces,) int32, tokens of each piece, from 1 to the capacity.

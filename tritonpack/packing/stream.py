@@ -102,7 +102,7 @@ def pack_stream(
     >>> list(stream)
     [[[1, 2, 3], [10]], [[4, 5, 6, 7]], [[8, 9]]]
     >>> stream.num_bins, stream.num_tokens, str(stream.report)
-    (3, 10, '1 documents longer than the capacity split into 2 pieces: no token lost')
+    (3, 10, '1 document longer than the capacity split into 2 pieces: no token lost')
 
     Args:
         documents: rows of tokens (lists, arrays, tensors) or mappings with a row as "input_ids"; with `length`,

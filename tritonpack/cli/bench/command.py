@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import platform
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -18,6 +19,7 @@ from tritonpack.attention import MAX_HEAD_DIM, resolve_backend
 from tritonpack.cli.bench.batch import Shape, distributions, make_batch
 from tritonpack.cli.bench.measure import FIGURES, NOT_INSTALLED, OPS, DeviceLostError, measure
 from tritonpack.cli.bench.peers import OURS, peers_for
+from tritonpack.cli.files import write_figure, write_whole
 from tritonpack.cli.machine import installed_version, resolve_device
 from tritonpack.cli.words import count
 
@@ -104,10 +106,11 @@ def examine(
         "with float64 attention before they were timed."
     )
     csv_path, picture = out / "bench.csv", out / "bench.png"
-    with csv_path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [*dict.fromkeys((*ABOUT, *FIGURES, *shape.columns(), *facts))])
-        writer.writeheader()
-        writer.writerows(shape.columns() | facts | row for row in rows)
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*dict.fromkeys((*ABOUT, *FIGURES, *shape.columns(), *facts))])
+    writer.writeheader()
+    writer.writerows(shape.columns() | facts | row for row in rows)
+    write_whole(csv_path, text.getvalue())
     draw(rows, title, picture)
     console.print(f"{csv_path}\n{picture}", style="dim", soft_wrap=True)
     right = sum(row["implementation"] == OURS and row["status"] == "ok" for row in rows)
@@ -177,7 +180,7 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     axes.set_title(title, fontsize=10)
     if names:
         figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
-    figure.savefig(path, dpi=150)
+    write_figure(path, figure)
 
 
 def _by_place(rows: Sequence[Mapping[str, object]]) -> dict[tuple[object, object, object], tuple[float, ...]]:

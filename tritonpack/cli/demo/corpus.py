@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import sysconfig
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,47 +23,46 @@ Document = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents of bytes, each ending with END_OF_DOCUMENT, in a random order that the seed decides.
+    """Documents of bytes in random order, each with END_OF_DOCUMENT at its end.
 
     Attributes:
         training: documents to train on.
         validation: documents held out.
-        functions: how many functions the documents were made from.
-        split: how many of those were longer than the maximum and became several documents.
-        unreadable: source files that this Python couldn't parse.
+        functions: the number of functions that the documents are made of.
+        split: the number of functions that were longer than the maximum and became several documents.
     """
 
     training: tuple[Document, ...]
     validation: tuple[Document, ...]
     functions: int
     split: int
-    unreadable: int
 
     def steps(self, num_steps: int, documents_per_step: int, seed: int) -> list[list[Document]]:
-        """The training documents of each step: epoch after epoch, every epoch in an order of its own."""
+        """The training documents of each step. Every epoch has its own order."""
         rng = np.random.default_rng([seed, 1])
-        stream: list[int] = []
-        while len(stream) < num_steps * documents_per_step:
-            stream.extend(rng.permutation(len(self.training)).tolist())
-        return [
-            [self.training[item] for item in stream[start : start + documents_per_step]]
-            for start in range(0, num_steps * documents_per_step, documents_per_step)
-        ]
+        total = num_steps * documents_per_step
+        epochs = [rng.permutation(len(self.training)) for _ in range(0, total, len(self.training))]
+        order = np.concatenate(epochs)[:total].reshape(num_steps, documents_per_step)
+        return [[self.training[item] for item in step] for step in order]
 
 
 def read_corpus(max_length: int, num_validation: int, seed: int) -> Corpus:
-    """The documented functions of the standard library that runs this program.
+    """Read the documented functions of the standard library that runs this program.
 
     Args:
-        max_length: tokens per document at most; longer functions are split into pieces of that length and a rest.
+        max_length: the most tokens of a document; longer functions are split.
         num_validation: documents to hold out.
         seed: decides the order.
 
     Raises:
-        ValueError: the library's sources aren't there, or hold too few functions.
+        ValueError: the library has no sources, or too few functions.
     """
     library = Path(sysconfig.get_path("stdlib"))
-    functions, unreadable = _documented_functions(library)
+    functions: dict[bytes, None] = {}  # each distinct function once, in order
+    for path in sorted(library.rglob("*.py")):
+        if _NOT_THE_LIBRARY.isdisjoint(path.relative_to(library).parts):
+            with suppress(SyntaxError, ValueError):  # a file for another version of Python
+                functions.update(dict.fromkeys(_documented_functions(path.read_bytes())))
     documents: list[Document] = []
     split = 0
     for source in functions:
@@ -76,26 +76,13 @@ def read_corpus(max_length: int, num_validation: int, seed: int) -> Corpus:
         )
     order = np.random.default_rng([seed, 0]).permutation(len(documents))
     shuffled = tuple(documents[item] for item in order)
-    return Corpus(shuffled[num_validation:], shuffled[:num_validation], len(functions), split, unreadable)
+    return Corpus(shuffled[num_validation:], shuffled[:num_validation], len(functions), split)
 
 
-def _documented_functions(library: Path) -> tuple[Sequence[bytes], int]:
-    """The source of every distinct function with a docstring, and the number of files that couldn't be parsed."""
-    functions: dict[bytes, None] = {}  # a set that keeps the order
-    unreadable = 0
-    for path in sorted(library.rglob("*.py")):
-        if _NOT_THE_LIBRARY.isdisjoint(path.relative_to(library).parts):
-            source = path.read_bytes()
-            try:
-                functions.update(dict.fromkeys(_functions_of(source)))
-            except (SyntaxError, ValueError):
-                unreadable += 1
-    return tuple(functions), unreadable
-
-
-def _functions_of(source: bytes) -> Iterator[bytes]:
+def _documented_functions(source: bytes) -> Iterator[bytes]:
+    """The source of every function with a docstring."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # about the library's own string literals
+        warnings.simplefilter("ignore")  # about string literals of the library
         tree = ast.parse(source)
     lines = source.splitlines(keepends=True)
     for node in ast.walk(tree):

@@ -1,4 +1,4 @@
-"""The demo's model and the three ways to feed it a step's documents."""
+"""The demo's model, and the three ways to make a batch of a step's documents."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 import torch
 from torch import Tensor
 
+from tritonpack import patch
 from tritonpack.cli.demo.corpus import END_OF_DOCUMENT, VOCABULARY_SIZE, Document
 from tritonpack.errors import PackingWarning
 from tritonpack.packing import PackingCollator
@@ -22,12 +23,12 @@ WAYS: tuple[Way, ...] = get_args(Way)
 
 @dataclass(frozen=True)
 class Shape:
-    """A model's configuration, and the learning rate that suits it.
+    """The size of a model.
 
     Attributes:
-        name: for people.
-        config: what `LlamaConfig` is told beside the length of documents and the marks at their ends.
-        learning_rate: of AdamW.
+        name: its name in the output.
+        config: arguments of `LlamaConfig`.
+        learning_rate: the learning rate of AdamW that suits it.
     """
 
     name: str
@@ -35,33 +36,27 @@ class Shape:
     learning_rate: float
 
 
-SIZES: dict[str, dict[str, Any]] = {
-    "tiny": {
-        "hidden_size": 64,
-        "intermediate_size": 176,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-    "small": {
-        "hidden_size": 768,
-        "intermediate_size": 2048,
-        "num_hidden_layers": 12,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 4,
-    },
+def _shape(name: str, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, rate: float) -> Shape:
+    config = {
+        "vocab_size": VOCABULARY_SIZE,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
+    return Shape(name, config, rate)
+
+
+SIZES = {
+    "tiny": _shape("tiny", hidden=64, intermediate=176, layers=2, heads=4, kv_heads=2, rate=3e-3),
+    "small": _shape("small", hidden=768, intermediate=2048, layers=12, heads=12, kv_heads=4, rate=6e-4),
 }
-LEARNING_RATES = {"tiny": 3e-3, "small": 6e-4}
-
-
-def shape_of(size: str) -> Shape:
-    """One of the demo's own models."""
-    return Shape(size, {**SIZES[size], "vocab_size": VOCABULARY_SIZE}, LEARNING_RATES[size])
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What every way of one comparison shares."""
+    """What the three ways of one comparison have in common."""
 
     seed: int
     device: str
@@ -71,8 +66,8 @@ class Settings:
     threads: int
 
 
-def build_model(settings: Settings, dtype: torch.dtype | None = None) -> torch.nn.Module:
-    """A Llama with stock scaled-dot-product attention; the same weights whenever it's called with one seed."""
+def build_model(settings: Settings) -> torch.nn.Module:
+    """A Llama with stock scaled-dot-product attention. One seed gives the same weights at every call."""
     from transformers import AutoModelForCausalLM, LlamaConfig
 
     config = LlamaConfig(
@@ -84,42 +79,29 @@ def build_model(settings: Settings, dtype: torch.dtype | None = None) -> torch.n
     )
     torch.manual_seed(settings.seed)
     model: torch.nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
-    # Rounded to the training dtype first, so that a model in float64 starts from the very same numbers.
-    return model.to(settings.dtype).to(settings.device, dtype or settings.dtype)
+    return model.to(settings.device, settings.dtype)
 
 
 def attention_of(way: Way, model: torch.nn.Module) -> AbstractContextManager[Any]:
-    """Within this context the model attends as that way does: tritonpack's attention for `packed`, else its own."""
-    if way != "packed":
-        return nullcontext()
-    from tritonpack import patch
-
-    return patch(model)
+    """A context in which the model has the attention of that way: tritonpack's for `packed`, else stock attention."""
+    return patch(model) if way == "packed" else nullcontext()
 
 
-def collate(way: Way, documents: Sequence[Document]) -> dict[str, Any]:
-    """One step's documents as that way's batch; `naive` and `packed` are given the very same one."""
+def collate(way: Way, documents: Sequence[Document], device: str) -> dict[str, Any]:
+    """The batch of one step: a padded row per document, or one row with all of them, the same for naive and packed."""
     if way == "padded":
-        return padded_batch(documents)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", PackingWarning)  # of a model that isn't patched: that is what naive means
-        return PackingCollator()([{"input_ids": document} for document in documents])
-
-
-def padded_batch(documents: Sequence[Document]) -> dict[str, Tensor]:
-    """One document per row, padded on the right to the longest of them."""
-    rows = [torch.as_tensor(document) for document in documents]
-
-    def pad(values: list[Tensor], padding: int) -> Tensor:
-        return torch.nn.utils.rnn.pad_sequence(values, batch_first=True, padding_value=padding)
-
-    return {
-        "input_ids": pad(rows, END_OF_DOCUMENT),
-        "labels": pad(rows, IGNORED_LABEL),
-        "attention_mask": pad([torch.ones_like(row) for row in rows], 0),
-    }
-
-
-def to_device(batch: dict[str, Any], device: str) -> dict[str, Any]:
-    """The batch with its tensors on `device`."""
+        rows = [torch.as_tensor(document) for document in documents]
+        batch: dict[str, Any] = {
+            "input_ids": _pad(rows, END_OF_DOCUMENT),
+            "labels": _pad(rows, IGNORED_LABEL),
+            "attention_mask": _pad([torch.ones_like(row) for row in rows], 0),
+        }
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PackingWarning)  # naive: no model of its process is patched
+            batch = PackingCollator()([{"input_ids": document} for document in documents])
     return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
+
+
+def _pad(rows: list[Tensor], value: int) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)

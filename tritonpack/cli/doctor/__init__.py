@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import time
 import warnings
@@ -19,7 +18,7 @@ from rich.table import Table
 import tritonpack
 from tritonpack.cli.doctor.findings import Finding, NotHereError
 from tritonpack.cli.doctor.versions import device_name, examine_gpu, examine_versions, installed_versions
-from tritonpack.cli.machine import require_writable
+from tritonpack.cli.files import STANDARD_OUTPUT, require_writable, write_json
 
 _STYLES = {"right": "green", "wrong": "bold red", "warning": "yellow", "not here": "dim"}
 
@@ -34,7 +33,7 @@ def examine(path: Path | None = None) -> bool:
         ValueError: `path` can't be written.
     """
     require_writable(path)
-    console = Console()
+    console = Console(stderr=path == STANDARD_OUTPUT)
     versions = installed_versions()
     facts = {
         "tritonpack": tritonpack.__version__,
@@ -62,7 +61,7 @@ def examine(path: Path | None = None) -> bool:
     passed = not any(finding.outcome == "wrong" for finding in findings)
     if path is not None:
         report = {"passed": passed, "facts": facts, "findings": [asdict(finding) for finding in findings]}
-        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+        write_json(path, report)
     return passed
 
 

@@ -1,45 +1,44 @@
-"""`tritonpack plan`: what packing makes of documents of given lengths, beside simpler ways; a table and a picture."""
+"""`tritonpack plan`: how full and how even batches of given documents are, packed and otherwise; a table, a picture."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tritonpack.cli.machine import require_writable
+from tritonpack.cli.files import STANDARD_OUTPUT, require_writable, write_json
 from tritonpack.cli.plan.read_lengths import read_lengths
-from tritonpack.cli.plan.report import as_dict, findings, legend, table
-from tritonpack.cli.plan.strategies import BASELINES, Result, compare, our_way
+from tritonpack.cli.plan.report import findings, legend, table
+from tritonpack.cli.plan.strategies import BASELINES, OUR_MEANING, OURS, Strategy, measure
+from tritonpack.cli.words import count
 from tritonpack.packing.cost import CostModel
 from tritonpack.packing.lengths import Overlong, OverlongReport, fit_lengths
-from tritonpack.packing.plan import Objective, Tail
+from tritonpack.packing.plan import Objective, Tail, plan_epoch
 
-# Python arguments with values, as errors of tritonpack.packing advise them: tail='keep' or 'spread'.
+# Python arguments in error messages of tritonpack.packing, such as tail='keep' or 'spread'.
 _ARGUMENTS = re.compile(r"\b(objective|overlong|tail)=('\w+'(?:(?:, | or )'\w+')*)")
 
-_SHOWN = "next-fit"  # whose loads are drawn beside ours
-_DEFAULT_MODEL = "a Llama of 8 billion parameters"
+_BESIDE_OURS = "next-fit"  # the strategy whose loads are drawn beside ours
 
 
 @dataclass(frozen=True)
 class Options:
-    """What is to be planned.
+    """The command's options.
 
     Attributes:
-        path: of the file of lengths; `column` of it, if it has several.
+        path: the file of lengths.
+        column: the column to read, if the file has several.
         capacity: tokens per row.
         num_ranks: rows per step.
-        model: whose costs count, as `load_config` takes it; None means a Llama of 8 billion parameters.
-        out: a folder for the picture, or a name for it that ends in .png.
-        json: the file that gets the numbers as well.
+        model: the model whose costs count, as `load_config` takes it; None is a Llama of 8 billion parameters.
+        out: a folder for the picture, or its name ending in .png.
+        json: the file for the numbers; "-" is standard output, and the table then goes to standard error.
     """
 
     path: Path
@@ -59,111 +58,102 @@ class Options:
 
 
 def examine(options: Options) -> None:
-    """Read the lengths, plan them each way, print the table, draw the picture.
+    """Read the lengths, plan them with each strategy, print the table, write the numbers and the picture.
 
     Raises:
-        ValueError: lengths that can't be read or planned, a model that isn't there.
-        OSError: a result that can't be written.
+        ValueError: the lengths can't be read or planned, there is no such model, or an output can't be written.
+        OSError: a result can't be written.
     """
     from tritonpack.cli.plan.figure import draw
 
     picture = options.out if options.out.suffix.lower() == ".png" else options.out / "plan.png"
+    require_writable(options.json, "--json", [options.path, picture])
     picture.parent.mkdir(parents=True, exist_ok=True)
-    require_writable(options.json)
-    console = Console()
-    cost, whose = _cost(options.model)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("reading lengths", total=1.0)
-        documents = read_lengths(options.path, options.column, lambda share: progress.update(task, completed=share))
+    require_writable(picture, "--out", [options.path])
+    console = Console(stderr=options.json == STANDARD_OUTPUT)
+    cost, owner = _cost(options.model)
+    ours = partial(
+        plan_epoch,
+        objective=options.objective,
+        cost_model=cost if options.objective == "cost" else None,
+        tail=options.tail,
+        lookahead=options.lookahead,
+        steps_together=options.steps_together,
+    )
+    with console.status("reading lengths") as status:
+        documents = read_lengths(options.path, options.column)
         fitted = fit_lengths(documents, options.capacity, options.overlong, name="--capacity")
-        count = len(fitted.lengths)
-        ours = our_way(
-            options.objective,
-            options.tail,
-            options.lookahead,
-            options.steps_together,
-            cost,
-            placed=lambda documents: progress.advance(task, documents / count),
-        )
-        ways = (ours, *BASELINES)
-        progress.reset(task, description="planning", total=len(ways) * options.epochs)
-        results = compare(
-            ways,
-            fitted.lengths,
-            total_tokens=int(documents.sum()),
-            capacity=options.capacity,
-            num_ranks=options.num_ranks,
-            seed=options.seed,
-            epochs=options.epochs,
-            cost=cost,
-            planned=lambda epochs: progress.update(task, completed=epochs),
-        )
+        results = []
+        for strategy in (Strategy(OURS, OUR_MEANING, ours), *BASELINES):
+            status.update(f"planning {count(options.epochs, 'epoch')}: {strategy.name}")
+            results.append(
+                measure(
+                    strategy,
+                    fitted.lengths,
+                    total_tokens=int(documents.sum()),
+                    capacity=options.capacity,
+                    num_ranks=options.num_ranks,
+                    seed=options.seed,
+                    epochs=options.epochs,
+                    cost=cost,
+                )
+            )
 
-    for line in _preface(options, documents, fitted.report, cost, whose):
-        console.print(line, markup=False, highlight=False)
-    console.print(table(results, options.epochs))
-    console.print(legend(results))
+    console.print(
+        *_preface(options.path, documents, fitted.report, cost, owner), sep="\n", markup=False, highlight=False
+    )
+    console.print(table(results, options.epochs), legend(results))
+    console.print(*findings(results), sep="\n", markup=False, highlight=False)
     if options.json is not None:
-        numbers = as_json(options, documents, fitted.report, cost, results)
-        options.json.write_text(json.dumps(numbers, indent=1) + "\n", encoding="utf-8")
-    for line in findings(results):
-        console.print(line, markup=False, highlight=False)
-    other = next(result for result in results if result.way.name == _SHOWN)
-    title = f"{options.path.name}: {options.num_ranks:,} {'rank' if options.num_ranks == 1 else 'ranks'} of "
-    draw(picture, results[0], other, fitted.lengths, cost, f"{title}{options.capacity:,} tokens", options.seed)
+        numbers = {
+            "options": asdict(options),
+            "documents": len(documents),
+            "tokens": int(documents.sum()),
+            "overlong": asdict(fitted.report),
+            "cost": asdict(cost),
+            "ways": {result.strategy.name: result.means for result in results},
+        }
+        write_json(options.json, numbers)
+    other = next(result for result in results if result.strategy.name == _BESIDE_OURS)
+    title = f"{options.path.name}: {count(options.num_ranks, 'rank')} of {count(options.capacity, 'token')}"
+    draw(picture, results[0], other, fitted.lengths, cost, title, options.seed)
     console.print(f"Picture: {picture}", markup=False, highlight=False, soft_wrap=True)
 
 
 def as_options(message: str) -> str:
-    """An error of tritonpack.packing with the options of the command in the place of Python arguments."""
+    """Write Python arguments in an error message of tritonpack.packing as options: --tail keep for tail='keep'."""
     return _ARGUMENTS.sub(lambda found: f"--{found[1]} {found[2].replace(chr(39), '')}", message)
 
 
 def _cost(model: str | None) -> tuple[CostModel, str]:
-    """What rows cost, and whose costs they are."""
-    if model is None:
-        cost = CostModel.from_shape(
-            hidden_size=4096,
-            num_layers=32,
-            num_heads=32,
-            head_dim=128,
-            num_key_value_heads=8,
-            intermediate_size=14336,
-            vocab_size=128256,
-        )
-        return cost, _DEFAULT_MODEL
-    from tritonpack.cli.model_source import load_config
+    """The cost of rows, and the name of the model that it belongs to."""
+    if model is not None:
+        from tritonpack.cli.model_source import load_config
 
-    return CostModel.from_config(load_config(model, trust_remote_code=False)), model
+        return CostModel.from_config(load_config(model, trust_remote_code=False)), model
+    cost = CostModel.from_shape(
+        hidden_size=4096,
+        num_layers=32,
+        num_heads=32,
+        head_dim=128,
+        num_key_value_heads=8,
+        intermediate_size=14336,
+        vocab_size=128256,
+    )
+    return cost, "a Llama of 8 billion parameters"
 
 
 def _preface(
-    options: Options, documents: NDArray[np.int64], report: OverlongReport, cost: CostModel, whose: str
+    path: Path, documents: NDArray[np.int64], report: OverlongReport, cost: CostModel, owner: str
 ) -> Iterator[str]:
     yield (
-        f"{options.path.name}: {len(documents):,} documents, {documents.sum():,} tokens; from {documents.min():,} to "
-        f"{documents.max():,}, {documents.mean():,.0f} in the mean."
+        f"{path.name}: {count(len(documents), 'document')}, {count(int(documents.sum()), 'token')}; from "
+        f"{documents.min():,} to {documents.max():,}, {documents.mean():,.0f} in the mean."
     )
     if report.documents:
         yield f"{report}."
-    line = f"Costs are those of {whose}"
+    line = f"The model whose cost counts: {owner}"
     if cost.per_square:
         even = cost.per_token / cost.per_square
         line += f", in which attention to documents of {even:,.0f} tokens takes as long as all else"
     yield f"{line}."
-
-
-def as_json(
-    options: Options, documents: NDArray[np.int64], report: OverlongReport, cost: CostModel, results: Sequence[Result]
-) -> dict[str, Any]:
-    """What was asked, and the numbers of every way."""
-    asked = {name: str(value) if isinstance(value, Path) else value for name, value in asdict(options).items()}
-    return {
-        "options": asked,
-        "documents": len(documents),
-        "tokens": int(documents.sum()),
-        "overlong": asdict(report),
-        "cost": {"per_token": cost.per_token, "per_square": cost.per_square},
-        "ways": as_dict(results),
-    }

@@ -1,47 +1,45 @@
-"""Document lengths from files: lists of numbers, or of documents whose tokens are counted."""
+"""Read document lengths from a file of numbers, or of lists of token ids, which are counted."""
 
 from __future__ import annotations
 
-import csv
 import json
-import math
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-# Columns that are taken without being asked for, the first that is there.
+if TYPE_CHECKING:
+    import pyarrow
+
+# The columns that are read without --column; the first that a file has.
 USUAL_COLUMNS = ("length", "lengths", "input_ids")
 _REMEDY = "Count the tokens of every document with your tokenizer, and write one whole number for each"
 
-Advance = Callable[[float], None]  # told the share of the file that has been read
-
 
 class _UnreadableError(ValueError):
-    """What is wrong, without the file's name."""
+    """What is wrong with a file. The message goes on after the file's name."""
 
 
-def read_lengths(path: Path, column: str | None = None, advance: Advance = lambda share: None) -> NDArray[np.int64]:
-    """The tokens of each document of a file, in its order.
+def read_lengths(path: Path, column: str | None = None) -> NDArray[np.int64]:
+    """Read the number of tokens of each document.
 
-    A document is a whole number, its tokens, or a list, the tokens themselves. Files: .json, a list of documents, of
-    objects with a column of documents, or an object of columns; .jsonl, a document or an object on each line; .npy,
-    a row of integers; .csv, with a line of names if it has columns; .txt, a number on each line; .parquet, a table.
+    A document is a whole number, which is its length, or a list of token ids.
 
     Args:
-        path: the file; its ending says what it is.
-        column: where documents are in a table; None takes the only column, or else one of `USUAL_COLUMNS`.
-        advance: called now and then with the share of the file that has been read.
+        path: .json: a list of documents, a list of objects, or an object of columns. .jsonl (and .json): a document or
+            an object on each line. .npy: a row of integers. .parquet: a table. .csv: columns separated by commas,
+            semicolons or tabs, with their names in the first line (one column may go without). .txt: a number on each
+            line.
+        column: the column with the documents; None takes the only column, or the first of `USUAL_COLUMNS`.
 
     Returns:
-        (documents,) int64, each at least 1.
+        (documents,) int64, each at least 1, in the order of the file.
 
     Raises:
-        ValueError: no such file, one that isn't what its name says or that takes a package which isn't here, or a
-            document that is neither; the message names the file, the line and the remedy.
+        ValueError: there is no such file, its content isn't what its ending says, or a value is no document. The
+            message names the file, and the line, row or document.
     """
     reader = READERS.get(path.suffix.lower())
     if path.is_dir():
@@ -51,220 +49,148 @@ def read_lengths(path: Path, column: str | None = None, advance: Advance = lambd
     if reader is None:
         raise ValueError(f"{path} ends in {path.suffix!r}; lengths are read from {', '.join(READERS)}")
     try:
-        lengths = reader(path, column, advance)
+        lengths = reader(path, column)
     except _UnreadableError as error:
         raise ValueError(f"{path}{error}") from error
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{path} isn't text in UTF-8, as a {path.suffix} file is: byte {error.start} is off"
-        ) from error
-    except OSError as error:
-        raise ValueError(f"{path} can't be read: {error.strerror or error}") from error
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{path} is read with pyarrow, which isn't installed; pip install pyarrow") from error
+    except (ValueError, OSError, EOFError, MemoryError, RecursionError) as error:  # of json, numpy or pyarrow
+        message = " ".join(str(error).split())
+        raise ValueError(f"{path} can't be read as a {path.suffix} file: {message}") from error
     if not len(lengths):
         raise ValueError(f"{path} holds no document. {_REMEDY}")
     return lengths
 
 
-def _read_json(path: Path, column: str | None, advance: Advance) -> NDArray[np.int64]:
-    text = path.read_text(encoding="utf-8-sig")
+def _read_json(path: Path, column: str | None) -> NDArray[np.int64]:
     try:
-        content = json.loads(text)
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except json.JSONDecodeError as error:
-        hint = "; with a document on each line it is a .jsonl file" if error.msg == "Extra data" else ""
-        raise _UnreadableError(f", line {error.lineno}, isn't JSON: {error.msg}{hint}") from error
-    except (ValueError, RecursionError) as error:  # a number of thousands of digits, thousands of lists in lists
-        raise _UnreadableError(f" isn't a list of documents: {error}") from error
-    if isinstance(content, Mapping):
-        content = content[_column(content, column)]
-        column = None
+        if error.msg != "Extra data":
+            raise
+        return _read_lines(path, column)  # a document on each line, as in .jsonl
+    if isinstance(content, dict):
+        content, column = content[_choose_column(list(content), column)], None
     if not isinstance(content, list):
-        raise _UnreadableError(f" holds {_kind(content)}, not a list of documents. {_REMEDY}")
+        raise _UnreadableError(f" holds {_shown(content)}, not a list of documents. {_REMEDY}")
     return _count(((f", document {number}", document) for number, document in enumerate(content)), column)
 
 
-def _read_jsonl(path: Path, column: str | None, advance: Advance) -> NDArray[np.int64]:
+def _read_lines(path: Path, column: str | None) -> NDArray[np.int64]:
     def documents() -> Iterator[tuple[str, Any]]:
-        for where, line in _lines(path, advance):
-            try:
-                yield where, json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise _UnreadableError(f"{where}, isn't JSON: {getattr(error, 'msg', error)}") from error
+        with path.open(encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, 1):
+                if not line.isspace():
+                    try:
+                        yield f", line {number}", json.loads(line)
+                    except json.JSONDecodeError as error:
+                        what = "a number" if path.suffix.lower() == ".txt" else "JSON"
+                        raise _UnreadableError(f", line {number}, isn't {what}: {line.strip()[:40]!r}") from error
 
     return _count(documents(), column)
 
 
-def _read_text(path: Path, column: str | None, advance: Advance) -> NDArray[np.int64]:
-    if column is not None:
-        raise _UnreadableError(f" has no columns, but --column {column} was asked for; leave it out")
-    return _count(((where, _number(line)) for where, line in _lines(path, advance)), None)
+def _read_csv(path: Path, column: str | None) -> NDArray[np.int64]:
+    import pyarrow
+    from pyarrow import csv
+
+    with path.open(encoding="utf-8-sig") as file:
+        first = next((line.strip() for line in file if not line.isspace()), "")
+    parse = csv.ParseOptions(delimiter=max(",;\t", key=first.count), newlines_in_values=True)
+    # One thread, because only then errors name the row. Large blocks, because each must hold a whole row.
+    read = csv.ReadOptions(
+        use_threads=False, block_size=2**26, autogenerate_column_names=not any(map(str.isalpha, first))
+    )
+    name = _choose_column(csv.open_csv(path, read, parse).schema.names, column)
+    convert = csv.ConvertOptions(include_columns=[name], column_types={name: pyarrow.int64()}, null_values=[])
+    return _positive(_integers(name, csv.read_csv(path, read, parse, convert).column(name)))
 
 
-def _read_csv(path: Path, column: str | None, advance: Advance) -> NDArray[np.int64]:
-    def documents() -> Iterator[tuple[str, Any]]:
-        rows = csv.reader(line for _, line in _lines(path, advance, blank=True))
-        names: list[str] = []
-        index = 0
-        try:
-            for row in filter(None, rows):
-                where = f", line {rows.line_num}"
-                if not names:
-                    names = [cell.strip() for cell in row]
-                    if len(row) > 1 or column is not None or isinstance(_number(row[0]), str):
-                        index = names.index(_column(dict.fromkeys(names), column))
-                        continue
-                if len(row) != len(names):
-                    raise _UnreadableError(f"{where}, has {len(row)} cells where the first line has {len(names)}")
-                yield where, _number(row[index])
-        except csv.Error as error:
-            raise _UnreadableError(f", line {rows.line_num}, isn't CSV: {error}") from error
+def _read_parquet(path: Path, column: str | None) -> NDArray[np.int64]:
+    from pyarrow import parquet
 
-    return _count(documents(), None)
+    with parquet.ParquetFile(path) as file:
+        name = _choose_column(file.schema_arrow.names, column)
+        batches = file.iter_batches(columns=[name])  # the token ids of a whole file may exceed the memory
+        lengths = [_integers(name, batch.column(name)) for batch in batches]
+    return _positive(np.concatenate(lengths)) if lengths else np.zeros(0, np.int64)
 
 
-def _read_npy(path: Path, column: str | None, advance: Advance) -> NDArray[np.int64]:
+def _read_npy(path: Path, column: str | None) -> NDArray[np.int64]:
     if column is not None:
         raise _UnreadableError(f" has no columns, but --column {column} was asked for; leave it out")
     with path.open("rb") as file:
-        if file.read(6) != b"\x93NUMPY":
-            raise _UnreadableError(" isn't a NumPy file, though it ends in .npy. Write it with numpy.save")
-    try:
-        values = np.load(path, allow_pickle=False)
-    except (ValueError, EOFError, MemoryError) as error:
-        raise _UnreadableError(f" isn't a whole NumPy file of plain numbers: {error}") from error
+        values = np.lib.format.read_array(file, allow_pickle=False)
     if values.ndim != 1 or values.dtype.kind not in "iu":
         raise _UnreadableError(f" holds {values.dtype} of shape {values.shape}, not a row of integers. {_REMEDY}")
     return _positive(values)
 
 
-def _read_parquet(path: Path, column: str | None, advance: Advance) -> NDArray[np.int64]:
-    try:
-        import pyarrow
-        from pyarrow import compute, parquet
-    except ModuleNotFoundError as error:
-        raise _UnreadableError(" is read with pyarrow, which isn't installed; pip install pyarrow") from error
-    try:
-        file = parquet.ParquetFile(path)
-        name = _column(dict.fromkeys(file.schema_arrow.names), column)
-        groups = []
-        for group in range(file.num_row_groups):  # one at a time: token ids may be more than memory holds
-            values = file.read_row_group(group, columns=[name]).column(name)
-            if values.null_count:
-                raise _UnreadableError(f", column {name!r}, has {values.null_count} missing values (null). {_REMEDY}")
-            kind, types = values.type, pyarrow.types
-            if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-                values, kind = compute.list_value_length(values), kind.value_type
-            if not types.is_integer(kind):
-                raise _UnreadableError(
-                    f", column {name!r}, holds {kind}, neither integers nor lists of token ids. {_REMEDY}"
-                )
-            groups.append(values.to_numpy())
-            advance((group + 1) / file.num_row_groups)
-    except pyarrow.ArrowException as error:
-        raise _UnreadableError(f" isn't a whole parquet file: {error}") from error
-    return _positive(np.concatenate(groups)) if groups else np.zeros(0, np.int64)
-
-
-READERS: dict[str, Callable[[Path, str | None, Advance], NDArray[np.int64]]] = {
+READERS: dict[str, Callable[[Path, str | None], NDArray[np.int64]]] = {
     ".json": _read_json,
-    ".jsonl": _read_jsonl,
+    ".jsonl": _read_lines,
     ".npy": _read_npy,
     ".parquet": _read_parquet,
     ".csv": _read_csv,
-    ".txt": _read_text,
+    ".txt": _read_lines,
 }
 
 
-def _lines(path: Path, advance: Advance, blank: bool = False) -> Iterator[tuple[str, str]]:
-    """Lines, each with its place; blank ones only if asked for."""
-    size = max(path.stat().st_size, 1)
-    done = 0
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        for number, line in enumerate(file, 1):
-            done += len(line)
-            if number % 4096 == 0:
-                advance(min(done / size, 1.0))
-            if blank or not line.isspace():
-                yield f", line {number}", line
+def _choose_column(names: Sequence[str], asked: str | None, where: str = "") -> str:
+    """The column to read: the one asked for, the first usual one, or the only one."""
+    listed = ", ".join(map(repr, names[:12])) + (", ..." if len(names) > 12 else "") or "none"
+    if asked is not None:
+        if asked not in names:
+            raise _UnreadableError(f"{where} has no column {asked!r}; it has {listed}. Name one of them with --column")
+        return asked
+    usual = [name for name in USUAL_COLUMNS if name in names]
+    if len(names) != 1 and not usual:
+        raise _UnreadableError(f"{where} has the columns {listed}; name the one with the lengths with --column")
+    return (usual or names)[0]
 
 
 def _count(documents: Iterable[tuple[str, Any]], column: str | None) -> NDArray[np.int64]:
-    """Documents, each with its place, to lengths; by a column where they are objects."""
-    lengths = array("q")
-    chosen: str | None = None
+    """Lengths of documents, each given with its place in the file. All objects are read by one column."""
+    lengths = []
     for where, document in documents:
-        if isinstance(document, Mapping):
-            if chosen is None or chosen not in document:
-                chosen = _column(document, column or chosen, where)
-            document = document[chosen]
+        if isinstance(document, dict):
+            column = _choose_column(list(document), column, where)
+            document = document[column]
         elif column is not None:
-            raise _UnreadableError(f"{where}, is {_kind(document)}, not an object with the column {column!r}")
-        lengths.append(_tokens(where, document))
-    return np.frombuffer(lengths, dtype=np.int64) if lengths else np.zeros(0, np.int64)
-
-
-def _tokens(where: str, document: Any) -> int:
-    if isinstance(document, list):
-        if document and type(document[0]) is not int:
+            raise _UnreadableError(f"{where}, is {_shown(document)}, not an object with the column {column!r}")
+        tokens = document
+        if isinstance(document, list) and (not document or type(document[0]) is int):
+            tokens = len(document)
+        if type(tokens) is not int or not 1 <= tokens < 2**63:
             raise _UnreadableError(
-                f"{where}, is a list that begins with {_kind(document[0])}, not with a token id. {_REMEDY}"
+                f"{where}, is {_shown(document)}, not a number of tokens from 1 on or a list of token ids. {_REMEDY}"
             )
-        document = len(document)
-    if type(document) is not int:
-        raise _UnreadableError(
-            f"{where}, is {_kind(document)}, neither a whole number nor a list of token ids. {_REMEDY}"
-        )
-    if not 1 <= document < 2**63:
-        raise _UnreadableError(
-            f"{where}, is a document of {document} tokens; every document needs at least one. {_REMEDY}"
-        )
-    return document
+        lengths.append(tokens)
+    return np.array(lengths, dtype=np.int64)
+
+
+def _integers(name: str, values: pyarrow.Array | pyarrow.ChunkedArray) -> NDArray[Any]:
+    """The integers of a column, or the lengths of its lists of integers."""
+    from pyarrow import compute, types
+
+    kind = values.type
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        values, kind = compute.list_value_length(values), kind.value_type
+    if not types.is_integer(kind):
+        raise _UnreadableError(f", column {name!r}, holds {kind}, neither integers nor lists of token ids. {_REMEDY}")
+    if values.null_count:
+        raise _UnreadableError(f", column {name!r}, has missing values (null). {_REMEDY}")
+    return np.asarray(values)
 
 
 def _positive(values: NDArray[Any]) -> NDArray[np.int64]:
     bad = np.flatnonzero((values < 1) | (values > np.iinfo(np.int64).max))
     if len(bad):
-        _tokens(f", document {bad[0]}", int(values[bad[0]]))
+        raise _UnreadableError(f", document {bad[0]}, has {values[bad[0]]} tokens; it needs at least one. {_REMEDY}")
     return values.astype(np.int64)
 
 
-def _column(columns: Mapping[str, Any], asked: str | None, where: str = "") -> str:
-    names = list(columns)
-    if asked is not None:
-        if asked not in columns:
-            raise _UnreadableError(f"{where} has no column {asked!r}; it has {_listed(names)}. Say which with --column")
-        return asked
-    usual = [name for name in USUAL_COLUMNS if name in columns]
-    if len(names) != 1 and not usual:
-        raise _UnreadableError(
-            f"{where} has the columns {_listed(names)}; say with --column which one holds the lengths or token ids"
-        )
-    return usual[0] if usual else names[0]
-
-
-def _listed(names: list[str]) -> str:
-    return ", ".join(map(repr, names[:12])) + (", ..." if len(names) > 12 else "") if names else "none"
-
-
-def _number(cell: str) -> int | float | str:
-    """The number that a cell holds; its text if it holds none."""
-    for kind in (int, float):
-        try:
-            return kind(cell)
-        except ValueError:
-            pass
-    return cell.strip()
-
-
-def _kind(value: Any) -> str:
-    """What a value is, for those who don't know Python."""
-    if value is None:
-        return "missing (null)"
-    if isinstance(value, bool):
-        return "true or false"
-    if isinstance(value, float):
-        return f"the number {value}" if math.isfinite(value) else f"{value}, no number"
-    if isinstance(value, str):
-        return f"the text {value[:40]!r}"
-    if isinstance(value, (dict, list)):
-        return "an object" if isinstance(value, dict) else "a list"
-    return f"the {type(value).__name__} {value!r:.40}"
+def _shown(value: Any) -> str:
+    """A value as JSON writes it, cut if it is long."""
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."

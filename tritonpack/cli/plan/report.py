@@ -1,112 +1,97 @@
-"""The table of `tritonpack plan`, what its columns mean, and what follows from it."""
+"""The table of `tritonpack plan`, the meaning of its columns, and what it shows in sentences."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from tritonpack.cli.plan.strategies import OURS, PADDED, Result
-from tritonpack.packing.statistics import PlanStatistics
 
-_MEANINGS = (
-    ("steps", "of an epoch, each with one row of documents per rank (GPU)"),
-    ("full", "the share of the rows that holds tokens (efficiency); the less, the more steps"),
-    ("busy", "what is left of the ranks' time when all wait for the one with the most tokens (utilization)"),
-    ("by cost", "the same with attention counted in, by documents' squared lengths (cost utilization)"),
-    ("lag", "of a step: sqrt(largest - smallest sum of a rank's squared lengths), in tokens; in the mean, and at most"),
-    ("padding", "its share of what is computed"),
+# The header of each column, the statistic that it shows, and what that means.
+_COLUMNS = (
+    ("steps", "num_steps", "of an epoch, each with one row of documents per rank (GPU)"),
+    ("full\n%", "efficiency", "the share of the rows that holds tokens (efficiency); the less, the more steps"),
     (
+        "busy\n%",
+        "utilization",
+        "the share of their time that ranks compute, if time is proportional to tokens and all wait for the fullest "
+        "rank (utilization)",
+    ),
+    (
+        "by cost\n%",
+        "cost_utilization",
+        "the same with attention counted in, by documents' squared lengths (cost utilization)",
+    ),
+    ("L2\nlag", "l2_lag", "of a step: sqrt(largest - smallest sum of a rank's squared lengths), in tokens; the mean"),
+    ("most\nlag", "l2_lag_max", "the largest L2 lag of a step"),
+    ("padding\n%", "padding", "its share of what is computed"),
+    (
+        "spread",
         "spread",
         "of the steps' mean document lengths: 1x is chance, more means some steps of long documents, some of short",
     ),
-    ("covered", "the share of all tokens that is trained on; the rest is left over at the end, cut off or dropped"),
+    ("covered\n%", "tokens_covered", "the share of all tokens that is trained on; the rest is left over or dropped"),
 )
-_HEADERS = ("steps", "full\n%", "busy\n%", "by cost\n%", "L2\nlag", "most\nlag", "padding\n%", "spread", "covered\n%")
+
+# Rows less full than this, in steps with fewer documents than this, are worth a hint.
+_FULL, _FEW = 0.98, 200
 
 
 def table(results: Sequence[Result], epochs: int) -> Table:
-    """One row per way."""
-    result = Table(box=SIMPLE_HEAD, padding=0)  # within the 80 columns of a plain terminal
-    if epochs > 1:
-        result.title = f"Means over {epochs} epochs"
-    result.add_column("way", no_wrap=True)
-    for header in _HEADERS:
+    """One row per strategy."""
+    title = f"Means over {epochs:,} epochs" if epochs > 1 else None
+    result = Table(title=title, box=SIMPLE_HEAD, padding=0)  # within the 80 columns of a plain terminal
+    result.add_column("strategy", no_wrap=True)
+    for header, _, _ in _COLUMNS:
         result.add_column(header, justify="right", no_wrap=True)
     for found in results:
-        means = found.means
-        result.add_row(
-            found.way.name,
-            _number(means["num_steps"]),
-            _percent(means["efficiency"]),
-            _percent(means["utilization"]),
-            _percent(means["cost_utilization"]),
-            _number(means["l2_lag"]),
-            _number(means["l2_lag_max"]),
-            f"{100 * (means['padding'] or 0):.1f}",
-            "" if means["spread"] is None else f"{means['spread']:.1f}x",
-            _percent(means["tokens_covered"]),
-            style="bold" if found.way.name == OURS else "",
-        )
+        cells = [_cell(key, found.means[key]) for _, key, _ in _COLUMNS]
+        result.add_row(found.strategy.name, *cells, style="bold" if found.strategy.name == OURS else "")
     return result
 
 
 def legend(results: Sequence[Result]) -> Table:
-    """What the ways and the columns are."""
+    """The meaning of the strategies and of the columns."""
     result = Table.grid(padding=(0, 1))
     for found in results:
-        result.add_row(found.way.name, found.way.meaning)
+        result.add_row(found.strategy.name, found.strategy.meaning)
     result.add_row()
-    for name, meaning in _MEANINGS:
-        result.add_row(name, meaning)
+    for header, _, meaning in _COLUMNS:
+        result.add_row(header.removesuffix("\n%").replace("\n", " "), meaning)
     result.add_row()
     return result
 
 
-_FULL, _FEW = 0.98, 200  # rows less full, of steps with fewer documents, are worth a hint
-
-
 def findings(results: Sequence[Result]) -> Iterator[str]:
-    """What the table says of tritonpack's plan, in sentences."""
-    means = {found.way.name: found.means for found in results}
+    """What the table says about tritonpack's plan, in sentences."""
+    means = {found.strategy.name: {key: value or 0.0 for key, value in found.means.items()} for found in results}
     ours, padded = means[OURS], means[PADDED]
-    assert ours["cost_utilization"] is not None
-    assert padded["cost_utilization"]
     times = ours["cost_utilization"] / padded["cost_utilization"]
     yield (
-        f"By this cost the same tokens take padded rows {times:.2f} times as long as tritonpack's: "
+        f"By this cost padded rows take {times:.2f} times as long as tritonpack's for the same tokens: "
         f"{padded['padding']:.1%} of what they compute is padding, and ranks wait for the longest documents."
     )
-    documents = next(_per_step(found.epochs) for found in results if found.way.name == OURS)
-    if (ours["efficiency"] or 0) < _FULL and documents < _FEW:
+    if ours["efficiency"] < _FULL and ours["documents_per_step"] < _FEW:
         yield (
-            f"A step holds about {documents:.0f} documents, few to combine: --steps-together 16 or more "
-            "fills rows better, and moves documents by as many times two steps."
+            f"A step holds about {ours['documents_per_step']:.0f} documents, few to combine: --steps-together 16 or "
+            "more fills rows better, and moves documents by as many times two steps."
         )
-    if left_out := 1 - (ours["tokens_covered"] or 0):
+    if left_out := 1 - ours["tokens_covered"]:
         yield (
             f"tritonpack leaves {left_out:.2%} of the tokens out of an epoch; --tail spread or keep trains on all that "
             "--overlong leaves."
         )
 
 
-def as_dict(results: Sequence[Result]) -> dict[str, Any]:
-    """The statistics of every way for JSON: means over epochs, by the names of `PlanStatistics`."""
-    return {found.way.name: found.means | {"documents_per_step": _per_step(found.epochs)} for found in results}
-
-
-def _per_step(epochs: Sequence[PlanStatistics]) -> float:
-    return sum(one.documents_per_step for one in epochs) / len(epochs)
-
-
-def _percent(share: float | None) -> str:
-    """Two digits, and 100 for nothing less than all."""
-    if share is None:
+def _cell(key: str, value: float | None) -> str:
+    if value is None:
         return ""
-    return "100" if share == 1 else f"{min(100 * share, 99.99):.2f}"
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:,.1f}"
+    if key == "padding":
+        return f"{100 * value:.1f}"
+    if key == "spread":
+        return f"{value:.1f}x"
+    if key in ("num_steps", "l2_lag", "l2_lag_max"):
+        return f"{value:,.0f}" if value >= 100 or value == int(value) else f"{value:,.1f}"
+    return "100" if value == 1 else f"{min(100 * value, 99.99):.2f}"  # 100 means all

@@ -1,3 +1,4 @@
+import re
 import sys
 
 import numpy as np
@@ -25,6 +26,7 @@ def written(tmp_path, name, content):
         ("a.json", '{"input_ids": [[7, 8, 9], [7], [7, 8]], "labels": []}', None),
         ("a.json", "\ufeff[3, 1, 2]", None),
         ("a.jsonl", "3\n1\n2\n", None),
+        ("a.json", '{"length": 3}\n{"length": 1}\n{"length": 2}\n', None),
         ("a.jsonl", "3\r\n\r\n1\r\n2", None),
         ("a.jsonl", "[7, 8, 9]\n[7]\n[7, 8]\n", None),
         ("a.jsonl", '{"tokens": [7, 8, 9]}\n{"tokens": [7]}\n{"tokens": [7, 8]}\n', None),
@@ -35,9 +37,15 @@ def written(tmp_path, name, content):
         ("a.csv", "length\n3\n1\n2\n", None),
         ("a.csv", 'text,n\n"two\nlines, and a comma",3\nb,1\n\nc, 2\n', "n"),
         ("a.csv", "length,text\n3,a\n1,b\n2,c\n", None),
+        ("a.csv", "length;text\n3;a\n1;b, or so\n2;c\n", None),
+        ("a.csv", "text\tlength\na\t3\nb\t1\nc\t2\n", None),
+        ("a.csv", "\ufefflength\r\n3\r\n1\r\n2", None),
+        ("a.csv", "\n\n3\n1\n2\n", None),
     ],
 )
 def test_reads(tmp_path, name, content, column):
+    if name == "a.csv":
+        pytest.importorskip("pyarrow")
     lengths = read_lengths(written(tmp_path, name, content), column)
     assert lengths.tolist() == [3, 1, 2]
     assert lengths.dtype == np.int64
@@ -66,10 +74,10 @@ def test_reads_parquet(tmp_path):
 @pytest.mark.parametrize(
     ("column", "message"),
     [
-        ([3, None, 2], "column 'n', has 1 missing values"),
+        ([3, None, 2], "column 'n', has missing values"),
         ([3.0, 1.0], "column 'n', holds double"),
-        ([3, 0], "document 1, is a document of 0 tokens"),
-        ([[7], []], "document 1, is a document of 0 tokens"),
+        ([3, 0], "document 1, has 0 tokens"),
+        ([[7], []], "document 1, has 0 tokens"),
         ([["a"]], "column 'n', holds string"),
     ],
 )
@@ -80,72 +88,91 @@ def test_refuses_parquet(tmp_path, column, message):
         read_lengths(tmp_path / "a.parquet")
 
 
-def test_parquet_without_pyarrow(tmp_path, monkeypatch):
+@pytest.mark.parametrize("name", ["a.parquet", "a.csv"])
+def test_a_missing_pyarrow_is_named(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=r"a.parquet is read with pyarrow, which isn't installed; pip install pyarrow"):
-        read_lengths(written(tmp_path, "a.parquet", "PAR1"))
+    with pytest.raises(ValueError, match=rf"{name} is read with pyarrow, which isn't installed; pip install pyarrow"):
+        read_lengths(written(tmp_path, name, "3\n"))
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", "", "line 1, isn't JSON"),
-        ("a.json", "[1,\n2,\nx]", "a.json, line 3, isn't JSON"),
-        ("a.json", "1\n2\n", "with a document on each line it is a .jsonl file"),
-        ("a.json", "3", "holds the int 3, not a list of documents"),
+        ("a.json", "", "can't be read as a .json file: Expecting value: line 1"),
+        ("a.json", "[1,\n2,\nx]", "can't be read as a .json file: Expecting value: line 3"),
+        ("a.json", "1\n2\nx", "a.json, line 3, isn't JSON: 'x'"),
+        ("a.json", "3", "holds 3, not a list of documents"),
         ("a.json", "[]", "holds no document"),
         ("a.json", "{}", "has the columns none"),
-        ("a.json", '{"a": [1], "b": [2]}', "'a', 'b'; say with --column"),
-        ("a.json", "[1, NaN]", "document 1, is nan, no number"),
-        ("a.json", "[1, 2.0]", "document 1, is the number 2.0"),
-        ("a.json", "[1, true]", "document 1, is true or false"),
-        ("a.json", "[1, null]", "document 1, is missing"),
-        ("a.json", '[1, "two"]', "document 1, is the text 'two'"),
-        ("a.json", "[1, -2]", "document 1, is a document of -2 tokens"),
-        ("a.json", "[[7], []]", "document 1, is a document of 0 tokens"),
-        ("a.json", '[["Hello", "world"]]', "document 0, is a list that begins with the text 'Hello'"),
-        ("a.json", "[" * 100_000, "isn't a list of documents"),
-        ("a.json", "[" + "9" * 5000 + "]", "isn't a list of documents"),
-        ("a.json", b"\xff\xfe\x00", "a.json isn't text in UTF-8"),
+        ("a.json", '{"a": [1], "b": [2]}', "'a', 'b'; name the one with the lengths with --column"),
+        ("a.json", "[1, NaN]", "document 1, is NaN, not a number of tokens"),
+        ("a.json", "[1, 2.0]", "document 1, is 2.0, not"),
+        ("a.json", "[1, true]", "document 1, is true, not"),
+        ("a.json", "[1, null]", "document 1, is null, not"),
+        ("a.json", '[1, "two"]', 'document 1, is "two", not'),
+        ("a.json", "[1, -2]", "document 1, is -2, not"),
+        ("a.json", "[[7], []]", "document 1, is [], not"),
+        ("a.json", '[["Hello", "world"]]', 'document 0, is ["Hello", "world"], not'),
+        ("a.json", "[" * 100_000, "can't be read as a .json file"),
+        ("a.json", "[" + "9" * 5000 + "]", "can't be read as a .json file"),
+        ("a.json", b"\xff\xfe\x00", "can't be read as a .json file: 'utf-8' codec"),
         ("a.jsonl", "", "holds no document"),
-        ("a.jsonl", "3\n\n4 5\n", "a.jsonl, line 3, isn't JSON"),
-        ("a.jsonl", "3\nNaN\n", "line 2, is nan"),
-        ("a.jsonl", '{"a": 1, "b": 2}', "line 1 has the columns 'a', 'b'; say with --column"),
+        ("a.jsonl", "3\n\n4 5\n", "a.jsonl, line 3, isn't JSON: '4 5'"),
+        ("a.jsonl", "3\nNaN\n", "line 2, is NaN"),
+        ("a.jsonl", '{"a": 1, "b": 2}', "line 1 has the columns 'a', 'b'; name the one"),
         ("a.jsonl", '{"n": 1}\n{"m": 1}', "line 2 has no column 'n'; it has 'm'"),
-        ("a.jsonl", '{"n": 1}\n{"n": 0}', "line 2, is a document of 0 tokens"),
+        ("a.jsonl", '{"n": 1}\n{"n": 0}', "line 2, is 0, not"),
         ("a.jsonl", "\x89PNG", "line 1, isn't JSON"),
-        ("a.txt", "3\n4.5\n", "line 2, is the number 4.5"),
-        ("a.txt", "3\nfour\n", "line 2, is the text 'four'"),
-        ("a.txt", "3\n99999999999999999999\n", "line 2, is a document of 99999999999999999999 tokens"),
-        ("a.csv", "length\n3\nnan\n", "line 3, is nan"),
-        ("a.csv", "nan\n3\n", "line 1, is nan"),
-        ("a.csv", "n,m\n3,4\n3\n", "has the columns 'n', 'm'"),
-        ("a.csv", "length,m\n3,4\n3\n", "line 3, has 1 cells where the first line has 2"),
-        ("a.npy", "[1, 2]", "isn't a NumPy file, though it ends in .npy"),
-        ("a.npy", b"\x93NUMPY\x01\x00", "isn't a whole NumPy file"),
-        ("a.parquet", "PAR1 or so", "a.parquet isn't a whole parquet file"),
+        ("a.txt", "3\n4.5\n", "line 2, is 4.5, not"),
+        ("a.txt", "3\nfour\n", "line 2, isn't a number: 'four'"),
+        ("a.txt", "3\n99999999999999999999\n", "line 2, is 99999999999999999999, not"),
+        ("a.npy", "[1, 2]", "can't be read as a .npy file"),
+        ("a.npy", b"\x93NUMPY\x01\x00", "can't be read as a .npy file"),
         ("a.arrow", "", "ends in '.arrow'; lengths are read from .json, .jsonl, "),
     ],
 )
 def test_refuses(tmp_path, name, content, message):
-    if name.endswith("parquet"):
-        pytest.importorskip("pyarrow")
     path = written(tmp_path, name, content)
-    with pytest.raises(ValueError, match=message) as info:
+    with pytest.raises(ValueError, match=re.escape(message)) as info:
         read_lengths(path)
     assert str(path) in str(info.value)
     assert "\n" not in str(info.value)
 
 
 @pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("length\n3\nnan\n", "Row #3: CSV conversion error to int64: invalid value 'nan'"),
+        ("length\n3\n4.5\n", "Row #3: CSV conversion error to int64: invalid value '4.5'"),
+        ("length,m\n3,4\n,5\n", "Row #3: CSV conversion error to int64: invalid value ''"),
+        ("length\n3\n0\n", "document 1, has 0 tokens"),
+        ("4.5\n3\n", "Row #1: CSV conversion error to int64: invalid value '4.5'"),
+        ("length,m\n3,4\n3\n", "Row #3: Expected 2 columns, got 1"),
+        ("n,m\n3,4\n", "has the columns 'n', 'm'"),
+        ("", "Empty CSV file"),
+    ],
+)
+def test_refuses_csv(tmp_path, content, message):
+    pytest.importorskip("pyarrow")
+    with pytest.raises(ValueError, match=re.escape(message)):
+        read_lengths(written(tmp_path, "a.csv", content))
+
+
+def test_refuses_a_parquet_file_that_is_none(tmp_path):
+    pytest.importorskip("pyarrow")
+    with pytest.raises(ValueError, match=r"can't be read as a \.parquet file"):
+        read_lengths(written(tmp_path, "a.parquet", "PAR1 or so"))
+
+
+@pytest.mark.parametrize(
     ("values", "message"),
     [
-        (np.array([1.0, 2.0]), "float64 of shape \\(2,\\), not a row of integers"),
+        (np.array([1.0, 2.0]), r"float64 of shape \(2,\), not a row of integers"),
         (np.array([[1, 2]]), r"int64 of shape \(1, 2\)"),
-        (np.array([4, 0]), "document 1, is a document of 0 tokens"),
-        (np.array([4, 2**63], dtype=np.uint64), "document 1, is a document of 9223372036854775808 tokens"),
+        (np.array([4, 0]), "document 1, has 0 tokens"),
+        (np.array([4, 2**63], dtype=np.uint64), "document 1, has 9223372036854775808 tokens"),
         (np.zeros(0, dtype=np.int64), "holds no document"),
-        (np.array([[1], [2, 3]], dtype=object), "isn't a whole NumPy file of plain numbers"),
+        (np.array([[1], [2, 3]], dtype=object), "can't be read as a .npy file: Object arrays"),
     ],
 )
 def test_refuses_npy(tmp_path, values, message):
@@ -154,7 +181,7 @@ def test_refuses_npy(tmp_path, values, message):
         read_lengths(tmp_path / "a.npy")
 
 
-def test_missing_files_and_folders(tmp_path):
+def test_refuses_missing_files_and_folders(tmp_path):
     with pytest.raises(ValueError, match="there is no file"):
         read_lengths(tmp_path / "nothing.json")
     with pytest.raises(ValueError, match="is a folder; name the file"):
@@ -162,13 +189,6 @@ def test_missing_files_and_folders(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "content"), [("a.txt", "3\n"), ("a.jsonl", "3\n"), ("a.json", "[3]")])
-def test_a_column_of_what_has_none(tmp_path, name, content):
-    with pytest.raises(ValueError, match="column"):
+def test_refuses_a_column_where_there_is_none(tmp_path, name, content):
+    with pytest.raises(ValueError, match="is 3, not an object with the column 'length'"):
         read_lengths(written(tmp_path, name, content), "length")
-
-
-def test_tells_how_far_it_is(tmp_path):
-    shares = []
-    read_lengths(written(tmp_path, "a.jsonl", "12\n" * 20_000), advance=shares.append)
-    assert shares == sorted(shares)
-    assert 0 < shares[0] < shares[-1] <= 1

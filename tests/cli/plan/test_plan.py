@@ -1,6 +1,5 @@
 import json
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,10 +9,11 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 from tritonpack.cli import main
+from tritonpack.cli.figures import letters
 from tritonpack.cli.plan import figure, report
-from tritonpack.cli.plan.strategies import BASELINES, OURS, compare, our_way
+from tritonpack.cli.plan.strategies import BASELINES, OURS, Strategy, measure
 from tritonpack.packing.cost import CostModel
-from tritonpack.packing.plan import Plan
+from tritonpack.packing.plan import Plan, plan_epoch
 
 COST = CostModel(per_token=30_000.0, per_square=1.0)
 
@@ -30,19 +30,9 @@ def run(*arguments):
 
 
 def results_of(lengths, capacity=1024, ranks=4, epochs=1):
-    ways = (our_way("quadratic", "drop", 0.01, 1, COST), *BASELINES)
-    total = int(lengths.sum())
-    return compare(
-        ways,
-        lengths,
-        total_tokens=total,
-        capacity=capacity,
-        num_ranks=ranks,
-        seed=0,
-        epochs=epochs,
-        cost=COST,
-        planned=lambda epochs: None,
-    )
+    strategies = (Strategy(OURS, "", plan_epoch), *BASELINES)
+    wanted = {"capacity": capacity, "num_ranks": ranks, "epochs": epochs, "seed": 0, "cost": COST}
+    return [measure(strategy, lengths, total_tokens=int(lengths.sum()), **wanted) for strategy in strategies]
 
 
 def test_plans_prints_and_draws(tmp_path, lengths, capsys):
@@ -56,7 +46,7 @@ def test_plans_prints_and_draws(tmp_path, lengths, capsys):
     assert code == 0, output
     assert f"2,000 documents, {lengths.sum():,} tokens" in output
     ways = json.loads(numbers.read_text())["ways"]
-    assert list(ways) == [OURS, *(way.name for way in BASELINES)]
+    assert list(ways) == [OURS, *(strategy.name for strategy in BASELINES)]
     for name, way in ways.items():
         row = re.search(rf"^ {name} +([\d.]+) +([\d.]+) +([\d.]+)", output, re.MULTILINE)
         assert float(row[1]) == way["num_steps"]
@@ -69,14 +59,14 @@ def test_plans_prints_and_draws(tmp_path, lengths, capsys):
     assert ours["l2_lag"] < in_order["l2_lag"]
     assert padded["padding"] > 0.3 > ours["padding"] == 0
     times = ours["cost_utilization"] / padded["cost_utilization"]
-    assert f"padded rows {times:.2f} times as long" in " ".join(output.split())
+    assert f"padded rows take {times:.2f} times as long" in " ".join(output.split())
     picture = (out / "plan.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert len(picture) > 40_000  # an empty figure has 5,000 or so
 
 
 @pytest.mark.heavy
-def test_few_documents_per_step_are_pointed_out(tmp_path, lengths, capsys):
+def test_a_hint_names_steps_together_where_a_step_holds_few_documents(tmp_path, lengths, capsys):
     np.save(tmp_path / "lengths.npy", lengths)
     arguments = ("plan", tmp_path / "lengths.npy", "--capacity", 600, "--out", tmp_path)
     assert run(*arguments) == 0
@@ -89,7 +79,7 @@ def test_few_documents_per_step_are_pointed_out(tmp_path, lengths, capsys):
     assert full[0] < 95 < 98 < full[1]
 
 
-def test_the_picture_has_the_name_that_was_asked_for(tmp_path, capsys):
+def test_out_may_name_the_picture(tmp_path, capsys):
     (tmp_path / "lengths.txt").write_text("\n".join(["7"] * 40))
     code = run("plan", tmp_path / "lengths.txt", "--capacity", 14, "--ranks", 2, "--out", tmp_path / "deep" / "a.png")
     assert code == 0
@@ -104,11 +94,11 @@ def test_overlong_documents_are_reported_and_count_as_tokens(tmp_path, capsys):
     assert run(*arguments) == 2
     assert "document 60, 100 tokens" in capsys.readouterr().err
     assert run(*arguments, "--overlong", "drop") == 0
-    assert "1 documents longer than the capacity dropped: 100 tokens lost." in capsys.readouterr().out
+    assert "1 document longer than the capacity dropped: 100 tokens lost." in capsys.readouterr().out
     assert json.loads(numbers.read_text())["ways"][OURS]["tokens_covered"] == pytest.approx(600 / 700)
 
 
-def test_costs_of_a_model(tmp_path, capsys):
+def test_model_decides_the_costs(tmp_path, capsys):
     pytest.importorskip("transformers")
     (tmp_path / "lengths.json").write_text(json.dumps([10] * 60))
     config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -152,7 +142,7 @@ def test_costs_of_a_model(tmp_path, capsys):
         (["--capacity", "20", "--json", "/proc/nowhere.json"], "/proc/nowhere.json"),
     ],
 )
-def test_bad_usage_is_one_line_and_exit_code_2(tmp_path, monkeypatch, arguments, message, capsys):
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(tmp_path, monkeypatch, arguments, message, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lengths.json").write_text(json.dumps([10] * 60))
     assert run("plan", "lengths.json", *arguments) == 2
@@ -164,7 +154,7 @@ def test_bad_usage_is_one_line_and_exit_code_2(tmp_path, monkeypatch, arguments,
 def test_a_bad_file_is_named(tmp_path, capsys):
     (tmp_path / "lengths.jsonl").write_text("3\nNaN\n")
     assert run("plan", tmp_path / "lengths.jsonl", "--capacity", 5, "--out", tmp_path) == 2
-    assert f"{tmp_path}/lengths.jsonl, line 2, is nan" in capsys.readouterr().err
+    assert f"{tmp_path}/lengths.jsonl, line 2, is NaN" in capsys.readouterr().err
     assert not (tmp_path / "plan.png").exists()
 
 
@@ -181,62 +171,90 @@ def test_a_missing_package_is_named(tmp_path, capsys, monkeypatch):
 def test_the_table_fits_a_plain_terminal(lengths, capsys):
     from rich.console import Console
 
-    results = results_of(lengths, epochs=2)
-    Console(width=80).print(report.table(results, 2))
+    Console(width=80).print(report.table(results_of(lengths, epochs=2), epochs=2))
     output = capsys.readouterr().out
+    assert "Means over 2 epochs" in output
     assert "…" not in output
     assert max(map(len, output.splitlines())) <= 80
 
 
+def test_letters_go_on_after_z():
+    assert [letters(number) for number in (0, 25, 26, 51, 52, 701, 702)] == ["A", "Z", "AA", "AZ", "BA", "ZZ", "AAA"]
+
+
 def test_100_percent_means_all():
-    assert report._percent(1.0) == "100"
-    assert report._percent(0.999999) == "99.99"
-    assert report._percent(0.98165) == "98.17"
-
-
-def test_letters_count_on_after_z():
-    assert [figure._letters(number) for number in (0, 25, 26, 51, 52, 701, 702)] == [
-        *("A", "Z", "AA", "AZ", "BA", "ZZ", "AAA"),
-    ]
-
-
-def test_lines_lie_end_to_end_and_padded_ones_are_as_wide_as_their_longest():
-    lengths = np.array([3, 5, 2])
-    packed = figure._packed_line([2, 0, 1], lengths)
-    assert [(x.document, x.start, x.length) for x in packed] == [(2, 0, 2), (0, 2, 3), (1, 5, 5)]
-    padded = figure._padded_line([2, 1], lengths)
-    assert [(x.document, x.start, x.length) for x in padded] == [(2, 0, 2), (None, 2, 3), (1, 5, 5), (None, 10, 0)]
+    shares = (1.0, 0.999999, 0.98165)
+    assert [report._cell("efficiency", share) for share in shares] == ["100", "99.99", "98.17"]
 
 
 @pytest.mark.parametrize(("ranks", "capacity"), [(1, 256), (4, 1024), (40, 600)])
-def test_draws_what_it_says(tmp_path, lengths, ranks, capacity):
-    """One rank, several, and more ranks than lines; each document of ours is drawn twice, once on each side."""
+def test_both_panels_show_the_same_documents(tmp_path, lengths, ranks, capacity):
+    """On one rank, on several, and on more ranks than rows are drawn."""
     results = results_of(lengths, capacity, ranks)
     drawn = []
-    original = figure._draw_lines
+    original = figure.draw_rows
 
-    def keep(axes, lines, *rest):
-        drawn.append((axes.get_title(), lines))
-        original(axes, lines, *rest)
+    def keep(axes, rows, *rest):
+        drawn.append(rows)
+        original(axes, rows, *rest)
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(figure, "_draw_lines", keep)
+        patched.setattr(figure, "draw_rows", keep)
         figure.draw(tmp_path / "a.png", results[0], results[3], lengths, COST, "title", 0)
     assert (tmp_path / "a.png").stat().st_size > 40_000
-    (_, padded), (_, packed) = drawn
+    padded, packed = drawn
     plan = results[0].plan
-    for index, line in enumerate(packed):
-        assert [segment.document for segment in line] == plan.row(*divmod(index, ranks)).tolist()
-    documents = {segment.document for line in packed for segment in line}
-    shown = {segment.document for line in padded for segment in line if segment.document is not None}
-    assert shown <= documents
-    assert shown == documents or len(padded) == figure._PADDED_LINES
-    assert all(line[-1].start + line[-1].length <= capacity for line in padded + packed)
+    for index, row in enumerate(packed):
+        assert [length for _, length in row] == lengths[plan.row(*divmod(index, ranks))].tolist()
+    lengths_of = {number: length for row in packed for number, length in row}
+    assert sorted(lengths_of) == list(range(len(lengths_of)))
+    shown = {number: length for row in padded for number, length in row if number is not None}
+    assert shown.items() <= lengths_of.items()
+    assert len(shown) == len(lengths_of) or len(padded) == figure._PADDED_ROWS
+    for row in padded:
+        slots = {length + more for (_, length), (_, more) in zip(row[::2], row[1::2], strict=True)}
+        assert slots == {max(length for number, length in row if number is not None)}
+    assert all(sum(length for _, length in row) <= capacity for row in padded + packed)
 
 
-def test_a_way_without_a_whole_step_is_drawn_as_such(tmp_path):
+def test_a_plan_without_a_whole_step_has_no_loads_to_draw(tmp_path):
     lengths = np.full(4, 10, dtype=np.int32)
     results = results_of(lengths, capacity=20, ranks=2)
-    empty = replace(results[3], plan=Plan(np.zeros(0, np.int32), np.zeros(1, np.int64), 2, 20))
+    empty = results[3]._replace(plan=Plan(np.zeros(0, np.int32), np.zeros(1, np.int64), 2, 20))
     figure.draw(tmp_path / "a.png", results[0], empty, lengths, COST, "title", 0)
     assert (tmp_path / "a.png").exists()
+
+
+def test_a_dash_writes_the_numbers_alone_to_standard_output(tmp_path, capsys):
+    (tmp_path / "lengths.json").write_text(json.dumps([10] * 60))
+    assert run("plan", tmp_path / "lengths.json", "--capacity", 20, "--out", tmp_path, "--json", "-") == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["documents"] == 60
+    assert "60 documents, 600 tokens" in captured.err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["lengths.json", "plan.png"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--json", "lengths.json"], "--json lengths.json can't be written: it is the same file as lengths.json"),
+        (["--json", "link.json"], "--json link.json can't be written: it is the same file as lengths.json"),
+        (["--json", "out/plan.png", "--out", "out"], "it is the same file as out/plan.png"),
+        (["--out", "link.png"], "--out link.png can't be written: it is the same file as lengths.json"),
+    ],
+)
+def test_refuses_an_output_that_is_the_input(tmp_path, monkeypatch, arguments, message, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "lengths.json").write_text("[10, 10]")
+    for link in ("link.json", "link.png"):
+        (tmp_path / link).symlink_to("lengths.json")
+    assert run("plan", "lengths.json", "--capacity", 20, *arguments) == 2
+    assert message in capsys.readouterr().err
+    assert (tmp_path / "lengths.json").read_text() == "[10, 10]"
+    assert not (tmp_path / "out").exists()
+
+
+def test_numbers_agree_with_their_nouns(tmp_path, capsys):
+    (tmp_path / "lengths.json").write_text("[1]")
+    assert run("plan", tmp_path / "lengths.json", "--capacity", 1, "--out", tmp_path) == 0
+    assert "1 document, 1 token;" in capsys.readouterr().out

@@ -1,0 +1,109 @@
+"""The demo as a whole and its parts, on a small library."""
+
+import multiprocessing
+import re
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("typer")
+pytest.importorskip("matplotlib")
+pytest.importorskip("transformers")
+
+from tritonpack.cli import main
+from tritonpack.cli.demo import isolation, settings_for
+from tritonpack.cli.demo.corpus import read_corpus
+from tritonpack.cli.demo.model import WAYS, build_model, collate
+from tritonpack.cli.demo.training import train, train_in_turns
+
+
+@pytest.fixture
+def settings():
+    return settings_for("cpu", "auto", "auto", max_length=128, threads=1, seed=0)
+
+
+@pytest.fixture
+def corpus(small_library):
+    return read_corpus(max_length=128, num_validation=10, seed=0)
+
+
+@pytest.fixture
+def imported_once(monkeypatch):
+    """Fork the processes from one that has the imports, which take longer than the work."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["torch._dynamo", "transformers.models.llama.modeling_llama", "tritonpack.patches"])
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: server)
+
+
+@pytest.mark.heavy
+def test_trains_three_ways_and_draws(small_library, tmp_path, capsys, imported_once):
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit) as exit_info:
+        main(["demo", "--steps", "4", "--documents", "4", "--max-length", "128", "--device", "cpu", "--out", str(out)])
+    output = " ".join(capsys.readouterr().out.split())
+    assert exit_info.value.code == 0, output
+    assert "80 documented functions" in output
+    assert all(re.search(rf" {way} +[\d,]+ +[\d.]+x ", output) for way in WAYS)
+    assert "packed: isolated: documents of" in output
+    assert re.search(r"naive: documents .* see each other: the leak begins in .*layers\.0", output)
+    picture = (out / "demo.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 20_000  # an empty figure has 5,000 or so
+
+
+def test_all_ways_have_the_same_tokens_and_labels(corpus):
+    documents = corpus.steps(1, 5, seed=0)[0]
+    padded, naive, packed = (collate(way, documents, "cpu") for way in WAYS)
+    assert naive.keys() == packed.keys()
+    assert torch.equal(naive["input_ids"], packed["input_ids"])
+    real = padded["attention_mask"].bool()
+    assert torch.equal(padded["input_ids"][real], packed["input_ids"][0])
+    predicted = padded["labels"][:, 1:][padded["labels"][:, 1:] >= 0]
+    assert torch.equal(predicted, packed["labels"][packed["labels"] >= 0])
+
+
+def test_one_seed_gives_one_model(settings):
+    first, again = build_model(settings), build_model(settings)
+    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
+
+
+def test_isolation_tells_packed_from_naive(settings):
+    isolated, proof = isolation("packed", settings)
+    assert isolated
+    assert "moved by other documents 0.0e+00" in proof
+    isolated, leak = isolation("naive", settings)
+    assert not isolated
+    assert "see each other" in leak
+
+
+def test_a_run_measures_its_steps_and_the_held_out_loss(corpus, settings):
+    steps = corpus.steps(3, 4, seed=0)
+    *progress, run = train("padded", steps, corpus.validation, settings)
+    assert progress == [None] * 4
+    assert run.losses[-1] < run.losses[0]
+    assert run.tokens == tuple(sum(map(len, step)) for step in steps)
+    assert run.positions == tuple(4 * max(map(len, step)) for step in steps)
+    assert len(run.seconds) == 3
+    assert min(run.seconds) > 0
+    # The same training by hand, and the held-out documents in one padded batch.
+    model = build_model(settings)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.shape.learning_rate)
+    for step in steps:
+        model(**collate("padded", step, "cpu")).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with torch.no_grad():
+        together = model.eval()(**collate("padded", corpus.validation, "cpu")).loss.item()
+    assert run.validation_loss == pytest.approx(together, rel=100 * torch.finfo(torch.float32).eps)
+
+
+def test_a_failure_in_a_process_ends_the_training(corpus, settings, imported_once):
+    with pytest.raises(RuntimeError, match="empty"):
+        train_in_turns([[]], corpus.validation, settings)
+
+
+def test_a_process_that_dies_ends_the_training(corpus, settings, imported_once):
+    with pytest.raises(BrokenProcessPool):
+        train_in_turns([[]], corpus.validation, replace(settings, threads=-1))
