@@ -28,7 +28,9 @@ _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 
 # Options that several commands have.
 DeviceOption = Annotated[Literal["auto", "cpu", "cuda"], Option(help="auto: the GPU where there is one.")]
-JsonOption = Annotated[Path | None, Option(dir_okay=False, help="Write the results there as JSON as well; - is standard output.")]
+JsonOption = Annotated[
+    Path | None, Option(dir_okay=False, help="Write the results as JSON there, too; - is standard output.")
+]
 ThreadsOption = Annotated[
     int, Option(min=1, help="CPU threads; other programs on the machine disturb a single one the least.")
 ]
