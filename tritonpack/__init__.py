@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tritonpack.errors import IsolationError as IsolationError
     from tritonpack.errors import PackingWarning as PackingWarning
     from tritonpack.errors import UnsupportedModelError as UnsupportedModelError
-    from tritonpack.kernels.tile_table import load_tiles as load_tiles
+    from tritonpack.kernels.tile_shapes import load_tiles as load_tiles
     from tritonpack.masks.block_diagonal import BlockDiagonalMask as BlockDiagonalMask
     from tritonpack.packing import BinDataset as BinDataset
     from tritonpack.packing import CostModel as CostModel
@@ -48,7 +48,7 @@ _HOMES = {
     "SequenceParallel": "parallel.context",
     "UnsupportedModelError": "errors",
     "flash_attn": "flash_attn",
-    "load_tiles": "kernels.tile_table",
+    "load_tiles": "kernels.tile_shapes",
     "pack": "packing",
     "pack_dataset": "packing",
     "pack_stream": "packing",

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tritonpack.backends import BackendModule, load
-from tritonpack.backends.schedule import Tiles
+from tritonpack.backends.tile_table import TileTables
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
 
@@ -164,7 +164,7 @@ attention = torch.ops.tritonpack.attention.default
 attention_backward = torch.ops.tritonpack.attention_backward.default
 
 
-def _unpack(k: Tensor, given: Arguments) -> tuple[BackendModule, BlockDiagonalMask, AttentionOptions, Tiles]:
+def _unpack(k: Tensor, given: Arguments) -> tuple[BackendModule, BlockDiagonalMask, AttentionOptions, TileTables]:
     options = AttentionOptions(
         given.scale, given.softcap, given.sinks, given.alibi_slopes, given.dropout_p, given.dropout_seed,
         given.pack_invariant,
@@ -172,7 +172,7 @@ def _unpack(k: Tensor, given: Arguments) -> tuple[BackendModule, BlockDiagonalMa
     mask = BlockDiagonalMask(given.key_start, given.key_stop, k.shape[0], given.diagonal, trusted=True)
     transposed = BlockDiagonalMask(given.query_start, given.query_stop, given.key_start.shape[0], trusted=True)
     mask.cached("transpose", lambda: transposed)
-    tiles = Tiles(given.forward_tiles, given.key_tiles, given.query_tiles)
+    tiles = TileTables(given.forward_tiles, given.key_tiles, given.query_tiles)
     return load(given.backend), mask, options, tiles
 
 

@@ -20,7 +20,7 @@ from benchmarks.gpu.ledger import environment
 from benchmarks.gpu.timing import quantiles, time_alternating
 from tests.lengths import distributions
 from tritonpack import BlockDiagonalMask
-from tritonpack.backends.schedule import tile_table
+from tritonpack.backends.tile_table import tile_table
 
 DENSE_TOKENS = 16384
 

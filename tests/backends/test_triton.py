@@ -9,8 +9,8 @@ from tests import invariance
 from tests.backends.blocks import blocks_of
 from tritonpack import BlockDiagonalMask, varlen_attention
 from tritonpack.backends import triton as triton_backend
-from tritonpack.backends.schedule import tile_table
-from tritonpack.kernels.tile_table import Tile
+from tritonpack.backends.tile_table import tile_table
+from tritonpack.kernels.tile_shapes import TileShape
 from tritonpack.options import make_options
 from tritonpack.testing import CASES, Case, check_backend, make_inputs
 from tritonpack.testing.tolerance import OUTPUTS, ROW_OUTPUTS, check_outputs, run
@@ -56,7 +56,7 @@ def test_bfloat16_by_way_of_float32(case: Case) -> None:
 )
 @pytest.mark.usefixtures("poisoned_memory")
 def test_tiles_may_hold_rows_of_several_heads(case: Case, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tritonpack.kernels.tile_table.INTERPRETER_TILE", Tile(64, 32, 4, 1, heads=together))
+    monkeypatch.setattr("tritonpack.kernels.tile_shapes.INTERPRETER_TILE", TileShape(64, 32, 4, 1, heads=together))
     check_backend(make_inputs(case, torch.float32, slack_value=float("nan")), "triton")
 
 

@@ -22,12 +22,12 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from tritonpack.kernels.backward import dkdv_kernel, dq_kernel
 from tritonpack.kernels.forward import forward_kernel
 from tritonpack.kernels.hopper import HOPPER_TILES, ROWS, hopper_forward_kernel
-from tritonpack.kernels.tile_table import (
+from tritonpack.kernels.tile_shapes import (
     EXTENDED,
     EXTENDED_TILES,
     TILES,
     Kernel,
-    Tile,
+    TileShape,
     heads_per_tile,
     key_gradient_kernels,
     select_tile,
@@ -75,10 +75,10 @@ class Configuration:
     head_dim_v: int | None = None
     group: int = 4
     features: tuple[str, ...] = ()
-    another_tile: Tile | None = None
+    another_tile: TileShape | None = None
 
     @property
-    def tile(self) -> Tile:
+    def tile(self) -> TileShape:
         return self.another_tile or select_tile(
             self.kernel, max(self.blocks), self.dtype, self.arch, extended=bool(EXTENDED & {*self.features})
         )
@@ -103,10 +103,10 @@ class HopperConfiguration:
     arch: str = "sm_90"
 
     @property
-    def tile(self) -> Tile:
+    def tile(self) -> TileShape:
         """For tables: 9 warps compute and load; the GPU gives the 12 that they are rounded up to registers."""
         tile = HOPPER_TILES[self.head_dim]
-        return Tile(2 * ROWS.value, tile.block_n, 9, tile.stages)
+        return TileShape(2 * ROWS.value, tile.block_n, 9, tile.stages)
 
     def __str__(self) -> str:
         return f"gluon-forward-{self.arch}-d{self.head_dim}-{_DTYPES[self.dtype]}"

@@ -15,7 +15,7 @@ from tests.kernels.aot import (
     hopper_configurations,
     shipped_configurations,
 )
-from tritonpack.kernels.tile_table import FLOAT32_TILES, key_gradient_kernels
+from tritonpack.kernels.tile_shapes import FLOAT32_TILES, key_gradient_kernels
 
 pytestmark = pytest.mark.compile
 

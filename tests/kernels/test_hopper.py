@@ -16,7 +16,7 @@ from tritonpack import BlockDiagonalMask
 from tritonpack.backends import gluon
 from tritonpack.errors import BackendUnavailableError
 from tritonpack.kernels import hopper as kernels
-from tritonpack.kernels.hopper import HOPPER_TILES, HopperTile, hopper_forward_kernel
+from tritonpack.kernels.hopper import HOPPER_TILES, HopperTileShape, hopper_forward_kernel
 from tritonpack.options import make_options
 from tritonpack.testing import CASES, Case, make_inputs
 from tritonpack.testing.cases import Inputs
@@ -28,7 +28,7 @@ NAMES = (
     "cross-window-slack", "nothing-visible",
 )  # fmt: skip
 # Small blocks: many for little arithmetic, each buffer used many times.
-SMALL = [HopperTile(32, 2), HopperTile(16, 3, turns=False)]
+SMALL = [HopperTileShape(32, 2), HopperTileShape(16, 3, turns=False)]
 CHOSEN = [replace(case, head_dim=64, heads=case.heads // 2, kv_heads=max(case.kv_heads // 2, 1))
           for case in CASES if case.name in NAMES]  # fmt: skip
 PLAIN: dict[str, Any] = {

@@ -12,7 +12,7 @@ from torch import Tensor
 from tritonpack.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
-    from tritonpack.backends.schedule import Tiles
+    from tritonpack.backends.tile_table import TileTables
     from tritonpack.masks.block_diagonal import BlockDiagonalMask
     from tritonpack.options import AttentionOptions
 
@@ -32,17 +32,17 @@ class BackendModule(Protocol):
 
     def plan_tiles(
         self, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, *, backward: bool
-    ) -> Tiles:
+    ) -> TileTables:
         """The tables that the kernels read, on the mask's device; without `backward` only those of forward.
 
-        Nothing waits for the device here, and torch.compile traces it. A backend without tables has `NO_TILES`.
+        Nothing waits for the device here, and torch.compile traces it. A backend without tables has `NO_TABLES`.
 
         Raises:
             BackendUnavailableError: a head dimension or an option that the backend doesn't have.
         """
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: Tiles
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables
     ) -> tuple[Tensor, Tensor]:
         """out (T_q, H, D_v) in q's dtype and lse (H, T_q) in float32, or float64 for float64."""
 
@@ -57,7 +57,7 @@ class BackendModule(Protocol):
         lse: Tensor,
         mask: BlockDiagonalMask,
         options: AttentionOptions,
-        tiles: Tiles,
+        tiles: TileTables,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """(dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v and the options' sinks."""
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tritonpack.backends.dropout import keep_mask
-from tritonpack.backends.schedule import NO_TILES, Tiles
+from tritonpack.backends.tile_table import NO_TABLES, TileTables
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
 
@@ -82,13 +82,13 @@ def check_device(q: Tensor) -> None:
 
 def plan_tiles(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, *, backward: bool
-) -> Tiles:
+) -> TileTables:
     """Nothing on the device: the blocks are planned on the host, when they are computed (`_plan`)."""
-    return NO_TILES
+    return NO_TABLES
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: Tiles = NO_TILES
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables = NO_TABLES
 ) -> tuple[Tensor, Tensor]:
     """out (T_q, H, D_v) in q's dtype, lse (H, T_q) in float32 or float64; computed in that wider dtype."""
     plan = _plan(mask, options.pack_invariant)
@@ -130,7 +130,7 @@ def backward(
     lse: Tensor,
     mask: BlockDiagonalMask,
     options: AttentionOptions,
-    tiles: Tiles = NO_TILES,
+    tiles: TileTables = NO_TABLES,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v, sinks (docs/math.md, section 3)."""
     plan = _plan(mask, options.pack_invariant)

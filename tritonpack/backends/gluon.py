@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tritonpack.backends import triton as triton_backend
-from tritonpack.backends.schedule import Tiles, tile_table
+from tritonpack.backends.tile_table import TileTables, tile_table
 from tritonpack.backends.triton import backward, descriptor
 from tritonpack.errors import BackendUnavailableError
 from tritonpack.kernels.hopper import HOPPER_TILES, ROWS, hopper_forward_kernel
@@ -35,7 +35,7 @@ def check_device(q: Tensor) -> None:
 
 def plan_tiles(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, *, backward: bool
-) -> Tiles:
+) -> TileTables:
     """The tile tables of all kernels; without backward only forward's.
 
     Raises:
@@ -45,12 +45,12 @@ def plan_tiles(
     block = HOPPER_TILES[q.shape[2]].block_n
     rows = tile_table(mask, 2 * ROWS.value, block=block, whole_documents=options.pack_invariant)
     if not backward:
-        return Tiles(rows, None, None)
+        return TileTables(rows, None, None)
     return triton_backend.plan_tiles(q, k, v, mask, options, backward=True)._replace(forward=rows)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: Tiles
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables
 ) -> tuple[Tensor, Tensor]:
     """out (T_q, H, D) in q's dtype, lse (H, T_q) float32; `tiles` as `plan_tiles` makes them."""
     out = q.new_empty(q.shape)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tritonpack.backends.dropout import keep_mask
-from tritonpack.backends.schedule import NO_TILES, Tiles
+from tritonpack.backends.tile_table import NO_TABLES, TileTables
 from tritonpack.errors import BackendUnavailableError
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
@@ -18,7 +18,7 @@ def check_device(q: Tensor) -> None:
 
 def plan_tiles(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, *, backward: bool
-) -> Tiles:
+) -> TileTables:
     """Nothing to plan.
 
     Raises:
@@ -29,11 +29,11 @@ def plan_tiles(
             "backend='reference' computes all documents in one product and can't be pack_invariant; use 'blocked' or "
             "'triton'."
         )
-    return NO_TILES
+    return NO_TABLES
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: Tiles = NO_TILES
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables = NO_TABLES
 ) -> tuple[Tensor, Tensor]:
     """out (T_q, H, D_v) in q's dtype, lse (H, T_q) in float32 or float64; computed in that wider dtype."""
     q_, k_, v_ = _clean(q, k, v, mask)
@@ -56,7 +56,7 @@ def backward(
     lse: Tensor,
     mask: BlockDiagonalMask,
     options: AttentionOptions,
-    tiles: Tiles = NO_TILES,
+    tiles: TileTables = NO_TABLES,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v, sinks: the gradients of docs/math.md, section 3."""
     q_, k_, v_ = _clean(q, k, v, mask)

@@ -12,12 +12,19 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tritonpack.backends.dropout import drop_below
-from tritonpack.backends.schedule import Tiles, tile_table
+from tritonpack.backends.tile_table import TileTables, tile_table
 from tritonpack.errors import BackendUnavailableError
 from tritonpack.kernels.backward import dkdv_kernel, dq_kernel
 from tritonpack.kernels.forward import forward_kernel
 from tritonpack.kernels.primitives import LOG2E
-from tritonpack.kernels.tile_table import Kernel, Tile, current_arch, heads_per_tile, key_gradient_kernels, select_tile
+from tritonpack.kernels.tile_shapes import (
+    Kernel,
+    TileShape,
+    current_arch,
+    heads_per_tile,
+    key_gradient_kernels,
+    select_tile,
+)
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
 
@@ -43,7 +50,7 @@ def check_device(q: Tensor) -> None:
 
 def plan_tiles(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, *, backward: bool
-) -> Tiles:
+) -> TileTables:
     """The tile tables of all kernels; without backward only forward's."""
 
     def table(kernel: Kernel) -> Tensor:
@@ -54,12 +61,12 @@ def plan_tiles(
         return tile_table(mask.transpose(), tile.block_n, whole_documents=alone)
 
     if not backward:
-        return Tiles(table("forward"), None, None)
-    return Tiles(table("forward"), table(_key_gradients(q, v)[0]), table("dq"))
+        return TileTables(table("forward"), None, None)
+    return TileTables(table("forward"), table(_key_gradients(q, v)[0]), table("dq"))
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: Tiles
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables
 ) -> tuple[Tensor, Tensor]:
     """out (T_q, H, D_v) in q's dtype, lse (H, T_q) float32; `tiles` as `plan_tiles` makes them."""
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
@@ -107,7 +114,7 @@ def backward(
     lse: Tensor,
     mask: BlockDiagonalMask,
     options: AttentionOptions,
-    tiles: Tiles,
+    tiles: TileTables,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v, sinks.
 
@@ -208,7 +215,9 @@ def backward(
     return dq, dk, dv, None if shares is None else shares.sum(1)
 
 
-def _common(q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tile: Tile) -> dict[str, Any]:
+def _common(
+    q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tile: TileShape
+) -> dict[str, Any]:
     """The arguments that the three attention kernels share; no constant among them depends on a token count."""
     slopes = options.alibi_slopes
     return {
@@ -236,7 +245,7 @@ def _key_gradients(q: Tensor, v: Tensor) -> tuple[Kernel, ...]:
     return key_gradient_kernels(max(_padded(q), _padded(v)), q.dtype, current_arch(q.device))
 
 
-def _tile(kernel: Kernel, q: Tensor, v: Tensor, options: AttentionOptions) -> Tile:
+def _tile(kernel: Kernel, q: Tensor, v: Tensor, options: AttentionOptions) -> TileShape:
     extended = (options.softcap, options.alibi_slopes is not None, options.dropout_p, options.pack_invariant)
     arch = current_arch(q.device)
     return select_tile(kernel, max(_padded(q), _padded(v)), q.dtype, arch, extended=any(extended))

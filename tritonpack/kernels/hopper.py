@@ -31,7 +31,7 @@ copy_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_gl
 
 
 @dataclass(frozen=True)
-class HopperTile:
+class HopperTileShape:
     """How a program of 128 query rows works.
 
     Attributes:
@@ -51,7 +51,7 @@ class HopperTile:
 ROWS = gl.constexpr(64)  # of a half
 
 # Head dimension -> tile, for the 16-bit types on sm_90.
-HOPPER_TILES = {64: HopperTile(128, 3), 128: HopperTile(128, 2), 256: HopperTile(64, 2)}
+HOPPER_TILES = {64: HopperTileShape(128, 3), 128: HopperTileShape(128, 2), 256: HopperTileShape(64, 2)}
 
 
 @gluon.constexpr_function

@@ -15,7 +15,7 @@ EARLY, FULL, LATE, CLEANED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), 
 
 @triton.jit
 def load_tile(tiles_ptr, head_blocks):
-    """This program's block of heads and its tile: the number, and the table's three numbers (backends/schedule.py).
+    """This program's block of heads and its tile: the number, and the table's three numbers (backends/tile_table.py).
 
     Both are in the grid's first axis, because the others end at 65,535. Blocks of heads turn fastest, so that the
     heaviest tiles of all heads start first.

@@ -37,7 +37,7 @@ def attention(backend: Backend) -> str:
     names, dtypes = _CASES, [torch.float32, torch.bfloat16]
     how = f"on {where.type}"
     if backend == "triton":
-        from tritonpack.kernels.tile_table import current_arch
+        from tritonpack.kernels.tile_shapes import current_arch
 
         interpreted = where.type == "cpu"
         names = _INTERPRETED_CASES if interpreted else _GPU_CASES

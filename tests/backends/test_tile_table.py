@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tritonpack import BlockDiagonalMask
-from tritonpack.backends.schedule import capacity, tile_table
+from tritonpack.backends.tile_table import capacity, tile_table
 
 WINDOWS = [(-1, -1), (16, 0), (0, 0)]
 

@@ -19,7 +19,7 @@ from torch.nn.functional import pad
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 
 
-class Tiles(NamedTuple):
+class TileTables(NamedTuple):
     """The tile tables of a call: forward's, that of dk and dv, and dq's; None for what the call doesn't need."""
 
     forward: Tensor | None
@@ -27,7 +27,7 @@ class Tiles(NamedTuple):
     queries: Tensor | None
 
 
-NO_TILES = Tiles(None, None, None)
+NO_TABLES = TileTables(None, None, None)
 
 
 def tile_table(

@@ -24,7 +24,7 @@ Kernel = Literal["forward", "dkdv", "dk", "dv", "dq"]
 
 
 @dataclass(frozen=True)
-class Tile:
+class TileShape:
     """How a program works.
 
     Attributes:
@@ -46,103 +46,111 @@ class Tile:
 
 
 # Architecture -> kernel -> padded head dimension -> tile, for the 16-bit types. Head dimensions up to 64 share a row.
-TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
+TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
     # Hopper: TMA and asynchronous warpgroup products. Two programs of four warps on a multiprocessor fill each other's
     # gaps where registers allow it (docs/decisions/kernel-ladder.md). Eight warps need 128 rows in the product's first
     # dimension, or work is done twice; that is why both accumulators of dK and dV don't fit at head dimension 256.
     "sm_90": {
         "forward": {
-            64: Tile(128, 64, 4, 2, heads=8),
-            128: Tile(128, 64, 8, 3, heads=8),
-            256: Tile(128, 64, 8, 2),
-            512: Tile(128, 32, 8, 1),
+            64: TileShape(128, 64, 4, 2, heads=8),
+            128: TileShape(128, 64, 8, 3, heads=8),
+            256: TileShape(128, 64, 8, 2),
+            512: TileShape(128, 32, 8, 1),
         },
-        "dkdv": {64: Tile(64, 128, 8, 2), 128: Tile(32, 128, 8, 3)},
-        "dk": {256: Tile(32, 128, 8, 2), 512: Tile(16, 64, 4, 1, columns=128)},
-        "dv": {256: Tile(32, 128, 8, 2), 512: Tile(64, 64, 4, 1, columns=128)},
+        "dkdv": {64: TileShape(64, 128, 8, 2), 128: TileShape(32, 128, 8, 3)},
+        "dk": {256: TileShape(32, 128, 8, 2), 512: TileShape(16, 64, 4, 1, columns=128)},
+        "dv": {256: TileShape(32, 128, 8, 2), 512: TileShape(64, 64, 4, 1, columns=128)},
         "dq": {
-            64: Tile(128, 128, 8, 2, heads=4),
-            128: Tile(128, 64, 8, 2, heads=4),
-            256: Tile(128, 32, 8, 2),
-            512: Tile(64, 16, 4, 2, columns=128),
+            64: TileShape(128, 128, 8, 2, heads=4),
+            128: TileShape(128, 64, 8, 2, heads=4),
+            256: TileShape(128, 32, 8, 2),
+            512: TileShape(64, 16, 4, 2, columns=128),
         },
     },
     # Blackwell: accumulators live in tensor memory, so registers are less of a limit than shared memory. At 512 the
     # descriptors of 32 products a block are what spills in dK and dQ, whatever the tile; see docs/decisions.
     "sm_100": {
         "forward": {
-            64: Tile(128, 128, 8, 2, heads=8),
-            128: Tile(128, 64, 8, 2, heads=8),
-            256: Tile(128, 32, 8, 2),
-            512: Tile(64, 32, 4, 1, columns=128),
+            64: TileShape(128, 128, 8, 2, heads=8),
+            128: TileShape(128, 64, 8, 2, heads=8),
+            256: TileShape(128, 32, 8, 2),
+            512: TileShape(64, 32, 4, 1, columns=128),
         },
-        "dkdv": {64: Tile(64, 128, 8, 2), 128: Tile(64, 128, 8, 2), 256: Tile(32, 64, 8, 2)},
-        "dk": {512: Tile(16, 64, 8, 1, columns=128)},
-        "dv": {512: Tile(64, 64, 4, 1, columns=128)},
+        "dkdv": {64: TileShape(64, 128, 8, 2), 128: TileShape(64, 128, 8, 2), 256: TileShape(32, 64, 8, 2)},
+        "dk": {512: TileShape(16, 64, 8, 1, columns=128)},
+        "dv": {512: TileShape(64, 64, 4, 1, columns=128)},
         "dq": {
-            64: Tile(128, 64, 8, 2, heads=4),
-            128: Tile(64, 64, 4, 2, heads=4),
-            256: Tile(64, 32, 4, 2),
-            512: Tile(64, 32, 4, 1, columns=128),
+            64: TileShape(128, 64, 8, 2, heads=4),
+            128: TileShape(64, 64, 4, 2, heads=4),
+            256: TileShape(64, 32, 4, 2),
+            512: TileShape(64, 32, 4, 1, columns=128),
         },
     },
     # Ampere: no TMA, so addresses take registers; tiles are chosen to fit 99 KiB of shared memory (sm_86, sm_89,
     # sm_120).
     "sm_80": {
         "forward": {
-            64: Tile(128, 64, 8, 2, heads=8),
-            128: Tile(128, 32, 8, 2, heads=8),
-            256: Tile(64, 32, 8, 2),
-            512: Tile(32, 32, 8, 1, columns=128),
+            64: TileShape(128, 64, 8, 2, heads=8),
+            128: TileShape(128, 32, 8, 2, heads=8),
+            256: TileShape(64, 32, 8, 2),
+            512: TileShape(32, 32, 8, 1, columns=128),
         },
-        "dkdv": {64: Tile(32, 64, 4, 1), 128: Tile(64, 64, 8, 2), 256: Tile(16, 32, 8, 2)},
-        "dk": {512: Tile(16, 16, 8, 1, columns=128)},
-        "dv": {512: Tile(16, 16, 4, 1, columns=128)},
+        "dkdv": {64: TileShape(32, 64, 4, 1), 128: TileShape(64, 64, 8, 2), 256: TileShape(16, 32, 8, 2)},
+        "dk": {512: TileShape(16, 16, 8, 1, columns=128)},
+        "dv": {512: TileShape(16, 16, 4, 1, columns=128)},
         "dq": {
-            64: Tile(128, 32, 8, 2, heads=4),
-            128: Tile(64, 32, 8, 2, heads=4),
-            256: Tile(32, 32, 8, 2),
-            512: Tile(16, 16, 8, 1, columns=128),
+            64: TileShape(128, 32, 8, 2, heads=4),
+            128: TileShape(64, 32, 8, 2, heads=4),
+            256: TileShape(32, 32, 8, 2),
+            512: TileShape(16, 16, 8, 1, columns=128),
         },
     },
     # CDNA3: 512 registers per lane with the accumulation half, in waves of 64; a tile's own operands stay in them.
     "gfx942": {
         "forward": {
-            64: Tile(128, 64, 4, 1, heads=8),
-            128: Tile(64, 64, 4, 1, heads=8),
-            256: Tile(64, 16, 4, 1),
-            512: Tile(32, 16, 4, 1),
+            64: TileShape(128, 64, 4, 1, heads=8),
+            128: TileShape(64, 64, 4, 1, heads=8),
+            256: TileShape(64, 16, 4, 1),
+            512: TileShape(32, 16, 4, 1),
         },
-        "dkdv": {64: Tile(32, 64, 4, 1), 128: Tile(16, 64, 4, 1), 256: Tile(16, 32, 4, 1)},
-        "dk": {512: Tile(16, 32, 4, 1, columns=128)},
-        "dv": {512: Tile(16, 32, 4, 1, columns=128)},
+        "dkdv": {64: TileShape(32, 64, 4, 1), 128: TileShape(16, 64, 4, 1), 256: TileShape(16, 32, 4, 1)},
+        "dk": {512: TileShape(16, 32, 4, 1, columns=128)},
+        "dv": {512: TileShape(16, 32, 4, 1, columns=128)},
         "dq": {
-            64: Tile(64, 64, 4, 1, heads=4),
-            128: Tile(64, 32, 4, 1, heads=4),
-            256: Tile(32, 16, 4, 1),
-            512: Tile(32, 16, 4, 1, columns=128),
+            64: TileShape(64, 64, 4, 1, heads=4),
+            128: TileShape(64, 32, 4, 1, heads=4),
+            256: TileShape(32, 16, 4, 1),
+            512: TileShape(32, 16, 4, 1, columns=128),
         },
     },
 }
 
 # What takes registers for every score, and with them other tiles where those above would spill.
 EXTENDED = frozenset({"softcap", "alibi", "dropout", "pack_invariant"})
-EXTENDED_TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
+EXTENDED_TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
     "sm_90": {
-        "forward": {64: Tile(128, 64, 8, 2, heads=8), 128: Tile(128, 64, 8, 2), 256: Tile(128, 32, 8, 2)},
-        "dkdv": {64: Tile(32, 128, 8, 2), 128: Tile(16, 128, 8, 2)},
-        "dk": {256: Tile(16, 128, 8, 2, columns=128)},
-        "dv": {256: Tile(32, 128, 8, 2)},
-        "dq": {64: Tile(128, 64, 8, 2), 128: Tile(128, 32, 8, 2), 256: Tile(128, 16, 8, 2)},
+        "forward": {
+            64: TileShape(128, 64, 8, 2, heads=8),
+            128: TileShape(128, 64, 8, 2),
+            256: TileShape(128, 32, 8, 2),
+        },
+        "dkdv": {64: TileShape(32, 128, 8, 2), 128: TileShape(16, 128, 8, 2)},
+        "dk": {256: TileShape(16, 128, 8, 2, columns=128)},
+        "dv": {256: TileShape(32, 128, 8, 2)},
+        "dq": {64: TileShape(128, 64, 8, 2), 128: TileShape(128, 32, 8, 2), 256: TileShape(128, 16, 8, 2)},
     },
     "sm_100": {
-        "forward": {64: Tile(64, 64, 8, 2, heads=8), 128: Tile(64, 64, 8, 2), 256: Tile(64, 64, 8, 2)},
-        "dkdv": {64: Tile(32, 128, 8, 2), 128: Tile(32, 128, 8, 2), 256: Tile(32, 64, 8, 1)},
-        "dq": {64: Tile(64, 64, 8, 2, heads=4), 128: Tile(128, 32, 8, 2, heads=4), 256: Tile(128, 32, 8, 2)},
+        "forward": {64: TileShape(64, 64, 8, 2, heads=8), 128: TileShape(64, 64, 8, 2), 256: TileShape(64, 64, 8, 2)},
+        "dkdv": {64: TileShape(32, 128, 8, 2), 128: TileShape(32, 128, 8, 2), 256: TileShape(32, 64, 8, 1)},
+        "dq": {
+            64: TileShape(64, 64, 8, 2, heads=4),
+            128: TileShape(128, 32, 8, 2, heads=4),
+            256: TileShape(128, 32, 8, 2),
+        },
     },
     "sm_80": {
-        "forward": {256: Tile(64, 16, 8, 2)},
-        "dkdv": {64: Tile(32, 32, 4, 2), 128: Tile(64, 32, 8, 2), 256: Tile(16, 32, 8, 1)},
+        "forward": {256: TileShape(64, 16, 8, 2)},
+        "dkdv": {64: TileShape(32, 32, 4, 2), 128: TileShape(64, 32, 8, 2), 256: TileShape(16, 32, 8, 1)},
     },
     "gfx942": {},
 }
@@ -150,23 +158,23 @@ EXTENDED_TILES: dict[str, dict[Kernel, dict[int, Tile]]] = {
 # float32 is multiplied exactly ("ieee"), without matrix instructions: small tiles everywhere. At 512 they take 136 KiB
 # of shared memory, which the smallest GPUs haven't; the launch says so.
 FLOAT32_TILES = {
-    64: Tile(32, 32, 4, 1),
-    128: Tile(32, 32, 8, 1),
-    256: Tile(16, 16, 8, 1),
-    512: Tile(16, 16, 8, 1, columns=128),
+    64: TileShape(32, 32, 4, 1),
+    128: TileShape(32, 32, 8, 1),
+    256: TileShape(16, 16, 8, 1),
+    512: TileShape(16, 16, 8, 1, columns=128),
 }
 
 # In the interpreter speed is the number of blocks; the shapes differ so that a mix-up of the two sides shows.
-INTERPRETER_TILE = Tile(64, 32, 4, 1, heads=4)
+INTERPRETER_TILE = TileShape(64, 32, 4, 1, heads=4)
 
 # What a program may take, at most: KiB of shared memory (sm_80: the smallest GPU that its row serves).
 SHARED_KIB = {"sm_80": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}
 
 # Tiles that a user has loaded, by (architecture, kernel, padded head dimension); they go before the tables.
-_loaded: dict[tuple[str, Kernel, int], Tile] = {}
+_loaded: dict[tuple[str, Kernel, int], TileShape] = {}
 
 
-def select_tile(kernel: Kernel, block_d: int, dtype: torch.dtype, arch: str, *, extended: bool = False) -> Tile:
+def select_tile(kernel: Kernel, block_d: int, dtype: torch.dtype, arch: str, *, extended: bool = False) -> TileShape:
     """The tile for a kernel; `block_d` is the larger of the head dimensions, padded to a power of two."""
     row = max(block_d, 64)
     if arch == "interpreter":
@@ -178,7 +186,7 @@ def select_tile(kernel: Kernel, block_d: int, dtype: torch.dtype, arch: str, *, 
     return _loaded.get((arch, kernel, row)) or TILES[arch][kernel][row]
 
 
-def why_illegal(kernel: Kernel, tile: Tile, block_d: int, arch: str) -> str | None:
+def why_illegal(kernel: Kernel, tile: TileShape, block_d: int, arch: str) -> str | None:
     """Why a tile can't work for a kernel in a 16-bit type, or None: the one rule for tables, files and the tuner.
 
     Args:
@@ -235,7 +243,7 @@ def load_tiles(path: str | os.PathLike[str]) -> int:
         if not isinstance(rows, list):
             given = content if rows is None else rows
             raise ValueError(f'the file must hold {{"tiles": [...]}}; got {describe(given)}')
-        loaded: dict[tuple[str, Kernel, int], Tile] = {}
+        loaded: dict[tuple[str, Kernel, int], TileShape] = {}
         for number, row in enumerate(rows):
             place, tile = _read_row(row, number)
             if place in loaded:
@@ -251,7 +259,7 @@ def load_tiles(path: str | os.PathLike[str]) -> int:
     return len(loaded)
 
 
-def _read_row(row: Any, number: int) -> tuple[tuple[str, Kernel, int], Tile]:
+def _read_row(row: Any, number: int) -> tuple[tuple[str, Kernel, int], TileShape]:
     """A row of a file: what it is for, and the tile.
 
     Raises:
@@ -259,7 +267,7 @@ def _read_row(row: Any, number: int) -> tuple[tuple[str, Kernel, int], Tile]:
     """
     if not isinstance(row, dict):
         raise ValueError(f"row {number} must be a mapping; got {describe(row)}")
-    place, sizes = ("arch", "kernel", "block_d"), {field.name: field for field in fields(Tile)}
+    place, sizes = ("arch", "kernel", "block_d"), {field.name: field for field in fields(TileShape)}
     required = {*place, *(name for name, field in sizes.items() if field.default is MISSING)}
     if unknown := sorted(row.keys() - {*place, *sizes}):
         raise ValueError(f"row {number} has {unknown[0]!r}; allowed are {', '.join([*place, *sizes])}")
@@ -272,13 +280,13 @@ def _read_row(row: Any, number: int) -> tuple[tuple[str, Kernel, int], Tile]:
     known = isinstance(arch, str) and arch in TILES and kernel in get_args(Kernel)
     if not known or not is_int(block_d) or block_d not in (64, 128, 256, 512):
         raise ValueError(f"no table has a row for {arch!r}, {kernel!r}, {block_d!r}")
-    tile = Tile(**{name: row[name] for name in sizes if name in row})
+    tile = TileShape(**{name: row[name] for name in sizes if name in row})
     if reason := why_illegal(kernel, tile, block_d, arch):
         raise ValueError(f"{kernel} on {arch} at head dimension {block_d}: {reason}")
     return (arch, kernel, block_d), tile
 
 
-def save_tiles(path: str | os.PathLike[str], tiles: dict[tuple[str, Kernel, int], Tile], **facts: str) -> None:
+def save_tiles(path: str | os.PathLike[str], tiles: dict[tuple[str, Kernel, int], TileShape], **facts: str) -> None:
     """Write a file that `load_tiles` takes; `facts` say where it comes from."""
     rows = [{"arch": arch, "kernel": kernel, "block_d": d, **asdict(tile)} for (arch, kernel, d), tile in tiles.items()]
     Path(path).write_text(json.dumps(facts | {"tiles": rows}, indent=1) + "\n", encoding="utf-8")
@@ -293,7 +301,7 @@ def key_gradient_kernels(block_d: int, dtype: torch.dtype, arch: str) -> tuple[K
     return ("dkdv",) if together else ("dk", "dv")
 
 
-def heads_per_tile(tile: Tile, group: int) -> int:
+def heads_per_tile(tile: TileShape, group: int) -> int:
     """How many query heads share a tile, given how many share a key head: a power of two that divides these."""
     heads = tile.heads  # a power of two; a loop, because torch.compile traces no gcd of a size that it keeps open
     while group % heads:
