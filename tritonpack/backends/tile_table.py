@@ -88,7 +88,7 @@ def _cut(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: bool) -
     if not total:
         return mask.key_start.new_empty(0, 2)
     row = torch.arange(total, device=mask.device, dtype=torch.int32)
-    begins = _document_begins(mask, whole_documents)
+    begins = document_begins(mask, exact=whole_documents)
     if not whole_documents:
         begin = torch.where(begins, row, 0).cummax(0).values
         end = torch.where(begins, row, total).flip(0).cummin(0).values.flip(0)  # the next beginning at or after a row
@@ -126,7 +126,7 @@ def _unseen_before(mask: BlockDiagonalMask) -> Tensor:
     return mask.cached("unseen", count)
 
 
-def _document_begins(mask: BlockDiagonalMask, exact: bool) -> Tensor:
+def document_begins(mask: BlockDiagonalMask, *, exact: bool = False) -> Tensor:
     """Rows where a document begins, or a run of rows that see nothing.
 
     A row that has no key in common with the row above begins a document, as far as tiles are concerned. Where a tile
