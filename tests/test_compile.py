@@ -21,7 +21,7 @@ def _fresh_compiler() -> None:
     torch._dynamo.reset()
 
 
-def attend(
+def attention_with_lse(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sinks: Tensor, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor]:
     mask = BlockDiagonalMask.from_cu_seqlens(cu_seqlens, total_q=q.shape[0])
@@ -43,10 +43,10 @@ def outputs(function: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_one_graph_forward_and_backward(backend: str) -> None:
     """For every length, too: sizes are symbols in both directions."""
-    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=backend)
+    compiled = torch.compile(attention_with_lse, fullgraph=True, dynamic=True, backend=backend)
     for lengths in ([30, 5, 0, 21], [7, 12]):
         given = tensors(lengths)
-        for expected, got in zip(outputs(attend, *given), outputs(compiled, *given), strict=True):
+        for expected, got in zip(outputs(attention_with_lse, *given), outputs(compiled, *given), strict=True):
             torch.testing.assert_close(got, expected)
 
 
@@ -61,7 +61,7 @@ def test_new_lengths_compile_nothing(backend: Backend) -> None:
         graphs += 1
         return module
 
-    function = partial(attend, backend=backend)
+    function = partial(attention_with_lse, backend=backend)
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=count)
     for lengths in ([30, 5, 21], [7, 90, 4], [3, 3, 3], [64, 64, 1]):
         given = tensors(lengths)

@@ -10,7 +10,7 @@ from torch import Tensor
 from tritonpack.backends import BACKENDS, Backend, load
 from tritonpack.checks import check_choice, check_flag
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
-from tritonpack.ops import attend
+from tritonpack.ops import run_attention
 from tritonpack.options import make_options
 
 MAX_HEAD_DIM = 512
@@ -107,7 +107,7 @@ def varlen_attention(
         dropout_seed=dropout_seed,
         pack_invariant=pack_invariant,
     )
-    out, lse = attend(q, k, v, mask, options, resolve_backend(backend, q))
+    out, lse = run_attention(q, k, v, mask, options, resolve_backend(backend, q))
     return (out, lse) if return_lse else out
 
 

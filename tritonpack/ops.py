@@ -55,7 +55,7 @@ _ARGUMENTS = (
 )
 
 
-def attend(
+def run_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, backend: str
 ) -> tuple[Tensor, Tensor]:
     """out (T_q, H, D_v) and lse (H, T_q), differentiable in q, k, v and the options' sinks."""

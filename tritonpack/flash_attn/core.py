@@ -85,7 +85,7 @@ def read_chunk(attention_chunk: Any) -> int | None:
     return attention_chunk or None
 
 
-def attend(
+def flash_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tritonpack.attention import Backend
 from tritonpack.checks import check_flag, is_number
-from tritonpack.flash_attn.core import attend, read_window, refuse
+from tritonpack.flash_attn.core import flash_attention, read_window, refuse
 
 Returned = Tensor | tuple[Tensor, Tensor, Tensor]
 WindowSize = Sequence[int] | Tensor
@@ -243,7 +243,7 @@ def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> NoReturn:
 def _returned(return_attn_probs: bool, *args: Any, **keywords: Any) -> Returned:
     check_flag(return_attn_probs, "return_attn_probs")
     want = return_attn_probs and is_number(keywords["dropout_p"]) and keywords["dropout_p"] > 0
-    out, lse, probabilities = attend(*args, return_probabilities=want, **keywords)
+    out, lse, probabilities = flash_attention(*args, return_probabilities=want, **keywords)
     if not return_attn_probs:
         return out
     return out, lse.masked_fill(lse.isneginf(), float("inf")), probabilities

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tritonpack.attention import Backend
 from tritonpack.checks import check_flag, describe, is_int
-from tritonpack.flash_attn.core import attend, read_chunk, read_window, refuse
+from tritonpack.flash_attn.core import flash_attention, read_chunk, read_window, refuse
 from tritonpack.flash_attn.fa2 import WindowSize, flash_attn_with_kvcache
 
 Returned = Tensor | tuple[Tensor, Tensor]
@@ -169,5 +169,5 @@ def flash_attn_varlen_func(
 
 def _returned(return_attn_probs: bool, *args: Any, **keywords: Any) -> Returned:
     check_flag(return_attn_probs, "return_attn_probs")
-    out, lse, _ = attend(*args, **keywords)
+    out, lse, _ = flash_attention(*args, **keywords)
     return (out, lse) if return_attn_probs else out

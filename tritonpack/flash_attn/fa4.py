@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tritonpack.attention import Backend
 from tritonpack.checks import Window
-from tritonpack.flash_attn.core import attend, read_window, refuse
+from tritonpack.flash_attn.core import flash_attention, read_window, refuse
 
 WindowSides = tuple[int | None, int | None]
 
@@ -69,7 +69,7 @@ def flash_attn_func(
         aux_tensors=aux_tensors, aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors,
         block_sparse_tensors_bwd=block_sparse_tensors_bwd,
     )  # fmt: skip
-    out, lse, _ = attend(
+    out, lse, _ = flash_attention(
         q, k, v, scale=softmax_scale, causal=causal, window=_read_sides(window_size), softcap=softcap,
         sinks=learnable_sink, backend=backend,
     )  # fmt: skip
@@ -133,7 +133,7 @@ def flash_attn_varlen_func(
         score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors,
         aux_tensors=aux_tensors, aux_scalars=aux_scalars,
     )  # fmt: skip
-    out, lse, _ = attend(
+    out, lse, _ = flash_attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, used_q=seqused_q, used_k=seqused_k, max_q=max_seqlen_q, max_k=max_seqlen_k,
         scale=softmax_scale, causal=causal, window=_read_sides(window_size), softcap=softcap, sinks=learnable_sink,
         backend=backend,

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tritonpack.attention import Backend
 from tritonpack.checks import check_flag, is_int
-from tritonpack.flash_attn.core import attend, read_window, refuse
+from tritonpack.flash_attn.core import flash_attention, read_window, refuse
 
 
 def torch_varlen_attn(
@@ -61,13 +61,13 @@ def torch_varlen_attn(
         raise ValueError(f"return_aux must be torch's AuxRequest, or None; got {return_aux!r:.100}.")
     if enable_gqa is not None:
         check_flag(enable_gqa, "enable_gqa")
-    many = all(isinstance(x, Tensor) and x.ndim == 3 for x in (query, key))  # attend says what's wrong with others
+    many = all(isinstance(x, Tensor) and x.ndim == 3 for x in (query, key))  # others are refused below
     if enable_gqa is False and many and query.shape[1] != key.shape[1]:
         raise ValueError(
             f"query has {query.shape[1]} heads and key {key.shape[1]}; pass enable_gqa=True to share each key head "
             "among several query heads."
         )
-    out, lse, _ = attend(
+    out, lse, _ = flash_attention(
         query, key, value, cu_seq_q, cu_seq_k, used_k=seqused_k, max_q=max_q, max_k=max_k, scale=scale,
         causal=check_flag(is_causal, "is_causal"), window=read_window(window_size),
         pack_invariant=_is_one(num_splits), backend=backend,
