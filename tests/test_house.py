@@ -140,7 +140,7 @@ class TestImports:
         assert rooms == set(ALLOWED)
 
 
-COLD = """
+BLOCKER = """
 import sys
 
 class Absent:
@@ -151,29 +151,63 @@ class Absent:
 sys.meta_path.insert(0, Absent())
 import tritonpack
 assert "torch" not in sys.modules, "import tritonpack loads torch"
-import torch
-from tritonpack import BlockDiagonalMask, PackingCollator, varlen_attention
+"""
 
-batch = PackingCollator()([{{"input_ids": [5, 6, 7]}}, {{"input_ids": [8, 9]}}])
+ATTENTION = """
+import torch
+from tritonpack import BackendUnavailableError, BlockDiagonalMask, PackingCollator, varlen_attention
+
+batch = PackingCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
 mask = BlockDiagonalMask.from_position_ids(batch["position_ids"])
+q, k, v = (torch.randn(5, 2, 16, requires_grad=True) for _ in range(3))
 for backend in ("auto", "blocked", "reference"):
-    q, k, v = (torch.randn(5, 2, 16, requires_grad=True) for _ in range(3))
     varlen_attention(q, k, v, mask, backend=backend).sum().backward()
     assert v.grad.any()
 import tritonpack.cli, tritonpack.testing
-print(sorted({absent!r} & set(sys.modules)))
+print(sorted(ABSENT & set(sys.modules)))
+try:
+    varlen_attention(q, k, v, mask, backend="triton")
+except BackendUnavailableError as error:
+    print(error)
+try:
+    tritonpack.patch
+except ImportError as error:
+    print(error)
+"""
+
+PACKING = """
+print([bin.tolist() for bin in tritonpack.pack([3, 2, 4, 1], 5)])
+print(tritonpack.PackingCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])["position_ids"].tolist())
 """
 
 
-@pytest.mark.heavy
-def test_works_where_heavy_packages_are_absent() -> None:
-    """A fresh interpreter in which they can't be imported builds masks, collates and computes attention."""
-    absent = {"accelerate", "matplotlib", "numba", "rich", "tqdm", "transformers", "triton", "typer"}
-    result = subprocess.run(
-        [sys.executable, "-c", COLD.format(absent=absent)], capture_output=True, text=True, cwd=ROOT, timeout=120
-    )
+def run_without(absent: set[str], program: str) -> list[str]:
+    """The lines that a program prints in a fresh interpreter in which some packages can't be imported."""
+    code = BLOCKER.format(absent=absent) + program.replace("ABSENT", repr(absent))
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "[]"
+    return result.stdout.splitlines()
+
+
+@pytest.mark.heavy
+def test_attention_without_heavy_packages() -> None:
+    """Masks, the collator and the backends in torch work; what needs a missing package names it and the remedy."""
+    absent = {"accelerate", "matplotlib", "numba", "rich", "tqdm", "transformers", "triton", "typer"}
+    imported, triton, transformers = run_without(absent, ATTENTION)
+    assert imported == "[]"
+    assert triton.startswith("backend='triton' needs Triton 3.6 or later, which can't be imported here (")
+    assert triton.endswith("run pip install 'triton>=3.6', or use backend='blocked'.")
+    assert transformers == (
+        "tritonpack.patch needs transformers, which isn't installed here; run pip install transformers."
+    )
+
+
+@pytest.mark.heavy
+def test_packing_without_triton() -> None:
+    pytest.importorskip("numba")
+    bins, positions = run_without({"transformers", "triton"}, PACKING)
+    assert sorted(map(sorted, ast.literal_eval(bins))) == [[0, 1], [2, 3]]
+    assert positions == "[[0, 1, 2, 0, 1]]"
 
 
 def test_no_file_grows_past_500_lines() -> None:
