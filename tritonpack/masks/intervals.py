@@ -79,6 +79,23 @@ def from_runs(starts: Tensor, live: Tensor | None, reach: Reach) -> Intervals:
     return _see(rows, begin, end, reach, partial(number_documents, first))
 
 
+def visible_keys(diagonal: Tensor, begin: Tensor, end: Tensor, reach: Reach) -> tuple[Tensor, Tensor]:
+    """The keys [start, stop) that rows see of the keys [begin, end) of their documents: windows and chunks.
+
+    `store_interval` of tritonpack/kernels/intervals.py computes the same on GPUs.
+
+    Args:
+        diagonal: the key at each row's own place, int64; may lie outside the document.
+        begin, end: int64 in the same shape.
+        reach: how far the rows see.
+    """
+    start, stop = diagonal - reach.left, diagonal + reach.right + 1
+    if reach.chunk < UNLIMITED:
+        chunk_begin = begin + (diagonal - begin) // reach.chunk * reach.chunk
+        start, stop = torch.maximum(start, chunk_begin), torch.minimum(stop, chunk_begin + reach.chunk)
+    return start.clamp(begin, end), stop.clamp(begin, end)
+
+
 def widen_to_spans(seen: Intervals, documents: Intervals, spans: Tensor) -> Intervals:
     """Let every token of a span see the whole span.
 
@@ -157,10 +174,5 @@ def _runs(starts: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 def _see(
     diagonal: Tensor, begin: Tensor, end: Tensor, reach: Reach, document: Tensor | Callable[[], Tensor]
 ) -> Intervals:
-    """What rows with these diagonals see of the keys [begin, end) of their documents."""
-    start, stop = diagonal - reach.left, diagonal + reach.right + 1
-    if reach.chunk < UNLIMITED:
-        chunk_begin = begin + (diagonal - begin) // reach.chunk * reach.chunk
-        start, stop = torch.maximum(start, chunk_begin), torch.minimum(stop, chunk_begin + reach.chunk)
-    start, stop = start.clamp(begin, end), stop.clamp(begin, end)
+    start, stop = visible_keys(diagonal, begin, end, reach)
     return Intervals(start.to(torch.int32), stop.to(torch.int32), diagonal.to(torch.int32), document)
