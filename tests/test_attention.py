@@ -264,7 +264,7 @@ class TestPackInvariance:
         assert invariance.moved_outputs(invariance.CASES[1], torch.float32, "blocked", pack_invariant=False)
 
     def test_the_reference_refuses(self) -> None:
-        with pytest.raises(BackendUnavailableError, match="can't be pack_invariant; use 'blocked' or 'triton'"):
+        with pytest.raises(BackendUnavailableError, match="can't be pack_invariant; use backend='blocked' or 'triton'"):
             call(pack_invariant=True, backend="reference")
 
 
@@ -376,7 +376,7 @@ BAD: dict[str, tuple[Callable[[], object], str]] = {
     "no heads": (lambda: call(**{name: torch.zeros(4, 0, 16) for name in "qkv"}), "multiple .*; got 0 and 0"),
     "head dimensions differ": (
         lambda: call(q=torch.zeros(4, 2, 32)),
-        "q and k must share a head dimension.* each from 1 to 512; got 32, 16 and 16",
+        "q and k must have the same head dimension.* each from 1 to 512; got 32, 16 and 16",
     ),
     "head dimension too small": (
         lambda: call(**{name: torch.zeros(4, 2, 0) for name in "qkv"}),

@@ -397,12 +397,12 @@ class TestOperations:
             (
                 [1, 0],
                 [1, 2],
-                r"row 1 of the mask sees keys \[0, 2\), which begins or ends before that of the row",
+                r"row 1 of the mask sees keys \[0, 2\), which begins or ends before the interval of the row",
             ),
             (
                 [0, 0],
                 [3, 2],
-                r"row 1 of the mask sees keys \[0, 2\), which begins or ends before that of the row",
+                r"row 1 of the mask sees keys \[0, 2\), which begins or ends before the interval of the row",
             ),
         ],
     )

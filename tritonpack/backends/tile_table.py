@@ -1,11 +1,13 @@
-"""Where tiles begin: at every long document, across runs of short ones; the heaviest tiles come first.
+"""The tile table: the query rows of each tile, in the order in which programs start.
 
-Who sees whom is the mask's business, so tiles may begin anywhere. A tile that straddles two long documents has no block
-that all of its rows see, and one that holds a short document alone is mostly empty; so a document as long as a tile
-begins one, and shorter ones share. (Where several heads share a tile, "as long" counts its rows, of which a document
-then fills more than one tile's.) Tiles that come across keys that nothing sees, which may hold anything (padding,
-slack), are marked as exposed. The table is built where the mask lies, without waiting for it: its length is a bound
-that the host knows, and entries to spare are empty.
+Results are correct wherever tiles begin, because the mask decides which keys a row sees. Speed depends on it: in a tile
+with rows of two long documents every block needs masking, and a tile with one short document is mostly empty. So a
+document as long as a tile begins a tile, and shorter documents share tiles. Tiles with most keys start first.
+
+A tile is `exposed` if it reads keys that no query sees (padding, slack). Those keys may be NaN, so kernels zero them.
+
+The table is built on the mask's device, without waiting for it: the host knows a bound of its length, and the entries
+that aren't needed are empty.
 """
 
 from __future__ import annotations
@@ -20,7 +22,7 @@ from tritonpack.masks.block_diagonal import BlockDiagonalMask
 
 
 class TileTables(NamedTuple):
-    """The tile tables of a call: forward's, that of dk and dv, and dq's; None for what the call doesn't need."""
+    """The tile tables of a call: of forward, of dk and dv, and of dq; None for a table that the call doesn't need."""
 
     forward: Tensor | None
     keys: Tensor | None
@@ -38,21 +40,21 @@ def tile_table(
     block: int | None = None,
     whole_documents: bool = False,
 ) -> Tensor:
-    """The tiles of at most `rows` consecutive query rows that cover all queries once.
+    """Cut all queries into tiles of at most `rows` consecutive rows.
 
     Args:
-        mask: whose rows are to be tiled; its transpose to tile the keys.
-        rows: of a tile.
-        long: so many rows make a document long, at least `rows`; None means `rows`.
-        block: keys that a program reads at a time, from the first that the tile sees; None if it doesn't matter which
-            tiles are exposed.
-        whole_documents: no tile holds rows of two documents, so that none depends on the document's neighbours.
+        mask: the mask; pass its transpose to cut the keys.
+        rows: rows of a tile.
+        long: documents of at least this many rows begin a tile; at least `rows`, None means `rows`. It is more than
+            `rows` if several heads share a tile.
+        block: keys that a program reads at a time, from the first key that the tile sees; None if the kernel doesn't
+            read `exposed`.
+        whole_documents: whether no tile may hold rows of two documents.
 
     Returns:
-        (capacity, 3) int32 on the mask's device: the rows [first, end) of each tile, and whether it is exposed: 0 if
-        some query sees every key that it reads, else 1. Without `block`, or where tiles mustn't depend on neighbours,
-        all are. Tiles with most keys to visit come first; the rest holds first = end. Computed once for a mask and kept
-        with it.
+        (capacity, 3) int32 on the mask's device: first and end of the rows [first, end) of each tile, and whether it is
+        exposed, 0 or 1. Without `block`, and with `whole_documents`, all tiles are exposed. Tiles with most keys come
+        first; unused entries have first = end. Computed once and kept with the mask.
     """
     long = rows if long is None else long
     assert long >= rows
@@ -67,18 +69,18 @@ def tile_table(
 
 
 def capacity(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: bool) -> int:
-    """How many tiles there may be: the full ones, and one that isn't at the end of each stretch between beginnings."""
+    """A bound of the number of tiles: the full ones, and a partial one at the end of each stretch between begins."""
     total = mask.num_queries
-    stretches = 2 * (total // long) + 1  # a long document begins a stretch and ends one
+    stretches = 2 * (total // long) + 1  # a long document begins a stretch, and its end begins another
     if whole_documents:  # every document, and every run of rows that see nothing, before and after each
         known = mask.document_source is not None and mask.max_documents is not None
         stretches = 2 * mask.max_documents + 1 if known else total  # type: ignore[operator]
-    # One more than needed: torch.compile makes a graph of its own for a table that may have a single entry.
+    # One more than needed, because torch.compile makes another graph for a table with a single entry.
     return min(total // rows + stretches + 1, total)
 
 
 def _tiles(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: bool) -> Tensor:
-    """(capacity, 2) int32: the rows of each tile, in the table's order; kept with the mask."""
+    """(capacity, 2) int32, the rows of each tile in the order of the table; kept with the mask."""
     key = ("rows of tiles", rows, long, whole_documents)
     return mask.cached(key, lambda: _cut(mask, rows, long, whole_documents))
 
@@ -91,7 +93,7 @@ def _cut(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: bool) -
     begins = document_begins(mask, exact=whole_documents)
     if not whole_documents:
         begin = torch.where(begins, row, 0).cummax(0).values
-        end = torch.where(begins, row, total).flip(0).cummin(0).values.flip(0)  # the next beginning at or after a row
+        end = torch.where(begins, row, total).flip(0).cummin(0).values.flip(0)  # the next begin at or after a row
         end = torch.cat([end[1:], end.new_full((1,), total)])
         alone = end - begin >= long
         begins &= alone | torch.cat([alone.new_zeros(1), alone[:-1]])
@@ -99,7 +101,7 @@ def _cut(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: bool) -
     stretch = torch.where(begins, row, 0).cummax(0).values
     tiles_so_far = ((row - stretch) % rows == 0).cumsum(0, dtype=torch.int32)
     numbers = torch.arange(1, capacity(mask, rows, long, whole_documents) + 2, device=mask.device, dtype=torch.int32)
-    bounds = torch.searchsorted(tiles_so_far, numbers, out_int32=True)  # of tiles that don't exist: total
+    bounds = torch.searchsorted(tiles_so_far, numbers, out_int32=True)  # `total` for tiles that don't exist
     first, end = bounds[:-1], bounds[1:]
     keys = mask.key_stop[(end - 1).clamp(min=0)] - mask.key_start[first.clamp(max=total - 1)]
     order = torch.where(first < end, keys, -1).argsort(descending=True, stable=True)
@@ -107,7 +109,7 @@ def _cut(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: bool) -
 
 
 def _exposed(mask: BlockDiagonalMask, tiles: Tensor, block: int) -> Tensor:
-    """Whether tiles read keys that no query sees, in whole blocks from the first key that they see, (tiles,) int32."""
+    """(tiles,) int32, whether a tile reads keys that no query sees, in whole blocks from the first key that it sees."""
     first, last = tiles[:, 0].clamp(max=mask.num_queries - 1), (tiles[:, 1] - 1).clamp(min=0)
     start, stop = mask.key_start[first], mask.key_stop[last]
     read = (stop - start).clamp(min=0)
@@ -117,7 +119,7 @@ def _exposed(mask: BlockDiagonalMask, tiles: Tensor, block: int) -> Tensor:
 
 
 def _unseen_before(mask: BlockDiagonalMask) -> Tensor:
-    """(num_keys + 1,) int32, how many of the keys before each are seen by no query; kept with the mask."""
+    """(num_keys + 1,) int32, the number of keys before each key that no query sees; kept with the mask."""
 
     def count() -> Tensor:
         queries = mask.transpose()
@@ -127,10 +129,10 @@ def _unseen_before(mask: BlockDiagonalMask) -> Tensor:
 
 
 def document_begins(mask: BlockDiagonalMask, *, exact: bool = False) -> Tensor:
-    """Rows where a document begins, or a run of rows that see nothing.
+    """(num_queries,) bool, True where a document or a run of rows that see nothing begins.
 
-    A row that has no key in common with the row above begins a document, as far as tiles are concerned. Where a tile
-    must hold the whole of one, documents go by their numbers, if the mask has them.
+    A row that has no key in common with the row above counts as a begin. With `exact` the numbers of the documents
+    decide instead, if the mask has them.
     """
     start, stop = mask.key_start, mask.key_stop
     live = start < stop

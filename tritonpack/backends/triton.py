@@ -1,4 +1,4 @@
-"""The Triton backend: hands tensors and a mask to the kernels."""
+"""The backend "triton": launches the Triton kernels for tensors and a mask."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from tritonpack.kernels.tile_shapes import (
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
 
-# The row statistics of every head begin at a multiple of so many rows: descriptors read 16 bytes at a time, and Triton
-# compiles anew for a stride that 16 divides and one that it does not.
+# The row statistics of every head begin at a multiple of this many rows: descriptors read 16 bytes at a time, and
+# Triton compiles another kernel for strides that aren't multiples of 16.
 ROW_UNIT = 16
 
-INTERPRETED = bool(knobs.runtime.interpret)  # Triton decides when it is imported
+INTERPRETED = bool(knobs.runtime.interpret)  # Triton reads the environment at import
 
 
 def check_device(q: Tensor) -> None:
-    """Refuse tensors that aren't on a GPU, unless the kernels are interpreted, and float64."""
+    """Refuse float64, and tensors that aren't on a GPU unless the kernels are interpreted."""
     if not q.is_cuda and not INTERPRETED:
         raise BackendUnavailableError(
             f"backend='triton' needs tensors on a GPU; got {q.device}. Use backend='blocked' (or 'auto'), or set "
@@ -51,7 +51,7 @@ def check_device(q: Tensor) -> None:
 def plan_tiles(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, *, backward: bool
 ) -> TileTables:
-    """The tile tables of all kernels; without backward only forward's."""
+    """The tile tables of all kernels; without `backward` only the table of forward."""
 
     def table(kernel: Kernel) -> Tensor:
         tile, alone = _tile(kernel, q, v, options), options.pack_invariant
@@ -68,7 +68,7 @@ def plan_tiles(
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables
 ) -> tuple[Tensor, Tensor]:
-    """out (T_q, H, D_v) in q's dtype, lse (H, T_q) float32; `tiles` as `plan_tiles` makes them."""
+    """out (T_q, H, D_v) in q's dtype, lse (H, T_q) float32; `tiles` from `plan_tiles`."""
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
     if not q.shape[0] or not k.shape[0]:
@@ -118,7 +118,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v, sinks.
 
-    Beside them it allocates 8 bytes per query row and head (and with sinks 4 more for every tile and head).
+    It allocates 8 bytes more per query row and head, and with sinks 4 bytes per tile and head.
     """
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     (num_queries, heads, head_dim), (num_keys, kv_heads, head_dim_v) = q.shape, v.shape
@@ -218,7 +218,7 @@ def backward(
 def _common(
     q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tile: TileShape
 ) -> dict[str, Any]:
-    """The arguments that the three attention kernels share; no constant among them depends on a token count."""
+    """The arguments that all three attention kernels take; no compile-time constant depends on a token count."""
     slopes = options.alibi_slopes
     return {
         "diagonal_ptr": None if slopes is None else mask.diagonal,
@@ -256,10 +256,10 @@ def _padded(x: Tensor) -> int:
 
 
 def descriptor(x: Tensor, rows: int, columns: int | None = None, *, heads: int = 1) -> TensorDescriptor:
-    """A (T, H, D) tensor as blocks of so many rows, columns (None: all) and heads; zeros outside the tensor.
+    """A (T, H, D) tensor as blocks of `rows` rows, `columns` columns (None: all) and `heads` heads, zeros outside.
 
-    The hardware wants 16-byte strides and a contiguous last dimension; what isn't so is copied, with zero columns
-    after the last.
+    The hardware needs strides of a multiple of 16 bytes and a contiguous last dimension. Other tensors are copied, with
+    zero columns after the last column.
     """
     unit = 16 // x.element_size()
     if x.stride(2) != 1 or x.stride(0) % unit or x.stride(1) % unit or x.data_ptr() % 16 or 0 in x.stride():
