@@ -60,7 +60,7 @@ def test_dk_and_dv_share_their_tiles_of_keys(table: Any) -> None:
         (TileShape(96, 64, 4, 2), "block_m must be a power of two from 16; got 96"),
         (TileShape(64, 8, 4, 2), "block_n must be a power of two from 16; got 8"),
         (TileShape(128, 64, 3, 2), "warps must be 1, 2, 4, 8 or 16"),
-        (TileShape(64, 64, 8, 2), "8 warps repeat each other's work unless a tile has 128 rows; got 64"),
+        (TileShape(64, 64, 8, 2), "8 warps compute the same twice unless a tile has 128 rows; got 64"),
         (TileShape(128, 64, 8, 2, heads=3), "heads must be 1, 2, 4, 8 or 16"),
         (TileShape(128, 128, 8, 4), "about 288 KiB of shared memory, of 227"),
     ],

@@ -1,9 +1,8 @@
 """Tile shapes as data: which block sizes, warps and pipeline stages each kernel runs with, per architecture.
 
-A row is kept only if it compiles without spilling a register and with matrix instructions on the newest Triton
-(`python -m benchmarks.compile_report` prints the evidence; tests/kernels/test_compile.py insists on it, and names what
-it lets pass). What older versions make of the rows is in docs/compile-matrix.md. No row depends on a token count:
-packing changes that at every step.
+Every row compiles without register spills and with matrix instructions on the newest Triton: `python -m
+benchmarks.compile_report` prints this, and tests/kernels/test_compile.py checks it and names the exceptions. For older
+versions of Triton see docs/compile-matrix.md. No row depends on a token count, because packing changes it all the time.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ Kernel = Literal["forward", "dkdv", "dk", "dv", "dq"]
 
 @dataclass(frozen=True)
 class TileShape:
-    """How a program works.
+    """The shape of a tile, and how a program computes it.
 
     Attributes:
-        block_m, block_n: query rows and keys that it handles at a time.
-        num_warps: of 32 threads (AMD: 64).
-        num_stages: how many blocks ahead it loads.
-        columns: of its output (of one output, where it has two) at most; the rest is for other programs.
-        heads: of the query heads that share a key head, so many at most divide the rows of a tile among them (in
-            forward and dQ; a power of two). Tiles of few tokens of many heads have fewer blocks to mask and fewer empty
-            rows than tiles of many tokens of one head, and as many products.
+        block_m, block_n: query rows and keys per block.
+        num_warps: warps of 32 threads (AMD: 64).
+        num_stages: how many blocks ahead the program loads.
+        columns: the largest number of columns of an output that one program computes; others compute the rest.
+        heads: the largest number of query heads of one key head that divide the rows of a tile among them (forward and
+            dQ; a power of two). Tiles with few tokens of many heads have fewer blocks to mask and fewer empty rows than
+            tiles with many tokens of one head, and the same number of products.
     """
 
     block_m: int
@@ -47,9 +46,10 @@ class TileShape:
 
 # Architecture -> kernel -> padded head dimension -> tile, for the 16-bit types. Head dimensions up to 64 share a row.
 TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
-    # Hopper: TMA and asynchronous warpgroup products. Two programs of four warps on a multiprocessor fill each other's
-    # gaps where registers allow it (docs/decisions/kernel-ladder.md). Eight warps need 128 rows in the product's first
-    # dimension, or work is done twice; that is why both accumulators of dK and dV don't fit at head dimension 256.
+    # Hopper: TMA and asynchronous warpgroup products. If registers allow, two programs of four warps run on a
+    # multiprocessor, and one computes while the other waits (docs/decisions/kernel-ladder.md). Eight warps need 128
+    # rows in the product's first dimension, or they compute the same twice. So both accumulators of dK and dV don't
+    # fit at head dimension 256.
     "sm_90": {
         "forward": {
             64: TileShape(128, 64, 4, 2, heads=8),
@@ -67,8 +67,8 @@ TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
             512: TileShape(64, 16, 4, 2, columns=128),
         },
     },
-    # Blackwell: accumulators live in tensor memory, so registers are less of a limit than shared memory. At 512 the
-    # descriptors of 32 products a block are what spills in dK and dQ, whatever the tile; see docs/decisions.
+    # Blackwell: accumulators are in tensor memory, so shared memory limits tiles more than registers do. At 512 the
+    # descriptors of 32 products per block spill in dK and dQ with every tile; see docs/decisions.
     "sm_100": {
         "forward": {
             64: TileShape(128, 128, 8, 2, heads=8),
@@ -86,8 +86,7 @@ TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
             512: TileShape(64, 32, 4, 1, columns=128),
         },
     },
-    # Ampere: no TMA, so addresses take registers; tiles are chosen to fit 99 KiB of shared memory (sm_86, sm_89,
-    # sm_120).
+    # Ampere: no TMA, so addresses take registers. Tiles fit 99 KiB of shared memory (sm_86, sm_89, sm_120).
     "sm_80": {
         "forward": {
             64: TileShape(128, 64, 8, 2, heads=8),
@@ -105,7 +104,7 @@ TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
             512: TileShape(16, 16, 8, 1, columns=128),
         },
     },
-    # CDNA3: 512 registers per lane with the accumulation half, in waves of 64; a tile's own operands stay in them.
+    # CDNA3: waves of 64, with 512 registers per lane, half of them for accumulation; they hold a tile's own operands.
     "gfx942": {
         "forward": {
             64: TileShape(128, 64, 4, 1, heads=8),
@@ -125,7 +124,7 @@ TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
     },
 }
 
-# What takes registers for every score, and with them other tiles where those above would spill.
+# Features that take registers for every score, and their tiles if the tiles above would spill.
 EXTENDED = frozenset({"softcap", "alibi", "dropout", "pack_invariant"})
 EXTENDED_TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
     "sm_90": {
@@ -155,8 +154,8 @@ EXTENDED_TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
     "gfx942": {},
 }
 
-# float32 is multiplied exactly ("ieee"), without matrix instructions: small tiles everywhere. At 512 they take 136 KiB
-# of shared memory, which the smallest GPUs haven't; the launch says so.
+# float32 products are exact ("ieee"), without matrix instructions, so all tiles are small. At 512 they take 136 KiB of
+# shared memory; on the smallest GPUs, which have less, the launch fails with that message.
 FLOAT32_TILES = {
     64: TileShape(32, 32, 4, 1),
     128: TileShape(32, 32, 8, 1),
@@ -164,13 +163,13 @@ FLOAT32_TILES = {
     512: TileShape(16, 16, 8, 1, columns=128),
 }
 
-# In the interpreter speed is the number of blocks; the shapes differ so that a mix-up of the two sides shows.
+# The interpreter's time is the number of blocks. The two sizes differ, so that tests notice if they are confused.
 INTERPRETER_TILE = TileShape(64, 32, 4, 1, heads=4)
 
-# What a program may take, at most: KiB of shared memory (sm_80: the smallest GPU that its row serves).
+# The shared memory of a program, in KiB, at most (sm_80: the smallest GPU with these tiles).
 SHARED_KIB = {"sm_80": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}
 
-# Tiles that a user has loaded, by (architecture, kernel, padded head dimension); they go before the tables.
+# Tiles that a user has loaded, by (architecture, kernel, padded head dimension); they replace those of the tables.
 _loaded: dict[tuple[str, Kernel, int], TileShape] = {}
 
 
@@ -187,10 +186,10 @@ def select_tile(kernel: Kernel, block_d: int, dtype: torch.dtype, arch: str, *, 
 
 
 def why_illegal(kernel: Kernel, tile: TileShape, block_d: int, arch: str) -> str | None:
-    """Why a tile can't work for a kernel in a 16-bit type, or None: the one rule for tables, files and the tuner.
+    """Why a tile can't work for a kernel in a 16-bit type, or None. Tables, files and the tuner use this rule.
 
     Args:
-        kernel, tile: as in the tables.
+        kernel, tile: an entry of the tables.
         block_d: the head dimension of keys and values, a power of two.
         arch: a key of `TILES`.
     """
@@ -206,9 +205,7 @@ def why_illegal(kernel: Kernel, tile: TileShape, block_d: int, arch: str) -> str
         return f"block_m must hold 8 tokens of each of the {tile.heads} heads; got {tile.block_m}"
     own, other = (tile.block_m, tile.block_n) if kernel in ("forward", "dq") else (tile.block_n, tile.block_m)
     if arch == "sm_90" and own < 16 * tile.num_warps:
-        return (
-            f"{tile.num_warps} warps repeat each other's work unless a tile has {16 * tile.num_warps} rows; got {own}"
-        )
+        return f"{tile.num_warps} warps compute the same twice unless a tile has {16 * tile.num_warps} rows; got {own}"
     columns = min(tile.columns, block_d)
     resident = 0 if arch == "gfx942" else own * block_d * (1 if kernel in ("forward", "dv") else 2)
     streamed = other * (block_d + (columns if kernel in ("forward", "dv") else block_d))
@@ -221,19 +218,19 @@ def why_illegal(kernel: Kernel, tile: TileShape, block_d: int, arch: str) -> str
 
 
 def load_tiles(path: str | os.PathLike[str]) -> int:
-    """Use the tiles of a file, as `python -m benchmarks.tune` writes it, in place of those that ship.
+    """Use the tiles of a file that `python -m benchmarks.tune` wrote, instead of the tables.
 
-    They hold for this process, for 16-bit types without softcap, ALiBi, dropout or pack invariance. The environment
-    variable TRITONPACK_TILES names a file that is loaded at the start.
+    They apply to this process, to 16-bit types without softcap, ALiBi, dropout or pack invariance. The environment
+    variable TRITONPACK_TILES names a file to load at import.
 
     Args:
         path: JSON, {"tiles": [{"arch": "sm_90", "kernel": "forward", "block_d": 128, "block_m": 128, ...}, ...]}.
 
     Returns:
-        How many were loaded.
+        The number of tiles.
 
     Raises:
-        ValueError: a file that isn't of this form, or a tile that can't work; then none of them is used.
+        ValueError: a file without this form, or a tile that can't work; then no tile is loaded.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise ValueError(f"path must be the name of a file, a str or a Path; got {describe(path)}.")
@@ -260,10 +257,10 @@ def load_tiles(path: str | os.PathLike[str]) -> int:
 
 
 def _read_row(row: Any, number: int) -> tuple[tuple[str, Kernel, int], TileShape]:
-    """A row of a file: what it is for, and the tile.
+    """A row of a file as its key in `_loaded` and the tile.
 
     Raises:
-        ValueError: anything but a tile that can work.
+        ValueError: the row isn't a tile that can work.
     """
     if not isinstance(row, dict):
         raise ValueError(f"row {number} must be a mapping; got {describe(row)}")
@@ -287,13 +284,13 @@ def _read_row(row: Any, number: int) -> tuple[tuple[str, Kernel, int], TileShape
 
 
 def save_tiles(path: str | os.PathLike[str], tiles: dict[tuple[str, Kernel, int], TileShape], **facts: str) -> None:
-    """Write a file that `load_tiles` takes; `facts` say where it comes from."""
+    """Write a file that `load_tiles` reads; `facts` describe its origin."""
     rows = [{"arch": arch, "kernel": kernel, "block_d": d, **asdict(tile)} for (arch, kernel, d), tile in tiles.items()]
     Path(path).write_text(json.dumps(facts | {"tiles": rows}, indent=1) + "\n", encoding="utf-8")
 
 
 def key_gradient_kernels(block_d: int, dtype: torch.dtype, arch: str) -> tuple[Kernel, ...]:
-    """The launches that compute dK and dV: one for both, or one each where the table has them apart."""
+    """The launches that compute dK and dV: one for both, or one for each if the table has separate tiles."""
     if dtype == torch.float32 or arch == "interpreter":
         together = block_d <= 256
     else:
@@ -302,8 +299,8 @@ def key_gradient_kernels(block_d: int, dtype: torch.dtype, arch: str) -> tuple[K
 
 
 def heads_per_tile(tile: TileShape, group: int) -> int:
-    """How many query heads share a tile, given how many share a key head: a power of two that divides these."""
-    heads = tile.heads  # a power of two; a loop, because torch.compile traces no gcd of a size that it keeps open
+    """The number of query heads in a tile: a power of two that divides `group`, the query heads per key head."""
+    heads = tile.heads  # a loop, because torch.compile traces no gcd of a symbolic size
     while group % heads:
         heads //= 2
     return heads
@@ -311,7 +308,7 @@ def heads_per_tile(tile: TileShape, group: int) -> int:
 
 @cache
 def current_arch(device: torch.device) -> str:
-    """The row of the table for a device: Ampere's for NVIDIA GPUs without their own, CDNA3's for all of AMD's."""
+    """The architecture whose tiles a device uses: sm_80 for NVIDIA GPUs without their own, gfx942 for all AMD GPUs."""
     if device.type == "cpu":
         return "interpreter"
     if torch.version.hip:
