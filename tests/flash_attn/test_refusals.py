@@ -159,7 +159,7 @@ CLUMSY = [
         {"max_seqlen_q": 3.0, "seqused_q": torch.tensor([1, 1])},
         "max_seqlen_q must be .* 3.0",
     ),
-    (fa3.flash_attn_func, {"attention_chunk": -1}, "attention_chunk must be an integer of at least 0, .*; got -1"),
+    (fa3.flash_attn_func, {"attention_chunk": -1}, "attention_chunk must be a positive integer, or 0 .*; got -1"),
     (fa3.flash_attn_func, {"attention_chunk": 2.0}, "attention_chunk must be .*; got 2.0"),
     (fa3.flash_attn_func, {"attention_chunk": []}, r"attention_chunk must be .*; got \[\]"),
 ]
