@@ -1,4 +1,4 @@
-"""torch.compile: one graph, no recompilation when lengths change, and operators that keep torch's rules."""
+"""torch.compile: one graph, no recompilation when lengths change, and operators that pass torch's opcheck."""
 
 from functools import partial
 from typing import Any
@@ -42,7 +42,7 @@ def outputs(function: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, 
 @pytest.mark.heavy
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_one_graph_forward_and_backward(backend: str) -> None:
-    """For every length, too: sizes are symbols in both directions."""
+    """One graph serves all lengths: sizes are symbols in forward and backward."""
     compiled = torch.compile(attention_with_lse, fullgraph=True, dynamic=True, backend=backend)
     for lengths in ([30, 5, 0, 21], [7, 12]):
         given = tensors(lengths)
@@ -52,8 +52,8 @@ def test_one_graph_forward_and_backward(backend: str) -> None:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("backend", ["blocked", pytest.param("triton", marks=pytest.mark.interpreter)])
-def test_new_lengths_compile_nothing(backend: Backend) -> None:
-    """Backends are imported, and their tiles planned, within the graph."""
+def test_new_lengths_do_not_recompile(backend: Backend) -> None:
+    """Backends are imported, and tiles are planned, while torch.compile traces."""
     graphs = 0
 
     def count(module: Any, inputs: Any) -> Any:
@@ -79,7 +79,7 @@ def test_new_lengths_compile_nothing(backend: Backend) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("backend", ["blocked", "reference"])
-def test_operators_keep_the_rules(case: Case, backend: str) -> None:
+def test_operators_pass_opcheck(case: Case, backend: str) -> None:
     inputs = make_inputs(case)
     options = make_options(inputs.q, inputs.mask, sinks=inputs.sinks, **inputs.keywords)
     transposed = inputs.mask.transpose()

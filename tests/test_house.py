@@ -1,4 +1,4 @@
-"""The house rules: which way imports run, what a cold import needs, how large a file grows, what is documented."""
+"""The house rules: directions of imports, imports of heavy packages, sizes of files, docstrings."""
 
 import ast
 import re
@@ -57,7 +57,7 @@ GUESTS = {
 
 
 def imports_of(source: str, module: str) -> set[str]:
-    """The dotted names that a module imports, wherever in it, also by a string such as "tritonpack.masks.flex"."""
+    """The dotted names that a module imports, anywhere in it, also by a string such as "tritonpack.masks.flex"."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -75,7 +75,7 @@ def imports_of(source: str, module: str) -> set[str]:
 
 
 def room_of(name: str) -> str:
-    """The room that a dotted name within the package belongs to; names that the package itself offers count by home."""
+    """The room of a dotted name of the package; public names belong to the room of their module."""
     from tritonpack import _HOMES
 
     first = name.split(".")[1] if "." in name else "__init__"
@@ -100,13 +100,13 @@ def module_name(path: Path) -> str:
 
 
 class TestImports:
-    def test_imports_run_one_way(self) -> None:
+    def test_imports_follow_the_table(self) -> None:
         assert [
             breach for path in MODULES for breach in breaches(path.read_text(encoding="utf-8"), module_name(path))
         ] == []
 
     def test_tests_import_benchmarks_for_the_benchmarks_alone(self) -> None:
-        """So that the package can be tested where no benchmark can run."""
+        """The package's tests must run without the benchmarks."""
         homes = (ROOT / "tests" / "benchmarks", ROOT / "tests" / "gpu")
         for path in (ROOT / "tests").rglob("*.py"):
             if not any(home in path.parents for home in homes):
@@ -132,7 +132,7 @@ class TestImports:
             ("tritonpack.testing.cases", "import tritonpack.cli"),
         ],
     )
-    def test_a_breach_is_seen(self, module: str, source: str) -> None:
+    def test_breaches_are_found(self, module: str, source: str) -> None:
         assert list(breaches(source, module))
 
     def test_every_room_has_a_rule(self) -> None:

@@ -1,4 +1,4 @@
-"""The benchmark of attention on a GPU: its clocks count what they should, and a small run has figures for ours."""
+"""The benchmark of attention on a GPU: its clocks are right, and a small run has figures for tritonpack."""
 
 import csv
 from pathlib import Path
@@ -41,7 +41,7 @@ def test_clocks() -> None:
     ids=str,
 )
 def test_a_small_run(shape: Shape, tmp_path: Path) -> None:
-    """Also prints what every peer says: an adapter that doesn't fit the version at hand shows here."""
+    """Also prints every peer's message, which shows adapters that don't fit the installed version."""
     ledger = Ledger(tmp_path / "attention.csv", environment(DEVICE, "test"))
     peers = [peer for peer in PEERS if not peer.name.startswith("FlexAttention")]  # which takes long to compile
     assert run([shape], ledger, Budget(5), DEVICE, peers=peers) == []

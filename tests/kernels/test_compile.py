@@ -1,4 +1,4 @@
-"""Every kernel configuration that the package ships, compiled for its architecture without the hardware."""
+"""Compiles every kernel configuration of the package for its architecture, without the hardware."""
 
 import pytest
 import torch
@@ -46,7 +46,7 @@ def _param(configuration: Configuration | HopperConfiguration, quick: bool) -> P
 
 
 def _is_quick(configuration: Configuration) -> bool:
-    """Compiled in every run: Hopper's rows in 16 bits. All others take five minutes."""
+    """Whether a configuration is compiled in every run: Hopper in 16 bits. The others take five minutes."""
     plain = not configuration.features and configuration.dtype != torch.float32
     return configuration.arch == "sm_90" and plain
 
@@ -67,7 +67,7 @@ def test_shipped_configuration(configuration: Configuration) -> None:
 
 @pytest.mark.parametrize("configuration", [_param(c, str(c).endswith("d128-bf16")) for c in hopper_configurations()])
 def test_hopper_kernel(configuration: HopperConfiguration) -> None:
-    """Warps that load by TMA, registers that move to those that compute, a softmax within the wait for a product."""
+    """TMA loads, more registers for the computing warps, a softmax between a product's request and its wait."""
     resources, listing = disassemble(configuration)
     assert resources.shared_bytes <= 227 * 1024
     assert "UTMALDG" in listing

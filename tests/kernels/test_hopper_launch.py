@@ -1,4 +1,4 @@
-"""The launch of the Hopper kernel up to the GPU: its arguments compile as they are given, once for all lengths."""
+"""The launch of the Hopper kernel without a GPU: its arguments compile, once for all lengths."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.compile
 
 
 class _Hopper:
-    """As much of a driver as compiling for a launch asks for."""
+    """The part of a driver that compiling for a launch needs."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -33,7 +33,7 @@ class _Hopper:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the launches compile, instead of running it."""
+    """The kernels that launches compile; they aren't run."""
     kernels: list[Any] = []
 
     class Compile:

@@ -1,4 +1,4 @@
-"""The kernels that build and write masks, compiled for each architecture without the hardware."""
+"""Compiles the kernels that build and write masks for each architecture, without the hardware."""
 
 import re
 import subprocess
@@ -44,7 +44,7 @@ class Code(NamedTuple):
 
 
 def compile_kernel(name: str, arch: str) -> Code:
-    """Compile as the launcher does: pointers aligned to 16 bytes, numbers of any value."""
+    """Compile like the launcher: pointers aligned to 16 bytes, numbers of any value."""
     kernel, constants, ids, num_warps = KERNELS[name]
     types = {"ids_ptr": ids, "cu_q_ptr": ids, "cu_k_ptr": ids, "first_ptr": "*i8", "sound_ptr": "*i8"}
     signature = {

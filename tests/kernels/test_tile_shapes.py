@@ -1,4 +1,4 @@
-"""Tiles: every table keeps the rule, files are loaded whole or not at all."""
+"""Tile shapes: every table is legal, and a file with a bad row loads no tile."""
 
 import json
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def test_every_row_is_legal(table: Any, arch: str, kernel: Any, row: int) -> Non
 
 
 @pytest.mark.parametrize("table", [TILES, EXTENDED_TILES], ids=["plain", "extended"])
-def test_dk_and_dv_share_their_tiles_of_keys(table: Any) -> None:
+def test_dk_and_dv_have_the_same_block_n(table: Any) -> None:
     for arch in table:
         for row in table[arch].get("dk", {}):
             shared = {
@@ -65,7 +65,7 @@ def test_dk_and_dv_share_their_tiles_of_keys(table: Any) -> None:
         (TileShape(128, 128, 8, 4), "about 288 KiB of shared memory, of 227"),
     ],
 )
-def test_what_is_illegal(tile: TileShape, message: str) -> None:
+def test_illegal_tiles(tile: TileShape, message: str) -> None:
     assert message in str(why_illegal("forward", tile, 128, "sm_90"))
 
 
@@ -123,7 +123,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_file_changes_nothing(name: str, tmp_path: Path) -> None:
+def test_bad_file_loads_no_tile(name: str, tmp_path: Path) -> None:
     content, message = BAD[name]
     path = tmp_path / "tiles.json"
     if isinstance(content, bytes):
@@ -137,6 +137,6 @@ def test_a_bad_file_changes_nothing(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [None, 1.5, 0, True, ["tiles.json"], {}])
-def test_a_path_must_be_one(path: Any) -> None:
+def test_path_must_be_a_path(path: Any) -> None:
     with pytest.raises(ValueError, match="path must be the name of a file, a str or a Path; got "):
         load_tiles(path)
