@@ -1,8 +1,8 @@
 """Attention in plain torch, block by block: O(T) memory, and work only where a query sees a key.
 
-The default where there is no GPU. The algorithm is that of the kernels, in a form that is easier to read. The queries
-are cut into tiles of up to `BLOCK_ROWS` rows. A tile is computed in blocks of up to `BLOCK_KEYS` keys, from the first
-key that its rows see to the last. The host reads the mask for this, so on an accelerator this backend waits.
+The default without a GPU. It has the algorithm of the kernels, in a form that is easier to read. The queries are cut
+into tiles of up to `BLOCK_ROWS` rows. A tile is computed in blocks of up to `BLOCK_KEYS` keys, from the first key that
+its rows see to the last. The host reads the mask for this, so on an accelerator this backend waits.
 
 Shapes: t tokens, h heads, d head dimension; n key heads, g query heads per key head; m rows and k keys of a block.
 """
@@ -125,8 +125,8 @@ def _blocks(mask: BlockDiagonalMask, pack_invariant: bool) -> list[Block]:
     rows = torch.tensor(_tiles(mask, pack_invariant), dtype=torch.int64, device=mask.device).view(-1, 2)
     first, last = rows[:, 0], rows[:, 1] - 1
     start, stop = mask.key_start, mask.key_stop
-    # A tile sees keys from its first row's first to its last row's last; all of its rows see those from the last row's
-    # first to the first row's last (docs/math.md, section 1).
+    # A tile sees the keys from its first row's start to its last row's stop. All of its rows see the keys from the last
+    # row's start to the first row's stop (docs/math.md, section 1).
     bounds = torch.stack([start[first], stop[last], start[last], stop[first]], 1)
     blocks = []
     for (row, row_end), (begin, end, common, common_end) in zip(rows.tolist(), bounds.tolist(), strict=True):

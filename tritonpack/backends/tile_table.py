@@ -61,7 +61,8 @@ def tile_table(
     block = None if whole_documents else block
 
     def table() -> Tensor:
-        tiles = _tiles(mask, rows, long, whole_documents)
+        key = ("rows of tiles", rows, long, whole_documents)  # tables with another `block` have the same rows
+        tiles = mask.cached(key, lambda: _cut(mask, rows, long, whole_documents))
         exposed = torch.ones_like(tiles[:, 0]) if block is None else _exposed(mask, tiles, block)
         return torch.cat([tiles, exposed[:, None]], dim=1)
 
@@ -79,13 +80,8 @@ def capacity(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: boo
     return min(total // rows + stretches + 1, total)
 
 
-def _tiles(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: bool) -> Tensor:
-    """(capacity, 2) int32, the rows of each tile in the order of the table; kept with the mask."""
-    key = ("rows of tiles", rows, long, whole_documents)
-    return mask.cached(key, lambda: _cut(mask, rows, long, whole_documents))
-
-
 def _cut(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: bool) -> Tensor:
+    """(capacity, 2) int32, the rows of each tile in the order of the table."""
     total = mask.num_queries
     if not total:
         return mask.key_start.new_empty(0, 2)
@@ -95,8 +91,8 @@ def _cut(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: bool) -
         begin = torch.where(begins, row, 0).cummax(0).values
         end = torch.where(begins, row, total).flip(0).cummin(0).values.flip(0)  # the next begin at or after a row
         end = torch.cat([end[1:], end.new_full((1,), total)])
-        alone = end - begin >= long
-        begins &= alone | torch.cat([alone.new_zeros(1), alone[:-1]])
+        is_long = end - begin >= long
+        begins &= is_long | torch.cat([is_long.new_zeros(1), is_long[:-1]])
         begins[:1] = True
     stretch = torch.where(begins, row, 0).cummax(0).values
     tiles_so_far = ((row - stretch) % rows == 0).cumsum(0, dtype=torch.int32)

@@ -54,11 +54,11 @@ def plan_tiles(
     """The tile tables of all kernels; without `backward` only the table of forward."""
 
     def table(kernel: Kernel) -> Tensor:
-        tile, alone = _tile(kernel, q, v, options), options.pack_invariant
+        tile, whole = _tile(kernel, q, v, options), options.pack_invariant
         if kernel in ("forward", "dq"):
             rows = tile.block_m // heads_per_tile(tile, q.shape[1] // k.shape[1])
-            return tile_table(mask, rows, long=tile.block_m, block=tile.block_n, whole_documents=alone)
-        return tile_table(mask.transpose(), tile.block_n, whole_documents=alone)
+            return tile_table(mask, rows, long=tile.block_m, block=tile.block_n, whole_documents=whole)
+        return tile_table(mask.transpose(), tile.block_n, whole_documents=whole)
 
     if not backward:
         return TileTables(table("forward"), None, None)
