@@ -37,7 +37,7 @@ def runs_here(backend: Any) -> bool:
 
 BACKENDS = pytest.mark.parametrize("backend", [name for name in REGISTRY if name != "auto" and runs_here(name)])
 
-# Lengths around the blocked backend's tiles, and documents that share one.
+# Lengths around the sizes of the blocked backend's tiles, and short documents that share a tile.
 BLOCK, KEYS = blocked.BLOCK_ROWS, blocked.BLOCK_KEYS
 EDGES = (
     Case("block-less-one", (BLOCK - 1, 0, 3), heads=2, kv_heads=1, head_dim=16),

@@ -85,7 +85,7 @@ def loaded(make: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **keywords: list(make(*args, **keywords))
 
 
-# What is called: right arguments; and by parameter, the values of `BAD` that it takes.
+# Name -> a function, valid arguments, and for each parameter the values of `BAD` that it accepts.
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
     "from_seqlens": (
         Mask.from_seqlens,

@@ -13,7 +13,7 @@ from tritonpack.ops import Arguments
 from tritonpack.options import make_options
 from tritonpack.testing import Case, make_inputs
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler's own
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # the compiler's warnings
 
 
 @pytest.fixture(autouse=True)

@@ -44,7 +44,7 @@ def torchrun(*options: str) -> dict[int, float]:
 def test_sequence_parallel_equals_one_process_and_resumes_exactly(tmp_path, monkeypatch):
     options = ("--steps", "8", "--save-every", "4", "--checkpoint", str(tmp_path))
     losses = torchrun(*options)
-    shutil.rmtree(tmp_path / "step-000008")  # as if it had been interrupted before
+    shutil.rmtree(tmp_path / "step-000008")  # as after an interruption before this step
     resumed = torchrun(*options, "--resume")
     assert resumed == {step: losses[step] for step in (5, 6, 7, 8)}
 

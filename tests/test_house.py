@@ -16,7 +16,7 @@ SOURCES = MODULES + [
     path for folder in ("tests", "benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 
-# Each room of the package, and the rooms that it may import from besides itself.
+# Room of the package -> the other rooms that it may import from.
 GROUND = {"checks", "errors", "masks", "notices", "options"}
 ALLOWED = {
     "errors": set(),
@@ -39,7 +39,7 @@ ALLOWED = {
     "__init__": GROUND | {"attention", "flash_attn", "kernels", "packing", "parallel", "patches"},
 }
 
-# Heavy or optional packages, and the rooms that may import them at all.
+# Heavy or optional package -> the rooms that may import it.
 GUESTS = {
     "accelerate": {"cli"},
     "axolotl": {"integrations"},
@@ -67,7 +67,7 @@ def imports_of(source: str, module: str) -> set[str]:
             if node.level:
                 package = module.split(".")[: -node.level]
                 base = ".".join([*package, base] if base else package)
-            # `from tritonpack import mask` imports a room, `from tritonpack import patch` the room that patch is in.
+            # `from tritonpack import mask` imports a room, `from tritonpack import patch` imports the room of `patch`.
             names |= {f"{base}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             names |= set(re.findall(r"^tritonpack(?:\.\w+)+$", node.value))
@@ -221,7 +221,7 @@ def test_public_names_are_documented() -> None:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
         public = [node for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
-        documented = {node.name for node in public if ast.get_docstring(node)}  # an overload's name has one, somewhere
+        documented = {node.name for node in public if ast.get_docstring(node)}
         bare += [] if ast.get_docstring(tree) else [module_name(path)]
         bare += [f"{module_name(path)}.{node.name}" for node in public if node.name not in documented]
     assert bare == []

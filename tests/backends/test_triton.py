@@ -17,7 +17,7 @@ from tritonpack.testing.tolerance import OUTPUTS, ROW_OUTPUTS, check_outputs, ru
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
-# What half precision adds are conversions, which differ where the code does: not with lengths or windows.
+# In half precision only conversions are new. They depend on features, not on lengths or windows.
 HALF = (
     "causal", "slack", "cross", "group-of-three", "head-dim-20", "head-dim-64", "head-dim-192-128", "head-dim-512",
     "softcap-window", "sinks", "alibi-documents", "dropout", "everything",

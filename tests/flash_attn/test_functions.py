@@ -375,7 +375,7 @@ class TestConventions:
         assert (out.dtype, lse.dtype, lse.shape) == (dtype, torch.float32, (1, 2, 3))
 
 
-# FlashAttention's parameters in order, as its source has them; ours may follow by keyword alone.
+# FlashAttention's parameters in the order of its source; tritonpack's own may follow as keywords.
 FA2_END = ["dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic",
            "return_attn_probs"]  # fmt: skip
 VARLEN = ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]

@@ -176,7 +176,7 @@ class TestPadding:
         assert rows.shape == (5, 4)
 
 
-# transformers asks for a GPU before it lets a model use FlashAttention; that one answer is given here.
+# transformers looks for a GPU before a model may use FlashAttention; the test replaces that function.
 TRANSFORMERS = """
 import torch, transformers
 from transformers.utils import import_utils
@@ -187,7 +187,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import_utils.is_torch_cuda_available = lambda: True
 row = functions.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2]
 row["supported_devices"] = ((lambda: True, "cpu"),)
-assert not import_utils.is_flash_attn_2_available()  # transformers remembers this answer
+assert not import_utils.is_flash_attn_2_available()  # transformers caches this result
 
 from tests.fresh import FreshInterpreters
 from tritonpack import flash_attn

@@ -43,7 +43,7 @@ def test_clocks() -> None:
 def test_a_small_run(shape: Shape, tmp_path: Path) -> None:
     """Also prints every peer's message, which shows adapters that don't fit the installed version."""
     ledger = Ledger(tmp_path / "attention.csv", environment(DEVICE, "test"))
-    peers = [peer for peer in PEERS if not peer.name.startswith("FlexAttention")]  # which takes long to compile
+    peers = [peer for peer in PEERS if not peer.name.startswith("FlexAttention")]  # slow to compile
     assert run([shape], ledger, Budget(5), DEVICE, peers=peers) == []
     with ledger.path.open(newline="") as file:
         rows = {(row["implementation"], row["op"]): row for row in csv.DictReader(file)}

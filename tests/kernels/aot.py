@@ -51,7 +51,7 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _MATRIX_INSTRUCTION = re.compile(r"\b(HGMMA|HMMA|UTC\w*MMA|v_mfma)")
 
 
-KEY_HEADS = 8  # of what is compiled
+KEY_HEADS = 8  # key heads of the compiled kernels
 
 FEATURES = ("softcap", "sinks", "alibi", "dropout", "pack_invariant")
 

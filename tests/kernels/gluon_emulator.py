@@ -192,7 +192,7 @@ class Machine:
         """Run all partitions to their ends."""
         threads = {name: threading.Thread(target=self._partition, args=(name, partitions[name])) for name in partitions}
         self.baton |= {name: threading.Semaphore(0) for name in partitions}
-        # Who is slow in one program is fast in another: mistakes show when somebody is far ahead.
+        # Each program has other slow partitions, because mistakes show when one partition is far ahead of another.
         speeds = {name: 100 ** self.choice.random() for name in self.baton}
         for thread in threads.values():
             thread.start()

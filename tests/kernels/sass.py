@@ -18,11 +18,11 @@ _LABEL = re.compile(r"^(\.L\w+):")
 _TARGET = re.compile(r"`\((\.L\w+)\)")
 _PRODUCT = re.compile(r"\.(\d+)x(\d+)x(\d+)\.")
 
-# What isn't named here is arithmetic at half rate: integers, comparisons, selections, conversions.
+# All other arithmetic runs at half rate: integers, comparisons, selections, conversions.
 _FULL_RATE = frozenset({"FFMA", "FADD", "FMUL", "IMAD", "HFMA2", "HADD2", "HMUL2"})
 _SHARED = frozenset({"LDS", "STS", "LDSM", "STSM", "ATOMS", "SHFL"})
 _BRANCHES = frozenset({"BRA", "BRX", "CALL", "RET", "EXIT", "BSSY", "BSYNC"})
-# They take a slot, and then work elsewhere: memory, barriers, the uniform datapath (and all that begins with U).
+# These take a slot, and other units execute them: memory, barriers, the uniform datapath (all names with U).
 _ELSEWHERE = frozenset(
     {"HGMMA", "MUFU", "WARPGROUP", "BAR", "SYNCS", "DEPBAR", "MEMBAR", "FENCE", "LDGDEPBAR", "LDG", "STG", "LDGSTS"}
     | {"LDC", "R2UR", "S2R", "S2UR", "ELECT", "VOTEU", "NOP", "WARPSYNC", "LDL", "STL", "ERRBAR", "CCTL", "RED"}
@@ -179,7 +179,7 @@ def _operand_bytes(instruction: Instruction) -> int:
 def _shared_bytes(instruction: Instruction) -> int:
     parts = instruction.opcode.split(".")
     if parts[0] in ("LDSM", "STSM"):
-        return 128 * int(parts[-1]) if parts[-1].isdigit() else 128  # so many matrices of 8 x 8
+        return 128 * int(parts[-1]) if parts[-1].isdigit() else 128  # the number of 8 x 8 matrices
     width = next((int(p) for p in reversed(parts) if p.isdigit()), 32)
     width = next((int(p[1:]) for p in parts if re.fullmatch(r"[US]\d+", p)), width)
     return LANES * width // 8

@@ -27,7 +27,7 @@ NAMES = (
     "window-left-16", "window-self", "window-both", "cross", "cross-bidirectional", "cross-more-queries",
     "cross-window-slack", "nothing-visible",
 )  # fmt: skip
-# Small blocks: many for little arithmetic, each buffer used many times.
+# Small blocks use each buffer many times, with little arithmetic.
 SMALL = [HopperTileShape(32, 2), HopperTileShape(16, 3, turns=False)]
 CHOSEN = [replace(case, head_dim=64, heads=case.heads // 2, kv_heads=max(case.kv_heads // 2, 1))
           for case in CASES if case.name in NAMES]  # fmt: skip
@@ -144,7 +144,7 @@ def test_unsupported_inputs(case: Case, dtype: torch.dtype, keywords: dict[str, 
         forward(make_inputs(case, dtype), **keywords)
 
 
-# What is replaced by what, and what must be seen of it.
+# Name -> (text of the kernel, its replacement, the expected error)
 MUTATIONS = {
     "keys-not-waited-for": ("mbarrier.wait(k_filled.index(slot), parity)", "pass", "overwritten|not where|nobody"),
     "values-not-waited-for": ("mbarrier.wait(v_filled.index(previous), previous_parity)", "pass",

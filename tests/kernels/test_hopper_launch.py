@@ -41,7 +41,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             return lambda **arguments: kernels.append(hopper_forward_kernel.warmup(grid=(*grid, 1), **arguments))
 
     monkeypatch.setattr(gluon, "hopper_forward_kernel", Compile())
-    monkeypatch.setattr(driver, "_active", _Hopper())  # its setter has no way back where there is no GPU
+    monkeypatch.setattr(driver, "_active", _Hopper())  # without a GPU its setter can't restore the old driver
     return kernels
 
 
@@ -56,4 +56,4 @@ def test_one_kernel_for_all_lengths(compiled: list[Any]) -> None:
         gluon.forward(q, k, v, mask, options, gluon.plan_tiles(q, k, v, mask, options, backward=False))
     assert len(compiled) == 4
     assert len({id(kernel) for kernel in compiled}) == 1
-    assert compiled[0].metadata.num_warps == 12  # of which 9 were asked for
+    assert compiled[0].metadata.num_warps == 12  # 9 were requested

@@ -77,7 +77,7 @@ def test_offsets(seed: int, documents: int, assert_same: Callable[[Build], None]
     [
         ([1, 3], [0, 3], r"cu_seqlens must begin with 0.* got \[1, 3\]"),
         ([0, 3, 2, 4], [0, 1, 2, 3], "cu_seqlens must .* never decrease"),
-        ([0] * 30 + [3, 2, 4], [0] * 33, "cu_seqlens must .* never decrease"),  # in a block that no row is in
+        ([0] * 30 + [3, 2, 4], [0] * 33, "cu_seqlens must .* never decrease"),  # in a block without rows
         ([0, 5], [0, 6], "cu_seqlens_k must .* end at most at total_k = 4"),
         ([0, 2**33], [0, 4], "cu_seqlens must"),
     ],

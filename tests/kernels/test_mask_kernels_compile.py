@@ -79,7 +79,7 @@ def compile_kernel(name: str, arch: str) -> Code:
 def test_compiles_without_spills(name: str, arch: str) -> None:
     code = compile_kernel(name, arch)
     assert code.spills == 0
-    assert code.registers <= 64  # so that 1,024 threads, two programs at least, share a processor
+    assert code.registers <= 64  # so 1,024 threads, at least two programs, fit on a multiprocessor
     if name.startswith("dense"):
         wide, any_store = (
             (r"global_store_dwordx4", r"global_store_") if arch == "gfx942" else (r"STG\.E\S*\.128", "STG")

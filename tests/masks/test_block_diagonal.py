@@ -169,9 +169,9 @@ class TestPositionIds:
         [
             ([(0, 0, 0), (1, 1, 1), (7, 7, 7), (8, 8, 8)], [0, 2]),  # positions ascend, but words step by one
             ([(3, 3, 3), (3, 3, 3), (4, 4, 4)], [0, 1]),
-            ([(2, 2, 3), (2, 2, 3), (2, 3, 2)], [0, 1]),  # the same patch twice is two images
+            ([(2, 2, 3), (2, 2, 3), (2, 3, 2)], [0, 1]),  # a repeated patch begins another image
             ([(2, 3, 2), (2, 2, 9)], [0, 1]),
-            ([(2, 2, 2), (2, 2, 3), (9, 9, 9)], [0]),  # after an image, a jump ahead is the image's size
+            ([(2, 2, 2), (2, 2, 3), (9, 9, 9)], [0]),  # after an image, the size of the image is skipped
         ],
     )
     def test_steps_that_end_a_document(self, tokens: list[tuple[int, int, int]], starts: list[int]) -> None:
@@ -216,7 +216,7 @@ class TestSegmentIds:
         (window, causal), tokens = rng.choice(DIAGONALS), rng.randint(1, 14)
         rows = []
         for _ in range(rng.randint(1, 3)):
-            rows.append(random_names(rng, tokens))  # in no order: a document's number is only a name
+            rows.append(random_names(rng, tokens))  # in random order, because a number is only a name
         mask = BlockDiagonalMask.from_segment_ids(torch.tensor(rows), window=window, causal=causal)
         assert_is(mask, dense_of_labels([[label or None for label in row] for row in rows], window, causal))
 
@@ -263,7 +263,7 @@ class TestChunks:
         begin_q = begin_k = 0
         for len_q, len_k in zip(seqlens, seqlens_k, strict=True):
             for i in range(len_q):
-                place = i + len_k - len_q  # queries ahead of the first key belong to chunks that have no keys
+                place = i + len_k - len_q  # queries before the first key belong to chunks without keys
                 for j in range(len_k):
                     dense[begin_q + i, begin_k + j] &= j // chunk == place // chunk
             begin_q, begin_k = begin_q + len_q, begin_k + len_k
@@ -291,7 +291,7 @@ class TestSpans:
         (window, causal), chunk = rng.choice(DIAGONALS), rng.choice((None, 2, 4))
         rows, tokens = rng.randint(1, 3), rng.randint(1, 14)
         segments = torch.tensor([random_names(rng, tokens) for _ in range(rows)])
-        spans = torch.tensor([random_names(rng, tokens) for _ in range(rows)]).clamp(max=3)  # ids come again
+        spans = torch.tensor([random_names(rng, tokens) for _ in range(rows)]).clamp(max=3)  # ids repeat
         reach = {"window": window, "causal": causal, "chunk_size": chunk}
         dense = BlockDiagonalMask.from_segment_ids(segments, **reach).to_dense()
         flat_segments, flat_spans = segments.flatten().tolist(), spans.flatten().tolist()
@@ -307,7 +307,7 @@ class TestSpans:
         assert_is(mask, dense)
 
     def test_an_image_in_a_causal_text(self) -> None:
-        spans = torch.tensor([0, 7, 7, 7, 0, 0, 7, 7])  # the last two in documents of their own
+        spans = torch.tensor([0, 7, 7, 7, 0, 0, 7, 7])  # the last two tokens are in other documents
         for mask in (
             BlockDiagonalMask.from_seqlens([5, 2, 1], spans=spans),
             BlockDiagonalMask.from_cu_seqlens([0, 5, 7, 8], spans=spans[None]),
