@@ -43,8 +43,8 @@ from tests.kernels.aot import Configuration, Resources, disassemble
 from tests.kernels.sass import QUADRANTS, Code, Work, count, loops, parse
 from tests.lengths import distributions, visible_pairs
 from tritonpack import BlockDiagonalMask
-from tritonpack.backends.schedule import tile_table
-from tritonpack.kernels.tile_table import key_gradient_kernels
+from tritonpack.backends.tile_table import tile_table
+from tritonpack.kernels.tile_shapes import key_gradient_kernels
 
 
 class Range(NamedTuple):

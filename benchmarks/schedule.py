@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.backends.blocks import blocks_of
 from tests.lengths import distributions
 from tritonpack import BlockDiagonalMask
-from tritonpack.backends.schedule import tile_table
+from tritonpack.backends.tile_table import tile_table
 
 MASKED, TILE = 1.45, 2.0
 SLOTS, HEADS = 132, 32

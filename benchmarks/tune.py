@@ -22,26 +22,26 @@ from tqdm import tqdm
 from tests.lengths import distributions
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends import triton as triton_backend
-from tritonpack.kernels import tile_table as tiles
-from tritonpack.kernels.tile_table import Kernel, Tile
+from tritonpack.kernels import tile_shapes as tiles
+from tritonpack.kernels.tile_shapes import Kernel, TileShape
 from tritonpack.options import make_options
 from tritonpack.testing import Case, check_backend, make_inputs
 
 # Kernel, tile, padded head dimension -> milliseconds, or None where it doesn't run.
-Measure = Callable[[Kernel, Tile, int], float | None]
+Measure = Callable[[Kernel, TileShape, int], float | None]
 
 
-def candidates(kernel: Kernel, block_d: int, arch: str) -> Iterator[Tile]:
+def candidates(kernel: Kernel, block_d: int, arch: str) -> Iterator[TileShape]:
     """All legal tiles of sizes that can be fast."""
     sizes, columns = (16, 32, 64, 128), (128, 256) if block_d == 512 else (256,)
     heads = {"forward": (1, 8), "dq": (1, 4)}.get(kernel, (1,))
     for m, n, warps, stages, width, together in itertools.product(sizes, sizes, (4, 8), (1, 2, 3, 4), columns, heads):
-        tile = Tile(m, n, warps, stages, width, together)
+        tile = TileShape(m, n, warps, stages, width, together)
         if 512 <= m * n <= 128 * 128 and not tiles.why_illegal(kernel, tile, block_d, arch):
             yield tile
 
 
-def tune(kernel: Kernel, block_d: int, arch: str, measure: Measure, *, block_n: int | None = None) -> Tile:
+def tune(kernel: Kernel, block_d: int, arch: str, measure: Measure, *, block_n: int | None = None) -> TileShape:
     """The fastest tile, the one that ships among the candidates; `block_n` fixes that side."""
     shipped = tiles.select_tile(kernel, block_d, torch.bfloat16, arch)
     choice = [shipped, *(t for t in candidates(kernel, block_d, arch) if t != shipped)]
@@ -62,7 +62,7 @@ class DeviceTimer:
         self.lengths = distributions(tokens)["stdlib"]
         self.arch = arch
 
-    def __call__(self, kernel: Kernel, tile: Tile, block_d: int) -> float | None:
+    def __call__(self, kernel: Kernel, tile: TileShape, block_d: int) -> float | None:
         """The median of 10 runs in milliseconds; None where the tile can't be launched."""
         before = dict(tiles._loaded)
         tiles._loaded[self.arch, kernel, block_d] = tile
@@ -104,7 +104,7 @@ def main() -> None:
         parser.error("tiles are tuned on the GPU that they are for; there is none here.")
     arch = tiles.current_arch(torch.device("cuda", torch.cuda.current_device()))
     timer = DeviceTimer(options.tokens, arch)
-    best: dict[tuple[str, Kernel, int], Tile] = {}
+    best: dict[tuple[str, Kernel, int], TileShape] = {}
     for head_dim in options.head_dims:
         offered = ("forward", *tiles.key_gradient_kernels(head_dim, torch.bfloat16, arch), "dq")
         for kernel in (name for name in offered if name in options.kernels):

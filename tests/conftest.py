@@ -20,7 +20,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what can't run in this process, instead of printing a skip for each; with --quick all later cases."""
+    """Deselect tests that can't run in this process, and with --quick all cases of a test but the first."""
     runnable = {
         "gpu": torch.cuda.is_available() and not INTERPRETED,
         "interpreter": INTERPRETED,
@@ -46,7 +46,7 @@ def _seed() -> None:
 
 @pytest.fixture
 def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Uninitialised floating-point memory holds NaN, so that whatever reads it before writing it shows."""
+    """Fill uninitialised floating-point memory with NaN, so that reading it before writing shows."""
 
     def poison(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.fill_(float("nan")) if tensor.is_floating_point() else tensor

@@ -1,7 +1,7 @@
-"""Fresh interpreters, for tests of who imports what and when.
+"""Fresh interpreters, for tests of imports.
 
-Most of a new process's time goes into torch, whose import none of these tests is about. So one process imports it, and
-what transformers takes besides, and forks for every program.
+A new process spends most of its time on importing torch, which these tests don't test. So one process imports torch and
+its parts that transformers needs, and forks for every program.
 """
 
 import json
@@ -39,12 +39,12 @@ for line in sys.stdin:
             sys.stderr.flush()
             os._exit(code)
     print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-os._exit(0)  # taking all of torch down again takes seconds
+os._exit(0)  # an ordinary exit with torch takes seconds
 """
 
 
 class FreshInterpreters:
-    """A context in which programs run, each in a process that has imported torch and neither transformers nor us."""
+    """Runs programs, each in a process that has imported torch, but neither transformers nor tritonpack."""
 
     def __enter__(self) -> "FreshInterpreters":
         self._process = subprocess.Popen(
@@ -61,7 +61,7 @@ class FreshInterpreters:
 
         Args:
             code: its source.
-            path: where it imports from first of all, before our own package.
+            path: folders to import from, before the repository.
         """
         with TemporaryDirectory() as folder:
             files = {name: Path(folder) / name for name in ("stdout", "stderr")}

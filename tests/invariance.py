@@ -1,4 +1,4 @@
-"""Packed against alone, to the bit: shared by the tests of the backends."""
+"""Compares documents in a pack with the same documents alone, to the bit, for the tests of the backends."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,8 +11,8 @@ from tritonpack import BlockDiagonalMask, varlen_attention
 from tritonpack.testing import Case, Inputs, make_inputs
 from tritonpack.testing.tolerance import ROW_OUTPUTS
 
-LENGTHS = (21, 5, 70, 1, 64, 9)  # around the interpreter's tiles of 64 and 32
-POISONS = (("q", "k", "v", "dout", "dlse"), ("v", "dout"))  # with finite q and k the rows have their log-sum-exp
+LENGTHS = (21, 5, 70, 1, 64, 9)  # around the sizes of the interpreter's tiles, 64 and 32
+POISONS = (("q", "k", "v", "dout", "dlse"), ("v", "dout"))  # with finite q and k the log-sum-exps stay finite
 CASES = (
     Case("causal", LENGTHS),
     Case("bidirectional", LENGTHS, causal=False),
@@ -63,7 +63,7 @@ def moved_outputs(
 
 
 def _keep(x: Tensor, rows: slice) -> Tensor:
-    """NaN but for some rows."""
+    """x with NaN in all rows but these."""
     kept = torch.full_like(x, float("nan"))
     kept[rows] = x[rows]
     return kept

@@ -1,4 +1,4 @@
-"""Document lengths to measure with: real counts where a file is at hand, documented generators otherwise."""
+"""Document lengths for measurements: from a file if it is there, else from documented generators."""
 
 from __future__ import annotations
 

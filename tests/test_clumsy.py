@@ -1,6 +1,6 @@
 """Values of the wrong type or size, one at a time, for every parameter of the public functions.
 
-Each is either refused by a ValueError of ours, with a text of ours, or taken: what is taken is listed here by name.
+Each value either raises a ValueError of tritonpack or is accepted. The accepted kinds of values are listed here.
 """
 
 from collections.abc import Callable
@@ -81,11 +81,11 @@ def stream(*names: str) -> dict[str, Any]:
 
 
 def loaded(make: Callable[..., Any]) -> Callable[..., Any]:
-    """A call that also takes everything out of what it makes."""
+    """Call a function and read everything from the iterator that it returns."""
     return lambda *args, **keywords: list(make(*args, **keywords))
 
 
-# What is called: right arguments; and by parameter, the values of `BAD` that it takes.
+# Name -> a function, valid arguments, and for each parameter the values of `BAD` that it accepts.
 CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
     "from_seqlens": (
         Mask.from_seqlens,
@@ -344,13 +344,13 @@ PARAMETERS = [(name, parameter) for name, (_, _, parameters) in CALLS.items() fo
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_the_right_call_is_taken(name: str) -> None:
+def test_valid_call(name: str) -> None:
     function, arguments, _ = CALLS[name]
     function(**arguments)
 
 
 @pytest.mark.parametrize(("name", "parameter"), PARAMETERS)
-def test_a_wrong_value_is_refused_in_words(name: str, parameter: str) -> None:
+def test_wrong_values_raise_our_value_error(name: str, parameter: str) -> None:
     function, arguments, parameters = CALLS[name]
     taken, faults = set(), []
     for kind, value in BAD.items():

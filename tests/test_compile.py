@@ -1,4 +1,4 @@
-"""torch.compile: one graph, no recompilation when lengths change, and operators that keep torch's rules."""
+"""torch.compile: one graph, no recompilation when lengths change, and operators that pass torch's opcheck."""
 
 from functools import partial
 from typing import Any
@@ -13,7 +13,7 @@ from tritonpack.ops import Arguments
 from tritonpack.options import make_options
 from tritonpack.testing import Case, make_inputs
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler's own
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # the compiler's warnings
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def _fresh_compiler() -> None:
     torch._dynamo.reset()
 
 
-def attend(
+def attention_with_lse(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, sinks: Tensor, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor]:
     mask = BlockDiagonalMask.from_cu_seqlens(cu_seqlens, total_q=q.shape[0])
@@ -42,18 +42,18 @@ def outputs(function: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, 
 @pytest.mark.heavy
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_one_graph_forward_and_backward(backend: str) -> None:
-    """For every length, too: sizes are symbols in both directions."""
-    compiled = torch.compile(attend, fullgraph=True, dynamic=True, backend=backend)
+    """One graph serves all lengths: sizes are symbols in forward and backward."""
+    compiled = torch.compile(attention_with_lse, fullgraph=True, dynamic=True, backend=backend)
     for lengths in ([30, 5, 0, 21], [7, 12]):
         given = tensors(lengths)
-        for expected, got in zip(outputs(attend, *given), outputs(compiled, *given), strict=True):
+        for expected, got in zip(outputs(attention_with_lse, *given), outputs(compiled, *given), strict=True):
             torch.testing.assert_close(got, expected)
 
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("backend", ["blocked", pytest.param("triton", marks=pytest.mark.interpreter)])
-def test_new_lengths_compile_nothing(backend: Backend) -> None:
-    """Backends are imported, and their tiles planned, within the graph."""
+def test_new_lengths_do_not_recompile(backend: Backend) -> None:
+    """Backends are imported, and tiles are planned, while torch.compile traces."""
     graphs = 0
 
     def count(module: Any, inputs: Any) -> Any:
@@ -61,7 +61,7 @@ def test_new_lengths_compile_nothing(backend: Backend) -> None:
         graphs += 1
         return module
 
-    function = partial(attend, backend=backend)
+    function = partial(attention_with_lse, backend=backend)
     compiled = torch.compile(function, fullgraph=True, dynamic=True, backend=count)
     for lengths in ([30, 5, 21], [7, 90, 4], [3, 3, 3], [64, 64, 1]):
         given = tensors(lengths)
@@ -79,7 +79,7 @@ def test_new_lengths_compile_nothing(backend: Backend) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("backend", ["blocked", "reference"])
-def test_operators_keep_the_rules(case: Case, backend: str) -> None:
+def test_operators_pass_opcheck(case: Case, backend: str) -> None:
     inputs = make_inputs(case)
     options = make_options(inputs.q, inputs.mask, sinks=inputs.sinks, **inputs.keywords)
     transposed = inputs.mask.transpose()

@@ -1,4 +1,4 @@
-"""The examples run, and what they train gets better."""
+"""The examples run, and training lowers their losses."""
 
 import os
 import re
@@ -31,7 +31,7 @@ def test_training_lowers_the_loss(name):
 
 
 def torchrun(*options: str) -> dict[int, float]:
-    """Two ranks share every batch; the losses by step, as they are printed."""
+    """The printed losses by step of two ranks that share every batch."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(EXAMPLES / "train_sequence_parallel.py"), "--sp", "2", *options]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -41,10 +41,10 @@ def torchrun(*options: str) -> dict[int, float]:
 
 
 @pytest.mark.slow
-def test_sequence_parallel_trains_as_one_process_and_goes_on_exactly(tmp_path, monkeypatch):
+def test_sequence_parallel_equals_one_process_and_resumes_exactly(tmp_path, monkeypatch):
     options = ("--steps", "8", "--save-every", "4", "--checkpoint", str(tmp_path))
     losses = torchrun(*options)
-    shutil.rmtree(tmp_path / "step-000008")  # as if it had been interrupted before
+    shutil.rmtree(tmp_path / "step-000008")  # as after an interruption before this step
     resumed = torchrun(*options, "--resume")
     assert resumed == {step: losses[step] for step in (5, 6, 7, 8)}
 

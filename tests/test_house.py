@@ -1,4 +1,4 @@
-"""The house rules: which way imports run, what a cold import needs, how large a file grows, what is documented."""
+"""The house rules: directions of imports, imports of heavy packages, sizes of files, docstrings."""
 
 import ast
 import re
@@ -17,7 +17,7 @@ SOURCES = MODULES + [
     path for folder in ("tests", "benchmarks", "examples") for path in sorted((ROOT / folder).rglob("*.py"))
 ]
 
-# Each room of the package, and the rooms that it may import from besides itself.
+# Room of the package -> the other rooms that it may import from.
 GROUND = {"checks", "errors", "masks", "notices", "options"}
 ALLOWED = {
     "errors": set(),
@@ -40,7 +40,7 @@ ALLOWED = {
     "__init__": GROUND | {"attention", "flash_attn", "kernels", "packing", "parallel", "patches"},
 }
 
-# Heavy or optional packages, and the rooms that may import them at all.
+# Heavy or optional package -> the rooms that may import it.
 GUESTS = {
     "accelerate": {"cli"},
     "axolotl": {"integrations"},
@@ -60,7 +60,7 @@ CIRCULAR = {"packing", "patches"}  # rooms in which some files still import each
 
 
 def imports_of(source: str, module: str) -> set[str]:
-    """The dotted names that a module imports, wherever in it, also by a string such as "tritonpack.masks.flex"."""
+    """The dotted names that a module imports, anywhere in it, also by a string such as "tritonpack.masks.flex"."""
     names = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -70,7 +70,7 @@ def imports_of(source: str, module: str) -> set[str]:
             if node.level:
                 package = module.split(".")[: -node.level]
                 base = ".".join([*package, base] if base else package)
-            # `from tritonpack import mask` imports a room, `from tritonpack import patch` the room that patch is in.
+            # `from tritonpack import mask` imports a room, `from tritonpack import patch` imports the room of `patch`.
             names |= {f"{base}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             names |= set(re.findall(r"^tritonpack(?:\.\w+)+$", node.value))
@@ -78,7 +78,7 @@ def imports_of(source: str, module: str) -> set[str]:
 
 
 def room_of(name: str) -> str:
-    """The room that a dotted name within the package belongs to; names that the package itself offers count by home."""
+    """The room of a dotted name of the package; public names belong to the room of their module."""
     from tritonpack import _HOMES
 
     first = name.split(".")[1] if "." in name else "__init__"
@@ -103,7 +103,7 @@ def module_name(path: Path) -> str:
 
 
 class TestImports:
-    def test_imports_run_one_way(self) -> None:
+    def test_imports_follow_the_table(self) -> None:
         assert [
             breach for path in MODULES for breach in breaches(path.read_text(encoding="utf-8"), module_name(path))
         ] == []
@@ -119,7 +119,7 @@ class TestImports:
         TopologicalSorter(imported).prepare()  # raises CycleError, which names the files
 
     def test_tests_import_benchmarks_for_the_benchmarks_alone(self) -> None:
-        """So that the package can be tested where no benchmark can run."""
+        """The package's tests must run without the benchmarks."""
         homes = (ROOT / "tests" / "benchmarks", ROOT / "tests" / "gpu")
         for path in (ROOT / "tests").rglob("*.py"):
             if not any(home in path.parents for home in homes):
@@ -145,7 +145,7 @@ class TestImports:
             ("tritonpack.testing.cases", "import tritonpack.cli"),
         ],
     )
-    def test_a_breach_is_seen(self, module: str, source: str) -> None:
+    def test_breaches_are_found(self, module: str, source: str) -> None:
         assert list(breaches(source, module))
 
     def test_every_room_has_a_rule(self) -> None:
@@ -153,7 +153,7 @@ class TestImports:
         assert rooms == set(ALLOWED)
 
 
-COLD = """
+BLOCKER = """
 import sys
 
 class Absent:
@@ -164,29 +164,63 @@ class Absent:
 sys.meta_path.insert(0, Absent())
 import tritonpack
 assert "torch" not in sys.modules, "import tritonpack loads torch"
-import torch
-from tritonpack import BlockDiagonalMask, PackingCollator, varlen_attention
+"""
 
-batch = PackingCollator()([{{"input_ids": [5, 6, 7]}}, {{"input_ids": [8, 9]}}])
+ATTENTION = """
+import torch
+from tritonpack import BackendUnavailableError, BlockDiagonalMask, PackingCollator, varlen_attention
+
+batch = PackingCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
 mask = BlockDiagonalMask.from_position_ids(batch["position_ids"])
+q, k, v = (torch.randn(5, 2, 16, requires_grad=True) for _ in range(3))
 for backend in ("auto", "blocked", "reference"):
-    q, k, v = (torch.randn(5, 2, 16, requires_grad=True) for _ in range(3))
     varlen_attention(q, k, v, mask, backend=backend).sum().backward()
     assert v.grad.any()
 import tritonpack.cli, tritonpack.testing
-print(sorted({absent!r} & set(sys.modules)))
+print(sorted(ABSENT & set(sys.modules)))
+try:
+    varlen_attention(q, k, v, mask, backend="triton")
+except BackendUnavailableError as error:
+    print(error)
+try:
+    tritonpack.patch
+except ImportError as error:
+    print(error)
+"""
+
+PACKING = """
+print([bin.tolist() for bin in tritonpack.pack([3, 2, 4, 1], 5)])
+print(tritonpack.PackingCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])["position_ids"].tolist())
 """
 
 
-@pytest.mark.heavy
-def test_works_where_heavy_packages_are_absent() -> None:
-    """A fresh interpreter in which they can't be imported builds masks, collates and computes attention."""
-    absent = {"accelerate", "matplotlib", "numba", "rich", "tqdm", "transformers", "triton", "typer"}
-    result = subprocess.run(
-        [sys.executable, "-c", COLD.format(absent=absent)], capture_output=True, text=True, cwd=ROOT, timeout=120
-    )
+def run_without(absent: set[str], program: str) -> list[str]:
+    """The lines that a program prints in a fresh interpreter in which some packages can't be imported."""
+    code = BLOCKER.format(absent=absent) + program.replace("ABSENT", repr(absent))
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=120)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.strip() == "[]"
+    return result.stdout.splitlines()
+
+
+@pytest.mark.heavy
+def test_attention_without_heavy_packages() -> None:
+    """Masks, the collator and the backends in torch work; what needs a missing package names it and the remedy."""
+    absent = {"accelerate", "matplotlib", "numba", "rich", "tqdm", "transformers", "triton", "typer"}
+    imported, triton, transformers = run_without(absent, ATTENTION)
+    assert imported == "[]"
+    assert triton.startswith("backend='triton' needs Triton 3.6 or later, which can't be imported here (")
+    assert triton.endswith("run pip install 'triton>=3.6', or use backend='blocked'.")
+    assert transformers == (
+        "tritonpack.patch needs transformers, which isn't installed here; run pip install transformers."
+    )
+
+
+@pytest.mark.heavy
+def test_packing_without_triton() -> None:
+    pytest.importorskip("numba")
+    bins, positions = run_without({"transformers", "triton"}, PACKING)
+    assert sorted(map(sorted, ast.literal_eval(bins))) == [[0, 1], [2, 3]]
+    assert positions == "[[0, 1, 2, 0, 1]]"
 
 
 PACKING_ALONE = (
@@ -225,7 +259,7 @@ def test_public_names_are_documented() -> None:
         tree = ast.parse(path.read_text(encoding="utf-8"))
         kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
         public = [node for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
-        documented = {node.name for node in public if ast.get_docstring(node)}  # an overload's name has one, somewhere
+        documented = {node.name for node in public if ast.get_docstring(node)}
         bare += [] if ast.get_docstring(tree) else [module_name(path)]
         bare += [f"{module_name(path)}.{node.name}" for node in public if node.name not in documented]
     assert bare == []

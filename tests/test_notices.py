@@ -1,4 +1,4 @@
-"""Warnings are said once per process and key, also by threads, and name the user's line and what ends them."""
+"""Warnings appear once per process and key, also with threads, and name the user's line and their remedy."""
 
 import pickle
 import threading
@@ -25,7 +25,7 @@ def heard() -> Iterator[list[warnings.WarningMessage]]:
         yield heard
 
 
-def test_says_a_key_once(heard: list[warnings.WarningMessage]) -> None:
+def test_one_warning_per_key(heard: list[warnings.WarningMessage]) -> None:
     for key in ("a-key", "another-key", "a-key"):
         notices.say_once(key, "Facts.")
     assert [str(warning.message)[: len("a-key: Facts.")] for warning in heard] == [
@@ -36,12 +36,12 @@ def test_says_a_key_once(heard: list[warnings.WarningMessage]) -> None:
     assert issubclass(tritonpack.PackingWarning, UserWarning)
 
 
-def test_points_at_the_line_outside_of_the_package(heard: list[warnings.WarningMessage]) -> None:
+def test_warning_names_the_line_of_the_user(heard: list[warnings.WarningMessage]) -> None:
     notices.say_once("here", "Facts.")
     assert heard[0].filename == __file__
 
 
-def test_the_message_says_what_ends_it(heard: list[warnings.WarningMessage]) -> None:
+def test_message_names_the_filter_that_silences_it(heard: list[warnings.WarningMessage]) -> None:
     notices.say_once("a-key", "Facts.")
     notices._said.clear()
     code = str(heard[0].message).partition("To silence this warning: ")[2]
@@ -52,7 +52,7 @@ def test_the_message_says_what_ends_it(heard: list[warnings.WarningMessage]) -> 
     assert str(heard[1].message).startswith("another-key")
 
 
-def test_of_many_threads_one_warns(heard: list[warnings.WarningMessage]) -> None:
+def test_one_of_many_threads_warns(heard: list[warnings.WarningMessage]) -> None:
     barrier = threading.Barrier(16)
 
     def speak() -> None:
@@ -67,7 +67,7 @@ def test_of_many_threads_one_warns(heard: list[warnings.WarningMessage]) -> None
     assert len(heard) == 1
 
 
-def test_models_are_forgotten_with_their_last_reference() -> None:
+def test_patched_models_are_weak_references() -> None:
     from torch import nn
 
     model = nn.Linear(1, 1)
@@ -83,7 +83,7 @@ def what_a_worker_knows(_: object) -> tuple[int, bool]:
 
 
 @pytest.mark.parametrize(("method", "first_worker"), [("fork", True), ("spawn", False), ("forkserver", False)])
-def test_a_forked_worker_knows_what_was_patched_and_a_spawned_one_does_not(method: str, first_worker: bool) -> None:
+def test_forked_workers_know_patched_models_and_spawned_ones_do_not(method: str, first_worker: bool) -> None:
     assert notices.knows_patched_models()
     loader = DataLoader(
         range(2), batch_size=1, num_workers=2, collate_fn=what_a_worker_knows, multiprocessing_context=method

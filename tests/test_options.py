@@ -38,8 +38,8 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
 @pytest.mark.parametrize("backend", ["blocked", "reference"])
 @pytest.mark.parametrize("of", ["heads", "documents"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-def test_float64_with_alibi_is_exact_to_float64(backend: Any, of: str, dtype: torch.dtype) -> None:
-    """Slopes that aren't powers of two: products with distances need more than 24 bits."""
+def test_alibi_in_float64_precision(backend: Any, of: str, dtype: torch.dtype) -> None:
+    """The slopes aren't powers of two, so their products with distances need more than 24 bits."""
     slopes = torch.rand(*([len(LENGTHS)] if of == "documents" else []), HEADS, dtype=dtype) + 0.1
     q, k, v = inputs()
     mask = BlockDiagonalMask.from_seqlens(LENGTHS)

@@ -1,4 +1,4 @@
-"""Packed (padding-free) training of language models: exact varlen attention, one line to patch a model, packing."""
+"""Packed (padding-free) training of language models: packing, exact varlen attention, patching of models."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from tritonpack.errors import IsolationError as IsolationError
     from tritonpack.errors import PackingWarning as PackingWarning
     from tritonpack.errors import UnsupportedModelError as UnsupportedModelError
-    from tritonpack.kernels.tile_table import load_tiles as load_tiles
+    from tritonpack.kernels.tile_shapes import load_tiles as load_tiles
     from tritonpack.masks.block_diagonal import BlockDiagonalMask as BlockDiagonalMask
     from tritonpack.packing import BinDataset as BinDataset
     from tritonpack.packing import CostModel as CostModel
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from tritonpack.patches import register as register
     from tritonpack.patches import unpatch as unpatch
 
-# Public name -> the module it comes from (or is, where both are the same), imported when first asked for: packing needs
-# no transformers, and nothing needs Triton until a kernel runs.
+# Public name -> its module below `tritonpack`, imported at the name's first use. So packing needs no transformers, and
+# nothing needs Triton before a kernel runs.
 _HOMES = {
     "AllGatherWithGrad": "parallel",
     "BackendUnavailableError": "errors",
@@ -48,7 +48,7 @@ _HOMES = {
     "SequenceParallel": "parallel.context",
     "UnsupportedModelError": "errors",
     "flash_attn": "flash_attn",
-    "load_tiles": "kernels.tile_table",
+    "load_tiles": "kernels.tile_shapes",
     "pack": "packing",
     "pack_dataset": "packing",
     "pack_stream": "packing",
@@ -64,7 +64,14 @@ __all__ = ["__version__", *_HOMES]
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'tritonpack' has no attribute {name!r}; it has {', '.join(__all__)}")
-    home = import_module(f"tritonpack.{_HOMES[name]}")
+    try:
+        home = import_module(f"tritonpack.{_HOMES[name]}")
+    except ModuleNotFoundError as error:
+        if not error.name or "." in error.name:  # a part of a package that is installed
+            raise
+        raise ImportError(
+            f"tritonpack.{name} needs {error.name}, which isn't installed here; run pip install {error.name}."
+        ) from error
     value = home if name == _HOMES[name] else getattr(home, name)
     globals()[name] = value
     return value

@@ -1,4 +1,4 @@
-"""varlen_attention: exact softmax attention over a packed batch, forward and backward, on the backend that fits."""
+"""varlen_attention: exact softmax attention over a packed batch, forward and backward."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from torch import Tensor
 from tritonpack.backends import BACKENDS, Backend, load
 from tritonpack.checks import check_choice, check_flag
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
-from tritonpack.ops import attend
+from tritonpack.ops import run_attention
 from tritonpack.options import make_options
 
 MAX_HEAD_DIM = 512
 
-# Where torch computes with MKL, the first float32 exponential of a process, if spread over several threads, can come
-# out 1e-4 off in one thread's share (seen with torch 2.13 in one process of seven). One small call settles it.
+# With MKL, the first float32 exponential of a process can be wrong by 1e-4 in the part of one thread, if several
+# threads compute it (seen with torch 2.13 in one process of seven). One small call prevents this.
 torch.exp(torch.zeros(1))
 
 
@@ -50,44 +50,44 @@ def varlen_attention(
     return_lse: bool = False,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention in which each query sees exactly the keys that the mask gives it.
+    """Attention in which each query sees exactly the keys that the mask names.
 
-    Rows that see nothing (padding, slack) come out as zeros, whatever they contain; nothing they contain reaches any
-    other row, and their gradients are zeros. Forward and backward are deterministic. Under `torch.autocast` q, k and v
-    are cast to its dtype, as torch's own attention does.
+    Rows that see nothing (padding, slack) give zeros and get zero gradients, and their contents reach no other row.
+    Forward and backward are deterministic. Under `torch.autocast` q, k and v are cast to its dtype, as in torch's own
+    attention.
 
     Args:
-        q: (T_q, H, D) float32, float16, bfloat16, or float64 where the backend is in torch. D from 1 to 512.
-        k: (T_k, H_kv, D), same dtype and device; H_kv divides H, and each key head serves H / H_kv query heads in
-            order.
+        q: (T_q, H, D) float32, float16, bfloat16, or float64 for the backends in torch. D from 1 to 512.
+        k: (T_k, H_kv, D), same dtype and device; H_kv divides H, and consecutive H / H_kv query heads share a key
+            head.
         v: (T_k, H_kv, D_v), same dtype and device; D_v from 1 to 512.
         mask: the keys of each query, `mask.num_queries == T_q` and `mask.num_keys == T_k`, same device.
-        scale: what scores are multiplied by before the softmax; None means 1 / sqrt(D).
-        softcap: scores become softcap * tanh(score / softcap), as Gemma 2 has it; 0.0 means no cap.
+        scale: the factor of scores before the softmax; None means 1 / sqrt(D).
+        softcap: scores become softcap * tanh(score / softcap), as in Gemma 2; 0.0 means no cap.
         sinks: (H,) floating point: each head's score of a key without a value, which every query sees besides its own
-            keys (gpt-oss). Rows that see no key stay empty. Differentiable.
+            keys (gpt-oss). Rows that see no key don't see the sink either. Differentiable.
         alibi_slopes: (H,), or (documents, H) for a mask that numbers its documents, float32, with float64 inputs also
-            float64: what a score loses per key of distance from the query's own place, after softcap. Not
+            float64: scores lose the slope times the distance of the key from the query's own place, after softcap. Not
             differentiable. Source: Press, Smith and Lewis, ALiBi (arXiv:2108.12409).
-        dropout_p: the probability with which a pair's weight is dropped; the others are divided by 1 - dropout_p.
-        dropout_seed: an integer, or an int64 scalar on q's device; the same seed drops the same pairs, on every
-            backend. None draws one from torch's generator.
-        pack_invariant: a document's results and gradients, to the bit, are the same wherever in a pack it lies, and
-            alone, and a NaN in one reaches no other; costs speed where documents are short. Not with dropout, nor on
-            the reference backend.
-        return_lse: also return the log-sum-exp of each row's scores, sink included.
+        dropout_p: the probability that a pair's weight is dropped; the other weights are divided by 1 - dropout_p.
+        dropout_seed: an integer, or an int64 scalar on q's device; the same seed drops the same pairs on every
+            backend. None draws a seed from torch's generator.
+        pack_invariant: whether a document has the same bits in results and gradients alone and at every place of every
+            pack, and a NaN in it reaches no other document. It is slower if documents are short. Not with dropout, nor
+            on the reference backend.
+        return_lse: whether to return the log-sum-exp of each row's scores, sink included, too.
         backend: "triton" (kernels; a GPU, or Triton's interpreter), "gluon" (experimental: another forward kernel, for
             Hopper GPUs, 16-bit types, D = D_v of 64, 128 or 256, and neither softcap nor sinks, ALiBi or dropout),
-            "blocked" (torch, walks the mask's blocks, O(T) memory; reads the mask on the host), "reference" (torch,
-            dense, O(T^2) memory) or "auto": triton on a GPU, blocked elsewhere and for float64. A backend asked for by
-            name runs or raises; no other takes its place.
+            "blocked" (torch, block by block, O(T) memory; reads the mask on the host), "reference" (torch, dense,
+            O(T^2) memory) or "auto": triton on a GPU, blocked elsewhere and for float64. A backend that is named runs
+            or raises an error; no other one replaces it.
 
     Returns:
         out (T_q, H, D_v) in q's dtype; with `return_lse` also lse (H, T_q) float32 (float64 for float64 inputs),
         natural logarithm, -inf in rows that see nothing. Both are differentiable.
 
     Raises:
-        ValueError: shapes, dtypes, devices or options that don't fit; the message says what would.
+        ValueError: shapes, dtypes, devices or options that don't fit; the message says what is allowed.
         BackendUnavailableError: (a ValueError) the backend can't run here.
 
     Source: Dao, FlashAttention-2 (arXiv:2307.08691); the derivation for interval masks is docs/math.md, sections 2, 3
@@ -107,12 +107,12 @@ def varlen_attention(
         dropout_seed=dropout_seed,
         pack_invariant=pack_invariant,
     )
-    out, lse = attend(q, k, v, mask, options, resolve_backend(backend, q))
+    out, lse = run_attention(q, k, v, mask, options, resolve_backend(backend, q))
     return (out, lse) if return_lse else out
 
 
 def resolve_backend(backend: Backend, q: Tensor) -> str:
-    """The name of the backend, never "auto", that serves inputs like q.
+    """The name of the backend, never "auto", that computes with inputs like q.
 
     Raises:
         ValueError: an unknown name.
@@ -126,7 +126,7 @@ def resolve_backend(backend: Backend, q: Tensor) -> str:
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The tensors in autocast's dtype where it is on; float64 stays, as in torch."""
+    """Cast tensors to autocast's dtype if autocast is on; float64 stays, as in torch."""
 
     def cast(x: Tensor) -> Tensor:
         if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
@@ -138,7 +138,7 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask) -> None:
-    """Raise ValueError unless q, k, v and the mask are as `varlen_attention` takes them."""
+    """Raise ValueError unless q, k, v and the mask fit `varlen_attention`."""
     tensors = {"q": q, "k": k, "v": v}
     for name, tensor in tensors.items():
         if not isinstance(tensor, Tensor) or tensor.ndim != 3:
@@ -157,7 +157,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask) -> No
     if not isinstance(mask, BlockDiagonalMask):
         raise ValueError(
             f"mask must be a tritonpack.BlockDiagonalMask; got {type(mask).__name__}. Build one with "
-            "BlockDiagonalMask.from_cu_seqlens or one of its siblings."
+            "BlockDiagonalMask.from_cu_seqlens or another of its from_ constructors."
         )
     devices = [tensor.device for tensor in tensors.values()] + [mask.device]
     if len(set(devices)) > 1:
@@ -173,7 +173,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask) -> No
         )
     if q.shape[2] != k.shape[2] or not all(1 <= x.shape[2] <= MAX_HEAD_DIM for x in (q, v)):
         raise ValueError(
-            f"q and k must share a head dimension, and that of v may differ, each from 1 to {MAX_HEAD_DIM}; got "
+            f"q and k must have the same head dimension, v may have another, each from 1 to {MAX_HEAD_DIM}; got "
             f"{q.shape[2]}, {k.shape[2]} and {v.shape[2]}."
         )
     if (mask.num_queries, mask.num_keys) != (q.shape[0], k.shape[0]):

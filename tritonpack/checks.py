@@ -1,4 +1,4 @@
-"""Checks of what users pass to masks: host values at once, device values without waiting for them."""
+"""Checks of arguments: of values in host memory at once, of values on a device by an assertion there."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from torch import Tensor
 
 Lengths = Sequence[int] | Tensor
 Window = tuple[int, int]
-UNLIMITED = 2**31 - 1  # further than any key
+UNLIMITED = 2**31 - 1  # more than any number of keys
 _UNSIGNED = {torch.uint16: torch.int32, torch.uint32: torch.int64}
 
 
 class Reach(NamedTuple):
-    """How far a query sees within its document: from `left` keys before its own place to `right` after it, and no
-    further than its chunk of `chunk` keys; UNLIMITED where there is no limit."""
+    """How far a query sees within its document: `left` keys before its own place, `right` keys after it, and only its
+    chunk of `chunk` keys. UNLIMITED stands for no limit."""
 
     left: int
     right: int
@@ -25,9 +25,9 @@ class Reach(NamedTuple):
 
 
 def require(condition: Tensor, message: str | Callable[[], str]) -> None:
-    """Raise for a condition in host memory; assert it on the device, without waiting, for one on an accelerator.
+    """Raise ValueError unless a condition in host memory holds; on an accelerator assert it there, without waiting.
 
-    A message that names sizes comes as a function: writing them out would tie a compiled graph to them.
+    Pass a message that names sizes as a function: formatting the sizes would tie a compiled graph to their values.
     """
     if torch.compiler.is_compiling() or condition.device.type == "meta":
         return
@@ -40,21 +40,21 @@ def require(condition: Tensor, message: str | Callable[[], str]) -> None:
 
 
 def check_flag(value: Any, name: str) -> bool:
-    """A value that must be True or False."""
+    """Return a value that must be True or False."""
     if not isinstance(value, (bool, torch.SymBool)):
         raise ValueError(f"{name} must be True or False; got {describe(value)}.")
     return value  # type: ignore[return-value]
 
 
 def check_choice(value: Any, allowed: Sequence[str], name: str) -> str:
-    """A value that must be one of some names."""
+    """Return a value that must be one of the allowed names."""
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}; got {value!r:.100}.")
     return value
 
 
 def check_device(device: Any) -> torch.device:
-    """A device, or what names one."""
+    """Return the torch.device of a device or of its name."""
     try:
         return torch.device(device)
     except (TypeError, RuntimeError) as error:
@@ -65,7 +65,7 @@ def check_device(device: Any) -> torch.device:
 
 
 def check_reach(window: Window, causal: bool, chunk_size: int | None) -> Reach:
-    """Window, causality and chunks in one."""
+    """Return the `Reach` of a window, causality and a chunk size."""
     check_flag(causal, "causal")
     chunk_size = plain_int(chunk_size)
     if isinstance(window, (tuple, list)):
@@ -84,7 +84,7 @@ def check_reach(window: Window, causal: bool, chunk_size: int | None) -> Reach:
 
 
 def check_documents(cu_q: Tensor, cu_k: Tensor) -> None:
-    """Queries and keys must have the same number of documents."""
+    """Raise unless queries and keys have the same number of documents."""
     if cu_q.shape != cu_k.shape:
         raise ValueError(
             f"queries have {cu_q.shape[0] - 1} documents and keys {cu_k.shape[0] - 1}; each document needs a length on "
@@ -93,7 +93,7 @@ def check_documents(cu_q: Tensor, cu_k: Tensor) -> None:
 
 
 def offsets_from_lengths(seqlens: Lengths, name: str) -> Tensor:
-    """Cumulative offsets of lengths in host memory."""
+    """The cumulative offsets of lengths in host memory."""
     if isinstance(seqlens, Tensor) and seqlens.device.type != "cpu":
         raise ValueError(
             f"{name} lies on {seqlens.device}; reading its sum would wait for the device. Pass lengths in host memory, "
@@ -106,10 +106,10 @@ def offsets_from_lengths(seqlens: Lengths, name: str) -> Tensor:
 
 
 def as_offsets(offsets: Lengths, name: str) -> Tensor:
-    """Offsets as a tensor, one at least."""
+    """Offsets as a tensor that holds at least one."""
     offsets = as_integers(offsets, name)
     if offsets.numel() == 0:
-        raise ValueError(f"{name} must hold at least one offset, 0; got an empty one.")
+        raise ValueError(f"{name} must hold at least one offset, 0; it is empty.")
     return offsets
 
 
@@ -131,7 +131,7 @@ def as_integers(values: Lengths, name: str) -> Tensor:
 
 
 def check_total(cu: Tensor, total: int | None, total_name: str, name: str) -> int:
-    """The number of rows of a stream, which the offsets must fit."""
+    """Return the number of rows of a stream: `total`, or the last offset if that is None."""
     on_host = cu.device.type == "cpu" and not torch.compiler.is_compiling()
     if total is None:
         if not on_host:
@@ -147,7 +147,7 @@ def check_total(cu: Tensor, total: int | None, total_name: str, name: str) -> in
 
 
 def check_sound(sound: Tensor, cu: Tensor, size: int, total_name: str, name: str) -> None:
-    """Raise if offsets turned out not to be sound."""
+    """Raise, or assert on the device, that offsets are `sound`."""
     on_host = cu.device.type == "cpu" and not torch.compiler.is_compiling()
     require(
         sound,
@@ -159,7 +159,7 @@ def check_sound(sound: Tensor, cu: Tensor, size: int, total_name: str, name: str
 
 
 def check_spans(spans: Tensor, num_queries: int, device: torch.device) -> Tensor:
-    """Span ids of every query, as (num_queries,)."""
+    """Return the span ids of every query, as (num_queries,)."""
     flat = check_rows(spans, "spans").reshape(-1)
     if flat.shape[0] != num_queries or flat.device != device:
         raise ValueError(
@@ -175,7 +175,7 @@ def check_spans(spans: Tensor, num_queries: int, device: torch.device) -> Tensor
 
 
 def check_rows(ids: Tensor, name: str, *, allow_bool: bool = False) -> Tensor:
-    """Integers of shape (T,) or (B, T), as (B, T)."""
+    """Return integers of shape (T,) or (B, T) as (B, T)."""
     if not isinstance(ids, Tensor) or ids.ndim not in (1, 2) or ids.is_floating_point() or ids.is_complex():
         raise ValueError(f"{name} must be an integer tensor of shape (T,) or (B, T); got {describe(ids)}.")
     if ids.dtype == torch.bool and not allow_bool:
@@ -189,7 +189,7 @@ def check_rows(ids: Tensor, name: str, *, allow_bool: bool = False) -> Tensor:
 
 
 def check_indices(indices: Tensor, name: str, bound: int, device: torch.device) -> Tensor:
-    """Strictly ascending indices below a bound."""
+    """Return indices, which must ascend strictly and lie below a bound."""
     indices = as_integers(indices, name)
     if indices.device != device:
         raise ValueError(f"{name} is on {indices.device} and the mask on {device}; move them together.")
@@ -202,8 +202,8 @@ def check_indices(indices: Tensor, name: str, bound: int, device: torch.device) 
 
 
 def plain_int(value: Any) -> Any:
-    """A NumPy integer, or anything else that counts as an index, as an int; all others as they are, among them tensors,
-    since reading one may wait for a device."""
+    """A NumPy integer, or anything else with `__index__`, as an int. Other values are returned unchanged, and so are
+    tensors, because reading one may wait for a device."""
     if isinstance(value, (int, torch.SymInt, Tensor)):
         return value
     try:
@@ -213,27 +213,27 @@ def plain_int(value: Any) -> Any:
 
 
 def is_length(value: object) -> bool:
-    """A number of rows: an integer from 0 to 2**31 - 1, which may be symbolic while torch traces."""
+    """Whether a value is a number of rows: an integer from 0 to 2**31 - 1, symbolic while torch traces."""
     return isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool) and 0 <= value < 2**31
 
 
 def on_host(x: Tensor) -> bool:
-    """Whether reading the values of a tensor takes no wait and no trace: a plain tensor in host memory."""
+    """Whether a tensor's values can be read at once: a plain tensor in host memory, outside of torch.compile."""
     return type(x) is Tensor and x.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
 def is_int(value: object) -> TypeGuard[int]:
-    """An int that isn't a bool."""
+    """Whether a value is an int and no bool."""
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def is_number(value: object) -> bool:
-    """An int or a float, which may be symbolic while torch traces, and no bool."""
+    """Whether a value is an int or a float, symbolic while torch traces, and no bool."""
     return isinstance(value, (int, float, torch.SymInt, torch.SymFloat)) and not isinstance(value, bool)
 
 
 def describe(value: object) -> str:
-    """A value as an error message names it."""
+    """A value as error messages show it."""
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {value.dtype} on {value.device}".replace("torch.", "")
     return f"{type(value).__name__} {value!r:.100}"

@@ -1,20 +1,17 @@
-"""The exceptions that users meet, and the warning.
-
-Bad values raise ValueError; these are for what has no value to blame.
-"""
+"""The exceptions of tritonpack, and its warning. Arguments that don't fit raise a plain ValueError."""
 
 
 class UnsupportedModelError(ValueError):
-    """The model can't be packed exactly; the message names what stands in the way and what is supported."""
+    """The model can't be packed exactly; the message says why, and what is supported."""
 
 
 class BackendUnavailableError(ValueError):
-    """The attention backend that was asked for can't run here; no other one was tried in its place."""
+    """The attention backend that was named can't run here; no other backend was tried."""
 
 
 class IsolationError(AssertionError):
-    """A document of a packed batch saw another one; the message names the layer where the leak begins."""
+    """A document of a packed batch saw another document; the message names the first layer that leaks."""
 
 
 class PackingWarning(UserWarning):
-    """Something that packing alone can't tell from a mistake; the message says how to end it, once per process."""
+    """A likely mistake, reported once per process; the message says how to correct or silence it."""

@@ -1,7 +1,7 @@
-"""Warnings that are said once per process, and the models that are patched in it.
+"""Warnings that appear once per process, and the models that are patched in this process.
 
-What a single call can't tell from a mistake (a packed batch where no model is patched, a second epoch in the order of
-the first) is a `PackingWarning`, not an error.
+A `PackingWarning` reports a likely mistake that may be intended: a packed batch while no model is patched, a second
+epoch in the order of the first.
 """
 
 from __future__ import annotations
@@ -23,29 +23,29 @@ _process = os.getpid()  # the process that imported this module; a fork of it ke
 
 
 def say_once(key: str, message: str) -> None:
-    """Warn with `PackingWarning` at the first call for a key in this process; the warning names the user's line.
+    """Warn with `PackingWarning` at the first call for a key in this process, at the line of the user's code.
 
     Args:
-        key: what the warning is about, in lower case with hyphens. The text begins with it, so filters can name it.
-        message: the facts and the remedy, in whole sentences.
+        key: the subject of the warning, in lower case with hyphens. The text begins with it, so filters can name it.
+        message: the facts and the remedy, in full sentences.
     """
     mine = object()
-    if _said.setdefault(key, mine) is not mine:  # one step, so that of several threads one warns
+    if _said.setdefault(key, mine) is not mine:  # one step, so that only one of several threads warns
         return
     end = f"warnings.filterwarnings('ignore', '{key}', tritonpack.PackingWarning)"
     warnings.warn(f"{key}: {message} To silence this warning: {end}", PackingWarning, stacklevel=_users_level())
 
 
 def is_said(key: str) -> bool:
-    """Whether a warning was said in this process, so that nobody need look for its cause again."""
+    """Whether the warning of a key has appeared in this process, so that its cause needn't be looked for again."""
     return key in _said
 
 
 def knows_patched_models() -> bool:
-    """Whether `patched_models` holds every model that could get a batch made in this process.
+    """Whether `patched_models` holds every model that may get a batch made in this process.
 
-    A DataLoader's worker makes batches for the process that started it. A forked worker has the models that were
-    patched when it was forked, a spawned worker has none. Of several workers the first speaks for all.
+    A DataLoader's worker makes batches for the process that started it. A forked worker knows the models that were
+    patched before the fork; a spawned worker knows none. Only the first of several workers returns True.
     """
     from torch.utils.data import get_worker_info
 
@@ -57,7 +57,7 @@ def knows_patched_models() -> bool:
 
 
 def _users_level() -> int:
-    """The `stacklevel`, for the caller, of the innermost frame that is neither of this package nor of torch."""
+    """The caller's `stacklevel` of the innermost frame that belongs neither to this package nor to torch."""
     level, frame = 0, inspect.currentframe()
     while frame is not None and frame.f_globals.get("__name__", "").split(".")[0] in ("tritonpack", "torch"):
         level, frame = level + 1, frame.f_back

@@ -1,7 +1,7 @@
-"""The custom operators `tritonpack::attention` and `tritonpack::attention_backward`: one for all backends.
+"""The custom operators `tritonpack::attention` and `tritonpack::attention_backward`, for all backends.
 
-Being operators they are opaque to `torch.compile`, which calls them without breaking its graph and without looking at
-token counts. They take tensors and numbers alone; `plan` makes these from a mask and its options.
+Operators are opaque to `torch.compile`: it calls them without breaking its graph, whatever the token counts. They take
+only tensors and numbers; `plan` makes these from a mask and the options.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from tritonpack.backends import BackendModule, load
-from tritonpack.backends.schedule import Tiles
+from tritonpack.backends.tile_table import TileTables
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
 
 
 class Arguments(NamedTuple):
-    """What both operators take after their tensors, in the order of the schema below.
+    """The arguments of both operators after their tensors, in the order of the schema below.
 
     Attributes:
-        key_start, key_stop, diagonal: the mask's.
+        key_start, key_stop, diagonal: the bounds and the diagonal of the mask.
         query_start, query_stop: the bounds of the mask's transpose.
-        forward_tiles, key_tiles, query_tiles: planned for the mask by `backends.triton.plan_tiles`.
+        forward_tiles, key_tiles, query_tiles: the tables that the backend's `plan_tiles` made.
         scale, softcap, sinks, alibi_slopes, dropout_p, dropout_seed, pack_invariant: as in `AttentionOptions`.
         backend: a name of `backends.BACKENDS`, not "auto".
     """
@@ -55,7 +55,7 @@ _ARGUMENTS = (
 )
 
 
-def attend(
+def run_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, backend: str
 ) -> tuple[Tensor, Tensor]:
     """out (T_q, H, D_v) and lse (H, T_q), differentiable in q, k, v and the options' sinks."""
@@ -67,7 +67,7 @@ def attend(
 def plan(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, backend: str, *, backward: bool
 ) -> Arguments:
-    """What the operators take after their tensors; those of `attention_backward` need `backward=True`."""
+    """The operators' arguments after their tensors; `backward=True` if `attention_backward` takes them, too."""
     transposed = mask.transpose()
     tiles = load(backend).plan_tiles(q, k, v, mask, options, backward=backward)
     return Arguments(
@@ -94,7 +94,7 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor
     backend, mask, options, tiles = _unpack(k, Arguments(*arguments))
     with _plain_precision(q):
         out, lse = backend.forward(q, k, v, mask, options, tiles)
-    return out.contiguous(), lse.contiguous()  # as the fakes below promise
+    return out.contiguous(), lse.contiguous()  # the fakes below have this layout
 
 
 def _attention_backward(
@@ -139,12 +139,12 @@ def _differentiate(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[
 
 def _no_second_derivative(ctx: Any, *grads: Tensor | None) -> None:
     raise RuntimeError(
-        "tritonpack's attention has no second derivative: its backward was differentiated (create_graph=True). For a "
-        "gradient penalty use attention that autograd differentiates twice, such as torch's math sdpa."
+        "tritonpack's attention has no second derivative, but its backward was differentiated (create_graph=True). For "
+        "a gradient penalty use attention with a second derivative, such as torch's math sdpa."
     )
 
 
-# Defined by hand, because `torch.library.custom_op` imports the compiler, seconds of it, when it is first called.
+# Not with `torch.library.custom_op`, which imports the compiler at its first call; that takes seconds.
 _library = torch.library.Library("tritonpack", "DEF")
 _library.define(f"attention(Tensor q, Tensor k, Tensor v, {_ARGUMENTS}) -> (Tensor, Tensor)")
 _library.define(
@@ -164,7 +164,7 @@ attention = torch.ops.tritonpack.attention.default
 attention_backward = torch.ops.tritonpack.attention_backward.default
 
 
-def _unpack(k: Tensor, given: Arguments) -> tuple[BackendModule, BlockDiagonalMask, AttentionOptions, Tiles]:
+def _unpack(k: Tensor, given: Arguments) -> tuple[BackendModule, BlockDiagonalMask, AttentionOptions, TileTables]:
     options = AttentionOptions(
         given.scale, given.softcap, given.sinks, given.alibi_slopes, given.dropout_p, given.dropout_seed,
         given.pack_invariant,
@@ -172,11 +172,11 @@ def _unpack(k: Tensor, given: Arguments) -> tuple[BackendModule, BlockDiagonalMa
     mask = BlockDiagonalMask(given.key_start, given.key_stop, k.shape[0], given.diagonal, trusted=True)
     transposed = BlockDiagonalMask(given.query_start, given.query_stop, given.key_start.shape[0], trusted=True)
     mask.cached("transpose", lambda: transposed)
-    tiles = Tiles(given.forward_tiles, given.key_tiles, given.query_tiles)
+    tiles = TileTables(given.forward_tiles, given.key_tiles, given.query_tiles)
     return load(given.backend), mask, options, tiles
 
 
 def _plain_precision(q: Tensor) -> AbstractContextManager[Any]:
-    """Autocast off: the backends choose the precision of each product themselves."""
+    """Turn autocast off: the backends choose the precision of each product."""
     device = q.device.type
     return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()

@@ -1,4 +1,4 @@
-"""AttentionOptions: what attention computes beyond a plain softmax, as every backend takes it."""
+"""AttentionOptions: the parameters of attention besides q, k, v and the mask, as every backend takes them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ class AttentionOptions:
     """The parameters of attention besides q, k, v and the mask (docs/math.md, section 6).
 
     Attributes:
-        scale: what products of queries and keys are multiplied by.
-        softcap: scores become softcap * tanh(score / softcap); 0 leaves them as they are.
+        scale: the factor of the products of queries and keys.
+        softcap: scores become softcap * tanh(score / softcap); 0 means no cap.
         sinks: (H,) float32 (float64 with float64 inputs), the score of a key without a value that every query of the
-            head sees; None without. Differentiable.
-        alibi_slopes: (T_q, H) or (1, H) float32 (float64 with float64 inputs), what a score loses per key of distance
-            from its query; None without.
+            head sees; None for no sinks. Differentiable.
+        alibi_slopes: (T_q, H) or (1, H) float32 (float64 with float64 inputs); a score loses the slope times the
+            distance of the key from its query. None for no ALiBi.
         dropout_p: the probability that a pair's weight is dropped.
-        dropout_seed: () int64 on the inputs' device; with (head, query, key) it decides which pairs are dropped.
-        pack_invariant: whether a document's results must not depend on where in a pack it lies, to the bit.
+        dropout_seed: () int64 on the inputs' device; it and (head, query, key) decide which pairs are dropped.
+        pack_invariant: whether a document must have the same bits in every pack.
     """
 
     scale: float
@@ -49,15 +49,15 @@ def make_options(
     dropout_seed: int | Tensor | None = None,
     pack_invariant: bool = False,
 ) -> AttentionOptions:
-    """Check what a user passed to `varlen_attention` and bring it to the form that backends take.
+    """Check the options of `varlen_attention` and bring them to the form that backends take.
 
     Raises:
         ValueError: a value out of range, a wrong shape, dtype or device, or options that exclude each other.
     """
     if check_flag(pack_invariant, "pack_invariant") and _probability(dropout_p):
         raise ValueError(
-            "pack_invariant=True and dropout exclude each other: which pairs are dropped depends on where a document "
-            "lies. Set dropout_p=0.0 or pack_invariant=False."
+            "pack_invariant=True and dropout exclude each other: the pairs that are dropped depend on the place of a "
+            "document in the pack. Set dropout_p=0.0 or pack_invariant=False."
         )
     return AttentionOptions(
         scale=1.0 / math.sqrt(q.shape[2]) if scale is None else _positive(scale, "scale", "1/sqrt(head_dim)"),
@@ -99,7 +99,7 @@ def _sinks(sinks: Tensor, q: Tensor) -> Tensor:
 
 
 def _widened(values: Tensor, q: Tensor, name: str) -> Tensor:
-    """Values in the dtype that scores are computed in: float32, or float64 for float64 inputs."""
+    """Values in the dtype of the scores: float32, or float64 for float64 inputs."""
     wide = torch.promote_types(q.dtype, torch.float32)
     if torch.promote_types(values.dtype, wide) != wide:
         given, allowed = (str(dtype).removeprefix("torch.") for dtype in (values.dtype, wide))
@@ -125,8 +125,8 @@ def _slopes(slopes: Tensor, q: Tensor, mask: BlockDiagonalMask) -> Tensor:
         raise ValueError("alibi_slopes have no gradient; pass alibi_slopes.detach().")
     if mask.diagonal is None:
         raise ValueError(
-            "alibi_slopes need a mask that knows distances; this one has no diagonal (a transpose, or one restricted "
-            "to some keys). Use a mask as the from_* constructors make it."
+            "alibi_slopes need a mask with distances; this one has no diagonal, because it is a transpose or is "
+            "restricted to some keys. Use a mask that a from_* constructor made."
         )
     if slopes.ndim == 1:
         return slopes[None]
@@ -134,7 +134,7 @@ def _slopes(slopes: Tensor, q: Tensor, mask: BlockDiagonalMask) -> Tensor:
         raise ValueError("alibi_slopes per document need a mask that numbers its documents; pass one slope per head.")
     require(
         (mask.document < slopes.shape[0]).all(),
-        lambda: f"alibi_slopes are for {slopes.shape[0]} documents, but the mask has more; give each document a row.",
+        lambda: f"alibi_slopes are for {slopes.shape[0]} documents, but the mask has more; pass a row per document.",
     )
     return slopes[mask.document]
 

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 from benchmarks.gpu.ledger import environment
 from tests.lengths import distributions
 from tritonpack import BlockDiagonalMask
-from tritonpack.backends.schedule import tile_table
+from tritonpack.backends.tile_table import tile_table
 from tritonpack.cli.bench.timing import quantiles, time_alternating
 
 DENSE_TOKENS = 16384

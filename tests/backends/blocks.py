@@ -1,4 +1,4 @@
-"""Blocks of keys that a tile of a schedule visits, counted from the mask alone."""
+"""Counts the blocks of keys that tiles visit, from the mask."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ from tritonpack import BlockDiagonalMask
 
 
 def blocks_of(mask: BlockDiagonalMask, tiles: Tensor, block: int) -> tuple[Tensor, Tensor]:
-    """How many blocks of so many keys each tile (rows [first, end)) visits without masking them, and masking them."""
+    """For each tile (rows [first, end)), its blocks of `block` keys without masking, and those with masking."""
     first, last = tiles[:, 0].long(), tiles[:, 1].long() - 1
     start, stop = mask.key_start.long(), mask.key_stop.long()
     begin = start[first]

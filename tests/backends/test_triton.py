@@ -1,4 +1,4 @@
-"""The Triton kernels, run by Triton's interpreter: exact, isolated, and inert where nothing is seen."""
+"""The Triton kernels in Triton's interpreter: errors, isolation of documents, rows that see nothing."""
 
 from dataclasses import replace
 
@@ -9,15 +9,15 @@ from tests import invariance
 from tests.backends.blocks import blocks_of
 from tritonpack import BlockDiagonalMask, varlen_attention
 from tritonpack.backends import triton as triton_backend
-from tritonpack.backends.schedule import tile_table
-from tritonpack.kernels.tile_table import Tile
+from tritonpack.backends.tile_table import tile_table
+from tritonpack.kernels.tile_shapes import TileShape
 from tritonpack.options import make_options
 from tritonpack.testing import CASES, Case, check_backend, make_inputs
 from tritonpack.testing.tolerance import OUTPUTS, ROW_OUTPUTS, check_outputs, run
 
 pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
 
-# What half precision adds are conversions, which differ where the code does: not with lengths or windows.
+# In half precision only conversions are new. They depend on features, not on lengths or windows.
 HALF = (
     "causal", "slack", "cross", "group-of-three", "head-dim-20", "head-dim-64", "head-dim-192-128", "head-dim-512",
     "softcap-window", "sinks", "alibi-documents", "dropout", "everything",
@@ -28,19 +28,19 @@ ISOLATION = Case("isolation", (37, 0, 70, 30), slack=11)
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 @pytest.mark.usefixtures("poisoned_memory")
-def test_as_exact_as_plain_attention(case: Case) -> None:
+def test_error_within_tolerance(case: Case) -> None:
     check_backend(make_inputs(case, torch.float32, slack_value=float("nan")), "triton")
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name in HALF], ids=str)
 @pytest.mark.usefixtures("poisoned_memory")
-def test_as_exact_as_plain_attention_in_half(case: Case) -> None:
+def test_error_within_tolerance_in_float16(case: Case) -> None:
     check_backend(make_inputs(case, torch.float16, slack_value=float("nan")), "triton")
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.name in ("slack", "cross", "everything")], ids=str)
-def test_bfloat16_by_way_of_float32(case: Case) -> None:
-    """The interpreter can't multiply bfloat16; the kernels widen it there, and only there."""
+def test_interpreter_widens_bfloat16(case: Case) -> None:
+    """The interpreter can't multiply bfloat16, so the kernels widen it, only there."""
     check_backend(make_inputs(case, torch.bfloat16, slack_value=float("nan")), "triton")
 
 
@@ -56,7 +56,7 @@ def test_bfloat16_by_way_of_float32(case: Case) -> None:
 )
 @pytest.mark.usefixtures("poisoned_memory")
 def test_tiles_may_hold_rows_of_several_heads(case: Case, together: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tritonpack.kernels.tile_table.INTERPRETER_TILE", Tile(64, 32, 4, 1, heads=together))
+    monkeypatch.setattr("tritonpack.kernels.tile_shapes.INTERPRETER_TILE", TileShape(64, 32, 4, 1, heads=together))
     check_backend(make_inputs(case, torch.float32, slack_value=float("nan")), "triton")
 
 
@@ -83,7 +83,7 @@ def test_slack_is_inert() -> None:
 
 
 def test_padding_between_documents_is_inert() -> None:
-    """Slack in the middle of the stream, inside tiles that also hold live rows."""
+    """Padding in the middle of the stream, in tiles that also have rows of documents."""
     mask = BlockDiagonalMask.from_padding_mask(torch.tensor([[0] * 9 + [1] * 31, [1] * 25 + [0] * 15, [1] * 40]))
     inputs = make_inputs(Case("rows", (120,)))
     dead = mask.key_start == mask.key_stop
@@ -102,7 +102,7 @@ def test_padding_between_documents_is_inert() -> None:
 
 
 @pytest.mark.parametrize("document", range(len(ISOLATION.seqlens)))
-def test_documents_are_isolated_to_the_bit(document: int) -> None:
+def test_a_change_in_a_document_changes_no_other_bit(document: int) -> None:
     inputs = make_inputs(ISOLATION)
     before = run(inputs, "triton")
     begin = sum(ISOLATION.seqlens[:document])
@@ -120,8 +120,7 @@ def test_documents_are_isolated_to_the_bit(document: int) -> None:
 
 
 def test_repeated_backward_passes_give_the_same_bits() -> None:
-    """Nothing is carried over from one call to the next. What order programs run in moves nothing either, but there is
-    only one here: fifty passes are for the GPU."""
+    """Calls leave no state behind. The interpreter runs programs in one order; tests/gpu repeats passes in others."""
     inputs = make_inputs(Case("repeat", (21, 9), head_dim=16, sinks=True))
     first = run(inputs, "triton")
     for _ in range(5):
@@ -146,8 +145,7 @@ def test_strided_misaligned_and_expanded_inputs() -> None:
 
 
 def test_addresses_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows so far apart that their offsets exceed 2**31 elements, in inputs and outputs; the memory between is never
-    touched."""
+    """Offsets of rows exceed 2**31 elements, in inputs and outputs; the memory between the rows is never touched."""
     inputs = make_inputs(Case("far", (30, 11), heads=2, kv_heads=1, sinks=True), torch.float16)
     expected = run(inputs, "triton")
     apart, rows = 2**26, inputs.q.shape[0]
@@ -184,7 +182,7 @@ def test_no_queries_and_no_keys() -> None:
 
 
 def test_backward_allocates_two_numbers_per_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beside the gradients, backward takes delta and the log-sum-exp: 8 bytes per query row and head."""
+    """Besides the gradients, backward allocates delta and the log-sum-exp: 8 bytes per query row and head."""
     inputs = make_inputs(Case("memory", (100, 28), heads=8))
     allocated: list[int] = []
     original = torch.empty
@@ -200,18 +198,18 @@ def test_backward_allocates_two_numbers_per_row(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("case", invariance.CASES, ids=str)
-def test_a_document_has_the_same_bits_wherever_it_lies(case: Case) -> None:
+def test_pack_invariant_documents_have_the_same_bits_in_every_pack(case: Case) -> None:
     assert not invariance.moved_outputs(case, torch.float32, "triton", pack_invariant=True)
 
 
 @pytest.mark.parametrize("poison", invariance.POISONS, ids="-".join)
 @pytest.mark.parametrize("case", invariance.CASES[:3], ids=str)
-def test_then_not_even_a_nan_reaches_another_document(case: Case, poison: tuple[str, ...]) -> None:
+def test_pack_invariant_contains_nan(case: Case, poison: tuple[str, ...]) -> None:
     shorter = replace(case, seqlens=(21, 40, 9), heads=1, kv_heads=1, head_dim=16)
     assert not invariance.moved_outputs(shorter, torch.float32, "triton", pack_invariant=True, poison=poison)
 
 
-def test_without_asking_it_has_not() -> None:
+def test_bits_differ_without_pack_invariant() -> None:
     case = replace(invariance.CASES[1], seqlens=(21, 5, 64))
     moved = invariance.moved_outputs(case, torch.float32, "triton", pack_invariant=False)
     assert moved == {"out", "lse", "dq", "dk", "dv"}

@@ -11,7 +11,7 @@ from benchmarks.instruction_model import Model, Range, batches, examine, residen
 from tests.kernels.aot import Configuration, Resources, disassemble
 from tests.kernels.sass import Work, count, loops, parse
 from tritonpack import BlockDiagonalMask
-from tritonpack.kernels.tile_table import Tile
+from tritonpack.kernels.tile_shapes import TileShape
 
 # Two loops that multiply, one of them inside another loop that does, and after the end one that waits for a load.
 LISTING = """
@@ -102,7 +102,9 @@ def test_how_many_programs_fit(registers: int, shared_kib: int, warps: int, expe
 
 def model(registers: int = 200, heads: int = 1, kernel: Any = "forward") -> Model:
     """Blocks take 1,000 cycles of the tensor cores and 600 slots, 1,200 with a mask; tiles 1,000, a second loop 100."""
-    configuration = Configuration(kernel, "sm_90", 128, torch.bfloat16, another_tile=Tile(128, 64, 8, 2, heads=heads))
+    configuration = Configuration(
+        kernel, "sm_90", 128, torch.bfloat16, another_tile=TileShape(128, 64, 8, 2, heads=heads)
+    )
     full = Work(instructions=300, products=2048000, waits=10)
     masked = Work(instructions=600, products=2048000, waits=10)
     return Model(

@@ -5,15 +5,15 @@ from typing import Any
 import torch
 
 from benchmarks import tune
-from tritonpack.kernels.tile_table import Tile, select_tile
+from tritonpack.kernels.tile_shapes import TileShape, select_tile
 
 
 def test_fastest_tile_wins() -> None:
-    wanted = Tile(64, 32, 4, 3)
+    wanted = TileShape(64, 32, 4, 3)
     assert wanted in set(tune.candidates("forward", 128, "sm_90"))
     shipped = select_tile("forward", 128, torch.bfloat16, "sm_90")
 
-    def measure(kernel: Any, tile: Tile, block_d: int) -> float | None:
+    def measure(kernel: Any, tile: TileShape, block_d: int) -> float | None:
         return {wanted: 1.0, shipped: 2.0}.get(tile)  # the others don't run
 
     assert tune.tune("forward", 128, "sm_90", measure) == wanted

@@ -1,4 +1,4 @@
-"""The conformance kit's questions to each spelling: isolation, slack, empty documents, lse, dropout, repeats."""
+"""The checks of the conformance kit for each version of the functions."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""Every spelling against a dense reference in float64 that shares no code with the package, and its conventions."""
+"""Every function against a dense float64 reference that shares no code with the package, and its conventions."""
 
 import inspect
 import math
@@ -19,7 +19,7 @@ BACKENDS = pytest.mark.parametrize("backend", ["blocked", "reference"])
 
 @dataclass(frozen=True)
 class Call:
-    """A call in FlashAttention's terms; lengths per document."""
+    """The arguments of a call; lengths per document."""
 
     name: str
     lens_q: tuple[int, ...]
@@ -68,7 +68,7 @@ def inputs(call: Call, dtype: torch.dtype = torch.float64, slack: int = 0) -> tu
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, call: Call, slopes: Tensor | None = None, sinks: Tensor | None = None):
-    """out and lse of documents one by one, written from FlashAttention's documentation; -inf for empty rows."""
+    """out and lse, document by document, after FlashAttention's documentation; -inf for empty rows."""
     outs, lses = [], []
     first_q = first_k = 0
     for b, (len_q, len_k) in enumerate(zip(call.lens_q, call.lens_k or call.lens_q, strict=True)):
@@ -105,7 +105,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, call: Call, slopes: Tensor | None = N
 
 
 def assert_same(actual: Tensor, q: Tensor, others: tuple[Tensor, ...], expected: Tensor) -> None:
-    """Values, and the gradients of all leaves."""
+    """The outputs, and the gradients of all leaves."""
     torch.testing.assert_close(actual, expected)
     leaves, dout = (q, *others), torch.randn_like(expected)
     got = torch.autograd.grad(actual, leaves, dout, retain_graph=True)
@@ -186,7 +186,7 @@ class TestVarlen:
         ):
             assert_same(out, q, (k, v, sinks), expected)
 
-    def test_dropout_drops_what_it_says(self) -> None:
+    def test_dropout_agrees_with_s_dmask(self) -> None:
         call = Call("dropout", (5, 0, 40), (7, 3, 33))
         q, k, v = inputs(call)
         cu_q, cu_k = offsets(call.lens_q), offsets(call.lens_k or ())
@@ -205,7 +205,7 @@ class TestVarlen:
         values = v[7 + 3 :].transpose(0, 1).repeat_interleave(2, 0)
         torch.testing.assert_close(out[5:].transpose(0, 1), dropped[2].clamp(min=0) @ values / 0.7)
 
-    def test_more_columns_than_a_head_is_wide(self) -> None:
+    def test_s_dmask_wider_than_the_largest_head(self) -> None:
         q, k = torch.randn(3, 2, 8), torch.randn(700, 1, 8)
         cu_q, cu_k = offsets((3,)), offsets((700,))
         _, _, dropped = fa2.flash_attn_varlen_func(q, k, k, cu_q, cu_k, 3, 700, 0.5, return_attn_probs=True)
@@ -260,7 +260,7 @@ class TestBatch:
 
 class TestConventions:
     def test_empty_rows(self) -> None:
-        """+inf in FlashAttention-2's terms, -inf in the others; zeros in all."""
+        """lse is +inf in FlashAttention-2's functions and -inf in the others; out is zeros in all."""
         q, k = torch.randn(5, 2, 16), torch.randn(2, 2, 16)
         cu_q, cu_k = offsets((3, 2)), offsets((0, 2))
         out, lse, _ = fa2.flash_attn_varlen_func(q, k, k, cu_q, cu_k, return_attn_probs=True)
@@ -294,7 +294,7 @@ class TestConventions:
     @pytest.mark.parametrize("causal", [False, True])
     @pytest.mark.parametrize("window", [(-1, -1), (3, 2)])
     def test_used_lengths(self, causal: bool, window: tuple[int, int]) -> None:
-        """Rows that don't count, NaN here, are as if they weren't there."""
+        """Rows that don't count, NaN here, change nothing."""
         lens_q, lens_k, used_q, used_k = (6, 4, 0, 5), (9, 4, 2, 7), (4, 4, 0, 0), (7, 0, 2, 6)
         call = Call("used", used_q, used_k, causal=causal, window=window)
         q, k, v = inputs(call)
@@ -322,7 +322,7 @@ class TestConventions:
         assert_same(with_alibi[rows_q], q, (k, v), dense(q, k, v, call, slopes=slopes)[0])
 
     def test_used_keys_of_a_batch(self) -> None:
-        """FlashAttention-4 takes a batch whose rows count in part."""
+        """FlashAttention-4 accepts used lengths of a batch."""
         q, k = torch.randn(2, 3, 2, 16, dtype=torch.float64), torch.randn(2, 8, 2, 16, dtype=torch.float64)
         out, _ = fa4.flash_attn_varlen_func(q, k, k, seqused_k=torch.tensor([8, 5]), causal=True)
         keys = torch.cat([k[0], k[1, :5]])
@@ -331,7 +331,7 @@ class TestConventions:
 
     @pytest.mark.parametrize("lengths", [(100, 3), (500,)])
     def test_qv_as_one_product(self, lengths: tuple[int, ...]) -> None:
-        """What the refusal of qv proposes in its place."""
+        """The remedy in the error about qv works."""
         total = sum(lengths)
         q, k = torch.randn(total, 2, 8, dtype=torch.float64), torch.randn(total, 1, 8, dtype=torch.float64)
         qv, v = torch.randn(total, 2, 32, dtype=torch.float64), torch.randn(total, 1, 32, dtype=torch.float64)
@@ -375,7 +375,7 @@ class TestConventions:
         assert (out.dtype, lse.dtype, lse.shape) == (dtype, torch.float32, (1, 2, 3))
 
 
-# FlashAttention's parameters in order, as its source has them; ours may follow by keyword alone.
+# FlashAttention's parameters in the order of its source; tritonpack's own may follow as keywords.
 FA2_END = ["dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic",
            "return_attn_probs"]  # fmt: skip
 VARLEN = ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]
@@ -414,7 +414,7 @@ def test_names_and_order(function: Callable[..., Any], order: list[str]) -> None
     assert [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] == order
 
 
-def test_torch_spelling_is_that_of_this_torch() -> None:
+def test_torch_signature_is_the_installed_one() -> None:
     varlen = pytest.importorskip("torch.nn.attention.varlen")
     assert set(inspect.signature(varlen.varlen_attn).parameters) <= set(inspect.signature(torch_varlen_attn).parameters)
 
@@ -434,7 +434,7 @@ def test_compiles_to_one_graph() -> None:
 
 
 def test_attention_chunk() -> None:
-    """Each chunk of a document by itself, as if it were one: the diagonal stays where it was."""
+    """Chunks equal documents of their own, with the diagonal in the same place."""
     q, k, v = (torch.randn(30, heads, 16, dtype=torch.float64) for heads in (4, 2, 2))
     cu = torch.tensor([0, 17, 30], dtype=torch.int32)
     pieces = torch.tensor([0, 8, 16, 17, 25, 30], dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""The mask that layers share: one for the same offsets, never an outdated one."""
+"""The cache of masks: layers with the same offsets share one, and an outdated mask is never used."""
 
 import gc
 from collections.abc import Callable
@@ -45,7 +45,7 @@ class TestShared:
     @pytest.mark.parametrize(
         "other", [{"causal": False}, {"window": (2, 0)}, {"used_k": torch.tensor([1, 2])}], ids=str
     )
-    def test_other_options_have_their_own(self, cu: Tensor, other: dict[str, Any]) -> None:
+    def test_other_options_get_another_mask(self, cu: Tensor, other: dict[str, Any]) -> None:
         first = build(cu)
         second = build(cu, **other)
         assert first is not second
@@ -53,7 +53,7 @@ class TestShared:
         assert build(cu) is first
         assert build(cu, **other) is second
 
-    def test_the_role_of_a_tensor_counts(self, cu: Tensor) -> None:
+    def test_used_queries_and_used_keys_get_other_masks(self, cu: Tensor) -> None:
         used = torch.tensor([1, 2])
         as_queries, as_keys = build(cu, used_q=used), build(cu, used_k=used)
         assert not torch.equal(as_queries.to_dense(), as_keys.to_dense())
@@ -72,7 +72,7 @@ class TestShared:
         assert len(masks._kept[cu]) == masks.MASKS_PER_OFFSETS
 
     @pytest.mark.heavy
-    def test_lives_as_long_as_the_offsets(self) -> None:
+    def test_mask_lives_as_long_as_the_offsets(self) -> None:
         gc.collect()
         before = len(masks._kept)
         offsets = torch.tensor([0, 9])
@@ -138,13 +138,13 @@ class TestNeverOutdated:
         array[1] = 5
         assert build(cu).key_start.tolist() == [0, 0, 0, 0, 0, 5, 5, 5, 8]
 
-    def test_another_tensor_in_the_place_of_a_dead_one(self, cu: Tensor) -> None:
+    def test_new_tensor_with_the_id_of_a_freed_one(self, cu: Tensor) -> None:
         for first in range(1, 8):
             other = torch.tensor([0, first, 8], dtype=torch.int32)
             assert build(cu, other).key_start[3] == first
 
-    def test_what_decides_where_values_cannot_be_read(self, cu: Tensor) -> None:
-        """On a GPU a new object, or a write that torch counts, makes a new mask, whatever the values."""
+    def test_identity_and_version_decide_on_a_gpu(self, cu: Tensor) -> None:
+        """On a GPU a new object, or a write that torch counts, gives a new mask, whatever the values."""
         other = cu.clone()
         first = build(cu, other)
         assert build(cu, other) is first
@@ -162,7 +162,7 @@ class TestNeverOutdated:
             cu = torch.tensor([0, 3, 8])
             assert build(cu) is not build(cu)
 
-    def test_what_inference_built_is_not_trained_on(self, cu: Tensor) -> None:
+    def test_masks_of_inference_mode_are_not_used_in_training(self, cu: Tensor) -> None:
         q = torch.randn(9, 2, 16, requires_grad=True)
         with torch.inference_mode():
             fa2.flash_attn_varlen_func(q, q, q, cu, cu)

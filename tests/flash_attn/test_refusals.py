@@ -1,4 +1,4 @@
-"""What isn't supported, or doesn't fit, is refused by name, and the message says what is supported."""
+"""Errors for arguments that aren't supported or don't fit; the message names them and what is supported."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ T = torch.zeros(1)
 
 
 def call(function: Any, **changes: Any) -> Tensor:
-    """A call that would be right without the changes."""
+    """A valid call, with some arguments changed."""
     names = {"q": "query", "k": "key", "v": "value", "cu_seqlens_q": "cu_seq_q", "cu_seqlens_k": "cu_seq_k"}
     batch = function.__name__ == "flash_attn_func"
     right = {name: torch.randn(*([1] if batch else []), 5, 2, 16) for name in "qkv"}
@@ -65,7 +65,7 @@ def test_every_refusal_is_tested() -> None:
     assert set(core.REMEDIES) == {name for _, name, _ in UNSUPPORTED}
 
 
-def test_caches_that_are_written_in_place() -> None:
+def test_kvcache_is_refused() -> None:
     with pytest.raises(ValueError, match=r"flash_attn_with_kvcache isn't supported.*flash_attn_varlen_func"):
         fa2.flash_attn_with_kvcache(T, T, T)
 
@@ -100,7 +100,7 @@ def test_caches_that_are_written_in_place() -> None:
          "query has 2 heads and key 1; pass enable_gqa=True"),
     ],
 )  # fmt: skip
-def test_what_does_not_fit(function: Any, changes: dict[str, Any], message: str) -> None:
+def test_arguments_that_do_not_fit(function: Any, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call(function, **changes)
 
@@ -159,7 +159,7 @@ CLUMSY = [
         {"max_seqlen_q": 3.0, "seqused_q": torch.tensor([1, 1])},
         "max_seqlen_q must be .* 3.0",
     ),
-    (fa3.flash_attn_func, {"attention_chunk": -1}, "attention_chunk must be an integer of at least 0, .*; got -1"),
+    (fa3.flash_attn_func, {"attention_chunk": -1}, "attention_chunk must be a positive integer, or 0 .*; got -1"),
     (fa3.flash_attn_func, {"attention_chunk": 2.0}, "attention_chunk must be .*; got 2.0"),
     (fa3.flash_attn_func, {"attention_chunk": []}, r"attention_chunk must be .*; got \[\]"),
 ]
@@ -171,7 +171,7 @@ def test_values_of_the_wrong_type(function: Any, changes: dict[str, Any], messag
         call(function, **changes)
 
 
-def test_numbers_of_numpy_are_numbers() -> None:
+def test_numpy_integers_are_accepted() -> None:
     call(fa2.flash_attn_varlen_func, max_seqlen_q=np.int64(3), window_size=(np.int64(1), np.int32(0)))
     call(fa3.flash_attn_varlen_func, attention_chunk=np.int64(2))
 

@@ -1,4 +1,4 @@
-"""install(): what packages ask before they use flash_attn, transformers among them; and the way back."""
+"""install(): how packages, such as transformers, find flash_attn; and uninstall()."""
 
 import importlib
 import importlib.metadata
@@ -25,7 +25,7 @@ def state() -> tuple[dict[str, ModuleType], list[Any], list[Any]]:
 
 @pytest.fixture(autouse=True)
 def _undone() -> Iterator[None]:
-    """Whatever a test does, the real state is back afterwards."""
+    """Restore the real state after each test."""
     modules, finders, _ = state()
     yield
     for name in [name for name in sys.modules if name.split(".")[0] == NAME]:
@@ -52,7 +52,7 @@ class TestInstalled:
             with pytest.raises(ImportError, match="_flash_attn_varlen_forward"):
                 from flash_attn.flash_attn_interface import _flash_attn_varlen_forward  # noqa: F401
 
-    def test_what_packages_ask(self) -> None:
+    def test_packages_find_it(self) -> None:
         with flash_attn.install():
             for name in ("flash_attn", "flash-attn", "Flash_Attn"):
                 assert importlib.metadata.version(name) == VERSION
@@ -74,7 +74,7 @@ class TestInstalled:
             assert flash_attn_varlen_qkvpacked_func(torch.randn(5, 3, 2, 16), cu, 3, causal=True).shape == (5, 2, 16)
 
 
-class TestTheWayBack:
+class TestUninstall:
     def test_uninstall(self) -> None:
         before = state()
         handle = flash_attn.install()
@@ -120,7 +120,7 @@ class TestTheWayBack:
         assert sys.meta_path[-1] is other
 
 
-class TestTheRealOne:
+class TestRealFlashAttn:
     def test_imported(self) -> None:
         real, part = ModuleType(NAME), ModuleType(f"{NAME}.layers")
         sys.modules.update({NAME: real, f"{NAME}.layers": part})
@@ -156,7 +156,7 @@ class TestTheRealOne:
 
 
 class TestPadding:
-    def test_there_and_back(self) -> None:
+    def test_unpad_and_pad(self) -> None:
         mask = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [0, 1, 1, 1]])
         x = torch.randn(3, 4, 2, 5, requires_grad=True)
         rows, indices, cu, longest, used = bert_padding.unpad_input(x, mask)
@@ -168,7 +168,7 @@ class TestPadding:
         (grad,) = torch.autograd.grad(back.sum(), x)
         assert torch.equal(grad, mask[..., None, None].expand_as(x).float())
 
-    def test_places_that_do_not_count(self) -> None:
+    def test_unused_mask(self) -> None:
         mask, unused = torch.tensor([[1, 1, 0], [1, 0, 0]]), torch.tensor([[0, 0, 1], [0, 0, 1]])
         rows, indices, cu, longest, used = bert_padding.unpad_input(torch.randn(2, 3, 4), mask, unused)
         assert (cu.tolist(), longest, used.tolist()) == ([0, 3, 5], 3, [2, 1])
@@ -176,7 +176,7 @@ class TestPadding:
         assert rows.shape == (5, 4)
 
 
-# transformers asks for a GPU before it lets a model use FlashAttention; that one answer is given here.
+# transformers looks for a GPU before a model may use FlashAttention; the test replaces that function.
 TRANSFORMERS = """
 import torch, transformers
 from transformers.utils import import_utils
@@ -187,7 +187,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import_utils.is_torch_cuda_available = lambda: True
 row = functions.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2]
 row["supported_devices"] = ((lambda: True, "cpu"),)
-assert not import_utils.is_flash_attn_2_available()  # transformers remembers this answer
+assert not import_utils.is_flash_attn_2_available()  # transformers caches this result
 
 from tests.fresh import FreshInterpreters
 from tritonpack import flash_attn
@@ -241,7 +241,7 @@ except ImportError as error:
 @pytest.mark.heavy
 @pytest.mark.parametrize("before", ["", "from transformers import modeling_utils"])
 def test_transformers(before: str, fresh: FreshInterpreters) -> None:
-    """A model asked for FlashAttention-2 after install(): plain, padded and packed, as eager attention computes it."""
+    """A model with FlashAttention-2 after install() equals eager attention: plain, padded and packed."""
     pytest.importorskip("transformers")
     result = fresh.run(TRANSFORMERS.format(before=before))
     assert result.returncode == 0, result.stderr

@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 def capture(step: Callable[[], tuple[Tensor, ...]]) -> tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...]]:
-    """A graph of a step, and the tensors that its replays write. Before it is captured the step runs on another stream:
-    what compiles, or allocates for good, does so there."""
+    """A graph of a step, and the tensors that its replays write. Before the capture the step runs on another stream, so
+    that kernels are compiled and lasting memory is allocated there."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):

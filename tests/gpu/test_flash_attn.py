@@ -1,4 +1,4 @@
-"""tritonpack.flash_attn on a GPU: no call waits, graphs follow their offsets, layers share a mask, none is outdated."""
+"""tritonpack.flash_attn on a GPU: no call waits, CUDA graphs use new offsets, layers share a mask."""
 
 import subprocess
 import sys
@@ -79,7 +79,7 @@ print("went on")
 
 
 @pytest.mark.parametrize(("value", "goes_on"), [(30, True), (31, False)])
-def test_a_write_that_torch_does_not_count_stops_the_program(value: int, goes_on: bool) -> None:
+def test_uncounted_write_fails_an_assertion(value: int, goes_on: bool) -> None:
     """In a process of its own, because a device-side assertion ends all work on the GPU."""
     result = subprocess.run(
         [sys.executable, "-c", STALE.format(value=value)], capture_output=True, text=True, cwd=ROOT, timeout=300

@@ -1,4 +1,4 @@
-"""What only a GPU can show: bf16 on tensor cores, races, memory, large offsets, no waiting, no recompiling."""
+"""Tests that need a GPU: bf16 on tensor cores, races, memory, large offsets, no waiting, no recompiling."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -62,7 +62,7 @@ def test_large_cases(case: Case, dtype: torch.dtype) -> None:
 @HALF
 @pytest.mark.parametrize("case", LARGE, ids=str)
 def test_repeats_are_equal_to_the_bit(case: Case, dtype: torch.dtype) -> None:
-    """A race would show as a moving result."""
+    """A race would change results between runs."""
     inputs = make_inputs(case, dtype, "cuda")
     first = run(inputs, "triton")
     for _ in range(50):
@@ -72,7 +72,7 @@ def test_repeats_are_equal_to_the_bit(case: Case, dtype: torch.dtype) -> None:
 
 @HALF
 @pytest.mark.parametrize("case", invariance.CASES, ids=str)
-def test_a_document_has_the_same_bits_wherever_it_lies(case: Case, dtype: torch.dtype) -> None:
+def test_pack_invariant_documents_have_the_same_bits_in_every_pack(case: Case, dtype: torch.dtype) -> None:
     longer = replace(case, seqlens=(37, 5, 450, 1, 128, 129, 33))
     assert not invariance.moved_outputs(longer, dtype, "triton", pack_invariant=True, device="cuda")
 
@@ -80,7 +80,7 @@ def test_a_document_has_the_same_bits_wherever_it_lies(case: Case, dtype: torch.
 @HALF
 @pytest.mark.parametrize("poison", invariance.POISONS, ids="-".join)
 @pytest.mark.parametrize("case", invariance.CASES, ids=str)
-def test_then_not_even_a_nan_reaches_another_document(case: Case, poison: tuple[str, ...], dtype: torch.dtype) -> None:
+def test_pack_invariant_contains_nan(case: Case, poison: tuple[str, ...], dtype: torch.dtype) -> None:
     longer = replace(case, seqlens=(37, 450, 1, 129, 33))
     moved = invariance.moved_outputs(longer, dtype, "triton", pack_invariant=True, device="cuda", poison=poison)
     assert not moved
@@ -113,7 +113,7 @@ def test_cuda_graph_with_offsets_of_fixed_capacity() -> None:
             assert torch.equal(got, expected)
 
 
-def test_documents_are_isolated_to_the_bit() -> None:
+def test_a_change_in_a_document_changes_no_other_bit() -> None:
     case = LARGE[1]
     inputs = make_inputs(case, torch.bfloat16, "cuda")
     before = run(inputs, "triton")
@@ -161,7 +161,7 @@ def test_nothing_waits_for_the_host() -> None:
         varlen_attention(q, k, v, mask).sum().backward()
 
 
-def test_new_lengths_compile_nothing() -> None:
+def test_new_lengths_do_not_recompile() -> None:
     from tritonpack.kernels.backward import dkdv_kernel, dq_kernel
     from tritonpack.kernels.forward import forward_kernel
 
@@ -181,7 +181,7 @@ def test_new_lengths_compile_nothing() -> None:
     assert compiled() == before
 
 
-def test_more_than_two_to_the_31_elements() -> None:
+def test_more_than_2_to_the_31_elements() -> None:
     tokens, heads, head_dim = 2**31 // (32 * 128) + 1000, 32, 128
     q = torch.randn(tokens, heads, head_dim, device="cuda", dtype=torch.bfloat16)
     k, v = (torch.randn(tokens, 1, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -194,7 +194,7 @@ def test_more_than_two_to_the_31_elements() -> None:
     assert torch.isfinite(out[::1001]).all()
 
 
-def test_a_bad_offset_on_the_device_is_caught_on_demand() -> None:
+def test_validate_finds_bad_offsets_on_the_device() -> None:
     start = torch.tensor([0, 0, 2], dtype=torch.int32, device="cuda")
     with pytest.raises(ValueError, match="row 2"):
         BlockDiagonalMask(start, torch.tensor([1, 2, 9], dtype=torch.int32, device="cuda"), 3).validate()

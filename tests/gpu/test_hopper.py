@@ -1,4 +1,4 @@
-"""The forward kernel for Hopper on the hardware: what its emulator and its binary can't show."""
+"""The forward kernel for Hopper on the hardware."""
 
 from dataclasses import replace
 
@@ -49,7 +49,7 @@ def test_large_cases(case: Case, dtype: torch.dtype) -> None:
 @HALF
 @pytest.mark.parametrize("case", WHOLE, ids=str)
 def test_repeats_are_equal_to_the_bit(case: Case, dtype: torch.dtype) -> None:
-    """A race would show as a moving result; many programs at a time, of many lengths."""
+    """A race would change results between runs; many programs of many lengths run at a time."""
     inputs = make_inputs(replace(case, heads=4 * case.heads, kv_heads=4 * case.kv_heads), dtype, "cuda")
     with torch.no_grad():
         first = varlen_attention(inputs.q, inputs.k, inputs.v, inputs.mask, return_lse=True, backend="gluon")
@@ -60,14 +60,14 @@ def test_repeats_are_equal_to_the_bit(case: Case, dtype: torch.dtype) -> None:
 
 @HALF
 @pytest.mark.parametrize("case", invariance.CASES, ids=str)
-def test_a_document_has_the_same_bits_wherever_it_lies(case: Case, dtype: torch.dtype) -> None:
+def test_pack_invariant_documents_have_the_same_bits_in_every_pack(case: Case, dtype: torch.dtype) -> None:
     longer = replace(case, seqlens=(37, 5, 450, 1, 128, 129, 33), head_dim=128, head_dim_v=None, softcap=0.0,
                      sinks=False, alibi=None)  # fmt: skip
     assert not invariance.moved_outputs(longer, dtype, "gluon", pack_invariant=True, device="cuda")
 
 
 def test_one_graph_for_every_length() -> None:
-    """torch.compile sees the operator, whatever its backend."""
+    """torch.compile makes one graph for this backend, too."""
     compiled = torch.compile(varlen_attention, fullgraph=True)
     for lengths in ((100, 28), (5, 700), (300,)):
         inputs = make_inputs(Case("compiled", lengths, head_dim=128), torch.bfloat16, "cuda")

@@ -1,4 +1,4 @@
-"""Patched models on a GPU: the kernels in families of every kind, and nothing on the way that waits for the device."""
+"""Patched models of every kind of family on a GPU: documents stay apart, and nothing waits for the device."""
 
 import pytest
 import torch

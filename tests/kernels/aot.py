@@ -1,4 +1,4 @@
-"""Ahead-of-time compilation: what the compiler makes of a kernel on an architecture, without the hardware.
+"""Ahead-of-time compilation of kernels for an architecture, without the hardware.
 
 Registers, spills, shared memory and matrix instructions are read from the binary with the tools in Triton's wheel.
 """
@@ -22,12 +22,12 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from tritonpack.kernels.backward import dkdv_kernel, dq_kernel
 from tritonpack.kernels.forward import forward_kernel
 from tritonpack.kernels.hopper import HOPPER_TILES, ROWS, hopper_forward_kernel
-from tritonpack.kernels.tile_table import (
+from tritonpack.kernels.tile_shapes import (
     EXTENDED,
     EXTENDED_TILES,
     TILES,
     Kernel,
-    Tile,
+    TileShape,
     heads_per_tile,
     key_gradient_kernels,
     select_tile,
@@ -51,14 +51,14 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 _MATRIX_INSTRUCTION = re.compile(r"\b(HGMMA|HMMA|UTC\w*MMA|v_mfma)")
 
 
-KEY_HEADS = 8  # of what is compiled
+KEY_HEADS = 8  # key heads of the compiled kernels
 
 FEATURES = ("softcap", "sinks", "alibi", "dropout", "pack_invariant")
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """One kernel as the package ships it: everything that decides what the compiler makes of it.
+    """One kernel of the package, with everything that determines its machine code.
 
     Attributes:
         kernel, arch, head_dim, dtype: as in the table of tiles.
@@ -75,10 +75,10 @@ class Configuration:
     head_dim_v: int | None = None
     group: int = 4
     features: tuple[str, ...] = ()
-    another_tile: Tile | None = None
+    another_tile: TileShape | None = None
 
     @property
-    def tile(self) -> Tile:
+    def tile(self) -> TileShape:
         return self.another_tile or select_tile(
             self.kernel, max(self.blocks), self.dtype, self.arch, extended=bool(EXTENDED & {*self.features})
         )
@@ -96,17 +96,17 @@ class Configuration:
 
 @dataclass(frozen=True)
 class HopperConfiguration:
-    """The kernel of the backend "gluon", as `Configuration` is one of the others."""
+    """The kernel of the backend "gluon", with the interface of `Configuration`."""
 
     head_dim: int
     dtype: torch.dtype
     arch: str = "sm_90"
 
     @property
-    def tile(self) -> Tile:
-        """For tables: 9 warps compute and load; the GPU gives the 12 that they are rounded up to registers."""
+    def tile(self) -> TileShape:
+        """For tables: 9 warps compute and load; the GPU rounds them up to 12 when it allocates registers."""
         tile = HOPPER_TILES[self.head_dim]
-        return Tile(2 * ROWS.value, tile.block_n, 9, tile.stages)
+        return TileShape(2 * ROWS.value, tile.block_n, 9, tile.stages)
 
     def __str__(self) -> str:
         return f"gluon-forward-{self.arch}-d{self.head_dim}-{_DTYPES[self.dtype]}"
@@ -114,7 +114,7 @@ class HopperConfiguration:
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled kernel takes.
+    """The resources of a compiled kernel.
 
     Attributes:
         registers: per thread (AMD: vector and accumulation registers together).
@@ -132,7 +132,7 @@ class Resources:
 
 
 def shipped_configurations() -> list[Configuration]:
-    """Every row of the tables in bfloat16, and what else may run on the same rows once, on sm_90.
+    """Every row of the tables in bfloat16, and on sm_90 also the other features that run on the same rows.
 
     That is the smallest head dimension, keys of 192 with values of 128, float16, float32, and dQ with groups of one.
     """
@@ -157,7 +157,7 @@ def shipped_configurations() -> list[Configuration]:
 
 
 def hopper_configurations() -> list[HopperConfiguration]:
-    """What the backend "gluon" may run."""
+    """All configurations of the backend "gluon"."""
     return [
         HopperConfiguration(head_dim, dtype) for head_dim in HOPPER_TILES for dtype in _DTYPES if dtype.itemsize == 2
     ]
@@ -169,7 +169,7 @@ def compile_configuration(configuration: Configuration | HopperConfiguration) ->
 
 
 def disassemble(configuration: Configuration | HopperConfiguration) -> tuple[Resources, str]:
-    """As `compile_configuration`, and the instructions themselves, as text."""
+    """Like `compile_configuration`, with the instructions as text, too."""
     if isinstance(configuration, HopperConfiguration):
         compiled = _compile_hopper(configuration)
     else:
@@ -182,7 +182,7 @@ def disassemble(configuration: Configuration | HopperConfiguration) -> tuple[Res
 
 
 def _compile_hopper(configuration: HopperConfiguration) -> Any:
-    """The Hopper kernel with the argument types and alignments that the launcher gives it, compiled by Triton."""
+    """The Hopper kernel, compiled by Triton with the launcher's argument types and alignments."""
     tile, head_dim, element = HOPPER_TILES[configuration.head_dim], configuration.head_dim, _DTYPES[configuration.dtype]
     constants = {
         "GROUP": 4,
@@ -211,7 +211,7 @@ def _compile_hopper(configuration: HopperConfiguration) -> Any:
 
 
 def _source(configuration: Configuration) -> ASTSource:
-    """The kernel with the argument types and alignments that the launcher gives it."""
+    """The kernel with the launcher's argument types and alignments."""
     kernel, tile, (block_d, block_v) = _KERNELS[configuration.kernel], configuration.tile, configuration.blocks
     features, element = configuration.features, _DTYPES[configuration.dtype]
     width = block_v if configuration.kernel in ("forward", "dv") else block_d

@@ -1,18 +1,18 @@
-"""Runs a Gluon kernel for Hopper on a CPU, to find what is wrong with its synchronisation; layouts are ignored.
+"""Runs a Gluon kernel for Hopper on a CPU, to find mistakes in its synchronisation; layouts are ignored.
 
-The kernel's own Python functions run, with stand-ins for the names of the language. Partitions of `warp_specialize` are
-threads of which one runs at a time; at every operation on barriers, copies and products a seeded choice says who goes
-on, or which copy arrives. What is modelled, so that a mistake shows:
+The kernel's own Python functions run, with other objects behind the names of the language. Partitions of
+`warp_specialize` are threads, one of which runs at a time. At every operation on barriers, copies and products a seeded
+choice decides which thread goes on, or which copy arrives. The emulator models:
 
 - Shared memory holds NaN when it is allocated, and again from the request of a TMA copy until the copy arrives.
 - Barriers count arrivals and bytes and are waited for by parity; too many arrivals are an error.
 - A warpgroup's product has a value only after its wait. Operands in shared memory must be the same then as when the
   product was requested, and what ordinary stores wrote there must have been fenced.
-- When nobody can go on, the error says who waits for which barrier. A copy or product that is never waited for is an
-  error, and so is an access outside of a tensor.
+- If no thread can go on, the error says which thread waits for which barrier. A copy or product that is never waited
+  for is an error, and so is an access outside of a tensor.
 
-What isn't: the warps of one partition against each other (Triton synchronises them before they arrive), layouts and
-swizzling, registers, time.
+It doesn't model the warps of one partition against each other (Triton synchronises them before they arrive), layouts,
+swizzling, registers and time.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from torch import Tensor
 
 
 class HazardError(Exception):
-    """What would go wrong, or could, on the hardware."""
+    """A mistake that does, or may, give wrong results on the hardware."""
 
 
 class _StoppedError(BaseException):
-    """Ends a partition because another one failed."""
+    """Ends a partition after another one failed."""
 
 
 class Barrier:
@@ -55,12 +55,12 @@ class Barrier:
             self.phases, self.missing = self.phases + 1, self.count
 
     def over(self, parity: int) -> bool:
-        """Whether the phase of this parity is the one before the present one."""
+        """Whether the phase of this parity is complete: it is the phase before the present one."""
         return self.phases % 2 != parity
 
 
 class Shared:
-    """A view of shared memory; `buffer` is what `index` took it from."""
+    """A view of shared memory; `buffer` is the buffer that `index` selected."""
 
     def __init__(self, data: Tensor, buffer: Any = None) -> None:
         self.data, self.buffer, self.dtype = data, buffer if buffer is not None else self, data.dtype
@@ -108,7 +108,7 @@ class Pointer:
         return Pointer(self.data, self.offset + offset)
 
     def places(self, mask: Any) -> tuple[Tensor, Tensor]:
-        """Offsets and which of them are accessed, of one shape; the others point at 0."""
+        """Offsets, and whether each is accessed, in one shape; offsets that aren't accessed are 0."""
         offset = torch.as_tensor(self.offset)
         offset, mask = torch.broadcast_tensors(offset, torch.as_tensor(True if mask is None else mask))
         if (((offset < 0) | (offset >= self.data.numel())) & mask).any():
@@ -117,7 +117,7 @@ class Pointer:
 
 
 class Descriptor:
-    """A tensor that TMA copies blocks of, zeros outside of it."""
+    """A tensor of which TMA copies blocks, with zeros outside of it."""
 
     def __init__(self, given: Any) -> None:
         self.rows = torch.as_strided(given.base, given.shape, given.strides)
@@ -156,7 +156,7 @@ class Product:
 
 
 class Machine:
-    """One program: its partitions, who of them runs, the copies under way."""
+    """One program: its partitions, the one that runs, and the copies under way."""
 
     def __init__(self, seed: int) -> None:
         self.choice = random.Random(seed)
@@ -169,7 +169,7 @@ class Machine:
         self.failure: BaseException | None = None
 
     def pause(self) -> None:
-        """Let the others go on, for a while."""
+        """Let the other partitions go on for a while."""
         if self.current:
             me = self.current
             self.baton[""].release()
@@ -189,10 +189,10 @@ class Machine:
         self.pause()
 
     def run(self, partitions: dict[str, Callable[[], None]]) -> None:
-        """All partitions to their ends."""
+        """Run all partitions to their ends."""
         threads = {name: threading.Thread(target=self._partition, args=(name, partitions[name])) for name in partitions}
         self.baton |= {name: threading.Semaphore(0) for name in partitions}
-        # Who is slow in one program is fast in another: mistakes show when somebody is far ahead.
+        # Each program has other slow partitions, because mistakes show when one partition is far ahead of another.
         speeds = {name: 100 ** self.choice.random() for name in self.baton}
         for thread in threads.values():
             thread.start()
@@ -337,7 +337,7 @@ STAND_INS: dict[str, Any] = {
 
 
 def plain(kernel: Any, known: dict[int, dict[str, Any]] | None = None) -> FunctionType:
-    """A kernel as a Python function over stand-ins, and with it all that it calls."""
+    """A kernel, and all functions that it calls, as Python functions on the objects of this module."""
     known = {} if known is None else known
     function = kernel.fn
     names = known.get(id(function.__globals__))
@@ -356,7 +356,7 @@ def plain(kernel: Any, known: dict[int, dict[str, Any]] | None = None) -> Functi
 
 
 class Emulated:
-    """Launched as the kernel is; programs run one after the other, each with its own order of events."""
+    """Has the kernel's launch syntax; programs run one after the other, each with its own order of events."""
 
     def __init__(self, kernel: Any, seed: int = 0) -> None:
         self.kernel, self.seed = kernel, seed

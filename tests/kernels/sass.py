@@ -1,4 +1,4 @@
-"""NVIDIA's machine code as text (nvdisasm's): its instructions, its loops, and what a stretch of it asks of an SM.
+"""NVIDIA's machine code, read from nvdisasm's text: instructions, loops, and the work of a piece of code for an SM.
 
 The rates are those of compute capability 9.0: the CUDA C++ Programming Guide's table of arithmetic throughput, and the
 published peak of the tensor cores (4,096 dense 16-bit operations per cycle and SM). Instructions are counted for one
@@ -18,11 +18,11 @@ _LABEL = re.compile(r"^(\.L\w+):")
 _TARGET = re.compile(r"`\((\.L\w+)\)")
 _PRODUCT = re.compile(r"\.(\d+)x(\d+)x(\d+)\.")
 
-# What isn't named here is arithmetic at half rate: integers, comparisons, selections, conversions.
+# All other arithmetic runs at half rate: integers, comparisons, selections, conversions.
 _FULL_RATE = frozenset({"FFMA", "FADD", "FMUL", "IMAD", "HFMA2", "HADD2", "HMUL2"})
 _SHARED = frozenset({"LDS", "STS", "LDSM", "STSM", "ATOMS", "SHFL"})
 _BRANCHES = frozenset({"BRA", "BRX", "CALL", "RET", "EXIT", "BSSY", "BSYNC"})
-# They take a slot, and then work elsewhere: memory, barriers, the uniform datapath (and all that begins with U).
+# These take a slot, and other units execute them: memory, barriers, the uniform datapath (all names with U).
 _ELSEWHERE = frozenset(
     {"HGMMA", "MUFU", "WARPGROUP", "BAR", "SYNCS", "DEPBAR", "MEMBAR", "FENCE", "LDGDEPBAR", "LDG", "STG", "LDGSTS"}
     | {"LDC", "R2UR", "S2R", "S2UR", "ELECT", "VOTEU", "NOP", "WARPSYNC", "LDL", "STL", "ERRBAR", "CCTL", "RED"}
@@ -47,7 +47,7 @@ class Instruction(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """What a stretch of code asks of an SM.
+    """The work of a piece of code for an SM.
 
     Attributes:
         instructions: issue slots, per warp.
@@ -73,7 +73,7 @@ class Work:
     branches: int = 0
 
     def cycles(self, warps: int) -> dict[str, float]:
-        """How long each unit of an SM is busy with this stretch of a program of so many warps."""
+        """The cycles for which each unit of an SM is busy with this code, for a program of `warps` warps."""
         per_quadrant, groups = warps / QUADRANTS, warps / 4
         return {
             "tensor": self.products * groups / PRODUCT_RATE,
@@ -105,7 +105,7 @@ def parse(listing: str) -> Code:
 
 
 def loops(code: Code) -> list[range]:
-    """The innermost loops that multiply matrices, in order: from where a branch goes back to, to that branch.
+    """The innermost loops that multiply matrices, in order, each from the target of a backward branch to the branch.
 
     What waits for a load in a loop of its own lies after the kernel's end, and its way back is none of these.
     """
@@ -121,7 +121,7 @@ def loops(code: Code) -> list[range]:
 
 
 def events(instructions: Iterable[Instruction]) -> str:
-    """What happens in order, a letter each.
+    """The events in order, a letter each.
 
     H is a part of a matrix product, | a wait for products, e an exponential, b a barrier of threads, a an arrival at a
     barrier in memory, w a wait for one.
@@ -134,7 +134,7 @@ def events(instructions: Iterable[Instruction]) -> str:
 
 
 def count(instructions: Iterable[Instruction]) -> Work:
-    """What a stretch of code asks for, each instruction executed once."""
+    """The work of a piece of code that executes each instruction once."""
     total: Counter[str] = Counter()
     for instruction in instructions:
         stem = instruction.stem
@@ -167,7 +167,7 @@ def _product(instruction: Instruction) -> int:
 
 
 def _operand_bytes(instruction: Instruction) -> int:
-    """What a product reads from shared memory: always the right operand, the left one unless it is in registers."""
+    """The bytes that a product reads from shared memory: the right operand, and the left one unless in registers."""
     shape = _PRODUCT.search(instruction.opcode)
     assert shape, instruction
     m, n, _ = map(int, shape.groups())
@@ -179,7 +179,7 @@ def _operand_bytes(instruction: Instruction) -> int:
 def _shared_bytes(instruction: Instruction) -> int:
     parts = instruction.opcode.split(".")
     if parts[0] in ("LDSM", "STSM"):
-        return 128 * int(parts[-1]) if parts[-1].isdigit() else 128  # so many matrices of 8 x 8
+        return 128 * int(parts[-1]) if parts[-1].isdigit() else 128  # the number of 8 x 8 matrices
     width = next((int(p) for p in reversed(parts) if p.isdigit()), 32)
     width = next((int(p[1:]) for p in parts if re.fullmatch(r"[US]\d+", p)), width)
     return LANES * width // 8

@@ -1,4 +1,4 @@
-"""Every kernel configuration that the package ships, compiled for its architecture without the hardware."""
+"""Compiles every kernel configuration of the package for its architecture, without the hardware."""
 
 import pytest
 import torch
@@ -15,16 +15,16 @@ from tests.kernels.aot import (
     hopper_configurations,
     shipped_configurations,
 )
-from tritonpack.kernels.tile_table import FLOAT32_TILES, key_gradient_kernels
+from tritonpack.kernels.tile_shapes import FLOAT32_TILES, key_gradient_kernels
 
 pytestmark = pytest.mark.compile
 
-# What a program may take: registers per thread, shared memory per program (the smallest GPU served by the row).
+# The limits of a program: registers per thread, and shared memory (of the smallest GPU that uses the row).
 LIMITS = {"sm_80": (255, 99), "sm_90": (255, 227), "sm_100": (255, 227), "gfx942": (512, 64)}
 
 
-# At head dimension 512, what a block of 32 products takes in addresses (docs/decisions/kernel-forms.md), in each of two
-# or four loops. With all features at once, what is kept outside of the loops.
+# At head dimension 512 the addresses of 32 products per block spill (docs/decisions/kernel-forms.md), in each of two or
+# four loops. With all features at once, values from outside of the loops spill, too.
 KNOWN_SPILLS = {
     "dk-sm_100-d512-bf16": 250,
     "dq-sm_100-d512-bf16": 600,
@@ -33,7 +33,7 @@ KNOWN_SPILLS = {
 }
 
 
-# float32 runs with the same tiles on every architecture; here is where they fit.
+# float32 has the same tiles on every architecture; they are compiled for sm_80, where they fit.
 FLOAT32 = [
     Configuration(kernel, "sm_80", head_dim, torch.float32)
     for head_dim in FLOAT32_TILES
@@ -46,7 +46,7 @@ def _param(configuration: Configuration | HopperConfiguration, quick: bool) -> P
 
 
 def _is_quick(configuration: Configuration) -> bool:
-    """Compiled in every run: Hopper's rows in 16 bits. All others take five minutes."""
+    """Whether a configuration is compiled in every run: Hopper in 16 bits. The others take five minutes."""
     plain = not configuration.features and configuration.dtype != torch.float32
     return configuration.arch == "sm_90" and plain
 
@@ -56,18 +56,18 @@ def test_shipped_configuration(configuration: Configuration) -> None:
     resources = compile_configuration(configuration)
     registers, shared_kib = LIMITS[configuration.arch]
     if configuration.dtype == torch.float32 and configuration.head_dim == 512:
-        shared_kib = 163  # an A100's, not that of the smallest GPUs of the row
+        shared_kib = 163  # of an A100; the row's smallest GPUs have less
     assert resources.registers <= registers
     assert resources.shared_bytes <= shared_kib * 1024
     assert resources.instructions > 100  # a kernel may compile to a single trap, without an error
-    if configuration.dtype != torch.float32:  # which is multiplied exactly, by ordinary instructions, where it must
+    if configuration.dtype != torch.float32:  # float32 products use ordinary instructions
         assert resources.spills <= KNOWN_SPILLS.get(str(configuration), 0)
         assert resources.matrix_instructions > 0
 
 
 @pytest.mark.parametrize("configuration", [_param(c, str(c).endswith("d128-bf16")) for c in hopper_configurations()])
 def test_hopper_kernel(configuration: HopperConfiguration) -> None:
-    """Warps that load by TMA, registers that move to those that compute, a softmax within the wait for a product."""
+    """TMA loads, more registers for the computing warps, a softmax between a product's request and its wait."""
     resources, listing = disassemble(configuration)
     assert resources.shared_bytes <= 227 * 1024
     assert "UTMALDG" in listing
@@ -77,9 +77,9 @@ def test_hopper_kernel(configuration: HopperConfiguration) -> None:
     assert len(loops) == 6  # three phases in each half
     for loop in loops:
         events = sass.events(loop)
-        requested, overlapped, after = events.split("|")  # a product at a time would have more waits
+        requested, overlapped, after = events.split("|")  # one product at a time would need more waits
         assert requested.count("H") == events.count("H")
         assert overlapped.count("e") >= configuration.tile.block_n // 2
         assert "e" not in requested + after
-        # Addresses, at most; elsewhere it is 24 registers that the loading warp has.
+        # Only addresses may spill here; other spills are in the loading warp, which has 24 registers.
         assert sum(instruction.stem in ("LDL", "STL") for instruction in loop) <= 3

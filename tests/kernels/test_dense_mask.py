@@ -1,4 +1,4 @@
-"""The kernel that writes masks out, run by Triton's interpreter, writes what torch writes, to the bit."""
+"""The kernel that writes dense masks, in Triton's interpreter, against torch, to the bit."""
 
 import random
 

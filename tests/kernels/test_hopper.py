@@ -1,4 +1,4 @@
-"""The Hopper kernel under the emulator: its results, and that mistakes in its synchronisation don't go unseen."""
+"""The Hopper kernel in the emulator: its results, and that the emulator finds broken synchronisation."""
 
 import importlib.util
 from dataclasses import replace
@@ -16,7 +16,7 @@ from tritonpack import BlockDiagonalMask
 from tritonpack.backends import gluon
 from tritonpack.errors import BackendUnavailableError
 from tritonpack.kernels import hopper as kernels
-from tritonpack.kernels.hopper import HOPPER_TILES, HopperTile, hopper_forward_kernel
+from tritonpack.kernels.hopper import HOPPER_TILES, HopperTileShape, hopper_forward_kernel
 from tritonpack.options import make_options
 from tritonpack.testing import CASES, Case, make_inputs
 from tritonpack.testing.cases import Inputs
@@ -27,8 +27,8 @@ NAMES = (
     "window-left-16", "window-self", "window-both", "cross", "cross-bidirectional", "cross-more-queries",
     "cross-window-slack", "nothing-visible",
 )  # fmt: skip
-# Small blocks: many for little arithmetic, each buffer used many times.
-SMALL = [HopperTile(32, 2), HopperTile(16, 3, turns=False)]
+# Small blocks use each buffer many times, with little arithmetic.
+SMALL = [HopperTileShape(32, 2), HopperTileShape(16, 3, turns=False)]
 CHOSEN = [replace(case, head_dim=64, heads=case.heads // 2, kv_heads=max(case.kv_heads // 2, 1))
           for case in CASES if case.name in NAMES]  # fmt: skip
 PLAIN: dict[str, Any] = {
@@ -39,7 +39,7 @@ LONG = Case("long", (0, 300, 40), heads=1, kv_heads=1, head_dim=64, slack=30)
 
 
 def forward(inputs: Inputs, kernel: Any = hopper_forward_kernel, seed: int = 0, **keywords: Any) -> dict[str, Tensor]:
-    """out and lse, by the kernel, launched as the backend launches it; with keywords of `make_options`."""
+    """out and lse of the kernel with the backend's launch; keywords as in `make_options`."""
     q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.mask
     options = make_options(q, mask, **PLAIN | keywords)
     tiles = gluon.plan_tiles(q, k, v, mask, options, backward=False)
@@ -57,7 +57,7 @@ def small(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> No
 @pytest.mark.parametrize("small", SMALL, indirect=True, ids=["2-stages-turns", "3-stages"])
 @pytest.mark.parametrize("case", CHOSEN, ids=str)
 @pytest.mark.usefixtures("poisoned_memory", "small")
-def test_as_exact_as_plain_attention(case: Case) -> None:
+def test_error_within_tolerance(case: Case) -> None:
     inputs = make_inputs(case, torch.float16, slack_value=float("nan"))
     check_outputs(inputs, forward(inputs))
 
@@ -65,13 +65,13 @@ def test_as_exact_as_plain_attention(case: Case) -> None:
 @pytest.mark.parametrize("head_dim", HOPPER_TILES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.usefixtures("poisoned_memory")
-def test_the_tiles_that_ship(head_dim: int, dtype: torch.dtype) -> None:
+def test_shipped_tiles(head_dim: int, dtype: torch.dtype) -> None:
     inputs = make_inputs(replace(LONG, head_dim=head_dim), dtype, slack_value=float("nan"))
     check_outputs(inputs, forward(inputs))
 
 
 @pytest.mark.usefixtures("small")
-def test_the_order_of_events_moves_nothing() -> None:
+def test_results_do_not_depend_on_the_order_of_events() -> None:
     inputs = make_inputs(LONG, torch.float16, slack_value=float("nan"))
     first = forward(inputs)
     for seed in range(1, 8):
@@ -94,7 +94,7 @@ def test_padding_between_documents_is_inert() -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_documents_are_isolated_to_the_bit() -> None:
+def test_a_change_in_a_document_changes_no_other_bit() -> None:
     inputs = make_inputs(Case("isolation", (37, 0, 70, 60), head_dim=64, heads=2, kv_heads=1), torch.float16)
     before = forward(inputs)["out"]
     for x in (inputs.q, inputs.k, inputs.v):
@@ -107,7 +107,7 @@ def test_documents_are_isolated_to_the_bit() -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_pack_invariant_not_even_a_nan_reaches_another_document() -> None:
+def test_pack_invariant_contains_nan() -> None:
     inputs = make_inputs(Case("isolation", (37, 0, 70, 60), head_dim=64, heads=2, kv_heads=1), torch.float16)
     before = forward(inputs, pack_invariant=True)["out"]
     for x in (inputs.q, inputs.k, inputs.v):
@@ -118,7 +118,7 @@ def test_pack_invariant_not_even_a_nan_reaches_another_document() -> None:
 
 
 def test_strided_inputs() -> None:
-    """Parts of a joint projection, as models have them: read where they lie."""
+    """Views of a joint projection of q, k and v, as in models, aren't copied."""
     case = Case("strided", (40, 33), head_dim=64, heads=2, kv_heads=2, slack=5)
     inputs = make_inputs(case, torch.float16, slack_value=float("nan"))
     joint = torch.stack([inputs.q, inputs.k, inputs.v], 1)
@@ -139,12 +139,12 @@ def test_strided_inputs() -> None:
     ],
     ids=str,
 )
-def test_what_the_kernel_does_not_take(case: Case, dtype: torch.dtype, keywords: dict[str, Any], message: str) -> None:
+def test_unsupported_inputs(case: Case, dtype: torch.dtype, keywords: dict[str, Any], message: str) -> None:
     with pytest.raises(BackendUnavailableError, match=f"backend='gluon' .*{message}.*Use backend='triton'"):
         forward(make_inputs(case, dtype), **keywords)
 
 
-# What is replaced by what, and what must be seen of it.
+# Name -> (text of the kernel, its replacement, the expected error)
 MUTATIONS = {
     "keys-not-waited-for": ("mbarrier.wait(k_filled.index(slot), parity)", "pass", "overwritten|not where|nobody"),
     "values-not-waited-for": ("mbarrier.wait(v_filled.index(previous), previous_parity)", "pass",
@@ -176,8 +176,8 @@ MUTATIONS = {
 
 @pytest.mark.parametrize("name", MUTATIONS)
 @pytest.mark.usefixtures("small")
-def test_a_mistake_is_seen(name: str, tmp_path: Path) -> None:
-    """The kernel with one line broken; some order of events must show it, and in the words that are expected."""
+def test_emulator_finds_broken_synchronisation(name: str, tmp_path: Path) -> None:
+    """With one line of the kernel broken, some order of events must raise the expected error."""
     old, new, seen = MUTATIONS[name]
     source = Path(kernels.__file__).read_text(encoding="utf-8")
     assert source.count(old) == 1

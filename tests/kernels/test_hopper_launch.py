@@ -1,4 +1,4 @@
-"""The launch of the Hopper kernel up to the GPU: its arguments compile as they are given, once for all lengths."""
+"""The launch of the Hopper kernel without a GPU: its arguments compile, once for all lengths."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.compile
 
 
 class _Hopper:
-    """As much of a driver as compiling for a launch asks for."""
+    """The part of a driver that compiling for a launch needs."""
 
     def get_current_target(self) -> GPUTarget:
         return GPUTarget("cuda", 90, 32)
@@ -33,7 +33,7 @@ class _Hopper:
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the launches compile, instead of running it."""
+    """The kernels that launches compile; they aren't run."""
     kernels: list[Any] = []
 
     class Compile:
@@ -41,7 +41,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             return lambda **arguments: kernels.append(hopper_forward_kernel.warmup(grid=(*grid, 1), **arguments))
 
     monkeypatch.setattr(gluon, "hopper_forward_kernel", Compile())
-    monkeypatch.setattr(driver, "_active", _Hopper())  # its setter has no way back where there is no GPU
+    monkeypatch.setattr(driver, "_active", _Hopper())  # without a GPU its setter can't restore the old driver
     return kernels
 
 
@@ -56,4 +56,4 @@ def test_one_kernel_for_all_lengths(compiled: list[Any]) -> None:
         gluon.forward(q, k, v, mask, options, gluon.plan_tiles(q, k, v, mask, options, backward=False))
     assert len(compiled) == 4
     assert len({id(kernel) for kernel in compiled}) == 1
-    assert compiled[0].metadata.num_warps == 12  # of which 9 were asked for
+    assert compiled[0].metadata.num_warps == 12  # 9 were requested

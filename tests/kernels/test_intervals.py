@@ -1,4 +1,4 @@
-"""The interval kernels, run by Triton's interpreter, build what the builders in torch build, to the bit."""
+"""The interval kernels, in Triton's interpreter, against the functions in torch, to the bit."""
 
 import random
 from collections.abc import Callable
@@ -21,7 +21,7 @@ Build = Callable[[], BlockDiagonalMask]
 
 @pytest.fixture(params=[(8, 16), (32, 8)], ids=str)
 def small_blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of a few rows, so that small masks have documents that span several and blocks that hold several."""
+    """Use blocks of few rows, so that in small masks documents span blocks and blocks hold documents."""
     rows, look = request.param
     for name, value in (("OFFSET_ROWS", rows), ("RUN_ROWS", rows), ("LOOK", look)):
         monkeypatch.setattr(intervals, name, value)
@@ -77,7 +77,7 @@ def test_offsets(seed: int, documents: int, assert_same: Callable[[Build], None]
     [
         ([1, 3], [0, 3], r"cu_seqlens must begin with 0.* got \[1, 3\]"),
         ([0, 3, 2, 4], [0, 1, 2, 3], "cu_seqlens must .* never decrease"),
-        ([0] * 30 + [3, 2, 4], [0] * 33, "cu_seqlens must .* never decrease"),  # in a block that no row is in
+        ([0] * 30 + [3, 2, 4], [0] * 33, "cu_seqlens must .* never decrease"),  # in a block without rows
         ([0, 5], [0, 6], "cu_seqlens_k must .* end at most at total_k = 4"),
         ([0, 2**33], [0, 4], "cu_seqlens must"),
     ],
@@ -130,7 +130,7 @@ def test_segment_ids_and_padding(seed: int, assert_same: Callable[[Build], None]
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_runs(seed: int, assert_same: Callable[[Build], None]) -> None:
-    """Runs cut at any place, also within padding."""
+    """Runs begin anywhere, also within padding."""
     rng = random.Random(seed)
     shape = (rng.randint(1, 3), rng.choice((1, 8, 50)))
     starts = torch.rand(shape, generator=torch.Generator().manual_seed(seed)) < 0.1

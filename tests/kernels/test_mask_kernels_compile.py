@@ -1,4 +1,4 @@
-"""The kernels that build and write masks, compiled for each architecture without the hardware."""
+"""Compiles the kernels that build and write masks for each architecture, without the hardware."""
 
 import re
 import subprocess
@@ -44,7 +44,7 @@ class Code(NamedTuple):
 
 
 def compile_kernel(name: str, arch: str) -> Code:
-    """Compile as the launcher does: pointers aligned to 16 bytes, numbers of any value."""
+    """Compile like the launcher: pointers aligned to 16 bytes, numbers of any value."""
     kernel, constants, ids, num_warps = KERNELS[name]
     types = {"ids_ptr": ids, "cu_q_ptr": ids, "cu_k_ptr": ids, "first_ptr": "*i8", "sound_ptr": "*i8"}
     signature = {
@@ -79,7 +79,7 @@ def compile_kernel(name: str, arch: str) -> Code:
 def test_compiles_without_spills(name: str, arch: str) -> None:
     code = compile_kernel(name, arch)
     assert code.spills == 0
-    assert code.registers <= 64  # so that 1,024 threads, two programs at least, share a processor
+    assert code.registers <= 64  # so 1,024 threads, at least two programs, fit on a multiprocessor
     if name.startswith("dense"):
         wide, any_store = (
             (r"global_store_dwordx4", r"global_store_") if arch == "gfx942" else (r"STG\.E\S*\.128", "STG")

@@ -1,4 +1,4 @@
-"""The interval mask against dense masks that are written down one pair at a time."""
+"""The interval mask against dense masks that are computed pair by pair."""
 
 import dataclasses
 import random
@@ -17,7 +17,7 @@ DIAGONALS = [(window, causal) for window in WINDOWS for causal in (True, False)]
 
 
 def in_window(distance: int, window: Window, causal: bool) -> bool:
-    """Whether a key `distance` after the diagonal (before it if negative) is visible, as FlashAttention defines it."""
+    """Whether FlashAttention's rule shows a key `distance` after the diagonal (before it, if negative)."""
     left, right = window
     if causal and distance > 0:
         return False
@@ -38,7 +38,7 @@ def dense_of_documents(
 
 
 def dense_of_labels(labels: Sequence[Sequence[object]], window: Window, causal: bool) -> Tensor:
-    """Rows of tokens that carry their document's label, None for padding; no two rows share a document."""
+    """The dense mask of rows of tokens with their document's label, None for padding; rows share no document."""
     tokens = [(row, label) for row, labels_of_row in enumerate(labels) for label in labels_of_row]
     dense = torch.zeros(len(tokens), len(tokens), dtype=torch.bool)
     for i, one in enumerate(tokens):
@@ -48,13 +48,13 @@ def dense_of_labels(labels: Sequence[Sequence[object]], window: Window, causal: 
 
 
 def assert_is(mask: BlockDiagonalMask, dense: Tensor) -> None:
-    """The mask shows exactly the pairs of `dense`, and so does its transpose; both keep their promises."""
+    """Check that the mask and its transpose are valid and have exactly the pairs of `dense`."""
     assert torch.equal(mask.validate().to_dense(), dense)
     assert torch.equal(mask.transpose().validate().to_dense(), dense.T)
 
 
 def random_lengths(rng: random.Random, documents: int) -> list[int]:
-    """Lengths of which about a third are 0."""
+    """Random lengths, about a third of them 0."""
     return [rng.choice((0, rng.randint(1, 3), rng.randint(1, 9))) for _ in range(documents)]
 
 
@@ -68,7 +68,7 @@ class TestDocuments:
         assert_is(mask, dense_of_documents(seqlens, seqlens, window, causal, total, total))
 
     @pytest.mark.parametrize("seed", SEEDS)
-    def test_lengths_of_queries_and_keys_differ_and_slack_follows(self, seed: int) -> None:
+    def test_other_key_lengths_and_slack(self, seed: int) -> None:
         rng = random.Random(seed)
         documents, (window, causal) = rng.randint(0, 6), rng.choice(DIAGONALS)
         seqlens, seqlens_k = random_lengths(rng, documents), random_lengths(rng, documents)
@@ -91,8 +91,8 @@ class TestDocuments:
         mask = BlockDiagonalMask.from_seqlens(seqlens, seqlens_k, window=window, causal=causal)
         assert_is(mask, dense_of_documents(seqlens, seqlens_k, window, causal, sum(seqlens), sum(seqlens_k)))
 
-    def test_a_repeated_last_offset_adds_nothing(self) -> None:
-        """One tensor of fixed capacity serves batches of any number of documents."""
+    def test_repeated_last_offset_is_an_empty_document(self) -> None:
+        """So a tensor of fixed capacity can hold any number of documents."""
         exact = BlockDiagonalMask.from_cu_seqlens([0, 3, 3, 7], total_q=9)
         padded = BlockDiagonalMask.from_cu_seqlens(torch.tensor([0, 3, 3, 7, 7, 7, 7]), total_q=9)
         assert torch.equal(exact.key_start, padded.key_start)
@@ -104,7 +104,7 @@ class TestDocuments:
         slack = BlockDiagonalMask.from_cu_seqlens([0, 2, 5], total_q=8)
         assert (slack.num_queries, slack.num_keys) == (8, 8)
 
-    def test_offsets_of_a_list_and_of_a_tensor_are_the_same(self) -> None:
+    def test_lists_and_tensors_of_offsets_agree(self) -> None:
         for offsets in ([0, 2, 5], (0, 2, 5), torch.tensor([0, 2, 5], dtype=torch.int32)):
             assert BlockDiagonalMask.from_cu_seqlens(offsets).key_start.tolist() == [0, 0, 2, 2, 2]
 
@@ -132,12 +132,12 @@ class TestPositionIds:
         "dtype", [torch.uint8, torch.uint16, torch.uint32, torch.int16, torch.int32, torch.int64], ids=str
     )
     def test_steps_back_do_not_wrap(self, dtype: torch.dtype) -> None:
-        """0 - 255 is 1 in eight bits without a sign."""
+        """In uint8, 0 - 255 is 1."""
         text = torch.tensor([[254, 255, 0, 1]]).to(dtype)
         for ids in (text, text.expand(3, 1, 4), text.expand(4, 1, 4)):
             assert document_starts(ids).tolist() == [[True, False, True, False]]
 
-    def test_a_row_ends_a_document_even_where_positions_run_on(self) -> None:
+    def test_each_row_begins_a_document(self) -> None:
         mask = BlockDiagonalMask.from_position_ids(torch.tensor([[0, 1], [2, 3]]))
         assert mask.key_start.tolist() == [0, 0, 2, 2]
 
@@ -156,7 +156,7 @@ class TestPositionIds:
         mask = BlockDiagonalMask.from_position_ids(torch.tensor(ids).permute(2, 0, 1))
         assert_is(mask, dense_of_labels(labels, (-1, -1), True))
 
-    def test_a_grid_written_out(self) -> None:
+    def test_image_and_video_by_hand(self) -> None:
         """Two words, an image of 2 x 2 patches, a word; then a video of 2 frames of 1 x 2 patches."""
         time = [0, 1, 2, 2, 2, 2, 4, 0, 0, 1, 1, 2]
         height = [0, 1, 2, 2, 3, 3, 4, 0, 0, 0, 0, 2]
@@ -169,16 +169,16 @@ class TestPositionIds:
         [
             ([(0, 0, 0), (1, 1, 1), (7, 7, 7), (8, 8, 8)], [0, 2]),  # positions ascend, but words step by one
             ([(3, 3, 3), (3, 3, 3), (4, 4, 4)], [0, 1]),
-            ([(2, 2, 3), (2, 2, 3), (2, 3, 2)], [0, 1]),  # the same patch twice is two images
+            ([(2, 2, 3), (2, 2, 3), (2, 3, 2)], [0, 1]),  # a repeated patch begins another image
             ([(2, 3, 2), (2, 2, 9)], [0, 1]),
-            ([(2, 2, 2), (2, 2, 3), (9, 9, 9)], [0]),  # after an image, a jump ahead is the image's size
+            ([(2, 2, 2), (2, 2, 3), (9, 9, 9)], [0]),  # after an image, the size of the image is skipped
         ],
     )
     def test_steps_that_end_a_document(self, tokens: list[tuple[int, int, int]], starts: list[int]) -> None:
         found = document_starts(torch.tensor(tokens).T[:, None])
         assert found[0].nonzero().flatten().tolist() == starts
 
-    def test_four_rows_are_read_from_the_text_positions(self) -> None:
+    def test_four_rows_use_the_text_positions(self) -> None:
         text = torch.tensor([[0, 1, 2, 0, 1]])
         grid = torch.randint(0, 9, (3, 1, 5))
         mask = BlockDiagonalMask.from_position_ids(torch.cat([text[None], grid]))
@@ -186,7 +186,7 @@ class TestPositionIds:
 
 
 def runs_of_one_step(positions: Sequence[int]) -> list[int]:
-    """The document's number for each token of a row."""
+    """The number of the document of each token of a row."""
     labels: list[int] = []
     for n, position in enumerate(positions):
         goes_on = n > 0 and position == positions[n - 1] + 1
@@ -195,7 +195,7 @@ def runs_of_one_step(positions: Sequence[int]) -> list[int]:
 
 
 def random_multimodal_document(rng: random.Random) -> list[tuple[int, int, int]]:
-    """(time, height, width) of each token as Qwen2-VL numbers them: a part begins after the largest number so far."""
+    """(time, height, width) of each token, as in Qwen2-VL: a part begins after the largest number so far."""
     tokens: list[tuple[int, int, int]] = []
     for _ in range(rng.randint(1, 4)):
         first = max((max(token) for token in tokens), default=-1) + 1
@@ -216,11 +216,11 @@ class TestSegmentIds:
         (window, causal), tokens = rng.choice(DIAGONALS), rng.randint(1, 14)
         rows = []
         for _ in range(rng.randint(1, 3)):
-            rows.append(random_names(rng, tokens))  # in no order: a document's number is only a name
+            rows.append(random_names(rng, tokens))  # in random order, because a number is only a name
         mask = BlockDiagonalMask.from_segment_ids(torch.tensor(rows), window=window, causal=causal)
         assert_is(mask, dense_of_labels([[label or None for label in row] for row in rows], window, causal))
 
-    def test_rows_may_number_their_documents_alike(self) -> None:
+    def test_rows_may_use_the_same_ids(self) -> None:
         mask = BlockDiagonalMask.from_segment_ids(torch.tensor([[1, 1, 2], [2, 1, 1]]))
         assert mask.key_start.tolist() == [0, 0, 2, 3, 4, 4]
 
@@ -239,7 +239,7 @@ class TestSegmentIds:
 class TestPaddingMask:
     @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64], ids=str)
     @pytest.mark.parametrize(("window", "causal"), DIAGONALS)
-    def test_left_right_both_none_and_empty_rows(self, window: Window, causal: bool, dtype: torch.dtype) -> None:
+    def test_padding_on_every_side_and_empty_rows(self, window: Window, causal: bool, dtype: torch.dtype) -> None:
         rows = [[0, 0, 1, 1, 1], [1, 1, 0, 0, 0], [0, 1, 1, 1, 0], [0, 0, 0, 0, 0], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]]
         mask = BlockDiagonalMask.from_padding_mask(torch.tensor(rows, dtype=dtype), window=window, causal=causal)
         assert_is(mask, dense_of_labels([[label or None for label in row] for row in rows], window, causal))
@@ -250,7 +250,7 @@ class TestPaddingMask:
 
 
 class TestChunks:
-    """Chunks are counted from each document's first key; a query sees its own place's chunk alone."""
+    """Chunks are counted from each document's first key; a query sees only the chunk of its own place."""
 
     @pytest.mark.parametrize("seed", SEEDS)
     def test_against_pairs(self, seed: int) -> None:
@@ -263,13 +263,13 @@ class TestChunks:
         begin_q = begin_k = 0
         for len_q, len_k in zip(seqlens, seqlens_k, strict=True):
             for i in range(len_q):
-                place = i + len_k - len_q  # queries ahead of the first key belong to chunks that have no keys
+                place = i + len_k - len_q  # queries before the first key belong to chunks without keys
                 for j in range(len_k):
                     dense[begin_q + i, begin_k + j] &= j // chunk == place // chunk
             begin_q, begin_k = begin_q + len_q, begin_k + len_k
         assert_is(mask, dense)
 
-    def test_every_constructor_takes_them(self) -> None:
+    def test_every_constructor_accepts_chunks(self) -> None:
         expected = BlockDiagonalMask.from_seqlens([5, 3], chunk_size=2).to_dense()
         assert expected.int().argmax(1).tolist() == [0, 0, 2, 2, 4, 5, 5, 7]
         position_ids, segment_ids = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2]), torch.tensor([1, 1, 1, 1, 1, 2, 2, 2])
@@ -286,12 +286,12 @@ class TestChunks:
 class TestSpans:
     @pytest.mark.parametrize("seed", SEEDS)
     def test_against_pairs(self, seed: int) -> None:
-        """Packed rows with padding, windows and chunks; spans end where documents do, whatever their ids."""
+        """Packed rows with padding, windows and chunks; spans end at the ends of documents, whatever their ids."""
         rng = random.Random(seed)
         (window, causal), chunk = rng.choice(DIAGONALS), rng.choice((None, 2, 4))
         rows, tokens = rng.randint(1, 3), rng.randint(1, 14)
         segments = torch.tensor([random_names(rng, tokens) for _ in range(rows)])
-        spans = torch.tensor([random_names(rng, tokens) for _ in range(rows)]).clamp(max=3)  # ids come again
+        spans = torch.tensor([random_names(rng, tokens) for _ in range(rows)]).clamp(max=3)  # ids repeat
         reach = {"window": window, "causal": causal, "chunk_size": chunk}
         dense = BlockDiagonalMask.from_segment_ids(segments, **reach).to_dense()
         flat_segments, flat_spans = segments.flatten().tolist(), spans.flatten().tolist()
@@ -307,7 +307,7 @@ class TestSpans:
         assert_is(mask, dense)
 
     def test_an_image_in_a_causal_text(self) -> None:
-        spans = torch.tensor([0, 7, 7, 7, 0, 0, 7, 7])  # the last two in documents of their own
+        spans = torch.tensor([0, 7, 7, 7, 0, 0, 7, 7])  # the last two tokens are in other documents
         for mask in (
             BlockDiagonalMask.from_seqlens([5, 2, 1], spans=spans),
             BlockDiagonalMask.from_cu_seqlens([0, 5, 7, 8], spans=spans[None]),
@@ -316,7 +316,7 @@ class TestSpans:
             assert mask.validate().key_start.tolist() == [0, 0, 0, 0, 0, 5, 5, 7]
             assert mask.key_stop.tolist() == [1, 4, 4, 4, 5, 6, 7, 8]
 
-    def test_spans_neither_reach_into_slack_nor_begin_there(self) -> None:
+    def test_spans_in_slack_are_ignored(self) -> None:
         mask = BlockDiagonalMask.from_cu_seqlens([0, 3], total_q=6, spans=torch.tensor([0, 1, 1, 1, 2, 2]))
         assert mask.validate().key_start.tolist() == [0, 0, 0, 3, 3, 3]
         assert mask.key_stop.tolist() == [1, 3, 3, 3, 3, 3]
@@ -334,7 +334,7 @@ def random_names(rng: random.Random, tokens: int) -> list[int]:
 
 
 def random_intervals(rng: random.Random, most: int = 12) -> BlockDiagonalMask:
-    """Any mask at all: bounds that ascend, empty rows wherever they fall."""
+    """A random mask: ascending bounds, with empty rows at random places."""
     queries, keys = rng.randint(0, most), rng.randint(0, most)
     start = sorted(rng.randint(0, keys) for _ in range(queries))
     stop = sorted(rng.randint(0, keys) for _ in range(queries))
@@ -379,7 +379,7 @@ class TestOperations:
             with pytest.raises(dataclasses.FrozenInstanceError):
                 setattr(mask, field.name, getattr(mask, field.name))
 
-    def test_identity_is_what_tells_masks_apart(self) -> None:
+    def test_equality_is_identity(self) -> None:
         one, other = (BlockDiagonalMask.from_seqlens([3, 2]) for _ in range(2))
         assert one != other
         assert len({one, other, one}) == 2
@@ -397,12 +397,12 @@ class TestOperations:
             (
                 [1, 0],
                 [1, 2],
-                r"row 1 of the mask sees keys \[0, 2\), which begins or ends before that of the row",
+                r"row 1 of the mask sees keys \[0, 2\), which begins or ends before the interval of the row",
             ),
             (
                 [0, 0],
                 [3, 2],
-                r"row 1 of the mask sees keys \[0, 2\), which begins or ends before that of the row",
+                r"row 1 of the mask sees keys \[0, 2\), which begins or ends before the interval of the row",
             ),
         ],
     )

@@ -1,4 +1,4 @@
-"""Dense masks: what they hold, and what softmax makes of the additive ones."""
+"""Dense masks: their values, and the softmax of scores with an additive mask."""
 
 import random
 
@@ -12,7 +12,7 @@ FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_every_form_shows_the_same_pairs(seed: int) -> None:
+def test_all_forms_have_the_same_pairs(seed: int) -> None:
     mask = random_intervals(random.Random(seed), 70)
     pairs = [
         [start <= j < stop for j in range(mask.num_keys)]
@@ -37,7 +37,7 @@ def test_every_form_shows_the_same_pairs(seed: int) -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 def test_softmax_of_an_additive_mask(dtype: torch.dtype) -> None:
-    """Nothing is NaN where nothing is seen, and hidden keys weigh exactly nothing elsewhere."""
+    """Rows that see nothing give no NaN, and in other rows hidden keys have the weight 0."""
     mask = BlockDiagonalMask.from_cu_seqlens([0, 5, 9], total_q=12)
     scores = torch.randn(12, 12).to(dtype) * 50
     weights = (scores + mask.to_dense(dtype, additive=True)).softmax(-1)

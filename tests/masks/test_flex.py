@@ -28,7 +28,7 @@ MASKS = {
 
 
 def listed(number: torch.Tensor | None, indices: torch.Tensor | None) -> list[list[int]]:
-    """Every row's blocks, up to its count, in the order they are listed in."""
+    """The listed blocks of every row, up to the row's count."""
     assert number is not None
     assert indices is not None
     assert number.dtype == indices.dtype == torch.int32
@@ -95,8 +95,8 @@ def test_a_mask_of_nothing_is_refused(mask: BlockDiagonalMask) -> None:
         mask.to_block_mask()
 
 
-def test_no_value_is_looked_at() -> None:
-    """On a meta tensor whatever reads a value raises; on a GPU it would wait."""
+def test_constructors_read_no_values() -> None:
+    """Reading a value of a meta tensor raises; on a GPU it would wait."""
     mask = BlockDiagonalMask.from_seqlens([200, 100], device="meta")
     assert mask.to_block_mask().kv_indices.shape == (1, 1, 3, 3)
     assert mask.to_dense(torch.float16, additive=True).shape == (300, 300)

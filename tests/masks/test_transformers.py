@@ -20,7 +20,7 @@ PADDING = {
 
 
 def assert_rows_see(mask: BlockDiagonalMask, theirs: torch.Tensor, live: torch.Tensor) -> None:
-    """Every token of each row sees the same; what padding sees is of no consequence."""
+    """Check that tokens see the same keys in both masks; rows of padding aren't compared."""
     (batch, tokens), dense = live.shape, mask.validate().to_dense()
     blocks = torch.stack([dense[b * tokens : (b + 1) * tokens, b * tokens : (b + 1) * tokens] for b in range(batch)])
     assert torch.equal(blocks[live], theirs.expand(batch, 1, tokens, tokens)[:, 0][live])
@@ -42,7 +42,7 @@ def test_llama_4(chunk: int, padding: str) -> None:
 @pytest.mark.parametrize("padding", PADDING)
 @pytest.mark.parametrize("window", [6, 8, 64])
 def test_gemma_3(window: int, padding: str) -> None:
-    """Their windows hide what lies further back in an image, so the two agree for images no longer than the window."""
+    """transformers' windows cut images, too, so both agree only for images that fit the window."""
     live = torch.tensor(PADDING[padding])
     images = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 0, 0, 1, 1, 1], [1, 1, 0, 1, 1, 1, 1, 1, 1, 0, 0, 0]]) * live
     config = Gemma3TextConfig(sliding_window=window, attn_implementation="sdpa")

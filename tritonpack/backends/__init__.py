@@ -1,27 +1,29 @@
 """The backends of attention: their contract, and the registry that every other module asks.
 
-A backend is a module of this folder with the functions of `BackendModule`. The module has the backend's name.
+A backend is a module of this folder with the four functions of `BackendModule`, and its name is a row of `Backend`.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Protocol, get_args
+from importlib import import_module
+from typing import TYPE_CHECKING, Literal, Protocol, cast, get_args
 
 from torch import Tensor
 
 from tritonpack.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
-    from tritonpack.backends.schedule import Tiles
+    from tritonpack.backends.tile_table import TileTables
     from tritonpack.masks.block_diagonal import BlockDiagonalMask
     from tritonpack.options import AttentionOptions
 
-Backend = Literal["auto", "triton", "gluon", "blocked", "reference"]  # "auto" stands for one of the others
+# The registry: the names of the backends, each the name of its module; "auto" chooses one of them.
+Backend = Literal["auto", "triton", "gluon", "blocked", "reference"]
 BACKENDS: tuple[Backend, ...] = get_args(Backend)
 
 
 class BackendModule(Protocol):
-    """What a backend computes. Its inputs are checked already; rows and documents may be empty anywhere."""
+    """The functions of a backend. Their inputs are checked already; rows and documents may be empty anywhere."""
 
     def check_device(self, q: Tensor) -> None:
         """Refuse a device or a dtype.
@@ -32,17 +34,18 @@ class BackendModule(Protocol):
 
     def plan_tiles(
         self, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, *, backward: bool
-    ) -> Tiles:
-        """The tables that the kernels read, on the mask's device; without `backward` only those of forward.
+    ) -> TileTables:
+        """The tile tables that the kernels read, on the mask's device; without `backward` only the table of forward.
 
-        Nothing waits for the device here, and torch.compile traces it. A backend without tables has `NO_TILES`.
+        torch.compile traces this function, and it must not wait for the device. A backend that needs no tables returns
+        `NO_TABLES`.
 
         Raises:
             BackendUnavailableError: a head dimension or an option that the backend doesn't have.
         """
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: Tiles
+        self, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables
     ) -> tuple[Tensor, Tensor]:
         """out (T_q, H, D_v) in q's dtype and lse (H, T_q) in float32, or float64 for float64."""
 
@@ -57,33 +60,34 @@ class BackendModule(Protocol):
         lse: Tensor,
         mask: BlockDiagonalMask,
         options: AttentionOptions,
-        tiles: Tiles,
+        tiles: TileTables,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """(dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v and the options' sinks."""
 
 
 def load(name: str) -> BackendModule:
-    """The backend of a name, imported when it is first used.
-
-    Each import is written out, because torch.compile traces no `import_module`.
+    """The module of a backend, imported at its first use.
 
     Raises:
-        BackendUnavailableError: what the backend imports isn't installed.
+        BackendUnavailableError: a package that the backend imports isn't installed.
     """
-    module: BackendModule
+    _import(name)
+    return _modules[name]
+
+
+_modules: dict[str, BackendModule] = {}
+
+
+def _import(name: str) -> None:
     try:
-        if name == "triton":
-            from tritonpack.backends import triton as module
-        elif name == "gluon":
-            from tritonpack.backends import gluon as module
-        elif name == "blocked":
-            from tritonpack.backends import blocked as module
-        else:
-            assert name == "reference", name
-            from tritonpack.backends import reference as module
+        _modules[name] = cast("BackendModule", import_module(f"{__name__}.{name}"))
     except ImportError as error:
         raise BackendUnavailableError(
-            f"backend={name!r} needs Triton 3.6 or later, which can't be imported here ({error}); install it or use "
-            "backend='blocked'."
+            f"backend={name!r} needs Triton 3.6 or later, which can't be imported here ({error}); run pip install "
+            "'triton>=3.6', or use backend='blocked'."
         ) from error
-    return module
+
+
+# torch.compile doesn't trace this import but runs it, because of this mark. torch.compiler.assume_constant_result would
+# set it, and would import the compiler, which takes seconds.
+_import._dynamo_marked_constant = True  # type: ignore[attr-defined]

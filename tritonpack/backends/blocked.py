@@ -1,25 +1,22 @@
-"""Attention in plain torch that walks the mask block by block: O(T) memory, work only where something is visible.
+"""Attention in plain torch, block by block: O(T) memory, and work only where a query sees a key.
 
-The default where there is no GPU, and the kernels' algorithm in a form that is easier to read: a tile is up to
-`BLOCK_ROWS` consecutive query rows, its blocks are up to `BLOCK_KEYS` keys each, between the first and the last that
-any of the rows sees. The mask is read on the host, so on an accelerator this backend waits.
+The default without a GPU. It has the algorithm of the kernels, in a form that is easier to read. The queries are cut
+into tiles of up to `BLOCK_ROWS` rows. A tile is computed in blocks of up to `BLOCK_KEYS` keys, from the first key that
+its rows see to the last. The host reads the mask for this, so on an accelerator this backend waits.
 
-Shapes: t tokens, h heads, d head dimension; n key heads, g query heads per key head; m rows of a tile, k keys of a
-    block.
+Shapes: t tokens, h heads, d head dimension; n key heads, g query heads per key head; m rows and k keys of a block.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from tritonpack.backends.dropout import keep_mask
-from tritonpack.backends.schedule import NO_TILES, Tiles
+from tritonpack.backends.tile_table import NO_TABLES, TileTables, document_begins
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
 
@@ -29,94 +26,53 @@ BLOCK_KEYS = 512  # a block's scores of eight heads are then 2 MiB, what caches 
 LOG2E = 1 / math.log(2)
 
 
-@dataclass(frozen=True)
-class Block:
-    """Keys [key, key_end) beside the rows of a tile.
+class Block(NamedTuple):
+    """The rows of a tile and some of the keys that they see; `masked` if a row doesn't see all of these keys."""
 
-    Attributes:
-        ceiling: (m, k) float32, infinity where a row sees a key and -infinity where it doesn't; None if all see all.
-    """
-
-    key: int
-    key_end: int
-    ceiling: Tensor | None
-
-    @property
-    def keys(self) -> slice:
-        return slice(self.key, self.key_end)
-
-
-@dataclass(frozen=True)
-class Tile:
-    """Query rows [row, row_end) and all keys that they see, in blocks."""
-
-    row: int
-    row_end: int
-    blocks: tuple[Block, ...]
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.row, self.row_end)
-
-
-@dataclass(frozen=True)
-class Plan:
-    """The tiles of a mask, and its blind rows: None, or a bool tensor that is True where nothing is seen or sees.
-
-    `pairs` are those of the largest block.
-    """
-
-    tiles: tuple[Tile, ...]
-    pairs: int
-    blind_queries: Tensor | None
-    blind_keys: Tensor | None
-
-
-# By the mask's key_start, which lives as long as the mask; with the rest of what the plan is made of.
-_plans: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+    rows: slice
+    keys: slice
+    masked: bool
 
 
 def check_device(q: Tensor) -> None:
-    """Any device and dtype will do."""
+    """Accept any device and dtype."""
 
 
 def plan_tiles(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, *, backward: bool
-) -> Tiles:
-    """Nothing on the device: the blocks are planned on the host, when they are computed (`_plan`)."""
-    return NO_TILES
+) -> TileTables:
+    """No tables: the host cuts the queries into tiles when it computes them."""
+    return NO_TABLES
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: Tiles = NO_TILES
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables = NO_TABLES
 ) -> tuple[Tensor, Tensor]:
     """out (T_q, H, D_v) in q's dtype, lse (H, T_q) in float32 or float64; computed in that wider dtype."""
-    plan = _plan(mask, options.pack_invariant)
-    qs, ks, vs = _heads_first(q, k, v, plan)
+    qs, ks, vs = _heads_first(q, k, v, mask)
     out = qs.new_zeros(*qs.shape[:3], v.shape[2])
-    m_all = qs.new_full((*qs.shape[:3], 1), -math.inf)  # of the scores so far, [n, g, t, 1]
-    l_all = torch.zeros_like(m_all)
-    if options.sinks is not None:  # a key that every row has seen before the first
-        m_all.copy_(_sinks(options.sinks, qs).expand_as(m_all))
-        l_all.fill_(1.0)
-    scratch = _scratch(qs, plan)
-    for tile in plan.tiles:
-        acc, m_i, l_i = out[:, :, tile.rows], m_all[:, :, tile.rows], l_all[:, :, tile.rows]
-        for block in tile.blocks:
-            scores, _ = _scores(qs, ks, mask, tile, block, options, scratch)  # [n, g, m, k]
-            m_new = torch.maximum(m_i, scores.amax(-1, keepdim=True))
-            # A row that has seen nothing yet has no maximum; 0 in its place leaves every exponential at exp(-inf) = 0.
-            pivot = m_new.masked_fill(m_new == -math.inf, 0.0)
-            p = _exp_(scores.sub_(pivot))
-            alpha = _exp_(m_i - pivot)
-            l_i.mul_(alpha).add_(p.sum(-1, keepdim=True))
-            acc.mul_(alpha).add_(_times(_drop(p, tile, block, options), vs[:, block.keys]))
-            m_i.copy_(m_new)
+    m_i = qs.new_full((*qs.shape[:3], 1), -math.inf)  # the largest score so far, [n, g, t, 1]
+    l_i = torch.zeros_like(m_i)
+    if options.sinks is not None:  # a sink is the first key of every row
+        m_i.copy_(_sinks(options.sinks, qs).expand_as(m_i))
+        l_i.fill_(1.0)
+    scratch = _scratch(qs)
+    for block in _blocks(mask, options.pack_invariant):
+        rows = block.rows
+        m_old = m_i[:, :, rows]
+        scores, _ = _scores(qs, ks, mask, block, options, scratch)  # [n, g, m, k]
+        m_new = torch.maximum(m_old, scores.amax(-1, keepdim=True))
+        # The maximum of a row without a key so far is -inf. With 0 in its place its exponentials are all exp(-inf) = 0.
+        pivot = m_new.masked_fill(m_new == -math.inf, 0.0)
+        p = _exp_(scores.sub_(pivot))
+        alpha = _exp_(m_old - pivot)
+        l_i[:, :, rows].mul_(alpha).add_(p.sum(-1, keepdim=True))
+        out[:, :, rows].mul_(alpha).add_(_times(_drop(p, block, options), vs[:, block.keys]))
+        m_old.copy_(m_new)
     if options.sinks is not None:
-        nothing = mask.key_start == mask.key_stop
-        l_all.masked_fill_(nothing[:, None], 0.0)
-    out /= l_all.masked_fill(l_all == 0.0, 1.0)
-    lse = m_all + l_all.log()  # -inf where a row saw nothing
+        l_i.masked_fill_((mask.key_start == mask.key_stop)[:, None], 0.0)
+    out /= l_i.masked_fill(l_i == 0.0, 1.0)
+    lse = m_i + l_i.log()  # -inf in rows that see nothing
     return _tokens_first(out, q), lse.squeeze(-1).flatten(0, 1)
 
 
@@ -130,32 +86,31 @@ def backward(
     lse: Tensor,
     mask: BlockDiagonalMask,
     options: AttentionOptions,
-    tiles: Tiles = NO_TILES,
+    tiles: TileTables = NO_TABLES,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v, sinks (docs/math.md, section 3)."""
-    plan = _plan(mask, options.pack_invariant)
-    qs, ks, vs = _heads_first(q, k, v, plan)
-    douts = _zero_rows(_split_heads(dout, ks), plan.blind_queries)
+    qs, ks, vs = _heads_first(q, k, v, mask)
+    blind = _blind_rows(mask)
+    douts = _zero_rows(_split_heads(dout, ks), blind)
     delta = (_split_heads(out, ks) * douts).sum(-1, keepdim=True)
     if dlse is not None:
-        delta -= _zero_rows(dlse.to(qs.dtype).unflatten(0, qs.shape[:2]).unsqueeze(-1), plan.blind_queries)
+        delta -= _zero_rows(dlse.to(qs.dtype).unflatten(0, qs.shape[:2]).unsqueeze(-1), blind)
     # Rows that see nothing have +inf, so that their probabilities are 0.
     lse = lse.to(qs.dtype).unflatten(0, qs.shape[:2]).unsqueeze(-1)  # [n, g, t, 1]
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     dq, dk, dv = torch.zeros_like(qs), torch.zeros_like(ks), torch.zeros_like(vs)
-    scratch, scratch_dp = _scratch(qs, plan), _scratch(qs, plan)
-    for tile in plan.tiles:
-        rows = tile.rows
-        for block in tile.blocks:
-            scores, slope = _scores(qs, ks, mask, tile, block, options, scratch)
-            p = _exp_(scores.sub_(lse[:, :, rows]))  # [n, g, m, k]
-            dp = _drop(_times_into(scratch_dp, douts[:, :, rows], vs[:, block.keys].mT), tile, block, options)
-            ds = dp.sub_(delta[:, :, rows]).mul_(p)
-            if slope is not None:
-                ds.mul_(slope)
-            dv[:, block.keys] += _transposed_times(_drop(p, tile, block, options), douts[:, :, rows])
-            dk[:, block.keys] += _transposed_times(ds, qs[:, :, rows])
-            dq[:, :, rows] += _times(ds, ks[:, block.keys])
+    scratch, scratch_dp = _scratch(qs), _scratch(qs)
+    for block in _blocks(mask, options.pack_invariant):
+        rows, keys = block.rows, block.keys
+        scores, slope = _scores(qs, ks, mask, block, options, scratch)
+        p = _exp_(scores.sub_(lse[:, :, rows]))  # [n, g, m, k]
+        dp = _drop(_times_into(scratch_dp, douts[:, :, rows], vs[:, keys].mT), block, options)
+        ds = dp.sub_(delta[:, :, rows]).mul_(p)
+        if slope is not None:
+            ds.mul_(slope)
+        dv[:, keys] += _transposed_times(_drop(p, block, options), douts[:, :, rows])
+        dk[:, keys] += _transposed_times(ds, qs[:, :, rows])
+        dq[:, :, rows] += _times(ds, ks[:, keys])
     dq *= options.scale
     dk *= options.scale
     dsinks = None
@@ -165,85 +120,57 @@ def backward(
     return _tokens_first(dq, q), dk.transpose(0, 1).to(k.dtype), dv.transpose(0, 1).to(v.dtype), dsinks
 
 
-def _plan(mask: BlockDiagonalMask, pack_invariant: bool = False) -> Plan:
-    """The tiles that cover every row that sees something; waits for the mask's device, once per mask.
-
-    Tiles begin where a row shares no key with the row above (a document begins), so that long documents fill their
-    tiles; short documents share one while they fit, unless results must not depend on the pack.
-    """
-    key = (mask.key_stop, pack_invariant, _version(mask.key_start), _version(mask.key_stop))
-    known, plan = _plans.get(mask.key_start, (None, None))
-    if known is not None and known[0] is key[0] and known[1:] == key[1:]:
-        return plan
-    start, stop = mask.key_start.tolist(), mask.key_stop.tolist()
-    tiles = []
-    for row, row_end in _row_blocks(start, stop, pack_invariant):
-        while row < row_end and start[row] == stop[row]:
-            row += 1
-        while row < row_end and start[row_end - 1] == stop[row_end - 1]:
-            row_end -= 1
-        if row < row_end:
-            blocks = _key_blocks(mask, row, row_end, start[row], stop[row_end - 1], start[row_end - 1], stop[row])
-            tiles.append(Tile(row, row_end, tuple(blocks)))
-    pairs = max(((t.row_end - t.row) * (b.key_end - b.key) for t in tiles for b in t.blocks), default=0)
-    plan = Plan(tuple(tiles), pairs, _blind_rows(mask), _blind_rows(mask.transpose()))
-    _plans[mask.key_start] = key, plan
-    return plan
-
-
-def _version(x: Tensor) -> int:
-    return 0 if x.is_inference() else x._version
-
-
-def _row_blocks(start: list[int], stop: list[int], pack_invariant: bool) -> list[tuple[int, int]]:
-    if not start:
-        return []
-    begins = [row for row in range(len(start)) if row == 0 or start[row] >= stop[row - 1]]
-    blocks, first = [], 0
-    for begin, end in zip(begins, [*begins[1:], len(start)], strict=True):
-        if end - first <= BLOCK_ROWS and not pack_invariant:
-            continue  # the document still fits with those before it
-        if first < begin:
-            blocks.append((first, begin))
-        first = begin
-        while end - first > BLOCK_ROWS:
-            blocks.append((first, first + BLOCK_ROWS))
-            first += BLOCK_ROWS
-    if first < len(start):
-        blocks.append((first, len(start)))
+def _blocks(mask: BlockDiagonalMask, pack_invariant: bool) -> list[Block]:
+    """The blocks of all tiles, one tile after the other; waits for the mask's device."""
+    rows = torch.tensor(_tiles(mask, pack_invariant), dtype=torch.int64, device=mask.device).view(-1, 2)
+    first, last = rows[:, 0], rows[:, 1] - 1
+    start, stop = mask.key_start, mask.key_stop
+    # A tile sees the keys from its first row's start to its last row's stop. All of its rows see the keys from the last
+    # row's start to the first row's stop (docs/math.md, section 1).
+    bounds = torch.stack([start[first], stop[last], start[last], stop[first]], 1)
+    blocks = []
+    for (row, row_end), (begin, end, common, common_end) in zip(rows.tolist(), bounds.tolist(), strict=True):
+        for key in range(begin, end, BLOCK_KEYS):
+            key_end = min(key + BLOCK_KEYS, end)
+            masked = not common <= key < key_end <= common_end
+            blocks.append(Block(slice(row, row_end), slice(key, key_end), masked))
     return blocks
 
 
-def _key_blocks(
-    mask: BlockDiagonalMask, row: int, row_end: int, first: int, end: int, common: int, common_end: int
-) -> Iterator[Block]:
-    """Keys [first, end) beside rows [row, row_end), all of which see the keys [common, common_end)."""
-    start, stop = mask.key_start[row:row_end, None], mask.key_stop[row:row_end, None]
-    for key in range(first, end, BLOCK_KEYS):
-        key_end = min(key + BLOCK_KEYS, end)
-        ceiling = None
-        if not common <= key < key_end <= common_end:
-            keys = torch.arange(key, key_end, device=mask.device)
-            ceiling = torch.where((keys >= start) & (keys < stop), math.inf, -math.inf)
-        yield Block(key, key_end, ceiling)
+def _tiles(mask: BlockDiagonalMask, pack_invariant: bool) -> list[tuple[int, int]]:
+    """Rows [first, end) of each tile; rows that see nothing, before and after the documents of a tile, are left out.
+
+    Documents share a tile while they fit, unless results must be `pack_invariant`. A longer document begins a tile.
+    """
+    begins = document_begins(mask).nonzero().flatten()
+    sees = (mask.key_start < mask.key_stop)[begins].tolist() if mask.num_queries else []
+    tiles, first, last_end = [], 0, 0  # the open tile has the documents that lie in rows [first, last_end)
+    for begin, end, document in zip(begins.tolist(), [*begins[1:].tolist(), mask.num_queries], sees, strict=False):
+        if not document:  # a run of rows that see nothing
+            continue
+        if first == last_end or pack_invariant or end - first > BLOCK_ROWS:
+            tiles.append((first, last_end))
+            first = begin
+        while end - first > BLOCK_ROWS:
+            tiles.append((first, first + BLOCK_ROWS))
+            first += BLOCK_ROWS
+        last_end = end
+    tiles.append((first, last_end))
+    return [(first, end) for first, end in tiles if first < end]
 
 
 def _blind_rows(mask: BlockDiagonalMask) -> Tensor | None:
+    """(num_queries,) bool, True in rows that see nothing; None if there are none."""
     blind = mask.key_start == mask.key_stop
     return blind if bool(blind.any()) else None
 
 
 def _scores(
-    qs: Tensor,
-    ks: Tensor,
-    mask: BlockDiagonalMask,
-    tile: Tile,
-    block: Block,
-    options: AttentionOptions,
-    scratch: Tensor,
+    qs: Tensor, ks: Tensor, mask: BlockDiagonalMask, block: Block, options: AttentionOptions, scratch: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """Scores of a block, [n, g, m, k], -inf where a key is hidden, and their slope by the scaled product (None: 1)."""
-    scores = _times_into(scratch, qs[:, :, tile.rows], ks[:, block.keys].mT, options.scale)
+    scores = _times_into(scratch, qs[:, :, block.rows], ks[:, block.keys].mT, options.scale)
+    keys = torch.arange(block.keys.start, block.keys.stop, device=qs.device)
     slope = None
     if options.softcap:
         capped = scores.div_(options.softcap).tanh_()
@@ -251,31 +178,33 @@ def _scores(
         scores = capped.mul_(options.softcap)
     if options.alibi_slopes is not None:
         assert mask.diagonal is not None
-        keys = torch.arange(block.key, block.key_end, device=qs.device)
-        distance = (mask.diagonal[tile.rows, None] - keys).abs()  # [m, k]
-        slopes = options.alibi_slopes.expand(qs.shape[2], -1)[tile.rows].T.unflatten(0, qs.shape[:2])  # [n, g, m]
+        distance = (mask.diagonal[block.rows, None] - keys).abs()  # [m, k]
+        slopes = options.alibi_slopes.expand(qs.shape[2], -1)[block.rows].T.unflatten(0, qs.shape[:2])  # [n, g, m]
         scores -= slopes[..., None] * distance
-    if block.ceiling is not None:  # far cheaper than filling through a mask
-        torch.minimum(scores, block.ceiling, out=scores)
+    if block.masked:  # a minimum costs far less than filling through a mask
+        seen = (keys >= mask.key_start[block.rows, None]) & (keys < mask.key_stop[block.rows, None])
+        torch.minimum(scores, torch.where(seen, math.inf, -math.inf), out=scores)
     return scores, slope
 
 
-def _drop(x: Tensor, tile: Tile, block: Block, options: AttentionOptions) -> Tensor:
-    """x [n, g, m, k] times 0 or 1 / (1 - p), in place: dropout, as forward and backward apply it alike."""
+def _drop(x: Tensor, block: Block, options: AttentionOptions) -> Tensor:
+    """Apply dropout in place: x [n, g, m, k] times 0 or 1 / (1 - p)."""
     if not options.dropout_p:
         return x
     assert options.dropout_seed is not None
     heads = torch.arange(x.shape[0] * x.shape[1], device=x.device).view(*x.shape[:2], 1, 1)
-    queries = torch.arange(tile.row, tile.row_end, device=x.device)[:, None]
-    keys = torch.arange(block.key, block.key_end, device=x.device)
+    queries = torch.arange(block.rows.start, block.rows.stop, device=x.device)[:, None]
+    keys = torch.arange(block.keys.start, block.keys.stop, device=x.device)
     keep = keep_mask(options.dropout_seed, heads, queries, keys, options.dropout_p)
     return x.masked_fill_(~keep, 0.0).div_(1 - options.dropout_p)
 
 
-def _heads_first(q: Tensor, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor, Tensor]:
-    """q [n, g, t, d], k and v [n, t, d], in the wider dtype, with zeros in the plan's blind rows (0 * NaN is NaN)."""
-    qs = _zero_rows(_split_heads(q, k.transpose(0, 1)), plan.blind_queries)
-    ks, vs = (_zero_rows(x.transpose(0, 1).to(qs.dtype), plan.blind_keys) for x in (k, v))
+def _heads_first(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask) -> tuple[Tensor, Tensor, Tensor]:
+    """q [n, g, t, d], k and v [n, t, d], in the wider dtype, with zeros in rows that see nothing or that nothing sees,
+    because 0 * NaN is NaN."""
+    qs = _zero_rows(_split_heads(q, k.transpose(0, 1)), _blind_rows(mask))
+    unseen = _blind_rows(mask.transpose())
+    ks, vs = (_zero_rows(x.transpose(0, 1).to(qs.dtype), unseen) for x in (k, v))
     return qs, ks, vs
 
 
@@ -302,9 +231,9 @@ def _exp_(x: Tensor) -> Tensor:
     return x.mul_(LOG2E).exp2_()
 
 
-def _scratch(qs: Tensor, plan: Plan) -> Tensor:
-    """Room for a block's scores; taking it anew for every block costs a tenth of the time, most of it page faults."""
-    return qs.new_empty(qs.shape[0] * qs.shape[1] * plan.pairs)
+def _scratch(qs: Tensor) -> Tensor:
+    """Room for a block's scores. Allocating it for every block would take a tenth of the time, mostly page faults."""
+    return qs.new_empty(qs.shape[0] * qs.shape[1] * BLOCK_ROWS * BLOCK_KEYS)
 
 
 def _times(x: Tensor, y: Tensor) -> Tensor:

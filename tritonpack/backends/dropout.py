@@ -1,4 +1,4 @@
-"""Dropout's random bits in torch, the same as those of the kernels: Philox, a function of seed, head, query and key.
+"""The random bits of dropout in torch, equal to the bits of the kernels: a function of seed, head, query and key.
 
 So nothing is stored for backward, and all backends drop the same pairs. Source: Salmon et al., Parallel random numbers:
 as easy as 1, 2, 3 (SC 2011), Philox 4x32 with ten rounds.
@@ -16,12 +16,12 @@ _ROUNDS = 10
 
 
 def keep_mask(seed: Tensor, heads: Tensor, queries: Tensor, keys: Tensor, dropout_p: float) -> Tensor:
-    """Which pairs are kept.
+    """Whether dropout keeps each pair.
 
     Args:
         seed: () int64.
         heads, queries, keys: integers that broadcast against each other: query heads, and rows of the two streams.
-        dropout_p: the probability that a pair is dropped, known to 2**-31.
+        dropout_p: the probability that a pair is dropped, rounded to a multiple of 2**-31.
 
     Returns:
         bool in the broadcast shape.
@@ -39,12 +39,12 @@ def keep_mask(seed: Tensor, heads: Tensor, queries: Tensor, keys: Tensor, dropou
 
 
 def drop_below(dropout_p: float) -> int:
-    """The number of 31 random bits below which a pair is dropped; fits an int32."""
+    """The bound below which a random number of 31 bits drops its pair, an int32."""
     return min(round(dropout_p * 2**31), 2**31 - 1)
 
 
 def _product(x: Tensor, y: int) -> tuple[Tensor, Tensor]:
-    """The upper and lower 32 bits of x * y, both below 2**32, without leaving the 63 bits that int64 has."""
+    """The upper and lower 32 bits of x * y, both below 2**32, without an overflow of int64."""
     low, high = x & 0xFFFF, x >> 16
     low = low * y
     middle = high * y + (low >> 16)

@@ -1,6 +1,6 @@
-"""The backend "gluon": forward by the Hopper kernel, backward by the Triton backend's. Asked for by name alone.
+"""The backend "gluon": forward by the Hopper kernel, backward by the Triton backend; `auto` never chooses it.
 
-It takes 16-bit types, head dimensions 64, 128 and 256, and plain softmax alone.
+It supports 16-bit types, head dimensions 64, 128 and 256, and plain softmax.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tritonpack.backends import triton as triton_backend
-from tritonpack.backends.schedule import Tiles, tile_table
+from tritonpack.backends.tile_table import TileTables, tile_table
 from tritonpack.backends.triton import backward, descriptor
 from tritonpack.errors import BackendUnavailableError
 from tritonpack.kernels.hopper import HOPPER_TILES, ROWS, hopper_forward_kernel
@@ -23,7 +23,7 @@ __all__ = ["backward", "check_device", "forward", "plan_tiles"]
 
 
 def check_device(q: Tensor) -> None:
-    """Refuse tensors that aren't on a Hopper GPU; what the kernel can't compute, `plan_tiles` refuses."""
+    """Refuse tensors that aren't on a Hopper GPU; `plan_tiles` refuses dtypes, sizes and options."""
     hopper = q.is_cuda and not torch.version.hip and torch.cuda.get_device_capability(q.device) == (9, 0)
     if not hopper:
         name = torch.cuda.get_device_name(q.device) if q.is_cuda else str(q.device)
@@ -35,24 +35,24 @@ def check_device(q: Tensor) -> None:
 
 def plan_tiles(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, *, backward: bool
-) -> Tiles:
-    """The tile tables of all kernels; without backward only forward's.
+) -> TileTables:
+    """The tile tables of all kernels; without `backward` only the table of forward.
 
     Raises:
-        BackendUnavailableError: (a ValueError) a dtype, head dimension or feature that the kernel doesn't have.
+        BackendUnavailableError: (a ValueError) a dtype, a head dimension or an option that the kernel doesn't support.
     """
     _check(q, v, options)
     block = HOPPER_TILES[q.shape[2]].block_n
     rows = tile_table(mask, 2 * ROWS.value, block=block, whole_documents=options.pack_invariant)
     if not backward:
-        return Tiles(rows, None, None)
+        return TileTables(rows, None, None)
     return triton_backend.plan_tiles(q, k, v, mask, options, backward=True)._replace(forward=rows)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: Tiles
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables
 ) -> tuple[Tensor, Tensor]:
-    """out (T_q, H, D) in q's dtype, lse (H, T_q) float32; `tiles` as `plan_tiles` makes them."""
+    """out (T_q, H, D) in q's dtype, lse (H, T_q) float32; `tiles` from `plan_tiles`."""
     out = q.new_empty(q.shape)
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
     if not q.shape[0] or not k.shape[0]:
@@ -116,7 +116,7 @@ def _check(q: Tensor, v: Tensor, options: AttentionOptions) -> None:
 
 
 def _swizzled(x: Tensor, rows: int) -> TensorDescriptor:
-    """A (T, H, D) tensor as blocks of `rows` rows of one head, in shared memory as tensor cores read them."""
+    """A (T, H, D) tensor as blocks of `rows` rows of one head, with the shared-memory layout of tensor cores."""
     plain = descriptor(x, rows)
     layout = gl.NVMMASharedLayout(128, 16, rank=3)
     return TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, layout)

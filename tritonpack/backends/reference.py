@@ -1,4 +1,4 @@
-"""The oracle: dense attention straight from the formulas, in any dtype, on any device. O(T^2) memory."""
+"""The reference: dense attention as in the formulas, in any dtype, on any device, with O(T^2) memory."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import torch
 from torch import Tensor
 
 from tritonpack.backends.dropout import keep_mask
-from tritonpack.backends.schedule import NO_TILES, Tiles
+from tritonpack.backends.tile_table import NO_TABLES, TileTables
 from tritonpack.errors import BackendUnavailableError
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
 
 
 def check_device(q: Tensor) -> None:
-    """Any device and dtype will do."""
+    """Accept any device and dtype."""
 
 
 def plan_tiles(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, *, backward: bool
-) -> Tiles:
-    """Nothing to plan.
+) -> TileTables:
+    """No tables.
 
     Raises:
         BackendUnavailableError: `pack_invariant`.
     """
     if options.pack_invariant:
         raise BackendUnavailableError(
-            "backend='reference' computes all documents in one product and can't be pack_invariant; use 'blocked' or "
-            "'triton'."
+            "backend='reference' computes all documents in one product and can't be pack_invariant; use "
+            "backend='blocked' or 'triton'."
         )
-    return NO_TILES
+    return NO_TABLES
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: Tiles = NO_TILES
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables = NO_TABLES
 ) -> tuple[Tensor, Tensor]:
     """out (T_q, H, D_v) in q's dtype, lse (H, T_q) in float32 or float64; computed in that wider dtype."""
     q_, k_, v_ = _clean(q, k, v, mask)
@@ -41,7 +41,7 @@ def forward(
     lse = torch.logsumexp(scores, dim=-1)
     if options.sinks is not None:
         with_sink = torch.logaddexp(lse, options.sinks[:, None].to(lse.dtype))
-        lse = torch.where(lse == float("-inf"), lse, with_sink)  # a row that sees nothing has no sink either
+        lse = torch.where(lse == float("-inf"), lse, with_sink)  # a row that sees no key doesn't see the sink
     out = torch.einsum("hqk,khd->qhd", _probabilities(scores, lse) * _kept(q, k, options), v_)
     return out.to(q.dtype), lse
 
@@ -56,7 +56,7 @@ def backward(
     lse: Tensor,
     mask: BlockDiagonalMask,
     options: AttentionOptions,
-    tiles: Tiles = NO_TILES,
+    tiles: TileTables = NO_TABLES,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v, sinks: the gradients of docs/math.md, section 3."""
     q_, k_, v_ = _clean(q, k, v, mask)
@@ -80,7 +80,7 @@ def backward(
 
 
 def _clean(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v in the wider dtype, key heads repeated, with zeros where nothing sees or is seen (0 * NaN is NaN)."""
+    """q, k, v in the wider dtype, key heads repeated, zeros in rows that see nothing or are unseen (0 * NaN is NaN)."""
     wide = torch.promote_types(q.dtype, torch.float32)
     group = q.shape[1] // k.shape[1]
     seeing = (mask.key_start < mask.key_stop)[:, None, None]
@@ -107,7 +107,7 @@ def _scores(q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionOpt
 
 
 def _kept(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor | float:
-    """What dropout multiplies each pair's weight by, [H, T_q, T_k]."""
+    """Dropout's factor of each pair's weight, [H, T_q, T_k]."""
     if not options.dropout_p:
         return 1.0
     assert options.dropout_seed is not None
@@ -117,7 +117,7 @@ def _kept(q: Tensor, k: Tensor, options: AttentionOptions) -> Tensor | float:
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
-    # An empty row has lse = -inf, and -inf - -inf is NaN; any finite number in its place gives exp(-inf) = 0.
+    # A row that sees nothing has lse = -inf, and -inf - -inf is NaN. With 0 in its place the result is exp(-inf) = 0.
     return torch.exp(scores - lse.masked_fill(lse == float("-inf"), 0.0)[..., None])
 
 

@@ -1,4 +1,4 @@
-"""The Triton backend: hands tensors and a mask to the kernels."""
+"""The backend "triton": launches the Triton kernels for tensors and a mask."""
 
 from __future__ import annotations
 
@@ -12,24 +12,31 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tritonpack.backends.dropout import drop_below
-from tritonpack.backends.schedule import Tiles, tile_table
+from tritonpack.backends.tile_table import TileTables, tile_table
 from tritonpack.errors import BackendUnavailableError
 from tritonpack.kernels.backward import dkdv_kernel, dq_kernel
 from tritonpack.kernels.forward import forward_kernel
 from tritonpack.kernels.primitives import LOG2E
-from tritonpack.kernels.tile_table import Kernel, Tile, current_arch, heads_per_tile, key_gradient_kernels, select_tile
+from tritonpack.kernels.tile_shapes import (
+    Kernel,
+    TileShape,
+    current_arch,
+    heads_per_tile,
+    key_gradient_kernels,
+    select_tile,
+)
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
 
-# The row statistics of every head begin at a multiple of so many rows: descriptors read 16 bytes at a time, and Triton
-# compiles anew for a stride that 16 divides and one that it does not.
+# The row statistics of every head begin at a multiple of this many rows: descriptors read 16 bytes at a time, and
+# Triton compiles another kernel for strides that aren't multiples of 16.
 ROW_UNIT = 16
 
-INTERPRETED = bool(knobs.runtime.interpret)  # Triton decides when it is imported
+INTERPRETED = bool(knobs.runtime.interpret)  # Triton reads the environment at import
 
 
 def check_device(q: Tensor) -> None:
-    """Refuse tensors that aren't on a GPU, unless the kernels are interpreted, and float64."""
+    """Refuse float64, and tensors that aren't on a GPU unless the kernels are interpreted."""
     if not q.is_cuda and not INTERPRETED:
         raise BackendUnavailableError(
             f"backend='triton' needs tensors on a GPU; got {q.device}. Use backend='blocked' (or 'auto'), or set "
@@ -43,25 +50,25 @@ def check_device(q: Tensor) -> None:
 
 def plan_tiles(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, *, backward: bool
-) -> Tiles:
-    """The tile tables of all kernels; without backward only forward's."""
+) -> TileTables:
+    """The tile tables of all kernels; without `backward` only the table of forward."""
 
     def table(kernel: Kernel) -> Tensor:
-        tile, alone = _tile(kernel, q, v, options), options.pack_invariant
+        tile, whole = _tile(kernel, q, v, options), options.pack_invariant
         if kernel in ("forward", "dq"):
             rows = tile.block_m // heads_per_tile(tile, q.shape[1] // k.shape[1])
-            return tile_table(mask, rows, long=tile.block_m, block=tile.block_n, whole_documents=alone)
-        return tile_table(mask.transpose(), tile.block_n, whole_documents=alone)
+            return tile_table(mask, rows, long=tile.block_m, block=tile.block_n, whole_documents=whole)
+        return tile_table(mask.transpose(), tile.block_n, whole_documents=whole)
 
     if not backward:
-        return Tiles(table("forward"), None, None)
-    return Tiles(table("forward"), table(_key_gradients(q, v)[0]), table("dq"))
+        return TileTables(table("forward"), None, None)
+    return TileTables(table("forward"), table(_key_gradients(q, v)[0]), table("dq"))
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: Tiles
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables
 ) -> tuple[Tensor, Tensor]:
-    """out (T_q, H, D_v) in q's dtype, lse (H, T_q) float32; `tiles` as `plan_tiles` makes them."""
+    """out (T_q, H, D_v) in q's dtype, lse (H, T_q) float32; `tiles` from `plan_tiles`."""
     out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
     lse = q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
     if not q.shape[0] or not k.shape[0]:
@@ -107,11 +114,11 @@ def backward(
     lse: Tensor,
     mask: BlockDiagonalMask,
     options: AttentionOptions,
-    tiles: Tiles,
+    tiles: TileTables,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v, sinks.
 
-    Beside them it allocates 8 bytes per query row and head (and with sinks 4 more for every tile and head).
+    It allocates 8 bytes more per query row and head, and with sinks 4 bytes per tile and head.
     """
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     (num_queries, heads, head_dim), (num_keys, kv_heads, head_dim_v) = q.shape, v.shape
@@ -208,8 +215,10 @@ def backward(
     return dq, dk, dv, None if shares is None else shares.sum(1)
 
 
-def _common(q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tile: Tile) -> dict[str, Any]:
-    """The arguments that the three attention kernels share; no constant among them depends on a token count."""
+def _common(
+    q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tile: TileShape
+) -> dict[str, Any]:
+    """The arguments that all three attention kernels take; no compile-time constant depends on a token count."""
     slopes = options.alibi_slopes
     return {
         "diagonal_ptr": None if slopes is None else mask.diagonal,
@@ -236,7 +245,7 @@ def _key_gradients(q: Tensor, v: Tensor) -> tuple[Kernel, ...]:
     return key_gradient_kernels(max(_padded(q), _padded(v)), q.dtype, current_arch(q.device))
 
 
-def _tile(kernel: Kernel, q: Tensor, v: Tensor, options: AttentionOptions) -> Tile:
+def _tile(kernel: Kernel, q: Tensor, v: Tensor, options: AttentionOptions) -> TileShape:
     extended = (options.softcap, options.alibi_slopes is not None, options.dropout_p, options.pack_invariant)
     arch = current_arch(q.device)
     return select_tile(kernel, max(_padded(q), _padded(v)), q.dtype, arch, extended=any(extended))
@@ -247,10 +256,10 @@ def _padded(x: Tensor) -> int:
 
 
 def descriptor(x: Tensor, rows: int, columns: int | None = None, *, heads: int = 1) -> TensorDescriptor:
-    """A (T, H, D) tensor as blocks of so many rows, columns (None: all) and heads; zeros outside the tensor.
+    """A (T, H, D) tensor as blocks of `rows` rows, `columns` columns (None: all) and `heads` heads, zeros outside.
 
-    The hardware wants 16-byte strides and a contiguous last dimension; what isn't so is copied, with zero columns
-    after the last.
+    The hardware needs strides of a multiple of 16 bytes and a contiguous last dimension. Other tensors are copied, with
+    zero columns after the last column.
     """
     unit = 16 // x.element_size()
     if x.stride(2) != 1 or x.stride(0) % unit or x.stride(1) % unit or x.data_ptr() % 16 or 0 in x.stride():

@@ -1,8 +1,9 @@
-"""FlashAttention's functions, computed by tritonpack: a drop-in for training code that is written against them.
+"""FlashAttention's functions, computed by tritonpack, for training code that calls them.
 
-The names here are FlashAttention-2's. `fa3` and `fa4` have FlashAttention-3's (`flash_attn_interface`) and
-FlashAttention-4's (`flash_attn.cute`), `torch_varlen_attn` has torch's, and `install()` lets packages that import
-`flash_attn` use these. What is common to all, and where conventions differ: `fa2`, and docs/features.md.
+The functions here are FlashAttention-2's. `fa3` and `fa4` have the functions of FlashAttention-3
+(`flash_attn_interface`) and FlashAttention-4 (`flash_attn.cute`), `torch_varlen_attn` is torch's function, and
+`install()` lets packages that import `flash_attn` use tritonpack. `fa2` describes the common parameters;
+docs/features.md says where conventions differ.
 
 >>> import torch
 >>> q = k = v = torch.ones(5, 2, 16)

@@ -1,4 +1,4 @@
-"""Padded rows to a packed stream and back, as `flash_attn.bert_padding` names it. Ordinary torch; differentiable.
+"""Padded rows to a packed stream and back, with the names of `flash_attn.bert_padding`, in differentiable torch.
 
 Source: https://github.com/Dao-AILab/flash-attention, flash_attn/bert_padding.py, version 2.8.
 """
@@ -27,7 +27,7 @@ def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -
 def unpad_input(
     hidden_states: Tensor, attention_mask: Tensor, unused_mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor, int, Tensor]:
-    """The tokens of a padded batch as one stream; waits for the device, for their number.
+    """The tokens of a padded batch as one stream; waits for the device, which counts them.
 
     Args:
         hidden_states: (batch, seqlen, ...).
@@ -36,10 +36,10 @@ def unpad_input(
 
     Returns:
         hidden_states (total, ...); the indices (total,) of its rows in the flattened batch; cu_seqlens (batch + 1,)
-        int32; the longest row, an integer; and how many tokens of each row count, (batch,) int32.
+        int32; the length of the longest row, an integer; and the tokens of each row that count, (batch,) int32.
 
     Raises:
-        ValueError: anything else.
+        ValueError: other shapes or dtypes.
     """
     if not isinstance(hidden_states, Tensor) or hidden_states.ndim < 2:
         raise ValueError(f"hidden_states must be a tensor (batch, seqlen, ...); got {describe(hidden_states)}.")
@@ -59,10 +59,10 @@ def unpad_input(
 
 
 def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
-    """The batch (batch, seqlen, ...) that `unpad_input` made (total, ...) of, with zeros for padding.
+    """The padded batch (batch, seqlen, ...) of a stream (total, ...) from `unpad_input`, with zeros for padding.
 
     Raises:
-        ValueError: indices that don't fit; those on an accelerator are asserted there.
+        ValueError: indices that don't fit; on an accelerator an assertion checks them.
     """
     if not isinstance(hidden_states, Tensor) or hidden_states.ndim < 1:
         raise ValueError(f"hidden_states must be a tensor (total, ...); got {describe(hidden_states)}.")

@@ -1,4 +1,4 @@
-"""What all spellings share: a call in FlashAttention's terms, brought to `varlen_attention`."""
+"""flash_attention: a call with FlashAttention's arguments, computed by `varlen_attention`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from tritonpack.attention import varlen_attention
 from tritonpack.checks import Window, as_integers, check_flag, describe, is_length, is_number, plain_int
 from tritonpack.flash_attn.masks import mask_from_offsets, regular_offsets
 
-# What FlashAttention has and this package hasn't, and what to do instead.
+# Arguments of FlashAttention that tritonpack doesn't support -> what it supports instead.
 _PAGES = (
-    "keys and values laid end to end, (total_k, heads, headdim) with cu_seqlens_k, and seqused_k where documents use "
-    "less of their place"
+    "keys and values end to end, (total_k, heads, headdim) with cu_seqlens_k, and seqused_k for documents that fill "
+    "only a part of their place"
 )
 _DESCALE = "bfloat16, float16, float32 and float64"
 _ANY_MASK = (
@@ -35,7 +35,7 @@ REMEDIES = {
     "mask_mod": _ANY_MASK,
     "page_table": _PAGES,
     "q_descale": _DESCALE,
-    "qv": "the same as one product, of torch.cat([q, qv], -1) and torch.cat([k, v], -1), up to 512 wide",
+    "qv": "the same as one product of torch.cat([q, qv], -1) and torch.cat([k, v], -1), up to 512 wide",
     "score_mod": _ANY_SCORE,
     "score_mod_bwd": _ANY_SCORE,
     "v_descale": _DESCALE,
@@ -43,7 +43,7 @@ REMEDIES = {
 
 
 def refuse(**given: Any) -> None:
-    """Raise ValueError for the first argument that isn't None, saying what is supported in its place."""
+    """Raise ValueError for the first argument that isn't None; the message says what is supported instead."""
     for name, value in given.items():
         if value is not None:
             raise ValueError(
@@ -52,10 +52,10 @@ def refuse(**given: Any) -> None:
 
 
 def read_window(window_size: Iterable[Any]) -> Window:
-    """(left, right) with -1 for a side without limit, from numbers, Nones (no limit) or an integer tensor.
+    """(left, right) with -1 for no limit, from two numbers, Nones (no limit) or an integer tensor.
 
     Raises:
-        ValueError: anything but two integers or Nones.
+        ValueError: `window_size` isn't two integers or Nones.
     """
     try:
         sides = tuple(window_size)
@@ -65,27 +65,26 @@ def read_window(window_size: Iterable[Any]) -> Window:
         left, right = (-1 if side is None else max(index(side), -1) for side in sides)
     except (TypeError, ValueError):
         raise ValueError(
-            f"window_size must be two integers (left, right), where -1 (or None) means without limit; got "
-            f"{window_size!r}."
+            f"window_size must be two integers (left, right), where -1 (or None) means no limit; got {window_size!r}."
         ) from None
     return left, right
 
 
 def read_chunk(attention_chunk: Any) -> int | None:
-    """Keys per chunk, None for attention that isn't chunked.
+    """Keys per chunk; None for no chunks.
 
     Raises:
-        ValueError: anything but an integer of at least 0.
+        ValueError: `attention_chunk` isn't an integer of at least 0.
     """
     attention_chunk = plain_int(attention_chunk)
     if attention_chunk is None:
         return None
     if not is_length(attention_chunk):
-        raise ValueError(f"attention_chunk must be an integer of at least 0, for none; got {attention_chunk!r}.")
+        raise ValueError(f"attention_chunk must be a positive integer, or 0 for no chunks; got {attention_chunk!r}.")
     return attention_chunk or None
 
 
-def attend(
+def flash_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -104,17 +103,17 @@ def attend(
     return_probabilities: bool = False,
     **options: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Attention over packed rows, or over a batch of rows of one length where there are no offsets.
+    """Attention over packed rows, or without offsets over a batch of rows of one length.
 
     Args:
         q: (total_q, H, D), or (B, S_q, H, D) without `cu_q`.
         k, v: (total_k, H_kv, D) and (total_k, H_kv, D_v), or (B, S_k, ...) without `cu_k`.
         cu_q, cu_k: (B + 1,) offsets on q's device.
-        causal, window, chunk_size, used_q, used_k: as `mask_from_offsets` takes them.
-        max_q, max_k: the longest document; only checked, and only where that doesn't wait for a device.
-        softcap: 0 or less, or None, means none.
-        return_probabilities: whether to compute them, for tests.
-        **options: what else `varlen_attention` takes.
+        causal, window, chunk_size, used_q, used_k: as in `mask_from_offsets`.
+        max_q, max_k: the longest document. They are only checked, and only if that doesn't wait for a device.
+        softcap: 0 or less, or None, means no cap.
+        return_probabilities: whether to compute the probabilities, for tests.
+        **options: the other options of `varlen_attention`.
 
     Returns:
         out in the shape of q with D_v; lse (H, total_q), or (B, H, S_q), -inf in rows that see nothing; the
@@ -161,7 +160,7 @@ def attend(
 
 
 def _stream(x: Tensor, cu: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
-    """Rows as one stream, and the offsets of its documents."""
+    """The rows as one stream, and the offsets of its documents."""
     shape = "(total, heads, headdim)" if cu is not None else "(batch, seqlen, heads, headdim)"
     if not isinstance(x, Tensor) or x.ndim != (4 if cu is None else 3):
         raise ValueError(f"{name} must be {shape}; got {describe(x)}.")
@@ -169,13 +168,13 @@ def _stream(x: Tensor, cu: Tensor | None, name: str) -> tuple[Tensor, Tensor]:
 
 
 def _check_tensor(numbers: Any, name: str, q: Any) -> None:
-    """Offsets and used lengths are tensors beside q, or None."""
+    """Raise unless offsets or used lengths are None or an integer tensor on q's device."""
     if numbers is None:
         return
     if not isinstance(numbers, Tensor):
         raise ValueError(
             f"{name} must be a one-dimensional int32 or int64 tensor on q's device; got {describe(numbers)}. Make "
-            "one, once per batch: torch.tensor(..., dtype=torch.int32, device=q.device). Pass it to every layer."
+            "one per batch: torch.tensor(..., dtype=torch.int32, device=q.device). Pass it to every layer."
         )
     as_integers(numbers, name)
     if isinstance(q, Tensor) and numbers.device != q.device:
@@ -183,7 +182,7 @@ def _check_tensor(numbers: Any, name: str, q: Any) -> None:
 
 
 def _check_longest(cu: Tensor | None, longest: Any, name: str) -> None:
-    """The longest document, checked against offsets where reading these doesn't wait."""
+    """Raise if a document is longer than `longest`; offsets on an accelerator aren't read."""
     if longest is None or isinstance(longest, torch.SymInt):
         return
     if isinstance(longest, Tensor) and longest.numel() == 1 and longest.dtype in (torch.int32, torch.int64):

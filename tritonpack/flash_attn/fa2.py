@@ -1,19 +1,19 @@
-"""FlashAttention-2's functions: its parameter names, their order, its return values.
+"""FlashAttention-2's functions, with its parameters and its return values.
 
-Common to all of them:
+In all of them:
 
 - `dropout_p`, `softmax_scale` (None: 1 / sqrt(headdim)), `causal` (the diagonal ends in the bottom right corner),
   `window_size` ((left, right), inclusive, -1 without limit) and `softcap` (0 or less: none) are FlashAttention-2's.
 - `alibi_slopes` is (nheads,) or (batch, nheads) float32, with float64 inputs also float64, and has no gradient.
-- `deterministic` is accepted and always so.
+- `deterministic` is ignored: results are always deterministic.
 - `return_attn_probs=True` returns (out, softmax_lse, S_dmask). softmax_lse is float32, (nheads, total_q) or (batch,
   nheads, seqlen_q), +inf in rows that see nothing, and differentiable. S_dmask is for tests: with dropout (batch,
   nheads, max_seqlen_q, max_seqlen_k), each pair's probability, negative where it was dropped; empty without.
-- By keyword alone, and not in FlashAttention-2: `s_aux`, (nheads,) attention sinks, differentiable; `seqused_q` and
-  `seqused_k`, (batch,) how many rows of each document count; `backend`, as `tritonpack.varlen_attention` takes it.
+- Only by keyword, and not in FlashAttention-2: `s_aux`, (nheads,) attention sinks, differentiable; `seqused_q` and
+  `seqused_k`, (batch,) how many rows of each document count; `backend`, as in `tritonpack.varlen_attention`.
 - Rows past the last offset, and rows that see nothing, give zeros and get zero gradients.
-- Inputs are bfloat16, float16, float32 or float64; head dimensions any from 1 to 512, that of v its own.
-- ValueError for shapes, dtypes, devices or options that don't fit, and for what isn't supported (paged caches).
+- Inputs are bfloat16, float16, float32 or float64. Head dimensions are from 1 to 512; v may have another than q and k.
+- They raise ValueError for shapes, dtypes, devices or options that don't fit or aren't supported (paged caches).
 
 Source: https://github.com/Dao-AILab/flash-attention, flash_attn/flash_attn_interface.py, version 2.8.
 """
@@ -27,7 +27,7 @@ from torch import Tensor
 
 from tritonpack.attention import Backend
 from tritonpack.checks import check_flag, is_number
-from tritonpack.flash_attn.core import attend, read_window, refuse
+from tritonpack.flash_attn.core import flash_attention, read_window, refuse
 
 Returned = Tensor | tuple[Tensor, Tensor, Tensor]
 WindowSize = Sequence[int] | Tensor
@@ -152,9 +152,9 @@ def flash_attn_varlen_func(
     Args:
         q: (total_q, nheads, headdim).
         k, v: (total_k, nheads_k, headdim); nheads_k divides nheads.
-        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 or int64 on q's device, where documents begin, and the end of
-            the last. The same tensor object in every layer shares one mask.
-        max_seqlen_q, max_seqlen_k: not needed. An integer is checked where the offsets lie in host memory.
+        cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 or int64 on q's device, the begins of the documents and the end
+            of the last. Layers that pass the same tensor objects share one mask.
+        max_seqlen_q, max_seqlen_k: not needed. An integer is checked if the offsets lie in host memory.
         block_table: not supported.
         dropout_p, ..., backend: see the module.
 
@@ -228,22 +228,21 @@ def flash_attn_varlen_kvpacked_func(
 
 
 def flash_attn_with_kvcache(*args: Any, **kwargs: Any) -> NoReturn:
-    """Not supported: a cache that is written in place, for inference. Here so that packages can import it.
+    """Not supported: attention that writes to a cache, for inference. It exists so that packages can import it.
 
     Raises:
         ValueError: always.
     """
     raise ValueError(
-        "flash_attn_with_kvcache isn't supported by tritonpack.flash_attn, which is made for training. Use "
-        "flash_attn_varlen_func with seqused_k for a cache that is already written, or FlashAttention itself for "
-        "serving."
+        "flash_attn_with_kvcache isn't supported by tritonpack.flash_attn, which is for training. Use "
+        "flash_attn_varlen_func with seqused_k for a cache that is written already, or FlashAttention for inference."
     )
 
 
 def _returned(return_attn_probs: bool, *args: Any, **keywords: Any) -> Returned:
     check_flag(return_attn_probs, "return_attn_probs")
     want = return_attn_probs and is_number(keywords["dropout_p"]) and keywords["dropout_p"] > 0
-    out, lse, probabilities = attend(*args, return_probabilities=want, **keywords)
+    out, lse, probabilities = flash_attention(*args, return_probabilities=want, **keywords)
     if not return_attn_probs:
         return out
     return out, lse.masked_fill(lse.isneginf(), float("inf")), probabilities

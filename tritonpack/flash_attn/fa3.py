@@ -1,10 +1,10 @@
-"""FlashAttention-3's functions (`flash_attn_interface`): its parameter names, their order, its return values.
+"""FlashAttention-3's functions (`flash_attn_interface`), with its parameters and its return values.
 
-They differ from FlashAttention-2's: there is no dropout, no ALiBi, and softmax_lse, -inf in rows that see nothing, is
-returned as (out, softmax_lse) with `return_attn_probs=True`. `num_splits`, `pack_gqa`, `sm_margin` and `deterministic`
-change no result there and are ignored here. `attention_chunk` limits a query to the chunk of its own place, counted
-from its document's first key. `qv` and the descale factors of 8-bit inputs aren't supported. `s_aux` (sinks) and
-`backend`, by keyword alone, are as in `tritonpack.flash_attn`.
+They differ from FlashAttention-2's: there is no dropout and no ALiBi, and `return_attn_probs=True` returns
+(out, softmax_lse), with softmax_lse -inf in rows that see nothing. `num_splits`, `pack_gqa`, `sm_margin` and
+`deterministic` don't change results and are ignored. `attention_chunk` limits a query to the chunk of its own place,
+counted from its document's first key. `qv` and the descale factors of 8-bit inputs aren't supported. `s_aux` (sinks)
+and `backend`, only by keyword, are as in `tritonpack.flash_attn`.
 
 Source: https://github.com/Dao-AILab/flash-attention, hopper/flash_attn_interface.py, commit 0251105.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tritonpack.attention import Backend
 from tritonpack.checks import check_flag, describe, is_int
-from tritonpack.flash_attn.core import attend, read_chunk, read_window, refuse
+from tritonpack.flash_attn.core import flash_attention, read_chunk, read_window, refuse
 from tritonpack.flash_attn.fa2 import WindowSize, flash_attn_with_kvcache
 
 Returned = Tensor | tuple[Tensor, Tensor]
@@ -91,8 +91,8 @@ def flash_attn_qkvpacked_func(
 
     Args:
         qkv: (batch, seqlen, 3, nheads, headdim); or (batch, seqlen, num_heads_q + 2 * nheads_k, headdim), the heads of
-            q, then those of k, then those of v.
-        num_heads_q: how many of the latter are q's.
+            q, then of k, then of v.
+        num_heads_q: the number of q's heads in the second shape.
         softmax_scale, ..., backend: see `flash_attn_func`.
     """
     shape = qkv.shape if isinstance(qkv, Tensor) else torch.Size()
@@ -148,8 +148,8 @@ def flash_attn_varlen_func(
         k, v: (total_k, nheads_k, headdim), (total_k, nheads_k, headdim_v).
         cu_seqlens_q, cu_seqlens_k: (batch + 1,) int32 or int64 on q's device.
         max_seqlen_q, max_seqlen_k: not needed.
-        seqused_q, seqused_k: (batch,) integers, how many rows of each document count, from its first. The others give
-            zeros and get zero gradients, whatever they hold.
+        seqused_q, seqused_k: (batch,) integers, how many rows of each document count, from its first. The other rows
+            give zeros, get zero gradients and may hold anything.
         softmax_scale, ..., backend: see the module.
 
     Returns:
@@ -169,5 +169,5 @@ def flash_attn_varlen_func(
 
 def _returned(return_attn_probs: bool, *args: Any, **keywords: Any) -> Returned:
     check_flag(return_attn_probs, "return_attn_probs")
-    out, lse, _ = attend(*args, **keywords)
+    out, lse, _ = flash_attention(*args, **keywords)
     return (out, lse) if return_attn_probs else out

@@ -1,11 +1,10 @@
-"""FlashAttention-4's functions (`flash_attn.cute`): its parameter names, their order, its return values.
+"""FlashAttention-4's functions (`flash_attn.cute`), with its parameters and its return values.
 
-They differ from FlashAttention-2's: (out, lse) is always returned, lse with -inf in rows that see nothing; None is a
-window side without limit; sinks are `learnable_sink`; `qv` stands where FlashAttention-2 has its first offsets;
-rows may also be a batch, (batch, seqlen, heads, headdim), where there are no offsets. `num_splits`, `pack_gqa`,
-`deterministic`, `min_seqlen_k` and what schedules the work change no result and are ignored. `qv`, `gather_kv_indices`,
-`page_table`, `score_mod`, `mask_mod` and block sparsity aren't supported. `backend`, by keyword
-alone, is as in `tritonpack.flash_attn`.
+They differ from FlashAttention-2's: they always return (out, lse), with lse -inf in rows that see nothing; None in a
+window means no limit; sinks are `learnable_sink`; `qv` has the place of FlashAttention-2's first offsets; without
+offsets rows are a batch, (batch, seqlen, heads, headdim). `num_splits`, `pack_gqa`, `deterministic`, `min_seqlen_k` and
+the parameters of schedulers don't change results and are ignored. `qv`, `gather_kv_indices`, `page_table`, `score_mod`,
+`mask_mod` and block sparsity aren't supported. `backend`, only by keyword, is as in `tritonpack.flash_attn`.
 
 Source: https://github.com/Dao-AILab/flash-attention, flash_attn/cute/interface.py, commit 0251105.
 """
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from tritonpack.attention import Backend
 from tritonpack.checks import Window
-from tritonpack.flash_attn.core import attend, read_window, refuse
+from tritonpack.flash_attn.core import flash_attention, read_window, refuse
 
 WindowSides = tuple[int | None, int | None]
 
@@ -69,7 +68,7 @@ def flash_attn_func(
         aux_tensors=aux_tensors, aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors,
         block_sparse_tensors_bwd=block_sparse_tensors_bwd,
     )  # fmt: skip
-    out, lse, _ = attend(
+    out, lse, _ = flash_attention(
         q, k, v, scale=softmax_scale, causal=causal, window=_read_sides(window_size), softcap=softcap,
         sinks=learnable_sink, backend=backend,
     )  # fmt: skip
@@ -133,7 +132,7 @@ def flash_attn_varlen_func(
         score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors,
         aux_tensors=aux_tensors, aux_scalars=aux_scalars,
     )  # fmt: skip
-    out, lse, _ = attend(
+    out, lse, _ = flash_attention(
         q, k, v, cu_seqlens_q, cu_seqlens_k, used_q=seqused_q, used_k=seqused_k, max_q=max_seqlen_q, max_k=max_seqlen_k,
         scale=softmax_scale, causal=causal, window=_read_sides(window_size), softcap=softcap, sinks=learnable_sink,
         backend=backend,
@@ -142,7 +141,7 @@ def flash_attn_varlen_func(
 
 
 def _read_sides(window_size: WindowSides) -> Window:
-    """(-1, -1) for sides without limit; there a single negative side moves the window off the diagonal."""
+    """The window, -1 for no limit. Refuses one negative side, which in FlashAttention-4 moves the window."""
     window = read_window(window_size)
     negative = [side is not None and side < 0 for side in window_size]
     if any(negative) and not all(negative):

@@ -1,9 +1,11 @@
-"""The mask of a call that brings cumulative offsets, built once for all layers that are given the same offsets.
+"""The mask of a call with cumulative offsets, built once for all layers that pass the same offsets.
 
-A mask is kept as long as the tensor of query offsets lives, and is used again only while all tensors that it was made
-from are the same objects, unwritten. Writes that torch doesn't count (through numpy, `.data`, another library's kernel,
-a collective in place) are found as well: on the CPU the values themselves are compared and the mask is built anew, on a
-GPU their equality is asserted there, so that an outdated mask stops the program and never gives a wrong result.
+A mask is kept as long as the tensor of query offsets lives. It is used again only if the call passes the same tensor
+objects and nobody has written to them. Writes that torch doesn't count (through numpy, `.data`, another library's
+kernel, a collective in place) are found, too: on the CPU the values are compared and the mask is built again; on a GPU
+their equality is asserted there, so an outdated mask stops the program and never gives a wrong result.
+
+This cache can't be `BlockDiagonalMask.cached`, which keeps what follows from a mask: here the mask itself is looked up.
 """
 
 from __future__ import annotations
@@ -11,16 +13,17 @@ from __future__ import annotations
 import weakref
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from tritonpack.checks import Window, as_integers, require
+from tritonpack.checks import as_integers, require
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 
-# The windows and totals that one tensor of offsets may serve at a time.
+# The number of masks with other windows or totals that are kept for one tensor of offsets.
 MASKS_PER_OFFSETS = 8
 
 _OUTDATED = (
@@ -32,7 +35,7 @@ _OUTDATED = (
 
 @dataclass(frozen=True)
 class Kept:
-    """A mask, and the tensors that it was made from: the objects, how often each had been written, their values."""
+    """A mask, and the tensors that it was built from: the objects, their versions and their values."""
 
     mask: BlockDiagonalMask
     sources: tuple[weakref.ref[Tensor], ...]
@@ -40,7 +43,7 @@ class Kept:
     values: tuple[Tensor, ...]
 
     def fits(self, sources: tuple[Tensor, ...]) -> bool:
-        """Whether the mask is that of these tensors as they are now."""
+        """Whether the mask belongs to these tensors and their present values."""
         if len(sources) != len(self.sources) or any(
             ref() is not x for ref, x in zip(self.sources, sources, strict=True)
         ):
@@ -55,7 +58,7 @@ class Kept:
         return True
 
 
-# By the tensor of query offsets.
+# Tensor of query offsets -> masks.
 _kept: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -64,37 +67,35 @@ def mask_from_offsets(
     cu_k: Tensor,
     total_q: int,
     total_k: int,
-    *,
-    causal: bool,
-    window: Window,
-    chunk_size: int | None = None,
     used_q: Tensor | None = None,
     used_k: Tensor | None = None,
+    **options: Any,
 ) -> BlockDiagonalMask:
-    """The mask of documents given by cumulative offsets; the same object while the offsets are.
+    """The mask of documents given by cumulative offsets; the same object for the same offsets.
 
     Args:
         cu_q, cu_k: (documents + 1,) int32 or int64, on one device.
         total_q, total_k: rows of the two streams.
-        causal, window, chunk_size: as `BlockDiagonalMask.from_cu_seqlens` takes them.
         used_q, used_k: (documents,) int32 or int64, how many rows of each document count, from its first; None: all.
-            The others see nothing and aren't seen, and the diagonal ends at the last row that counts.
+            The other rows see nothing and aren't seen, and the diagonal ends at the last row that counts.
+        **options: `causal`, `window` and `chunk_size` of `BlockDiagonalMask.from_cu_seqlens`.
 
     Raises:
-        ValueError: as `BlockDiagonalMask.from_cu_seqlens`; used lengths of another shape, or (in host memory) negative
-            or longer than their documents.
+        ValueError: as in `BlockDiagonalMask.from_cu_seqlens`; used lengths of another shape, or (in host memory)
+            negative or longer than their documents.
     """
-    sources = tuple({id(x): x for x in (cu_q, cu_k, used_q, used_k) if x is not None}.values())
+    roles = (cu_q, cu_k, used_q, used_k)
+    sources = tuple({id(x): x for x in roles if x is not None}.values())
     if not _eager() or not _lasts(sources):
-        return _build(cu_q, cu_k, total_q, total_k, causal, window, chunk_size, used_q, used_k)
-    # Lazily computed parts of a mask must not mix inference tensors with others, nor two streams of work.
+        return _build(*roles, total_q, total_k, options)
+    # Inference tensors and others mustn't meet in one mask, and neither must two CUDA streams.
     stream = torch.cuda.current_stream(cu_q.device).cuda_stream if cu_q.is_cuda else None
-    roles = tuple(next((i for i, s in enumerate(sources) if s is x), None) for x in (cu_q, cu_k, used_q, used_k))
-    key = (total_q, total_k, causal, window, chunk_size, roles, torch.is_inference_mode_enabled(), stream)
+    numbers = tuple(next((i for i, s in enumerate(sources) if s is x), None) for x in roles)
+    key = (total_q, total_k, *options.items(), numbers, torch.is_inference_mode_enabled(), stream)
     masks = _kept.setdefault(cu_q, {})
     if key in masks and masks[key].fits(sources):
         return masks[key].mask
-    mask = _build(cu_q, cu_k, total_q, total_k, causal, window, chunk_size, used_q, used_k)
+    mask = _build(*roles, total_q, total_k, options)
     masks.pop(key, None)
     while len(masks) >= MASKS_PER_OFFSETS:
         del masks[next(iter(masks))]
@@ -105,7 +106,7 @@ def mask_from_offsets(
 
 
 def regular_offsets(batch: int, seqlen: int, device: torch.device) -> Tensor:
-    """(batch + 1,) int32, the offsets of rows of one length; the same tensor for the same numbers."""
+    """(batch + 1,) int32, the offsets of rows of one length; the same tensor for the same arguments."""
     return (_regular_offsets if _eager() and not _capturing(device) else _new_offsets)(batch, seqlen, device)
 
 
@@ -120,50 +121,46 @@ def _regular_offsets(batch: int, seqlen: int, device: torch.device) -> Tensor:
 
 
 def _lasts(sources: tuple[Tensor, ...]) -> bool:
-    """Whether these are tensors that a mask can be kept for: they count their writes, and outlive no graph."""
+    """Whether a mask can be kept for these tensors: they count writes, and they don't belong to a CUDA graph."""
     plain = all(type(x) is Tensor and x.device.type in ("cpu", "cuda") and not x.is_inference() for x in sources)
     return plain and not _capturing(sources[0].device)
 
 
 def _eager() -> bool:
-    # What a tracer sees must not be kept, nor what was kept be taken for what it sees.
+    """Whether no tracer runs. A tracer's tensors must not be kept, and kept ones must not get into its graph."""
     return not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
 
 
 def _capturing(device: torch.device) -> bool:
-    # What a graph computes lives in the graph; outside of it, and in another graph, its memory holds other things.
+    """Whether a CUDA graph is captured. Its tensors live in the graph, and their memory is reused outside of it."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _build(
     cu_q: Tensor,
     cu_k: Tensor,
-    total_q: int,
-    total_k: int,
-    causal: bool,
-    window: Window,
-    chunk_size: int | None,
     used_q: Tensor | None,
     used_k: Tensor | None,
+    total_q: int,
+    total_k: int,
+    options: dict[str, Any],
 ) -> BlockDiagonalMask:
-    def of(cu_q: Tensor, cu_k: Tensor | None) -> BlockDiagonalMask:
-        return BlockDiagonalMask.from_cu_seqlens(
-            cu_q, cu_k, causal=causal, window=window, chunk_size=chunk_size, total_q=total_q, total_k=total_k
-        )
+    def build(cu_q: Tensor, cu_k: Tensor | None) -> BlockDiagonalMask:
+        return BlockDiagonalMask.from_cu_seqlens(cu_q, cu_k, total_q=total_q, total_k=total_k, **options)
 
     if used_q is None and used_k is None:
-        return of(cu_q, None if cu_k is cu_q else cu_k)
-    # Each document becomes three: what counts of it; the rest of its queries, with no keys; the rest of its keys.
+        return build(cu_q, None if cu_k is cu_q else cu_k)
+    # Each document becomes three: what counts of it, the other queries without keys, the other keys without queries.
     stop_q, stop_k = _used_stop(cu_q, used_q, "seqused_q"), _used_stop(cu_k, used_k, "seqused_k")
     pieces_q = torch.cat([torch.stack([cu_q[:-1], stop_q, cu_q[1:]], 1).flatten(), cu_q[-1:]])
     pieces_k = torch.cat([torch.stack([cu_k[:-1], stop_k, stop_k], 1).flatten(), cu_k[-1:]])
-    mask = of(pieces_q, pieces_k)
+    mask = build(pieces_q, pieces_k)
     assert mask.document is not None
     return replace(mask, document_source=mask.document // 3, trusted=True)
 
 
 def _used_stop(cu: Tensor, used: Tensor | None, name: str) -> Tensor:
-    """Where what counts of each document ends."""
+    """The end of the rows that count, for each document."""
     if used is None:
         return cu[1:]
     used = as_integers(used, name)
@@ -172,7 +169,5 @@ def _used_stop(cu: Tensor, used: Tensor | None, name: str) -> Tensor:
             f"{name} must hold a length for each of the {cu.shape[0] - 1} documents, on {cu.device}; got "
             f"{used.shape[0]} on {used.device}."
         )
-    require(
-        ((used >= 0) & (used <= cu.diff())).all(), f"{name} must lie between 0 and the length of the document it is of."
-    )
+    require(((used >= 0) & (used <= cu.diff())).all(), f"{name} must lie between 0 and the length of its document.")
     return (cu[:-1] + used).to(cu.dtype)

@@ -1,4 +1,4 @@
-"""The probabilities that a call used, as FlashAttention-2's tests ask for them; dense, and slow."""
+"""The probabilities of a call, which FlashAttention-2's tests read; dense and slow."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ def probabilities_of(
     max_k: int | Tensor | None,
     **options: Any,
 ) -> Tensor:
-    """Each pair's probability before dropout, negative where dropout drops the pair.
+    """Each pair's probability before dropout, negative if dropout drops the pair.
 
-    They are what attention gives for values that are unit vectors, by the kernels themselves: once without dropout, and
-    once with it to see which are left.
+    They are the outputs of attention with unit vectors as values: once without dropout, and once with it to find the
+    pairs that are left.
 
     Args:
         q, k: (T_q, H, D), (T_k, H_kv, D).
         cu_q, cu_k: (B + 1,) offsets.
-        mask: made of them.
-        max_q, max_k: the longest document; None reads it from the offsets, and waits.
-        **options: of the call.
+        mask: the mask of these offsets.
+        max_q, max_k: the longest document; None reads it from the offsets and waits.
+        **options: the call's options.
 
     Returns:
         (B, H, max_q, max_k) in q's dtype.
@@ -54,7 +54,7 @@ def probabilities_of(
 
 
 def _places(cu: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Each row's document, and its place in it."""
+    """Each row's document, and the row's place in it."""
     rows = torch.arange(total, device=cu.device)
     document = torch.searchsorted(cu, rows, right=True) - 1
     return document, rows - cu[document]

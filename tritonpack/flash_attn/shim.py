@@ -1,4 +1,4 @@
-"""install(): packages that `import flash_attn` get tritonpack's functions; uninstall() takes everything back."""
+"""install() gives packages that `import flash_attn` tritonpack's functions; uninstall() undoes it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ NAME = "flash_attn"
 DISTRIBUTION = "flash-attn"
 VERSION = "2.8.3"  # the release whose functions these are
 
-# Module -> what it offers.
+# Module -> its contents.
 _MODULES: dict[str, dict[str, Any]] = {
     NAME: {"__version__": VERSION, **{name: getattr(fa2, name) for name in fa2.__all__}},
     f"{NAME}.flash_attn_interface": {name: getattr(fa2, name) for name in fa2.__all__},
@@ -29,7 +29,7 @@ _MODULES: dict[str, dict[str, Any]] = {
 
 
 class Installation:
-    """A stand-in for `flash_attn`; a context manager that uninstalls it on leaving, also after an exception."""
+    """tritonpack's functions under the name `flash_attn`; as a context manager it uninstalls them on leaving."""
 
     def __init__(self) -> None:
         self._replaced = _loaded()
@@ -53,7 +53,7 @@ class Installation:
             raise
 
     def uninstall(self) -> None:
-        """Restore what `import flash_attn` found before; does nothing if that has been done already."""
+        """Restore what `import flash_attn` found before; a second call does nothing."""
         if not self._active:
             return
         self._active = False
@@ -76,23 +76,23 @@ class Installation:
 
 
 def install(*, force: bool = False) -> Installation:
-    """Let `import flash_attn` give tritonpack's functions, in this process, until uninstalled.
+    """Let `import flash_attn` give tritonpack's functions in this process, until `uninstall()`.
 
-    Provides `flash_attn`, `flash_attn.flash_attn_interface` (their public functions) and `flash_attn.bert_padding`,
-    and answers `importlib.util.find_spec("flash_attn")` and `importlib.metadata.version("flash_attn")`, which packages
-    ask to know whether it is there. Packages that decide this while they are imported must be imported afterwards;
-    transformers, which remembers the answer, is told to look again. Names that were taken from the modules meanwhile
-    (`from flash_attn import ...`) stay with who took them.
+    It provides the public functions of `flash_attn` and `flash_attn.flash_attn_interface`, and
+    `flash_attn.bert_padding`. `importlib.util.find_spec("flash_attn")` and `importlib.metadata.version("flash_attn")`,
+    by which packages look for it, find it. Packages that look for it at their import must be imported afterwards;
+    transformers, which caches the result, looks again. Names that packages import (`from flash_attn import ...`) stay
+    there after `uninstall()`.
 
     Args:
-        force: also where the real flash-attn is installed or imported; it is set aside until uninstalled.
+        force: replace the real flash-attn, if it is installed or imported, until `uninstall()`.
 
     Returns:
         A handle with `uninstall()`; as a context manager it uninstalls on leaving.
 
     Raises:
-        ValueError: a `force` that is neither True nor False.
-        RuntimeError: the real flash-attn is there and `force` isn't given, or this is installed already.
+        ValueError: `force` is neither True nor False.
+        RuntimeError: the real flash-attn is there and `force` isn't given, or tritonpack is installed already.
 
     >>> with install():
     ...     from flash_attn import flash_attn_varlen_func
@@ -103,20 +103,18 @@ def install(*, force: bool = False) -> Installation:
     if not force:
         if _loaded():
             raise RuntimeError(
-                f"{NAME} has been imported already, and whoever imported it goes on using it. Install before that, or "
-                "pass force=True to set it aside."
+                f"{NAME} has been imported already, and the modules that imported it go on using it. Call install() "
+                "before that import, or pass force=True to replace it."
             )
         if importlib.util.find_spec(NAME) is not None or _installed():
-            raise RuntimeError(
-                f"the real {DISTRIBUTION} is installed here. Use it, or pass force=True to set it aside."
-            )
+            raise RuntimeError(f"the real {DISTRIBUTION} is installed here. Use it, or pass force=True to replace it.")
     installation = Installation()
     installation._install()
     return installation
 
 
 class _Metadata(importlib.metadata.DistributionFinder):
-    """Finds the metadata of the stand-in, wherever all installed packages are looked through."""
+    """Finds the metadata of the installed functions when packages search all distributions."""
 
     def find_spec(self, *args: Any) -> None:
         return None
@@ -139,7 +137,7 @@ class _Distribution(importlib.metadata.Distribution):
 
 
 def _spellings(name: str | None) -> tuple[str, ...]:
-    """The name itself if it is the distribution's, however it is spelled."""
+    """(name,) if it is a spelling of the distribution's name, else ()."""
     return (name,) if name is not None and re.sub(r"[-_.]+", "-", name).lower() == DISTRIBUTION else ()
 
 
@@ -165,7 +163,7 @@ def _module(name: str, contents: dict[str, Any]) -> ModuleType:
 
 
 def _make_transformers_look_again() -> None:
-    """Clear what transformers, if it is imported, remembers about which FlashAttention there is."""
+    """Clear transformers' caches about FlashAttention, if transformers is imported."""
     answers = sys.modules.get("transformers.utils.import_utils")
     for name, answer in list(vars(answers).items()) if answers is not None else ():
         if ("flash_attn" in name or name == "_package_distribution_mapping") and hasattr(answer, "cache_clear"):

@@ -1,4 +1,4 @@
-"""torch's `torch.nn.attention.varlen.varlen_attn`: its parameter names, their order, its return values."""
+"""torch's `torch.nn.attention.varlen.varlen_attn`, with its parameters and its return values."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tritonpack.attention import Backend
 from tritonpack.checks import check_flag, is_int
-from tritonpack.flash_attn.core import attend, read_window, refuse
+from tritonpack.flash_attn.core import flash_attention, read_window, refuse
 
 
 def torch_varlen_attn(
@@ -30,23 +30,23 @@ def torch_varlen_attn(
     num_splits: int | None = None,
     backend: Backend = "auto",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention over documents laid end to end, as torch 2.10 and later spell it.
+    """Attention over documents laid end to end, with the parameters of torch 2.10 and later.
 
     Args:
         query: (T_q, H, D).
         key, value: (T_k, H_kv, D), (T_k, H_kv, D_v).
         cu_seq_q, cu_seq_k: (documents + 1,) int32 or int64 on the query's device.
         max_q, max_k: not needed.
-        is_causal: torch 2.10's spelling of window_size=(-1, 0).
-        return_aux: torch's AuxRequest, or whatever has `lse`; true returns lse as well.
+        is_causal: the same as window_size=(-1, 0), for torch 2.10.
+        return_aux: torch's AuxRequest, or another object with `lse`, which says whether to return lse, too.
         scale: None means 1 / sqrt(D).
         window_size: (left, right), inclusive, -1 without limit; (-1, 0) is causal.
         enable_gqa: False refuses fewer heads in key and value than in query, as torch does by default; None and True
-            allow them.
-        seqused_k: (documents,) how many keys of each document count; unlike torch's, with gradients.
+            allow fewer.
+        seqused_k: (documents,) how many keys of each document count; unlike in torch, with gradients.
         block_table: not supported.
-        num_splits: 1 makes a document's results independent, to the bit, of what else is in the batch.
-        backend: as `tritonpack.varlen_attention` takes it.
+        num_splits: 1 gives a document the same bits in every batch.
+        backend: as in `tritonpack.varlen_attention`.
 
     Returns:
         out (T_q, H, D_v), or (out, lse (H, T_q) float32, -inf in rows that see nothing).
@@ -61,13 +61,13 @@ def torch_varlen_attn(
         raise ValueError(f"return_aux must be torch's AuxRequest, or None; got {return_aux!r:.100}.")
     if enable_gqa is not None:
         check_flag(enable_gqa, "enable_gqa")
-    many = all(isinstance(x, Tensor) and x.ndim == 3 for x in (query, key))  # attend says what's wrong with others
+    many = all(isinstance(x, Tensor) and x.ndim == 3 for x in (query, key))  # others are refused below
     if enable_gqa is False and many and query.shape[1] != key.shape[1]:
         raise ValueError(
             f"query has {query.shape[1]} heads and key {key.shape[1]}; pass enable_gqa=True to share each key head "
             "among several query heads."
         )
-    out, lse, _ = attend(
+    out, lse, _ = flash_attention(
         query, key, value, cu_seq_q, cu_seq_k, used_k=seqused_k, max_q=max_q, max_k=max_k, scale=scale,
         causal=check_flag(is_causal, "is_causal"), window=read_window(window_size),
         pack_invariant=_is_one(num_splits), backend=backend,

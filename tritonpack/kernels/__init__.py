@@ -1,4 +1,4 @@
-"""The Triton kernels. Nothing here knows of models, documents or packing: only of intervals of keys per query."""
+"""The Triton kernels. They know nothing of models or packing, only the interval of keys of each query."""
 
 from functools import cache
 from importlib.util import find_spec
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 def serve(x: Tensor) -> bool:
-    """Whether the kernels that build and unfold masks take a tensor.
+    """Whether a kernel, instead of torch operators, builds or writes out the mask of a tensor.
 
-    They take what lies on a GPU, where Triton is installed. Tensors without values (fake ones) and traced code are
-    left to torch's own operators, which the compiler sees through and fuses.
+    A kernel does if the tensor lies on a GPU and Triton is installed. Fake tensors and traced code use torch operators,
+    which the compiler fuses.
     """
     return x.is_cuda and type(x) is Tensor and not torch.compiler.is_compiling() and _triton_is_here()
 

@@ -1,16 +1,16 @@
 """The backward kernels: dQ and the row statistics by tiles of queries, then dK and dV by tiles of keys.
 
-No program adds to what another one writes, so the gradients are deterministic; the query heads that share a key head
-are summed inside the program. The mathematics is docs/math.md, sections 3 and 6.
+No two programs write to the same place, so the gradients are deterministic. A program sums over the query heads that
+share its key head. The mathematics is docs/math.md, sections 3 and 6.
 
 Legend: M query rows, N keys, D and V the head dimensions of keys and values padded to powers of two, C columns of a
 gradient that a program computes; t token, h head. The row statistics are `lse2` (base 2, +inf in rows that see nothing,
 so that their probabilities are 0) and `delta`, both [H, ROWS] with ROWS = T_q rounded up to what descriptors can read.
-Rows from T_q on are never written: whatever is there, no key is seen by them, and their q and dout are zeros. Pointers
-that are None belong to features that a call doesn't use.
+Rows from T_q on are never written and may hold anything: they see no key, and their q and dout are zeros. Pointers that
+are None belong to features that a call doesn't use.
 
-What is hidden is replaced in both factors of dS: after their product, the compiler would select among 16-bit numbers,
-which takes it twice the instructions.
+Hidden pairs are replaced in both factors of dS, before their product. After it, the compiler would select among 16-bit
+numbers, with twice the instructions.
 """
 
 import triton
@@ -90,8 +90,8 @@ def dq_kernel(
     """dq [T_q, H, D], lse2 and delta = rowsum(out * dout) - dlse, both [H, ROWS].
 
     Grid (tiles times blocks of HEADS heads, column chunks). A tile has the rows of HEADS heads that share a key head,
-    one head after another: its tokens are fewer for it, and where documents are short, so are its hidden pairs. With
-    sinks also each tile's share of their gradient, [H, tiles]; empty tiles leave theirs as it is.
+    one head after the other. So it has fewer tokens, and fewer hidden pairs if documents are short. With sinks the
+    kernel also writes each tile's share of their gradient, [H, tiles], except for empty tiles.
     """
     head_block, number, first, end, exposed = load_tile(tiles_ptr, HEAD_BLOCKS)
     if first >= end:
@@ -135,7 +135,7 @@ def dq_kernel(
     dq = tl.zeros([BLOCK_M, COLUMNS], dtype=tl.float32)
     for phase in tl.static_range(4):
         step_begin, step_end = phase_range(phase, exposed, full, full_end, blocks)
-        if step_begin < step_end:  # or an empty loop would still prepare its loads
+        if step_begin < step_end:  # an empty loop would prepare its loads, too
             for step in tl.range(step_begin, step_end):
                 block = masked_block(step, full, full_end) if phase == CLEANED else step
                 key = begin + block * BLOCK_N
@@ -218,10 +218,10 @@ def dkdv_kernel(
 ):
     """dk [T_k, H_kv, D] and dv [T_k, H_kv, D_v], or one of them; grid (tiles times key heads, column chunks).
 
-    The bounds are those of the transposed mask. At large head dimensions both accumulators don't fit in registers, and
-    two launches that repeat the scores cost less than spilling; at the largest each also goes by chunks of columns.
-    The row statistics are descriptors, or pointers where ALIGN is 1: descriptors read 16 bytes at a time, so blocks of
-    queries then begin at a multiple of 4 rows of the whole stream, whatever the document.
+    The bounds belong to the transposed mask. At large head dimensions the two accumulators don't fit in registers
+    together; two launches, which both compute the scores, then cost less than spilling. At the largest head dimension
+    each launch also divides the columns among programs. The row statistics are descriptors, or pointers if ALIGN is 1:
+    descriptors read 16 bytes at a time, so with them blocks of queries begin at multiples of 4 rows of the stream.
     """
     kv_head, _number, first, end, _exposed = load_tile(tiles_ptr, HEAD_BLOCKS)
     if first >= end:
@@ -241,7 +241,7 @@ def dkdv_kernel(
         dk = tl.zeros([BLOCK_N, BLOCK_D if HAS_DV else COLUMNS], dtype=tl.float32)
     if HAS_DV:
         dv = tl.zeros([BLOCK_N, BLOCK_DOUT], dtype=tl.float32)
-    # One loop over (head of the group, block) per phase: a loop nested in the loop over heads costs registers.
+    # One loop over (head of the group, block) per phase, because two nested loops take more registers.
     for phase in tl.static_range(2):
         head = kv_head * GROUP
         steps = full + blocks - full_end if phase == 0 else full_end - full
@@ -259,7 +259,7 @@ def dkdv_kernel(
             else:
                 lse2_m = lse2.load([head * num_rows + row])  # [M]
                 delta_m = delta.load([head * num_rows + row])  # [M]
-            if phase == 0:  # a NaN of rows that see nothing, or lie past the tile's last, mustn't be summed over
+            if phase == 0:  # rows that see nothing, or lie after the tile's last query, may hold NaN
                 live = ((lse2_m < float("inf")) & (offs_m < query_end))[:, None]
                 if HAS_DV:
                     dout = tl.where(live, dout, 0.0)

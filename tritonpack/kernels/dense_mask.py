@@ -1,7 +1,7 @@
-"""The kernel that writes intervals out, one element per pair of a query and a key, in one pass of 16-byte stores.
+"""The kernel that writes a dense mask, an element per pair of a query and a key, in one pass of 16-byte stores.
 
-It writes words of 32 bits, whatever the elements: 32 bits, 4 bytes, 2 half-precision or 1 single-precision number. What
-a word holds follows from how many of its elements lie before the interval's two ends.
+It writes words of 32 bits: 32 bits, 4 bytes, 2 half-precision numbers or 1 single-precision number. A word
+follows from the numbers of its elements that lie before the two ends of the interval.
 
 Legend: M query rows of a tile, N words of a row in a tile.
 """
@@ -17,7 +17,7 @@ BLOCK_N = 512
 
 @triton.jit
 def bits_below(end, key, PER_WORD: tl.constexpr):
-    """2 ** n for the n lowest bits of the words that begin at `key`, those of elements before `end`; 2 ** 32 is 0."""
+    """2 ** n, where n is the number of bits of the elements before `end` in words that begin at `key`; 2 ** 32 is 0."""
     bits = tl.minimum(tl.maximum(end - key, 0), PER_WORD) * (32 // PER_WORD)
     one = tl.full(bits.shape, 1, tl.uint32)
     return tl.where(bits < 32, one << bits.to(tl.uint32), 0)
@@ -38,12 +38,12 @@ def dense_mask_kernel(
 ):
     """out [T_q, 4 * quads] words; grid (tiles of BLOCK_M rows by BLOCK_N words, along the rows first,).
 
-    Most tiles lie wholly outside or inside the intervals, which four loads tell.
+    Most tiles lie wholly outside or inside the intervals; four loads show this.
 
     Args:
-        seen, hidden: a word of elements that all are, or aren't, visible.
+        seen, hidden: the words of which all elements, or no elements, are visible.
     """
-    words = quads * 4  # known to be a multiple of 4, so rows begin and end at 16 bytes and stores are that wide
+    words = quads * 4  # a multiple of 4, so rows begin and end at 16 bytes and stores are 16 bytes wide
     tiles_n = tl.cdiv(words, BLOCK_N)
     first = tl.program_id(0) // tiles_n * BLOCK_M
     last = tl.minimum(first + BLOCK_M, num_queries) - 1
@@ -67,7 +67,7 @@ def dense_mask_kernel(
 
 
 def write_words(key_start: Tensor, key_stop: Tensor, words: int, per_word: int, seen: int, hidden: int) -> Tensor:
-    """(T_q, words) int32, each word the pattern `seen` where its `per_word` elements are visible, else `hidden`.
+    """(T_q, words) int32: in each word, the bits of `seen` for visible elements and the bits of `hidden` for others.
 
     Args:
         words: a multiple of 4.

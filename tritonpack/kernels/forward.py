@@ -1,6 +1,6 @@
-"""The forward kernel: one program attends one tile to the keys that its rows see.
+"""The forward kernel: a program computes the outputs of one tile of queries.
 
-The rows of a tile are the same few tokens of HEADS query heads that share a key head, head by head.
+The rows of a tile are the same tokens of HEADS query heads that share a key head, one head after the other.
 Legend: M query rows, N keys of a block, D head dimension padded to a power of two, C columns of the values that a
 program computes; t token, h head. Pointers that are None belong to features that a call doesn't use.
 The mathematics is docs/math.md, sections 2 and 6: scores in base 2, a running maximum, one division at the end.
@@ -67,7 +67,7 @@ def forward_kernel(
 ):
     """out [T_q, H, D_v] and lse [H, T_q]; grid (tiles times blocks of HEADS heads, column chunks of the values).
 
-    The query bounds (the transposed mask) tell which keys are seen at all.
+    The query bounds, of the transposed mask, tell which keys are seen by a query at all.
     """
     head_block, _number, first, end, exposed = load_tile(tiles_ptr, HEAD_BLOCKS)
     if first >= end:
@@ -88,12 +88,12 @@ def forward_kernel(
     if sinks_ptr is None:
         m_i = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         l_i = tl.zeros([BLOCK_M], dtype=tl.float32)
-    else:  # a key that every row has seen before the first
+    else:  # the sink is the first key of every row
         m_i = tl.load(sinks_ptr + head) * LOG2E
         l_i = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
     for phase in tl.static_range(4):
         step_begin, step_end = phase_range(phase, exposed, full, full_end, blocks)
-        if step_begin < step_end:  # or an empty loop would still prepare its loads
+        if step_begin < step_end:  # an empty loop would prepare its loads, too
             for step in tl.range(step_begin, step_end):
                 block = masked_block(step, full, full_end) if phase == CLEANED else step
                 key = begin + block * BLOCK_N
@@ -109,7 +109,7 @@ def forward_kernel(
                 if phase == CLEANED:
                     v = clean(v, query_start_ptr, query_stop_ptr, offs_n, key_end)
                 m_new = tl.maximum(m_i, tl.max(scores, 1) * unit)
-                # A row that has seen nothing yet has no maximum; 0 in its place leaves every exponential at 0.
+                # The maximum of a row without a key so far is -inf. With 0 in its place its exponentials are 0.
                 pivot = tl.where(m_new == float("-inf"), 0.0, m_new) if phase != FULL else m_new
                 p = tl.exp2(scores * unit - pivot[:, None])
                 alpha = tl.exp2(m_i - pivot)
@@ -120,7 +120,7 @@ def forward_kernel(
                 m_i = m_new
 
     in_range = offs_m < end
-    lse = (m_i + tl.log2(l_i)) * LN2  # -inf where a row saw nothing
+    lse = (m_i + tl.log2(l_i)) * LN2  # -inf in rows that see nothing
     if sinks_ptr is not None:
         lse = tl.where(start < stop, lse, float("-inf"))
     if column == 0:

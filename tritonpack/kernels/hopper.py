@@ -1,15 +1,15 @@
-"""The forward kernel for Hopper, in Gluon: one warp loads, two warpgroups compute, each 64 rows of a tile of 128.
+"""The forward kernel for Hopper, in Gluon: one warp loads, two warpgroups compute 64 rows each of a tile of 128.
 
-The loading warp fills two rings of shared-memory buffers, one of keys and one of values, by TMA. Each computing
-warpgroup keeps the tensor cores busy while it takes exponentials: the scores of a block are requested together with
-the output of the block before it, and the softmax runs while that output is being summed. The warpgroups take turns in
-requesting, so that one's softmax falls into the other's products.
+The loading warp fills two rings of shared-memory buffers by TMA, one with keys and one with values. Each computing
+warpgroup keeps the tensor cores busy during its softmax: it requests the scores of a block together with the output of
+the block before, and the softmax runs while that output is being summed. The warpgroups request products in turns, so
+that the softmax of one overlaps with the products of the other.
 
-Legend: as in forward.py; a half is one warpgroup's 64 rows. Each buffer of a ring has two barriers: `filled` completes
-when a block is there (of values, with zeros where nothing sees them), `free` when both halves have read it. A barrier's
-n-th completion, from 0, is waited for with parity n % 2; a new barrier counts as complete for parity 1, so that all
+Legend: as in forward.py; a half is the 64 rows of one warpgroup. Each buffer of a ring has two barriers: `filled`
+completes when a block is loaded (of values: and unseen values are zeroed), `free` when both halves have read it. Parity
+n % 2 waits for the n-th completion of a barrier, counted from 0. A new barrier counts as complete for parity 1, so all
 buffers are free at the start.
-The mathematics is docs/math.md, section 2; why this form, docs/decisions/hopper-forward.md.
+The mathematics is docs/math.md, section 2; the reasons for this form are in docs/decisions/hopper-forward.md.
 """
 
 from dataclasses import dataclass
@@ -26,20 +26,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from tritonpack.kernels.primitives import LN2, block_range, load_bounds, load_tile
 
-# Named anew after Triton 3.6.
+# Renamed after Triton 3.6.
 copy_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 @dataclass(frozen=True)
-class HopperTile:
-    """How a program of 128 query rows works.
+class HopperTileShape:
+    """The shape of a tile of 128 query rows, and how a program computes it.
 
     Attributes:
         block_n: keys of a block.
         stages: buffers in each of the two rings.
-        registers: per thread of the loading warp's group, and of the computing ones; their sum over three groups of
+        registers: per thread, of the loading warp's group and of the computing groups. The sum over all three groups of
             128 threads is at most 64 Ki.
-        turns: whether the two halves take turns in requesting products.
+        turns: whether the two halves request products in turns.
     """
 
     block_n: int
@@ -48,27 +48,27 @@ class HopperTile:
     turns: bool = True
 
 
-ROWS = gl.constexpr(64)  # of a half
+ROWS = gl.constexpr(64)  # rows of a half
 
 # Head dimension -> tile, for the 16-bit types on sm_90.
-HOPPER_TILES = {64: HopperTile(128, 3), 128: HopperTile(128, 2), 256: HopperTile(64, 2)}
+HOPPER_TILES = {64: HopperTileShape(128, 3), 128: HopperTileShape(128, 2), 256: HopperTileShape(64, 2)}
 
 
 @gluon.constexpr_function
 def _product_layout(columns):
-    """How a warpgroup holds the sums of a product, 64 rows of so many columns."""
+    """The layout of a product in a warpgroup: 64 rows of `columns` columns."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
 
 
 @gluon.constexpr_function
 def _wide_layout(columns, warps):
-    """8 columns, 16 bytes, a thread, whole rows a warp."""
+    """A layout with 8 columns, 16 bytes, per thread and whole rows per warp."""
     return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [warps, 1], [1, 0])
 
 
 @gluon.constexpr_function
 def _line_layout(size):
-    """A vector in one warp."""
+    """The layout of a vector in one warp."""
     return gl.BlockedLayout([size // 32], [32], [1], [0])
 
 
@@ -100,7 +100,7 @@ def hopper_forward_kernel(
     LOAD_REGISTERS: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr,
 ):
-    """out [T_q, H, D] and lse [H, T_q]; grid (tiles times heads), 4 warps besides those that it adds.
+    """out [T_q, H, D] and lse [H, T_q]; grid (tiles times heads), 4 warps, and the kernel adds more.
 
     Descriptors read blocks [1, 64, D] of q and [1, BLOCK_N, D] of k and v from (heads, tokens, D).
     """
@@ -142,7 +142,7 @@ def hopper_forward_kernel(
 
 @gluon.jit
 def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """So many barriers, each complete after so many arrivals."""
+    """COUNT barriers, each complete after ARRIVALS arrivals."""
     barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(COUNT):
         mbarrier.init(barriers.index(i), count=ARRIVALS)
@@ -155,7 +155,7 @@ def _load(
     first, exposed, work,
     GROUP: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: q once, then keys a block ahead of values, as they are read, whenever a buffer is free."""
+    """The loading warp: loads q, then keys one block ahead of values, each as soon as a buffer is free."""
     q, k, v, q_filled, k_filled, v_filled, k_free, v_free = rings
     begin, full, full_end, blocks = work
     kv_head = head // GROUP
@@ -172,7 +172,7 @@ def _load(
             block = ahead - 1
             key = begin + block * BLOCK_N
             unseen = 0
-            if (exposed != 0) & ((block < full) | (block >= full_end)):  # the others are seen by all rows
+            if (exposed != 0) & ((block < full) | (block >= full_end)):  # all rows see the other blocks
                 unseen = _count_unseen(key, query_start_ptr, query_stop_ptr, key_end, BLOCK_N)
             slot = block % STAGES
             mbarrier.wait(v_free.index(slot), (block // STAGES & 1) ^ 1)
@@ -190,7 +190,7 @@ def _load(
 
 @gluon.jit
 def _count_unseen(key, query_start_ptr, query_stop_ptr, key_end, BLOCK_N: gl.constexpr):
-    """How many keys of a block no query sees, or lie past those of the tile."""
+    """The number of keys of a block that no query sees or that lie after the tile's last key."""
     layout: gl.constexpr = _line_layout(BLOCK_N)
     offs_n = key + gl.arange(0, BLOCK_N, layout)
     query_start, query_stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, key_end)
@@ -202,10 +202,10 @@ def _copy_seen(
     v_ptr, stride_vt, v, key, query_start_ptr, query_stop_ptr, key_end,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
 ):  # fmt: skip
-    """A block of values with zeros for those that no query sees, or that lie past the tile's last key: a probability of
-    zero times a NaN is a NaN.
+    """Copy a block of values, with zeros for values that no query sees or that lie after the tile's last key, because a
+    probability of zero times NaN is NaN.
 
-    Few tiles come here, so it goes by few rows at a time, which takes few registers.
+    Few tiles need this, so it copies few rows at a time, which takes few registers.
     """
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [1, 1], [1, 0])
     rows = v.reshape([BLOCK_N, BLOCK_D])
@@ -225,7 +225,7 @@ def _compute_upper(
     rings, turn, results, bounds, scale_log2, head, first, end, work,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """The warpgroup of the tile's first 64 rows, which has the first turn."""
+    """The warpgroup of the tile's first 64 rows; it has the first turn."""
     if TURNS:
         mbarrier.arrive(turn.index(0))
     _compute(
@@ -249,7 +249,7 @@ def _compute(
     rings, turn, results, bounds, scale_log2, head, first, end, work, HALF: gl.constexpr,
     BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """One half of a tile: the rows' weighted means of the values, and their log-sum-exps."""
+    """Compute one half of a tile: outputs and log-sum-exps of its rows."""
     q, k, v, q_filled, k_filled, v_filled, k_free, v_free = rings
     out_ptr, lse_ptr, stride_ot, stride_oh, num_queries = results
     key_start_ptr, key_stop_ptr = bounds
@@ -305,11 +305,11 @@ def _compute(
         acc = warpgroup_mma(p, v.index(last).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
         acc, p = warpgroup_mma_wait(0, deps=[acc, p])
 
-    lse = (m_i + gl.log2(l_i)) * LN2  # -inf where a row saw nothing
+    lse = (m_i + gl.log2(l_i)) * LN2  # -inf in rows that see nothing
     gl.store(lse_ptr + head.to(gl.int64) * num_queries + offs_m, lse, mask=offs_m < end)
     share = 1.0 / gl.where(l_i == 0.0, 1.0, l_i)
     acc = acc * gl.convert_layout(share, gl.SliceLayout(1, O_LAYOUT))[:, None]
-    # By way of the memory that held q, so that a thread writes 16 bytes at a time.
+    # Through the memory that held q, so that a thread writes 16 bytes at a time.
     WIDE: gl.constexpr = _wide_layout(BLOCK_D, 4)
     rows.store(acc.to(q.dtype))
     out = rows.load(WIDE)
@@ -321,7 +321,7 @@ def _compute(
 
 @gluon.jit
 def _request_scores(rows, keys, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr):
-    """[M, D] @ [D, N] -> [M, N], not waited for."""
+    """Start [M, D] @ [D, N] -> [M, N] without waiting for it."""
     nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     return warpgroup_mma(rows, keys.reshape([BLOCK_N, BLOCK_D]).permute((1, 0)), nothing, use_acc=False, is_async=True)
 
@@ -331,13 +331,13 @@ def _softmax(
     scores, m_i, l_i, scale_log2, key, start, stop, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
     MASKED: gl.constexpr,
 ):  # fmt: skip
-    """A block's weights [M, N], the rows' new maximum and total, and what their past sums shrink by."""
+    """A block's weights [M, N], the rows' new maximum and sum, and the factor `alpha` of their earlier sums."""
     if MASKED:
         offs_n = gl.arange(0, BLOCK_N, gl.SliceLayout(0, S_LAYOUT))
         visible = (offs_n[None, :] >= (start - key)[:, None]) & (offs_n[None, :] < (stop - key)[:, None])
         scores = gl.where(visible, scores, float("-inf"))
     m_new = gl.maximum(m_i, gl.max(scores, 1) * scale_log2)
-    # A row that has seen nothing yet has no maximum; 0 in its place leaves every exponential at exp2(-inf) = 0.
+    # The maximum of a row without a key so far is -inf. With 0 in its place its exponentials are exp2(-inf) = 0.
     pivot = gl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
     weights = gl.exp2(scores * scale_log2 - pivot[:, None])
     alpha = gl.exp2(m_i - pivot)
@@ -346,17 +346,17 @@ def _softmax(
 
 @gluon.jit
 def _as_operand(weights, dtype: gl.constexpr, O_LAYOUT: gl.constexpr):
-    """Weights as the product with the values takes them, in registers."""
+    """Weights in the layout of an operand of the product with the values, in registers."""
     return gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
 
 
 @gluon.jit
 def _before_waiting(l_i):
-    """The totals as they are, by way of a store that never happens, because none is negative.
+    """Return the sums unchanged, behind a store that never runs, because it needs a negative sum.
 
-    The assembler doesn't know that. It lets arithmetic sink below a wait for products, which would end the overlap of
-    the softmax with a product, but not a store; so this keeps the softmax where it is written. A trap in place of the
-    store would do the same, and cost the products their asynchrony: branches among them serialise them.
+    The assembler doesn't know that sums aren't negative. It may move arithmetic below a wait for products, which would
+    end the overlap of the softmax with a product, but it doesn't move a store. So this keeps the softmax before the
+    wait. A trap instead of the store would work, too, but its branch would make the products synchronous.
     """
     ASM: gl.constexpr = (
         "{ .reg .pred p; .reg .b32 a; mov.b32 a, 0; setp.lt.f32 p, $1, 0f00000000; "

@@ -1,7 +1,9 @@
-"""The kernels that build intervals: one launch from offsets, one from ids. They equal tritonpack/masks/intervals.py.
+"""The kernels that build intervals, from offsets and from ids, each in one launch.
+
+tritonpack/masks/intervals.py computes the same in torch.
 
 Legend: `begin` and `end` bound the keys of a row's document, `diagonal` is the key at the row's own place; `left`,
-`right` and `chunk` say how far a row sees (docs/math.md, section 1). Lengths are never compiled in.
+`right` and `chunk` say how far a row sees (docs/math.md, section 1). No length is a compile-time constant.
 """
 
 import torch
@@ -9,18 +11,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-OFFSET_ROWS = 256  # rows per program: small, because the search waits for one load after another
+OFFSET_ROWS = 256  # rows per program; few, because the search waits for one load after another
 RUN_ROWS = 1024
-RUN_WARPS = 16  # with fewer, the ids of a look take more registers than a thread gets
-LOOK = 4096  # ids read at once when a document reaches out of a program's rows
+RUN_WARPS = 16  # with fewer warps, LOOK ids take more registers than a thread has
+LOOK = 4096  # ids that are read at once when a document extends beyond the rows of a program
 
 
 @triton.jit
 def store_interval(start_ptr, stop_ptr, offs, diagonal, begin, end, inside, left, right, chunk):
-    """Write what rows with these diagonals see of the keys [begin, end)."""
+    """Store the keys that rows see of the keys [begin, end): `visible_keys` of tritonpack/masks/intervals.py."""
     place = diagonal - begin
     number = tl.where(place < 0, -((-place - 1) // chunk) - 1, place // chunk)  # rounded down, also below zero
-    # Without a limit `left`, `right` and `chunk` are 2**31 - 1: the sums take 64 bits, and all places are in chunk 0.
+    # 2**31 - 1 in `left`, `right` or `chunk` means no limit: sums take 64 bits, and all places are in chunk 0.
     chunk_begin = begin + tl.where(chunk == 2**31 - 1, 0, number) * chunk
     start = tl.maximum(diagonal.to(tl.int64) - left, chunk_begin)
     stop = tl.minimum(diagonal.to(tl.int64) + right + 1, chunk_begin.to(tl.int64) + chunk)
@@ -32,7 +34,7 @@ def store_interval(start_ptr, stop_ptr, offs, diagonal, begin, end, inside, left
 
 @triton.jit
 def check_offsets(cu_ptr, first, num_documents, total, ROWS: tl.constexpr):
-    """Whether the offsets `first`, ... that fall to this program begin with 0, never decrease and fit the total."""
+    """Whether a program's share of the offsets, from `first` on, begins with 0, never decreases and fits the total."""
     sound = tl.full([ROWS], 1, tl.int32)
     while first <= num_documents:
         offs = first + tl.arange(0, ROWS)
@@ -63,7 +65,7 @@ def offsets_kernel(
     chunk,
     ROWS: tl.constexpr,
 ):
-    """Four numbers per row [T_q], and sound [2, programs]: whether each side's offsets are; grid (blocks of ROWS,).
+    """Four numbers per row [T_q], and sound [2, programs], whether the offsets are sound; grid (blocks of ROWS,).
 
     A row's document is found by halving steps from `top`, the largest power of two up to `num_documents`.
     """
@@ -74,11 +76,11 @@ def offsets_kernel(
     step = top
     while step > 0:
         ahead = document + step
-        # Offsets past the last are past every row.
+        # offsets after the last one lie after every row
         offset = tl.load(cu_q_ptr + ahead, mask=ahead <= num_documents, other=2**31 - 1)
         document = tl.where(offset <= offs, ahead, document)
         step //= 2
-    following = tl.minimum(document + 1, num_documents)  # slack follows the last document: both bounds are its end
+    following = tl.minimum(document + 1, num_documents)  # slack gets the end of the last document as both bounds
     query_end = tl.load(cu_q_ptr + following).to(tl.int32)
     begin = tl.load(cu_k_ptr + document).to(tl.int32)
     end = tl.load(cu_k_ptr + following).to(tl.int32)
@@ -104,7 +106,7 @@ def _smaller(a, b):
 
 @triton.jit
 def load_runs(ids_ptr, offs, num_rows, row_length, RULE: tl.constexpr):
-    """Whether a run begins at rows `offs`, and whether the rows belong to a document. A run begins at the end, too."""
+    """Whether a run begins at rows `offs`, and whether the rows belong to a document. `num_rows` counts as a begin."""
     current = tl.load(ids_ptr + offs, mask=(offs >= 0) & (offs < num_rows), other=0).to(tl.int64)
     if RULE == "codes":
         starts = (current & 1) != 0
@@ -134,8 +136,8 @@ def runs_kernel(
 ):
     """Three numbers per row [T] and `first` [T], whether a document begins there; grid (blocks of ROWS,).
 
-    A program finds the runs within its rows by two scans. Where the first and the last of them reach further, it reads
-    on in that direction until they end: no program waits for another.
+    A program finds the runs within its rows by two scans. If the first or the last run extends beyond them, it reads on
+    in that direction until the run ends, so no program waits for another.
     """
     begin_row = tl.program_id(0) * ROWS
     offs = begin_row + tl.arange(0, ROWS)
@@ -148,14 +150,14 @@ def runs_kernel(
         look -= LOOK
         back = look + tl.arange(0, LOOK)
         begins = load_runs(ids_ptr, back, num_rows, row_length, RULE)[0]
-        before = tl.max(tl.where(begins, back, -1), 0)  # row 0 begins a run, so this ends
+        before = tl.max(tl.where(begins, back, -1), 0)  # the loop ends, because row 0 begins a run
     begin = tl.maximum(begin, before)
 
     ends = load_runs(ids_ptr, offs + 1, num_rows, row_length, RULE)[0]
     end = tl.associative_scan(tl.where(ends, offs + 1, none), 0, _smaller, reverse=True)
     after = tl.max(end, 0)
     look = begin_row + ROWS
-    while (after == none) & (right > 0):  # a row that sees nothing after its own place ends there, not at the end
+    while (after == none) & (right > 0):  # if right is 0, no row needs the end of its run
         ahead = look + tl.arange(0, LOOK)
         begins = load_runs(ids_ptr, ahead, num_rows, row_length, RULE)[0]
         after = tl.min(tl.where(begins, ahead, none), 0)
@@ -171,11 +173,11 @@ def runs_kernel(
 def intervals_of_offsets(
     cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, left: int, right: int, chunk: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """start, stop, diagonal and document, (total_q,) int32 each, and (2,) bool: whether each side's offsets are sound.
+    """start, stop, diagonal and document, each (total_q,) int32, and (2,) bool, whether each side's offsets are sound.
 
     Args:
         cu_q, cu_k: (documents + 1,) int32 or int64.
-        left, right, chunk: from 0 (chunk: 1) to 2**31 - 1, which is without limit.
+        left, right, chunk: from 0 (chunk: from 1) to 2**31 - 1, which means no limit.
     """
     num_documents = cu_q.shape[0] - 1
     programs = max(triton.cdiv(total_q, OFFSET_ROWS), 1)
@@ -209,8 +211,8 @@ def intervals_of_ids(
 
     Args:
         ids: (B, T) integers or bool.
-        rule: what cuts rows into runs: "positions", a step other than +1; "segments", a change, and runs of 0 are
-            padding; "codes", the lowest bit, and the next one tells documents from padding.
+        rule: where a run begins: "positions", after a step other than +1; "segments", at a change, and runs of 0 are
+            padding; "codes", where the lowest bit is 1, and the next bit is 0 for padding.
         left, right, chunk: see `intervals_of_offsets`.
     """
     total = ids.numel()

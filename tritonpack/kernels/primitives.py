@@ -1,4 +1,4 @@
-"""What the forward and backward kernels share: their tile, a mask's intervals by the block, loads, scores, dropout.
+"""Functions that the forward and backward kernels share: tiles, blocks of keys, loads, scores, dropout.
 
 Legend: M query rows of a tile or block, N keys of a tile or block, D head dimension padded to a power of two.
 """
@@ -9,16 +9,16 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 
-# What is done with the blocks that a tile of queries visits, in this order; see `phase_range`.
+# The phases in which a tile of queries visits its blocks, in this order; see `phase_range`.
 EARLY, FULL, LATE, CLEANED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 
 
 @triton.jit
 def load_tile(tiles_ptr, head_blocks):
-    """This program's block of heads and its tile: the number, and the table's three numbers (backends/schedule.py).
+    """This program's block of heads, its tile's number, and the tile's entry in the table (backends/tile_table.py).
 
-    Both are in the grid's first axis, because the others end at 65,535. Blocks of heads turn fastest, so that the
-    heaviest tiles of all heads start first.
+    The first axis of the grid holds both, because the other axes end at 65,535. The block of heads varies fastest, so
+    that the heaviest tiles of all heads start first.
     """
     number = tl.program_id(0) // head_blocks
     tile = tiles_ptr + 3 * number
@@ -27,7 +27,7 @@ def load_tile(tiles_ptr, head_blocks):
 
 @triton.jit
 def block_range(start_ptr, stop_ptr, first, last, ALIGN: tl.constexpr, BLOCK: tl.constexpr):
-    """How a tile of rows `first` to `last` walks the other side, in blocks of BLOCK columns from `begin`.
+    """The blocks of BLOCK columns, from `begin`, that a tile of rows `first` to `last` visits.
 
     Both bounds ascend, so the tile sees columns [start[first], stop[last]), and every row of it sees all of
     [start[last], stop[first]). Blocks [0, full) and [full_end, blocks) need masking, blocks [full, full_end) don't.
@@ -46,10 +46,11 @@ def block_range(start_ptr, stop_ptr, first, last, ALIGN: tl.constexpr, BLOCK: tl
 def phase_range(phase: tl.constexpr, exposed, full, full_end, blocks):
     """The steps [begin, end) of a tile of queries in a phase.
 
-    EARLY masks the blocks before the full ones, FULL doesn't mask, LATE masks the blocks after them, by the rows' last
-    keys alone, as all rows' keys have begun there. Of an exposed tile CLEANED takes all masked blocks instead: it also
-    puts zeros where nothing sees, because a weight of zero doesn't hide a NaN, and that is the dearest part of a masked
-    block. A step is a block, in CLEANED the number of a masked one (`masked_block`).
+    EARLY masks the blocks before the full ones. FULL doesn't mask. LATE masks the blocks after the full ones, only by
+    each row's `stop`, because every row's `start` lies before them. In an exposed tile CLEANED takes all masked blocks
+    instead of EARLY and LATE: it also zeroes keys that no query sees, because a weight of zero doesn't hide a NaN. That
+    is the most expensive part of a masked block. A step is a block, in CLEANED the number of a masked block
+    (`masked_block`).
     """
     cleaned = exposed != 0
     if phase == EARLY:
@@ -69,7 +70,7 @@ def phase_range(phase: tl.constexpr, exposed, full, full_end, blocks):
 
 @triton.jit
 def masked_block(number, full, full_end):
-    """The masked block of that number; they lie before and after the full ones."""
+    """The masked block of a number; masked blocks lie before and after the full ones."""
     return number + tl.where(number >= full, full_end - full, 0)
 
 
@@ -83,13 +84,13 @@ def load_bounds(start_ptr, stop_ptr, offs, size):
 
 @triton.jit
 def within(offs, start, length):
-    """Whether start <= offs < start + length, with int32 numbers: one comparison, as what is below wraps around."""
+    """Whether start <= offs < start + length, for int32: one comparison, because smaller numbers wrap around."""
     return (offs - start).to(tl.uint32, bitcast=True) < length.to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def visible_keys(phase: tl.constexpr, offs_n, start, stop):
-    """Which pairs of a masked block are seen, [M, N]; in LATE the rows' last keys decide alone."""
+    """Whether each pair of a masked block is visible, [M, N]; in LATE only `stop` decides."""
     if phase == LATE:
         visible = offs_n[None, :] < stop[:, None]
     else:
@@ -99,7 +100,7 @@ def visible_keys(phase: tl.constexpr, offs_n, start, stop):
 
 @triton.jit
 def clean(keys, query_start_ptr, query_stop_ptr, offs_n, key_end):
-    """Rows of keys or values [N, D], zeros where no query sees them, or from `key_end` on."""
+    """Keys or values [N, D] with zeros in rows that no query sees, and from `key_end` on."""
     query_start, query_stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, key_end)
     return tl.where((query_start < query_stop)[:, None], keys, 0.0)
 
@@ -108,13 +109,13 @@ def clean(keys, query_start_ptr, query_stop_ptr, offs_n, key_end):
 def load_rows(desc, row, head, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, UPCAST: tl.constexpr):
     """Rows from `row` and columns from `column` of one head of a (heads, tokens, D) descriptor, zeros outside it."""
     rows = tl.reshape(desc.load([head, row, column]), (ROWS, COLUMNS))
-    # Triton's interpreter multiplies bfloat16 matrices wrongly, without a word.
+    # Triton's interpreter multiplies bfloat16 matrices wrongly, without an error.
     return rows.to(tl.float32) if UPCAST else rows  # [ROWS, COLUMNS]
 
 
 @triton.jit
 def load_alibi(alibi_ptr, diagonal_ptr, offs_m, head, size, stride_at, stride_ah):
-    """What rows lose per key of distance, in base 2, and the keys at their own place; zeros without ALiBi."""
+    """The ALiBi slopes of rows, in base 2, and the keys at the rows' own places; zeros without ALiBi."""
     slopes = tl.zeros(offs_m.shape, dtype=tl.float32)
     diagonal = tl.zeros(offs_m.shape, dtype=tl.int32)
     if alibi_ptr is not None:
@@ -126,9 +127,9 @@ def load_alibi(alibi_ptr, diagonal_ptr, offs_m, head, size, stride_at, stride_ah
 
 @triton.jit
 def score(products, scale_log2, softcap_log2, alibi_ptr, slopes, distance):
-    """Scores in base 2, as a pair (scores, unit) whose product they are, and their slope by the scaled products.
+    """Scores in base 2 as a pair (scores, unit), whose product they are, and their derivative by the scaled products.
 
-    Without softcap and ALiBi the unit is the scale, which then costs nothing: it folds into the exponential.
+    Without softcap and ALiBi the unit is the scale, which then costs nothing because it is part of the exponential.
     """
     slope = 1.0
     if softcap_log2 is None and alibi_ptr is None:
@@ -148,7 +149,7 @@ def score(products, scale_log2, softcap_log2, alibi_ptr, slopes, distance):
 
 @triton.jit
 def tanh(x):
-    """The hyperbolic tangent to float32's precision, also near zero, where the quotient would cancel."""
+    """The hyperbolic tangent in float32 precision, by a series near zero, where the quotient would cancel."""
     square = x * x
     series = x * (1.0 - square * (1.0 / 3 - square * (2.0 / 15 - square * (17.0 / 315))))
     decay = tl.exp2(tl.abs(x) * (-2.0 * LOG2E))
@@ -158,7 +159,7 @@ def tanh(x):
 
 @triton.jit
 def kept(seed, head, queries, keys, drop_below):
-    """Which pairs dropout keeps, as backends/dropout.py has it; queries and keys broadcast against each other."""
+    """Whether dropout keeps each pair, as in backends/dropout.py; queries and keys broadcast against each other."""
     zero = (queries + keys) * 0
     bits, _, _, _ = tl.philox(seed, zero + keys, zero + queries, zero + head, zero)
     return (bits >> 1).to(tl.int32) >= drop_below
@@ -166,5 +167,5 @@ def kept(seed, head, queries, keys, drop_below):
 
 @triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr):
-    """acc + a @ b in float32, `a` rounded to the dtype of `b` as the tensor cores take them."""
+    """acc + a @ b in float32, with `a` rounded to the dtype of `b`, which tensor cores need."""
     return tl.dot(a.to(b.dtype), b, acc, input_precision=PRECISION)

@@ -1,1 +1,1 @@
-"""Which keys each query sees: the mask, how it is built, and its forms for other attention functions."""
+"""The mask: which keys each query sees, how this is computed, and its forms for other attention functions."""

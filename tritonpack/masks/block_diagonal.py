@@ -1,8 +1,8 @@
 """BlockDiagonalMask: which keys each query of a packed batch sees, as two integers per query.
 
-All rows of a batch form one stream of queries and one of keys. Query `i` sees exactly the keys
+All rows of a batch form one stream of queries and one stream of keys. Query `i` sees exactly the keys
 `key_start[i] <= j < key_stop[i]`, and neither array ever decreases. Causal and bidirectional packing, sliding windows,
-padding, cross-attention and the shards of sequence parallelism are all of this form (docs/math.md, section 1).
+padding, cross-attention and the shards of sequence parallelism all have this form (docs/math.md, section 1).
 """
 
 from __future__ import annotations
@@ -52,33 +52,31 @@ T = TypeVar("T")
 class BlockDiagonalMask:
     """An attention mask in which every query sees one contiguous interval of keys.
 
-    Two documents of 3 and 2 tokens, causal, and one row of slack that belongs to neither:
+    Two documents of 3 and 2 tokens, causal, and one row of slack after them:
 
     >>> mask = BlockDiagonalMask.from_cu_seqlens([0, 3, 5], total_q=6)
     >>> mask.key_start.tolist()
     [0, 0, 0, 3, 3, 5]
     >>> mask.key_stop.tolist()
     [1, 2, 3, 4, 5, 5]
-    >>> mask.to_dense().int()[3].tolist()  # the second document's first token sees itself alone
+    >>> mask.to_dense().int()[3].tolist()  # the first token of the second document sees only itself
     [0, 0, 0, 1, 0, 0]
     >>> mask.transpose().key_stop.tolist()  # key 0 is seen by queries 0, 1, 2
     [3, 3, 3, 5, 5, 6]
 
-    The constructors never wait for an accelerator. Values that already lie in host memory are checked on the spot and
-    raise ValueError. On an accelerator the `from_` constructors check values there (a device-side assertion);
-    `validate()` checks those of any mask on demand.
+    The constructors never wait for an accelerator. They check values in host memory at once and raise ValueError; on an
+    accelerator the `from_` constructors check values by a device-side assertion. `validate()` checks any mask, waiting.
 
     Attributes:
         key_start: (num_queries,) int32, the first key that each query sees; never decreases.
-        key_stop: (num_queries,) int32, one past the last key that each query sees; never decreases, and equals
+        key_stop: (num_queries,) int32, one past the last key that each query sees; never decreases. It equals
             `key_start` in rows that see nothing (padding and slack).
         num_keys: the length of the key stream.
-        diagonal: (num_queries,) int32, the key at each query's own place, from which distances count (ALiBi); None
-            where there is no such key, as in a transpose. It may lie outside the keys.
-        document_source: what `document` is made of when it is first asked for: the tensor, or a function that
-            computes it.
-        max_documents: how many documents there are at most, where the host knows.
-        trusted: the values of `key_start` and `key_stop` aren't checked, because the caller vouches for them.
+        diagonal: (num_queries,) int32, the key at each query's own place, from which ALiBi counts distances; None if
+            there is no such key, as in a transpose. It may lie outside the keys.
+        document_source: the tensor `document`, or a function that computes it at its first use.
+        max_documents: an upper bound of the number of documents; None if the host doesn't know one.
+        trusted: whether to skip the check of `key_start` and `key_stop`.
     """
 
     key_start: Tensor
@@ -88,7 +86,7 @@ class BlockDiagonalMask:
     document_source: Tensor | Callable[[], Tensor] | None = None
     max_documents: int | None = None
     trusted: InitVar[bool] = False
-    _computed: ClassVar[dict[Any, Any]]  # of each mask, and no field, so that copies begin with nothing
+    _computed: ClassVar[dict[Any, Any]]  # no field, so that copies start with an empty one
 
     def __post_init__(self, trusted: bool) -> None:
         object.__setattr__(self, "_computed", {})
@@ -121,21 +119,19 @@ class BlockDiagonalMask:
 
     @property
     def document(self) -> Tensor | None:
-        """(num_queries,) int32, the number of each query's document in the order of the stream; None where it isn't
-        known. Rows outside every document hold any document's number."""
+        """(num_queries,) int32, the number of each query's document in the order of the stream; None if it isn't known.
+        Rows outside every document hold the number of some document."""
         source = self.document_source
         return self.cached("document", source) if callable(source) else source
 
     def cached(self, key: Hashable, build: Callable[[], T]) -> T:
-        """What `build` returns: called once for a key, and kept as long as the mask."""
+        """The value of `build()`, computed at the first call for a key and kept as long as the mask."""
         if key not in self._computed:
             self._computed[key] = build()
         return self._computed[key]
 
     def __repr__(self) -> str:
         return f"BlockDiagonalMask(num_queries={self.num_queries}, num_keys={self.num_keys}, device={self.device})"
-
-    # ------------------------------------------------------------------------------------------------ constructors
 
     @classmethod
     def from_seqlens(
@@ -156,14 +152,14 @@ class BlockDiagonalMask:
             seqlens_k: the same on the key side, for cross-attention; None means the same lengths.
             causal: whether a query sees no later key. With unequal lengths the diagonal ends in the bottom right
                 corner.
-            window: (left, right) keys around the diagonal, both inclusive, -1 without limit, as FlashAttention defines
-                it; `causal` sets right to 0.
-            chunk_size: keys per chunk, counted from the first key of each document: a query sees the chunk of its own
-                place alone (Llama 4); None for attention that isn't chunked.
-            spans: (T,) or (B, T) integers >= 0, one per token. Neighbours of one document that share an id other than
-                0 form a span, such as an image in a causal text (Gemma 3): each sees the whole span besides what it
-                sees otherwise, also beyond windows and chunks. For self-attention alone.
-            device: where the mask lies; None means the CPU. `spans` must lie there.
+            window: (left, right) keys around the diagonal, both inclusive, -1 for no limit, as in FlashAttention;
+                `causal` sets right to 0.
+            chunk_size: keys per chunk, counted from the first key of each document. A query sees only the chunk of its
+                own place (Llama 4). None means no chunks.
+            spans: (T,) or (B, T) integers >= 0, one per token. Neighbours in one document with the same id other than 0
+                form a span, such as an image in a causal text (Gemma 3). Its tokens see the whole span, too, also
+                beyond windows and chunks. Only for self-attention.
+            device: where the mask lies; None means the CPU. `spans` must lie there, too.
 
         Raises:
             ValueError: negative or non-integer lengths, lengths on an accelerator, a different number of documents;
@@ -204,12 +200,12 @@ class BlockDiagonalMask:
         """The mask of documents given by cumulative offsets, as FlashAttention's varlen functions take them.
 
         Args:
-            cu_seqlens: (documents + 1,) int32 or int64, starts with 0, never decreases; a repeated offset is an empty
-                document, so a fixed-capacity tensor may repeat its last offset.
+            cu_seqlens: (documents + 1,) int32 or int64, starts with 0, never decreases. A repeated offset is an empty
+                document, so a tensor of fixed capacity may repeat its last offset.
             cu_seqlens_k: the same on the key side; None means the same offsets.
             causal, window, chunk_size, spans: see `from_seqlens`.
             total_q: rows of the query stream. Rows past the last offset are slack: they see nothing and nothing sees
-                them. None means the last offset, which is possible only for offsets in host memory.
+                them. None means the last offset and needs offsets in host memory.
             total_k: the same on the key side.
 
         Raises:
@@ -219,8 +215,8 @@ class BlockDiagonalMask:
         reach = check_reach(window, causal, chunk_size)
         if spans is not None and cu_seqlens_k is not None:
             raise ValueError(
-                "spans are runs of tokens that are queries and keys alike, so they need self-attention; leave out the "
-                "lengths or offsets of the keys, or leave out spans."
+                "spans need self-attention, in which queries and keys are the same tokens; leave out the lengths or "
+                "offsets of the keys, or leave out spans."
             )
         cu_q = as_offsets(cu_seqlens, "cu_seqlens")
         cu_k = cu_q if cu_seqlens_k is None else as_offsets(cu_seqlens_k, "cu_seqlens_k")
@@ -251,15 +247,15 @@ class BlockDiagonalMask:
         chunk_size: int | None = None,
         spans: Tensor | None = None,
     ) -> BlockDiagonalMask:
-        """The mask of a packed batch that marks its documents by position ids alone.
+        """The mask of a packed batch, given by its position ids.
 
         A document begins at the start of every row and wherever the step from the token before isn't +1; positions
-        may start anywhere. Padding can't be seen in position ids: pass segment ids or a padding mask for that.
+        may start at any number. Position ids don't show padding: pass segment ids or a padding mask for that.
 
         Args:
-            position_ids: integers, (T,), (B, T), or the multimodal forms (3, B, T) (time, height, width, where the
-                patches of an image ascend in that order: see `document_starts`) and (4, B, T) (text positions
-                first; documents are read from those).
+            position_ids: integers, (T,), (B, T), or the multimodal forms (3, B, T) (time, height, width, in which the
+                patches of an image ascend in this order: see `document_starts`) and (4, B, T) (text positions first,
+                which tell the documents).
             causal, window, chunk_size, spans: see `from_seqlens`.
 
         Raises:
@@ -282,14 +278,15 @@ class BlockDiagonalMask:
         chunk_size: int | None = None,
         spans: Tensor | None = None,
     ) -> BlockDiagonalMask:
-        """The mask of rows whose tokens carry the number of their document, 0 for padding.
+        """The mask of rows with the number of each token's document, 0 for padding.
 
         Args:
             segment_ids: (T,) or (B, T) integers >= 0. Within a row the tokens of a document are contiguous.
             causal, window, chunk_size, spans: see `from_seqlens`.
 
         Raises:
-            ValueError: wrong dtype or shape; and, for ids in host memory, negative ids or a document in several pieces.
+            ValueError: wrong dtype or shape; and, for ids in host memory, negative ids, or a document in several
+                pieces.
         """
         reach = check_reach(window, causal, chunk_size)
         ids = check_rows(segment_ids, "segment_ids")
@@ -313,7 +310,7 @@ class BlockDiagonalMask:
         chunk_size: int | None = None,
         spans: Tensor | None = None,
     ) -> BlockDiagonalMask:
-        """The mask of a padded batch, flattened row after row; no token is moved.
+        """The mask of a padded batch that is flattened row after row; no token is moved.
 
         Args:
             attention_mask: (B, T) or (T,) bool or integers, nonzero for tokens and 0 for padding on the left, the
@@ -333,12 +330,10 @@ class BlockDiagonalMask:
         )
         return _mask(partial(intervals.from_segment_ids, live), reach, spans)
 
-    # --------------------------------------------------------------------------------------------------- operations
-
     def transpose(self) -> BlockDiagonalMask:
-        """The queries that each key is seen by, again as intervals; computed once and kept.
+        """The queries that see each key, again as intervals; computed once and kept with the mask.
 
-        Key j is seen from the first query whose interval reaches past j to the first whose interval begins past it.
+        Key j is seen by the queries from the first with `key_stop` above j to the last with `key_start` of at most j.
         """
         return self.cached("transpose", self._transpose)
 
@@ -346,21 +341,21 @@ class BlockDiagonalMask:
         rows = torch.arange(self.num_keys, device=self.device, dtype=torch.int32)
         query_start = torch.searchsorted(self.key_stop, rows, right=True, out_int32=True)
         query_stop = torch.searchsorted(self.key_start, rows, right=True, out_int32=True)
-        source = self._computed.get("document", self.document_source)  # not `self`: that were a cycle of references
+        source = self._computed.get("document", self.document_source)  # not `self`, which would be a reference cycle
         if source is not None:
             source = partial(_document_of_keys, source, query_start) if self.num_queries else None
         documents = None, source, self.max_documents
         return BlockDiagonalMask(query_start, query_stop, self.num_queries, *documents, trusted=True)
 
     def restrict(self, query_rows: Tensor | None = None, key_positions: Tensor | None = None) -> BlockDiagonalMask:
-        """The mask between some of the queries and some of the keys: one rank's shard, one block of a ring.
+        """The mask between some of the queries and some of the keys, such as one rank's shard.
 
         Args:
             query_rows: (R,) int32 or int64, ascending indices into the query stream; None keeps all.
             key_positions: (K,) int32 or int64, ascending indices into the key stream; None keeps all.
 
         Returns:
-            The mask of R queries and K keys, numbered as the arguments list them.
+            The mask of R queries and K keys, in the order of the arguments.
 
         Raises:
             ValueError: wrong dtype or shape; and, for indices in host memory, indices out of range or not ascending.
@@ -379,8 +374,8 @@ class BlockDiagonalMask:
             keys = check_indices(key_positions, "key_positions", num_keys, self.device).to(torch.int32)
             start = torch.searchsorted(keys, start, out_int32=True)
             stop = torch.searchsorted(keys, stop, out_int32=True)
-            num_keys, diagonal = keys.shape[0], None  # keys that are left out break the count of distances
-            max_documents = None  # and may leave a document many runs of rows that see nothing
+            num_keys, diagonal = keys.shape[0], None  # without all keys, distances can't be counted
+            max_documents = None  # and a document may have many runs of rows that see nothing
         return BlockDiagonalMask(start, stop, num_keys, diagonal, document, max_documents, trusted=True)
 
     def to_dense(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
@@ -388,12 +383,12 @@ class BlockDiagonalMask:
 
         Args:
             dtype: bool, bfloat16, float16 or float32.
-            additive: whether the mask is to be added to scores, as eager attention does: 0 where a query sees a key,
-                `torch.finfo(dtype).min` elsewhere. Not -inf, of which a softmax over a row that sees nothing makes
-                NaN; there it now gives numbers without meaning, and to every other row the same weights as -inf does.
+            additive: whether the mask is to be added to scores, as in eager attention: 0 where a query sees a key,
+                `torch.finfo(dtype).min` elsewhere. With -inf a softmax over a row that sees nothing would be NaN; with
+                this minimum it gives numbers without meaning there, and the same weights as -inf in all other rows.
 
         Returns:
-            True or 1 where a query sees a key, or as `additive` says. Rows begin at multiples of 16 bytes, so the
+            True or 1 where a query sees a key, or the values of `additive`. Rows begin at multiples of 16 bytes, so the
             tensor may not be contiguous.
 
         Raises:
@@ -415,8 +410,8 @@ class BlockDiagonalMask:
     def to_block_mask(self, BLOCK_SIZE: int | tuple[int, int] = 128) -> BlockMask:  # noqa: N803 (flex_attention's name)
         """The mask for `torch.nn.attention.flex_attention`, for one batch of one row, all heads.
 
-        The same blocks as `create_block_mask` finds, but from the intervals' ends alone: neither a mask function nor a
-        pair is looked at.
+        It has the same blocks as with `create_block_mask`, computed from the ends of the intervals: no mask function is
+        evaluated on pairs.
 
         Args:
             BLOCK_SIZE: queries and keys per block, or (queries, keys).
@@ -434,20 +429,20 @@ class BlockDiagonalMask:
         return BlockDiagonalMask(start, stop, self.num_keys, diagonal, document, self.max_documents, trusted=True)
 
     def validate(self) -> BlockDiagonalMask:
-        """Check the values, waiting for the device where it must.
+        """Check the values; waits for the device.
 
         Returns:
             The mask itself.
 
         Raises:
-            ValueError: an interval that lies outside the keys, ends before it begins, or begins or ends earlier than
-                the row before; the message names the first such row.
+            ValueError: an interval lies outside the keys, ends before it begins, or begins or ends before the interval
+                of the row above; the message names the first such row.
         """
         start, stop = self.key_start.cpu().long(), self.key_stop.cpu().long()
         faults = (
             ((start < 0) | (stop > self.num_keys), f"reaches outside the {self.num_keys} keys"),
             (stop < start, "ends before it begins"),
-            (_falls(start) | _falls(stop), "begins or ends before that of the row above it"),
+            (_falls(start) | _falls(stop), "begins or ends before the interval of the row above"),
         )
         for wrong, what in faults:
             if wrong.any():
@@ -467,7 +462,7 @@ def mask_from_runs(
     chunk_size: int | None = None,
     spans: Tensor | None = None,
 ) -> BlockDiagonalMask:
-    """The mask of (B, T) rows cut into runs at `starts`; runs that aren't `live` see nothing and nothing sees them."""
+    """The mask of (B, T) rows that are cut into runs at `starts`; runs that aren't `live` are padding."""
     reach = check_reach(window, causal=False, chunk_size=chunk_size)
     return _mask(partial(intervals.from_runs, starts, live), reach, spans)
 
@@ -479,7 +474,7 @@ def _mask(
     num_keys: int | None = None,
     max_documents: int | None = None,
 ) -> BlockDiagonalMask:
-    """The mask that `build` makes for a reach, with spans; as many keys as queries unless said otherwise."""
+    """The mask of the intervals that `build` makes for a reach, with spans; `num_keys` None means one key per query."""
     seen = build(reach)
     if spans is not None:
         spans = check_spans(spans, seen.start.shape[0], seen.start.device)
@@ -489,7 +484,7 @@ def _mask(
 
 
 def _document_of_keys(source: Tensor | Callable[[], Tensor], query_start: Tensor) -> Tensor:
-    """The document of each key: that of the first query that sees it."""
+    """The document of each key: the document of the first query that sees it."""
     document = source() if callable(source) else source
     return document[query_start.clamp(max=document.shape[0] - 1)]
 

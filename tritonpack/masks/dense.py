@@ -1,7 +1,7 @@
-"""Intervals written out as dense masks, one number or one bit per pair: torch, or a kernel on GPUs, to the same bits.
+"""Intervals as dense masks, a number or a bit per pair: in torch, or by a kernel on GPUs with the same results.
 
-Rows begin at multiples of 16 bytes, which wide stores and torch's attention want; so a mask whose rows don't end there
-isn't contiguous.
+Rows begin at multiples of 16 bytes, which wide stores and torch's attention need. So a mask is contiguous only if its
+rows end at such a multiple.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def dense(key_start: Tensor, key_stop: Tensor, num_keys: int, dtype: torch.dtype
             f"dtype must be one of {', '.join(map(str, DTYPES))}; got {dtype}. Write the mask as bool and cast it."
         )
     if check_flag(additive, "additive") and dtype == torch.bool:
-        raise ValueError("an additive mask needs a floating-point dtype, such as that of the scores; got torch.bool.")
+        raise ValueError("an additive mask needs a floating-point dtype, such as the scores' dtype; got torch.bool.")
     seen, hidden = (0.0, torch.finfo(dtype).min) if additive else (1.0, 0.0)
     per_word = 4 // dtype.itemsize
     columns = _round_up(num_keys, 4 * per_word)

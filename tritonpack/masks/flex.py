@@ -28,15 +28,15 @@ def block_mask(key_start: Tensor, key_stop: Tensor, num_keys: int, block_size: i
     row, key = (torch.arange(0, n, size, device=device) for n, size in zip((num_queries, num_keys), sizes, strict=True))
     row_end, key_end = (row + sizes[0]).clamp(max=num_queries), (key + sizes[1]).to(torch.int32)
 
-    # The rows that reach into a block of keys: those from the first that ends past its first key up to the first that
-    # begins past its last one. The block is visited if any of these, within the tile, sees anything at all.
+    # Rows [first, last) may see keys of a block. A tile visits the block if any of these rows in the tile sees a key at
+    # all (docs/math.md, section 1).
     first = torch.searchsorted(key_stop, key.to(torch.int32), right=True)
     last = torch.searchsorted(key_start, key_end)
     seeing = torch.zeros(num_queries + 1, dtype=torch.int32, device=device)
     seeing[1:] = (key_start < key_stop).cumsum(0)
     visited = seeing[torch.minimum(row_end[:, None], last)] > seeing[torch.maximum(row[:, None], first)]
     full = (key_start[row_end - 1][:, None] <= key) & (key_stop[row][:, None] >= key_end)
-    full &= (row + sizes[0] <= num_queries)[:, None]  # flex_attention counts rows past the end as seeing nothing
+    full &= (row + sizes[0] <= num_queries)[:, None]  # for flex_attention rows past the end see nothing
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (key_start[q_idx] <= kv_idx) & (kv_idx < key_stop[q_idx])
@@ -51,8 +51,8 @@ def block_mask(key_start: Tensor, key_stop: Tensor, num_keys: int, block_size: i
 
 
 def _listed(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks each row of tiles takes, and which, as (1, 1, rows) and (1, 1, rows, columns) int32."""
+    """The number of blocks of each row of tiles, (1, 1, rows), and their columns, (1, 1, rows, columns); int32."""
     number = blocks.sum(1, dtype=torch.int32)
-    # In ascending order those it takes, then the others, as create_block_mask lists them.
+    # First the blocks of the row, then the others, both in ascending order, as in create_block_mask.
     indices = torch.argsort(blocks.to(torch.int32), dim=1, descending=True, stable=True).to(torch.int32)
     return number[None, None], indices[None, None].contiguous()

@@ -1,7 +1,7 @@
-"""What the rows of a batch see, built from offsets, position ids, segment ids or padding: torch, or a kernel on GPUs.
+"""The keys that each row sees, from offsets, position ids, segment ids or padding: in torch, or by a kernel on GPUs.
 
-Every builder finds the document of each row and the key at the row's own place, its diagonal; a `Reach` says how far
-it sees from there (docs/math.md, section 1).
+Every builder finds the document of each row and the row's diagonal, the key at its own place. `visible_keys` then
+applies windows and chunks, which a `Reach` describes (docs/math.md, section 1).
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class Intervals(NamedTuple):
 
 
 def from_offsets(cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, reach: Reach) -> tuple[Intervals, Tensor]:
-    """Documents given by offsets, and (2,) bool: whether the offsets of queries and of keys are sound."""
+    """The intervals of documents given by offsets, and (2,) bool: whether each side's offsets are sound."""
     if kernels.serve(cu_q):
         from tritonpack.kernels.intervals import intervals_of_offsets
 
         start, stop, diagonal, document, sound = intervals_of_offsets(cu_q, cu_k, total_q, total_k, *reach)
         return Intervals(start, stop, diagonal, document), sound
     rows = torch.arange(total_q, device=cu_q.device)
-    # The last document that starts at or before the row; slack rows land one past the last document, whose bounds
-    # are the empty interval [cu[-1], cu[-1]).
+    # The last document that starts at or before the row. Slack rows get the number after the last document, and with
+    # it the empty interval [cu[-1], cu[-1]).
     document = torch.searchsorted(cu_q, rows, right=True) - 1
     following = (document + 1).clamp(max=cu_q.shape[0] - 1)
     begin, end = cu_k[document], cu_k[following]
@@ -49,7 +49,7 @@ def from_offsets(cu_q: Tensor, cu_k: Tensor, total_q: int, total_k: int, reach: 
 
 
 def from_position_ids(position_ids: Tensor, reach: Reach) -> Intervals:
-    """Rows of position ids, as `BlockDiagonalMask.from_position_ids` takes them."""
+    """The intervals of position ids, in the shapes of `BlockDiagonalMask.from_position_ids`."""
     if isinstance(position_ids, Tensor) and kernels.serve(position_ids):
         if position_ids.ndim == 3 and position_ids.shape[0] == 4:
             position_ids = position_ids[0]
@@ -59,14 +59,14 @@ def from_position_ids(position_ids: Tensor, reach: Reach) -> Intervals:
 
 
 def from_segment_ids(segment_ids: Tensor, reach: Reach) -> Intervals:
-    """(B, T) integers or bool, 0 for padding."""
+    """The intervals of segment ids, (B, T) integers or bool, 0 for padding."""
     if kernels.serve(segment_ids):
         return _from_ids(segment_ids, "segments", reach)
     return from_runs(changes(segment_ids), segment_ids != 0, reach)
 
 
 def from_runs(starts: Tensor, live: Tensor | None, reach: Reach) -> Intervals:
-    """(B, T) rows cut into runs at `starts`; runs that aren't `live` see nothing and nothing sees them."""
+    """The intervals of (B, T) rows that are cut into runs at `starts`; runs that aren't `live` are padding."""
     if kernels.serve(starts):
         codes = starts.to(torch.uint8) + 2 * (torch.ones_like(starts) if live is None else live)
         return _from_ids(codes.reshape(1, -1), "codes", reach)
@@ -79,12 +79,29 @@ def from_runs(starts: Tensor, live: Tensor | None, reach: Reach) -> Intervals:
     return _see(rows, begin, end, reach, partial(number_documents, first))
 
 
+def visible_keys(diagonal: Tensor, begin: Tensor, end: Tensor, reach: Reach) -> tuple[Tensor, Tensor]:
+    """The keys [start, stop) that rows see of the keys [begin, end) of their documents: windows and chunks.
+
+    `store_interval` of tritonpack/kernels/intervals.py computes the same on GPUs.
+
+    Args:
+        diagonal: the key at each row's own place, int64; may lie outside the document.
+        begin, end: int64 in the same shape.
+        reach: how far the rows see.
+    """
+    start, stop = diagonal - reach.left, diagonal + reach.right + 1
+    if reach.chunk < UNLIMITED:
+        chunk_begin = begin + (diagonal - begin) // reach.chunk * reach.chunk
+        start, stop = torch.maximum(start, chunk_begin), torch.minimum(stop, chunk_begin + reach.chunk)
+    return start.clamp(begin, end), stop.clamp(begin, end)
+
+
 def widen_to_spans(seen: Intervals, documents: Intervals, spans: Tensor) -> Intervals:
     """Let every token of a span see the whole span.
 
     Args:
-        seen: what rows see otherwise.
-        documents: the whole document of each row, at whose bounds spans end.
+        seen: the intervals without spans.
+        documents: the whole document of each row; spans end at its bounds.
         spans: (T_q,) ids, 0 for tokens outside every span.
     """
     rows = torch.arange(spans.shape[0], device=spans.device)
@@ -95,14 +112,14 @@ def widen_to_spans(seen: Intervals, documents: Intervals, spans: Tensor) -> Inte
 
 
 def document_starts(position_ids: Tensor) -> Tensor:
-    """Where documents begin in rows of position ids.
+    """Whether a document begins at each token, from position ids.
 
-    In the (3, B, T) form, text tokens carry one number three times and documents begin with such a token; the patches
-    of an image or a video ascend lexicographically. So a document begins where the triples don't ascend, and where
-    one text token follows another by a step other than +1.
+    In the (3, B, T) form a text token has the same number three times, documents begin with text, and the patches of an
+    image or a video ascend lexicographically. So a document begins where the triples don't ascend, and between two
+    text tokens whose step isn't +1.
 
     Args:
-        position_ids: as `BlockDiagonalMask.from_position_ids` takes them.
+        position_ids: in the shapes of `BlockDiagonalMask.from_position_ids`.
 
     Returns:
         (B, T) bool, True at the first token of every document (B = 1 for a one-dimensional argument).
@@ -127,12 +144,12 @@ def document_starts(position_ids: Tensor) -> Tensor:
 
 
 def changes(ids: Tensor) -> Tensor:
-    """True where a (B, T) row begins and where its value differs from the one before."""
+    """True at the begin of each (B, T) row and where a value differs from the value before."""
     return torch.cat([torch.ones_like(ids[:, :1], dtype=torch.bool), ids[:, 1:] != ids[:, :-1]], dim=1)
 
 
 def number_documents(first: Tensor) -> Tensor:
-    """The number of each row's document, (T,) int32, from whether a document begins at each row."""
+    """The number of each row's document, (T,) int32; `first` says whether a document begins at the row."""
     return (first.cumsum(0, dtype=torch.int32) - 1).clamp(min=0)
 
 
@@ -144,12 +161,12 @@ def _from_ids(ids: Tensor, rule: str, reach: Reach) -> Intervals:
 
 
 def _runs(starts: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The bounds of each row's run; a run reaches from one start to the next."""
+    """The bounds of each row's run, from one start to the next."""
     total = starts.shape[0]
     if not total:
         return rows, rows
     begin = torch.where(starts, rows, 0).cummax(0).values
-    # The next start at or after row i + 1, scanned from the right.
+    # The next start after each row, by a scan from the right.
     following = torch.where(starts, rows, total).flip(0).cummin(0).values.flip(0)
     return begin, torch.cat([following[1:], following.new_full((1,), total)])
 
@@ -157,10 +174,5 @@ def _runs(starts: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 def _see(
     diagonal: Tensor, begin: Tensor, end: Tensor, reach: Reach, document: Tensor | Callable[[], Tensor]
 ) -> Intervals:
-    """What rows with these diagonals see of the keys [begin, end) of their documents."""
-    start, stop = diagonal - reach.left, diagonal + reach.right + 1
-    if reach.chunk < UNLIMITED:
-        chunk_begin = begin + (diagonal - begin) // reach.chunk * reach.chunk
-        start, stop = torch.maximum(start, chunk_begin), torch.minimum(stop, chunk_begin + reach.chunk)
-    start, stop = start.clamp(begin, end), stop.clamp(begin, end)
+    start, stop = visible_keys(diagonal, begin, end, reach)
     return Intervals(start.to(torch.int32), stop.to(torch.int32), diagonal.to(torch.int32), document)

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from tritonpack.attention import Backend, varlen_attention
-from tritonpack.checks import require
+from tritonpack.checks import check_reach, require
 from tritonpack.masks.block_diagonal import BlockDiagonalMask, changes, document_starts, mask_from_runs
+from tritonpack.masks.intervals import visible_keys
 from tritonpack.patches.mask_spec import CAUSAL, MaskSpec, overlay_intervals
 from tritonpack.patches.tensor_like import TensorLike
 
@@ -377,11 +378,7 @@ class PackedBatch(TensorLike):
         end = torch.full_like(rows, num_keys)
         if spec.overlay is not None:
             return overlay_intervals(spec.overlay, rows, begin, end, num_keys)
-        left, right = spec.window
-        if spec.chunk_size is not None:
-            begin = begin + (rows - begin).clamp(min=0) // spec.chunk_size * spec.chunk_size
-        start = begin if left < 0 else torch.maximum(begin, rows - left)
-        return start, end if right < 0 else torch.minimum(end, rows + right + 1)
+        return visible_keys(rows, begin, end, check_reach(spec.window, causal=False, chunk_size=spec.chunk_size))
 
     def _rows(self, offset: int | Tensor) -> Tensor:
         return (torch.arange(self.tokens[1], device=self.where) + offset).expand(self.tokens)

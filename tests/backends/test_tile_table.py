@@ -1,10 +1,10 @@
-"""The tile table: every row once, long documents at a tile's beginning, heaviest first, never more than fits."""
+"""The tile table: every row is in one tile, long documents begin tiles, the heaviest tiles come first."""
 
 import pytest
 import torch
 
 from tritonpack import BlockDiagonalMask
-from tritonpack.backends.schedule import capacity, tile_table
+from tritonpack.backends.tile_table import capacity, tile_table
 
 WINDOWS = [(-1, -1), (16, 0), (0, 0)]
 
@@ -17,7 +17,7 @@ def random_lengths(seed: int) -> list[int]:
 
 
 def masks(seed: int) -> list[BlockDiagonalMask]:
-    """One batch in the forms that masks come in: with and without knowing how many documents there are."""
+    """One batch as masks that know the number of documents, and as masks that don't."""
     lengths = random_lengths(seed)
     total = sum(lengths) + seed % 3 * 50
     cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
@@ -44,7 +44,7 @@ def test_every_row_lies_in_one_tile(seed: int, rows: int, long: int, whole: bool
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_the_heaviest_come_first(seed: int) -> None:
+def test_heaviest_tiles_come_first(seed: int) -> None:
     mask = masks(seed)[0]
     table = tile_table(mask, 32)
     keys = [int(mask.key_stop[end - 1] - mask.key_start[first]) for first, end, _ in table.tolist() if first < end]
@@ -56,7 +56,7 @@ def tiles_of(lengths: list[int], rows: int, **keywords: int) -> list[list[int]]:
     return sorted([first, end] for first, end, _ in table.tolist() if first < end)
 
 
-def test_how_long_a_document_that_begins_a_tile_is_can_be_told_apart_from_the_tile() -> None:
+def test_long_threshold_may_exceed_tile_rows() -> None:
     assert tiles_of([3, 20, 5, 16], 8, long=20) == [[0, 3], [3, 11], [11, 19], [19, 23], [23, 31], [31, 39], [39, 44]]
     assert tiles_of([3, 20, 5, 16], 8, long=21) == [[0, 8], [8, 16], [16, 24], [24, 32], [32, 40], [40, 44]]
 
@@ -69,7 +69,7 @@ def test_short_documents_share_and_long_ones_begin_a_tile() -> None:
     ]  # fmt: skip
 
 
-def test_a_run_of_rows_that_see_nothing_is_one_document() -> None:
+def test_a_run_of_blind_rows_counts_as_a_document() -> None:
     mask = BlockDiagonalMask.from_cu_seqlens([0, 5], total_q=40)
     table = tile_table(mask, 16, whole_documents=True)
     assert sorted(t for t in table[:, :2].tolist() if t[0] < t[1]) == [[0, 5], [5, 21], [21, 37], [37, 40]]
@@ -88,7 +88,7 @@ def test_no_rows() -> None:
 
 @pytest.mark.parametrize("block", [16, 64])
 @pytest.mark.parametrize("seed", range(10))
-def test_exposed_tiles_may_read_keys_that_nothing_sees(seed: int, block: int) -> None:
+def test_exposed_tiles_read_unseen_keys(seed: int, block: int) -> None:
     for mask in masks(seed):
         unseen = (~mask.to_dense().any(0)).tolist()
         start, stop = mask.key_start.tolist(), mask.key_stop.tolist()
@@ -98,7 +98,7 @@ def test_exposed_tiles_may_read_keys_that_nothing_sees(seed: int, block: int) ->
                 assert bool(exposed) == any(any(unseen[key : key + block]) for key in blocks)
 
 
-def test_padding_exposes_the_tiles_that_meet_it_alone() -> None:
+def test_padding_exposes_only_tiles_that_read_it() -> None:
     mask = BlockDiagonalMask.from_padding_mask(torch.tensor([[1] * 32, [1] * 20 + [0] * 12, [1] * 32, [1] * 32]))
     table = sorted(tile for tile in tile_table(mask, 32, block=16).tolist() if tile[0] < tile[1])
     assert table == [[0, 32, 0], [32, 64, 1], [64, 96, 0], [96, 128, 0]]
@@ -109,7 +109,7 @@ def test_without_padding_no_tile_is_exposed() -> None:
     assert not tile_table(mask, 16, block=32)[:, 2].any()
 
 
-def test_where_documents_share_no_tile_all_are_exposed() -> None:
-    """A document must be computed in the same way whatever lies beside it."""
+def test_whole_documents_expose_all_tiles() -> None:
+    """The computation of a document mustn't depend on its neighbours."""
     mask = BlockDiagonalMask.from_seqlens([30, 50])
     assert tile_table(mask, 16, block=32, whole_documents=True)[:, 2].all()

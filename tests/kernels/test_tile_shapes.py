@@ -1,4 +1,4 @@
-"""Tiles: every table keeps the rule, files are loaded whole or not at all."""
+"""Tile shapes: every table is legal, and a file with a bad row loads no tile."""
 
 import json
 from collections.abc import Iterator
@@ -10,8 +10,16 @@ import torch
 
 pytest.importorskip("triton")
 
-from tritonpack.kernels import tile_table as tiles
-from tritonpack.kernels.tile_table import EXTENDED_TILES, TILES, Tile, load_tiles, save_tiles, select_tile, why_illegal
+from tritonpack.kernels import tile_shapes as tiles
+from tritonpack.kernels.tile_shapes import (
+    EXTENDED_TILES,
+    TILES,
+    TileShape,
+    load_tiles,
+    save_tiles,
+    select_tile,
+    why_illegal,
+)
 
 ROWS = [
     (table, arch, kernel, row)
@@ -36,7 +44,7 @@ def test_every_row_is_legal(table: Any, arch: str, kernel: Any, row: int) -> Non
 
 
 @pytest.mark.parametrize("table", [TILES, EXTENDED_TILES], ids=["plain", "extended"])
-def test_dk_and_dv_share_their_tiles_of_keys(table: Any) -> None:
+def test_dk_and_dv_have_the_same_block_n(table: Any) -> None:
     for arch in table:
         for row in table[arch].get("dk", {}):
             shared = {
@@ -49,25 +57,25 @@ def test_dk_and_dv_share_their_tiles_of_keys(table: Any) -> None:
 @pytest.mark.parametrize(
     ("tile", "message"),
     [
-        (Tile(96, 64, 4, 2), "block_m must be a power of two from 16; got 96"),
-        (Tile(64, 8, 4, 2), "block_n must be a power of two from 16; got 8"),
-        (Tile(128, 64, 3, 2), "warps must be 1, 2, 4, 8 or 16"),
-        (Tile(64, 64, 8, 2), "8 warps repeat each other's work unless a tile has 128 rows; got 64"),
-        (Tile(128, 64, 8, 2, heads=3), "heads must be 1, 2, 4, 8 or 16"),
-        (Tile(128, 128, 8, 4), "about 288 KiB of shared memory, of 227"),
+        (TileShape(96, 64, 4, 2), "block_m must be a power of two from 16; got 96"),
+        (TileShape(64, 8, 4, 2), "block_n must be a power of two from 16; got 8"),
+        (TileShape(128, 64, 3, 2), "warps must be 1, 2, 4, 8 or 16"),
+        (TileShape(64, 64, 8, 2), "8 warps compute the same twice unless a tile has 128 rows; got 64"),
+        (TileShape(128, 64, 8, 2, heads=3), "heads must be 1, 2, 4, 8 or 16"),
+        (TileShape(128, 128, 8, 4), "about 288 KiB of shared memory, of 227"),
     ],
 )
-def test_what_is_illegal(tile: Tile, message: str) -> None:
+def test_illegal_tiles(tile: TileShape, message: str) -> None:
     assert message in str(why_illegal("forward", tile, 128, "sm_90"))
 
 
 def test_a_file_replaces_tiles(tmp_path: Path) -> None:
-    mine = {("sm_90", "forward", 128): Tile(64, 64, 4, 2), ("sm_80", "dq", 64): Tile(64, 32, 4, 1)}
+    mine = {("sm_90", "forward", 128): TileShape(64, 64, 4, 2), ("sm_80", "dq", 64): TileShape(64, 32, 4, 1)}
     save_tiles(tmp_path / "tiles.json", mine, device="a GPU")  # type: ignore[arg-type]
     assert load_tiles(tmp_path / "tiles.json") == 2
-    assert select_tile("forward", 128, torch.bfloat16, "sm_90") == Tile(64, 64, 4, 2)
-    assert select_tile("forward", 128, torch.bfloat16, "sm_90", extended=True) != Tile(64, 64, 4, 2)
-    assert select_tile("forward", 128, torch.float32, "sm_90") != Tile(64, 64, 4, 2)
+    assert select_tile("forward", 128, torch.bfloat16, "sm_90") == TileShape(64, 64, 4, 2)
+    assert select_tile("forward", 128, torch.bfloat16, "sm_90", extended=True) != TileShape(64, 64, 4, 2)
+    assert select_tile("forward", 128, torch.float32, "sm_90") != TileShape(64, 64, 4, 2)
     assert select_tile("forward", 64, torch.bfloat16, "sm_90") == TILES["sm_90"]["forward"][64]
 
 
@@ -115,7 +123,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_a_bad_file_changes_nothing(name: str, tmp_path: Path) -> None:
+def test_bad_file_loads_no_tile(name: str, tmp_path: Path) -> None:
     content, message = BAD[name]
     path = tmp_path / "tiles.json"
     if isinstance(content, bytes):
@@ -129,6 +137,6 @@ def test_a_bad_file_changes_nothing(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", [None, 1.5, 0, True, ["tiles.json"], {}])
-def test_a_path_must_be_one(path: Any) -> None:
+def test_path_must_be_a_path(path: Any) -> None:
     with pytest.raises(ValueError, match="path must be the name of a file, a str or a Path; got "):
         load_tiles(path)

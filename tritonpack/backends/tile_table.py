@@ -1,0 +1,139 @@
+"""The tile table: the query rows of each tile, in the order in which programs start.
+
+Results are correct wherever tiles begin, because the mask decides which keys a row sees. Speed depends on it: in a tile
+with rows of two long documents every block needs masking, and a tile with one short document is mostly empty. So a
+document as long as a tile begins a tile, and shorter documents share tiles. Tiles with most keys start first.
+
+A tile is `exposed` if it reads keys that no query sees (padding, slack). Those keys may be NaN, so kernels zero them.
+
+The table is built on the mask's device, without waiting for it: the host knows a bound of its length, and the entries
+that aren't needed are empty.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
+
+
+class TileTables(NamedTuple):
+    """The tile tables of a call: of forward, of dk and dv, and of dq; None for a table that the call doesn't need."""
+
+    forward: Tensor | None
+    keys: Tensor | None
+    queries: Tensor | None
+
+
+NO_TABLES = TileTables(None, None, None)
+
+
+def tile_table(
+    mask: BlockDiagonalMask,
+    rows: int,
+    *,
+    long: int | None = None,
+    block: int | None = None,
+    whole_documents: bool = False,
+) -> Tensor:
+    """Cut all queries into tiles of at most `rows` consecutive rows.
+
+    Args:
+        mask: the mask; pass its transpose to cut the keys.
+        rows: rows of a tile.
+        long: documents of at least this many rows begin a tile; at least `rows`, None means `rows`. It is more than
+            `rows` if several heads share a tile.
+        block: keys that a program reads at a time, from the first key that the tile sees; None if the kernel doesn't
+            read `exposed`.
+        whole_documents: whether no tile may hold rows of two documents.
+
+    Returns:
+        (capacity, 3) int32 on the mask's device: first and end of the rows [first, end) of each tile, and whether it is
+        exposed, 0 or 1. Without `block`, and with `whole_documents`, all tiles are exposed. Tiles with most keys come
+        first; unused entries have first = end. Computed once and kept with the mask.
+    """
+    long = rows if long is None else long
+    assert long >= rows
+    block = None if whole_documents else block
+
+    def table() -> Tensor:
+        key = ("rows of tiles", rows, long, whole_documents)  # tables with another `block` have the same rows
+        tiles = mask.cached(key, lambda: _cut(mask, rows, long, whole_documents))
+        exposed = torch.ones_like(tiles[:, 0]) if block is None else _exposed(mask, tiles, block)
+        return torch.cat([tiles, exposed[:, None]], dim=1)
+
+    return mask.cached(("tiles", rows, long, block, whole_documents), table)
+
+
+def capacity(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: bool) -> int:
+    """A bound of the number of tiles: the full ones, and a partial one at the end of each stretch between begins."""
+    total = mask.num_queries
+    stretches = 2 * (total // long) + 1  # a long document begins a stretch, and its end begins another
+    if whole_documents:  # every document, and every run of rows that see nothing, before and after each
+        known = mask.document_source is not None and mask.max_documents is not None
+        stretches = 2 * mask.max_documents + 1 if known else total  # type: ignore[operator]
+    # One more than needed, because torch.compile makes another graph for a table with a single entry.
+    return min(total // rows + stretches + 1, total)
+
+
+def _cut(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: bool) -> Tensor:
+    """(capacity, 2) int32, the rows of each tile in the order of the table."""
+    total = mask.num_queries
+    if not total:
+        return mask.key_start.new_empty(0, 2)
+    row = torch.arange(total, device=mask.device, dtype=torch.int32)
+    begins = document_begins(mask, exact=whole_documents)
+    if not whole_documents:
+        begin = torch.where(begins, row, 0).cummax(0).values
+        end = torch.where(begins, row, total).flip(0).cummin(0).values.flip(0)  # the next begin at or after a row
+        end = torch.cat([end[1:], end.new_full((1,), total)])
+        is_long = end - begin >= long
+        begins &= is_long | torch.cat([is_long.new_zeros(1), is_long[:-1]])
+        begins[:1] = True
+    stretch = torch.where(begins, row, 0).cummax(0).values
+    tiles_so_far = ((row - stretch) % rows == 0).cumsum(0, dtype=torch.int32)
+    numbers = torch.arange(1, capacity(mask, rows, long, whole_documents) + 2, device=mask.device, dtype=torch.int32)
+    bounds = torch.searchsorted(tiles_so_far, numbers, out_int32=True)  # `total` for tiles that don't exist
+    first, end = bounds[:-1], bounds[1:]
+    keys = mask.key_stop[(end - 1).clamp(min=0)] - mask.key_start[first.clamp(max=total - 1)]
+    order = torch.where(first < end, keys, -1).argsort(descending=True, stable=True)
+    return torch.stack([first, end], dim=1)[order]
+
+
+def _exposed(mask: BlockDiagonalMask, tiles: Tensor, block: int) -> Tensor:
+    """(tiles,) int32, whether a tile reads keys that no query sees, in whole blocks from the first key that it sees."""
+    first, last = tiles[:, 0].clamp(max=mask.num_queries - 1), (tiles[:, 1] - 1).clamp(min=0)
+    start, stop = mask.key_start[first], mask.key_stop[last]
+    read = (stop - start).clamp(min=0)
+    end = (start + (read + block - 1) // block * block).clamp(max=mask.num_keys)
+    unseen = _unseen_before(mask)
+    return (unseen[end] > unseen[start]).to(torch.int32)
+
+
+def _unseen_before(mask: BlockDiagonalMask) -> Tensor:
+    """(num_keys + 1,) int32, the number of keys before each key that no query sees; kept with the mask."""
+
+    def count() -> Tensor:
+        queries = mask.transpose()
+        return pad((queries.key_start == queries.key_stop).cumsum(0, dtype=torch.int32), (1, 0))
+
+    return mask.cached("unseen", count)
+
+
+def document_begins(mask: BlockDiagonalMask, *, exact: bool = False) -> Tensor:
+    """(num_queries,) bool, True where a document or a run of rows that see nothing begins.
+
+    A row that has no key in common with the row above counts as a begin. With `exact` the numbers of the documents
+    decide instead, if the mask has them.
+    """
+    start, stop = mask.key_start, mask.key_stop
+    live = start < stop
+    differs = start[1:] >= stop[:-1]
+    if exact and mask.document is not None:
+        differs = mask.document[1:] != mask.document[:-1]
+    differs = differs & (live[1:] | live[:-1])
+    return torch.cat([live.new_ones(1), differs | (live[1:] != live[:-1])])

@@ -1,0 +1,321 @@
+"""Tile shapes as data: which block sizes, warps and pipeline stages each kernel runs with, per architecture.
+
+Every row compiles without register spills and with matrix instructions on the newest Triton: `python -m
+benchmarks.compile_report` prints this, and tests/kernels/test_compile.py checks it and names the exceptions. For older
+versions of Triton see docs/compile-matrix.md. No row depends on a token count, because packing changes it all the time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import MISSING, asdict, dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+
+from tritonpack.checks import describe, is_int
+
+# "dkdv" computes both gradients in one launch; "dk" and "dv" are the same kernel, launched for one of them.
+Kernel = Literal["forward", "dkdv", "dk", "dv", "dq"]
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """The shape of a tile, and how a program computes it.
+
+    Attributes:
+        block_m, block_n: query rows and keys per block.
+        num_warps: warps of 32 threads (AMD: 64).
+        num_stages: how many blocks ahead the program loads.
+        columns: the largest number of columns of an output that one program computes; others compute the rest.
+        heads: the largest number of query heads of one key head that divide the rows of a tile among them (forward and
+            dQ; a power of two). Tiles with few tokens of many heads have fewer blocks to mask and fewer empty rows than
+            tiles with many tokens of one head, and the same number of products.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    columns: int = 256
+    heads: int = 1
+
+
+# Architecture -> kernel -> padded head dimension -> tile, for the 16-bit types. Head dimensions up to 64 share a row.
+TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
+    # Hopper: TMA and asynchronous warpgroup products. If registers allow, two programs of four warps run on a
+    # multiprocessor, and one computes while the other waits (docs/decisions/kernel-ladder.md). Eight warps need 128
+    # rows in the product's first dimension, or they compute the same twice. So both accumulators of dK and dV don't
+    # fit at head dimension 256.
+    "sm_90": {
+        "forward": {
+            64: TileShape(128, 64, 4, 2, heads=8),
+            128: TileShape(128, 64, 8, 3, heads=8),
+            256: TileShape(128, 64, 8, 2),
+            512: TileShape(128, 32, 8, 1),
+        },
+        "dkdv": {64: TileShape(64, 128, 8, 2), 128: TileShape(32, 128, 8, 3)},
+        "dk": {256: TileShape(32, 128, 8, 2), 512: TileShape(16, 64, 4, 1, columns=128)},
+        "dv": {256: TileShape(32, 128, 8, 2), 512: TileShape(64, 64, 4, 1, columns=128)},
+        "dq": {
+            64: TileShape(128, 128, 8, 2, heads=4),
+            128: TileShape(128, 64, 8, 2, heads=4),
+            256: TileShape(128, 32, 8, 2),
+            512: TileShape(64, 16, 4, 2, columns=128),
+        },
+    },
+    # Blackwell: accumulators are in tensor memory, so shared memory limits tiles more than registers do. At 512 the
+    # descriptors of 32 products per block spill in dK and dQ with every tile; see docs/decisions.
+    "sm_100": {
+        "forward": {
+            64: TileShape(128, 128, 8, 2, heads=8),
+            128: TileShape(128, 64, 8, 2, heads=8),
+            256: TileShape(128, 32, 8, 2),
+            512: TileShape(64, 32, 4, 1, columns=128),
+        },
+        "dkdv": {64: TileShape(64, 128, 8, 2), 128: TileShape(64, 128, 8, 2), 256: TileShape(32, 64, 8, 2)},
+        "dk": {512: TileShape(16, 64, 8, 1, columns=128)},
+        "dv": {512: TileShape(64, 64, 4, 1, columns=128)},
+        "dq": {
+            64: TileShape(128, 64, 8, 2, heads=4),
+            128: TileShape(64, 64, 4, 2, heads=4),
+            256: TileShape(64, 32, 4, 2),
+            512: TileShape(64, 32, 4, 1, columns=128),
+        },
+    },
+    # Ampere: no TMA, so addresses take registers. Tiles fit 99 KiB of shared memory (sm_86, sm_89, sm_120).
+    "sm_80": {
+        "forward": {
+            64: TileShape(128, 64, 8, 2, heads=8),
+            128: TileShape(128, 32, 8, 2, heads=8),
+            256: TileShape(64, 32, 8, 2),
+            512: TileShape(32, 32, 8, 1, columns=128),
+        },
+        "dkdv": {64: TileShape(32, 64, 4, 1), 128: TileShape(64, 64, 8, 2), 256: TileShape(16, 32, 8, 2)},
+        "dk": {512: TileShape(16, 16, 8, 1, columns=128)},
+        "dv": {512: TileShape(16, 16, 4, 1, columns=128)},
+        "dq": {
+            64: TileShape(128, 32, 8, 2, heads=4),
+            128: TileShape(64, 32, 8, 2, heads=4),
+            256: TileShape(32, 32, 8, 2),
+            512: TileShape(16, 16, 8, 1, columns=128),
+        },
+    },
+    # CDNA3: waves of 64, with 512 registers per lane, half of them for accumulation; they hold a tile's own operands.
+    "gfx942": {
+        "forward": {
+            64: TileShape(128, 64, 4, 1, heads=8),
+            128: TileShape(64, 64, 4, 1, heads=8),
+            256: TileShape(64, 16, 4, 1),
+            512: TileShape(32, 16, 4, 1),
+        },
+        "dkdv": {64: TileShape(32, 64, 4, 1), 128: TileShape(16, 64, 4, 1), 256: TileShape(16, 32, 4, 1)},
+        "dk": {512: TileShape(16, 32, 4, 1, columns=128)},
+        "dv": {512: TileShape(16, 32, 4, 1, columns=128)},
+        "dq": {
+            64: TileShape(64, 64, 4, 1, heads=4),
+            128: TileShape(64, 32, 4, 1, heads=4),
+            256: TileShape(32, 16, 4, 1),
+            512: TileShape(32, 16, 4, 1, columns=128),
+        },
+    },
+}
+
+# Features that take registers for every score, and their tiles if the tiles above would spill.
+EXTENDED = frozenset({"softcap", "alibi", "dropout", "pack_invariant"})
+EXTENDED_TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
+    "sm_90": {
+        "forward": {
+            64: TileShape(128, 64, 8, 2, heads=8),
+            128: TileShape(128, 64, 8, 2),
+            256: TileShape(128, 32, 8, 2),
+        },
+        "dkdv": {64: TileShape(32, 128, 8, 2), 128: TileShape(16, 128, 8, 2)},
+        "dk": {256: TileShape(16, 128, 8, 2, columns=128)},
+        "dv": {256: TileShape(32, 128, 8, 2)},
+        "dq": {64: TileShape(128, 64, 8, 2), 128: TileShape(128, 32, 8, 2), 256: TileShape(128, 16, 8, 2)},
+    },
+    "sm_100": {
+        "forward": {64: TileShape(64, 64, 8, 2, heads=8), 128: TileShape(64, 64, 8, 2), 256: TileShape(64, 64, 8, 2)},
+        "dkdv": {64: TileShape(32, 128, 8, 2), 128: TileShape(32, 128, 8, 2), 256: TileShape(32, 64, 8, 1)},
+        "dq": {
+            64: TileShape(64, 64, 8, 2, heads=4),
+            128: TileShape(128, 32, 8, 2, heads=4),
+            256: TileShape(128, 32, 8, 2),
+        },
+    },
+    "sm_80": {
+        "forward": {256: TileShape(64, 16, 8, 2)},
+        "dkdv": {64: TileShape(32, 32, 4, 2), 128: TileShape(64, 32, 8, 2), 256: TileShape(16, 32, 8, 1)},
+    },
+    "gfx942": {},
+}
+
+# float32 products are exact ("ieee"), without matrix instructions, so all tiles are small. At 512 they take 136 KiB of
+# shared memory; on the smallest GPUs, which have less, the launch fails with that message.
+FLOAT32_TILES = {
+    64: TileShape(32, 32, 4, 1),
+    128: TileShape(32, 32, 8, 1),
+    256: TileShape(16, 16, 8, 1),
+    512: TileShape(16, 16, 8, 1, columns=128),
+}
+
+# The interpreter's time is the number of blocks. The two sizes differ, so that tests notice if they are confused.
+INTERPRETER_TILE = TileShape(64, 32, 4, 1, heads=4)
+
+# The shared memory of a program, in KiB, at most (sm_80: the smallest GPU with these tiles).
+SHARED_KIB = {"sm_80": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}
+
+# Tiles that a user has loaded, by (architecture, kernel, padded head dimension); they replace those of the tables.
+_loaded: dict[tuple[str, Kernel, int], TileShape] = {}
+
+
+def select_tile(kernel: Kernel, block_d: int, dtype: torch.dtype, arch: str, *, extended: bool = False) -> TileShape:
+    """The tile for a kernel; `block_d` is the larger of the head dimensions, padded to a power of two."""
+    row = max(block_d, 64)
+    if arch == "interpreter":
+        return INTERPRETER_TILE
+    if dtype == torch.float32:
+        return FLOAT32_TILES[row]
+    if extended:
+        return EXTENDED_TILES[arch].get(kernel, {}).get(row) or TILES[arch][kernel][row]
+    return _loaded.get((arch, kernel, row)) or TILES[arch][kernel][row]
+
+
+def why_illegal(kernel: Kernel, tile: TileShape, block_d: int, arch: str) -> str | None:
+    """Why a tile can't work for a kernel in a 16-bit type, or None. Tables, files and the tuner use this rule.
+
+    Args:
+        kernel, tile: an entry of the tables.
+        block_d: the head dimension of keys and values, a power of two.
+        arch: a key of `TILES`.
+    """
+    sizes = {"block_m": tile.block_m, "block_n": tile.block_n, "columns": tile.columns}
+    for name, size in sizes.items():
+        if size < 16 or size & (size - 1):
+            return f"{name} must be a power of two from 16; got {size}"
+    if tile.num_warps not in (1, 2, 4, 8, 16) or not 1 <= tile.num_stages <= 8:
+        return f"warps must be 1, 2, 4, 8 or 16 and stages 1 to 8; got {tile.num_warps} and {tile.num_stages}"
+    if tile.heads not in (1, 2, 4, 8, 16) or (tile.heads > 1 and kernel not in ("forward", "dq")):
+        return f"heads must be 1, 2, 4, 8 or 16, and 1 but in forward and dq; got {tile.heads}"
+    if tile.block_m < 8 * tile.heads:
+        return f"block_m must hold 8 tokens of each of the {tile.heads} heads; got {tile.block_m}"
+    own, other = (tile.block_m, tile.block_n) if kernel in ("forward", "dq") else (tile.block_n, tile.block_m)
+    if arch == "sm_90" and own < 16 * tile.num_warps:
+        return f"{tile.num_warps} warps compute the same twice unless a tile has {16 * tile.num_warps} rows; got {own}"
+    columns = min(tile.columns, block_d)
+    resident = 0 if arch == "gfx942" else own * block_d * (1 if kernel in ("forward", "dv") else 2)
+    streamed = other * (block_d + (columns if kernel in ("forward", "dv") else block_d))
+    if columns < block_d and kernel in ("dk", "dq"):
+        streamed += other * columns
+    kib = 2 * (resident + tile.num_stages * streamed) / 1024
+    if kib > SHARED_KIB[arch]:
+        return f"about {kib:.0f} KiB of shared memory, of {SHARED_KIB[arch]}"
+    return None
+
+
+def load_tiles(path: str | os.PathLike[str]) -> int:
+    """Use the tiles of a file that `python -m benchmarks.tune` wrote, instead of the tables.
+
+    They apply to this process, to 16-bit types without softcap, ALiBi, dropout or pack invariance. The environment
+    variable TRITONPACK_TILES names a file to load at import.
+
+    Args:
+        path: JSON, {"tiles": [{"arch": "sm_90", "kernel": "forward", "block_d": 128, "block_m": 128, ...}, ...]}.
+
+    Returns:
+        The number of tiles.
+
+    Raises:
+        ValueError: a file without this form, or a tile that can't work; then no tile is loaded.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ValueError(f"path must be the name of a file, a str or a Path; got {describe(path)}.")
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        rows = content.get("tiles") if isinstance(content, dict) else None
+        if not isinstance(rows, list):
+            given = content if rows is None else rows
+            raise ValueError(f'the file must hold {{"tiles": [...]}}; got {describe(given)}')
+        loaded: dict[tuple[str, Kernel, int], TileShape] = {}
+        for number, row in enumerate(rows):
+            place, tile = _read_row(row, number)
+            if place in loaded:
+                raise ValueError(f"row {number} is a second tile for {', '.join(map(str, place))}")
+            loaded[place] = tile
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{os.fspath(path)} holds no usable tiles: {type(error).__name__}: {error}") from error
+    for (arch, kernel, block_d), tile in loaded.items():
+        other: Kernel | None = {"dk": "dv", "dv": "dk"}.get(kernel)  # type: ignore[assignment]
+        if other and (loaded.get((arch, other, block_d)) or TILES[arch][other][block_d]).block_n != tile.block_n:
+            raise ValueError(f"{os.fspath(path)}: dk and dv of {arch} at {block_d} must have the same block_n.")
+    _loaded.update(loaded)
+    return len(loaded)
+
+
+def _read_row(row: Any, number: int) -> tuple[tuple[str, Kernel, int], TileShape]:
+    """A row of a file as its key in `_loaded` and the tile.
+
+    Raises:
+        ValueError: the row isn't a tile that can work.
+    """
+    if not isinstance(row, dict):
+        raise ValueError(f"row {number} must be a mapping; got {describe(row)}")
+    place, sizes = ("arch", "kernel", "block_d"), {field.name: field for field in fields(TileShape)}
+    required = {*place, *(name for name, field in sizes.items() if field.default is MISSING)}
+    if unknown := sorted(row.keys() - {*place, *sizes}):
+        raise ValueError(f"row {number} has {unknown[0]!r}; allowed are {', '.join([*place, *sizes])}")
+    if missing := sorted(required - row.keys()):
+        raise ValueError(f"row {number} lacks {', '.join(missing)}")
+    for name in sizes.keys() & row.keys():
+        if not is_int(row[name]):
+            raise ValueError(f"{name} of row {number} must be an integer; got {row[name]!r}")
+    arch, kernel, block_d = (row[name] for name in place)
+    known = isinstance(arch, str) and arch in TILES and kernel in get_args(Kernel)
+    if not known or not is_int(block_d) or block_d not in (64, 128, 256, 512):
+        raise ValueError(f"no table has a row for {arch!r}, {kernel!r}, {block_d!r}")
+    tile = TileShape(**{name: row[name] for name in sizes if name in row})
+    if reason := why_illegal(kernel, tile, block_d, arch):
+        raise ValueError(f"{kernel} on {arch} at head dimension {block_d}: {reason}")
+    return (arch, kernel, block_d), tile
+
+
+def save_tiles(path: str | os.PathLike[str], tiles: dict[tuple[str, Kernel, int], TileShape], **facts: str) -> None:
+    """Write a file that `load_tiles` reads; `facts` describe its origin."""
+    rows = [{"arch": arch, "kernel": kernel, "block_d": d, **asdict(tile)} for (arch, kernel, d), tile in tiles.items()]
+    Path(path).write_text(json.dumps(facts | {"tiles": rows}, indent=1) + "\n", encoding="utf-8")
+
+
+def key_gradient_kernels(block_d: int, dtype: torch.dtype, arch: str) -> tuple[Kernel, ...]:
+    """The launches that compute dK and dV: one for both, or one for each if the table has separate tiles."""
+    if dtype == torch.float32 or arch == "interpreter":
+        together = block_d <= 256
+    else:
+        together = max(block_d, 64) in TILES[arch]["dkdv"]
+    return ("dkdv",) if together else ("dk", "dv")
+
+
+def heads_per_tile(tile: TileShape, group: int) -> int:
+    """The number of query heads in a tile: a power of two that divides `group`, the query heads per key head."""
+    heads = tile.heads  # a loop, because torch.compile traces no gcd of a symbolic size
+    while group % heads:
+        heads //= 2
+    return heads
+
+
+@cache
+def current_arch(device: torch.device) -> str:
+    """The architecture whose tiles a device uses: sm_80 for NVIDIA GPUs without their own, gfx942 for all AMD GPUs."""
+    if device.type == "cpu":
+        return "interpreter"
+    if torch.version.hip:
+        return "gfx942"
+    arch = f"sm_{torch.cuda.get_device_capability(device)[0]}0"
+    return arch if arch in TILES else "sm_80"
+
+
+if "TRITONPACK_TILES" in os.environ:
+    load_tiles(os.environ["TRITONPACK_TILES"])
