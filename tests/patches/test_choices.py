@@ -125,7 +125,7 @@ def test_one_document_a_choice_is_left_to_the_head(told: str, monkeypatch: pytes
     call = packed(told, ((0,), (3,)))
     call["attention_mask"] = (call["attention_mask"] != 0).long()
     expected = model(**call, labels=LABELS[[0, 3]])
-    monkeypatch.setattr("tritonpack.patches.by_document.ByDocument.run_by_document", None)
+    monkeypatch.setattr("tritonpack.patches.unpacking.by_document.ByDocument.run_by_document", None)
     with tritonpack.patch(model):
         got = model(**call, labels=LABELS[[0, 3]])
     assert relative(expected.logits, got.logits) < EXACT

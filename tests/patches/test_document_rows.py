@@ -373,8 +373,8 @@ def test_a_mask_of_sounds_as_long_as_the_text_stays_whole() -> None:
         given.append(attention_mask) or own(model.model, *args, attention_mask=attention_mask, **kwargs)
     )
     mask = torch.ones(1, 8).long()
-    from tritonpack.patches.document_rows import DocumentRows
     from tritonpack.patches.packing_context import PackingContext
+    from tritonpack.patches.unpacking.document_rows import DocumentRows
 
     rows = DocumentRows(model, PackingContext(), by_length=False)
     rows.install()

@@ -254,7 +254,8 @@ def test_padded_batches_are_left_to_the_head(name: str, left: bool, monkeypatch:
     expected = model(**call)
     called = []
     with tritonpack.patch(model):
-        monkeypatch.setattr("tritonpack.patches.heads.ModelForward.run_by_document", lambda *_: called.append(1))
+        forward = "tritonpack.patches.model_forward.ModelForward.run_by_document"
+        monkeypatch.setattr(forward, lambda *_: called.append(1))
         assert relative(expected.logits, model(**call).logits) < EXACT
     assert not called
 

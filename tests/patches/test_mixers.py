@@ -12,7 +12,7 @@ from transformers import DynamicCache
 
 import tritonpack
 from tests.patches import sweep, zoo
-from tritonpack.patches.mixers import DocumentByDocument
+from tritonpack.patches.layers.mixers import DocumentByDocument
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 
 

@@ -9,7 +9,7 @@ import torch
 
 import tritonpack
 from tests.patches import sweep, zoo
-from tritonpack.patches.positions import rope_limits
+from tritonpack.patches.rope import rope_limits
 
 
 @pytest.mark.parametrize("name", ["falcon-alibi", "bloom"])

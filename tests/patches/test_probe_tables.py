@@ -7,7 +7,8 @@ import torch
 
 import tritonpack
 from tests.patches import zoo
-from tritonpack.patches import applied, forwards, hooks, patching, positions, probe
+from tritonpack.patches import applied, forwards, hooks, patching, probe
+from tritonpack.patches.layers import positions
 
 LEAKING = (
     "bailing_hybrid", "bamba", "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "blt", "camembert",

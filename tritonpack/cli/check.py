@@ -19,7 +19,7 @@ from tritonpack.cli.machine import require_writable, resolve_device
 from tritonpack.cli.model_source import NAMED, NamedClass, load_config, load_weights
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import patch
-from tritonpack.patches.positions import rope_limits
+from tritonpack.patches.rope import rope_limits
 from tritonpack.patches.trial.packed_forms import (
     LENGTHS,
     Judgement,

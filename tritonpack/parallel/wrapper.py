@@ -26,8 +26,8 @@ from tritonpack.patches.hooks import CACHES
 from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.parse_inputs import make_packed_batch
-from tritonpack.patches.positions import require_one_rope
 from tritonpack.patches.report import layer_windows
+from tritonpack.patches.rope import require_one_rope
 from tritonpack.patches.towers import takes_tokens
 
 if TYPE_CHECKING:

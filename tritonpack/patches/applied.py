@@ -13,26 +13,26 @@ from transformers import PreTrainedModel
 from tritonpack import notices
 from tritonpack.attention import Backend
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.both_sides import BothSides
-from tritonpack.patches.by_document import ByDocument
 from tritonpack.patches.checkpoints import Checkpoints, release_checkpoint
-from tritonpack.patches.continuous import ENTRY, ContinuousBatching
-from tritonpack.patches.document_rows import DocumentRows, StockAttention
+from tritonpack.patches.continuous_batching import ENTRY, ContinuousBatching
+from tritonpack.patches.encoder_decoder import BothSides
 from tritonpack.patches.families import DENSE, MIXERS, OWN_MASKS, POSITION_TABLES
 from tritonpack.patches.forwards import holds_both_sides
-from tritonpack.patches.heads import ModelForward
 from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.interface import stock_name
-from tritonpack.patches.mixers import Capabilities, DocumentByDocument
-from tritonpack.patches.multimodal import METHOD, DocumentPositions
+from tritonpack.patches.layers.attention import REWRITTEN, DocumentMask
+from tritonpack.patches.layers.image_positions import METHOD, DocumentPositions
+from tritonpack.patches.layers.mixers import Capabilities, DocumentByDocument
+from tritonpack.patches.layers.poolers import stand_in_for_pooler
+from tritonpack.patches.layers.positions import LocalPositions
+from tritonpack.patches.model_forward import ModelForward
 from tritonpack.patches.packed_batch import Serving
 from tritonpack.patches.packing_context import UNCLAIMED, InstanceForward, ModuleRef, PackingContext, Running
-from tritonpack.patches.poolers import stand_in_for_pooler
-from tritonpack.patches.positions import LocalPositions
 from tritonpack.patches.report import holds, make_report
-from tritonpack.patches.rewritten_layers import REWRITTEN, DocumentMask
 from tritonpack.patches.shown import Layout
 from tritonpack.patches.tokens import text_config
+from tritonpack.patches.unpacking.by_document import ByDocument
+from tritonpack.patches.unpacking.document_rows import DocumentRows, StockAttention
 
 
 class _OfModule(Protocol):

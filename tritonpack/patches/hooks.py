@@ -12,8 +12,7 @@ from transformers import PreTrainedModel
 from tritonpack.checks import require
 from tritonpack.patches.call_arguments import in_form, is_paged
 from tritonpack.patches.checkpoints import Checkpoints
-from tritonpack.patches.cross import meet
-from tritonpack.patches.documents import require_one_document_a_row
+from tritonpack.patches.cross_attention import meet
 from tritonpack.patches.families import (
     ALIBI_FROM_MASK,
     BOTH_WAYS,
@@ -25,14 +24,15 @@ from tritonpack.patches.families import (
 )
 from tritonpack.patches.first_call import FirstCall
 from tritonpack.patches.interface import NAMES, served
+from tritonpack.patches.layers.image_positions import METHOD, leave_positions_to
 from tritonpack.patches.mask_spec import MaskSpec
-from tritonpack.patches.multimodal import METHOD, leave_positions_to
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.packing_context import HANDED, UNCLAIMED, ModuleRef, PackingContext
 from tritonpack.patches.parse_inputs import OpenMask, make_packed_batch
-from tritonpack.patches.positions import require_one_rope, rope_limits
 from tritonpack.patches.replaced import require_own_attention
+from tritonpack.patches.rope import require_one_rope, rope_limits
 from tritonpack.patches.tokens import is_bidirectional, text_config
+from tritonpack.patches.unpacking.documents import require_one_document_a_row
 
 if TYPE_CHECKING:
     from tritonpack.patches.applied import Applied

@@ -18,10 +18,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
 from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches.layers.positions import temperature
 from tritonpack.patches.mask_spec import read_mask_spec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
 from tritonpack.patches.parse_inputs import SHARED_CONFIG, OpenMask
-from tritonpack.patches.positions import temperature
 from tritonpack.patches.towers import MORE_THAN_A_TOWER, attend_in_tower, takes_tokens
 
 # What a patched model's config calls its attention, by which attention runs.

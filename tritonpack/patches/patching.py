@@ -17,11 +17,11 @@ from tritonpack.patches.applied import Applied, applied_to, part_of, to_the_end
 from tritonpack.patches.by_name import register
 from tritonpack.patches.families import BOTH_WAYS, DENSE, PROMPT_TYPES, REFUSED, REFUSED_LAYERS
 from tritonpack.patches.forwards import takes_tokens_and_mask
+from tritonpack.patches.layers.attention import REWRITTEN, fits
 from tritonpack.patches.lock import Freed
 from tritonpack.patches.packed_batch import ATTENTIONS
 from tritonpack.patches.probe import require_evidence
 from tritonpack.patches.report import Report, holds
-from tritonpack.patches.rewritten_layers import REWRITTEN, fits
 from tritonpack.patches.shown import LAYOUTS, Layout
 from tritonpack.patches.tokens import is_bidirectional
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tritonpack.patches.documents import Documents
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.parse_inputs import make_packed_batch
+from tritonpack.patches.unpacking.documents import Documents
 
 OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
 TELLING = ("attention_mask", "position_ids", "seq_idx", *OFFSETS)

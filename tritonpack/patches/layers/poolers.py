@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tritonpack.patches.documents import Documents
 from tritonpack.patches.packing_context import InstanceForward, PackingContext
+from tritonpack.patches.unpacking.documents import Documents
 
 
 class DocumentPooler(InstanceForward):

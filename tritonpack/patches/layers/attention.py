@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonpack.patches.embeddings import EsmEmbeddings, MobileBertEmbeddings
 from tritonpack.patches.interface import attend, attend_dense
+from tritonpack.patches.layers.embeddings import EsmEmbeddings, MobileBertEmbeddings
+from tritonpack.patches.layers.routers import NllbMoeRouter, SwitchRouter
 from tritonpack.patches.mask_spec import MaskSpec
 from tritonpack.patches.packed_batch import IntervalMask
 from tritonpack.patches.packing_context import OUTSIDE, InstanceForward, PackingContext
-from tritonpack.patches.routers import NllbMoeRouter, SwitchRouter
 
 
 class FalconAttention(InstanceForward):

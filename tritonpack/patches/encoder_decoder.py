@@ -12,17 +12,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tritonpack.checks import require
-from tritonpack.patches.documents import Documents, require_one_document_a_row
 from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SCORES_BEFORE_PADDING, SHIFTS_INPUTS
-from tritonpack.patches.heads import ModelForward
 from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.labels import warn_of_first_labels
+from tritonpack.patches.model_forward import ModelForward
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.packing_context import UNCLAIMED, PackingContext
 from tritonpack.patches.parse_inputs import make_packed_batch
-from tritonpack.patches.spans import take_spans
 from tritonpack.patches.strangers import kept_apart
 from tritonpack.patches.tokens import common_to_codebooks, pad_token_of
+from tritonpack.patches.unpacking.documents import Documents, require_one_document_a_row
+from tritonpack.patches.unpacking.spans import take_spans
 
 # What tells documents apart on each side, as `make_packed_batch` calls it and as the module around both sides does.
 SOURCE = {

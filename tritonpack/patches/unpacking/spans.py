@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForQuestionAnsweringLoss
 
-from tritonpack.patches.documents import Documents, require_one_document_a_row
 from tritonpack.patches.forwards import is_own
 from tritonpack.patches.packed_batch import PackedBatch
+from tritonpack.patches.unpacking.documents import Documents, require_one_document_a_row
 
 POSITIONS = ("start_positions", "end_positions")
 

@@ -11,21 +11,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.by_document import PACKING, TARGETS, ByDocument
 from tritonpack.patches.call_arguments import is_paged, refuse_unmade_masks
-from tritonpack.patches.choices import Choices
-from tritonpack.patches.documents import Documents, require_one_document_a_row
 from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.labels import warn_of_first_labels
-from tritonpack.patches.multimodal import leave_positions_to
+from tritonpack.patches.layers.image_positions import leave_positions_to
 from tritonpack.patches.near_misses import refuse_near_misses
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parse_inputs import OpenMaskError
 from tritonpack.patches.report import holds
-from tritonpack.patches.rows import OF_DOCUMENTS, ONE_NUMBER_A_TOKEN
-from tritonpack.patches.spans import take_spans
 from tritonpack.patches.strangers import kept_apart, strangers
+from tritonpack.patches.unpacking.by_document import PACKING, TARGETS, ByDocument
+from tritonpack.patches.unpacking.choices import Choices
+from tritonpack.patches.unpacking.documents import Documents, require_one_document_a_row
+from tritonpack.patches.unpacking.rows import OF_DOCUMENTS, ONE_NUMBER_A_TOKEN
+from tritonpack.patches.unpacking.spans import take_spans
 
 
 class ModelForward(ByDocument):

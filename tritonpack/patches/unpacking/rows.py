@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tritonpack.patches.documents import Documents
 from tritonpack.patches.labels import IGNORED
+from tritonpack.patches.unpacking.documents import Documents
 
 # Classes whose results are of a whole row: scores of it, a vector at its last special token, tokens up to its first
 # separator.

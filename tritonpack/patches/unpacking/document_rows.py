@@ -15,10 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tritonpack import notices
-from tritonpack.patches.both_sides import SOURCE, TARGET
-from tritonpack.patches.by_document import PACKING, ByDocument
-from tritonpack.patches.choices import Choices, compares_choices
-from tritonpack.patches.documents import Documents, require_one_document_a_row
+from tritonpack.patches.encoder_decoder import SOURCE, TARGET
 from tritonpack.patches.families import CODEBOOKS, HEADS_SHIFT, LABELS_ARE_TOKENS, MIXES_ROWS
 from tritonpack.patches.hooks import CACHES
 from tritonpack.patches.interface import stock_name
@@ -26,9 +23,12 @@ from tritonpack.patches.near_misses import refuse_near_misses
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.packing_context import UNCLAIMED, ModuleRef, PackingContext
 from tritonpack.patches.parse_inputs import make_packed_batch
-from tritonpack.patches.rows import mask_of
-from tritonpack.patches.spans import take_spans
 from tritonpack.patches.tokens import common_to_codebooks, pad_token_of
+from tritonpack.patches.unpacking.by_document import PACKING, ByDocument
+from tritonpack.patches.unpacking.choices import Choices, compares_choices
+from tritonpack.patches.unpacking.documents import Documents, require_one_document_a_row
+from tritonpack.patches.unpacking.rows import mask_of
+from tritonpack.patches.unpacking.spans import take_spans
 
 # Who serves the masks: nobody asks for one.
 NOBODY = Serving("dense", "auto")

@@ -13,12 +13,13 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from tritonpack.patches.call_arguments import in_form
-from tritonpack.patches.choices import Choices, rows_of_choices
-from tritonpack.patches.documents import Documents, require_one_document_a_row
 from tritonpack.patches.labels import IGNORED, shifts_labels
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.packing_context import HANDED, InstanceForward, PackingContext
-from tritonpack.patches.rows import (
+from tritonpack.patches.tokens import text_config
+from tritonpack.patches.unpacking.choices import Choices, rows_of_choices
+from tritonpack.patches.unpacking.documents import Documents, require_one_document_a_row
+from tritonpack.patches.unpacking.rows import (
     CONDITIONED,
     OF_OTHERS,
     ONE_DOCUMENT_A_ROW,
@@ -28,7 +29,6 @@ from tritonpack.patches.rows import (
     groups_of,
     mask_of,
 )
-from tritonpack.patches.tokens import text_config
 
 # What such a call has of each document.
 TARGETS = ("labels", "next_sentence_label", "sentence_order_label", "question_lengths")
