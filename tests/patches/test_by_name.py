@@ -23,7 +23,7 @@ from tests.patches.test_patching import (
     positions,
     state,
 )
-from tritonpack.patches import applied
+from tritonpack.patches import attention_names
 from tritonpack.patches.applied import applied_to
 
 NAME = "tritonpack"
@@ -264,16 +264,16 @@ def test_every_type_is_exact_or_refuses() -> None:
         assert types >= USUAL
 
 
-def test_a_claim_ends_with_its_config() -> None:
+def test_a_name_is_forgotten_with_its_configuration() -> None:
     """A model that goes without being unpatched leaves nothing for the next config at its address."""
     gc.freeze()  # of all that other tests have left, which takes seconds to look through
     try:
         model = tiny_model("llama")
         tritonpack.patch(model)
         key = id(model.config)
-        assert key in applied._claims
+        assert key in attention_names._names
         del model
         gc.collect()
-        assert key not in applied._claims
+        assert key not in attention_names._names
     finally:
         gc.unfreeze()

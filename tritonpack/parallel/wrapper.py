@@ -21,8 +21,7 @@ from tritonpack.parallel.rotary import LongestPosition
 from tritonpack.parallel.sharded_batch import ShardedBatch, ShardedMask
 from tritonpack.parallel.sharing import Kept, Sharing, exchanges
 from tritonpack.parallel.validate import is_patched, packing_hook
-from tritonpack.patches.call_arguments import in_form
-from tritonpack.patches.hooks import CACHES
+from tritonpack.patches.call_arguments import CACHES, in_form
 from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.parse_inputs import make_packed_batch

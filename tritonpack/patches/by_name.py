@@ -19,7 +19,8 @@ from transformers import PreTrainedModel
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.applied import Applied, applied_to
 from tritonpack.patches.interface import NAMES, register_functions
-from tritonpack.patches.packing_context import InstanceForward, PackingContext
+from tritonpack.patches.packing_context import PackingContext
+from tritonpack.patches.parts import InstanceForward
 
 OURS = NAMES["tritonpack"]
 ASKED = "_tritonpack_asked"  # set on a model between the choice of its attention and the end of its construction

@@ -174,7 +174,7 @@ class PackedBatch(TensorLike):
         self.by_document, self.cached, self.filler = by_document, cached, filler
         self.kept: list[tuple[tuple[Any, ...], IntervalMask]] = []
         self.watch: Watch | None = None
-        self.kept_batches: list[tuple[list[tuple[Tensor, Tensor]], Tensor]] = []
+        self.kept_batches: list[Any] = []  # by `batches_of`
         self.kept_boundaries: dict[str, Tensor] = {}
 
     @property
@@ -297,31 +297,6 @@ class PackedBatch(TensorLike):
         length = torch.diff(begin, append=begin.new_tensor([flat.shape[0]]))
         keep = self.not_padding().flatten()[begin]
         return begin[keep].cpu(), length[keep].cpu()
-
-    def batches(self) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-        """Documents as padded batches, those whose lengths have as many binary digits together: below twice the tokens.
-
-        Returns:
-            For each batch (documents, longest) the places of its tokens in the flattened rows, one past the last for
-            padding, and which of them are tokens; and, for every token of the rows, its place among the tokens of all
-            batches one after the other, one past the last for padding.
-        """
-        if not self.kept_batches:
-            begin, length = self.lengths()
-            total = self.tokens.numel()
-            batches, order = [], []
-            for digits in sorted({int(n).bit_length() for n in length}):
-                some = torch.tensor([int(n).bit_length() == digits for n in length])
-                steps = torch.arange(int(length[some].max()))
-                inside = steps < length[some][:, None]
-                places = torch.where(inside, begin[some][:, None] + steps, total)
-                order.append(places[inside])
-                batches.append((places.to(self.where), inside.to(self.where)))
-            found = torch.cat(order) if order else begin
-            inverse = torch.full((total,), found.shape[0], dtype=torch.long)
-            inverse[found] = torch.arange(found.shape[0])
-            self.kept_batches.append((batches, inverse.to(self.where)))
-        return self.kept_batches[0]
 
     def boundary_arguments(self) -> dict[str, Tensor]:
         """Where documents begin in the flattened rows, as transformers' layers hand it to their kernels; waits for the

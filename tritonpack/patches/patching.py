@@ -17,7 +17,7 @@ from tritonpack.patches.applied import Applied, applied_to, part_of, to_the_end
 from tritonpack.patches.by_name import register
 from tritonpack.patches.families import BOTH_WAYS, DENSE, PROMPT_TYPES, REFUSED, REFUSED_LAYERS
 from tritonpack.patches.forwards import takes_tokens_and_mask
-from tritonpack.patches.layers.attention import REWRITTEN, fits
+from tritonpack.patches.layers.choose import fits
 from tritonpack.patches.lock import Freed
 from tritonpack.patches.packed_batch import ATTENTIONS
 from tritonpack.patches.probe import require_evidence
@@ -373,7 +373,7 @@ def _supported_modules(model: nn.Module, attention: str) -> list[PreTrainedModel
         name = type(layer).__name__
         if why := REFUSED_LAYERS.get(name):
             raise UnsupportedModelError(f"{path} ({name}) can't be packed exactly: {why}.")
-        if name in REWRITTEN and not fits(layer, REWRITTEN[name]):
+        if not fits(layer):
             raise UnsupportedModelError(
                 f"{path} ({name}) takes other arguments in this version of transformers than the one it was rewritten "
                 "for."

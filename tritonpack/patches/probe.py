@@ -38,7 +38,7 @@ from tritonpack.patches.trial.packed_forms import (
 from tritonpack.patches.trial.shrink import shrink
 from tritonpack.patches.trial.small_copy import NotSmallError, one_line, small_model, subject_of
 from tritonpack.patches.trial.undisturbed import undisturbed
-from tritonpack.patches.unpacking.rows import ONE_DOCUMENT_A_ROW
+from tritonpack.patches.unpacking.names import ONE_DOCUMENT_A_ROW
 
 # How documents are told apart in a trial: gradients are compared for the first.
 PADDED = "padded_right"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from typing import Any
 
@@ -10,11 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from tritonpack.patches.interface import attend, attend_dense
-from tritonpack.patches.layers.embeddings import EsmEmbeddings, MobileBertEmbeddings
-from tritonpack.patches.layers.routers import NllbMoeRouter, SwitchRouter
 from tritonpack.patches.mask_spec import MaskSpec
 from tritonpack.patches.packed_batch import IntervalMask
-from tritonpack.patches.packing_context import OUTSIDE, InstanceForward, PackingContext
+from tritonpack.patches.packing_context import PackingContext
+from tritonpack.patches.parts import InstanceForward
 
 
 class FalconAttention(InstanceForward):
@@ -61,9 +59,7 @@ class DocumentMask(InstanceForward):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self.bound(args, kwargs)
-        packed_batch = self.context.state.packed_batch
-        if packed_batch is None and not self.context.state.running:
-            raise ValueError(OUTSIDE.format(type(self.module).__name__))
+        packed_batch = self.packed_batch
         if packed_batch is not None:
             length = packed_batch.tokens[1]
             if isinstance(arguments[self.argument], IntervalMask):  # of the documents already, as in cross-attention
@@ -85,28 +81,7 @@ class EncoderAttention(InstanceForward):
     gets the mask of the documents."""
 
     def call(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
-        packed_batch = self.context.state.packed_batch
-        if packed_batch is None and not self.context.state.running:
-            raise ValueError(OUTSIDE.format(type(self.module).__name__))
+        packed_batch = self.packed_batch
         if packed_batch is not None:
             attention_mask = packed_batch.interval_mask(packed_batch.tokens[1], 0, 0, MaskSpec((-1, -1)))
         return self.inner(hidden_states, attention_mask, **kwargs)
-
-
-# Layers and what stands for their forward; the names of their arguments must be transformers'.
-REWRITTEN: dict[str, type[InstanceForward]] = {
-    "EsmEmbeddings": EsmEmbeddings,
-    "FalconAttention": FalconAttention,
-    "FalconFlashAttention2": FalconAttention,
-    "LayoutLMSelfAttention": EncoderAttention,
-    "MarkupLMSelfAttention": EncoderAttention,
-    "MobileBertEmbeddings": MobileBertEmbeddings,
-    "NllbMoeTop2Router": NllbMoeRouter,
-    "SwitchTransformersTop1Router": SwitchRouter,
-}
-
-
-def fits(module: Any, stand_in: type[InstanceForward]) -> bool:
-    """Whether a layer still takes the arguments that were rewritten here; other versions of transformers may differ."""
-    theirs = list(inspect.signature(type(module).forward).parameters)
-    return theirs == list(inspect.signature(stand_in.call).parameters)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.packing_context import OUTSIDE, InstanceForward
+from tritonpack.patches.parts import InstanceForward
 
 
 class DocumentEmbeddings(InstanceForward):
@@ -48,9 +48,7 @@ class MobileBertEmbeddings(DocumentEmbeddings):
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
         module: Any = self.module
-        packed_batch = self.context.state.packed_batch
-        if packed_batch is None and not self.context.state.running:
-            raise ValueError(OUTSIDE.format(type(module).__name__))
+        packed_batch = self.packed_batch
         if packed_batch is None or not module.trigram_input:
             return self.inner(input_ids, token_type_ids, position_ids, inputs_embeds)
         own = module.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds

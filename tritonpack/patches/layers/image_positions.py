@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.packing_context import InstanceForward
+from tritonpack.patches.parts import InstanceForward
 from tritonpack.patches.unpacking.documents import Documents
 
 METHOD = "get_rope_index"  # transformers' name for it

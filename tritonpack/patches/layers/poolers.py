@@ -6,7 +6,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tritonpack.patches.packing_context import InstanceForward, PackingContext
+from tritonpack.patches.packing_context import PackingContext
+from tritonpack.patches.parts import InstanceForward
 from tritonpack.patches.unpacking.documents import Documents
 
 
@@ -44,7 +45,7 @@ class PooledModel(InstanceForward):
 ACTIVATIONS = {"AlbertModel": "pooler_activation", "BigBirdModel": "activation"}
 
 
-def stand_in_for_pooler(module: nn.Module, context: PackingContext) -> InstanceForward | None:
+def pooler_forward(module: nn.Module, context: PackingContext) -> InstanceForward | None:
     """What pools each document of a model that takes tokens; None for a model without a pooler."""
     if type(module).__name__ in ACTIVATIONS:
         return PooledModel(module, context)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch
-from tritonpack.patches.packing_context import InstanceForward
+from tritonpack.patches.parts import InstanceForward
 
 
 class LocalPositions(InstanceForward):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonpack.checks import require
-from tritonpack.patches.packing_context import InstanceForward
+from tritonpack.patches.parts import InstanceForward
 
 
 class SwitchRouter(InstanceForward):
