@@ -1,4 +1,4 @@
-"""A lock that other threads get back after an interrupt."""
+"""A lock that is released after an interrupt, too."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ from typing import Any
 
 
 class Freed:
-    """Frees a lock when a block ends that also holds it: `with Freed(lock), lock: ...`.
+    """Releases a lock at the end of a block that holds it: `with Freed(lock), lock: ...`.
 
-    An interrupt may break in where the inner block ends, before it has released the lock. Other threads would wait for
-    it for ever.
+    An interrupt may come at the end of the inner block, before the lock is released. Then other threads would wait for
+    ever.
 
     Args:
         lock: a `threading.RLock`.
@@ -17,7 +17,7 @@ class Freed:
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
-        self._held_before = lock._is_owned()  # by a block around this one, in the same thread
+        self._held_before = lock._is_owned()  # by an outer block in the same thread
 
     def __enter__(self) -> None:
         pass

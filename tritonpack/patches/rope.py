@@ -11,7 +11,7 @@ from tritonpack.patches.packed_batch import PackedBatch
 
 
 def rope_kinds(rope: Any) -> list[dict[str, Any]]:
-    """The parameters of rotary embeddings, of each kind of layer where these differ."""
+    """The parameters of rotary embeddings, one dict for each kind of layer."""
     if not isinstance(rope, dict):
         return []
     inner = [kind for kind in rope.values() if isinstance(kind, dict)]
@@ -19,7 +19,7 @@ def rope_kinds(rope: Any) -> list[dict[str, Any]]:
 
 
 def rope_limits(config: Any) -> list[tuple[str, int]]:
-    """Rotary embeddings whose frequencies follow a call's longest document: their types, and beyond which length."""
+    """The types of rotary embeddings that depend on a call's longest document, and the length from which on they do."""
     found = []
     for rope in rope_kinds(getattr(config, "rope_parameters", None)):
         kind, limit = rope.get("rope_type") or "", getattr(config, "max_position_embeddings", None)
@@ -37,12 +37,12 @@ def follows_longest(kind: str) -> bool:
 
 
 def is_dynamic(kind: str) -> bool:
-    """Whether rotary embeddings of a type grow with a call's longest document; transformers asks it of the name."""
+    """Whether rotary embeddings of a type change with the longest document. transformers looks for the word, too."""
     return "dynamic" in kind
 
 
 def require_one_rope(packed_batch: PackedBatch, kind: str, limit: int) -> None:
-    """Packed documents must have the frequencies that each has alone.
+    """Refuse packed documents whose frequencies would differ from those of each document alone.
 
     Raises:
         ValueError: documents on both sides of the limit ("longrope"), or one beyond it beside others (dynamic ones).

@@ -1,4 +1,4 @@
-"""Attention layers outside of transformers' interface: an instance's forward each."""
+"""Forwards of attention layers outside of transformers' interface, or with a mask of their own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tritonpack.patches.parts import InstanceForward
 class FalconAttention(InstanceForward):
     """Falcon's attention: packed queries, keys and values, rotary positions or ALiBi.
 
-    With ALiBi the model folds slopes and mask into one tensor, so that form stays dense.
+    With ALiBi the model adds slopes and mask into one tensor, so that form stays dense.
     """
 
     def call(
@@ -51,7 +51,7 @@ class FalconAttention(InstanceForward):
 
 
 class DocumentMask(InstanceForward):
-    """Attention that makes its own causal mask, or none: gets that of the documents in the argument for padding."""
+    """Attention that makes its own causal mask, or none: gets the mask of the documents in the argument for padding."""
 
     def __init__(self, module: nn.Module, context: PackingContext, argument: str) -> None:
         super().__init__(module, context)
@@ -62,7 +62,9 @@ class DocumentMask(InstanceForward):
         packed_batch = self.packed_batch
         if packed_batch is not None:
             length = packed_batch.tokens[1]
-            if isinstance(arguments[self.argument], IntervalMask):  # of the documents already, as in cross-attention
+            if isinstance(
+                arguments[self.argument], IntervalMask
+            ):  # the mask of the documents already, as in cross-attention
                 return self.inner(**arguments)
             mask = packed_batch.interval_mask(length, 0, 0, MaskSpec((-1, -1)))
             given = arguments[self.argument]
@@ -77,8 +79,8 @@ class DocumentMask(InstanceForward):
 
 
 class EncoderAttention(InstanceForward):
-    """Attention through transformers' interface, for which an encoder makes a mask of its own from that for padding:
-    gets the mask of the documents."""
+    """Attention through transformers' interface, whose encoder makes a mask from the one for padding: gets the mask of
+    the documents."""
 
     def call(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
         packed_batch = self.packed_batch

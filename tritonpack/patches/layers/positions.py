@@ -1,4 +1,4 @@
-"""Absolute positions that a layer counts along the row: counted within each document instead."""
+"""Absolute positions that a layer counts along the row: in a patched model they count in each document."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tritonpack.patches.parts import InstanceForward
 
 
 class LocalPositions(InstanceForward):
-    """A table of absolute positions that counts a row's tokens: looked up by each token's place in its document."""
+    """A table of absolute positions that counts the tokens of a row: looked up by the place in the document."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         packed_batch = self.context.state.packed_batch
@@ -23,7 +23,7 @@ class LocalPositions(InstanceForward):
         if isinstance(module, nn.Embedding):
             table, places = module.weight, packed_batch.places() + getattr(module, "offset", 0)
         else:
-            self.inner(*args, **kwargs)  # which lengthens a sinusoidal table as it needs
+            self.inner(*args, **kwargs)  # it extends a sinusoidal table if needed
             table, places = (
                 module.weights,
                 _from_padding(module, packed_batch, self.bound(args, kwargs).get("input_ids")),
@@ -33,7 +33,7 @@ class LocalPositions(InstanceForward):
 
 
 def _from_padding(module: Any, packed_batch: PackedBatch, ids: Tensor | None) -> Tensor:
-    """(B, T) int64, places that begin behind that of the padding token, as fairseq counts: without padding tokens."""
+    """(B, T) int64, places as fairseq counts them: from padding_idx + 1, without padding tokens."""
     padding = getattr(module, "padding_idx", -1)
     if ids is None or not hasattr(module, "create_position_ids_from_input_ids"):
         return packed_batch.places() + padding + 1
@@ -44,7 +44,7 @@ def _from_padding(module: Any, packed_batch: PackedBatch, ids: Tensor | None) ->
     return (count - before) * real + padding
 
 
-# RoFormer gives its table's rows the axes of batch and heads, [None, None]; ours have a batch already.
+# RoFormer adds the axes of batch and heads to its table's rows, by [None, None]. Ours have a batch already.
 ADDS_AXES = ("RoFormerSinusoidalPositionalEmbedding",)
 
 
@@ -57,10 +57,9 @@ class _Indexed:
 
 
 def temperature(module: nn.Module, mask: IntervalMask) -> Tensor | None:
-    """What queries are to be multiplied by where a layer has scaled them by their place in the row: (B, 1, T, 1).
+    """(B, 1, T, 1): the factor from a query's scale by its place in the row to the scale by its place in the document.
 
-    Layers without positions of long-context models sharpen attention as a row goes on; in a packed row it is the place
-    in the document that counts.
+    Layers without positions in models for long contexts scale queries up along the row. None for all other layers.
     """
     rule = TEMPERATURES.get(type(module).__name__)
     if rule is None or mask.packed_batch is None:
