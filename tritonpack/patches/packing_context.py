@@ -12,16 +12,17 @@ import torch
 from tritonpack.patches.packed_batch import PackedBatch
 
 
-class _State(threading.local):
-    """The state of one thread; the attributes are those of `PackingContext`."""
-
-    def __init__(self) -> None:
-        self.running = False
-        self.packed_batch: PackedBatch | None = None
-        self.told: PackedBatch | None = None
+class _Fields:
+    running = False
+    packed_batch: PackedBatch | None = None
+    told: PackedBatch | None = None
 
 
-class PackingContext:
+class _State(_Fields, threading.local):
+    """The state of one thread."""
+
+
+class PackingContext(_Fields):
     """The packing of the forward pass that runs.
 
     Each thread has its own state. torch.compile does not guard what it reads of a thread's state, so traced code reads
@@ -35,16 +36,13 @@ class PackingContext:
     """
 
     def __init__(self) -> None:
-        self.running = False
-        self.packed_batch: PackedBatch | None = None
-        self.told: PackedBatch | None = None
         self._of_thread = _State()
 
     def __reduce__(self) -> tuple[type[PackingContext], tuple[()]]:
         return PackingContext, ()  # copies of a model share no state
 
     @property
-    def state(self) -> PackingContext | _State:
+    def state(self) -> _Fields:
         """The state to read from."""
         return self if torch.compiler.is_compiling() else self._of_thread
 
