@@ -174,7 +174,7 @@ def test_the_whole_model_has_one_patch() -> None:
     assert not applied_to(model)
 
 
-def test_setting_and_changing_the_name() -> None:
+def test_the_name_comes_and_goes() -> None:
     expected = alone(make("roformer"))
     model = make("roformer")
     before = state(model)

@@ -140,5 +140,5 @@ def test_silent_for_padding_and_for_rows():
         ("BartForCausalLM", {"decoder_attention_heads": 2, "decoder_layers": 1, "decoder_ffn_dim": 8}, False),
     ],
 )
-def test_losses_that_shift_labels(name, options, shifted):
+def test_which_losses_shift(name, options, shifted):
     assert shifts_labels(tiny(name, **options), {}) is shifted

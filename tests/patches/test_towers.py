@@ -47,7 +47,7 @@ def gemma(name: str) -> tuple[PreTrainedModel, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("make", [qwen, gemma])
-def test_towers_equal_transformers_own_attention(make: Any) -> None:
+def test_images_are_seen_as_ever(make: Any) -> None:
     results = []
     for attention in ("sdpa", "tritonpack"):
         torch.manual_seed(0)
