@@ -1,4 +1,4 @@
-"""Models that can't be told of several documents in a row: each document runs in a row of its own."""
+"""Models that can't keep several documents in a row apart: each document runs in a row of its own."""
 
 import copy
 import inspect
@@ -230,7 +230,7 @@ class TestMessages:
                 warnings.simplefilter("error")
                 model(**packed("padded_right"))
                 model(input_ids=zoo.documents((5,))[0])
-            with pytest.warns(tritonpack.PackingWarning, match="can't be told of several documents in a row"):
+            with pytest.warns(tritonpack.PackingWarning, match="can't keep several documents in a row apart"):
                 model(**packed())
             with warnings.catch_warnings():
                 warnings.simplefilter("error")

@@ -26,7 +26,7 @@ REFUSED = {
     "prophetnet": "masks and position buckets of its own",
     "gemma-bidirectional": "sees both directions in a batch without padding",
 }
-# They can't be told of several documents in a row, so each document runs in a row of its own.
+# They can't keep several documents in a row apart, so each document runs in a row of its own.
 OWN_ROWS = {"blt", "cpmant", "deepseek_v4", "minimax_m3_vl_text", "reformer", "xlstm", "doge-experts"}
 # Forms that fail in stock transformers 5.23.
 STOCK_FAILS = {

@@ -25,7 +25,6 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 import tritonpack
 from tests.patches import sweep, zoo
 from tests.patches.test_every_model import state
-from tritonpack.patches import patching
 from tritonpack.patches.applied import applied_to
 
 # Models with the kernels alone, positions and a dense mask, a recurrence, attention outside of the interface, and a
@@ -258,41 +257,6 @@ def test_an_interrupted_unpatch_is_complete(family: str) -> None:
             tritonpack.unpatch(broken)
         assert state(broken) == before
     assert False in outcomes
-
-
-@pytest.mark.heavy
-def test_an_interrupt_releases_the_lock() -> None:
-    """At any line, also at the end of a `with` block."""
-    model = build("llama")
-    places = ("tritonpack/patches/patching.py", "tritonpack/patches/lock.py")
-
-    def patch_and_unpatch() -> None:
-        tritonpack.patch(model).unpatch()
-        tritonpack.patch(model)
-        tritonpack.unpatch(model)
-
-    def is_free() -> bool:
-        taken: list[bool] = []
-
-        def take() -> None:
-            taken.append(patching._lock.acquire(timeout=0.1))
-            if taken[0]:
-                patching._lock.release()
-
-        thread = threading.Thread(target=take)
-        thread.start()
-        thread.join()
-        return taken[0]
-
-    patch_and_unpatch()
-    with broken_at(-1, places) as count:
-        patch_and_unpatch()
-    for line in range(1, count[0] + 1):
-        with contextlib.suppress(Broken), broken_at(line, places):
-            patch_and_unpatch()
-        assert is_free(), f"line {line} of {count[0]}"
-        while applied_to(model):
-            tritonpack.unpatch(model)
 
 
 @pytest.mark.heavy

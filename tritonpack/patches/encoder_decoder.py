@@ -23,7 +23,6 @@ from tritonpack.patches.parse_inputs import make_packed_batch
 from tritonpack.patches.strangers import kept_apart
 from tritonpack.patches.tokens import common_to_codebooks, pad_token_of
 from tritonpack.patches.unpacking.documents import Documents, require_one_document_a_row
-from tritonpack.patches.unpacking.spans import take_spans
 
 LENGTHS = (*OFFSETS, "max_length_q", "max_length_k")
 
@@ -109,9 +108,11 @@ class EncoderDecoderForward(ModelForward):
         return self._run_decoder(arguments, packed_batch)
 
     def _run_decoder(self, arguments: dict[str, Any], packed_batch: PackedBatch | None) -> Any:
-        """Run the module with its decoder's packing; the loss of question answering is that of each document."""
-        self.require_known_loss(arguments, packed_batch)
-        spans = None if packed_batch is None else take_spans(arguments, packed_batch, self.module, self.own)
+        """Run the module with its decoder's packing."""
+        return self.with_loss(lambda: self._run_watched(arguments), arguments, packed_batch)
+
+    def _run_watched(self, arguments: dict[str, Any]) -> Any:
+        """Run the module. Its first packed call checks code of others."""
         sides = [arguments.get(name) for name in ("attention_mask", "decoder_attention_mask")]
         first = [side for side in sides if isinstance(side, PackedBatch) and self._is_first(side)]
         with ExitStack() as watches:
@@ -120,7 +121,7 @@ class EncoderDecoderForward(ModelForward):
             output = self.inner(**arguments)
         if first:
             self.seen = True
-        return output if spans is None else spans.add_loss(output, self.name)
+        return output
 
     def _documents(self, packed_batch: PackedBatch) -> Documents | None:
         return Documents.of(packed_batch, left=self.pads_left, always=self.pads_left)

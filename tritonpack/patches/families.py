@@ -88,7 +88,7 @@ OWN_MASKS = {
     ("modeling_xlm", "MultiHeadAttention"): "mask",
 }
 
-# Layers that can't be told where documents begin, and why.
+# Layers that mix documents whatever they get, and why.
 REFUSED_LAYERS = {
     "DogeCDMoE": "its router mixes the tokens of a row",
     "MiniMaxM3VLIndexer": "it chooses keys in blocks that are counted from the beginning of the row",

@@ -28,7 +28,6 @@ from tritonpack.patches.unpacking.by_document import ByDocument
 from tritonpack.patches.unpacking.choices import Choices
 from tritonpack.patches.unpacking.documents import Documents, require_one_document_a_row
 from tritonpack.patches.unpacking.names import OF_DOCUMENTS, ONE_NUMBER_A_TOKEN, TARGETS
-from tritonpack.patches.unpacking.spans import take_spans
 
 
 class ModelForward(ByDocument):
@@ -112,10 +111,7 @@ class ModelForward(ByDocument):
         packed_batch = self._read(arguments)
         if packed_batch is None:
             return self.inner(**arguments)
-        self.require_known_loss(arguments, packed_batch)
-        spans = take_spans(arguments, packed_batch, self.module, self.own)
-        output = self._run_packed(arguments, packed_batch)
-        return output if spans is None else spans.add_loss(output, self.name)
+        return self.with_loss(lambda: self._run_packed(arguments, packed_batch), arguments, packed_batch)
 
     def _run_packed(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> Any:
         if self.one_result and not packed_batch.shared and (documents := self._documents(packed_batch)) is not None:

@@ -18,7 +18,6 @@ from tritonpack.patches.by_name import register
 from tritonpack.patches.families import BOTH_WAYS, DENSE, PROMPT_TYPES, REFUSED, REFUSED_LAYERS
 from tritonpack.patches.forwards import takes_tokens_and_mask
 from tritonpack.patches.layers.choose import fits
-from tritonpack.patches.lock import Freed
 from tritonpack.patches.packed_batch import ATTENTIONS
 from tritonpack.patches.probe import require_evidence
 from tritonpack.patches.report import Report, holds
@@ -56,7 +55,7 @@ class Patch:
         Raises:
             ValueError: a later patch is still in force.
         """
-        with Freed(_lock), _lock:
+        with _lock:
             applied = self._applied
             if self._lease not in applied.leases:
                 return
@@ -122,7 +121,7 @@ def patch(
     modules, layout, losses = _evident_modules(model, attention, backend)
     handle = None
     try:
-        with Freed(_lock), _lock:
+        with _lock:
             handle = _patch(model, modules, attention, backend, layout, losses)
         return handle  # noqa: RET504
     except BaseException:
@@ -138,7 +137,7 @@ def unpatch(model: nn.Module) -> None:
         ValueError: the model is not patched, or holds a part of another model that is patched.
     """
     _require_model(model)
-    with Freed(_lock), _lock:
+    with _lock:
         found = applied_to(model)
         if not found:
             raise ValueError("this model isn't patched; tritonpack.patch(model) does that.")
@@ -154,13 +153,13 @@ def patch_by_name(model: PreTrainedModel) -> Applied:
         UnsupportedModelError: as `patch`.
     """
     modules, layout, losses = _evident_modules(model, "tritonpack", "auto")
-    with Freed(_lock), _lock:
+    with _lock:
         return _patch(model, modules, "tritonpack", "auto", layout, losses, by_name=True)._applied
 
 
 def restore(applied: Applied) -> None:
     """Take a patch away, and put back the patches that were there before."""
-    with Freed(_lock), _lock:
+    with _lock:
         to_the_end(applied.restore_below)
 
 
@@ -328,8 +327,8 @@ def _modules(model: nn.Module) -> list[PreTrainedModel]:
     ]
     if not modules:
         raise UnsupportedModelError(
-            f"{type(models[0]).__name__} (model type {models[0].config.model_type!r}) takes no attention_mask, so it "
-            "can't be told where documents begin."
+            f"{type(models[0]).__name__} (model type {models[0].config.model_type!r}) takes no attention_mask, so "
+            "nothing can tell it where documents begin."
         )
     return modules
 

@@ -47,7 +47,7 @@ class Report:
         kinds = sorted({window for window in self.windows if window is not None})
         sliding = f"{sum(w is not None for w in self.windows)} with a sliding window of {kinds}" if kinds else ""
         parts = [f"{self.model_type}: {self.layers} layers", sliding, *self.features]
-        lines = [", ".join(filter(None, parts)) + f"; {self._who()}"]
+        lines = [", ".join(filter(None, parts)) + f"; {self._runs()}"]
         for what, names in (
             ("run document by document", self.by_document),
             ("positions counted per document", self.positions),
@@ -57,13 +57,15 @@ class Report:
                 lines.append(f"  {what}: {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}")
         return "\n".join(lines)
 
-    def _who(self) -> str:
+    def _runs(self) -> str:
         if self.attention in ("padded", "lengths"):
             batch = "a padded batch" if self.attention == "padded" else "batches of one length"
             return f"each document in a row of its own, in {batch}; attention {self.replaced} as before"
         own = "its own attention" if self.attention == "dense" else self.attention
-        who = f"backend {self.backend}" if self.attention == "tritonpack" else f"{own} with a dense mask, O(T^2) memory"
-        return f"{who}, in place of {self.replaced}"
+        runs = (
+            f"backend {self.backend}" if self.attention == "tritonpack" else f"{own} with a dense mask, O(T^2) memory"
+        )
+        return f"{runs}, in place of {self.replaced}"
 
 
 def make_report(

@@ -1,13 +1,13 @@
 """The forward of a whole model that can run the documents of packed rows with one document in each row.
 
-Models run so if they give one result for each row, search a row for special tokens, or can't be told of several
-documents in a row.
+Models run so if they give one result for each row, search a row for special tokens, or can't keep several documents in
+a row apart.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from tritonpack.patches.unpacking.choices import Choices, rows_of_choices
 from tritonpack.patches.unpacking.documents import Documents, require_one_document_a_row
 from tritonpack.patches.unpacking.names import CONDITIONED, ONE_DOCUMENT_A_ROW, OTHER_TARGETS, TARGETS, mask_of
 from tritonpack.patches.unpacking.outputs import LaidBack
+from tritonpack.patches.unpacking.spans import take_spans
 
 # Fields of a configuration that name the tokens which images or sounds take the place of.
 PLACES_OF_IMAGES = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id", "audio_token_index")
@@ -81,19 +82,34 @@ class ByDocument(InstanceForward):
             return self.run(arguments)
         return self.run({**arguments, "return_dict": True}).to_tuple()
 
-    def require_known_loss(self, arguments: Mapping[str, Any], packed_batch: PackedBatch | None) -> None:
+    def require_known_loss(self, arguments: Mapping[str, Any], packed_batch: PackedBatch) -> None:
         """Refuse labels of packed rows if the model's own loss mixes documents.
 
         Raises:
             ValueError: the message says what a trial has found.
         """
-        if self.mixed_loss and arguments.get("labels") is not None and packed_batch is not None:
+        if self.mixed_loss and arguments.get("labels") is not None:
             require_one_document_a_row(
                 packed_batch,
-                f"{self.name} has a loss of its own, which isn't that of packed documents: on a few tokens "
+                f"{self.name} has a loss of its own, which isn't the loss of packed documents: on a few tokens "
                 f"{self.mixed_loss}. Leave labels out and compute the loss of each document's outputs, or give each "
                 "document a row of its own, unpatched.",
             )
+
+    def with_loss(self, run: Callable[[], Any], arguments: dict[str, Any], packed_batch: PackedBatch | None) -> Any:
+        """The output of a packed call, in which the loss of question answering is that of each document.
+
+        Args:
+            run: computes the output.
+            arguments: of the call; positions of spans are taken out of them.
+            packed_batch: of the tokens that have logits; None if nothing tells documents.
+        """
+        if packed_batch is None:
+            return run()
+        self.require_known_loss(arguments, packed_batch)
+        spans = take_spans(arguments, packed_batch, self.module, self.own)
+        output = run()
+        return output if spans is None else spans.add_loss(output, self.name)
 
     def run(self, arguments: dict[str, Any]) -> Any:
         """Run a call whose outputs have names."""

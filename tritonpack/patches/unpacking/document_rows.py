@@ -1,4 +1,4 @@
-"""Models that can't be told of several documents in a row: each document gets a row of its own.
+"""Models that can't keep several documents in a row apart: each document gets a row of its own.
 
 The model runs with its own attention, on the documents of packed rows laid out as a padded batch. Outputs with a value
 for each token are laid back into the packed rows. If padding changes what a model computes, documents of one length run
@@ -26,7 +26,6 @@ from tritonpack.patches.unpacking.by_document import ByDocument
 from tritonpack.patches.unpacking.choices import Choices, compares_choices
 from tritonpack.patches.unpacking.documents import Documents, require_one_document_a_row
 from tritonpack.patches.unpacking.names import mask_of
-from tritonpack.patches.unpacking.spans import take_spans
 
 UNUSED = Serving("dense", "auto")  # no layer asks for a mask
 
@@ -93,17 +92,15 @@ class DocumentRows(ByDocument):
             self.require_known_loss(arguments, packed_batch)
         if packed and not torch.compiler.is_compiling():
             self._say_so()
-        spans = take_spans(arguments, packed_batches[""], self.module, self.own) if "" in packed_batches else None
-        output = self.run_by_document(documents, arguments)
-        return output if spans is None else spans.add_loss(output, self.name)
+        return self.with_loss(lambda: self.run_by_document(documents, arguments), arguments, packed_batches.get(""))
 
     def _say_so(self) -> None:
         one_length = "each document in a call of its own" if self.each else "documents of one length at a time"
         how = one_length if self.by_length else "a padded batch"
         notices.say_once(
             f"document-rows-{self.name.lower()}",
-            f"{self.name} can't be told of several documents in a row, so each gets a row of its own, in {how}: exact, "
-            "and no faster than without packing.",
+            f"{self.name} can't keep several documents in a row apart, so each gets a row of its own, in {how}: "
+            "exact, and no faster than without packing.",
         )
 
     def run_rows(self, arguments: dict[str, Any]) -> Any:
