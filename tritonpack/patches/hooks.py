@@ -52,9 +52,12 @@ class PackingHook(PreHook):
         mixes: whether layers of the module mix tokens along the row.
         outermost: whether no other patched module holds this one, so that its arguments are the user's.
         first_call: the check of the module's first call; None after that call.
+        deferred: whether the module's forward calls `run` itself, after it has changed the arguments. Then the hook
+            does nothing.
     """
 
     with_kwargs = True
+    deferred = False
 
     def __init__(
         self,
@@ -89,6 +92,10 @@ class PackingHook(PreHook):
         self.gives_positions = "position_ids" in self.names and not multimodal
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
+        return None if self.deferred else self.run(module, args, kwargs)
+
+    def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The new (args, kwargs) of a call of the module, or None to keep them. For forwards called without hooks."""
         return self._outside_of_graphs(module, args, kwargs) if self.mixes else self._run(module, args, kwargs)
 
     @torch.compiler.disable

@@ -156,7 +156,7 @@ class ModelForward(ByDocument):
             return None
         if self.module is not self.hook.module:
             return self.hook.read(arguments)
-        arguments.update(self.hook(self.module, (), arguments)[1])  # this forward may be called without its hook
+        arguments.update(self.hook.run(self.module, (), arguments)[1])  # this forward may be called without its hook
         mask = arguments.get("attention_mask")
         return mask if isinstance(mask, PackedBatch) else None
 
@@ -202,7 +202,7 @@ class ModelForward(ByDocument):
             )
         with self.context.holding(told=None):
             if self.module is self.hook.module:  # whose forward is called without its hook
-                arguments = self.hook(self.module, (), arguments)[1]
+                arguments = self.hook.run(self.module, (), arguments)[1]
             return self.inner(**arguments)
 
     def _explain(self, error: Exception, arguments: dict[str, Any], packed_batch: PackedBatch) -> None:

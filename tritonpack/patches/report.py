@@ -46,7 +46,7 @@ class Report:
     def __str__(self) -> str:
         kinds = sorted({window for window in self.windows if window is not None})
         sliding = f"{sum(w is not None for w in self.windows)} with a sliding window of {kinds}" if kinds else ""
-        parts = [f"{self.model_type}: {self.layers} layers", sliding, *self.features]
+        parts = [f"{self.model_type}: {self.layers} layer{'' if self.layers == 1 else 's'}", sliding, *self.features]
         lines = [", ".join(filter(None, parts)) + f"; {self._runs()}"]
         for what, names in (
             ("run document by document", self.by_document),
