@@ -122,6 +122,21 @@ def test_patching_a_model_around_a_patched_part() -> None:
     assert state(model) == before
 
 
+@pytest.mark.parametrize("family", [*FAMILIES, "blt"])  # blt runs with one document in each row
+def test_applying_and_reverting_twice_change_nothing(family: str) -> None:
+    """After an interrupt both may run again, from any state."""
+    model = build(family)
+    before, expected = state(model), alone(model)
+    tritonpack.patch(model)
+    during, (applied,) = state(model), applied_to(model)
+    applied.apply()
+    assert state(model) == during
+    assert gap(packed(model), expected) < sweep.tolerance(model)
+    applied.revert()
+    applied.revert()
+    assert state(model) == before
+
+
 def test_a_handle_that_is_collected_changes_nothing() -> None:
     model = build("llama")
     tritonpack.patch(model)
