@@ -13,9 +13,10 @@ from tritonpack.patches.packed_batch import PackedBatch
 
 
 class _Fields:
-    running = False
-    packed_batch: PackedBatch | None = None
-    told: PackedBatch | None = None
+    def __init__(self) -> None:  # no class attributes: a graph is tied to whether an instance has its own
+        self.running = False
+        self.packed_batch: PackedBatch | None = None
+        self.told: PackedBatch | None = None
 
 
 class _State(_Fields, threading.local):
@@ -36,6 +37,7 @@ class PackingContext(_Fields):
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._of_thread = _State()
 
     def __reduce__(self) -> tuple[type[PackingContext], tuple[()]]:
