@@ -98,8 +98,8 @@ def take_spans(arguments: dict[str, Any], packed_batch: PackedBatch, head: nn.Mo
         return None
     if not known:
         raise ValueError(
-            f"{name} has a loss of its own, which may look for start_positions among all tokens of a row, those of "
-            "other documents included. Give each document a row of its own."
+            f"{name} has a loss of its own, which may look for start_positions among all tokens of a row, other "
+            "documents included. Give each document a row of its own."
         )
     for missing in {*POSITIONS} - {*given}:
         raise ValueError(f"{name} was given {', '.join(given)} without {missing}; pass both or neither.")
