@@ -18,7 +18,7 @@ import tritonpack
 from tests.ecosystem.training import arguments, distance, features, pad, trained
 from tests.patches.models import tiny_model
 from tests.patches.test_patching import state
-from tritonpack.patches.packing_context import InstanceForward
+from tritonpack.patches.parts import InstanceForward
 
 liger = pytest.importorskip("liger_kernel.transformers")
 

@@ -1,7 +1,7 @@
-"""axolotl's plugin, run by a stand-in for the parts of axolotl that call plugins.
+"""axolotl's plugin, called by a small copy of the parts of axolotl that call plugins.
 
-The stand-in was written after axolotl 0.19: the order of the calls, a config whose missing keys are None, options
-checked by pydantic classes that are found by name, and the table from which axolotl derives what attention can do.
+The copy follows axolotl 0.19: the order of the calls, a config whose missing keys are None, options checked by pydantic
+classes that are found by name, and the table from which axolotl derives what attention can do.
 """
 
 import importlib
@@ -32,7 +32,7 @@ PACKING = {"flash_attention_2", "flash_attention_3", "flex_attention", "xformers
 
 
 class Config(dict[str, Any]):
-    """axolotl's: a missing key is None, and keys are attributes."""
+    """A config as in axolotl: a missing key is None, and keys are attributes."""
 
     def __missing__(self, key: str) -> None:
         return None
@@ -42,7 +42,7 @@ class Config(dict[str, Any]):
 
 
 class Axolotl:
-    """What of axolotl a plugin meets, from a config's file to a trained model."""
+    """The parts of axolotl that call a plugin, from a config's file to a trained model."""
 
     def __init__(self, **config: Any) -> None:
         self.config = Config(plugins=[PLUGIN], **config)
@@ -53,7 +53,7 @@ class Axolotl:
         assert self.plugin.load_datasets(self.config, preprocess=False) is None
 
     def _check(self) -> None:
-        """Checked and written anew, so that only what the schema knows stays."""
+        """Check the config and write a new one, which has only the options of the schema."""
         home, name = self.plugin.get_input_args().rsplit(".", 1)
         arguments = getattr(importlib.import_module(home), name)
         base = pydantic.create_model(
@@ -69,7 +69,7 @@ class Axolotl:
         self.config = config
 
     def load(self, folder: Path, lora: bool = False) -> nn.Module:
-        """The choice of attention is read before plugins may change it."""
+        """Load a model. The choice of attention is read before plugins may change it."""
         options = {"attn_implementation": self.config.attn_implementation}
         self.plugin.pre_model_load(self.config)
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **options)
@@ -85,8 +85,8 @@ class Axolotl:
         return model
 
     def collate(self, rows: list[list[dict[str, list[int]]]]) -> dict[str, Tensor]:
-        """Rows of several documents: each document's number is its mask, and rows are padded by one more document. The
-        mask goes where attention is said to pack without one."""
+        """Rows of several documents. Each document's number is its mask, and one more document pads a row. The mask is
+        dropped if attention packs without one."""
         ids, places, masks = [], [], []
         for row in rows:
             lengths = [len(document["input_ids"]) for document in row]
@@ -101,7 +101,7 @@ class Axolotl:
         return batch
 
     def _call(self, hook: str, model: nn.Module) -> None:
-        if hasattr(self.plugin, hook):  # the base class has them all
+        if hasattr(self.plugin, hook):  # the base class has all hooks
             getattr(self.plugin, hook)(self.config, model)
 
 
@@ -145,18 +145,18 @@ def test_a_loaded_model_packs(saved: Path, lora: bool, keep_mask: bool) -> None:
     assert error(got, separate(model)) < EXACT
 
 
-def test_what_a_config_chooses() -> None:
+def test_the_attention_that_a_config_chooses() -> None:
     assert Axolotl().config.attn_implementation == "sdpa"
     assert Axolotl(attn_implementation="tritonpack").config.attn_implementation == "sdpa"
     assert Axolotl(attn_implementation="sdpa").config.attn_implementation == "sdpa"
     assert Axolotl(tritonpack={"attention": "eager"}).config.attn_implementation == "eager"
     older = Config(plugins=[PLUGIN], flash_attention=True)
     TritonpackPlugin().register(older)
-    assert older.attn_implementation is None  # axolotl turns it into the newer option
+    assert older.attn_implementation is None  # axolotl converts it to the newer option
 
 
 def test_batches_are_laid_out_for_packing() -> None:
-    """axolotl's own table doesn't know our name, and would count on masks and short rows."""
+    """axolotl's own table does not have our name, so axolotl would use masks and short rows."""
     config = Axolotl(sample_packing=True).config
     assert config.attn_supports_packing is True
     assert config.attn_decontaminates_packing is True
@@ -205,12 +205,12 @@ def test_unloading_twice_and_after_the_model_has_gone(saved: Path) -> None:
     program.plugin.post_train_unload(program.config)
     program.plugin.post_train_unload(program.config)
     assert isinstance(model, PreTrainedModel)
-    assert model.config._attn_implementation == "sdpa"  # which it was loaded with
+    assert model.config._attn_implementation == "sdpa"  # the model was loaded with sdpa
 
 
 @pytest.fixture
 def axolotl_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
-    """A package of axolotl's name with the base class at its place."""
+    """A package named axolotl with its base class of plugins."""
     if find_spec("axolotl") is not None:
         pytest.skip("axolotl itself is installed")
 
@@ -232,7 +232,7 @@ def axolotl_installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[type]:
     importlib.reload(home)
 
 
-def test_the_base_class_is_taken_where_there_is_one(axolotl_installed: type) -> None:
+def test_the_plugin_derives_from_axolotls_base_class(axolotl_installed: type) -> None:
     plugin = importlib.reload(sys.modules["tritonpack.integrations.axolotl"]).TritonpackPlugin()
     assert isinstance(plugin, axolotl_installed)
     assert plugin.initialised
@@ -251,7 +251,7 @@ def test_importing_the_plugin_needs_neither_axolotl_nor_pydantic(fresh: FreshInt
     assert result.returncode == 0, result.stderr
 
 
-def test_axolotl_itself_takes_the_plugin() -> None:
+def test_axolotl_accepts_the_plugin() -> None:
     base = pytest.importorskip("axolotl.integrations.base")
     manager = base.PluginManager.get_instance()
     manager.register(PLUGIN)

@@ -16,19 +16,19 @@ def _registered() -> None:
 
 @pytest.fixture
 def untried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Models are patched without evidence, for what happens in calls of those that would be refused."""
+    """Patch models without a trial, to test calls of models that would be refused."""
     monkeypatch.setattr("tritonpack.patches.patching.require_evidence", lambda *_: None)
 
 
 @pytest.fixture
 def packed_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What packed rows can't be told to is refused, and doesn't get rows of its own."""
+    """Refuse models that can't run on packed rows, instead of giving each document a row of its own."""
     monkeypatch.setattr("tritonpack.patches.patching.LAYOUTS", ("packed",))
 
 
 @pytest.fixture
 def trials(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The trials that a test holds: what others have found doesn't count."""
+    """The trials of one test, without the results of earlier tests."""
     probe = pytest.importorskip("tritonpack.patches.probe")
     held: list[Any] = []
     run = probe.undisturbed

@@ -1,4 +1,4 @@
-"""Code in the place of Llama's attention, as other projects put it there."""
+"""Code that replaces Llama's attention, as in other projects."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 
 
 def attends_by_itself(self: Any, hidden_states: Tensor, position_embeddings: Any, **kwargs: Any) -> Any:
-    """As code that calls sdpa in place of the interface: causal, whatever the mask says."""
+    """Attention that calls sdpa instead of the interface: causal, and without the mask."""
     shape = (*hidden_states.shape[:-1], -1, self.head_dim)
     projections = (self.q_proj, self.k_proj, self.v_proj)
     q, k, v = (project(hidden_states).view(shape).transpose(1, 2) for project in projections)
@@ -33,7 +33,7 @@ class Replacement(nn.Module):
 
 
 class AnyArguments(nn.Module):
-    """Its signature says nothing of what it takes."""
+    """A module whose signature names no argument."""
 
     def __init__(self, own: LlamaAttention) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class AnyArguments(nn.Module):
 
 
 def mixes_rows(self: Any, **kwargs: Any) -> Any:
-    """In the place of a head's forward: each token's logits hold what stands before it in the row."""
+    """A forward of a head: each token's logits depend on all tokens before it in the row."""
     output = type(self).forward(self, **kwargs)
     output.logits = output.logits + 0.1 * output.logits.cumsum(1)
     return output

@@ -1,4 +1,4 @@
-"""Tiny random models of the families that are tested most closely, with windows short enough to matter."""
+"""Tiny random models of the families with the most tests. Their windows are shorter than the documents."""
 
 from typing import Any
 
@@ -40,20 +40,19 @@ def tiny_model(
 ) -> PreTrainedModel:
     torch.manual_seed(0)
     config = AutoConfig.for_model(family, **{**COMMON, **SPECIFIC.get(family, {}), **overrides})
-    config._experts_implementation = "eager"  # the fused one knows no float64
+    config._experts_implementation = "eager"  # the fused one does not take float64
     return AutoModelForCausalLM.from_config(config, attn_implementation=attention).to(dtype).eval()
 
 
 def generate(
     model: PreTrainedModel, ids: Tensor, *, cache: str = "dynamic", padding: int = 0, tokens: int = 12
 ) -> tuple[Tensor, Tensor]:
-    """Greedy continuation of rows of ids, the first of them padded on the left: all tokens, and the logits of the new
-    ones.
+    """Continue rows of ids greedily, the first of them padded on the left: all tokens, and the logits of the new ones.
 
     Args:
-        cache: as `generate` takes it: "dynamic" or "static".
+        cache: "dynamic" or "static", as in `generate`.
         padding: how many tokens of the first row are padding.
-        tokens: how many are made.
+        tokens: how many tokens to add.
     """
     mask = torch.ones_like(ids)
     mask[0, :padding] = 0
@@ -65,10 +64,10 @@ def generate(
 
 
 class Graphs:
-    """A backend of torch.compile that runs graphs as they are and counts them; nothing compiled before is left.
+    """A backend of torch.compile that runs graphs unchanged and counts them. Earlier graphs are dropped.
 
     Attributes:
-        count: how many graphs there have been.
+        count: the number of graphs so far.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Tiny random encoders with decoders, and how they are called with pairs of documents."""
+"""Tiny random encoders with decoders, and their calls with pairs of documents."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ BUCKETS = {"relative_attention_num_buckets": 8, "relative_attention_max_distance
 STARTS = {"decoder_start_token_id": 2}
 GEMMA = {"layer_types": [SLIDING, FULL], "sliding_window": WINDOW, "query_pre_attn_scalar": 8}
 
-# What the configuration of a type takes beside `zoo_rows.COMMON`.
+# Settings of each type besides `zoo_rows.COMMON`.
 EXACT: dict[str, dict[str, Any]] = {
     "bart": STARTS,
     "bigbird_pegasus": STARTS | {"attention_type": "original_full"},
@@ -55,7 +55,7 @@ EXACT: dict[str, dict[str, Any]] = {
     "umt5": BUCKETS | {"decoder_start_token_id": 0},
 }
 
-# Stock transformers itself can't do these, in transformers 5.23.
+# Forms that fail in stock transformers 5.23.
 STOCK_FAILS = {"switch_transformers": {"with_cache"}}  # it tells its encoder to use a cache, too
 
 
@@ -80,7 +80,7 @@ def tiny_pair_model(
 
 
 def _of_two_models() -> PreTrainedConfig:
-    """RoBERTa, whose positions begin behind the padding token's, and GPT-2."""
+    """RoBERTa, whose positions begin after padding_idx, and GPT-2."""
     encoder = zoo.tiny_config("roberta", is_decoder=False)
     decoder = zoo.tiny_config("gpt2", add_cross_attention=True)
     config = EncoderDecoderConfig.from_encoder_decoder_configs(encoder, decoder)
@@ -94,7 +94,7 @@ def targets(lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> list[Tensor]:
 
 
 def pairs_subject(model: PreTrainedModel, *, stock: bool = False) -> packed_forms.Subject:
-    """How a model is called with pairs."""
+    """The calls of a model with pairs."""
     return small_copy.pairs_subject(model, targets, torch.arange(zoo.FIRST_TOKEN, VOCAB), stock=stock)
 
 

@@ -1,6 +1,6 @@
-"""What else reads a model's mask: losses over the routing of tokens, and embeddings scaled by it.
+"""Other code that reads a model's mask: losses of routers, and embeddings that are scaled by the mask.
 
-Every reader gets a mask of 0 and 1, whatever the call tells documents by, and padding takes no part.
+All of it gets a mask of 0 and 1, in whatever way the call tells documents apart, and leaves out padding.
 """
 
 import functools
@@ -46,7 +46,7 @@ def padded(pieces: list[Tensor]) -> dict[str, Any]:
 
 
 def calls(pieces: list[Tensor]) -> dict[str, dict[str, Any]]:
-    """One packed row, with and without padding at its end, told in every way."""
+    """One packed row, with and without padding at its end, with documents told in every way."""
     ids, lengths = torch.cat(pieces, dim=1), torch.tensor([piece.shape[1] for piece in pieces])
     places = torch.cat([torch.arange(n) for n in lengths])[None]
     numbers = torch.arange(1, len(pieces) + 1).repeat_interleave(lengths)[None]
@@ -86,7 +86,7 @@ def loss_and_gradients(model: nn.Module, call: dict[str, Any]) -> tuple[Tensor, 
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_routers_loss_of_padded_training(family: str) -> None:
+def test_router_loss_equals_padded_training(family: str) -> None:
     model, pieces = model_of(family), zoo.documents(LENGTHS)
     expected = loss_and_gradients(model, padded(pieces))
     with tritonpack.patch(model):
@@ -95,8 +95,8 @@ def test_the_routers_loss_of_padded_training(family: str) -> None:
             assert difference(expected, loss_and_gradients(model, call)) < EXACT, form
 
 
-def test_documents_of_padding_tokens_inside_of_a_row_are_documents() -> None:
-    """Only what fills a row up is padding, and a row is never all padding."""
+def test_documents_of_padding_tokens_inside_a_row_count() -> None:
+    """Only tokens that fill a row up are padding, and a row is never all padding."""
     model, pieces = model_of("mixtral"), zoo.documents((7, 4))
     middle = torch.cat([pieces[0], torch.full((1, 3), PAD), pieces[1]], dim=1)
     places = torch.cat([torch.arange(n) for n in (7, 3, 4)])[None]
@@ -110,8 +110,8 @@ def test_documents_of_padding_tokens_inside_of_a_row_are_documents() -> None:
             assert got.isfinite()
 
 
-def test_a_forward_that_was_replaced_after_patching() -> None:
-    """As Liger-Kernel does; a wrapper that calls ours, as accelerate's, is none."""
+def test_forward_replaced_after_patching_is_refused() -> None:
+    """Liger-Kernel replaces forwards. A wrapper that calls ours, such as accelerate's, replaces nothing."""
     model, pieces = model_of("mixtral"), zoo.documents(LENGTHS)
     call = calls(pieces)["numbered mask"]
     with tritonpack.patch(model):
@@ -126,7 +126,7 @@ def test_a_forward_that_was_replaced_after_patching() -> None:
         model.forward = own
 
 
-def test_embeddings_scaled_by_the_mask() -> None:
+def test_embeddings_scaled_by_the_mask_equal_alone() -> None:
     model, pieces = retriever(), zoo.documents(LENGTHS)
     expected = torch.cat([model(ids).embeddings for ids in pieces], dim=1)
     numbers = torch.arange(1, 5).repeat_interleave(torch.tensor(LENGTHS))[None]

@@ -1,4 +1,4 @@
-"""Models that have our attention by name alone, without having been patched: exact, or refused."""
+"""Models that are patched by attn_implementation="tritonpack": exact, or refused."""
 
 import gc
 from typing import Any
@@ -23,7 +23,7 @@ from tests.patches.test_patching import (
     positions,
     state,
 )
-from tritonpack.patches import applied
+from tritonpack.patches import attention_names
 from tritonpack.patches.applied import applied_to
 
 NAME = "tritonpack"
@@ -67,7 +67,7 @@ def test_padded_equals_alone(family: str, side: str) -> None:
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("padding", [0, 4], ids=["", "left-padded"])
 def test_generate(family: str, cache: str, padding: int) -> None:
-    """A static cache counts its tokens in place, between the mask's making and its use."""
+    """A static cache counts its tokens in place, after the mask is made and before it is used."""
     ids, options = torch.cat([documents((9,))[0], documents((1, 9))[1]]), {"cache": cache, "padding": padding}
     expected, want = generate(make(family), ids, **options)
     got, have = generate(make(family, attn_implementation=NAME), ids, **options)
@@ -91,7 +91,7 @@ def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler's own
+@pytest.mark.filterwarnings("ignore::UserWarning")  # from the compiler
 def test_one_graph_for_every_length() -> None:
     graphs = Graphs()
     model = tiny_model("mistral", dtype=torch.float32, num_hidden_layers=1)
@@ -118,7 +118,7 @@ def test_saved_and_loaded(tmp_path: Any) -> None:
 
 
 def test_a_model_that_has_the_name_is_patched() -> None:
-    """With all that patch() does, from the end of its construction."""
+    """It is patched as by `patch` at the end of its construction."""
     expected = alone(make("qwen3_next"))
     model = make("qwen3_next", attn_implementation=NAME)
     before = state(model)
@@ -133,7 +133,7 @@ def test_a_model_that_has_the_name_is_patched() -> None:
 
 @pytest.mark.parametrize("kind", ["falcon", "gptj", "git", "roformer", "openai-gpt"])
 def test_attention_of_its_own_is_patched_by_name(kind: str) -> None:
-    """Some look the name up in a table of their own classes, and some never ask for it."""
+    """Some models look the name up in a table of their own classes, and some ignore it."""
     expected = alone(make(kind))
     model = make(kind, attn_implementation=NAME)
     call = {"input_ids": torch.cat(documents(), 1), "position_ids": positions()}
@@ -146,7 +146,7 @@ def test_attention_of_its_own_is_patched_by_name(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["xlstm", "cpmant", "blt", "deepseek_v4"])
 def test_documents_get_rows_of_their_own_by_name(kind: str) -> None:
-    """Models that take no mask, and parts that take no tokens."""
+    """Models without a mask, and parts without tokens."""
     dtype = torch.float32 if kind in zoo.FLOAT32_ONLY else torch.float64
     rows = [d.clamp(min=zoo.FIRST_TOKEN) for d in documents()]
     stock, model = zoo.tiny_model(kind, dtype=dtype), zoo.tiny_model(kind, dtype=dtype, attn_implementation=NAME)
@@ -163,8 +163,8 @@ def test_documents_get_rows_of_their_own_by_name(kind: str) -> None:
     )
 
 
-def test_one_patch_for_the_whole() -> None:
-    """Each model inside another ends its own construction, and the patch of the whole stands for theirs."""
+def test_the_whole_model_has_one_patch() -> None:
+    """Each model inside another is patched at the end of its construction. The whole model's patch replaces these."""
     model = make("bloom", attn_implementation=NAME)
     (applied,) = applied_to(model)
     assert applied.model is model
@@ -194,16 +194,16 @@ def test_the_name_comes_and_goes() -> None:
     assert difference(expected, logits_and_gradients(model, [call], lambda out: out[0])) > 1e-3
 
 
-def test_a_name_for_parts() -> None:
-    """A dictionary names the attention of parts; the patch is that of the whole all the same."""
+def test_a_name_for_each_part() -> None:
+    """A dictionary names the attention of parts. The whole model has one patch all the same."""
     model = make("gemma3", attn_implementation={"text_config": NAME, "vision_config": "eager"})
     (applied,) = applied_to(model)
     assert applied.model is model
     assert model.config.vision_config._attn_implementation == "eager"
 
 
-def test_what_cannot_be_packed_is_refused_by_name() -> None:
-    """In the call, because it may be a part of what can be packed; and by its forward, past any hook."""
+def test_unsupported_models_are_refused_in_the_call() -> None:
+    """In the call, because the model may be a part of one that can be packed; also in a direct call of its forward."""
     model = make("prophetnet", attn_implementation=NAME)
     ids = torch.cat(documents(), 1)
     for call in (model, model.forward, model.base_model):
@@ -220,7 +220,7 @@ def test_a_name_that_is_written_into_a_configuration_is_refused() -> None:
         model(torch.cat(documents(), 1), position_ids=positions())
 
 
-# Types of which no layer asks for an attention function: transformers takes any name for them and uses none.
+# Model types whose layers look up no attention function: transformers accepts any name for them and uses none.
 NEVER_ASK = {
     "cpmant", "falcon_mamba", "mamba", "mamba2", "openai-gpt", "prophetnet", "reformer", "rwkv", "xlm", "xlnet",
     "xlstm",
@@ -246,7 +246,7 @@ def test_every_type_is_exact_or_refuses() -> None:
             expected = torch.cat([zoo.logits(stock, stock(**call, use_cache=False)) for call in calls], 1)
             try:
                 model = zoo.tiny_model(kind, dtype=dtype, attn_implementation=NAME)
-            except (ValueError, KeyError):  # KeyError: classes of their own per name
+            except (ValueError, KeyError):  # KeyError: a table of classes by name
                 continue
             for form, types in exact.items():
                 try:
@@ -264,16 +264,16 @@ def test_every_type_is_exact_or_refuses() -> None:
         assert types >= USUAL
 
 
-def test_a_claim_ends_with_its_config() -> None:
-    """A model that goes without being unpatched leaves nothing for the next config at its address."""
-    gc.freeze()  # of all that other tests have left, which takes seconds to look through
+def test_a_name_is_forgotten_with_its_configuration() -> None:
+    """A model that is freed while patched leaves nothing for the next configuration at the same address."""
+    gc.freeze()  # objects of other tests, which take seconds to look through
     try:
         model = tiny_model("llama")
         tritonpack.patch(model)
         key = id(model.config)
-        assert key in applied._claims
+        assert key in attention_names._names
         del model
         gc.collect()
-        assert key not in applied._claims
+        assert key not in attention_names._names
     finally:
         gc.unfreeze()

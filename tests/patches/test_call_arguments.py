@@ -1,4 +1,4 @@
-"""The form of arguments that tell documents apart: another one is refused with its name, or read as well."""
+"""The form of arguments that tell documents apart: other forms are refused by name, or read as well."""
 
 from typing import Any
 
@@ -30,10 +30,10 @@ BAD_FORMS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "blt"])  # whose documents get rows of their own
+@pytest.mark.parametrize("family", ["llama", "blt"])  # blt runs with one document in each row
 @pytest.mark.parametrize("inner", [False, True], ids=["head", "model"])
 @pytest.mark.parametrize("name", BAD_FORMS)
-def test_another_form_is_refused(family: str, inner: bool, name: str) -> None:
+def test_arguments_in_another_form_are_refused(family: str, inner: bool, name: str) -> None:
     arguments, message = BAD_FORMS[name]
     model = zoo.tiny_model(family, dtype=torch.float64)
     with tritonpack.patch(model):
@@ -43,7 +43,7 @@ def test_another_form_is_refused(family: str, inner: bool, name: str) -> None:
 
 
 @pytest.mark.parametrize("masks", [{"full_attention": None}, {"full_attention": np.ones(3)}, {}], ids=str)
-@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])  # takes no such masks, and takes them
+@pytest.mark.parametrize("kind", ["llama", "gemma3_text"])  # the first does not take such masks, the second does
 def test_masks_by_kind_of_layer_are_refused(kind: str, masks: dict[str, Any]) -> None:
     model = zoo.tiny_model(kind, dtype=torch.float64)
     message = r"attention_mask is a dict.*position_ids, cu_seq_lens_q, seq_idx or a two-dimensional mask"
@@ -53,7 +53,7 @@ def test_masks_by_kind_of_layer_are_refused(kind: str, masks: dict[str, Any]) ->
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mamba", "bloom", "bert", "blt"])
 @pytest.mark.parametrize("inner", [False, True], ids=["head", "model"])
-def test_positions_of_one_row_need_no_dimension_for_it(family: str, inner: bool) -> None:
+def test_positions_of_one_row_may_be_one_dimensional(family: str, inner: bool) -> None:
     model = zoo.tiny_model(family, dtype=torch.float64)
     with tritonpack.patch(model):
         called = model.base_model if inner and family in ("llama", "gpt2") else model
@@ -80,8 +80,8 @@ def test_images_before_the_tokens_of_a_packed_row_are_refused(images: int) -> No
         model(torch.cat(documents(), 1), position_ids=positions(), pixel_values=pixels)
 
 
-def test_errors_of_a_call_with_images_are_its_own() -> None:
-    """Where the number of images isn't what is wrong."""
+def test_other_errors_of_a_call_with_images_stay_unchanged() -> None:
+    """The number of images is not the cause."""
     model = git()
 
     def fail(*_: Any) -> Tensor:

@@ -26,7 +26,7 @@ HEADS = {
     "RoCBertForMultipleChoice": "roc_bert",
     "XLMForMultipleChoice": "xlm",
     "XLNetForMultipleChoice": "xlnet",  # reads the last token
-    "RoFormerForMultipleChoice": "roformer",  # so does it, and takes no position ids
+    "RoFormerForMultipleChoice": "roformer",  # reads the last token, and takes no position ids
 }
 TOLD = {
     "position_ids": ("position_ids", "attention_mask"),
@@ -73,7 +73,7 @@ def packed(told: str, rows: tuple[tuple[int, ...], ...] = ROWS) -> dict[str, Any
 
 
 def expected_of(model: Any) -> tuple[Tensor, Tensor]:
-    """Logits of options alone, without padding, and the mean loss of questions."""
+    """The logits of each option alone, without padding, and the mean loss of the questions."""
     logits = torch.cat([torch.cat([model(ids[None]).logits for ids in options], dim=1) for options in questions()])
     return logits, torch.nn.functional.cross_entropy(logits, LABELS)
 
@@ -92,7 +92,7 @@ def test_one_score_a_choice(name: str, told: str) -> None:
 
 
 @pytest.mark.usefixtures("untried")
-def test_columns_of_tokens_come_along() -> None:
+def test_other_values_of_tokens_are_cut_too() -> None:
     model = head("BertForMultipleChoice", "bert")
     kinds = [[(ids % 2) for ids in options] for options in questions()]
     outputs = []
@@ -120,12 +120,12 @@ def test_hidden_states_lie_in_the_rows() -> None:
 
 @pytest.mark.usefixtures("untried")
 @pytest.mark.parametrize("told", ["position_ids", "segments"])
-def test_one_document_a_choice_is_left_to_the_head(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_document_in_each_choice_runs_in_the_head(told: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = head("BertForMultipleChoice", "bert")
     call = packed(told, ((0,), (3,)))
     call["attention_mask"] = (call["attention_mask"] != 0).long()
     expected = model(**call, labels=LABELS[[0, 3]])
-    monkeypatch.setattr("tritonpack.patches.by_document.ByDocument.run_by_document", None)
+    monkeypatch.setattr("tritonpack.patches.unpacking.by_document.ByDocument.run_by_document", None)
     with tritonpack.patch(model):
         got = model(**call, labels=LABELS[[0, 3]])
     assert relative(expected.logits, got.logits) < EXACT
@@ -133,7 +133,7 @@ def test_one_document_a_choice_is_left_to_the_head(told: str, monkeypatch: pytes
 
 
 @pytest.mark.usefixtures("untried")
-def test_offsets_of_one_document_a_choice() -> None:
+def test_offsets_of_one_document_in_each_choice() -> None:
     model = head("BertForMultipleChoice", "bert")
     expected = torch.cat([model(**alone(questions()[q])).logits for q in (0, 3)])
     with tritonpack.patch(model):
@@ -151,7 +151,7 @@ def test_choices_with_different_numbers_of_documents() -> None:
 
 
 @pytest.mark.usefixtures("untried")
-def test_labels_are_of_questions() -> None:
+def test_labels_need_one_value_for_each_question() -> None:
     model = head("BertForMultipleChoice", "bert")
     message = r"hold 4 questions, and BertForMultipleChoice gives one result a question.*of shape \(4,\)"
     with tritonpack.patch(model), pytest.raises(ValueError, match=message):
@@ -159,11 +159,11 @@ def test_labels_are_of_questions() -> None:
 
 
 class Picking(BertForMultipleChoice):
-    """Another class with the same forward."""
+    """A class that is not known, with the same forward."""
 
 
 class Mixing(BertForMultipleChoice):
-    """A head whose scores hang on other documents of the call."""
+    """A head whose scores depend on other documents of the call."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""A patched model under torch.compile: one graph, packed exactly, for every length."""
+"""A patched model under torch.compile: one graph for every length, and exact results."""
 
 from typing import Any
 
@@ -9,9 +9,9 @@ import tritonpack
 from tests.patches import sweep, zoo
 from tests.patches.models import VOCAB, Graphs, tiny_model
 
-# What differs between them: values narrower than keys, and experts; a forward of ours; windows on some layers, and
-# sinks; chunks and a temperature; positions from a table. Llama, which has none of it, is trained below. Where layers
-# are all alike there is one, because the compiler takes each for itself.
+# They differ in these: values narrower than keys, and experts; a forward of ours; windows on some layers, and sinks;
+# chunks and a temperature; positions from a table. Llama, without any of these, is trained below. A model whose layers
+# are all alike has one layer, because the compiler compiles each by itself.
 FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {},
     "falcon": {"num_hidden_layers": 1},
@@ -20,7 +20,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "opt": {"num_hidden_layers": 1},
 }
 
-pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler's own
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # from the compiler
 
 
 @pytest.mark.heavy
@@ -29,7 +29,7 @@ def test_one_graph_for_every_length(family: str) -> None:
     graphs = Graphs()
     model = zoo.tiny_model(family, **FAMILIES[family])
     if model._can_set_experts_implementation():
-        model.set_experts_implementation("grouped_mm")  # the eager one asks how many tokens an expert got
+        model.set_experts_implementation("grouped_mm")  # the eager one reads how many tokens an expert got
     with tritonpack.patch(model):
         compiled = torch.compile(model, backend=graphs, fullgraph=True, dynamic=True)
         for total in (12, 9, 20, 33):
@@ -64,7 +64,7 @@ LAYOUTS = [(7, 1, 3, 11), (13,), (2, 20, 5), (30, 4), (12, 9, 8, 3, 1), (22,), (
 @pytest.mark.heavy
 @pytest.mark.parametrize("family", ["mamba2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
 def test_recurrent_layers_run_outside_of_graphs_that_fit_all_lengths(family: str) -> None:
-    """As many graphs as the first batches take, of several documents and of one, however many come."""
+    """The first batches, with one document and with several, make all graphs; later batches make none."""
     graphs = Graphs()
     model = zoo.tiny_model(family)
     if model._can_set_experts_implementation():
@@ -82,8 +82,8 @@ def test_recurrent_layers_run_outside_of_graphs_that_fit_all_lengths(family: str
 
 @pytest.mark.parametrize("family", ["roformer", pytest.param("openai-gpt", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("inside", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "base model"])
-def test_what_is_read_of_the_current_packing_is_that_of_the_call(family: str, inside: bool) -> None:
-    """The hook of a compiled module runs outside of its graph, which reads what the hook says."""
+def test_graphs_read_the_packing_of_their_own_call(family: str, inside: bool) -> None:
+    """The hook of a compiled module runs outside of its graph. The graph reads what the hook has set."""
     torch._dynamo.reset()
     model = zoo.tiny_model(family)
     with tritonpack.patch(model):

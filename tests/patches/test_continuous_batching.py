@@ -1,4 +1,4 @@
-"""Generation in continuous batches of a patched model: stock's tokens, and packing as before once it has ended."""
+"""Continuous batching of a patched model: the tokens equal stock's, and packing works again afterwards."""
 
 import copy
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def session(model: PreTrainedModel) -> Iterator[Any]:
 
 
 def packed_gap(model: PreTrainedModel) -> float:
-    """How far packed documents are from each alone, in logits."""
+    """The largest difference of logits between packed documents and each alone."""
     documents = [torch.tensor([prompt]) for prompt in PROMPTS]
     places = torch.cat([torch.arange(document.numel()) for document in documents])[None]
     with torch.no_grad():
@@ -64,7 +64,7 @@ def test_tokens_are_those_of_stock_and_packing_goes_on(family: str, attention: s
 
 
 @pytest.mark.heavy
-def test_a_model_that_has_the_name_alone() -> None:
+def test_model_patched_by_name() -> None:
     model = tiny_model("llama", dtype=torch.float32)
     expected = generated(model)
     by_name = AutoModelForCausalLM.from_config(copy.deepcopy(model.config), attn_implementation="tritonpack").eval()
@@ -100,7 +100,7 @@ def test_training_during_a_session_is_refused() -> None:
         assert packed_gap(model) < 1e-5
 
 
-def test_a_session_that_does_not_begin_changes_nothing() -> None:
+def test_a_session_that_fails_to_start_changes_nothing() -> None:
     model = tiny_model("llama", dtype=torch.float32)
     broken = GenerationConfig(max_new_tokens=6, num_beams="x")
     with tritonpack.patch(model):
@@ -110,7 +110,7 @@ def test_a_session_that_does_not_begin_changes_nothing() -> None:
 
 
 @pytest.mark.heavy
-def test_leaving_the_patch_during_a_session() -> None:
+def test_unpatching_during_a_session() -> None:
     model = tiny_model("llama", dtype=torch.float32)
     expected = generated(model)
     handle = tritonpack.patch(model)
@@ -121,7 +121,7 @@ def test_leaving_the_patch_during_a_session() -> None:
 
 
 def test_patching_during_a_session_is_refused_in_the_call() -> None:
-    """The manager's thread calls a model whose attention has another name than the manager was made for."""
+    """The manager was made for another name of the attention than the model has now."""
     model = tiny_model("llama", dtype=torch.float32)
     cache = object.__new__(PagedAttentionCache)
     with tritonpack.patch(model), pytest.raises(ValueError, match="patched while continuous batching was running"):

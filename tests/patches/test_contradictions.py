@@ -1,4 +1,4 @@
-"""Arguments that tell documents apart in several ways must agree: a call that contradicts itself is refused."""
+"""Calls whose arguments begin documents at different tokens are refused."""
 
 from typing import Any
 
@@ -11,8 +11,8 @@ from tests.patches import zoo
 from tests.patches.models import tiny_model
 from tests.patches.test_patching import EXACT, LENGTHS, alone, documents, offsets, positions, segments
 
-COARSE = torch.tensor([[1] * 8 + [2] * 14])  # the documents of LENGTHS, two and two
-OTHERS = torch.tensor([[1] * 3 + [2] * 5 + [3] * 8 + [4] * 6])  # as many documents, elsewhere
+COARSE = torch.tensor([[1] * 8 + [2] * 14])  # two documents of LENGTHS each
+OTHERS = torch.tensor([[1] * 3 + [2] * 5 + [3] * 8 + [4] * 6])  # as many documents, at other tokens
 
 CONTRADICTIONS: dict[str, tuple[dict[str, Tensor], str]] = {
     "offsets of one document, numbers of four": (
@@ -63,7 +63,7 @@ CONTRADICTIONS: dict[str, tuple[dict[str, Tensor], str]] = {
 }
 
 
-@pytest.mark.parametrize("family", ["llama", "mamba", "blt"])  # whose documents get rows of their own
+@pytest.mark.parametrize("family", ["llama", "mamba", "blt"])  # blt runs with one document in each row
 @pytest.mark.parametrize("name", CONTRADICTIONS)
 def test_a_contradiction_is_refused(family: str, name: str) -> None:
     arguments, message = CONTRADICTIONS[name]
@@ -104,7 +104,7 @@ def off(got: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", AGREE)
-def test_what_agrees_is_exact(name: str) -> None:
+def test_consistent_arguments_are_exact(name: str) -> None:
     model = tiny_model("llama")
     expected = alone(model)[0]
     ids = torch.cat([*documents(), torch.zeros(1, 3, dtype=torch.long)], 1)

@@ -1,4 +1,4 @@
-"""Models that can't be told of several documents in a row: each document gets a row of its own, and nothing is lost."""
+"""Models that can't keep several documents in a row apart: each document runs in a row of its own."""
 
 import copy
 import inspect
@@ -62,13 +62,13 @@ def alone(model: Any, **more: Any) -> list[Any]:
 
 
 def labels_of(ids: Tensor) -> Tensor:
-    """A label for all tokens but each document's first."""
+    """Labels for all tokens except the first one of each document."""
     return torch.cat([torch.full_like(ids[:, :1], -100), ids[:, 1:]], dim=1)
 
 
 @both
 @pytest.mark.parametrize("form", FORMS)
-def test_each_document_is_as_alone(name: str, form: str) -> None:
+def test_each_document_equals_alone(name: str, form: str) -> None:
     model = build(name)
     documents = zoo.documents(LENGTHS)
     values = torch.cat([out.logits[0] for out in alone(model)])
@@ -98,7 +98,7 @@ def test_every_output_is_laid_back(name: str) -> None:
 
 
 @both
-def test_weights_of_attention_are_of_each_document(name: str) -> None:
+def test_attention_weights_have_a_row_for_each_document(name: str) -> None:
     model = build(name)
     expected = alone(model, output_attentions=True)
     with tritonpack.patch(model):
@@ -110,7 +110,7 @@ def test_weights_of_attention_are_of_each_document(name: str) -> None:
             assert not b[i, :, :n, n:].any()
 
 
-def test_weights_that_are_not_of_documents_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_attention_weights_without_a_row_for_each_document_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build(LENGTH)
     run = type(model).forward
 
@@ -132,7 +132,7 @@ def test_the_loss_is_a_mean_over_labels(name: str, form: str) -> None:
     model = build(name)
     documents = zoo.documents(LENGTHS)
     counts = [int((labels_of(ids) != -100).sum()) for ids in documents]
-    assert min(counts) == 0  # a mean over none isn't a number
+    assert min(counts) == 0  # a mean over no labels is NaN
     losses = [model(input_ids=ids, labels=labels_of(ids)).loss for ids, n in zip(documents, counts, strict=True) if n]
     expected = sum(n * loss for n, loss in zip([n for n in counts if n], losses, strict=True)) / sum(counts)
     batch = FORMS[form](documents)
@@ -154,8 +154,8 @@ def test_a_loss_of_two_kinds_of_labels_needs_one_batch() -> None:
         model(**packed(), labels=ids, next_sentence_label=torch.tensor([0, 1, 0, 1]))
 
 
-def test_gradients_that_are_no_numbers_differ() -> None:
-    """Where padding fills a window, Longformer's are NaN in float64."""
+def test_nan_gradients_count_as_different() -> None:
+    """Longformer's gradients are NaN in float64 if padding fills a window."""
     values, bad = torch.ones(2, 3), torch.full((4,), float("nan"))
     assert difference((values, [torch.ones(4)]), (values, [bad])) == float("inf")
     assert difference((values, [torch.ones(4)]), (values, [torch.ones(4)])) == 0
@@ -179,8 +179,8 @@ def test_one_score_for_each_document() -> None:
             model(**packed(), labels=torch.zeros(1, 22))
 
 
-def test_texts_against_images() -> None:
-    """Texts of one row, and two images: every pair."""
+def test_texts_are_compared_with_images() -> None:
+    """Texts of one row, and two images: the output has all pairs."""
     model = build("CLIPModel")
     size = model.config.vision_config.image_size
     images = torch.randn(2, 3, size, size, dtype=torch.float64)
@@ -193,7 +193,7 @@ def test_texts_against_images() -> None:
 
 
 @pytest.mark.parametrize("each", ["row", "document"])
-def test_sounds_for_each_row_or_for_each_document(each: str) -> None:
+def test_sounds_for_each_row_or_each_document(each: str) -> None:
     model = build("WhisperForConditionalGeneration")
     documents = zoo.documents((5, 3, 4))
     batch = lay_out([[0, 1], [2]], documents)
@@ -215,8 +215,8 @@ def test_sounds_for_each_row_or_for_each_document(each: str) -> None:
     torch.testing.assert_close(batch.gather(got), torch.cat(expected), rtol=0, atol=1e-9)
 
 
-class TestSaid:
-    """What users hear of it."""
+class TestMessages:
+    """Reports, warnings and refusals."""
 
     def test_the_report(self) -> None:
         assert "each document in a row of its own, in a padded batch" in str(tritonpack.patch(build(PADDED)).report)
@@ -230,7 +230,7 @@ class TestSaid:
                 warnings.simplefilter("error")
                 model(**packed("padded_right"))
                 model(input_ids=zoo.documents((5,))[0])
-            with pytest.warns(tritonpack.PackingWarning, match="can't be told of several documents in a row"):
+            with pytest.warns(tritonpack.PackingWarning, match="can't keep several documents in a row apart"):
                 model(**packed())
             with warnings.catch_warnings():
                 warnings.simplefilter("error")
@@ -260,11 +260,11 @@ class TestSaid:
         ]
         torch.testing.assert_close(shifted, torch.cat(expected, dim=1), rtol=0, atol=1e-9)
 
-    def test_a_mask_of_four_dimensions(self) -> None:
+    def test_a_mask_of_four_dimensions_is_refused(self) -> None:
         with tritonpack.patch(model := build(PADDED)), pytest.raises(ValueError, match="must be two-dimensional"):
             model(input_ids=packed()["input_ids"], attention_mask=torch.ones(1, 1, 22, 22))
 
-    def test_padding_that_nothing_tells(self) -> None:
+    def test_ambiguous_padding_is_refused(self) -> None:
         model = build("ConvBertForSequenceClassification")
         ids = torch.tensor([[7, 8, 9, 5, 5]])
         positions = torch.tensor([[0, 1, 2, 0, 0]])
@@ -273,7 +273,7 @@ class TestSaid:
                 model(input_ids=ids, position_ids=positions)
             assert model(input_ids=ids, position_ids=positions, attention_mask=(ids != 5).long()).logits.shape[0] == 1
 
-    def test_ranks_cannot_share_them(self) -> None:
+    def test_sequence_parallelism_is_refused(self) -> None:
         from tritonpack.parallel.validate import require_shardable
 
         model = build(PADDED)
@@ -283,7 +283,7 @@ class TestSaid:
             require_shardable(model, tritonpack.patch(model).report)
 
 
-def test_padded_batches_run_as_they_are() -> None:
+def test_padded_batches_run_unchanged() -> None:
     model = build("BltForCausalLM")
     batch = packed("padded_right")
     expected = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
@@ -320,11 +320,11 @@ def test_unpatching_copies_and_names() -> None:
 
 
 class Stranger(DebertaV2ForMaskedLM):
-    """Of no table."""
+    """A class in no table."""
 
 
 class OddStranger(ConvBertForMaskedLM):
-    """Of no table, and padding moves it."""
+    """A class in no table, whose results depend on padding."""
 
 
 @pytest.mark.parametrize(("kind", "layout"), [(Stranger, "padded"), (OddStranger, "lengths")])
@@ -339,7 +339,7 @@ def test_a_trial_finds_the_layout(kind: type[PreTrainedModel], layout: str) -> N
 
 
 def test_replaced_attention_gets_rows_of_its_own(monkeypatch: pytest.MonkeyPatch, trials: list[Any]) -> None:
-    """As other projects do it: without a mask."""
+    """The new attention takes no mask, as in other projects."""
     monkeypatch.setattr(LlamaAttention, "forward", attends_by_itself)
     model = tiny_model("llama")
     expected = torch.cat([out.logits for out in alone(model)], dim=1)
@@ -349,13 +349,13 @@ def test_replaced_attention_gets_rows_of_its_own(monkeypatch: pytest.MonkeyPatch
     assert len(trials) == 2
 
 
-def test_kernels_come_first() -> None:
+def test_packed_layout_is_preferred() -> None:
     assert tritonpack.patch(tiny_model("llama")).report.attention == "tritonpack"
 
 
 @pytest.mark.parametrize("told", [{}, {"position_ids": None}, {"attention_mask": torch.ones(1, 5).long()}])
-def test_arguments_that_nobody_takes(told: dict[str, Any]) -> None:
-    """FNet takes no mask; position ids that are None say nothing."""
+def test_arguments_that_the_model_does_not_take(told: dict[str, Any]) -> None:
+    """FNet takes no mask. Position ids that are None are ignored."""
     model = build("FNetForPreTraining")
     ids = zoo.documents((5,))[0]
     expected = model(ids).prediction_logits
@@ -373,8 +373,8 @@ def test_a_mask_of_sounds_as_long_as_the_text_stays_whole() -> None:
         given.append(attention_mask) or own(model.model, *args, attention_mask=attention_mask, **kwargs)
     )
     mask = torch.ones(1, 8).long()
-    from tritonpack.patches.document_rows import DocumentRows
     from tritonpack.patches.packing_context import PackingContext
+    from tritonpack.patches.unpacking.document_rows import DocumentRows
 
     rows = DocumentRows(model, PackingContext(), by_length=False)
     rows.install()
@@ -384,7 +384,7 @@ def test_a_mask_of_sounds_as_long_as_the_text_stays_whole() -> None:
 
 
 class Divided(transformers.FNetForMaskedLM):
-    """Its loss is a sum, divided by what the trainer counts in all batches of a step."""
+    """Its loss is a sum, divided by the number of labels in all batches of a step."""
 
     def forward(self, input_ids: Any = None, labels: Any = None, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
         output = super().forward(input_ids, labels=labels, **kwargs)
@@ -393,8 +393,8 @@ class Divided(transformers.FNetForMaskedLM):
         return output
 
 
-class TestWhatUsersTried:
-    """Calls that were silently wrong once."""
+class TestRegressions:
+    """Calls that once gave wrong results without an error."""
 
     @pytest.mark.parametrize("name", ["FNetForMaskedLM", LENGTH])
     def test_a_count_that_the_loss_ignores(self, name: str) -> None:
@@ -417,7 +417,7 @@ class TestWhatUsersTried:
         torch.testing.assert_close(mean * (labels != -100).sum() / 100, counted)
 
     def test_labels_of_documents_that_are_ignored(self) -> None:
-        """All those of one length."""
+        """All documents of one length have ignored labels."""
         model = build("ConvBertForSequenceClassification")
         logits = torch.cat([out.logits for out in alone(model)])
         labels = torch.tensor([0, -100, 2, 1])
@@ -438,7 +438,7 @@ class TestWhatUsersTried:
         torch.testing.assert_close(output.logits_per_image, torch.cat(texts).T, rtol=0, atol=1e-9)
         assert output.image_embeds.shape[0] == 4
 
-    def test_another_number_of_sounds(self) -> None:
+    def test_wrong_number_of_sounds_is_refused(self) -> None:
         model = build("WhisperForConditionalGeneration")
         batch = packed()
         sounds = torch.zeros(2, model.config.num_mel_bins, 2 * model.config.max_source_positions, dtype=torch.float64)
@@ -446,14 +446,14 @@ class TestWhatUsersTried:
             model(sounds, decoder_input_ids=batch["input_ids"], decoder_position_ids=batch["position_ids"])
 
     @pytest.mark.parametrize("form", ["position_ids", "seq_idx_alone", "segments_alone"])
-    def test_documents_told_of_the_encoder_alone(self, form: str) -> None:
+    def test_documents_of_the_encoder_without_tokens_are_refused(self, form: str) -> None:
         model = build("WhisperForConditionalGeneration")
         batch = packed(form)
         sounds = torch.zeros(1, model.config.num_mel_bins, 2 * model.config.max_source_positions, dtype=torch.float64)
         with tritonpack.patch(model), pytest.raises(ValueError, match=r"tokens of the decoder alone\. Pass decoder_"):
             model(sounds, decoder_input_ids=batch.pop("input_ids"), **batch)
 
-    def test_states_of_packed_rows(self) -> None:
+    def test_encoder_states_of_packed_rows_are_refused(self) -> None:
         model = build("LongT5ForConditionalGeneration")
         batch = packed()
         decoder = {f"decoder_{name}": x for name, x in batch.items()}

@@ -1,4 +1,4 @@
-"""ESM: positions that count from the padding token, and embeddings that the share of masked tokens scales."""
+"""ESM: positions that begin after padding_idx, and embeddings that are scaled by the share of masked tokens."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
 """Every causal model type of transformers: exact in every form or refused with a reason; never a leak.
 
-What is refused, and all that differs from stock on purpose, is written out here; a type that begins or ceases to be
-exact shows as a failure. `python -m tests.patches.sweep` prints the same as a table.
+Refusals and intended differences from stock are listed here, so a test fails when a type becomes exact or stops being
+exact. `python -m tests.patches.sweep` prints the same as a table.
 """
 
 import copy
@@ -26,20 +26,20 @@ REFUSED = {
     "prophetnet": "masks and position buckets of its own",
     "gemma-bidirectional": "sees both directions in a batch without padding",
 }
-# They can't be told of several documents in a row: each gets a row of its own.
+# They can't keep several documents in a row apart, so each document runs in a row of its own.
 OWN_ROWS = {"blt", "cpmant", "deepseek_v4", "minimax_m3_vl_text", "reformer", "xlstm", "doge-experts"}
-# Stock transformers itself can't do these, in transformers 5.23.
+# Forms that fail in stock transformers 5.23.
 STOCK_FAILS = {
     # Its causal mask has room for one row.
     "xlnet-causal": {"two_rows", "two_rows_alone", "two_rows_padded", "padded_right", "padded_left"},
 }
-# Forms that say of a row in other words what another does. The same packing follows, so that gradients are compared for
-# one of them; `tests/patches/table.py` compares them for all.
+# Forms that lead to the same packing as another form. Gradients are compared for one of them here, and for all of them
+# by the sweep.
 SAID_AGAIN = {
     "with_cache", "all_ones_mask", "bool_mask", "offsets_alone", "seq_idx_alone", "segment_mask", "segments_alone",
     "two_rows_alone",
 }  # fmt: skip
-REENTRANT_IS_WRONG = {"gemma3n", "gemma3n_text"}  # keys shared between layers lose a gradient
+REENTRANT_IS_WRONG = {"gemma3n", "gemma3n_text"}  # keys that layers share lose a gradient
 RANDOM_IN_TRAINING = {"phimoe"}  # its router jitters
 # Static caches give other tokens than dynamic ones (gpt_neo), a mask for all tokens is taken for padding (xlm), the
 # window isn't kept while decoding (minimax), and text alone can't be continued (git).
@@ -55,8 +55,8 @@ def build(name: str) -> PreTrainedModel:
     return zoo.tiny_model(name, dtype=torch.float32 if name in zoo.FLOAT32_ONLY else torch.float64)
 
 
-def test_how_many() -> None:
-    """Of the 189 types of transformers 5.23; other versions have others."""
+def test_number_of_model_types() -> None:
+    """transformers 5.23 has 189 types; other versions have other numbers."""
     assert len(EXACT) >= 148
     assert {*REFUSED, *OWN_ROWS} <= {*BUILT, *zoo.VARIANTS}
 
@@ -76,7 +76,7 @@ def test_packed_equals_alone_or_is_refused(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(OWN_ROWS))
 def test_documents_get_rows_of_their_own(name: str) -> None:
     model = zoo.tiny_model(name)
-    documents = [torch.full((1, 7), 9), torch.arange(10, 17)[None]]  # of one length, which may run in one call
+    documents = [torch.full((1, 7), 9), torch.arange(10, 17)[None]]  # of one length, so they may run in one call
     expected = torch.cat([zoo.logits(model, model(**zoo.call(model, one), use_cache=False)) for one in documents], 1)
     with tritonpack.patch(model) as handle:
         assert handle.report.attention in ("padded", "lengths")
@@ -86,8 +86,8 @@ def test_documents_get_rows_of_their_own(name: str) -> None:
 
 
 @every_exact_type
-def test_one_document_is_told(name: str) -> None:
-    """As a sampler fills a row with one long document: whatever tells of it, the model computes what it does alone."""
+def test_one_document_in_a_row_equals_alone(name: str) -> None:
+    """A sampler may fill a row with one long document. In every form it gives what it gives alone."""
     model = build(name)
     ids = zoo.documents((9,))[0]
     offsets = {"cu_seq_lens_q": torch.tensor([0, 9]), "max_length_q": 9}
@@ -126,7 +126,7 @@ def test_with_transformers_own_attention(name: str) -> None:
 
 @every_exact_type
 def test_exact_types_are_patched_without_a_trial(name: str) -> None:
-    """`shown.csv` lists the classes of the types that are shown here, and nothing that is refused."""
+    """`shown.csv` lists the classes of the types that are exact here, and none that is refused."""
     assert shown_layout(type(zoo.tiny_model(name))) == "packed"
 
 
@@ -145,7 +145,7 @@ def test_generate_as_stock(name: str, cache: str) -> None:
     options: dict[str, Any] = {"cache": cache, "padding": 0 if name in READS_PADDING else 4, "tokens": 3}
     try:
         expected, want = generate(model, ids, **options)
-    except Exception as error:  # whatever a type can't do by itself
+    except Exception as error:  # stock transformers fails, too
         pytest.skip(f"stock can't: {error}")
     if want.isnan().any():
         pytest.skip("stock makes NaN of padding in float64")
@@ -190,7 +190,7 @@ def test_gradient_checkpointing(name: str) -> None:
 
 
 def state(model: nn.Module) -> dict[str, Any]:
-    """Everything that a patch could have left behind, by identity."""
+    """All objects that a patch may change, by identity."""
     registries = ("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks")
     return {
         name: [dict(getattr(module, registry)) for registry in registries]

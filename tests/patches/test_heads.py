@@ -1,4 +1,4 @@
-"""Heads on packed rows: none keeps from its model where documents begin, and none takes a row for one document."""
+"""Heads on packed rows: the model inside gets the packing, and a row does not count as one document."""
 
 import gc
 import inspect
@@ -58,10 +58,10 @@ def relative(expected: Tensor, got: Tensor) -> float:
     return float((expected - got).detach().abs().max() / expected.detach().abs().max())
 
 
-# What documents are told by.
+# The ways to tell documents apart.
 TOLD = ("position_ids", "collator", "offsets_alone", "segments_alone", "two_rows")
 
-# Heads that hand on neither offsets nor numbers, or look for the first special token of a row.
+# Heads that pass on neither offsets nor numbers, or look for the first special token of a row.
 KEEPING = {
     "GPTNeoForTokenClassification": ("gpt_neo", ("logits",)),
     "GPTNeoForQuestionAnswering": ("gpt_neo", ("start_logits", "end_logits")),
@@ -75,7 +75,7 @@ KEEPING = {
     ("name", "form"),
     [(name, form) for name in KEEPING for form in TOLD if (name, form) != ("XLNetForTokenClassification", "two_rows")],
 )  # XLNet's causal mask has room for one row
-def test_heads_that_keep_to_themselves_what_they_are_told(name: str, form: str) -> None:
+def test_heads_that_pass_on_only_some_arguments(name: str, form: str) -> None:
     model_type, outputs = KEEPING[name]
     model, pieces = head(name, model_type, num_labels=2), documents()
     alone = [model(ids) for ids in pieces]
@@ -89,7 +89,7 @@ def test_heads_that_keep_to_themselves_what_they_are_told(name: str, form: str) 
 
 
 class Silent(LlamaForCausalLM):
-    """A head that hands on tokens alone."""
+    """A head that passes on only tokens."""
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **kwargs: Any) -> Any:
         return self.lm_head(self.model(input_ids).last_hidden_state)
@@ -117,7 +117,7 @@ WITHOUT_POSITIONS = ("offsets_alone", "segments_alone")
 @pytest.mark.parametrize(
     ("kind", "form"), [*((Silent, form) for form in TOLD), *((Counting, form) for form in WITHOUT_POSITIONS)]
 )
-def test_heads_that_hand_on_nothing_or_positions_of_the_row(kind: type[LlamaForCausalLM], form: str) -> None:
+def test_heads_that_pass_on_no_packing_or_positions_of_the_row(kind: type[LlamaForCausalLM], form: str) -> None:
     model, pieces = kind(zoo.tiny_config("llama")).double().eval(), documents()
     expected = torch.cat([model(ids) for ids in pieces], dim=1)[0]
     with tritonpack.patch(model):
@@ -125,10 +125,10 @@ def test_heads_that_hand_on_nothing_or_positions_of_the_row(kind: type[LlamaForC
         assert relative(expected, batch.gather(model(batch.ids, **batch.arguments))) < EXACT
 
 
-def test_a_head_with_more_tokens_than_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_head_that_adds_tokens_runs_with_one_document_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     model, pieces = Lengthening(zoo.tiny_config("llama")).double().eval(), documents()
     alone = [model(document) for document in pieces]
-    with tritonpack.patch(model) as handle:  # its packed rows can't be followed, so each document has a row
+    with tritonpack.patch(model) as handle:  # packed rows don't work, so each document has a row
         assert handle.report.attention == "lengths"
         rows = model(**packed("position_ids", pieces))
     for row, expected in zip(rows, alone, strict=True):
@@ -164,7 +164,7 @@ SCORING = {
 @pytest.mark.parametrize("form", TOLD)
 @pytest.mark.parametrize("name", [*SCORING, "XLNetForSequenceClassification"])
 def test_one_score_a_document(name: str, form: str) -> None:
-    """Logits, loss and gradients are those of the padded batch, and the logits each document's alone."""
+    """Logits, loss and gradients equal those of a padded batch, and the logits equal those of each document alone."""
     model_type = SCORING.get(name, "xlnet")
     model, pieces = head(name, model_type), documents()
     alone = torch.cat([model(ids).logits for ids in pieces])
@@ -210,8 +210,8 @@ def test_heads_that_read_the_last_token(name: str, summary_type: str) -> None:
         assert relative(expected, model(**packed("position_ids", pieces)).logits) < EXACT
 
 
-def test_padding_is_no_document() -> None:
-    """By a mask, and by a document of nothing but padding tokens, as collators fill rows up."""
+def test_padding_gets_no_score() -> None:
+    """Padding by a mask, and a last document of padding tokens alone, as some collators fill rows up."""
     model, pieces = head("LlamaForSequenceClassification", "llama"), documents()
     expected = torch.cat([model(ids).logits for ids in pieces])
     zeros = torch.zeros(1, 3, dtype=torch.long)
@@ -248,13 +248,14 @@ def test_hidden_states_lie_in_the_packed_row() -> None:
 
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 @pytest.mark.parametrize("name", ["LlamaForSequenceClassification", "BertForSequenceClassification"])
-def test_padded_batches_are_left_to_the_head(name: str, left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_padded_batches_run_in_the_head(name: str, left: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, pieces = head(name, SCORING[name]), documents()
     call = padded(pieces, left=left)
     expected = model(**call)
     called = []
     with tritonpack.patch(model):
-        monkeypatch.setattr("tritonpack.patches.heads.ModelForward.run_by_document", lambda *_: called.append(1))
+        forward = "tritonpack.patches.model_forward.ModelForward.run_by_document"
+        monkeypatch.setattr(forward, lambda *_: called.append(1))
         assert relative(expected.logits, model(**call).logits) < EXACT
     assert not called
 
@@ -273,7 +274,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
-def test_calls_that_cannot_be_scored(name: str) -> None:
+def test_bad_calls_of_scoring_heads_are_refused(name: str) -> None:
     arguments, message = BAD_CALLS[name]
     model = head("LlamaForSequenceClassification", "llama")
     with tritonpack.patch(model), pytest.raises(ValueError, match=message):
@@ -318,7 +319,7 @@ def test_one_vector_a_document(name: str, form: str) -> None:
 
 @pytest.mark.parametrize("name", ["BertForPreTraining", "AlbertForPreTraining", "BigBirdForPreTraining"])
 def test_pretraining_heads(name: str) -> None:
-    """The loss of tokens, and that of pairs of sentences."""
+    """The loss of tokens, and the loss of pairs of sentences."""
     model_type = {"Be": "bert", "Al": "albert", "Bi": "big_bird"}[name[:2]]
     model, pieces = head(name, model_type, num_labels=2), documents()
     pairs = torch.tensor([1, 0, 0, 1])
@@ -340,7 +341,7 @@ class Averaging(LlamaModel):
 
 
 @pytest.mark.usefixtures("untried")
-def test_vectors_that_are_of_rows_are_refused() -> None:
+def test_vectors_of_rows_are_refused() -> None:
     model, pieces = Averaging(zoo.tiny_config("llama")).double().eval(), documents()
     with tritonpack.patch(model):
         assert model(**padded(pieces)).pooler_output.shape[0] == len(LENGTHS)
@@ -349,7 +350,7 @@ def test_vectors_that_are_of_rows_are_refused() -> None:
 
 
 def test_poolers_read_the_first_token() -> None:
-    """transformers' convention, by which documents are pooled."""
+    """Documents are pooled by this convention of transformers."""
     known = {"VJEPA2", "Hiera", "LlavaNextVideo", "PoolFormer", "Gemma4"}  # of images
     import pathlib
     import re
@@ -370,7 +371,7 @@ def test_poolers_read_the_first_token() -> None:
 
 @pytest.mark.parametrize("name", ["LlamaModel", "BertModel", "MambaModel"])
 def test_the_forward_of_a_model_without_a_head(name: str) -> None:
-    """PEFT calls it past any hook."""
+    """PEFT calls the forward without hooks."""
     model, pieces = head(name, name.removesuffix("Model").lower()), documents()
     expected = torch.cat([model(ids).last_hidden_state for ids in pieces], dim=1)
     with tritonpack.patch(model):
@@ -379,7 +380,7 @@ def test_the_forward_of_a_model_without_a_head(name: str) -> None:
             assert relative(expected, got) < EXACT, form
 
 
-def test_a_patched_model_goes_when_nobody_holds_it() -> None:
+def test_a_patched_model_is_freed() -> None:
     model = tiny_model("llama")
     reference = weakref.ref(model)
     tritonpack.patch(model)
@@ -391,7 +392,7 @@ def test_a_patched_model_goes_when_nobody_holds_it() -> None:
         gc.enable()
 
 
-def test_unmasked_first_labels_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unmasked_first_labels_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tritonpack.notices, "_said", {})
     model, call = tiny_model("llama"), packed("position_ids", documents())
     masked = call["input_ids"].clone()

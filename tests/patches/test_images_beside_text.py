@@ -1,4 +1,4 @@
-"""Models of text and an image whose documents have rows of their own: outputs beside the text, and their labels."""
+"""Models of text and an image that run with one document in each row: outputs of images, and labels."""
 
 import contextlib
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from tests.patches.zoo import documents
 from tritonpack.patches.trial.packed_forms import FORMS, lay_out
 
 LENGTHS = (7, 1, 3, 11)
-PATCHES = 5  # of the tiny ViLT's image, and the token that stands for all
+PATCHES = 5  # of the tiny ViLT's image, and one token for the whole image
 CLASSES = ("ViltModel", "ViltForQuestionAnswering", "BlipForQuestionAnswering")
 
 
@@ -38,11 +38,11 @@ def image(model: Any, count: int = 1) -> Tensor:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", CLASSES)
-def test_the_sweep_finds_it_exact(name: str) -> None:
+def test_the_sweep_finds_the_class_exact(name: str) -> None:
     with build.quiet():
         row = Trial(next(case for case in cases() if case.name == name)).run("patch")
     assert (row.verdict, row.reason, row.layout) == ("exact", "", "lengths")
-    assert ("loss_position_ids" in row.forms) == (name != "ViltModel")  # which takes no labels
+    assert ("loss_position_ids" in row.forms) == (name != "ViltModel")  # ViltModel takes no labels
 
 
 def test_a_class_that_gives_values_of_images_alone_is_judged_by_its_loss() -> None:
@@ -62,7 +62,7 @@ def test_a_class_that_gives_values_of_images_alone_is_judged_by_its_loss() -> No
 
 
 class TestImageAfterText:
-    """ViLT's states are of the text and then of the image, whose patches it takes in random order."""
+    """ViLT's states belong to the text, and then to the image, whose patches come in random order."""
 
     @pytest.mark.parametrize("a_row_each", [False, True])
     def test_states_of_a_document_come_first_in_its_row(self, a_row_each: bool) -> None:
@@ -89,7 +89,7 @@ class TestImageAfterText:
 
 class TestAnswers:
     def test_labels_of_blip_are_the_tokens_of_its_decoder(self) -> None:
-        """Where decoder_input_ids are left out, as users train it; answers have other lengths than questions."""
+        """Users train it without decoder_input_ids. Answers and questions have different lengths."""
         model = built("BlipForQuestionAnswering")
         questions, answers = documents(LENGTHS), documents((3, 4, 2, 6))
         with torch.no_grad():
@@ -114,14 +114,14 @@ class TestAnswers:
                     model(**given)
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=0)
 
-    def test_documents_of_the_decoder_must_be_told(self) -> None:
+    def test_decoder_without_documents_is_refused(self) -> None:
         model = built("BlipForQuestionAnswering")
         batch = FORMS["position_ids"](documents(LENGTHS))
         with patched(model), pytest.raises(ValueError, match="Tell documents apart on both sides"):
             model(input_ids=batch.ids, pixel_values=image(model), labels=batch.ids[:, :9], **batch.arguments)
 
     def test_states_of_an_image_stay_whole_where_answers_are_as_long(self) -> None:
-        """BLIP's last_hidden_state is its image's, of as many patches as each answer here has tokens."""
+        """BLIP's last_hidden_state belongs to its image, which has as many patches here as each answer has tokens."""
         model = built("BlipForQuestionAnswering")
         config = model.config.vision_config
         patches = (config.image_size // config.patch_size) ** 2 + 1

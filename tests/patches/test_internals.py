@@ -1,4 +1,4 @@
-"""docs/internals.md lists every name of transformers that isn't documented and that tritonpack stands on."""
+"""docs/internals.md lists every undocumented name of transformers that tritonpack uses."""
 
 import ast
 import importlib
@@ -16,7 +16,7 @@ DOCUMENTED = "transformers"
 
 
 def rows() -> dict[str, str]:
-    """Names, and the tests that turn red when they change."""
+    """The names, and for each the test that fails if it changes."""
     text = (ROOT / "docs" / "internals.md").read_text()
     return dict(re.findall(r"^\| `([^`]+)` \|.*\| (\S+) \|$", text, re.M))
 
@@ -31,7 +31,7 @@ def library() -> str:
 
 @cache
 def touched() -> set[str]:
-    """Imports from transformers' modules, and attributes that begin with an underscore and are transformers'."""
+    """Imports from transformers' modules, and private attributes of transformers."""
     ours: set[str] = set()
     attributes: set[str] = set()
     imports: set[str] = set()

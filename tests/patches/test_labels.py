@@ -1,4 +1,4 @@
-"""Labels whose first one of a document isn't masked are said once, where a causal loss shifts them."""
+"""Warnings about the first label of a document: unmasked where a loss shifts labels, masked where it does not."""
 
 import warnings
 
@@ -49,7 +49,7 @@ def test_warns_once_and_names_the_place():
 
 
 @pytest.mark.parametrize("told", ["position_ids", "cu_seq_lens_q", "seq_idx", "attention_mask"])
-def test_by_whatever_tells_documents_apart(told):
+def test_warns_for_each_way_to_tell_documents(told):
     batch = batch_of(attention_mask=torch.tensor([[1, 1, 1, 2, 2, 3]]))
     assert len(heard({name: batch[name] for name in ("input_ids", "labels", told)})) == 1
 
@@ -70,7 +70,7 @@ def test_silent_where_nothing_is_wrong_or_known(changes):
 
 
 def trained(model, batch):
-    """What is said while a patched model computes its loss twice."""
+    """The warnings while a patched model computes its loss twice."""
     with warnings.catch_warnings(record=True) as found, patch(model):
         warnings.simplefilter("always")
         for _ in range(2):
@@ -113,7 +113,7 @@ def test_warns_of_the_causal_collator_for_an_encoder_with_a_decoder():
 
 
 def test_first_labels_that_are_ignored_among_others_are_no_mistake():
-    """Masked language models learn a few tokens, and not the special one that a document begins with."""
+    """Masked language models have labels for a few tokens, and not for the special token at the beginning."""
     documents = [
         {"input_ids": [1, 6, 7, 2], "labels": [-100, 6, -100, -100]},
         {"input_ids": [1, 9], "labels": [-100, 9]},
@@ -122,7 +122,7 @@ def test_first_labels_that_are_ignored_among_others_are_no_mistake():
 
 
 def test_silent_for_padding_and_for_rows():
-    """The first token of a row is predicted from nothing, and padding's label counts no more than the padding does."""
+    """Nothing predicts the first token of a row, and labels of padding do not matter."""
     rows = {"input_ids": torch.tensor([[5, 6, 0], [7, 8, 9]]), "attention_mask": torch.tensor([[1, 1, 0], [1, 1, 1]])}
     assert not heard(rows | {"labels": rows["input_ids"]})
 

@@ -1,4 +1,4 @@
-"""LayoutLMv2: text beside the patches of an image, whose features come from a stand-in for detectron2."""
+"""LayoutLMv2: text and the patches of an image, whose features come from a replacement of detectron2."""
 
 import sys
 from types import SimpleNamespace
@@ -65,7 +65,7 @@ def test_each_document_sees_its_own_image_and_boxes() -> None:
     batch = inputs(1)
     expected = alone(model, batch)
     swapped = alone(model, {**batch, "image": batch["image"].flip(0)})
-    assert all((a - b).abs().max() > 1e-3 for a, b in zip(expected, swapped, strict=True))  # images are read
+    assert all((a - b).abs().max() > 1e-3 for a, b in zip(expected, swapped, strict=True))  # the images matter
     with assumed("LayoutLMv2Model", "lengths"), tritonpack.patch(model):
         got = packed(model, batch)
     assert got.shape[:2] == (len(LENGTHS), max(LENGTHS) + PATCHES)
@@ -75,7 +75,7 @@ def test_each_document_sees_its_own_image_and_boxes() -> None:
 
 
 def test_an_image_list_of_rows_is_shared_by_the_documents_of_each_row() -> None:
-    """Two rows of two documents, which run by length: each call has two documents of one row, and needs one image."""
+    """Two rows of two documents, which run by length: each call has two documents of one row, and needs its image."""
     model = build.build(CASES["LayoutLMv2Model"], dtype=torch.float32)
     rows = [inputs(seed) for seed in (1, 2)]
     arguments = {name: torch.cat([row[name][:, :6] for row in rows]) for name in ("input_ids", "bbox")}
@@ -86,7 +86,7 @@ def test_an_image_list_of_rows_is_shared_by_the_documents_of_each_row() -> None:
     assert torch.equal(got, expected)
 
 
-def test_images_that_are_of_no_document_are_refused() -> None:
+def test_images_that_belong_to_no_document_are_refused() -> None:
     model = build.build(CASES["LayoutLMv2Model"], dtype=torch.float32)
     batch = inputs(1)
     batch["image"] = torch.cat([batch["image"], batch["image"][:1]])

@@ -1,4 +1,4 @@
-"""Patches that nest, that are broken off, and that meet threads, interrupts and other people's wrappers."""
+"""Patches that nest, interrupts, threads, copies, and wrappers of other projects."""
 
 import contextlib
 import copy
@@ -25,10 +25,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 import tritonpack
 from tests.patches import sweep, zoo
 from tests.patches.test_every_model import state
-from tritonpack.patches import patching
 from tritonpack.patches.applied import applied_to
 
-# A model with the kernels alone, with positions and a dense mask, with a recurrence, with heads that are told, with a
+# Models with the kernels alone, positions and a dense mask, a recurrence, attention outside of the interface, and a
 # mask of its own.
 FAMILIES = ("llama", "roformer", "mamba", "bloom", "openai-gpt")
 
@@ -62,7 +61,7 @@ def test_leaving_an_inner_patch_keeps_the_outer_one(family: str) -> None:
         assert gap(packed(model), expected) < sweep.tolerance(model)
     assert state(model) == during
     assert gap(packed(model), expected) < sweep.tolerance(model)
-    inner.unpatch()  # once is enough, twice is harmless
+    inner.unpatch()  # a second call does nothing
     assert state(model) == during
     outer.unpatch()
     assert state(model) == before
@@ -70,7 +69,7 @@ def test_leaving_an_inner_patch_keeps_the_outer_one(family: str) -> None:
     assert state(model) == before
 
 
-def test_leaving_in_another_order_is_refused() -> None:
+def test_leaving_patches_in_another_order_is_refused() -> None:
     model = build("llama")
     outer, inner = tritonpack.patch(model), tritonpack.patch(model)
     with pytest.raises(ValueError, match="Leave the patches in the opposite order"):
@@ -83,7 +82,7 @@ def test_leaving_in_another_order_is_refused() -> None:
 
 
 @every_family
-def test_another_patch_is_in_force_until_it_is_left(family: str) -> None:
+def test_a_patch_with_another_backend_is_in_force_until_it_is_left(family: str) -> None:
     model = build(family)
     before, expected = state(model), alone(model)
     outer = tritonpack.patch(model)
@@ -94,7 +93,7 @@ def test_another_patch_is_in_force_until_it_is_left(family: str) -> None:
         with pytest.raises(ValueError, match="opposite order"):
             outer.unpatch()
         assert gap(packed(model), expected) < sweep.tolerance(model)
-    # Hooks have new numbers.
+    # The hooks are the same; only their numbers in torch's dictionaries are new.
     assert [len(hooks) for m in state(model).values() for hooks in m[:3]] == [
         len(hooks) for m in during.values() for hooks in m[:3]
     ]
@@ -104,8 +103,8 @@ def test_another_patch_is_in_force_until_it_is_left(family: str) -> None:
     assert state(model) == before
 
 
-def test_a_whole_around_a_part() -> None:
-    """A patch of the whole stands for that of a part while it is in force; a part can't be patched otherwise."""
+def test_patching_a_model_around_a_patched_part() -> None:
+    """The whole model's patch replaces the part's while it is in force. Then a part can't have another patch."""
     model = build("bloom")
     before, expected = state(model), alone(model)
     part = tritonpack.patch(model.base_model)
@@ -120,6 +119,21 @@ def test_a_whole_around_a_part() -> None:
         assert gap(packed(model), expected) < sweep.tolerance(model)
     assert applied_to(model)[0].model is model.base_model
     part.unpatch()
+    assert state(model) == before
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, "blt"])  # blt runs with one document in each row
+def test_applying_and_reverting_twice_change_nothing(family: str) -> None:
+    """After an interrupt both may run again, from any state."""
+    model = build(family)
+    before, expected = state(model), alone(model)
+    tritonpack.patch(model)
+    during, (applied,) = state(model), applied_to(model)
+    applied.apply()
+    assert state(model) == during
+    assert gap(packed(model), expected) < sweep.tolerance(model)
+    applied.revert()
+    applied.revert()
     assert state(model) == before
 
 
@@ -152,7 +166,7 @@ def test_a_patched_model_is_freed_with_its_last_reference() -> None:
         gc.enable()
 
 
-def test_copies_are_left_by_themselves() -> None:
+def test_copies_are_unpatched_by_themselves() -> None:
     model = build("mamba")
     expected = alone(model)
     handle = tritonpack.patch(model)
@@ -171,7 +185,7 @@ def test_copies_are_left_by_themselves() -> None:
 
 
 class Broken(BaseException):
-    """Stands for KeyboardInterrupt, which pytest would take for its own."""
+    """An interrupt. A KeyboardInterrupt would end pytest."""
 
 
 PLACES = ("tritonpack/patches", "torch/nn/modules/module.py")
@@ -179,7 +193,7 @@ PLACES = ("tritonpack/patches", "torch/nn/modules/module.py")
 
 @contextlib.contextmanager
 def broken_at(line: int, places: tuple[str, ...] = PLACES) -> Iterator[list[int]]:
-    """Raise at the n-th line of tritonpack or of torch's hooks that runs; gives the number of lines that ran."""
+    """Raise at the n-th line of tritonpack or of torch's hooks that runs. Yields the number of lines that ran."""
     count = [0]
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
@@ -201,8 +215,8 @@ def broken_at(line: int, places: tuple[str, ...] = PLACES) -> Iterator[list[int]
 def broken_anywhere(
     make: Callable[[], PreTrainedModel], action: Callable[[PreTrainedModel], Any], points: int
 ) -> Iterator[PreTrainedModel]:
-    """Models on which an action was broken off, at points spread evenly over its lines."""
-    action(make())  # what is done once in a process isn't in the count
+    """Models on which an action was interrupted, at points spread evenly over its lines."""
+    action(make())  # the first call runs more lines
     model = make()
     with broken_at(-1) as count:
         action(model)
@@ -215,8 +229,8 @@ def broken_anywhere(
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("family", [*FAMILIES, "blt"])  # whose documents get rows of their own
-def test_a_patch_that_is_broken_off_leaves_nothing(family: str) -> None:
+@pytest.mark.parametrize("family", [*FAMILIES, "blt"])  # blt runs with one document in each row
+def test_an_interrupted_patch_leaves_nothing(family: str) -> None:
     model = build(family)
     before, logits = state(model), packed_as_stock(model)
 
@@ -226,7 +240,7 @@ def test_a_patch_that_is_broken_off_leaves_nothing(family: str) -> None:
         return model
 
     for broken in broken_anywhere(unpatched, tritonpack.patch, 250):
-        if applied_to(broken):  # the handle was on its way to the caller
+        if applied_to(broken):  # the interrupt came while the handle was returned
             raise AssertionError("patched without a handle")
         assert state(broken) == before
     assert torch.equal(packed_as_stock(model), logits)
@@ -238,9 +252,9 @@ def packed_as_stock(model: PreTrainedModel) -> Tensor:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("family", [*FAMILIES, "blt"])  # whose documents get rows of their own
-def test_an_unpatch_that_is_broken_off_is_whole(family: str) -> None:
-    """Unpatched, or still patched where nothing had been taken away yet: in between there is nothing."""
+@pytest.mark.parametrize("family", [*FAMILIES, "blt"])  # blt runs with one document in each row
+def test_an_interrupted_unpatch_is_complete(family: str) -> None:
+    """The model is unpatched, or still patched if nothing had been taken away yet, and never in between."""
     model = build(family)
     before, expected = state(model), alone(model)
 
@@ -261,42 +275,7 @@ def test_an_unpatch_that_is_broken_off_is_whole(family: str) -> None:
 
 
 @pytest.mark.heavy
-def test_an_interrupt_leaves_the_lock_to_other_threads() -> None:
-    """Wherever it breaks in, where a `with` block is left among others."""
-    model = build("llama")
-    places = ("tritonpack/patches/patching.py", "tritonpack/patches/lock.py")
-
-    def patch_and_unpatch() -> None:
-        tritonpack.patch(model).unpatch()
-        tritonpack.patch(model)
-        tritonpack.unpatch(model)
-
-    def is_free() -> bool:
-        taken: list[bool] = []
-
-        def take() -> None:
-            taken.append(patching._lock.acquire(timeout=0.1))
-            if taken[0]:
-                patching._lock.release()
-
-        thread = threading.Thread(target=take)
-        thread.start()
-        thread.join()
-        return taken[0]
-
-    patch_and_unpatch()
-    with broken_at(-1, places) as count:
-        patch_and_unpatch()
-    for line in range(1, count[0] + 1):
-        with contextlib.suppress(Broken), broken_at(line, places):
-            patch_and_unpatch()
-        assert is_free(), f"line {line} of {count[0]}"
-        while applied_to(model):
-            tritonpack.unpatch(model)
-
-
-@pytest.mark.heavy
-def test_a_nested_patch_that_is_broken_off_leaves_the_outer_one() -> None:
+def test_an_interrupted_nested_patch_leaves_the_outer_one() -> None:
     model = build("mamba")
     before, expected = state(model), alone(model)
 
@@ -319,7 +298,7 @@ def test_a_nested_patch_that_is_broken_off_leaves_the_outer_one() -> None:
 
 @pytest.mark.parametrize("family", ["mamba", "roformer"])
 def test_an_interrupted_forward_leaves_no_packing_behind(family: str) -> None:
-    """torch calls no hook for an interrupt."""
+    """torch calls no hook after an interrupt."""
     model = build(family)
     expected = alone(model)
     with tritonpack.patch(model):
@@ -333,7 +312,7 @@ def test_an_interrupted_forward_leaves_no_packing_behind(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ["mamba", "qwen3_next", "roformer"])
-def test_threads_have_packings_of_their_own(family: str) -> None:
+def test_each_thread_has_its_own_packing(family: str) -> None:
     model = build(family)
     layouts = [(7, 1, 3, 11), (2, 20), (22,), (10, 5, 7)]
     expected = [alone(model, lengths) for lengths in layouts]
@@ -354,7 +333,7 @@ def test_threads_have_packings_of_their_own(family: str) -> None:
 
 
 def wrapped_layers(model: PreTrainedModel, implementation: CheckpointImpl) -> None:
-    """As FSDP and accelerate apply activation checkpointing."""
+    """Wrap all layers, as FSDP and accelerate apply activation checkpointing."""
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
             for i, layer in enumerate(module):
@@ -408,7 +387,7 @@ NO_MODELS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", NO_MODELS)
 @pytest.mark.parametrize("function", [tritonpack.patch, tritonpack.unpatch])
-def test_what_is_no_model_is_refused(name: str, function: Callable[[Any], Any]) -> None:
+def test_arguments_that_are_no_models_are_refused(name: str, function: Callable[[Any], Any]) -> None:
     given, message = NO_MODELS[name]
     with pytest.raises(ValueError, match=message):
         function(given)

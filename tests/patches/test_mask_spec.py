@@ -1,4 +1,4 @@
-"""What mask functions say, as intervals: those of transformers against the masks that it makes of them itself."""
+"""Mask functions as intervals, compared with the masks that transformers makes of the same functions."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ def packed_batch(**changes: Any) -> PackedBatch:
 
 
 def dense(function: Callable[..., Tensor]) -> Tensor:
-    """(T, T) bool, a mask function between the tokens of a row, within documents."""
+    """(T, T) bool, a mask function between all tokens of a row, limited to documents."""
     rows, keys = torch.arange(TOTAL)[:, None], torch.arange(TOTAL)
     document = torch.cat([torch.full((n,), i) for i, n in enumerate(LENGTHS)])
     zero = torch.zeros((), dtype=torch.long)
@@ -39,7 +39,7 @@ def dense(function: Callable[..., Tensor]) -> Tensor:
 
 
 def blocks() -> Tensor:
-    """Images of four, two and three tokens, one of them from one document into the next."""
+    """Images of four, two and three tokens. One of them runs from one document into the next."""
     ids = torch.full((1, TOTAL), -1)
     ids[0, 2:6], ids[0, 9:13], ids[0, 15:18] = 0, 1, 2
     return ids
@@ -59,7 +59,7 @@ OVERLAYS = {
 
 
 @pytest.mark.parametrize("name", OVERLAYS)
-def test_bisection_finds_what_the_function_says(name: str) -> None:
+def test_bisection_equals_the_mask_function(name: str) -> None:
     mask = packed_batch().documents(MaskSpec((-1, -1), overlay=OVERLAYS[name])).validate()
     assert torch.equal(mask.to_dense(), dense(OVERLAYS[name]))
 
@@ -73,19 +73,19 @@ def test_bisection_finds_what_the_function_says(name: str) -> None:
         ("window both ways", 3, {"allow_is_bidirectional_skip": True}, MaskSpec((3, 3))),
     ],
 )
-def test_plain_kinds_are_read_without_bisection(name: str, size: int | None, flags: Any, spec: MaskSpec) -> None:
+def test_plain_masks_are_read_without_bisection(name: str, size: int | None, flags: Any, spec: MaskSpec) -> None:
     found = read_mask_spec(OVERLAYS[name], size, object(), flags, TOTAL)
     assert found == spec
     assert torch.equal(packed_batch().documents(found).to_dense(), dense(OVERLAYS[name]))
 
 
 def test_a_composed_window_is_bisected() -> None:
-    """transformers clears the permission to skip a mask where a model has composed its own."""
+    """transformers does not allow to skip the mask of a model that composes its own."""
     assert read_mask_spec(OVERLAYS["images in a window"], 3, object(), {"allow_is_causal_skip": False}, TOTAL).overlay
 
 
 def test_a_window_that_the_function_does_not_have_is_refused() -> None:
-    """A later transformers may pass a size of another meaning with a permission to skip the mask."""
+    """A later transformers may pass a size with another meaning and allow to skip the mask."""
     for name, size in (("window", 5), ("window", 3), ("all", 4), ("images", 4)):
         with pytest.raises(ValueError, match="isn't the window"):
             read_mask_spec(OVERLAYS[name], size, object(), {"allow_is_causal_skip": True}, TOTAL)
@@ -93,10 +93,10 @@ def test_a_window_that_the_function_does_not_have_is_refused() -> None:
 
 @pytest.mark.parametrize("flags", [{"use_vmap": True}, {"allow_is_causal_skip": False}])
 def test_chunks_under_a_mask_of_the_model_are_refused(flags: dict[str, bool]) -> None:
-    """Such as images that see all of themselves; the rest of chunks begins anew in each document, images don't."""
+    """For example images that see all of themselves. Chunks count from the beginning of a document, images do not."""
     config = SimpleNamespace(attention_chunk_size=4)
     chunks = stock.chunked_causal_mask_function(4, torch.zeros(1, dtype=torch.long))
-    with pytest.raises(UnsupportedModelError, match="chunks, a window or either"):
+    with pytest.raises(UnsupportedModelError, match="chunks, a window, or one of them"):
         read_mask_spec(stock.or_masks(chunks, stock.blockwise_overlay(blocks())), 4, config, flags, TOTAL)
     assert read_mask_spec(chunks, 4, config, {"allow_is_causal_skip": True}, TOTAL) == MaskSpec((-1, 0), chunk_size=4)
     assert read_mask_spec(chunks, 4, config, {"allow_is_causal_skip": False}, 1) == MaskSpec((-1, 0), chunk_size=4)

@@ -12,8 +12,9 @@ from transformers import DynamicCache
 
 import tritonpack
 from tests.patches import sweep, zoo
-from tritonpack.patches.mixers import DocumentByDocument
+from tritonpack.patches.layers.mixers import DocumentByDocument
 from tritonpack.patches.packed_batch import PackedBatch, Serving
+from tritonpack.patches.unpacking.documents import batches_of, lay_back
 
 
 def modeling(model_type: str) -> Any:
@@ -152,11 +153,11 @@ def test_documents_of_similar_lengths_share_a_batch() -> None:
     packed_batch = PackedBatch(
         None, positions, None, torch.Size((1, 32)), torch.device("cpu"), Serving("tritonpack", "auto"), True
     )
-    batches, inverse = packed_batch.batches()
-    assert [tuple(places.shape) for places, _ in batches] == [(2, 1), (3, 7), (1, 12)]
-    tokens = torch.cat([places[inside] for places, inside in batches])
-    assert torch.equal(tokens[inverse], torch.arange(32))
-    assert sum(places.numel() for places, _ in batches) < 2 * 32
+    batches = batches_of(packed_batch)
+    assert [tuple(batch.places.shape) for batch in batches] == [(2, 1), (3, 7), (1, 12)]
+    tokens = torch.arange(1, 33)[None]
+    assert torch.equal(lay_back(batches, [batch.cut(tokens) for batch in batches]), tokens)
+    assert sum(batch.places.numel() for batch in batches) < 2 * 32
 
 
 @pytest.mark.parametrize("model_type", ["rwkv", "recurrent_gemma", "lfm2", "mamba"])
@@ -186,7 +187,7 @@ def test_a_packed_batch_leaves_no_cache_behind() -> None:
         assert model(ids, use_cache=True, **told).past_key_values is None
         assert model(documents[0], use_cache=True).past_key_values is not None
         cache = DynamicCache(config=model.config)
-        with pytest.raises(ValueError, match="can't use a cache; pass past_key_values=None"):
+        with pytest.raises(ValueError, match=r"can't use a cache\. Pass past_key_values=None"):
             model(ids, past_key_values=cache, **told)
 
 

@@ -1,4 +1,4 @@
-"""Images in packed documents: positions of three kinds (Qwen2-VL), images that see all of themselves (Gemma 3)."""
+"""Images in packed documents: positions of three axes (Qwen2-VL), image tokens that see their whole image (Gemma 3)."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ EXACT = 64 * torch.finfo(torch.float32).eps  # as in tests/patches/sweep.py
 
 
 def spread(model: PreTrainedModel) -> PreTrainedModel:
-    """Weights large enough that attention shows."""
+    """The model with weights so large that attention matters."""
     torch.manual_seed(0)
     for parameter in model.parameters():
         if parameter.ndim > 1:
@@ -34,7 +34,7 @@ def text(count: int, generator: torch.Generator) -> Tensor:
 
 
 def document(patches: list[int], generator: torch.Generator) -> Tensor:
-    """Text around images of so many tokens."""
+    """Text around images of these numbers of tokens."""
     pieces = [text(3, generator)]
     for count in patches:
         image = torch.full((1, count), IMAGE)
@@ -88,8 +88,8 @@ def qwen() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("form", ["three rows", "four rows", "offsets", "offsets alone", "segments", "segments alone"])
-def test_positions_of_three_kinds(qwen: dict[str, Any], form: str) -> None:
-    """As the collator gives them, with text positions in front, and as the model makes them of a whole row."""
+def test_positions_of_three_axes(qwen: dict[str, Any], form: str) -> None:
+    """Positions by the collator, with text positions in front, and by the model for a whole row."""
     told: dict[str, Any] = {}
     if "alone" not in form:
         told["position_ids"] = qwen["places"]
@@ -100,7 +100,7 @@ def test_positions_of_three_kinds(qwen: dict[str, Any], form: str) -> None:
     if "segments" in form:
         told["attention_mask"] = numbered(qwen["documents"])
     model = qwen["model"]
-    assert differs(qwen["alone"], model(**qwen["call"], **told).logits) > 0.1  # stock leaks in all of them
+    assert differs(qwen["alone"], model(**qwen["call"], **told).logits) > 0.1  # stock leaks in each form
     with tritonpack.patch(model) as handle:
         assert differs(qwen["alone"], model(**qwen["call"], **told).logits) < EXACT
         assert handle.report.left == ("model.visual",)
@@ -121,7 +121,7 @@ def row_of(qwen: dict[str, Any], numbers: list[int], width: int) -> dict[str, Te
 @pytest.mark.parametrize("inner", [False, True], ids=["head", "model"])
 @pytest.mark.parametrize("form", ["a row", "a row and a mask", "a row and offsets", "two rows", "padded"])
 def test_text_positions_with_images(qwen: dict[str, Any], form: str, inner: bool) -> None:
-    """Position ids of two dimensions tell documents apart; positions of images are the model's to make."""
+    """Position ids of two dimensions tell documents apart. The model makes positions of images itself."""
     model, documents = qwen["model"], qwen["documents"]
     call = dict(qwen["call"])
     if form.startswith("a row"):
@@ -162,7 +162,7 @@ def test_text_positions_without_images(qwen: dict[str, Any]) -> None:
 
 
 def test_images_of_two_documents_side_by_side(qwen: dict[str, Any]) -> None:
-    """Nothing but the documents says that they are two."""
+    """Only the documents separate the two images."""
     model, generator = qwen["model"], torch.Generator().manual_seed(4)
     image = torch.full((1, 6), IMAGE)
     documents = [torch.cat([text(3, generator), image], 1), torch.cat([image, text(4, generator)], 1)]
@@ -212,7 +212,7 @@ def with_images(ids: Tensor, generator: torch.Generator) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("attention", ["tritonpack", "sdpa", "eager"])
-def test_images_that_see_all_of_themselves(attention: Any) -> None:
+def test_image_tokens_that_see_their_whole_image(attention: Any) -> None:
     """One image in the first and last document, two in the middle; windows shorter than an image."""
     model, generator = gemma(), torch.Generator().manual_seed(1)
     documents = [document([4] * n, generator) for n in (1, 2, 1)]

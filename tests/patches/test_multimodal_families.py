@@ -1,5 +1,4 @@
-"""Families that make positions of tokens and images themselves: documents with images in a packed row, told by text
-positions."""
+"""Families that make positions of tokens and images themselves: packed documents with images and text positions."""
 
 import importlib
 from typing import Any

@@ -1,4 +1,4 @@
-"""Arguments that resemble those that tell documents apart are refused, and no other ones."""
+"""Arguments whose names resemble those that tell documents apart are refused, and no others."""
 
 import ast
 import inspect
@@ -41,10 +41,10 @@ MEANT = {
     ),
 }  # fmt: skip
 
-# Arguments of whole models of transformers that mean what they resemble; these models' own signatures have them.
+# Arguments in the signatures of models of transformers that do tell documents apart.
 THEIR_OWN = {"lengths", "padding_mask", "sequence_id"}
 
-# What trainers and collators of transformers, TRL and accelerate put into a batch or a call besides.
+# Other arguments that trainers and collators of transformers, TRL and accelerate put into a batch or a call.
 TRAINERS = (
     "input_ids", "labels", "shift_labels", "num_items_in_batch", "return_loss", "output_hidden_states", "use_cache",
     "logits_to_keep", "token_type_ids", "completion_mask", "assistant_masks", "max_length_q", "max_length_k", "length",
@@ -56,13 +56,13 @@ TRAINERS = (
 
 
 @pytest.mark.parametrize(("meant", "name"), [(meant, name) for meant, names in MEANT.items() for name in names])
-def test_what_a_name_is_meant_for(meant: str, name: str) -> None:
+def test_the_argument_that_a_name_is_meant_for(meant: str, name: str) -> None:
     assert meant_by(name) == meant
 
 
 @pytest.mark.heavy
-def test_no_false_alarms() -> None:
-    """Over every argument of every whole model of transformers, its common keywords, and those of trainers."""
+def test_known_arguments_are_accepted() -> None:
+    """All arguments of all models of transformers, its common keywords, and arguments of trainers."""
     names = {*TRAINERS, *TransformersKwargs.__annotations__, *FlashAttentionKwargs.__annotations__}
     count = 0
     for path in (Path(transformers.__file__).parent / "models").glob("*/modeling_*.py"):
@@ -99,7 +99,7 @@ def test_a_near_miss_is_refused(name: str, inner: bool) -> None:
         with pytest.raises(ValueError, match=f"was called with '{name}'"):
             called.forward(ids, **{name: VALUES[name]})
         assert called(ids, **{name: None})[0].isfinite().all()
-    called(ids, **{name: VALUES[name]})  # stock takes it without a word
+    called(ids, **{name: VALUES[name]})  # stock transformers ignores it
 
 
 class Numbered(LlamaForCausalLM):
@@ -111,7 +111,7 @@ class Numbered(LlamaForCausalLM):
 
 
 @pytest.mark.usefixtures("untried")
-def test_a_models_own_arguments_are_its_own() -> None:
+def test_arguments_in_a_models_signature_are_accepted() -> None:
     model, ids = Numbered(zoo.tiny_config("llama")).double().eval(), torch.cat(documents(), 1)
     expected = torch.cat([model(piece).logits for piece in documents()], dim=1)
     with tritonpack.patch(model):

@@ -26,14 +26,14 @@ OWN_ROWS = "ctrl roformer"  # packed with the newest transformers; with the olde
 
 @pytest.fixture(scope="module")
 def python() -> str:
-    """An interpreter with that transformers and what it asks for; all else is what is installed here."""
+    """An interpreter with the oldest transformers and its requirements; other packages are those installed here."""
     program, done = FOLDER / "bin" / "python", FOLDER / ".installed"
     if not done.exists():
         subprocess.run([sys.executable, "-m", "venv", "--clear", FOLDER], check=True)
         here = FOLDER / "here"
         here.mkdir()
         for entry in Path(sysconfig.get_path("purelib")).iterdir():
-            if not entry.name.startswith("kernels"):  # which an older transformers can't import, or asks the hub by
+            if not entry.name.startswith("kernels"):  # an older transformers can't import it, or downloads with it
                 (here / entry.name).symlink_to(entry)
         (own,) = FOLDER.glob("lib/python*/site-packages")
         (own / "here.pth").write_text(f"{here}\n")

@@ -1,4 +1,4 @@
-"""The trial of a class that isn't known judges each output of its own, and its loss, against documents alone."""
+"""The trial of an unknown class compares each of its outputs, and its loss, with documents alone."""
 
 import dataclasses
 from typing import Any
@@ -41,8 +41,8 @@ def batch(documents: list[Tensor]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("kind", "config"), [(SiglipTextModel, SiglipTextConfig), (Siglip2TextModel, Siglip2TextConfig)]
 )
-def test_a_pooled_last_token_is_that_of_each_document(kind: Any, config: Any) -> None:
-    """No auto class leads to these classes, so the table of shown classes hasn't got them."""
+def test_last_token_is_pooled_for_each_document(kind: Any, config: Any) -> None:
+    """No auto class leads to these classes, so the table of known classes does not list them."""
     model = filled(kind(config(vocab_size=64, max_position_embeddings=64, bos_token_id=1, eos_token_id=2, **SIGLIP)))
     documents = zoo.documents(LENGTHS)
     with torch.no_grad():
@@ -63,7 +63,7 @@ class Output(ModelOutput):
 
 
 class TwoOutputs(LlamaForCausalLM):
-    """A language model with another output: here a constant, which says nothing of documents."""
+    """A language model with another output: here a constant, which depends on no document."""
 
     def forward(
         self,
@@ -102,7 +102,7 @@ class LastToken(TwoOutputs):
 
 
 class KeptDimension(TwoOutputs):
-    """A dimension of one token keeps it from looking like a result of a row."""
+    """With a dimension of one token, so it does not look like a result of a row."""
 
     def value(self, states: Tensor) -> Any:
         return states.mean(1, keepdim=True)
@@ -114,14 +114,14 @@ class TokenBefore(TwoOutputs):
 
 
 class Sum(TwoOutputs):
-    """Of all states before a token, in a list; padding that follows doesn't change it."""
+    """The sum of all states before a token, in a list. Padding that follows does not change it."""
 
     def value(self, states: Tensor) -> Any:
         return [states, states.cumsum(1)]
 
 
 class OfTheBatch(TwoOutputs):
-    """No layout but one document a call keeps documents apart."""
+    """Documents mix in every layout except one document in each call."""
 
     def value(self, states: Tensor) -> Any:
         return states - states.mean((0, 1))
@@ -132,7 +132,7 @@ def tiny(kind: type[TwoOutputs]) -> Any:
 
 
 @pytest.mark.parametrize("kind", [TwoOutputs, OfEachToken])
-def test_outputs_that_say_nothing_wrong_leave_rows_packed(kind: type[TwoOutputs]) -> None:
+def test_harmless_outputs_leave_rows_packed(kind: type[TwoOutputs]) -> None:
     with tritonpack.patch(tiny(kind)) as handle:
         assert handle.report.attention == "tritonpack"
 
@@ -141,7 +141,7 @@ def test_outputs_that_say_nothing_wrong_leave_rows_packed(kind: type[TwoOutputs]
     ("kind", "layout"),
     [(Mean, "lengths"), (LastToken, "lengths"), (KeptDimension, "lengths"), (TokenBefore, "lengths"), (Sum, "padded")],
 )
-def test_an_output_that_other_documents_reach_decides_the_layout(kind: type[TwoOutputs], layout: str) -> None:
+def test_an_output_that_mixes_documents_decides_the_layout(kind: type[TwoOutputs], layout: str) -> None:
     model, documents = tiny(kind), zoo.documents(LENGTHS)
     with torch.no_grad():
         alone = [model(input_ids=document) for document in documents]
@@ -160,7 +160,7 @@ def test_a_class_whose_output_mixes_documents_in_every_layout_is_refused_by_its_
 
 
 class EncoderMixed(T5ForConditionalGeneration):
-    """Its states of the encoder, which it gives besides, hold the token before."""
+    """A model that also returns states of its encoder, mixed with those of the token before."""
 
     def forward(
         self,
@@ -192,14 +192,14 @@ class EncoderPlain(EncoderMixed):
 
 
 @pytest.mark.parametrize(("kind", "layout"), [(EncoderPlain, "tritonpack"), (EncoderMixed, "lengths")])
-def test_states_of_an_encoder_are_of_its_documents(kind: type[EncoderMixed], layout: str) -> None:
+def test_encoder_states_decide_the_layout(kind: type[EncoderMixed], layout: str) -> None:
     sizes = {"d_model": 32, "d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
     config = T5Config(vocab_size=64, decoder_start_token_id=0, pad_token_id=0, **sizes)
     with tritonpack.patch(filled(kind(config))) as handle:
         assert handle.report.attention == layout
 
 
-# Losses of their own, held against the losses of documents alone.
+# Classes with their own losses, compared with the losses of documents alone.
 
 
 class Summed(TwoOutputs):
@@ -221,11 +221,11 @@ class OfMeans(TwoOutputs):
 
 
 class OfMeansAndLastToken(OfMeans, LastToken):
-    """Each document has a row of its own, with others of its length."""
+    """Each document runs in a row of its own, in batches of one length."""
 
 
 class LeftAlone(LlamaForCausalLM):
-    """Its loss is transformers' own."""
+    """A class with the loss of transformers."""
 
 
 def labelled(documents: list[Tensor]) -> dict[str, Any]:
@@ -236,7 +236,7 @@ def labelled(documents: list[Tensor]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("kind", [TwoOutputs, Summed, LeftAlone])
-def test_a_mean_or_a_sum_over_labels(kind: type[TwoOutputs]) -> None:
+def test_losses_that_are_means_or_sums_over_labels(kind: type[TwoOutputs]) -> None:
     model, documents = tiny(kind), zoo.documents(LENGTHS)
     with torch.no_grad():
         alone = torch.stack([model(**labelled([document])).loss for document in documents])
@@ -263,13 +263,13 @@ def test_a_loss_that_mixes_documents_is_refused_in_the_call(kind: type[TwoOutput
 
 
 class Routed(MixtralForCausalLM):
-    """The loss of its routers is a mean over all tokens of a call, so that documents alone don't tell it."""
+    """The loss of its routers is a mean over all tokens of a call, so documents alone have another loss."""
 
     def forward(self, *args: Any, labels: Any = None, **more: Any) -> Any:
         return super().forward(*args, labels=labels, output_router_logits=labels is not None, **more)
 
 
-def test_a_loss_of_routers_is_that_of_a_padded_batch() -> None:
+def test_router_loss_equals_that_of_a_padded_batch() -> None:
     model, documents = filled(Routed(zoo.tiny_config("mixtral"))), zoo.documents(LENGTHS)
     rows = FORMS["padded_right"](documents)
     labels = torch.where(rows.arguments["attention_mask"] > 0, rows.ids, -100)

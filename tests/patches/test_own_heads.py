@@ -1,4 +1,4 @@
-"""Users' own heads, whose outputs of a whole row have names that nothing knows, with labels."""
+"""Users' own heads with labels, whose outputs for a whole row have unknown names."""
 
 import dataclasses
 from typing import Any
@@ -48,7 +48,7 @@ class Rater(LlamaPreTrainedModel):
 
 
 class RaterOfStates(Rater):
-    """Rates a row only where it has labels, so that its rows stay packed."""
+    """Rates a row only if it has labels, so the trial leaves its rows packed."""
 
     def forward(self, *args: Any, labels: Any = None, **told: Any) -> Rating:
         states = self.model(*args, **told).last_hidden_state
@@ -101,5 +101,7 @@ def test_labels_of_documents_for_results_of_rows_are_refused() -> None:
             ValueError, match=r"labels of shape \(4,\), one for each of 4 documents.*Give each document"
         ):
             model(**packed(), labels=LABELS)
-        with pytest.raises(ValueError, match=r"batch_size \(1\) to match target batch_size \(3\)"):  # the head's own
+        with pytest.raises(
+            ValueError, match=r"batch_size \(1\) to match target batch_size \(3\)"
+        ):  # the error of the head itself
             model(**packed(), labels=LABELS[:3])

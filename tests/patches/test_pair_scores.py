@@ -1,4 +1,4 @@
-"""Sequence classification by encoders with decoders: one score a document, read at its end-of-sequence token."""
+"""Sequence classification by encoders with decoders: one score for each document, at its end-of-sequence token."""
 
 from typing import Any
 
@@ -31,7 +31,7 @@ LABELS = torch.tensor([1, 0, 2, 1])
 
 
 def scoring(name: str) -> tuple[PreTrainedModel, list[Tensor]]:
-    """A tiny model in evaluation mode, and documents that end with its eos."""
+    """A tiny model in evaluation mode, and documents that end with its end-of-sequence token."""
     torch.manual_seed(0)
     model = getattr(transformers, name)(zoo.tiny_config(HEADS[name], num_labels=3))
     spread(model, torch.Generator().manual_seed(0))
@@ -44,7 +44,7 @@ def scoring(name: str) -> tuple[PreTrainedModel, list[Tensor]]:
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", HEADS)
 def test_one_score_a_document(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Logits, loss and gradients are those of documents alone; the model's class is accepted by a trial."""
+    """Logits, loss and gradients equal those of documents alone. A trial accepts the class."""
     monkeypatch.setattr(probe, "shown_layout", lambda kind: None)
     model, pieces = scoring(name)
     logits = torch.cat([model(ids).logits for ids in pieces])
@@ -60,8 +60,8 @@ def test_one_score_a_document(name: str, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("form", ["padded_right", "padded_left"])
 @pytest.mark.parametrize("name", ["T5GemmaForSequenceClassification", "T5Gemma2ForSequenceClassification"])
-def test_padding_moves_no_score(name: str, form: str) -> None:
-    """Unpatched, these heads read one token later where a row is padded on the right."""
+def test_padding_changes_no_score(name: str, form: str) -> None:
+    """Unpatched, these heads read one token later if a row is padded on the right."""
     model, pieces = scoring(name)
     expected = torch.cat([model(ids).logits for ids in pieces])
     batch = FORMS[form](pieces)

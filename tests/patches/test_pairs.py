@@ -1,4 +1,4 @@
-"""Encoders with decoders: pairs of documents are packed exactly, in every form, or the call is refused."""
+"""Encoders with decoders: packed pairs of documents are exact in every form, or the call is refused."""
 
 import copy
 import pickle
@@ -19,7 +19,7 @@ from tritonpack.patches.trial.packed_forms import FORMS
 from tritonpack.patches.trial.small_copy import spread
 
 WITHOUT_SDPA = {"bigbird_pegasus", "nllb-moe", "switch_transformers", "t5gemma"}
-# Stock transformers is at odds with itself: its router takes the empty places of a static cache for padding.
+# Stock transformers contradicts itself: its router treats the empty places of a static cache as padding.
 STATIC_DIFFERS = {"nllb-moe"}
 
 ENCODERS = (
@@ -43,13 +43,13 @@ def test_packed_equals_alone(name: str) -> None:
 
 @every_type
 def test_stock_leaks_in_the_same_test(name: str) -> None:
-    """In float32: some types make NaN of padding in float64."""
+    """In float32, because padding gives NaN in float64 in some types."""
     model, documents = tiny_pair_model(name, dtype=torch.float32), targets()
     subject = pairs_subject(model, stock=True)
     expected = packed_forms.alone(subject, documents, gradients=False)
     found = packed_forms.judge(subject, "segments_alone", documents, expected, 1e-3)
     assert found.verdict == ("inexact" if name == "switch_transformers" else "leak")
-    if name != "encoder-decoder":  # RoBERTa takes position ids from 0 for others
+    if name != "encoder-decoder":  # RoBERTa's position ids do not begin at 0
         limit = packed_forms.tolerance(model.dtype)
         assert packed_forms.judge(subject, "padded_right", documents, expected, limit).verdict == "exact"
 
@@ -76,12 +76,14 @@ def test_labels_are_shifted_within_each_document(name: str) -> None:
 
 @every_type
 def test_labels_that_are_ignored_and_padding(name: str) -> None:
-    """A prompt that isn't learned, and rows padded by -100; MBart and PLBart put a document's last label first."""
+    """Labels of a prompt are ignored, and rows padded by -100. MBart and PLBart put a document's last label first."""
     model, documents = tiny_pair_model(name), targets()
     labels = [d.clone() for d in documents]
     for label in labels:
         label[:, : label.shape[1] // 2] = -100
-    masked = [{"labels": y, "decoder_attention_mask": torch.ones_like(y)} for y in labels]  # some mask what is ignored
+    masked = [
+        {"labels": y, "decoder_attention_mask": torch.ones_like(y)} for y in labels
+    ]  # some models mask ignored labels
     both = zip(documents, masked, strict=True)
     expected = torch.cat([model(input_ids=pairs.source_of(d), **call).logits for d, call in both], 1)
     batch = pairs_subject(model).forms["two_rows"](documents)
@@ -115,7 +117,7 @@ def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
     model, documents = without_dropout(tiny_pair_model(name)), targets()
     subject = pairs_subject(model)
     expected = packed_forms.alone(subject, documents)
-    set_capacity(model, 64)  # NLLB-MoE's routers keep that of the last evaluation
+    set_capacity(model, 64)  # NLLB-MoE's routers keep the capacity of the last evaluation
     model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     with tritonpack.patch(model):
@@ -164,8 +166,8 @@ def test_unpatching_copies_and_pickles(name: str) -> None:
         assert (found.verdict, found.reason) == ("exact", "")
 
 
-def test_inner_model_and_encoder_outputs() -> None:
-    """What surrounds both sides may be called with the encoder's states, and the model inside by itself."""
+def test_inner_model_and_encoder_outputs_equal_alone() -> None:
+    """The whole model may be called with states of the encoder, and the model inside may be called directly."""
     model, documents, _ = packed("bart")
     subject = pairs_subject(model)
     expected = packed_forms.alone(subject, documents, gradients=False)[0]
@@ -181,7 +183,7 @@ def test_inner_model_and_encoder_outputs() -> None:
 
 
 def test_decoder_called_with_states_of_an_encoder() -> None:
-    """A causal model with cross-attention: states of several documents, numbered by a mask of their own."""
+    """A causal model with cross-attention to states of several documents, which have a mask of their own."""
     model = BertLMHeadModel(BertConfig(**COMMON, is_decoder=True, add_cross_attention=True)).eval()
     spread(model, torch.Generator().manual_seed(0))
     model = model.double()
@@ -199,7 +201,7 @@ def test_decoder_called_with_states_of_an_encoder() -> None:
     assert relative(got, expected) < packed_forms.tolerance(model.dtype)
 
 
-# Classes that shift the encoder's tokens to the right where the decoder is given none.
+# Classes that shift the encoder's tokens to the right if the decoder gets none.
 SHIFT_INPUTS = {
     "BartForConditionalGeneration": "bart", "BartForQuestionAnswering": "bart", "BartModel": "bart",
     "BigBirdPegasusForQuestionAnswering": "bigbird_pegasus", "MBartForConditionalGeneration": "mbart",
@@ -210,11 +212,11 @@ SHIFT_INPUTS = {
 
 
 @pytest.mark.parametrize("kind", SHIFT_INPUTS)
-def test_decoder_tokens_made_of_the_encoders(kind: str) -> None:
+def test_decoder_tokens_shifted_from_the_encoders(kind: str) -> None:
     model, documents = tiny_pair_model(SHIFT_INPUTS[kind], kind=kind), targets()
     subject = packed_forms.Subject(model, targets, values=states_or_scores)
     expected = packed_forms.alone(subject, documents)
-    # It takes no use_cache, and its encoder takes padding tokens for padding.
+    # It takes no use_cache, and its encoder treats padding tokens as padding.
     refused = ("with_cache", "without_cache", "padded_end", "two_rows_alone") if "Gemma" in kind else ()
     with tritonpack.patch(model):
         for form in (form for form in FORMS if form not in refused):
@@ -277,7 +279,7 @@ def test_bad_calls_are_refused(name: str) -> None:
         model(**{"decoder_input_ids": batch.ids, **batch.arguments, **changes})
 
 
-def test_labels_without_a_told_decoder_are_refused() -> None:
+def test_labels_without_documents_of_the_decoder_are_refused() -> None:
     model, _, call = packed("bart")
     with tritonpack.patch(model), pytest.raises(ValueError, match="row 0 has 1 documents in the decoder and 4"):
         model(**{**call, "decoder_attention_mask": None})
@@ -308,7 +310,7 @@ def test_by_name(name: str) -> None:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", ["bart", "t5"])
-@pytest.mark.filterwarnings("ignore::UserWarning")  # of the compiler's own
+@pytest.mark.filterwarnings("ignore::UserWarning")  # from the compiler
 def test_one_graph_for_every_length(name: str) -> None:
     graphs = Graphs()
     model = tiny_pair_model(name, dtype=torch.float32)
@@ -328,7 +330,7 @@ def set_capacity(model: PreTrainedModel, tokens: int) -> None:
 
 
 def test_experts_that_may_be_full_are_refused_in_packed_rows() -> None:
-    """NLLB-MoE's experts take so many tokens of a batch in training; documents of one row would compete for them."""
+    """In training, NLLB-MoE's experts take a limited number of tokens of a batch, so documents of a row compete."""
     model, documents = tiny_pair_model("nllb-moe").train(), targets()
     forms = pairs_subject(model).forms
     set_capacity(model, 9)
@@ -343,7 +345,7 @@ def test_experts_that_may_be_full_are_refused_in_packed_rows() -> None:
 @every_type
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_decoder_padding_without_a_mask(name: str, use_cache: bool) -> None:
-    """As collators leave it: some types take padding tokens for padding, others for tokens behind all others."""
+    """Some types treat padding tokens as padding, others as tokens after all others."""
     if use_cache and name == "switch_transformers":
         pytest.skip("stock transformers can't")
     model = tiny_pair_model(name, dtype=torch.float32).requires_grad_(False)
@@ -359,7 +361,7 @@ def test_decoder_padding_without_a_mask(name: str, use_cache: bool) -> None:
 
 
 def test_encoder_padding_without_a_mask_is_refused() -> None:
-    """T5Gemma's encoder takes it for padding, and its decoder for tokens."""
+    """T5Gemma's encoder treats padding tokens as padding, and its decoder as tokens."""
     model = tiny_pair_model("t5gemma", dtype=torch.float32)
     batch = pairs_subject(model).forms["padded_right"](targets())
     with tritonpack.patch(model), pytest.raises(ValueError, match="Pass attention_mask"):
@@ -373,7 +375,7 @@ def test_encoders_alone(kind: str) -> None:
     subject = packed_forms.Subject(model, targets)
     expected = packed_forms.alone(subject, documents)
     with tritonpack.patch(model):
-        for form in (form for form in FORMS if form != "with_cache"):  # which they refuse by themselves
+        for form in (form for form in FORMS if form != "with_cache"):  # an encoder refuses a cache itself
             found = packed_forms.judge(subject, form, documents, expected, packed_forms.tolerance(model.dtype))
             assert (found.verdict, found.reason) == ("exact", ""), form
 

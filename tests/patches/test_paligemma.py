@@ -1,4 +1,4 @@
-"""PaliGemma: by token_type_ids a document's image and prompt see each other, and its answer what is before it."""
+"""PaliGemma: by token_type_ids, image and prompt of a document see each other, and its answer is causal."""
 
 from typing import Any
 
@@ -23,7 +23,7 @@ from tritonpack.patches.trial.small_copy import spread
 from tritonpack.testing import check_isolation
 
 IMAGE = 60
-PROMPTS, ANSWERS = (3, 1, 6), (4, 7, 1)  # tokens of each document, behind those of its image
+PROMPTS, ANSWERS = (3, 1, 6), (4, 7, 1)  # tokens of each document, after those of its image
 GEMMA2 = {"sliding_window": 4, "query_pre_attn_scalar": 16, "layer_types": ["sliding_attention", "full_attention"]}
 FAMILIES = {"gemma": {}, "gemma2": GEMMA2}
 
@@ -76,7 +76,7 @@ def test_packed_documents_with_an_image_each(family: str) -> None:
     with tritonpack.patch(model):
         for told in (
             {"position_ids": counted(ids)},
-            {"position_ids": counted(ids) + 1},  # as its own are
+            {"position_ids": counted(ids) + 1},  # as the model counts them
             {"attention_mask": numbered(ids)},
             {"cu_seq_lens_q": torch.tensor([0, *(x.shape[1] for x in ids)]).cumsum(0).int()},
         ):
@@ -107,7 +107,7 @@ def test_rows_of_one_document_padded_and_not() -> None:
 
 @torch.no_grad()
 def test_a_call_without_types_is_refused() -> None:
-    """Without them stock sees both ways in a batch without padding, and one way in a batch with it."""
+    """Without types, stock sees both directions in a batch without padding, and one direction in a batch with it."""
     model = build(PaliGemmaForConditionalGeneration, config("gemma"))
     ids, _, images = documents()
     call = {"input_ids": torch.cat(ids, 1), "pixel_values": images, "position_ids": counted(ids)}
@@ -130,7 +130,7 @@ def test_isolation_is_checked_with_prompts() -> None:
 
 
 @pytest.mark.parametrize("family", ["gemma", "gemma2"])
-def test_decoders_by_themselves_are_refused(family: str) -> None:
+def test_decoders_without_their_model_are_refused(family: str) -> None:
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **COMMON, use_bidirectional_attention=True))
     with pytest.raises(tritonpack.UnsupportedModelError, match=r"nothing to be equal to\. Set it to False"):
         tritonpack.patch(model)

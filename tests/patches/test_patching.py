@@ -1,4 +1,4 @@
-"""Patched models: exact in every form that packing takes, and exactly themselves again afterwards."""
+"""Patched models: exact in every form of packing, and identical to the originals after unpatching."""
 
 import copy
 import inspect
@@ -15,8 +15,8 @@ from tests.patches import sweep, zoo
 from tests.patches.models import COMMON, FAMILIES, VOCAB, generate, tiny_model
 
 LENGTHS = (7, 1, 3, 11)
-# Relative, in float64; a leak is 1e-2 and more. transformers computes norms and rotary angles in float32 even so,
-# where the last bit of a float64 may decide a rounding.
+# Relative, in float64; a leak is 1e-2 or more. transformers computes norms and rotary angles in float32 all the same,
+# so the last bit of a float64 may decide a rounding.
 EXACT = 8 * torch.finfo(torch.float32).eps
 
 every_family = pytest.mark.parametrize("family", FAMILIES)
@@ -64,7 +64,7 @@ FORMS: dict[str, Callable[[], dict[str, Any]]] = {
 def logits_and_gradients(
     model: nn.Module, calls: list[dict[str, Any]], pick: Callable[[list[Tensor]], Tensor]
 ) -> tuple[Tensor, list[Tensor]]:
-    """Logits of all documents in a row, and the gradients of a loss that weighs every one of them."""
+    """Logits of all documents in a row, and the gradients of a loss that depends on all of them."""
     logits = pick([model(**call).logits for call in calls])
     weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
     parameters = [p for p in model.parameters() if p.requires_grad]
@@ -96,7 +96,7 @@ def test_packed_equals_alone(family: str) -> None:
 
 @every_family
 def test_stock_leaks_in_the_same_test(family: str) -> None:
-    """The tests above could not fail otherwise."""
+    """Shows that the tests above can fail."""
     model = tiny_model(family)
     expected = alone(model)
     call = {"input_ids": torch.cat(documents(), dim=1), **FORMS["all_ones_mask"]()}
@@ -127,7 +127,7 @@ def test_padded_batch(family: str, side: str, with_positions: bool) -> None:
 
 @every_family
 def test_several_packed_rows(family: str) -> None:
-    """Two rows, the second right-padded; position ids say where documents begin, the mask where padding does."""
+    """Two rows, the second padded on the right. Position ids tell documents apart, the mask tells padding."""
     model = tiny_model(family)
     expected = alone(model)
     d = documents()
@@ -155,7 +155,7 @@ def test_gradient_checkpointing(family: str, reentrant: bool) -> None:
     assert difference(expected, got) < EXACT
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])  # without windows, with, and both
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])  # without windows, with windows, with both
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("padding", [0, 4], ids=["", "left-padded"])
 def test_generate(family: str, cache: str, padding: int) -> None:
@@ -168,7 +168,7 @@ def test_generate(family: str, cache: str, padding: int) -> None:
 
 
 def test_continuing_from_the_cache_of_a_packed_row() -> None:
-    """The last document of a packed row goes on where it was; its positions tell it from those before."""
+    """The last document of a packed row continues; its positions separate it from those before."""
     model = tiny_model("mistral")
     more = documents((5,))[0]
     expected = model(torch.cat([documents()[-1], more], 1)).logits[:, -5:]
@@ -202,13 +202,13 @@ def test_arguments_by_position() -> None:
 
 @pytest.mark.parametrize("name", ["llama", "bloom", "gptj", "mamba", "xlnet"])
 @pytest.mark.parametrize("form", ["position_ids", "offsets_alone"])
-def test_called_by_its_forward_past_any_hook(name: str, form: str) -> None:
-    """As PEFT does; some heads keep to themselves what they are told about documents."""
+def test_forward_called_without_hooks(name: str, form: str) -> None:
+    """PEFT calls models so. Some heads pass on only some of their arguments."""
     model, pieces = zoo.tiny_model(name, dtype=torch.float64), zoo.documents(LENGTHS)
     expected = torch.cat([model(d).logits for d in pieces], dim=1)
     columns = list(inspect.signature(model.forward).parameters)
     with tritonpack.patch(model):
-        assert list(inspect.signature(model.forward).parameters) == columns  # by which trainers choose
+        assert list(inspect.signature(model.forward).parameters) == columns  # trainers choose columns by them
         batch = sweep.FORMS[form](pieces)
         got = model.forward(batch.ids, **batch.arguments).logits
     assert float((got - expected).abs().max() / expected.abs().max()) < sweep.tolerance(model)
@@ -227,8 +227,8 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 @every_family
 @pytest.mark.parametrize("use_cache", [False, True])
 def test_mixed_precision_training(family: str, use_cache: bool) -> None:
-    """Under autocast some families hand float32 queries and bfloat16 values to attention; torch's own casts, as ours
-    does."""
+    """Under autocast some families pass float32 queries and bfloat16 values to attention. torch's attention casts them,
+    and so does ours."""
     model = tiny_model(family, dtype=torch.float32).train()
     ids = torch.cat(documents(), 1)
 
@@ -247,7 +247,7 @@ def test_mixed_precision_training(family: str, use_cache: bool) -> None:
 
 
 def state(model: nn.Module) -> dict[str, Any]:
-    """Everything that a patch could have left behind, by identity."""
+    """All objects that a patch may change, by identity."""
     hooks = {
         name: (dict(m._forward_pre_hooks), dict(m._forward_pre_hooks_with_kwargs)) for name, m in model.named_modules()
     }
@@ -268,7 +268,7 @@ def test_unpatching_restores_the_model(family: str) -> None:
     handle = tritonpack.patch(model)
     assert state(model)["config"] != before["config"]
     handle.unpatch()
-    handle.unpatch()  # once is enough, twice is harmless
+    handle.unpatch()  # a second call does nothing
     assert state(model) == before
     assert torch.equal(model(ids).logits, expected)
 
@@ -281,11 +281,11 @@ def test_unpatching_after_an_exception_inside_a_forward() -> None:
         model(torch.cat(documents(), 1), position_ids=positions())
     broken.remove()
     assert state(model) == before
-    with tritonpack.patch(model):  # and nothing of the failed forward is left in the next patch
+    with tritonpack.patch(model):  # the next patch has no state of the failed forward
         assert torch.isfinite(model(torch.cat(documents(), 1), position_ids=positions()).logits).all()
 
 
-def test_unpatching_what_is_not_patched() -> None:
+def test_unpatching_an_unpatched_model_is_refused() -> None:
     with pytest.raises(ValueError, match="isn't patched"):
         tritonpack.unpatch(tiny_model("llama"))
 
@@ -302,7 +302,7 @@ def test_a_copy_of_a_patched_model_is_patched_by_itself() -> None:
     assert state(twin)["config"]["_attn_implementation_internal"] == "sdpa"
 
 
-def test_saving_leaves_no_trace(tmp_path: Any) -> None:
+def test_a_saved_model_has_no_trace_of_the_patch(tmp_path: Any) -> None:
     model = tiny_model("llama")
     with tritonpack.patch(model):
         model.save_pretrained(tmp_path)
@@ -311,7 +311,7 @@ def test_saving_leaves_no_trace(tmp_path: Any) -> None:
 
 
 def test_models_that_share_a_config() -> None:
-    """The one that isn't patched would be told apart by nothing; the name stays until both let go."""
+    """A model that is not patched gets no packing, so it is refused. The name stays until both are unpatched."""
     config = LlamaConfig(**COMMON)
     first, second = LlamaModel(config).double().eval(), LlamaModel(config).double().eval()
     second.config = first.config
@@ -354,7 +354,7 @@ def test_what_cannot_be_packed_is_refused_with_the_reason() -> None:
 
 
 def test_attention_in_blocks_of_the_row_is_refused() -> None:
-    """BigBird switches it off by itself for short rows, but not for good before it has seen one."""
+    """BigBird switches to full attention for short rows, but only after the first short row."""
     sparse = {"is_decoder": False, "attention_type": "block_sparse", "block_size": 2, "num_random_blocks": 1}
     model = zoo.tiny_model("big_bird", **sparse)
     with pytest.raises(tritonpack.UnsupportedModelError, match=r"set_attention_type\('original_full'\)"):

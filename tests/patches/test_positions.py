@@ -1,4 +1,4 @@
-"""Positions that a model counts along the row, in rows long enough to tell."""
+"""Positions that a model counts along the row, in rows so long that the difference shows."""
 
 import copy
 from types import SimpleNamespace
@@ -9,13 +9,13 @@ import torch
 
 import tritonpack
 from tests.patches import sweep, zoo
-from tritonpack.patches.positions import rope_limits
+from tritonpack.patches.rope import rope_limits
 
 
 @pytest.mark.parametrize("name", ["falcon-alibi", "bloom"])
 def test_alibi_in_a_long_row(name: str) -> None:
-    """Falcon rounds its slopes times places to bfloat16, where places beyond 256 aren't whole any more: those of the
-    row would move a document, its own don't."""
+    """Falcon rounds slopes times places to bfloat16, which is inexact beyond place 256. Places in the row would change
+    a document; places in the document do not."""
     model = zoo.tiny_model(name, dtype=torch.float64)
     documents = zoo.documents((301, 40))
     alone = torch.cat([model(d).logits for d in documents], dim=1)
@@ -26,8 +26,8 @@ def test_alibi_in_a_long_row(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["bart", "trocr", "llama4_text", "roformer"])
-def test_documents_longer_together_than_a_table(name: str) -> None:
-    """A table of 128 places serves a row of 200 tokens, as long as no document is longer than it."""
+def test_rows_longer_than_a_position_table(name: str) -> None:
+    """A table of 128 places is enough for a row of 200 tokens, if no document is longer than the table."""
     model = zoo.tiny_model(name, dtype=torch.float64)
     documents = zoo.documents((90, 30, 80))
     alone = torch.cat([model(d).logits for d in documents], dim=1)
@@ -38,8 +38,8 @@ def test_documents_longer_together_than_a_table(name: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_rotary_embeddings_that_follow_the_longest_document(kind: str) -> None:
-    """They would make a short document another one beside a long one; packs of one side of the limit are exact."""
+def test_rotary_embeddings_that_depend_on_the_longest_document(kind: str) -> None:
+    """A long document would change a short one beside it. Documents on one side of the limit are exact."""
     rope = {"rope_type": kind, "rope_theta": 10000.0, "factor": 2.0}
     if kind == "longrope":
         rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4, "original_max_position_embeddings": 8}
@@ -79,6 +79,6 @@ LONG = {"rope_type": "longrope", "original_max_position_embeddings": 8}
         ({"full_attention": LONG, "sliding_attention": {"rope_type": "default"}}, [("longrope", 8)]),
     ],
 )
-def test_the_lengths_from_which_rotary_embeddings_change(rope: Any, limits: list[tuple[str, int]]) -> None:
-    """transformers takes any type that has "dynamic" in its name for one that grows."""
+def test_limits_of_rotary_embeddings(rope: Any, limits: list[tuple[str, int]]) -> None:
+    """In transformers, every type with "dynamic" in its name depends on the longest document."""
     assert rope_limits(SimpleNamespace(rope_parameters=rope, max_position_embeddings=32)) == limits

@@ -27,8 +27,9 @@ from transformers.masking_utils import create_causal_mask
 import tritonpack
 from tests.patches import zoo
 from tests.patches.models import VOCAB, tiny_model
-from tritonpack.patches import by_document, heads, probe
+from tritonpack.patches import model_forward, probe
 from tritonpack.patches.trial.small_copy import subject_of
+from tritonpack.patches.unpacking import by_document
 from tritonpack.testing import check_isolation
 
 pytestmark = pytest.mark.usefixtures("trials", "packed_alone")
@@ -411,7 +412,7 @@ def test_a_score_for_each_document(name: str, trials: list[Any], monkeypatch: py
     model = AutoModelForSequenceClassification.from_config(zoo.tiny_config(name))
     tritonpack.patch(model).unpatch()
     monkeypatch.setattr(by_document, "ONE_DOCUMENT_A_ROW", re.compile("none"))
-    monkeypatch.setattr(heads.ModelForward, "_require_nothing_of_rows", lambda *args: None)
+    monkeypatch.setattr(model_forward.ModelForward, "_require_nothing_of_rows", lambda *args: None)
     monkeypatch.setattr(probe, "_verdicts", {})
     with pytest.raises(tritonpack.UnsupportedModelError, match="position_ids: it gives 1 scores for 4 documents"):
         tritonpack.patch(model)

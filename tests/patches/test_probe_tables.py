@@ -7,7 +7,8 @@ import torch
 
 import tritonpack
 from tests.patches import zoo
-from tritonpack.patches import applied, forwards, hooks, patching, positions, probe
+from tritonpack.patches import forwards, hooks, patching, probe
+from tritonpack.patches.layers import choose, positions
 
 LEAKING = (
     "bailing_hybrid", "bamba", "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "blt", "camembert",
@@ -26,11 +27,11 @@ SAMPLED = ("bart", "falcon_h1", "llama4_text", "lfm2", "openai-gpt", "recurrent_
 def without_tables(packed_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """No class is known, and nothing is known of any layer."""
     monkeypatch.setattr(probe, "shown_layout", lambda kind: None)
-    for owner in (applied, forwards):
+    for owner in (choose, forwards):
         for name in ("MIXERS", "POSITION_TABLES", "OWN_MASKS"):
             monkeypatch.setattr(owner, name, frozenset())
     for owner, name in (
-        (applied, "REWRITTEN"), (patching, "REWRITTEN"), (patching, "REFUSED"),
+        (choose, "REWRITTEN"), (patching, "REFUSED"),
         (patching, "REFUSED_LAYERS"), (hooks, "ALIBI_FROM_MASK"), (hooks, "COUNT_FROM_PADDING"),
         (positions, "TEMPERATURES"),
     ):  # fmt: skip

@@ -1,4 +1,4 @@
-"""`tritonpack.register()` makes the name known to transformers; importing tritonpack changes nothing of anybody's."""
+"""`tritonpack.register()` makes the name known to transformers. Importing tritonpack changes no other module."""
 
 import subprocess
 import sys
@@ -42,7 +42,7 @@ print([key for key, one in state().items() if before.get(key) != one] != [])
 
 @pytest.mark.heavy
 def test_importing_every_module_changes_nothing_of_transformers(fresh: FreshInterpreters) -> None:
-    """And the comparison sees what `register` does."""
+    """The comparison does find the changes by `register`."""
     pytest.importorskip("transformers")
     result = fresh.run(UNTOUCHED)
     assert result.returncode == 0, result.stderr

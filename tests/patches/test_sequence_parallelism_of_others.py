@@ -16,7 +16,7 @@ MIXED = {"input_ids": torch.tensor([[5, 6, 7, 8, 9]]), "position_ids": torch.ten
 
 @contextmanager
 def ulysses(name: str, home: str = "deepspeed.runtime.sequence_parallel.ulysses_sp") -> Iterator[None]:
-    """What DeepSpeed does to an attention: a function of its own under the same name, which drops the mask."""
+    """Replace an attention function as DeepSpeed does: by a function under the same name, which drops the mask."""
     core = ALL_ATTENTION_FUNCTIONS[name]
 
     def uattn_wrapper(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, **kwargs: Any) -> Any:
@@ -30,7 +30,7 @@ def ulysses(name: str, home: str = "deepspeed.runtime.sequence_parallel.ulysses_
         del ALL_ATTENTION_FUNCTIONS[name]
 
 
-@pytest.mark.parametrize("family", ["llama", "falcon"])  # Falcon's attention doesn't look its function up
+@pytest.mark.parametrize("family", ["llama", "falcon"])  # Falcon's attention looks up no function
 @pytest.mark.parametrize("attention", ["tritonpack", "sdpa"])
 def test_around_our_attention(family: str, attention: Any) -> None:
     model = tiny_model(family, dtype=torch.float32)
@@ -44,14 +44,14 @@ def test_around_our_attention(family: str, attention: Any) -> None:
         assert torch.equal(model(**MIXED).logits, expected)
 
 
-def test_around_the_attention_that_was_patched() -> None:
-    """Nothing calls Ulysses then: every rank would attend to its own tokens alone."""
+def test_ulysses_around_the_attention_before_the_patch() -> None:
+    """Nothing calls Ulysses then, so a token would see only the tokens of its rank."""
     model = tiny_model("llama", dtype=torch.float32)
     with ulysses("sdpa"), tritonpack.patch(model), pytest.raises(tritonpack.UnsupportedModelError, match="Ulysses"):
         model(**MIXED)
 
 
-def test_another_function_under_our_name() -> None:
+def test_a_replaced_attention_function_is_refused() -> None:
     model = tiny_model("llama", dtype=torch.float32)
     with (
         tritonpack.patch(model),
@@ -61,8 +61,8 @@ def test_another_function_under_our_name() -> None:
         model(**MIXED)
 
 
-def test_another_function_under_another_name() -> None:
-    """Only DeepSpeed's is known to spread rows over ranks."""
+def test_other_replaced_functions_are_accepted() -> None:
+    """Only DeepSpeed's function is known to share rows between ranks."""
     model = tiny_model("llama", dtype=torch.float32)
     with ulysses("sdpa", "another.library"), tritonpack.patch(model):
         assert model(**MIXED).logits.isfinite().all()

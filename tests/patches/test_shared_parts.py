@@ -23,8 +23,8 @@ def row() -> Tensor:
     return torch.cat(documents(), 1)
 
 
-@pytest.mark.parametrize("family", ["llama", "bloom"])  # attention by transformers' interface, and outside of it
-def test_a_shared_configuration_is_named_with_the_remedy(family: str) -> None:
+@pytest.mark.parametrize("family", ["llama", "bloom"])  # attention in transformers' interface, and outside of it
+def test_a_shared_configuration_is_refused_with_a_remedy(family: str) -> None:
     policy = zoo.tiny_model(family, dtype=torch.float64)
     stock = copy.deepcopy(policy.config)
     reference, apart = type(policy)(policy.config).double().eval(), type(policy)(stock).double().eval()
@@ -51,7 +51,7 @@ def head_around(model: PreTrainedModel, config: Any) -> PreTrainedModel:
 
 @pytest.mark.parametrize("by_name", [True, False])
 def test_a_head_around_a_patched_model_is_refused(by_name: bool) -> None:
-    """Built from the configuration of a patched model it is patched by name, and then gets another model inside."""
+    """A head that is built from a patched model's configuration is patched by name. Then it gets the patched model."""
     model = build()
     own_config, before = copy.deepcopy(model.config), state(model)
     expected = torch.cat([model(d).logits for d in documents()], 1)
@@ -82,8 +82,8 @@ def test_a_head_around_a_patched_model_is_refused(by_name: bool) -> None:
     assert state(model) == before
 
 
-def test_a_part_that_was_replaced_is_noticed() -> None:
-    """Alive or not, patched or not, in any call: a new part knows nothing of documents."""
+def test_a_replaced_part_is_refused() -> None:
+    """A call is refused whether the old part still exists or not, and whether the new part is patched or not."""
     model = build()
     old, new = model.model, build(LlamaModel)
     calls: list[dict[str, Any]] = [{"position_ids": positions()}, {"cu_seq_lens_q": offsets()}, {}]
@@ -103,7 +103,7 @@ def test_a_part_that_was_replaced_is_noticed() -> None:
     assert not applied_to(old)
 
 
-def test_a_part_that_is_gone_does_not_stop_unpatching() -> None:
+def test_unpatching_after_a_part_is_gone() -> None:
     model = build()
     before = model.config._attn_implementation
     tritonpack.patch(model)
@@ -125,8 +125,8 @@ class Wrapper(nn.Module):
         return self.inner(*args, **kwargs)
 
 
-def test_a_part_that_was_wrapped_is_in_place() -> None:
-    """As FSDP and others wrap parts of a model."""
+def test_a_wrapped_part_is_accepted() -> None:
+    """FSDP and others wrap parts of a model."""
     model = build()
     expected = torch.cat([model(d).logits for d in documents()], 1)
     with tritonpack.patch(model):
@@ -137,7 +137,7 @@ def test_a_part_that_was_wrapped_is_in_place() -> None:
 
 
 @pytest.mark.parametrize("unpatched_first", [False, True])
-def test_a_part_outlives_the_model_that_was_patched(unpatched_first: bool) -> None:
+def test_unpatching_a_part_that_outlives_its_model(unpatched_first: bool) -> None:
     model = build()
     head = head_around(model, copy.deepcopy(model.config))
     before, expected = state(head), torch.cat([head(d).logits for d in documents()], 1)

@@ -1,4 +1,4 @@
-"""Models of speech and music: random draws, sounds of other sizes than the text, codebooks."""
+"""Models of speech and music: random draws, sounds with other sizes than the text, codebooks."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ LAYOUTS: dict[str, Any] = {
     "MusicgenMelodyForConditionalGeneration": "lengths",
     "SpeechT5ForTextToSpeech": "padded",
 }
-LENGTHS = (5, 5, 2, 5, 9)  # documents of one length become sounds of several
+LENGTHS = (5, 5, 2, 5, 9)  # documents of one length become sounds of several lengths
 NO_NOISE = {"noise_scale": 0.0, "noise_scale_duration": 0.0}
 
 
@@ -40,7 +40,7 @@ def patched(model: PreTrainedModel) -> Any:
 
 
 def rows_are(rows: Tensor, expected: list[Tensor]) -> None:
-    """Each row holds what its document has alone, and zeros."""
+    """Compare each row with its document alone; zeros follow."""
     assert rows.shape[0] == len(expected)
     for row, one in zip(rows, expected, strict=True):
         own = tuple(slice(n) for n in one.shape)
@@ -59,15 +59,15 @@ class TestSoundsOfOtherSizes:
         batch = FORMS[form](documents)
         with patched(model):
             got = model(batch.ids, **batch.arguments)
-        assert len({one.spectrogram.shape[1] for one in alone[:2]}) == 2  # of documents of one length
+        assert len({one.spectrogram.shape[1] for one in alone[:2]}) == 2  # the documents have one length
         for key in {"spectrogram", "waveform"} & {*got}:
             rows_are(got[key], [one[key][0] for one in alone])
         assert got.spectrogram.shape[1] == max(one.spectrogram.shape[1] for one in alone)
         durations = [one.duration_outputs[0] for one in alone]
         torch.testing.assert_close(batch.gather(got.duration_outputs), torch.cat(durations))
 
-    def test_of_as_many_frames_as_tokens(self) -> None:
-        """What has as many frames as there are tokens is a sound all the same."""
+    def test_sounds_with_as_many_frames_as_tokens(self) -> None:
+        """An output with as many frames as tokens is a sound all the same."""
         model, documents = tiny("FastSpeech2ConformerModel"), zoo.documents((3, 4))
         model.duration_predictor.linear.weight.data.zero_()
         model.config.speaking_speed = 1.0
@@ -122,11 +122,11 @@ class TestSoundsOfOtherSizes:
 
 
 class TestSpeechT5:
-    """Dropout before its decoder is on in evaluation mode too, with the same mask for all rows of a batch."""
+    """Dropout before its decoder is on in evaluation mode, too, with one mask for all rows of a batch."""
 
     @pytest.mark.parametrize("frames", [6, 22])
-    def test_under_the_same_random_state(self, frames: int) -> None:
-        """Frames of each document, in one case as many as the row has tokens."""
+    def test_documents_equal_alone_under_the_same_random_state(self, frames: int) -> None:
+        """Frames of each document; in one case as many as the row has tokens."""
         model, documents = tiny("SpeechT5ForTextToSpeech"), zoo.documents((7, 1, 3, 11))
         sounds = torch.randn(4, frames, 8)
         batch = FORMS["position_ids"](documents)
@@ -145,7 +145,7 @@ class TestSpeechT5:
         assert again.shape == got.shape
 
     def test_masks_of_frames(self) -> None:
-        """Padding of each document's frames is told by a mask with a row for each; frames can't be packed."""
+        """Frames can't be packed. A mask with a row for each document tells their padding."""
         model, documents = tiny("SpeechT5ForTextToSpeech"), zoo.documents((4, 2))
         sounds, mask = torch.randn(2, 6, 8), torch.tensor([[1] * 6, [1] * 3 + [0] * 3])
         batch = FORMS["position_ids"](documents)
@@ -181,7 +181,7 @@ class TestCodebooks:
         rows_are(got.encoder_hidden_states, [one.encoder_hidden_states[0] for one in alone])
 
     def test_padding_of_each_side(self) -> None:
-        """A text's padding is another token than a sound's."""
+        """Text and sound have different padding tokens."""
         config = zoo.tiny_config("musicgen")
         config.decoder.pad_token_id = 3
         torch.manual_seed(0)
@@ -199,7 +199,7 @@ class TestCodebooks:
 
 
 class TestTrials:
-    """What becomes of unknown models that draw random numbers, or whose sounds have sizes of their own."""
+    """Unknown models that draw random numbers, or whose sounds have other sizes than the text."""
 
     @pytest.mark.parametrize("uses_mask", [True, False])
     def test_noise(self, uses_mask: bool, trials: list[Any], packed_alone: None) -> None:
@@ -228,14 +228,14 @@ class TestTrials:
             tritonpack.patch(Counting(StrangerConfig()).double().eval())
 
     @pytest.mark.heavy
-    def test_frames_that_follow_from_tokens(self, trials: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_frames_that_depend_on_tokens(self, trials: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
         class Odd(FastSpeech2ConformerModel):
             pass
 
         model = Odd(zoo.tiny_config("fastspeech2_conformer")).eval()
         with tritonpack.patch(model) as handle:
             assert handle.report.attention == "lengths"
-        monkeypatch.setattr("tritonpack.patches.document_rows.needs_calls_alone", lambda _: False)
+        monkeypatch.setattr("tritonpack.patches.unpacking.document_rows.needs_calls_alone", lambda _: False)
         monkeypatch.setattr("tritonpack.patches.probe._verdicts", {})
-        with pytest.raises(tritonpack.UnsupportedModelError, match="don't stay apart"):  # two documents of one length
+        with pytest.raises(tritonpack.UnsupportedModelError, match="don't stay apart"):  # two documents have one length
             tritonpack.patch(model)

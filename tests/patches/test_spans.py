@@ -16,12 +16,12 @@ from tritonpack.patches.trial.packed_forms import FORMS, difference
 HEADS = {
     "BertForQuestionAnswering": "bert",
     "LlamaForQuestionAnswering": "llama",  # calls its loss_function
-    "GPTNeoForQuestionAnswering": "gpt_neo",  # hands on no offsets
+    "GPTNeoForQuestionAnswering": "gpt_neo",  # passes on no offsets
     "BigBirdForQuestionAnswering": "big_bird",  # runs one document a row
     "ModernBertForQuestionAnswering": "modernbert",
     "Qwen3MoeForQuestionAnswering": "qwen3_moe",
     "XLMForQuestionAnsweringSimple": "xlm",
-    "BartForQuestionAnswering": "bart",  # makes the decoder's tokens of the encoder's
+    "BartForQuestionAnswering": "bart",  # shifts the encoder's tokens for its decoder
     "T5ForQuestionAnswering": "t5",
 }
 START, END = torch.tensor([2, 0, 1, 4]), torch.tensor([5, 0, 2, 10])
@@ -33,7 +33,7 @@ def answering(name: str = "BertForQuestionAnswering", **overrides: Any) -> PreTr
 
 
 def alone(model: PreTrainedModel, pieces: list[Tensor], start: Tensor = START, end: Tensor = END) -> Tensor:
-    """The mean over documents of the loss of each in a call of its own."""
+    """The mean over documents of the loss that each has in a call of its own."""
     calls = zip(pieces, start[:, None], end[:, None], strict=True)
     return torch.stack([model(ids, start_positions=s, end_positions=e).loss for ids, s, e in calls]).mean()
 
@@ -52,7 +52,7 @@ def test_loss_and_gradients_are_those_of_documents_alone(name: str, form: str) -
 
 
 def cross_entropy(model: PreTrainedModel, pieces: list[Tensor], name: str, places: dict[int, int]) -> Tensor:
-    """The mean over some documents, by number, of the loss of one place in each."""
+    """The mean over some documents, by number, of the loss at one place in each."""
     losses = [
         torch.nn.functional.cross_entropy(model(pieces[i])[name], torch.tensor([place])) for i, place in places.items()
     ]
@@ -61,7 +61,7 @@ def cross_entropy(model: PreTrainedModel, pieces: list[Tensor], name: str, place
 
 @pytest.mark.parametrize("name", ["BertForQuestionAnswering", "LlamaForQuestionAnswering"])
 def test_positions_outside_of_their_document(name: str) -> None:
-    """At or after its end they are ignored; negative ones are taken for 0."""
+    """Positions at or after the end are ignored. Negative positions count as 0."""
     model, pieces = answering(name), documents()
     of_start = cross_entropy(model, pieces, "start_logits", {0: 0, 3: 0})
     of_end = cross_entropy(model, pieces, "end_logits", {0: 6, 2: 2})
@@ -74,8 +74,8 @@ def test_positions_outside_of_their_document(name: str) -> None:
     assert torch.equal(loss, columns)
 
 
-def test_padding_holds_no_answer() -> None:
-    """Neither that of rows, nor rows that hold one document beside rows with several."""
+def test_positions_in_padding_are_ignored() -> None:
+    """Padding of packed rows, and of rows with one document beside rows with several."""
     model, pieces = answering(), documents()
     expected = alone(model, pieces)
     with tritonpack.patch(model):
@@ -85,7 +85,7 @@ def test_padding_holds_no_answer() -> None:
 
 @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
 def test_padded_batches(left: bool) -> None:
-    """Padding isn't counted in; positions are places in the row, as without a patch, and ignored at padding."""
+    """The loss leaves out padding. Positions are places in the row, as without a patch, and ignored in padding."""
     model, pieces = answering(), documents()
     of_start = cross_entropy(model, pieces, "start_logits", dict(enumerate(START.tolist())))
     of_end = cross_entropy(model, pieces, "end_logits", {2: 2, 3: 10})
@@ -106,10 +106,10 @@ def test_rows_of_padding_alone() -> None:
         assert relative(expected, model(**call, **places).loss) < EXACT
 
 
-def test_one_document_without_padding_is_left_to_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_document_without_padding_runs_in_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     model, pieces = answering(), documents()
     expected = model(pieces[3], start_positions=START[3:], end_positions=END[3:]).loss
-    monkeypatch.setattr("tritonpack.patches.spans.Spans", None)
+    monkeypatch.setattr("tritonpack.patches.unpacking.spans.Spans", None)
     with tritonpack.patch(model):
         for told in ({"position_ids": torch.arange(LENGTHS[3])[None]}, {"attention_mask": torch.ones(1, LENGTHS[3])}):
             got = model(pieces[3], **told, start_positions=START[3:], end_positions=END[3:]).loss
@@ -139,8 +139,8 @@ def test_a_replaced_loss_function_is_called() -> None:
 
 
 @pytest.mark.parametrize("name", ["BertForQuestionAnswering", "LlamaForQuestionAnswering"])
-def test_a_count_for_the_whole_batch(name: str) -> None:
-    """Heads that call their loss_function divide by it; others leave it out."""
+def test_losses_divided_by_num_items_in_batch(name: str) -> None:
+    """Heads that call their loss_function divide by the count; others ignore it."""
     model, pieces = answering(name), documents()
     losses = [
         model(ids, start_positions=s, end_positions=e, num_items_in_batch=8).loss
@@ -151,8 +151,8 @@ def test_a_count_for_the_whole_batch(name: str) -> None:
         assert relative(expected, model(**packed("position_ids", pieces), **ANSWERS, num_items_in_batch=8).loss) < EXACT
 
 
-def test_documents_of_a_decoder() -> None:
-    """Positions are of the decoder's documents, which have logits."""
+def test_positions_count_in_the_decoders_documents() -> None:
+    """The logits belong to the decoder's documents."""
     model, pieces = answering("BartForQuestionAnswering"), documents()
     targets = zoo.documents((5, 2, 6, 4))
     start, end = torch.tensor([1, 0, 5, 3]), torch.tensor([4, 1, 5, 3])
@@ -186,7 +186,7 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.parametrize("call", BAD_CALLS)
-def test_calls_without_a_loss(call: str) -> None:
+def test_bad_calls_with_positions_are_refused(call: str) -> None:
     answers, message = BAD_CALLS[call]
     model = answering("LlamaForQuestionAnswering")
     with tritonpack.patch(model), pytest.raises(ValueError, match=message):
@@ -203,11 +203,11 @@ class Smoothing(BertForQuestionAnswering):
 
 
 @pytest.mark.usefixtures("untried")
-def test_losses_of_other_code_are_refused() -> None:
+def test_unknown_losses_are_refused() -> None:
     model, pieces = Smoothing(zoo.tiny_config("bert", num_labels=2)).double().eval(), documents()
     with tritonpack.patch(model):
         assert model(**packed("position_ids", pieces)).loss is None
-        assert model(**padded(pieces), **ANSWERS).loss.isfinite()  # its own to compute
+        assert model(**padded(pieces), **ANSWERS).loss.isfinite()  # the head computes it
         with pytest.raises(ValueError, match=r"Smoothing has a loss of its own.*Give each document"):
             model(**packed("position_ids", pieces), **ANSWERS)
 
@@ -226,7 +226,7 @@ def test_heads_that_search_a_row_are_refused(name: str) -> None:
 
 @pytest.mark.parametrize("kind", ["XLNet", "XLM", "Flaubert"])
 def test_heads_that_search_take_the_best_of_each_document(kind: str) -> None:
-    """As many as they are configured for by default, which is more than the shortest document of a trial has."""
+    """By default they search for more tokens than the shortest document of a trial has."""
     model = head(f"{kind}ForQuestionAnswering", kind.lower())
     assert model.config.start_n_top == 5
     pieces = zoo.documents((7, 5, 9))

@@ -1,4 +1,4 @@
-"""What stands for a mask: handed on as it is, a tensor as soon as a model computes with it."""
+"""Objects in place of a mask: passed on unchanged, and a tensor when a model computes with them."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def interval_mask() -> IntervalMask:
 BOOL = torch.block_diag(torch.ones(3, 3), torch.ones(2, 2)).tril().bool()[None, None]
 
 
-def test_handing_on_costs_nothing() -> None:
+def test_passing_on_makes_no_tensor() -> None:
     mask = interval_mask()
     for same in (mask.to("cpu"), mask.contiguous(), mask[:, :, :, :5], mask[:, :, -5:, :], mask.to(torch.bool)):
         assert same is mask
@@ -47,7 +47,7 @@ def test_computing_makes_a_tensor() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_added_to_scores_it_hides_what_it_hides(dtype: torch.dtype) -> None:
+def test_adding_to_scores_adds_an_additive_mask(dtype: torch.dtype) -> None:
     scores = torch.randn(1, 2, 5, 5).to(dtype)
     expected = scores.masked_fill(~BOOL, -torch.inf).softmax(-1)
     mask = interval_mask()
@@ -57,7 +57,7 @@ def test_added_to_scores_it_hides_what_it_hides(dtype: torch.dtype) -> None:
 
 
 def test_tokens_are_counted_per_document() -> None:
-    """As models do that make positions of their mask: ((mask.cumsum(-1) - 1) * mask)."""
+    """Models that make positions of their mask compute ((mask.cumsum(-1) - 1) * mask)."""
     both = packed_batch(padding=2)
     assert ((both.cumsum(dim=-1) - 1) * both).tolist() == [[0, 1, 2, 0, 1, 0, 0]]
     assert both.to_tensor().tolist() == [[1, 1, 1, 1, 1, 0, 0]]
@@ -70,6 +70,6 @@ def test_padding_sees_itself_in_a_dense_mask() -> None:
     assert mask.to_tensor()[0, 0, 5:].int().tolist() == [[0, 0, 0, 0, 0, 1, 0], [0, 0, 0, 0, 0, 0, 1]]
 
 
-def test_attributes_that_no_tensor_has() -> None:
+def test_unknown_attributes_raise() -> None:
     with pytest.raises(AttributeError):
         interval_mask().nonsense  # noqa: B018

@@ -1,4 +1,4 @@
-"""Multimodal models that have our attention by name: their towers compute what transformers' own attention does."""
+"""Multimodal models that are patched by name: their towers give the same as with transformers' own attention."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ VISION = {"hidden_size": 32, "intermediate_size": 48, "patch_size": 4}
 
 
 def qwen(name: str) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """Two images of different sizes in one tower call, told apart by offsets."""
+    """Two images of different sizes in one call of the tower, with offsets."""
     rope = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 1e4}
     vision = {
         **VISION, "depth": 2, "num_heads": 2, "out_hidden_size": 32, "spatial_merge_size": 2, "temporal_patch_size": 1,
@@ -32,7 +32,7 @@ def qwen(name: str) -> tuple[PreTrainedModel, dict[str, Any]]:
 
 
 def gemma(name: str) -> tuple[PreTrainedModel, dict[str, Any]]:
-    """A tower whose rows are images, and text in which an image sees all of itself."""
+    """A tower whose rows are images, and text in which image tokens see their whole image."""
     vision = {**VISION, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 16, "vision_use_head": False}
     config = Gemma3Config(
         text_config={**COMMON, "sliding_window": 4, "model_type": "gemma3_text"},

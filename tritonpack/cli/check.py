@@ -21,7 +21,7 @@ from tritonpack.cli.model_source import NAMED, instead_of, load_config, load_wei
 from tritonpack.cli.words import count
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import patch
-from tritonpack.patches.positions import rope_limits
+from tritonpack.patches.rope import rope_limits
 from tritonpack.patches.trial.packed_forms import (
     LENGTHS,
     Judgement,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.positions import follows_longest
+from tritonpack.patches.rope import follows_longest
 
 
 class LongestPosition:

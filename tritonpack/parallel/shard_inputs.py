@@ -18,14 +18,13 @@ from tritonpack.parallel.sharded_batch import ShardedBatch, pad_rows, shard_batc
 from tritonpack.parallel.sharded_loss import ShardedLoss, shift, shifts
 from tritonpack.parallel.sharding import KeptRows, Sharding
 from tritonpack.parallel.validate import find_packing_hook
-from tritonpack.patches.call_arguments import in_form
-from tritonpack.patches.hooks import CACHES
+from tritonpack.patches.call_arguments import CACHES, in_form
 from tritonpack.patches.labels import IGNORED
 from tritonpack.patches.mask_spec import MaskSpec
 from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.packing_context import parameters_of
 from tritonpack.patches.parse_inputs import make_packed_batch
-from tritonpack.patches.positions import require_one_rope
+from tritonpack.patches.parts import parameters_of
+from tritonpack.patches.rope import require_one_rope
 
 # Arguments that the model doesn't get as they are: a `ShardedBatch` replaces those that say where documents begin.
 REPLACED = (

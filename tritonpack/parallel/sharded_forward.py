@@ -18,7 +18,8 @@ from tritonpack.parallel.sharded_loss import computing_loss
 from tritonpack.parallel.sharding import outside_of_graphs
 from tritonpack.parallel.validate import own_packing_hook
 from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
-from tritonpack.patches.packing_context import InstanceForward, PackingContext
+from tritonpack.patches.packing_context import PackingContext
+from tritonpack.patches.parts import InstanceForward
 from tritonpack.patches.report import layer_windows
 from tritonpack.patches.towers import takes_tokens
 

@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.comm import Ranks
-from tritonpack.patches.embeddings import DocumentEmbeddings
 from tritonpack.patches.families import MIXERS
 from tritonpack.patches.hooks import PackingHook
+from tritonpack.patches.layers.attention import DocumentMask, EncoderAttention
+from tritonpack.patches.layers.embeddings import DocumentEmbeddings
 from tritonpack.patches.report import Report
-from tritonpack.patches.rewritten_layers import DocumentMask, EncoderAttention
 
 COMPARED = 4  # how many parameters ranks compare; an optimizer step changes the small ones, too
 

@@ -1,4 +1,4 @@
-"""patch(model): a Hugging Face model whose attention knows where each document of a packed batch ends."""
+"""`patch`: keeps the documents of a packed batch apart in a Hugging Face model."""
 
 from tritonpack.patches.by_name import register
 from tritonpack.patches.patching import Patch, patch, unpatch

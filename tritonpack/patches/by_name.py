@@ -1,10 +1,10 @@
-"""attn_implementation="tritonpack": a model that is built with our name is patched when it has been built.
+"""attn_implementation="tritonpack": a model that is built with this name is patched at the end of its construction.
 
-transformers gives a name to attention layers alone. A model whose layers don't ask for one takes it without a word, and
-one that looks it up in a table of its own classes ends in a KeyError. So the methods of the base class through which
-every name comes are wrapped, for the whole process: `_check_and_adjust_attn_implementation`, which gives models of
-these two kinds their default instead; `post_init`, which ends the construction of a model and of each model inside it;
-and `set_attn_implementation`. For other names they do what they did before.
+transformers passes a name on to attention layers that look it up in its interface. A model with other attention ignores
+the name, or looks it up in a table of its own classes and ends in a KeyError. So the methods of the base class that
+handle names are wrapped, for the whole process: `_check_and_adjust_attn_implementation`, which gives models of these
+two kinds their default instead; `post_init`, which ends the construction of a model and of each model inside it; and
+`set_attn_implementation`. For other names they do what they did before.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.applied import Applied, applied_to
+from tritonpack.patches.applied import applied_to
 from tritonpack.patches.interface import NAMES, register_functions
-from tritonpack.patches.packing_context import InstanceForward, PackingContext
+from tritonpack.patches.packing_context import PackingContext
+from tritonpack.patches.parts import InstanceForward
 
 OURS = NAMES["tritonpack"]
 ASKED = "_tritonpack_asked"  # set on a model between the choice of its attention and the end of its construction
 
 
 class Refused(InstanceForward):
-    """The forward of a model that has our name and can't be packed exactly: raises the reason.
+    """The forward of a model that has our name and can't be packed exactly. It raises the reason.
 
-    Building it isn't refused, because it may be a part of a model that can be packed.
+    Building the model is not refused, because it may be a part of a model that can be packed.
     """
 
     def __init__(self, module: PreTrainedModel, reason: str) -> None:
@@ -36,14 +37,14 @@ class Refused(InstanceForward):
         self.reason = reason
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        raise UnsupportedModelError(f"{self.reason} It was given attn_implementation={NAMES['tritonpack']!r}.")
+        raise UnsupportedModelError(f"{self.reason} It was given attn_implementation={OURS!r}.")
 
 
 def register() -> None:
     """Make `attn_implementation="tritonpack"` known to transformers, for this process.
 
-    A model that is built, loaded or renamed with it from now on is patched like one given to `patch`, which calls this.
-    A model that can't be packed exactly is refused in its first call. A second call changes nothing.
+    From then on, a model that is built or loaded with this name, or gets it later, is patched as by `patch`, which
+    calls this function. A model that can't be packed exactly is refused in its first call. A second call does nothing.
     """
     register_functions()
     if hasattr(PreTrainedModel.post_init, "tritonpack_follows"):
@@ -73,9 +74,12 @@ def register() -> None:
         for refused in _refused(self):
             refused.remove()
         result = set_name(self, attn_implementation, *args, **kwargs)
-        asked = attn_implementation == OURS if isinstance(attn_implementation, str) else _is_named(self.config)
-        if isinstance(attn_implementation, str) and not asked:
-            _rename(self, attn_implementation)
+        one_name = isinstance(attn_implementation, str)
+        asked = attn_implementation == OURS if one_name else _is_named(self.config)
+        if one_name and not asked:  # transformers leaves our name where attention looks up no name
+            for module in self.modules():
+                if isinstance(module, PreTrainedModel) and module.config._attn_implementation_internal == OURS:
+                    module.config._attn_implementation_internal = attn_implementation
         for model in [applied.model for applied in named] or [self]:
             _follow(model, asked)
         return result
@@ -86,17 +90,10 @@ def register() -> None:
     PreTrainedModel.set_attn_implementation = set_and_follow
 
 
-def _rename(model: PreTrainedModel, name: str) -> None:
-    """Take our name from configurations of models whose attention asks for no name: transformers leaves it there."""
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and module.config._attn_implementation_internal == OURS:
-            module.config._attn_implementation_internal = name
-
-
 def _follow(model: PreTrainedModel, asked: bool = False) -> None:
-    """Patch a model if it or a part of it has our name, or was asked to take it.
+    """Patch a model if it, or a part of it, has our name or was asked to take it.
 
-    The patch of a whole takes the place of those of its parts.
+    The patch of a whole model replaces those of its parts.
     """
     from tritonpack.patches.patching import patch_by_name, tokens_enter  # it may be what imports transformers just now
 
@@ -114,24 +111,20 @@ def _follow(model: PreTrainedModel, asked: bool = False) -> None:
             if isinstance(module, PreTrainedModel) and tokens_enter(module):
                 Refused(module, str(error)).install()
     else:
-        _forget(whole, parts)
+        whole.below = [applied for applied in whole.below if applied not in parts]
+        for part in parts:
+            part.leases.clear()
 
 
 @cache
 def _has_its_own_attention(kind: type[PreTrainedModel]) -> bool:
-    """Whether a model's file has attention that asks for no function by name, or a table of classes by name."""
+    """Whether a model's file has attention that looks up no function by name, or a table of classes by name."""
     home = sys.modules.get(kind.__module__)
     try:
         tables = "_ATTENTION_CLASSES[" in inspect.getsource(home) if home is not None else False
     except (OSError, TypeError):
         tables = False
     return tables or not kind._can_set_attn_implementation()
-
-
-def _forget(whole: Applied, parts: list[Applied]) -> None:
-    whole.below = [applied for applied in whole.below if applied not in parts]
-    for part in parts:
-        part.leases.clear()
 
 
 def _refused(model: PreTrainedModel) -> list[Refused]:
@@ -141,8 +134,5 @@ def _refused(model: PreTrainedModel) -> list[Refused]:
 
 def _is_named(config: Any) -> bool:
     """Whether a configuration, or a part of it, has our name."""
-    if getattr(config, "_attn_implementation_internal", None) == OURS:
-        return True
-    return any(
-        _is_named(getattr(config, part)) for part in getattr(config, "sub_configs", None) or {} if hasattr(config, part)
-    )
+    parts = (getattr(config, part, None) for part in getattr(config, "sub_configs", None) or {})
+    return getattr(config, "_attn_implementation_internal", None) == OURS or any(map(_is_named, parts))

@@ -1,7 +1,8 @@
-"""The form in which a call's arguments tell documents apart: checked before anything reads them."""
+"""The arguments of a call: what they are called, and the form that arguments which tell documents apart must have."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,61 +11,95 @@ from torch import Tensor
 from tritonpack.checks import describe
 from tritonpack.patches.tensor_like import TensorLike
 
+# The arguments that tell documents apart.
 OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
-NUMBERS = ("seq_idx", "decoder_seq_idx")
-POSITIONS = ("position_ids", "decoder_position_ids")
-MASKS = ("attention_mask", "decoder_attention_mask")
+TELLING = ("attention_mask", "position_ids", "seq_idx", *OFFSETS)
+
+# The arguments that tell documents apart in an encoder and in a decoder, by the names that `make_packed_batch` reads.
+SOURCE = {
+    "attention_mask": "attention_mask",
+    "position_ids": "position_ids",
+    "seq_idx": "seq_idx",
+    "cu_seq_lens_q": "cu_seq_lens_k",
+}
+TARGET = {
+    "attention_mask": "decoder_attention_mask",
+    "position_ids": "decoder_position_ids",
+    "seq_idx": "decoder_seq_idx",
+    "cu_seq_lens_q": "cu_seq_lens_q",
+}
+
+# The arguments that pass a cache.
+CACHES = ("past_key_values", "cache_params", "state", "cache", "mems")
+
+# The argument by which the hook of a patched module passes the packing to the module's forward. It travels in the call,
+# because other threads may call the module at the same time.
+HANDED = "tritonpack_packing"
+
+# The arguments that say how a row is packed. They mean nothing for a row with one document.
+PACKING = (*OFFSETS, "max_length_q", "max_length_k", "seq_idx", "decoder_seq_idx", HANDED)
+
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+MASK_FORM = "a two-dimensional tensor, 0 for padding and 1, or the number of the document, for tokens"
+NUMBER_FORM = "an integer tensor with the number of each token's document, of the shape of the tokens"
+
+# What an argument must be, and a check of it.
+FORMS = {
+    OFFSETS: (
+        "a one-dimensional int32 or int64 tensor, the offsets where documents begin in the flattened rows, and last "
+        "the number of tokens",
+        lambda x: isinstance(x, Tensor) and x.ndim == 1 and x.dtype in (torch.int32, torch.int64),
+    ),
+    ("seq_idx", "decoder_seq_idx"): (NUMBER_FORM, lambda x: isinstance(x, Tensor) and x.dtype in INTEGERS),
+    ("attention_mask", "decoder_attention_mask"): (MASK_FORM, lambda x: isinstance(x, (Tensor, TensorLike, dict))),
+    ("position_ids", "decoder_position_ids"): (
+        "an integer tensor of shape (B, T), or (T,) for one row",
+        lambda x: isinstance(x, Tensor),
+    ),
+}
 
 
 def is_paged(cache: Any) -> bool:
-    """Whether a call is one of continuous batching, whose cache tells the requests of a row apart."""
+    """Whether a call belongs to continuous batching, whose cache tells the requests of a row apart."""
     return type(cache).__name__ == "PagedAttentionCache"
 
 
+def tokens_of(arguments: Mapping[str, Any], side: str = "") -> tuple[Tensor | None, torch.Size]:
+    """The tokens of a call: ids (B, T), or embeddings (B, T, n) where the call has no ids.
+
+    Args:
+        arguments: of the call, by name.
+        side: "decoder_" for the decoder's tokens.
+
+    Returns:
+        The tensor, and the shape (B, T) of the tokens; None and () where the call has none.
+    """
+    ids, embeds = arguments.get(f"{side}input_ids"), arguments.get(f"{side}inputs_embeds")
+    if ids is not None:
+        return ids, ids.shape
+    return embeds, torch.Size() if embeds is None else embeds.shape[:-1]
+
+
 def in_form(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call, with position ids of one row, (T,), as (1, T). Continuous batching has forms of its own.
+    """The arguments of a call, with position ids (T,) as one row (1, T). Those of continuous batching stay unchanged.
 
     Raises:
-        ValueError: what tells documents apart is no tensor, or not one of integers.
+        ValueError: an argument that tells documents apart is not a tensor, or not a tensor of integers.
     """
     if is_paged(arguments.get("cache")):
         return arguments
-    for name in OFFSETS:
-        value = arguments.get(name)
-        if value is not None and not (
-            isinstance(value, Tensor) and value.ndim == 1 and value.dtype in (torch.int32, torch.int64)
-        ):
-            raise ValueError(
-                f"{name} must be a one-dimensional int32 or int64 tensor, the offsets where documents begin in the "
-                f"flattened rows, and last the number of tokens; got {describe(value)}."
-            )
-    for name in NUMBERS:
-        value = arguments.get(name)
-        if value is not None and not (isinstance(value, Tensor) and value.dtype in INTEGERS):
-            raise ValueError(
-                f"{name} must be an integer tensor with the number of each token's document, of the shape of the "
-                f"tokens; got {describe(value)}."
-            )
-    for name in MASKS:
-        value = arguments.get(name)
-        if value is not None and not isinstance(value, (Tensor, TensorLike, dict)):
-            raise ValueError(
-                f"{name} must be a two-dimensional tensor, 0 for padding and 1, or the number of the document, for "
-                f"tokens; got {describe(value)}."
-            )
-    for name in POSITIONS:
-        value = arguments.get(name)
-        if value is not None and not isinstance(value, Tensor):
-            raise ValueError(
-                f"{name} must be an integer tensor of shape (B, T), or (T,) for one row; got {describe(value)}."
-            )
-    rows = {name: arguments[name][None] for name in POSITIONS if getattr(arguments.get(name), "ndim", 0) == 1}
+    for names, (form, has_form) in FORMS.items():
+        for name in names:
+            value = arguments.get(name)
+            if value is not None and not has_form(value):
+                raise ValueError(f"{name} must be {form}; got {describe(value)}.")
+    positions = ("position_ids", "decoder_position_ids")
+    rows = {name: arguments[name][None] for name in positions if getattr(arguments.get(name), "ndim", 0) == 1}
     return {**arguments, **rows}
 
 
-def refuse_unmade_masks(arguments: dict[str, Any]) -> None:
-    """Refuse masks by kind of layer that weren't made for a patched model, as generate() makes them."""
+def refuse_unmade_masks(arguments: Mapping[str, Any]) -> None:
+    """Refuse a dict of masks, one for each kind of layer, unless generate() has made them for a patched model."""
     mask = arguments.get("attention_mask")
     if isinstance(mask, dict) and not any(isinstance(one, TensorLike) for one in mask.values()):
         raise ValueError(

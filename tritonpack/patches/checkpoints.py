@@ -1,4 +1,4 @@
-"""Activation checkpointing: what is recomputed in backward finds the packing of its forward pass."""
+"""Activation checkpointing: a recomputation in backward gets the packing of its forward pass."""
 
 from __future__ import annotations
 
@@ -8,34 +8,30 @@ from typing import Any
 import torch
 from torch import nn
 
-from tritonpack.patches.packing_context import ModuleRef, PackingContext
+from tritonpack.patches.packing_context import PackingContext
+from tritonpack.patches.parts import ModuleRef
 
-# Where modules keep the function that checkpoints what they call: transformers' layers, and torch's CheckpointWrapper,
+# The attributes that hold a module's checkpointing function: of transformers' layers, and of torch's CheckpointWrapper,
 # which FSDP and accelerate put around layers.
 ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
 
 
 class Checkpoint:
-    """Stands for a module's checkpointing function: sets the packing of the forward pass again in the recomputation,
-    which may run in another thread and when other batches have been seen."""
+    """A module's checkpointing function, which sets the packing of the forward pass again in the recomputation.
+
+    The recomputation may run in another thread, and after other batches.
+    """
 
     def __init__(self, own: Any, context: PackingContext) -> None:
         self.own, self.context = own, context
 
     def __call__(self, function: Any, *args: Any, **kwargs: Any) -> Any:
         context, state = self.context, self.context.state
-        packed_batch, running, told = state.packed_batch, state.running, state.told
+        values = {"running": state.running, "packed_batch": state.packed_batch, "told": state.told}
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            state = context.state
-            outer, outer_told = (state.running, state.packed_batch), state.told
-            context.set(running, packed_batch)
-            context.tell(told)
-            try:
+            with context.holding(**values):
                 return function(*args, **kwargs)
-            finally:
-                context.set(*outer)
-                context.tell(outer_told)
 
         return self.own(run, *args, **kwargs)
 
@@ -44,7 +40,7 @@ class Checkpoints:
     """The checkpointing functions inside a patched module.
 
     Wrappers may be put around layers after the model was patched. So every call compares the modules on the way to the
-    layers that need the packing with those of the last call, and looks for wrappers where one differs.
+    layers that need the packing with those of the last call, and looks for wrappers again if one differs.
     """
 
     def __init__(self, module: nn.Module, context: PackingContext, layers: Iterable[nn.Module]) -> None:
@@ -53,7 +49,7 @@ class Checkpoints:
         self._look()
 
     def hold(self) -> None:
-        """Stand for all checkpointing functions that there are now."""
+        """Replace all checkpointing functions that the module has now."""
         if not torch.compiler.is_compiling() and any(
             parent.module._modules.get(name) is not child for parent, name, child in self.links
         ):
@@ -66,14 +62,11 @@ class Checkpoints:
 
     def _look(self) -> None:
         layers = set(map(id, self.layers))
-        self.holders = [
-            module
-            for module in self._module.module.modules()
-            if hasattr(module, "gradient_checkpointing") or "checkpoint_fn" in module.__dict__
-        ]
+        modules = list(self._module.module.modules())
+        self.holders = [m for m in modules if hasattr(m, "gradient_checkpointing") or "checkpoint_fn" in m.__dict__]
         self.links: list[tuple[ModuleRef, str, nn.Module]] = [
             (ModuleRef(parent), name, child)
-            for parent in self._module.module.modules()
+            for parent in modules
             for name, child in parent._modules.items()
             if child is not None and any(id(inner) in layers for inner in child.modules())
         ]

@@ -1,4 +1,4 @@
-"""What is special about model families, as data. A row is added here once the tests show what it says."""
+"""What is special about model families, as tables. A row is added only with tests that show it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ def _names(words: str) -> frozenset[str]:
     return frozenset(words.split())
 
 
-# Model types whose attention doesn't go through transformers' interface: they get a dense mask, O(T^2) memory.
+# Model types with attention outside of transformers' interface: they get a dense mask, O(T^2) memory.
 DENSE = _names(
     """
     big_bird bloom codegen git gpt_neo gpt_neox_japanese gptj megatron-bert mpt mvp rembert roformer trocr
@@ -29,7 +29,7 @@ REFUSED = {
     "voxtral_realtime": "its encoder hears a row's sounds, as long as its tokens, as one",
 }
 
-# Position ids of these begin at padding_idx + 1, as fairseq counts.
+# Model types whose position ids begin at padding_idx + 1, as in fairseq.
 COUNT_FROM_PADDING = _names(
     """
     camembert data2vec-text esm ibert layoutlmv3 lilt luke markuplm mpnet roberta roberta-prelayernorm
@@ -37,7 +37,7 @@ COUNT_FROM_PADDING = _names(
     """
 )
 
-# Tables of absolute positions that count a row's tokens, whatever position ids the model is given.
+# Tables of absolute positions that count the tokens of a row, whatever position ids the model gets.
 POSITION_TABLES = _names(
     """
     BartLearnedPositionalEmbedding BigBirdPegasusLearnedPositionalEmbedding BlenderbotLearnedPositionalEmbedding
@@ -51,7 +51,7 @@ POSITION_TABLES = _names(
     """
 )
 
-# Layers that mix along the row, by recurrence or convolution: each document runs by itself.
+# Layers that mix tokens along the row by recurrence or convolution: each document runs by itself.
 MIXERS = _names(
     """
     BailingHybridDeltaAttention BambaMixer FalconH1Mixer FalconMambaMixer GraniteMoeHybridMambaLayer
@@ -64,23 +64,23 @@ MIXERS = _names(
     """
 )
 
-# Model types that make ALiBi from the mask for padding, so that it must be as wide as their keys.
+# Model types that make ALiBi from the mask for padding, which must be as wide as their keys.
 ALIBI_FROM_MASK = _names("bloom falcon mpt")
 
-# Model types that take padding tokens for padding where no mask is given.
+# Model types that treat padding tokens as padding if they get no mask.
 MASKS_PADDING = _names("t5_gemma_module")
 
-# Decoders that see both directions where they are given no mask and one where they are given a causal one, if their
-# configuration has use_bidirectional_attention=True.
+# Decoders with use_bidirectional_attention=True that see both directions if they get no mask, and one direction if they
+# get a causal mask.
 BOTH_WAYS = _names("gemma gemma2 gemma3")
 
-# Models around them that say by token_type_ids which tokens see both directions: 0 for a document's image and prompt.
+# Models around these decoders whose token_type_ids say which tokens see both directions: 0 for image and prompt.
 PROMPT_TYPES = _names("paligemma")
 
-# Decoders whose rows of input_ids are codebooks, `num_codebooks` to a row of tokens.
+# Decoders whose rows of input_ids are codebooks: `num_codebooks` rows for each row of tokens.
 CODEBOOKS = _names("musicgen_decoder musicgen_melody_decoder")
 
-# Attention that makes its own mask: the class (with the end of its module's name) and the argument that takes ours.
+# Attention that makes its own mask: the end of its module's name, its class, and the argument that gets our mask.
 OWN_MASKS = {
     ("modeling_flaubert", "MultiHeadAttention"): "mask",
     ("modeling_openai", "Attention"): "attention_mask",
@@ -88,29 +88,29 @@ OWN_MASKS = {
     ("modeling_xlm", "MultiHeadAttention"): "mask",
 }
 
-# Layers that can't be told where documents begin, and why.
+# Layers that mix documents whatever they get, and why.
 REFUSED_LAYERS = {
     "DogeCDMoE": "its router mixes the tokens of a row",
     "MiniMaxM3VLIndexer": "it chooses keys in blocks that are counted from the beginning of the row",
 }
 
-# Types whose recurrent layers read padding as they read tokens, so that what comes first in a row reaches all of it.
+# Model types whose recurrent layers read padding as they read tokens, so padding on the left changes all of the row.
 READS_PADDING = _names("recurrent_gemma rwkv")
 
 # Layers that mix the rows of a batch, so that each document runs in a call of its own.
 MIXES_ROWS = _names("DogeCDMoE")
 
-# Encoders with decoders that take ignored labels for padding, which they shift to the right without a mask for them.
+# Encoders with decoders that turn ignored labels into padding of the decoder, without a mask for it.
 MASKS_LABELS = _names("encoder-decoder")
 
-# Classes that take labels as the tokens of their decoder, as they are, where they are given none.
+# Classes that use labels, unshifted, as the tokens of their decoder if they get none.
 LABELS_ARE_TOKENS = _names("BlipForQuestionAnswering")
 
-# Encoders with decoders that make the decoder's tokens of the encoder's, shifted to the right, where none are given.
+# Encoders with decoders that shift the encoder's tokens to the right if they get no tokens of the decoder.
 SHIFTS_INPUTS = _names("bart bigbird_pegasus led mbart mvp plbart")
 
-# Ends of the names of their classes that do so, whatever the type.
+# Ends of the names of classes that do the same, whatever their model type.
 HEADS_SHIFT = ("ForQuestionAnswering", "ForSequenceClassification", "ForTokenClassification")
 
-# Of these, types whose heads score a document by its last token but one, and by its last where padding comes after it.
+# Of these, model types whose heads score a document by its last token but one, or by its last if padding follows.
 SCORES_BEFORE_PADDING = _names("t5gemma t5gemma2")

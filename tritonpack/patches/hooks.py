@@ -1,4 +1,4 @@
-"""The pre-hook of a patched module: reads where documents begin and passes it on as `attention_mask`."""
+"""The hook of a patched module: reads where documents begin and passes it on as `attention_mask`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tritonpack.checks import require
-from tritonpack.patches.call_arguments import in_form, is_paged
+from tritonpack.patches.attention_names import AttentionName
+from tritonpack.patches.call_arguments import CACHES, HANDED, in_form, is_paged, tokens_of
 from tritonpack.patches.checkpoints import Checkpoints
-from tritonpack.patches.cross import meet
-from tritonpack.patches.documents import require_one_document_a_row
+from tritonpack.patches.cross_attention import meet
 from tritonpack.patches.families import (
     ALIBI_FROM_MASK,
     BOTH_WAYS,
@@ -25,38 +25,38 @@ from tritonpack.patches.families import (
 )
 from tritonpack.patches.first_call import FirstCall
 from tritonpack.patches.interface import NAMES, served
+from tritonpack.patches.layers.image_positions import METHOD, leave_positions_to
 from tritonpack.patches.mask_spec import MaskSpec
-from tritonpack.patches.multimodal import METHOD, leave_positions_to
 from tritonpack.patches.packed_batch import PackedBatch, Serving
-from tritonpack.patches.packing_context import HANDED, UNCLAIMED, ModuleRef, PackingContext
+from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parse_inputs import OpenMask, make_packed_batch
-from tritonpack.patches.positions import require_one_rope, rope_limits
+from tritonpack.patches.parts import PreHook
 from tritonpack.patches.replaced import require_own_attention
+from tritonpack.patches.rope import require_one_rope, rope_limits
 from tritonpack.patches.tokens import is_bidirectional, text_config
+from tritonpack.patches.unpacking.documents import require_one_document_a_row
 
 if TYPE_CHECKING:
     from tritonpack.patches.applied import Applied
 
-CACHES = ("past_key_values", "cache_params", "state", "cache", "mems")
 
-
-class PackingHook:
+class PackingHook(PreHook):
     """The hook before a patched module's forward.
 
     Attributes:
+        name: the name of the attention in the module's configuration.
         serving: which attention runs.
-        patch: what put it there.
+        patch: the patch that this hook belongs to.
         checkpoints: the checkpointing functions of the module's layers; None if no layer needs the current packing.
-        context: what the model around this module was told.
-        mixes: whether layers of the module mix along the row.
+        context: the packing that the model around this module has read.
+        mixes: whether layers of the module mix tokens along the row.
         outermost: whether no other patched module holds this one, so that its arguments are the user's.
-        first_call: what the module's first call must show; None once it has.
-        replaced: the name of the attention that the module's config had before.
+        first_call: the check of the module's first call; None after that call.
         deferred: whether the module's forward calls `run` itself, after it has changed the arguments. Then the hook
             does nothing.
     """
 
-    replaced: str | None = UNCLAIMED
+    with_kwargs = True
     deferred = False
 
     def __init__(
@@ -70,10 +70,11 @@ class PackingHook:
         mixes: bool,
         outermost: bool,
     ) -> None:
+        super().__init__(module)
         signature = inspect.signature(module.forward)
         self.names = tuple(signature.parameters)
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-        self._module = ModuleRef(module)
+        self.name = AttentionName(module, NAMES[serving.attention])
         self.serving, self.patch, self.checkpoints, self.context = serving, patch, checkpoints, context
         self.mixes, self.outermost = mixes, outermost
         self.first_call: FirstCall | None = FirstCall(module, serving.attention == "dense")
@@ -86,32 +87,20 @@ class PackingHook:
         self.text_config = text_config(config)
         self.rope_limits = rope_limits(self.text_config)
         self.needs_types = self.model_type in BOTH_WAYS | PROMPT_TYPES and is_bidirectional(config)
-        # Multimodal positions are the model's to make: a place in the text isn't all of them.
+        # A multimodal model makes positions itself: they depend on its images, too.
         multimodal = any(hasattr(inner, METHOD) for inner in module.modules())
         self.gives_positions = "position_ids" in self.names and not multimodal
 
-    @property
-    def module(self) -> PreTrainedModel:
-        return self._module.module
-
-    @property
-    def gone(self) -> bool:
-        return self._module.gone
-
-    def attention_name(self, before: str | None) -> str:
-        """What the attention is called from now on, in the place of the name from before."""
-        return NAMES[self.serving.attention]
-
-    def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
         return None if self.deferred else self.run(module, args, kwargs)
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the hook does, for a forward that is called past it: the new (args, kwargs), or None to keep them."""
+        """The new (args, kwargs) of a call of the module, or None to keep them. For forwards called without hooks."""
         return self._outside_of_graphs(module, args, kwargs) if self.mixes else self._run(module, args, kwargs)
 
     @torch.compiler.disable
     def _outside_of_graphs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Lengths are read on the host, and a graph for them would be one for these lengths alone."""
+        """Lengths are read on the host, and a graph for these lengths would fit no other lengths."""
         return self._run(module, args, kwargs)
 
     def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -119,8 +108,8 @@ class PackingHook:
         if is_paged(kwargs.get("cache")):
             if chosen == ours:
                 raise ValueError(
-                    "this model was patched while continuous batching was running. Stop the manager, and make it anew "
-                    "after tritonpack.patch(model)."
+                    "this model was patched while continuous batching was running. Stop the manager, and make a new "
+                    "one after tritonpack.patch(model)."
                 )
             return None
         if chosen != ours:
@@ -130,7 +119,7 @@ class PackingHook:
                 "it, stop its manager first."
             )
         if self.outermost:
-            require_own_attention(ours, self.replaced)
+            require_own_attention(ours, self.name.before)
         arguments = in_form({**dict(zip(self.names, args, strict=False)), **kwargs})
         if self.outermost and not torch.compiler.is_compiling():
             for head in self.patch.heads:
@@ -148,7 +137,7 @@ class PackingHook:
         return (), arguments
 
     def read(self, arguments: dict[str, Any]) -> PackedBatch | None:
-        """The packing of this call, or None where masks are made already or the model itself says what is missing."""
+        """The packing of this call; None if its masks are made already, or if the model itself refuses the call."""
         mask = arguments.get("attention_mask")
         if isinstance(mask, dict):
             arguments["attention_mask"] = {kind: self._claim(one, arguments) for kind, one in mask.items()}
@@ -156,12 +145,8 @@ class PackingHook:
         if mask is not None and (not isinstance(mask, (Tensor, PackedBatch)) or mask.ndim != 2):
             arguments["attention_mask"] = self._claim(mask, arguments)
             return None
-        tokens = arguments.get("input_ids")
-        shape = tokens.shape if tokens is not None else None
-        if tokens is None:
-            tokens = arguments.get("inputs_embeds")
-            shape = None if tokens is None else tokens.shape[:-1]
-        if tokens is None or shape is None or len(shape) != 2:
+        tokens, shape = tokens_of(arguments)
+        if tokens is None or len(shape) != 2:
             return mask if isinstance(mask, PackedBatch) else None
         shape = torch.Size((shape[0] // self.codebooks, shape[1]))
         told = mask if isinstance(mask, PackedBatch) else self.context.state.told if self.outermost else None
@@ -172,7 +157,7 @@ class PackingHook:
             require_one_document_a_row(
                 told,
                 f"{type(self.module).__name__} runs on {tuple(shape)} tokens where the model around it was given "
-                f"{tuple(told.tokens)}, so packed documents can't be followed; give each document a row of its own.",
+                f"{tuple(told.tokens)}, so it can't tell packed documents apart. Give each document a row of its own.",
             )
         if isinstance(mask, PackedBatch):
             arguments["attention_mask"] = mask = mask.to_tensor()
@@ -186,7 +171,7 @@ class PackingHook:
         return self._without_padding(packed_batch, arguments)
 
     def _without_padding(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> PackedBatch:
-        """A few families take padding tokens for padding where no mask is given, decoders unless they fill a cache."""
+        """The packing of families that treat padding tokens as padding where no mask is given."""
         ids = arguments.get("input_ids")
         if self.padding is None or ids is None or packed_batch.cached or packed_batch.attention_mask is not None:
             return packed_batch
@@ -194,15 +179,15 @@ class PackingHook:
         if "encoder_hidden_states" not in self.names:
             require(
                 (real | ~packed_batch.not_padding()).all(),
-                "input_ids hold padding tokens, which this model's encoder takes for padding where no mask is given, "
-                "and its decoder for tokens. Pass attention_mask.",
+                "input_ids hold padding tokens. Without a mask, this model's encoder treats them as padding, and its "
+                "decoder as tokens. Pass attention_mask.",
             )
         elif self.module.training or arguments.get("use_cache") is False:
             return packed_batch.replace(attention_mask=real.int())
         return packed_batch
 
     def _claim(self, mask: Any, arguments: dict[str, Any]) -> Any:
-        """A mask that was made before the call, for this model."""
+        """The mask of a call that was made before the call, as generate() does."""
         if isinstance(mask, OpenMask):
             return served(mask.claim(arguments, self.serving), torch.float32)
         if isinstance(mask, Tensor) and mask.ndim == 4 and self.outermost:
@@ -214,12 +199,12 @@ class PackingHook:
         return mask
 
     def _pass_on(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> PackedBatch | None:
-        """Put the packing where the model hands it on; returns it where it covers whole rows: nothing is cached yet."""
+        """Put the packing into the arguments. Returns it if it covers whole rows, because nothing is cached yet."""
         given = arguments.get("position_ids")
         leave_positions_to(self.module, packed_batch, arguments)
         wanting = given is None or self.first_position > 0
         if self.outermost and packed_batch.position_ids is None and given is not None and given.ndim == 2:
-            wanting = True  # nobody gave them: a head has counted the row
+            wanting = True  # the user gave none: a head has counted the row
         if wanting and self.gives_positions and not packed_batch.cached and packed_batch.tells_documents:
             arguments["position_ids"] = packed_batch.positions() + self.first_position
         if self.mixes:
@@ -244,7 +229,7 @@ class PackingHook:
         return packed_batch if fresh else None
 
     def _runs_by_document(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> bool:
-        """Recurrent layers keep one state per row: documents run by themselves, and leave no cache behind."""
+        """Whether recurrent layers, which keep one state for a row, run on each document by itself, without a cache."""
         rows, row_length = packed_batch.tokens
         cached = packed_batch.cached
         if cached and packed_batch.boundaries is None and (row_length == 1 or packed_batch.position_ids is None):
@@ -256,8 +241,8 @@ class PackingHook:
         padded = length.numel() <= rows
         if cached and not padded:
             raise ValueError(
-                "layers of this model mix along the row and keep one state for it, so a batch of several documents to "
-                "a row can't use a cache; pass past_key_values=None."
+                "layers of this model mix tokens along the row and keep one state for it, so packed rows can't use a "
+                "cache. Pass past_key_values=None."
             )
         keeps_state = padded and (cached or arguments.get("use_cache"))
         if keeps_state and self.reads_padding and not bool(packed_batch.not_padding()[:, 0].all()):
@@ -270,13 +255,13 @@ class PackingHook:
 
 
 def _padding_place(module: Any) -> int:
-    """The place of padding in a table of absolute positions: the padding token's number, or another of the table."""
+    """The row for padding in a table of absolute positions: the padding token's id, or another row of the table."""
     place = getattr(getattr(module, "embeddings", None), "padding_idx", None)
     return (module.config.pad_token_id or 0) if place is None else place
 
 
 def _is_empty(arguments: dict[str, Any]) -> bool:
-    """Whether the cache of a call is known to hold nothing yet; one of fixed size keeps its count on the device."""
+    """Whether the cache of a call is known to be empty. A cache of fixed size keeps its count on the device."""
     for name in CACHES:
         cache = arguments.get(name)
         if cache is not None:

@@ -1,7 +1,6 @@
-"""The functions that transformers calls, registered under our names: one makes the mask of a kind of layer, the others
-attend.
+"""The functions that transformers calls by our names: one makes the mask of a kind of layer, the others attend.
 
-A model whose attention has one of the names without having been patched is refused.
+A call of a model that has one of the names and is not patched is refused.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 
 from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches.layers.positions import temperature
 from tritonpack.patches.mask_spec import read_mask_spec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
 from tritonpack.patches.parse_inputs import SHARED_CONFIG, OpenMask
-from tritonpack.patches.positions import temperature
 from tritonpack.patches.towers import MORE_THAN_A_TOWER, attend_in_tower, takes_tokens
 
-# What a patched model's config calls its attention, by which attention runs.
+# The name of the attention in a patched model's configuration, for each attention that runs.
 NAMES = {
     "tritonpack": "tritonpack",
     "sdpa": "tritonpack_sdpa",
@@ -34,14 +33,14 @@ NAMES = {
 
 
 def stock_name(module: PreTrainedModel, before: str | None) -> str:
-    """The name that a module's attention had before its patch, or transformers' default where that was ours."""
+    """The name that a module's attention had before its patch, or transformers' default if that was our name."""
     if before is None or before in NAMES.values():
         return "sdpa" if module._supports_sdpa else "eager"
     return before
 
 
 def register_functions() -> None:
-    """Make the names known to transformers; no model uses them before it is patched or asks for them."""
+    """Make the names known to transformers. No model uses them before it is patched or asks for them."""
     for name, function in FUNCTIONS.items():
         AttentionInterface.register(name, function)
         AttentionMaskInterface.register(name, make_mask)
@@ -61,7 +60,7 @@ def make_mask(
     device: torch.device | str = "cpu",
     **flags: Any,
 ) -> Any:
-    """transformers' mask function: what every layer of one kind gets as `attention_mask`."""
+    """transformers' mask function: makes the `attention_mask` of all layers of one kind."""
     if isinstance(attention_mask, OpenMask):
         return attention_mask
     if isinstance(attention_mask, IntervalMask):
@@ -72,12 +71,12 @@ def make_mask(
         return served(mask, dtype)
     shape = torch.Size((batch_size, 1, q_length, kv_length))
     if isinstance(q_offset, Tensor):
-        q_offset = q_offset.clone()  # a static cache counts in place, and layers ask only after it has
+        q_offset = q_offset.clone()  # a static cache counts in place, and layers claim the mask afterwards
     return OpenMask(attention_mask, shape, q_offset, kv_offset, spec, torch.device(device))
 
 
 def served(mask: IntervalMask, dtype: torch.dtype) -> IntervalMask | Tensor:
-    """A mask as a model's layers take it: layers outside of the interface add it to their scores."""
+    """A mask in the form that layers take: layers outside of the interface add a dense one to their scores."""
     return mask.dense(dtype) if mask.serving.attention == "dense" else mask
 
 
@@ -101,8 +100,7 @@ def attend(
     """transformers' attention function: query (B, H, T, D), key (B, H_kv, K, D) and value (B, H_kv, K, D_v)
     -> (B, T, H, D_v) and no weights.
 
-    The mask is the truth: windows, causality and documents are in it already. A tensor in its place is what a model has
-    made of it.
+    Causality, window and documents come from the mask alone. A tensor in its place was computed from it by the model.
     """
     if kwargs.get("output_attentions"):
         raise UnsupportedModelError("output_attentions=True: tritonpack's attention has no weights; unpatch the model.")
@@ -196,13 +194,13 @@ def attend_dense(
     dropout: float,
     scaling: float | None,
 ) -> Tensor:
-    """Attention where a model lays a mask or a bias of its own over that of the documents: torch's, O(T^2) memory.
+    """torch's attention, O(T^2) memory, for models that add a mask or a bias of their own to the documents' mask.
 
     Args:
         mask: (B, 1 or H, T, K) bool, or floating point to be added to scores.
         indices: (B, T, top-k) the keys that an indexer chose, among those of the mask.
         bias: (B, H, T, K), added to scores.
-        sinks: (H,), each head's score of a key without a value, or (B, H, T, 1), each query's.
+        sinks: (H,) or (B, H, T, 1), the score of a key without a value, for each head or for each query.
     """
     if indices is not None:
         chosen = _chosen(indices, mask)
@@ -232,7 +230,7 @@ def _chosen(indices: Tensor, mask: Tensor) -> Tensor:
 
 
 def _tuned(module: nn.Module, query: Tensor, bias: Tensor | None, mask: Any) -> tuple[Tensor, Tensor | None]:
-    """Queries, and a bias that goes with them, scaled by their place in the document instead of the row."""
+    """Queries, and the bias that belongs to them, scaled by their place in the document instead of the row."""
     if not isinstance(mask, IntervalMask):
         return query, bias
     tuning = temperature(module, mask)
@@ -244,7 +242,7 @@ def _tuned(module: nn.Module, query: Tensor, bias: Tensor | None, mask: Any) -> 
 def _dense(
     module: nn.Module, mask: Any, key: Tensor, dtype: torch.dtype, arguments: dict[str, Any], attention: str
 ) -> Tensor:
-    """The mask as a tensor: bool, or additive of another dtype; what a model has made of it in the same form."""
+    """The mask as a tensor, bool or additive of another dtype; also if the model has made a tensor of it."""
     if not isinstance(mask, Tensor):
         return _claimed(module, mask, key, arguments, attention).dense(dtype)
     if mask.dtype != torch.bool or dtype == torch.bool:
@@ -253,7 +251,7 @@ def _dense(
 
 
 def _claimed(module: nn.Module, mask: Any, key: Tensor, arguments: dict[str, Any], attention: str) -> IntervalMask:
-    """The mask that knows its documents, for a layer's keys (B, H_kv, K, D)."""
+    """The mask of the documents for a layer's keys (B, H_kv, K, D)."""
     if isinstance(mask, IntervalMask):
         return mask.for_keys(key.shape[2])
     if not isinstance(mask, OpenMask):
@@ -268,7 +266,7 @@ def _claimed(module: nn.Module, mask: Any, key: Tensor, arguments: dict[str, Any
             f"the attention of {type(module).__name__} is named {attention!r}, but its model isn't patched, so packed "
             f"documents would not be told apart. {SHARED_CONFIG} Models that are loaded with "
             "attn_implementation='tritonpack' are patched when they are built, after tritonpack.register(); a name "
-            "that is written into a configuration later isn't seen."
+            "that is written into a configuration later has no effect."
         )
     return mask.claim(arguments, Serving(attention, "auto"))
 

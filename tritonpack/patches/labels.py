@@ -1,4 +1,4 @@
-"""Labels of packed documents: a causal loss must not predict a document's first token from the document before it."""
+"""Warnings about labels: a causal loss must not predict a document's first token from the document before it."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ IGNORED = -100
 KEY = "first-label"
 KEY_LOST = "first-label-lost"
 
-# Ends of the names of classes, besides encoders with decoders, whose labels are of the tokens themselves.
+# Ends of the names of classes, besides encoders with decoders, that predict each token at its own place.
 OWN_LABELS = ("ForMaskedLM", "ForTokenClassification")
 
 
 def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], packed_batch: PackedBatch) -> None:
-    """Say once that the first label of a document isn't masked where the loss shifts labels, or that the first labels
-    alone are masked where it doesn't.
+    """Warn once if a loss that shifts labels gets an unmasked first label of a document, and once if a loss that does
+    not shift labels gets all labels but the first ones.
 
-    Labels on an accelerator aren't looked at, because reading them would wait for it.
+    Labels on an accelerator are not checked, because reading them would wait for it.
 
     Args:
         model: the module that computes the loss.
@@ -56,7 +56,7 @@ def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], p
 
 def _warn_of_unmasked(model: PreTrainedModel, labels: Tensor, packed_batch: PackedBatch) -> None:
     first = packed_batch.runs()[0] & packed_batch.not_padding()
-    unmasked = first[:, 1:] & (labels[:, 1:] != IGNORED)  # the first token of a row is predicted from nothing
+    unmasked = first[:, 1:] & (labels[:, 1:] != IGNORED)  # nothing predicts the first token of a row
     if bool(unmasked.any()):
         row, place = unmasked.nonzero()[0].tolist()
         notices.say_once(
@@ -68,8 +68,8 @@ def _warn_of_unmasked(model: PreTrainedModel, labels: Tensor, packed_batch: Pack
 
 
 def _warn_of_lost(model: PreTrainedModel, labels: Tensor, packed_batch: PackedBatch) -> None:
-    """What a collator for causal models leaves: no first label, and all others. Labels of a masked language model,
-    which lack the first one too, lack others."""
+    """Warn of labels by a collator for causal models: the first ones are missing and all others are there. Labels of a
+    masked language model lack others, too."""
     tokens = packed_batch.not_padding()
     first = packed_batch.runs()[0] & tokens
     ignored = labels == IGNORED
@@ -84,13 +84,13 @@ def _warn_of_lost(model: PreTrainedModel, labels: Tensor, packed_batch: PackedBa
 
 
 def predicts_own_tokens(model: PreTrainedModel) -> bool:
-    """Whether a model holds each label against what it predicts at the same place: encoders with decoders, which shift
+    """Whether a model compares each label with its prediction at the same place: encoders with decoders, which shift
     their decoder's input instead, masked language models and token classification."""
     return holds_both_sides(model) or any(kind.__name__.endswith(OWN_LABELS) for kind in type(model).__mro__)
 
 
 def shifts_labels(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
-    """Whether a model holds each label against what it predicts at the token before, by transformers' causal loss, or
+    """Whether a model compares each label with its prediction at the token before: by transformers' causal loss, or
     because labels are its decoder's tokens."""
     if arguments.get("shift_labels") is not None:  # they take the place of labels
         return False

@@ -1,4 +1,4 @@
-"""Kinds of masks: what transformers' mask functions say about a layer, as intervals around each query's own place."""
+"""What transformers' mask functions let a layer see, as an interval of keys around each query's own place."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class MaskSpec:
     """What the layers of one kind see of their document.
 
     Attributes:
-        window: (left, right), as `BlockDiagonalMask` takes it; (-1, 0) is causal attention, (-1, -1) all of it.
+        window: (left, right), as `BlockDiagonalMask` takes it; (-1, 0) is causal attention, (-1, -1) no limit.
         chunk_size: keys per chunk, counted from the document's first; None without chunks.
-        overlay: a function that says all of it, in the coordinates of the row, for masks that models compose
-            themselves (images that see all of themselves, prefixes); None without.
+        overlay: a mask function in the coordinates of the row, for masks that models compose themselves (images that
+            see all of themselves, prefixes); None without. It then decides alone.
     """
 
     window: Window
@@ -39,22 +39,22 @@ CAUSAL = MaskSpec((-1, 0))
 def read_mask_spec(
     mask_function: Any, local_size: int | None, config: Any, flags: dict[str, Any], queries: int
 ) -> MaskSpec:
-    """The kind of mask that transformers asks for, from what it passes to a mask function.
+    """The kind of mask that transformers asks for, from the arguments of a mask function.
 
-    A mask may be skipped (`allow_is_causal_skip`, `allow_is_bidirectional_skip`) only where nothing was added to
-    transformers' own function, so that its size says all of it. Any other function is an overlay.
+    transformers allows to skip a mask (`allow_is_causal_skip`, `allow_is_bidirectional_skip`) only if nothing was added
+    to its own function. Then the size describes the mask completely. Any other function is an overlay.
 
     Args:
         mask_function: whether a query sees a key, composed of transformers' functions and the model's.
         local_size: the window or chunk.
         config: of the layers.
-        flags: the other arguments; transformers sets `use_vmap` and clears the permissions to skip the mask where a
-            model has composed its own.
-        queries: how many there are. One that reads a static cache never has a permission to skip its mask.
+        flags: the other arguments. If a model composes its own mask, transformers sets `use_vmap` and does not allow to
+            skip the mask.
+        queries: their number. For one query that reads a static cache, transformers never allows to skip the mask.
 
     Raises:
-        UnsupportedModelError: chunks and an overlay at once, or a window that may be either of two.
-        ValueError: the function isn't the window that its size and flags tell of.
+        UnsupportedModelError: chunks and an overlay at once, or a size that may belong to chunks or to a window.
+        ValueError: the function is not the window of its size and flags.
     """
     bidirectional = "allow_is_bidirectional_skip" in flags
     plain = flags.get("allow_is_bidirectional_skip" if bidirectional else "allow_is_causal_skip", False)
@@ -66,8 +66,8 @@ def read_mask_spec(
     chunked = local_size is not None and getattr(config, "attention_chunk_size", None) == local_size
     if chunked and (composed or getattr(config, "sliding_window", None) == local_size):
         raise UnsupportedModelError(
-            f"a mask of local size {local_size} may be chunks, a window or either under a mask of the model's own; "
-            "tritonpack can't tell. Unpatch the model."
+            f"a mask of local size {local_size} may be chunks, a window, or one of them under a mask of the model's "
+            "own; tritonpack can't tell which. Unpatch the model."
         )
     if chunked:
         return MaskSpec((-1, 0), chunk_size=local_size)
@@ -79,7 +79,7 @@ def read_mask_spec(
 
 
 def _require_window(mask_function: MaskFunction, window: Window) -> None:
-    """Ask a mask function for the keys on both sides of a window's two ends."""
+    """Compare a mask function with a window, at the keys on both sides of the window's two ends."""
     if torch.compiler.is_compiling():
         return
     left, right = window
@@ -89,8 +89,8 @@ def _require_window(mask_function: MaskFunction, window: Window) -> None:
     require(
         (mask_function(zero, zero, query, query + gaps) == ((gaps >= -left) & (gaps <= right))).all(),
         lambda: (
-            f"this model's mask function isn't the window {window} (keys to the left, to the right) that its "
-            "arguments tell of, so tritonpack can't tell what its layers see. Unpatch the model."
+            f"this model's mask function isn't the window {window} (keys to the left, to the right) of its arguments, "
+            "so tritonpack can't tell what its layers see. Unpatch the model."
         ),
     )
 
@@ -98,24 +98,25 @@ def _require_window(mask_function: MaskFunction, window: Window) -> None:
 def overlay_intervals(
     overlay: MaskFunction, rows: Tensor, begin: Tensor, end: Tensor, num_keys: int
 ) -> tuple[Tensor, Tensor]:
-    """What a mask function lets each query see of the keys [begin, end), by bisection from its own place outwards.
+    """The keys among [begin, end) that a mask function lets each query see, by bisection from its own place outwards.
 
     Args:
         overlay: as transformers composes it, in the coordinates of the row.
         rows: (B, T) int64, each query's own place.
-        begin, end: (B, T) int64, the bounds of what it may see at most; equal where that is nothing.
+        begin, end: (B, T) int64, the bounds of the keys that it may see at most; equal if it may see none.
         num_keys: keys per row.
 
     Returns:
         start and stop, (B, T) int64.
 
     Raises:
-        ValueError: what a query sees isn't an interval around its own place (checked eagerly, in host memory).
+        ValueError: the keys that a query sees are not one interval around its own place (checked in eager mode, in
+            host memory).
     """
     batch = torch.arange(rows.shape[0], device=rows.device)[:, None].expand_as(rows)
     head = torch.zeros((), dtype=torch.long, device=rows.device)
     end = torch.where((rows >= begin) & (rows < end), end, begin)  # padding sees nothing
-    # A fixed number of steps under the compiler, so that a graph isn't tied to a length.
+    # A fixed number of steps under the compiler, so that a graph is not tied to a length.
     steps = 31 if torch.compiler.is_compiling() else (num_keys + 1).bit_length() + 1
 
     def sees(keys: Tensor) -> Tensor:
@@ -141,7 +142,7 @@ def overlay_intervals(
 def _require_intervals(
     overlay: MaskFunction, rows: Tensor, bounds: tuple[Tensor, Tensor], found: tuple[Tensor, Tensor], num_keys: int
 ) -> None:
-    """Compare intervals with the function itself, pair by pair; what stock transformers spends on such masks, too."""
+    """Compare intervals with the function itself, pair by pair. Stock transformers computes as much for such masks."""
     keys = torch.arange(num_keys, device=rows.device)
     batch = torch.arange(rows.shape[0], device=rows.device)[:, None, None]
     head = torch.zeros((), dtype=torch.long, device=rows.device)

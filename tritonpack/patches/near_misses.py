@@ -1,4 +1,4 @@
-"""Arguments that look as if they told documents apart, under names that nothing reads."""
+"""Arguments under names that nothing reads, which resemble the names of arguments that tell documents apart."""
 
 from __future__ import annotations
 
@@ -8,13 +8,12 @@ from difflib import SequenceMatcher
 from functools import cache
 from typing import Any
 
-# The arguments that tell documents apart.
-TELLING = ("attention_mask", "position_ids", "cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
+from tritonpack.patches.call_arguments import TELLING
 
-# How alike two names are in which a word is misspelled, or split in another way.
+# The similarity of two names from which on one counts as a misspelling of the other.
 ALIKE = 0.885
 
-# What other libraries call these arguments, and what to pass instead.
+# Names that other libraries use for these arguments, and the argument to pass instead.
 FOREIGN = {
     r"((cu|max|cumulative|packed)_?)?(seq(uence)?|doc(ument)?|segment)s?_?(len(gth)?|offset|start)s?(_[qk])?"
     r"|((cumulative|input)_)?lengths|offsets|((seq(uence)?|doc(ument)?|segment)_)?boundaries|packed_seq_params"
@@ -35,15 +34,15 @@ REMEDIES = {
 
 
 def refuse_near_misses(arguments: Mapping[str, Any], known: Collection[str], model: str) -> None:
-    """Refuse what resembles information about documents and would vanish in a model's **kwargs.
+    """Refuse arguments that seem to tell documents apart and that a model's **kwargs would swallow.
 
     Args:
-        arguments: of a call, by name; those that are None say nothing.
-        known: the names that the model's own signature has.
-        model: the name of its class.
+        arguments: of a call, by name; those that are None are ignored.
+        known: the names in the model's own signature.
+        model: the name of the model's class.
 
     Raises:
-        ValueError: with the name to use instead.
+        ValueError: the message has the name to use instead.
     """
     for name, value in arguments.items():
         if value is not None and name not in known and (meant := meant_by(name)):
@@ -60,7 +59,7 @@ def refuse_near_misses(arguments: Mapping[str, Any], known: Collection[str], mod
 
 @cache
 def meant_by(name: str) -> str | None:
-    """The argument that a name is probably meant for; None for a name that is read, and for one of its own."""
+    """The argument that a name is probably meant for; None for a name that is read, and for an unrelated name."""
     if name in TELLING:
         return None
     for pattern, meant in FOREIGN.items():

@@ -1,8 +1,8 @@
-"""What a forward pass says about its documents, and the interval masks that follow from it.
+"""The documents of a forward pass, and the interval masks of its layers.
 
-A `PackedBatch` takes the place of the model's `attention_mask` argument: transformers hands it, untouched, to the
-registered mask function, once per kind of mask; what that returns goes to every layer as `attention_mask`. So the
-packing travels with the call and no state outlives it.
+A `PackedBatch` takes the place of the model's `attention_mask` argument. transformers passes it unchanged to the
+registered mask function, once for each kind of mask. Every layer gets the result as `attention_mask`. So the packing
+travels with the call, and no state outlives it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Serving:
 
     Attributes:
         attention: "tritonpack" for the kernels, which take intervals; "sdpa" or "eager" for transformers' own
-            attention, which takes dense masks; "dense" for layers outside of its interface, which take them, too.
+            attention, which takes dense masks; "dense" for layers outside of its interface, which take dense masks.
         backend: of the kernels, as `varlen_attention` takes it.
     """
 
@@ -41,15 +41,15 @@ class Serving:
 
 
 class IntervalMask(TensorLike):
-    """A `BlockDiagonalMask` in the place of a 4D mask; a bool tensor to a model that computes with it.
+    """A `BlockDiagonalMask` in the place of a 4D mask. A model that computes with it gets a bool tensor.
 
     Attributes:
         mask: batch_size * num_queries rows, batch_size * num_keys keys, row after row.
         shape: (batch_size, 1, num_queries, num_keys).
         serving: which attention runs.
-        packed_batch: of the tokens, where these are queries and keys alike; None where a cache holds some of the keys.
+        packed_batch: of the tokens, if these are both queries and keys; None if a cache holds some of the keys.
         spec: what the layer sees of a document.
-        watch: who counts the uses of a mask without a packing, as of cross-attention, in a model's first call.
+        watch: counts the uses of a mask without a packing, such as cross-attention's, in a model's first call.
     """
 
     arguments: tuple[str, ...] = ("mask", "shape", "serving", "packed_batch", "spec")
@@ -72,18 +72,18 @@ class IntervalMask(TensorLike):
         return self.mask.device
 
     def for_keys(self, num_keys: int) -> IntervalMask:
-        """This mask, or that of one new token which sees this many keys of a row.
+        """This mask, or the mask of one new token that sees `num_keys` keys of a row.
 
-        transformers asks the cache of one layer how many keys there are. In hybrids that layer may be a recurrent one,
-        which holds none: then it takes a new token for a row of its own. The width of the mask for padding says
-        otherwise (`PackedBatch.interval_mask`), and where there is none, the keys of the layer that attends.
+        transformers asks the cache of one layer how many keys there are. In hybrid models that may be a recurrent
+        layer, which holds none, so the mask would be for a row of one token. The right number is the width of the mask
+        for padding (`PackedBatch.interval_mask`), or, without such a mask, the number of keys of the attention layer.
         """
         if self.packed_batch is None or self.shape[2] != 1 or num_keys == self.shape[3]:
             return self
         return self.packed_batch.interval_mask(num_keys, num_keys - 1, 0, self.spec)
 
     def count_use(self) -> None:
-        """Tell who watches a first call that a layer uses the mask."""
+        """Report a use of the mask by a layer to the check of a model's first call."""
         watch = self.watch if self.packed_batch is None else self.packed_batch.watch
         if watch is not None:
             watch.use()
@@ -95,7 +95,7 @@ class IntervalMask(TensorLike):
         return varlen_attention(q, k, v, mask, backend=self.serving.backend, **options)
 
     def dense(self, dtype: torch.dtype) -> Tensor:
-        """(B, 1, T, K) bool, or additive of another dtype: written once for all layers."""
+        """(B, 1, T, K) bool, or additive of another dtype; written once for all layers."""
         self.count_use()
         for known, tensor in self.kept:
             if known == dtype:
@@ -113,12 +113,12 @@ class IntervalMask(TensorLike):
         return self.replace(mask=self.mask.to(device))
 
     def to_addend(self, dtype: torch.dtype) -> Tensor:
-        """A model that adds the mask to its scores means an additive one."""
+        """The additive mask, for a model that adds the mask to its scores."""
         return self.to_tensor(dtype, additive=True) if dtype.is_floating_point else self.to_tensor()
 
     def to_tensor(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
-        """The mask as (B, 1, T, K). Padding sees itself, where it has a place among the keys: a softmax over nothing
-        has no value, and what padding computes reaches no document."""
+        """The mask as (B, 1, T, K). Padding sees itself if it is among the keys, because a softmax over nothing has no
+        value. No document sees what padding computes."""
         self.count_use()
         if dtype == torch.float64:
             return self.to_tensor(torch.float32, additive=additive).double()
@@ -129,7 +129,7 @@ class IntervalMask(TensorLike):
             own = torch.arange(keys, device=self.device, dtype=torch.int32)
             start, stop = torch.where(start < stop, start, own), torch.where(start < stop, stop, own + 1)
         start, stop = start.flatten(), stop.flatten()
-        # As many rows as queries, each over its own keys, which begin anew in every row of the batch.
+        # One row for each query. Its keys are those of its own row of the batch.
         rows = BlockDiagonalMask(start, stop, keys, trusted=True)
         return rows.to_dense(dtype, additive=additive).unflatten(0, (batch, 1, queries))
 
@@ -140,15 +140,15 @@ class PackedBatch(TensorLike):
     Attributes:
         attention_mask: (B, keys) int, 0 for padding, or None. Other numbers tell documents apart.
         position_ids: (B, T), (3, B, T) or (4, B, T) integers, or None for consecutive positions.
-        boundaries: (B, T) bool, True where a document begins, where the caller said so outright; else None.
+        boundaries: (B, T) bool, True where a document begins, if offsets or numbers say so; else None.
         tokens: (B, T), the shape of the tokens.
         where: the tokens' device.
         serving: which attention runs.
         by_document: whether layers that mix along the row run on each document by itself.
         cached: whether the call brought a cache, empty or not.
-        filler: (B, T) bool, which tokens are the padding token, where no mask says what is padding; else None.
+        filler: (B, T) bool, which tokens are the padding token, if no mask says what is padding; else None.
         shared: whether it is one rank's part of a batch.
-        watch: who counts the uses of its masks in a model's first call.
+        watch: counts the uses of its masks in a model's first call.
     """
 
     shared = False
@@ -175,7 +175,7 @@ class PackedBatch(TensorLike):
         self.by_document, self.cached, self.filler = by_document, cached, filler
         self.kept: list[tuple[tuple[Any, ...], IntervalMask]] = []
         self.watch: Watch | None = None
-        self.kept_batches: list[tuple[list[tuple[Tensor, Tensor]], Tensor]] = []
+        self.kept_batches: list[Any] = []  # by `batches_of`
         self.kept_boundaries: dict[str, Tensor] = {}
 
     @property
@@ -190,53 +190,53 @@ class PackedBatch(TensorLike):
         return self
 
     def to_tensor(self) -> Tensor:
-        """(B, keys) int64, 1 for tokens and 0 for padding, as tokenizers make it."""
+        """(B, keys) int64, 1 for tokens and 0 for padding, as a tokenizer's mask."""
         return self.not_padding().long()
 
     def not_padding(self) -> Tensor:
-        """(B, keys) bool: which tokens are no padding.
+        """(B, keys) bool: which tokens are not padding.
 
-        A mask says so. Without one, collators that fill a row up give no other sign of it than the tokens: documents at
-        the end of a row that hold nothing but the padding token are padding. A row's first document is none.
+        A mask says so. Without one, only the tokens show that a collator has filled a row up: documents at the end of a
+        row that hold nothing but the padding token are padding. The first document of a row never is.
         """
         if self.attention_mask is not None:
             return self.attention_mask != 0
         if self.filler is None or not self.tells_documents:
             return torch.ones(self.tokens, dtype=torch.bool, device=self.where)
-        tail = (~self.filler).flip(1).cumsum(1).flip(1) == 0  # from here on there is nothing but the padding token
+        tail = (~self.filler).flip(1).cumsum(1).flip(1) == 0  # only padding tokens from here on
         begins = self.runs()[0] & tail
         begins[:, 0] = False
         return begins.cumsum(1) == 0
 
     @property
     def tells_documents(self) -> bool:
-        """Whether a row may hold several documents; where it can't be packed, nothing was said that could tell them."""
+        """Whether anything in the call can tell several documents of a row apart."""
         return any(told is not None for told in (self.attention_mask, self.position_ids, self.boundaries))
 
     def long(self) -> PackedBatch:
         return self
 
     def cumsum(self, dim: int = -1, **options: Any) -> Tensor:
-        """Models count tokens by the cumulative sum of their mask: each document's from 1, and padding as 0."""
+        """The number of each token in its document from 1, and 0 for padding: models count tokens so by their mask."""
         if self.shape != self.tokens or dim not in (-1, 1):
             return self.to_tensor().cumsum(dim, **options)
         return (self.positions() + 1) * self.to_tensor()
 
     def interval_mask(self, num_keys: int, query_offset: int | Tensor, key_offset: int, spec: MaskSpec) -> IntervalMask:
-        """The mask of a layer; built once for all layers of one kind.
+        """The mask of a layer, built once for all layers of one kind.
 
         Args:
             num_keys: keys per row that the layer attends to.
             query_offset: how many tokens of each row the cache holds; a tensor for caches of fixed size.
-            key_offset: how many of those the layer's cache has forgotten.
+            key_offset: how many of these tokens the layer's cache has dropped.
             spec: what the layer sees of a document.
         """
         columns = self.shape[1]
         if isinstance(query_offset, int) and query_offset == 0 and num_keys == self.tokens[1] < columns:
-            num_keys, query_offset = columns, columns - num_keys  # why: `IntervalMask.for_keys`
+            num_keys, query_offset = columns, columns - num_keys  # see `IntervalMask.for_keys`
         fresh = isinstance(query_offset, int) and query_offset == 0 and key_offset == 0 and num_keys == self.tokens[1]
         key = (num_keys, key_offset, spec)
-        for known, interval_mask in self.kept:  # a list: a compiled graph that hashes a size is tied to it
+        for known, interval_mask in self.kept:  # a list, because a graph that hashes a size is tied to it
             if known == key:
                 return interval_mask
         mask = self.documents(spec) if fresh else self._cached(num_keys, query_offset, key_offset, spec)
@@ -247,7 +247,7 @@ class PackedBatch(TensorLike):
         return interval_mask
 
     def documents(self, spec: MaskSpec) -> BlockDiagonalMask:
-        """The mask where queries and keys are the same tokens: every row is cut into its documents."""
+        """The mask if queries and keys are the same tokens: every row is cut into its documents."""
         starts, live = self.runs()
         if spec.overlay is None:
             return mask_from_runs(starts, live, spec.window, spec.chunk_size)
@@ -259,7 +259,7 @@ class PackedBatch(TensorLike):
         return replace(whole, key_start=start, key_stop=stop, trusted=True)
 
     def runs(self) -> tuple[Tensor, Tensor | None]:
-        """(B, T) bool: where documents and stretches of padding begin, and which tokens aren't padding (None: all)."""
+        """(B, T) bool: where documents and runs of padding begin, and which tokens are not padding (None: all)."""
         starts = self.boundaries
         if starts is None:
             starts = self._position_starts()
@@ -292,41 +292,18 @@ class PackedBatch(TensorLike):
         return rows - torch.where(starts, rows, 0).cummax(1).values
 
     def lengths(self) -> tuple[Tensor, Tensor]:
-        """Where documents begin in the flattened rows and how long they are, both on the host: waits for the device."""
+        """Where documents begin in the flattened rows, and their lengths, both on the host. Waits for the device."""
         flat = self.runs()[0].flatten()
         begin = flat.nonzero().flatten()
         length = torch.diff(begin, append=begin.new_tensor([flat.shape[0]]))
         keep = self.not_padding().flatten()[begin]
         return begin[keep].cpu(), length[keep].cpu()
 
-    def batches(self) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
-        """Documents as padded batches, those whose lengths have as many binary digits together: below twice the tokens.
-
-        Returns:
-            For each batch (documents, longest) the places of its tokens in the flattened rows, one past the last for
-            padding, and which of them are tokens; and, for every token of the rows, its place among the tokens of all
-            batches one after the other, one past the last for padding.
-        """
-        if not self.kept_batches:
-            begin, length = self.lengths()
-            total = self.tokens.numel()
-            batches, order = [], []
-            for digits in sorted({int(n).bit_length() for n in length}):
-                some = torch.tensor([int(n).bit_length() == digits for n in length])
-                steps = torch.arange(int(length[some].max()))
-                inside = steps < length[some][:, None]
-                places = torch.where(inside, begin[some][:, None] + steps, total)
-                order.append(places[inside])
-                batches.append((places.to(self.where), inside.to(self.where)))
-            found = torch.cat(order) if order else begin
-            inverse = torch.full((total,), found.shape[0], dtype=torch.long)
-            inverse[found] = torch.arange(found.shape[0])
-            self.kept_batches.append((batches, inverse.to(self.where)))
-        return self.kept_batches[0]
-
     def boundary_arguments(self) -> dict[str, Tensor]:
-        """Where documents begin in the flattened rows, as transformers' layers hand it to their kernels; waits for the
-        device, once for all layers."""
+        """Where documents begin in the flattened rows, as transformers' layers pass it to their kernels.
+
+        Waits for the device, once for all layers.
+        """
         if not self.kept_boundaries:
             starts = self.runs()[0].flatten()
             offsets = torch.cat([starts.nonzero().flatten(), starts.new_tensor([starts.shape[0]], dtype=torch.long)])
@@ -336,9 +313,9 @@ class PackedBatch(TensorLike):
         return self.kept_boundaries
 
     def places(self) -> Tensor:
-        """(B, T) int64, what stands for a token's place in its row where a model counts those: that in its document.
+        """(B, T) int64, each token's place in its document, for models that count the places of a row.
 
-        A row that is one document and goes on from a cache counts its padding, as the model will later.
+        A row that holds one document and continues from a cache counts its padding, as the model does later.
         """
         positions = self.positions()
         if not self.cached:
@@ -348,7 +325,7 @@ class PackedBatch(TensorLike):
         return torch.where(documents > 1, positions, self._rows(0))
 
     def _cached(self, num_keys: int, query_offset: int | Tensor, key_offset: int, spec: MaskSpec) -> BlockDiagonalMask:
-        """Queries continue what the cache holds: a token at position p follows p tokens of its own document."""
+        """The mask of queries that continue a cache: a token at position p follows p tokens of its own document."""
         if self.boundaries is not None:
             raise ValueError(
                 "cu_seq_lens_q, seq_idx and cu_seqlens describe a batch of whole documents, but the cache already "
@@ -374,7 +351,7 @@ class PackedBatch(TensorLike):
 
     @staticmethod
     def _reach(spec: MaskSpec, rows: Tensor, begin: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-        """What queries at these places see of the keys from `begin` on."""
+        """The keys that queries at these places see, from `begin` on."""
         end = torch.full_like(rows, num_keys)
         if spec.overlay is not None:
             return overlay_intervals(spec.overlay, rows, begin, end, num_keys)
@@ -401,7 +378,7 @@ class PackedBatch(TensorLike):
 
 
 def first_tokens(attention_mask: Tensor) -> Tensor:
-    """(B,) the first token of each row that isn't padding; requires that no padding lies between tokens."""
+    """(B,) the first token of each row that is not padding. Padding between tokens is refused."""
     live = attention_mask != 0
     require(
         ((changes(live) & live).sum(1) <= 1).all(),
@@ -412,7 +389,7 @@ def first_tokens(attention_mask: Tensor) -> Tensor:
 
 
 def shown(wrong: Tensor, ids: Tensor, starts: Tensor) -> str:
-    """Where a check failed first, with the numbers around it, for messages; nothing where reading it would wait."""
+    """The first place where a check failed and the numbers around it, for messages; empty if reading it would wait."""
     if wrong.device.type != "cpu" or not bool(wrong.any()):
         return ""
     row, column = (int(x) for x in wrong.nonzero()[0])

@@ -1,4 +1,4 @@
-"""Reading a packing from the arguments of a forward pass, which may contradict each other."""
+"""Reads where documents begin from the arguments of a forward pass. Contradicting arguments are refused."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ SHARED_CONFIG = (
 
 
 class OpenMaskError(ValueError):
-    """A mask of which nobody has said where its documents are."""
+    """A mask was used before anything said where its documents begin."""
 
 
 @dataclass(frozen=True, eq=False)
 class OpenMask(TensorLike):
-    """A mask that transformers made outside of a patched model's forward pass: it doesn't know the documents yet.
+    """A mask that transformers made outside of a patched model's forward pass, so that its documents are not known yet.
 
-    generate() prepares such masks before it calls the model, and a model whose attention has our name without having
-    been patched gets one. `claim` turns it into the mask of a packing.
+    generate() makes such masks before it calls the model. A model that has our name and is not patched gets one, too.
+    `claim` turns it into the mask of a packing.
     """
 
     attention_mask: Tensor | None
@@ -55,7 +55,7 @@ class OpenMask(TensorLike):
         )
 
     def claim(self, arguments: dict[str, Any], serving: Serving) -> IntervalMask:
-        """The mask for a call with these arguments; the same one for every layer that asks."""
+        """The mask for a call with these arguments; one mask for all layers that claim it."""
         if not self.claimed:
             batch, _, queries, keys = self.shape
             told = {**arguments, "attention_mask": self.attention_mask}
@@ -71,12 +71,12 @@ def make_packed_batch(
     serving: Serving,
     pad_token: int | None = None,
 ) -> PackedBatch:
-    """The packing of a forward pass over tokens of shape (B, T), from the arguments it was called with.
+    """The packing of a forward pass over tokens of shape (B, T), from the arguments of the call.
 
-    Documents are told apart by `cu_seq_lens_q` (FlashAttention's offsets over the flattened tokens), else `seq_idx`
-    ((B, T) document numbers), else where `position_ids` don't ascend by one. A two-dimensional `attention_mask` marks
-    padding by 0, and may number documents. Without one, `pad_token` tells what is padding (see
-    `PackedBatch.not_padding`).
+    Documents begin where `cu_seq_lens_q` says so (FlashAttention's offsets over the flattened tokens), else where
+    `seq_idx` changes ((B, T) document numbers), else where `position_ids` do not ascend by one. A two-dimensional
+    `attention_mask` marks padding by 0, and may number documents. Without a mask, `pad_token` tells what is padding
+    (see `PackedBatch.not_padding`).
 
     Raises:
         ValueError: arguments that contradict each other or the tokens.
@@ -105,15 +105,15 @@ def make_packed_batch(
 
 
 def _require_agreement(packed_batch: PackedBatch, told: dict[str, Tensor]) -> None:
-    """Whatever tells documents apart must say the same of every token that isn't padding.
+    """Refuse arguments that begin documents at different tokens, padding aside.
 
     Args:
         packed_batch: with the call's mask and position ids.
-        told: where documents begin, as (B, T) bool, by the names of the arguments that say so outright.
+        told: where documents begin, as (B, T) bool, by the names of the arguments that are offsets or numbers.
     """
     mask = packed_batch.attention_mask
     if mask is not None and mask.shape != packed_batch.tokens:
-        mask = None  # it covers a cache too
+        mask = None  # it covers a cache, too
     everywhere = torch.ones(packed_batch.tokens, dtype=torch.bool, device=packed_batch.device)
     live = everywhere if mask is None else mask != 0
     if len(told) == 2:
@@ -138,10 +138,12 @@ def _require_agreement(packed_batch: PackedBatch, told: dict[str, Tensor]) -> No
 
 
 def _require_same(one: tuple[str, Tensor], other: tuple[str, Tensor], where: Tensor, ids: Tensor | None = None) -> None:
-    """Two arguments, each with its name and where documents begin by it, must agree on these tokens.
+    """Refuse two arguments that differ on these tokens.
 
     Args:
-        ids: the numbers to show in the message, of (B, T) or one row for all; else where documents begin by `other`.
+        one, other: each with its name and where documents begin by it, (B, T) bool.
+        where: (B, T) bool, the tokens to compare.
+        ids: the numbers to show in the message, (B, T) or one row for all; by default where documents begin by `other`.
     """
     (name, starts), (other_name, other_starts) = one, other
     differ = (starts != other_starts) & where
@@ -168,7 +170,7 @@ def _places(starts: Tensor) -> str:
 
 
 def _boundaries(arguments: dict[str, Any], shape: torch.Size, device: torch.device) -> dict[str, Tensor]:
-    """Where documents begin, as (B, T) bool, by the names of the arguments that say so outright."""
+    """Where documents begin, as (B, T) bool, by the names of the arguments that are offsets or numbers."""
     cu_q, cu_k = arguments.get("cu_seq_lens_q"), arguments.get("cu_seq_lens_k")
     seq_idx = arguments.get("seq_idx")
     told = {}

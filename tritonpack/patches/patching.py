@@ -1,4 +1,4 @@
-"""patch(model) and unpatch(model): a model is patched until its last handle is left, and then itself again."""
+"""`patch` and `unpatch`: a model is patched until its last handle is left."""
 
 from __future__ import annotations
 
@@ -17,28 +17,31 @@ from tritonpack.patches.applied import Applied, applied_to, part_of, to_the_end
 from tritonpack.patches.by_name import register
 from tritonpack.patches.families import BOTH_WAYS, DENSE, PROMPT_TYPES, REFUSED, REFUSED_LAYERS
 from tritonpack.patches.forwards import takes_tokens_and_mask
-from tritonpack.patches.lock import Freed
+from tritonpack.patches.layers.choose import fits
 from tritonpack.patches.packed_batch import ATTENTIONS
 from tritonpack.patches.probe import require_evidence
 from tritonpack.patches.report import Report, holds
-from tritonpack.patches.rewritten_layers import REWRITTEN, fits
 from tritonpack.patches.shown import LAYOUTS, Layout
 from tritonpack.patches.tokens import is_bidirectional
 
-Losses = list[tuple[nn.Module, str]]  # models whose own loss mixes packed documents, and what was seen of it
+Losses = list[tuple[nn.Module, str]]  # models whose own loss mixes packed documents, and what a trial has seen
 
 _lock = threading.RLock()  # models are patched one after the other
 
 
 class SettingError(UnsupportedModelError):
-    """A model that can be packed with another setting, which the message names."""
+    """The model can be packed with another setting, which the message names."""
 
 
 class Patch:
-    """A patched model; a context manager that unpatches it on leaving, also after an exception.
+    """The handle of a patched model. As a context manager it unpatches the model on leaving, also after an exception.
 
     Patches nest: a model that is patched twice stays patched until both handles are left, the inner one first. A handle
     that goes out of scope changes nothing.
+
+    Attributes:
+        model: the model that was given to `patch`.
+        report: what the patch changed.
     """
 
     def __init__(self, model: nn.Module, applied: Applied, lease: object) -> None:
@@ -47,12 +50,12 @@ class Patch:
         self._applied, self._lease = applied, lease
 
     def unpatch(self) -> None:
-        """Restore what was before this patch; does nothing if that has been done already.
+        """Restore the state before this patch. A second call does nothing.
 
         Raises:
-            ValueError: a patch that was made later, and isn't left yet, is still in force.
+            ValueError: a later patch is still in force.
         """
-        with Freed(_lock), _lock:
+        with _lock:
             applied = self._applied
             if self._lease not in applied.leases:
                 return
@@ -83,33 +86,33 @@ def patch(
 ) -> Patch:
     """Replace a transformers model's attention with varlen attention that keeps packed documents apart.
 
-    Afterwards documents are told apart by whatever says where they begin: `cu_seq_lens_q` or `seq_idx` as collators
-    pass them, a two-dimensional `attention_mask` (0 for padding; other numbers number documents), or `position_ids`
-    that restart; with or without `use_cache`, in one row or many. Nothing process-wide is replaced and no state
-    outlives a forward pass. A patch is applied whole or, where anything breaks in, not at all.
+    A call tells documents apart by `cu_seq_lens_q` or `seq_idx` as collators pass them, by a two-dimensional
+    `attention_mask` (0 for padding; other numbers number documents), or by `position_ids` that restart; with or without
+    `use_cache`, in one row or many. Only this model changes, and no state outlives a forward pass. A patch is applied
+    whole or, after an exception or an interrupt, not at all.
 
-    Patching a patched model again gives another handle: the model stays patched until each is left, the last one first.
-    With another attention or backend the new one is in force until it is left.
+    A patched model may be patched again: it stays patched until each handle is left, the last one first. A patch with
+    another attention or backend is in force until it is left.
 
-    Classes that the tests show to be exact with the installed version of transformers are patched at once. Of any other
-    class a small random copy is tried first, in float32 on the CPU: packed documents must equal each alone, and none
-    may move another. That takes a second or two, once in a process.
+    A class that the tests show to be exact with the installed version of transformers is patched at once. Of any other
+    class a small random copy is tried first, in float32 on the CPU: each packed document must give what it gives alone,
+    and no document may change another. That takes a second or two, once in a process.
 
-    Layers that mix along the row otherwise (recurrences, convolutions) run on each document by itself; a packed batch
-    leaves no cache behind in such models. Families whose attention lies outside transformers' interface get a dense
-    mask. `Patch.report` says what a model got.
+    Layers that mix tokens otherwise (recurrences, convolutions) run on each document by itself; a packed batch leaves
+    no cache in such models. Families whose attention lies outside transformers' interface get a dense mask.
+    `Patch.report` says what the model got.
 
     Args:
         model: a transformers model, or a module that holds one (PEFT's wrappers do).
-        attention: "tritonpack" for the kernels; "sdpa" or "eager" keeps transformers' own attention and gives it the
-            dense block-diagonal mask, O(T^2) memory.
+        attention: "tritonpack" for the kernels; "sdpa" or "eager" for transformers' own attention with the dense
+            block-diagonal mask, O(T^2) memory.
         backend: of the kernels, as `varlen_attention` takes it.
 
     Returns:
-        A handle with `report` and `unpatch()`; as a context manager it unpatches on leaving.
+        A handle with `report` and `unpatch()`; as a context manager it unpatches the model on leaving.
 
     Raises:
-        UnsupportedModelError: (a ValueError) a family that can't be packed exactly; the message says why.
+        UnsupportedModelError: (a ValueError) the model can't be packed exactly; the message says why.
         ValueError: an unknown option, no model, or a part of a model that is patched in another way.
     """
     check_choice(attention, ATTENTIONS, "attention")
@@ -118,7 +121,7 @@ def patch(
     modules, layout, losses = _evident_modules(model, attention, backend)
     handle = None
     try:
-        with Freed(_lock), _lock:
+        with _lock:
             handle = _patch(model, modules, attention, backend, layout, losses)
         return handle  # noqa: RET504
     except BaseException:
@@ -128,13 +131,13 @@ def patch(
 
 
 def unpatch(model: nn.Module) -> None:
-    """Leave the last patch of a model, or of what it is a part of: restore what was before it.
+    """Leave the last patch of a model, or of the model that it is a part of: restore the state before that patch.
 
     Raises:
-        ValueError: the model isn't patched, or holds a part of another model that is.
+        ValueError: the model is not patched, or holds a part of another model that is patched.
     """
     _require_model(model)
-    with Freed(_lock), _lock:
+    with _lock:
         found = applied_to(model)
         if not found:
             raise ValueError("this model isn't patched; tritonpack.patch(model) does that.")
@@ -144,27 +147,25 @@ def unpatch(model: nn.Module) -> None:
 
 
 def patch_by_name(model: PreTrainedModel) -> Applied:
-    """Patch a model whose attention has our name, for as long as it has the name.
+    """Patch a model that has attn_implementation="tritonpack", until it gets another name.
 
     Raises:
         UnsupportedModelError: as `patch`.
     """
     modules, layout, losses = _evident_modules(model, "tritonpack", "auto")
-    with Freed(_lock), _lock:
+    with _lock:
         return _patch(model, modules, "tritonpack", "auto", layout, losses, by_name=True)._applied
 
 
 def restore(applied: Applied) -> None:
-    """Take a patch away, and put back what was there before."""
-    with Freed(_lock), _lock:
+    """Take a patch away, and put back the patches that were there before."""
+    with _lock:
         to_the_end(applied.restore_below)
 
 
 def tokens_enter(model: PreTrainedModel) -> bool:
-    """Whether some module of a model takes tokens, or embeddings of tokens and a mask for them; towers don't."""
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    names = {"input_ids", "decoder_input_ids"}
-    return any(takes_tokens_and_mask(one) or names & {*inspect.signature(one.forward).parameters} for one in models)
+    """Whether some module of a model takes tokens, or embeddings of tokens and a mask. Towers of images don't."""
+    return any(takes_tokens_and_mask(one) or _takes_tokens(one) for one in _models(model))
 
 
 def _patch(
@@ -210,9 +211,9 @@ def _patch(
 def _evident_modules(
     model: nn.Module, attention: str, backend: Backend
 ) -> tuple[list[PreTrainedModel], Layout, Losses]:
-    """The modules to patch, the first layout in which they are known to be exact, and what their own losses mix.
+    """The modules to patch, the first layout in which they are exact, and the modules whose own losses mix documents.
 
-    Not under the lock, because a trial builds models in a thread of its own.
+    This runs without the lock, because a trial builds models in a thread of its own.
 
     Raises:
         UnsupportedModelError: there is no such layout; the message says why documents can't be packed.
@@ -242,13 +243,17 @@ def _evident_modules(
 
 
 def _modules_for(model: nn.Module, layout: Layout, attention: str) -> list[PreTrainedModel]:
-    """The modules to patch for a layout: those to be told of documents, or all that users may call with tokens."""
+    """The modules to patch for a layout: those that get a packing, or all that users may call with tokens."""
     if layout == "packed":
         return _supported_modules(model, attention)
-    modules = [one for one in model.modules() if isinstance(one, PreTrainedModel) and _takes_tokens(one)]
+    modules = [one for one in _models(model) if _takes_tokens(one)]
     if not modules:
         raise UnsupportedModelError(f"{type(model).__name__} takes no tokens.")
     return modules
+
+
+def _models(model: nn.Module) -> list[PreTrainedModel]:
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
 
 
 def _takes_tokens(module: PreTrainedModel) -> bool:
@@ -257,10 +262,10 @@ def _takes_tokens(module: PreTrainedModel) -> bool:
 
 
 def _require_no_part_of_others(model: nn.Module, found: list[Applied]) -> None:
-    """Refuse a model around a part of another one that is patched: no patch of one could be left without the other.
+    """Refuse a model that holds a part of another patched model: one patch could not be left without the other.
 
     Raises:
-        UnsupportedModelError: with the order in which it works.
+        UnsupportedModelError: with the order of steps that works.
     """
     for applied in found:
         if not (applied.gone or holds(applied.model, model) or holds(model, applied.model)):
@@ -287,10 +292,10 @@ def _leave(applied: Applied) -> None:
 
 
 def _require_model(model: object) -> None:
-    """Refuse what isn't a model, with what it is instead.
+    """Refuse an argument that is not a model.
 
     Raises:
-        ValueError: a name, a class, a configuration, or anything else that isn't a module.
+        ValueError: with what was given: a name, a class, a configuration, or something else.
     """
     if isinstance(model, nn.Module):
         return
@@ -306,9 +311,12 @@ def _require_model(model: object) -> None:
 
 
 def _modules(model: nn.Module) -> list[PreTrainedModel]:
-    """The modules that take tokens and an attention mask, outermost first; heads pass both on to the model inside, and
-    torch.compile runs the hooks of the outermost module outside of its graph."""
-    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    """The modules that take tokens and an attention mask, outermost first.
+
+    Heads are left out: they pass both on to the model inside, and torch.compile runs the hooks of the outermost module
+    outside of its graph.
+    """
+    models = _models(model)
     if not models:
         raise UnsupportedModelError(f"expected a transformers model; got {type(model).__name__}.")
     takes_tokens = [module for module in models if takes_tokens_and_mask(module)]
@@ -319,8 +327,8 @@ def _modules(model: nn.Module) -> list[PreTrainedModel]:
     ]
     if not modules:
         raise UnsupportedModelError(
-            f"{type(models[0]).__name__} (model type {models[0].config.model_type!r}) takes no attention_mask, so it "
-            "can't be told where documents begin."
+            f"{type(models[0]).__name__} (model type {models[0].config.model_type!r}) takes no attention_mask, so "
+            "nothing can tell it where documents begin."
         )
     return modules
 
@@ -330,13 +338,14 @@ def _is_head(module: PreTrainedModel) -> bool:
 
 
 def _supported_modules(model: nn.Module, attention: str) -> list[PreTrainedModel]:
-    """The modules to patch; refuses what can't be packed exactly, before anything is changed.
+    """The modules to patch. Nothing is changed before a refusal.
 
     Raises:
-        UnsupportedModelError: with the reason. That of a family comes first: it says more than what its modules lack.
+        UnsupportedModelError: the model can't be packed exactly. The reason of a family comes first: it says more than
+            what its modules lack.
     """
-    for module in model.modules():
-        if isinstance(module, PreTrainedModel) and (why := REFUSED.get(module.config.model_type)):
+    for module in _models(model):
+        if why := REFUSED.get(module.config.model_type):
             raise UnsupportedModelError(
                 f"{type(module).__name__} (model type {module.config.model_type!r}) can't be packed exactly: {why}. "
                 "Train it on one document per row, unpatched."
@@ -373,9 +382,9 @@ def _supported_modules(model: nn.Module, attention: str) -> list[PreTrainedModel
         name = type(layer).__name__
         if why := REFUSED_LAYERS.get(name):
             raise UnsupportedModelError(f"{path} ({name}) can't be packed exactly: {why}.")
-        if name in REWRITTEN and not fits(layer, REWRITTEN[name]):
+        if not fits(layer):
             raise UnsupportedModelError(
-                f"{path} ({name}) takes other arguments in this version of transformers than the one it was rewritten "
-                "for."
+                f"{path} ({name}) takes other arguments in this version of transformers than in the version that its "
+                "forward was rewritten for."
             )
     return modules

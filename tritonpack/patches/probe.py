@@ -19,9 +19,8 @@ from transformers import PreTrainedModel
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.applied import applied_to
 from tritonpack.patches.forwards import foreign_forwards, mixing_forwards
-from tritonpack.patches.positions import rope_limits
 from tritonpack.patches.report import layer_windows
-from tritonpack.patches.rows import ONE_DOCUMENT_A_ROW
+from tritonpack.patches.rope import rope_limits
 from tritonpack.patches.shown import LAYOUTS, Layout, installed, shown_layout, without_wrappers
 from tritonpack.patches.tokens import text_config
 from tritonpack.patches.trial.draws import constant_draws_if_any, gives_the_same_again
@@ -39,6 +38,7 @@ from tritonpack.patches.trial.packed_forms import (
 from tritonpack.patches.trial.shrink import shrink
 from tritonpack.patches.trial.small_copy import NotSmallError, one_line, small_model, subject_of
 from tritonpack.patches.trial.undisturbed import undisturbed
+from tritonpack.patches.unpacking.names import ONE_DOCUMENT_A_ROW
 
 # How documents are told apart in a trial: gradients are compared for the first.
 PADDED = "padded_right"

@@ -1,4 +1,4 @@
-"""Report: what a patch changed in a model, for people to read."""
+"""`Report`: what a patch changed in a model."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ class Report:
 
     Attributes:
         model_type: transformers' name for the family.
-        attention: which attention runs: "tritonpack" for the kernels, "sdpa" or "eager" for transformers' own with a
-            dense block-diagonal mask; "dense" for that of families outside of its interface, likewise; "padded" and
-            "lengths" where the model runs as it is, with each document in a row of its own: in a padded batch, or
-            with others of its length.
-        backend: what computes the kernels' attention, as `varlen_attention` takes it.
+        attention: which attention runs: "tritonpack" for the kernels; "sdpa" or "eager" for transformers' own with a
+            dense block-diagonal mask; "dense" for attention outside of transformers' interface, with the same mask;
+            "padded" or "lengths" if each document runs in a row of its own, in a padded batch or in batches of one
+            length.
+        backend: of the kernels, as `varlen_attention` takes it.
         layers: how many layers the decoder has.
-        windows: the sliding window of each layer in tokens, itself included; None for full attention.
+        windows: how many keys a query of each layer sees, its own included; None for full attention.
         features: what else attention computes, such as "softcap", "sinks" or "chunks of 8192".
-        by_document: the layers that mix along the row otherwise and run on each document by itself, by name.
-        positions: the tables of absolute positions that are looked up by each token's place in its document.
-        left: parts of the model that were left as they are, such as a vision tower.
+        by_document: names of the layers with recurrences or convolutions that run on each document by itself.
+        positions: names of the tables of absolute positions that count in each document.
+        left: names of the parts of the model that stay unchanged, such as a vision tower.
         replaced: the attention implementation that the model had before.
     """
 
@@ -47,7 +47,7 @@ class Report:
         kinds = sorted({window for window in self.windows if window is not None})
         sliding = f"{sum(w is not None for w in self.windows)} with a sliding window of {kinds}" if kinds else ""
         parts = [f"{self.model_type}: {self.layers} layer{'' if self.layers == 1 else 's'}", sliding, *self.features]
-        lines = [", ".join(filter(None, parts)) + f"; {self._who()}"]
+        lines = [", ".join(filter(None, parts)) + f"; {self._runs()}"]
         for what, names in (
             ("run document by document", self.by_document),
             ("positions counted per document", self.positions),
@@ -57,13 +57,15 @@ class Report:
                 lines.append(f"  {what}: {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}")
         return "\n".join(lines)
 
-    def _who(self) -> str:
+    def _runs(self) -> str:
         if self.attention in ("padded", "lengths"):
             batch = "a padded batch" if self.attention == "padded" else "batches of one length"
             return f"each document in a row of its own, in {batch}; attention {self.replaced} as before"
         own = "its own attention" if self.attention == "dense" else self.attention
-        who = f"backend {self.backend}" if self.attention == "tritonpack" else f"{own} with a dense mask, O(T^2) memory"
-        return f"{who}, in place of {self.replaced}"
+        runs = (
+            f"backend {self.backend}" if self.attention == "tritonpack" else f"{own} with a dense mask, O(T^2) memory"
+        )
+        return f"{runs}, in place of {self.replaced}"
 
 
 def make_report(
@@ -74,8 +76,15 @@ def make_report(
     replaced: str | None,
     once: Set[type],
 ) -> Report:
-    """What patching these modules of a model means; `once` holds the classes of mixing layers that run on whole rows,
-    because they need only be told where documents begin."""
+    """The report of a patch.
+
+    Args:
+        model: the whole model.
+        patched: its patched modules.
+        attention, backend, replaced: as in the report.
+        once: classes of mixing layers that run on whole rows, because they keep documents apart by themselves when they
+            are told where these begin.
+    """
     config = patched[-1].config
     windows = layer_windows(config)
     others = [
@@ -98,10 +107,10 @@ def make_report(
 
 
 def layer_windows(config: Any) -> tuple[int | None, ...]:
-    """The sliding window of each layer (how many keys a query sees, itself included), None for full attention."""
+    """How many keys a query of each layer sees, its own included; None for full attention."""
     try:
         window = getattr(config, "sliding_window", None)
-    except Exception:  # a configuration that has one of its own for every layer says so by raising
+    except Exception:  # a configuration with a window for each layer raises
         window = None
     layer_types = getattr(config, "layer_types", None) or []
     if layer_types:
@@ -111,7 +120,7 @@ def layer_windows(config: Any) -> tuple[int | None, ...]:
 
 
 def _features(config: Any, decoder: nn.Module) -> tuple[str, ...]:
-    """What attention computes besides a plain softmax."""
+    """The features of attention besides a plain softmax."""
     found = []
     if getattr(config, "attn_logit_softcapping", None):
         found.append(f"softcap {config.attn_logit_softcapping:g}")
@@ -135,5 +144,5 @@ def _named(model: nn.Module, classes: frozenset[str], but: Set[type] = frozenset
 
 
 def holds(outer: nn.Module, inner: nn.Module) -> bool:
-    """Whether one module is the other or lies in it."""
+    """Whether the inner module is the outer one or lies in it."""
     return any(module is inner for module in outer.modules())

@@ -1,4 +1,4 @@
-"""TensorLike: what stands where transformers expects a mask tensor, and becomes one when a model computes with it."""
+"""`TensorLike`: an object in place of a mask tensor, which becomes a tensor when a model computes with it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ ADDITIONS = ("add", "add_", "__add__", "__iadd__", "__radd__")
 
 
 class TensorLike:
-    """Looks like a tensor of `shape`; operators, torch's functions and unknown attributes work on `to_tensor()`.
+    """Looks like a tensor of `shape`. Operators, torch's functions and unknown attributes work on `to_tensor()`.
 
-    So what a patch passes through a model as its mask costs nothing where the model only hands it on. No dataclass:
-    FSDP looks into those that it finds in a layer's arguments, and in mixed precision makes new ones for each layer.
+    So a mask costs nothing if the model only passes it on. Subclasses are no dataclasses: FSDP looks into dataclasses
+    in a layer's arguments, and in mixed precision makes new ones for each layer.
 
     Attributes:
-        arguments: of the constructor, which are attributes, too.
+        arguments: names of the constructor's arguments, which are attributes, too.
     """
 
     arguments: tuple[str, ...]
@@ -31,14 +31,14 @@ class TensorLike:
     __hash__ = object.__hash__
 
     def replace(self, **changes: Any) -> Self:
-        """One that is made of other things; what this one has computed is forgotten."""
+        """A copy with other arguments. Results that this object has kept are not copied."""
         return type(self)(**{**{name: getattr(self, name) for name in self.arguments}, **changes})
 
     def to_tensor(self) -> Tensor:
         raise NotImplementedError
 
     def to_addend(self, dtype: torch.dtype) -> Tensor:
-        """What it stands for where a model adds it to something of this dtype."""
+        """The tensor for a model that adds the mask to a tensor of this dtype."""
         return self.to_tensor()
 
     @property
@@ -59,7 +59,7 @@ class TensorLike:
         return self
 
     def view(self, *shape: Any) -> Any:
-        """In its own shape, it stays itself; some models ask for that."""
+        """The object itself, if the shape stays the same, as in some models; else a tensor."""
         tensor = self.to_tensor().view(*shape)
         return self if tensor.shape == self.shape and tensor.dtype == self.dtype else tensor
 
@@ -69,7 +69,7 @@ class TensorLike:
         return self.shape[0]
 
     def __getitem__(self, index: Any) -> Any:
-        """Slices that leave nothing out are the mask itself."""
+        """The object itself for slices that keep everything; else a tensor."""
         parts = index if isinstance(index, tuple) else (index,)
         if len(parts) <= len(self.shape) and all(map(_keeps_all, parts, self.shape)):
             return self
@@ -94,7 +94,7 @@ class TensorLike:
 
 
 def as_tensor(value: Any) -> Any:
-    """The tensor that a `TensorLike` stands for; anything else as it is."""
+    """The tensor of a `TensorLike`; any other value unchanged."""
     return value.to_tensor() if isinstance(value, TensorLike) else value
 
 

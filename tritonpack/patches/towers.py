@@ -1,6 +1,7 @@
-"""Towers: the parts of a model that turn images or sounds into embeddings, where their attention has our name.
+"""Attention of towers, the parts of a model that turn images or sounds into embeddings, if it has our name.
 
-A model that is loaded with our name has it in all of its parts. patch() leaves towers alone, and so they attend here.
+A model that is loaded with our name has it in all of its parts. `patch` does not change towers, so their attention runs
+here.
 """
 
 from __future__ import annotations
@@ -14,13 +15,15 @@ from tritonpack.attention import varlen_attention
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 
-# What attention would have to do besides, if a tower asked for it; known ones don't.
+# Options of attention that no known tower uses; a tower that does is refused.
 MORE_THAN_A_TOWER = ("softcap", "s_aux", "sinks", "indices", "position_bias", "block_indices", "sliding_window")
 
 
 def takes_tokens(module: nn.Module) -> bool:
-    """Whether an attention layer belongs to a language model, and not to the tower in front of one that turns images
-    or sounds into embeddings: a tower has no vocabulary, and its rows are never packed documents."""
+    """Whether an attention layer belongs to a language model, and not to a tower.
+
+    A tower has no vocabulary, and its rows are never packed documents.
+    """
     config = getattr(module, "config", None)
     return config is None or getattr(config, "vocab_size", None) is not None
 
@@ -28,19 +31,19 @@ def takes_tokens(module: nn.Module) -> bool:
 def attend_in_tower(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None, **kwargs: Any
 ) -> Tensor:
-    """Attention of a tower that gives no mask: each row sees all of itself, or, where offsets come along, each image.
+    """Attention of a tower that gives no mask: a token sees its whole row, or its image if the call has offsets.
 
     Args:
         query, key, value: (B, H, T, D).
-        kwargs: `cu_seq_lens_q` and `cu_seq_lens_k`, where images end, for B of 1; what else attention is given.
+        kwargs: `cu_seq_lens_q` and `cu_seq_lens_k`, where images end, for B of 1; other arguments of attention.
 
     Returns:
         (B, T, H, D_v).
     """
     if unknown := [name for name in MORE_THAN_A_TOWER if kwargs.get(name) is not None]:
         raise UnsupportedModelError(
-            f"{type(module).__name__} asks for {', '.join(unknown)}, which tritonpack's attention by name doesn't do "
-            "for a tower; give its sub-config 'sdpa' or 'eager'."
+            f"{type(module).__name__} asks for {', '.join(unknown)}, which tritonpack's attention doesn't compute for "
+            "a tower. Give its sub-config attn_implementation='sdpa' or 'eager'."
         )
     offsets_q, offsets_k = kwargs.get("cu_seq_lens_q"), kwargs.get("cu_seq_lens_k")
     if offsets_q is None:

@@ -7,7 +7,7 @@
       attention: tritonpack
       backend: auto
 
-Importing this needs no axolotl; its base class is taken where it is installed.
+This module can be imported without axolotl. The plugin derives from axolotl's base class if that is installed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tritonpack.patches import patch, unpatch
 
 logger = logging.getLogger(__name__)
 
-# Options by which a config of axolotl chooses attention; the others are older than `attn_implementation`.
+# Options of an axolotl config that choose the attention; all but the first are older names.
 CHOICES = (
     "attn_implementation",
     "flash_attention",
@@ -48,58 +48,58 @@ _BasePlugin: Any = _base_plugin()
 
 
 class TritonpackPlugin(_BasePlugin):
-    """Patches models when axolotl has loaded them, adapters included, and unpatches them at the end."""
+    """Patches models after axolotl has loaded them, adapters included, and unpatches them at the end of training."""
 
     def __init__(self) -> None:
         super().__init__()
         self._patched: WeakSet[nn.Module] = WeakSet()
 
     def get_input_args(self) -> str:
-        """The options that a config may have, as a pydantic model."""
+        """The name of the pydantic model of the options that a config may have."""
         return "tritonpack.integrations.axolotl.args.TritonpackArgs"
 
     def register(self, cfg: MutableMapping[str, Any]) -> None:
-        """Before axolotl checks the config: choose an attention to load models with, if the config doesn't.
+        """Choose the attention to load models with if the config chooses none. Called before axolotl checks the config.
 
-        The patch takes its place afterwards. axolotl takes no name that it doesn't know.
+        axolotl refuses names that it does not know. The patch replaces the attention afterwards.
         """
         if cfg.get("attn_implementation") == "tritonpack" or not any(cfg.get(choice) for choice in CHOICES):
             attention = _options(cfg)["attention"]
             cfg["attn_implementation"] = attention if attention in ("sdpa", "eager") else "sdpa"
 
     def load_datasets(self, cfg: MutableMapping[str, Any], preprocess: bool = False) -> None:
-        """Nothing is loaded, but from here on axolotl lays its batches out for attention that packs."""
+        """Load nothing, but make axolotl lay its batches out for attention that packs."""
         _declare_packing(cfg)
 
     def pre_model_load(self, cfg: MutableMapping[str, Any]) -> None:
-        """axolotl has checked the config, and derived from it anew how batches are laid out."""
+        """Do the same again: axolotl has checked the config, and derived from it again how batches are laid out."""
         _declare_packing(cfg)
 
     def post_model_load(self, cfg: MutableMapping[str, Any], model: nn.Module) -> None:
         """Patch the model.
 
         Raises:
-            UnsupportedModelError: (a ValueError) a family that can't be packed exactly.
+            UnsupportedModelError: (a ValueError) the model can't be packed exactly.
         """
         handle = patch(model, **_options(cfg))
         self._patched.add(model)
         logger.info("patched %s", handle.report)
 
     def post_train_unload(self, cfg: MutableMapping[str, Any]) -> None:
-        """Unpatch what is still there of the patched models."""
+        """Unpatch the patched models that still exist."""
         for model in list(self._patched):
             unpatch(model)
         self._patched.clear()
 
 
 def _options(cfg: MutableMapping[str, Any]) -> dict[str, Any]:
-    """What patch() takes; before axolotl has checked the config, of which mistakes are its to report."""
+    """The arguments of `patch`. axolotl may not have checked the config yet, and reports its mistakes later."""
     given = cfg.get("tritonpack")
     given = given if isinstance(given, Mapping) else {}
     return {"attention": given.get("attention") or "tritonpack", "backend": given.get("backend") or "auto"}
 
 
 def _declare_packing(cfg: MutableMapping[str, Any]) -> None:
-    """axolotl derives from its table of names whether attention keeps packed samples apart: in rows of any length, and
-    without a mask. It knows nothing of ours."""
+    """Declare that attention keeps packed samples apart, in rows of any length and without a mask. axolotl's own table
+    of names does not have tritonpack."""
     cfg["attn_supports_packing"] = cfg["attn_decontaminates_packing"] = True

@@ -8,7 +8,7 @@ from tritonpack.backends import Backend
 
 
 class TritonpackOptions(BaseModel):
-    """What `tritonpack.patch` takes; an option that it doesn't know is a mistake.
+    """The arguments of `tritonpack.patch`. Unknown options are refused.
 
     Attributes:
         attention: which attention runs: the kernels, or transformers' own attention with a dense mask.
@@ -22,10 +22,10 @@ class TritonpackOptions(BaseModel):
 
 
 class TritonpackArgs(BaseModel):
-    """What the plugin adds to axolotl's own options.
+    """The options that the plugin adds to axolotl's own.
 
     Attributes:
-        tritonpack: None for what `patch` does by default.
+        tritonpack: None for the defaults of `patch`.
     """
 
     tritonpack: TritonpackOptions | None = None

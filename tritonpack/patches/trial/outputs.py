@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from tritonpack.patches.hooks import CACHES
+from tritonpack.patches.call_arguments import CACHES
 
 if TYPE_CHECKING:
     from tritonpack.patches.trial.packed_forms import Batch

@@ -6,7 +6,7 @@ import math
 from fractions import Fraction
 from typing import Any, TypeGuard
 
-from tritonpack.patches.positions import is_dynamic, rope_kinds
+from tritonpack.patches.rope import is_dynamic, rope_kinds
 from tritonpack.patches.trial.shrink_rows import (
     HEAD_DIM,
     HEAD_DIMS,

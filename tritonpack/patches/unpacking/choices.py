@@ -1,4 +1,4 @@
-"""Multiple choice on packed rows: each choice of a row holds as many documents, one for each of the row's questions."""
+"""Multiple choice on packed rows: each choice of a row holds one document for each question of the row."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tritonpack.patches.documents import Documents
+from tritonpack.patches.call_arguments import OFFSETS, TELLING, tokens_of
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.parse_inputs import make_packed_batch
-
-OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
-TELLING = ("attention_mask", "position_ids", "seq_idx", *OFFSETS)
+from tritonpack.patches.unpacking.documents import Documents
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,31 +34,28 @@ class Choices:
     def of(cls, arguments: dict[str, Any], model: PreTrainedModel, serving: Serving, *, left: bool) -> Choices | None:
         """The choices of a call with packed rows.
 
-        None if the model can read the call itself: tokens aren't (B, C, T), or each choice holds one document, told by
-        arguments in the model's signature.
+        None if the model can read the call itself: its tokens are not (B, C, T), or each choice holds one document and
+        the model takes all arguments that tell documents apart.
 
         Args:
             arguments: of the call, by name.
             model: the model that is called.
-            serving: as a packing takes it.
+            serving: which attention runs.
             left: pad documents on the left.
 
         Raises:
-            ValueError: the choices of a row hold different numbers of documents, or what the call says contradicts
-                itself.
+            ValueError: the choices of a row hold different numbers of documents, or arguments contradict each other.
         """
-        ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
-        tokens = embeds if ids is None else ids
-        if isinstance(arguments.get("attention_mask"), PackedBatch) or tokens is None or not compares_choices(model):
+        tokens, shape = tokens_of(arguments)
+        if tokens is None or len(shape) != 3 or not compares_choices(model):
             return None
-        shape = tokens.shape[:-1] if ids is None else tokens.shape
-        if len(shape) != 3:
+        if isinstance(arguments.get("attention_mask"), PackedBatch):
             return None
         given = {name: x for name in TELLING if isinstance(x := arguments.get(name), Tensor)}
         told = {name: rows_of_choices(x, shape) for name, x in given.items() if name in OFFSETS or x.shape == shape}
         if not told:
             return None
-        told["input_ids"] = rows_of_choices(ids, shape)
+        told["input_ids"] = rows_of_choices(arguments.get("input_ids"), shape)
         rows = torch.Size((shape[0] * shape[1], shape[2]))
         pad = getattr(model.config, "pad_token_id", None)
         packed_batch = make_packed_batch(told, rows, tokens.device, serving, pad)
@@ -70,17 +65,17 @@ class Choices:
 
 
 def compares_choices(model: PreTrainedModel) -> bool:
-    """Whether a model is a head for multiple choice; tokens (B, T, n) of other models are columns of codebooks."""
+    """Whether a model is a head for multiple choice. In other models, tokens (B, T, n) are columns of codebooks."""
     return any(kind.__name__.endswith("ForMultipleChoice") for kind in type(model).__mro__)
 
 
 def rows_of_choices(value: Any, shape: torch.Size) -> Any:
-    """(B * C, T, ...) of what has a value for each token of (B, C, T); others as they are."""
+    """A value for each token of (B, C, T) as (B * C, T, ...); any other value unchanged."""
     return value.flatten(0, 1) if isinstance(value, Tensor) and value.shape[:3] == shape else value
 
 
 def _by_question(documents: Documents, shape: torch.Size, model: str) -> Documents:
-    """Documents of rows (B * C, T), with all options of a question one after the other."""
+    """Documents of rows (B * C, T), ordered so that all options of a question are neighbours."""
     counts = torch.bincount(documents.rows, minlength=shape[0] * shape[1]).unflatten(0, (-1, shape[1]))
     if bool((counts != counts[:, :1]).any()):
         raise ValueError(

@@ -1,8 +1,8 @@
-"""Models that can't be told of several documents in a row: each document gets a row of its own.
+"""Models that can't keep several documents in a row apart: each document gets a row of its own.
 
-The model runs as it is, with its own attention, on the documents of packed rows laid out as a padded batch. What it
-gives for each token is laid back into the packed rows. Where padding changes what a model computes, documents of one
-length run at a time, without padding. Exact, and no faster than a batch of documents.
+The model runs with its own attention, on the documents of packed rows laid out as a padded batch. Outputs with a value
+for each token are laid back into the packed rows. If padding changes what a model computes, documents of one length run
+at a time, without padding. This is exact, and no faster than a batch of documents.
 """
 
 from __future__ import annotations
@@ -15,62 +15,31 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tritonpack import notices
-from tritonpack.patches.both_sides import SOURCE, TARGET
-from tritonpack.patches.by_document import PACKING, ByDocument
-from tritonpack.patches.choices import Choices, compares_choices
-from tritonpack.patches.documents import Documents, require_one_document_a_row
+from tritonpack.patches.call_arguments import CACHES, PACKING, SOURCE, TARGET, tokens_of
 from tritonpack.patches.families import CODEBOOKS, HEADS_SHIFT, LABELS_ARE_TOKENS, MIXES_ROWS
-from tritonpack.patches.hooks import CACHES
-from tritonpack.patches.interface import stock_name
 from tritonpack.patches.near_misses import refuse_near_misses
 from tritonpack.patches.packed_batch import PackedBatch, Serving
-from tritonpack.patches.packing_context import UNCLAIMED, ModuleRef, PackingContext
+from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parse_inputs import make_packed_batch
-from tritonpack.patches.rows import mask_of
-from tritonpack.patches.spans import take_spans
 from tritonpack.patches.tokens import common_to_codebooks, pad_token_of
+from tritonpack.patches.unpacking.by_document import ByDocument
+from tritonpack.patches.unpacking.choices import Choices, compares_choices
+from tritonpack.patches.unpacking.documents import Documents, require_one_document_a_row
+from tritonpack.patches.unpacking.names import mask_of
 
-# Who serves the masks: nobody asks for one.
-NOBODY = Serving("dense", "auto")
+UNUSED = Serving("dense", "auto")  # no layer asks for a mask
 
-# What a model with one kind of tokens reads documents from.
-ONE_SIDE = {name: name for name in ("attention_mask", "position_ids", "seq_idx", "cu_seq_lens_q")}
+# The arguments that a model with one kind of tokens reads documents from.
+ONE_SIDE = {name: name for name in TARGET}
 
 # All arguments that are read here, whatever the model takes.
 READ = frozenset((*ONE_SIDE, *SOURCE.values(), *TARGET.values(), *PACKING))
 
 
-class StockAttention:
-    """A module of such a model, which keeps the attention that it had; a model that was given our name has none, and
-    gets transformers' default.
-
-    Attributes:
-        replaced: the name of the attention that the module's config had before.
-    """
-
-    replaced: str | None = UNCLAIMED
-
-    def __init__(self, module: PreTrainedModel) -> None:
-        self._module = ModuleRef(module)
-
-    @property
-    def module(self) -> PreTrainedModel:
-        return self._module.module
-
-    @property
-    def gone(self) -> bool:
-        return self._module.gone
-
-    def attention_name(self, before: str | None) -> str:
-        """What the attention is called from now on."""
-        return stock_name(self.module, before)
-
-
 class DocumentRows(ByDocument):
-    """The forward of a model that runs with one document a row, whatever rows it is given.
+    """The forward of a model that always runs with one document in each row.
 
     Attributes:
-        by_length: whether documents of one length run at a time, without padding.
         books: how many rows of the decoder's ids stand for one row of its tokens.
     """
 
@@ -78,14 +47,14 @@ class DocumentRows(ByDocument):
         super().__init__(module, context)
         self.by_length = by_length or makes_vectors_of_padding(module)
         self.each = by_length and needs_calls_alone(module)
-        self.both = "decoder_input_ids" in self.names
         inside = [inner.config for inner in module.modules() if isinstance(inner, PreTrainedModel)]
-        self.books = max((c.num_codebooks for c in inside if c.model_type in CODEBOOKS), default=1) if self.both else 1
-        self.known = frozenset((*self.names, *ONE_SIDE, *(TARGET.values() if self.both else ()), *PACKING))
+        books = [config.num_codebooks for config in inside if config.model_type in CODEBOOKS]
+        self.books = max(books, default=1) if self.decodes else 1
+        self.known = frozenset((*self.names, *ONE_SIDE, *(TARGET.values() if self.decodes else ()), *PACKING))
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self.bound(args, kwargs)
-        if self.context.state.running:  # inside of a model whose documents have rows of their own
+        if self.context.state.running:  # inside of a model that runs with one document in each row
             return self.inner(**arguments)
         refuse_near_misses(arguments, self.known, self.name)
         return self.with_names(arguments)
@@ -100,7 +69,7 @@ class DocumentRows(ByDocument):
         return output
 
     def _run_packed(self, arguments: dict[str, Any]) -> Any:
-        choices = Choices.of(arguments, self.module, NOBODY, left=False)
+        choices = Choices.of(arguments, self.module, UNUSED, left=False)
         if choices is not None:
             return self.run_choices(choices, arguments)
         if compares_choices(self.module):  # each choice holds one document
@@ -116,54 +85,43 @@ class DocumentRows(ByDocument):
         documents = {side: found for side, found in laid_out.items() if found is not None}
         packed = any(found.packed for found in documents.values())
         if not documents or (not packed and arguments.get("use_cache")):
-            padding = {
-                mask_of(side): packed_batch.not_padding().long() for side, packed_batch in packed_batches.items()
-            }
+            padding = {mask_of(side): one.not_padding().long() for side, one in packed_batches.items()}
             return self.run_rows({**taken, **{mask: x for mask, x in padding.items() if self.takes(mask)}})
         self._require_no_states(arguments)
         for packed_batch in packed_batches.values():
             self.require_known_loss(arguments, packed_batch)
         if packed and not torch.compiler.is_compiling():
             self._say_so()
-        spans = take_spans(arguments, packed_batches[""], self.module, self.own) if "" in packed_batches else None
-        output = self.run_by_document(documents, arguments)
-        return output if spans is None else spans.add_loss(output, self.name)
+        return self.with_loss(lambda: self.run_by_document(documents, arguments), arguments, packed_batches.get(""))
 
     def _say_so(self) -> None:
-        how = self.calls if self.by_length else "a padded batch"
+        one_length = "each document in a call of its own" if self.each else "documents of one length at a time"
+        how = one_length if self.by_length else "a padded batch"
         notices.say_once(
             f"document-rows-{self.name.lower()}",
-            f"{self.name} can't be told of several documents in a row, so each gets a row of its own, in {how}: exact, "
-            "and no faster than without packing.",
+            f"{self.name} can't keep several documents in a row apart, so each gets a row of its own, in {how}: "
+            "exact, and no faster than without packing.",
         )
 
     def run_rows(self, arguments: dict[str, Any]) -> Any:
-        outer = self.context.state.running, self.context.state.packed_batch
-        self.context.set(True, None)
-        try:
-            if self.books == 1:
-                return self.inner(**arguments)
-            if isinstance(ids := arguments.get("decoder_input_ids"), Tensor):
-                arguments = {**arguments, "decoder_input_ids": ids.movedim(-1, 1).flatten(0, 1)}
+        ids = arguments.get("decoder_input_ids")
+        if self.books > 1 and isinstance(ids, Tensor):
+            arguments = {**arguments, "decoder_input_ids": ids.movedim(-1, 1).flatten(0, 1)}
+        with self.context.holding(running=True, packed_batch=None):
             output = self.inner(**arguments)
-            if isinstance(output.get("logits"), Tensor):
-                output["logits"] = output["logits"].unflatten(0, (-1, self.books))
-            return output
-        finally:
-            self.context.set(*outer)
-
-    # Reading
+        if self.books > 1 and isinstance(output.get("logits"), Tensor):
+            output["logits"] = output["logits"].unflatten(0, (-1, self.books))
+        return output
 
     def _read(self, arguments: dict[str, Any], cached: bool) -> dict[str, PackedBatch]:
-        """What a call says of the documents of each side, "" and "decoder"."""
-        source = _tokens(arguments, "input_ids", "inputs_embeds")
-        target = _tokens(arguments, "decoder_input_ids", "decoder_inputs_embeds") if self.both else None
-        if self.both and target is None:
+        """The packing of each side, "" and "decoder", that has tokens."""
+        source, _ = tokens_of(arguments)
+        target, _ = tokens_of(arguments, "decoder_") if self.decodes else (None, None)
+        if self.decodes and target is None:
             target = self._labels(arguments)
         if source is None and target is not None:
             self._require_nothing_of_an_encoder(arguments)
-        names = ONE_SIDE if target is None else SOURCE
-        sides = {"": (source, names), "decoder": (target, TARGET)}
+        sides = {"": (source, ONE_SIDE if target is None else SOURCE), "decoder": (target, TARGET)}
         return {
             side: self._packing(arguments, side, tokens, names, cached)
             for side, (tokens, names) in sides.items()
@@ -171,7 +129,7 @@ class DocumentRows(ByDocument):
         }
 
     def _require_nothing_of_an_encoder(self, arguments: dict[str, Any]) -> None:
-        """Refuse what tells documents of an encoder that was given no tokens."""
+        """Refuse arguments that tell documents of an encoder without tokens."""
         mask = arguments.get("attention_mask")
         numbered = isinstance(mask, Tensor) and not mask.is_floating_point() and mask.numel() and int(mask.max()) > 1
         told = [name for name in ("position_ids", "seq_idx") if arguments.get(name) is not None]
@@ -182,7 +140,7 @@ class DocumentRows(ByDocument):
             )
 
     def _require_no_states(self, arguments: dict[str, Any]) -> None:
-        """Refuse the states of an encoder of text: they are of packed rows."""
+        """Refuse states of an encoder of text: they belong to packed rows."""
         if arguments.get("encoder_outputs") is not None and "input_ids" in self.names:
             raise ValueError(
                 f"{self.name} runs each document in a row of its own, and encoder_outputs are of packed rows. Pass "
@@ -190,7 +148,7 @@ class DocumentRows(ByDocument):
             )
 
     def _labels(self, arguments: dict[str, Any]) -> Tensor | None:
-        """The labels of a decoder whose tokens the model makes of them."""
+        """The labels, if the model makes its decoder's tokens of them."""
         labels = arguments.get("labels")
         shifts = getattr(self.module.config, "is_encoder_decoder", False) and not self.name.endswith(HEADS_SHIFT)
         of_tokens = isinstance(labels, Tensor) and labels.ndim == (2 if self.books == 1 else 3)
@@ -208,14 +166,14 @@ class DocumentRows(ByDocument):
                 f"tokens; got {tuple(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__}. "
                 f"{self.name} runs with one document a row, and makes other masks itself."
             )
-        if cached and mask is not None and mask.shape != shape:  # of the keys in the cache as well
+        if cached and mask is not None and mask.shape != shape:  # it covers the cache, too
             said["attention_mask"] = None
-        ids = (
-            tokens if tokens.ndim == 2 else common_to_codebooks(tokens) if tokens.ndim == 3 and self.books > 1 else None
-        )
+        ids = tokens if tokens.ndim == 2 else None
+        if tokens.ndim == 3 and self.books > 1:
+            ids = common_to_codebooks(tokens)
         pad = pad_token_of(self.module.config, side)
         pad = padding_of_tables(self.module) if pad is None else pad
-        packed_batch = make_packed_batch({**said, "input_ids": ids}, shape, tokens.device, NOBODY, pad)
+        packed_batch = make_packed_batch({**said, "input_ids": ids}, shape, tokens.device, UNUSED, pad)
         if cached:
             require_one_document_a_row(
                 packed_batch,
@@ -226,25 +184,22 @@ class DocumentRows(ByDocument):
 
 
 def makes_vectors_of_padding(module: PreTrainedModel) -> bool:
-    """Whether a head makes one vector of a row's last token, or of all of them, padding or not: XLM's may."""
+    """Whether a head makes a vector of the last token of a row, or of all its tokens, padding included: XLM's may."""
     return any(getattr(inner, "summary_type", None) in ("last", "cls_index", "mean") for inner in module.modules())
 
 
 def padding_of_tables(module: nn.Module) -> int | None:
-    """What padding holds by the tables of tokens inside a model, where all say the same: FastSpeech 2 has no other."""
-    sizes = {
-        getattr(inner.config, "vocab_size", None) for inner in module.modules() if isinstance(inner, PreTrainedModel)
-    }
+    """The padding token by the tables of tokens in a model, if all name the same: FastSpeech 2 says it nowhere else."""
+    sizes = {getattr(one.config, "vocab_size", None) for one in module.modules() if isinstance(one, PreTrainedModel)}
     tables = [inner for inner in module.modules() if isinstance(inner, nn.Embedding) and inner.num_embeddings in sizes]
     found = {table.padding_idx for table in tables}
     return found.pop() if len(found) == 1 else None
 
 
 def needs_calls_alone(module: nn.Module) -> bool:
-    """Whether documents of one length change each other in one call: a layer mixes the rows of a batch, or a model of
-    sound predicts how many frames each token becomes. Models pad these, and compute as if the padding were sound."""
+    """Whether documents of one length change each other in one call.
+
+    They do if a layer mixes the rows of a batch, or if a model of sound predicts how many frames each token becomes:
+    such models pad the frames, and compute as if the padding were sound.
+    """
     return any(hasattr(inner, "duration_predictor") or type(inner).__name__ in MIXES_ROWS for inner in module.modules())
-
-
-def _tokens(arguments: Mapping[str, Any], *names: str) -> Tensor | None:
-    return next((arguments[name] for name in names if isinstance(arguments.get(name), Tensor)), None)

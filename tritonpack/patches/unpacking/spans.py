@@ -1,4 +1,4 @@
-"""Losses of question answering on packed rows: of each document's own tokens, and not of all tokens of a row."""
+"""Losses of question answering on packed rows: over the tokens of each document instead of those of a row."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ import torch
 from torch import Tensor, nn
 from transformers.loss.loss_utils import ForQuestionAnsweringLoss
 
-from tritonpack.patches.documents import Documents, require_one_document_a_row
 from tritonpack.patches.forwards import is_own
 from tritonpack.patches.packed_batch import PackedBatch
+from tritonpack.patches.unpacking.documents import Documents, require_one_document_a_row
 
 POSITIONS = ("start_positions", "end_positions")
 
-# What heads take that search a row for the best spans, or for the tokens of questions: their loss is another one.
+# Arguments of heads with another loss: they search a row for the best spans, or for the tokens of questions.
 SEARCHING = frozenset({"cls_index", "question_positions"})
 
 
 @dataclass(frozen=True, eq=False)
 class Spans:
-    """The spans to find in packed documents, in place of the head's `start_positions` and `end_positions`.
+    """The spans to find in packed documents. They replace the head's `start_positions` and `end_positions`.
 
     Attributes:
         documents: of the packed rows.
         start: (documents,) int64, the first token of each span, counted from its document's first token; the longest
             document's length for a span to be ignored.
         end: (documents,) int64, the last token of each span, likewise.
-        loss: called as transformers' `ForQuestionAnsweringLoss`, with (documents, longest) logits.
+        loss: takes (documents, longest) logits, as transformers' `ForQuestionAnsweringLoss` does.
     """
 
     documents: Documents
@@ -41,9 +41,9 @@ class Spans:
     loss: Callable[..., Tensor]
 
     def add_loss(self, output: Any, model: str) -> Any:
-        """The output with its loss: the mean over documents of what the head gives each document in a call of its own.
+        """The output with its loss: the mean over documents of the loss that each has in a call of its own.
 
-        A position outside of its document is ignored, and a negative one is taken for 0.
+        A position outside of its document is ignored, and a negative position counts as 0.
         """
         logits = [output.get(name) for name in ("start_logits", "end_logits")]
         if any(not isinstance(x, Tensor) or x.shape != self.documents.tokens for x in logits):
@@ -53,24 +53,24 @@ class Spans:
             )
         start, end = (self.documents.cut(x, fill=-math.inf) for x in logits)
         loss = self.loss(start, end, self.start.to(start.device), self.end.to(end.device))
-        return type(output)(**{**output, "loss": loss})  # made anew, for the loss to come first in a tuple
+        return type(output)(**{**output, "loss": loss})  # a new one: the loss comes first in a tuple
 
 
 def take_spans(arguments: dict[str, Any], packed_batch: PackedBatch, head: nn.Module, instance: Any) -> Spans | None:
-    """Take the positions of spans out of a call whose rows hold several documents, or padding, in place.
+    """Remove the positions of spans from the arguments of a call whose rows hold several documents, or padding.
 
-    Positions are counted from the first token of their document. Where each document has a row of its own, they are
-    counted from the first token of the row, as the head counts.
+    Positions count from the first token of their document. If each document has a row of its own, they count from the
+    first token of the row, as the head counts.
 
     Args:
-        arguments: of the call, by name.
+        arguments: of the call, by name; changed in place.
         packed_batch: of the tokens that have logits.
         head: the model that is called.
-        instance: the forward that this instance had before the patch, if it has one of its own.
+        instance: the forward that this instance had before the patch; None if it had none.
 
     Returns:
-        None where the loss is the head's to compute: it was given no positions, or rows of one document each without
-        padding, or rows of one document each and its loss isn't known.
+        None if the head computes the loss itself: the call has no positions, or its rows hold one document each and
+        either no padding or a head whose loss is not known.
 
     Raises:
         ValueError: the loss of each document can't be computed, or there are more or fewer positions than documents.
@@ -81,8 +81,9 @@ def take_spans(arguments: dict[str, Any], packed_batch: PackedBatch, head: nn.Mo
     name = type(head).__name__
     if packed_batch.cached or packed_batch.shared:
         if packed_batch.shared or packed_batch.shape == packed_batch.tokens:
-            remedy = "Call the model without SequenceParallel" if packed_batch.shared else "Pass past_key_values=None"
-            why = "share them between ranks" if packed_batch.shared else "use a cache for that"
+            why, remedy = ("use a cache for that", "Pass past_key_values=None")
+            if packed_batch.shared:
+                why, remedy = ("be shared between ranks for that", "Call the model without SequenceParallel")
             require_one_document_a_row(
                 packed_batch,
                 f"{name} gives one loss a document where start_positions are given, and packed rows can't {why}. "
@@ -115,11 +116,11 @@ def take_spans(arguments: dict[str, Any], packed_batch: PackedBatch, head: nn.Mo
 
 
 def _in_documents(documents: Documents, places: Tensor) -> Tensor:
-    """(documents,) places in documents; the longest document's length, which the loss ignores, for those outside.
+    """(documents,) places in documents. A place outside becomes the longest document's length, which the loss ignores.
 
     Args:
         documents: of the packed rows.
-        places: (documents,) places in documents, or (B,) places in rows, where each document has a row of its own.
+        places: (documents,) places in documents, or (B,) places in rows if each document has a row of its own.
     """
     places = places.clamp(min=0)
     if not documents.packed:
@@ -129,11 +130,11 @@ def _in_documents(documents: Documents, places: Tensor) -> Tensor:
 
 
 def _loss_of(head: Any, count: Any) -> Callable[..., Tensor]:
-    """What a head computes its loss by: its `loss_function`, which users may replace, where its forward calls that.
+    """The function of a head's loss: its `loss_function`, which users may replace, if its forward calls that.
 
     Args:
         head: the model.
-        count: `num_items_in_batch`, by which such a function divides the sum of losses; None for their mean.
+        count: `num_items_in_batch`: such a function divides the sum of losses by it; None for their mean.
     """
     names = inspect.unwrap(type(head).forward).__code__.co_names
     if "loss_function" not in names:

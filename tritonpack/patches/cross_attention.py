@@ -1,8 +1,7 @@
-"""Cross-attention within each pair of documents: one of the decoder's rows and one of the encoder's.
+"""Cross-attention between documents of the decoder and of the encoder that belong together.
 
-The n-th document of a row of the decoder belongs to the n-th of the same row of the encoder. What a query sees of the
-encoder's tokens is one interval, so that cross-attention takes the same masks as self-attention (docs/math.md,
-section 1).
+The n-th document of a row of the decoder belongs to the n-th document of the same row of the encoder. A query sees one
+interval of the encoder's tokens, so cross-attention takes the same masks as self-attention (docs/math.md, section 1).
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def meet(
     Args:
         arguments: of the decoder's forward; `encoder_attention_mask` may be a `PackedBatch`, or a mask (B, K) of
             integers, 0 for padding, that may number documents.
-        packed_batch: of the decoder's tokens; None where these go on from what a cache holds.
+        packed_batch: of the decoder's tokens; None if these continue a cache.
         names: of the arguments that the decoder takes.
         serving: which attention implementation runs.
 
@@ -45,13 +44,13 @@ def meet(
     """
     states, mask = arguments["encoder_hidden_states"], arguments.get("encoder_attention_mask")
     watch = None if packed_batch is None else packed_batch.watch
-    if isinstance(mask, IntervalMask):  # made for the module around this one, whose first call was before
+    if isinstance(mask, IntervalMask):  # made for the module around this one, which was called first
         mask.watch = mask.watch if watch is None else watch
         return mask
     if "encoder_attention_mask" not in names:
         raise UnsupportedModelError(
-            "this decoder takes encoder_hidden_states and no encoder_attention_mask, so its cross-attention can't be "
-            "told which documents belong together; unpatch the model."
+            "this decoder takes encoder_hidden_states and no encoder_attention_mask, so nothing can tell its "
+            "cross-attention which documents belong together. Unpatch the model."
         )
     tokens = torch.Size(states.shape[:2])
     if not isinstance(mask, PackedBatch):
@@ -71,11 +70,11 @@ def meet(
 
 
 def cross_mask(queries: PackedBatch | None, keys: PackedBatch, length: int) -> BlockDiagonalMask:
-    """The mask of `length` queries to a row, each seeing the document of the keys that belongs to its own.
+    """The mask of `length` queries to a row: each sees the keys of the document that belongs to its own.
 
     Args:
-        queries: None where a cache holds the beginning of each row's one document.
-        keys: with as many rows.
+        queries: of the decoder; None if a cache holds the beginning of each row's one document.
+        keys: of the encoder, with as many rows.
         length: queries to a row.
 
     Raises:
@@ -112,8 +111,8 @@ def cross_mask(queries: PackedBatch | None, keys: PackedBatch, length: int) -> B
 
 
 def _documents(packed_batch: PackedBatch) -> tuple[Tensor, Tensor, Tensor]:
-    """Where documents begin and which tokens aren't padding, (B, T) bool, and the number of each token's document in
-    its row, (B, T) int64 from 1; padding has the number of the document before it."""
+    """Where documents begin and which tokens are not padding, (B, T) bool, and the number of each token's document in
+    its row, (B, T) int64 from 1. Padding has the number of the document before it."""
     live = packed_batch.not_padding()
     starts = packed_batch.runs()[0] & live
     return starts, live, starts.cumsum(1)
@@ -125,7 +124,7 @@ def _mismatch(counts: Tensor, key_counts: Tensor) -> str:
 
 
 def _require_same_numbers(queries: PackedBatch, keys: PackedBatch, begin: Tensor, live: Tensor) -> None:
-    """Where masks number the documents of both sides, documents that belong together have the same number."""
+    """If masks number the documents of both sides, require one number for documents that belong together."""
     masks = queries.attention_mask, keys.attention_mask
     if masks[0] is None or masks[1] is None:
         return

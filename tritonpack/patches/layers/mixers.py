@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from tritonpack.patches.packed_batch import PackedBatch, Serving
-from tritonpack.patches.packing_context import OUTSIDE, InstanceForward, PackingContext
+from tritonpack.patches.packing_context import PackingContext
+from tritonpack.patches.parts import InstanceForward
 from tritonpack.patches.tensor_like import TensorLike, as_tensor
+from tritonpack.patches.unpacking.documents import Documents, batches_of, lay_back
 
 # What mixers are given besides the tokens, and mustn't see when a document runs by itself.
 ROW_ARGUMENTS = ("attention_mask", "conv_mask", "causal_mask", "cache_params", "past_key_values", "state", "seq_idx")
@@ -40,9 +42,7 @@ class DocumentByDocument(InstanceForward):
     # A graph for the documents' lengths would be one for these lengths alone.
     @torch.compiler.disable
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        packed_batch = self.context.state.packed_batch
-        if packed_batch is None and not self.context.state.running:
-            raise ValueError(OUTSIDE.format(type(self.module).__name__))
+        packed_batch = self.packed_batch
         arguments = self.bound(args, kwargs)
         if packed_batch is None or not packed_batch.by_document:  # rows of one document each
             if "seq_idx" in arguments:
@@ -63,15 +63,14 @@ class DocumentByDocument(InstanceForward):
         tokens = next((x for x in arguments.values() if isinstance(x, Tensor) and x.is_floating_point()), None)
         if tokens is not None and self.takes_boundaries(tokens.shape[-1]):
             return self._run_once(arguments, packed_batch)
-        batches, inverse = packed_batch.batches()
-        results = [self.inner(**_gather(arguments, packed_batch.tokens, places)) for places, _ in batches]
-        return _scatter(results, [inside for _, inside in batches], inverse, packed_batch.tokens)
+        batches = batches_of(packed_batch)
+        return _lay_back(batches, [self.inner(**_cut(arguments, batch)) for batch in batches])
 
     def _run_once(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> Any:
-        """All rows as one, with the boundaries that transformers' layers hand to their kernels."""
+        """Run all rows as one, with the boundaries that transformers' layers pass to their kernels."""
         row = torch.arange(packed_batch.tokens.numel(), device=packed_batch.device)[None]
-        result = self.inner(**_gather(arguments, packed_batch.tokens, row) | packed_batch.boundary_arguments())
-        return _scatter([result], [torch.ones_like(row, dtype=torch.bool)], row[0], packed_batch.tokens)
+        whole = Documents(packed_batch.tokens, row, torch.ones_like(row, dtype=torch.bool))
+        return _lay_back([whole], [self.inner(**_cut(arguments, whole) | packed_batch.boundary_arguments())])
 
     def takes_boundaries(self, width: int) -> bool:
         """Whether layers of this class keep documents apart when they are told where these begin, on the device and in
@@ -119,32 +118,24 @@ def _first(result: Any) -> Any:
     return result[0] if isinstance(result, tuple) else result
 
 
-def _gather(arguments: dict[str, Any], tokens: torch.Size, places: Tensor) -> dict[str, Any]:
-    """The arguments for one batch of documents: what has a row's tokens in front is cut into them.
-
-    `places` (documents, longest) counts tokens row after row; one past the last stands for padding.
-    """
+def _cut(arguments: dict[str, Any], documents: Documents) -> dict[str, Any]:
+    """The arguments for one batch of documents. Values for each token of a row are cut into documents."""
+    rows, length = documents.tokens
 
     def cut(value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.ndim < 2 or value.shape[1] != tokens[1]:
-            return value
-        if value.shape[0] not in (1, tokens[0]):
-            return value
-        flat = value.expand(tokens[0], *value.shape[1:]).flatten(0, 1)
-        return torch.cat([flat, torch.zeros_like(flat[:1])])[places]
+        of_tokens = isinstance(value, Tensor) and value.shape[:2] in ((rows, length), (1, length))
+        return documents.cut(value) if of_tokens else value
 
     return tree_map(cut, arguments)
 
 
-def _scatter(results: list[Any], inside: list[Tensor], inverse: Tensor, tokens: torch.Size) -> Any:
-    """The outputs of all batches laid back into rows."""
+def _lay_back(batches: list[Documents], results: list[Any]) -> Any:
+    """The outputs of all batches in packed rows. States and weights of one batch belong to no row, so they are None."""
 
     def lay(*pieces: Any) -> Any:
-        if not isinstance(pieces[0], Tensor) or pieces[0].shape[:2] != inside[0].shape:
-            return None  # a state or weights of one batch: nothing that belongs to the row
-        flat = torch.cat([piece[where] for piece, where in zip(pieces, inside, strict=True)])
-        flat = torch.cat([flat, torch.zeros_like(flat[:1])])
-        return flat[inverse].unflatten(0, tokens)
+        if not isinstance(pieces[0], Tensor) or pieces[0].shape[:2] != batches[0].inside.shape:
+            return None
+        return lay_back(batches, pieces)
 
     if isinstance(results[0], tuple):
         return tuple(lay(*pieces) for pieces in zip(*results, strict=True))

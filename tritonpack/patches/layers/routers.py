@@ -1,4 +1,4 @@
-"""Routers of experts that take a limited number of tokens: which of them are dropped follows from the documents."""
+"""Routers of experts that take a limited number of tokens: the limit counts for each document."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tritonpack.checks import require
-from tritonpack.patches.packing_context import InstanceForward
+from tritonpack.patches.parts import InstanceForward
 
 
 class SwitchRouter(InstanceForward):
@@ -32,13 +32,13 @@ class SwitchRouter(InstanceForward):
 class NllbMoeRouter(InstanceForward):
     """The router of NLLB-MoE, whose experts take a limited number of tokens of the whole batch.
 
-    Documents of a packed row would crowd out each other's tokens, so that such rows are refused where an expert may be
+    Documents of a packed row would take places of each other's tokens. So packed rows are refused if an expert may be
     full: in training, unless `expert_capacity` is as large as the batch.
     """
 
     def call(self, hidden_states: Tensor, padding_mask: Any = None) -> tuple[Tensor, Tensor, Tensor]:
         packed_batch = self.context.state.packed_batch
-        if packed_batch is None:  # one document to a row, which goes on from a cache
+        if packed_batch is None:  # one document in each row, which continues a cache
             return self.inner(hidden_states, None)
         starts, live = packed_batch.runs()
         total, capacity = hidden_states.shape[0], self._capacity(hidden_states.shape[0])
@@ -55,7 +55,7 @@ class NllbMoeRouter(InstanceForward):
         return self.inner(hidden_states, None if live is None else ~live.flatten())
 
     def _capacity(self, tokens: int) -> int:
-        """How many tokens an expert takes, as the router works it out."""
+        """How many tokens an expert takes, as the router computes it."""
         module: Any = self.module
         if not module.training and module.moe_eval_capacity_token_fraction > 0:
             return math.ceil(module.moe_eval_capacity_token_fraction * tokens)

@@ -1,4 +1,4 @@
-"""Positions of several kinds (time, height, width), which multimodal models make of tokens and images themselves."""
+"""Positions (time, height, width) that multimodal models make of tokens and images themselves."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonpack.patches.documents import Documents
 from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.packing_context import InstanceForward
+from tritonpack.patches.parts import InstanceForward
+from tritonpack.patches.unpacking.documents import Documents
 
 METHOD = "get_rope_index"  # transformers' name for it
 
 
 class DocumentPositions(InstanceForward):
-    """The method by which a model makes positions of its tokens and images: called with each document as a row.
+    """The method by which a model makes positions of its tokens and images. It runs with each document as a row.
 
-    It takes tokens (B, T), the sizes of all images in order, and a mask. It returns positions (n, B, T), and how far
-    the last of each row is ahead of its number. Waits for the device, as the method does.
+    The method takes tokens (B, T), the sizes of all images in order, and a mask. It returns positions (n, B, T), and
+    how far the last position of each row is ahead of its number. Waits for the device, as the method does.
     """
 
     attribute = METHOD
@@ -50,8 +50,10 @@ class DocumentPositions(InstanceForward):
 
 
 def leave_positions_to(module: nn.Module, packed_batch: PackedBatch, arguments: dict[str, Any]) -> None:
-    """Take two-dimensional position ids from a call of a model that makes its own, in place: they have told where
-    documents begin, and know nothing of images. Where there are no tokens to make positions of, they stay."""
+    """Remove two-dimensional position ids from the arguments of a model that makes positions of tokens and images.
+
+    They have told where documents begin, and ignore images. They stay if the call has no tokens.
+    """
     given = arguments.get("position_ids")
     own = hasattr(module, METHOD) and not packed_batch.cached and arguments.get("input_ids") is not None
     if own and isinstance(given, Tensor) and given.ndim == 2 and not packed_batch.shared:

@@ -1,26 +1,24 @@
-"""Attention layers outside of transformers' interface: an instance's forward each."""
+"""Forwards of attention layers outside of transformers' interface, or with a mask of their own."""
 
 from __future__ import annotations
 
-import inspect
 import sys
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tritonpack.patches.embeddings import EsmEmbeddings, MobileBertEmbeddings
 from tritonpack.patches.interface import attend, attend_dense
 from tritonpack.patches.mask_spec import MaskSpec
 from tritonpack.patches.packed_batch import IntervalMask
-from tritonpack.patches.packing_context import OUTSIDE, InstanceForward, PackingContext
-from tritonpack.patches.routers import NllbMoeRouter, SwitchRouter
+from tritonpack.patches.packing_context import PackingContext
+from tritonpack.patches.parts import InstanceForward
 
 
 class FalconAttention(InstanceForward):
     """Falcon's attention: packed queries, keys and values, rotary positions or ALiBi.
 
-    With ALiBi the model folds slopes and mask into one tensor, so that form stays dense.
+    With ALiBi the model adds slopes and mask into one tensor, so that form stays dense.
     """
 
     def call(
@@ -53,7 +51,7 @@ class FalconAttention(InstanceForward):
 
 
 class DocumentMask(InstanceForward):
-    """Attention that makes its own causal mask, or none: gets that of the documents in the argument for padding."""
+    """Attention that makes its own causal mask, or none: gets the mask of the documents in the argument for padding."""
 
     def __init__(self, module: nn.Module, context: PackingContext, argument: str) -> None:
         super().__init__(module, context)
@@ -61,12 +59,12 @@ class DocumentMask(InstanceForward):
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         arguments = self.bound(args, kwargs)
-        packed_batch = self.context.state.packed_batch
-        if packed_batch is None and not self.context.state.running:
-            raise ValueError(OUTSIDE.format(type(self.module).__name__))
+        packed_batch = self.packed_batch
         if packed_batch is not None:
             length = packed_batch.tokens[1]
-            if isinstance(arguments[self.argument], IntervalMask):  # of the documents already, as in cross-attention
+            if isinstance(
+                arguments[self.argument], IntervalMask
+            ):  # the mask of the documents already, as in cross-attention
                 return self.inner(**arguments)
             mask = packed_batch.interval_mask(length, 0, 0, MaskSpec((-1, -1)))
             given = arguments[self.argument]
@@ -81,32 +79,11 @@ class DocumentMask(InstanceForward):
 
 
 class EncoderAttention(InstanceForward):
-    """Attention through transformers' interface, for which an encoder makes a mask of its own from that for padding:
-    gets the mask of the documents."""
+    """Attention through transformers' interface, whose encoder makes a mask from the one for padding: gets the mask of
+    the documents."""
 
     def call(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
-        packed_batch = self.context.state.packed_batch
-        if packed_batch is None and not self.context.state.running:
-            raise ValueError(OUTSIDE.format(type(self.module).__name__))
+        packed_batch = self.packed_batch
         if packed_batch is not None:
             attention_mask = packed_batch.interval_mask(packed_batch.tokens[1], 0, 0, MaskSpec((-1, -1)))
         return self.inner(hidden_states, attention_mask, **kwargs)
-
-
-# Layers and what stands for their forward; the names of their arguments must be transformers'.
-REWRITTEN: dict[str, type[InstanceForward]] = {
-    "EsmEmbeddings": EsmEmbeddings,
-    "FalconAttention": FalconAttention,
-    "FalconFlashAttention2": FalconAttention,
-    "LayoutLMSelfAttention": EncoderAttention,
-    "MarkupLMSelfAttention": EncoderAttention,
-    "MobileBertEmbeddings": MobileBertEmbeddings,
-    "NllbMoeTop2Router": NllbMoeRouter,
-    "SwitchTransformersTop1Router": SwitchRouter,
-}
-
-
-def fits(module: Any, stand_in: type[InstanceForward]) -> bool:
-    """Whether a layer still takes the arguments that were rewritten here; other versions of transformers may differ."""
-    theirs = list(inspect.signature(type(module).forward).parameters)
-    return theirs == list(inspect.signature(stand_in.call).parameters)

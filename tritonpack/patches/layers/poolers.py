@@ -1,4 +1,4 @@
-"""Poolers: one vector for each document of a packed row, where a model has one for each row."""
+"""Poolers: one vector for each document instead of one for each row."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tritonpack.patches.documents import Documents
-from tritonpack.patches.packing_context import InstanceForward, PackingContext
+from tritonpack.patches.packing_context import PackingContext
+from tritonpack.patches.parts import InstanceForward
+from tritonpack.patches.unpacking.documents import Documents
 
 
 class DocumentPooler(InstanceForward):
-    """The pooler of a text model, which makes one vector of the first token of each row: of each document instead.
+    """The pooler of a text model: makes a vector of the first token of each document instead of each row.
 
-    Rows that hold one document each, padded on any side, are pooled as the model does. Waits for the device.
+    Rows that hold one document each, padded on any side, are pooled as in the model. Waits for the device.
     """
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -27,7 +28,7 @@ class DocumentPooler(InstanceForward):
 
 
 class PooledModel(InstanceForward):
-    """A model that takes the first token of each row itself, and gives its pooler that."""
+    """A model that passes only the first token of each row to its pooler: passes the first token of each document."""
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         output, packed_batch = self.inner(*args, **kwargs), self.context.state.packed_batch
@@ -40,12 +41,12 @@ class PooledModel(InstanceForward):
         return output
 
 
-# Models that take the first token of each row themselves, and what they put its pooler's result through.
+# Models that pass only the first token of each row to their pooler, and the activation of its result.
 ACTIVATIONS = {"AlbertModel": "pooler_activation", "BigBirdModel": "activation"}
 
 
-def stand_in_for_pooler(module: nn.Module, context: PackingContext) -> InstanceForward | None:
-    """What pools each document of a model that takes tokens; None for a model without a pooler."""
+def pooler_forward(module: nn.Module, context: PackingContext) -> InstanceForward | None:
+    """The forward that pools each document of a patched module; None for a module without a pooler."""
     if type(module).__name__ in ACTIVATIONS:
         return PooledModel(module, context)
     pooler = pooler_of(module)
@@ -53,7 +54,7 @@ def stand_in_for_pooler(module: nn.Module, context: PackingContext) -> InstanceF
 
 
 def pooler_of(module: nn.Module) -> nn.Module | None:
-    """The pooler of a model that takes tokens. By transformers' convention it takes the hidden states (B, T, n) and
-    reads the first of each row."""
+    """The pooler of a module. By transformers' convention it takes the hidden states (B, T, n) and reads the first of
+    each row."""
     pooler = getattr(module, "pooler", None)
     return pooler if isinstance(pooler, nn.Module) and type(pooler).__name__.endswith("Pooler") else None

@@ -1,4 +1,4 @@
-"""Embeddings that are made of more than a token and its place: of its document alone."""
+"""Embeddings that depend on other tokens: only on those of the same document in a patched model."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 from torch import Tensor, nn
 
 from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.packing_context import OUTSIDE, InstanceForward
+from tritonpack.patches.parts import InstanceForward
 
 
 class DocumentEmbeddings(InstanceForward):
-    """Embeddings for which a layer reads other tokens than each by itself: those of its document."""
+    """Embeddings of a layer that reads other tokens of the document."""
 
 
 class EsmEmbeddings(DocumentEmbeddings):
-    """ESM's embeddings with `token_dropout`: masked tokens are zeros, and the others grow by the share of masked ones.
+    """ESM's embeddings with `token_dropout`: masked tokens are zeros, and the others are scaled up to make up for them.
 
-    The layer divides by the share of unmasked tokens in the row. What it embeds is multiplied by that, and divided by
-    the share in each token's document.
+    The layer divides by the share of unmasked tokens in the row. So its input is multiplied by that share, and divided
+    by the share in each token's document.
     """
 
     def call(
@@ -38,7 +38,7 @@ class EsmEmbeddings(DocumentEmbeddings):
 
 
 class MobileBertEmbeddings(DocumentEmbeddings):
-    """MobileBERT's embeddings, made of three tokens each: neighbours in other documents are zeros, as beyond a row."""
+    """MobileBERT's embeddings, each made of three tokens: neighbours in other documents count as zeros."""
 
     def call(
         self,
@@ -48,9 +48,7 @@ class MobileBertEmbeddings(DocumentEmbeddings):
         inputs_embeds: Tensor | None = None,
     ) -> Tensor:
         module: Any = self.module
-        packed_batch = self.context.state.packed_batch
-        if packed_batch is None and not self.context.state.running:
-            raise ValueError(OUTSIDE.format(type(module).__name__))
+        packed_batch = self.packed_batch
         if packed_batch is None or not module.trigram_input:
             return self.inner(input_ids, token_type_ids, position_ids, inputs_embeds)
         own = module.word_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
@@ -66,7 +64,7 @@ class MobileBertEmbeddings(DocumentEmbeddings):
 
 
 def _unmasked_in_row_over_document(masked: Tensor, packed_batch: PackedBatch) -> Tensor:
-    """(B, T) float32: the share of unmasked tokens (B, T) in the row, over that in each token's document."""
+    """(B, T) float32: the share of unmasked tokens in the row, divided by the share in each token's document."""
     live = packed_batch.not_padding()
     document = packed_batch.runs()[0].flatten().cumsum(0) - 1
 
@@ -76,5 +74,5 @@ def _unmasked_in_row_over_document(masked: Tensor, packed_batch: PackedBatch) ->
 
     of_row = 1 - masked.sum(1, keepdim=True) / live.sum(1, keepdim=True)
     of_document = 1 - in_document(masked) / in_document(torch.ones_like(masked))
-    # A document of masked tokens alone has nothing to scale.
+    # A document with only masked tokens has nothing to scale.
     return of_row / of_document.clamp(min=torch.finfo(of_document.dtype).eps)

@@ -1,5 +1,8 @@
-"""The forward of a whole model: what the call says about documents reaches every part of it, and what it computes of a
-row is refused where the row holds several documents."""
+"""The forward of a model that users call, whose layers are patched.
+
+Documents are read here from all arguments of the call. A call is refused if the model computes something of a whole row
+and the row holds several documents.
+"""
 
 from __future__ import annotations
 
@@ -11,58 +14,57 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.by_document import PACKING, TARGETS, ByDocument
-from tritonpack.patches.call_arguments import is_paged, refuse_unmade_masks
-from tritonpack.patches.choices import Choices
-from tritonpack.patches.documents import Documents, require_one_document_a_row
+from tritonpack.patches.call_arguments import PACKING, is_paged, refuse_unmade_masks, tokens_of
 from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.labels import warn_of_first_labels
-from tritonpack.patches.multimodal import leave_positions_to
+from tritonpack.patches.layers.image_positions import leave_positions_to
 from tritonpack.patches.near_misses import refuse_near_misses
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parse_inputs import OpenMaskError
 from tritonpack.patches.report import holds
-from tritonpack.patches.rows import OF_DOCUMENTS, ONE_NUMBER_A_TOKEN
-from tritonpack.patches.spans import take_spans
 from tritonpack.patches.strangers import kept_apart, strangers
+from tritonpack.patches.unpacking.by_document import ByDocument
+from tritonpack.patches.unpacking.choices import Choices
+from tritonpack.patches.unpacking.documents import Documents, require_one_document_a_row
+from tritonpack.patches.unpacking.names import OF_DOCUMENTS, ONE_NUMBER_A_TOKEN, TARGETS
 
 
 class ModelForward(ByDocument):
-    """A model as users call it: a head around a patched module, or that module itself.
+    """The forward of a model that users call: of a head around a patched module, or of that module itself.
 
-    What the call says about documents is read here, from all of its arguments, and goes on as `attention_mask`. So
-    nothing is lost in a head that hands on some of them, and a head that computes with the mask gets one of 0 and 1.
-    PEFT calls a model's forward past any hook, so the forward is replaced.
+    The packing that is read here goes on as `attention_mask`. So nothing is lost in a head that passes on only some of
+    its arguments, and a head that computes with the mask gets one of 0 and 1. PEFT calls a model's forward without its
+    hooks, so the forward is replaced.
+
+    Attributes:
+        hook: of the patched module.
+        path: the name of the patched module in this one; empty if they are the same.
+        known: the arguments that this model and its patched module take.
+        seen: whether a packed call has checked the code of others in this model.
+        pads_left: whether documents in rows of their own are padded on the left.
+        averages_rows: whether a head averages all tokens of a row, padding included.
     """
 
     def __init__(self, module: PreTrainedModel, context: PackingContext, hook: PackingHook) -> None:
         super().__init__(module, context)
         self.hook = hook
-        self.seen = False  # whether a packed call has shown what code of others does
+        self.seen = False
+        self.takes_use_cache = self.takes("use_cache")
         self.known = frozenset((*self.names, *hook.names))
         self.path = next(path for path, part in module.named_modules() if part is hook.module)
         self.part = type(hook.module).__name__
-        # How XLNet's, XLM's and RoFormer's heads make one vector of a row: padding counts as tokens do.
+        # Heads of XLNet, XLM and RoFormer make one vector of a row, in which padding counts as tokens do.
         summaries = {getattr(inner, "summary_type", None) for inner in module.modules()}
         self.pads_left, self.averages_rows = not summaries.isdisjoint({"last", "cls_index"}), "mean" in summaries
 
-    @property
-    def takes_use_cache(self) -> bool:
-        return self.takes("use_cache")
-
     def require_in_place(self, arguments: dict[str, Any]) -> None:
-        """Refuse a call whose result is the head's to compute, where somebody has replaced its forward since.
+        """Refuse a call whose result this forward must compute, if another forward has replaced it since.
 
         Args:
-            arguments: those that the patched module inside is called with.
+            arguments: of the patched module's call.
         """
-        if not (self.one_result or arguments.get("output_router_logits")):
-            return
-        forward = self.module.__dict__.get(self.attribute)
-        while forward is not None and forward is not self:
-            forward = getattr(forward, "__wrapped__", getattr(forward, "own", None))
-        if forward is None:
+        if (self.one_result or arguments.get("output_router_logits")) and not self.in_place:
             raise ValueError(
                 f"the forward of {self.name} was replaced since this model was patched, so what it computes of whole "
                 "rows would mix documents. Replace it first and patch the model then: call tritonpack.unpatch(model) "
@@ -70,7 +72,7 @@ class ModelForward(ByDocument):
             )
 
     def require_parts(self) -> None:
-        """Refuse a call where the part of the model that is told of documents was replaced since; it may be wrapped."""
+        """Refuse a call if the patched module was replaced since. It may be wrapped."""
         part = self.module
         for name in self.path.split(".") if self.path else ():
             part = getattr(part, name, None)
@@ -87,7 +89,7 @@ class ModelForward(ByDocument):
             self.require_parts()
         if is_paged(arguments.get("cache")):
             return self.inner(*args, **kwargs)
-        if self.context.state.told is not None:  # inside of another head, which has been told
+        if self.context.state.told is not None:  # inside of another head, which has read the documents
             return self.run(arguments)
         refuse_near_misses(arguments, self.known, self.name)
         refuse_unmade_masks(arguments)
@@ -96,7 +98,7 @@ class ModelForward(ByDocument):
         try:
             return self.with_names(arguments)
         except OpenMaskError as error:
-            names = " and ".join(_beside_tokens(arguments))
+            names = _beside_tokens(arguments)
             if not names:
                 raise
             raise ValueError(_appended(self.name, names)) from error
@@ -109,34 +111,28 @@ class ModelForward(ByDocument):
         packed_batch = self._read(arguments)
         if packed_batch is None:
             return self.inner(**arguments)
-        self.require_known_loss(arguments, packed_batch)
-        spans = take_spans(arguments, packed_batch, self.module, self.own)
-        output = self._run_packed(arguments, packed_batch)
-        return output if spans is None else spans.add_loss(output, self.name)
+        return self.with_loss(lambda: self._run_packed(arguments, packed_batch), arguments, packed_batch)
 
     def _run_packed(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> Any:
         if self.one_result and not packed_batch.shared and (documents := self._documents(packed_batch)) is not None:
             self._require_tokens(arguments)
             return self.run_by_document({"": documents}, arguments)
-        outer = self.context.state.told
-        if outer is None:
+        outermost = self.context.state.told is None
+        if outermost:
             warn_of_first_labels(self.module, arguments, packed_batch)
         arguments = self._pass_on(packed_batch, arguments)
-        first = outer is None and self._is_first(packed_batch)
-        self.context.tell(packed_batch)
+        first = outermost and self._is_first(packed_batch)
         try:
-            with kept_apart(self.module, packed_batch) if first else nullcontext():
+            watch = kept_apart(self.module, packed_batch) if first else nullcontext()
+            with self.context.holding(told=packed_batch), watch:
                 output = self.inner(**arguments)
         except (ValueError, RuntimeError, IndexError) as error:
-            self._explain_labels(error, arguments, packed_batch)
-            if outer is None:
-                self._explain_images(error, arguments, packed_batch)
+            if outermost:
+                self._explain(error, arguments, packed_batch)
             raise
-        finally:
-            self.context.tell(outer)
         if first:
             self.seen = True
-        if outer is None and not packed_batch.shared and not packed_batch.cached:
+        if outermost and not packed_batch.shared and not packed_batch.cached:
             self._require_nothing_of_rows(output, packed_batch, arguments)
         return output
 
@@ -150,24 +146,22 @@ class ModelForward(ByDocument):
         return not self.seen
 
     def _read(self, arguments: dict[str, Any]) -> PackedBatch | None:
-        """What the call says; None where masks are made already, and where it hasn't two-dimensional rows."""
+        """The packing of a call; None if its masks are made already, or if its rows are not two-dimensional."""
         mask = arguments.get("attention_mask")
         if isinstance(mask, PackedBatch):
             return mask
-        ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
-        shape = ids.shape if ids is not None else torch.Size() if embeds is None else embeds.shape[:-1]
-        if len(shape) == 3:  # each row is a choice that holds one document
+        if len(tokens_of(arguments)[1]) == 3:  # each row is a choice that holds one document
             return None
         if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):
             return None
         if self.module is not self.hook.module:
             return self.hook.read(arguments)
-        arguments.update(self.hook.run(self.module, (), arguments)[1])  # its forward was called past the hook
+        arguments.update(self.hook.run(self.module, (), arguments)[1])  # this forward may be called without its hook
         mask = arguments.get("attention_mask")
         return mask if isinstance(mask, PackedBatch) else None
 
     def _pass_on(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> dict[str, Any]:
-        """The arguments that the model's own forward is called with."""
+        """The arguments for the model's own forward."""
         arguments = {name: x for name, x in arguments.items() if name not in PACKING or self.takes(name)}
         if packed_batch.tells_documents and self.takes("attention_mask"):
             arguments["attention_mask"] = packed_batch
@@ -175,7 +169,7 @@ class ModelForward(ByDocument):
         return arguments
 
     def _documents(self, packed_batch: PackedBatch) -> Documents | None:
-        """The documents that get rows of their own; None where each has one already."""
+        """The documents that get rows of their own; None if each has one already."""
         if packed_batch.cached:
             if packed_batch.shape == packed_batch.tokens:
                 require_one_document_a_row(
@@ -200,48 +194,40 @@ class ModelForward(ByDocument):
             )
 
     def run_rows(self, arguments: dict[str, Any]) -> Any:
-        mask = arguments.get("attention_mask")
-        if self.averages_rows and mask is not None:
+        if self.averages_rows and arguments.get("attention_mask") is not None:
             raise ValueError(
                 f"{self.name} averages all tokens of a row, padding included (summary_type is 'mean'), so documents of "
                 "different lengths can't be scored in one batch. Give documents of one length, or set summary_type to "
                 "'first' or 'last' and build the model anew."
             )
-        outer = self.context.state.told
-        self.context.tell(None)
-        try:
-            if self.module is self.hook.module:  # which has read the packed rows
+        with self.context.holding(told=None):
+            if self.module is self.hook.module:  # whose forward is called without its hook
                 arguments = self.hook.run(self.module, (), arguments)[1]
             return self.inner(**arguments)
-        finally:
-            self.context.tell(outer)
 
-    def _explain_labels(self, error: Exception, arguments: dict[str, Any], packed_batch: PackedBatch) -> None:
-        """Raise where a call failed that had a label for each document, in a head that gives a result for each row."""
-        labels = arguments.get("labels")
-        if torch.compiler.is_compiling() or not isinstance(labels, Tensor) or labels.ndim != 1 or packed_batch.cached:
+    def _explain(self, error: Exception, arguments: dict[str, Any], packed_batch: PackedBatch) -> None:
+        """Raise an error that names the argument by which a packed call has probably failed."""
+        if torch.compiler.is_compiling() or packed_batch.cached:
             return
-        documents = Documents.of(packed_batch)
-        if documents is not None and len(documents) == labels.shape[0] and not packed_batch.shared:
-            raise ValueError(
-                f"{self.name} failed with labels of shape {tuple(labels.shape)}, one for each of {len(documents)} "
-                f"documents: it isn't known to give one result a document, and its rows hold {len(documents)} in "
-                f"{packed_batch.tokens[0]}. Give each document a row of its own."
-            ) from error
-
-    def _explain_images(self, error: Exception, arguments: dict[str, Any], packed_batch: PackedBatch) -> None:
-        """Raise where sizes didn't fit in a call with something for each document, in a model that takes it for each
-        row, as images that come before its tokens."""
-        if torch.compiler.is_compiling() or packed_batch.cached or "izes of tensors must match" not in str(error):
+        labels, sizes_differ = arguments.get("labels"), "izes of tensors must match" in str(error)
+        flat = isinstance(labels, Tensor) and labels.ndim == 1 and not packed_batch.shared
+        labelled = len(labels) if flat and labels is not None else None
+        if labelled is None and not sizes_differ:
             return
         documents = Documents.of(packed_batch)
         count, rows = 0 if documents is None else len(documents), packed_batch.tokens[0]
-        names = [name for name in _beside_tokens(arguments) if arguments[name].shape[:1] == (count,) != (rows,)]
-        if names:
-            raise ValueError(_appended(self.name, " and ".join(names))) from error
+        if count and labelled == count:
+            raise ValueError(
+                f"{self.name} failed with labels of shape ({count},), one for each of {count} documents: it isn't "
+                f"known to give one result a document, and its rows hold {count} in {rows}. Give each document a row "
+                "of its own."
+            ) from error
+        names = [n for n in _beside_tokens(arguments) if arguments[n].shape[:1] == (count,) != (rows,)]
+        if names and sizes_differ:
+            raise ValueError(_appended(self.name, names)) from error
 
     def _require_nothing_of_rows(self, output: Any, packed_batch: PackedBatch, arguments: dict[str, Any]) -> None:
-        """Refuse an output that has one value for each row, where rows hold several documents."""
+        """Refuse an output that has one value for each row, if rows hold several documents."""
         rows, length = packed_batch.tokens
         keep = arguments.get("logits_to_keep")
         chosen = isinstance(keep, Tensor) or bool(keep)
@@ -251,10 +237,8 @@ class ModelForward(ByDocument):
             of_tokens = value.shape == packed_batch.tokens and ONE_NUMBER_A_TOKEN.fullmatch(self.name) is not None
             if name == "logits" and (chosen or of_tokens):
                 continue
-            of_documents = OF_DOCUMENTS.fullmatch(name) is not None
-            if (of_documents and value.ndim < 3) or (
-                value.shape[1:2] != (length,) and (of_documents or value.ndim < 3)
-            ):
+            flat, short = value.ndim < 3, value.shape[1:2] != (length,)
+            if (flat or short) if OF_DOCUMENTS.fullmatch(name) else (flat and short):
                 require_one_document_a_row(
                     packed_batch,
                     f"{self.name} returns {name}, one for each row, whatever documents a row holds. Give each document "
@@ -262,22 +246,20 @@ class ModelForward(ByDocument):
                 )
 
 
-def _appended(model: str, names: str) -> str:
+def _appended(model: str, names: list[str]) -> str:
+    named = " and ".join(names)
     return (
-        f"{model} appends {names} to its tokens, and a patched model can't tell which document each belongs to. Leave "
-        f"{names} out, or unpatch the model and give each document a row of its own."
+        f"{model} appends {named} to its tokens, and a patched model can't tell which document each belongs to. Leave "
+        f"{named} out, or unpatch the model and give each document a row of its own."
     )
 
 
 def _beside_tokens(arguments: dict[str, Any]) -> list[str]:
-    """The arguments that are neither of tokens nor of documents: of images, say."""
-    tokens = arguments.get("input_ids") if arguments.get("input_ids") is not None else arguments.get("inputs_embeds")
+    """The arguments that belong neither to tokens nor to documents, but to images, for example."""
+    tokens, shape = tokens_of(arguments)
     left = (*PACKING, *TARGETS, "input_ids", "inputs_embeds")
-    return [
-        name
-        for name, x in arguments.items()
-        if name not in left and isinstance(x, Tensor) and (tokens is None or x.shape[:2] != tokens.shape[:2])
-    ]
+    tensors = [name for name, x in arguments.items() if name not in left and isinstance(x, Tensor)]
+    return [name for name in tensors if tokens is None or arguments[name].shape[:2] != shape[:2]]
 
 
 def _has_several(packed_batch: PackedBatch) -> bool:

@@ -1,7 +1,8 @@
-"""Documents of packed rows as the rows of a padded batch, for code that knows one document a row."""
+"""Where the documents of packed rows lie, and how they become the rows of a padded batch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,8 +19,8 @@ class Documents:
     Attributes:
         tokens: (B, T), the shape of the packed rows.
         places: (documents, longest) int64, where tokens lie in the flattened rows; 0 for padding.
-        inside: (documents, longest) bool, which of them are tokens; the others are padding.
-        packed: whether a row holds more than one.
+        inside: (documents, longest) bool, which of these places are tokens; the others are padding.
+        packed: whether a row holds several documents.
     """
 
     tokens: torch.Size
@@ -29,12 +30,12 @@ class Documents:
 
     @classmethod
     def of(cls, packed_batch: PackedBatch, *, left: bool = False, always: bool = False) -> Documents | None:
-        """The documents of a packing; None if no row holds more than one. Waits for the device.
+        """The documents of a packing; None if no row holds several. Waits for the device.
 
         Args:
-            packed_batch: of rows that a cache doesn't precede. Its padding isn't among the documents.
+            packed_batch: of rows without a cache. Its padding is not among the documents.
             left: pad documents on the left.
-            always: also where no row holds more than one.
+            always: find documents also if no row holds several.
         """
         if not packed_batch.tells_documents and not always:
             return None
@@ -54,7 +55,7 @@ class Documents:
         """Some of the documents, padded to the longest of them.
 
         Args:
-            numbers: (n,) int64, which.
+            numbers: (n,) int64, the numbers of these documents.
         """
         longest = int(self.inside[numbers].sum(1).max())
         return replace(self, places=self.places[numbers, :longest], inside=self.inside[numbers, :longest])
@@ -74,17 +75,37 @@ class Documents:
         return flat[self.places.to(values.device)].masked_fill(outside, fill)
 
     def lay_back(self, values: Tensor) -> Tensor:
-        """(B, T, ...) of (documents, longest, ...): zeros where no document lies."""
-        flat = values.new_zeros((self.tokens.numel(), *values.shape[2:]))
-        flat[self.places[self.inside]] = values[self.inside]
-        return flat.unflatten(0, self.tokens)
+        """(B, T, ...) of (documents, longest, ...), with zeros where no document lies."""
+        return lay_back([self], [values])
+
+
+def lay_back(batches: Sequence[Documents], values: Sequence[Tensor]) -> Tensor:
+    """(B, T, ...) of values (documents, longest, ...) of several batches, with zeros where no document lies."""
+    found = torch.cat([value[batch.inside] for batch, value in zip(batches, values, strict=True)])
+    flat = found.new_zeros((batches[0].tokens.numel(), *found.shape[1:]))
+    flat[torch.cat([batch.places[batch.inside] for batch in batches])] = found
+    return flat.unflatten(0, batches[0].tokens)
+
+
+def batches_of(packed_batch: PackedBatch) -> list[Documents]:
+    """The documents of a packing in batches of similar lengths: the longest is below twice the shortest.
+
+    Found once for all layers. Waits for the device.
+    """
+    if not packed_batch.kept_batches:
+        documents = Documents.of(packed_batch, always=True)
+        if documents is not None:
+            digits = documents.inside.sum(1).log2().floor()
+            chosen = [(digits == some).nonzero().flatten() for some in digits.unique()]
+            packed_batch.kept_batches += [documents.subset(numbers) for numbers in chosen]
+    return packed_batch.kept_batches
 
 
 def require_one_document_a_row(packed_batch: PackedBatch, message: str) -> None:
-    """Raise for packed rows. Doesn't wait for the device, where the check becomes an assertion.
+    """Refuse packed rows. On a device the check becomes an assertion there, so nothing waits for the device.
 
     Raises:
-        ValueError: the message, and how many documents there are, in host memory.
+        ValueError: the message, and the number of documents in each row.
     """
     if not packed_batch.tells_documents:
         return

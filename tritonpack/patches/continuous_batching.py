@@ -1,0 +1,64 @@
+"""Continuous batching of a patched model: `generate_batch`, and the managers that transformers makes for it.
+
+In continuous batching, requests share a row and a paged cache tells them apart, so nothing is packed. A manager reads
+the name of the attention when it is made, and accepts only some names. So the model has the name from before the patch
+from then until the manager stops. The hooks stay: they let the manager's calls through and refuse any other call.
+"""
+
+from __future__ import annotations
+
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+from transformers import PreTrainedModel
+
+from tritonpack.patches.interface import NAMES, stock_name
+from tritonpack.patches.parts import InstanceForward
+
+if TYPE_CHECKING:
+    from tritonpack.patches.applied import Applied
+
+ENTRY = "init_continuous_batching"  # transformers makes or reuses every manager in this method
+
+
+class ContinuousBatching(InstanceForward):
+    """`init_continuous_batching` of one patched model."""
+
+    attribute = ENTRY
+
+    def __init__(self, model: PreTrainedModel, patch: Applied) -> None:
+        super().__init__(model, patch.context)
+        self.patch = patch
+        self.by_name = patch.by_name
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """The manager that transformers makes for the model before it was patched."""
+        try:
+            self._suspend()
+            manager = self.inner(*args, **kwargs)
+            stop = type(manager).stop.__get__(manager)
+
+            @wraps(stop)
+            def stop_and_resume(*args: Any, **kwargs: Any) -> Any:
+                try:
+                    return stop(*args, **kwargs)
+                finally:
+                    self._resume()
+
+            manager.stop = stop_and_resume
+        except BaseException:
+            self._resume()
+            raise
+        return manager
+
+    def _suspend(self) -> None:
+        self.patch.by_name = False  # a name that the manager sets does not end a patch that was made by name
+        for hook in self.patch.hooks:
+            if hook.name.installed:
+                hook.module.config._attn_implementation_internal = stock_name(hook.module, hook.name.before)
+
+    def _resume(self) -> None:
+        self.patch.by_name = self.by_name
+        for hook in self.patch.hooks:
+            if hook.name.installed:  # else the patch was left while the manager was running
+                hook.module.config._attn_implementation_internal = NAMES[hook.serving.attention]

@@ -1,0 +1,87 @@
+"""Absolute positions that a layer counts along the row: in a patched model they count in each document."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tritonpack.patches.packed_batch import IntervalMask, PackedBatch
+from tritonpack.patches.parts import InstanceForward
+
+
+class LocalPositions(InstanceForward):
+    """A table of absolute positions that counts the tokens of a row: looked up by the place in the document."""
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        packed_batch = self.context.state.packed_batch
+        if packed_batch is None:
+            return self.inner(*args, **kwargs)
+        module: Any = self.module
+        if isinstance(module, nn.Embedding):
+            table, places = module.weight, packed_batch.places() + getattr(module, "offset", 0)
+        else:
+            self.inner(*args, **kwargs)  # it extends a sinusoidal table if needed
+            table, places = (
+                module.weights,
+                _from_padding(module, packed_batch, self.bound(args, kwargs).get("input_ids")),
+            )
+        found = nn.functional.embedding(places, table)
+        return _Indexed(found) if type(self.module).__name__ in ADDS_AXES else found
+
+
+def _from_padding(module: Any, packed_batch: PackedBatch, ids: Tensor | None) -> Tensor:
+    """(B, T) int64, places as fairseq counts them: from padding_idx + 1, without padding tokens."""
+    padding = getattr(module, "padding_idx", -1)
+    if ids is None or not hasattr(module, "create_position_ids_from_input_ids"):
+        return packed_batch.places() + padding + 1
+    real = (ids != padding).long()
+    count = real.cumsum(1)
+    starts, _ = packed_batch.runs()
+    before = torch.where(starts, count - real, 0).cummax(1).values
+    return (count - before) * real + padding
+
+
+# RoFormer adds the axes of batch and heads to its table's rows, by [None, None]. Ours have a batch already.
+ADDS_AXES = ("RoFormerSinusoidalPositionalEmbedding",)
+
+
+@dataclass(frozen=True)
+class _Indexed:
+    found: Tensor
+
+    def __getitem__(self, _: Any) -> Tensor:
+        return self.found[:, None]
+
+
+def temperature(module: nn.Module, mask: IntervalMask) -> Tensor | None:
+    """(B, 1, T, 1): the factor from a query's scale by its place in the row to the scale by its place in the document.
+
+    Layers without positions in models for long contexts scale queries up along the row. None for all other layers.
+    """
+    rule = TEMPERATURES.get(type(module).__name__)
+    if rule is None or mask.packed_batch is None:
+        return None
+    places = mask.packed_batch.places()
+    in_row = torch.arange(places.shape[1], device=places.device).expand_as(places)
+    return (rule(module, places) / rule(module, in_row))[:, None, :, None]
+
+
+def _llama4(module: Any, places: Tensor) -> Tensor:
+    if module.use_rope or not module.attn_temperature_tuning:
+        return torch.ones(places.shape, device=places.device)
+    return torch.log1p(torch.floor((places.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+
+
+def _inkling(module: Any, places: Tensor) -> Tensor:
+    config = module.config
+    if module.is_sliding or config.log_scaling_n_floor is None:
+        return torch.ones(places.shape, device=places.device)
+    beyond = ((places + 1).float() / config.log_scaling_n_floor).clamp(min=1.0)
+    return 1.0 + config.log_scaling_alpha * torch.log(beyond)
+
+
+# Attention layers whose queries are scaled by their place in the row, whatever position ids the model is given.
+TEMPERATURES = {"Llama4TextAttention": _llama4, "InklingAttention": _inkling}

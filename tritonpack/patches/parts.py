@@ -1,0 +1,217 @@
+"""What a patch puts on the modules of a model and takes away again: hooks, forwards of instances, and others."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import weakref
+from typing import Any
+
+from torch import nn
+
+from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches.call_arguments import HANDED
+from tritonpack.patches.packed_batch import PackedBatch
+from tritonpack.patches.packing_context import PackingContext
+
+
+class ModuleRef:
+    """A weak reference to a module, so that hooks do not keep the module alive. A copy of the module has its own."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._reference = weakref.ref(module)
+
+    @property
+    def module(self) -> Any:
+        """The module.
+
+        Raises:
+            UnsupportedModelError: it is not in memory any more.
+        """
+        module = self._reference()
+        if module is None:
+            raise UnsupportedModelError(
+                "a part of this model was replaced since it was patched, so nothing says where documents begin. Call "
+                "tritonpack.unpatch(model), build the model, and patch the whole."
+            )
+        return module
+
+    @property
+    def gone(self) -> bool:
+        """Whether the module is not in memory any more, because another one took its place in the model."""
+        return self._reference() is None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleRef:
+        return ModuleRef(copy.deepcopy(self.module, memo))
+
+    def __reduce__(self) -> tuple[type[ModuleRef], tuple[nn.Module]]:
+        return ModuleRef, (self.module,)
+
+
+class Part:
+    """One thing that a patch puts on a module.
+
+    An interrupt may come at any line, so `install` and `remove` may be called again: a second call changes nothing.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = ModuleRef(module)
+
+    @property
+    def module(self) -> Any:
+        return self._module.module
+
+    @property
+    def gone(self) -> bool:
+        return self._module.gone
+
+    def install(self) -> None:
+        """Put this part on the module."""
+        raise NotImplementedError
+
+    def remove(self) -> None:
+        """Take this part away from the module."""
+        raise NotImplementedError
+
+
+class PreHook(Part):
+    """A hook that torch calls before the forward of a module.
+
+    Attributes:
+        with_kwargs: whether the hook gets keyword arguments, and returns the arguments of the forward.
+    """
+
+    with_kwargs = False
+
+    def install(self) -> None:
+        if not self._keys():
+            self.module.register_forward_pre_hook(self, with_kwargs=self.with_kwargs)
+
+    def remove(self) -> None:
+        for key in self._keys():
+            self.module._forward_pre_hooks_with_kwargs.pop(key, None)
+            del self.module._forward_pre_hooks[key]
+
+    def _keys(self) -> list[int]:
+        return [key for key, hook in self.module._forward_pre_hooks.items() if hook is self]
+
+    def __call__(self, module: nn.Module, args: Any, kwargs: Any = None) -> Any:
+        raise NotImplementedError
+
+
+class InstanceForward(Part):
+    """A forward for one module, in place of its class's. Classes stay unchanged.
+
+    If other code, such as accelerate, has wrapped this forward in the meantime, the wrapper stays. This forward then
+    passes its calls on.
+
+    Attributes:
+        attribute: the name of the method that this object replaces.
+        names: the names of the method's arguments.
+        own: a forward that this instance had before, such as accelerate's; None if it had none.
+        wrapper: what other code has put in place of this forward, and which calls it.
+    """
+
+    attribute = "forward"
+
+    def __init__(self, module: nn.Module, context: PackingContext) -> None:
+        super().__init__(module)
+        self.context = context
+        self.names = parameters_of(type(module), self.attribute)
+        self.own: Any = None
+        self.wrapper: Any = None
+        self.installed = False
+
+    def install(self) -> None:
+        forward = self.module.__dict__.get(self.attribute)
+        if not self.in_place and (self.wrapper is None or forward is not self.wrapper):
+            self.own, self.module.__dict__[self.attribute] = forward, self
+        self.installed = True
+
+    def remove(self) -> None:
+        forward = self.module.__dict__.get(self.attribute)
+        if forward is self and self.own is None:
+            del self.module.__dict__[self.attribute]
+        elif forward is self:
+            self.module.__dict__[self.attribute] = self.own
+        elif self.installed:
+            self.wrapper = forward
+        self.installed = False
+
+    @property
+    def in_place(self) -> bool:
+        """Whether this is the module's forward, or the module's forward wraps this one."""
+        forward = self.module.__dict__.get(self.attribute)
+        while forward is not None and forward is not self:
+            forward = getattr(forward, "__wrapped__", getattr(forward, "own", None))
+        return forward is self
+
+    @property
+    def name(self) -> str:
+        """The name of the module's class."""
+        return type(self.module).__name__
+
+    @property
+    def packed_batch(self) -> PackedBatch | None:
+        """The packing of the forward pass that runs; None where a cache is in use.
+
+        Raises:
+            ValueError: no forward pass of the model is running.
+        """
+        state = self.context.state
+        if state.packed_batch is None and not state.running:
+            raise ValueError(
+                f"{self.name} was called outside of its model's forward pass, where nothing says where documents "
+                "begin. Call the model, or unpatch it first. Where a checkpointing function of your own recomputes it, "
+                "use the model's gradient_checkpointing_enable() or torch's checkpoint_wrapper."
+            )
+        return state.packed_batch
+
+    @property
+    def inner(self) -> Any:
+        """The forward that ran before the patch."""
+        if self.own is not None:
+            return self.own
+        return getattr(type(self.module), self.attribute).__get__(self.module)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """The signature of the replaced forward. Trainers read from it which columns of a dataset a model takes."""
+        return inspect.signature(self.inner)
+
+    def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of a call by name."""
+        return {**dict(zip(self.names, args, strict=False)), **kwargs}
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(*args, **kwargs) if self.installed else self.inner(*args, **kwargs)
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """What runs in place of the module's own forward."""
+        raise NotImplementedError
+
+
+def parameters_of(kind: type[nn.Module], method: str = "forward") -> list[str]:
+    """The names of the arguments of a module class's forward, or of another method.
+
+    transformers 5.13 to 5.15 wrap forwards of recurrent layers without `functools.wraps`. There the variable of the
+    wrapper that holds the wrapped function is read.
+    """
+    forward = getattr(kind, method)
+    wrapped = inspect.getclosurevars(forward).nonlocals if inspect.isfunction(forward) else {}
+    return list(inspect.signature(wrapped.get("forward_func", forward)).parameters)[1:]
+
+
+class Running(InstanceForward):
+    """The forward of a patched module: while it runs, the context holds the packing that the module's hook has read.
+
+    `finally` resets the context, because torch calls no hook when a forward ends by an exception or an interrupt.
+    """
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        packed_batch = kwargs.pop(HANDED, None)
+        state = self.context.state
+        if state.running:  # inside of another patched module, whose packing holds
+            packed_batch = state.packed_batch
+        with self.context.holding(running=True, packed_batch=packed_batch):
+            return self.inner(*args, **kwargs)
