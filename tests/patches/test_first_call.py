@@ -44,7 +44,7 @@ def is_watching(model: nn.Module) -> bool:
 
 
 def call(model: PreTrainedModel) -> Tensor:
-    return sweep._logits(model, sweep.FORMS["without_cache"](zoo.documents((7, 3, 5))))
+    return sweep.logits(model, sweep.FORMS["without_cache"](zoo.documents((7, 3, 5))))
 
 
 @pytest.fixture

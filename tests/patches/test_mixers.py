@@ -86,7 +86,7 @@ def test_kernels_that_take_boundaries_get_them(model_type: str, monkeypatch: pyt
     model, documents = zoo.tiny_model(model_type, dtype=torch.float64), zoo.documents(sweep.LENGTHS)
     with tritonpack.patch(model) as handle:
         shapes = count_calls(model)
-        sweep._logits(model, sweep.FORMS["position_ids"](documents))
+        sweep.logits(model, sweep.FORMS["position_ids"](documents))
         assert set(shapes) == {(1, sum(sweep.LENGTHS))}
         assert handle.report.by_document == ()
 
@@ -101,7 +101,7 @@ def test_layers_that_would_leak_run_on_each_document(model_type: str, monkeypatc
     model, documents = zoo.tiny_model(model_type, dtype=torch.float64), zoo.documents(sweep.LENGTHS)
     with tritonpack.patch(model) as handle:
         shapes = count_calls(model)
-        sweep._logits(model, sweep.FORMS["position_ids"](documents))
+        sweep.logits(model, sweep.FORMS["position_ids"](documents))
         assert set(shapes) == {(1, 1), (1, 3), (1, 7), (1, 11)}
         assert handle.report.by_document
 
@@ -112,14 +112,14 @@ def test_what_layers_can_is_asked_where_they_run(monkeypatch: pytest.MonkeyPatch
     with tritonpack.patch(model) as handle:
         assert handle.report.by_document
         shapes = count_calls(model)
-        sweep._logits(model, sweep.FORMS["position_ids"](documents))
+        sweep.logits(model, sweep.FORMS["position_ids"](documents))
         assert (1, sum(sweep.LENGTHS)) not in shapes
         home = modeling("lfm2")
         monkeypatch.setattr(home, "causal_conv1d_fn", fake_convolution(home.causal_conv1d_fn))
         model.float()
-        expected = sweep.alone(zoo.tiny_model("lfm2"), documents, gradients=False)[0]
+        expected = sweep.alone(zoo.tiny_model("lfm2"), documents, gradients=False).values
         shapes.clear()
-        got = sweep._logits(model, sweep.FORMS["position_ids"](documents)).detach()
+        got = sweep.logits(model, sweep.FORMS["position_ids"](documents)).detach()
         assert float((got - expected).abs().max() / expected.abs().max()) < sweep.tolerance(model)
         assert set(shapes[-1:]) == {(1, sum(sweep.LENGTHS))}
 

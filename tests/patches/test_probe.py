@@ -28,7 +28,7 @@ import tritonpack
 from tests.patches import zoo
 from tests.patches.models import VOCAB, tiny_model
 from tritonpack.patches import by_document, heads, probe
-from tritonpack.patches.trial.small_copy import subject_of
+from tritonpack.patches.trial.subject import subject_of
 from tritonpack.testing import check_isolation
 
 pytestmark = pytest.mark.usefixtures("trials", "packed_alone")
@@ -371,7 +371,7 @@ def test_windows_are_felt_by_the_model_itself() -> None:
             super().__init__(config)
 
     wide = zoo.tiny_config("mistral", sliding_window=40)
-    with pytest.raises(tritonpack.UnsupportedModelError, match=r"position_ids: \d"):
+    with pytest.raises(tritonpack.UnsupportedModelError, match=r"position_ids: logits: \d"):
         tritonpack.patch(TakesMore(wide, 1))
 
 
@@ -413,6 +413,8 @@ def test_a_score_for_each_document(name: str, trials: list[Any], monkeypatch: py
     monkeypatch.setattr(by_document, "ONE_DOCUMENT_A_ROW", re.compile("none"))
     monkeypatch.setattr(heads.ModelForward, "_require_nothing_of_rows", lambda *args: None)
     monkeypatch.setattr(probe, "_verdicts", {})
-    with pytest.raises(tritonpack.UnsupportedModelError, match="position_ids: it gives 1 scores for 4 documents"):
+    with pytest.raises(
+        tritonpack.UnsupportedModelError, match=r"position_ids: logits has shape \(1, 2\) for 4 documents"
+    ):
         tritonpack.patch(model)
     assert len(trials) == 3  # of the head, of the model inside of it, and of what is no such head

@@ -94,14 +94,13 @@ class TestJudge:
     def test_one_score_for_several_documents(self) -> None:
         row = trial("LlamaForSequenceClassification", "llama", "position_ids", "padded_right").run("patch", without)
         assert row.forms == {"position_ids": "shape", "padded_right": "exact"}
-        assert row.reason == "position_ids: logits has shape (1, 3) for 4 documents"
+        assert row.reason == "position_ids: logits has shape (1, 3) for 4 documents in 1 x 22 tokens"
 
     def test_other_outputs_than_the_first(self) -> None:
         """The hidden states are right, the pooled ones are one for the row; and the other way round, they leak."""
         subject = trial("BertModel", "bert", "position_ids")
-        assert {name: kind.of for name, kind in subject.subject.kinds.items()} == {
-            "last_hidden_state": "token", "pooler_output": "document",
-        }  # fmt: skip
+        kinds = {name: output.kind for name, output in subject.expected.items()}
+        assert kinds == {"last_hidden_state": "token", "pooler_output": "document"}
         assert subject.run("patch", without).verdict == "leak"
 
     @pytest.mark.parametrize(
@@ -121,9 +120,9 @@ class TestJudge:
             return output
 
         sound = trial("FastSpeech2ConformerModel", "fastspeech2_conformer", "segments_padded")
-        kind = sound.subject.kinds["spectrogram"]
-        assert kind.of == "sized"
-        assert len(set(kind.sizes)) > 2
+        spectrogram = sound.expected["spectrogram"]
+        assert spectrogram.kind == "document"
+        assert len({part.shape for part in spectrogram.parts}) > 2
         with assumed("FastSpeech2ConformerModel", "lengths"):
             row = sound._run_in("lengths", "patch", changed(replace, ""))
         assert row.verdict == verdict
@@ -203,9 +202,8 @@ class TestJudge:
         documents = subject.draw((7, 1, 3))
         with torch.no_grad():
             alone = subject.alone(documents)
-        assert subject.kinds["logits"].side == "decoder"
-        assert subject.kinds["encoder_last_hidden_state"].side == "encoder"
-        assert [len(alone[name]) for name in subject.kinds] == [13, 11]
+        assert [output.of_source for output in alone.values()] == [False, True]
+        assert [sum(map(len, output.parts)) for output in alone.values()] == [13, 11]
 
     def test_not_built_and_no_text(self) -> None:
         (row,) = judge_case(case("Gemma4AssistantForCausalLM", "gemma4_assistant"))

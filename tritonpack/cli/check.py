@@ -20,17 +20,9 @@ from tritonpack.cli.model_source import NAMED, NamedClass, load_config, load_wei
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import patch
 from tritonpack.patches.positions import rope_limits
-from tritonpack.patches.trial.packed_forms import (
-    LENGTHS,
-    Judgement,
-    Results,
-    Subject,
-    alone,
-    judge,
-    message,
-    tolerance,
-    whole,
-)
+from tritonpack.patches.trial.comparison import limits, tolerance
+from tritonpack.patches.trial.judge import Judgement, Results, alone, judge, message
+from tritonpack.patches.trial.packed_forms import LENGTHS, whole
 from tritonpack.patches.trial.shrink_rows import REACH
 from tritonpack.patches.trial.small_copy import (
     Built,
@@ -38,8 +30,8 @@ from tritonpack.patches.trial.small_copy import (
     one_line,
     small_copy,
     small_model,
-    subject_of,
 )
+from tritonpack.patches.trial.subject import Subject, subject_of
 from tritonpack.patches.trial.undisturbed import quiet
 
 # Forms by their names in `packed_forms`, and what a user would say.
@@ -197,12 +189,14 @@ def _check_built(name: str, config: Any, built: Built, dtype: torch.dtype) -> Fi
     try:
         subject, uncached = _callable(subject_of(built.model))
         documents = subject.draw(LENGTHS, 1)
-        expected, notes = _alone(subject, documents)
+        expected = alone(subject, documents)
     except Exception as error:  # whatever a model's own code raises
         return _refused(name, False, built, error)
-    notes = (*uncached, *notes)
+    notes = uncached
+    if expected.no_gradients:
+        notes += (f"gradients weren't compared: {expected.no_gradients}",)
     limit = tolerance(dtype)
-    compared = "logits and gradients" if expected.gradients else "logits"
+    compared = "outputs and gradients" if expected.gradients else "outputs"
     stock, patched = _columns(subject, documents, expected, limit, None)
     if patched.verdict in ("inexact", "error"):
         notes += _reach_notes(config)
@@ -221,14 +215,13 @@ def check_weights(name: str, built: Built) -> Findings:
         expected = alone(subject, documents, gradients=False)
     except Exception as error:  # whatever a model's own code raises
         return _refused(name, True, built, error)
-    eps = torch.finfo(expected.values.dtype).eps
     note = (
         f"the longest document has {max(LENGTHS)} tokens, so windows, chunks and selections that are longer weren't "
         "felt; without --weights a small copy with short ones is checked"
     )
-    # 64 units in the last place would be half of the largest logit in bfloat16.
-    columns = _columns(subject, documents, expected, eps**0.5, min(64 * eps, eps**0.5))
-    return Findings(name, True, built, eps**0.5, "logits", *columns, (*built.notes, *uncached, note))
+    limit, moved_limit = limits(expected.dtype)
+    columns = _columns(subject, documents, expected, limit, moved_limit)
+    return Findings(name, True, built, limit, "outputs", *columns, (*built.notes, *uncached, note))
 
 
 @torch.no_grad()
@@ -240,30 +233,17 @@ def _callable(subject: Subject) -> tuple[Subject, tuple[str, ...]]:
     """
     (document,) = subject.draw(LENGTHS[-1:], 1)
     try:
-        subject.call_model(whole(document))
+        subject.output(whole(document))
     except Exception as error:  # whatever a model's own code raises
         call = subject.call
         uncached = replace(subject, call=lambda ids: {**call(ids), "use_cache": False})
         try:
-            uncached.call_model(whole(document))
+            uncached.output(whole(document))
         except Exception:
             raise error from None
         note = f"it is called with use_cache=False, because with a cache it fails: {one_line(error)}"
-        return _with_values(uncached), (note,)
-    return _with_values(subject), ()
-
-
-def _with_values(subject: Subject) -> Subject:
-    """A subject whose values are one row for each token, or, where it gives another number of them, for each
-    document."""
-    documents = subject.draw((LENGTHS[0], LENGTHS[-1]), 1)
-    values = [subject.call_model(whole(document)) for document in documents]
-    if any(x.shape[:2] != document.shape for x, document in zip(values, documents, strict=True)):
-        return replace(subject, per_document=True)
-    if values[0].ndim == 2:  # one number for each token
-        value_of = subject.values
-        return replace(subject, values=lambda output: value_of(output)[..., None])
-    return subject
+        return uncached, (note,)
+    return subject, ()
 
 
 def _refused(name: str, weights: bool, built: Built, error: Exception) -> Findings:
@@ -282,21 +262,6 @@ def _refused(name: str, weights: bool, built: Built, error: Exception) -> Findin
     copy = "" if weights else "its small copy "
     hint = "" if weights else "; use --weights"
     raise ValueError(f"{name}: {copy}doesn't run on tokens alone: {one_line(error)}{hint}") from error
-
-
-def _alone(subject: Subject, documents: list[Tensor]) -> tuple[Results, tuple[str, ...]]:
-    """Documents alone, with gradients where a model has any, and a note where it has none.
-
-    Raises:
-        ValueError: (or whatever the model raises) it doesn't run on tokens alone, or not in this dtype.
-    """
-    expected = alone(subject, documents, gradients=False)
-    if not expected.values.isfinite().all():
-        raise ValueError("with random weights its logits aren't finite")
-    try:
-        return alone(subject, documents), ()
-    except Exception as error:  # such as states that are updated in place
-        return expected, (f"gradients weren't compared: {one_line(error)}",)
 
 
 def _reach_notes(config: Any) -> tuple[str, ...]:

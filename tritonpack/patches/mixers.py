@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.packing_context import OUTSIDE, InstanceForward, PackingContext
 from tritonpack.patches.tensor_like import TensorLike, as_tensor
+from tritonpack.patches.trial.comparison import Parts, apart, influence, limits
 
 # What mixers are given besides the tokens, and mustn't see when a document runs by itself.
 ROW_ARGUMENTS = ("attention_mask", "conv_mask", "causal_mask", "cache_params", "past_key_values", "state", "seq_idx")
@@ -91,24 +92,23 @@ class DocumentByDocument(InstanceForward):
         kernels a layer raises, or takes no notice of boundaries."""
         generator = torch.Generator().manual_seed(0)
         first, second, other = (torch.randn((1, n, width), generator=generator) for n in (5, 7, 5))
-        first, second, other = (x.to(weight.device, weight.dtype) for x in (first, second, 8 * other))
+        documents = [x.to(weight.device, weight.dtype) for x in (first, second)]
         places = torch.cat([torch.arange(5), torch.arange(7)])[None].to(weight.device)
         packed_batch = PackedBatch(
             None, places, None, torch.Size((1, 12)), weight.device, Serving("tritonpack", "auto")
         )
+
+        def run(documents: list[Tensor]) -> dict[str, Parts]:
+            packed = self._run_once(self.bound((torch.cat(documents, dim=1),), {}), packed_batch)
+            return {"output": _first(packed).split([5, 7], dim=1)}
+
         try:
-            packed, changed = (
-                _first(self._run_once(self.bound((torch.cat([x, second], dim=1),), {}), packed_batch))
-                for x in (first, other)
-            )
-            alone = torch.cat([_first(self.inner(**self.bound((x,), {}))) for x in (first, second)], dim=1)
-        except Exception:  # whatever a layer raises where it can't
+            alone = [_first(self.inner(**self.bound((x,), {}))) for x in documents]
+            differs = apart(alone, run(documents)["output"])
+            moved = influence(run, documents, {0: (8 * other).to(weight.device, weight.dtype)}).size
+        except Exception:  # a layer may raise anything where it can't
             return False
-        if not isinstance(packed, Tensor) or not bool(packed.isfinite().all()):
-            return False
-        eps, scale = torch.finfo(weight.dtype).eps, float(alone.abs().max())
-        moved, differs = (packed - changed)[:, 5:].abs().max(), (packed - alone).abs().max()
-        return float(moved) <= eps * scale and float(differs) <= eps**0.5 * scale
+        return moved <= torch.finfo(weight.dtype).eps and differs <= limits(weight.dtype).alone
 
 
 def _is_ours(value: Any) -> bool:

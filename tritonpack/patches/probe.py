@@ -24,20 +24,14 @@ from tritonpack.patches.report import layer_windows
 from tritonpack.patches.rows import ONE_DOCUMENT_A_ROW
 from tritonpack.patches.shown import LAYOUTS, Layout, installed, shown_layout, without_wrappers
 from tritonpack.patches.tokens import text_config
+from tritonpack.patches.trial.comparison import tolerance
 from tritonpack.patches.trial.draws import constant_draws_if_any, gives_the_same_again
+from tritonpack.patches.trial.judge import Results, alone, judge
 from tritonpack.patches.trial.losses import has_known_loss, losses_alone, why_loss_mixes
-from tritonpack.patches.trial.packed_forms import (
-    LENGTHS,
-    Batch,
-    Results,
-    Subject,
-    alone,
-    judge,
-    tolerance,
-    whole,
-)
+from tritonpack.patches.trial.packed_forms import LENGTHS, Batch, whole
 from tritonpack.patches.trial.shrink import shrink
-from tritonpack.patches.trial.small_copy import NotSmallError, one_line, small_model, subject_of
+from tritonpack.patches.trial.small_copy import NotSmallError, one_line, small_model
+from tritonpack.patches.trial.subject import Subject, subject_of
 from tritonpack.patches.trial.undisturbed import undisturbed
 
 # How documents are told apart in a trial: gradients are compared for the first.
@@ -247,51 +241,45 @@ def _try_in_both(build: Callable[[torch.dtype], nn.Module], patch: Patch, length
 
 
 def _try(model: Any, patch: Patch, lengths: tuple[int, ...]) -> Found:
-    """What becomes of a model's packed documents when it is patched."""
+    """Compare a model's packed documents, once it is patched, with each document alone before that."""
     # Rotary embeddings that have grown with a longer document shrink again for one below the limit, not at it.
     limits = [limit - 1 for _, limit in rope_limits(text_config(model.config))]
     short = tuple(min([n, *limits]) for n in lengths)
     try:
-        subject = _same_each_time(_subject(model))
-        documents, longer = subject.draw(short, 1), subject.draw(lengths, 1)
-        expected = _alone(subject, documents)
-        expected_longer = alone(subject, longer, gradients=False, all_outputs=True)
-        twins = subject.draw(short[:1] * 2, 2)
-        expected_twins = alone(subject, twins, gradients=False, all_outputs=True)
+        subject = _same_each_time(subject_of(model))
+        documents, longer, twins = subject.draw(short, 1), subject.draw(lengths, 1), subject.draw(short[:1] * 2, 2)
+        expected = alone(subject, documents)
+        expected_longer, expected_twins = (alone(subject, some, gradients=False) for some in (longer, twins))
     except CannotTryError:
         raise
-    except Exception as error:  # whatever a model's own code raises
+    except Exception as error:  # a model's own code may raise anything
         raise CannotTryError(f"it doesn't run on tokens alone: {one_line(error)}") from error
-    if not expected.values.isfinite().all():
-        raise CannotTryError("its outputs aren't finite")
-    limit, values = tolerance(expected.values.dtype), expected._replace(gradients=())
-    wanted = {form: expected if form == TRIED[0] else values for form in TRIED}
+    limit = tolerance(expected.dtype)
+    wanted = {form: expected if form == TRIED[0] else expected._replace(gradients=()) for form in TRIED}
     forms = [form for form in TRIED if _takes(model, subject.forms[form](documents).arguments)]
     failing = {form for form in forms if _fails(subject, subject.forms[form](documents))}
-    if PADDED in forms and judge(subject, PADDED, documents, values, limit).verdict in ("inexact", "leak"):
-        wanted[PADDED] = Results(expected.values)  # an output that padding changes without a patch
-        if judge(subject, PADDED, documents, wanted[PADDED], limit).verdict == "inexact":
-            forms.remove(PADDED)  # XLNet reads a row's last token
-    loss = None if has_known_loss(model) else losses_alone(subject, [*documents, *twins[:1]])
+    if PADDED in forms and PADDED not in failing:
+        wanted[PADDED] = _unmoved_by_padding(subject, documents, expected, limit)
+        forms = [form for form in forms if wanted[form].outputs]
+    loss = None if has_known_loss(model) else losses_alone(subject, [*documents, *twins[:1]], expected)
     try:
         patch(model)
     except Exception as error:
         return Found(f"patching fails: {one_line(error)}")
     found = {form: judge(subject, form, documents, wanted[form], limit, always=True) for form in forms}
-    wrong = [one for form, one in found.items() if one.verdict in ("leak", "inexact")]
-    failed = {form: one for form, one in found.items() if one.verdict == "error" and form not in failing}
-    wrong += [one for one in failed.values() if not _is_ours(one.error)]
+    failed = [one for form, one in found.items() if one.verdict == "error" and form not in failing]
+    wrong = [one for one in found.values() if one.wrong] + [one for one in failed if not _is_ours(one.error)]
     if short != lengths:  # beyond the limit of rotary embeddings a call may be refused, but not wrong
         beyond = judge(subject, TRIED[0], longer, expected_longer, limit, always=True)
-        wrong += [beyond] if beyond.verdict in ("leak", "inexact") else []
-    pair = judge(subject, TRIED[0], twins, expected_twins, limit)  # of one length, which may run in one call
-    wrong += [pair] if pair.verdict in ("leak", "inexact") and not wrong else []
-    exact = [form for form, one in found.items() if one.verdict == "exact" and form != PADDED]
-    if not exact:
+        wrong += [beyond] if beyond.wrong else []
+    pair = judge(subject, TRIED[0], twins, expected_twins, limit)  # documents of one length may run in one call
+    wrong += [pair] if pair.wrong and not wrong else []
+    exact_forms = [form for form, one in found.items() if one.verdict == "exact" and form != PADDED]
+    if not exact_forms:
         wrong += list(found.values())
     if not found:
         raise CannotTryError("its forward takes nothing that tells documents apart")
-    mixes = why_loss_mixes(subject, exact[0], loss, limit) if loss is not None and not wrong else ""
+    mixes = why_loss_mixes(subject, exact_forms[0], loss, limit) if loss is not None and not wrong else ""
     return Found("; ".join(dict.fromkeys(one.reason for one in wrong[:2])), mixes)
 
 
@@ -303,36 +291,25 @@ def _is_ours(error: BaseException | None) -> bool:
     return trace is not None and trace.tb_frame.f_globals["__name__"].startswith("tritonpack.")
 
 
-def _subject(model: nn.Module) -> Subject:
-    """How a model is called, and whether it gives a value for every token or one for every document."""
-    subject = subject_of(model)
-    if "use_cache" in inspect.signature(model.forward).parameters:
-        subject = replace(subject, differentiable={"use_cache": False})  # states that are updated in place have none
-    with torch.no_grad():
-        shapes = [(ids.shape, subject.call_model(whole(ids)).shape[:2]) for ids in subject.draw((5, 11, 3, 1), 1)]
-    return replace(subject, per_document=any(tokens != values for tokens, values in shapes))
-
-
 def _same_each_time(subject: Subject) -> Subject:
-    """A subject whose outputs can be compared: where its model draws random numbers, these are made constant.
+    """Make the random draws of a model constant, if it has any, so that its outputs can be compared.
 
     Raises:
         CannotTryError: two calls with the same tokens differ nevertheless.
     """
     batch = whole(subject.draw((7,), 1)[0])
-    subject = replace(subject, draws=constant_draws_if_any(lambda: subject.call_model(batch)))
-    if not gives_the_same_again(lambda: subject.call_model(batch)):
+    subject = replace(subject, draws=constant_draws_if_any(lambda: subject.output(batch)))
+    if not gives_the_same_again(lambda: [*subject.tensors(batch).values()]):
         raise CannotTryError("two calls in evaluation mode with the same tokens give other outputs")
     return subject
 
 
-def _alone(subject: Subject, documents: list[Tensor]) -> Results:
-    """Each document alone, with gradients where a model has any."""
-    values = alone(subject, documents, gradients=False, all_outputs=True)
-    try:
-        return alone(subject, documents)._replace(outputs=values.outputs)
-    except Exception:  # a part that can't be differentiated, of which stock training would say so
-        return values
+@torch.no_grad()
+def _unmoved_by_padding(subject: Subject, documents: list[Tensor], expected: Results, limit: float) -> Results:
+    """The outputs that padding leaves as they are without a patch; XLNet, say, reads a row's last token."""
+    parts, _ = subject.parts(subject.forms[PADDED](documents), expected.outputs)
+    kept = [name for name in parts if expected.outputs[name].difference(parts[name]) <= limit]
+    return Results({name: expected.outputs[name] for name in kept})
 
 
 def _takes(model: nn.Module, arguments: dict[str, Any]) -> bool:
@@ -343,9 +320,9 @@ def _takes(model: nn.Module, arguments: dict[str, Any]) -> bool:
 
 @torch.no_grad()
 def _fails(subject: Subject, batch: Batch) -> bool:
-    """Whether the model can't be called so, whatever becomes of documents."""
+    """Whether a call fails, whatever its outputs would be."""
     try:
-        subject.call_model(batch)
-    except Exception:  # whatever a model's own code raises
+        subject.output(batch)
+    except Exception:  # a model's own code may raise anything
         return True
     return False

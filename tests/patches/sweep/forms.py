@@ -71,10 +71,9 @@ def callable_forms(case: Case, chosen: tuple[str, ...]) -> tuple[str, ...]:
 
 def end_to_end(documents: list[Tensor]) -> Batch:
     """One row of documents, without a word of where they begin."""
-    batch = packed_forms.lay_out([range(len(documents))], documents)
-    return dataclasses.replace(batch, arguments={})
+    return dataclasses.replace(packed_forms.FORMS["position_ids"](documents), arguments={})
 
 
 def alone(documents: list[Tensor]) -> Batch:
     """One document, with nothing but its tokens."""
-    return Batch(documents[0], [(0, slice(0, documents[0].numel()))], {})
+    return packed_forms.whole(documents[0])

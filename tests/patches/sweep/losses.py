@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.patches.sweep.comparing import difference, gradient_difference, gradients_of
 from tests.patches.sweep.forms import Form, alone
-from tests.patches.sweep.subject import Layout, ShapeError, Subject
+from tests.patches.sweep.subject import Subject
+from tritonpack.patches.trial.comparison import apart, gradients_of
+from tritonpack.patches.trial.outputs import UnlikeError
 from tritonpack.patches.trial.packed_forms import Batch, lay_out
 
 IGNORED = -100
@@ -31,7 +32,7 @@ class NoLossError(Exception):
     """A class without a loss, or whose loss has nothing to be equal to; the message says why."""
 
 
-Found = tuple[dict[str, Tensor], dict[str, Tensor]]  # losses by name; gradients by parameter
+Found = tuple[dict[str, Tensor], list[Tensor | None]]  # losses by name; gradients of all parameters
 
 
 class Losses:
@@ -58,9 +59,9 @@ class Losses:
 
     def compare(self, subject: Subject, form: Form) -> float:
         """How far losses and their gradients are from those expected, relative to the largest."""
-        layout = subject.lay_out(form, self.documents)
+        batch = subject.lay_out(form, self.documents)
         with torch.enable_grad():
-            losses = self._losses(subject, layout)
+            losses = self._losses(subject, batch)
             return _apart(self.expected, _differentiated(subject, losses))
 
     def difference(self, other: Losses) -> float:
@@ -73,9 +74,9 @@ class Losses:
     def _padded(self, subject: Subject) -> Found:
         found = []
         for more in (0, 3):
-            layout = subject.lay_out(lambda d, more=more: _pad(d, more), self.documents)  # type: ignore[misc]
+            batch = subject.lay_out(lambda d, more=more: _pad(d, more), self.documents)  # type: ignore[misc]
             with torch.enable_grad():
-                found.append(_differentiated(subject, self._losses(subject, layout)))
+                found.append(_differentiated(subject, self._losses(subject, batch)))
         if not self._is_plain(found[0]) and (apart := _apart(*found)) > self.limit:
             raise NoLossError(f"padding moves its loss without a patch, by {apart:.0e}")
         return found[0]
@@ -85,16 +86,16 @@ class Losses:
         weights = 0.0
         with torch.enable_grad():
             for document in self.documents:
-                layout = subject.lay_out(alone, [document])
-                weight = _weight(subject, layout)
+                batch = subject.lay_out(alone, [document])
+                weight = _weight(subject, batch)
                 if weight:
-                    total = total + weight * self._losses(subject, layout)["loss"]
+                    total = total + weight * self._losses(subject, batch)["loss"]
                     weights += weight
             return _differentiated(subject, {"loss": total / weights})
 
-    def _losses(self, subject: Subject, layout: Layout) -> dict[str, Tensor]:
-        given = {**self.switches, **labels(subject, layout)}
-        output = subject.run(**{**subject.arguments(layout), **given})
+    def _losses(self, subject: Subject, batch: Batch) -> dict[str, Tensor]:
+        given = {**self.switches, **labels(subject, batch)}
+        output = subject.run(**{**subject.arguments(batch), **given})
         found = {
             name: value
             for name, value in output.items()
@@ -104,7 +105,7 @@ class Losses:
             raise NoLossError("gives no loss")
         for name, value in found.items():
             if value.numel() != 1:
-                raise ShapeError(f"{name} has shape {tuple(value.shape)}")
+                raise UnlikeError(f"{name} has shape {tuple(value.shape)}")
         return found
 
 
@@ -112,19 +113,20 @@ def _differentiated(subject: Subject, losses: dict[str, Tensor]) -> Found:
     """Losses, and the gradients of the one that holds the others."""
     return (
         {name: value.detach().flatten() for name, value in losses.items()},
-        gradients_of(subject.model, losses["loss"].sum()),
+        gradients_of(subject.model, losses["loss"].sum()[None]),
     )
 
 
 def _apart(expected: Found, got: Found) -> float:
-    return max(difference(expected[0], got[0]), gradient_difference(expected[1], got[1]))
+    losses = [apart([expected[0][name]], [got[0][name]]) for name in expected[0].keys() & got[0].keys()]
+    return max(*losses, apart(expected[1], got[1]))
 
 
-def _weight(subject: Subject, layout: Layout) -> float:
+def _weight(subject: Subject, batch: Batch) -> float:
     """How many labels a document has."""
     if subject.sentence or "start_positions" in subject.names or subject.class_name in SCORES:
         return 1.0
-    return float((labels(subject, layout)["labels"] != IGNORED).sum())
+    return float((labels(subject, batch)["labels"] != IGNORED).sum())
 
 
 def _pad(documents: list[Tensor], more: int) -> Batch:
@@ -142,9 +144,8 @@ def _switches(subject: Subject) -> dict[str, Any]:
     return {}
 
 
-def labels(subject: Subject, layout: Layout) -> dict[str, Tensor]:
+def labels(subject: Subject, batch: Batch) -> dict[str, Tensor]:
     """Labels of every kind that a class takes: of each token but a document's first, and of each document."""
-    batch = layout.decoder or layout.encoder
     first = torch.stack([batch.ids[row, span.start] for row, span in batch.spans])
     classes = int(getattr(subject.config, "num_labels", 2))
     given: dict[str, Tensor] = {}

@@ -10,9 +10,10 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from tests.patches import zoo
 from tritonpack.patches.tokens import special_tokens
-from tritonpack.patches.trial.packed_forms import Batch
+from tritonpack.patches.trial.packed_forms import whole
 from tritonpack.patches.trial.shrink import shrink
-from tritonpack.patches.trial.small_copy import NotSmallError, small_copy, subject_of
+from tritonpack.patches.trial.small_copy import NotSmallError, small_copy
+from tritonpack.patches.trial.subject import subject_of
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 INDEXER = {
@@ -59,7 +60,8 @@ def default(name: str, **values: Any) -> Any:
 def run(model: PreTrainedModel, lengths: tuple[int, ...] = (20,)) -> Tensor:
     subject = subject_of(model)
     with torch.no_grad():
-        return torch.cat([subject.run(Batch(d, [(0, slice(None))], {})) for d in subject.draw(lengths, 1)])
+        outputs = [subject.tensors(whole(document)) for document in subject.draw(lengths, 1)]
+    return torch.cat([next(iter(one.values()))[0] for one in outputs])
 
 
 @pytest.mark.parametrize("name", zoo.MODEL_TYPES)
