@@ -1,4 +1,4 @@
-"""Evidence that a model is packed exactly: the table of shown classes, or a trial of a small copy."""
+"""Evidence that a model is packed exactly: its class is in the table of shown classes, or passes a trial."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ from tritonpack.patches.trial.small_copy import NotSmallError, one_line, small_m
 from tritonpack.patches.trial.subject import Subject, subject_of
 from tritonpack.patches.trial.undisturbed import undisturbed
 
-# How documents are told apart in a trial: gradients are compared for the first.
+# The forms of a trial. Gradients are compared for the first.
 PADDED = "padded_right"
 TRIED = ("position_ids", "all_ones_mask", "offsets_alone", "segments_alone", "two_rows", PADDED)
 MOST_PARAMETERS = 100_000_000  # of a model that is tried itself, in a float32 copy
 LONGEST_REACH = 1024  # of such a model's windows and chunks: the longest document of a trial is longer than these
 
-Patching = Callable[[nn.Module, Layout], None]  # patches a model without a trial
+PatchUntried = Callable[[nn.Module, Layout], None]  # patches a model without a trial
 Patch = Callable[[nn.Module], None]  # the same, in one layout
 
-_trial = threading.local()  # where a trial runs, a class that patches its instances isn't tried again
+_trial = threading.local()  # marks threads that run a trial, in which a class that patches its instances isn't tried
 
 
 class Found(NamedTuple):
-    """What a trial found.
+    """The result of a trial.
 
     Attributes:
         wrong: why packed documents don't stay apart; empty if they do.
@@ -58,23 +58,23 @@ class Found(NamedTuple):
     loss: str = ""
 
 
-# What trials found, by class, forwards and small configuration.
+# Results of trials, by class, what was asked, forwards and small configuration.
 _verdicts: dict[Hashable, Found] = {}
 
 
 class CannotTryError(Exception):
-    """A trial can't be held; the message says why."""
+    """A model can't be tried; the message says why."""
 
 
 def require_evidence(
-    model: nn.Module, layout: Layout, attention: str, patch_untried: Patching
+    model: nn.Module, layout: Layout, attention: str, patch_untried: PatchUntried
 ) -> list[tuple[nn.Module, str]]:
     """Refuse a model that isn't known to be packed exactly in a layout.
 
     A model is known if `shown.csv` lists its class for the installed transformers and all its forwards are
-    transformers' own. Any other model's class is tried: a small float32 copy with random weights is packed in several
-    forms and held against each document alone, on the CPU. The model itself, its device and the random state stay as
-    they are. What a trial finds holds for the process.
+    transformers' own. The class of any other model is tried: documents of a small float32 copy with random weights are
+    packed in several forms and compared with each document alone, on the CPU. The model itself, its device and the
+    random state stay as they are. The result of a trial holds for the process.
 
     Args:
         model: a transformers model, or a module that holds some; it isn't patched yet.
@@ -83,10 +83,10 @@ def require_evidence(
         patch_untried: patches a model without asking for evidence.
 
     Returns:
-        The models whose own loss mixes packed documents, and what was seen of it.
+        The models whose own loss mixes packed documents, each with the reason.
 
     Raises:
-        UnsupportedModelError: documents don't stay apart in the trial, or there can't be one; the message says why.
+        UnsupportedModelError: documents don't stay apart in the trial, or the model can't be tried.
     """
     losses: list[tuple[nn.Module, str]] = []
     for root in () if hasattr(_trial, "runs") else _roots(model, layout):
@@ -95,7 +95,9 @@ def require_evidence(
         if known == layout:
             continue
         if known is not None and LAYOUTS.index(known) > LAYOUTS.index(layout):
-            raise UnsupportedModelError(f"{type(root).__name__} isn't exact so; the tests have shown it for {known!r}.")
+            raise UnsupportedModelError(
+                f"{type(root).__name__} isn't exact in the layout {layout!r}; the tests have shown it for {known!r}."
+            )
         why = _why_unknown(root, replaced)
         try:
             found = _find(root, (attention, layout), lambda small: patch_untried(small, layout))
@@ -117,8 +119,11 @@ def require_evidence(
 
 
 def _roots(model: nn.Module, layout: Layout) -> list[PreTrainedModel]:
-    """The transformers models in a module that lie in no other one, and, where rows stay packed, those inside of heads
-    that give documents rows of their own: users may call them with packed rows."""
+    """The transformers models in a module that lie in no other one.
+
+    Where rows stay packed, also those inside of heads that give documents rows of their own: users may call them with
+    packed rows.
+    """
     if isinstance(model, PreTrainedModel):
         apart = layout == "packed" and ONE_DOCUMENT_A_ROW.fullmatch(type(model).__name__)
         inside = model.base_model if apart else model
@@ -136,39 +141,31 @@ def _why_unknown(root: PreTrainedModel, replaced: list[str]) -> str:
     return f"{name} isn't a model that tritonpack knows (with transformers {installed()})"
 
 
-# Trials: of a small copy on the CPU, else of one on the model's device, else of the model itself.
-
-
 def _find(root: PreTrainedModel, asked: tuple[str, ...], patch: Patch) -> Found:
-    """What a trial of a model finds.
+    """Try a small copy on the CPU, else one on the model's device, else the model itself.
 
     Raises:
-        CannotTryError: neither a small copy nor the model itself can be tried.
+        CannotTryError: none of them can be tried.
     """
     kind, config = without_wrappers(type(root)), root.config
     forwards = frozenset(mixing_forwards(root))
+    on_device = (p.device for p in root.parameters() if p.device.type not in ("cpu", "meta"))
     trials: dict[str, tuple[Callable[[Any], Any], Callable[[], Found]]] = {
         f"a small copy on {device}": (shrink, partial(_try_small, kind, config, forwards, device, patch))
-        for device in _devices(root)
+        for device in (torch.device("cpu"), *islice(on_device, 1))  # some forwards of others run on a GPU alone
     }
     trials["the model itself"] = (copy.copy, partial(_try_itself, root, patch))
     reasons = []
-    for name, (tried, trial) in trials.items():
+    for name, (changed, trial) in trials.items():
         try:
-            return _kept((kind, asked, forwards, _as_text(tried, config)), trial)
+            return _remembered((kind, asked, forwards, _as_text(changed, config)), trial)
         except CannotTryError as error:
             reasons.append(f"{name}: {error}")
     raise CannotTryError("; ".join(reasons))
 
 
-def _devices(root: nn.Module) -> list[torch.device]:
-    """The CPU, and the model's device: some forwards of others run on a GPU alone."""
-    others = (p.device for p in root.parameters() if p.device.type not in ("cpu", "meta"))
-    return [torch.device("cpu"), *islice(others, 1)]
-
-
-def _kept(key: Hashable, trial: Callable[[], Found]) -> Found:
-    """What a trial found, now or before; one that couldn't be held may be another time."""
+def _remembered(key: Hashable, trial: Callable[[], Found]) -> Found:
+    """Run a trial, or return its earlier result. A trial that couldn't be run is tried again the next time."""
 
     def mark_and_run() -> Found:
         _trial.runs = True  # for as long as the thread lives
@@ -180,10 +177,9 @@ def _kept(key: Hashable, trial: Callable[[], Found]) -> Found:
 
 
 def _as_text(change: Callable[[Any], Any], config: Any) -> str:
-    """What a changed configuration says, as text."""
     try:
         return json.dumps(change(config).to_dict(), sort_keys=True, default=str)
-    except Exception as error:  # whatever a configuration's own code raises
+    except Exception as error:  # a configuration's own code may raise anything
         raise CannotTryError(f"its configuration can't be read: {one_line(error)}") from error
 
 
@@ -219,7 +215,7 @@ def _try_itself(root: PreTrainedModel, patch: Patch) -> Found:
     def build(dtype: torch.dtype) -> nn.Module:
         try:
             twin = copy.deepcopy(root)
-        except Exception as error:  # whatever a model's parts raise when they are copied
+        except Exception as error:  # parts of a model may raise anything when they are copied
             raise CannotTryError(f"it can't be copied: {one_line(error)}") from error
         for applied in applied_to(twin):
             applied.revert()
@@ -229,7 +225,7 @@ def _try_itself(root: PreTrainedModel, patch: Patch) -> Found:
 
 
 def _try_in_both(build: Callable[[torch.dtype], nn.Module], patch: Patch, lengths: tuple[int, ...]) -> Found:
-    """What a trial in float32 finds, unless it is rounding: then the model is exact in float64."""
+    """Run a trial in float32, and one in float64 where the first finds something, which may be rounding."""
     found = _try(build(torch.float32), patch, lengths)
     if found.wrong or found.loss:
         try:

@@ -22,29 +22,19 @@ LEAST = torch.finfo(torch.float32).eps
 
 
 class Limits(NamedTuple):
-    """The largest differences that count as rounding, relative to the largest value.
+    """The largest differences that count as rounding, relative to the largest value."""
 
-    Attributes:
-        alone: between a packed document and the same document alone.
-        moved: between two calls in which only another document differs.
-    """
-
-    alone: float
-    moved: float
+    alone: float  # between a packed document and the same document alone
+    moved: float  # between two calls in which only another document differs
 
 
 class Influence(NamedTuple):
-    """The largest movement of an output that a change of another document causes.
-
-    Attributes:
-        size: relative to the largest value of the output.
-        output: the name of the output that moved.
-        document: the number of the document that was changed.
-    """
+    """The largest movement of an output, relative to its largest value, that a change of a document causes in others'
+    parts."""
 
     size: float
     output: str
-    document: int
+    document: int  # the one that was changed
 
 
 def tolerance(dtype: torch.dtype) -> float:

@@ -90,7 +90,8 @@ def parts_of(name: str, expected: Output, value: Tensor | None, batch: Batch, *,
     if expected.kind == "flat" and shape[:1] == (rows * width,):
         value = value.unflatten(0, (rows, width))
         return [value[row, span] for row, span in spans]
-    if shape[:1] != (len(spans),) or value.ndim != expected.parts[0].ndim + 1:
+    by_document = (expected.kind == "document" or expected.more) and value.ndim == expected.parts[0].ndim + 1
+    if not by_document or shape[:1] != (len(spans),):
         raise UnlikeError(f"{name} has shape {shape} for {len(spans)} documents in {rows} x {width} tokens")
     corners = [tuple(slice(size) for size in part.shape) for part in expected.parts]
     if strict and any(m < n for part in expected.parts for m, n in zip(shape[1:], part.shape, strict=True)):

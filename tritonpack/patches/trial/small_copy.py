@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
 
 from tritonpack.patches.trial.shrink import shrink
@@ -16,11 +17,6 @@ AUTO = {
     "AutoModelForCausalLM": "a causal language model",
     "AutoModelForImageTextToText": "a multimodal language model, given text alone",
     "AutoModel": "a model without a language head: its hidden states are compared",
-}
-_MAPPINGS = {
-    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
-    "AutoModelForImageTextToText": "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
-    "AutoModel": "MODEL_MAPPING",
 }
 
 # Model types whose language model takes a part of the configuration, and the name of that part.
@@ -129,23 +125,16 @@ def auto_class(config: Any) -> Any:
     Raises:
         ValueError: none has.
     """
-    import transformers
-
     for name in AUTO:
-        if type(config) in _mapping(name) or name in (getattr(config, "auto_map", None) or {}):
-            return getattr(transformers, name)
+        auto = getattr(transformers, name)
+        if type(config) in auto._model_mapping or name in (getattr(config, "auto_map", None) or {}):
+            return auto
     raise ValueError(f"transformers has no model for a {type(config).__name__}")
 
 
 def model_class(config: Any) -> Any:
     """Return the model class of a configuration whose class transformers knows."""
-    return _mapping(auto_class(config).__name__)[type(config)]
-
-
-def _mapping(auto: str) -> Any:
-    from transformers.models.auto import modeling_auto
-
-    return getattr(modeling_auto, _MAPPINGS[auto])
+    return auto_class(config)._model_mapping[type(config)]
 
 
 def part_of(config: Any) -> Any:

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,13 +66,9 @@ class Subject:
     ) -> tuple[dict[str, list[Tensor]], list[str]]:
         """Call the model with packed documents, and cut each expected output into documents.
 
-        Args:
-            batch: the packed documents.
-            expected: the outputs of each document alone.
-            strict: as `parts_of` takes it.
-
         Returns:
-            The parts by the output's name, and what is wrong with the outputs that have none.
+            The parts by the output's name, and what is wrong with the outputs that have none. For `strict` see
+            `parts_of`.
         """
         found, parts, problems = self.tensors(batch), {}, []
         for name, output in expected.items():
@@ -83,14 +80,16 @@ class Subject:
 
 
 def subject_of(model: nn.Module) -> Subject:
-    """Return how a model is called with documents of ordinary tokens: none that its configuration names, such as
-    padding."""
+    """Return how a model is called with documents of ordinary tokens, none of which its configuration names."""
     config: Any = model.config
     text = config.get_text_config(decoder=True)
     size = getattr(text, "vocab_size", None) or model.get_input_embeddings().num_embeddings  # type: ignore[operator]
     named = special_tokens(config)
     ordinary = torch.tensor([token for token in range(size) if token not in named])
-    end = end_read_by(model)
+    names = [kind.__name__ for kind in type(model).__mro__]
+    both_sides = holds_both_sides(model)
+    # An encoder-decoder model reads a document's scores at this token.
+    end = config.eos_token_id if both_sides and any(n.endswith("ForSequenceClassification") for n in names) else None
 
     def draw(lengths: tuple[int, ...], seed: int) -> list[Tensor]:
         documents = draw_of(ordinary, lengths, seed)
@@ -99,14 +98,16 @@ def subject_of(model: nn.Module) -> Subject:
                 document[:, -1] = end
         return documents
 
-    if takes_pairs(model):
+    if both_sides and not names[0].endswith(HEADS_SHIFT):  # those make the decoder's tokens of the encoder's
         return pairs_subject(model, draw, ordinary)
-    if takes_choices(model):
+    if any(name.endswith("ForMultipleChoice") for name in names):
         return choices_subject(model, draw, exchanged(ordinary, size))
     books = codebooks_of(text)
 
     def values(output: Any) -> Any:
-        return {**output, "logits": side_by_side(output["logits"], books)} if books > 1 else output
+        if books > 1 and "logits" in output:
+            return {**output, "logits": side_by_side(output["logits"], books)}
+        return output
 
     return Subject(
         model,
@@ -122,25 +123,11 @@ def draw_of(tokens: Tensor, lengths: tuple[int, ...], seed: int) -> list[Tensor]
     return [tokens[torch.randint(len(tokens), (1, n), generator=generator)] for n in lengths]
 
 
-def end_read_by(model: nn.Module) -> int | None:
-    """The token at which an encoder-decoder model reads a document's scores; None for other models."""
-    scores = any(kind.__name__.endswith("ForSequenceClassification") for kind in type(model).__mro__)
-    return getattr(model.config, "eos_token_id", None) if scores and holds_both_sides(model) else None
-
-
 def as_prompts(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
     """The argument that marks all tokens (B, T) as prompts, for models that require it (`PROMPT_TYPES`)."""
     models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
     typed = any(module.config.model_type in PROMPT_TYPES for module in models)
     return {"token_type_ids": torch.zeros_like(ids)} if typed else {}
-
-
-# Encoder-decoder models.
-
-
-def takes_pairs(model: nn.Module) -> bool:
-    """Whether a model takes tokens of an encoder and of a decoder, and doesn't make the latter of the former."""
-    return holds_both_sides(model) and not type(model).__name__.endswith(HEADS_SHIFT)
 
 
 def pairs_subject(model: nn.Module, draw: Draw, ordinary: Tensor, **options: Any) -> Subject:
@@ -166,25 +153,14 @@ def pairs_subject(model: nn.Module, draw: Draw, ordinary: Tensor, **options: Any
     return Subject(model, draw, call, forms=forms, **options)
 
 
-# Multiple choice.
-
-
-def takes_choices(model: nn.Module) -> bool:
-    """Whether a model takes several choices for each row, by the names of its classes."""
-    return any(kind.__name__.endswith("ForMultipleChoice") for kind in type(model).__mro__)
-
-
 def choices_subject(model: nn.Module, draw: Draw, another: Callable[[Tensor], Tensor]) -> Subject:
     """Return how a model is called that takes choices, with the arguments of `with_choices`."""
 
-    def choosing(form: Form) -> Form:
-        def lay_out(documents: list[Tensor]) -> Batch:
-            batch = form(documents)
-            return replace(batch, arguments=with_choices(batch.arguments, another))
+    def lay_out(form: Form, documents: list[Tensor]) -> Batch:
+        batch = form(documents)
+        return replace(batch, arguments=with_choices(batch.arguments, another))
 
-        return lay_out
-
-    forms = {name: choosing(form) for name, form in FORMS.items()}
+    forms = {name: partial(lay_out, form) for name, form in FORMS.items()}
     return Subject(model, draw, lambda ids: with_choices({"input_ids": ids}, another), forms=forms)
 
 
@@ -195,11 +171,8 @@ def exchanged(ordinary: Tensor, size: int) -> Callable[[Tensor], Tensor]:
     return lambda ids: table.to(ids.device)[ids]
 
 
-# Codebooks: a few decoders of sound take several rows of ids for each row of tokens.
-
-
 def codebooks_of(config: Any) -> int:
-    """How many rows of ids a model takes for one row of tokens."""
+    """How many rows of ids a model takes for one row of tokens: several in a few decoders of sound."""
     return config.num_codebooks if config.model_type in CODEBOOKS else 1
 
 
