@@ -1,4 +1,4 @@
-"""Layers that mix along the row, told where its documents begin: run once with boundaries, or on each by itself."""
+"""Layers that mix along the row: run once with the documents' boundaries, or on each document by itself."""
 
 from __future__ import annotations
 
@@ -13,32 +13,31 @@ from tritonpack.patches.packing_context import OUTSIDE, InstanceForward, Packing
 from tritonpack.patches.tensor_like import TensorLike, as_tensor
 from tritonpack.patches.trial.comparison import Parts, apart, influence, limits
 
-# What mixers are given besides the tokens, and mustn't see when a document runs by itself.
+# Arguments of mixers beside the tokens, which are left out when a document runs by itself.
 ROW_ARGUMENTS = ("attention_mask", "conv_mask", "causal_mask", "cache_params", "past_key_values", "state", "seq_idx")
 ROW_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
-
-# Whether layers of a class keep documents apart by themselves when they are told where these begin, by class, device
-# and dtype: a model may be moved, and the kernels that can are for GPUs.
+# Whether layers of a class keep documents apart when they get boundaries, by class, device and dtype: a model may be
+# moved, and kernels that take boundaries are for GPUs.
 Capabilities = dict[tuple[type, str, torch.dtype], bool]
 
 
 class DocumentByDocument(InstanceForward):
-    """A layer that mixes along the row (a recurrence, a convolution): runs on every document from its beginning.
+    """The forward of a layer that mixes along the row (a recurrence, a convolution): each document begins anew.
 
-    Where its kernels (causal-conv1d, mamba-ssm, flash-linear-attention) keep documents apart, it runs once and is told
-    where they begin. Otherwise documents of similar lengths share a batch, each padded on the right to its longest,
-    which a causal layer doesn't see. What comes out is laid back into the row; padding gets zeros.
+    If its kernels (causal-conv1d, mamba-ssm, flash-linear-attention) keep documents apart, the layer runs once, with
+    boundaries. Otherwise documents of similar lengths share a batch. Padding is on the right, where a causal layer
+    doesn't see it. Outputs are laid back into the row; padding gets zeros.
 
     Attributes:
-        capabilities: what is known of layers of these classes, shared by those of a model.
+        capabilities: shared by all layers of a model.
     """
 
     def __init__(self, module: nn.Module, context: PackingContext, capabilities: Capabilities) -> None:
         super().__init__(module, context)
         self.capabilities = capabilities
 
-    # A graph for the documents' lengths would be one for these lengths alone.
+    # A graph would hold for the lengths of these documents alone.
     @torch.compiler.disable
     def call(self, *args: Any, **kwargs: Any) -> Any:
         packed_batch = self.context.state.packed_batch
@@ -69,15 +68,17 @@ class DocumentByDocument(InstanceForward):
         return _scatter(results, [inside for _, inside in batches], inverse, packed_batch.tokens)
 
     def _run_once(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> Any:
-        """All rows as one, with the boundaries that transformers' layers hand to their kernels."""
+        """Run all rows as one, with the boundaries that transformers' layers pass to their kernels."""
         row = torch.arange(packed_batch.tokens.numel(), device=packed_batch.device)[None]
         result = self.inner(**_gather(arguments, packed_batch.tokens, row) | packed_batch.boundary_arguments())
         return _scatter([result], [torch.ones_like(row, dtype=torch.bool)], row[0], packed_batch.tokens)
 
     def takes_boundaries(self, width: int) -> bool:
-        """Whether layers of this class keep documents apart when they are told where these begin, on the device and in
-        the dtype of this one: tried on a few tokens of this width when first asked. False where weights aren't there
-        yet, which isn't kept."""
+        """Whether layers of this class keep documents apart by boundaries, on the device and in the dtype of this one.
+
+        This is tried on a few tokens of this width, once. While the layer has no weights yet, the answer is False and
+        isn't kept.
+        """
         weight = next((p for p in self.module.parameters() if p.is_floating_point()), None)
         if weight is None or weight.is_meta:
             return False
@@ -88,8 +89,10 @@ class DocumentByDocument(InstanceForward):
 
     @torch.no_grad()
     def _keeps_documents_apart(self, width: int, weight: Tensor) -> bool:
-        """Whether two documents in a row are what each is alone, and a change of the first moves no other. Without its
-        kernels a layer raises, or takes no notice of boundaries."""
+        """Whether two packed documents equal each alone, and a change of the first doesn't move the second.
+
+        Without its kernels a layer raises, or ignores boundaries.
+        """
         generator = torch.Generator().manual_seed(0)
         first, second, other = (torch.randn((1, n, width), generator=generator) for n in (5, 7, 5))
         documents = [x.to(weight.device, weight.dtype) for x in (first, second)]
@@ -120,9 +123,9 @@ def _first(result: Any) -> Any:
 
 
 def _gather(arguments: dict[str, Any], tokens: torch.Size, places: Tensor) -> dict[str, Any]:
-    """The arguments for one batch of documents: what has a row's tokens in front is cut into them.
+    """Cut arguments that have values for tokens into one batch of documents.
 
-    `places` (documents, longest) counts tokens row after row; one past the last stands for padding.
+    `places` (documents, longest) numbers the tokens, row after row; the number after the last stands for padding.
     """
 
     def cut(value: Any) -> Any:
@@ -137,11 +140,11 @@ def _gather(arguments: dict[str, Any], tokens: torch.Size, places: Tensor) -> di
 
 
 def _scatter(results: list[Any], inside: list[Tensor], inverse: Tensor, tokens: torch.Size) -> Any:
-    """The outputs of all batches laid back into rows."""
+    """Lay the outputs of all batches back into rows."""
 
     def lay(*pieces: Any) -> Any:
         if not isinstance(pieces[0], Tensor) or pieces[0].shape[:2] != inside[0].shape:
-            return None  # a state or weights of one batch: nothing that belongs to the row
+            return None  # a state, or weights of one batch
         flat = torch.cat([piece[where] for piece, where in zip(pieces, inside, strict=True)])
         flat = torch.cat([flat, torch.zeros_like(flat[:1])])
         return flat[inverse].unflatten(0, tokens)

@@ -31,13 +31,13 @@ def test_each_draw_is_one_number_of_its_distribution(name: str) -> None:
             torch.testing.assert_close(draw(n), torch.full((n,), expected))
 
 
-def test_probabilities_of_their_own() -> None:
+def test_draws_with_a_tensor_of_probabilities() -> None:
     with ConstantDraws():
         assert torch.bernoulli(PROBABILITIES).tolist() == [0.0, 1.0]
 
 
 @pytest.mark.parametrize(("more", "expected"), [({}, [1, 0]), ({"replacement": True}, [1, 1])])
-def test_choices(more: dict[str, bool], expected: list[int]) -> None:
+def test_a_choice_takes_the_most_probable(more: dict[str, bool], expected: list[int]) -> None:
     with ConstantDraws():
         assert torch.multinomial(PROBABILITIES, 2, **more).tolist() == expected
         assert torch.multinomial(torch.ones(2, 3), 3).tolist() == [[0, 1, 2]] * 2
