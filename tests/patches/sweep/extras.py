@@ -1,4 +1,4 @@
-"""What a few classes take beside plain text: images, sounds, tokens that begin a document, columns of tokens.
+"""Arguments that a few classes take beside plain text: images, sounds, leading tokens, columns of tokens.
 
 Images and sounds are the same for every row, or for every document, so that documents differ by their text alone.
 """

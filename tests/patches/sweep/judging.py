@@ -1,4 +1,4 @@
-"""One class, patched or named, in every form: packed documents held against each alone."""
+"""The verdict on one class, patched or named: packed documents in every form, compared with each document alone."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from tritonpack.patches.trial.packed_forms import LENGTHS
 
 PACKAGE = str(Path(tritonpack.__file__).parent)
 
-# Model types whose masks hold the least number of float32.
+# Model types that fill their masks with the least number of float32.
 NAN_IN_FLOAT64 = ("fsmt", "layoutlmv2", "led", "longformer", "prophetnet")
 
-# What stood in for libraries that build parts of a model, by model type.
+# Notes on stand-ins for libraries that build parts of a model, by model type.
 STAND_INS = {
     **dict.fromkeys(detectron.TYPES, detectron.NOTE),
     **dict.fromkeys(("pe_audio_video", "pe_video"), "its classifier of frames was a stand-in for timm's"),
@@ -46,11 +46,11 @@ Patched = tuple[nn.Module, AbstractContextManager[Any]]
 
 
 class AloneError(Exception):
-    """A model that can't be run by itself in a dtype."""
+    """A model doesn't run by itself in a dtype."""
 
 
 class Trial:
-    """A class, what documents alone give, and how a patched or a named model compares.
+    """The trial of a class: computes what documents alone give, and judges patched or named models by it.
 
     Args:
         case: the class.
@@ -105,7 +105,7 @@ class Trial:
         try:
             arguments = subject.arguments(subject.lay_out(forms.alone, self.documents[-1:]))
             self.draws = constant_draws_if_any(lambda: self.model(**arguments))
-        except Exception as error:  # whatever a model's own code raises
+        except Exception as error:  # a model's own code may raise anything
             raise AloneError(f"doesn't run by itself: {message(error)[:200]}") from error
         self.subject = self._subject(self.model)
 
@@ -117,7 +117,7 @@ class Trial:
         try:
             with torch.set_grad_enabled(with_gradients):
                 found = self.subject.alone(self.documents)
-        except Exception as error:  # whatever a model's own code raises
+        except Exception as error:  # a model's own code may raise anything
             raise AloneError(f"doesn't run by itself: {message(error)[:200]}") from error
         if unknown := [name for name, x in found.items() if any(part.isnan().any() for part in x.parts)]:
             raise AloneError(f"gives NaN: {', '.join(unknown)}")
@@ -134,7 +134,7 @@ class Trial:
 
     @torch.no_grad()
     def _mixes(self) -> bool:
-        """Whether documents laid end to end, without a word of where they begin, differ from each alone."""
+        """Whether documents laid end to end, without boundaries, differ from each alone."""
         batch = self.subject.lay_out(forms.end_to_end, self.documents)
         try:
             if self.by_loss:
@@ -146,7 +146,7 @@ class Trial:
 
     @torch.no_grad()
     def _error_in(self, dtype: torch.dtype) -> float | None:
-        """How far the model alone is off in another dtype; None where it doesn't run."""
+        """The error of the model alone in another dtype; None where it doesn't run."""
         try:
             subject = self._subject(building.build(self.case, dtype=dtype))
             if self.by_loss:
@@ -159,9 +159,10 @@ class Trial:
             return None
 
     def run(self, how: str, patch: Any = tritonpack.patch) -> Row:
-        """All forms, in the best layout: the first that is exact or refuses less than packed rows, never a wrong one.
+        """Judge all forms in the best layout: the first that is exact or refuses least, and never a wrong one.
 
-        A class that is wrong in each is judged as one that the tests haven't shown: it should be refused.
+        A class that is wrong in all layouts is judged as one that isn't in the table of shown classes: it should be
+        refused.
 
         Args:
             how: "patch", "name" or "stock".
@@ -211,12 +212,12 @@ class Trial:
         if how == "name":
             tritonpack.register()
             return building.build(self.case, dtype=self.dtype, attn_implementation="tritonpack"), nullcontext()
-        # Not the model that ran: its recurrent layers may have kept a state.
+        # A new model, because recurrent layers of the one that ran may have kept a state.
         model = building.build(self.case, dtype=self.dtype)
         return model, patch(model) if how == "patch" else nullcontext()
 
     def _judge_all(self, model: nn.Module, how: str, row: Row) -> dict[str, str]:
-        """Fill in a row; returns the reason of every form."""
+        """Fill in a row, and return the reason of every form."""
         subject = self._subject(model, stock=how == "stock")
         subject.expected = self.subject.expected
         reasons = {}
@@ -227,7 +228,7 @@ class Trial:
             if form in LOW:
                 if form not in self.errors:
                     continue
-                model.to(LOW[form])  # the last forms, and of ever fewer digits
+                model.to(LOW[form])  # these are the last forms, and have fewer digits each
             row.forms[form], number, reasons[form] = self._judge(subject, form)
             if row.forms[form] == "exact" and form not in LOW:
                 row.worst = max(row.worst, number)
@@ -236,7 +237,7 @@ class Trial:
         return reasons
 
     def _judge(self, subject: Subject, form: str) -> tuple[str, float, str]:
-        """The verdict of a form, the number, and the reason."""
+        """Return the verdict of a form, the number, and the reason."""
         limit, problems = self.limit, ()
         if form in LOW:
             limit = 2 * self.errors[form] + 4 * torch.finfo(LOW[form]).eps
@@ -255,18 +256,18 @@ class Trial:
             return "inexact", found, f"{form}: {found:.1e}"
         except UnlikeError as error:
             return "shape", math.inf, f"{form}: {error}"
-        except Exception as error:  # whatever a model's own code raises is a result here
+        except Exception as error:  # an exception of the model's own code is a result
             verdict = "refused" if is_ours(error) else "stock" if self._fails_too(form, error) else "error"
             self.bare |= {form} if verdict == "refused" and not has_remedy(str(error)) else set()
             return verdict, math.nan, f"{form}: {message(error)}"
 
     def _loss_apart(self, subject: Subject, form: forms.Form) -> float:
-        """How far the loss of packed documents, and its gradients, are from those of each alone."""
+        """Return how far the loss of packed documents, and its gradients, are from those of each alone."""
         assert self.losses is not None
         return self.losses.compare(subject, form)
 
     def _compare(self, subject: Subject, form: str) -> tuple[float, tuple[str, ...]]:
-        """How far packed documents are from each alone, and the outputs that say nothing of each."""
+        """Return how far packed documents are from each alone, and what is wrong with outputs without parts."""
         if form in OUTPUTS:
             return self._compare_more(subject, form)
         expected, differentiated = self.expected, self.expected_gradients is not None and form in WITH_GRADIENTS
@@ -280,7 +281,7 @@ class Trial:
 
     @torch.no_grad()
     def _compare_more(self, subject: Subject, form: str) -> tuple[float, tuple[str, ...]]:
-        """With all the outputs that a model gives when asked."""
+        """Compare all outputs that a model gives on request."""
         several = self._subject(subject.model, stock=subject.stock)
         several.expected = self._subject(self.model).alone(self.documents, **OUTPUTS[form])
         got = self._parts(several, form)
@@ -293,7 +294,7 @@ class Trial:
         return subject.gather(subject.call(batch, **OUTPUTS.get(form, {})), batch, strict=strict)
 
     def influence(self, subject: Subject, form: str) -> float:
-        """How far other tokens in the first document, or in the last, move the values of the rest."""
+        """Return how far other tokens in the first document, or in the last, move the values of the rest."""
         others = {i: self.subject.draw((LENGTHS[i],), seed=9)[0] for i in (0, len(LENGTHS) - 1)}
         return influence(
             lambda given: self._parts(subject, form, given, strict=False).parts, self.documents, others
@@ -301,7 +302,7 @@ class Trial:
 
     @torch.no_grad()
     def _stock_is_wrong(self, form: str) -> bool:
-        """Whether padding alone, without packing, already changes what a model without tritonpack computes."""
+        """Whether padding changes the outputs of a model without tritonpack."""
         try:
             if self.by_loss:
                 return self._loss_apart(self.subject, _laid_out(form)) > self.limit
@@ -347,19 +348,19 @@ def gradients(model: nn.Module, expected: Mapping[str, Output], got: Mapping[str
 
 
 def _laid_out(form: str) -> forms.Form:
-    """How documents are laid out in a form; in those that ask for something else, as position ids tell them."""
+    """Return the layout of a form; forms that ask for something else use position ids."""
     return FORMS[LOSSES.get(form, form if form in FORMS else "position_ids")]
 
 
 def actual_layout(model: nn.Module) -> str:
-    """How a model's documents are laid out: a head takes the layout of the model inside."""
+    """Return the layout of a model's documents: a head has the layout of the model inside."""
     attention = [applied.report.attention for applied in applied_to(model)]
     return next((layout for layout in LAYOUTS if layout in attention), "packed")
 
 
 @contextmanager
 def assumed(name: str, layout: Layout | None) -> Iterator[None]:
-    """Take a class for one that the tests have shown in a layout, or in none."""
+    """Put a class into the table of shown classes with a layout, or take it out."""
     before = {one: versions()[one].pop(name, None) for one in LAYOUTS}
     if layout is not None:
         versions()[layout][name] = {installed()}
@@ -387,7 +388,7 @@ REMEDY = re.compile(
 
 
 def has_remedy(text: str) -> bool:
-    """Whether a refusal says what to do: a sentence, or a part of one, begins with one of a few verbs."""
+    """Whether a refusal has a remedy: a sentence, or a part of one, begins with one of a few verbs."""
     return any(REMEDY.match(part.strip()) for part in re.split(r"[.;:,]\s", text))
 
 
@@ -398,7 +399,7 @@ def message(error: BaseException) -> str:
 def judge_case(
     case: Case, hows: Iterable[str] = HOWS, chosen: Iterable[str] = forms.ALL, *, with_gradients: bool = True
 ) -> list[Row]:
-    """The rows of one class: one for each of `hows`, or one for all where it takes no text or isn't built."""
+    """Return the rows of one class: one for each of `hows`, or one for all if it takes no text or isn't built."""
     start = time.perf_counter()
     try:
         if why := no_text(load(case)):
@@ -410,7 +411,7 @@ def judge_case(
     for how in hows:
         try:
             rows.append(trial.run(how))
-        except Exception as error:  # neither patched nor refused
+        except Exception as error:  # it was neither patched nor refused
             when = "when patched" if how == "patch" else "when built"
             rows.append(Row(case.key, how, "error", f"{when}: {message(error)}"))
     if rows:

@@ -1,4 +1,4 @@
-"""How a class is called with documents in rows, and what its outputs say of each document."""
+"""How a class is called with documents in rows, and how its outputs are cut into documents."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from tritonpack.patches.trial.outputs import Output, UnlikeError, outputs_alone,
 from tritonpack.patches.trial.packed_forms import Batch, with_choices
 from tritonpack.patches.trial.subject import codebooks_of, exchanged, rows_for_codebooks, side_by_side
 
-# How many tokens the documents of a few model types have at least.
+# The least number of tokens in documents of a few model types.
 SHORTEST = {"canine": 5, "funnel": 4, "longformer": 4}
 
-# What a decoder reads beside an encoder: as many documents, of other lengths.
+# The lengths of a decoder's documents, by the lengths of the encoder's.
 DECODER_LENGTHS = {7: 5, 1: 2, 3: 6, 11: 4}
 
-# Caches, which a packed batch may not leave behind, and weights of attention, which a patched model has none of.
+# Caches, which packed batches don't return, and attention weights, which patched models don't compute.
 LEFT_OUT = (
     "past_key_values", "cache_params", "state", "mems", "past_buckets_states", "encoder_past_key_values", "attentions",
     "encoder_attentions", "decoder_attentions", "cross_attentions", "loss",
 )  # fmt: skip
 
-# What a patched encoder-decoder model reads of each side, whatever its forward takes.
+# Arguments that a patched encoder-decoder model reads for each side, whatever its forward takes.
 READ = ("attention_mask", "position_ids", "seq_idx")
 
-# Encoders with a decoder whose configuration doesn't say so.
+# Encoder-decoder models whose configuration doesn't say so.
 WITH_DECODER = ("BlipForQuestionAnswering",)
 
 PER_TOKEN = ("attention_mask", "position_ids", "seq_idx", "token_type_ids")
@@ -87,7 +87,7 @@ class Subject:
         self.outputs: tuple[str, ...] = ()
 
     def draw(self, lengths: tuple[int, ...], seed: int = 1) -> list[Tensor]:
-        """Token ids `[1, n]` of documents of these lengths: ordinary ones, but for an end that a head looks for."""
+        """Draw documents `[1, n]` of these lengths from ordinary tokens, with the end token that a head looks for."""
         generator = torch.Generator().manual_seed(seed)
         shortest = SHORTEST.get(self.config.model_type, 1)
         lengths = tuple(max(n, shortest) for n in lengths)
@@ -100,7 +100,7 @@ class Subject:
         return documents
 
     def targets(self, documents: list[Tensor]) -> list[Tensor]:
-        """What a decoder reads: documents of other lengths, drawn from the last token of each."""
+        """Return the decoder's documents: they have other lengths, and the last token of each document seeds them."""
         lengths = [DECODER_LENGTHS.get(d.numel(), d.numel()) for d in documents]
         generators = [torch.Generator().manual_seed(100 + int(d[0, -1])) for d in documents]
         return [
@@ -109,12 +109,12 @@ class Subject:
         ]
 
     def lay_out(self, form: Callable[[list[Tensor]], Batch], documents: list[Tensor]) -> Batch:
-        """The documents in a form: of an encoder with a decoder, both sides'."""
+        """Lay out documents in a form; for an encoder-decoder model, those of both sides."""
         batch = form(documents)
         return dataclasses.replace(form(self.targets(documents)), source=batch) if self.both else batch
 
     def arguments(self, laid: Batch) -> dict[str, Any]:
-        """The keyword arguments of a call."""
+        """Return the keyword arguments of a call."""
         batch, decoder = (laid, None) if laid.source is None else (laid.source, laid)
         ids = batch.ids if self.both else rows_for_codebooks(batch.ids, self.books, self.size)
         told = dict(batch.arguments)
@@ -153,12 +153,12 @@ class Subject:
         return arguments
 
     def run(self, **arguments: Any) -> Any:
-        """What the model gives."""
+        """Call the model."""
         with self.draws:
             return self.model(**arguments)
 
     def call(self, batch: Batch, **more: Any) -> dict[str, Tensor]:
-        """All floating-point outputs by name, with the rows of codebooks, or of choices, side by side."""
+        """Return all floating-point outputs by name, with the rows of codebooks, or of choices, side by side."""
         output = self.run(**self.arguments(batch), **more)
         found = dict(_tensors(output))
         columns = 2 if self.choices else self.books
@@ -174,8 +174,10 @@ class Subject:
         return found
 
     def alone(self, documents: list[Tensor], **more: Any) -> dict[str, Output]:
-        """The outputs of each document in a call of its own, with its tokens and nothing else. `gather` cuts outputs of
-        packed documents into such parts from then on."""
+        """Return the outputs of each document in a call of its own, with nothing but its tokens.
+
+        `gather` cuts outputs of packed documents into such parts from then on.
+        """
         calls = [self.call(self.lay_out(alone, [document]), **more) for document in documents]
         found = outputs_alone(calls, self.lay_out(end_to_end, documents))
         self.outputs = tuple(calls[0])
@@ -183,7 +185,7 @@ class Subject:
         return self.expected
 
     def gather(self, outputs: Mapping[str, Tensor], batch: Batch, *, strict: bool = True) -> Gathered:
-        """Each document's part of the outputs of a call."""
+        """Cut the outputs of a call into documents."""
         found, problems = {}, []
         for name, expected in self.expected.items():
             value = outputs.get(name)
