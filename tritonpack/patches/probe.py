@@ -28,7 +28,7 @@ from tritonpack.patches.trial.comparison import tolerance
 from tritonpack.patches.trial.draws import constant_draws_if_any, gives_the_same_again
 from tritonpack.patches.trial.judge import Results, alone, judge
 from tritonpack.patches.trial.losses import has_known_loss, losses_alone, why_loss_mixes
-from tritonpack.patches.trial.packed_forms import LENGTHS, Batch, whole
+from tritonpack.patches.trial.packed_forms import LENGTHS, whole
 from tritonpack.patches.trial.shrink import shrink
 from tritonpack.patches.trial.small_copy import NotSmallError, one_line, small_model
 from tritonpack.patches.trial.subject import Subject, subject_of
@@ -253,7 +253,7 @@ def _try(model: Any, patch: Patch, lengths: tuple[int, ...]) -> Found:
     limit = tolerance(expected.dtype)
     wanted = {form: expected if form == TRIED[0] else expected._replace(gradients=()) for form in TRIED}
     forms = [form for form in TRIED if _takes(model, subject.forms[form](documents).arguments)]
-    failing = {form for form in forms if _fails(subject, subject.forms[form](documents))}
+    failing = {form for form in forms if _fails(subject, form, documents)}
     if PADDED in forms and PADDED not in failing:
         wanted[PADDED] = _unmoved_by_padding(subject, documents, expected, limit)
         forms = [form for form in forms if wanted[form].outputs]
@@ -315,10 +315,10 @@ def _takes(model: nn.Module, arguments: dict[str, Any]) -> bool:
 
 
 @torch.no_grad()
-def _fails(subject: Subject, batch: Batch) -> bool:
-    """Whether a call fails, whatever its outputs would be."""
+def _fails(subject: Subject, form: str, documents: list[Tensor]) -> bool:
+    """Whether a call fails without a patch."""
     try:
-        subject.output(batch)
+        subject.output(subject.forms[form](documents))
     except Exception:  # a model's own code may raise anything
         return True
     return False

@@ -82,10 +82,7 @@ def apart(expected: Sequence[Tensor | None], got: Sequence[Tensor | None]) -> fl
 def influence(run: PackedCall, documents: list[Tensor], others: Mapping[int, Tensor]) -> Influence:
     """Measure how far outputs of documents move when another document of the call changes.
 
-    Args:
-        run: runs packed documents.
-        documents: what `run` takes.
-        others: replacements, by the number of the document that each replaces. Each is tried by itself.
+    `others` holds replacements by the number of the document that each replaces. Each is tried by itself.
     """
     before, worst = run(documents), Influence(0.0, "", 0)
     for number, other in others.items():

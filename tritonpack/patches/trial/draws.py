@@ -67,11 +67,7 @@ NUMBERS: dict[str, Callable[..., Any]] = {
 
 
 def constant_draws_if_any(call: Callable[[], Any]) -> AbstractContextManager[Any]:
-    """Return a context in which a model draws the same in every call; an empty one for a model that draws nothing.
-
-    Args:
-        call: runs the model.
-    """
+    """Return a context in which a model draws the same in every call; an empty one if `call` draws nothing."""
     with torch.no_grad(), ConstantDraws() as mode:
         call()
     return mode if mode.drawn else nullcontext()

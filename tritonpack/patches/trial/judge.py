@@ -49,7 +49,7 @@ class Results(NamedTuple):
 
 @dataclass(frozen=True)
 class Judgement:
-    """The judge's answer for one form.
+    """The verdict on one form.
 
     Attributes:
         verdict: "exact"; "leak": tokens of one document move the outputs of another; "inexact": a document differs from
@@ -103,16 +103,11 @@ def judge(
     moved_limit: float | None = None,
     always: bool = False,
 ) -> Judgement:
-    """Judge one form.
+    """Judge documents `[1, n]` packed in one of the subject's forms.
 
-    Args:
-        subject: the model.
-        form: a name of the subject's forms.
-        documents: token ids `[1, n]`.
-        expected: the results of `alone`; gradients are compared if it has any.
-        limit: the largest difference from documents alone that counts as rounding.
-        moved_limit: the same for the influence of other documents; None means `limit`.
-        always: measure the influence of other documents also where a document's values are those that it has alone.
+    Differences from the results of `alone` up to `limit` count as rounding, and so does an influence of other documents
+    up to `moved_limit` (None means `limit`). Gradients are compared if there are expected ones. `always` measures the
+    influence of other documents also where there is no difference.
     """
     worst = moved = math.nan
     try:

@@ -67,13 +67,8 @@ def has_known_loss(model: Any) -> bool:
 def losses_alone(subject: Subject, documents: list[Tensor], expected: Results) -> LossTrial | None:
     """Compute the losses of documents, each in a call of its own, before the model is patched.
 
-    Args:
-        subject: the model.
-        documents: token ids `[1, n]`.
-        expected: what `alone` returned; the main output decides whether tokens or documents have labels.
-
-    Returns:
-        None for a model that gives no loss for the trial's labels.
+    The main output of the expected results decides whether tokens or documents have labels. Returns None for a model
+    that gives no loss for such labels.
     """
     documents = [document for document in documents if document.numel() > 1]
     main = expected.outputs[expected.main]

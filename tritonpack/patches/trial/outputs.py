@@ -53,12 +53,9 @@ class Output:
 def outputs_alone(calls: Sequence[Any], batch: Batch) -> dict[str, Output]:
     """Return all outputs of documents alone that have values for tokens or for documents, by name.
 
+    `calls` are the outputs of the model for each document in a call of its own; `batch` lays out these documents.
     Tensors in tuples and lists count only if they have values for tokens, because caches and attention weights come in
     tuples as well.
-
-    Args:
-        calls: the output of the model for each document in a call of its own.
-        batch: the same documents, laid out.
     """
     tensors = [dict(tensors_in(call)) for call in calls]
     names = [name for name in tensors[0] if all(name in one for one in tensors)]
@@ -67,14 +64,9 @@ def outputs_alone(calls: Sequence[Any], batch: Batch) -> dict[str, Output]:
 
 
 def parts_of(name: str, expected: Output, value: Tensor | None, batch: Batch, *, strict: bool = True) -> list[Tensor]:
-    """Cut an output of packed documents into each document's part, as large as the document's own output.
+    """Cut an output of packed documents into each document's part, as large as the expected one of the document alone.
 
-    Args:
-        name: of the output, for messages.
-        expected: the output of each document alone.
-        value: the output of the packed documents, if there is one.
-        batch: the packed documents.
-        strict: require all values of each document, and zeros after them where sizes differ between documents.
+    `strict` requires all values of each document, and zeros after them where sizes differ between documents.
 
     Raises:
         UnlikeError: it has no such parts.

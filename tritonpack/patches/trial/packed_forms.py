@@ -43,13 +43,9 @@ def whole(document: Tensor) -> Batch:
 
 
 def lay_out(rows: Iterable[Iterable[int]], documents: list[Tensor], *, left: bool = False, more: int = 0) -> Batch:
-    """Lay out documents in rows that are padded to the longest. The arguments are position ids and the mask.
+    """Lay out documents `[1, n]` by their numbers in rows, which are padded to the longest and by `more` tokens.
 
-    Args:
-        rows: the numbers of the documents in each row.
-        documents: token ids `[1, n]`.
-        left: pad on the left.
-        more: how many tokens of padding the longest row has.
+    The arguments are position ids and the mask.
     """
     rows = [list(row) for row in rows]
     width = max(sum(documents[i].numel() for i in row) for row in rows) + more
@@ -126,14 +122,9 @@ OF_TOKENS = ("attention_mask", "position_ids", "seq_idx")
 
 
 def paired(form: Form, source_of: Callable[[Tensor], Tensor]) -> Form:
-    """Return a form of pairs of documents, as an encoder-decoder model takes them.
+    """Return a form of pairs of documents for encoder-decoder models, as a function of the decoder's documents.
 
-    Args:
-        form: of one side; both sides have it.
-        source_of: makes the encoder's document `[1, m]` of one of the decoder's.
-
-    Returns:
-        A function of the decoder's documents.
+    Both sides have the form `form`. `source_of` makes the encoder's document `[1, m]` of the decoder's.
     """
 
     def lay_out_both(targets: list[Tensor]) -> Batch:
@@ -151,9 +142,7 @@ def paired(form: Form, source_of: Callable[[Tensor], Tensor]) -> Form:
 def with_choices(arguments: dict[str, Any], another: Callable[[Tensor], Tensor]) -> dict[str, Any]:
     """Return the arguments of a call in multiple choice: each document and its copy in other tokens are two options.
 
-    Args:
-        arguments: of one row, or without offsets; what has a value for each token becomes `[b, 2, t]` of `[b, t]`.
-        another: gives other token ids `[b, t]`.
+    Arguments `[b, t]` with a value for each token become `[b, 2, t]`. Offsets are taken for a single row.
     """
     found = dict(arguments)
     for name, value in arguments.items():

@@ -32,28 +32,18 @@ class NotSmallError(ValueError):
 
 @dataclass(frozen=True)
 class Built:
-    """A model and its description.
-
-    Attributes:
-        model: in evaluation mode.
-        kind: the name of its class, and what it is.
-        notes: what differs from the configuration.
-    """
+    """A model in evaluation mode, and its description."""
 
     model: nn.Module
-    kind: str
-    notes: tuple[str, ...] = ()
+    kind: str  # the name of its class, and what it is
+    notes: tuple[str, ...] = ()  # what differs from the configuration
 
 
 def small_copy(config: Any, *, dtype: torch.dtype = torch.float32, **options: Any) -> Built:
     """Build a small random model of the auto class of a configuration, with every switch of it (see `shrink`).
 
-    Where the whole can't be built, the language model inside is.
-
-    Args:
-        config: a transformers configuration; it stays as it is.
-        dtype: of the weights.
-        options: as the `from_config` of transformers' auto classes takes them, such as `trust_remote_code`.
+    Where the whole can't be built, the language model inside is. Options are those of the auto classes' `from_config`,
+    such as `trust_remote_code`. The configuration stays as it is.
 
     Raises:
         NotSmallError: transformers builds no such model, or not in this size.
@@ -84,9 +74,7 @@ def small_copy(config: Any, *, dtype: torch.dtype = torch.float32, **options: An
 def small_model(kind: type[nn.Module], config: Any) -> nn.Module:
     """Build a small random model of one class, in float32, with every switch of a configuration (see `shrink`).
 
-    Args:
-        kind: a model class whose only required argument is a configuration.
-        config: as the class takes it; it stays as it is.
+    The class must require no argument but a configuration.
 
     Raises:
         NotSmallError: the class builds no such model, or not in this size.

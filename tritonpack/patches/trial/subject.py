@@ -64,11 +64,9 @@ class Subject:
     def parts(
         self, batch: Batch, expected: Mapping[str, Output], *, strict: bool = True
     ) -> tuple[dict[str, list[Tensor]], list[str]]:
-        """Call the model with packed documents, and cut each expected output into documents.
+        """Call the model with packed documents, and cut each expected output into documents by `parts_of`.
 
-        Returns:
-            The parts by the output's name, and what is wrong with the outputs that have none. For `strict` see
-            `parts_of`.
+        Returns the parts by the output's name, and what is wrong with the outputs that have none.
         """
         found, parts, problems = self.tensors(batch), {}, []
         for name, output in expected.items():
@@ -133,11 +131,7 @@ def as_prompts(model: nn.Module, ids: Tensor) -> dict[str, Tensor]:
 def pairs_subject(model: nn.Module, draw: Draw, ordinary: Tensor, **options: Any) -> Subject:
     """Return how an encoder-decoder model is called with pairs of documents.
 
-    Args:
-        model: the model.
-        draw: as `Subject` takes it: documents of the decoder.
-        ordinary: `[n]` token ids, of which the encoder's documents are drawn.
-        options: of `Subject`.
+    `draw` makes the decoder's documents. The encoder's are drawn from the token ids `ordinary` `[n]`.
     """
 
     def source_of(target: Tensor) -> Tensor:

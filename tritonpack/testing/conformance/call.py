@@ -112,12 +112,8 @@ class VarlenFunction:
     ) -> tuple[Tensor, Tensor | None]:
         """Call the function, and return out and the log-sum-exp as the function returns it, if it does.
 
-        Args:
-            case: lengths, causal, window and dropout_p.
-            inputs: the tensors and the other options of the case.
-            scale: of the scores; None leaves it to the function.
-            lse: whether to ask for the log-sum-exp, if the function has a parameter for it.
-            deterministic: whether to ask for a deterministic backward pass, if it has a parameter for that.
+        `lse` and `deterministic` ask for the log-sum-exp and for a deterministic backward pass, if the function has
+        parameters for these.
         """
         lengths_q, lengths_k = case.seqlens, case.seqlens_k or case.seqlens
         given: dict[str, Any] = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
