@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.trial.comparison import apart, gradients_of, influence
-from tritonpack.patches.trial.outputs import Output, outputs_alone
+from tritonpack.patches.trial.outputs import Output, outputs_alone, tensors_in
 from tritonpack.patches.trial.packed_forms import whole
 from tritonpack.patches.trial.small_copy import one_line
 from tritonpack.patches.trial.subject import Subject
@@ -144,7 +144,7 @@ def judge(
 def _outputs(subject: Subject, documents: list[Tensor]) -> dict[str, Output]:
     calls = [subject.values(subject.output(whole(document))) for document in documents]
     found = outputs_alone(calls, subject.forms["position_ids"](documents))
-    if not found:
+    if not found or ("logits" in dict(tensors_in(calls[0])) and "logits" not in found):
         raise ValueError("it gives no value for each token or document")
     main = Results(found).main
     if any(bool(part.isnan().any()) for part in found[main].parts):
