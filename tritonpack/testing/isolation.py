@@ -119,8 +119,7 @@ def _check_form(
         return parts
 
     with torch.no_grad():
-        got = run(documents)
-    differs = max(expected.outputs[name].difference(got[name]) for name in got)
+        differs = max(expected.outputs[name].difference(parts) for name, parts in run(documents).items())
     moved = influence(run, documents, others)
     batch = FORMS[form](documents)
     gradient = max(_gradient_to_others(subject, batch, i, expected) for i in range(len(documents)))
