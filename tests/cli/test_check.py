@@ -103,7 +103,7 @@ def test_recurrences(tmp_path, capsys):
     assert "run document by document: model.layers.0.linear_attn\n" in output
     found = json.loads((tmp_path / "findings.json").read_text())
     assert found["stock"]["forms"]["without_cache"]["verdict"] == "leak"
-    assert found["compared"] == "logits and gradients"
+    assert found["compared"] == "outputs and gradients"
     assert found["tritonpack"]["report"].startswith("qwen3_next: 2 layers; backend auto")
 
 
@@ -213,7 +213,7 @@ def test_a_leak_is_exit_code_3(tiny, capsys, monkeypatch):
     output = capsys.readouterr().out
     assert cells(output)[ROWS[0]] == ("leak", "leak")
     assert re.search(
-        r"nothing was changed\ntritonpack: leak: position_ids: \S+ from another document, \S+ in all\n$", output
+        r"nothing was changed\ntritonpack: leak: position_ids: logits: \S+ from another document, \S+ in all\n$", output
     )
 
 

@@ -91,7 +91,7 @@ def test_modules_of_the_working_directory_are_found(tmp_path, monkeypatch, capsy
         (["tritonpack.errors:f"], r"tritonpack\.errors has no f; it has BackendUnavailableError, IsolationError, "),
         (["tritonpack.packing.bins:__doc__"], r"tritonpack\.packing\.bins:__doc__ is not a function but str"),
         (["os.path:isfile"], "isfile has no parameter for q, k, v, cu_seqlens_q, cu_seqlens_k; it has path"),
-        ([RIGHT, "--only", "nothing"], "no check is left"),
+        ([RIGHT, "--only", "nothing"], "no check matches"),
         ([RIGHT, "--dtype", "int8"], "--dtype"),
         ([RIGHT, "--device", "cuda"], "torch sees no GPU here; use --device cpu or auto"),
         (

@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 
 from tests.patches import zoo
 from tests.patches.zoo_rows import FULL, SLIDING, VOCAB, WINDOW
-from tritonpack.patches.trial import packed_forms, small_copy
+from tritonpack.patches.trial import packed_forms, subject
 from tritonpack.patches.trial.small_copy import spread
 
 __all__ = ["EXACT", "LENGTHS", "STOCK_FAILS", "pairs_subject", "source_of", "targets", "tiny_pair_model"]
@@ -93,9 +93,9 @@ def targets(lengths: tuple[int, ...] = LENGTHS, seed: int = 1) -> list[Tensor]:
     return zoo.documents(lengths, seed)
 
 
-def pairs_subject(model: PreTrainedModel, *, stock: bool = False) -> packed_forms.Subject:
-    """The calls of a model with pairs."""
-    return small_copy.pairs_subject(model, targets, torch.arange(zoo.FIRST_TOKEN, VOCAB), stock=stock)
+def pairs_subject(model: PreTrainedModel, *, stock: bool = False) -> subject.Subject:
+    """How a model is called with pairs."""
+    return subject.pairs_subject(model, targets, torch.arange(zoo.FIRST_TOKEN, VOCAB), stock=stock)
 
 
 def source_of(target: Tensor) -> Tensor:

@@ -14,7 +14,8 @@ from transformers import PreTrainedModel
 
 import tritonpack
 from tests.patches import zoo
-from tritonpack.patches.trial.packed_forms import difference, tolerance
+from tests.patches.sweep import difference
+from tritonpack.patches.trial.comparison import tolerance
 
 LENGTHS = (7, 1, 3, 11)
 EXACT = tolerance(torch.float64)  # routers' losses are computed in float32

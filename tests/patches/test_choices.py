@@ -9,8 +9,9 @@ from transformers import BertForMultipleChoice
 
 import tritonpack
 from tests.patches import zoo
+from tests.patches.sweep import difference
 from tests.patches.test_heads import EXACT, gradients, head, relative
-from tritonpack.patches.trial.packed_forms import difference, lay_out
+from tritonpack.patches.trial.packed_forms import lay_out
 
 CHOICES = 3
 # Tokens of each option of four questions; the first three questions lie in one row.

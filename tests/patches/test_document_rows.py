@@ -16,8 +16,10 @@ import tritonpack
 from tests.patches import zoo
 from tests.patches.foreign import attends_by_itself
 from tests.patches.models import tiny_model
+from tests.patches.sweep import difference
 from tritonpack import notices
-from tritonpack.patches.trial.packed_forms import FORMS, difference, gradients_of, lay_out, tolerance
+from tritonpack.patches.trial.comparison import gradients_of, tolerance
+from tritonpack.patches.trial.packed_forms import FORMS, lay_out
 from tritonpack.patches.trial.small_copy import spread
 
 LENGTHS = (7, 1, 3, 11)

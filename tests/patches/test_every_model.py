@@ -176,13 +176,14 @@ def test_gradient_checkpointing(name: str) -> None:
     if not model.supports_gradient_checkpointing:
         pytest.skip("can't be checkpointed")
     documents = zoo.documents(sweep.LENGTHS)
-    expected = sweep.alone(model, documents)
+    alone = sweep.alone(model, documents)
+    expected = alone.values, alone.gradients
     model.train().enable_input_require_grads()
     for reentrant in (False,) if name in REENTRANT_IS_WRONG else (False, True):
         model.zero_grad()
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
         with tritonpack.patch(model):
-            logits = sweep._logits(model, sweep.FORMS["without_cache"](documents))
+            logits = sweep.logits(model, sweep.FORMS["without_cache"](documents))
             weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
             (logits * weights).sum().backward()
         gradients = [p.grad for p in model.parameters() if p.requires_grad]
@@ -213,9 +214,9 @@ def test_unpatching_copies_and_pickles(name: str) -> None:
     copies: list[PreTrainedModel] = [copy.deepcopy(model), pickle.load(file)]
     handle.unpatch()
     assert state(model) == before
-    expected: Tensor = sweep.alone(model, documents, gradients=False)[0]
+    expected: Tensor = sweep.alone(model, documents, gradients=False).values
     for twin in copies:
-        logits = sweep._logits(twin, sweep.FORMS["position_ids"](documents)).detach()
+        logits = sweep.logits(twin, sweep.FORMS["position_ids"](documents)).detach()
         assert sweep.difference((expected, []), (logits, [])) < sweep.tolerance(model)
         tritonpack.unpatch(twin)
         assert not any(module._forward_pre_hooks for module in twin.modules())

@@ -1,4 +1,4 @@
-"""The first call of a patched model: code that was replaced since it was patched doesn't go unnoticed."""
+"""The first call of a patched model finds code that was replaced after the patch."""
 
 import copy
 import io
@@ -38,13 +38,13 @@ def of_watch(hook: Any) -> bool:
 
 
 def is_watching(model: nn.Module) -> bool:
-    """Whether anything is left of a watched call, or still to be shown by one."""
+    """Whether a watch or its hooks are left, or a first call is still to be watched."""
     hooks = [hook for m in model.modules() for hook in (*m._forward_pre_hooks.values(), *m._forward_hooks.values())]
     return any(map(of_watch, hooks)) or all(hook.first_call is not None for hook in hooks_of(model))
 
 
 def call(model: PreTrainedModel) -> Tensor:
-    return sweep._logits(model, sweep.FORMS["without_cache"](zoo.documents((7, 3, 5))))
+    return sweep.logits(model, sweep.FORMS["without_cache"](zoo.documents((7, 3, 5))))
 
 
 @pytest.fixture
@@ -54,13 +54,13 @@ def llama() -> Iterator[PreTrainedModel]:
 
 
 def bypass_layers(self: Any, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-    """As code that fuses a whole layer: its attention is never called."""
+    """A forward that fuses a whole layer, so that its attention is never called."""
     hidden_states = hidden_states + attends_by_itself(self.self_attn, self.input_layernorm(hidden_states), **kwargs)[0]
     return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
 def bypass_all(self: Any, input_ids: Tensor, position_ids: Tensor, **kwargs: Any) -> Any:
-    """As code that fuses a whole model."""
+    """A forward that fuses a whole model."""
     hidden_states = self.embed_tokens(input_ids)
     positions = self.rotary_emb(hidden_states, position_ids)
     for layer in self.layers:
@@ -103,7 +103,7 @@ def layer(model: Any) -> Any:
 
 @pytest.mark.parametrize("attention", ["tritonpack", "eager"])
 @pytest.mark.parametrize("what", REPLACED)
-def test_what_is_replaced_after_patching_is_refused(what: str, attention: Any, monkeypatch: Any) -> None:
+def test_code_replaced_after_the_patch_is_refused(what: str, attention: Any, monkeypatch: Any) -> None:
     replace, message = REPLACED[what]
     model = tiny_model("llama")
     with tritonpack.patch(model, attention=attention):
@@ -111,27 +111,27 @@ def test_what_is_replaced_after_patching_is_refused(what: str, attention: Any, m
         for _ in range(2):  # it isn't forgotten
             with pytest.raises(tritonpack.UnsupportedModelError, match=message) as raised:
                 call(model)
-        assert "Call tritonpack.unpatch(model), and patch the model once" in str(raised.value)
+        assert "Call tritonpack.unpatch(model), and patch the model after all other changes" in str(raised.value)
         monkeypatch.undo()
         call(model)
         assert not is_watching(model)
 
 
-def test_nothing_is_left_after_the_first_call(llama: PreTrainedModel) -> None:
+def test_no_hook_is_left_after_the_first_call(llama: PreTrainedModel) -> None:
     assert is_watching(llama)
     call(llama)
     assert not is_watching(llama)
 
 
-def test_what_asks_the_interface_may_replace(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What counts is that the mask is used, not whose code it is."""
+def test_replaced_code_that_uses_the_mask_is_accepted(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch requires that the mask is used, whoever wrote the code."""
     monkeypatch.setattr(LlamaAttention, "forward", attends_by_the_interface)
     check_isolation(llama)
     assert not is_watching(llama)
 
 
-def test_dense_attention_must_be_what_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It gets a tensor: what it does with that can't be seen, only that it is the same code."""
+def test_replaced_dense_attention_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It gets the mask as a tensor, whose use can't be seen, so the code must be the same."""
     model = zoo.tiny_model("gpt_neo")
     own = GPTNeoSelfAttention.forward
     with tritonpack.patch(model):
@@ -143,7 +143,7 @@ def test_dense_attention_must_be_what_it_was(monkeypatch: pytest.MonkeyPatch) ->
         assert not is_watching(model)
 
 
-def test_a_mask_that_is_never_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_makes_no_mask_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo.tiny_model("gpt_neo")
     with tritonpack.patch(model):
         monkeypatch.setattr(modeling_gpt_neo, "create_causal_mask", mask_of_its_own)
@@ -154,8 +154,8 @@ def test_a_mask_that_is_never_asked_for(monkeypatch: pytest.MonkeyPatch) -> None
 # What is done to models, and is no replacement.
 
 
-def test_layers_that_are_skipped() -> None:
-    """Cut off after patching, left out by the number in the configuration, or dropped at random."""
+def test_skipped_layers_are_accepted() -> None:
+    """Layers may be cut off after the patch, left out by the number in the configuration, or dropped at random."""
     model = tiny_model("llama", num_hidden_layers=3)
     with tritonpack.patch(model):
         model.model.layers = model.model.layers[:2]
@@ -172,16 +172,16 @@ def test_layers_that_are_skipped() -> None:
 
 
 @pytest.mark.parametrize("name", ["bart", "gemma3", "mamba", "nemotron_h", "openai-gpt", "qwen4_exp_text", "xlnet"])
-def test_layers_without_attention_or_with_more(name: str) -> None:
-    """Cross-attention that isn't called, towers, recurrences, masks that are written out."""
+def test_models_with_other_layers_are_accepted(name: str) -> None:
+    """Cross-attention that isn't called, towers, recurrences, and masks written out as tensors."""
     model = zoo.tiny_model(name)
     with tritonpack.patch(model):
         call(model)
         assert not is_watching(model)
 
 
-def test_states_of_an_encoder_in_several_calls() -> None:
-    """A model that holds its decoder makes the mask of cross-attention for it; the second call watches the decoder."""
+def test_a_decoder_is_watched_in_its_own_first_call() -> None:
+    """The model around a decoder makes the mask of cross-attention; the second call watches the decoder."""
     model = zoo.tiny_model("musicgen")
     ids = zoo.documents((5,))[0]
     arguments = {**zoo.call(model, ids), "encoder_hidden_states": torch.randn(1, 4, model.config.hidden_size)}
@@ -200,14 +200,14 @@ def test_gradient_checkpointing(llama: PreTrainedModel, reentrant: bool) -> None
     assert not is_watching(llama)
 
 
-def test_attention_that_several_layers_share(llama: PreTrainedModel) -> None:
+def test_layers_may_share_their_attention(llama: PreTrainedModel) -> None:
     llama.model.layers[1].self_attn = llama.model.layers[0].self_attn
     call(llama)
     assert not is_watching(llama)
 
 
 class Wrapper(nn.Module):
-    """As torch's CheckpointWrapper, which runs and recomputes a layer."""
+    """A wrapper such as torch's CheckpointWrapper, which runs and recomputes a layer."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -217,8 +217,8 @@ class Wrapper(nn.Module):
         return checkpoint(self._checkpoint_wrapped_module, *args, use_reentrant=False, **kwargs)
 
 
-def test_layers_that_are_wrapped(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their names are others then."""
+def test_wrapped_layers_are_found_by_name(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wrappers change the names of layers."""
     for i, own in enumerate(llama.model.layers):
         llama.model.layers[i] = Wrapper(own)
     monkeypatch.setattr(LlamaAttention, "forward", attends_by_itself)
@@ -229,7 +229,7 @@ def test_layers_that_are_wrapped(llama: PreTrainedModel, monkeypatch: pytest.Mon
     assert not is_watching(llama)
 
 
-def test_a_call_that_fails_shows_nothing(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_call_after_a_failed_one_is_watched(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(IndexError):
         llama(input_ids=torch.full((1, 3), 10**6))
     assert is_watching(llama)
@@ -238,8 +238,8 @@ def test_a_call_that_fails_shows_nothing(llama: PreTrainedModel, monkeypatch: py
     assert not is_watching(llama)
 
 
-def test_a_call_that_is_interrupted_shows_nothing(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch calls no hook then; the next call takes away what is left."""
+def test_the_call_after_an_interrupted_one_is_watched(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch calls no hook after an interrupt; the next call removes what is left."""
 
     def interrupt(*args: Any, **kwargs: Any) -> None:
         raise KeyboardInterrupt
@@ -253,7 +253,7 @@ def test_a_call_that_is_interrupted_shows_nothing(llama: PreTrainedModel, monkey
 
 
 def test_threads_watch_their_own_calls(llama: PreTrainedModel) -> None:
-    """Some call a model for the first time while others do."""
+    """Several threads call a model for the first time at once."""
     failures: list[Exception] = []
 
     def run() -> None:
@@ -287,8 +287,8 @@ def test_copies_are_watched(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPa
     assert is_watching(llama)
 
 
-def test_generation_shows_nothing(llama: PreTrainedModel) -> None:
-    """The masks of a cache aren't those of the call's tokens; training comes later."""
+def test_the_first_call_after_generation_is_watched(llama: PreTrainedModel) -> None:
+    """Masks of calls with a cache aren't the masks of the call's tokens, so those calls aren't watched."""
     llama.generate(torch.ones(1, 4, dtype=torch.long), max_new_tokens=2, do_sample=False)
     call(llama)
     assert not is_watching(llama)
@@ -297,8 +297,8 @@ def test_generation_shows_nothing(llama: PreTrainedModel) -> None:
 @pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("part", ["whole", "layers", "layers in place"])
-def test_what_is_compiled_is_not_watched(part: str) -> None:
-    """One graph, from the first call on, and no hook that makes another."""
+def test_compiled_code_is_not_watched(part: str) -> None:
+    """There is one graph from the first call on; no hook makes another."""
     graphs = Graphs()
     model = tiny_model("llama", num_hidden_layers=1, dtype=torch.float32)
     options: Any = {"backend": graphs, "fullgraph": True, "dynamic": True}

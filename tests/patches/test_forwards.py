@@ -1,4 +1,4 @@
-"""Code that isn't transformers' own makes a known class one to be tried."""
+"""A known class is tried if it runs code that isn't transformers' own."""
 
 import importlib
 import inspect
@@ -35,15 +35,15 @@ def test_replaced_attention_of_a_class_is_refused(
     tritonpack.patch(tiny_model("llama", dtype=dtype)).unpatch()
 
 
-def test_replaced_attention_that_asks_the_interface_is_tried(trials: list[Any], monkeypatch: Any) -> None:
+def test_replaced_attention_that_uses_the_interface_is_tried(trials: list[Any], monkeypatch: Any) -> None:
     monkeypatch.setattr(LlamaAttention, "forward", attends_by_the_interface)
     check_isolation(tritonpack.patch(tiny_model("llama")).model)
     assert len(trials) == 1
 
 
 @pytest.mark.parametrize("how", ["instance", "module", "any arguments", "head"])
-def test_replaced_code_of_one_model_is_tried_with_it(how: str, trials: list[Any]) -> None:
-    """No small copy has it."""
+def test_replaced_code_of_an_instance_is_tried_with_the_model_itself(how: str, trials: list[Any]) -> None:
+    """A small copy doesn't have that code."""
     model = tiny_model("llama")
     layers = model.model.layers
     if how == "instance":
@@ -60,14 +60,14 @@ def test_replaced_code_of_one_model_is_tried_with_it(how: str, trials: list[Any]
 
 
 def test_attention_of_another_class_is_tried(trials: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is transformers' own, and not this class's."""
+    """Its code is transformers' own, but of another class."""
     monkeypatch.setattr(LlamaAttention, "forward", MistralAttention.forward)
     tritonpack.patch(tiny_model("llama")).unpatch()
     assert len(trials) == 1
 
 
 def test_replaced_norms_are_not_tried(trials: list[Any]) -> None:
-    """What takes nothing about the row can't mix its documents."""
+    """A module without arguments about the row can't mix its documents."""
     model = tiny_model("llama")
     model.model.norm.forward = (lambda self, x: x).__get__(model.model.norm)
     model.lm_head = Scaled()
@@ -82,7 +82,7 @@ class Scaled(nn.Module):
 
 @pytest.mark.slow
 def test_every_class_of_transformers_has_its_own_forward() -> None:
-    """Else a class that nobody has touched would be tried, or its attention wouldn't be watched."""
+    """Otherwise an unchanged class would be tried, or its attention wouldn't be watched."""
     homes = sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py"))
     wrong, count = [], 0
     for home in homes:

@@ -17,7 +17,9 @@ from transformers.modeling_outputs import BaseModelOutputWithPooling
 import tritonpack
 from tests.patches import zoo
 from tests.patches.models import tiny_model
-from tritonpack.patches.trial.packed_forms import FORMS, difference, lay_out, tolerance
+from tests.patches.sweep import difference
+from tritonpack.patches.trial.comparison import tolerance
+from tritonpack.patches.trial.packed_forms import FORMS, lay_out
 from tritonpack.patches.trial.small_copy import spread
 
 LENGTHS = (7, 1, 3, 11)

@@ -39,11 +39,11 @@ def build(family: str) -> PreTrainedModel:
 
 
 def packed(model: PreTrainedModel, lengths: tuple[int, ...] = sweep.LENGTHS) -> Tensor:
-    return sweep._logits(model, sweep.FORMS["position_ids"](zoo.documents(lengths))).detach()
+    return sweep.logits(model, sweep.FORMS["position_ids"](zoo.documents(lengths))).detach()
 
 
 def alone(model: PreTrainedModel, lengths: tuple[int, ...] = sweep.LENGTHS) -> Tensor:
-    return sweep.alone(model, zoo.documents(lengths), gradients=False)[0]
+    return sweep.alone(model, zoo.documents(lengths), gradients=False).values
 
 
 def gap(got: Tensor, expected: Tensor) -> float:
@@ -346,7 +346,8 @@ def wrapped_layers(model: PreTrainedModel, implementation: CheckpointImpl) -> No
 def test_layers_in_torchs_checkpoint_wrapper(family: str, first: str, implementation: CheckpointImpl) -> None:
     model = build(family)
     documents = zoo.documents(sweep.LENGTHS)
-    expected = sweep.alone(model, documents)
+    alone = sweep.alone(model, documents)
+    expected = alone.values, alone.gradients
     model.train().enable_input_require_grads()
     if first == "wrapped":
         wrapped_layers(model, implementation)
@@ -354,7 +355,7 @@ def test_layers_in_torchs_checkpoint_wrapper(family: str, first: str, implementa
         if first == "patched":
             packed(model)
             wrapped_layers(model, implementation)
-        logits = sweep._logits(model, sweep.FORMS["without_cache"](documents))
+        logits = sweep.logits(model, sweep.FORMS["without_cache"](documents))
         packed(model, (20, 2))  # another batch in between
         weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
         (logits * weights).sum().backward()

@@ -1,4 +1,4 @@
-"""Layers that mix along the row: on each document by itself, or once where their kernels take boundaries."""
+"""Layers that mix along the row run on each document by itself, or once if their kernels take boundaries."""
 
 import importlib
 import itertools
@@ -22,7 +22,7 @@ def modeling(model_type: str) -> Any:
 
 
 def by_offsets(offsets: Tensor, dim: int, run: Callable[[Callable[[Any], Any]], Any]) -> Tensor:
-    """What a kernel does that takes boundaries: a run for every document, laid end to end."""
+    """Run a kernel on each document, as kernels do that take boundaries, and lay the outputs end to end."""
     bounds = offsets.tolist()
     pieces = [
         run(lambda x, a=a, b=b: x.narrow(dim if x.ndim > 2 else 1, a, b - a)) for a, b in itertools.pairwise(bounds)
@@ -31,7 +31,7 @@ def by_offsets(offsets: Tensor, dim: int, run: Callable[[Callable[[Any], Any]], 
 
 
 def fake_convolution(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """causal-conv1d's function, which keeps the documents of `seq_idx` apart; (B, channels, T)."""
+    """A function such as causal-conv1d's, which keeps the documents of `seq_idx` apart; (B, channels, T)."""
 
     def causal_conv1d_fn(x: Tensor, *args: Any, seq_idx: Tensor | None = None, **kwargs: Any) -> Tensor:
         for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
@@ -45,7 +45,7 @@ def fake_convolution(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def fake_delta_rule(own: Callable[..., Any]) -> Callable[..., Any]:
-    """flash-linear-attention's function, which keeps the documents of `cu_seqlens` apart; (B, T, heads, n)."""
+    """A function such as flash-linear-attention's, which keeps documents of `cu_seqlens` apart; (B, T, heads, n)."""
 
     def chunk_gated_delta_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **kwargs: Any) -> Any:
         offsets = kwargs.pop("cu_seqlens", None)
@@ -60,7 +60,7 @@ def fake_delta_rule(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count_calls(model: Any) -> list[tuple[int, ...]]:
-    """The shapes that the model's mixing layers see from now on."""
+    """Record the shapes of inputs of the model's mixing layers from now on."""
     shapes: list[tuple[int, ...]] = []
     for module in model.modules():
         if isinstance(module.__dict__.get("forward"), DocumentByDocument):
@@ -77,7 +77,7 @@ def count_calls(model: Any) -> list[tuple[int, ...]]:
 
 @pytest.mark.parametrize("model_type", ["lfm2", "qwen3_next"])
 def test_kernels_that_take_boundaries_get_them(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the packages at hand, functions of their shape stand for them: the row runs once, as exactly."""
+    """Other functions stand in for those of the packages; the row runs once and is exact."""
     home = modeling(model_type)
     monkeypatch.setattr(home, "causal_conv1d_fn", fake_convolution(home.causal_conv1d_fn))
     if hasattr(home, "torch_chunk_gated_delta_rule"):
@@ -87,14 +87,14 @@ def test_kernels_that_take_boundaries_get_them(model_type: str, monkeypatch: pyt
     model, documents = zoo.tiny_model(model_type, dtype=torch.float64), zoo.documents(sweep.LENGTHS)
     with tritonpack.patch(model) as handle:
         shapes = count_calls(model)
-        sweep._logits(model, sweep.FORMS["position_ids"](documents))
+        sweep.logits(model, sweep.FORMS["position_ids"](documents))
         assert set(shapes) == {(1, sum(sweep.LENGTHS))}
         assert handle.report.by_document == ()
 
 
 @pytest.mark.parametrize("model_type", ["zamba", "lfm2"])
 def test_layers_that_would_leak_run_on_each_document(model_type: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Zamba's convolution takes boundaries and its scan takes no notice of them; LFM2's kernel isn't installed."""
+    """Zamba's convolution takes boundaries, but its scan ignores them; LFM2's kernel isn't installed."""
     home = modeling(model_type)
     if model_type == "zamba":
         monkeypatch.setattr(home, "causal_conv1d_fn", fake_convolution(home.causal_conv1d_fn))
@@ -102,33 +102,33 @@ def test_layers_that_would_leak_run_on_each_document(model_type: str, monkeypatc
     model, documents = zoo.tiny_model(model_type, dtype=torch.float64), zoo.documents(sweep.LENGTHS)
     with tritonpack.patch(model) as handle:
         shapes = count_calls(model)
-        sweep._logits(model, sweep.FORMS["position_ids"](documents))
+        sweep.logits(model, sweep.FORMS["position_ids"](documents))
         assert set(shapes) == {(1, 1), (1, 3), (1, 7), (1, 11)}
         assert handle.report.by_document
 
 
-def test_what_layers_can_is_asked_where_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_boundaries_are_tried_on_the_device_of_the_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model may be patched on one device and moved to another that has kernels; a dtype stands for a device here."""
     model, documents = zoo.tiny_model("lfm2", dtype=torch.float64), zoo.documents(sweep.LENGTHS)
     with tritonpack.patch(model) as handle:
         assert handle.report.by_document
         shapes = count_calls(model)
-        sweep._logits(model, sweep.FORMS["position_ids"](documents))
+        sweep.logits(model, sweep.FORMS["position_ids"](documents))
         assert (1, sum(sweep.LENGTHS)) not in shapes
         home = modeling("lfm2")
         monkeypatch.setattr(home, "causal_conv1d_fn", fake_convolution(home.causal_conv1d_fn))
         model.float()
-        expected = sweep.alone(zoo.tiny_model("lfm2"), documents, gradients=False)[0]
+        expected = sweep.alone(zoo.tiny_model("lfm2"), documents, gradients=False).values
         shapes.clear()
-        got = sweep._logits(model, sweep.FORMS["position_ids"](documents)).detach()
+        got = sweep.logits(model, sweep.FORMS["position_ids"](documents)).detach()
         assert float((got - expected).abs().max() / expected.abs().max()) < sweep.tolerance(model)
         assert set(shapes[-1:]) == {(1, sum(sweep.LENGTHS))}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("model_type", ["zamba", "lfm2", "mamba2", "qwen3_next"])
-def test_a_layer_that_takes_no_notice_of_boundaries_is_found_out(model_type: str, dtype: torch.dtype) -> None:
-    """Also in bfloat16, where rounding is large: documents must not move at all when another changes."""
+def test_a_layer_that_ignores_boundaries_runs_on_each_document(model_type: str, dtype: torch.dtype) -> None:
+    """Rounding is large in bfloat16, so a change of another document must not move a document at all."""
     model = zoo.tiny_model(model_type, dtype=dtype)
     with tritonpack.patch(model):
         layers = [m.forward for m in model.modules() if isinstance(m.__dict__.get("forward"), DocumentByDocument)]
@@ -162,7 +162,7 @@ def test_documents_of_similar_lengths_share_a_batch() -> None:
 
 @pytest.mark.parametrize("model_type", ["rwkv", "recurrent_gemma", "lfm2", "mamba"])
 def test_a_cache_after_padding_on_the_left(model_type: str) -> None:
-    """As `generate` calls a model with prompts of several lengths: the state is that of the prompt, or refused."""
+    """`generate` pads prompts of several lengths: the state is the same as without padding, or the call is refused."""
     model = zoo.tiny_model(model_type)
     document = zoo.documents((8,))[0]
     ids = torch.cat([torch.full((1, 3), 5), document], 1)
@@ -180,7 +180,7 @@ def test_a_cache_after_padding_on_the_left(model_type: str) -> None:
         torch.testing.assert_close(model(ids, attention_mask=mask, use_cache=False).logits[:, 3:], expected)
 
 
-def test_a_packed_batch_leaves_no_cache_behind() -> None:
+def test_a_packed_batch_leaves_no_cache() -> None:
     model, documents = zoo.tiny_model("bamba"), zoo.documents(sweep.LENGTHS)
     ids, told = torch.cat(documents, 1), sweep.FORMS["position_ids"](documents).arguments
     with tritonpack.patch(model):
@@ -191,7 +191,7 @@ def test_a_packed_batch_leaves_no_cache_behind() -> None:
             model(ids, past_key_values=cache, **told)
 
 
-def test_a_layer_called_by_itself_says_so() -> None:
+def test_a_layer_called_outside_of_its_model_is_refused() -> None:
     model = zoo.tiny_model("lfm2")
     layer = next(m for m in model.modules() if type(m).__name__ == "Lfm2ShortConv")
     with tritonpack.patch(model), pytest.raises(ValueError, match="Lfm2ShortConv was called outside"):
@@ -202,7 +202,7 @@ def test_a_layer_called_by_itself_says_so() -> None:
 @pytest.mark.parametrize("attention", ["tritonpack", "sdpa", "eager"])
 @pytest.mark.parametrize("model_type", ["jamba", "nemotron_h", "qwen3_next"])
 def test_one_more_token_without_a_mask(model_type: str, attention: Any) -> None:
-    """The first layer of these holds no keys, and transformers asks its cache how many there are."""
+    """The first layer has no keys, but transformers takes the length of the cache from it."""
     model, ids = zoo.tiny_model(model_type, dtype=torch.float64), zoo.documents((9,))[0]
     with torch.no_grad():
         expected = model(ids, use_cache=False).logits[:, -2:]

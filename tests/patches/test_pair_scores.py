@@ -10,9 +10,10 @@ from transformers import PreTrainedModel
 
 import tritonpack
 from tests.patches import zoo
+from tests.patches.sweep import difference
 from tests.patches.test_heads import EXACT, TOLD, documents, gradients, relative
 from tritonpack.patches import probe
-from tritonpack.patches.trial.packed_forms import FORMS, difference
+from tritonpack.patches.trial.packed_forms import FORMS
 from tritonpack.patches.trial.small_copy import spread
 
 HEADS = {

@@ -13,10 +13,13 @@ import tritonpack
 from tests.patches import pairs
 from tests.patches.models import COMMON, Graphs
 from tests.patches.pairs import EXACT, STOCK_FAILS, pairs_subject, targets, tiny_pair_model
+from tests.patches.sweep import difference
 from tests.patches.test_every_model import state, without_dropout
-from tritonpack.patches.trial import packed_forms
+from tritonpack.patches.trial.comparison import tolerance
+from tritonpack.patches.trial.judge import alone, judge
 from tritonpack.patches.trial.packed_forms import FORMS
 from tritonpack.patches.trial.small_copy import spread
+from tritonpack.patches.trial.subject import Subject
 
 WITHOUT_SDPA = {"bigbird_pegasus", "nllb-moe", "switch_transformers", "t5gemma"}
 # Stock transformers contradicts itself: its router treats the empty places of a static cache as padding.
@@ -34,10 +37,10 @@ every_type = pytest.mark.parametrize("name", EXACT)
 def test_packed_equals_alone(name: str) -> None:
     model, documents = tiny_pair_model(name), targets()
     subject = pairs_subject(model)
-    expected = packed_forms.alone(subject, documents)
+    expected = alone(subject, documents)
     with tritonpack.patch(model):
         for form in (form for form in FORMS if form not in STOCK_FAILS.get(name, ())):
-            found = packed_forms.judge(subject, form, documents, expected, packed_forms.tolerance(model.dtype))
+            found = judge(subject, form, documents, expected, tolerance(model.dtype))
             assert (found.verdict, found.reason) == ("exact", ""), form
 
 
@@ -46,12 +49,12 @@ def test_stock_leaks_in_the_same_test(name: str) -> None:
     """In float32, because padding gives NaN in float64 in some types."""
     model, documents = tiny_pair_model(name, dtype=torch.float32), targets()
     subject = pairs_subject(model, stock=True)
-    expected = packed_forms.alone(subject, documents, gradients=False)
-    found = packed_forms.judge(subject, "segments_alone", documents, expected, 1e-3)
-    assert found.verdict == ("inexact" if name == "switch_transformers" else "leak")
-    if name != "encoder-decoder":  # RoBERTa's position ids do not begin at 0
-        limit = packed_forms.tolerance(model.dtype)
-        assert packed_forms.judge(subject, "padded_right", documents, expected, limit).verdict == "exact"
+    expected = alone(subject, documents, gradients=False)
+    found = judge(subject, "segments_alone", documents, expected, 1e-3)
+    assert found.verdict == "leak"
+    if name != "encoder-decoder":  # RoBERTa takes position ids from 0 for others
+        limit = tolerance(model.dtype)
+        assert judge(subject, "padded_right", documents, expected, limit).verdict == "exact"
 
 
 def packed(name: str, **more: Any) -> tuple[PreTrainedModel, list[Tensor], dict[str, Tensor]]:
@@ -70,7 +73,7 @@ def test_labels_are_shifted_within_each_document(name: str) -> None:
     loss = (torch.stack([output.loss for output in outputs]) * sizes).sum() / sizes.sum()
     with tritonpack.patch(model):
         output = model(**call)
-    assert relative(output.logits, expected) < packed_forms.tolerance(model.dtype)
+    assert relative(output.logits, expected) < tolerance(model.dtype)
     torch.testing.assert_close(output.loss, loss)
 
 
@@ -92,7 +95,7 @@ def test_labels_that_are_ignored_and_padding(name: str) -> None:
         row[span] = label[0]
     with tritonpack.patch(model):
         got = batch.gather(model(**batch.arguments, labels=row).logits)
-    assert relative(got[None], expected) < packed_forms.tolerance(model.dtype)
+    assert relative(got[None], expected) < tolerance(model.dtype)
 
 
 @every_type
@@ -100,14 +103,14 @@ def test_labels_that_are_ignored_and_padding(name: str) -> None:
 def test_with_transformers_own_attention(name: str, attention: str) -> None:
     model, documents = tiny_pair_model(name), targets()
     subject = pairs_subject(model)
-    expected = packed_forms.alone(subject, documents)
+    expected = alone(subject, documents)
     if attention == "sdpa" and name in WITHOUT_SDPA:
         with pytest.raises(tritonpack.UnsupportedModelError, match="doesn't support sdpa"):
             tritonpack.patch(model, attention="sdpa")
         return
     with tritonpack.patch(model, attention=attention):
         for form in ("two_rows", "padded_left"):
-            found = packed_forms.judge(subject, form, documents, expected, packed_forms.tolerance(model.dtype))
+            found = judge(subject, form, documents, expected, tolerance(model.dtype))
             assert (found.verdict, found.reason) == ("exact", ""), form
 
 
@@ -116,16 +119,17 @@ def test_with_transformers_own_attention(name: str, attention: str) -> None:
 def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
     model, documents = without_dropout(tiny_pair_model(name)), targets()
     subject = pairs_subject(model)
-    expected = packed_forms.alone(subject, documents)
-    set_capacity(model, 64)  # NLLB-MoE's routers keep the capacity of the last evaluation
+    expected = alone(subject, documents)
+    set_capacity(model, 64)  # NLLB-MoE's routers keep that of the last evaluation
     model.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
     model.enable_input_require_grads()
     with tritonpack.patch(model):
-        logits = subject.run(subject.forms["without_cache"](documents))
+        batch = subject.forms["without_cache"](documents)
+        logits = batch.gather(subject.output(batch).logits)
         weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).view_as(logits)
         (logits * weights).sum().backward()
     gradients = [p.grad for p in model.parameters() if p.requires_grad]
-    assert packed_forms.difference(expected, (logits.detach(), gradients)) < packed_forms.tolerance(model.dtype)
+    assert difference((expected.values, expected.gradients), (logits.detach(), gradients)) < tolerance(model.dtype)
 
 
 @every_type
@@ -149,20 +153,20 @@ def test_generate_as_stock(name: str, cache: str, beams: int) -> None:
         got = model.generate(ids * mask, **options)
     assert torch.equal(expected.sequences, got.sequences)
     for want, have in zip(expected.logits, got.logits, strict=True):
-        assert relative(have, want) < packed_forms.tolerance(model.dtype)
+        assert relative(have, want) < tolerance(model.dtype)
 
 
 @every_type
 def test_unpatching_copies_and_pickles(name: str) -> None:
     model, documents = tiny_pair_model(name), targets()
     before = state(model)
-    expected = packed_forms.alone(pairs_subject(model), documents, gradients=False)
+    expected = alone(pairs_subject(model), documents, gradients=False)
     handle = tritonpack.patch(model)
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
     handle.unpatch()
     assert state(model) == before
     for twin in copies:
-        found = packed_forms.judge(pairs_subject(twin), "offsets_alone", documents, expected, 1e-6)
+        found = judge(pairs_subject(twin), "offsets_alone", documents, expected, 1e-6)
         assert (found.verdict, found.reason) == ("exact", "")
 
 
@@ -170,7 +174,7 @@ def test_inner_model_and_encoder_outputs_equal_alone() -> None:
     """The whole model may be called with states of the encoder, and the model inside may be called directly."""
     model, documents, _ = packed("bart")
     subject = pairs_subject(model)
-    expected = packed_forms.alone(subject, documents, gradients=False)[0]
+    expected = alone(subject, documents, gradients=False).values
     batch = subject.forms["segments_alone"](documents)
     with tritonpack.patch(model):
         states = model.get_encoder()(batch.arguments["input_ids"], attention_mask=batch.arguments["attention_mask"])
@@ -179,7 +183,7 @@ def test_inner_model_and_encoder_outputs_equal_alone() -> None:
         inner = model.model(decoder_input_ids=batch.ids, **batch.arguments)[0]
         past_hooks = model.forward(decoder_input_ids=batch.ids, **batch.arguments).logits
     for got in (again, model.lm_head(inner), past_hooks):
-        assert relative(got[0], expected) < packed_forms.tolerance(model.dtype)
+        assert relative(got[0], expected) < tolerance(model.dtype)
 
 
 def test_decoder_called_with_states_of_an_encoder() -> None:
@@ -198,7 +202,7 @@ def test_decoder_called_with_states_of_an_encoder() -> None:
         got = model(torch.cat(documents, 1), encoder_attention_mask=numbers[1], **call).logits
         with pytest.raises(ValueError, match="row 0 has 4 documents in the decoder and 1 in the encoder"):
             model(torch.cat(documents, 1), **call)
-    assert relative(got, expected) < packed_forms.tolerance(model.dtype)
+    assert relative(got, expected) < tolerance(model.dtype)
 
 
 # Classes that shift the encoder's tokens to the right if the decoder gets none.
@@ -214,13 +218,13 @@ SHIFT_INPUTS = {
 @pytest.mark.parametrize("kind", SHIFT_INPUTS)
 def test_decoder_tokens_shifted_from_the_encoders(kind: str) -> None:
     model, documents = tiny_pair_model(SHIFT_INPUTS[kind], kind=kind), targets()
-    subject = packed_forms.Subject(model, targets, values=states_or_scores)
-    expected = packed_forms.alone(subject, documents)
-    # It takes no use_cache, and its encoder treats padding tokens as padding.
+    subject = Subject(model, targets, values=states_or_scores)
+    expected = alone(subject, documents)
+    # It takes no use_cache, and its encoder takes padding tokens for padding.
     refused = ("with_cache", "without_cache", "padded_end", "two_rows_alone") if "Gemma" in kind else ()
     with tritonpack.patch(model):
         for form in (form for form in FORMS if form not in refused):
-            found = packed_forms.judge(subject, form, documents, expected, packed_forms.tolerance(model.dtype))
+            found = judge(subject, form, documents, expected, tolerance(model.dtype))
             assert (found.verdict, found.reason) == ("exact", ""), form
 
 
@@ -302,9 +306,9 @@ def test_continuing_from_a_cache_of_packed_rows_is_refused() -> None:
 def test_by_name(name: str) -> None:
     subject = pairs_subject(tiny_pair_model(name, attention="tritonpack"))
     documents = targets()
-    expected = packed_forms.alone(pairs_subject(tiny_pair_model(name)), documents)
+    expected = alone(pairs_subject(tiny_pair_model(name)), documents)
     for form in ("segments_alone", "offsets_alone", "padded_left"):
-        found = packed_forms.judge(subject, form, documents, expected, packed_forms.tolerance(torch.float64))
+        found = judge(subject, form, documents, expected, tolerance(torch.float64))
         assert (found.verdict, found.reason) == ("exact", ""), form
 
 
@@ -357,7 +361,7 @@ def test_decoder_padding_without_a_mask(name: str, use_cache: bool) -> None:
     with tritonpack.patch(model):
         got = model(**call)
     seen = batch.ids != 0
-    assert relative(got.logits[seen], expected.logits[seen]) < packed_forms.tolerance(model.dtype)
+    assert relative(got.logits[seen], expected.logits[seen]) < tolerance(model.dtype)
 
 
 def test_encoder_padding_without_a_mask_is_refused() -> None:
@@ -372,11 +376,11 @@ def test_encoder_padding_without_a_mask_is_refused() -> None:
 def test_encoders_alone(kind: str) -> None:
     name = next(name for name in ("umt5", "mt5", "t5", "switch_transformers") if kind.lower().startswith(name[:6]))
     model, documents = tiny_pair_model(name, kind=kind), targets()
-    subject = packed_forms.Subject(model, targets)
-    expected = packed_forms.alone(subject, documents)
+    subject = Subject(model, targets)
+    expected = alone(subject, documents)
     with tritonpack.patch(model):
-        for form in (form for form in FORMS if form != "with_cache"):  # an encoder refuses a cache itself
-            found = packed_forms.judge(subject, form, documents, expected, packed_forms.tolerance(model.dtype))
+        for form in (form for form in FORMS if form != "with_cache"):  # which they refuse by themselves
+            found = judge(subject, form, documents, expected, tolerance(model.dtype))
             assert (found.verdict, found.reason) == ("exact", ""), form
 
 

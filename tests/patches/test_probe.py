@@ -28,7 +28,7 @@ import tritonpack
 from tests.patches import zoo
 from tests.patches.models import VOCAB, tiny_model
 from tritonpack.patches import model_forward, probe
-from tritonpack.patches.trial.small_copy import subject_of
+from tritonpack.patches.trial.subject import subject_of
 from tritonpack.patches.unpacking import by_document
 from tritonpack.testing import check_isolation
 
@@ -44,7 +44,7 @@ class StrangerConfig(PreTrainedConfig):
 
 
 class Stranger(PreTrainedModel):
-    """A model of somebody's own: its attention knows no interface and adds the mask to its scores."""
+    """A user's own model: its attention doesn't use transformers' interface and adds the mask to its scores."""
 
     config_class = StrangerConfig
     _supports_sdpa = True
@@ -79,7 +79,7 @@ def stranger(**changes: Any) -> Stranger:
     return Stranger(StrangerConfig(**changes)).double().eval()
 
 
-def test_a_stranger_that_uses_its_mask(trials: list[Any]) -> None:
+def test_a_model_that_uses_its_mask_is_accepted(trials: list[Any]) -> None:
     model = stranger()
     documents = zoo.documents((7, 1, 3, 11))
     alone = torch.cat([model(d)[0] for d in documents], dim=1)
@@ -94,7 +94,7 @@ def test_a_stranger_that_uses_its_mask(trials: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_a_stranger_that_makes_its_own_mask_is_refused(dtype: torch.dtype, trials: list[Any]) -> None:
+def test_a_model_that_makes_its_own_mask_is_refused(dtype: torch.dtype, trials: list[Any]) -> None:
     model = stranger(uses_mask=False).to(dtype)
     for _ in range(2):
         with pytest.raises(tritonpack.UnsupportedModelError, match=r"Stranger isn't a model.*stay apart"):
@@ -104,15 +104,15 @@ def test_a_stranger_that_makes_its_own_mask_is_refused(dtype: torch.dtype, trial
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_what_is_compared_is_patched_the_same_way() -> None:
-    """A verdict on one kind of attention says nothing about another."""
+def test_each_kind_of_attention_is_tried() -> None:
+    """A verdict on one kind of attention isn't used for another."""
     model = stranger()
     tritonpack.patch(model).unpatch()
     tritonpack.patch(model, attention="eager").unpatch()
     assert [key[1] for key in probe._verdicts] == [("tritonpack", "packed"), ("eager", "packed")]
 
 
-# Whatever the caller does, the trial runs on the CPU in float32 and leaves no trace.
+# In whatever context of the caller, the trial runs on the CPU in float32 and leaves no trace.
 
 
 @contextlib.contextmanager
@@ -171,11 +171,11 @@ CONTEXTS: dict[str, Any] = {
 
 
 class Unshown(LlamaForCausalLM):
-    """A subclass isn't what the tests show."""
+    """A subclass, which isn't in the table of shown classes."""
 
 
 class Particular(LlamaForCausalLM):
-    """It has a part that fills its weights itself, and one in the default dtype."""
+    """A model with a part that fills its weights itself, and one in the default dtype."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -189,7 +189,7 @@ class Particular(LlamaForCausalLM):
 
 
 class Mixing(LlamaForCausalLM):
-    """Each token's logits hold what stands before it in the row."""
+    """A model in which each token's logits contain those of all tokens before it in the row."""
 
     def forward(self, input_ids: Tensor | None = None, **kwargs: Any) -> Any:
         output = super().forward(input_ids, **kwargs)
@@ -205,7 +205,7 @@ def llama_config(**more: Any) -> LlamaConfig:
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_a_trial_in_any_context(context: str, trials: list[Any]) -> None:
-    """Models may be built and patched there."""
+    """Models may be built and patched in these contexts."""
     state = torch.get_rng_state()
     with CONTEXTS[context]():
         dtype = torch.get_default_dtype()
@@ -222,7 +222,7 @@ def test_a_trial_in_any_context(context: str, trials: list[Any]) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_trial_while_a_model_is_loaded(dtype: torch.dtype, tmp_path: Path, trials: list[Any]) -> None:
-    """By name, a model is patched when it is built: without weights, in another default dtype."""
+    """A model that is loaded by name is patched when it is built, without weights and in another default dtype."""
     Unshown(llama_config()).save_pretrained(tmp_path)
     model = Unshown.from_pretrained(tmp_path, attn_implementation="tritonpack", dtype=dtype)
     assert len(trials) == 1
@@ -235,8 +235,8 @@ def test_a_trial_while_a_model_is_loaded(dtype: torch.dtype, tmp_path: Path, tri
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_rotary_embeddings_that_follow_the_longest_document(kind: str, trials: list[Any]) -> None:
-    """Beyond a length that a call's documents must share they are refused in the call."""
+def test_rotary_embeddings_that_depend_on_the_longest_document_are_accepted(kind: str, trials: list[Any]) -> None:
+    """A call is refused if its documents are on both sides of the length at which the embeddings change."""
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 8.0}
     if kind == "longrope":
         factors = {"short_factor": [1.0] * 8, "long_factor": [1.0 + i for i in range(8)]}
@@ -246,7 +246,7 @@ def test_rotary_embeddings_that_follow_the_longest_document(kind: str, trials: l
 
 
 def test_a_trial_under_a_default_device(trials: list[Any]) -> None:
-    """Set for the thread, and for good."""
+    """The default device is set for the whole thread, not in a context."""
     model = Unshown(llama_config())
     torch.set_default_device("meta")
     try:
@@ -257,8 +257,8 @@ def test_a_trial_under_a_default_device(trials: list[Any]) -> None:
     assert len(trials) == 1
 
 
-def test_a_class_that_patches_its_instances(trials: list[Any]) -> None:
-    """Its small copy, too, is patched while it is built; that isn't tried in turn."""
+def test_a_class_that_patches_its_instances_is_tried_once(trials: list[Any]) -> None:
+    """Its small copy is patched too, while it is built, but not tried."""
 
     class SelfPatching(LlamaForCausalLM):
         def __init__(self, config: Any) -> None:
@@ -285,7 +285,7 @@ def test_a_known_class_is_tried_with_another_transformers(trials: list[Any], mon
 
 
 def test_a_wrapper_of_a_known_class_is_not_tried(trials: list[Any]) -> None:
-    """FSDP's fully_shard makes a subclass; a module of one's own holds a model."""
+    """FSDP's fully_shard makes a subclass, and a user's module may hold a model."""
     model = tiny_model("llama")
     for module in (model, *model.model.layers):
         kind = type(module)
@@ -305,17 +305,17 @@ def test_a_trial_leaves_the_model_as_it_was() -> None:
     assert all(p.grad is None for p in model.parameters())
 
 
-def test_no_token_that_the_configuration_names_is_tried() -> None:
-    """An image's place, or a part's padding, isn't text."""
+def test_trials_draw_no_token_that_the_configuration_names() -> None:
+    """Placeholders of images and padding of parts aren't text."""
     model = stranger(media_token_ids=list(range(30)), text=StrangerConfig(image_token_index=63, pad_token_id=62))
     tried = set(torch.cat(subject_of(model).draw((500,), 1), dim=1).flatten().tolist())
     assert tried <= set(range(30, 62))
 
 
-# A small copy must run all that the model runs; else the model itself is tried, in a float32 copy.
+# A small copy must run all code of the model; otherwise the model itself is tried, in a float32 copy.
 
 
-def test_a_class_that_takes_more_than_a_configuration(trials: list[Any]) -> None:
+def test_a_class_that_takes_more_than_a_configuration_is_tried_itself(trials: list[Any]) -> None:
     class TakesMore(LlamaForCausalLM):
         def __init__(self, config: Any, more: int) -> None:
             super().__init__(config)
@@ -342,8 +342,8 @@ def test_a_class_that_takes_more_than_a_configuration(trials: list[Any]) -> None
     ],
     ids=["meta", "large", "window", "quantized", "copied", "broken"],
 )
-def test_what_cannot_be_tried_is_refused(prepare: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Never accepted without evidence; the message says what was tried, and what to do."""
+def test_a_model_that_cannot_be_tried_is_refused(prepare: Any, reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The message says what was tried, and what to do."""
 
     class TakesMore(MistralForCausalLM):
         def __init__(self, config: Any, more: int) -> None:
@@ -364,20 +364,20 @@ def frozen() -> nn.Parameter:
     return nn.Parameter(torch.zeros(3, dtype=torch.uint8), requires_grad=False)
 
 
-def test_windows_are_felt_by_the_model_itself() -> None:
-    """Its longest document is longer than its window, which a small copy's would have been made for."""
+def test_documents_are_longer_than_the_windows_of_a_model_tried_itself() -> None:
+    """A small copy would have short windows; this model keeps its own."""
 
     class TakesMore(WindowIgnored):
         def __init__(self, config: Any, more: int) -> None:
             super().__init__(config)
 
     wide = zoo.tiny_config("mistral", sliding_window=40)
-    with pytest.raises(tritonpack.UnsupportedModelError, match=r"position_ids: \d"):
+    with pytest.raises(tritonpack.UnsupportedModelError, match=r"position_ids: logits: \d"):
         tritonpack.patch(TakesMore(wide, 1))
 
 
 class WindowIgnored(MistralForCausalLM):
-    """Unpacked, its window is as long as the document."""
+    """A model that ignores its window unless it gets position ids."""
 
     def forward(self, input_ids: Tensor, position_ids: Any = None, **kwargs: Any) -> Any:
         window = self.config.sliding_window
@@ -397,8 +397,8 @@ ENCODER = {
 
 
 @pytest.mark.parametrize("config", [BertConfig(**ENCODER), ModernBertConfig(**ENCODER, local_attention=8)], ids=repr)
-def test_encoders(config: PreTrainedConfig) -> None:
-    """Both ways, with windows; ModernBERT isn't a causal type and is tried."""
+def test_encoders_are_accepted(config: PreTrainedConfig) -> None:
+    """Attention sees both directions, with and without windows."""
     torch.manual_seed(0)
     model = AutoModelForMaskedLM.from_config(config).double().eval()
     with tritonpack.patch(model):
@@ -406,14 +406,16 @@ def test_encoders(config: PreTrainedConfig) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "xlnet"])
-def test_a_score_for_each_document(name: str, trials: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also of a head that, unpatched, reads the last token of a row, padding or not."""
+def test_heads_of_documents_are_accepted(name: str, trials: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """XLNet's unpatched head reads the last token of a row, even if it is padding."""
     monkeypatch.setattr(probe, "shown_layout", lambda kind: None)
     model = AutoModelForSequenceClassification.from_config(zoo.tiny_config(name))
     tritonpack.patch(model).unpatch()
     monkeypatch.setattr(by_document, "ONE_DOCUMENT_A_ROW", re.compile("none"))
     monkeypatch.setattr(model_forward.ModelForward, "_require_nothing_of_rows", lambda *args: None)
     monkeypatch.setattr(probe, "_verdicts", {})
-    with pytest.raises(tritonpack.UnsupportedModelError, match="position_ids: it gives 1 scores for 4 documents"):
+    with pytest.raises(
+        tritonpack.UnsupportedModelError, match=r"position_ids: logits has shape \(1, 2\) for 4 documents"
+    ):
         tritonpack.patch(model)
     assert len(trials) == 3  # of the head, of the model inside of it, and of what is no such head

@@ -1,4 +1,4 @@
-"""Every family that leaks without its rows of the tables is refused without them: a trial finds what the tables say."""
+"""Trials find every leak that the tables of families prevent: without the tables, these families are refused."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ SAMPLED = ("bart", "falcon_h1", "llama4_text", "lfm2", "openai-gpt", "recurrent_
 
 @pytest.fixture
 def without_tables(packed_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No class is known, and nothing is known of any layer."""
+    """Empty the table of shown classes and the tables of layers."""
     monkeypatch.setattr(probe, "shown_layout", lambda kind: None)
     for owner in (choose, forwards):
         for name in ("MIXERS", "POSITION_TABLES", "OWN_MASKS"):
@@ -54,7 +54,7 @@ def test_leaking_families_are_refused(name: str, trials: list[Any]) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("without_tables")
 def test_no_other_family_leaks() -> None:
-    """Those that the tables say nothing of are accepted, so that a refusal in the test above says something."""
+    """Families without an entry in the tables are accepted, so the refusals above come from leaks."""
     refused = []
     for name in zoo.MODEL_TYPES:
         if name not in zoo.UNBUILT and name not in LEAKING:
@@ -62,4 +62,4 @@ def test_no_other_family_leaks() -> None:
                 tritonpack.patch(zoo.tiny_model(name))
             except tritonpack.UnsupportedModelError:
                 refused.append(name)
-    assert refused == ["gemma4_unified_assistant", "xlstm"]  # which take no tokens alone, and no mask
+    assert refused == ["gemma4_unified_assistant", "xlstm"]  # the first takes no tokens alone, the second no mask

@@ -10,8 +10,9 @@ from transformers import BertForQuestionAnswering, PreTrainedModel
 
 import tritonpack
 from tests.patches import zoo
+from tests.patches.sweep import difference
 from tests.patches.test_heads import EXACT, LENGTHS, TOLD, documents, gradients, head, packed, padded, relative
-from tritonpack.patches.trial.packed_forms import FORMS, difference
+from tritonpack.patches.trial.packed_forms import FORMS
 
 HEADS = {
     "BertForQuestionAnswering": "bert",

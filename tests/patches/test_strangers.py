@@ -1,4 +1,4 @@
-"""Code of others that gets no mask is shown to keep documents apart by the first packed call."""
+"""The first packed call shows whether code of others that gets no mask keeps documents apart."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def packed() -> dict[str, Tensor]:
 
 
 class Convolution(nn.Module):
-    """Around another module: adds each token's neighbour to it."""
+    """A wrapper of a module that adds each token's neighbour to it."""
 
     def __init__(self, own: nn.Module) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Convolution(nn.Module):
 
 
 class Scaled(nn.Module):
-    """Each token by itself, with dropout."""
+    """A module that computes each token by itself, with dropout."""
 
     def __init__(self, own: nn.Module) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ WRONG = {
 
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", WRONG)
-def test_what_mixes_documents_is_named(name: str, when: str) -> None:
+def test_a_module_that_mixes_documents_is_named(name: str, when: str) -> None:
     model = tiny_model("llama")
     if when == "before":
         WRONG[name](model)
@@ -86,8 +86,8 @@ def test_what_mixes_documents_is_named(name: str, when: str) -> None:
 
 
 @pytest.mark.parametrize("padded", [False, True])
-def test_what_is_put_in_before_the_first_packed_call_is_seen(padded: bool) -> None:
-    """Calls without packed rows, such as an evaluation, show nothing."""
+def test_modules_added_before_the_first_packed_call_are_tried(padded: bool) -> None:
+    """Calls without packed rows, such as an evaluation, don't count as the first."""
     model = tiny_model("llama")
     tritonpack.patch(model)
     ids = torch.cat(zoo.documents((8, 8)))
@@ -98,7 +98,7 @@ def test_what_is_put_in_before_the_first_packed_call_is_seen(padded: bool) -> No
 
 
 @pytest.mark.parametrize("where", ["model.encoder.layers.0.fc1", "model.decoder.layers.0.fc1", "lm_head"])
-def test_either_side_of_an_encoder_with_a_decoder(where: str) -> None:
+def test_both_sides_of_an_encoder_decoder_model_are_tried(where: str) -> None:
     model: Any = tiny_pair_model("bart")
     own = model.get_submodule(where)
     model.set_submodule(where, Convolution(own))
@@ -112,7 +112,7 @@ def test_either_side_of_an_encoder_with_a_decoder(where: str) -> None:
         model(**call)
 
 
-def test_what_runs_token_by_token_is_left_alone() -> None:
+def test_modules_that_run_token_by_token_are_accepted() -> None:
     model = tiny_model("llama").train()
     model.model.layers[1].mlp = Scaled(model.model.layers[1].mlp)
     with tritonpack.patch(model):
@@ -125,7 +125,7 @@ def test_what_runs_token_by_token_is_left_alone() -> None:
 
 
 class Counted(Scaled):
-    """Counts its calls."""
+    """A module that counts its calls."""
 
     calls = 0
 
@@ -135,8 +135,8 @@ class Counted(Scaled):
 
 
 @pytest.mark.parametrize("side", ["encoder", "decoder"])
-def test_a_side_of_an_encoder_with_a_decoder_is_watched_once(side: str) -> None:
-    """It runs once for the call, and three times more for the watch; in later calls once."""
+def test_each_side_of_an_encoder_decoder_model_is_watched_once(side: str) -> None:
+    """A module runs once for the call and three times for the watch, and once in later calls."""
     model: Any = tiny_pair_model("bart")
     layer = getattr(model.model, side).layers[0]
     layer.fc1 = Counted(layer.fc1)

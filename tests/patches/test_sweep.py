@@ -1,4 +1,4 @@
-"""The sweep's judge, its results, and a sample of every class that it has shown."""
+"""The sweep's judge, its results, and a sample of the classes that it has shown."""
 
 import contextlib
 import hashlib
@@ -35,7 +35,7 @@ def trial(name: str, model_type: str, *chosen: str) -> Trial:
 
 
 def changed(change: Callable[[Any], Any], where: str) -> Patch:
-    """tritonpack's patch, and a part of the model that gives something else."""
+    """Return a patch that also changes the output of a part of the model."""
 
     @contextlib.contextmanager
     def patch(model: nn.Module) -> Iterator[None]:
@@ -56,7 +56,7 @@ def broken(output: Any) -> Any:
 
 
 class TestJudge:
-    """Each verdict, and from the cause that its name says."""
+    """Each verdict comes from its cause."""
 
     def test_exact(self) -> None:
         row = trial("LlamaForCausalLM", "llama", *forms.ALL).run("patch")
@@ -91,17 +91,16 @@ class TestJudge:
         )
         assert row.forms == {"position_ids": "exact", "float32": "exact", "bfloat16": "inexact"}
 
-    def test_one_score_for_several_documents(self) -> None:
+    def test_one_score_for_several_documents_is_a_wrong_shape(self) -> None:
         row = trial("LlamaForSequenceClassification", "llama", "position_ids", "padded_right").run("patch", without)
         assert row.forms == {"position_ids": "shape", "padded_right": "exact"}
-        assert row.reason == "position_ids: logits has shape (1, 3) for 4 documents"
+        assert row.reason == "position_ids: logits has shape (1, 3) for 4 documents in 1 x 22 tokens"
 
     def test_other_outputs_than_the_first(self) -> None:
-        """The hidden states are right, the pooled ones are one for the row; and the other way round, they leak."""
+        """Without a patch, hidden states leak and there is one pooled output for the row."""
         subject = trial("BertModel", "bert", "position_ids")
-        assert {name: kind.of for name, kind in subject.subject.kinds.items()} == {
-            "last_hidden_state": "token", "pooler_output": "document",
-        }  # fmt: skip
+        kinds = {name: output.kind for name, output in subject.expected.items()}
+        assert kinds == {"last_hidden_state": "token", "pooler_output": "document"}
         assert subject.run("patch", without).verdict == "leak"
 
     @pytest.mark.parametrize(
@@ -121,16 +120,16 @@ class TestJudge:
             return output
 
         sound = trial("FastSpeech2ConformerModel", "fastspeech2_conformer", "segments_padded")
-        kind = sound.subject.kinds["spectrogram"]
-        assert kind.of == "sized"
-        assert len(set(kind.sizes)) > 2
+        spectrogram = sound.expected["spectrogram"]
+        assert spectrogram.kind == "document"
+        assert len({part.shape for part in spectrogram.parts}) > 2
         with assumed("FastSpeech2ConformerModel", "lengths"):
             row = sound._run_in("lengths", "patch", changed(replace, ""))
         assert row.verdict == verdict
 
     @pytest.mark.parametrize("moved", [0.0, 1.0])
-    def test_what_lies_beside_tokens_in_rows_of_documents(self, moved: float) -> None:
-        """Hidden states of a text and its image: in rows of documents all of them are compared."""
+    def test_values_of_an_image_are_compared_in_rows_of_documents(self, moved: float) -> None:
+        """Hidden states of a text and its image are all compared where each document has a row."""
 
         def change(output: Any) -> Any:
             states = output.hidden_states[-1].clone()
@@ -193,7 +192,7 @@ class TestJudge:
         row = trial("LlamaForCausalLM", "llama", "position_ids").run("patch", changed(broken, "lm_head"))
         assert (row.verdict, row.reason) == ("error", "position_ids: RuntimeError: broken")
 
-    def test_what_fails_without_tritonpack_isnt_blamed_on_it(self) -> None:
+    def test_forms_that_fail_without_tritonpack_are_stock(self) -> None:
         row = trial("T5EncoderModel", "t5", "with_cache")._run_in("packed", "patch", tritonpack.patch)
         assert row.forms["with_cache"] in ("stock", "refused")
 
@@ -203,9 +202,8 @@ class TestJudge:
         documents = subject.draw((7, 1, 3))
         with torch.no_grad():
             alone = subject.alone(documents)
-        assert subject.kinds["logits"].side == "decoder"
-        assert subject.kinds["encoder_last_hidden_state"].side == "encoder"
-        assert [len(alone[name]) for name in subject.kinds] == [13, 11]
+        assert [output.of_source for output in alone.values()] == [False, True]
+        assert [sum(map(len, output.parts)) for output in alone.values()] == [13, 11]
 
     def test_not_built_and_no_text(self) -> None:
         (row,) = judge_case(case("Gemma4AssistantForCausalLM", "gemma4_assistant"))
@@ -255,7 +253,7 @@ class TestResults:
             {"position_ids": "leak", "two_rows": "refused"},
         ],
     )
-    def test_rows_come_back_as_they_were_written(self, verdicts: dict[str, str], tmp_path: Path) -> None:
+    def test_saved_rows_are_loaded_unchanged(self, verdicts: dict[str, str], tmp_path: Path) -> None:
         row = Row("A/b", "patch", "exact", "why", verdicts, 1e-7, 0.5, "note", "dense", 1.2)
         results.save([row], tmp_path / "rows")
         assert results.load(tmp_path / "rows") == [row]
@@ -274,8 +272,7 @@ class TestResults:
         assert [row.version for row in results.load(tmp_path)] == ["5.23.1"]
 
     def test_shown_classes(self, tmp_path: Path) -> None:
-        """Exact in part is shown; wrong, refused or an error for one of its types isn't, nor
-        what needs another layout for another type. Other versions stay."""
+        """A class is shown if all its types are exact, at least in part, in one layout. Other versions stay."""
         verdicts = {
             "A/a": "exact", "B/a": "partly", "C/a": "refused", "D/a": "leak", "E/a": "exact", "E/b": "error",
         }  # fmt: skip
@@ -290,7 +287,7 @@ class TestResults:
         assert path.read_text() == "\n".join(expected)
 
 
-def test_the_readme_says_what_the_table_says() -> None:
+def test_the_readme_agrees_with_the_table() -> None:
     said = table.sentence(table.Found(STORED.values()), transformers.__version__)
     assert said in " ".join((Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8").split())
 
@@ -299,13 +296,13 @@ RERUN = "run `python -m tests.patches.sweep` and `python -m tests.patches.table`
 
 
 def test_every_class_of_every_mapping_has_been_tried() -> None:
-    """A new version of transformers, or a new class in it, shows here."""
+    """A new version of transformers, or a new class in it, fails this test."""
     missing = [x.key for x in cases() if not any((x.key, how) in STORED for how in ("patch", ANY))]
     assert not missing, f"{len(missing)} classes of transformers {transformers.__version__} weren't tried: {RERUN}"
 
 
 def test_classes_left_out_take_no_text() -> None:
-    """Those of a few model types: importing all of them takes long."""
+    """A few model types are tried, because importing all takes long."""
     for x in [x for x in cases() if x.model_type.startswith(("b", "v"))]:
         if (row := STORED.get((x.key, ANY))) and row.verdict == "no text":
             assert no_text(getattr(transformers, x.name))
@@ -318,7 +315,7 @@ def test_mappings_are_those_of_transformers() -> None:
 
 
 def sample(count: int, salt: str) -> list[Case]:
-    """Classes that were built, in an order that follows from their names alone."""
+    """Return classes that were built, in an order that depends on their names alone."""
 
     def order(x: Case) -> str:
         return hashlib.sha256(f"{salt}{x.key}".encode()).hexdigest()
@@ -335,7 +332,7 @@ def compare(x: Case, how: str, chosen: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("x", sample(24, "quick"), ids=lambda x: x.key)
-def test_a_few_classes_are_what_the_table_says(x: Case) -> None:
+def test_a_few_classes_agree_with_the_table(x: Case) -> None:
     with build.quiet():
         compare(x, "patch", ("segments_alone",))
 
@@ -343,6 +340,6 @@ def test_a_few_classes_are_what_the_table_says(x: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["patch", "name"])
 @pytest.mark.parametrize("x", sample(72, "slow"), ids=lambda x: x.key)
-def test_more_classes_are_what_the_table_says(x: Case, how: str) -> None:
+def test_more_classes_agree_with_the_table(x: Case, how: str) -> None:
     with build.quiet():
         compare(x, how, forms.ALL)

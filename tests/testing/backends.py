@@ -1,4 +1,4 @@
-"""Functions of flash_attn_varlen_func's shape: one that is right, and what is done to it to make it wrong."""
+"""Functions that are called as flash_attn_varlen_func is: a right one, and wrong ones that are made of it."""
 
 import functools
 import inspect
@@ -32,7 +32,7 @@ def attention(
     s_aux: Tensor | None = None,
     make_mask: Callable[..., BlockDiagonalMask] = BlockDiagonalMask.from_cu_seqlens,
 ) -> Any:
-    """FlashAttention 2's function, and sinks, on the blocked backend."""
+    """FlashAttention 2's function with sinks, on the blocked backend."""
     rows = {"total_q": q.shape[0], "total_k": k.shape[0]}
     out, lse = varlen_attention(
         q,
@@ -51,7 +51,7 @@ def attention(
 
 
 def altered(change: Callable[..., Any]) -> Callable[..., Any]:
-    """`change(call, **arguments)`, as a function with attention's signature; all its arguments have values."""
+    """Return a function with attention's signature that calls `change(attention, **all arguments)`."""
     signature = inspect.signature(attention)
 
     @functools.wraps(change)
@@ -65,7 +65,7 @@ def altered(change: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def map_out(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The result with its out replaced, whether or not there is an lse."""
+    """Replace out in a result, which may have an lse."""
     return (change(result[0]), *result[1:]) if isinstance(result, tuple) else change(result)
 
 
@@ -74,7 +74,7 @@ def map_lse(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def with_gradient(x: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
-    """x, with its gradient changed."""
+    """Return x with a gradient that is changed."""
     x = x.view_as(x)
     if x.requires_grad:
         x.register_hook(change)
@@ -128,14 +128,14 @@ def garbage_in_gradients_of_slack(call: Any, k: Tensor, cu_seqlens_k: Tensor, **
 
 @altered
 def slack_leaks(call: Any, q: Tensor, cu_seqlens_q: Tensor, **rest: Any) -> Any:
-    """0 * NaN is NaN."""
+    """Slack rows reach dq, because 0 * NaN is NaN."""
     q = with_gradient(q, lambda dq: dq + 0.0 * rest["v"].detach().sum())
     return call(q=q, cu_seqlens_q=cu_seqlens_q, **rest)
 
 
 @altered
 def head_order(call: Any, q: Tensor, k: Tensor, v: Tensor, **rest: Any) -> Any:
-    """Query head h reads key head h % H_kv, where h // (H / H_kv) is right."""
+    """Query head h reads key head h % H_kv instead of h // (H / H_kv)."""
     k, v = (x.repeat(1, q.shape[1] // x.shape[1], 1) for x in (k, v))
     return call(q=q, k=k, v=v, **rest)
 
@@ -174,7 +174,7 @@ def zeros_for_dk(call: Any, k: Tensor, **rest: Any) -> Any:
 @altered
 def raises_on_empty_documents(call: Any, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, **rest: Any) -> Any:
     if not (cu_seqlens_q.diff().all() and cu_seqlens_k.diff().all()):
-        raise RuntimeError("an empty document\nand more that is of no use in a table")
+        raise RuntimeError("an empty document\nand a second line")
     return call(cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, **rest)
 
 
@@ -190,7 +190,7 @@ def lse_of_nothing_is_nan(call: Any, **rest: Any) -> Any:
 
 @altered
 def lse_gradient_dropped(call: Any, **rest: Any) -> Any:
-    """As FlashAttention 2 does it: lse requires a gradient, and backward takes no notice."""
+    """lse requires a gradient that backward ignores, as in FlashAttention 2."""
     return map_lse(call(**rest), lambda lse: with_gradient(lse, torch.zeros_like))
 
 

@@ -1,4 +1,4 @@
-"""The conformance kit: what is right passes, and what is wrong fails where it is wrong and nowhere else."""
+"""The conformance kit: right functions pass, and each wrong one fails the checks of its defect and no others."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -20,19 +20,19 @@ from tritonpack.testing.conformance.call import VarlenFunction
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_standard_for_all_functions() -> Iterator[None]:
-    """What functions are held against depends on inputs alone, of which nearly all see the same: worked out once."""
+    """The standard depends on the inputs alone, and nearly all functions get the same ones: compute it once."""
     known: dict[Any, Any] = {}
 
     def content(x: Any) -> Any:
         return (x.dtype, x.shape, x.detach().double().numpy().tobytes()) if isinstance(x, Tensor) else x
 
-    def standard(inputs: Inputs, scale: float | None, work_out: Callable[..., Any] = tolerance._standard) -> Any:
+    def standard(inputs: Inputs, scale: float | None, compute: Callable[..., Any] = tolerance._standard) -> Any:
         mask, options = inputs.mask, [x for item in sorted(inputs.keywords.items()) for x in item]
         tensors = inputs.q, inputs.k, inputs.v, inputs.dout, inputs.dlse, inputs.sinks
         of_mask = mask.key_start, mask.key_stop, mask.num_keys, mask.diagonal, mask.document
         key = tuple(map(content, (*tensors, *of_mask, *options, scale)))
         if key not in known:
-            known[key] = work_out(inputs, scale)
+            known[key] = compute(inputs, scale)
         return known[key]
 
     with mock.patch.object(tolerance, "_standard", standard):
@@ -54,20 +54,20 @@ QUICK = matching("*", but=LARGE)
 
 
 def quick_report(function: Callable[..., Any]) -> conformance.Report:
-    """Its report in float32 on all checks but the large ones."""
+    """The report of a function in float32 on all checks but the large ones."""
     return conformance.run(function, dtypes=[torch.float32], device="cpu", skip=LARGE)
 
 
 class TestRightFunctions:
     @pytest.mark.heavy
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
-    def test_ours_pass_everything(self, dtype: torch.dtype) -> None:
+    def test_tritonpack_passes_every_check(self, dtype: torch.dtype) -> None:
         report = conformance.run(flash_attn.flash_attn_varlen_func, dtypes=[dtype], device="cpu")
         assert report.of("pass") == NAMES, "\n".join(str(r) for r in report.results if r.outcome != "pass")
         assert report.passed
 
     @pytest.mark.parametrize("check", conformance.checks(only=["slack/*", "dropout/*"]), ids=str)
-    def test_checks_are_for_parametrize(self, check: conformance.Check) -> None:
+    def test_checks_work_with_parametrize(self, check: conformance.Check) -> None:
         result = check(attention, torch.float64, "cpu")
         assert result.passed, result
         assert (result.check, result.dtype) == (str(check), "float64")
@@ -129,13 +129,13 @@ BROKEN = {
 
 class TestWrongFunctions:
     @pytest.mark.parametrize("name", BROKEN)
-    def test_fails_where_it_is_wrong_and_nowhere_else(self, name: str) -> None:
+    def test_a_defect_fails_its_checks_and_no_others(self, name: str) -> None:
         report = quick_report(getattr(backends, name))
         assert report.function == name
         assert {result.check for result in report.results if result.outcome != "pass"} == BROKEN[name] & QUICK, report
         assert not report.passed
 
-    def test_raising_is_an_error_with_the_first_line(self) -> None:
+    def test_an_exception_is_an_error_with_its_first_line(self) -> None:
         report = quick_report(backends.raises_on_empty_documents)
         assert set(report.of("error")) == matching("empty/*")
         assert set(report.of("pass")) == QUICK - matching("empty/*")
@@ -143,8 +143,8 @@ class TestWrongFunctions:
         assert not report.passed
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-    def test_a_running_sum_in_16_bits(self, dtype: torch.dtype) -> None:
-        """Plain attention but for `out`, which is summed key by key in q's dtype."""
+    def test_a_running_sum_in_16_bits_fails(self, dtype: torch.dtype) -> None:
+        """The function is plain attention that sums `out` key by key in q's dtype."""
 
         def running(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
             p = torch.softmax(torch.einsum("qhd,khd->qhk", q, k).float() * q.shape[2] ** -0.5, -1).to(q.dtype)
@@ -156,11 +156,11 @@ class TestWrongFunctions:
         assert BY_NAME["inputs/many-keys"](running, dtype).outcome == "fail"
 
     @pytest.mark.parametrize("name", ["forward/causal", "repeat/causal", "lse/values"])
-    def test_out_of_another_dtype(self, name: str) -> None:
+    def test_out_of_another_dtype_fails(self, name: str) -> None:
         result = BY_NAME[name](backends.out_in_float32, torch.bfloat16)
         assert result.outcome == "fail"
         assert "in float32; " in result.detail
-        assert result.detail.endswith("in bfloat16 belongs there")
+        assert result.detail.endswith("in bfloat16")
 
     @pytest.mark.parametrize(
         ("name", "check", "detail"),
@@ -172,13 +172,13 @@ class TestWrongFunctions:
             ("noisy", "repeat/causal", r"5 runs on the same inputs differ: out by \d\.\de-\d+"),
             ("drops_dk", "backward/causal", "no gradient reaches k"),
             ("zeros_for_dk", "backward/causal", r"dk beyond twice plain attention's error: dq: .*allowed"),
-            ("lse_of_nothing_is_nan", "lse/empty-rows", "nan in rows that see nothing; -inf belongs there"),
+            ("lse_of_nothing_is_nan", "lse/empty-rows", "nan in rows that see nothing; it must be -inf"),
             ("writes_to_q", "inputs/unchanged", "q changed in place"),
             ("dropout_ignored", "dropout/weights", r"0\.000 of \d+ pairs are dropped; dropout_p=0.3 asks for 0.300"),
             ("dropout_differs_in_backward", "dropout/weights", "backward drops other pairs than forward"),
         ],
     )
-    def test_the_reason_is_said(self, name: str, check: str, detail: str) -> None:
+    def test_the_detail_names_the_defect(self, name: str, check: str, detail: str) -> None:
         result = BY_NAME[check](getattr(backends, name), torch.float32, "cpu")
         assert result.outcome == "fail"
         assert re.match(detail, result.detail), result.detail
@@ -188,7 +188,7 @@ class TestWrongFunctions:
             return backends.ignores_boundaries(**arguments) * (1 + 1e-7 * torch.rand(()))
 
         assert BY_NAME["isolation/causal"](both).outcome == "fail"
-        assert "than repetition" in BY_NAME["isolation/causal"](backends.noisy).detail
+        assert "than a repeated call" in BY_NAME["isolation/causal"](backends.noisy).detail
 
 
 class TestSpellings:
@@ -214,7 +214,7 @@ class TestSpellings:
         assert report.passed
 
     def test_torch(self) -> None:
-        """Causal as a window; the grouping of heads must be announced; lse on request."""
+        """A causal mask is a window, grouped heads need `enable_gqa`, and lse is returned on request."""
         seen = []
 
         def varlen_attn(
@@ -238,7 +238,7 @@ class TestSpellings:
         assert seen[-1][1].lse is True
 
     def test_bare_minimum(self) -> None:
-        """Forward alone, bidirectional, nothing optional."""
+        """The function has a bidirectional forward pass and no optional parameter."""
 
         @torch.no_grad()
         def bare(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
@@ -264,7 +264,7 @@ class TestSpellings:
         assert not report.of("error")
         assert report.passed
 
-    def test_no_signature_is_taken_for_flash_attention_2(self) -> None:
+    def test_a_function_without_signature_gets_flash_attention_2s_parameters(self) -> None:
         def anything(**keywords: Any) -> Any:
             return attention(**keywords)
 
@@ -272,8 +272,8 @@ class TestSpellings:
         assert set(report.of("not offered")) == matching("*/sinks*")
         assert report.passed
 
-    def test_determinism_is_asked_for_and_lengths_are_given(self) -> None:
-        """Where a function can be deterministic at a price, it is told to be, in checks of bits alone."""
+    def test_checks_of_bits_ask_for_determinism(self) -> None:
+        """Only checks of bits ask for the deterministic mode, because it may be slower. Lengths are given in all."""
 
         @backends.altered
         def priced(call: Any, **rest: Any) -> Any:
@@ -290,7 +290,7 @@ class TestSpellings:
         assert BY_NAME["backward/causal"](priced).outcome == "pass"
         assert not asked[-1]
 
-    def test_infinite_lse_of_either_sign(self) -> None:
+    def test_lse_of_empty_rows_may_have_either_sign(self) -> None:
         @backends.altered
         def fa2(call: Any, **rest: Any) -> Any:
             return backends.map_lse(call(**rest), lambda lse: lse.masked_fill(lse == -torch.inf, torch.inf))
@@ -318,7 +318,7 @@ class TestSpellings:
         ],
         ids=["no function", "no offsets", "pages"],
     )
-    def test_other_shapes_are_refused(self, function: Any, message: str) -> None:
+    def test_functions_of_other_signatures_are_refused(self, function: Any, message: str) -> None:
         with pytest.raises(ValueError, match=message):
             VarlenFunction(function)
 
@@ -338,7 +338,7 @@ class TestReport:
         assert report.as_dict()["results"][0]["outcome"] == "fail"
         assert report.as_dict()["passed"] is False
 
-    def test_nothing_offered_is_no_pass(self) -> None:
+    def test_a_report_without_a_pass_has_not_passed(self) -> None:
         def bare(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Tensor:
             raise AssertionError("never called")
 
@@ -349,7 +349,7 @@ class TestReport:
     def test_patterns(self) -> None:
         chosen = [c.name for c in conformance.checks(only=["slack/*", "lse/*"], skip=["*/gradient", "*/inert"])]
         assert chosen == ["slack/zeros", "lse/values", "lse/empty-rows"]
-        with pytest.raises(ValueError, match=r"no check is left .*kinds forward, backward, inputs, empty, isolation"):
+        with pytest.raises(ValueError, match=r"no check matches .*kinds are forward, backward, inputs, empty"):
             conformance.checks(only=["nothing/*"])
 
     def test_names_are_unique(self) -> None:

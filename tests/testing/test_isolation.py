@@ -1,4 +1,4 @@
-"""check_isolation: passes what is exact, names the layer that isn't, and leaves the model as it was."""
+"""check_isolation passes exact models, names the layer of a leak, and leaves the model unchanged."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ def test_a_leak_in_a_later_layer_is_named() -> None:
         check_isolation(model)
 
 
-def test_the_model_is_left_as_it_was() -> None:
+def test_the_model_is_unchanged() -> None:
     model = tiny_model("llama", dtype=torch.float32).train()
     model.model.layers[0].eval()
     modes = [module.training for module in model.modules()]
@@ -52,7 +52,7 @@ def test_the_model_is_left_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("lengths", [(5,), (4, 0)])
-def test_bad_lengths(lengths: tuple[int, ...]) -> None:
+def test_too_few_or_empty_documents_are_refused(lengths: tuple[int, ...]) -> None:
     with pytest.raises(ValueError, match="at least two documents"):
         check_isolation(tiny_model("llama", dtype=torch.float32), lengths=lengths)
 
@@ -67,13 +67,13 @@ def test_bad_lengths(lengths: tuple[int, ...]) -> None:
     ],
     ids=["none", "name", "class", "layer"],
 )
-def test_what_is_no_model_is_named(model: Any, message: str) -> None:
+def test_other_objects_than_models_are_refused(model: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_isolation(model)
 
 
 @pytest.mark.parametrize("lengths", ["ab", [5.0, 3], 4, [True, 2]], ids=str)
-def test_lengths_that_are_no_integers_are_refused(lengths: Any) -> None:
+def test_lengths_that_are_not_integers_are_refused(lengths: Any) -> None:
     with pytest.raises(ValueError, match="lengths must hold integers; got "):
         check_isolation(tiny_model("llama", dtype=torch.float32), lengths=lengths)
 
@@ -85,7 +85,7 @@ def test_lengths_may_be_a_tensor() -> None:
 
 
 class OfLimitedCapacity(nn.Module):
-    """As a mixture of experts that drops the tokens for which a batch has no place."""
+    """A module that drops tokens beyond a capacity, as some mixtures of experts do."""
 
     def __init__(self, own: nn.Module, capacity: int) -> None:
         super().__init__()
@@ -98,8 +98,8 @@ class OfLimitedCapacity(nn.Module):
         return self.own(x) * (scores >= least)
 
 
-def test_mixing_that_depends_on_sizes_needs_documents_of_real_size() -> None:
-    """The first packed call doesn't show it where it is short (docs/patching.md)."""
+def test_leaks_that_depend_on_sizes_need_documents_of_real_size() -> None:
+    """A short first call of a patched model doesn't find the leak (docs/patching.md)."""
     model = tiny_model("llama", dtype=torch.float32)
     model.model.layers[0].mlp = OfLimitedCapacity(model.model.layers[0].mlp, 32)
     with tritonpack.patch(model):

@@ -22,17 +22,9 @@ from tritonpack.cli.words import count
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import patch
 from tritonpack.patches.rope import rope_limits
-from tritonpack.patches.trial.packed_forms import (
-    LENGTHS,
-    Judgement,
-    Results,
-    Subject,
-    alone,
-    judge,
-    message,
-    tolerance,
-    whole,
-)
+from tritonpack.patches.trial.comparison import limits, tolerance
+from tritonpack.patches.trial.judge import Judgement, Results, alone, judge, message
+from tritonpack.patches.trial.packed_forms import LENGTHS, whole
 from tritonpack.patches.trial.shrink_rows import REACH
 from tritonpack.patches.trial.small_copy import (
     Built,
@@ -40,8 +32,8 @@ from tritonpack.patches.trial.small_copy import (
     one_line,
     small_copy,
     small_model,
-    subject_of,
 )
+from tritonpack.patches.trial.subject import Subject, subject_of
 from tritonpack.patches.trial.undisturbed import quiet
 
 # Forms of packed batches, by their names in `packed_forms`: what a user passes to the model.
@@ -186,15 +178,13 @@ def _check(name: str, config: Any, built: Built, weights: bool, tell: Tell) -> F
     try:
         subject, uncached = _callable(subject_of(built.model))
         documents = subject.draw(LENGTHS, 1)
-        expected, notes = (alone(subject, documents, gradients=False), ()) if weights else _alone(subject, documents)
+        expected = alone(subject, documents, gradients=not weights)
     except Exception as error:  # a model's own code may raise anything
         return _refused(name, weights, built, error)
-    notes = (*built.notes, *uncached, *notes)
-    limit, moved_limit = tolerance(expected.values.dtype), None
-    if weights:
-        eps = torch.finfo(expected.values.dtype).eps
-        # 64 units in the last place would be half of the largest logit in bfloat16.
-        limit, moved_limit = eps**0.5, min(64 * eps, eps**0.5)
+    notes = (*built.notes, *uncached)
+    if not weights and expected.no_gradients:
+        notes += (f"gradients weren't compared: {expected.no_gradients}",)
+    limit, moved_limit = limits(expected.dtype) if weights else (tolerance(expected.dtype), None)
     stock, patched = _columns(subject, documents, expected, limit, moved_limit, tell)
     if weights:
         notes += (
@@ -203,7 +193,7 @@ def _check(name: str, config: Any, built: Built, weights: bool, tell: Tell) -> F
         )
     elif patched.worst.verdict in ("inexact", "error"):
         notes += _reach_notes(config)
-    compared = "logits and gradients" if expected.gradients else "logits"
+    compared = "outputs and gradients" if expected.gradients else "outputs"
     return Findings(name, weights, built, limit, compared, stock, patched, notes, instead_of(config, built))
 
 
@@ -216,29 +206,17 @@ def _callable(subject: Subject) -> tuple[Subject, tuple[str, ...]]:
     """
     (document,) = subject.draw(LENGTHS[-1:], 1)
     try:
-        subject.call_model(whole(document))
+        subject.output(whole(document))
     except Exception as error:  # a model's own code may raise anything
         call = subject.call
         uncached = replace(subject, call=lambda ids: {**call(ids), "use_cache": False})
         try:
-            uncached.call_model(whole(document))
+            uncached.output(whole(document))
         except Exception:
             raise error from None
         note = f"it is called with use_cache=False, because with a cache it fails: {one_line(error)}"
-        return _with_values(uncached), (note,)
-    return _with_values(subject), ()
-
-
-def _with_values(subject: Subject) -> Subject:
-    """A subject with one row of values for each token, or for each document if the model gives another number."""
-    documents = subject.draw((LENGTHS[0], LENGTHS[-1]), 1)
-    values = [subject.call_model(whole(document)) for document in documents]
-    if any(x.shape[:2] != document.shape for x, document in zip(values, documents, strict=True)):
-        return replace(subject, per_document=True)
-    if values[0].ndim == 2:  # one number for each token
-        value_of = subject.values
-        return replace(subject, values=lambda output: value_of(output)[..., None])
-    return subject
+        return uncached, (note,)
+    return subject, ()
 
 
 def _refused(name: str, weights: bool, built: Built, error: Exception) -> Findings:
@@ -258,21 +236,6 @@ def _refused(name: str, weights: bool, built: Built, error: Exception) -> Findin
     copy = "" if weights else "its small copy "
     hint = "" if weights else "; use --weights"
     raise ValueError(f"{name}: {copy}doesn't run on tokens alone: {one_line(error)}{hint}") from error
-
-
-def _alone(subject: Subject, documents: list[Tensor]) -> tuple[Results, tuple[str, ...]]:
-    """The results of each document alone, with gradients if the model has any, else with a note.
-
-    Raises:
-        Exception: the model doesn't run on tokens alone, or not in this dtype.
-    """
-    expected = alone(subject, documents, gradients=False)
-    if not expected.values.isfinite().all():
-        raise ValueError("with random weights its logits aren't finite")
-    try:
-        return alone(subject, documents), ()
-    except Exception as error:  # such as a state that is updated in place
-        return expected, (f"gradients weren't compared: {one_line(error)}",)
 
 
 def _reach_notes(config: Any) -> tuple[str, ...]:

@@ -1,8 +1,8 @@
-"""The first call of a patched module shows that its layers attend through tritonpack, by the mask of the call.
+"""The first call of a patched module is watched: it must show that its layers use the mask of the call.
 
-A layer's forward that was replaced after the model was patched may compute attention by itself; then documents would
-see each other, and nothing would say so. So the first call is watched: while a layer or its attention runs, the call's
-mask must be used. Later calls cost nothing, and what torch.compile traces is never watched.
+A layer's forward that was replaced after the model was patched may compute attention by itself. Documents would see
+each other then, without an error. So while a layer or its attention runs in the first call, the call's mask must be
+used. Later calls cost nothing. Code that torch.compile traces isn't watched.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ if TYPE_CHECKING:
     from tritonpack.patches.hooks import PackingHook
     from tritonpack.patches.packed_batch import PackedBatch
 
-INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # what layers ask for the attention function of a name
+INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the registry from which layers take the attention function of a name
 
-# What FSDP, checkpointing and torch.compile put into the names of the modules that they wrap.
+# Parts of names that FSDP, checkpointing and torch.compile add to the modules that they wrap.
 _WRAPPED = re.compile(r"\b(_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)(\.|$)")
 
-
-_local = threading.local()  # `watch`: of the call that a thread runs; modules inside may read the call for themselves
+_local = threading.local()  # `watch`: the watch of the call that a thread runs
 
 
 class FirstCall:
-    """What the first call of a patched module is held against: its layers as they were when it was patched.
+    """The layers of a module when it was patched, for comparison in its first call.
 
     Attributes:
-        attending: the names of the layers that ask transformers' interface for their attention.
+        attending: the names of the layers that take their attention from transformers' interface.
         mixing: the names of all layers in which documents may mix.
-        forwards: what these run; None where the model came pickled.
-        dense: whether attention lies outside of the interface and gets the mask as a tensor.
+        forwards: the forwards of these; None if the model was pickled since.
+        dense: whether attention doesn't use the interface and gets the mask as a tensor.
     """
 
     def __init__(self, module: nn.Module, dense: bool) -> None:
@@ -57,7 +56,7 @@ class FirstCall:
         self.dense = dense
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "forwards": None}  # a function is pickled by its name, which another one may have
+        return {**self.__dict__, "forwards": None}  # functions are pickled by name, which another one may have
 
     def is_as_patched(self, layer: nn.Module) -> bool:
         """Whether a layer's forward is transformers' own, or the one that it had when it was patched."""
@@ -66,8 +65,8 @@ class FirstCall:
     def watch(self, hook: PackingHook, module: nn.Module, packed_batch: PackedBatch) -> None:
         """Watch the call of a module that begins now.
 
-        Not where parts of it are compiled, nor with a cache, whose masks don't know their packing. A module inside one
-        that is watched adds to what that one shows.
+        Calls with compiled parts, and with a cache, whose masks have no packing, aren't watched. A module inside a
+        watched one counts for the watch around it.
         """
         for left in [other for other in module._forward_hooks.values() if isinstance(other, Watch)]:
             if left.thread == threading.get_ident():  # of a call that was interrupted
@@ -82,14 +81,15 @@ class FirstCall:
 
 
 class Watch:
-    """The hook after a module's first call, and the count of how often the call's mask was used.
+    """The hook after a module's first call, which counts the uses of the call's mask.
 
     Attributes:
         thread: the thread that runs the call; others may call the same module meanwhile.
-        uses: how often a mask of the call was attended by or written out as a tensor.
-        written_first: whether that was done while no layer ran, for all of them: what they do with it can't be seen.
-        entered: the layers that ran, by name.
-        missing: those that ran without a use of the mask.
+        uses: how often attention used a mask of the call, or a mask was written out as a tensor.
+        written_first: whether a use happened outside of all layers. It may serve all of them, and what they do with the
+            tensor can't be seen.
+        entered: the names of the layers that ran.
+        missing: the names of those that ran without a use of the mask.
     """
 
     def __init__(self, first_call: FirstCall, hook: PackingHook, module: nn.Module, packed_batch: PackedBatch) -> None:
@@ -109,12 +109,12 @@ class Watch:
             self.handles.append(layer.register_forward_hook(partial(self._leave, name)))
 
     def use(self) -> None:
-        """A mask of the call is attended by, or written out as a tensor."""
+        """Count a use of a mask of the call."""
         self.uses += 1
         self.written_first |= not self.running
 
     def stop(self) -> None:
-        """Take all hooks away."""
+        """Remove all hooks."""
         self.packed_batch.watch = _local.watch = None
         for handle in self.handles:
             handle.remove()
@@ -131,7 +131,7 @@ class Watch:
                 self.missing.add(name)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """The call is done.
+        """End the watch after the call.
 
         Raises:
             UnsupportedModelError: layers computed attention by themselves, or may have.
@@ -139,19 +139,19 @@ class Watch:
         if threading.get_ident() != self.thread:
             return
         self.stop()
-        if output is None:  # torch calls us after an exception, too
+        if output is None:  # torch calls the hook after an exception, too
             return
         if wrong := self._wrong(module):
             raise UnsupportedModelError(
                 f"layers of this {type(module).__name__} don't attend through tritonpack, so packed documents would "
                 f"see each other: {_described(wrong)}. Their code was replaced after the model was patched, or "
-                "transformers' changed. Call tritonpack.unpatch(model), and patch the model once everything else has "
-                "changed it: what isn't transformers' own is then tried first."
+                "transformers' changed. Call tritonpack.unpatch(model), and patch the model after all other changes: "
+                "code that isn't transformers' own is tried then."
             )
         self.hook.first_call = None
 
     def _wrong(self, module: nn.Module) -> dict[str, nn.Module]:
-        """The layers that ran past the mask, or that may have since they aren't what they were."""
+        """The layers that ran without the mask, or whose code was replaced, so that they may have."""
         known = self.first_call.is_as_patched
         names = {name for name in self.missing if not (self.written_first and known(self.layers[name]))}
         if self.first_call.dense and not self.uses:
@@ -162,7 +162,7 @@ class Watch:
             if mixed and name not in self.watched and not known(layer):
                 inside = {_layer_of(w) or w for w in self.watched if not name or w.startswith(f"{name}.")}
                 names |= inside - self.entered if inside else {name}
-        # Of a layer and its attention the latter says more.
+        # Name a layer's attention instead of the layer.
         return {n: self.layers[n] for n in sorted(names) if not any(other.startswith(f"{n}.") for other in names)}
 
 
@@ -176,7 +176,7 @@ def _described(layers: dict[str, nn.Module]) -> str:
 
 
 def _inside(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """A module and those in it, by name, without towers: models that turn images or sounds into embeddings."""
+    """Yield a module and those in it, by name, without towers: models that turn images or sounds into embeddings."""
     yield name, module
     for child_name, child in module.named_children():
         if not isinstance(child, PreTrainedModel) or takes_tokens_and_mask(child):
@@ -184,7 +184,7 @@ def _inside(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]
 
 
 def _attends(kind: Any) -> bool:
-    """Whether layers of a class ask transformers' interface for their attention: its name is in their code."""
+    """Whether layers of a class take their attention from transformers' interface: its name is in their code."""
     code = getattr(inspect.unwrap(kind.forward), "__code__", None)
     return code is not None and INTERFACE in code.co_names
 
@@ -194,7 +194,7 @@ def _unwrapped(name: str) -> str:
 
 
 def _layer_of(name: str) -> str:
-    """The layer that an attention layer lies in: up to its number in a list."""
+    """The name of the layer around an attention layer: up to its number in a list."""
     found = re.match(r"(?:.*?\.)?\d+(?=\.)", name)
     return found[0] if found else ""
 

@@ -1,4 +1,4 @@
-"""The forwards of a model through which documents may mix, and which of them are as transformers wrote them."""
+"""The forwards of a model through which documents may mix, and which of them are transformers' own."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 
 from tritonpack.patches.families import MIXERS, OWN_MASKS, POSITION_TABLES
 
-# Packages whose forwards may stand around transformers' own: the tests of `tests/ecosystem` train with each.
+# Packages that may wrap transformers' forwards: the tests of `tests/ecosystem` train with each.
 WRAPPERS = frozenset({"accelerate", "liger_kernel", "peft", "torch", "transformers", "tritonpack", "trl"})
 
-# Arguments that tell a layer about its row: what takes one of them may mix the row's documents.
+# Arguments that tell a layer about its row: a layer that takes one of them may mix the row's documents.
 ROW_ARGUMENTS = frozenset(
     {
         "alibi", "attention_bias", "attention_mask", "cache_params", "causal_mask", "cu_seq_lens_q", "cu_seqlens",
@@ -27,22 +27,22 @@ ROW_ARGUMENTS = frozenset(
 
 
 def mixing_forwards(model: nn.Module) -> Iterator[Callable[..., Any]]:
-    """The forwards of a model through which documents may mix.
-
-    A forward that one of `WRAPPERS` has put around another counts as the class's.
-    """
+    """Yield the forwards of a model through which documents may mix, without wrappers from `WRAPPERS`."""
     mixing = by_class(mixes)
     return (forward_of(module) for module in model.modules() if mixing(type(module)))
 
 
 def by_class(question: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """A question about classes that is asked of each once, for now: a class may get another forward later."""
+    """Return a question about classes that remembers its answers; for one call, as a class may get another forward."""
     return cache(question)
 
 
 def mixes(kind: Any) -> bool:
-    """Whether documents may mix in layers of a class: they take an argument about the row, or `families` knows them;
-    of a class that isn't from `WRAPPERS`, also if they take any argument."""
+    """Whether documents may mix in layers of a class.
+
+    They may if its forward takes an argument about the row, if `families` names the class, and, for a class that isn't
+    from `WRAPPERS`, if its forward takes any keyword.
+    """
     name, home = kind.__name__, kind.__module__.rpartition(".")[2]
     if issubclass(kind, PreTrainedModel) or name in MIXERS or name in POSITION_TABLES or (home, name) in OWN_MASKS:
         return True
@@ -60,7 +60,7 @@ def takes_tokens_and_mask(module: nn.Module) -> bool:
 
 
 def holds_both_sides(module: nn.Module) -> bool:
-    """Whether a module takes the tokens of an encoder and those of a decoder."""
+    """Whether a module takes tokens of an encoder and tokens of a decoder."""
     if not getattr(getattr(module, "config", None), "is_encoder_decoder", False):
         return False
     parameters = inspect.signature(type(module).forward).parameters
@@ -68,9 +68,9 @@ def holds_both_sides(module: nn.Module) -> bool:
 
 
 def foreign_forwards(model: nn.Module) -> list[str]:
-    """The modules through which documents may mix and whose forward isn't that of their class in transformers, by name.
+    """Return the names of modules through which documents may mix and whose forward isn't transformers' own.
 
-    Another forward of a transformers class counts, whatever it takes.
+    A transformers class with another forward counts, whatever that takes.
     """
     mixing, genuine = by_class(mixes), by_class(_is_genuine)
 
@@ -85,7 +85,7 @@ def foreign_forwards(model: nn.Module) -> list[str]:
 
 
 def forward_of(module: nn.Module) -> Callable[..., Any]:
-    """The function that runs when a module is called, without what `WRAPPERS` put around it."""
+    """Return the function that runs when a module is called, without wrappers from `WRAPPERS`."""
     instance = module.__dict__.get("forward")
     if instance is not None and not _is_wrapper(instance):
         return getattr(instance, "__func__", instance)
@@ -94,18 +94,18 @@ def forward_of(module: nn.Module) -> Callable[..., Any]:
 
 
 def is_own(module: nn.Module, instance: Any = None) -> bool:
-    """Whether a module's forward is that of its class, and the class transformers' (or of one of `WRAPPERS`).
+    """Whether a module runs the forward of its class, and the class is from `WRAPPERS`.
 
     Args:
         module: the module.
-        instance: its own forward under that of a patch; by default what the module has.
+        instance: the forward that the module itself had before a patch; by default the one that it has.
     """
     instance = instance or module.__dict__.get("forward")
     return (instance is None or _is_wrapper(instance)) and _is_genuine(type(module))
 
 
 def _is_genuine(kind: Any) -> bool:
-    """Whether the forward of a class is the one that it was defined with, in one of `WRAPPERS`."""
+    """Whether the forward of a class is the one in its definition, in one of `WRAPPERS`."""
     owner = next(base for base in kind.__mro__ if "forward" in base.__dict__)
     return _was_defined_in(owner, kind.forward)
 
@@ -120,7 +120,7 @@ def _was_defined_in(owner: type, forward: Callable[..., Any]) -> bool:
 
 
 def _is_wrapper(forward: Any) -> bool:
-    """Whether a function and all that it says it wraps were written in one of `WRAPPERS`."""
+    """Whether a function, and all functions that it says it wraps, come from `WRAPPERS`."""
     while forward is not None:
         if _package(forward) not in WRAPPERS:
             return False
@@ -129,7 +129,7 @@ def _is_wrapper(forward: Any) -> bool:
 
 
 def _package(function: Any) -> str:
-    """The package whose code runs when something is called, whatever it says of itself (decorators copy names)."""
+    """The package whose code runs when something is called; decorators copy `__module__`, so that it may be another."""
     while not isinstance(function, FunctionType):
         if isinstance(function, MethodType):
             function = function.__func__

@@ -1,4 +1,4 @@
-"""Evidence that a model is packed exactly: the table of shown classes, or a trial of a small copy."""
+"""Evidence that a model is packed exactly: its class is in the table of shown classes, or passes a trial."""
 
 from __future__ import annotations
 
@@ -23,37 +23,31 @@ from tritonpack.patches.report import layer_windows
 from tritonpack.patches.rope import rope_limits
 from tritonpack.patches.shown import LAYOUTS, Layout, installed, shown_layout, without_wrappers
 from tritonpack.patches.tokens import text_config
+from tritonpack.patches.trial.comparison import tolerance
 from tritonpack.patches.trial.draws import constant_draws_if_any, gives_the_same_again
+from tritonpack.patches.trial.judge import Results, alone, judge
 from tritonpack.patches.trial.losses import has_known_loss, losses_alone, why_loss_mixes
-from tritonpack.patches.trial.packed_forms import (
-    LENGTHS,
-    Batch,
-    Results,
-    Subject,
-    alone,
-    judge,
-    tolerance,
-    whole,
-)
+from tritonpack.patches.trial.packed_forms import LENGTHS, whole
 from tritonpack.patches.trial.shrink import shrink
-from tritonpack.patches.trial.small_copy import NotSmallError, one_line, small_model, subject_of
+from tritonpack.patches.trial.small_copy import NotSmallError, one_line, small_model
+from tritonpack.patches.trial.subject import Subject, subject_of
 from tritonpack.patches.trial.undisturbed import undisturbed
 from tritonpack.patches.unpacking.names import ONE_DOCUMENT_A_ROW
 
-# How documents are told apart in a trial: gradients are compared for the first.
+# The forms of a trial. Gradients are compared for the first.
 PADDED = "padded_right"
 TRIED = ("position_ids", "all_ones_mask", "offsets_alone", "segments_alone", "two_rows", PADDED)
 MOST_PARAMETERS = 100_000_000  # of a model that is tried itself, in a float32 copy
 LONGEST_REACH = 1024  # of such a model's windows and chunks: the longest document of a trial is longer than these
 
-Patching = Callable[[nn.Module, Layout], None]  # patches a model without a trial
+PatchUntried = Callable[[nn.Module, Layout], None]  # patches a model without a trial
 Patch = Callable[[nn.Module], None]  # the same, in one layout
 
-_trial = threading.local()  # where a trial runs, a class that patches its instances isn't tried again
+_trial = threading.local()  # marks threads that run a trial, in which a class that patches its instances isn't tried
 
 
 class Found(NamedTuple):
-    """What a trial found.
+    """The result of a trial.
 
     Attributes:
         wrong: why packed documents don't stay apart; empty if they do.
@@ -64,23 +58,23 @@ class Found(NamedTuple):
     loss: str = ""
 
 
-# What trials found, by class, forwards and small configuration.
+# Results of trials, by class, what was asked, forwards and small configuration.
 _verdicts: dict[Hashable, Found] = {}
 
 
 class CannotTryError(Exception):
-    """A trial can't be held; the message says why."""
+    """A model can't be tried; the message says why."""
 
 
 def require_evidence(
-    model: nn.Module, layout: Layout, attention: str, patch_untried: Patching
+    model: nn.Module, layout: Layout, attention: str, patch_untried: PatchUntried
 ) -> list[tuple[nn.Module, str]]:
     """Refuse a model that isn't known to be packed exactly in a layout.
 
     A model is known if `shown.csv` lists its class for the installed transformers and all its forwards are
-    transformers' own. Any other model's class is tried: a small float32 copy with random weights is packed in several
-    forms and held against each document alone, on the CPU. The model itself, its device and the random state stay as
-    they are. What a trial finds holds for the process.
+    transformers' own. The class of any other model is tried: documents of a small float32 copy with random weights are
+    packed in several forms and compared with each document alone, on the CPU. The model itself, its device and the
+    random state stay as they are. The result of a trial holds for the process.
 
     Args:
         model: a transformers model, or a module that holds some; it isn't patched yet.
@@ -89,10 +83,10 @@ def require_evidence(
         patch_untried: patches a model without asking for evidence.
 
     Returns:
-        The models whose own loss mixes packed documents, and what was seen of it.
+        The models whose own loss mixes packed documents, each with the reason.
 
     Raises:
-        UnsupportedModelError: documents don't stay apart in the trial, or there can't be one; the message says why.
+        UnsupportedModelError: documents don't stay apart in the trial, or the model can't be tried.
     """
     losses: list[tuple[nn.Module, str]] = []
     for root in () if hasattr(_trial, "runs") else _roots(model, layout):
@@ -101,7 +95,9 @@ def require_evidence(
         if known == layout:
             continue
         if known is not None and LAYOUTS.index(known) > LAYOUTS.index(layout):
-            raise UnsupportedModelError(f"{type(root).__name__} isn't exact so; the tests have shown it for {known!r}.")
+            raise UnsupportedModelError(
+                f"{type(root).__name__} isn't exact in the layout {layout!r}; the tests have shown it for {known!r}."
+            )
         why = _why_unknown(root, replaced)
         try:
             found = _find(root, (attention, layout), lambda small: patch_untried(small, layout))
@@ -123,8 +119,11 @@ def require_evidence(
 
 
 def _roots(model: nn.Module, layout: Layout) -> list[PreTrainedModel]:
-    """The transformers models in a module that lie in no other one, and, where rows stay packed, those inside of heads
-    that give documents rows of their own: users may call them with packed rows."""
+    """The transformers models in a module that lie in no other one.
+
+    Where rows stay packed, also those inside of heads that give documents rows of their own: users may call them with
+    packed rows.
+    """
     if isinstance(model, PreTrainedModel):
         apart = layout == "packed" and ONE_DOCUMENT_A_ROW.fullmatch(type(model).__name__)
         inside = model.base_model if apart else model
@@ -142,39 +141,31 @@ def _why_unknown(root: PreTrainedModel, replaced: list[str]) -> str:
     return f"{name} isn't a model that tritonpack knows (with transformers {installed()})"
 
 
-# Trials: of a small copy on the CPU, else of one on the model's device, else of the model itself.
-
-
 def _find(root: PreTrainedModel, asked: tuple[str, ...], patch: Patch) -> Found:
-    """What a trial of a model finds.
+    """Try a small copy on the CPU, else one on the model's device, else the model itself.
 
     Raises:
-        CannotTryError: neither a small copy nor the model itself can be tried.
+        CannotTryError: none of them can be tried.
     """
     kind, config = without_wrappers(type(root)), root.config
     forwards = frozenset(mixing_forwards(root))
+    on_device = (p.device for p in root.parameters() if p.device.type not in ("cpu", "meta"))
     trials: dict[str, tuple[Callable[[Any], Any], Callable[[], Found]]] = {
         f"a small copy on {device}": (shrink, partial(_try_small, kind, config, forwards, device, patch))
-        for device in _devices(root)
+        for device in (torch.device("cpu"), *islice(on_device, 1))  # some forwards of others run on a GPU alone
     }
     trials["the model itself"] = (copy.copy, partial(_try_itself, root, patch))
     reasons = []
-    for name, (tried, trial) in trials.items():
+    for name, (changed, trial) in trials.items():
         try:
-            return _kept((kind, asked, forwards, _as_text(tried, config)), trial)
+            return _remembered((kind, asked, forwards, _as_text(changed, config)), trial)
         except CannotTryError as error:
             reasons.append(f"{name}: {error}")
     raise CannotTryError("; ".join(reasons))
 
 
-def _devices(root: nn.Module) -> list[torch.device]:
-    """The CPU, and the model's device: some forwards of others run on a GPU alone."""
-    others = (p.device for p in root.parameters() if p.device.type not in ("cpu", "meta"))
-    return [torch.device("cpu"), *islice(others, 1)]
-
-
-def _kept(key: Hashable, trial: Callable[[], Found]) -> Found:
-    """What a trial found, now or before; one that couldn't be held may be another time."""
+def _remembered(key: Hashable, trial: Callable[[], Found]) -> Found:
+    """Run a trial, or return its earlier result. A trial that couldn't be run is tried again the next time."""
 
     def mark_and_run() -> Found:
         _trial.runs = True  # for as long as the thread lives
@@ -186,10 +177,9 @@ def _kept(key: Hashable, trial: Callable[[], Found]) -> Found:
 
 
 def _as_text(change: Callable[[Any], Any], config: Any) -> str:
-    """What a changed configuration says, as text."""
     try:
         return json.dumps(change(config).to_dict(), sort_keys=True, default=str)
-    except Exception as error:  # whatever a configuration's own code raises
+    except Exception as error:  # a configuration's own code may raise anything
         raise CannotTryError(f"its configuration can't be read: {one_line(error)}") from error
 
 
@@ -225,7 +215,7 @@ def _try_itself(root: PreTrainedModel, patch: Patch) -> Found:
     def build(dtype: torch.dtype) -> nn.Module:
         try:
             twin = copy.deepcopy(root)
-        except Exception as error:  # whatever a model's parts raise when they are copied
+        except Exception as error:  # parts of a model may raise anything when they are copied
             raise CannotTryError(f"it can't be copied: {one_line(error)}") from error
         for applied in applied_to(twin):
             applied.revert()
@@ -235,7 +225,7 @@ def _try_itself(root: PreTrainedModel, patch: Patch) -> Found:
 
 
 def _try_in_both(build: Callable[[torch.dtype], nn.Module], patch: Patch, lengths: tuple[int, ...]) -> Found:
-    """What a trial in float32 finds, unless it is rounding: then the model is exact in float64."""
+    """Run a trial in float32, and one in float64 where the first finds something, which may be rounding."""
     found = _try(build(torch.float32), patch, lengths)
     if found.wrong or found.loss:
         try:
@@ -247,51 +237,45 @@ def _try_in_both(build: Callable[[torch.dtype], nn.Module], patch: Patch, length
 
 
 def _try(model: Any, patch: Patch, lengths: tuple[int, ...]) -> Found:
-    """What becomes of a model's packed documents when it is patched."""
+    """Compare a model's packed documents, once it is patched, with each document alone before that."""
     # Rotary embeddings that have grown with a longer document shrink again for one below the limit, not at it.
     limits = [limit - 1 for _, limit in rope_limits(text_config(model.config))]
     short = tuple(min([n, *limits]) for n in lengths)
     try:
-        subject = _same_each_time(_subject(model))
-        documents, longer = subject.draw(short, 1), subject.draw(lengths, 1)
-        expected = _alone(subject, documents)
-        expected_longer = alone(subject, longer, gradients=False, all_outputs=True)
-        twins = subject.draw(short[:1] * 2, 2)
-        expected_twins = alone(subject, twins, gradients=False, all_outputs=True)
+        subject = _same_each_time(subject_of(model))
+        documents, longer, twins = subject.draw(short, 1), subject.draw(lengths, 1), subject.draw(short[:1] * 2, 2)
+        expected = alone(subject, documents)
+        expected_longer, expected_twins = (alone(subject, some, gradients=False) for some in (longer, twins))
     except CannotTryError:
         raise
-    except Exception as error:  # whatever a model's own code raises
+    except Exception as error:  # a model's own code may raise anything
         raise CannotTryError(f"it doesn't run on tokens alone: {one_line(error)}") from error
-    if not expected.values.isfinite().all():
-        raise CannotTryError("its outputs aren't finite")
-    limit, values = tolerance(expected.values.dtype), expected._replace(gradients=())
-    wanted = {form: expected if form == TRIED[0] else values for form in TRIED}
+    limit = tolerance(expected.dtype)
+    wanted = {form: expected if form == TRIED[0] else expected._replace(gradients=()) for form in TRIED}
     forms = [form for form in TRIED if _takes(model, subject.forms[form](documents).arguments)]
-    failing = {form for form in forms if _fails(subject, subject.forms[form](documents))}
-    if PADDED in forms and judge(subject, PADDED, documents, values, limit).verdict in ("inexact", "leak"):
-        wanted[PADDED] = Results(expected.values)  # an output that padding changes without a patch
-        if judge(subject, PADDED, documents, wanted[PADDED], limit).verdict == "inexact":
-            forms.remove(PADDED)  # XLNet reads a row's last token
-    loss = None if has_known_loss(model) else losses_alone(subject, [*documents, *twins[:1]])
+    failing = {form for form in forms if _fails(subject, form, documents)}
+    if PADDED in forms and PADDED not in failing:
+        wanted[PADDED] = _unmoved_by_padding(subject, documents, expected, limit)
+        forms = [form for form in forms if wanted[form].outputs]
+    loss = None if has_known_loss(model) else losses_alone(subject, [*documents, *twins[:1]], expected)
     try:
         patch(model)
     except Exception as error:
         return Found(f"patching fails: {one_line(error)}")
     found = {form: judge(subject, form, documents, wanted[form], limit, always=True) for form in forms}
-    wrong = [one for form, one in found.items() if one.verdict in ("leak", "inexact")]
-    failed = {form: one for form, one in found.items() if one.verdict == "error" and form not in failing}
-    wrong += [one for one in failed.values() if not _is_ours(one.error)]
+    failed = [one for form, one in found.items() if one.verdict == "error" and form not in failing]
+    wrong = [one for one in found.values() if one.wrong] + [one for one in failed if not _is_ours(one.error)]
     if short != lengths:  # beyond the limit of rotary embeddings a call may be refused, but not wrong
         beyond = judge(subject, TRIED[0], longer, expected_longer, limit, always=True)
-        wrong += [beyond] if beyond.verdict in ("leak", "inexact") else []
-    pair = judge(subject, TRIED[0], twins, expected_twins, limit)  # of one length, which may run in one call
-    wrong += [pair] if pair.verdict in ("leak", "inexact") and not wrong else []
-    exact = [form for form, one in found.items() if one.verdict == "exact" and form != PADDED]
-    if not exact:
+        wrong += [beyond] if beyond.wrong else []
+    pair = judge(subject, TRIED[0], twins, expected_twins, limit)  # documents of one length may run in one call
+    wrong += [pair] if pair.wrong and not wrong else []
+    exact_forms = [form for form, one in found.items() if one.verdict == "exact" and form != PADDED]
+    if not exact_forms:
         wrong += list(found.values())
     if not found:
         raise CannotTryError("its forward takes nothing that tells documents apart")
-    mixes = why_loss_mixes(subject, exact[0], loss, limit) if loss is not None and not wrong else ""
+    mixes = why_loss_mixes(subject, exact_forms[0], loss, limit) if loss is not None and not wrong else ""
     return Found("; ".join(dict.fromkeys(one.reason for one in wrong[:2])), mixes)
 
 
@@ -303,36 +287,25 @@ def _is_ours(error: BaseException | None) -> bool:
     return trace is not None and trace.tb_frame.f_globals["__name__"].startswith("tritonpack.")
 
 
-def _subject(model: nn.Module) -> Subject:
-    """How a model is called, and whether it gives a value for every token or one for every document."""
-    subject = subject_of(model)
-    if "use_cache" in inspect.signature(model.forward).parameters:
-        subject = replace(subject, differentiable={"use_cache": False})  # states that are updated in place have none
-    with torch.no_grad():
-        shapes = [(ids.shape, subject.call_model(whole(ids)).shape[:2]) for ids in subject.draw((5, 11, 3, 1), 1)]
-    return replace(subject, per_document=any(tokens != values for tokens, values in shapes))
-
-
 def _same_each_time(subject: Subject) -> Subject:
-    """A subject whose outputs can be compared: where its model draws random numbers, these are made constant.
+    """Make the random draws of a model constant, if it has any, so that its outputs can be compared.
 
     Raises:
         CannotTryError: two calls with the same tokens differ nevertheless.
     """
     batch = whole(subject.draw((7,), 1)[0])
-    subject = replace(subject, draws=constant_draws_if_any(lambda: subject.call_model(batch)))
-    if not gives_the_same_again(lambda: subject.call_model(batch)):
+    subject = replace(subject, draws=constant_draws_if_any(lambda: subject.output(batch)))
+    if not gives_the_same_again(lambda: [*subject.tensors(batch).values()]):
         raise CannotTryError("two calls in evaluation mode with the same tokens give other outputs")
     return subject
 
 
-def _alone(subject: Subject, documents: list[Tensor]) -> Results:
-    """Each document alone, with gradients where a model has any."""
-    values = alone(subject, documents, gradients=False, all_outputs=True)
-    try:
-        return alone(subject, documents)._replace(outputs=values.outputs)
-    except Exception:  # a part that can't be differentiated, of which stock training would say so
-        return values
+@torch.no_grad()
+def _unmoved_by_padding(subject: Subject, documents: list[Tensor], expected: Results, limit: float) -> Results:
+    """The outputs that padding leaves as they are without a patch; XLNet, say, reads a row's last token."""
+    parts, _ = subject.parts(subject.forms[PADDED](documents), expected.outputs)
+    kept = [name for name in parts if expected.outputs[name].difference(parts[name]) <= limit]
+    return Results({name: expected.outputs[name] for name in kept})
 
 
 def _takes(model: nn.Module, arguments: dict[str, Any]) -> bool:
@@ -342,10 +315,10 @@ def _takes(model: nn.Module, arguments: dict[str, Any]) -> bool:
 
 
 @torch.no_grad()
-def _fails(subject: Subject, batch: Batch) -> bool:
-    """Whether the model can't be called so, whatever becomes of documents."""
+def _fails(subject: Subject, form: str, documents: list[Tensor]) -> bool:
+    """Whether a call fails without a patch."""
     try:
-        subject.call_model(batch)
-    except Exception:  # whatever a model's own code raises
+        subject.output(subject.forms[form](documents))
+    except Exception:  # a model's own code may raise anything
         return True
     return False

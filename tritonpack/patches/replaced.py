@@ -1,4 +1,4 @@
-"""Attention functions that another library has put under a name of transformers' registry, such as Ulysses."""
+"""Attention functions that another library, such as Ulysses, has replaced in transformers' registry."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ ULYSSES = "deepspeed.runtime.sequence_parallel"
 def require_own_attention(name: str, before: str | None) -> None:
     """Refuse a call of a patched model whose attention another library has replaced.
 
-    DeepSpeed's Ulysses spreads a row over ranks by replacing the function of one name, or of all. Under our name its
-    function drops the mask; under the name from before the patch it isn't called, and each rank would attend to its own
-    tokens alone.
+    DeepSpeed's Ulysses spreads a row over ranks: it replaces the function of one name, or of all. Under tritonpack's
+    name its function drops the mask. Under the name from before the patch it isn't called, and each rank would attend
+    to its own tokens alone.
 
     Args:
         name: of the patched model's attention.
         before: the name that the attention had before the patch.
 
     Raises:
-        UnsupportedModelError: with the function and the remedy.
+        UnsupportedModelError: it has; the message names the function and the remedy.
     """
     for key in (name, before):
         function = ALL_ATTENTION_FUNCTIONS.get(key)
@@ -37,5 +37,6 @@ def require_own_attention(name: str, before: str | None) -> None:
         if key == name and function is not FUNCTIONS[key]:
             raise UnsupportedModelError(
                 f"the attention function {key!r} was replaced by {home}.{getattr(function, '__qualname__', function)}, "
-                "which may drop the mask that keeps documents apart. Take that away, or call tritonpack.unpatch(model)."
+                "which may drop the mask that keeps documents apart. Remove that replacement, or call "
+                "tritonpack.unpatch(model)."
             )

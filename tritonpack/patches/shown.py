@@ -1,4 +1,4 @@
-"""Which classes of transformers the tests have shown to be packed exactly, and with which of its versions."""
+"""The classes of transformers that the tests have shown to be packed exactly, and in which of its versions."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from typing import Literal
 import transformers
 from transformers import PreTrainedModel
 
-# How documents are laid out for a model: in packed rows as they are, or each in a row of its own, in a padded batch or
+# How documents are laid out for a model: in packed rows, each in a row of a padded batch, or each in a row of a batch
 # with others of its length.
 Layout = Literal["packed", "padded", "lengths"]
-LAYOUTS: tuple[Layout, ...] = ("packed", "padded", "lengths")  # the better one first
+LAYOUTS: tuple[Layout, ...] = ("packed", "padded", "lengths")  # the best one first
 
 
 def shown_layout(kind: type) -> Layout | None:
-    """How documents of a model class are laid out, if `shown.csv` lists it for the installed version of transformers.
+    """Return the layout of a model class, if `shown.csv` lists the class for the installed version of transformers.
 
-    The class must be transformers' own: a subclass or remote code of the same name is another class.
+    A subclass, or remote code of the same name, is another class.
     """
     kind = without_wrappers(kind)
     if not kind.__module__.startswith("transformers."):
@@ -28,19 +28,19 @@ def shown_layout(kind: type) -> Layout | None:
 
 
 def installed() -> str:
-    """The installed version of transformers as `shown.csv` has it, such as "5.23"."""
+    """Return the installed version of transformers as `shown.csv` writes it, such as "5.23"."""
     return ".".join(transformers.__version__.split(".")[:2])
 
 
 def without_wrappers(kind: type) -> type:
-    """The class that a model was built of: FSDP's `fully_shard` gives a model a subclass made by torch."""
+    """Return the class that a model was built from: FSDP's `fully_shard` gives a model a subclass made by torch."""
     models = [base for base in kind.__mro__ if issubclass(base, PreTrainedModel)]
     return next((base for base in models if not base.__module__.startswith("torch.")), kind)
 
 
 @cache
 def versions() -> dict[Layout, dict[str, set[str]]]:
-    """{layout: {class: versions of transformers}}: what the table says."""
+    """Read the table as {layout: {class: versions of transformers}}."""
     lines = files("tritonpack.patches").joinpath("shown.csv").read_text(encoding="utf-8").splitlines()
     rows = list(csv.DictReader(lines))
     return {layout: {row["class"]: set(row[layout].split()) for row in rows} for layout in LAYOUTS}

@@ -1,4 +1,4 @@
-"""Code of others that gets no mask, such as adapters: the first packed call shows whether it keeps tokens apart."""
+"""Code of others that gets no mask, such as adapters: the first packed call shows whether it keeps documents apart."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.forwards import by_class, is_own, mixes
 from tritonpack.patches.packed_batch import PackedBatch
 
-# How far an output may move, relative to its largest value, because of rounding: scales of quantized layers follow
-# from all tokens of a call.
+# How far an output may move because of rounding, relative to its largest value: scales of quantized layers depend on
+# all tokens of a call.
 ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
 ROUNDING_OF_OTHERS = 2e-2
 
 
 def strangers(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules of a model whose forward is neither transformers' nor torch's, nor known to take a mask, by name.
+    """Return the modules whose forward is neither transformers' nor torch's and gets no mask, by name.
 
     A layer that takes arguments about its row is tried when the model is patched (`probe.py`).
     """
@@ -32,8 +32,8 @@ def strangers(model: nn.Module) -> dict[str, nn.Module]:
 def kept_apart(model: nn.Module, packed_batch: PackedBatch) -> Iterator[None]:
     """Watch a call of a model with packed rows: no stranger may let a document's tokens move another document's.
 
-    Each stranger runs three times more: as it did, and with the tokens of every second document exchanged, and of the
-    others. It is left alone where it gets something else than a value for each token.
+    Each stranger runs three times more: unchanged, with the tokens of every second document exchanged, and with the
+    tokens of the others exchanged. One that doesn't compute a value for each token isn't watched.
 
     Args:
         model: the model that is called.
@@ -42,49 +42,41 @@ def kept_apart(model: nn.Module, packed_batch: PackedBatch) -> Iterator[None]:
     Raises:
         UnsupportedModelError: a stranger mixes documents; the message names it.
     """
-    found: dict[str, nn.Module] = {}
-    watches = {
-        name: _Watch(one, packed_batch) for name, one in strangers(model).items() if not _is_watched(one, packed_batch)
-    }
-    if watches:
-        starts = packed_batch.runs()[0].flatten().cumsum(0).view(packed_batch.tokens)
-        second = starts % 2 == 0
-        for watch in watches.values():
-            watch.begin(second)
+    others = {name: one for name, one in strangers(model).items() if not _is_watched(one, packed_batch)}
+    watches: dict[str, _Watch] = {}
+    if others:
+        numbers = packed_batch.runs()[0].flatten().cumsum(0).view(packed_batch.tokens)
+        watches = {name: _Watch(one, packed_batch, numbers % 2 == 0) for name, one in others.items()}
     try:
         yield
     finally:
-        for name, watch in watches.items():
+        for watch in watches.values():
             watch.handle.remove()
-            if watch.mixes:
-                found[name] = watch.module
-    if found:
-        named = ", ".join(f"{name} ({type(one).__name__})" for name, one in list(found.items())[:4])
+    mixing = [f"{name} ({type(watch.module).__name__})" for name, watch in watches.items() if watch.mixes]
+    if mixing:
         raise UnsupportedModelError(
-            f"{named} isn't transformers' own and lets tokens of one document move another document's, because nothing "
-            "tells it where documents begin. Take it out, or train on one document per row, unpatched."
+            f"{', '.join(mixing[:4])} isn't transformers' own and lets tokens of one document move another document's, "
+            "because nothing tells it where documents begin. Take it out, or train on one document per row, unpatched."
         )
 
 
 class _Watch:
-    """The hook after a stranger."""
+    """The hook after a stranger's forward.
 
-    def __init__(self, module: nn.Module, packed_batch: PackedBatch) -> None:
-        self.module, self.packed_batch, self.tokens = module, packed_batch, packed_batch.tokens
+    Attributes:
+        second: (B, T), true for the tokens of every second document.
+        mixes: whether the stranger was seen to mix documents.
+    """
+
+    def __init__(self, module: nn.Module, packed_batch: PackedBatch, second: Tensor) -> None:
+        self.module, self.packed_batch, self.second = module, packed_batch, second
         self.mixes = self.running = False
-
-    def begin(self, second: Tensor) -> None:
-        self.second = second
-        self.handle = self.module.register_forward_hook(self, with_kwargs=True)
+        self.handle = module.register_forward_hook(self, with_kwargs=True)
 
     @torch.no_grad()
     def __call__(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if (
-            self.running
-            or not args
-            or not _is_of_tokens(args[0], self.tokens)
-            or not _is_of_tokens(output, self.tokens)
-        ):
+        tokens = self.packed_batch.tokens
+        if self.running or not args or not _is_of_tokens(args[0], tokens) or not _is_of_tokens(output, tokens):
             return
         second = self.second.to(args[0].device)
         self.running = True
@@ -99,12 +91,12 @@ class _Watch:
             self.running = False
 
     def _run(self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-        with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):  # the same dropout in both
+        with torch.random.fork_rng(devices=[x.device] if x.is_cuda else []):  # the same dropout in all runs
             return self.module.forward(x, *args, **kwargs)
 
 
 def _is_watched(module: nn.Module, packed_batch: PackedBatch) -> bool:
-    """Whether the model around this one, which was handed the same packing, watches a module already."""
+    """Whether a hook of the model around this one, which got the same packing, watches a module already."""
     return any(
         isinstance(hook, _Watch) and hook.packed_batch is packed_batch for hook in module._forward_hooks.values()
     )

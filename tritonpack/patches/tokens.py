@@ -11,7 +11,7 @@ _NAMES = ("bos_index", "eos_index", "pad_index", "unk_index", "mask_index")
 
 
 def special_tokens(config: Any) -> set[int]:
-    """The ids that a configuration and its parts name."""
+    """Return the ids that a configuration and its parts name."""
     found: set[int] = set()
     for name, value in config.__dict__.items():
         if is_config(value):
@@ -23,17 +23,17 @@ def special_tokens(config: Any) -> set[int]:
 
 
 def names_tokens(name: str) -> bool:
-    """Whether a field holds ids of tokens."""
+    """Whether a field holds token ids, by its name."""
     return name.endswith(("_token_id", "_token_ids", "_token_index", "_tokens")) or name in _NAMES
 
 
 def is_config(value: Any) -> bool:
-    """Whether a field of a configuration is one of its parts."""
+    """Whether the value of a field is a configuration too."""
     return hasattr(value, "to_dict") and hasattr(value, "model_type")
 
 
 def text_config(config: Any) -> Any:
-    """The part of a configuration that describes the text model, or the decoder where there are several."""
+    """Return the part of a configuration that describes the text model, or the decoder if there are several."""
     try:
         return config.get_text_config()
     except ValueError:  # an encoder's and a decoder's
@@ -41,7 +41,7 @@ def text_config(config: Any) -> Any:
 
 
 def pad_token_of(config: Any, side: str) -> int | None:
-    """What padding of the encoder's tokens, or of the decoder's, holds: of two models in one, each has its own."""
+    """Return the padding token of the encoder or of the decoder; each of two models in one has its own."""
     names = ("decoder",) if side == "decoder" else ("encoder", "text_encoder")
     parts = [part for name in names if is_config(part := getattr(config, name, None))]
     found = (getattr(part, "pad_token_id", None) for part in (*parts, text_config(config)))
@@ -49,10 +49,10 @@ def pad_token_of(config: Any, side: str) -> int | None:
 
 
 def common_to_codebooks(ids: Tensor) -> Tensor:
-    """(B, T) ids that all codebooks of a token have in (B, T, n) ids, as padding does; -1 where they differ."""
+    """Return (B, T) ids that all codebooks of a token share in (B, T, n) ids, as for padding; -1 where they differ."""
     return torch.where((ids == ids[..., :1]).all(-1), ids[..., 0], -1)
 
 
 def is_bidirectional(config: Any) -> bool:
-    """Whether a decoder is told to see both directions."""
+    """Whether a configuration makes a decoder see both directions."""
     return getattr(text_config(config), "use_bidirectional_attention", None) is True

@@ -1,4 +1,4 @@
-"""What a project that uses or extends tritonpack may import in its own tests."""
+"""Checks that a project which uses or extends tritonpack may import in its own tests."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -17,14 +17,14 @@ class Case:
     """One attention problem.
 
     Attributes:
-        name: what it is about, for test ids.
-        seqlens, seqlens_k: tokens per document; None on the key side means the same.
+        name: of its feature, for test ids.
+        seqlens, seqlens_k: tokens per document; None on the key side means the same lengths.
         slack: rows past the last document, on both sides.
         heads, kv_heads, head_dim, head_dim_v: the shape of q, k and v; None means that v has q's head dimension.
         causal, window: as `BlockDiagonalMask.from_cu_seqlens` takes them.
         softcap, dropout_p: as `varlen_attention` takes them.
         sinks: whether there are any.
-        alibi: whether scores fall with the distance, by a slope per head or per document and head.
+        alibi: whether scores fall with the distance, with a slope per head or per document and head.
     """
 
     name: str
@@ -66,7 +66,7 @@ class Inputs:
         dout, dlse: the gradients of out (T_q, H, D_v) and of lse (H, T_q).
         mask: which keys each query sees.
         sinks: (H,), or None.
-        keywords: what else `varlen_attention` is called with.
+        keywords: further arguments of `varlen_attention`.
     """
 
     q: Tensor
@@ -150,13 +150,13 @@ def make_inputs(
     seed: int = 0,
     slack_value: float = 0.0,
 ) -> Inputs:
-    """Random inputs for a case, the same for every dtype up to rounding.
+    """Return random inputs for a case, the same for every dtype up to rounding.
 
     Args:
         case: the problem.
         dtype, device: of q, k, v and dout; dlse is float32, or float64 with float64.
         seed: of the random numbers.
-        slack_value: what rows outside every document hold, in all five tensors (NaN shows what they reach).
+        slack_value: the value of rows outside every document in all five tensors; NaN shows what they reach.
     """
     generator = torch.Generator().manual_seed(seed)
     total_q, total_k = sum(case.seqlens) + case.slack, sum(case.seqlens_k or case.seqlens) + case.slack

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,28 +15,29 @@ from torch import Tensor, nn
 from tritonpack.checks import as_integers
 from tritonpack.errors import IsolationError, UnsupportedModelError
 from tritonpack.patches import patch
-from tritonpack.patches.trial import packed_forms
-from tritonpack.patches.trial.small_copy import as_prompts
-from tritonpack.patches.trial.undisturbed import as_found
+from tritonpack.patches.trial.comparison import influence, limits
+from tritonpack.patches.trial.judge import Results, alone
+from tritonpack.patches.trial.outputs import parts_of, tensors_in
+from tritonpack.patches.trial.packed_forms import FORMS, Batch
+from tritonpack.patches.trial.subject import Subject, as_prompts, draw_of
 
-# How packed documents reach the model: by position ids alone, and with the all-ones mask that tokenizers add; and what
-# `packed_forms` calls that.
-FORMS = {"position_ids": "position_ids", "attention_mask": "all_ones_mask"}
+# The forms that are tried, and the arguments of each.
+TOLD = {"position_ids": "position_ids", "all_ones_mask": "position_ids and an all-ones attention_mask"}
 
 
 @dataclass(frozen=True)
 class IsolationReport:
-    """What was compared, and the largest differences seen, relative to the largest logit.
+    """The largest differences seen, relative to the largest value of the output.
 
     Attributes:
         lengths: tokens per document.
-        packed_against_alone: packed logits against those of each document by itself.
-        moved_by_others: how far logits moved when another document changed; 0.0 is bitwise equality.
-        gradient_to_others: the largest gradient that a document's loss has in another document's embeddings, relative
-            to the largest in its own.
-        allowed: what the first of these may be: half the digits of the model's dtype. The others may be rounding: 64
-            units in the last place, or as much as the first where that is less (zero where no kernel's shape depends
-            on the tokens, as a mixture of experts' does).
+        packed_against_alone: between the outputs of packed documents and of each document alone.
+        moved_by_others: between two calls in which only another document differs; 0.0 is bitwise equality.
+        gradient_to_others: the largest gradient of a document's outputs in another document's embeddings, relative to
+            the largest in its own.
+        allowed: the limit of `packed_against_alone`: half the digits of the model's dtype. The limit of the other two
+            is 64 units in the last place, or `allowed` where that is less. They are zero where no kernel's shape
+            depends on the tokens, as in a mixture of experts.
     """
 
     lengths: tuple[int, ...]
@@ -46,10 +49,8 @@ class IsolationReport:
     def __str__(self) -> str:
         return (
             f"isolated: documents of {', '.join(map(str, self.lengths))} tokens; packed against alone "
-            f"{self.packed_against_alone:.1e} "
-            f"(allowed {self.allowed:.1e}), moved by other documents {self.moved_by_others:.1e}, gradient to other "
-            "documents "
-            f"{self.gradient_to_others:.1e}"
+            f"{self.packed_against_alone:.1e} (allowed {self.allowed:.1e}), moved by other documents "
+            f"{self.moved_by_others:.1e}, gradient to other documents {self.gradient_to_others:.1e}"
         )
 
 
@@ -58,15 +59,16 @@ def check_isolation(
 ) -> IsolationReport:
     """Pack documents of random tokens and show that none of them sees another.
 
-    Packed logits must equal each document's logits alone, up to rounding; changing one document must not move another
-    document's logits, nor may a document's loss have a gradient in another document's embeddings. Each is shown with
-    position ids alone and with an all-ones mask beside them, with the model's own default for `use_cache`. Takes about
-    a dozen forward passes of `sum(lengths)` tokens; weights, gradients, mode and random state stay as they are.
+    Outputs of packed documents must equal those of each document alone, up to rounding. A change of one document must
+    not move another document's outputs, and a document's outputs must have no gradient in another document's
+    embeddings. Each is shown with position ids alone and with an all-ones mask beside them, with the model's own
+    default for `use_cache`. This takes about two dozen forward passes of `sum(lengths)` tokens. Weights, gradients,
+    mode and random state stay as they are.
 
     Args:
-        model: a transformers model, patched or not, on any device. Windows longer than the documents aren't seen.
+        model: a transformers model, patched or not, on any device. Windows longer than the documents have no effect.
         lengths: tokens per document, at least two documents.
-        vocab_size: tokens are drawn from this many; None asks the model's config.
+        vocab_size: tokens are drawn from this many; None means all that the model has embeddings for.
         seed: of the random tokens.
 
     Returns:
@@ -74,115 +76,126 @@ def check_isolation(
 
     Raises:
         IsolationError: (an AssertionError) a document saw another one; the message names the layer where that begins.
-        ValueError: what isn't a model, lengths that aren't integers, fewer than two documents, or an empty one.
+        ValueError: what isn't a model, a model whose outputs aren't finite, lengths that aren't integers, fewer than
+            two documents, or an empty one.
     """
     if not isinstance(model, nn.Module):
-        patch(model)  # which refuses it, and says what it is instead
+        patch(model)  # raises an error that says what it is instead
     if not hasattr(model, "get_input_embeddings"):
         raise UnsupportedModelError(f"expected a transformers model; got {type(model).__name__}.")
-    lengths = as_integers(lengths, "lengths").tolist()
+    lengths = tuple(as_integers(lengths, "lengths").tolist())
     if len(lengths) < 2 or min(lengths) < 1:
-        raise ValueError(f"lengths must hold at least two documents of at least one token; got {tuple(lengths)}.")
-    embed = model.get_input_embeddings()  # type: ignore[operator]
-    device = embed.weight.device
-    size = vocab_size or embed.num_embeddings
-    generator = torch.Generator().manual_seed(seed)
-    ids, other_ids = (torch.randint(size, (1, sum(lengths)), generator=generator).to(device) for _ in range(2))
-    other_ids = torch.where(other_ids == ids, (ids + 1) % size, other_ids)
-    documents = list(ids.split(list(lengths), dim=1))
-    document = torch.cat([torch.full((n,), i, device=device) for i, n in enumerate(lengths)])
-
-    worst = {"alone": 0.0, "moved": 0.0, "gradient": 0.0}
-    with as_found(model):
-        with torch.no_grad():
-            pieces = [_logits(model, input_ids=piece, **as_prompts(model, piece)) for piece in documents]
-        alone = torch.cat(pieces, dim=1)
-        eps = torch.finfo(alone.dtype).eps
-        allowed, rounding = eps**0.5, min(64 * eps, eps**0.5)  # 64 units would be half of the largest logit in bfloat16
-        for form in FORMS:
-            told = packed_forms.FORMS[FORMS[form]](documents).arguments
-            packing = {**{name: value.to(device) for name, value in told.items()}, **as_prompts(model, ids)}
-            for changed in range(len(lengths)):
-                here = document == changed
-                perturbed = torch.where(here, other_ids, ids)
-                with torch.no_grad(), _record_layers(model) as before:
-                    packed = _logits(model, input_ids=ids, **packing)
-                with torch.no_grad(), _record_layers(model) as after:
-                    moved = _logits(model, input_ids=perturbed, **packing)
-                gradient = _gradient_to_others(model, embed, ids, packing, here)
-                scale = float(alone.abs().max())
-                found = {
-                    "alone": float((packed - alone).abs().max()) / scale,
-                    "moved": float((packed - moved)[:, ~here].abs().max()) / scale,
-                    "gradient": gradient,
-                }
-                worst = {name: _max(worst[name], found[name]) for name in worst}
-                if not (found["alone"] <= allowed and found["moved"] <= rounding and found["gradient"] <= rounding):
-                    raise IsolationError(_explain(form, changed, found, allowed, rounding, before, after, ~here))
-    return IsolationReport(tuple(lengths), worst["alone"], worst["moved"], worst["gradient"], allowed)
+        raise ValueError(f"lengths must hold at least two documents of at least one token; got {lengths}.")
+    size = vocab_size or model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    draw = partial(draw_of, torch.arange(size))
+    documents, drawn = draw(lengths, seed), draw(lengths, seed + 1)
+    others = {
+        i: torch.where(x == old, (old + 1) % size, x) for i, (x, old) in enumerate(zip(drawn, documents, strict=True))
+    }
+    subject = Subject(model, draw, call=lambda ids: {"input_ids": ids, **as_prompts(model, ids)})
+    with _as_found(model):
+        expected = alone(subject, documents, gradients=False)
+        found = [_check_form(subject, form, documents, others, expected) for form in TOLD]
+    differs, moved, gradient = (max(one) for one in zip(*found, strict=True))
+    return IsolationReport(lengths, differs, moved, gradient, limits(expected.dtype).alone)
 
 
-def _gradient_to_others(
-    model: nn.Module, embed: nn.Module, ids: Tensor, packing: dict[str, Tensor], here: Tensor
-) -> float:
-    """The gradient of the other documents' outputs in this document's embeddings, relative to that in their own."""
+def _check_form(
+    subject: Subject, form: str, documents: list[Tensor], others: dict[int, Tensor], expected: Results
+) -> tuple[float, float, float]:
+    """Return the three differences of a form.
+
+    Raises:
+        IsolationError: one of them is beyond its limit.
+    """
+
+    def run(documents: list[Tensor]) -> dict[str, list[Tensor]]:
+        parts, problems = subject.parts(FORMS[form](documents), expected.outputs)
+        if problems:
+            raise IsolationError(
+                f"documents of a batch packed by {TOLD[form]} don't have outputs of their own: {problems[0]}. "
+                "tritonpack.patch(model) gives each document its own."
+            )
+        return parts
+
+    with torch.no_grad():
+        differs = max(expected.outputs[name].difference(parts) for name, parts in run(documents).items())
+    moved = influence(run, documents, others)
+    batch = FORMS[form](documents)
+    gradient = max(_gradient_to_others(subject, batch, i, expected) for i in range(len(documents)))
+    allowed, rounding = limits(expected.dtype)
+    if differs <= allowed and moved.size <= rounding and gradient <= rounding:
+        return differs, moved.size, gradient
+    changed = [others[i] if i == moved.document else x for i, x in enumerate(documents)]
+    layer = _first_moved_layer(subject, batch, FORMS[form](changed), moved.document)
+    where = f"the leak begins in {layer}" if layer else "no layer's output moved, so positions or gradients are wrong"
+    raise IsolationError(
+        f"documents of a batch packed by {TOLD[form]} see each other: {where}. Their outputs differ from each "
+        f"document's own by {differs:.1e}, move by {moved.size:.1e} when document {moved.document} changes, and have a "
+        f"gradient of {gradient:.1e} in another document (all relative; {allowed:.1e}, {rounding:.1e} and "
+        f"{rounding:.1e} would be rounding). tritonpack.patch(model) keeps documents apart."
+    )
+
+
+def _gradient_to_others(subject: Subject, batch: Batch, document: int, expected: Results) -> float:
+    """The gradient of the other documents' outputs in one document's embeddings, relative to that in their own."""
+    model: Any = subject.model
+    embed = model.get_input_embeddings()
+    ids = batch.ids.to(embed.weight.device)
     embeddings = embed(ids).detach().requires_grad_()
+    given = {name: x.to(ids.device) for name, x in batch.arguments.items()} | as_prompts(model, ids)
     with torch.enable_grad():
-        logits = _logits(model, inputs_embeds=embeddings, **packing)
-        (gradient,) = torch.autograd.grad(logits[:, ~here].square().sum(), embeddings)
-    sizes = gradient.abs()
-    return float(sizes[:, here].max() / sizes[:, ~here].max())
+        tensors = dict(tensors_in(model(inputs_embeds=embeddings, **given)))
+        parts = parts_of(expected.main, expected.outputs[expected.main], tensors.get(expected.main), batch)
+        rest = [part.square().sum() for i, part in enumerate(parts) if i != document]
+        (gradient,) = torch.autograd.grad(torch.stack(rest).sum(), embeddings)
+    sizes = [float(gradient[row, span].abs().max()) for row, span in batch.spans]
+    found = sizes.pop(document) / max(sizes)
+    return math.inf if math.isnan(found) else found
 
 
-def _explain(
-    form: str,
-    changed: int,
-    found: dict[str, float],
-    allowed: float,
-    rounding: float,
-    before: dict[str, Tensor],
-    after: dict[str, Tensor],
-    others: Tensor,
-) -> str:
-    layer = next((name for name in before if not torch.equal(before[name][:, others], after[name][:, others])), None)
-    where = (
-        f"the leak begins in {layer}" if layer else "no layer's output moved, so positions or gradients are at fault"
-    )
-    told = "position_ids" if form == "position_ids" else "position_ids and an all-ones attention_mask"
-    return (
-        f"documents of a batch packed by {told} see each other: {where}. Packed logits differ from each document's "
-        "own by "
-        f"{found['alone']:.1e}, move by {found['moved']:.1e} when document {changed} changes, and reach it with a "
-        "gradient of "
-        f"{found['gradient']:.1e} (all relative; {allowed:.1e}, {rounding:.1e} and {rounding:.1e} would be rounding). "
-        "tritonpack.patch(model) keeps documents apart."
-    )
-
-
-def _logits(model: nn.Module, **inputs: Tensor) -> Tensor:
-    return model(**inputs)[0]
-
-
-def _max(a: float, b: float) -> float:
-    return b if b != b else max(a, b)  # a NaN is the worst of all
+def _first_moved_layer(subject: Subject, before: Batch, after: Batch, document: int) -> str:
+    """The first layer whose output for other documents differs between two batches; empty if there is none."""
+    with torch.no_grad():
+        outputs = []
+        for batch in (before, after):
+            with _record_layers(subject.model) as recorded:
+                subject.output(batch)
+            outputs.append(recorded)
+    for name, one in outputs[0].items():
+        for i, place in enumerate(before.spans):
+            if i != document and not torch.equal(one[place], outputs[1][name][place]):
+                return name
+    return ""
 
 
 @contextmanager
 def _record_layers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """The output of every decoder layer, by the layer's name, in the order of the forward pass."""
+    """Record the output of every decoder layer, by the layer's name, in the order of the forward pass."""
     outputs: dict[str, Tensor] = {}
 
-    def hook_for(name: str) -> Any:
-        def hook(module: nn.Module, args: Any, output: Any) -> None:
-            outputs[name] = (output if isinstance(output, Tensor) else output[0]).detach()
-
-        return hook
+    def record(name: str, module: nn.Module, args: Any, output: Any) -> None:
+        outputs[name] = (output if isinstance(output, Tensor) else output[0]).detach()
 
     lists = [(name, module) for name, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     layers = [(f"{name}.{i}", layer) for name, module in lists[:1] for i, layer in enumerate(module)]
-    handles = [layer.register_forward_hook(hook_for(name)) for name, layer in layers]
+    handles = [layer.register_forward_hook(partial(record, name)) for name, layer in layers]
     try:
         yield outputs
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _as_found(model: nn.Module) -> Iterator[None]:
+    """Put a model into evaluation mode, and restore its modes and the random state afterwards."""
+    training = [module for module in model.modules() if module.training]
+    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda"})
+    model.eval()
+    try:
+        with torch.random.fork_rng(devices=devices):
+            yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,9 +1,9 @@
-"""How exact is exact: a backend's error against float64, bounded by the error of plain attention in the same dtype.
+"""The tolerance rule: a backend's error against float64, bounded by the error of plain attention in the same dtype.
 
-The rule (that of FlashAttention's own tests): on the same rounded inputs, the largest error against a float64 reference
-is at most twice that of plain attention computed in the low precision throughout, plus a band of rounding: of the
-result in its own dtype, and of its terms in the float32 (or float64) that they are summed in. So no tolerance is
-chosen by hand, and none grows with a dtype that doesn't need it.
+The rule is that of FlashAttention's own tests. On the same rounded inputs, the largest error against a float64
+reference is at most twice the error of plain attention that is computed in the low precision throughout, plus a band of
+rounding: of the result in its own dtype, and of its terms in the float32 (or float64) in which they are summed. So no
+tolerance is chosen by hand.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tritonpack.backends.dropout import keep_mask
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.testing.cases import Inputs
 
-ROW_OUTPUTS = ("out", "lse", "dq", "dk", "dv")  # those with a value for every token
+ROW_OUTPUTS = ("out", "lse", "dq", "dk", "dv")  # outputs with a value for every token
 OUTPUTS = (*ROW_OUTPUTS, "dsinks")
 
 # How many roundings the band admits: a product, a sum and a final cast, with one to spare.
@@ -28,8 +28,7 @@ BAND = 4
 
 @dataclass(frozen=True)
 class Errors:
-    """Largest absolute errors against float64, by output name: the backend's, plain attention's, and what was
-    allowed."""
+    """The largest absolute errors against float64 by output, and the largest that are allowed."""
 
     backend: dict[str, float]
     plain: dict[str, float]
@@ -44,19 +43,18 @@ class Errors:
 
 
 def check_backend(inputs: Inputs, backend: Any = "auto", *, scale: float | None = None) -> Errors:
-    """Check a backend's outputs and gradients on one case; raises where they aren't as good as plain attention's.
+    """Check that a backend's outputs and gradients on one case are as exact as plain attention's.
 
     Args:
         inputs: the case, as `make_inputs` makes it.
-        backend: as `varlen_attention` takes it.
-        scale: as `varlen_attention` takes it.
+        backend, scale: as `varlen_attention` takes them.
 
     Returns:
         The errors, for tables.
 
     Raises:
-        AssertionError: a value that isn't finite where the reference's is, a row that should be empty and isn't, or an
-            error beyond what is allowed; the message names the output and the figures.
+        AssertionError: a value isn't finite where the reference's is, an empty row has values, or an error is too
+            large; the message names the output and the figures.
     """
     return check_outputs(inputs, run(inputs, backend, scale=scale), scale=scale)
 
@@ -64,12 +62,12 @@ def check_backend(inputs: Inputs, backend: Any = "auto", *, scale: float | None 
 def check_outputs(
     inputs: Inputs, actual: dict[str, Tensor], *, scale: float | None = None, last_keys: int | None = None
 ) -> Errors:
-    """As `check_backend`, on outputs computed elsewhere.
+    """Check outputs that were computed elsewhere, as `check_backend` does.
 
     Args:
         inputs, scale: as `check_backend` takes them.
         actual: some or all of "out", "lse", "dq", "dk", "dv", "dsinks".
-        last_keys: `dk` and `dv` are those of so many keys, the last ones; None means of all.
+        last_keys: `dk` and `dv` are given for this many keys at the end; None means for all.
     """
     exact, plain, terms = _standard(inputs, scale)
     if last_keys is not None:
@@ -93,13 +91,13 @@ def check_outputs(
 
 
 def _standard(inputs: Inputs, scale: float | None) -> tuple[dict[str, Tensor], dict[str, Tensor], dict[str, float]]:
-    """What outputs are held against: the float64 reference, plain attention, and the sizes of the terms."""
+    """Return the float64 reference, plain attention's outputs, and the sizes of the terms."""
     exact = run(_as_float64(inputs), "reference", scale=scale)
     return exact, run_plain(inputs, scale=scale), _sizes_of_terms(_as_float64(inputs), exact, scale=scale)
 
 
 def run(inputs: Inputs, backend: Any, *, scale: float | None = None) -> dict[str, Tensor]:
-    """out, lse and the gradients of q, k, v and sinks under the case's dout and dlse, through `varlen_attention`."""
+    """Return out, lse and the gradients of q, k, v and sinks under the case's dout and dlse, by `varlen_attention`."""
     leaves = _leaves(inputs.q, inputs.k, inputs.v, inputs.sinks)
     q, k, v = leaves[:3]
     sinks = leaves[3] if inputs.sinks is not None else None
@@ -110,7 +108,7 @@ def run(inputs: Inputs, backend: Any, *, scale: float | None = None) -> dict[str
 
 
 def run_plain(inputs: Inputs, *, scale: float | None = None) -> dict[str, Tensor]:
-    """The same from plain attention in the inputs' dtype throughout, differentiated by autograd."""
+    """Return the same by plain attention in the inputs' dtype throughout, differentiated by autograd."""
     seeing, seen = _live_rows(inputs.mask)
     dtype = inputs.q.dtype
     leaves = _leaves(
@@ -120,7 +118,7 @@ def run_plain(inputs: Inputs, *, scale: float | None = None) -> dict[str, Tensor
     )
     q, k, v = leaves[:3]
     scores = _plain_scores(q, k, inputs, scale)[0].masked_fill(~inputs.mask.to_dense(), float("-inf"))
-    # A row without keys would make NaN of its softmax and of every gradient it touches.
+    # The softmax of a row without keys is NaN, and so is every gradient through it.
     blind = ~seeing[:, :, 0]
     scores = scores.masked_fill(blind, 0.0)
     if inputs.sinks is not None:
@@ -143,14 +141,14 @@ def _outputs(out: Tensor, lse: Tensor, grads: tuple[Tensor, ...]) -> dict[str, T
 
 
 def _live_rows(mask: BlockDiagonalMask) -> tuple[Tensor, Tensor]:
-    """Queries that see something, keys that something sees; (T, 1, 1) bool."""
+    """Return which queries see keys, and which keys are seen by queries; (T, 1, 1) bool."""
     transposed = mask.transpose()
     seeing, seen = (m.key_start < m.key_stop for m in (mask, transposed))
     return seeing[:, None, None], seen[:, None, None]
 
 
 def _plain_scores(q: Tensor, k: Tensor, inputs: Inputs, scale: float | None) -> tuple[Tensor, Tensor | float]:
-    """Scores (H, T_q, T_k) before the mask, and their slope by the scaled products."""
+    """Return scores (H, T_q, T_k) before the mask, and their derivative by the scaled products."""
     keys = k.repeat_interleave(q.shape[1] // k.shape[1], 1)
     scores = torch.einsum("qhd,khd->hqk", q, keys) * (q.shape[2] ** -0.5 if scale is None else scale)
     softcap, slopes = inputs.keywords.get("softcap", 0.0), inputs.keywords.get("alibi_slopes")
@@ -170,7 +168,7 @@ def _plain_scores(q: Tensor, k: Tensor, inputs: Inputs, scale: float | None) -> 
 
 
 def _kept(inputs: Inputs) -> Tensor:
-    """What dropout multiplies each pair by, (H, T_q, T_k) or a single 1."""
+    """Return the factors that dropout gives each pair, (H, T_q, T_k), or a single 1."""
     p = inputs.keywords.get("dropout_p", 0.0)
     device = inputs.q.device
     if not p:
@@ -183,10 +181,10 @@ def _kept(inputs: Inputs) -> Tensor:
 
 
 def _sizes_of_terms(inputs: Inputs, exact: dict[str, Tensor], *, scale: float | None) -> dict[str, float]:
-    """The largest sum of absolute terms behind each output.
+    """Return the largest sum of absolute terms of each output.
 
-    Where terms cancel (a row with a single key has no gradient but that of its lse), rounding is in proportion to
-    these, not to what is left of them.
+    Where terms cancel, rounding is in proportion to this sum and not to the result. In a row with a single key, say,
+    the only gradient comes from lse.
     """
     factor = inputs.q.shape[2] ** -0.5 if scale is None else scale
     lse = exact["lse"].masked_fill(exact["lse"].isinf(), 0.0)

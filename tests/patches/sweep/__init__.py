@@ -1,4 +1,4 @@
-"""The sweep: every class of transformers' auto mappings that takes text, packed and held against each document alone.
+"""The sweep: every class of transformers' auto mappings that takes text, packed and compared with each document alone.
 
 `python -m tests.patches.sweep` runs it (`__main__.py`); `causal.py` has what other tests call for one causal type.
 """
@@ -8,18 +8,12 @@ from tests.patches.sweep.causal import (
     LENGTHS,
     STOCK_FORMS,
     Row,
-    _logits,
-    _subject,
     alone,
-    counts,
     difference,
-    influence,
     judge,
+    logits,
     run,
     tolerance,
 )
 
-__all__ = [
-    "FORMS", "LENGTHS", "STOCK_FORMS", "Row", "_logits", "_subject", "alone", "counts", "difference", "influence",
-    "judge", "run", "tolerance",
-]  # fmt: skip
+__all__ = ["FORMS", "LENGTHS", "STOCK_FORMS", "Row", "alone", "difference", "judge", "logits", "run", "tolerance"]

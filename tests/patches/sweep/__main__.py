@@ -1,4 +1,4 @@
-"""Every class of transformers' auto mappings that takes text, packed in every form, held against documents alone.
+"""Every class of transformers' auto mappings that takes text, packed in every form and compared with documents alone.
 
 Rows go to `results/VERSION.jsonl` beside this file. A class that has rows isn't run again without `--again`, so that a
 run that was broken off goes on. `python -m tests.patches.table` makes docs/models.md and tritonpack/patches/shown.csv

@@ -1,4 +1,4 @@
-"""A tiny random model of any class: its configuration by the zoo's rows, else by shrinking the type's defaults."""
+"""Build a tiny random model of any class, with a configuration by the zoo's rows or of shrunk defaults."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class NotBuiltError(Exception):
 
 
 def build(case: Case, *, dtype: torch.dtype = torch.float64, attn_implementation: str | None = None) -> PreTrainedModel:
-    """A tiny random model of the very class, in evaluation mode; the same weights in every call.
+    """Build a tiny random model of a class, in evaluation mode, with the same weights in every call.
 
     Raises:
         NotBuiltError: with the reason of every way that was tried.
@@ -53,7 +53,7 @@ def build(case: Case, *, dtype: torch.dtype = torch.float64, attn_implementation
 
 
 def overrides(case: Case) -> dict[str, Any]:
-    """What a head asks of its configuration."""
+    """Return the fields that a head requires of its configuration."""
     head = {"num_labels": 2 if any(part in m for m in case.mappings for part in TWO) else LABELS}
     row = zoo.tiny_row(case.model_type)
     if case.name == "T5GemmaEncoderModel":
@@ -79,7 +79,7 @@ def _by_shrinking(case: Case) -> Any:
 
 
 def _fit(config: Any, cls: Any) -> Any:
-    """The configuration, or the part of it, that a class takes."""
+    """Return the configuration, or the part of it, that a class takes."""
     wanted = cls.config_class
     if config.model_type in PARTS and isinstance(part_of(config), wanted):
         return part_of(config)
@@ -94,7 +94,7 @@ def _fit(config: Any, cls: Any) -> Any:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without what transformers and torch have to say of tiny models."""
+    """Leave out the warnings of transformers and torch about tiny models."""
     transformers.logging.set_verbosity_error()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

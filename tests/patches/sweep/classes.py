@@ -1,4 +1,4 @@
-"""Which classes there are: every pair of class and model type in transformers' auto mappings, and which take text."""
+"""Every pair of class and model type in transformers' auto mappings, and which of them take text."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Case:
 
 @functools.cache
 def mappings() -> dict[str, dict[str, tuple[str, ...]]]:
-    """{mapping: {model type: names of classes}}, as transformers writes them down; nothing is imported for it."""
+    """Return {mapping: {model type: names of classes}} of transformers, without importing any class."""
     found = {}
     for name, mapping in vars(modeling_auto).items():
         if not name.endswith(SUFFIX) or not name.startswith("MODEL_"):
@@ -48,7 +48,7 @@ def mappings() -> dict[str, dict[str, tuple[str, ...]]]:
 
 @functools.cache
 def cases() -> tuple[Case, ...]:
-    """Every pair of class and model type once, those of one type one after the other."""
+    """Return every pair of class and model type once, grouped by type."""
     homes: dict[tuple[str, str], list[str]] = {}
     for mapping, kinds in mappings().items():
         for kind, names in kinds.items():
@@ -58,7 +58,7 @@ def cases() -> tuple[Case, ...]:
 
 
 def load(case: Case) -> Any:
-    """The class itself.
+    """Return the class itself.
 
     Raises:
         ImportError: transformers has no such class, or a library that it needs isn't installed.
@@ -84,7 +84,7 @@ NOT_TEXT: dict[str, str] = {
 
 
 def no_text(cls: Any) -> str | None:
-    """Why a class takes no text, None for those that do.
+    """Return why a class takes no text, None if it takes some.
 
     The rule: `forward` has `input_ids` or `decoder_input_ids`. Embeddings alone may be of images, sounds or queries.
     """

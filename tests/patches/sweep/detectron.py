@@ -1,4 +1,4 @@
-"""A stand-in for detectron2, which makes the visual backbone of LayoutLMv2 and is built from source alone.
+"""A stand-in for detectron2, which makes the visual backbone of LayoutLMv2 and must be built from source.
 
 It has the names that transformers' configuration and model of LayoutLMv2 read, and a backbone of one convolution with
 the stride and the channels of detectron2's. All else of the model is transformers' own.
@@ -19,12 +19,12 @@ from transformers.utils import import_utils
 
 NOTE = "its visual backbone was a stand-in for detectron2's"
 
-# Of the feature that the model reads, "p2", in detectron2's own configuration.
+# The sizes of the feature that the model reads, "p2", in detectron2's own configuration.
 CHANNELS, STRIDE = 256, 4
 
 
 class FrozenBatchNorm2d(nn.Module):
-    """Batch normalization whose statistics are constants, (channels,)."""
+    """Batch normalization with constant statistics, (channels,)."""
 
     def __init__(self, num_features: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class FrozenBatchNorm2d(nn.Module):
 
 
 class FPN(nn.Module):
-    """(B, 3, H, W) to {"p2": (B, CHANNELS, H / STRIDE, W / STRIDE)}."""
+    """A backbone that turns (B, 3, H, W) into {"p2": (B, CHANNELS, H / STRIDE, W / STRIDE)}."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class FPN(nn.Module):
 
 
 class GeneralizedRCNN(nn.Module):
-    """A detector, of which the model takes nothing but the backbone."""
+    """A detector; the model uses its backbone alone."""
 
     def __init__(self, cfg: Any) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class GeneralizedRCNN(nn.Module):
 
 
 class _Settings(SimpleNamespace):
-    """Settings whose groups exist once they are named, as in `settings.MODEL.RPN.SIZE = 3`."""
+    """Settings that create their groups on access, as in `settings.MODEL.RPN.SIZE = 3`."""
 
     def __getattr__(self, name: str) -> _Settings:
         if name.startswith("__"):

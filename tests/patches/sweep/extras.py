@@ -1,4 +1,4 @@
-"""What a few classes take beside plain text: images, sounds, tokens that begin a document, columns of tokens.
+"""Arguments that a few classes take beside plain text: images, sounds, leading tokens, columns of tokens.
 
 Images and sounds are the same for every row, or for every document, so that documents differ by their text alone.
 """
@@ -16,11 +16,11 @@ from torch import Tensor
 from tritonpack.patches.trial.packed_forms import Batch
 
 Make = Callable[[Any, Batch], Any]  # of a configuration and a batch
-MARK = 5  # a token that no document draws: of an image, or of a question
+MARK = 5  # a token that marks an image or a question; no document draws it
 
 
 def _same(*shape: int, per: str = "row") -> Make:
-    """The same random numbers for every row, or for every document."""
+    """Make the same random numbers for every row, or for every document."""
 
     def make(config: Any, batch: Batch) -> Tensor:
         values = torch.randn(shape, generator=torch.Generator().manual_seed(4))
@@ -34,7 +34,7 @@ def _count(batch: Batch, per: str) -> int:
 
 
 def _image(*before: int, per: str = "row") -> Make:
-    """[rows, *before, channels, height, width]."""
+    """Make images [rows, *before, channels, height, width]."""
 
     def make(config: Any, batch: Batch) -> Tensor:
         part = next((x for x in (getattr(config, n, None) for n in ("vision_config", "encoder")) if x), config)
@@ -46,12 +46,12 @@ def _image(*before: int, per: str = "row") -> Make:
 
 
 def _whole(value: int, *shape: int, per: str = "row") -> Make:
-    """[rows, *shape] of one integer."""
+    """Make [rows, *shape] of one integer."""
     return lambda config, batch: torch.full((_count(batch, per), *shape), value)
 
 
 def _tokens(*values: float) -> Make:
-    """[b, t, n] the same for every token."""
+    """Make [b, t, n] with the same values for every token."""
     return lambda config, batch: torch.tensor(values).expand(*batch.ids.shape, len(values))
 
 
@@ -68,7 +68,7 @@ def _boxes(config: Any, batch: Batch) -> Tensor:
 
 
 def _frames(config: Any, batch: Batch) -> Tensor:
-    """[rows, frames, bins] of an encoder of sound."""
+    """Make [rows, frames, bins] for an encoder of sound."""
     return _same(24, config.encoder_config.num_mel_bins)(config, batch)
 
 
@@ -84,12 +84,12 @@ def _prompts(config: Any, batch: Batch) -> Tensor:
 TYPES = {"token_type_ids": _prompts}
 WITH_IMAGE = "blip vision-encoder-decoder vilt sam3 sam3_lite_text bridgetower owlv2 owlvit".split()  # noqa: SIM905
 
-# They hold each text against each image, so that as many of both are given.
+# Classes that compare each text with each image, so they get as many images as texts.
 AGAINST_IMAGES = """
     align altclip chinese_clip clip clipseg metaclip_2 siglip aimv2 groupvit vision-text-dual-encoder
     """.split()  # noqa: SIM905
 
-# {argument: what makes it} by model type, or by class.
+# {argument: the function that makes it}, by model type or class.
 NEEDS: dict[str, dict[str, Make]] = {
     **dict.fromkeys(WITH_IMAGE, IMAGE),
     **dict.fromkeys(AGAINST_IMAGES, IMAGES),
@@ -149,7 +149,7 @@ NEEDS: dict[str, dict[str, Make]] = {
     "SeamlessM4Tv2ForSpeechToText": {"input_features": _same(24, 16)},
     "canary": {"input_features": _frames},
     "cohere_asr": {"input_features": _frames},
-    # As much sound as there are tokens, for its sake: each frame the same.
+    # It requires as many frames of sound as tokens; all frames are the same.
     "voxtral_realtime": {
         "input_features": lambda config, batch: torch.ones(
             batch.ids.shape[0], config.audio_config.num_mel_bins, 2 * config.downsample_factor * batch.ids.shape[1]
@@ -162,7 +162,7 @@ NEEDS: dict[str, dict[str, Make]] = {
     },
 }  # fmt: skip
 
-# What every document begins with, by model type or class.
+# The tokens at the beginning of every document, by model type or class.
 LEADS: dict[str, tuple[int, ...]] = {
     **dict.fromkeys(("blip-2", "instructblip", "kosmos-2"), (MARK,) * 2),
     "instructblipvideo": (MARK,) * 4,
@@ -172,7 +172,7 @@ LEADS: dict[str, tuple[int, ...]] = {
     "LongformerForMultipleChoice": (3, 3, 3),
 }
 
-# Classes whose tokens are columns (B, T, n), and which argument that is: the name, n, and the size of a vocabulary.
+# Classes whose tokens are columns (B, T, n): the name of the argument, n, and the size of a vocabulary.
 COLUMNS: dict[str, tuple[str, int, int]] = {
     "kyutai_speech_to_text": ("input_ids", 3, 16),
     "dia": ("decoder_input_ids", 2, 64),
@@ -181,7 +181,7 @@ COLUMNS: dict[str, tuple[str, int, int]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Extras:
-    """What one class takes.
+    """The extra arguments of one class.
 
     Attributes:
         arguments: {argument: what makes it}.
@@ -195,13 +195,13 @@ class Extras:
 
 
 def extras(model: Any) -> Extras:
-    """What the class of a model takes beside plain text."""
+    """Return what the class of a model takes beside plain text."""
 
     def of(table: dict[str, Any], otherwise: Any) -> Any:
         return table.get(type(model).__name__, table.get(model.config.model_type, otherwise))
 
     arguments = of(NEEDS, {})
-    if type(model).__name__ not in NEEDS:  # of a type some classes take less
+    if type(model).__name__ not in NEEDS:  # some classes take fewer arguments than others of their type
         names = inspect.signature(model.forward).parameters
         arguments = {name: make for name, make in arguments.items() if name in names}
     return Extras(arguments, of(LEADS, ()), of(COLUMNS, None))

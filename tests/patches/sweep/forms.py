@@ -1,4 +1,4 @@
-"""The forms that a class is tried in: those of `tritonpack.testing`, a collator's, and what else a call may ask for."""
+"""The forms in which a class is tried: those of trials, a collator's, other outputs, losses, and lower dtypes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Form = Callable[[list[Tensor]], Batch]
 
 
 def _collated(documents: list[Tensor]) -> Batch:
-    """By tritonpack's own collator, filled up to a multiple of 16 tokens."""
+    """Use tritonpack's own collator, with padding to a multiple of 16 tokens."""
     collator = tritonpack.PackingCollator(pad_to_multiple_of=16, pad_token_id=0)
     batch = collator([{"input_ids": document[0].tolist()} for document in documents])
     ids = batch.pop("input_ids")
@@ -29,13 +29,13 @@ def _collated(documents: list[Tensor]) -> Batch:
 
 FORMS: dict[str, Form] = {**packed_forms.FORMS, "packing_collator": _collated}
 
-# Forms without a second document in any row: a model without tritonpack may be wrong in them, too.
+# Forms with one document in each row: a model without tritonpack may be wrong in them, too.
 PADDED = ("padded_right", "padded_left")
 
-# What a call asks for beside its documents, told by position ids.
+# Other outputs that a call may ask for, with position ids.
 OUTPUTS: dict[str, dict[str, Any]] = {"hidden_states": {"output_hidden_states": True}}
 
-# Forms that are tried with labels, by what each is called then.
+# Forms that are tried with labels: the name with labels, and the form.
 LOSSES: dict[str, str] = {
     f"loss_{form}": form
     for form in (
@@ -44,16 +44,16 @@ LOSSES: dict[str, str] = {
     )
 }  # fmt: skip
 
-# Dtypes that are tried with position ids, where the error may be twice what the model alone makes.
+# Dtypes that are tried with position ids. The error may be twice the error of the model alone.
 LOW: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 ALL = (*FORMS, *OUTPUTS, *LOSSES, *LOW)
 STOCK = ("position_ids", "all_ones_mask")
 
-# Those whose gradients are compared, too; losses always have theirs.
+# Forms whose gradients are compared, too; those of losses always are.
 WITH_GRADIENTS = ("position_ids", "two_rows_padded")
 
-# Forms that a class can't be called in, whatever it is patched with.
+# Forms in which a class can't be called, with or without a patch.
 NOT_CALLABLE: dict[str, tuple[str, ...]] = {
     # They pass a use_cache of their own beside the one that is given.
     "T5GemmaForTokenClassification": ("with_cache", "without_cache"),
@@ -70,11 +70,10 @@ def callable_forms(case: Case, chosen: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def end_to_end(documents: list[Tensor]) -> Batch:
-    """One row of documents, without a word of where they begin."""
-    batch = packed_forms.lay_out([range(len(documents))], documents)
-    return dataclasses.replace(batch, arguments={})
+    """One row of documents, without boundaries."""
+    return dataclasses.replace(packed_forms.FORMS["position_ids"](documents), arguments={})
 
 
 def alone(documents: list[Tensor]) -> Batch:
     """One document, with nothing but its tokens."""
-    return Batch(documents[0], [(0, slice(0, documents[0].numel()))], {})
+    return packed_forms.whole(documents[0])

@@ -1,12 +1,13 @@
-"""One class, patched or named, in every form: packed documents held against each alone."""
+"""The verdict on one class, patched or named: packed documents in every form, compared with each document alone."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -18,24 +19,24 @@ import tritonpack
 from tests.patches.sweep import build as building
 from tests.patches.sweep import detectron, forms
 from tests.patches.sweep.classes import Case, load, no_text
-from tests.patches.sweep.comparing import Results, difference, gradient_difference, gradients
 from tests.patches.sweep.forms import FORMS, LOSSES, LOW, OUTPUTS, PADDED, WITH_GRADIENTS
 from tests.patches.sweep.losses import NO_LABELS, Losses
 from tests.patches.sweep.means import means
 from tests.patches.sweep.results import ANY, HOWS, VERDICTS, WRONG, Row
-from tests.patches.sweep.subject import Gathered, ShapeError, Subject
+from tests.patches.sweep.subject import Gathered, Subject
 from tritonpack.patches.applied import applied_to
 from tritonpack.patches.shown import LAYOUTS, Layout, installed, versions
-from tritonpack.patches.trial import packed_forms
+from tritonpack.patches.trial.comparison import Parts, apart, gradients_of, influence, tolerance
 from tritonpack.patches.trial.draws import ConstantDraws, constant_draws_if_any
+from tritonpack.patches.trial.outputs import Output, UnlikeError
 from tritonpack.patches.trial.packed_forms import LENGTHS
 
 PACKAGE = str(Path(tritonpack.__file__).parent)
 
-# Model types whose masks hold the least number of float32.
+# Model types that fill their masks with the least number of float32.
 NAN_IN_FLOAT64 = ("fsmt", "layoutlmv2", "led", "longformer", "prophetnet")
 
-# What stood in for libraries that build parts of a model, by model type.
+# Notes on stand-ins for libraries that build parts of a model, by model type.
 STAND_INS = {
     **dict.fromkeys(detectron.TYPES, detectron.NOTE),
     **dict.fromkeys(("pe_audio_video", "pe_video"), "its classifier of frames was a stand-in for timm's"),
@@ -45,11 +46,11 @@ Patched = tuple[nn.Module, AbstractContextManager[Any]]
 
 
 class AloneError(Exception):
-    """A model that can't be run by itself in a dtype."""
+    """A model doesn't run by itself in a dtype."""
 
 
 class Trial:
-    """A class, what documents alone give, and how a patched or a named model compares.
+    """The trial of a class: computes what documents alone give, and judges patched or named models by it.
 
     Args:
         case: the class.
@@ -80,14 +81,14 @@ class Trial:
             self.notes.append(note)
         if isinstance(self.draws, ConstantDraws):
             self.notes.append("its random draws were made constant")
-        self.limit = packed_forms.tolerance(self.dtype)
+        self.limit = tolerance(self.dtype)
         self.by_loss = not self.expected  # it gives values of images alone, and a loss of its text
         tried = self.by_loss or {*LOSSES} & {*self.chosen}
         self.losses = Losses(self.subject, self.documents, self.limit) if tried else None
         if self.losses is not None and self.losses.why_not not in ("", NO_LABELS):
             self.notes.append(f"no loss: {self.losses.why_not[:100]}")
         if self.by_loss and self.losses is not None and self.losses.why_not:
-            kinds, why = [*self.subject.kinds], self.losses.why_not
+            kinds, why = [*self.subject.outputs], self.losses.why_not
             raise building.NotBuiltError(f"has no value for each token or document: {kinds}, and no loss: {why}")
         if not self._mixes():
             raise building.NotBuiltError("its tokens don't reach each other")
@@ -101,11 +102,10 @@ class Trial:
         self.model = building.build(self.case, dtype=self.dtype)
         subject = Subject(self.model, stock=True)
         self.documents = subject.draw(LENGTHS)
-        layout = subject.lay_out(forms.alone, self.documents[-1:])
         try:
-            arguments = subject.arguments(layout)
+            arguments = subject.arguments(subject.lay_out(forms.alone, self.documents[-1:]))
             self.draws = constant_draws_if_any(lambda: self.model(**arguments))
-        except Exception as error:  # whatever a model's own code raises
+        except Exception as error:  # a model's own code may raise anything
             raise AloneError(f"doesn't run by itself: {message(error)[:200]}") from error
         self.subject = self._subject(self.model)
 
@@ -113,50 +113,56 @@ class Trial:
         return Subject(model, stock=stock, draws=self.draws)
 
     def _run_alone(self, with_gradients: bool) -> None:
-        self.expected_gradients: Results | None = None
+        self.expected_gradients: list[Tensor | None] | None = None
         try:
             with torch.set_grad_enabled(with_gradients):
-                values = self.subject.alone(self.documents)
-        except Exception as error:  # whatever a model's own code raises
+                found = self.subject.alone(self.documents)
+        except Exception as error:  # a model's own code may raise anything
             raise AloneError(f"doesn't run by itself: {message(error)[:200]}") from error
-        self.expected: Results = {name: x.detach() for name, x in values.items()}
-        if unknown := [name for name, x in values.items() if x.isnan().any()]:
+        if unknown := [name for name, x in found.items() if any(part.isnan().any() for part in x.parts)]:
             raise AloneError(f"gives NaN: {', '.join(unknown)}")
-        if with_gradients and values:
+        if with_gradients and found:
             try:
-                self.expected_gradients = gradients(self.model, values)
+                parts = {name: x.parts for name, x in found.items()}
+                self.expected_gradients = gradients(self.model, found, parts)
             except Exception as error:
                 self.notes.append(f"no gradients: {message(error)[:100]}")
+        self.expected = {
+            name: dataclasses.replace(x, parts=[part.detach() for part in x.parts]) for name, x in found.items()
+        }
+        self.subject.expected = self.expected
 
     @torch.no_grad()
     def _mixes(self) -> bool:
-        """Whether documents laid end to end, without a word of where they begin, differ from each alone."""
-        layout = self.subject.lay_out(forms.end_to_end, self.documents)
+        """Whether documents laid end to end, without boundaries, differ from each alone."""
+        batch = self.subject.lay_out(forms.end_to_end, self.documents)
         try:
             if self.by_loss:
                 return self._loss_apart(self.subject, forms.end_to_end) > 10 * self.limit
-            got = self.subject.gather(self.subject.call(layout), layout)
-            return bool(got.problems) or difference(self.expected, got.values) > 10 * self.limit
+            got = self.subject.gather(self.subject.call(batch), batch)
+            return bool(got.problems) or difference(self.expected, got.parts) > 10 * self.limit
         except Exception:
             return True
 
     @torch.no_grad()
     def _error_in(self, dtype: torch.dtype) -> float | None:
-        """How far the model alone is off in another dtype; None where it doesn't run."""
+        """The error of the model alone in another dtype; None where it doesn't run."""
         try:
             subject = self._subject(building.build(self.case, dtype=dtype))
             if self.by_loss:
                 assert self.losses is not None
                 return self.losses.difference(Losses(subject, self.documents, self.limit))
-            return difference(self.expected, subject.alone(self.documents))
+            lower = subject.alone(self.documents)
+            return difference(self.expected, {name: output.parts for name, output in lower.items()})
         except Exception as error:
             self.notes.append(f"not in {dtype}: {message(error)[:100]}")
             return None
 
     def run(self, how: str, patch: Any = tritonpack.patch) -> Row:
-        """All forms, in the best layout: the first that is exact or refuses less than packed rows, never a wrong one.
+        """Judge all forms in the best layout: the first that is exact or refuses least, and never a wrong one.
 
-        A class that is wrong in each is judged as one that the tests haven't shown: it should be refused.
+        A class that is wrong in all layouts is judged as one that isn't in the table of shown classes: it should be
+        refused.
 
         Args:
             how: "patch", "name" or "stock".
@@ -206,14 +212,14 @@ class Trial:
         if how == "name":
             tritonpack.register()
             return building.build(self.case, dtype=self.dtype, attn_implementation="tritonpack"), nullcontext()
-        # Not the model that ran: its recurrent layers may have kept a state.
+        # A new model, because recurrent layers of the one that ran may have kept a state.
         model = building.build(self.case, dtype=self.dtype)
         return model, patch(model) if how == "patch" else nullcontext()
 
     def _judge_all(self, model: nn.Module, how: str, row: Row) -> dict[str, str]:
-        """Fill in a row; returns the reason of every form."""
+        """Fill in a row, and return the reason of every form."""
         subject = self._subject(model, stock=how == "stock")
-        subject.kinds = self.subject.kinds
+        subject.expected = self.subject.expected
         reasons = {}
         self.bare: set[str] = set()
         for form in self.chosen if how != "stock" else [x for x in forms.STOCK if x in self.chosen]:
@@ -222,7 +228,7 @@ class Trial:
             if form in LOW:
                 if form not in self.errors:
                     continue
-                model.to(LOW[form])  # the last forms, and of ever fewer digits
+                model.to(LOW[form])  # these are the last forms, and have fewer digits each
             row.forms[form], number, reasons[form] = self._judge(subject, form)
             if row.forms[form] == "exact" and form not in LOW:
                 row.worst = max(row.worst, number)
@@ -231,7 +237,7 @@ class Trial:
         return reasons
 
     def _judge(self, subject: Subject, form: str) -> tuple[str, float, str]:
-        """The verdict of a form, the number, and the reason."""
+        """Return the verdict of a form, the number, and the reason."""
         limit, problems = self.limit, ()
         if form in LOW:
             limit = 2 * self.errors[form] + 4 * torch.finfo(LOW[form]).eps
@@ -248,85 +254,66 @@ class Trial:
             if by_values and (moved := self.influence(subject, form)) > limit:
                 return "leak", found, f"{form}: {moved:.1e} from another document, {found:.1e} in all"
             return "inexact", found, f"{form}: {found:.1e}"
-        except ShapeError as error:
+        except UnlikeError as error:
             return "shape", math.inf, f"{form}: {error}"
-        except Exception as error:  # whatever a model's own code raises is a result here
+        except Exception as error:  # an exception of the model's own code is a result
             verdict = "refused" if is_ours(error) else "stock" if self._fails_too(form, error) else "error"
             self.bare |= {form} if verdict == "refused" and not has_remedy(str(error)) else set()
             return verdict, math.nan, f"{form}: {message(error)}"
 
     def _loss_apart(self, subject: Subject, form: forms.Form) -> float:
-        """How far the loss of packed documents, and its gradients, are from those of each alone."""
+        """Return how far the loss of packed documents, and its gradients, are from those of each alone."""
         assert self.losses is not None
         return self.losses.compare(subject, form)
 
     def _compare(self, subject: Subject, form: str) -> tuple[float, tuple[str, ...]]:
-        """How far packed documents are from each alone, and the outputs that say nothing of each."""
+        """Return how far packed documents are from each alone, and what is wrong with outputs without parts."""
         if form in OUTPUTS:
             return self._compare_more(subject, form)
-        differentiated = self.expected_gradients is not None and form in WITH_GRADIENTS
+        expected, differentiated = self.expected, self.expected_gradients is not None and form in WITH_GRADIENTS
         with torch.set_grad_enabled(differentiated):
-            got = self._values(subject, form)
-            found = difference(self.expected, got.values)
+            got = self._parts(subject, form)
+            found = difference(expected, got.parts)
             if differentiated and found <= self.limit and not got.problems:
                 assert self.expected_gradients is not None
-                found = max(found, gradient_difference(self.expected_gradients, gradients(subject.model, got.values)))
+                found = max(found, apart(self.expected_gradients, gradients(subject.model, expected, got.parts)))
         return found, got.problems
 
     @torch.no_grad()
     def _compare_more(self, subject: Subject, form: str) -> tuple[float, tuple[str, ...]]:
-        """With all the outputs that a model gives when asked."""
-        twin = self._subject(self.model)
-        expected = twin.alone(self.documents, **OUTPUTS[form])
+        """Compare all outputs that a model gives on request."""
         several = self._subject(subject.model, stock=subject.stock)
-        several.kinds = twin.kinds
-        got = self._values(several, form)
-        return difference(expected, got.values), got.problems
+        several.expected = self._subject(self.model).alone(self.documents, **OUTPUTS[form])
+        got = self._parts(several, form)
+        return difference(several.expected, got.parts), got.problems
 
-    def _values(self, subject: Subject, form: str, documents: list[Tensor] | None = None) -> Gathered:
-        layout = subject.lay_out(_laid_out(form), self.documents if documents is None else documents)
-        return subject.gather(subject.call(layout, **OUTPUTS.get(form, {})), layout)
+    def _parts(
+        self, subject: Subject, form: str, documents: list[Tensor] | None = None, *, strict: bool = True
+    ) -> Gathered:
+        batch = subject.lay_out(_laid_out(form), self.documents if documents is None else documents)
+        return subject.gather(subject.call(batch, **OUTPUTS.get(form, {})), batch, strict=strict)
 
-    @torch.no_grad()
     def influence(self, subject: Subject, form: str) -> float:
-        """How far other tokens in the first document, or in the last, move the values of the rest."""
-        before = self._values(subject, form).values
-        worst = 0.0
-        for changed, keep in ((0, slice(1, None)), (-1, slice(None, -1))):
-            others = list(self.documents)
-            others[changed] = self.subject.draw((LENGTHS[changed],), seed=9)[0]
-            after = self._values(subject, form, others).values
-            for name in before.keys() & after.keys():  # sounds of other tokens may have sizes of their own
-                lengths = self._lengths(subject, name)
-                a, b = (torch.cat(x[name].split(lengths)[keep]) for x in (before, after))
-                moved = float((a - b).abs().nan_to_num(math.inf).max()) / (float(before[name].abs().max()) or 1.0)
-                worst = max(worst, moved)
-        return worst
-
-    def _lengths(self, subject: Subject, name: str) -> list[int]:
-        """How many values of an output each document has."""
-        kind = subject.kinds[name]
-        if kind.of == "document":
-            return [1] * len(self.documents)
-        if kind.of == "sized":
-            return [math.prod(size) for size in kind.sizes]
-        documents = subject.targets(self.documents) if kind.side == "decoder" else self.documents
-        return [d.numel() for d in documents]
+        """Return how far other tokens in the first document, or in the last, move the values of the rest."""
+        others = {i: self.subject.draw((LENGTHS[i],), seed=9)[0] for i in (0, len(LENGTHS) - 1)}
+        return influence(
+            lambda given: self._parts(subject, form, given, strict=False).parts, self.documents, others
+        ).size
 
     @torch.no_grad()
     def _stock_is_wrong(self, form: str) -> bool:
-        """Whether padding alone, without packing, already changes what a model without tritonpack computes."""
+        """Whether padding changes the outputs of a model without tritonpack."""
         try:
             if self.by_loss:
                 return self._loss_apart(self.subject, _laid_out(form)) > self.limit
-            return difference(self.expected, self._values(self.subject, form).values) > self.limit
+            return difference(self.expected, self._parts(self.subject, form).parts) > self.limit
         except Exception:
             return True
 
     def _fails_too(self, form: str, error: Exception) -> bool:
         """Whether a model without tritonpack fails in a form in the same way."""
         plain = self._subject(self.model, stock=False)
-        plain.kinds = self.subject.kinds
+        plain.expected = self.subject.expected
         try:
             if form in LOSSES or (self.by_loss and form not in LOW):
                 self._loss_apart(plain, _laid_out(form))
@@ -336,26 +323,44 @@ class Trial:
                     low.alone(self.documents, use_cache=False)
             else:
                 with torch.no_grad():
-                    self._values(plain, form)
+                    self._parts(plain, form)
         except Exception as other:
             return type(other) is type(error) and str(other).split("\n")[0] == str(error).split("\n")[0]
         return False
 
 
+def difference(expected: Mapping[str, Output], got: Mapping[str, Parts]) -> float:
+    """The largest over all outputs that both have, relative to the largest value of each."""
+    return max((expected[name].difference(got[name]) for name in expected if name in got), default=0.0)
+
+
+def gradients(model: nn.Module, expected: Mapping[str, Output], got: Mapping[str, Parts]) -> list[Tensor | None]:
+    """Of all parameters, under weights for the finite values of tokens and documents that no two share."""
+    found = []
+    for name, parts in got.items():
+        if more := expected[name].more:
+            parts = [part[: len(alone) - more] for part, alone in zip(parts, expected[name].parts, strict=True)]
+        values = torch.cat([part.flatten() for part in parts])
+        if values.requires_grad:
+            values = values.masked_fill(~values.isfinite(), 0)
+            found.append(values / (1 + values.detach().abs().max()))
+    return gradients_of(model, torch.cat(found))
+
+
 def _laid_out(form: str) -> forms.Form:
-    """How documents are laid out in a form; in those that ask for something else, as position ids tell them."""
+    """Return the layout of a form; forms that ask for something else use position ids."""
     return FORMS[LOSSES.get(form, form if form in FORMS else "position_ids")]
 
 
 def actual_layout(model: nn.Module) -> str:
-    """How a model's documents are laid out: a head takes the layout of the model inside."""
+    """Return the layout of a model's documents: a head has the layout of the model inside."""
     attention = [applied.report.attention for applied in applied_to(model)]
     return next((layout for layout in LAYOUTS if layout in attention), "packed")
 
 
 @contextmanager
 def assumed(name: str, layout: Layout | None) -> Iterator[None]:
-    """Take a class for one that the tests have shown in a layout, or in none."""
+    """Put a class into the table of shown classes with a layout, or take it out."""
     before = {one: versions()[one].pop(name, None) for one in LAYOUTS}
     if layout is not None:
         versions()[layout][name] = {installed()}
@@ -383,7 +388,7 @@ REMEDY = re.compile(
 
 
 def has_remedy(text: str) -> bool:
-    """Whether a refusal says what to do: a sentence, or a part of one, begins with one of a few verbs."""
+    """Whether a refusal has a remedy: a sentence, or a part of one, begins with one of a few verbs."""
     return any(REMEDY.match(part.strip()) for part in re.split(r"[.;:,]\s", text))
 
 
@@ -394,7 +399,7 @@ def message(error: BaseException) -> str:
 def judge_case(
     case: Case, hows: Iterable[str] = HOWS, chosen: Iterable[str] = forms.ALL, *, with_gradients: bool = True
 ) -> list[Row]:
-    """The rows of one class: one for each of `hows`, or one for all where it takes no text or isn't built."""
+    """Return the rows of one class: one for each of `hows`, or one for all if it takes no text or isn't built."""
     start = time.perf_counter()
     try:
         if why := no_text(load(case)):
@@ -406,7 +411,7 @@ def judge_case(
     for how in hows:
         try:
             rows.append(trial.run(how))
-        except Exception as error:  # neither patched nor refused
+        except Exception as error:  # it was neither patched nor refused
             when = "when patched" if how == "patch" else "when built"
             rows.append(Row(case.key, how, "error", f"{when}: {message(error)}"))
     if rows:

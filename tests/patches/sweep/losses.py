@@ -1,10 +1,9 @@
-"""Losses with labels, auxiliary ones among them: of a packed batch, against what the same documents give unpatched.
+"""Losses with labels, auxiliary ones too: of a packed batch, compared with the same documents without a patch.
 
-A loss is a mean over what has a label. Of a token head that is each token, so that the loss of a packed batch is the
-mean of the losses alone, weighted by how many labels each document has; of a sequence head, or of one that finds a span
-in each document, it is their plain mean. A router's loss isn't a sum over documents: it averages over all tokens of a
-call that aren't padding; and two losses of both kinds have no common weight. For those the reference is a padded batch
-of the same documents with its mask.
+A loss is a mean over labels. A token head has a label for each token, so the loss of a packed batch is the mean of the
+losses alone, weighted by the number of labels of each document. For a sequence head, or one that finds a span in each
+document, it is the plain mean. A router's loss averages over all tokens of a call that aren't padding, and two losses
+of both kinds have no common weight. For those the reference is a padded batch of the same documents with its mask.
 """
 
 from __future__ import annotations
@@ -15,30 +14,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.patches.sweep.comparing import difference, gradient_difference, gradients_of
 from tests.patches.sweep.forms import Form, alone
-from tests.patches.sweep.subject import Layout, ShapeError, Subject
+from tests.patches.sweep.subject import Subject
+from tritonpack.patches.trial.comparison import apart, gradients_of
+from tritonpack.patches.trial.outputs import UnlikeError
 from tritonpack.patches.trial.packed_forms import Batch, lay_out
 
 IGNORED = -100
-SCORES = ("ViltForQuestionAnswering",)  # labels of a document are a score for each answer, (documents, answers)
-EVERY_TOKEN = ("ElectraForPreTraining",)  # of two kinds: what isn't padding has a label
+SCORES = ("ViltForQuestionAnswering",)  # the label of a document has a score for each answer, (documents, answers)
+EVERY_TOKEN = ("ElectraForPreTraining",)  # labels of two kinds, for all tokens but padding
 OF_DOCUMENTS = ("next_sentence_label", "sentence_order_label")
 NO_LABELS = "takes no labels"
 
 
 class NoLossError(Exception):
-    """A class without a loss, or whose loss has nothing to be equal to; the message says why."""
+    """A class has no loss, or no reference for it; the message says why."""
 
 
-Found = tuple[dict[str, Tensor], dict[str, Tensor]]  # losses by name; gradients by parameter
+Found = tuple[dict[str, Tensor], list[Tensor | None]]  # losses by name; gradients of all parameters
 
 
 class Losses:
-    """What a model without a patch gives with labels.
+    """The losses of a model without a patch.
 
     Attributes:
-        why_not: why there is no loss to be equal to; empty where there is one.
+        why_not: why there is no reference; empty if there is one.
     """
 
     def __init__(self, subject: Subject, documents: list[Tensor], limit: float) -> None:
@@ -50,21 +50,21 @@ class Losses:
         try:
             mixed = subject.names & {*OF_DOCUMENTS}  # beside labels of tokens
             self.expected = self._padded(subject) if self.switches or mixed else self._alone(subject)
-            if self._is_plain(self.expected):  # a head that leaves the routers' loss out
+            if self._is_plain(self.expected):  # a head without the routers' loss
                 self.switches = {}
                 self.expected = self._alone(subject)
         except Exception as error:  # whatever a model's own code raises
             self.why_not = f"{type(error).__name__}: {error}".split("\n")[0]
 
     def compare(self, subject: Subject, form: Form) -> float:
-        """How far losses and their gradients are from those expected, relative to the largest."""
-        layout = subject.lay_out(form, self.documents)
+        """Return how far losses and their gradients are from the expected ones, relative to the largest."""
+        batch = subject.lay_out(form, self.documents)
         with torch.enable_grad():
-            losses = self._losses(subject, layout)
+            losses = self._losses(subject, batch)
             return _apart(self.expected, _differentiated(subject, losses))
 
     def difference(self, other: Losses) -> float:
-        """How far those expected of another model are, say in another dtype."""
+        """Return how far the losses of another model are, such as one in another dtype."""
         return _apart(self.expected, other.expected)
 
     def _is_plain(self, found: Found) -> bool:
@@ -73,9 +73,9 @@ class Losses:
     def _padded(self, subject: Subject) -> Found:
         found = []
         for more in (0, 3):
-            layout = subject.lay_out(lambda d, more=more: _pad(d, more), self.documents)  # type: ignore[misc]
+            batch = subject.lay_out(lambda d, more=more: _pad(d, more), self.documents)  # type: ignore[misc]
             with torch.enable_grad():
-                found.append(_differentiated(subject, self._losses(subject, layout)))
+                found.append(_differentiated(subject, self._losses(subject, batch)))
         if not self._is_plain(found[0]) and (apart := _apart(*found)) > self.limit:
             raise NoLossError(f"padding moves its loss without a patch, by {apart:.0e}")
         return found[0]
@@ -85,16 +85,16 @@ class Losses:
         weights = 0.0
         with torch.enable_grad():
             for document in self.documents:
-                layout = subject.lay_out(alone, [document])
-                weight = _weight(subject, layout)
+                batch = subject.lay_out(alone, [document])
+                weight = _weight(subject, batch)
                 if weight:
-                    total = total + weight * self._losses(subject, layout)["loss"]
+                    total = total + weight * self._losses(subject, batch)["loss"]
                     weights += weight
             return _differentiated(subject, {"loss": total / weights})
 
-    def _losses(self, subject: Subject, layout: Layout) -> dict[str, Tensor]:
-        given = {**self.switches, **labels(subject, layout)}
-        output = subject.run(**{**subject.arguments(layout), **given})
+    def _losses(self, subject: Subject, batch: Batch) -> dict[str, Tensor]:
+        given = {**self.switches, **labels(subject, batch)}
+        output = subject.run(**{**subject.arguments(batch), **given})
         found = {
             name: value
             for name, value in output.items()
@@ -104,37 +104,38 @@ class Losses:
             raise NoLossError("gives no loss")
         for name, value in found.items():
             if value.numel() != 1:
-                raise ShapeError(f"{name} has shape {tuple(value.shape)}")
+                raise UnlikeError(f"{name} has shape {tuple(value.shape)}")
         return found
 
 
 def _differentiated(subject: Subject, losses: dict[str, Tensor]) -> Found:
-    """Losses, and the gradients of the one that holds the others."""
+    """Return losses, and the gradients of the total loss."""
     return (
         {name: value.detach().flatten() for name, value in losses.items()},
-        gradients_of(subject.model, losses["loss"].sum()),
+        gradients_of(subject.model, losses["loss"].sum()[None]),
     )
 
 
 def _apart(expected: Found, got: Found) -> float:
-    return max(difference(expected[0], got[0]), gradient_difference(expected[1], got[1]))
+    losses = [apart([expected[0][name]], [got[0][name]]) for name in expected[0].keys() & got[0].keys()]
+    return max(*losses, apart(expected[1], got[1]))
 
 
-def _weight(subject: Subject, layout: Layout) -> float:
-    """How many labels a document has."""
+def _weight(subject: Subject, batch: Batch) -> float:
+    """Return the number of labels of a document."""
     if subject.sentence or "start_positions" in subject.names or subject.class_name in SCORES:
         return 1.0
-    return float((labels(subject, layout)["labels"] != IGNORED).sum())
+    return float((labels(subject, batch)["labels"] != IGNORED).sum())
 
 
 def _pad(documents: list[Tensor], more: int) -> Batch:
-    """A document to a row, padded on the right with its mask: what every model takes, and its own positions."""
+    """One document in each row, padded on the right, with a mask; every model takes these."""
     batch = lay_out([[i] for i in range(len(documents))], documents, more=more)
     return dataclasses.replace(batch, arguments={"attention_mask": batch.arguments["attention_mask"]})
 
 
 def _switches(subject: Subject) -> dict[str, Any]:
-    """What turns auxiliary losses on, where a class has any."""
+    """Return the arguments that turn auxiliary losses on, if a class has any."""
     text = subject.config.get_text_config(decoder=True)
     routed = any(hasattr(config, "router_aux_loss_coef") for config in (subject.config, text))
     if "output_router_logits" in subject.names or (routed and subject.takes_any):
@@ -142,9 +143,8 @@ def _switches(subject: Subject) -> dict[str, Any]:
     return {}
 
 
-def labels(subject: Subject, layout: Layout) -> dict[str, Tensor]:
-    """Labels of every kind that a class takes: of each token but a document's first, and of each document."""
-    batch = layout.decoder or layout.encoder
+def labels(subject: Subject, batch: Batch) -> dict[str, Tensor]:
+    """Return labels of every kind that a class takes: for each token but a document's first, and for each document."""
     first = torch.stack([batch.ids[row, span.start] for row, span in batch.spans])
     classes = int(getattr(subject.config, "num_labels", 2))
     given: dict[str, Tensor] = {}
@@ -166,7 +166,7 @@ def labels(subject: Subject, layout: Layout) -> dict[str, Tensor]:
 
 
 def _token_labels(subject: Subject, batch: Batch, classes: int) -> Tensor:
-    """(B, T) the token itself, modulo the number of labels; none for padding and a document's first token."""
+    """Return (B, T) tokens modulo the number of labels; padding and a document's first token have none."""
     every = subject.class_name in EVERY_TOKEN
     limit = 2 if every else classes if "TokenClassification" in subject.class_name else subject.size
     found = torch.full_like(batch.ids, 0 if every else IGNORED)

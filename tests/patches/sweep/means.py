@@ -1,4 +1,4 @@
-"""What a patch does for a model, in a few words."""
+"""A few words on what a patch does for a model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 def means(handle: Any) -> str:
-    """The words for a handle's report; none for a model without a handle."""
+    """Describe a handle's report; empty for a model without a handle."""
     report = getattr(handle, "report", None)
     if report is None:
         return ""

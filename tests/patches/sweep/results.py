@@ -1,4 +1,4 @@
-"""What the sweep found: a file for each version of transformers, a row for each class, model type and way."""
+"""The results of the sweep: a file for each version of transformers, a row for each class, model type and `how`."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ FEW = 5  # forms are listed one by one
 
 @dataclasses.dataclass
 class Row:
-    """What became of a class.
+    """The verdict on a class.
 
     Attributes:
         key: "class/model type".
-        how: "patch" by `tritonpack.patch()`, "name" by `attn_implementation`, "stock" as it is, or "any".
+        how: "patch" by `tritonpack.patch()`, "name" by `attn_implementation`, "stock" without a patch, or "any".
         verdict: one of `VERDICTS`; the worst of `forms`. "leak": tokens of one document move the values of another;
             "inexact": a document differs from itself alone, and no other moves it; "shape": an output has no value for
             each token or document; "error": one that isn't tritonpack's; "refused" by tritonpack, always; "partly": in
             some forms, and exact in others; "stock": a form that fails without tritonpack, too, or is wrong.
-        reason: the form with the number, or the message, behind any verdict but "exact".
+        reason: the form with the number, or the message, for any verdict but "exact".
         forms: the verdict of every form that was tried.
         worst: the largest difference from documents alone among exact forms, relative to the largest value.
         number: the largest of those that are wrong; infinite where a value is missing.
@@ -82,8 +82,10 @@ class Row:
 
 
 def to_line(row: Row) -> str:
-    """One line of JSON; fields that hold nothing are left out, and forms are grouped by verdict: the largest group is
-    `REST`, and all forms with labels are `LABELLED` where they weren't tried."""
+    """Return a row as one line of JSON, without empty fields and with forms grouped by verdict.
+
+    The largest group is `REST`, and all forms with labels are `LABELLED` where they weren't tried.
+    """
     fields = {name: value for name, value in dataclasses.asdict(row).items() if value}
     del fields["version"]
     if row.layout == "packed":
@@ -116,7 +118,7 @@ def from_line(line: str, version: str) -> Row:
 
 
 def load(folder: Path = RESULTS, version: str | None = None) -> list[Row]:
-    """The rows of one version, or of all; of several of the same class the last, where "any" stands for each way."""
+    """Return the rows of one version, or of all: the last one of each class and `how`, of which "any" is each."""
     found: dict[tuple[str, str, str], Row] = {}
     for path in sorted(folder.glob(f"{version or '*'}.jsonl")):
         for line in path.read_text().splitlines():
@@ -128,7 +130,7 @@ def load(folder: Path = RESULTS, version: str | None = None) -> list[Row]:
 
 
 def save(rows: Iterable[Row], folder: Path = RESULTS, *, version: str | None = None) -> None:
-    """Write the files of all versions that have rows, in order of type and class; that of `version` also without."""
+    """Write the files of all versions that have rows, in order of type and class, and that of `version` in any case."""
     files: dict[str, list[Row]] = {version: []} if version else {}
     for row in rows:
         files.setdefault(row.version, []).append(row)
@@ -145,8 +147,10 @@ def append(row: Row, folder: Path = RESULTS) -> None:
 
 
 def shown(rows: Iterable[Row]) -> dict[str, dict[str, set[str]]]:
-    """{class: {layout: "major.minor" versions of transformers}}: where a class is never wrong, never an error and not
-    always refused, in the same layout for whatever model type it was built for."""
+    """Return {class: {layout: "major.minor" versions of transformers}} of shown classes.
+
+    A shown class is never wrong, never an error and not always refused, in the same layout for all its model types.
+    """
     seen: dict[tuple[str, str], list[Row]] = {}
     for row in rows:
         if row.how == "patch":

@@ -1,4 +1,4 @@
-"""Runs classes in processes of their own, one for each model type, so that a hang or a crash costs one class."""
+"""Run classes in processes, one for each model type, so that a hang or a crash costs one class."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.patches.sweep.results import ANY, Row
 
 def _work(group: list[Case], options: dict[str, Any], pipe: Connection) -> None:
     torch.set_num_threads(1)
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what compilers and kernels print
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # compilers and kernels print there
     with build.quiet():
         for case in group:
             pipe.send([dataclasses.asdict(row) for row in judge_case(case, **options)])
@@ -31,12 +31,12 @@ def _work(group: list[Case], options: dict[str, Any], pipe: Connection) -> None:
 class _Worker:
     process: Any
     pipe: Connection
-    left: list[Case]  # the first of them is at work
+    left: list[Case]  # the first of them is running
     end: float
 
 
 def run(todo: Iterable[Case], *, jobs: int = 1, limit: float = 60.0, **options: Any) -> Iterator[Row]:
-    """Rows of classes, as they are done.
+    """Yield rows of classes when they are done.
 
     Args:
         todo: those of one model type are run one after the other.

@@ -31,13 +31,13 @@ def test_each_draw_is_one_number_of_its_distribution(name: str) -> None:
             torch.testing.assert_close(draw(n), torch.full((n,), expected))
 
 
-def test_probabilities_of_their_own() -> None:
+def test_draws_with_a_tensor_of_probabilities() -> None:
     with ConstantDraws():
         assert torch.bernoulli(PROBABILITIES).tolist() == [0.0, 1.0]
 
 
 @pytest.mark.parametrize(("more", "expected"), [({}, [1, 0]), ({"replacement": True}, [1, 1])])
-def test_choices(more: dict[str, bool], expected: list[int]) -> None:
+def test_a_choice_takes_the_most_probable(more: dict[str, bool], expected: list[int]) -> None:
     with ConstantDraws():
         assert torch.multinomial(PROBABILITIES, 2, **more).tolist() == expected
         assert torch.multinomial(torch.ones(2, 3), 3).tolist() == [[0, 1, 2]] * 2
@@ -52,10 +52,10 @@ def test_gradients_pass_through_dropout() -> None:
 
 
 @pytest.mark.parametrize("random", [False, True])
-def test_only_for_models_that_draw(random: bool) -> None:
-    def call() -> Tensor:
+def test_draws_are_constant_only_for_models_that_draw(random: bool) -> None:
+    def call() -> list[Tensor]:
         x = torch.nn.functional.dropout(torch.ones(3), 0.5, training=False)
-        return x * (torch.randn(3) if random else 1)
+        return [x * (torch.randn(3) if random else 1)]
 
     assert gives_the_same_again(call) is not random
     context = constant_draws_if_any(call)
@@ -64,8 +64,8 @@ def test_only_for_models_that_draw(random: bool) -> None:
         assert gives_the_same_again(call)
 
 
-def test_what_differs_by_no_more_than_rounding_is_the_same() -> None:
+def test_calls_may_differ_by_rounding() -> None:
     signs = iter((1, -1, 1, -1, 1, -1))
-    assert gives_the_same_again(lambda: torch.ones(2) + next(signs) * 1e-7)
-    assert not gives_the_same_again(lambda: torch.ones(2) + next(signs) * 1e-3)
-    assert not gives_the_same_again(lambda: torch.ones(2 + next(signs)))
+    assert gives_the_same_again(lambda: [torch.ones(2) + next(signs) * 1e-7])
+    assert not gives_the_same_again(lambda: [torch.ones(2) + next(signs) * 1e-3])
+    assert not gives_the_same_again(lambda: [torch.ones(2 + next(signs))])

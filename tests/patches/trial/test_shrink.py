@@ -1,4 +1,4 @@
-"""shrink: every default configuration becomes one whose model runs at once, with the same switches."""
+"""shrink makes a small configuration with the same switches of every default configuration, and its model runs."""
 
 import copy
 from typing import Any
@@ -10,9 +10,10 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from tests.patches import zoo
 from tritonpack.patches.tokens import special_tokens
-from tritonpack.patches.trial.packed_forms import Batch
+from tritonpack.patches.trial.packed_forms import whole
 from tritonpack.patches.trial.shrink import shrink
-from tritonpack.patches.trial.small_copy import NotSmallError, small_copy, subject_of
+from tritonpack.patches.trial.small_copy import NotSmallError, small_copy
+from tritonpack.patches.trial.subject import subject_of
 
 SLIDING, FULL, LINEAR = "sliding_attention", "full_attention", "linear_attention"
 INDEXER = {
@@ -20,7 +21,7 @@ INDEXER = {
     "indexer_compress_ratio": 4,
 }  # fmt: skip
 
-# What default configurations lack for transformers' own models to be built, or to run.
+# Fields that default configurations lack for transformers' own models to be built, or to run.
 COMPLETED: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [9, 18, 27]},  # its cache can't be without attention
     "blt": {"num_hidden_layers": 24},  # no field of it, yet what its cache asks for
@@ -45,7 +46,7 @@ COMPLETED: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
 }  # fmt: skip
 
-# What can't be built in any size, and what transformers says.
+# Model types that can't be built in any size, and transformers' message.
 UNBUILT = {
     "gemma4_assistant": "hidden_size_per_layer_input must be 0",
     "gemma4_unified_assistant": "The set of layer types producing a cache is different than the set of layer types",
@@ -59,11 +60,12 @@ def default(name: str, **values: Any) -> Any:
 def run(model: PreTrainedModel, lengths: tuple[int, ...] = (20,)) -> Tensor:
     subject = subject_of(model)
     with torch.no_grad():
-        return torch.cat([subject.run(Batch(d, [(0, slice(None))], {})) for d in subject.draw(lengths, 1)])
+        outputs = [subject.tensors(whole(document)) for document in subject.draw(lengths, 1)]
+    return torch.cat([next(iter(one.values()))[0] for one in outputs])
 
 
 @pytest.mark.parametrize("name", zoo.MODEL_TYPES)
-def test_every_default_configuration(name: str) -> None:
+def test_a_small_copy_of_every_default_configuration_runs(name: str) -> None:
     if name in UNBUILT:
         with pytest.raises(Exception, match=UNBUILT[name]):
             small_copy(default(name))
@@ -74,12 +76,12 @@ def test_every_default_configuration(name: str) -> None:
     assert bool(built.notes) == (name == "gemma3n")  # whose vision tower takes a package of its own
 
 
-def test_most_types_need_nothing() -> None:
+def test_most_default_configurations_are_complete() -> None:
     assert len(COMPLETED) + len(UNBUILT) <= 18
     assert {*COMPLETED, *UNBUILT} <= set(zoo.MODEL_TYPES)
 
 
-# Fields that short documents are to feel: the widest that a field of the small configuration is widened to.
+# Fields that must affect short documents, each with a larger value that doesn't.
 FELT = [
     ("mistral", "sliding_window", 64), ("gemma2", "sliding_window", 64), ("gpt_oss", "sliding_window", 64),
     ("llama4_text", "attention_chunk_size", 64), ("llama4_text", "floor_scale", 64), ("gpt_neo", "window_size", 64),
@@ -90,7 +92,7 @@ FELT = [
 
 
 @pytest.mark.parametrize(("name", "field", "wider"), FELT)
-def test_short_documents_feel_windows(name: str, field: str, wider: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windows_affect_short_documents(name: str, field: str, wider: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def widened(config: Any) -> Any:
         return type(config).from_dict({**shrink(config).to_dict(), field: wider})
 
@@ -100,8 +102,8 @@ def test_short_documents_feel_windows(name: str, field: str, wider: int, monkeyp
 
 
 @pytest.mark.parametrize("kind", ["longrope", "dynamic"])
-def test_short_documents_feel_where_rotary_embeddings_change(kind: str) -> None:
-    """Of two documents, the longer one decides in a call of both; alone, each for itself."""
+def test_changes_of_rotary_embeddings_affect_short_documents(kind: str) -> None:
+    """In a call of two documents, the embeddings depend on the longer one; alone, on the document itself."""
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 8.0}
     if kind == "longrope":
         factors = {"short_factor": [1.0] * 64, "long_factor": [1.0 + i for i in range(64)]}
@@ -162,14 +164,14 @@ def test_sections_of_multimodal_rotary_embeddings() -> None:
     assert sum(unsaid.rope_parameters["mrope_section"]) == unsaid.hidden_size // unsaid.num_attention_heads // 2
 
 
-def test_the_configuration_stays_as_it_was() -> None:
+def test_the_given_configuration_is_not_changed() -> None:
     config = default("gemma4")
     before = copy.deepcopy(config.to_dict())
     shrink(config)
     assert config.to_dict() == before
 
 
-def test_nothing_grows() -> None:
+def test_no_size_grows() -> None:
     tiny = default(
         "llama", vocab_size=60, hidden_size=24, intermediate_size=20, num_hidden_layers=1, num_attention_heads=2,
         num_key_value_heads=1, max_position_embeddings=32,
@@ -188,7 +190,7 @@ def test_special_tokens_stay_apart() -> None:
 
 
 class OldConfig(PreTrainedConfig):
-    """As models with code of their own write it, with a constructor of its own."""
+    """A configuration with a constructor of its own, as in remote code."""
 
     model_type = "old"
 
@@ -200,12 +202,12 @@ class OldConfig(PreTrainedConfig):
         super().__init__(**kwargs)
 
 
-def test_classes_with_a_constructor_of_their_own() -> None:
+def test_configurations_with_a_constructor_of_their_own() -> None:
     small = shrink(OldConfig(bos_token_id=1, window_size=512))
     assert isinstance(small, OldConfig)
     assert (small.n_layer, small.n_head, small.kinds, small.window_size) == (2, 4, ["a", "b"], 4)
 
 
-def test_what_cannot_be_built_small_says_why() -> None:
+def test_the_error_says_why_no_small_copy_can_be_built() -> None:
     with pytest.raises(NotSmallError, match="TypeError: unsupported operand"):
         small_copy(CONFIG_MAPPING["hunyuan_v1_dense"]())

@@ -1,4 +1,4 @@
-"""Layers that mix along the row, told where its documents begin: run once with boundaries, or on each by itself."""
+"""Layers that mix along the row: run once with the documents' boundaries, or on each document by itself."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parts import InstanceForward
 from tritonpack.patches.tensor_like import TensorLike, as_tensor
+from tritonpack.patches.trial.comparison import Parts, apart, influence, limits
 from tritonpack.patches.unpacking.documents import Documents, batches_of, lay_back
 
-# What mixers are given besides the tokens, and mustn't see when a document runs by itself.
+# Arguments of mixers beside the tokens, which are left out when a document runs by itself.
 ROW_ARGUMENTS = ("attention_mask", "conv_mask", "causal_mask", "cache_params", "past_key_values", "state", "seq_idx")
 ROW_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
-
-# Whether layers of a class keep documents apart by themselves when they are told where these begin, by class, device
-# and dtype: a model may be moved, and the kernels that can are for GPUs.
+# Whether layers of a class keep documents apart when they get boundaries, by class, device and dtype: a model may be
+# moved, and kernels that take boundaries are for GPUs.
 Capabilities = dict[tuple[type, str, torch.dtype], bool]
 
 
 class DocumentByDocument(InstanceForward):
-    """A layer that mixes along the row (a recurrence, a convolution): runs on every document from its beginning.
+    """The forward of a layer that mixes along the row (a recurrence, a convolution): each document begins anew.
 
-    Where its kernels (causal-conv1d, mamba-ssm, flash-linear-attention) keep documents apart, it runs once and is told
-    where they begin. Otherwise documents of similar lengths share a batch, each padded on the right to its longest,
-    which a causal layer doesn't see. What comes out is laid back into the row; padding gets zeros.
+    If its kernels (causal-conv1d, mamba-ssm, flash-linear-attention) keep documents apart, the layer runs once, with
+    boundaries. Otherwise documents of similar lengths share a batch. Padding is on the right, where a causal layer
+    doesn't see it. Outputs are laid back into the row; padding gets zeros.
 
     Attributes:
-        capabilities: what is known of layers of these classes, shared by those of a model.
+        capabilities: shared by all layers of a model.
     """
 
     def __init__(self, module: nn.Module, context: PackingContext, capabilities: Capabilities) -> None:
         super().__init__(module, context)
         self.capabilities = capabilities
 
-    # A graph for the documents' lengths would be one for these lengths alone.
+    # A graph would hold for the lengths of these documents alone.
     @torch.compiler.disable
     def call(self, *args: Any, **kwargs: Any) -> Any:
         packed_batch = self.packed_batch
@@ -73,9 +73,11 @@ class DocumentByDocument(InstanceForward):
         return _lay_back([whole], [self.inner(**_cut(arguments, whole) | packed_batch.boundary_arguments())])
 
     def takes_boundaries(self, width: int) -> bool:
-        """Whether layers of this class keep documents apart when they are told where these begin, on the device and in
-        the dtype of this one: tried on a few tokens of this width when first asked. False where weights aren't there
-        yet, which isn't kept."""
+        """Whether layers of this class keep documents apart by boundaries, on the device and in the dtype of this one.
+
+        This is tried on a few tokens of this width, once. While the layer has no weights yet, the answer is False and
+        isn't kept.
+        """
         weight = next((p for p in self.module.parameters() if p.is_floating_point()), None)
         if weight is None or weight.is_meta:
             return False
@@ -86,28 +88,29 @@ class DocumentByDocument(InstanceForward):
 
     @torch.no_grad()
     def _keeps_documents_apart(self, width: int, weight: Tensor) -> bool:
-        """Whether two documents in a row are what each is alone, and a change of the first moves no other. Without its
-        kernels a layer raises, or takes no notice of boundaries."""
+        """Whether two packed documents equal each alone, and a change of the first doesn't move the second.
+
+        Without its kernels a layer raises, or ignores boundaries.
+        """
         generator = torch.Generator().manual_seed(0)
         first, second, other = (torch.randn((1, n, width), generator=generator) for n in (5, 7, 5))
-        first, second, other = (x.to(weight.device, weight.dtype) for x in (first, second, 8 * other))
+        documents = [x.to(weight.device, weight.dtype) for x in (first, second)]
         places = torch.cat([torch.arange(5), torch.arange(7)])[None].to(weight.device)
         packed_batch = PackedBatch(
             None, places, None, torch.Size((1, 12)), weight.device, Serving("tritonpack", "auto")
         )
+
+        def run(documents: list[Tensor]) -> dict[str, Parts]:
+            packed = self._run_once(self.bound((torch.cat(documents, dim=1),), {}), packed_batch)
+            return {"output": _first(packed).split([5, 7], dim=1)}
+
         try:
-            packed, changed = (
-                _first(self._run_once(self.bound((torch.cat([x, second], dim=1),), {}), packed_batch))
-                for x in (first, other)
-            )
-            alone = torch.cat([_first(self.inner(**self.bound((x,), {}))) for x in (first, second)], dim=1)
-        except Exception:  # whatever a layer raises where it can't
+            alone = [_first(self.inner(**self.bound((x,), {}))) for x in documents]
+            differs = apart(alone, run(documents)["output"])
+            moved = influence(run, documents, {0: (8 * other).to(weight.device, weight.dtype)}).size
+        except Exception:  # a layer may raise anything where it can't
             return False
-        if not isinstance(packed, Tensor) or not bool(packed.isfinite().all()):
-            return False
-        eps, scale = torch.finfo(weight.dtype).eps, float(alone.abs().max())
-        moved, differs = (packed - changed)[:, 5:].abs().max(), (packed - alone).abs().max()
-        return float(moved) <= eps * scale and float(differs) <= eps**0.5 * scale
+        return moved <= torch.finfo(weight.dtype).eps and differs <= limits(weight.dtype).alone
 
 
 def _is_ours(value: Any) -> bool:

@@ -1,12 +1,12 @@
 """Random numbers of a model in evaluation mode, made the same in every call, so that calls can be compared.
 
-A few models draw random numbers wherever they run: dropout before a decoder of sound, noise of a flow. Two calls with
-the same tokens differ then, and so do a document alone and the same document in a batch.
+A few models draw random numbers in evaluation mode too: dropout before a decoder of sound, noise of a flow. Two calls
+with the same tokens differ then, and so do a document alone and the same document in a batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -14,21 +14,29 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tritonpack.patches.trial.packed_forms import tolerance
+from tritonpack.patches.trial.comparison import apart, tolerance
 
-HALF = 0.5  # noise is half a standard deviation, not 0: noise of 0 would hide what it is scaled by
+HALF = 0.5  # noise is half a standard deviation, because noise of 0 would hide what it is scaled by
 
 
 class ConstantDraws(TorchDispatchMode):
-    """Each draw gives one number, wherever it lies in a batch: noise is half a standard deviation above its mean, a
-    uniform number lies in the middle, dropout keeps all if it keeps each with a probability of at least one half, and a
-    choice takes the most probable, of equal ones the first."""
+    """A mode in which each draw gives one number, wherever it lies in a batch.
+
+    Noise is half a standard deviation above its mean, and a uniform number lies in the middle. Dropout keeps all if it
+    keeps each with a probability of at least one half. A choice takes the most probable, of equal ones the first.
+
+    Attributes:
+        drawn: whether anything was drawn.
+    """
+
+    drawn = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         number = NUMBERS.get(func.overloadpacket.__name__)
         if number is None:
             return result
+        self.drawn = True
         value = number(*args)
         return result.copy_(value) if isinstance(value, Tensor) else result.fill_(value)
 
@@ -46,7 +54,7 @@ def _chosen(weights: Tensor, number: int, replacement: bool = False) -> Tensor:
     return order[..., :1].expand(*order.shape[:-1], number) if replacement else order[..., :number]
 
 
-# The number that an operator of torch gives, of its arguments.
+# The number that an operator of torch gives, as a function of its arguments.
 NUMBERS: dict[str, Callable[..., Any]] = {
     **dict.fromkeys(("rand", "rand_like", "randn", "randn_like"), lambda *_: HALF),
     "bernoulli": lambda drawn, p=None: _kept(drawn if p is None else p),
@@ -58,32 +66,17 @@ NUMBERS: dict[str, Callable[..., Any]] = {
 }
 
 
-class _Watching(TorchDispatchMode):
-    """Sees whether anything is drawn."""
-
-    drawn = False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        self.drawn |= func.overloadpacket.__name__ in NUMBERS
-        return func(*args, **(kwargs or {}))
-
-
 def constant_draws_if_any(call: Callable[[], Any]) -> AbstractContextManager[Any]:
-    """A context in which a model draws the same in every call: nothing for a model that draws nothing.
-
-    Args:
-        call: runs the model.
-    """
-    with torch.no_grad(), _Watching() as watching:
+    """Return a context in which a model draws the same in every call; an empty one if `call` draws nothing."""
+    with torch.no_grad(), ConstantDraws() as mode:
         call()
-    return ConstantDraws() if watching.drawn else nullcontext()
+    return mode if mode.drawn else nullcontext()
 
 
-def gives_the_same_again(call: Callable[[], Tensor]) -> bool:
-    """Whether two calls differ by no more than rounding."""
+def gives_the_same_again(call: Callable[[], Sequence[Tensor]]) -> bool:
+    """Whether two calls give tensors that differ by no more than rounding. Each NaN counts as 0."""
     with torch.no_grad():
-        first, second = call(), call()
-    if first.shape != second.shape:
+        first, second = ([x.nan_to_num() for x in call()] for _ in range(2))
+    if len(first) != len(second):
         return False
-    apart = (first - second).nan_to_num().abs()
-    return not apart.numel() or float(apart.max()) <= tolerance(first.dtype) * float(first.nan_to_num().abs().max())
+    return all(apart([a], [b]) <= tolerance(a.dtype) for a, b in zip(first, second, strict=True))

@@ -1,146 +1,129 @@
-"""All outputs of a model, and each document's part of them. Some heads give more than logits or hidden states."""
+"""All outputs of a model, cut into each document's part."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from tritonpack.patches.call_arguments import CACHES
+from tritonpack.patches.trial.comparison import Parts, apart
+from tritonpack.patches.trial.packed_forms import Batch
 
-if TYPE_CHECKING:
-    from tritonpack.patches.trial.packed_forms import Batch
+# The shape of an output: (B, T, ...), (k, B, T, ...), (B * T, ...) or (documents, ...).
+Kind = Literal["token", "layered", "flat", "document"]
 
-# Where an output has its tokens, or that it has one value for each document.
-Kind = Literal["(B, T)", "(k, B, T)", "(B * T)", "documents"]
-
-# Ends of the names of outputs that have no value for each token or document.
+# Ends of the names of outputs that aren't compared.
 ENDINGS_LEFT_OUT = ("loss", "attentions")
-
-# Numbers smaller than this count as rounding.
-LEAST = torch.finfo(torch.float32).eps
-
-Parts = list[Tensor]  # of each document
 
 
 class UnlikeError(ValueError):
-    """An output of a call that has no part for each document; the message says why."""
+    """An output of packed documents has no part for each document; the message says why."""
 
 
 @dataclass(frozen=True)
 class Output:
-    """An output of documents alone that has values for each token, or for each document.
+    """An output that has values for each token or for each document.
 
     Attributes:
         kind: its shape.
-        of_source: whether its tokens are those of an encoder, and not of the decoder.
-        parts: of each document, without the dimension of rows.
+        of_source: whether its tokens are the encoder's, where the batch is the decoder's.
+        parts: the values of each document alone, without the dimension of rows.
+        more: how many values follow those of a document's tokens, such as an image's.
     """
 
     kind: Kind
     of_source: bool
     parts: Parts
+    more: int = 0
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether all documents have the same values, as a scale does."""
+        return all(part.shape == self.parts[0].shape and torch.equal(part, self.parts[0]) for part in self.parts)
+
+    def difference(self, got: Parts) -> float:
+        """Return how far parts are from these; packed rows have no values beside those of tokens."""
+        return apart([a[: len(b)] if self.more else a for a, b in zip(self.parts, got, strict=True)], got)
 
 
 def outputs_alone(calls: Sequence[Any], batch: Batch) -> dict[str, Output]:
-    """The outputs that packed documents can be held against.
+    """Return all outputs of documents alone that have values for tokens or for documents, by name.
 
-    Left out are outputs that no document changes, such as a scale, and shapes that are neither of tokens nor of
-    documents. Of tensors in tuples and lists only those of tokens count, because caches and attention weights come in
-    them as well.
-
-    Args:
-        calls: what a model gave for each document in a call of its own.
-        batch: the same documents, laid out.
+    `calls` are the outputs of the model for each document in a call of its own; `batch` lays out these documents.
+    Tensors in tuples and lists count only if they have values for tokens, because caches and attention weights come in
+    tuples as well.
     """
-    tensors = [dict(_tensors(call)) for call in calls]
+    tensors = [dict(tensors_in(call)) for call in calls]
     names = [name for name in tensors[0] if all(name in one for one in tensors)]
-    found = ((name, _output([one[name] for one in tensors], "." in name, batch)) for name in names)
-    return {name: output for name, output in found if output is not None and not _is_constant(output.parts)}
+    found = {name: _output([one[name] for one in tensors], "." in name, batch) for name in names}
+    return {name: output for name, output in found.items() if output is not None}
 
 
-def parts_of(name: str, expected: Output, output: Any, batch: Batch) -> Parts:
-    """Each document's part of an output of a call, as large as it is of the document alone.
+def parts_of(name: str, expected: Output, value: Tensor | None, batch: Batch, *, strict: bool = True) -> list[Tensor]:
+    """Cut an output of packed documents into each document's part, as large as the expected one of the document alone.
+
+    `strict` requires all values of each document, and zeros after them where sizes differ between documents.
 
     Raises:
-        UnlikeError: it has none.
+        UnlikeError: it has no such parts.
     """
-    value = dict(_tensors(output)).get(name)
     if value is None:
-        raise UnlikeError(f"{name}: packed documents have none")
+        raise UnlikeError(f"{name} is missing for packed documents")
     side = batch.source if expected.of_source and batch.source is not None else batch
-    shape, spans, rows = tuple(side.ids.shape), side.spans, len(side.spans)
-    if expected.kind == "(B, T)" and value.shape[:2] == shape:
+    (rows, width), spans, shape = side.ids.shape, side.spans, tuple(value.shape)
+    if expected.kind == "token" and shape[:2] == (rows, width + expected.more):
         return [value[row, span] for row, span in spans]
-    if expected.kind == "(k, B, T)" and value.shape[1:3] == shape:
+    if expected.kind == "layered" and shape[1:3] == (rows, width):
         return [value[:, row, span] for row, span in spans]
-    if expected.kind == "(B * T)" and value.shape[:1] == (side.ids.numel(),):
-        value = value.unflatten(0, shape)
+    if expected.kind == "flat" and shape[:1] == (rows * width,):
+        value = value.unflatten(0, (rows, width))
         return [value[row, span] for row, span in spans]
-    if value.shape[:1] == (rows,) and value.ndim == expected.parts[0].ndim + 1:
-        corners = [tuple(slice(size) for size in part.shape) for part in expected.parts]
-        return [value[i][corner] for i, corner in enumerate(corners)]
-    raise UnlikeError(f"{name}: it has shape {tuple(value.shape)} for {rows} documents in rows of shape {shape}")
+    by_document = (expected.kind == "document" or expected.more) and value.ndim == expected.parts[0].ndim + 1
+    if not by_document or shape[:1] != (len(spans),):
+        raise UnlikeError(f"{name} has shape {shape} for {len(spans)} documents in {rows} x {width} tokens")
+    corners = [tuple(slice(size) for size in part.shape) for part in expected.parts]
+    if strict and any(m < n for part in expected.parts for m, n in zip(shape[1:], part.shape, strict=True)):
+        raise UnlikeError(f"{name} has shape {shape}, which is less than documents alone have")
+    if strict and len({part.shape for part in expected.parts}) > 1:
+        rest = value.detach().clone()
+        for i, corner in enumerate(corners):
+            rest[i][corner] = 0
+        if bool(rest.any()):
+            raise UnlikeError(f"{name} has values other than zeros after those of a document")
+    return [value[i][corner] for i, corner in enumerate(corners)]
 
 
-def apart(expected: Parts, got: Parts) -> float:
-    """How far parts of an output are from those expected, relative to the largest value of all."""
-    largest, worst = LEAST, 0.0
-    for a, b in zip(expected, got, strict=True):
-        if a.shape != b.shape:
-            return math.inf
-        finite = a.isfinite()
-        if bool((finite != b.isfinite()).any()):
-            return math.inf
-        if finite.any():
-            largest = max(largest, float(a[finite].abs().max()))
-            worst = max(worst, float((a - b)[finite].abs().max()))
-    return worst / largest
-
-
-def _tensors(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The floating-point tensors in an output, with names; "." is in the names of those in tuples and lists."""
+def tensors_in(output: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the floating-point tensors in an output with their names; "." marks those in tuples and lists."""
     if isinstance(output, Mapping):
         for key, value in output.items():
             if not str(key).endswith(ENDINGS_LEFT_OUT) and key not in CACHES:
-                yield from _tensors(value, f"{name}[{key}]" if name else str(key))
+                yield from tensors_in(value, f"{name}[{key}]" if name else str(key))
     elif isinstance(output, (tuple, list)):
         for i, value in enumerate(output):
-            yield from _tensors(value, f"{name}.{i}" if name else f"output {i}")
+            yield from tensors_in(value, f"{name}.{i}" if name else f"output {i}")
     elif isinstance(output, Tensor) and output.is_floating_point():
-        yield name or "its output", output.detach()
+        yield name or "output", output
 
 
 def _output(values: Sequence[Tensor], in_list: bool, batch: Batch) -> Output | None:
-    """An output with these values for documents alone; None for one that packed documents can't be held against."""
-    if any(bool(x.isnan().any()) for x in values):
-        return None
     for side in (batch, batch.source):
-        kind = None if side is None else _kind(values, [span.stop - span.start for _, span in side.spans])
-        if kind is not None:
-            return Output(kind, side is batch.source, [_only(kind, x) for x in values])
-    of_documents = not in_list and all(x.shape[:1] == (1,) for x in values)
-    return Output("documents", False, [x[0] for x in values]) if of_documents else None
-
-
-def _kind(values: Sequence[Tensor], lengths: Sequence[int]) -> Kind | None:
-    """Where values of documents alone have tokens; None for those that have none."""
-    if all(x.shape[:2] == (1, n) for x, n in zip(values, lengths, strict=True)):
-        return "(B, T)"
-    if all(x.shape[1:3] == (1, n) for x, n in zip(values, lengths, strict=True)):
-        return "(k, B, T)"
-    if all(x.shape[:1] == (n,) for x, n in zip(values, lengths, strict=True)):
-        return "(B * T)"
-    return None
-
-
-def _only(kind: Kind, value: Tensor) -> Tensor:
-    return value[:, 0] if kind == "(k, B, T)" else value if kind == "(B * T)" else value[0]
-
-
-def _is_constant(parts: Parts) -> bool:
-    return all(part.shape == parts[0].shape and torch.equal(part, parts[0]) for part in parts)
+        if side is None:
+            continue
+        lengths = [span.stop - span.start for _, span in side.spans]
+        of_source = side is batch.source
+        if all(x.ndim >= 2 and x.shape[0] == 1 for x in values):
+            more = {x.shape[1] - n for x, n in zip(values, lengths, strict=True)}
+            if more == {0} or (len(more) == 1 and min(more) > 0 and len(set(lengths)) > 1):
+                return Output("token", of_source, [x[0] for x in values], more.pop())
+        if all(x.shape[1:3] == (1, n) for x, n in zip(values, lengths, strict=True)):
+            return Output("layered", of_source, [x[:, 0] for x in values])
+        if all(x.shape[:1] == (n,) for x, n in zip(values, lengths, strict=True)):
+            return Output("flat", of_source, list(values))
+    if in_list or any(x.shape[:1] != (1,) or x.ndim != values[0].ndim for x in values):
+        return None
+    return Output("document", False, [x[0] for x in values])

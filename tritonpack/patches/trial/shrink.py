@@ -1,4 +1,4 @@
-"""shrink(config): the configuration of a small model with every switch of a large one."""
+"""shrink(config): the configuration of a small model that has every switch of a large one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tritonpack.patches.trial.shrink_sizes import Sizes, Values, is_number
 
 C = TypeVar("C")
 
-# Of the checkpoint, not of the model; and what a class works out again.
+# Fields that describe the checkpoint, and fields that a class computes from others.
 DROPPED = (
     "_name_or_path", "_out_features", "_out_indices", "architectures", "dtype", "out_features", "out_indices",
     "quantization_config", "stage_names", "torch_dtype", "transformers_version",
@@ -20,18 +20,18 @@ MOST_LAYERS = 6
 
 
 def shrink(config: C) -> C:
-    """A configuration of the same class, so small that its model is built and run at once on any machine.
+    """Return a configuration of the same class, so small that any machine builds and runs its model at once.
 
-    Sizes become small, and every kind of layer stays, once and in order. What attention is made of stays as well:
-    grouped heads in their proportion (up to eight), latent keys, sinks, caps, biases, scaling, recurrences. Windows,
-    chunks and selections of keys become four or five tokens, and the length from which position ids change rotary
-    embeddings eight, so that short documents feel them.
+    Sizes become small, and every kind of layer stays, once and in order. All features of attention stay: grouped heads
+    in their proportion (up to eight), latent keys, sinks, caps, biases, scaling, recurrences. Windows, chunks and
+    selections of keys become four or five tokens, and rotary embeddings change from eight tokens on, so that short
+    documents are affected by them.
 
     Args:
         config: a transformers configuration, with or without parts; it stays as it is.
 
     Raises:
-        ValueError: (or whatever else its class raises) the class takes no such values.
+        ValueError: (or any error of its class) the class takes no such values.
     """
     streams = {}
     for part in (*reversed(_parts(config)), config):
@@ -43,7 +43,7 @@ def shrink(config: C) -> C:
 
 
 def _shrunk(config: Any, tokens: dict[int, int], streams: dict[int, int], given: Values) -> Values:
-    """The small values of a configuration and its parts, those in `given` as they are there."""
+    """Return the small values of a configuration and its parts; values in `given` are taken from there."""
     values = _values(config)
     _cut_layers(config, values)
     sizes = Sizes(config, values, streams)
@@ -62,15 +62,13 @@ def _values(config: Any) -> Values:
 
 
 def _parts(config: Any) -> list[Any]:
-    """The configurations inside of one, at any depth."""
+    """Return the configurations inside of one, at any depth."""
     parts = [part for part in config.__dict__.values() if is_config(part)]
     return parts + [inner for part in parts for inner in _parts(part)]
 
 
-# Special tokens: those beyond the small vocabulary get numbers in its lower half, no two the same.
-
-
 def _token_ids(config: Any) -> dict[int, int]:
+    """Number special tokens anew: those beyond the small vocabulary get different numbers in its lower half."""
     found = sorted(special_tokens(config))
     small = [token for token in found if 0 <= token < VOCAB // 2]
     free = [token for token in reversed(range(VOCAB // 2)) if token not in small]
@@ -83,11 +81,8 @@ def _mapped(value: Any, tokens: dict[int, int]) -> Any:
     return tokens.get(value, value) if is_number(value) else value
 
 
-# Layers: the first of every kind.
-
-
 def _cut_layers(config: Any, values: Values) -> None:
-    """Keep the first layer of every kind, and two at least."""
+    """Keep the first layer of every kind, and at least two layers."""
     for period, offset in PERIODS.items():
         if isinstance(values.get(period), int):
             values[period] = min(values[period], 2)
@@ -103,7 +98,7 @@ def _cut_layers(config: Any, values: Values) -> None:
 
 
 def _kept_layers(values: Values, total: int) -> list[int]:
-    """Which layers stay, in order; what counts, numbers or lists layers is made to fit."""
+    """Return which layers stay, in order, and change all fields that count, number or list layers."""
     listed = {name: value for name, value in values.items() if _lists_layers(name, value, total)}
     each = {name: v for name, v in values.items() if isinstance(v, list) and len(v) == total and name not in listed}
     first = {name: values[name] for name in FIRST_LAYERS if isinstance(values.get(name), int)}
@@ -119,7 +114,7 @@ def _kept_layers(values: Values, total: int) -> list[int]:
         for i in range(total)
     ]
     kept = [i for i, kind in enumerate(kinds) if kinds[:i].count(kind) < (2 if SHARED in kind else 1)]
-    if len(kept) > MOST_LAYERS:  # only those that show something for the first time
+    if len(kept) > MOST_LAYERS:  # only layers with a feature that no earlier one has
         shown = [{*enumerate(kind)} for kind in kinds]
         kept = [i for i in kept if shown[i] - set().union(*shown[:i])][:MOST_LAYERS]
     pattern = values.get("block_types")  # repeated over the layers
@@ -141,7 +136,7 @@ def _kept_layers(values: Values, total: int) -> list[int]:
 
 
 def _lists_layers(name: str, value: Any, total: int) -> bool:
-    """Whether a list holds numbers of layers."""
+    """Whether a field is a sorted list of layer numbers."""
     return (
         isinstance(value, list)
         and any(part in name for part in ("layer", "idx", "indices", "indexes", "_ids"))

@@ -1,4 +1,4 @@
-"""What `shrink` knows of configurations' fields, as data: which of them are sizes, and how small each may become."""
+"""The fields of configurations that `shrink` changes, as data: which of them are sizes, and how small each becomes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ VOCAB = 96  # special tokens lie in the lower half, so that text can be drawn fr
 HEAD_DIM = 16
 HIDDEN = 64  # where it isn't the product of heads and their width
 WINDOW, CHUNK, TOPK = 4, 5, 4
-REACH = 8  # where position ids begin to change how positions are computed
+REACH = 8  # the length from which rotary embeddings change
 
 
 def _names(words: str) -> tuple[str, ...]:
@@ -19,7 +19,7 @@ def _limits(*groups: tuple[int, str]) -> dict[str, int]:
     return {name: limit for limit, names in groups for name in names.split()}
 
 
-# How many layers there are, first of all the one that lists of layers are as long as.
+# Numbers of layers. The first that a class has is the length of its lists of layers.
 LAYERS = _names(
     """
     num_hidden_layers num_layers n_layer n_layers decoder_layers encoder_layers num_decoder_layers num_encoder_layers
@@ -27,7 +27,7 @@ LAYERS = _names(
     """
 )
 
-# Query heads, beside key heads that may be fewer.
+# Numbers of query heads, each with the number of key heads, which may be smaller.
 HEADS = {
     "num_attention_heads": ("num_key_value_heads", "num_kv_heads", "kv_n_heads"),
     "n_head": ("num_kv_heads",),
@@ -46,7 +46,7 @@ HEADS = {
     "num_attention_heads_per_layer": ("num_key_value_heads",),
 }  # fmt: skip
 
-# Widths of heads; the first that a class has is the one that others keep their proportion to.
+# Widths of heads. Others keep their proportion to the first that a class has.
 HEAD_DIMS = _names(
     """
     head_dim dim_head d_head d_kv attention_head_dim attention_head_size kv_channels swa_head_dim global_head_dim
@@ -54,24 +54,24 @@ HEAD_DIMS = _names(
     """
 )
 
-# Heads of recurrences, whose width follows from their number.
+# Numbers and widths of a recurrence's heads.
 STATE_HEADS = (
     ("mamba_n_heads", "mamba_d_head"),
     ("mamba_num_heads", "mamba_head_dim"),
     ("n_mamba_heads", "mamba_headdim"),
 )
 
-# Keys and values compressed to a latent: widths in proportion to that of the rotary part.
+# Widths of latent attention, in proportion to the width of the rotary part.
 LATENT_DIMS = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 
-# Layers told apart by their number: below these counts, from the end, or listed.
+# Counts of layers of a kind at the beginning, and at the end.
 FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "num_hash_layers")
 LAST_LAYERS = ("num_kv_shared_layers",)
 
-# A kind of layer that shares its weights with others of its kind: two of them stay.
+# A kind of layer that shares its weights within the kind: two of them stay.
 SHARED = "hybrid"
 
-# Layers told apart by their number modulo a period, and where in it.
+# Periods after which kinds of layers repeat, and the place of a kind in the period.
 PERIODS = {
     "attn_layer_period": "attn_layer_offset",
     "expert_layer_period": "expert_layer_offset",
@@ -84,7 +84,7 @@ PERIODS = {
     "sliding_window_pattern": "",
 }
 
-# The largest that a field may be; smaller values stay.
+# The largest value of each field; smaller values stay.
 LIMITS = _limits(
     (VOCAB, "audio_vocab_size decoder_vocab_size encoder_hash_byte_group_vocab n_words pronunciation_vocab_size "
             "shape_vocab_size unpadded_vocab_size vocab_size vocab_size_per_layer_input"),
@@ -116,7 +116,7 @@ LIMITS = _limits(
         "state_size time_step_rank"),
     (2, "hc_count hc_mult mamba_n_groups mamba_ngroups n_groups o_groups num_codebooks altup_num_inputs "
         "ngram_size split_ngram_parts make_ngram_vocab_size_divisible_by"),
-    # Towers, which text never enters
+    # Towers, which text doesn't enter
     (32, "image_size crop_size num_mel_bins codebook_size upsample_groups base_channels out_channel "
          "depthwise_separable_out_channel ext_pw_out_channel nemo_conv_channels input_feat_size "
          "vector_quantization_hidden_dimension"),
@@ -126,21 +126,21 @@ LIMITS = _limits(
     (64, "num_chroma chroma_length bias_max_distance mm_tokens_per_image ngram_vocab_size_base"),
 )  # fmt: skip
 
-# Widths that follow the hidden size: a multiple of it stays one, others become at most twice its new value.
+# Words in names of widths. A multiple of the hidden size stays one; others become at most twice the new hidden size.
 WIDTHS = ("size", "dim", "rank", "width", "inner", "channels", "embd", "dff", "model", "dim_ff", "shape", "ssm")
 
 ROWS: dict[str, dict[str, Any]] = {
-    # It rounds what it takes from keys up to 64, and its cache doesn't.
+    # It rounds the width of keys up to 64, but not in its cache.
     "xlstm": {"qk_dim_factor": 1.0},
-    # What positions of its own need is the length of the row; buckets have no size that is small.
+    # Axial positions need the length of the row, and buckets have no small size.
     "reformer": {"axial_pos_embds": False, "num_buckets": 2, "hash_seed": 1, "attention_head_size": 16},
     "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3}},
-    # Its vocoder and its flow, which run over all samples of a sound.
+    # Its vocoder and its flow run over all samples of a sound.
     "vits": {
         "flow_size": 8, "spectrogram_bins": 8, "posterior_encoder_num_wavenet_layers": 1,
         "upsample_initial_channel": 16, "upsample_rates": [2], "upsample_kernel_sizes": [4],
         "resblock_kernel_sizes": [3], "resblock_dilation_sizes": [[1]],
     },
-    # It has a cache for every use of a layer, and works out how many there are.
+    # It has a cache for every use of a layer, and computes their number.
     "hrm_text": {"num_layers_per_stack": None, "num_hidden_layers": 1},
 }  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the sizes of one configuration become when it is shrunk, those that depend on each other together."""
+"""The small sizes of one configuration; sizes that depend on each other are computed together."""
 
 from __future__ import annotations
 
@@ -23,13 +23,14 @@ Values = dict[str, Any]
 
 
 class Sizes:
-    """What the sizes of one configuration become.
+    """The small sizes of one configuration.
 
     Attributes:
+        fixed: the small values of fields that depend on each other.
         dim, new_dim: the width of a head.
         hidden, new_hidden: the width of the residual stream; `hidden` is None where there is none.
         multimodal: whether rotary embeddings have sections for time, height and width.
-        streams: those of all parts of a configuration, which others may be as wide as.
+        streams: old and new widths of the residual streams of all parts, which other parts may refer to.
     """
 
     def __init__(self, config: Any, values: Values, streams: dict[int, int]) -> None:
@@ -54,7 +55,7 @@ class Sizes:
         self._set_reach()
 
     def of(self, name: str, value: Any) -> Any:
-        """The small value of a field."""
+        """Return the small value of a field."""
         if name in self.fixed:
             return self.fixed[name]
         if name == "per_layer_config":
@@ -64,7 +65,7 @@ class Sizes:
         return self._free(name, value)
 
     def _free(self, name: str, value: Any) -> Any:
-        """The small value of a field that no other decides."""
+        """Return the small value of a field that doesn't depend on others."""
         if isinstance(value, list):
             return [self._free(name, item) for item in value]
         if not is_number(value):
@@ -83,7 +84,7 @@ class Sizes:
         return value
 
     def _own(self, own: Values) -> Values:
-        """The small values of the fields that one layer has for itself."""
+        """Return the small values of the fields of a single layer."""
         new = {name: self._free(name, value) for name, value in own.items()}
         heads = self.values.get("num_attention_heads")
         for name in ("num_attention_heads", "num_key_value_heads"):
@@ -93,7 +94,7 @@ class Sizes:
         return {**new, **{name: value for name, value in latent.items() if name in own}}
 
     def _set_heads(self) -> tuple[int, int] | None:
-        """All numbers of heads; returns the first, old and new."""
+        """Set all numbers of heads, and return the first, old and new."""
         first = None
         known = {**(self.values.get("attn_config") or {}), **self.values}
         for name, others in HEADS.items():
@@ -111,11 +112,11 @@ class Sizes:
         return first
 
     def _scaled(self, width: int) -> int:
-        """A width of heads, in proportion to the others."""
+        """Return the small width of a head, in proportion to the others."""
         return max(4, width * self.new_dim // self.dim) if width else 0
 
     def _rotary_width(self, many: bool) -> int:
-        """A width of which rotary embeddings take four or more, and enough for their sections."""
+        """Return a width of heads that leaves rotary embeddings at least four dimensions, and one pair per section."""
         width = min(self.dim, HEAD_DIM // 2 if many else HEAD_DIM)
         for _ in range(3):
             if all(int(width * share) // 2 >= max(2, sections) for share, sections in self._shares(self.values)):
@@ -124,7 +125,7 @@ class Sizes:
         return width
 
     def _shares(self, values: Values) -> list[tuple[float, int]]:
-        """What part of a head is rotated, and in how many sections, for every kind of layer."""
+        """Return the rotated share of a head and the number of its sections, for every kind of layer."""
         found = []
         for name, value in values.items():
             if isinstance(value, dict) and name != "per_layer_config":
@@ -137,7 +138,7 @@ class Sizes:
         return found
 
     def _latent(self, values: Values) -> Values:
-        """Widths of latent attention, in proportion to 4 for the rotary part (or 8 for the other)."""
+        """Return small widths of latent attention in proportion to 4 for the rotary part (or 8 for the other)."""
         rope, nope, width = LATENT_DIMS
         if not (values.get(nope) and values.get(width) and is_number(values.get(rope))):
             return {}
@@ -158,7 +159,7 @@ class Sizes:
         return new
 
     def _set_state_heads(self) -> None:
-        """Heads of recurrences: up to four, as wide all together as before in proportion to the residual stream."""
+        """Set heads of recurrences: up to four, whose total width keeps its proportion to the residual stream."""
         for heads, width in STATE_HEADS:
             if not (self.hidden and is_number(self.values.get(heads)) and is_number(self.values.get(width))):
                 continue
@@ -167,7 +168,7 @@ class Sizes:
             self.fixed[heads], self.fixed[width] = number, int(inner) // number
 
     def _set_reach(self) -> None:
-        """The length from which position ids count otherwise, and the longest in proportion to it."""
+        """Set the length from which rotary embeddings change, and the longest length in proportion to it."""
         name, longest = "original_max_position_embeddings", self.values.get("max_position_embeddings")
         ropes = rope_kinds(self.values.get("rope_parameters"))
         old = next((kind[name] for kind in [self.values, *ropes] if kind.get(name)), None)
@@ -179,10 +180,10 @@ class Sizes:
             self.fixed[name] = REACH
 
     def _rope(self, rope: Values) -> Values:
-        """Rotary embeddings, also those of several kinds of layers."""
+        """Return small parameters of rotary embeddings, also those of several kinds of layers."""
         new = dict(rope)
         if self.multimodal and rope and not any(isinstance(value, dict) for value in rope.values()):
-            new.setdefault("mrope_section", [16, 24, 24])  # what modeling code has where a configuration says nothing
+            new.setdefault("mrope_section", [16, 24, 24])  # the default in modeling code
         half = int(self.fixed.get("qk_rope_head_dim", self.new_dim) * (rope.get("partial_rotary_factor") or 1.0)) // 2
         for name, value in list(new.items()):
             if isinstance(value, dict):
@@ -193,7 +194,7 @@ class Sizes:
                 new[name] = [value[i * len(value) // half] for i in range(half)]
             elif name == "mrope_section" and value:
                 sections = [max(1, part * half // sum(value)) for part in value]
-                # Height and width are as wide as each other, so that what is left over goes to another one.
+                # Height and width have equal sections, so another section gets the rest.
                 odd = next((i for i, part in enumerate(value) if value.count(part) == 1), 0)
                 sections[odd] += half - sum(sections)
                 new[name] = sections
@@ -210,7 +211,7 @@ def _simple(times: Fraction) -> bool:
 
 
 def _heads(queries: int, keys: int | None) -> tuple[int, int]:
-    """How many query heads, and key heads if there are fewer: in the same proportion, up to eight to one."""
+    """Return small numbers of query and key heads in the same proportion, up to eight to one."""
     if keys is None or keys == queries:
         return min(queries, 4), min(queries, 4)
     new_keys = min(keys, 2)

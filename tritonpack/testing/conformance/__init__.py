@@ -1,4 +1,4 @@
-"""A conformance kit for attention backends: named checks of any function of flash_attn_varlen_func's shape.
+"""A conformance kit for attention backends: named checks of any function that is called as flash_attn_varlen_func is.
 
     from tritonpack.testing import conformance
 
@@ -18,7 +18,7 @@ The same from a shell: `tritonpack check-backend flash_attn:flash_attn_varlen_fu
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -36,14 +36,14 @@ OUTCOMES: tuple[Outcome, ...] = ("pass", "fail", "not offered", "error")
 
 @dataclass(frozen=True)
 class Result:
-    """What came of a check.
+    """The result of a check.
 
     Attributes:
-        check: its name.
+        check: the name of the check.
         dtype: of q, k and v, such as "bfloat16".
         outcome: "pass"; "fail", a wrong answer; "not offered", where the function lacks a parameter, isn't
             differentiable or raises NotImplementedError; "error", any other exception.
-        detail: the figures, the reason, what is lacking, or the exception.
+        detail: the figures, the reason, the missing parameter, or the exception.
     """
 
     check: str
@@ -62,17 +62,11 @@ class Result:
 
 @dataclass(frozen=True)
 class Report:
-    """The results of a function.
+    """The results of a function."""
 
-    Attributes:
-        function: its name.
-        device: where it ran.
-        results: one for each check and dtype.
-    """
-
-    function: str
+    function: str  # its name
     device: str
-    results: tuple[Result, ...]
+    results: tuple[Result, ...]  # one for each check and dtype
 
     @property
     def passed(self) -> bool:
@@ -84,12 +78,12 @@ class Report:
         return list(dict.fromkeys(result.check for result in self.results if result.outcome == outcome))
 
     def summary(self) -> str:
-        """The function, the device, and how many checks came out how."""
+        """The function, the device, and the number of checks with each outcome."""
         counts = Counter(result.outcome for result in self.results)
         return f"{self.function} on {self.device}: " + ", ".join(f"{counts[o]} {o}" for o in OUTCOMES if counts[o])
 
     def as_dict(self) -> dict[str, Any]:
-        """The report as JSON takes it."""
+        """The report as a dict for JSON."""
         return asdict(self) | {"passed": self.passed}
 
     def __str__(self) -> str:
@@ -101,19 +95,12 @@ class Report:
 
 @dataclass(frozen=True)
 class Check:
-    """One named question to a function: a judge and the case that it runs.
+    """A named check of a function: a judge and the case that it runs."""
 
-    Attributes:
-        name: kind/case, such as "backward/window-left".
-        judge: what is asked.
-        case: lengths, shapes and options.
-        scale: of the scores; None leaves the function's default.
-    """
-
-    name: str
+    name: str  # kind/case, such as "backward/window-left"
     judge: Judge
     case: Case
-    scale: float | None = None
+    scale: float | None = None  # of the scores; None leaves the function's default
 
     def __str__(self) -> str:
         return self.name
@@ -121,14 +108,14 @@ class Check:
     def __call__(
         self, function: Callable[..., Any], dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
     ) -> Result:
-        """Ask a function.
+        """Check a function.
 
         Args:
-            function: of the shape of flash_attn_varlen_func, in any of its spellings.
+            function: as `run` takes it.
             dtype, device: of q, k and v.
 
         Raises:
-            ValueError: it hasn't that shape. What it raises itself is an outcome.
+            ValueError: it can't be called as flash_attn_varlen_func is. Errors of its own are an outcome.
         """
         called = function if isinstance(function, VarlenFunction) else VarlenFunction(function)
         lacking = called.lacks(self.case, scale=self.scale)
@@ -148,13 +135,13 @@ class Check:
 
 
 def checks(only: Sequence[str] = ("*",), skip: Sequence[str] = ()) -> list[Check]:
-    """The checks, for a loop or for pytest's parametrize.
+    """Return the checks, for a loop or for pytest's parametrize.
 
     Args:
         only, skip: shell patterns of names, such as "backward/*" or "*head-dim-512".
 
     Raises:
-        ValueError: patterns that leave no check.
+        ValueError: no check matches.
     """
 
     def matches(name: str, patterns: Sequence[str]) -> bool:
@@ -163,8 +150,8 @@ def checks(only: Sequence[str] = ("*",), skip: Sequence[str] = ()) -> list[Check
     chosen = [check for check in CHECKS if matches(check.name, only) and not matches(check.name, skip)]
     if not chosen:
         raise ValueError(
-            f"no check is left of only={list(only)} and skip={list(skip)}; names are like 'backward/causal', of the "
-            f"kinds {', '.join(dict.fromkeys(check.name.split('/')[0] for check in CHECKS))}."
+            f"no check matches only={list(only)} and skip={list(skip)}. A name is a kind and a case, such as "
+            f"'backward/causal'; kinds are {', '.join(dict.fromkeys(check.name.split('/')[0] for check in CHECKS))}."
         )
     return chosen
 
@@ -177,12 +164,12 @@ def run(
     only: Sequence[str] = ("*",),
     skip: Sequence[str] = (),
 ) -> Report:
-    """Ask a function all checks.
+    """Run all checks on a function.
 
     Args:
         function: called by keywords as flash_attn_varlen_func is: q (T_q, H, D), k (T_k, H_kv, D), v (T_k, H_kv,
-            D_v), cu_seqlens (documents + 1,) int32. Parameters are taken from its signature, in the spellings of
-            FlashAttention 2, 3 and 4, vLLM and torch; what it has no parameter for is reported as not offered.
+            D_v), cu_seqlens (documents + 1,) int32. The kit reads parameters from its signature, in the spellings of
+            FlashAttention 2, 3 and 4, vLLM and torch. A feature without a parameter is reported as not offered.
         dtypes: of q, k and v; None means bfloat16 on a GPU, float32 and bfloat16 elsewhere.
         device: None means the GPU where there is one.
         only, skip: as `checks` takes them.
@@ -191,7 +178,7 @@ def run(
         The report: `.passed`, `.results`, and a table as its text.
 
     Raises:
-        ValueError: the function hasn't that shape, or no check is left. What it raises itself is in the report.
+        ValueError: the function can't be called so, or no check matches. Errors of its own are in the report.
     """
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if dtypes is None:
@@ -201,7 +188,7 @@ def run(
 
 
 def _case(name: str, seqlens: tuple[int, ...], seqlens_k: tuple[int, ...] | None = None, **fields: Any) -> Case:
-    """A case in which nothing is asked but what it names: no empty document, no groups, a head dimension of 64."""
+    """A case that has only the feature in its name: no empty document, no groups, a head dimension of 64."""
     plain: dict[str, Any] = {"heads": 2, "kv_heads": 2, "head_dim": 64, "causal": False}
     return Case(name, seqlens, seqlens_k, **plain | fields)
 
@@ -255,33 +242,27 @@ ISOLATED = (
 _MIXED = _case("causal", (5, 37, 70, 12), causal=True)
 _SLACK = _case("causal", (5, 37, 70), slack=23, causal=True)
 _GROUPS = _case("grouped", (5, 130, 70), heads=4, causal=True)
-_BLIND = _case("more-queries", (90, 12), (40, 12), causal=True)
-_DROPPED = _case("weights", (20, 13, 31), dropout_p=0.3)
 
 
-def _all_checks() -> Iterator[Check]:
-    for kind, judge in (("forward", judges.forward), ("backward", judges.backward)):
-        for case in EXACT:
-            yield Check(f"{kind}/{case.name}", judge, case)
-        yield Check(f"{kind}/scale", judge, _MIXED, 0.71)
-    yield Check("backward/expanded-gradient", judges.expanded, _MIXED)
-    yield Check("inputs/large-scores", judges.large_scores, _MIXED)
-    yield Check("inputs/many-keys", judges.long_sums, _case("many-keys", (8,), (4096,)))
-    yield Check("inputs/many-queries", judges.long_sums, _case("many-queries", (4096,), (8,)))
-    yield Check("inputs/slices", judges.strided, _GROUPS)
-    yield Check("inputs/unchanged", judges.unchanged, _MIXED)
-    for case in EMPTY:
-        yield Check(f"empty/{case.name}", judges.both, case)
-    for case in ISOLATED:
-        yield Check(f"isolation/{case.name}", judges.isolation, case)
-    yield Check("slack/zeros", judges.slack_zeros, _SLACK)
-    yield Check("slack/inert", judges.slack_inert, _SLACK)
-    yield Check("repeat/causal", judges.repeat, _MIXED)
-    yield Check("repeat/grouped", judges.repeat, _GROUPS)
-    yield Check("lse/values", judges.lse_values, _MIXED)
-    yield Check("lse/empty-rows", judges.lse_of_empty_rows, _BLIND)
-    yield Check("lse/gradient", judges.lse_gradient, _MIXED)
-    yield Check("dropout/weights", judges.dropout, _DROPPED)
-
-
-CHECKS = tuple(_all_checks())
+CHECKS = (
+    *(Check(f"forward/{case.name}", judges.forward, case) for case in EXACT),
+    Check("forward/scale", judges.forward, _MIXED, 0.71),
+    *(Check(f"backward/{case.name}", judges.backward, case) for case in EXACT),
+    Check("backward/scale", judges.backward, _MIXED, 0.71),
+    Check("backward/expanded-gradient", judges.expanded, _MIXED),
+    Check("inputs/large-scores", judges.large_scores, _MIXED),
+    Check("inputs/many-keys", judges.long_sums, _case("many-keys", (8,), (4096,))),
+    Check("inputs/many-queries", judges.long_sums, _case("many-queries", (4096,), (8,))),
+    Check("inputs/slices", judges.strided, _GROUPS),
+    Check("inputs/unchanged", judges.unchanged, _MIXED),
+    *(Check(f"empty/{case.name}", judges.both, case) for case in EMPTY),
+    *(Check(f"isolation/{case.name}", judges.isolation, case) for case in ISOLATED),
+    Check("slack/zeros", judges.slack_zeros, _SLACK),
+    Check("slack/inert", judges.slack_inert, _SLACK),
+    Check("repeat/causal", judges.repeat, _MIXED),
+    Check("repeat/grouped", judges.repeat, _GROUPS),
+    Check("lse/values", judges.lse_values, _MIXED),
+    Check("lse/empty-rows", judges.lse_of_empty_rows, _case("more-queries", (90, 12), (40, 12), causal=True)),
+    Check("lse/gradient", judges.lse_gradient, _MIXED),
+    Check("dropout/weights", judges.dropout, _case("weights", (20, 13, 31), dropout_p=0.3)),
+)

@@ -1,4 +1,4 @@
-"""Calling a function of flash_attn_varlen_func's shape in its own spelling: FlashAttention 2, 3 or 4, vLLM, torch."""
+"""Call a function such as flash_attn_varlen_func in its own spelling: FlashAttention 2, 3 or 4, vLLM, torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tritonpack.testing.cases import Case, Inputs
 
-# What the kit passes, and the parameter names that it goes by.
+# The arguments that the kit passes, and the names of their parameters.
 SPELLINGS = {
     "q": ("q", "query"),
     "k": ("k", "key"),
@@ -32,20 +32,20 @@ SPELLINGS = {
     "grouped": ("enable_gqa",),
 }
 _INDISPENSABLE = ("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k")
-# What a function is taken to accept whose signature can't be read or ends in **kwargs.
+# The parameters of a function whose signature can't be read or ends in **kwargs.
 _FA2 = {name: theirs[0] for name, theirs in SPELLINGS.items() if name not in ("sinks", "grouped")}
 _FA2["lse"] = "return_attn_probs"
 
 
 class VarlenFunction:
-    """A function of the varlen shape, with what can be learned from its signature.
+    """A function that is called as flash_attn_varlen_func is, with the parameters that its signature names.
 
     Args:
-        function: called by keywords. It gets only parameters that it names (one that takes **kwargs: all of
+        function: called by keywords. It gets only parameters that it names (one that takes **kwargs gets all of
             FlashAttention 2's), and those with a default only where a case needs another value.
 
     Raises:
-        ValueError: it isn't callable, lacks an argument that every such function has, or requires one that the kit
+        ValueError: it isn't callable, lacks a parameter that every such function has, or requires one that the kit
             doesn't know.
     """
 
@@ -72,9 +72,9 @@ class VarlenFunction:
         missing = [name for name in _INDISPENSABLE if name not in self.names]
         if missing:
             raise ValueError(
-                f"{self.name} has no parameter for {', '.join(missing)}; it has {', '.join(named)}. The kit checks "
-                "functions of the shape of flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, ...); wrap "
-                "yours in one."
+                f"{self.name} has no parameter for {', '.join(missing)}; it has {', '.join(named)}. The kit calls "
+                "functions as flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, ...) is called; wrap yours "
+                "in one."
             )
         known = set(self.names.values())
         unknown = [name for name, p in named.items() if p.default is p.empty and name not in known]
@@ -87,8 +87,8 @@ class VarlenFunction:
         default = window.default if window else None
         self.unlimited = None if isinstance(default, (tuple, list)) and None in default else -1
 
-    def lacks(self, case: Case, *, scale: float | None = None, lse: bool = False) -> str:
-        """The first thing that a case needs and the function has no parameter for; empty if it has all."""
+    def lacks(self, case: Case, *, scale: float | None = None) -> str:
+        """Name the first parameter that a case needs and the function lacks; empty if it has all."""
         needed = {
             "scale": scale is not None,
             "causal": case.causal and "window" not in self.names,
@@ -110,14 +110,10 @@ class VarlenFunction:
         lse: bool = False,
         deterministic: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
-        """out, and the log-sum-exp as the function returns it, if it does.
+        """Call the function, and return out and the log-sum-exp as the function returns it, if it does.
 
-        Args:
-            case: gives lengths, causal, window and dropout_p.
-            inputs: give the tensors, and what else the case needs.
-            scale: of the scores; None leaves it to the function.
-            lse: whether to ask for the log-sum-exp, where there is a way to.
-            deterministic: whether to ask for a deterministic backward pass, where there is a way to.
+        `lse` and `deterministic` ask for the log-sum-exp and for a deterministic backward pass, if the function has
+        parameters for these.
         """
         lengths_q, lengths_k = case.seqlens, case.seqlens_k or case.seqlens
         given: dict[str, Any] = {"q": inputs.q, "k": inputs.k, "v": inputs.v}
@@ -147,7 +143,7 @@ class VarlenFunction:
             return result, None
         if not isinstance(result, (tuple, list)) or not result or not isinstance(result[0], Tensor):
             raise TypeError(
-                f"returned {type(result).__name__}, where a tensor, or a tuple that begins with one, belongs"
+                f"returned {type(result).__name__}; it must return a tensor, or a tuple that begins with one"
             )
         second = result[1] if len(result) > 1 else None
         return result[0], second if isinstance(second, Tensor) else None

@@ -1,4 +1,4 @@
-"""What is asked of a function: each judge runs one case and returns what it found, or raises."""
+"""The judges of the conformance kit: each runs one case of a function and returns its figures, or raises."""
 
 from __future__ import annotations
 
@@ -22,44 +22,37 @@ class FailedError(Exception):
 
 
 class NotOfferedError(Exception):
-    """The function doesn't claim what the case asks for; the message names what is lacking."""
+    """The function doesn't offer the feature of the case; the message names what is lacking."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One case for one function.
-
-    Attributes:
-        function: what is judged.
-        case: lengths, shapes and options.
-        inputs: its tensors, the same for every dtype up to rounding.
-        scale: of the scores; None leaves the default.
-    """
+    """One case for one function."""
 
     function: VarlenFunction
     case: Case
-    inputs: Inputs
-    scale: float | None = None
+    inputs: Inputs  # the same for every dtype up to rounding
+    scale: float | None = None  # of the scores; None leaves the function's default
 
     @classmethod
     def of(
         cls, function: VarlenFunction, case: Case, dtype: torch.dtype, device: torch.device, scale: float | None
     ) -> Problem:
         inputs = make_inputs(case, dtype, device)
-        # Without a gradient for lse, which few functions differentiate; sinks in q's dtype, which some insist on.
+        # Few functions differentiate lse, so its gradient is 0. Some require sinks in q's dtype.
         sinks = None if inputs.sinks is None else inputs.sinks.to(dtype)
         return cls(function, case, replace(inputs, dlse=torch.zeros_like(inputs.dlse), sinks=sinks), scale)
 
     def forward(self, inputs: Inputs, *, lse: bool = False, deterministic: bool = False) -> tuple[Tensor, Any]:
-        """out, whose shape and dtype are right, and the log-sum-exp as the function returns it."""
+        """Return out, after a check of its shape and dtype, and the log-sum-exp as the function returns it."""
         out, found = self.function(self.case, inputs, scale=self.scale, lse=lse, deterministic=deterministic)
         shape = (*inputs.q.shape[:2], inputs.v.shape[2])
         if out.shape != shape or out.dtype != inputs.q.dtype:
-            raise FailedError(f"out is {_describe(out)}; {tuple(shape)} in {_short(inputs.q.dtype)} belongs there")
+            raise FailedError(f"out is {_describe(out)}; it must be {tuple(shape)} in {_short(inputs.q.dtype)}")
         return out, found
 
     def compute(self, inputs: Inputs | None = None, *, deterministic: bool = False) -> dict[str, Tensor]:
-        """out, and where the function is differentiable dq, dk, dv (and dsinks), for those that a gradient reaches."""
+        """Return out, and those of dq, dk, dv and dsinks that a gradient reaches, if the function is differentiable."""
         inputs = self.inputs if inputs is None else inputs
         tensors = {"q": inputs.q, "k": inputs.k, "v": inputs.v, "sinks": inputs.sinks}
         leaves: dict[str, Any] = {name: x.detach().requires_grad_() for name, x in tensors.items() if x is not None}
@@ -77,18 +70,15 @@ class Problem:
 Judge = Callable[[Problem], str]
 
 
-# ------------------------------------------------------------------------------------------------------ exactness
-
-
 def forward(problem: Problem) -> str:
-    """out is as exact as plain attention in the same dtype."""
+    """Check that out is as exact as plain attention in the same dtype."""
     with torch.no_grad():
         out, _ = problem.forward(problem.inputs)
     return _exact(problem, {"out": out})
 
 
 def backward(problem: Problem) -> str:
-    """The gradients are as exact as plain attention's."""
+    """Check that the gradients are as exact as plain attention's."""
     found = problem.compute()
     del found["out"]
     if not found:
@@ -101,7 +91,7 @@ def backward(problem: Problem) -> str:
 
 
 def both(problem: Problem) -> str:
-    """out, and the gradients where there are any."""
+    """Check out, and the gradients if there are any."""
     found = forward(problem)
     try:
         return f"{found}; {backward(problem)}"
@@ -110,20 +100,20 @@ def both(problem: Problem) -> str:
 
 
 def large_scores(problem: Problem) -> str:
-    """Scores whose exponential overflows; the softmax is that of the scores less what all of them share."""
+    """Check scores whose exponential overflows, although their softmax doesn't."""
     q, k = problem.inputs.q.clone(), problem.inputs.k.clone()
     q[..., 0] = k[..., 0] = 40.0  # 200 more for every score at a head dimension of 64
     return both(replace(problem, inputs=replace(problem.inputs, q=q, k=k)))
 
 
 def long_sums(problem: Problem) -> str:
-    """Thousands of terms of one sign, which a sum in the inputs' own 16 bits loses once it outgrows them."""
+    """Check sums of thousands of terms of one sign; a sum in 16 bits loses terms once it outgrows them."""
     inputs = replace(problem.inputs, v=problem.inputs.v.abs(), dout=problem.inputs.dout.abs())
     return both(replace(problem, inputs=inputs))
 
 
 def strided(problem: Problem) -> str:
-    """q, k and v may be slices of one projection."""
+    """Check q, k and v that are slices of one projection."""
     inputs = problem.inputs
     widths = [x.shape[1] for x in (inputs.q, inputs.k, inputs.v)]
     q, k, v = torch.cat([inputs.q, inputs.k, inputs.v], 1).split(widths, 1)
@@ -131,13 +121,13 @@ def strided(problem: Problem) -> str:
 
 
 def expanded(problem: Problem) -> str:
-    """out.sum() hands backward a tensor of stride 0."""
+    """Check the backward pass of out.sum(), whose incoming gradient has strides of 0."""
     ones = torch.ones((), dtype=problem.inputs.dout.dtype, device=problem.inputs.dout.device)
     return backward(replace(problem, inputs=replace(problem.inputs, dout=ones.expand_as(problem.inputs.dout))))
 
 
 def unchanged(problem: Problem) -> str:
-    """Nothing is written to what was passed."""
+    """Check that nothing is written to the inputs."""
     inputs = problem.inputs
     before = {name: getattr(inputs, name).clone() for name in ("q", "k", "v", "dout")}
     problem.compute()
@@ -147,11 +137,8 @@ def unchanged(problem: Problem) -> str:
     return ""
 
 
-# ----------------------------------------------------------------------------------- isolation, slack, repeatability
-
-
 def isolation(problem: Problem) -> str:
-    """A change to one document changes no bit of another's results."""
+    """Check that a change of one document changes no bit of another's results."""
     case, inputs = problem.case, problem.inputs
     before, noise = _repeated(problem, inputs)
     begins_q, begins_k = (_begins(lengths) for lengths in (case.seqlens, case.seqlens_k or case.seqlens))
@@ -171,14 +158,14 @@ def isolation(problem: Problem) -> str:
 
 
 def slack_zeros(problem: Problem) -> str:
-    """Rows past the last document have zeros for results and gradients."""
+    """Check that rows past the last document have zeros for results and gradients."""
     found = _on_used_memory(problem, problem.inputs)
     _check_slack(problem.case, found)
     return ", ".join(found)
 
 
 def slack_inert(problem: Problem) -> str:
-    """What those rows hold, be it NaN or infinite, reaches nothing."""
+    """Check that values in those rows, NaN and infinite ones too, reach nothing."""
     case = problem.case
     clean, noise = _repeated(problem, problem.inputs)
     for value in (NAN, INF):
@@ -195,7 +182,7 @@ def slack_inert(problem: Problem) -> str:
 
 
 def repeat(problem: Problem) -> str:
-    """The same inputs give the same bits; the function is asked to be deterministic, if it can be."""
+    """Check that the same inputs give the same bits. The function is asked to be deterministic, if it can be."""
     _, noise = _repeated(problem, problem.inputs, REPEATS)
     moved = {name: size for name, size in noise.items() if size}
     if moved:
@@ -204,38 +191,35 @@ def repeat(problem: Problem) -> str:
     return f"{REPEATS} runs: {', '.join(noise)}"
 
 
-# ------------------------------------------------------------------------------------------------- log-sum-exp, dropout
-
-
 def lse_values(problem: Problem) -> str:
-    """The log-sum-exp, (H, T_q) float32, natural logarithm."""
+    """Check the log-sum-exp, (H, T_q) float32, natural logarithm."""
     with torch.no_grad():
         lse = _lse(problem, problem.inputs)
     return _exact(problem, {"lse": lse})
 
 
 def lse_of_empty_rows(problem: Problem) -> str:
-    """The log-sum-exp of rows that see nothing is infinite: which way is reported."""
+    """Check that the log-sum-exp of rows that see nothing is infinite, and report its sign."""
     with torch.no_grad():
         lse = _lse(problem, problem.inputs)
     blind = problem.inputs.mask.key_start == problem.inputs.mask.key_stop
     values = lse[:, blind].unique().tolist()
     if values not in ([-INF], [INF]):
         raise FailedError(
-            f"{', '.join(dict.fromkeys(f'{x:.3g}' for x in values[:4]))} in rows that see nothing; -inf belongs there"
+            f"{', '.join(dict.fromkeys(f'{x:.3g}' for x in values[:4]))} in rows that see nothing; it must be -inf"
         )
     _exact(problem, {"lse": lse.masked_fill(blind, -INF)})
     return "-inf" if values == [-INF] else "+inf, as in FlashAttention 2"
 
 
 def lse_gradient(problem: Problem) -> str:
-    """The gradient that comes by way of the log-sum-exp, where it says that it has one."""
+    """Check the gradient through the log-sum-exp, if that requires one."""
     inputs = replace(problem.inputs, dlse=make_inputs(problem.case).dlse.to(problem.inputs.dlse))
     leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k)]
     out = problem.forward(replace(inputs, q=leaves[0], k=leaves[1]), lse=True)
     lse = _lse_of(out, inputs)
     if not lse.requires_grad:
-        raise NotOfferedError("lse is not differentiable, and says so")
+        raise NotOfferedError("lse requires no gradient")
     grads = torch.autograd.grad((out[0], lse), leaves, (inputs.dout, inputs.dlse.to(lse.dtype)), allow_unused=True)
     if any(x is None for x in grads):
         raise FailedError("lse requires a gradient, and none reaches q and k")
@@ -243,9 +227,9 @@ def lse_gradient(problem: Problem) -> str:
 
 
 def dropout(problem: Problem) -> str:
-    """Weights are dropped at the rate asked for, the others scaled up, and backward drops the same ones.
+    """Check the rate at which weights are dropped, the scale of the others, and that backward drops the same weights.
 
-    With the identity as v, out is the matrix of weights; with the identity as dout, dv is its transpose.
+    With the identity as v, out is the matrix of weights. With the identity as dout, dv is its transpose.
     """
     inputs, p = problem.inputs, problem.case.dropout_p
     size = inputs.q.shape[2]
@@ -270,15 +254,12 @@ def dropout(problem: Problem) -> str:
     return f"{rate:.3f} dropped"
 
 
-# ------------------------------------------------------------------------------------------------------------ helpers
-
-
 def _exact(problem: Problem, found: dict[str, Tensor]) -> str:
     keywords = {name: x for name, x in problem.inputs.keywords.items() if not name.startswith("dropout")}
     for name, x in found.items():
         like = {"dq": problem.inputs.q, "dk": problem.inputs.k, "dv": problem.inputs.v}.get(name)
         if like is not None and (x.shape, x.dtype) != (like.shape, like.dtype):
-            raise FailedError(f"{name} is {_describe(x)}; that of {name[1:]} is {_describe(like)}")
+            raise FailedError(f"{name} is {_describe(x)}, but {name[1:]} is {_describe(like)}")
     try:
         errors = check_outputs(replace(problem.inputs, keywords=keywords), found, scale=problem.scale)
     except AssertionError as error:
@@ -287,13 +268,13 @@ def _exact(problem: Problem, found: dict[str, Tensor]) -> str:
 
 
 def _figures(errors: Errors) -> str:
-    """The output that comes nearest to what is allowed."""
+    """Name the output whose error is nearest to its limit."""
     name = max(errors.backend, key=lambda name: errors.backend[name] / (errors.allowed[name] or 1.0))
     return f"{name}: {errors.backend[name]:.1e} of {errors.allowed[name]:.1e} allowed"
 
 
 def _repeated(problem: Problem, inputs: Inputs, times: int = 2) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """Results, and how far each moves when nothing is changed."""
+    """Return the results, and how far each moves when the call is repeated."""
     first = problem.compute(inputs, deterministic=True)
     noise = dict.fromkeys(first, 0.0)
     for _ in range(times - 1):
@@ -304,11 +285,11 @@ def _repeated(problem: Problem, inputs: Inputs, times: int = 2) -> tuple[dict[st
 
 def _to_the_bit(noise: dict[str, float]) -> str:
     largest = max(noise.values())
-    return f"no further than repetition moves them, {largest:.1e}" if largest else f"to the bit: {', '.join(noise)}"
+    return f"no further than a repeated call does, {largest:.1e}" if largest else f"to the bit: {', '.join(noise)}"
 
 
 def _on_used_memory(problem: Problem, inputs: Inputs) -> dict[str, Tensor]:
-    """Results computed where NaN has just been freed, so that rows which are never written are likely to show it."""
+    """Return the results after memory full of NaN was freed; rows that are never written are likely to show it."""
     spoiled = [torch.full_like(x, NAN) for x in (inputs.q, inputs.k, inputs.v, inputs.dout) for _ in range(2)]
     del spoiled
     return problem.compute(inputs, deterministic=True)
@@ -320,7 +301,7 @@ def _check_slack(case: Case, found: dict[str, Tensor]) -> None:
         if not torch.equal(rows, torch.zeros_like(rows)):
             largest = float(rows.nan_to_num(INF).abs().max())
             what = f"values up to {largest:.1e}" if largest < INF else "values that aren't finite"
-            raise FailedError(f"{name} has {what} in rows past the last document; zeros belong there")
+            raise FailedError(f"{name} has {what} in rows past the last document; they must be zeros")
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
@@ -339,7 +320,7 @@ def _lse_of(result: tuple[Tensor, Tensor | None], inputs: Inputs) -> Tensor:
     if lse.shape == shape[::-1] != shape:
         lse = lse.T
     if lse.shape != shape or lse.dtype != torch.promote_types(inputs.q.dtype, torch.float32):
-        raise FailedError(f"lse is {_describe(lse)}; (H, T_q) = {shape} in float32 belongs there")
+        raise FailedError(f"lse is {_describe(lse)}; it must be (H, T_q) = {shape} in float32")
     return lse
 
 

@@ -1,0 +1,101 @@
+"""How far results of packed documents are from expected ones: the measure of every "packed equals alone" check.
+
+`judge.py` measures whole models with it, `tritonpack.testing.check_isolation` a user's own model, `mixers.py` a layer.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+Parts = Sequence[Tensor]  # one output's values, document by document
+
+# Runs packed documents and returns each output's parts, by the output's name.
+PackedCall = Callable[[list[Tensor]], Mapping[str, Parts]]
+
+# Values smaller than this count as rounding.
+LEAST = torch.finfo(torch.float32).eps
+
+
+class Limits(NamedTuple):
+    """The largest differences that count as rounding, relative to the largest value."""
+
+    alone: float  # between a packed document and the same document alone
+    moved: float  # between two calls in which only another document differs
+
+
+class Influence(NamedTuple):
+    """The largest movement of an output, relative to its largest value, that a change of a document causes in others'
+    parts."""
+
+    size: float
+    output: str
+    document: int  # the one that was changed
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """The limit for small models in float32 or float64.
+
+    transformers computes norms and rotary angles in float32 in both.
+    """
+    return (8 if dtype == torch.float64 else 64) * torch.finfo(torch.float32).eps
+
+
+def limits(dtype: torch.dtype) -> Limits:
+    """The limits for a model of any size in its own dtype: half of the dtype's digits, and 64 units in the last place.
+
+    64 units would be half of the largest value in bfloat16, so the second limit is never above the first.
+    """
+    eps = torch.finfo(dtype).eps
+    return Limits(eps**0.5, min(64 * eps, eps**0.5))
+
+
+@torch.no_grad()
+def apart(expected: Sequence[Tensor | None], got: Sequence[Tensor | None]) -> float:
+    """Return the largest difference, relative to the largest of all expected values.
+
+    None stands for zeros, as in gradients of parameters that take no part. The result is infinite where shapes differ,
+    for an expected NaN, and where one of two values is finite and the other isn't.
+    """
+    largest, worst = LEAST, 0.0
+    for a, b in zip(expected, got, strict=True):
+        if a is None and b is None:
+            continue
+        a = torch.zeros_like(b) if a is None else a  # type: ignore[arg-type]
+        b = torch.zeros_like(a) if b is None else b
+        if a.shape != b.shape:
+            return math.inf
+        finite = a.isfinite()
+        if bool(a.isnan().any()) or not torch.equal(finite, b.isfinite()):
+            return math.inf
+        if bool(finite.any()):
+            largest = max(largest, float(a[finite].abs().max()))
+            worst = max(worst, float((a - b)[finite].abs().max()))
+    return worst / largest
+
+
+@torch.no_grad()
+def influence(run: PackedCall, documents: list[Tensor], others: Mapping[int, Tensor]) -> Influence:
+    """Measure how far outputs of documents move when another document of the call changes.
+
+    `others` holds replacements by the number of the document that each replaces. Each is tried by itself.
+    """
+    before, worst = run(documents), Influence(0.0, "", 0)
+    for number, other in others.items():
+        after = run([other if i == number else document for i, document in enumerate(documents)])
+        kept = [i for i in range(len(documents)) if i != number]
+        for name in before.keys() & after.keys():
+            size = apart([before[name][i] for i in kept], [after[name][i] for i in kept])
+            worst = max(worst, Influence(size, name, number))
+    return worst
+
+
+def gradients_of(model: nn.Module, values: Tensor) -> list[Tensor | None]:
+    """Return the gradients of all parameters, with a different weight for each of the values."""
+    weights = torch.linspace(-1, 1, values.numel(), dtype=values.dtype, device=values.device).view_as(values)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return list(torch.autograd.grad((values * weights).sum(), parameters, allow_unused=True))
