@@ -242,14 +242,6 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
         {"items": "", "offsets": "", "num_ranks": "", "capacity": NUMPY},
     ),
     "Plan.sums": (PLAN.sums, {"values": np.array(LENGTHS)}, {"values": ""}),
-    "Packing": (
-        packing.Packing,
-        {name: getattr(PACKING, name) for name in PACKING.__dataclass_fields__},
-        {
-            "items": "", "starts": "", "lengths": "", "offsets": "", "capacity": NUMPY, "max_items": COUNTS,
-            "report": "",
-        },
-    ),
     "plan_statistics": (
         packing.plan_statistics,
         {"plan": PLAN, "lengths": LENGTHS},
@@ -295,7 +287,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
             "hidden_size": 8, "num_layers": 2, "num_heads": 2, "head_dim": 4, "num_key_value_heads": 2,
             "intermediate_size": 8, "vocab_size": 9,
         },
-        {"hidden_size": "huge", "vocab_size": "huge", "attention_efficiency": "half four.0 huge"},
+        {"hidden_size": "huge np3", "vocab_size": "huge np3", "attention_efficiency": "half four.0 huge"},
     ),
     "CostModel.fit": (
         tritonpack.CostModel.fit,

@@ -53,6 +53,7 @@ def touched() -> set[str]:
 
 
 OTHERS = {
+    "_dynamo", "_dynamo_marked_constant",  # of torch
     "_available",  # a substring of messages
     "_name_or_path", "_out_features", "_out_indices",  # fields of configurations, as text
     "_replace",  # of named tuples

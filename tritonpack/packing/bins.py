@@ -28,7 +28,7 @@ CARRY_THRESHOLD = 0.95  # the filled share of a bin below which it leaves its do
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Which documents each bin holds: arrays of entries, and the offsets at which bins begin.
+    """The result of `pack`: which documents each bin holds, as arrays of entries and the offsets at which bins begin.
 
     An entry is a whole document, or a piece of a document that was too long.
 

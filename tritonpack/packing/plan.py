@@ -95,8 +95,10 @@ class Plan:
         """(num_steps, num_ranks): sums of `values` (documents,) over the documents of each row, in the same dtype.
 
         Raises:
-            ValueError: no value for a document of the plan.
+            ValueError: values that aren't a one-dimensional array of numbers, or none for a document of the plan.
         """
+        if not isinstance(values, np.ndarray) or values.ndim != 1 or values.dtype.kind not in "iuf":
+            raise ValueError(f"values must be a one-dimensional array of numbers; got {values!r:.100}.")
         if len(self.items) and len(values) <= self.items.max():
             raise ValueError(f"got values of {len(values)} documents, but the plan has document {self.items.max()}.")
         totals = np.concatenate([np.zeros(1, values.dtype), np.cumsum(values[self.items])])
@@ -159,6 +161,8 @@ def plan_epoch(
     steps_together = check_integer(steps_together, "steps_together")
     check_options(objective, cost_model, tail, lookahead)
     check_flag(shuffle, "shuffle")
+    if advance is not None and not callable(advance):
+        raise ValueError(f"advance must be a function of a number of documents, or None; got {advance!r:.100}.")
     lengths = fit_lengths(lengths, capacity).lengths
     check_rank_count(len(lengths), num_ranks)
     order = shuffled(len(lengths), seed, epoch) if shuffle else np.arange(len(lengths), dtype=np.int32)
