@@ -19,8 +19,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--quick", action="store_true", help="run the first case of each test alone")
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect tests that can't run in this process, and with --quick all cases of a test but the first."""
+    """Mark cases outside of a sample as slow, and deselect tests that can't run here or that --quick leaves out."""
+    for item in items:
+        sample = item.get_closest_marker("sampled")
+        if sample is not None and item.callspec.id not in sample.args:  # type: ignore[attr-defined]
+            item.add_marker(pytest.mark.slow)
     runnable = {
         "gpu": torch.cuda.is_available() and not INTERPRETED,
         "interpreter": INTERPRETED,

@@ -80,6 +80,7 @@ def padded(tmp_path_factory: pytest.TempPathFactory) -> Padded:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(("family", "way"), [*(("mistral", way) for way in WAYS), ("llama", "padding-free")])
+@pytest.mark.sampled("mistral-padding-free", "mistral-packing")
 def test_packed_training_is_padded_training(family: str, way: str, padded: Padded, tmp_path: Path) -> None:
     expected = padded(family)
     model = tiny_model(family)

@@ -232,7 +232,7 @@ USUAL = {
 }  # fmt: skip
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_every_type_is_exact_or_refuses() -> None:
     wrong: dict[tuple[str, str], float] = {}
     exact: dict[str, set[str]] = {"position_ids": set(), "collator": set()}

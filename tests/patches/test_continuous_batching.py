@@ -46,6 +46,7 @@ def packed_gap(model: PreTrainedModel) -> float:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("mistral", "eager")])
+@pytest.mark.sampled("llama-sdpa")
 def test_tokens_are_those_of_stock_and_packing_goes_on(family: str, attention: str) -> None:
     model = tiny_model(family, dtype=torch.float32, attention=attention)
     expected = generated(model)
@@ -74,7 +75,7 @@ def test_model_patched_by_name() -> None:
     assert packed_gap(by_name) < 1e-5
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_copy_generates_by_itself() -> None:
     model = tiny_model("llama", dtype=torch.float32)
     expected = generated(model)

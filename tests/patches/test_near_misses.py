@@ -60,7 +60,7 @@ def test_the_argument_that_a_name_is_meant_for(meant: str, name: str) -> None:
     assert meant_by(name) == meant
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_known_arguments_are_accepted() -> None:
     """All arguments of all models of transformers, its common keywords, and arguments of trainers."""
     names = {*TRAINERS, *TransformersKwargs.__annotations__, *FlashAttentionKwargs.__annotations__}

@@ -216,6 +216,9 @@ SHIFT_INPUTS = {
 
 
 @pytest.mark.parametrize("kind", SHIFT_INPUTS)
+@pytest.mark.sampled(
+    "BartForConditionalGeneration", "MvpModel", "T5ForQuestionAnswering", "T5GemmaForTokenClassification"
+)
 def test_decoder_tokens_shifted_from_the_encoders(kind: str) -> None:
     model, documents = tiny_pair_model(SHIFT_INPUTS[kind], kind=kind), targets()
     subject = Subject(model, targets, values=states_or_scores)
@@ -303,6 +306,7 @@ def test_continuing_from_a_cache_of_packed_rows_is_refused() -> None:
 
 
 @every_type
+@pytest.mark.sampled("bart", "encoder-decoder", "seamless_m4t_v2", "switch_transformers", "t5")
 def test_by_name(name: str) -> None:
     subject = pairs_subject(tiny_pair_model(name, attention="tritonpack"))
     documents = targets()
@@ -315,6 +319,7 @@ def test_by_name(name: str) -> None:
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", ["bart", "t5"])
 @pytest.mark.filterwarnings("ignore::UserWarning")  # from the compiler
+@pytest.mark.sampled("t5")
 def test_one_graph_for_every_length(name: str) -> None:
     graphs = Graphs()
     model = tiny_pair_model(name, dtype=torch.float32)
