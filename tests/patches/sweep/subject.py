@@ -212,7 +212,7 @@ def _one_each(x: Tensor, count: int) -> Tensor:
 def _tensors(output: Any, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
     if isinstance(output, Tensor):
         if output.is_floating_point() and output.numel():
-            yield prefix, output
+            yield prefix or "output", output
         return
     if isinstance(output, Mapping):
         pairs: Any = output.items()
