@@ -113,6 +113,26 @@ def rank_outside_of_the_group():
         refused_group(rf"rank {dist.get_rank()} of the world, isn't in the group", group)
 
 
+def parameters_began_differently():
+    """One matrix differs: before the first forward all are compared, later ones in turn."""
+    model = make_model()
+    weight = max(model.parameters(), key=torch.Tensor.numel)
+    before = weight.detach().clone()
+    with SequenceParallel(model):
+        with torch.no_grad():
+            weight.mul_(1.5 if is_last() else 1.0)
+        with pytest.raises(ValueError, match=r"parameters differ between the ranks.*began with different values"):
+            model(**packed())
+        with torch.no_grad():
+            weight.copy_(before)
+        model(**packed())
+        with torch.no_grad():
+            weight.mul_(1.5 if is_last() else 1.0)
+        calls = (model(**packed()) for _ in model.parameters())
+        with pytest.raises(ValueError, match="parameters differ between the ranks"):
+            list(calls)
+
+
 def parameters_have_come_apart():
     """A step without reduced gradients makes parameters differ; the next forward raises on every rank."""
     model = make_model()
@@ -310,6 +330,7 @@ CASES |= {
         arguments_that_differ_are_named,
         settings_differ,
         rank_outside_of_the_group,
+        parameters_began_differently,
         parameters_have_come_apart,
         unpatched_inside,
         unchecked_batches,

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from transformers import RobertaConfig, RobertaForMaskedLM
 
 import tritonpack
 from tests.patches.models import FAMILIES, tiny_model
@@ -107,3 +108,29 @@ def test_leaks_that_depend_on_sizes_need_documents_of_real_size() -> None:
         assert check_isolation(model, lengths=(7, 1, 3, 11)).moved_by_others == 0.0
         with pytest.raises(tritonpack.IsolationError, match=r"begins in model\.layers\.0\b"):
             check_isolation(model, lengths=(20, 15, 30))
+
+
+def test_the_padding_token_is_not_drawn() -> None:
+    """RoBERTa takes no position for it, so documents that hold it differ packed and alone."""
+    config = RobertaConfig(
+        vocab_size=12, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=128,
+    )  # fmt: skip
+    model = RobertaForMaskedLM(config).double().eval()
+    with tritonpack.patch(model):
+        check_isolation(model)
+
+
+def test_models_that_need_more_than_tokens_are_refused_with_a_remedy() -> None:
+    model = tiny_model("llama")
+    with tritonpack.patch(model), pytest.raises(tritonpack.UnsupportedModelError, match=r"Give lengths that") as info:
+        check_isolation(model, vocab_size=10**6)
+    assert "IndexError" in str(info.value)
+
+
+def test_an_undone_patch_cannot_be_entered_again() -> None:
+    handle = tritonpack.patch(tiny_model("llama"))
+    with handle:
+        pass
+    with pytest.raises(ValueError, match="this patch was undone"):
+        handle.__enter__()

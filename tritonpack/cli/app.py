@@ -266,18 +266,30 @@ def run(arguments: list[str]) -> int:
     """Run one command line.
 
     Returns:
-        The exit code: that of the command, 2 for a wrong command line, 130 for Ctrl-C, 141 for a closed pipe (as shells
-        count signals).
+        The exit code: that of the command, 1 if output can't be written, 2 for a wrong command line, 130 for Ctrl-C,
+        141 for a closed pipe (as shells count signals).
     """
     try:
         code = app(arguments or ["--help"], prog_name="tritonpack", standalone_mode=False)
-        sys.stdout.flush()
+        if sys.stdout is not None:  # None if it was closed before the start
+            sys.stdout.flush()
     except (KeyboardInterrupt, typer.Abort):
         return 130
-    except (_UsageError, BrokenPipeError) as error:
-        if isinstance(error, BrokenPipeError) or isinstance(error.__cause__, BrokenPipeError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes stdout again at its end
-            return 141
+    except (_UsageError, OSError, SystemExit) as error:
+        if any(isinstance(one, BrokenPipeError) for one in (error, error.__cause__, error.__context__)):
+            _discard_output()
+            return 141  # typer ends with SystemExit here
+        if isinstance(error, SystemExit):
+            raise
+        if isinstance(error, OSError):
+            print(f"error: standard output can't be written: {error.strerror}", file=sys.stderr)
+            _discard_output()
+            return 1
         print(f"error: {error.format_message()}", file=sys.stderr)
         return 2
     return code or 0
+
+
+def _discard_output() -> None:
+    """Lead standard output to nowhere, because Python flushes it again at its end."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

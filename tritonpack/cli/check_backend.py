@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 from tritonpack.cli.files import STANDARD_OUTPUT, require_writable, write_json
 from tritonpack.cli.machine import resolve_device
@@ -47,7 +47,7 @@ def examine(
         report = conformance.run(
             called, dtypes=[getattr(torch, name) for name in dtypes] or None, device=where, only=only, skip=skip
         )
-    rows = Table("check", "dtype", "result", "detail", title=escape(report.function))
+    rows = Table(Column("check", overflow="fold"), "dtype", "result", "detail", title=escape(report.function))
     for result in report.results:
         outcome = f"[{_STYLES[result.outcome]}]{result.outcome}[/]"
         rows.add_row(result.check, result.dtype, outcome, escape(result.detail))

@@ -163,10 +163,14 @@ class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]
     def verify_ranks(self, group: dist.ProcessGroup | None = None) -> None:
         """Check that all ranks have the same plan. Every rank must call this; it exchanges a few bytes.
 
+        Without torch.distributed there is one rank, and nothing to compare.
+
         Raises:
             ValueError: on every rank, if any two ranks have different plans.
         """
         mine = f"{self._digest(self.plan)} in epoch {self.epoch}"
+        if not (dist.is_available() and dist.is_initialized()):
+            return
         plans: list[Any] = [None] * dist.get_world_size(group)
         dist.all_gather_object(plans, mine, group)
         if len(set(plans)) > 1:

@@ -44,9 +44,10 @@ def require_same_batch(
     differ = [name for name in names if len({one.get(name) for one in everywhere}) > 1]
     if differ == [PARAMETERS]:
         raise ValueError(
-            "the model's parameters differ between the ranks of the sequence-parallel group: their gradients weren't "
-            "reduced over it, so a batch would be computed by several models. Let DDP or FSDP reduce over a mesh that "
-            "holds these ranks (data and sequence ranks together), or reduce gradients yourself after backward."
+            "the model's parameters differ between the ranks of the sequence-parallel group, so a batch would be "
+            "computed by several models. Either they began with different values (seed new layers alike on all ranks, "
+            "or load one state), or their gradients weren't reduced over the group: let DDP or FSDP reduce over a mesh "
+            "that holds these ranks (data and sequence ranks together), or reduce gradients yourself after backward."
         )
     if differ:
         verb = "differs" if len(differ) == 1 else "differ"

@@ -201,7 +201,7 @@ class SequenceParallel:
             require_shardable(model, self._patches[-1].report if hook is None else hook.patch.report)
             for module in shared_modules(model):  # one by one, so that an error leaves none behind
                 self._forwards.append(ShardedForward(module, self.state))
-        self.state.parameters = compared_parameters(self.models)
+        self.state.parameters, self.state.forwards = compared_parameters(self.models), 0
 
     def _restore(self) -> None:
         self.state.entered = False

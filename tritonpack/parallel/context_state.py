@@ -13,6 +13,8 @@ from tritonpack.parallel.comm import Ranks
 from tritonpack.parallel.layouts import LayoutName
 from tritonpack.parallel.sharding import GradReduce, Sharding
 
+COMPARED = 4  # parameters that are compared before each forward: an optimizer step changes the smallest ones, too
+
 SETTINGS = ("exchange", "layout", "heads_k_stride", "gather_outputs", "grad_reduce", "check_batches")
 
 
@@ -25,7 +27,8 @@ class ContextState:
         exchange, layout, heads_k_stride, gather_outputs, grad_reduce, check_batches: the arguments of SequenceParallel.
         entered: whether the context is entered.
         paused: whether models run whole on every rank for now.
-        parameters: those that are compared between ranks before each forward.
+        parameters: the trained parameters that must be equal on all ranks, the smallest first.
+        forwards: how many forwards have compared parameters.
         sharding: how the last batch was divided; None before the first one.
     """
 
@@ -39,12 +42,22 @@ class ContextState:
     entered: bool = False
     paused: bool = False
     parameters: Sequence[Tensor] = ()
+    forwards: int = 0
     sharding: Sharding | None = None
 
     @property
     def running(self) -> bool:
         """Whether forwards share their batches at the moment."""
         return self.entered and not self.paused
+
+    def next_compared(self) -> list[Tensor]:
+        """All parameters before the first forward, then the smallest ones and one other in turn."""
+        self.forwards += 1
+        if self.forwards == 1:
+            return [*self.parameters]
+        others = self.parameters[COMPARED:]
+        turn = self.forwards % max(len(others), 1)
+        return [*self.parameters[:COMPARED], *others[turn : turn + 1]]
 
     def __deepcopy__(self, _: Any) -> ContextState:
         return self  # a copy of a model is in the same context

@@ -71,7 +71,7 @@ def shard_inputs(module: PreTrainedModel, arguments: dict[str, Any], state: Cont
     except Exception as problem:
         error = problem
     if state.check_batches:
-        require_same_batch(state.ranks, error, arguments, state.parameters)
+        require_same_batch(state.ranks, error, arguments, state.next_compared())
     if error is not None:
         raise error
     batch = _divide(packed_batch, spec, state)

@@ -19,8 +19,6 @@ from tritonpack.patches.layers.attention import DocumentMask, EncoderAttention
 from tritonpack.patches.layers.embeddings import DocumentEmbeddings
 from tritonpack.patches.report import Report
 
-COMPARED = 4  # how many parameters ranks compare; an optimizer step changes the small ones, too
-
 
 def require_shardable(model: nn.Module, report: Report) -> None:
     """Refuse a patched model whose layers need more of other ranks than their keys and values.
@@ -114,7 +112,7 @@ def _reductions(model: nn.Module) -> Iterator[tuple[str, set[int]]]:
 
 
 def compared_parameters(models: Sequence[nn.Module]) -> list[Tensor]:
-    """The smallest trained parameters that every rank has whole; they must stay equal."""
+    """The trained parameters that every rank has whole, the smallest first; they must stay equal."""
     if any(isinstance(module, FullyShardedDataParallel) for model in models for module in model.modules()):
         return []  # each rank has a piece
     whole: list[Tensor] = [
@@ -123,4 +121,4 @@ def compared_parameters(models: Sequence[nn.Module]) -> list[Tensor]:
         for p in model.parameters()
         if p.requires_grad and p.is_floating_point() and not isinstance(p, DTensor) and p.numel() and not p.is_meta
     ]
-    return sorted(whole, key=Tensor.numel)[:COMPARED]
+    return sorted(whole, key=Tensor.numel)

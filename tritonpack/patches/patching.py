@@ -67,6 +67,8 @@ class Patch:
             _leave(applied)
 
     def __enter__(self) -> Patch:
+        if self._lease not in self._applied.leases:
+            raise ValueError("this patch was undone; call tritonpack.patch(model) again and enter the new handle.")
         return self
 
     def __exit__(

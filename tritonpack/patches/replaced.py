@@ -34,6 +34,11 @@ def require_own_attention(name: str, before: str | None) -> None:
                 "batches between ranks with tritonpack.SequenceParallel(model, group) instead, or call "
                 "tritonpack.unpatch(model)."
             )
+        if key == name and function is None:  # such as in a process that unpickled a patched model
+            raise UnsupportedModelError(
+                f"the attention function {key!r} isn't registered in this process; call tritonpack.register() once "
+                "before the model runs."
+            )
         if key == name and function is not FUNCTIONS[key]:
             raise UnsupportedModelError(
                 f"the attention function {key!r} was replaced by {home}.{getattr(function, '__qualname__', function)}, "

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from tritonpack.checks import as_integers
 from tritonpack.errors import IsolationError, UnsupportedModelError
 from tritonpack.patches import patch
+from tritonpack.patches.tokens import special_tokens
 from tritonpack.patches.trial.comparison import influence, limits
 from tritonpack.patches.trial.judge import Results, alone
 from tritonpack.patches.trial.outputs import parts_of, tensors_in
 from tritonpack.patches.trial.packed_forms import FORMS, Batch
+from tritonpack.patches.trial.small_copy import one_line
 from tritonpack.patches.trial.subject import Subject, as_prompts, draw_of
 
 # The forms that are tried, and the arguments of each.
@@ -68,7 +70,8 @@ def check_isolation(
     Args:
         model: a transformers model, patched or not, on any device. Windows longer than the documents have no effect.
         lengths: tokens per document, at least two documents.
-        vocab_size: tokens are drawn from this many; None means all that the model has embeddings for.
+        vocab_size: tokens are drawn from this many; None means all that the model has embeddings for. Tokens that the
+            configuration names, such as padding, aren't drawn.
         seed: of the random tokens.
 
     Returns:
@@ -76,8 +79,9 @@ def check_isolation(
 
     Raises:
         IsolationError: (an AssertionError) a document saw another one; the message names the layer where that begins.
-        ValueError: what isn't a model, a model whose outputs aren't finite, lengths that aren't integers, fewer than
-            two documents, or an empty one.
+        UnsupportedModelError: (a ValueError) what isn't a model, or a model that can't be called with random tokens
+            alone; the message says what to check instead.
+        ValueError: lengths that aren't integers, fewer than two documents, or an empty one.
     """
     if not isinstance(model, nn.Module):
         patch(model)  # raises an error that says what it is instead
@@ -87,13 +91,18 @@ def check_isolation(
     if len(lengths) < 2 or min(lengths) < 1:
         raise ValueError(f"lengths must hold at least two documents of at least one token; got {lengths}.")
     size = vocab_size or model.get_input_embeddings().num_embeddings  # type: ignore[operator]
-    draw = partial(draw_of, torch.arange(size))
+    named = special_tokens(model.config) if hasattr(model, "config") else set()
+    ordinary = torch.tensor([token for token in range(size) if token not in named])
+    if len(ordinary) < 2:
+        ordinary = torch.arange(size)
+    following = torch.arange(size).index_copy_(0, ordinary, ordinary.roll(-1))
+    draw = partial(draw_of, ordinary)
     documents, drawn = draw(lengths, seed), draw(lengths, seed + 1)
     others = {
-        i: torch.where(x == old, (old + 1) % size, x) for i, (x, old) in enumerate(zip(drawn, documents, strict=True))
+        i: torch.where(x == old, following[old], x) for i, (x, old) in enumerate(zip(drawn, documents, strict=True))
     }
     subject = Subject(model, draw, call=lambda ids: {"input_ids": ids, **as_prompts(model, ids)})
-    with _as_found(model):
+    with _as_found(model), _called_with_tokens_alone(model):
         expected = alone(subject, documents, gradients=False)
         found = [_check_form(subject, form, documents, others, expected) for form in TOLD]
     differs, moved, gradient = (max(one) for one in zip(*found, strict=True))
@@ -129,8 +138,10 @@ def _check_form(
     changed = [others[i] if i == moved.document else x for i, x in enumerate(documents)]
     layer = _first_moved_layer(subject, batch, FORMS[form](changed), moved.document)
     where = f"the leak begins in {layer}" if layer else "no layer's output moved, so positions or gradients are wrong"
+    leak = moved.size > rounding or gradient > rounding
+    what = f"see each other: {where}" if leak else "have other positions, or another precision, than each alone"
     raise IsolationError(
-        f"documents of a batch packed by {TOLD[form]} see each other: {where}. Their outputs differ from each "
+        f"documents of a batch packed by {TOLD[form]} {what}. Their outputs differ from each "
         f"document's own by {differs:.1e}, move by {moved.size:.1e} when document {moved.document} changes, and have a "
         f"gradient of {gradient:.1e} in another document (all relative; {allowed:.1e}, {rounding:.1e} and "
         f"{rounding:.1e} would be rounding). tritonpack.patch(model) keeps documents apart."
@@ -185,6 +196,22 @@ def _record_layers(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     finally:
         for handle in handles:
             handle.remove()
+
+
+@contextmanager
+def _called_with_tokens_alone(model: nn.Module) -> Iterator[None]:
+    """Turn errors of the model's own code into one that says what can be checked."""
+    try:
+        yield
+    except (IsolationError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:  # a model's own code may raise anything
+        name = type(model).__name__
+        raise UnsupportedModelError(
+            f"check_isolation couldn't call {name}: {one_line(error)}. It passes random tokens as input_ids, then as "
+            "inputs_embeds, and nothing else. Give lengths that the model accepts, check the model inside "
+            f"(check_isolation(model.base_model)), or compare outputs of {name} with those of each document alone."
+        ) from error
 
 
 @contextmanager

@@ -128,7 +128,11 @@ def not_timed(row: Row) -> str:
 def table(rows: Sequence[Row]) -> Table:
     """Medians with the 20th and 80th percentile, and how many times as long each implementation takes as tritonpack."""
     headers = (*(f"{op}, ms" for op in OPS), f"times {OURS}")
-    result = Table("documents", "implementation", *(Column(header, justify="right") for header in headers))
+    result = Table(
+        "documents",
+        Column("implementation", overflow="fold"),
+        *(Column(header, justify="right", overflow="fold") for header in headers),
+    )
     found = _by_place(rows)
     installed = [row for row in rows if not str(row["status"]).startswith(NOT_INSTALLED)]
     for distribution, documents in dict.fromkeys((row["distribution"], row["documents"]) for row in rows):

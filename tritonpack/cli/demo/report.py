@@ -31,7 +31,7 @@ def table(runs: Mapping[Way, Run]) -> Table:
     result = Table(
         title="The same documents in the same order, three ways",
         caption="Tokens per second don't count padding. Losses are in nats per token: training is the mean of the last "
-        f"{LAST_STEPS} steps; held-out is computed alike for all, each document alone, with stock attention; the gap "
+        f"{min(LAST_STEPS, len(padded.losses))} steps; held-out is computed alike for all, each document alone, with stock attention; the gap "
         "is the largest distance of a step's training loss from padded's.",
         caption_justify="left",
         box=SIMPLE_HEAD,

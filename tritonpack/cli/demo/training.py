@@ -116,7 +116,7 @@ def train_in_turns(
         }
         for built in [pool.submit(_next) for pool in pools.values()]:  # all processes start at once
             built.result()
-        for _ in tqdm(steps, desc="training three ways", unit="step", leave=False):
+        for _ in tqdm(steps, desc="training three ways", unit="step", leave=False, disable=None):
             for pool in pools.values():
                 pool.submit(_next).result()
         return {way: pool.submit(_next).result() for way, pool in pools.items()}

@@ -67,9 +67,15 @@ def examine(options: Options) -> None:
     from tritonpack.cli.plan.figure import draw
 
     picture = options.out if options.out.suffix.lower() == ".png" else options.out / "plan.png"
-    require_writable(options.json, "--json", [options.path, picture])
-    picture.parent.mkdir(parents=True, exist_ok=True)
-    require_writable(picture, "--out", [options.path])
+    model = [] if options.model is None else [Path(options.model), Path(options.model) / "config.json"]
+    require_writable(options.json, "--json", [options.path, picture, *model])
+    try:
+        picture.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--out {options.out} can't be written: {error.strerror}; name a folder, or a picture that ends in .png"
+        ) from error
+    require_writable(picture, "--out", [options.path, *model])
     console = Console(stderr=options.json == STANDARD_OUTPUT)
     cost, owner = _cost(options.model)
     ours = partial(

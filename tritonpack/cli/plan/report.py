@@ -71,7 +71,8 @@ def findings(results: Sequence[Result]) -> Iterator[str]:
     times = ours["cost_utilization"] / padded["cost_utilization"]
     yield (
         f"By this cost padded rows take {times:.2f} times as long as tritonpack's for the same tokens: "
-        f"{padded['padding']:.1%} of what they compute is padding, and ranks wait for the longest documents."
+        f"{padded['padding']:.1%} of what they compute is padding"
+        + (", and ranks wait for the longest documents." if results[0].plan.num_ranks > 1 else ".")
     )
     if ours["efficiency"] < _FULL and ours["documents_per_step"] < _FEW:
         yield (
