@@ -1,8 +1,8 @@
 """Continuous batching of a patched model: `generate_batch`, and the managers that transformers makes for it.
 
 In continuous batching, requests share a row and a paged cache tells them apart, so nothing is packed. A manager reads
-the name of the attention when it is made, and accepts only some names. So while a manager exists, the model has the
-name from before the patch. The hooks stay installed: they pass the manager's calls on and refuse any other call.
+the name of the attention when it is made, and accepts only some names. So the model has the name from before the patch
+as long as the manager runs. The hooks stay installed: they pass the manager's calls on and refuse any other call.
 """
 
 from __future__ import annotations

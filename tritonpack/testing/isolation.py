@@ -69,15 +69,15 @@ def check_isolation(
         model: a transformers model, patched or not, on any device. Windows longer than the documents have no effect.
         lengths: tokens per document, at least two documents.
         vocab_size: tokens are drawn from this many; None means all that the model has embeddings for.
-        seed: of the random tokens.
+        seed: the seed of the random tokens.
 
     Returns:
         The differences seen.
 
     Raises:
         IsolationError: (an AssertionError) a document saw another one; the message names the layer where that begins.
-        ValueError: what isn't a model, a model whose outputs aren't finite, lengths that aren't integers, fewer than
-            two documents, or an empty one.
+        ValueError: `model` isn't a model or its outputs aren't finite; `lengths` holds other values than integers,
+            fewer than two documents, or an empty one.
     """
     if not isinstance(model, nn.Module):
         patch(model)  # raises an error that says what it is instead
@@ -138,7 +138,7 @@ def _check_form(
 
 
 def _gradient_to_others(subject: Subject, batch: Batch, document: int, expected: Results) -> float:
-    """The gradient of the other documents' outputs in one document's embeddings, relative to that in their own."""
+    """The gradient of the other documents' outputs in one document's embeddings, relative to their own embeddings'."""
     model: Any = subject.model
     embed = model.get_input_embeddings()
     ids = batch.ids.to(embed.weight.device)

@@ -62,7 +62,7 @@ def compare_losses(runs: Mapping[Way, Run], nothing_leaks: bool) -> tuple[bool, 
     """Compare the gaps of packed and naive training to padded training.
 
     Args:
-        nothing_leaks: every step has one document, so that naive training is exact too.
+        nothing_leaks: whether every step has one document, so that naive training is exact too.
 
     Returns:
         Whether packed's gap is the smaller one (or nothing leaks), and a sentence with both.

@@ -63,7 +63,7 @@ def automatic() -> str:
 
 
 def varlen_function() -> str:
-    """Isolation to the bit, inert slack, empty documents and repeated runs of flash_attn_varlen_func."""
+    """flash_attn_varlen_func: bitwise isolation, unused slack, empty documents and equal repeated runs."""
     from tritonpack.flash_attn import flash_attn_varlen_func
 
     where = device()
