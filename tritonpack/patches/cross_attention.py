@@ -93,7 +93,7 @@ def cross_mask(queries: PackedBatch | None, keys: PackedBatch, length: int) -> B
         lambda: (
             f"{_mismatch(counts, key_counts)}. {TELL_BOTH}."
             if queries is not None
-            else "a row that goes on from a cache must have one document on the encoder's side; "
+            else "a row that continues a cache must have one document on the encoder's side; "
             f"{_mismatch(counts, key_counts)}. Generate from one document to a row."
         ),
     )

@@ -56,6 +56,6 @@ def require_one_rope(packed_batch: PackedBatch, kind: str, limit: int) -> None:
     require(
         (long == 0) | alike | (documents.sum(1) <= 1).all(),
         f"this model's rotary embeddings ({kind!r}) change for the whole call when a document has more than {limit} "
-        "tokens, so documents packed with a longer one would not be what they are alone. Pack documents of up to "
+        "tokens, so documents packed with a longer one would give other results than alone. Pack documents of up to "
         f"{limit} tokens, and give longer ones calls of their own.",
     )

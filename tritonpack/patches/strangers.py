@@ -55,7 +55,7 @@ def kept_apart(model: nn.Module, packed_batch: PackedBatch) -> Iterator[None]:
     mixing = [f"{name} ({type(watch.module).__name__})" for name, watch in watches.items() if watch.mixes]
     if mixing:
         raise UnsupportedModelError(
-            f"{', '.join(mixing[:4])} isn't transformers' own and lets tokens of one document move another document's, "
+            f"{', '.join(mixing[:4])} isn't transformers' own and lets tokens of one document change another's values, "
             "because nothing tells it where documents begin. Take it out, or train on one document per row, unpatched."
         )
 

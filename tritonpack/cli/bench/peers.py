@@ -154,7 +154,7 @@ def sdpa_dense_mask(batch: Batch) -> Attention:
     """One row with a dense mask (tokens, tokens): packing without an attention function for it."""
     tokens = batch.shape.tokens
     if tokens > LARGEST_DENSE:
-        raise ValueError(f"a dense mask of {tokens} x {tokens} is out of the question")
+        raise ValueError(f"a dense mask of {tokens} x {tokens} needs too much memory")
     dense = batch.mask.to_dense()
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

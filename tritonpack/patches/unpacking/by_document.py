@@ -146,7 +146,7 @@ class ByDocument(InstanceForward):
         if len(groups) > 1 and self.across and arguments.get("return_loss"):
             raise ValueError(
                 f"{self.name} runs documents of one length at a time, so its loss of all texts and images can't "
-                "be put together. Compute it of logits_per_text, and leave return_loss out."
+                "be combined. Compute it from logits_per_text, and leave return_loss out."
             )
         batches = [batch_of(group, kept, self) for group in groups]
         if one_choice:
@@ -213,7 +213,7 @@ class ByDocument(InstanceForward):
         if calls > 1 and others:
             how = "each document in a call of its own" if self.each else "documents of one length at a time"
             raise ValueError(
-                f"{self.name} runs {how}, so its loss of {others[0]} can't be put together. Compute it of the "
+                f"{self.name} runs {how}, so its loss of {others[0]} can't be combined. Compute it from the "
                 f"outputs, without {others[0]}, or give each document a row of its own, unpatched."
             )
         if not isinstance(labels, Tensor):
