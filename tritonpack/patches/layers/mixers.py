@@ -39,7 +39,7 @@ class DocumentByDocument(InstanceForward):
         super().__init__(module, context)
         self.capabilities = capabilities
 
-    # A graph would hold for the lengths of these documents alone.
+    # A graph would fit only the lengths of these documents.
     @torch.compiler.disable
     def call(self, *args: Any, **kwargs: Any) -> Any:
         packed_batch = self.packed_batch
