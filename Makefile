@@ -10,16 +10,16 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
 help:
 	@echo "make demo       train three ways (padded, naive, packed), compare, draw a picture: demo-out/demo.png"
-	@echo "make quick      the first case of each test that takes no seconds, in one minute"
-	@echo "make test       the tests that need no GPU, but for the slow ones"
-	@echo "make test-slow  those: kernels compiled for every architecture, every model type once more"
+	@echo "make quick      a fast part of the tests: the first case of each fast test, in one minute"
+	@echo "make test       the tests that need no GPU, without the slow ones"
+	@echo "make test-slow  the slow tests: kernels compiled for every architecture, every model type once more"
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       the site, guides and reference, into site/; warnings are errors"
 	@echo "make bench      the compile report: registers, spills, shared memory of every shipped kernel"
-	@echo "make bench-cpu  packing, masks, patching, attention beside sdpa: rows in benchmarks/results/cpu.csv"
-	@echo "make compile-matrix  the same under several versions of Triton, to docs/compile-matrix.md; takes a while"
-	@echo "make test-gpu   the GPU tests, with the python3 at hand; installs nothing"
-	@echo "make bench-gpu  the GPU benchmarks, likewise: rows in benchmarks/results; again goes on where it ended"
+	@echo "make bench-cpu  CPU times of packing, masks, patching, attention and sdpa: rows in benchmarks/results/cpu.csv"
+	@echo "make compile-matrix  the compile report for several versions of Triton, into docs/compile-matrix.md; takes a while"
+	@echo "make test-gpu   the GPU tests, with the python3 on PATH; installs nothing"
+	@echo "make bench-gpu  the GPU benchmarks, with the python3 on PATH: rows in benchmarks/results; a second run continues the first"
 
 install: $(STAMP)
 

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from tests import invariance
 from tritonpack import BackendUnavailableError, BlockDiagonalMask, varlen_attention
-from tritonpack.attention import resolve_backend
 from tritonpack.backends import BACKENDS as REGISTRY
-from tritonpack.backends import blocked
+from tritonpack.backends import blocked, resolve_backend
 from tritonpack.testing import CASES, Case, Inputs, check_backend, make_inputs
 from tritonpack.testing.tolerance import ROW_OUTPUTS, run, run_plain
 

@@ -31,7 +31,7 @@ ALLOWED = {
     "attention": GROUND | {"backends", "ops"},
     "flash_attn": GROUND | {"attention"},
     "packing": GROUND,
-    "parallel": GROUND | {"attention", "ops", "patches"},
+    "parallel": GROUND | {"attention", "backends", "ops", "patches"},
     "patches": GROUND | {"attention", "backends"},
     "testing": GROUND | {"attention", "backends", "patches"},
     "cli": GROUND | {"attention", "backends", "flash_attn", "kernels", "packing", "parallel", "patches", "testing"},

@@ -7,8 +7,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from tritonpack.backends import BACKENDS, Backend, load
-from tritonpack.checks import check_choice, check_flag
+from tritonpack.backends import Backend, resolve_backend
+from tritonpack.checks import check_flag
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.ops import run_attention
 from tritonpack.options import make_options
@@ -109,20 +109,6 @@ def varlen_attention(
     )
     out, lse = run_attention(q, k, v, mask, options, resolve_backend(backend, q))
     return (out, lse) if return_lse else out
-
-
-def resolve_backend(backend: Backend, q: Tensor) -> str:
-    """The name of the backend, never "auto", that computes with inputs like q.
-
-    Raises:
-        ValueError: an unknown name.
-        BackendUnavailableError: the backend that was named can't run on these inputs.
-    """
-    check_choice(backend, BACKENDS, "backend")
-    if backend == "auto":
-        backend = "triton" if q.is_cuda and q.dtype != torch.float64 else "blocked"
-    load(backend).check_device(q)
-    return backend
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

@@ -13,8 +13,7 @@ from torch import Tensor
 
 import tritonpack
 from tritonpack import BackendUnavailableError, BlockDiagonalMask, backends, varlen_attention
-from tritonpack.attention import resolve_backend
-from tritonpack.backends import BACKENDS, BackendModule, blocked, load, reference
+from tritonpack.backends import BACKENDS, BackendModule, blocked, load, reference, resolve_backend
 
 FUNCTIONS = ("check_device", "plan_tiles", "forward", "backward")
 PACKAGE = Path(tritonpack.__file__).parent

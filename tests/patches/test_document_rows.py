@@ -152,7 +152,7 @@ def test_the_loss_is_a_mean_over_labels(name: str, form: str) -> None:
 def test_a_loss_of_two_kinds_of_labels_needs_one_batch() -> None:
     model = build("FNetForPreTraining")
     ids = packed()["input_ids"]
-    with tritonpack.patch(model), pytest.raises(ValueError, match=r"loss of next_sentence_label can't be put together"):
+    with tritonpack.patch(model), pytest.raises(ValueError, match=r"loss of next_sentence_label can't be combined"):
         model(**packed(), labels=ids, next_sentence_label=torch.tensor([0, 1, 0, 1]))
 
 
@@ -434,7 +434,7 @@ class TestRegressions:
         texts = [model(input_ids=ids, pixel_values=images).logits_per_text for ids in zoo.documents(LENGTHS)]
         with tritonpack.patch(model):
             output = model(**packed(), pixel_values=images)
-            with pytest.raises(ValueError, match="Compute it of logits_per_text"):
+            with pytest.raises(ValueError, match="Compute it from logits_per_text"):
                 model(**packed(), pixel_values=images, return_loss=True)
         torch.testing.assert_close(output.logits_per_text, torch.cat(texts), rtol=0, atol=1e-9)
         torch.testing.assert_close(output.logits_per_image, torch.cat(texts).T, rtol=0, atol=1e-9)

@@ -298,7 +298,7 @@ def test_continuing_from_a_cache_of_packed_rows_is_refused() -> None:
     more = {"encoder_outputs": (torch.zeros(1, 26, 32, dtype=torch.float64),)}
     with tritonpack.patch(model):
         cache = model(decoder_input_ids=batch.ids, **batch.arguments).past_key_values
-        with pytest.raises(ValueError, match="goes on from a cache must have one document on the encoder's side"):
+        with pytest.raises(ValueError, match="continues a cache must have one document on the encoder's side"):
             model(
                 decoder_input_ids=batch.ids[:, :1], past_key_values=cache,
                 attention_mask=batch.arguments["attention_mask"], **more,

@@ -175,7 +175,7 @@ class TestCodebooks:
         alone = [model(d, decoder_input_ids=ids) for d, ids in zip(sources, books[:-1], strict=True)]
         with patched(model):
             got = model(source.ids, **source.arguments, **mask, decoder_input_ids=books[-1])
-            with pytest.raises(ValueError, match="its loss of labels can't be put together"):
+            with pytest.raises(ValueError, match="its loss of labels can't be combined"):
                 model(source.ids, **source.arguments, **mask, labels=books[-1].T[None])
         rows_are(got.logits, [row for one in alone for row in one.logits])
         rows_are(got.encoder_hidden_states, [one.encoder_hidden_states[0] for one in alone])

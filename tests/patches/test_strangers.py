@@ -81,7 +81,7 @@ def test_a_module_that_mixes_documents_is_named(name: str, when: str) -> None:
         WRONG[name](model)
     model(input_ids=packed()["input_ids"])  # one document shows nothing
     for _ in range(2):
-        with pytest.raises(tritonpack.UnsupportedModelError, match=rf"{name} \(.*lets tokens of one document move"):
+        with pytest.raises(tritonpack.UnsupportedModelError, match=rf"{name} \(.*lets tokens of one document change"):
             model(**packed())
 
 

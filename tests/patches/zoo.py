@@ -128,7 +128,7 @@ def tiny_model(
     """
     torch.manual_seed(seed)  # a few parts draw their constants at construction
     config = tiny_config(name, **overrides)
-    # The fused experts know no float64.
+    # The fused experts don't support float64.
     options = {"experts_implementation": "eager", "attn_implementation": attn_implementation}
     if config.model_type in PARTS:
         model = model_class(config)._from_config(part_of(config), **options)

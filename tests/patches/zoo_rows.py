@@ -33,7 +33,8 @@ COMMON: dict[str, Any] = {
     # Reach
     "sliding_window": WINDOW, "attention_window_size": WINDOW, "local_attention": 2 * WINDOW,
     "attention_chunk_size": CHUNK, "index_topk": TOPK, "index_head_dim": 8,
-    # Of so many that their scores, zero where negative, are hardly ever equal: a tie is broken by where a key lies.
+    # So many heads that two keys hardly ever have equal scores (negative ones become 0); the place of a key decides a
+    # tie.
     "index_n_heads": 16,
     # Recurrences and convolutions
     "mamba_d_state": 4, "mamba_n_heads": 4, "n_mamba_heads": 4, "mamba_num_heads": 4, "mamba_d_head": 16,
@@ -75,7 +76,7 @@ CAUSAL = _rows(
     ("gpt_neo", {"attention_types": [[["local", "global"], 1]], "window_size": WINDOW}),
     ("llama4_text", {"no_rope_layers": [1, 0], "floor_scale": 3}),  # a layer of chunks, one of all
     ("doge", {"sliding_window": None, "keep_window_size": TOPK}),
-    # Caps that bite
+    # Caps that are low enough to change scores
     ("gemma2 gemma3_text vaultgemma", {"final_logit_softcapping": 5.0, "query_pre_attn_scalar": 8}),
     ("gemma2 vaultgemma", {"attn_logit_softcapping": 2.0}),
     ("beam nanochat gemma3n_text gemma4_text gemma4_unified_text", {"final_logit_softcapping": 5.0}),
@@ -138,7 +139,7 @@ CAUSAL = _rows(
     ("gemma3n_text",
      {"num_hidden_layers": 4, "layer_types": [SLIDING, FULL] * 2, "num_kv_shared_layers": 2, "laurel_rank": 4,
       "altup_num_inputs": 2}),
-    # Decoders among encoders, and their kin
+    # Decoders of encoder families, and similar types
     (DECODERS, {"is_decoder": True}),
     ("xlm", {"causal": True}),
     ("big_bird bigbird_pegasus", {"attention_type": "original_full"}),
@@ -154,11 +155,11 @@ CAUSAL = _rows(
      {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 1.0},
       "ffn_config": {"ffn_hidden_size": 48, "moe_top_k": 2}}),
     ("blt",
-     # num_hidden_layers is no field of it, yet what a cache for the whole model asks for.
+     # Its configuration has no field num_hidden_layers, but a cache for the whole model reads it.
      {"num_hidden_layers": 2, "local_attention_window_len": WINDOW, "encoder_hash_byte_group_size": [3],
       "encoder_hash_byte_group_vocab": 64, "patching_threshold": 3.0, "global_config": {"hidden_size": 64},
       "encoder_config": {"hidden_size_global": 64}, "decoder_config": {"hidden_size_global": 64}}),
-    # Wholes with towers
+    # Models with towers
     ("mllama_text_model", {"cross_attention_layers": []}),
     ("musicgen musicgen_melody", {"decoder": {"num_codebooks": 2}}),
     ("dots3_note",
@@ -218,10 +219,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
 # A constant or a cast in the model's own code fails in float64, or gives NaN.
 FLOAT32_ONLY = frozenset({"inkling2_text", "prophetnet", "xglm"})
 
-# Its backward runs in training alone, which takes no documents but multiples of its chunks.
+# Its backward runs only in training mode, which takes only documents whose length is a multiple of its chunks.
 FORWARD_ONLY = frozenset({"reformer"})
 
-# What a call takes for gradients to be had: a state that is updated in place has none.
+# Arguments with which a call has gradients: a state that is updated in place has none.
 DIFFERENTIABLE: dict[str, dict[str, Any]] = {"rwkv": {"use_cache": False}, "xlstm": {"use_cache": False}}
 
 UNBUILT: dict[str, str] = {

@@ -15,7 +15,7 @@ OTHERS: dict[str, dict[str, Any]] = _rows(
     ("qwen2_vl_text qwen2_5_vl_text qwen2_5_omni_text glm4v_text glm_ocr_text glm_image_text hunyuan_vl_text "
      "paddleocr_vl_text",
      SECTIONS),
-    # Their defaults lack tokens that checkpoints have, and positions are counted from.
+    # Their defaults lack tokens that checkpoints have. Positions are counted from these tokens.
     ("qwen2_5_omni_thinker qwen3_omni_moe_thinker", {"vision_start_token_id": 3, "audio_start_token_id": 4}),
     # Half of a head is rotated.
     ("glm4v_moe_text", {**SECTIONS, "head_dim": 16}),

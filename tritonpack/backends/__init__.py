@@ -1,4 +1,4 @@
-"""The backends of attention: their contract, and the registry that every other module asks.
+"""The backends of attention: their contract, the registry that every other module asks, and the choice of one.
 
 A backend is a module of this folder with the four functions of `BackendModule`, and its name is a row of `Backend`.
 """
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal, Protocol, cast, get_args
 
 from torch import Tensor
 
+from tritonpack.checks import check_choice
 from tritonpack.errors import BackendUnavailableError
 
 if TYPE_CHECKING:
@@ -63,6 +64,20 @@ class BackendModule(Protocol):
         tiles: TileTables,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         """(dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v and the options' sinks."""
+
+
+def resolve_backend(backend: Backend, q: Tensor) -> str:
+    """The name of the backend, never "auto", that computes with inputs like q.
+
+    Raises:
+        ValueError: an unknown name.
+        BackendUnavailableError: the backend that was named can't run on these inputs.
+    """
+    check_choice(backend, BACKENDS, "backend")
+    if backend == "auto":
+        backend = "triton" if q.is_cuda and q.dtype != torch.float64 else "blocked"
+    load(backend).check_device(q)
+    return backend
 
 
 def load(name: str) -> BackendModule:

@@ -32,7 +32,7 @@ JsonOption = Annotated[
     Path | None, Option(dir_okay=False, help="Write the results as JSON there, too; - is standard output.")
 ]
 ThreadsOption = Annotated[
-    int, Option(min=1, help="CPU threads; other programs on the machine disturb a single one the least.")
+    int, Option(min=1, help="CPU threads; timings on one thread vary least if other programs run.")
 ]
 FolderOption = Annotated[Path, Option(file_okay=False, help="Folder for the results.")]
 
@@ -139,7 +139,7 @@ def check(
     ] = False,
     device: DeviceOption = "auto",
     trust_remote_code: Annotated[
-        bool, Option("--trust-remote-code", help="Run the code that the model brings.")
+        bool, Option("--trust-remote-code", help="Run code that comes with the model.")
     ] = False,
     json: JsonOption = None,
 ) -> int:
@@ -179,11 +179,13 @@ def plan(
     ] = "quadratic",
     tail: Annotated[
         Literal["drop", "spread", "keep"],
-        Option(help="What doesn't fill a last step: drop it, spread it over all steps, or keep a partial step."),
+        Option(help="Documents left for the last step: drop them, spread them over all steps, or keep a partial step."),
     ] = "drop",
     lookahead: Annotated[
         float,
-        Option(min=0.0, max=1.0, help="Share of a step's tokens that it may choose from beyond what it holds."),
+        Option(
+            min=0.0, max=1.0, help="Tokens beyond a full step that a step may choose from, as a share of its tokens."
+        ),
     ] = 0.01,
     steps_together: Annotated[
         int, Option(min=1, help="Steps planned at once: fuller rows where a step holds few documents.")
@@ -200,7 +202,7 @@ def plan(
     out: Annotated[Path, Option(help="Folder for the picture, or its name, ending in .png.")] = Path("plan-out"),
     json: JsonOption = None,
 ) -> None:
-    """Show how full and how even packed batches of your documents are, beside padded and simpler ones; draw a picture.
+    """Show how full and how even packed batches of your documents are, compared with padding and simpler ways.
 
     Example: tritonpack plan lengths.json --capacity 32768 --ranks 8
     """
@@ -250,7 +252,7 @@ def bench(
     threads: ThreadsOption = 1,
     out: FolderOption = Path("bench-out"),
 ) -> int:
-    """Time attention on this machine beside sdpa, padded and with a dense mask, after checking what each computes.
+    """Time attention on this machine and compare with sdpa (padded, and with a dense mask); check results first.
 
     On a GPU the FlashAttention-2 in torch and FlexAttention take part, and FlashAttention-4 and xformers if installed.
     Exit code: 1 if our own results were wrong or could not be timed.

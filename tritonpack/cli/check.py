@@ -199,7 +199,7 @@ def _check(name: str, config: Any, built: Built, weights: bool, tell: Tell) -> F
 
 @torch.no_grad()
 def _callable(subject: Subject) -> tuple[Subject, tuple[str, ...]]:
-    """How to call a model with tokens alone: without a cache if stock transformers fails with one, and a note then.
+    """How to call a model with tokens alone, and notes: without a cache if stock transformers fails with one.
 
     Raises:
         Exception: the model runs in neither way.
@@ -239,7 +239,7 @@ def _refused(name: str, weights: bool, built: Built, error: Exception) -> Findin
 
 
 def _reach_notes(config: Any) -> tuple[str, ...]:
-    """A note on rotary embeddings that depend on the longest document of a call, for which patched calls refuse."""
+    """A note on rotary embeddings that depend on a call's longest document; patched calls may be refused for these."""
     return tuple(
         f"rotary embeddings of the type {kind!r} follow the longest document of a call, and differ beyond "
         f"{limit:,} tokens ({REACH} in the small copy); calls whose documents are all shorter are exact"

@@ -30,15 +30,15 @@ def examine(
     Args:
         function: "module:function".
         device: "auto", "cpu" or "cuda".
-        dtypes: torch's names of dtypes; none means the default of `conformance.run`.
+        dtypes: torch's names of dtypes; an empty list means the default of `conformance.run`.
         only, skip: patterns of names of checks.
 
     Returns:
         Whether no check failed.
 
     Raises:
-        ValueError: no such function, or one with other parameters; no such device; no check is left; `path` can't be
-            written.
+        ValueError: there is no such function or device, the function has other parameters, no check is left, or `path`
+            can't be written.
     """
     require_writable(path)
     where = resolve_device(device)

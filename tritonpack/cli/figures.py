@@ -12,8 +12,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import MaxNLocator
 
 INK = "#333333"
-# Okabe and Ito's palette, which people with any common color vision can tell apart. The darkest two are lighter here,
-# because letters stand on them.
+# Okabe and Ito's palette, which people with common forms of color blindness can tell apart. Its two darkest colors are
+# lighter here, because letters are drawn on them.
 DOCUMENT_COLORS = ("#56B4E9", "#E69F00", "#66C2A5", "#CC79A7", "#F0E442", "#E0885A")
 PADDING_COLOR = "#BDBDBD"
 ROOM_COLOR = "#F2F2F2"

@@ -19,7 +19,7 @@ STANDARD_OUTPUT = Path("-")
 
 
 def require_writable(path: Path | None, option: str = "--json", inputs: Sequence[Path] = ()) -> None:
-    """Check before the work that its results can be written to `path`, and leave a file that is there as it is.
+    """Check before the work that its results can be written to `path`. An existing file isn't changed.
 
     Args:
         path: the file; None or "-" (standard output) needs no check.

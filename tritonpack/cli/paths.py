@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def require_path(name: str) -> Path:
-    """The path that a model's name stands for, whether or not it exists; models on the Hub have names like it.
+    """The name of a model as a path, which may not exist: names of models on the Hub look like paths.
 
     Raises:
         ValueError: the name is a folder without a config.json, or can only be a path and doesn't exist.

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Literal, get_args, overload
 
 from torch import Tensor
 
-from tritonpack.attention import Backend, autocast, check_inputs, resolve_backend
+from tritonpack.attention import Backend, autocast, check_inputs
+from tritonpack.backends import resolve_backend
 from tritonpack.checks import check_choice, is_int
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import make_options

@@ -35,7 +35,7 @@ from tritonpack.patches.unpacking.document_rows import DocumentRows
 
 
 class Guard(PreHook):
-    """The hook of a module with a forward of its own. It refuses replicas, which share that forward with the original.
+    """The hook of a module with a forward of its own. It refuses replicas, which would share that forward.
 
     Attributes:
         patch: the patch that the forward belongs to.
@@ -74,10 +74,10 @@ class Applied:
         by_name: whether the model asked for the patch by its attn_implementation, and not a user by `patch`.
         report: what the patch changes.
         parts: what the patch puts on modules, in the order of `apply`.
-        hooks: of the patched modules, the outermost first.
+        hooks: the hooks of the patched modules, the outermost first.
         heads: the forwards of the models that users may call, the outermost first.
-        leases: one object for each handle that is not left yet, the innermost last.
-        below: the patches of this model, or of parts of it, that are suspended until this one is left.
+        leases: one object for each handle that is not unpatched yet, the innermost last.
+        below: the patches of this model, or of parts of it, that are suspended until this one is reverted.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class Applied:
         mixers = [forward for forward in layers if isinstance(forward, DocumentByDocument)]
         config = modules[-1].config
         width = getattr(text_config(config), "hidden_size", 0)
-        # Classes of mixing layers that keep documents apart by themselves when they are told where documents begin.
+        # Classes of mixing layers that keep documents apart by themselves when they get boundaries.
         once = {type(mixer.module) for mixer in mixers if mixer.takes_boundaries(width)}
         runs = "dense" if config.model_type in DENSE else attention
         self.report = make_report(model, modules, runs, backend, config._attn_implementation_internal, once)
@@ -146,7 +146,7 @@ class Applied:
             if isinstance(module, PreTrainedModel) and (hook := self._outermost_in(module)) is not None:
                 kind = EncoderDecoderForward if holds_both_sides(module) else ModelForward
                 self.heads.append(kind(module, self.context, hook))
-        # generate() makes masks by the name in the configuration that holds both sides.
+        # generate() reads the name from the configuration of the whole encoder-decoder model when it makes masks.
         both = [head for head in self.heads if isinstance(head, EncoderDecoderForward)]
         names = [hook.name for hook in self.hooks]
         names += [AttentionName(head.module, NAMES[head.serving.attention]) for head in both]
@@ -162,7 +162,7 @@ class Applied:
         """Make models whose own loss mixes documents refuse packed rows with labels.
 
         Args:
-            losses: these models, and what a trial has seen of each.
+            losses: these models, each with what a trial found.
         """
         seen = {id(model): what for model, what in losses}
         for part in self.parts:
@@ -178,13 +178,13 @@ class Applied:
         return self._model.gone
 
     def apply(self) -> None:
-        """Install all parts, but for those of modules that were replaced and are gone."""
+        """Install all parts, except those of modules that are no longer in memory."""
         for part in self.parts:
             if not part.gone:
                 part.install()
 
     def revert(self) -> None:
-        """Take all parts away. A configuration gets its name back also if its module is gone."""
+        """Take all parts away. A configuration gets its name back even if its module is no longer in memory."""
         for part in reversed(self.parts):
             if not part.gone or isinstance(part, AttentionName):
                 part.remove()

@@ -14,7 +14,7 @@ from tritonpack.patches.parts import Part
 class AttentionName(Part):
     """Another name of the attention in the configuration of a module.
 
-    Models may share a configuration. It gets its own name back when the last patched module lets go of it.
+    Models may share a configuration. It gets its own name back when the last of these models is unpatched.
 
     Attributes:
         before: the name that the configuration had before any patch.

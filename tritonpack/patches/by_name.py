@@ -1,10 +1,15 @@
 """attn_implementation="tritonpack": a model that is built with this name is patched at the end of its construction.
 
-transformers passes a name on to attention layers that look it up in its interface. A model with other attention ignores
-the name, or looks it up in a table of its own classes and ends in a KeyError. So the methods of the base class that
-handle names are wrapped, for the whole process: `_check_and_adjust_attn_implementation`, which gives models of these
-two kinds their default instead; `post_init`, which ends the construction of a model and of each model inside it; and
-`set_attn_implementation`. For other names they do what they did before.
+transformers passes a name on to attention layers that look it up in its interface. Other models ignore the name, or
+look it up in a table of their own classes and raise a KeyError.
+
+So three methods of the base class are wrapped, for the whole process:
+
+- `_check_and_adjust_attn_implementation` gives such other models their default attention instead.
+- `post_init` patches the model. It runs at the end of the construction of a model and of each model inside it.
+- `set_attn_implementation` patches or unpatches the model.
+
+For any other name they do what they did before.
 """
 
 from __future__ import annotations
@@ -27,7 +32,7 @@ ASKED = "_tritonpack_asked"  # set on a model between the choice of its attentio
 
 
 class Refused(InstanceForward):
-    """The forward of a model that has our name and can't be packed exactly. It raises the reason.
+    """The forward of a model that has our name and can't be packed exactly. It raises an error with the reason.
 
     Building the model is not refused, because it may be a part of a model that can be packed.
     """
@@ -43,8 +48,9 @@ class Refused(InstanceForward):
 def register() -> None:
     """Make `attn_implementation="tritonpack"` known to transformers, for this process.
 
-    From then on, a model that is built or loaded with this name, or gets it later, is patched as by `patch`, which
-    calls this function. A model that can't be packed exactly is refused in its first call. A second call does nothing.
+    Afterwards a model is patched as by `patch` when it is built or loaded with this name, or gets it later. `patch`
+    calls this function too. A model that can't be packed exactly is refused in its first call. A second call does
+    nothing.
     """
     register_functions()
     if hasattr(PreTrainedModel.post_init, "tritonpack_follows"):
@@ -118,7 +124,7 @@ def _follow(model: PreTrainedModel, asked: bool = False) -> None:
 
 @cache
 def _has_its_own_attention(kind: type[PreTrainedModel]) -> bool:
-    """Whether a model's file has attention that looks up no function by name, or a table of classes by name."""
+    """Whether a model's file has attention that isn't looked up by name, or is looked up in a table of classes."""
     home = sys.modules.get(kind.__module__)
     try:
         tables = "_ATTENTION_CLASSES[" in inspect.getsource(home) if home is not None else False

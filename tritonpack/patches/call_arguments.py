@@ -1,4 +1,4 @@
-"""The arguments of a call: what they are called, and the form that arguments which tell documents apart must have."""
+"""The arguments of a call: their names, and the required form of those that tell documents apart."""
 
 from __future__ import annotations
 
@@ -65,14 +65,14 @@ def is_paged(cache: Any) -> bool:
 
 
 def tokens_of(arguments: Mapping[str, Any], side: str = "") -> tuple[Tensor | None, torch.Size]:
-    """The tokens of a call: ids (B, T), or embeddings (B, T, n) where the call has no ids.
+    """The tokens of a call: ids (B, T), or embeddings (B, T, n) if the call has no ids.
 
     Args:
-        arguments: of the call, by name.
+        arguments: the call's arguments by name.
         side: "decoder_" for the decoder's tokens.
 
     Returns:
-        The tensor, and the shape (B, T) of the tokens; None and () where the call has none.
+        The tensor, and the shape (B, T) of the tokens; None and () if the call has no tokens.
     """
     ids, embeds = arguments.get(f"{side}input_ids"), arguments.get(f"{side}inputs_embeds")
     if ids is not None:

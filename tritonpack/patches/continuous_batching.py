@@ -2,7 +2,7 @@
 
 In continuous batching, requests share a row and a paged cache tells them apart, so nothing is packed. A manager reads
 the name of the attention when it is made, and accepts only some names. So the model has the name from before the patch
-from then until the manager stops. The hooks stay: they let the manager's calls through and refuse any other call.
+as long as the manager runs. The hooks stay installed: they pass the manager's calls on and refuse any other call.
 """
 
 from __future__ import annotations

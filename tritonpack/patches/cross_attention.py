@@ -34,8 +34,8 @@ def meet(
     Args:
         arguments: of the decoder's forward; `encoder_attention_mask` may be a `PackedBatch`, or a mask (B, K) of
             integers, 0 for padding, that may number documents.
-        packed_batch: of the decoder's tokens; None if these continue a cache.
-        names: of the arguments that the decoder takes.
+        packed_batch: the packing of the decoder's tokens; None if these continue a cache.
+        names: the names of the arguments that the decoder takes.
         serving: which attention implementation runs.
 
     Raises:
@@ -73,12 +73,12 @@ def cross_mask(queries: PackedBatch | None, keys: PackedBatch, length: int) -> B
     """The mask of `length` queries to a row: each sees the keys of the document that belongs to its own.
 
     Args:
-        queries: of the decoder; None if a cache holds the beginning of each row's one document.
-        keys: of the encoder, with as many rows.
-        length: queries to a row.
+        queries: the packing of the decoder; None if each row holds one document whose beginning is in a cache.
+        keys: the packing of the encoder, with as many rows.
+        length: number of queries per row.
 
     Raises:
-        ValueError: as `meet` says.
+        ValueError: for the same reasons as in `meet`.
     """
     key_starts, key_live, key_number = _documents(keys)
     if queries is None:
@@ -93,7 +93,7 @@ def cross_mask(queries: PackedBatch | None, keys: PackedBatch, length: int) -> B
         lambda: (
             f"{_mismatch(counts, key_counts)}. {TELL_BOTH}."
             if queries is not None
-            else "a row that goes on from a cache must have one document on the encoder's side; "
+            else "a row that continues a cache must have one document on the encoder's side; "
             f"{_mismatch(counts, key_counts)}. Generate from one document to a row."
         ),
     )

@@ -36,7 +36,7 @@ class EncoderDecoderForward(ModelForward):
 
     def __init__(self, module: PreTrainedModel, context: PackingContext, hook: PackingHook) -> None:
         super().__init__(module, context, hook)
-        self.takes_use_cache = "use_cache" in self.names  # T5Gemma's heads would pass it on beside one of their own
+        self.takes_use_cache = "use_cache" in self.names  # T5Gemma's heads pass a use_cache of their own, too
         self.pads_left = module.config.model_type in SCORES_BEFORE_PADDING
         self.known = self.known | {*SOURCE.values(), *TARGET.values(), *LENGTHS}
 
@@ -132,7 +132,7 @@ class EncoderDecoderForward(ModelForward):
         """Put the packing of one side into the arguments.
 
         Returns:
-            The packing; None if nothing tells documents of this side, or if generate() has made its mask already.
+            The packing; None if no argument marks documents of this side, or if generate() has made its mask already.
         """
         mask = told[names["attention_mask"]]
         made = mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2)
@@ -177,7 +177,7 @@ class EncoderDecoderForward(ModelForward):
 
 
 def _require_pairs(cu_q: Tensor | None, cu_k: Tensor | None) -> None:
-    """Refuse offsets of both sides that list other documents: one that is empty on one side alone has no partner."""
+    """Refuse offsets that list different documents on the two sides, for example one that is empty on one side."""
     if cu_q is None or cu_k is None or cu_q is cu_k:
         return
     if cu_q.shape != cu_k.shape:
@@ -198,7 +198,7 @@ def shift_documents(module: Any, ids: Tensor, packed_batch: PackedBatch) -> Tens
     Args:
         module: the model; it has a rule of its own for the first token.
         ids: (B, T) labels, -100 for those that are ignored.
-        packed_batch: of the tokens.
+        packed_batch: the packing of the tokens.
 
     Returns:
         (B, T) token ids for the decoder.
@@ -218,7 +218,7 @@ def shift_documents(module: Any, ids: Tensor, packed_batch: PackedBatch) -> Tens
 
 
 def _shifted_rows(module: Any, ids: Tensor) -> tuple[Tensor, bool]:
-    """Rows as the module shifts them, and whether their last token becomes the first; if not, one token begins all."""
+    """The rows as the module shifts them, and whether a row's last token becomes its first (else all begin alike)."""
     shift = getattr(sys.modules[type(module).__module__], "shift_tokens_right", None)
     wraps = shift is not None and len(inspect.signature(shift).parameters) == 2
     for name in ("prepare_decoder_input_ids_from_labels", "_shift_right"):

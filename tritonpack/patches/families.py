@@ -88,25 +88,25 @@ OWN_MASKS = {
     ("modeling_xlm", "MultiHeadAttention"): "mask",
 }
 
-# Layers that mix documents whatever they get, and why.
+# Layers that mix documents with any arguments, and why.
 REFUSED_LAYERS = {
     "DogeCDMoE": "its router mixes the tokens of a row",
     "MiniMaxM3VLIndexer": "it chooses keys in blocks that are counted from the beginning of the row",
 }
 
-# Model types whose recurrent layers read padding as they read tokens, so padding on the left changes all of the row.
+# Model types whose recurrent layers read padding like tokens, so padding on the left changes the whole row.
 READS_PADDING = _names("recurrent_gemma rwkv")
 
 # Layers that mix the rows of a batch, so that each document runs in a call of its own.
 MIXES_ROWS = _names("DogeCDMoE")
 
-# Encoders with decoders that turn ignored labels into padding of the decoder, without a mask for it.
+# Encoder-decoder models that turn ignored labels into padding of the decoder, without a mask for it.
 MASKS_LABELS = _names("encoder-decoder")
 
 # Classes that use labels, unshifted, as the tokens of their decoder if they get none.
 LABELS_ARE_TOKENS = _names("BlipForQuestionAnswering")
 
-# Encoders with decoders that shift the encoder's tokens to the right if they get no tokens of the decoder.
+# Encoder-decoder models that shift the encoder's tokens to the right if they get no tokens of the decoder.
 SHIFTS_INPUTS = _names("bart bigbird_pegasus led mbart mvp plbart")
 
 # Ends of the names of classes that do the same, whatever their model type.

@@ -56,7 +56,7 @@ class FirstCall:
         self.dense = dense
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "forwards": None}  # functions are pickled by name, which another one may have
+        return {**self.__dict__, "forwards": None}  # a function is pickled by its name, which may then name another one
 
     def is_as_patched(self, layer: nn.Module) -> bool:
         """Whether a layer's forward is transformers' own, or the one that it had when it was patched."""
@@ -65,8 +65,8 @@ class FirstCall:
     def watch(self, hook: PackingHook, module: nn.Module, packed_batch: PackedBatch) -> None:
         """Watch the call of a module that begins now.
 
-        Calls with compiled parts, and with a cache, whose masks have no packing, aren't watched. A module inside a
-        watched one counts for the watch around it.
+        Calls with compiled parts, and with a cache, whose masks have no packing, aren't watched. Uses inside of a
+        watched module count for that module's watch.
         """
         for left in [other for other in module._forward_hooks.values() if isinstance(other, Watch)]:
             if left.thread == threading.get_ident():  # of a call that was interrupted
@@ -86,8 +86,8 @@ class Watch:
     Attributes:
         thread: the thread that runs the call; others may call the same module meanwhile.
         uses: how often attention used a mask of the call, or a mask was written out as a tensor.
-        written_first: whether a use happened outside of all layers. It may serve all of them, and what they do with the
-            tensor can't be seen.
+        written_first: whether a use happened outside of all layers. All layers may use that tensor, which isn't
+            observed.
         entered: the names of the layers that ran.
         missing: the names of those that ran without a use of the mask.
     """
@@ -151,7 +151,7 @@ class Watch:
         self.hook.first_call = None
 
     def _wrong(self, module: nn.Module) -> dict[str, nn.Module]:
-        """The layers that ran without the mask, or whose code was replaced, so that they may have."""
+        """The layers that ran without the mask, and the replaced layers that may have run without it."""
         known = self.first_call.is_as_patched
         names = {name for name in self.missing if not (self.written_first and known(self.layers[name]))}
         if self.first_call.dense and not self.uses:

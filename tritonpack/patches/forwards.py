@@ -33,7 +33,7 @@ def mixing_forwards(model: nn.Module) -> Iterator[Callable[..., Any]]:
 
 
 def by_class(question: Callable[[Any], bool]) -> Callable[[Any], bool]:
-    """Return a question about classes that remembers its answers; for one call, as a class may get another forward."""
+    """Return a cached predicate of classes. Use it in one call only, because a class may get another forward."""
     return cache(question)
 
 
@@ -70,7 +70,7 @@ def holds_both_sides(module: nn.Module) -> bool:
 def foreign_forwards(model: nn.Module) -> list[str]:
     """Return the names of modules through which documents may mix and whose forward isn't transformers' own.
 
-    A transformers class with another forward counts, whatever that takes.
+    A transformers class whose forward was replaced counts, whatever arguments the new forward takes.
     """
     mixing, genuine = by_class(mixes), by_class(_is_genuine)
 
@@ -120,7 +120,7 @@ def _was_defined_in(owner: type, forward: Callable[..., Any]) -> bool:
 
 
 def _is_wrapper(forward: Any) -> bool:
-    """Whether a function, and all functions that it says it wraps, come from `WRAPPERS`."""
+    """Whether a function, and all functions in its chain of `__wrapped__`, come from `WRAPPERS`."""
     while forward is not None:
         if _package(forward) not in WRAPPERS:
             return False
@@ -129,7 +129,7 @@ def _is_wrapper(forward: Any) -> bool:
 
 
 def _package(function: Any) -> str:
-    """The package whose code runs when something is called; decorators copy `__module__`, so that it may be another."""
+    """The package whose code runs in a call. `__module__` may name another package, because decorators copy it."""
     while not isinstance(function, FunctionType):
         if isinstance(function, MethodType):
             function = function.__func__

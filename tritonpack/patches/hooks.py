@@ -95,7 +95,7 @@ class PackingHook(PreHook):
         return None if self.deferred else self.run(module, args, kwargs)
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The new (args, kwargs) of a call of the module, or None to keep them. For forwards called without hooks."""
+        """The new (args, kwargs) of a call, or None to keep them. For forwards that run without hooks."""
         return self._outside_of_graphs(module, args, kwargs) if self.mixes else self._run(module, args, kwargs)
 
     @torch.compiler.disable
@@ -204,7 +204,7 @@ class PackingHook(PreHook):
         leave_positions_to(self.module, packed_batch, arguments)
         wanting = given is None or self.first_position > 0
         if self.outermost and packed_batch.position_ids is None and given is not None and given.ndim == 2:
-            wanting = True  # the user gave none: a head has counted the row
+            wanting = True  # the user passed no positions: a head counted them along the row
         if wanting and self.gives_positions and not packed_batch.cached and packed_batch.tells_documents:
             arguments["position_ids"] = packed_batch.positions() + self.first_position
         if self.mixes:

@@ -1,6 +1,6 @@
-"""The functions that transformers calls by our names: one makes the mask of a kind of layer, the others attend.
+"""The functions that transformers calls by our names: one makes the mask of a kind of layer, the others are attention.
 
-A call of a model that has one of the names and is not patched is refused.
+If a model has one of the names and isn't patched, its calls are refused.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def make_mask(
         return served(mask, dtype)
     shape = torch.Size((batch_size, 1, q_length, kv_length))
     if isinstance(q_offset, Tensor):
-        q_offset = q_offset.clone()  # a static cache counts in place, and layers claim the mask afterwards
+        q_offset = q_offset.clone()  # a static cache changes it in place before layers claim the mask
     return OpenMask(attention_mask, shape, q_offset, kv_offset, spec, torch.device(device))
 
 
@@ -100,7 +100,8 @@ def attend(
     """transformers' attention function: query (B, H, T, D), key (B, H_kv, K, D) and value (B, H_kv, K, D_v)
     -> (B, T, H, D_v) and no weights.
 
-    Causality, window and documents come from the mask alone. A tensor in its place was computed from it by the model.
+    Causality, window and documents come from the mask alone. If `attention_mask` is a tensor, the model has computed it
+    from that mask.
     """
     if kwargs.get("output_attentions"):
         raise UnsupportedModelError("output_attentions=True: tritonpack's attention has no weights; unpatch the model.")
@@ -242,7 +243,7 @@ def _tuned(module: nn.Module, query: Tensor, bias: Tensor | None, mask: Any) -> 
 def _dense(
     module: nn.Module, mask: Any, key: Tensor, dtype: torch.dtype, arguments: dict[str, Any], attention: str
 ) -> Tensor:
-    """The mask as a tensor, bool or additive of another dtype; also if the model has made a tensor of it."""
+    """The mask as a tensor: bool, or additive of another dtype. The model may have made a tensor of it already."""
     if not isinstance(mask, Tensor):
         return _claimed(module, mask, key, arguments, attention).dense(dtype)
     if mask.dtype != torch.bool or dtype == torch.bool:

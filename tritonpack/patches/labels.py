@@ -19,7 +19,7 @@ IGNORED = -100
 KEY = "first-label"
 KEY_LOST = "first-label-lost"
 
-# Ends of the names of classes, besides encoders with decoders, that predict each token at its own place.
+# Ends of the names of classes, besides encoder-decoder models, that predict each token at its own place.
 OWN_LABELS = ("ForMaskedLM", "ForTokenClassification")
 
 
@@ -31,8 +31,8 @@ def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], p
 
     Args:
         model: the module that computes the loss.
-        arguments: of its call, by name.
-        packed_batch: of the same call.
+        arguments: the arguments of its call, by name.
+        packed_batch: the packing of the same call.
     """
     labels = arguments.get("labels")
     if torch.compiler.is_compiling() or not isinstance(labels, Tensor):
@@ -68,8 +68,10 @@ def _warn_of_unmasked(model: PreTrainedModel, labels: Tensor, packed_batch: Pack
 
 
 def _warn_of_lost(model: PreTrainedModel, labels: Tensor, packed_batch: PackedBatch) -> None:
-    """Warn of labels by a collator for causal models: the first ones are missing and all others are there. Labels of a
-    masked language model lack others, too."""
+    """Warn of labels that a collator for causal models made: only the first label of each document is missing.
+
+    Labels for masked language modelling lack other labels, too.
+    """
     tokens = packed_batch.not_padding()
     first = packed_batch.runs()[0] & tokens
     ignored = labels == IGNORED
@@ -84,14 +86,18 @@ def _warn_of_lost(model: PreTrainedModel, labels: Tensor, packed_batch: PackedBa
 
 
 def predicts_own_tokens(model: PreTrainedModel) -> bool:
-    """Whether a model compares each label with its prediction at the same place: encoders with decoders, which shift
-    their decoder's input instead, masked language models and token classification."""
+    """Whether a model compares each label with its prediction at the same place.
+
+    Encoder-decoder models (they shift the decoder's input), masked language models and token classifiers do.
+    """
     return holds_both_sides(model) or any(kind.__name__.endswith(OWN_LABELS) for kind in type(model).__mro__)
 
 
 def shifts_labels(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
-    """Whether a model compares each label with its prediction at the token before: by transformers' causal loss, or
-    because labels are its decoder's tokens."""
+    """Whether a model compares each label with its prediction at the token before.
+
+    transformers' causal loss does, and so do models that use labels as their decoder's tokens.
+    """
     if arguments.get("shift_labels") is not None:  # they take the place of labels
         return False
     if type(model).__name__ in LABELS_ARE_TOKENS:

@@ -1,4 +1,4 @@
-"""What transformers' mask functions let a layer see, as an interval of keys around each query's own place."""
+"""Which keys transformers' mask functions let a query see, as an interval around the query's own place."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MaskSpec:
         window: (left, right), as `BlockDiagonalMask` takes it; (-1, 0) is causal attention, (-1, -1) no limit.
         chunk_size: keys per chunk, counted from the document's first; None without chunks.
         overlay: a mask function in the coordinates of the row, for masks that models compose themselves (images that
-            see all of themselves, prefixes); None without. It then decides alone.
+            see all of themselves, prefixes); None without. An overlay replaces window and chunks.
     """
 
     window: Window
@@ -47,10 +47,10 @@ def read_mask_spec(
     Args:
         mask_function: whether a query sees a key, composed of transformers' functions and the model's.
         local_size: the window or chunk.
-        config: of the layers.
+        config: the configuration of the layers.
         flags: the other arguments. If a model composes its own mask, transformers sets `use_vmap` and does not allow to
             skip the mask.
-        queries: their number. For one query that reads a static cache, transformers never allows to skip the mask.
+        queries: number of queries. For one query that reads a static cache, transformers never allows to skip the mask.
 
     Raises:
         UnsupportedModelError: chunks and an overlay at once, or a size that may belong to chunks or to a window.

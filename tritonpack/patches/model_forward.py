@@ -38,7 +38,7 @@ class ModelForward(ByDocument):
     hooks, so the forward is replaced.
 
     Attributes:
-        hook: of the patched module.
+        hook: the hook of the patched module.
         path: the name of the patched module in this one; empty if they are the same.
         known: the arguments that this model and its patched module take.
         seen: whether a packed call has checked the code of others in this model.
@@ -62,7 +62,7 @@ class ModelForward(ByDocument):
         """Refuse a call whose result this forward must compute, if another forward has replaced it since.
 
         Args:
-            arguments: of the patched module's call.
+            arguments: the arguments of the patched module's call.
         """
         if (self.one_result or arguments.get("output_router_logits")) and not self.in_place:
             raise ValueError(

@@ -10,7 +10,7 @@ from typing import Any
 
 from tritonpack.patches.call_arguments import TELLING
 
-# The similarity of two names from which on one counts as a misspelling of the other.
+# Two names that are at least this similar count as misspellings of each other.
 ALIKE = 0.885
 
 # Names that other libraries use for these arguments, and the argument to pass instead.
@@ -37,7 +37,7 @@ def refuse_near_misses(arguments: Mapping[str, Any], known: Collection[str], mod
     """Refuse arguments that seem to tell documents apart and that a model's **kwargs would swallow.
 
     Args:
-        arguments: of a call, by name; those that are None are ignored.
+        arguments: a call's arguments by name; those that are None are ignored.
         known: the names in the model's own signature.
         model: the name of the model's class.
 

@@ -33,7 +33,7 @@ class Serving:
     Attributes:
         attention: "tritonpack" for the kernels, which take intervals; "sdpa" or "eager" for transformers' own
             attention, which takes dense masks; "dense" for layers outside of its interface, which take dense masks.
-        backend: of the kernels, as `varlen_attention` takes it.
+        backend: the backend of the kernels, as `varlen_attention` takes it.
     """
 
     attention: str
@@ -47,7 +47,8 @@ class IntervalMask(TensorLike):
         mask: batch_size * num_queries rows, batch_size * num_keys keys, row after row.
         shape: (batch_size, 1, num_queries, num_keys).
         serving: which attention runs.
-        packed_batch: of the tokens, if these are both queries and keys; None if a cache holds some of the keys.
+        packed_batch: the packing of the tokens, if these are both queries and keys; None if a cache holds some of the
+            keys.
         spec: what the layer sees of a document.
         watch: counts the uses of a mask without a packing, such as cross-attention's, in a model's first call.
     """
@@ -145,7 +146,7 @@ class PackedBatch(TensorLike):
         where: the tokens' device.
         serving: which attention runs.
         by_document: whether layers that mix along the row run on each document by itself.
-        cached: whether the call brought a cache, empty or not.
+        cached: whether the call passes a cache, empty or not.
         filler: (B, T) bool, which tokens are the padding token, if no mask says what is padding; else None.
         shared: whether it is one rank's part of a batch.
         watch: counts the uses of its masks in a model's first call.
@@ -236,7 +237,7 @@ class PackedBatch(TensorLike):
             num_keys, query_offset = columns, columns - num_keys  # see `IntervalMask.for_keys`
         fresh = isinstance(query_offset, int) and query_offset == 0 and key_offset == 0 and num_keys == self.tokens[1]
         key = (num_keys, key_offset, spec)
-        for known, interval_mask in self.kept:  # a list, because a graph that hashes a size is tied to it
+        for known, interval_mask in self.kept:  # a list, because a graph that hashes a size fits only this size
             if known == key:
                 return interval_mask
         mask = self.documents(spec) if fresh else self._cached(num_keys, query_offset, key_offset, spec)

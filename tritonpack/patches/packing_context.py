@@ -1,4 +1,4 @@
-"""The packing of the forward pass that runs, for layers that transformers passes nothing to."""
+"""The packing of the current forward pass, for layers whose arguments don't hold it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _State(_Fields, threading.local):
 
 
 class PackingContext(_Fields):
-    """The packing of the forward pass that runs.
+    """The packing of the current forward pass.
 
     Each thread has its own state. torch.compile does not guard what it reads of a thread's state, so traced code reads
     the attributes here. Within one graph these are values of the graph, whatever other threads do.

@@ -105,7 +105,7 @@ def make_packed_batch(
 
 
 def _require_agreement(packed_batch: PackedBatch, told: dict[str, Tensor]) -> None:
-    """Refuse arguments that begin documents at different tokens, padding aside.
+    """Refuse arguments that begin documents at different tokens, except in padding.
 
     Args:
         packed_batch: with the call's mask and position ids.

@@ -153,7 +153,7 @@ class InstanceForward(Part):
 
     @property
     def packed_batch(self) -> PackedBatch | None:
-        """The packing of the forward pass that runs; None where a cache is in use.
+        """The packing of the current forward pass; None if a cache is in use.
 
         Raises:
             ValueError: no forward pass of the model is running.

@@ -1,4 +1,4 @@
-"""`patch` and `unpatch`: a model is patched until its last handle is left."""
+"""`patch` and `unpatch`: a model is patched until its last handle is unpatched."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tritonpack.patches.report import Report, holds
 from tritonpack.patches.shown import LAYOUTS, Layout
 from tritonpack.patches.tokens import is_bidirectional
 
-Losses = list[tuple[nn.Module, str]]  # models whose own loss mixes packed documents, and what a trial has seen
+Losses = list[tuple[nn.Module, str]]  # models whose own loss mixes packed documents, and what a trial found
 
 _lock = threading.RLock()  # models are patched one after the other
 
@@ -36,8 +36,8 @@ class SettingError(UnsupportedModelError):
 class Patch:
     """The handle of a patched model. As a context manager it unpatches the model on leaving, also after an exception.
 
-    Patches nest: a model that is patched twice stays patched until both handles are left, the inner one first. A handle
-    that goes out of scope changes nothing.
+    Patches nest: a model that is patched twice stays patched until both handles are unpatched, the inner one first. A
+    handle that goes out of scope changes nothing.
 
     Attributes:
         model: the model that was given to `patch`.
@@ -88,17 +88,17 @@ def patch(
 ) -> Patch:
     """Replace a transformers model's attention with varlen attention that keeps packed documents apart.
 
-    A call tells documents apart by `cu_seq_lens_q` or `seq_idx` as collators pass them, by a two-dimensional
-    `attention_mask` (0 for padding; other numbers number documents), or by `position_ids` that restart; with or without
-    `use_cache`, in one row or many. Only this model changes, and no state outlives a forward pass. A patch is applied
-    whole or, after an exception or an interrupt, not at all.
+    A call marks documents by `cu_seq_lens_q` or `seq_idx` as collators pass them, by a two-dimensional `attention_mask`
+    (0 for padding; other numbers number documents), or by `position_ids` that restart. It may have one row or many,
+    with or without `use_cache`. Only this model changes, and no state outlives a forward pass. A patch is applied whole
+    or, after an exception or an interrupt, not at all.
 
-    A patched model may be patched again: it stays patched until each handle is left, the last one first. A patch with
-    another attention or backend is in force until it is left.
+    A patched model may be patched again: it stays patched until every handle is unpatched, the last one first. If a
+    later patch has another attention or backend, that one is in force until it is unpatched.
 
     A class that the tests show to be exact with the installed version of transformers is patched at once. Of any other
-    class a small random copy is tried first, in float32 on the CPU: each packed document must give what it gives alone,
-    and no document may change another. That takes a second or two, once in a process.
+    class a small random copy is tried first, in float32 on the CPU: each packed document must give the same results as
+    alone, and no document may change another. That takes a second or two, once in a process.
 
     Layers that mix tokens otherwise (recurrences, convolutions) run on each document by itself; a packed batch leaves
     no cache in such models. Families whose attention lies outside transformers' interface get a dense mask.
@@ -108,7 +108,7 @@ def patch(
         model: a transformers model, or a module that holds one (PEFT's wrappers do).
         attention: "tritonpack" for the kernels; "sdpa" or "eager" for transformers' own attention with the dense
             block-diagonal mask, O(T^2) memory.
-        backend: of the kernels, as `varlen_attention` takes it.
+        backend: the backend of the kernels, as `varlen_attention` takes it.
 
     Returns:
         A handle with `report` and `unpatch()`; as a context manager it unpatches the model on leaving.
@@ -152,7 +152,7 @@ def patch_by_name(model: PreTrainedModel) -> Applied:
     """Patch a model that has attn_implementation="tritonpack", until it gets another name.
 
     Raises:
-        UnsupportedModelError: as `patch`.
+        UnsupportedModelError: for the same reasons as in `patch`.
     """
     modules, layout, losses = _evident_modules(model, "tritonpack", "auto")
     with _lock:
@@ -264,7 +264,7 @@ def _takes_tokens(module: PreTrainedModel) -> bool:
 
 
 def _require_no_part_of_others(model: nn.Module, found: list[Applied]) -> None:
-    """Refuse a model that holds a part of another patched model: one patch could not be left without the other.
+    """Refuse a model that holds a part of another patched model: neither could be unpatched without the other.
 
     Raises:
         UnsupportedModelError: with the order of steps that works.

@@ -58,7 +58,7 @@ class Found(NamedTuple):
     loss: str = ""
 
 
-# Results of trials, by class, what was asked, forwards and small configuration.
+# Results of trials, by class, options, forwards and small configuration.
 _verdicts: dict[Hashable, Found] = {}
 
 
@@ -121,8 +121,8 @@ def require_evidence(
 def _roots(model: nn.Module, layout: Layout) -> list[PreTrainedModel]:
     """The transformers models in a module that lie in no other one.
 
-    Where rows stay packed, also those inside of heads that give documents rows of their own: users may call them with
-    packed rows.
+    In the layout "packed" this includes models inside heads with one document a row, because users may call those
+    models with packed rows.
     """
     if isinstance(model, PreTrainedModel):
         apart = layout == "packed" and ONE_DOCUMENT_A_ROW.fullmatch(type(model).__name__)
@@ -225,7 +225,7 @@ def _try_itself(root: PreTrainedModel, patch: Patch) -> Found:
 
 
 def _try_in_both(build: Callable[[torch.dtype], nn.Module], patch: Patch, lengths: tuple[int, ...]) -> Found:
-    """Run a trial in float32, and one in float64 where the first finds something, which may be rounding."""
+    """Run a trial in float32. If it finds a difference, which may be rounding, run one in float64."""
     found = _try(build(torch.float32), patch, lengths)
     if found.wrong or found.loss:
         try:
@@ -237,7 +237,7 @@ def _try_in_both(build: Callable[[torch.dtype], nn.Module], patch: Patch, length
 
 
 def _try(model: Any, patch: Patch, lengths: tuple[int, ...]) -> Found:
-    """Compare a model's packed documents, once it is patched, with each document alone before that."""
+    """Compare packed documents in the patched model with each document alone in the unpatched model."""
     # Rotary embeddings that have grown with a longer document shrink again for one below the limit, not at it.
     limits = [limit - 1 for _, limit in rope_limits(text_config(model.config))]
     short = tuple(min([n, *limits]) for n in lengths)
@@ -302,14 +302,14 @@ def _same_each_time(subject: Subject) -> Subject:
 
 @torch.no_grad()
 def _unmoved_by_padding(subject: Subject, documents: list[Tensor], expected: Results, limit: float) -> Results:
-    """The outputs that padding leaves as they are without a patch; XLNet, say, reads a row's last token."""
+    """The outputs that padding doesn't change in the unpatched model. XLNet's change: it reads a row's last token."""
     parts, _ = subject.parts(subject.forms[PADDED](documents), expected.outputs)
     kept = [name for name in parts if expected.outputs[name].difference(parts[name]) <= limit]
     return Results({name: expected.outputs[name] for name in kept})
 
 
 def _takes(model: nn.Module, arguments: dict[str, Any]) -> bool:
-    """Whether a model's forward takes the arguments of a form, by name or as any others."""
+    """Whether a model's forward takes the arguments of a form, by name or by **kwargs."""
     known = inspect.signature(model.forward).parameters
     return set(arguments) <= set(known) or any(p.kind is p.VAR_KEYWORD for p in known.values())
 

@@ -18,11 +18,11 @@ def require_own_attention(name: str, before: str | None) -> None:
     to its own tokens alone.
 
     Args:
-        name: of the patched model's attention.
+        name: the name of the patched model's attention.
         before: the name that the attention had before the patch.
 
     Raises:
-        UnsupportedModelError: it has; the message names the function and the remedy.
+        UnsupportedModelError: the attention was replaced; the message names the function and the remedy.
     """
     for key in (name, before):
         function = ALL_ATTENTION_FUNCTIONS.get(key)

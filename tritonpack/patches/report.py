@@ -22,7 +22,7 @@ class Report:
             dense block-diagonal mask; "dense" for attention outside of transformers' interface, with the same mask;
             "padded" or "lengths" if each document runs in a row of its own, in a padded batch or in batches of one
             length.
-        backend: of the kernels, as `varlen_attention` takes it.
+        backend: the backend of the kernels, as `varlen_attention` takes it.
         layers: how many layers the decoder has.
         windows: how many keys a query of each layer sees, its own included; None for full attention.
         features: what else attention computes, such as "softcap", "sinks" or "chunks of 8192".
@@ -83,7 +83,7 @@ def make_report(
         patched: its patched modules.
         attention, backend, replaced: as in the report.
         once: classes of mixing layers that run on whole rows, because they keep documents apart by themselves when they
-            are told where these begin.
+            get boundaries.
     """
     config = patched[-1].config
     windows = layer_windows(config)

@@ -19,7 +19,7 @@ def rope_kinds(rope: Any) -> list[dict[str, Any]]:
 
 
 def rope_limits(config: Any) -> list[tuple[str, int]]:
-    """The types of rotary embeddings that depend on a call's longest document, and the length from which on they do."""
+    """The types of rotary embeddings that depend on a call's longest document, each with its limit."""
     found = []
     for rope in rope_kinds(getattr(config, "rope_parameters", None)):
         kind, limit = rope.get("rope_type") or "", getattr(config, "max_position_embeddings", None)
@@ -37,7 +37,7 @@ def follows_longest(kind: str) -> bool:
 
 
 def is_dynamic(kind: str) -> bool:
-    """Whether rotary embeddings of a type change with the longest document. transformers looks for the word, too."""
+    """Whether rotary embeddings of a type change with the longest document. transformers tests the same word."""
     return "dynamic" in kind
 
 
@@ -45,7 +45,8 @@ def require_one_rope(packed_batch: PackedBatch, kind: str, limit: int) -> None:
     """Refuse packed documents whose frequencies would differ from those of each document alone.
 
     Raises:
-        ValueError: documents on both sides of the limit ("longrope"), or one beyond it beside others (dynamic ones).
+        ValueError: "longrope" with documents both below and above the limit, or dynamic embeddings with several
+            documents of which one is above it.
     """
     starts, live = packed_batch.runs()
     tokens = torch.ones_like(starts) if live is None else live
@@ -55,6 +56,6 @@ def require_one_rope(packed_batch: PackedBatch, kind: str, limit: int) -> None:
     require(
         (long == 0) | alike | (documents.sum(1) <= 1).all(),
         f"this model's rotary embeddings ({kind!r}) change for the whole call when a document has more than {limit} "
-        "tokens, so documents packed with a longer one would not be what they are alone. Pack documents of up to "
+        "tokens, so documents packed with a longer one would give other results than alone. Pack documents of up to "
         f"{limit} tokens, and give longer ones calls of their own.",
     )

@@ -30,14 +30,14 @@ def strangers(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def kept_apart(model: nn.Module, packed_batch: PackedBatch) -> Iterator[None]:
-    """Watch a call of a model with packed rows: no stranger may let a document's tokens move another document's.
+    """Watch a call of a model with packed rows, and refuse strangers that let one document's tokens change another's.
 
     Each stranger runs three times more: unchanged, with the tokens of every second document exchanged, and with the
     tokens of the others exchanged. One that doesn't compute a value for each token isn't watched.
 
     Args:
         model: the model that is called.
-        packed_batch: of its tokens.
+        packed_batch: the packing of its tokens.
 
     Raises:
         UnsupportedModelError: a stranger mixes documents; the message names it.
@@ -55,7 +55,7 @@ def kept_apart(model: nn.Module, packed_batch: PackedBatch) -> Iterator[None]:
     mixing = [f"{name} ({type(watch.module).__name__})" for name, watch in watches.items() if watch.mixes]
     if mixing:
         raise UnsupportedModelError(
-            f"{', '.join(mixing[:4])} isn't transformers' own and lets tokens of one document move another document's, "
+            f"{', '.join(mixing[:4])} isn't transformers' own and lets tokens of one document change another's values, "
             "because nothing tells it where documents begin. Take it out, or train on one document per row, unpatched."
         )
 

@@ -1,4 +1,4 @@
-"""Attention of towers, the parts of a model that turn images or sounds into embeddings, if it has our name.
+"""Attention of towers (the parts of a model that turn images or sounds into embeddings) that have our name.
 
 A model that is loaded with our name has it in all of its parts. `patch` does not change towers, so their attention runs
 here.

@@ -17,13 +17,13 @@ class Case:
     """One attention problem.
 
     Attributes:
-        name: of its feature, for test ids.
+        name: the name of its feature, for test ids.
         seqlens, seqlens_k: tokens per document; None on the key side means the same lengths.
         slack: rows past the last document, on both sides.
         heads, kv_heads, head_dim, head_dim_v: the shape of q, k and v; None means that v has q's head dimension.
         causal, window: as `BlockDiagonalMask.from_cu_seqlens` takes them.
         softcap, dropout_p: as `varlen_attention` takes them.
-        sinks: whether there are any.
+        sinks: whether attention has sinks.
         alibi: whether scores fall with the distance, with a slope per head or per document and head.
     """
 
@@ -154,9 +154,10 @@ def make_inputs(
 
     Args:
         case: the problem.
-        dtype, device: of q, k, v and dout; dlse is float32, or float64 with float64.
-        seed: of the random numbers.
-        slack_value: the value of rows outside every document in all five tensors; NaN shows what they reach.
+        dtype, device: the dtype and device of q, k, v and dout. dlse is float32, or float64 if they are float64.
+        seed: the seed of the random numbers.
+        slack_value: the value of rows outside every document in all five tensors; with NaN, a value that they reach
+            becomes NaN.
     """
     generator = torch.Generator().manual_seed(seed)
     total_q, total_k = sum(case.seqlens) + case.slack, sum(case.seqlens_k or case.seqlens) + case.slack

@@ -149,7 +149,7 @@ def _check_form(
 
 
 def _gradient_to_others(subject: Subject, batch: Batch, document: int, expected: Results) -> float:
-    """The gradient of the other documents' outputs in one document's embeddings, relative to that in their own."""
+    """The gradient of the other documents' outputs in one document's embeddings, relative to their own embeddings'."""
     model: Any = subject.model
     embed = model.get_input_embeddings()
     ids = batch.ids.to(embed.weight.device)

@@ -1,9 +1,9 @@
 """The tolerance rule: a backend's error against float64, bounded by the error of plain attention in the same dtype.
 
-The rule is that of FlashAttention's own tests. On the same rounded inputs, the largest error against a float64
-reference is at most twice the error of plain attention that is computed in the low precision throughout, plus a band of
-rounding: of the result in its own dtype, and of its terms in the float32 (or float64) in which they are summed. So no
-tolerance is chosen by hand.
+FlashAttention's own tests use this rule. On the same rounded inputs, the largest error against a float64 reference is
+at most twice the error of plain attention that is computed in the low precision throughout, plus a band for rounding.
+The band covers the rounding of the result in its own dtype, and of its terms in the dtype of their sum (float32 or
+float64). So no tolerance is chosen by hand.
 """
 
 from __future__ import annotations

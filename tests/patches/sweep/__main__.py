@@ -1,8 +1,8 @@
 """Every class of transformers' auto mappings that takes text, packed in every form and compared with documents alone.
 
-Rows go to `results/VERSION.jsonl` beside this file. A class that has rows isn't run again without `--again`, so that a
-run that was broken off goes on. `python -m tests.patches.table` makes docs/models.md and tritonpack/patches/shown.csv
-of them.
+Rows go to `results/VERSION.jsonl` beside this file. A class that has rows isn't run again without `--again`, so an
+interrupted run can be continued. `python -m tests.patches.table` makes docs/models.md and tritonpack/patches/shown.csv
+from them.
 """
 
 import argparse
@@ -28,7 +28,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--forms", nargs="+", choices=forms.ALL, default=forms.ALL, metavar="FORM",
                         help=f"of {', '.join(forms.ALL)}; fewer than all are kept with --out alone")  # fmt: skip
     parser.add_argument("--how", nargs="+", choices=HOWS, default=HOWS)
-    parser.add_argument("--no-gradients", action="store_true", help="compare outputs alone, but for losses")
+    parser.add_argument("--no-gradients", action="store_true", help="compare only outputs; losses still with gradients")
     parser.add_argument("--again", action="store_true", help="forget the rows of the chosen classes first")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="processes at a time")
     parser.add_argument("--limit", type=float, default=60, metavar="SECONDS", help="that one class may take")

@@ -90,7 +90,7 @@ def run(
     """The row of one model type, or variant.
 
     Args:
-        model_type: of `zoo.MODEL_TYPES` or `zoo.VARIANTS`.
+        model_type: an entry of `zoo.MODEL_TYPES` or `zoo.VARIANTS`.
         patch: makes a context in which the model packs; None leaves the model as it is.
         forms: names of `FORMS`; all of them by default, without a patch those in `STOCK_FORMS`.
         gradients: compare those of the parameters, too, in all forms or in those of these names.

@@ -18,7 +18,7 @@ class Case:
     """A class of transformers, built from the configuration of one model type.
 
     Attributes:
-        name: of the class.
+        name: the name of the class.
         model_type: a key of transformers' CONFIG_MAPPING.
         mappings: the auto mappings that lead from the type to the class, such as "CAUSAL_LM"; "BASE" is AutoModel's.
     """

@@ -82,7 +82,7 @@ class Trial:
         if isinstance(self.draws, ConstantDraws):
             self.notes.append("its random draws were made constant")
         self.limit = tolerance(self.dtype)
-        self.by_loss = not self.expected  # it gives values of images alone, and a loss of its text
+        self.by_loss = not self.expected  # it gives values for images only, and a loss for its text
         tried = self.by_loss or {*LOSSES} & {*self.chosen}
         self.losses = Losses(self.subject, self.documents, self.limit) if tried else None
         if self.losses is not None and self.losses.why_not not in ("", NO_LABELS):
@@ -330,12 +330,12 @@ class Trial:
 
 
 def difference(expected: Mapping[str, Output], got: Mapping[str, Parts]) -> float:
-    """The largest over all outputs that both have, relative to the largest value of each."""
+    """The largest difference over all outputs that both have, relative to the largest value of each."""
     return max((expected[name].difference(got[name]) for name in expected if name in got), default=0.0)
 
 
 def gradients(model: nn.Module, expected: Mapping[str, Output], got: Mapping[str, Parts]) -> list[Tensor | None]:
-    """Of all parameters, under weights for the finite values of tokens and documents that no two share."""
+    """Gradients of all parameters, for a sum in which each finite value of a token or document has its own weight."""
     found = []
     for name, parts in got.items():
         if more := expected[name].more:

@@ -22,7 +22,7 @@ SHOWN = HERE.parents[2] / "tritonpack" / "patches" / "shown.csv"
 WRONG = ("leak", "inexact", "shape")
 VERDICTS = (*WRONG, "error", "partly", "refused", "exact", "stock", "not built", "no text")
 HOWS = ("patch", "name", "stock")
-ANY = "any"  # how, where it is the same for all
+ANY = "any"  # the value of `how` if all ways have the same verdict
 # In the file
 REST, LABELLED, UNTRIED = "the rest", "all with labels", "untried"
 FEW = 5  # forms are listed one by one
@@ -46,7 +46,7 @@ class Row:
         note: what was left out, and why.
         means: what a patch does for the model.
         bare: whether the reason is a refusal that doesn't say what to do.
-        version: of transformers; the name of the file.
+        version: the version of transformers; the name of the file.
         layout: how documents are laid out for the model.
     """
 
@@ -118,7 +118,7 @@ def from_line(line: str, version: str) -> Row:
 
 
 def load(folder: Path = RESULTS, version: str | None = None) -> list[Row]:
-    """Return the rows of one version, or of all: the last one of each class and `how`, of which "any" is each."""
+    """Return the rows of one version, or of all: the last row of each class and `how`. "any" stands for every `how`."""
     found: dict[tuple[str, str, str], Row] = {}
     for path in sorted(folder.glob(f"{version or '*'}.jsonl")):
         for line in path.read_text().splitlines():

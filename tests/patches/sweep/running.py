@@ -42,7 +42,7 @@ def run(todo: Iterable[Case], *, jobs: int = 1, limit: float = 60.0, **options: 
         todo: those of one model type are run one after the other.
         jobs: processes at a time.
         limit: seconds that one class may take.
-        options: of `judge_case`.
+        options: the options of `judge_case`.
     """
     groups: dict[str, list[Case]] = {}
     for case in todo:

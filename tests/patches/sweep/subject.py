@@ -54,7 +54,7 @@ class Subject:
     Args:
         model: in evaluation mode.
         stock: call it only with arguments that it knows; an unpatched model is called as it can be.
-        draws: in which the model runs: for one that draws random numbers, they are constant.
+        draws: a context in which the model runs. It makes random draws of the model constant.
     """
 
     def __init__(
@@ -199,8 +199,11 @@ class Subject:
 
 
 def _one_each(x: Tensor, count: int) -> Tensor:
-    """(count, ...) of an output with a value for each document, also where it stands beside another kind of rows: an
-    image with a value for each text, or each image with each text, where a text has its own image."""
+    """The values (count, ...) of an output with one value for each document.
+
+    The output may have another dimension: one image with a value for each text, or each image with each text. Each text
+    then has its own image.
+    """
     axes = [axis for axis, size in enumerate(x.shape) if size == count]
     if axes == [0, 1] and x.ndim == 2:
         return x.diagonal()[:, None]

@@ -1,4 +1,4 @@
-"""`tritonpack bench`: attention on this machine beside other implementations, on the same tensors, checked first.
+"""`tritonpack bench`: times attention and other implementations on the same tensors, after a check of results.
 
-Everything but `command` needs torch and numpy alone, and serves the benchmarks of the repository too.
+All modules except `command` need only torch and numpy, and the benchmarks of the repository use them too.
 """

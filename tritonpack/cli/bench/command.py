@@ -15,7 +15,8 @@ from rich.markup import escape
 from rich.table import Column, Table
 
 import tritonpack
-from tritonpack.attention import MAX_HEAD_DIM, resolve_backend
+from tritonpack.attention import MAX_HEAD_DIM
+from tritonpack.backends import resolve_backend
 from tritonpack.cli.bench.batch import Shape, distributions, make_batch
 from tritonpack.cli.bench.measure import FIGURES, NOT_INSTALLED, OPS, DeviceLostError, measure
 from tritonpack.cli.bench.peers import OURS, peers_for
@@ -128,11 +129,8 @@ def not_timed(row: Row) -> str:
 def table(rows: Sequence[Row]) -> Table:
     """Medians with the 20th and 80th percentile, and how many times as long each implementation takes as tritonpack."""
     headers = (*(f"{op}, ms" for op in OPS), f"times {OURS}")
-    result = Table(
-        "documents",
-        Column("implementation", overflow="fold"),
-        *(Column(header, justify="right", overflow="fold") for header in headers),
-    )
+    figures = (Column(header, justify="right", overflow="fold") for header in headers)
+    result = Table("documents", Column("implementation", overflow="fold"), *figures)
     found = _by_place(rows)
     installed = [row for row in rows if not str(row["status"]).startswith(NOT_INSTALLED)]
     for distribution, documents in dict.fromkeys((row["distribution"], row["documents"]) for row in rows):

@@ -1,4 +1,4 @@
-"""One batch, all peers: each is checked, then they are timed in turn; failures become rows too."""
+"""Measure all peers on one batch: each is checked, then they are timed in turn. Failures become rows too."""
 
 from __future__ import annotations
 

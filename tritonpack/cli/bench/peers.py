@@ -2,8 +2,8 @@
 
 What a training loop does once per batch (laying documents out in padded rows, building a mask) happens when a peer is
 prepared. It isn't timed, because all layers of a model share it. A peer that isn't installed, or doesn't take a batch,
-raises an exception. Libraries count windows in different ways; the check of results shows whether an adapter counts
-them rightly.
+raises an exception. Libraries count windows in different ways; the check of results shows whether an adapter converts
+them correctly.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Peer:
         name: its name in tables and ledgers.
         prepare: builds, for a batch, the function of q, k and v in the peer's layout.
         layout: the layout of its tensors.
-        meant_for: whether measuring it at a shape tells anything.
+        meant_for: whether a measurement of it at a shape is meaningful.
         on_cpu: whether `tritonpack bench` runs it on a CPU too.
     """
 
@@ -124,7 +124,7 @@ def ours(batch: Batch, **options: Any) -> Attention:
 
 
 def _fused_sdpa(device: torch.device) -> AbstractContextManager[Any]:
-    """On GPUs, exclude the kernel that writes all scores to memory: nobody would choose it."""
+    """On GPUs, exclude the kernel that writes all scores to memory, because it is never the best choice."""
     fused = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]
     return sdpa_kernel(fused) if device.type == "cuda" else nullcontext()
 
@@ -154,7 +154,7 @@ def sdpa_dense_mask(batch: Batch) -> Attention:
     """One row with a dense mask (tokens, tokens): packing without an attention function for it."""
     tokens = batch.shape.tokens
     if tokens > LARGEST_DENSE:
-        raise ValueError(f"a dense mask of {tokens} x {tokens} is out of the question")
+        raise ValueError(f"a dense mask of {tokens} x {tokens} needs too much memory")
     dense = batch.mask.to_dense()
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

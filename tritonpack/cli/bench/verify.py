@@ -32,7 +32,7 @@ def sample_rows(batch: Batch, count: int = ROWS) -> Tensor:
 
 
 class Judge:
-    """Checks results on the drawn rows of a batch, for the last key head and the query heads that share it."""
+    """Checks the drawn rows of a batch, for the last key head and the query heads that share it."""
 
     def __init__(self, batch: Batch, count: int = ROWS) -> None:
         self.group = batch.shape.heads // batch.shape.kv_heads

@@ -31,8 +31,8 @@ def table(runs: Mapping[Way, Run]) -> Table:
     result = Table(
         title="The same documents in the same order, three ways",
         caption="Tokens per second don't count padding. Losses are in nats per token: training is the mean of the last "
-        f"{min(LAST_STEPS, len(padded.losses))} steps; held-out is computed alike for all, each document alone, with stock attention; the gap "
-        "is the largest distance of a step's training loss from padded's.",
+        f"{min(LAST_STEPS, len(padded.losses))} steps; held-out is computed alike for all, each document alone, with "
+        "stock attention; the gap is the largest distance of a step's training loss from padded's.",
         caption_justify="left",
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),  # with the box: within the 80 columns of a plain terminal, and of a pipe
@@ -62,7 +62,7 @@ def compare_losses(runs: Mapping[Way, Run], nothing_leaks: bool) -> tuple[bool, 
     """Compare the gaps of packed and naive training to padded training.
 
     Args:
-        nothing_leaks: every step has one document, so that naive training is exact too.
+        nothing_leaks: whether every step has one document, so that naive training is exact too.
 
     Returns:
         Whether packed's gap is the smaller one (or nothing leaks), and a sentence with both.

@@ -9,8 +9,7 @@ from typing import get_args
 
 import torch
 
-from tritonpack.attention import resolve_backend
-from tritonpack.backends import BACKENDS, Backend
+from tritonpack.backends import BACKENDS, Backend, resolve_backend
 from tritonpack.cli.doctor.findings import NotHereError
 from tritonpack.cli.machine import resolve_device
 from tritonpack.cli.words import count
@@ -63,7 +62,7 @@ def automatic() -> str:
 
 
 def varlen_function() -> str:
-    """Isolation to the bit, inert slack, empty documents and repeated runs of flash_attn_varlen_func."""
+    """flash_attn_varlen_func: bitwise isolation, unused slack, empty documents and equal repeated runs."""
     from tritonpack.flash_attn import flash_attn_varlen_func
 
     where = device()

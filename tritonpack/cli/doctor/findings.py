@@ -12,7 +12,7 @@ class Finding:
     Attributes:
         what: the name of the check.
         outcome: "right"; "wrong": it should work here and doesn't; "warning": it works, but something else may not;
-            "not here": it can't run on this machine, and needn't.
+            "not here": this machine can't run it and doesn't need to.
         detail: figures, or the reason and the remedy.
         seconds: how long the check took.
     """
@@ -24,4 +24,4 @@ class Finding:
 
 
 class NotHereError(Exception):
-    """Raised by a check that can't run on this machine, and needn't; the message says why."""
+    """Raised by a check that this machine can't run and doesn't need to; the message says why."""

@@ -1,4 +1,4 @@
-"""`tritonpack plan`: how full and how even batches of given documents are, packed and otherwise; a table, a picture."""
+"""`tritonpack plan`: a table and a picture of how full and how even batches of documents are, packed and padded."""
 
 from __future__ import annotations
 

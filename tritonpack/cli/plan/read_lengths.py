@@ -19,7 +19,7 @@ _REMEDY = "Count the tokens of every document with your tokenizer, and write one
 
 
 class _UnreadableError(ValueError):
-    """What is wrong with a file. The message goes on after the file's name."""
+    """A file can't be read. The message continues a sentence that begins with the file's name."""
 
 
 def read_lengths(path: Path, column: str | None = None) -> NDArray[np.int64]:
@@ -29,9 +29,9 @@ def read_lengths(path: Path, column: str | None = None) -> NDArray[np.int64]:
 
     Args:
         path: .json: a list of documents, a list of objects, or an object of columns. .jsonl (and .json): a document or
-            an object on each line. .npy: a row of integers. .parquet: a table. .csv: columns separated by commas,
-            semicolons or tabs, with their names in the first line (one column may go without). .txt: a number on each
-            line.
+            an object on each line. .npy: a one-dimensional array of integers. .parquet: a table. .csv: columns
+            separated by commas, semicolons or tabs, with their names in the first line (one column may go without).
+            .txt: a number on each line.
         column: the column with the documents; None takes the only column, or the first of `USUAL_COLUMNS`.
 
     Returns:

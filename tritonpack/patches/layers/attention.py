@@ -79,8 +79,7 @@ class DocumentMask(InstanceForward):
 
 
 class EncoderAttention(InstanceForward):
-    """Attention through transformers' interface, whose encoder makes a mask from the one for padding: gets the mask of
-    the documents."""
+    """Attention in encoders that make its mask from the padding mask. It gets the mask of the documents instead."""
 
     def call(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
         packed_batch = self.packed_batch

@@ -44,7 +44,7 @@ def forward_for(layer: nn.Module, context: PackingContext, capabilities: Capabil
 
 
 def fits(module: Any) -> bool:
-    """Whether the forward of a rewritten layer takes the arguments that it takes here.
+    """Whether a rewritten layer's forward takes the arguments that our forward expects.
 
     They may differ in another version of transformers. True for layers that are not rewritten.
     """

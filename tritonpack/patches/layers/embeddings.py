@@ -1,4 +1,4 @@
-"""Embeddings that depend on other tokens: only on those of the same document in a patched model."""
+"""Embeddings that depend on other tokens. In a patched model these are tokens of the same document only."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ class DocumentPositions(InstanceForward):
     """The method by which a model makes positions of its tokens and images. It runs with each document as a row.
 
     The method takes tokens (B, T), the sizes of all images in order, and a mask. It returns positions (n, B, T), and
-    how far the last position of each row is ahead of its number. Waits for the device, as the method does.
+    the difference between each row's next position and its number of tokens. Waits for the device, as the method does.
     """
 
     attribute = METHOD
@@ -52,7 +52,7 @@ class DocumentPositions(InstanceForward):
 def leave_positions_to(module: nn.Module, packed_batch: PackedBatch, arguments: dict[str, Any]) -> None:
     """Remove two-dimensional position ids from the arguments of a model that makes positions of tokens and images.
 
-    They have told where documents begin, and ignore images. They stay if the call has no tokens.
+    They were already read to find documents, and they don't count images. They stay if the call has no tokens.
     """
     given = arguments.get("position_ids")
     own = hasattr(module, METHOD) and not packed_batch.cached and arguments.get("input_ids") is not None

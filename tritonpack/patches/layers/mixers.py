@@ -25,7 +25,7 @@ Capabilities = dict[tuple[type, str, torch.dtype], bool]
 
 
 class DocumentByDocument(InstanceForward):
-    """The forward of a layer that mixes along the row (a recurrence, a convolution): each document begins anew.
+    """The forward of a layer that mixes along the row (a recurrence, a convolution): each document runs separately.
 
     If its kernels (causal-conv1d, mamba-ssm, flash-linear-attention) keep documents apart, the layer runs once, with
     boundaries. Otherwise documents of similar lengths share a batch. Padding is on the right, where a causal layer
@@ -39,7 +39,7 @@ class DocumentByDocument(InstanceForward):
         super().__init__(module, context)
         self.capabilities = capabilities
 
-    # A graph would hold for the lengths of these documents alone.
+    # A graph would fit only the lengths of these documents.
     @torch.compiler.disable
     def call(self, *args: Any, **kwargs: Any) -> Any:
         packed_batch = self.packed_batch

@@ -57,7 +57,7 @@ class _Indexed:
 
 
 def temperature(module: nn.Module, mask: IntervalMask) -> Tensor | None:
-    """(B, 1, T, 1): the factor from a query's scale by its place in the row to the scale by its place in the document.
+    """(B, 1, T, 1): a query's scale at its place in the document, divided by its scale at its place in the row.
 
     Layers without positions in models for long contexts scale queries up along the row. None for all other layers.
     """

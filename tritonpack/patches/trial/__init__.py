@@ -1,1 +1,1 @@
-"""Small copies of models, and every form in which packed documents reach them, held against each document alone."""
+"""Small copies of models, and the comparison of documents packed in every form with each document alone."""

@@ -29,8 +29,10 @@ class Limits(NamedTuple):
 
 
 class Influence(NamedTuple):
-    """The largest movement of an output, relative to its largest value, that a change of a document causes in others'
-    parts."""
+    """The largest change of an output for documents that stayed the same, when one other document was changed.
+
+    It is relative to the output's largest value.
+    """
 
     size: float
     output: str

@@ -23,7 +23,8 @@ class ConstantDraws(TorchDispatchMode):
     """A mode in which each draw gives one number, wherever it lies in a batch.
 
     Noise is half a standard deviation above its mean, and a uniform number lies in the middle. Dropout keeps all if it
-    keeps each with a probability of at least one half. A choice takes the most probable, of equal ones the first.
+    keeps each with a probability of at least one half. A random choice takes the most probable value, and the first of
+    equally probable ones.
 
     Attributes:
         drawn: whether anything was drawn.

@@ -1,4 +1,4 @@
-"""The judge: whether documents packed in a form equal each document alone, in outputs and gradients."""
+"""Judge whether documents packed in a form equal each document alone, in outputs and gradients."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ class Results(NamedTuple):
     """The results of each document alone.
 
     Attributes:
-        outputs: by name.
-        gradients: of all parameters, under weights for the main output; none if they aren't compared.
+        outputs: the outputs by name.
+        gradients: the gradients of all parameters, from a weighted sum of the main output; empty if they aren't
+            compared.
         no_gradients: why there are no gradients although they were asked for.
     """
 
@@ -76,7 +77,7 @@ class Judgement:
 def alone(subject: Subject, documents: list[Tensor], *, gradients: bool = True) -> Results:
     """Run each document in a call of its own, with nothing but its tokens.
 
-    Beside the main output, those are left out that are the same for all documents, or that have a NaN.
+    Outputs that are the same for all documents, or that have a NaN, are left out, except the main output.
 
     Raises:
         ValueError: the model gives no value for each token or document, or none that is finite.

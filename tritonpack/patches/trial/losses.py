@@ -96,7 +96,7 @@ def why_loss_mixes(subject: Subject, form: str, trial: LossTrial, limit: float) 
     """Say why the loss of packed documents is wrong; empty if it is right, or if the call fails."""
     try:
         loss = trial.loss(subject, subject.forms[form](trial.documents))
-    except Exception:  # the call is refused, or fails without a word of ours
+    except Exception:  # the call is refused, or fails with an error that isn't tritonpack's
         return ""
     if loss is None:
         return "it gives no loss"

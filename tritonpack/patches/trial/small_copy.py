@@ -22,7 +22,7 @@ AUTO = {
 # Model types whose language model takes a part of the configuration, and the name of that part.
 PARTS = {"musicgen": "decoder", "musicgen_melody": "decoder"}
 
-# The fused experts know no float64.
+# The fused experts don't support float64.
 _EXPERTS = "eager"
 
 
@@ -42,8 +42,8 @@ class Built:
 def small_copy(config: Any, *, dtype: torch.dtype = torch.float32, **options: Any) -> Built:
     """Build a small random model of the auto class of a configuration, with every switch of it (see `shrink`).
 
-    Where the whole can't be built, the language model inside is. Options are those of the auto classes' `from_config`,
-    such as `trust_remote_code`. The configuration stays as it is.
+    If the whole can't be built, the language model inside it is built. Options are those of the auto classes'
+    `from_config`, such as `trust_remote_code`. The configuration stays as it is.
 
     Raises:
         NotSmallError: transformers builds no such model, or not in this size.
@@ -131,7 +131,7 @@ def part_of(config: Any) -> Any:
 
 
 def spread(model: nn.Module, generator: torch.Generator) -> None:
-    """Draw weights under which every part contributes; under transformers' own small ones attention hardly shows."""
+    """Draw weights with which every part contributes. With transformers' small weights attention has little effect."""
     done: set[int] = set()
     for module in model.modules():
         for parameter in module.parameters(recurse=False):

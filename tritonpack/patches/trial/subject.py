@@ -96,7 +96,7 @@ def subject_of(model: nn.Module) -> Subject:
                 document[:, -1] = end
         return documents
 
-    if both_sides and not names[0].endswith(HEADS_SHIFT):  # those make the decoder's tokens of the encoder's
+    if both_sides and not names[0].endswith(HEADS_SHIFT):  # those make the decoder's tokens from the encoder's
         return pairs_subject(model, draw, ordinary)
     if any(name.endswith("ForMultipleChoice") for name in names):
         return choices_subject(model, draw, exchanged(ordinary, size))

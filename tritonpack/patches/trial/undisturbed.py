@@ -1,4 +1,4 @@
-"""Run code of models in whatever contexts the caller is in, and leave no trace of it."""
+"""Run a model's code independently of the caller's torch contexts, and without effects on the process."""
 
 from __future__ import annotations
 

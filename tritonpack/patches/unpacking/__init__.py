@@ -1,1 +1,1 @@
-"""Packed rows as batches with one document in each row, and the outputs of such batches in packed rows again."""
+"""Packed rows are turned into batches with one document in each row, and their outputs back into packed rows."""

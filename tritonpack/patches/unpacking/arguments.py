@@ -77,8 +77,8 @@ def batch_of(group: Group, arguments: Mapping[str, Any], forward: ByDocument) ->
 
     Args:
         group: the documents.
-        arguments: of the packed call, by name; of those that tell documents apart, only position ids.
-        forward: of the model.
+        arguments: the packed call's arguments by name; position ids are the only ones that tell documents apart.
+        forward: the forward of the model.
     """
     batch: dict[str, Any] = {}
     for name, value in arguments.items():

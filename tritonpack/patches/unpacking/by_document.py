@@ -1,7 +1,7 @@
 """The forward of a whole model that can run the documents of packed rows with one document in each row.
 
-Models run so if they give one result for each row, search a row for special tokens, or can't keep several documents in
-a row apart.
+Models run in this way if they give one result for each row, search a row for special tokens, or can't keep several
+documents in a row apart.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tritonpack.patches.unpacking.names import CONDITIONED, ONE_DOCUMENT_A_ROW, 
 from tritonpack.patches.unpacking.outputs import LaidBack
 from tritonpack.patches.unpacking.spans import take_spans
 
-# Fields of a configuration that name the tokens which images or sounds take the place of.
+# Fields of a configuration that name the placeholder tokens of images or sounds.
 PLACES_OF_IMAGES = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id", "audio_token_index")
 
 
@@ -43,7 +43,7 @@ class ByDocument(InstanceForward):
         decodes: whether the model takes tokens of a decoder; otherwise arguments and outputs of its decoder have none.
         across: whether the model compares all texts with all images or sounds, as CLIP does.
         puts_images_among_tokens: whether the model puts images or sounds in the place of tokens.
-        mixed_loss: what a trial has found wrong with the model's own loss of packed documents; empty if nothing.
+        mixed_loss: what a trial found wrong with the model's own loss of packed documents; empty if nothing.
     """
 
     by_length = each = False
@@ -86,7 +86,7 @@ class ByDocument(InstanceForward):
         """Refuse labels of packed rows if the model's own loss mixes documents.
 
         Raises:
-            ValueError: the message says what a trial has found.
+            ValueError: the message says what a trial found.
         """
         if self.mixed_loss and arguments.get("labels") is not None:
             require_one_document_a_row(
@@ -101,8 +101,8 @@ class ByDocument(InstanceForward):
 
         Args:
             run: computes the output.
-            arguments: of the call; positions of spans are taken out of them.
-            packed_batch: of the tokens that have logits; None if nothing tells documents.
+            arguments: the call's arguments; positions of spans are taken out of them.
+            packed_batch: the packing of the tokens that have logits; None if no argument marks documents.
         """
         if packed_batch is None:
             return run()
@@ -125,8 +125,8 @@ class ByDocument(InstanceForward):
         """Run packed rows with one document in each row.
 
         Args:
-            documents: of each side, "" and "decoder", in the packed rows.
-            arguments: of the call, by name.
+            documents: the documents of each side, "" and "decoder", in the packed rows.
+            arguments: the call's arguments by name.
             one_choice: add a dimension for choices, of which there is one: tokens are (documents, 1, longest).
 
         Returns:
@@ -146,7 +146,7 @@ class ByDocument(InstanceForward):
         if len(groups) > 1 and self.across and arguments.get("return_loss"):
             raise ValueError(
                 f"{self.name} runs documents of one length at a time, so its loss of all texts and images can't "
-                "be put together. Compute it of logits_per_text, and leave return_loss out."
+                "be combined. Compute it from logits_per_text, and leave return_loss out."
             )
         batches = [batch_of(group, kept, self) for group in groups]
         if one_choice:
@@ -213,7 +213,7 @@ class ByDocument(InstanceForward):
         if calls > 1 and others:
             how = "each document in a call of its own" if self.each else "documents of one length at a time"
             raise ValueError(
-                f"{self.name} runs {how}, so its loss of {others[0]} can't be put together. Compute it of the "
+                f"{self.name} runs {how}, so its loss of {others[0]} can't be combined. Compute it from the "
                 f"outputs, without {others[0]}, or give each document a row of its own, unpatched."
             )
         if not isinstance(labels, Tensor):

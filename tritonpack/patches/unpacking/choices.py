@@ -23,7 +23,7 @@ class Choices:
     The d-th document of each choice of a row is an option of the row's d-th question. Questions are counted row by row.
 
     Attributes:
-        documents: of the rows (B * C, T), the C options of the first question first.
+        documents: the documents of the rows (B * C, T), the C options of the first question first.
         shape: (B, C, T).
     """
 
@@ -38,7 +38,7 @@ class Choices:
         the model takes all arguments that tell documents apart.
 
         Args:
-            arguments: of the call, by name.
+            arguments: the call's arguments by name.
             model: the model that is called.
             serving: which attention runs.
             left: pad documents on the left.

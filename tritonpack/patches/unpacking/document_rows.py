@@ -189,7 +189,7 @@ def makes_vectors_of_padding(module: PreTrainedModel) -> bool:
 
 
 def padding_of_tables(module: nn.Module) -> int | None:
-    """The padding token by the tables of tokens in a model, if all name the same: FastSpeech 2 says it nowhere else."""
+    """The padding token that all token tables of a model name; FastSpeech 2's configuration doesn't have it."""
     sizes = {getattr(one.config, "vocab_size", None) for one in module.modules() if isinstance(one, PreTrainedModel)}
     tables = [inner for inner in module.modules() if isinstance(inner, nn.Embedding) and inner.num_embeddings in sizes]
     found = {table.padding_idx for table in tables}

@@ -33,7 +33,7 @@ class Documents:
         """The documents of a packing; None if no row holds several. Waits for the device.
 
         Args:
-            packed_batch: of rows without a cache. Its padding is not among the documents.
+            packed_batch: the packing of rows without a cache. Its padding is not among the documents.
             left: pad documents on the left.
             always: find documents also if no row holds several.
         """
@@ -69,18 +69,18 @@ class Documents:
         return self.places.shape[0]
 
     def cut(self, values: Tensor, fill: float = 0) -> Tensor:
-        """(documents, longest, ...) of (B, T, ...) or (1, T, ...), with `fill` for padding."""
+        """Cut values (B, T, ...) or (1, T, ...) into (documents, longest, ...), with `fill` for padding."""
         flat = values.expand(*self.tokens, *values.shape[2:]).flatten(0, 1)
         outside = ~self.inside.view(*self.inside.shape, *[1] * (values.ndim - 2)).to(values.device)
         return flat[self.places.to(values.device)].masked_fill(outside, fill)
 
     def lay_back(self, values: Tensor) -> Tensor:
-        """(B, T, ...) of (documents, longest, ...), with zeros where no document lies."""
+        """Lay values (documents, longest, ...) back into rows (B, T, ...), with zeros where no document lies."""
         return lay_back([self], [values])
 
 
 def lay_back(batches: Sequence[Documents], values: Sequence[Tensor]) -> Tensor:
-    """(B, T, ...) of values (documents, longest, ...) of several batches, with zeros where no document lies."""
+    """Lay values (documents, longest, ...) of several batches back into rows (B, T, ...), with zeros elsewhere."""
     found = torch.cat([value[batch.inside] for batch, value in zip(batches, values, strict=True)])
     flat = found.new_zeros((batches[0].tokens.numel(), *found.shape[1:]))
     flat[torch.cat([batch.places[batch.inside] for batch in batches])] = found

@@ -1,4 +1,4 @@
-"""What names of classes, arguments and outputs say where shapes alone do not decide it."""
+"""Tables of classes, arguments and outputs by name, for cases that shapes alone don't decide."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ STATES_OF_IMAGES = re.compile(r"BlipForQuestionAnswering")
 # Arguments that hold one target for each document.
 TARGETS = ("labels", "next_sentence_label", "sentence_order_label", "question_lengths")
 
-# Of these, and of others, those whose losses are not means over labels of tokens alone.
+# Arguments, in `TARGETS` or not, whose losses aren't means over labels of tokens.
 OTHER_TARGETS = re.compile(r"next_sentence_label|sentence_order_label|question_lengths|\w+_labels")
 
 # Arguments and outputs of images and sounds. They have no value for each token of a row, whatever their shape.

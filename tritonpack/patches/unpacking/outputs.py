@@ -32,8 +32,9 @@ class LaidBack:
 
     Args:
         groups: the documents of each call; together they are all documents.
-        weights: of each call's loss; the loss of several calls is their weighted mean. Without any, it is their sum.
-        forward: of the model.
+        weights: the weight of each call's loss. The loss of several calls is the weighted mean, or the sum without
+            weights.
+        forward: the forward of the model.
 
     Attributes:
         of_documents: the name of an output that has one value for each document, if there is any.
@@ -49,7 +50,7 @@ class LaidBack:
 
         Args:
             values: the output, or a part of it, of each call.
-            name: of the part.
+            name: the name of the part.
         """
         first = values[0]
         if isinstance(first, Mapping):

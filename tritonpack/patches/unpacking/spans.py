@@ -28,10 +28,10 @@ class Spans:
     """The spans to find in packed documents. They replace the head's `start_positions` and `end_positions`.
 
     Attributes:
-        documents: of the packed rows.
-        start: (documents,) int64, the first token of each span, counted from its document's first token; the longest
-            document's length for a span to be ignored.
-        end: (documents,) int64, the last token of each span, likewise.
+        documents: the documents of the packed rows.
+        start: (documents,) int64, the first token of each span, counted from its document's first token. For an ignored
+            span it is the longest document's length.
+        end: (documents,) int64, the last token of each span, counted in the same way.
         loss: takes (documents, longest) logits, as transformers' `ForQuestionAnsweringLoss` does.
     """
 
@@ -41,7 +41,7 @@ class Spans:
     loss: Callable[..., Tensor]
 
     def add_loss(self, output: Any, model: str) -> Any:
-        """The output with its loss: the mean over documents of the loss that each has in a call of its own.
+        """The output with its loss: the mean, over documents, of the loss of each document in a call of its own.
 
         A position outside of its document is ignored, and a negative position counts as 0.
         """
@@ -63,8 +63,8 @@ def take_spans(arguments: dict[str, Any], packed_batch: PackedBatch, head: nn.Mo
     first token of the row, as the head counts.
 
     Args:
-        arguments: of the call, by name; changed in place.
-        packed_batch: of the tokens that have logits.
+        arguments: the call's arguments by name; changed in place.
+        packed_batch: the packing of the tokens that have logits.
         head: the model that is called.
         instance: the forward that this instance had before the patch; None if it had none.
 
@@ -119,7 +119,7 @@ def _in_documents(documents: Documents, places: Tensor) -> Tensor:
     """(documents,) places in documents. A place outside becomes the longest document's length, which the loss ignores.
 
     Args:
-        documents: of the packed rows.
+        documents: the documents of the packed rows.
         places: (documents,) places in documents, or (B,) places in rows if each document has a row of its own.
     """
     places = places.clamp(min=0)

@@ -40,7 +40,7 @@ class Result:
 
     Attributes:
         check: the name of the check.
-        dtype: of q, k and v, such as "bfloat16".
+        dtype: the dtype of q, k and v, such as "bfloat16".
         outcome: "pass"; "fail", a wrong answer; "not offered", where the function lacks a parameter, isn't
             differentiable or raises NotImplementedError; "error", any other exception.
         detail: the figures, the reason, the missing parameter, or the exception.
@@ -112,10 +112,10 @@ class Check:
 
         Args:
             function: as `run` takes it.
-            dtype, device: of q, k and v.
+            dtype, device: the dtype and device of q, k and v.
 
         Raises:
-            ValueError: it can't be called as flash_attn_varlen_func is. Errors of its own are an outcome.
+            ValueError: it can't be called as flash_attn_varlen_func is. The function's own errors are outcomes.
         """
         called = function if isinstance(function, VarlenFunction) else VarlenFunction(function)
         lacking = called.lacks(self.case, scale=self.scale)
@@ -170,7 +170,7 @@ def run(
         function: called by keywords as flash_attn_varlen_func is: q (T_q, H, D), k (T_k, H_kv, D), v (T_k, H_kv,
             D_v), cu_seqlens (documents + 1,) int32. The kit reads parameters from its signature, in the spellings of
             FlashAttention 2, 3 and 4, vLLM and torch. A feature without a parameter is reported as not offered.
-        dtypes: of q, k and v; None means bfloat16 on a GPU, float32 and bfloat16 elsewhere.
+        dtypes: the dtypes of q, k and v; None means bfloat16 on a GPU, float32 and bfloat16 elsewhere.
         device: None means the GPU where there is one.
         only, skip: as `checks` takes them.
 
@@ -178,7 +178,8 @@ def run(
         The report: `.passed`, `.results`, and a table as its text.
 
     Raises:
-        ValueError: the function can't be called so, or no check matches. Errors of its own are in the report.
+        ValueError: the function can't be called in this way, or no check matches. The report holds the function's own
+            errors.
     """
     target = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if dtypes is None:

@@ -22,7 +22,7 @@ class FailedError(Exception):
 
 
 class NotOfferedError(Exception):
-    """The function doesn't offer the feature of the case; the message names what is lacking."""
+    """The function doesn't offer the feature of the case; the message names the missing part."""
 
 
 @dataclass(frozen=True)
@@ -165,7 +165,7 @@ def slack_zeros(problem: Problem) -> str:
 
 
 def slack_inert(problem: Problem) -> str:
-    """Check that values in those rows, NaN and infinite ones too, reach nothing."""
+    """Check that values past the last document, NaN and infinite ones too, change no result."""
     case = problem.case
     clean, noise = _repeated(problem, problem.inputs)
     for value in (NAN, INF):
@@ -213,7 +213,7 @@ def lse_of_empty_rows(problem: Problem) -> str:
 
 
 def lse_gradient(problem: Problem) -> str:
-    """Check the gradient through the log-sum-exp, if that requires one."""
+    """Check the gradient through the log-sum-exp, if the log-sum-exp requires a gradient."""
     inputs = replace(problem.inputs, dlse=make_inputs(problem.case).dlse.to(problem.inputs.dlse))
     leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k)]
     out = problem.forward(replace(inputs, q=leaves[0], k=leaves[1]), lse=True)
