@@ -46,7 +46,7 @@ def test_a_new_backend_is_a_file_and_a_row(monkeypatch: pytest.MonkeyPatch) -> N
         check_device=reference.check_device, plan_tiles=reference.plan_tiles, forward=forward, backward=backward
     )
     monkeypatch.setitem(sys.modules, "tritonpack.backends.fifth", file)
-    monkeypatch.setattr("tritonpack.attention.BACKENDS", (*BACKENDS, "fifth"))
+    monkeypatch.setattr("tritonpack.backends.BACKENDS", (*BACKENDS, "fifth"))
     q, k, v = (torch.randn(5, 2, 16, requires_grad=True) for _ in range(3))
     mask = BlockDiagonalMask.from_seqlens([3, 2])
     fifth: Any = "fifth"

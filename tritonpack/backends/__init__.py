@@ -8,6 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal, Protocol, cast, get_args
 
+import torch
 from torch import Tensor
 
 from tritonpack.checks import check_choice
