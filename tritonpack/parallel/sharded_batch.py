@@ -27,11 +27,11 @@ class ShardedMask(IntervalMask):
         super().__init__(*given, **named)
         self.sharding = sharding
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         assert isinstance(self.packed_batch, ShardedBatch)
         self.count_use()
         self.packed_batch.attended = True
-        return self.sharding.attend(q, k, v, self.mask, backend=self.serving.backend, **options)
+        return self.sharding.attention(q, k, v, self.mask, backend=self.serving.backend, **options)
 
     def to_tensor(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
         raise UnsupportedModelError(

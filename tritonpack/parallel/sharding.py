@@ -122,7 +122,7 @@ class Sharding:
         return _Total.apply(part, self.ranks, self.ranks.size if self.grad_reduce == "mean" else 1)
 
     @outside_of_graphs
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, **options: Any) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, **options: Any) -> Tensor:
         """Attention of this rank's rows by the mask of the batch; shapes and options as in `attend`."""
         return attend(
             q, k, v, mask, self.layout, self.ranks.group, exchange=self.exchange, heads_k_stride=self.heads_k_stride,

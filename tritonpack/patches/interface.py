@@ -80,7 +80,7 @@ def served(mask: IntervalMask, dtype: torch.dtype) -> IntervalMask | Tensor:
     return mask.dense(dtype) if mask.serving.attention == "dense" else mask
 
 
-def attend(
+def interval_attention_forward(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -119,7 +119,7 @@ def attend(
             )
         query, position_bias = _tuned(module, query, position_bias, attention_mask)
         dense = _dense(module, attention_mask, key, torch.bool, kwargs, "tritonpack")
-        return attend_dense(query, key, value, dense, indices, position_bias, sinks, dropout, scaling), None
+        return dense_attention_forward(query, key, value, dense, indices, position_bias, sinks, dropout, scaling), None
     mask = _claimed(module, attention_mask, key, kwargs, "tritonpack")
     batch, _, length, _ = query.shape
     if mask.shape[0] != batch or mask.shape[2:] != (length, key.shape[2]):
@@ -130,7 +130,7 @@ def attend(
         )
     query, _ = _tuned(module, query, None, mask)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
-    out = mask.attend(
+    out = mask.attention(
         q,
         k,
         v,
@@ -158,7 +158,7 @@ def attend_sdpa(
     mask = _dense(module, attention_mask, key, torch.bool, kwargs, "sdpa")
     if indices is not None or position_bias is not None:
         dropout, scaling = kwargs.get("dropout", 0.0), kwargs.get("scaling")
-        return attend_dense(query, key, value, mask, indices, position_bias, None, dropout, scaling), None
+        return dense_attention_forward(query, key, value, mask, indices, position_bias, None, dropout, scaling), None
     return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
 
 
@@ -184,7 +184,7 @@ def attend_eager(
     return own(module, query, key, value, mask, **kwargs)
 
 
-def attend_dense(
+def dense_attention_forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -274,7 +274,7 @@ def _claimed(module: nn.Module, mask: Any, key: Tensor, arguments: dict[str, Any
 
 # The attention function of each of our names.
 FUNCTIONS: dict[str, Callable[..., Any]] = {
-    NAMES["tritonpack"]: attend,
+    NAMES["tritonpack"]: interval_attention_forward,
     NAMES["sdpa"]: attend_sdpa,
     NAMES["eager"]: attend_eager,
     NAMES["dense"]: attend_sdpa,

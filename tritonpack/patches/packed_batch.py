@@ -89,7 +89,7 @@ class IntervalMask(TensorLike):
         if watch is not None:
             watch.use()
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
+    def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """q (B * T, H, D), k (B * K, H_kv, D) and v (B * K, H_kv, D_v) -> (B * T, H, D_v), by `varlen_attention`."""
         self.count_use()
         mask = self.mask if self.device == q.device else self.mask.to(q.device)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tritonpack.patches.interface import attend, attend_dense
+from tritonpack.patches.interface import dense_attention_forward, interval_attention_forward
 from tritonpack.patches.mask_spec import MaskSpec
 from tritonpack.patches.packed_batch import IntervalMask
 from tritonpack.patches.packing_context import PackingContext
@@ -43,10 +43,10 @@ class FalconAttention(InstanceForward):
             key, value = layer_past.update(key, value, module.layer_idx)
         dropout = module.attention_dropout.p if alibi is not None and module.training else 0.0
         if isinstance(attention_mask, Tensor):
-            out = attend_dense(query, key, value, attention_mask, None, None, None, dropout, None)
+            out = dense_attention_forward(query, key, value, attention_mask, None, None, None, dropout, None)
         else:
             arguments = {"output_attentions": output_attentions, "position_ids": position_ids, **kwargs}
-            out, _ = attend(module, query, key, value, attention_mask, dropout=dropout, **arguments)
+            out, _ = interval_attention_forward(module, query, key, value, attention_mask, dropout=dropout, **arguments)
         return module.dense(out.flatten(2)), None
 
 
