@@ -110,7 +110,7 @@ def test_a_session_that_fails_to_start_changes_nothing() -> None:
         assert packed_gap(model) < 1e-5
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_unpatching_during_a_session() -> None:
     model = tiny_model("llama", dtype=torch.float32)
     expected = generated(model)

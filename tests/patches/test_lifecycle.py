@@ -230,7 +230,7 @@ def broken_anywhere(
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("family", [*FAMILIES, "blt"])  # blt runs with one document in each row
-@pytest.mark.sampled("llama", "blt")
+@pytest.mark.sampled("llama")
 def test_an_interrupted_patch_leaves_nothing(family: str) -> None:
     model = build(family)
     before, logits = state(model), packed_as_stock(model)
@@ -254,7 +254,7 @@ def packed_as_stock(model: PreTrainedModel) -> Tensor:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("family", [*FAMILIES, "blt"])  # blt runs with one document in each row
-@pytest.mark.sampled("llama", "blt")
+@pytest.mark.sampled("blt")
 def test_an_interrupted_unpatch_is_complete(family: str) -> None:
     """The model is unpatched, or still patched if nothing had been taken away yet, and never in between."""
     model = build(family)
