@@ -1,3 +1,4 @@
+import os
 import re
 import subprocess
 import sys
@@ -91,3 +92,12 @@ def test_a_missing_path_is_reported_before_transformers_is_imported():
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert result.returncode == 2
     assert "there is no file or folder /nowhere/x" in result.stderr
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_a_full_device_is_one_line_and_exit_code_1():
+    with open("/dev/full", "w") as full:
+        found = subprocess.run([sys.executable, "-m", "tritonpack", "--help"], stdout=full, stderr=subprocess.PIPE)
+    assert found.returncode == 1
+    assert found.stderr.decode().startswith("error: output can't be written")
+    assert found.stderr.count(b"\n") == 1

@@ -234,3 +234,7 @@ def test_refuses_capacity(capacity):
 def test_refuses_epochs():
     with pytest.raises(ValueError, match="epoch must be an integer of at least 0; got -1"):
         sampler().set_epoch(-1)
+
+
+def test_ranks_need_no_process_group_to_be_verified() -> None:
+    MultipackDistributedBatchSampler(8, [3, 5, 2, 7], 1, 0, tail="keep").verify_ranks()

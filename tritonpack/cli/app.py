@@ -284,7 +284,7 @@ def run(arguments: list[str]) -> int:
         if isinstance(error, SystemExit):
             raise
         if isinstance(error, OSError):
-            print(f"error: standard output can't be written: {error.strerror}", file=sys.stderr)
+            print(f"error: output can't be written: {error}", file=sys.stderr)
             _discard_output()
             return 1
         print(f"error: {error.format_message()}", file=sys.stderr)
@@ -293,5 +293,5 @@ def run(arguments: list[str]) -> int:
 
 
 def _discard_output() -> None:
-    """Lead standard output to nowhere, because Python flushes it again at its end."""
+    """Point standard output at the null device, because Python flushes it again when it ends."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

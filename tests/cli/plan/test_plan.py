@@ -258,3 +258,13 @@ def test_numbers_agree_with_their_nouns(tmp_path, capsys):
     (tmp_path / "lengths.json").write_text("[1]")
     assert run("plan", tmp_path / "lengths.json", "--capacity", 1, "--out", tmp_path) == 0
     assert "1 document, 1 token;" in capsys.readouterr().out
+
+
+def test_the_configuration_of_the_model_is_not_overwritten(tmp_path, capsys):
+    (tmp_path / "lengths.json").write_text("[10, 20]")
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    arguments = ("plan", tmp_path / "lengths.json", "--capacity", 64, "--model", tmp_path, "--json", config)
+    assert run(*arguments) == 2
+    assert "which would be lost" in capsys.readouterr().err
+    assert config.read_text() == "{}"
