@@ -3,8 +3,7 @@ import pytest
 
 from tests.packing import naive
 from tritonpack.packing import pack
-from tritonpack.packing.bins import WINDOW
-from tritonpack.packing.heuristics import MAX_CARRIES, WindowPacker
+from tritonpack.packing.heuristics import MAX_CARRIES, WINDOW, WindowPacker
 
 
 def pack_windows(lengths, capacity, max_items, window, threshold):

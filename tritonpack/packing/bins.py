@@ -22,8 +22,6 @@ from tritonpack.packing.lengths import (
 
 Algorithm = Literal["best_fit_decreasing", "first_fit_decreasing", "first_fit", "next_fit", "windowed"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
-WINDOW = 1024  # documents that "windowed" packs at a time
-CARRY_THRESHOLD = 0.95  # the filled share of a bin below which it leaves its documents to the next window
 
 
 @dataclass(frozen=True, eq=False)

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tritonpack.packing.bins import CARRY_THRESHOLD, WINDOW
 from tritonpack.packing.compiled import compiled
 
 
@@ -254,6 +253,9 @@ def _next_fit(lengths: Any, capacity: int, max_items: int) -> Any:
     return offsets[: num_bins + 1].copy()
 
 
+# The defaults of pack_stream, too, so that it makes the same bins as `pack`.
+WINDOW = 1024  # documents that are packed at a time
+CARRY_THRESHOLD = 0.95  # the filled share of a bin below which its documents are packed again with the next window
 MAX_CARRIES = 2  # more had no measurable benefit
 
 

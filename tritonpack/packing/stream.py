@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 
 from tritonpack.checks import check_choice, is_number
-from tritonpack.packing.bins import CARRY_THRESHOLD, WINDOW
 from tritonpack.packing.documents import TOKENS, Length, check_length_function, checked_length, cut, is_iterable
 from tritonpack.packing.lengths import MAX_INT32, POLICIES, Overlong, OverlongReport, check_integer
 
@@ -84,11 +83,11 @@ def pack_stream(
     documents: Iterable[Any],
     capacity: int,
     *,
-    window: int = WINDOW,
+    window: int = 1024,
     overlong: Overlong = "error",
     max_items: int | None = None,
     length: Length | None = None,
-    carry_threshold: float = CARRY_THRESHOLD,
+    carry_threshold: float = 0.95,
 ) -> PackedStream:
     """Pack documents from any iterable, in one pass over it.
 
