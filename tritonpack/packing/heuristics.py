@@ -1,4 +1,8 @@
-"""The heuristics that `pack` offers, compiled by numba."""
+"""The heuristics that `pack` offers, compiled by numba.
+
+This file and planner.py import numba. They are imported when something is packed or planned, so the rest of tritonpack
+works without numba.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tritonpack.packing.compiled import compiled
+try:
+    import numba
+except ImportError as error:
+    raise ImportError(
+        "tritonpack packs and plans with loops that numba compiles, and numba can't be imported here "
+        f"({error}). Install it: pip install numba. PackingCollator, CostModel and everything outside of "
+        "tritonpack.packing work without it."
+    ) from error
+
+# A compiled loop must not call one of another file: numba's cache on disk would keep the machine code of a function
+# that has changed while the file of its caller hasn't.
+compiled: Any = numba.njit(cache=True, nogil=True)
 
 
 @compiled
