@@ -96,7 +96,7 @@ def test_modules_of_the_working_directory_are_found(tmp_path, monkeypatch, capsy
         ([RIGHT, "--device", "cuda"], "torch sees no GPU here; use --device cpu or auto"),
         (
             [RIGHT, "--device", "cpu", "--only", "empty/all", "--json", "/proc/nowhere/x"],
-            "there is no folder /proc/nowhere",
+            "--json /proc/nowhere/x can't be written: ",
         ),
     ],
 )

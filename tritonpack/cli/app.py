@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -64,6 +65,33 @@ def _usage_errors() -> Iterator[None]:
         yield
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
+
+
+def _number(option: str, kind: type[int] | type[float], least: int, most: int = 2**31 - 1) -> Callable[[str], float]:
+    """A parser for the value of an option that must be a number from `least` to `most`."""
+
+    def number(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            what = "an integer" if kind is int else "a number"
+            raise _UsageError(f"{option} must be {what} from {least} to {most}; got {text}.")
+        return value
+
+    return number
+
+
+def _name(option: str, *allowed: str) -> Callable[[str], str]:
+    """A parser for the value of an option that must be one of the allowed names."""
+
+    def name(text: str) -> str:
+        if text not in allowed:
+            raise _UsageError(f"{option} must be one of {', '.join(allowed)}; got {text}.")
+        return text
+
+    return name
 
 
 class CheckedDType(str, Enum):  # typer doesn't take a list of Literals
@@ -167,32 +195,53 @@ def plan(
             ".csv or .txt file.",
         ),
     ],
-    capacity: Annotated[int, Option(min=1, help="Tokens that one GPU takes per step.", show_default=False)],
-    ranks: Annotated[int, Option(min=1, help="GPUs (data-parallel processes).")] = 1,
-    epochs: Annotated[int, Option(min=1, help="Epochs to plan; the table has their means.")] = 1,
-    seed: Annotated[int, Option(min=0, help="Decides the order of documents.")] = 0,
+    capacity: Annotated[
+        int,
+        Option(
+            parser=_number("--capacity", int, 1, 2**30),
+            help="Tokens that one GPU takes per step.",
+            show_default=False,
+        ),
+    ],
+    ranks: Annotated[int, Option(parser=_number("--ranks", int, 1), help="GPUs (data-parallel processes).")] = 1,
+    epochs: Annotated[
+        int, Option(parser=_number("--epochs", int, 1), help="Epochs to plan; the table has their means.")
+    ] = 1,
+    seed: Annotated[int, Option(parser=_number("--seed", int, 0), help="Decides the order of documents.")] = 0,
     objective: Annotated[
         Literal["quadratic", "linear", "cost"],
         Option(
-            help="What the ranks of a step share evenly: squared lengths (attention's load), tokens, the model's cost."
+            parser=_name("--objective", "quadratic", "linear", "cost"),
+            help="What the ranks of a step share evenly: squared lengths (attention's load), tokens, the model's cost.",
         ),
     ] = "quadratic",
     tail: Annotated[
         Literal["drop", "spread", "keep"],
-        Option(help="Documents left for the last step: drop them, spread them over all steps, or keep a partial step."),
+        Option(
+            parser=_name("--tail", "drop", "spread", "keep"),
+            help="Documents left for the last step: drop them, spread them over all steps, or keep a partial step.",
+        ),
     ] = "drop",
     lookahead: Annotated[
         float,
         Option(
-            min=0.0, max=1.0, help="Tokens beyond a full step that a step may choose from, as a share of its tokens."
+            parser=_number("--lookahead", float, 0, 1),
+            help="Tokens beyond a full step that a step may choose from, as a share of its tokens, from 0 to 1.",
         ),
     ] = 0.01,
     steps_together: Annotated[
-        int, Option(min=1, help="Steps planned at once: fuller rows where a step holds few documents.")
+        int,
+        Option(
+            parser=_number("--steps-together", int, 1),
+            help="Steps planned at once: fuller rows where a step holds few documents.",
+        ),
     ] = 1,
     overlong: Annotated[
         Literal["error", "truncate", "split", "drop"],
-        Option(help="What to do with documents longer than --capacity."),
+        Option(
+            parser=_name("--overlong", "error", "truncate", "split", "drop"),
+            help="What to do with documents longer than --capacity.",
+        ),
     ] = "error",
     model: Annotated[
         str | None,
@@ -219,7 +268,7 @@ def plan(
     try:
         examine(options)
     except (ValueError, OSError) as error:
-        raise typer.BadParameter(as_options(str(error))) from error
+        raise _UsageError(as_options(str(error))) from error
 
 
 @app.command()

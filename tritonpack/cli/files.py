@@ -19,7 +19,7 @@ STANDARD_OUTPUT = Path("-")
 
 
 def require_writable(path: Path | None, option: str = "--json", inputs: Sequence[Path] = ()) -> None:
-    """Check before the work that its results can be written to `path`. An existing file isn't changed.
+    """Check before the work that its results can be written to `path`, and make its folder. No file is changed.
 
     Args:
         path: the file; None or "-" (standard output) needs no check.
@@ -27,7 +27,8 @@ def require_writable(path: Path | None, option: str = "--json", inputs: Sequence
         inputs: files that the command reads, or writes for another option.
 
     Raises:
-        ValueError: the folder is missing or read-only, `path` is a folder, or it is the same file as one of `inputs`.
+        ValueError: the folder can't be made or is read-only, `path` is a folder, or it is the same file as one of
+            `inputs`.
     """
     if path is None or path == STANDARD_OUTPUT:
         return
@@ -35,13 +36,12 @@ def require_writable(path: Path | None, option: str = "--json", inputs: Sequence
     for other in inputs:
         if path.resolve() == other.resolve() or (path.exists() and other.exists() and path.samefile(other)):
             raise ValueError(f"{failure}: it is the same file as {other}, which would be lost; name another file")
-    if not path.parent.is_dir():
-        raise ValueError(f"{failure}: there is no folder {path.parent}; make it, or name another file")
     if path.is_dir():
         raise ValueError(f"{failure}: it is a folder; name a file")
     if path.exists() and not path.is_file():
         return  # a device or a named pipe
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path.resolve().parent):
             pass
     except OSError as error:

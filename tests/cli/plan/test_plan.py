@@ -79,12 +79,21 @@ def test_a_hint_names_steps_together_where_a_step_holds_few_documents(tmp_path, 
     assert full[0] < 95 < 98 < full[1]
 
 
-def test_out_may_name_the_picture(tmp_path, capsys):
+def test_makes_the_folders_of_the_picture_and_of_the_numbers(tmp_path, capsys):
     (tmp_path / "lengths.txt").write_text("\n".join(["7"] * 40))
-    code = run("plan", tmp_path / "lengths.txt", "--capacity", 14, "--ranks", 2, "--out", tmp_path / "deep" / "a.png")
-    assert code == 0
-    assert (tmp_path / "deep" / "a.png").exists()
+    picture, numbers = tmp_path / "deep" / "a.png", tmp_path / "deeper" / "still" / "a.json"
+    arguments = ("plan", tmp_path / "lengths.txt", "--capacity", 14, "--ranks", 2)
+    assert run(*arguments, "--out", picture, "--json", numbers) == 0
+    assert picture.exists()
+    assert json.loads(numbers.read_text())["documents"] == 40
     assert "Means over" not in capsys.readouterr().out
+
+
+def test_out_may_be_a_folder_with_an_ending(tmp_path):
+    (tmp_path / "lengths.txt").write_text("\n".join(["7"] * 40))
+    (tmp_path / "run.1").mkdir()
+    assert run("plan", tmp_path / "lengths.txt", "--capacity", 14, "--out", tmp_path / "run.1") == 0
+    assert (tmp_path / "run.1" / "plan.png").exists()
 
 
 def test_overlong_documents_are_reported_and_count_as_tokens(tmp_path, capsys):
@@ -127,9 +136,22 @@ def test_model_decides_the_costs(tmp_path, capsys):
     ("arguments", "message"),
     [
         ([], "capacity"),
-        (["--capacity", "0"], "--capacity"),
-        (["--capacity", "20", "--ranks", "0"], "--ranks"),
-        (["--capacity", "20", "--tail", "wag"], "--tail"),
+        (["--capacity", "abc"], "--capacity must be an integer from 1 to 1073741824; got abc."),
+        (["--capacity", "-5"], "--capacity must be an integer from 1 to 1073741824; got -5."),
+        (["--capacity", "99999999999"], "--capacity must be an integer from 1 to 1073741824; got 99999999999."),
+        (["--capacity", "20", "--ranks", "0"], "--ranks must be an integer from 1 to 2147483647; got 0."),
+        (["--capacity", "20", "--epochs", "1.5"], "--epochs must be an integer from 1 to 2147483647; got 1.5."),
+        (["--capacity", "20", "--seed", "-1"], "--seed must be an integer from 0 to 2147483647; got -1."),
+        (["--capacity", "20", "--steps-together", ""], "--steps-together must be an integer from 1 to 2147483647; got"),
+        (["--capacity", "20", "--lookahead", "2"], "--lookahead must be a number from 0 to 1; got 2."),
+        (["--capacity", "20", "--lookahead", "nan"], "--lookahead must be a number from 0 to 1; got nan."),
+        (["--capacity", "20", "--tail", "wag"], "--tail must be one of drop, spread, keep; got wag."),
+        (["--capacity", "20", "--objective", "x"], "--objective must be one of quadratic, linear, cost; got x."),
+        (["--capacity", "20", "--overlong", "x"], "--overlong must be one of error, truncate, split, drop; got x."),
+        (
+            ["--capacity", "20", "--out", "a.pdf"],
+            "--out a.pdf ends in .pdf, and the picture is a PNG; name a file that",
+        ),
         (["--capacity", "20", "--ranks", "61"], "60 documents can't give each of 61 ranks one"),
         (["--capacity", "20000"], "don't fill one step"),
         (["--capacity", "20000"], "and --tail drop leaves out what doesn't. Use --tail keep or spread, fewer ranks"),
@@ -149,6 +171,7 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(tmp_path, monkeypatch,
     captured = capsys.readouterr()
     assert re.fullmatch(r"error: [^\n]*\n", captured.err)
     assert message in captured.err
+    assert "Invalid value" not in captured.err
 
 
 def test_a_bad_file_is_named(tmp_path, capsys):

@@ -105,14 +105,14 @@ def test_a_missing_pyarrow_is_named(tmp_path, monkeypatch, name):
         ("a.json", "[]", "holds no document"),
         ("a.json", "{}", "has the columns none"),
         ("a.json", '{"a": [1], "b": [2]}', "'a', 'b'; name the one with the lengths with --column"),
-        ("a.json", "[1, NaN]", "document 1, is NaN, not a number of tokens"),
-        ("a.json", "[1, 2.0]", "document 1, is 2.0, not"),
-        ("a.json", "[1, true]", "document 1, is true, not"),
-        ("a.json", "[1, null]", "document 1, is null, not"),
-        ("a.json", '[1, "two"]', 'document 1, is "two", not'),
-        ("a.json", "[1, -2]", "document 1, is -2, not"),
-        ("a.json", "[[7], []]", "document 1, is [], not"),
-        ("a.json", '[["Hello", "world"]]', 'document 0, is ["Hello", "world"], not'),
+        ("a.json", "[1, NaN]", "document 1, is NaN, neither a number of tokens"),
+        ("a.json", "[1, 2.0]", "document 1, is 2.0, neither"),
+        ("a.json", "[1, true]", "document 1, is true, neither"),
+        ("a.json", "[1, null]", "document 1, is null, neither"),
+        ("a.json", '[1, "two"]', 'document 1, is "two", neither'),
+        ("a.json", "[1, -2]", "document 1, is -2, neither"),
+        ("a.json", "[[7], []]", "document 1, is [], neither"),
+        ("a.json", '[["Hello", "world"]]', 'document 0, is ["Hello", "world"], neither'),
         ("a.json", "[" * 100_000, "can't be read as a .json file"),
         ("a.json", "[" + "9" * 5000 + "]", "can't be read as a .json file"),
         ("a.json", b"\xff\xfe\x00", "can't be read as a .json file: 'utf-8' codec"),
@@ -121,11 +121,11 @@ def test_a_missing_pyarrow_is_named(tmp_path, monkeypatch, name):
         ("a.jsonl", "3\nNaN\n", "line 2, is NaN"),
         ("a.jsonl", '{"a": 1, "b": 2}', "line 1 has the columns 'a', 'b'; name the one"),
         ("a.jsonl", '{"n": 1}\n{"m": 1}', "line 2 has no column 'n'; it has 'm'"),
-        ("a.jsonl", '{"n": 1}\n{"n": 0}', "line 2, is 0, not"),
+        ("a.jsonl", '{"n": 1}\n{"n": 0}', "line 2, is 0, neither"),
         ("a.jsonl", "\x89PNG", "line 1, isn't JSON"),
-        ("a.txt", "3\n4.5\n", "line 2, is 4.5, not"),
+        ("a.txt", "3\n4.5\n", "line 2, is 4.5, neither"),
         ("a.txt", "3\nfour\n", "line 2, isn't a number: 'four'"),
-        ("a.txt", "3\n99999999999999999999\n", "line 2, is 99999999999999999999, not"),
+        ("a.txt", "3\n99999999999999999999\n", "line 2, is 99999999999999999999, neither"),
         ("a.npy", "[1, 2]", "can't be read as a .npy file"),
         ("a.npy", b"\x93NUMPY\x01\x00", "can't be read as a .npy file"),
         ("a.arrow", "", "ends in '.arrow'; lengths are read from .json, .jsonl, "),
@@ -149,6 +149,8 @@ def test_refuses(tmp_path, name, content, message):
         ("4.5\n3\n", "Row #1: CSV conversion error to int64: invalid value '4.5'"),
         ("length,m\n3,4\n3\n", "Row #3: Expected 2 columns, got 1"),
         ("n,m\n3,4\n", "has the columns 'n', 'm'"),
+        ("\n3,4\n5,6\n", "a.csv has no header: its first line is '3,4'. Write the names of the columns into the first"),
+        ("length\n99999999999999999999\n", "invalid value '99999999999999999999'"),
         ("", "Empty CSV file"),
     ],
 )
@@ -170,7 +172,11 @@ def test_refuses_a_parquet_file_that_is_none(tmp_path):
         (np.array([1.0, 2.0]), r"float64 of shape \(2,\), not a row of integers"),
         (np.array([[1, 2]]), r"int64 of shape \(1, 2\)"),
         (np.array([4, 0]), "document 1, has 0 tokens"),
-        (np.array([4, 2**63], dtype=np.uint64), "document 1, has 9223372036854775808 tokens"),
+        (
+            np.array([4, 2**63], dtype=np.uint64),
+            "document 1, has 9223372036854775808 tokens; a document has from 1 to 2147483647",
+        ),
+        (np.array([4, 2**31]), "document 1, has 2147483648 tokens"),
         (np.zeros(0, dtype=np.int64), "holds no document"),
         (np.array([[1], [2, 3]], dtype=object), "can't be read as a .npy file: Object arrays"),
     ],
@@ -192,3 +198,9 @@ def test_refuses_missing_files_and_folders(tmp_path):
 def test_refuses_a_column_where_there_is_none(tmp_path, name, content):
     with pytest.raises(ValueError, match="is 3, not an object with the column 'length'"):
         read_lengths(written(tmp_path, name, content), "length")
+
+
+def test_refuses_a_column_of_a_csv_file_without_header(tmp_path):
+    pytest.importorskip("pyarrow")
+    with pytest.raises(ValueError, match=r"has no header: its first line is '3'\. .* leave out --column"):
+        read_lengths(written(tmp_path, "a.csv", "3\n4\n"), "length")

@@ -66,15 +66,9 @@ def examine(options: Options) -> None:
     """
     from tritonpack.cli.plan.figure import draw
 
-    picture = options.out if options.out.suffix.lower() == ".png" else options.out / "plan.png"
+    picture = _picture(options.out)
     model = [] if options.model is None else [Path(options.model), Path(options.model) / "config.json"]
     require_writable(options.json, "--json", [options.path, picture, *model])
-    try:
-        picture.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"--out {options.out} can't be written: {error.strerror}; name a folder, or a picture that ends in .png"
-        ) from error
     require_writable(picture, "--out", [options.path, *model])
     console = Console(stderr=options.json == STANDARD_OUTPUT)
     cost, owner = _cost(options.model)
@@ -129,6 +123,18 @@ def examine(options: Options) -> None:
 def as_options(message: str) -> str:
     """Write Python arguments in an error message of tritonpack.packing as options: --tail keep for tail='keep'."""
     return _ARGUMENTS.sub(lambda found: f"--{found[1]} {found[2].replace(chr(39), '')}", message)
+
+
+def _picture(out: Path) -> Path:
+    """The file of the picture; ValueError for a name that looks like a picture of another format."""
+    if out.suffix.lower() == ".png":
+        return out
+    if out.suffix and not out.is_dir():
+        raise ValueError(
+            f"--out {out} ends in {out.suffix}, and the picture is a PNG; name a file that ends in .png, or a folder "
+            "without an ending"
+        )
+    return out / "plan.png"
 
 
 def _cost(model: str | None) -> tuple[CostModel, str]:

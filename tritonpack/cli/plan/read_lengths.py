@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # The columns that are read without --column; the first that a file has.
 USUAL_COLUMNS = ("length", "lengths", "input_ids")
+_MOST = 2**31 - 1  # tokens of a document: sums over documents then stay within 64 bits
 _REMEDY = "Count the tokens of every document with your tokenizer, and write one whole number for each"
 
 
@@ -97,11 +98,17 @@ def _read_csv(path: Path, column: str | None) -> NDArray[np.int64]:
     with path.open(encoding="utf-8-sig") as file:
         first = next((line.strip() for line in file if not line.isspace()), "")
     parse = csv.ParseOptions(delimiter=max(",;\t", key=first.count), newlines_in_values=True)
-    # One thread, because only then errors name the row. Large blocks, because each must hold a whole row.
-    read = csv.ReadOptions(
-        use_threads=False, block_size=2**26, autogenerate_column_names=not any(map(str.isalpha, first))
-    )
-    name = _choose_column(csv.open_csv(path, read, parse).schema.names, column)
+    # A header has a letter somewhere. One thread, because only then errors name the row. Large blocks, because each must
+    # hold a whole row.
+    header = any(map(str.isalpha, first))
+    read = csv.ReadOptions(use_threads=False, block_size=2**26, autogenerate_column_names=not header)
+    names = csv.open_csv(path, read, parse).schema.names
+    if not header and (column is not None or len(names) > 1):
+        raise _UnreadableError(
+            f" has no header: its first line is {first[:40]!r}. Write the names of the columns into the first line, or "
+            "make a file of lengths alone and leave out --column"
+        )
+    name = _choose_column(names, column)
     convert = csv.ConvertOptions(include_columns=[name], column_types={name: pyarrow.int64()}, null_values=[])
     return _positive(_integers(name, csv.read_csv(path, read, parse, convert).column(name)))
 
@@ -161,9 +168,10 @@ def _count(documents: Iterable[tuple[str, Any]], column: str | None) -> NDArray[
         tokens = document
         if isinstance(document, list) and (not document or type(document[0]) is int):
             tokens = len(document)
-        if type(tokens) is not int or not 1 <= tokens < 2**63:
+        if type(tokens) is not int or not 1 <= tokens <= _MOST:
             raise _UnreadableError(
-                f"{where}, is {_shown(document)}, not a number of tokens from 1 on or a list of token ids. {_REMEDY}"
+                f"{where}, is {_shown(document)}, neither a number of tokens from 1 to {_MOST} nor a list of token "
+                f"ids. {_REMEDY}"
             )
         lengths.append(tokens)
     return np.array(lengths, dtype=np.int64)
@@ -184,9 +192,11 @@ def _integers(name: str, values: pyarrow.Array | pyarrow.ChunkedArray) -> NDArra
 
 
 def _positive(values: NDArray[Any]) -> NDArray[np.int64]:
-    bad = np.flatnonzero((values < 1) | (values > np.iinfo(np.int64).max))
+    bad = np.flatnonzero((values < 1) | (values > _MOST))
     if len(bad):
-        raise _UnreadableError(f", document {bad[0]}, has {values[bad[0]]} tokens; it needs at least one. {_REMEDY}")
+        raise _UnreadableError(
+            f", document {bad[0]}, has {values[bad[0]]} tokens; a document has from 1 to {_MOST}. {_REMEDY}"
+        )
     return values.astype(np.int64)
 
 
