@@ -163,7 +163,13 @@ A = {"input_ids": [5, 6]}
         ([A | {"labels": [1, 2]}, A], {}, "document 0 has 'labels' and document 1 hasn't"),
         ([A, A | {"label_ids": [1, 2]}], {}, "document 1 has 'labels' and document 0 hasn't"),
         ([A | {"completion_mask": [0, 2]}], {}, r"document 0 needs only 0 and 1 in completion_mask; got \[0, 2\]"),
-        ([A | {"assistant_masks": [-1, 0]}], {}, r"needs only 0 and 1 in assistant_masks; got \[-1, 0\]"),
+        ([A | {"assistant_masks": [-1, 0]}], {}, "document 0 has -1 at position 0 of assistant_masks"),
+        (
+            [A, {"input_ids": [5, -100, 7]}],
+            {},
+            "document 1 has -100 at position 1 of input_ids, which holds numbers of at least 0. Only labels may be",
+        ),
+        ([A | {"token_type_ids": [0, -1]}], {}, "document 0 has -1 at position 1 of token_type_ids"),
         (
             [A | {"w": np.ones(2, np.float16)}, A | {"w": [70000, 1]}],
             {"per_token": ["w"]},

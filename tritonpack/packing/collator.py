@@ -119,7 +119,7 @@ transformers' Trainer removes both columns first unless `remove_unused_columns=F
 
         Raises:
             ValueError: no features, a column that can't be packed or that some documents don't have, a document that
-                is empty, isn't a row of integers or has padding, labels of another length.
+                is empty, isn't a row of integers, has a negative token or padding, labels of another length.
         """
         documents = self._read(features)
         _warn_if_unpatched(len(documents), padded=self.pad_to_multiple_of is not None)

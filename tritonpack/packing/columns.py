@@ -193,16 +193,23 @@ def _labels(feature: Mapping[str, Any], objective: Objective) -> Tensor | None:
             f"has one number as {name}, {values!r}, and objective={objective!r} takes one label per token. Pass "
             "objective='documents' for a head that scores whole documents."
         )
-    return _integers(values, name)
+    return _integers(values, name, negative=True)
 
 
-def _integers(values: Any, name: str, *, bools: bool = False) -> Tensor:
-    """A row of integers as int64; an empty list is an empty row."""
+def _integers(values: Any, name: str, *, bools: bool = False, negative: bool = False) -> Tensor:
+    """A row of integers as int64, none below 0 unless `negative`; an empty list is an empty row."""
     tensor = _tensor(values, name, "a row of integers")
     integer = not tensor.is_floating_point() and (bools or tensor.dtype != torch.bool)
     if tensor.ndim != 1 or (tensor.numel() and not integer):
         raise ValueError(f"needs a row of integers as {name}; got {tensor.dtype} of shape {tuple(tensor.shape)}.")
-    return tensor.to(torch.int64)
+    tensor = tensor.to(torch.int64)
+    if not negative and (tensor < 0).any():
+        place = int((tensor < 0).int().argmax())
+        raise ValueError(
+            f"has {int(tensor[place])} at position {place} of {name}, which holds numbers of at least 0. Only labels "
+            f"may be negative: {IGNORED_LABEL} leaves a token out of the loss."
+        )
+    return tensor
 
 
 def _tensor(values: Any, name: str, expected: str, *, least_dimensions: int = 0) -> Tensor:

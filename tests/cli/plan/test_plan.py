@@ -150,7 +150,7 @@ def test_model_decides_the_costs(tmp_path, capsys):
         (["--capacity", "20", "--overlong", "x"], "--overlong must be one of error, truncate, split, drop; got x."),
         (
             ["--capacity", "20", "--out", "a.pdf"],
-            "--out a.pdf ends in .pdf, and the picture is a PNG; name a file that",
+            "--out a.pdf ends in .pdf, and the picture is a PNG; name a file",
         ),
         (["--capacity", "20", "--ranks", "61"], "60 documents can't give each of 61 ranks one"),
         (["--capacity", "20000"], "don't fill one step"),

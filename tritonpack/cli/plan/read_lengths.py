@@ -98,9 +98,8 @@ def _read_csv(path: Path, column: str | None) -> NDArray[np.int64]:
     with path.open(encoding="utf-8-sig") as file:
         first = next((line.strip() for line in file if not line.isspace()), "")
     parse = csv.ParseOptions(delimiter=max(",;\t", key=first.count), newlines_in_values=True)
-    # A header has a letter somewhere. One thread, because only then errors name the row. Large blocks, because each must
-    # hold a whole row.
     header = any(map(str.isalpha, first))
+    # One thread, because only then errors name the row. Large blocks, because each must hold a whole row.
     read = csv.ReadOptions(use_threads=False, block_size=2**26, autogenerate_column_names=not header)
     names = csv.open_csv(path, read, parse).schema.names
     if not header and (column is not None or len(names) > 1):
