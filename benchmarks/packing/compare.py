@@ -32,8 +32,8 @@ from numpy.typing import NDArray
 
 from benchmarks.packing.peers import Lengths, Packer, Sampler, load
 from tests.lengths import log_normal, lookalike
+from tritonpack.cli.plan.strategies import interleaved_rows, next_fit_rows, shuffled_bins
 from tritonpack.packing import pack
-from tritonpack.packing.baselines import interleaved_rows, next_fit_rows, shuffled_bins
 from tritonpack.packing.bins import Algorithm
 from tritonpack.packing.cost import CostModel
 from tritonpack.packing.plan import Plan, plan_epoch

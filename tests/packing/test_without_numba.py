@@ -12,7 +12,6 @@ sys.modules["numba"] = None  # `import numba` raises ImportError from here on
 import numpy as np
 import tritonpack
 from tritonpack.packing import *
-from tritonpack.packing.baselines import interleaved_rows, next_fit_rows, padded_rows, shuffled_bins
 from tritonpack.packing.documents import measure_lengths
 
 lengths = [3, 2, 4, 1]
@@ -22,8 +21,6 @@ refused = {
     "pack_dataset": lambda: pack_dataset(documents, 4),
     "pack_stream": lambda: pack_stream(documents, 4),
     "plan_epoch": lambda: plan_epoch(lengths, 4, 1),
-    "next_fit_rows": lambda: next_fit_rows(lengths, 4, 1),
-    "shuffled_bins": lambda: shuffled_bins(lengths, 4, 1),
     "MultipackBatchSampler": lambda: list(MultipackBatchSampler(range(4), 1, 4, lengths)),
     "MultipackDistributedBatchSampler": lambda: list(MultipackDistributedBatchSampler(4, lengths, 1, 0)),
 }
@@ -41,9 +38,8 @@ assert measure_lengths(documents).tolist() == lengths
 assert fit_lengths(lengths, 2, "split").lengths.tolist() == [2, 1, 2, 2, 2, 1]
 assert CostModel.fit([10, 20, 30, 50], [7, 5, 9, 11], [1, 2, 3, 5]).per_token > 0
 assert BinDataset(documents)[[1, 0]] == documents[1::-1]
-for baseline in (padded_rows, interleaved_rows):
-    plan = baseline(lengths, 4, 1)
-    assert plan_statistics(plan, lengths).tokens == 10
+plan = Plan(np.array([0, 3]), np.array([0, 2]), 1, 4)
+assert plan_statistics(plan, lengths).tokens == 4
 made = Packing(
     np.array([0, 3], np.int32), np.zeros(2, np.int64), np.array([3, 1], np.int32), np.array([0, 2]), 4, None,
     fit_lengths([3, 1], 4).report,

@@ -1,46 +1,96 @@
-"""The planning strategies that the command compares: tritonpack's planner and simpler ones."""
+"""The strategies that `tritonpack plan` compares: tritonpack's planner and four simpler ones.
+
+The simpler ones draw an order of the documents from the seed and the epoch. They leave out documents that don't make a
+whole step.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tritonpack.packing.baselines import interleaved_rows, next_fit_rows, padded_rows, shuffled_bins
+from tritonpack.packing.bins import pack
+from tritonpack.packing.cost import CostModel
 from tritonpack.packing.plan import Plan
-from tritonpack.packing.statistics import Cost, mean_over_epochs, plan_statistics
+from tritonpack.packing.statistics import mean_over_epochs, plan_statistics
 
-OURS = "tritonpack"
-PADDED = "padded"
+Lengths = NDArray[Any]  # (documents,) integers, each from 1 to the capacity
 
 
-@dataclass(frozen=True)
-class Strategy:
-    """A way to plan an epoch.
+def padded_rows(lengths: Lengths, capacity: int, num_ranks: int, seed: int = 0, epoch: int = 0) -> Plan:
+    """Rows of as many documents as fit if all are padded to the longest document."""
+    return _rows_of_equal_count(lengths, capacity, num_ranks, seed, epoch, by_length=False)
 
-    Attributes:
-        name: its name in the table.
-        meaning: one sentence for a reader who doesn't know it.
-        plan: a function of (lengths, capacity, ranks, seed=, epoch=).
-        padded: whether its rows are padded.
+
+def interleaved_rows(lengths: Lengths, capacity: int, num_ranks: int, seed: int = 0, epoch: int = 0) -> Plan:
+    """The steps of `padded_rows`, unpadded; each step's documents are sorted by length and dealt out to the ranks.
+
+    The multipack project compares its samplers with this method.
     """
+    return _rows_of_equal_count(lengths, capacity, num_ranks, seed, epoch, by_length=True)
+
+
+def next_fit_rows(lengths: Lengths, capacity: int, num_ranks: int, seed: int = 0, epoch: int = 0) -> Plan:
+    """Rows filled in order; a document that doesn't fit begins a new row. Rows are dealt out to the ranks."""
+    order = _permutation(len(lengths), seed, epoch)
+    offsets = pack(lengths[order], capacity, algorithm="next_fit").offsets
+    kept = offsets[: (len(offsets) - 1) // num_ranks * num_ranks + 1]
+    return Plan(order[: kept[-1]], kept, num_ranks, capacity)
+
+
+def shuffled_bins(lengths: Lengths, capacity: int, num_ranks: int, seed: int = 0, epoch: int = 0) -> Plan:
+    """The whole epoch packed at once by best-fit-decreasing; the rows are shuffled."""
+    order = _permutation(len(lengths), seed, epoch)
+    packing = pack(lengths[order], capacity)
+    rows = _permutation(packing.num_bins, seed, epoch, stream=1)
+    bins = [packing[row] for row in rows[: len(rows) // num_ranks * num_ranks]]
+    offsets = np.cumsum([0, *map(len, bins)])
+    return Plan(order[np.concatenate([*bins, np.zeros(0, np.int32)])], offsets, num_ranks, capacity)
+
+
+def _rows_of_equal_count(
+    lengths: Lengths, capacity: int, num_ranks: int, seed: int, epoch: int, *, by_length: bool
+) -> Plan:
+    """Steps of rows with equally many documents; the last step holds the remaining ones, if every rank gets one."""
+    order = _permutation(len(lengths), seed, epoch)
+    per_step = num_ranks * (capacity // int(lengths.max()))
+    left = len(order) % per_step
+    if left < num_ranks:
+        order = order[: len(order) - left]
+    position = np.arange(len(order))
+    step = position // per_step
+    if by_length:
+        order = order[np.lexsort((lengths[order], step))]
+    row = step * num_ranks + position % num_ranks
+    num_rows = -(-len(order) // per_step) * num_ranks
+    offsets = np.cumsum([0, *np.bincount(row, minlength=num_rows)])
+    return Plan(order[np.argsort(row, kind="stable")], offsets, num_ranks, capacity)
+
+
+def _permutation(count: int, seed: int, epoch: int, stream: int = 0) -> NDArray[np.int32]:
+    generator = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch, stream])))
+    return generator.permutation(count).astype(np.int32)
+
+
+class Strategy(NamedTuple):
+    """A name for the table, its meaning in one sentence, and a function that plans an epoch."""
 
     name: str
     meaning: str
-    plan: Callable[..., Plan]
-    padded: bool = False
+    plan: Callable[..., Plan]  # of (lengths, capacity, num_ranks, seed=, epoch=)
 
 
+OURS = "tritonpack"
 OUR_MEANING = "steps planned one by one from shuffled documents: rows full, ranks equally loaded"
+PADDED = "padded"
 BASELINES = (
     Strategy(
         PADDED,
         "no packing: so many documents per row that the longest ones would fit, all padded to the row's longest",
         padded_rows,
-        padded=True,
     ),
     Strategy(
         "interleaved",
@@ -64,29 +114,27 @@ class Result(NamedTuple):
 
 def measure(
     strategy: Strategy,
-    lengths: NDArray[np.int32],
+    lengths: Lengths,
     *,
     total_tokens: int,
     capacity: int,
     num_ranks: int,
     seed: int,
     epochs: int,
-    cost: Cost,
+    cost: CostModel,
 ) -> Result:
     """Plan every epoch with one strategy.
 
     Args:
-        lengths: (pieces,) from 1 to `capacity`.
         total_tokens: the tokens of all documents, before they were truncated, split or dropped.
 
     Raises:
         ValueError: the strategy can't plan these lengths.
     """
-    plans: list[Plan] = []
     found = []
-    for epoch in range(epochs):
+    for epoch in reversed(range(epochs)):  # the last plan is that of the first epoch
         plan = strategy.plan(lengths, capacity, num_ranks, seed=seed, epoch=epoch)
-        plans = plans or [plan]
-        found.append(plan_statistics(plan, lengths, cost=cost, total_tokens=total_tokens, padded=strategy.padded))
+        padded = strategy.name == PADDED
+        found.append(plan_statistics(plan, lengths, cost=cost, total_tokens=total_tokens, padded=padded))
     per_step = sum(one.documents_per_step for one in found) / epochs
-    return Result(strategy, plans[0], mean_over_epochs(found) | {"documents_per_step": per_step})
+    return Result(strategy, plan, mean_over_epochs(found) | {"documents_per_step": per_step})
