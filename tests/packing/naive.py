@@ -19,9 +19,9 @@ def best_fit(order, lengths, capacity, max_items):
     return bins
 
 
-def first_fit_in(order, lengths, capacity, max_items):
+def first_fit(lengths, capacity, max_items):
     bins = []
-    for item in order:
+    for item in range(len(lengths)):
         for items in bins:
             if sum(lengths[i] for i in items) + lengths[item] <= capacity and len(items) < max_items:
                 items.append(item)
@@ -31,20 +31,9 @@ def first_fit_in(order, lengths, capacity, max_items):
     return bins
 
 
-def longest_first(lengths):
-    return sorted(range(len(lengths)), key=lambda item: -lengths[item])
-
-
 def best_fit_decreasing(lengths, capacity, max_items):
-    return best_fit(longest_first(lengths), lengths, capacity, max_items)
-
-
-def first_fit_decreasing(lengths, capacity, max_items):
-    return first_fit_in(longest_first(lengths), lengths, capacity, max_items)
-
-
-def first_fit(lengths, capacity, max_items):
-    return first_fit_in(range(len(lengths)), lengths, capacity, max_items)
+    order = sorted(range(len(lengths)), key=lambda item: -lengths[item])
+    return best_fit(order, lengths, capacity, max_items)
 
 
 def next_fit(lengths, capacity, max_items):

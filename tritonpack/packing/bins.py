@@ -12,21 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tritonpack.checks import check_choice
-from tritonpack.packing.lengths import (
-    MAX_INT32,
-    Overlong,
-    OverlongReport,
-    check_integer,
-    fit_lengths,
-)
+from tritonpack.packing.lengths import Overlong, OverlongReport, check_integer, check_limit, fit_lengths
 
-Algorithm = Literal["best_fit_decreasing", "first_fit_decreasing", "first_fit", "next_fit", "windowed"]
+Algorithm = Literal["best_fit_decreasing", "first_fit", "next_fit", "windowed"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """The result of `pack`: which documents each bin holds, as arrays of entries and the offsets at which bins begin.
+    """The documents of each bin, as arrays of entries and the offsets at which bins begin.
 
     An entry is a whole document, or a piece of a document that was too long.
 
@@ -45,16 +39,16 @@ class Packing:
     >>> packing = pack([3, 12], capacity=8, overlong="split")
     >>> packing.items.tolist(), packing.starts.tolist(), packing.lengths.tolist(), packing.offsets.tolist()
     ([1, 1, 0], [0, 8, 0], [8, 4, 3], [0, 1, 3])
-    >>> [packing.spans(bin_index) for bin_index in range(packing.num_bins)]
-    [[(1, 0, 8)], [(1, 8, 12), (0, 0, 3)]]
+    >>> packing.spans(1)
+    [(1, 8, 12), (0, 0, 3)]
     >>> print(packing.report)
     1 document longer than the capacity split into 2 pieces: no token lost
 
     Attributes:
-        items: (entries,) int32, the document of each entry, an index into the lengths that were packed. Bin b holds
-            `items[offsets[b] : offsets[b + 1]]`: ascending, or from long to short after the decreasing algorithms.
-            A document occurs once, after splitting once per piece; a dropped document doesn't occur.
-        starts: (entries,) int64, the first token of each entry in its document: 0, except for later pieces.
+        items: (entries,) int32, the document of each entry. Bin b holds `items[offsets[b] : offsets[b + 1]]`:
+            ascending, or from long to short after "best_fit_decreasing". A document occurs once, after splitting once
+            per piece, after dropping not at all.
+        starts: (entries,) int64, the first token of each entry in its document.
         lengths: (entries,) int32, the tokens of each entry.
         offsets: (num_bins + 1,) int64.
         capacity: tokens that fit into a bin.
@@ -86,7 +80,7 @@ class Packing:
 
     @cached_property
     def lower_bound(self) -> int:
-        """The number of bins that any packing of these entries needs at least, see `lower_bound`."""
+        """A number of bins that no packing of these entries can go below, see the function `lower_bound`."""
         return lower_bound(self.lengths, self.capacity, self.max_items)
 
     def spans(self, bin_index: int) -> list[tuple[int, int, int]]:
@@ -134,17 +128,15 @@ def pack(
     | algorithm | documents are taken | into the | time |
     |---|---|---|---|
     | best_fit_decreasing | from long to short | fullest bin with room | documents + capacity |
-    | first_fit_decreasing | from long to short | first bin with room | documents x log bins |
     | first_fit | in input order | first bin with room | documents x log bins |
     | next_fit | in input order | last bin, or a new one: bins hold consecutive documents | documents |
     | windowed | in input order by windows of 1024, from long to short in each | fullest bin with room | documents |
 
-    The first two need hardly more bins than any packing must. Their bins go from the longest documents to the shortest,
-    so train on the bins in random order. "windowed" is nearly as good, and a document moves by a few windows at most:
-    bins that are filled to less than 95% are packed again with the next window, up to twice.
+    "best_fit_decreasing" needs hardly more bins than any packing must. Its bins go from the longest documents to the
+    shortest, so train on the bins in random order. "windowed" is nearly as good, and a document moves by a few windows
+    at most: bins that are filled to less than 95% are packed again with the next window, up to twice.
 
-    The result depends only on the arguments. The first call compiles the loop, which takes seconds; the machine code
-    is cached on disk.
+    The result depends only on the arguments. The first call on a machine compiles the loop, which takes seconds.
 
     Args:
         lengths: (documents,) integers of at least 1, at least one of them: a sequence, an array or a tensor in host
@@ -164,7 +156,7 @@ def pack(
     """
     capacity = check_integer(capacity, "capacity")
     check_choice(algorithm, ALGORITHMS, "algorithm")
-    limit = MAX_INT32 if max_items is None else check_integer(max_items, "max_items")
+    limit = check_limit(max_items, "max_items")
     fitted = fit_lengths(lengths, capacity, overlong)
 
     from tritonpack.packing import heuristics  # imports numba, which is slow
@@ -174,7 +166,7 @@ def pack(
     return Packing(
         items=entries if fitted.documents is None else fitted.documents[entries],
         starts=np.zeros(len(entries), dtype=np.int64) if fitted.starts is None else fitted.starts[entries],
-        lengths=heuristics.gather(fitted.lengths, entries),
+        lengths=fitted.lengths[entries],
         offsets=offsets,
         capacity=capacity,
         max_items=max_items,
@@ -190,8 +182,8 @@ def lower_bound(lengths: NDArray[np.int32], capacity: int, max_items: int | None
     capacity - threshold. They fill the room beside the remaining large ones, and the rest of their tokens needs more
     bins. L2 is the largest number of bins over all thresholds; threshold 0 gives at least tokens / capacity.
 
-    Three documents of 4 and two of 7 tokens in bins of 10. A 4 doesn't fit beside a 7, so the large ones take two bins
-    and the others two more, although 26 tokens would fit into three bins:
+    26 tokens would fit into three bins of 10. But a 4 doesn't fit beside a 7, so two bins hold the 7s, and the three 4s
+    need two more:
 
     >>> lower_bound([4, 4, 4, 7, 7], capacity=10)
     4

@@ -70,15 +70,6 @@ def group_by_bin(bins: Any, order: Any, num_bins: int) -> Any:
     return items, offsets
 
 
-@compiled
-def gather(values: Any, indices: Any) -> Any:
-    """values[indices], without the int64 copy of the indices that numpy makes first."""
-    gathered = np.empty(len(indices), dtype=values.dtype)
-    for position in range(len(indices)):
-        gathered[position] = values[indices[position]]
-    return gathered
-
-
 # Best-fit: bins with the same room form a stack, and a binary tree marks the stacks that hold a bin. Node i of the tree
 # has the children 2 i and 2 i + 1; node 1 is the root, and room r is leaf leaves + r. So finding the fullest bin with
 # room for a document takes O(log capacity).
@@ -188,13 +179,6 @@ def first_fit(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
     return group_by_bin(bins, np.arange(len(lengths), dtype=np.int32), num_bins)
 
 
-def first_fit_decreasing(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
-    """First-fit from long to short; arguments and result as for best_fit_decreasing."""
-    order, sorted_lengths = longest_first(lengths, capacity)
-    bins, num_bins = _first_fit(sorted_lengths, capacity, max_items, _num_leaves(lengths, capacity, max_items))
-    return group_by_bin(bins, order, num_bins)
-
-
 def _num_leaves(lengths: NDArray[np.int32], capacity: int, max_items: int) -> int:
     """A power of two that the number of bins can't exceed.
 
@@ -207,38 +191,24 @@ def _num_leaves(lengths: NDArray[np.int32], capacity: int, max_items: int) -> in
 
 @compiled
 def _first_fit(lengths: Any, capacity: int, max_items: int, num_leaves: int) -> Any:
-    """Put each document, in the given order, into the first bin with room; the result is as for `best_fit`.
-
-    A bin takes as many documents of a run of equal lengths as fit, at once.
-    """
-    num_items = len(lengths)
+    """Put each document, in the given order, into the first bin with room; the result is as for `best_fit`."""
     # The children of node i are 2 i and 2 i + 1; node 1 is the root, and bin b is leaf num_leaves + b.
     most_room = np.full(2 * num_leaves, capacity, dtype=np.int32)
-    bins = np.empty(num_items, dtype=np.int32)
+    bins = np.empty(len(lengths), dtype=np.int32)
     held = np.zeros(num_leaves, dtype=np.int32)  # by bin: documents in it
 
     num_bins = 0
-    placed = 0
-    while placed < num_items:
-        length = lengths[placed]
+    for item in range(len(lengths)):
         node = 1
         while node < num_leaves:
             node *= 2
-            if most_room[node] < length:
+            if most_room[node] < lengths[item]:
                 node += 1
         chosen = node - num_leaves
         num_bins = max(num_bins, chosen + 1)
-
-        count = min(most_room[node] // length, max_items - held[chosen])
-        stop = placed
-        while stop < num_items and stop - placed < count and lengths[stop] == length:
-            stop += 1
-        bins[placed:stop] = chosen
-        held[chosen] += stop - placed
-        room = most_room[node] - (stop - placed) * length if held[chosen] < max_items else 0
-        placed = stop
-
-        most_room[node] = room
+        bins[item] = chosen
+        held[chosen] += 1
+        most_room[node] = most_room[node] - lengths[item] if held[chosen] < max_items else 0
         while node > 1:
             node //= 2
             largest = max(most_room[2 * node], most_room[2 * node + 1])

@@ -83,6 +83,11 @@ def check_integer(value: Any, name: str, least: int = 1, most: int | None = MAX_
     return int(value)
 
 
+def check_limit(value: Any, name: str) -> int:
+    """The value as an int, at least 1; the largest int32 for None, which sets no limit."""
+    return MAX_INT32 if value is None else check_integer(value, name)
+
+
 def whole_lengths(lengths: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
     """Lengths as an array of positive integers, of any integer dtype.
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from tritonpack.checks import check_choice, is_number
 from tritonpack.packing.documents import TOKENS, Length, check_length_function, checked_length, cut, is_iterable
-from tritonpack.packing.lengths import MAX_INT32, POLICIES, Overlong, OverlongReport, check_integer
+from tritonpack.packing.lengths import POLICIES, Overlong, OverlongReport, check_integer, check_limit
 
 
 class PackedStream(Iterator[list[Any]]):
@@ -128,7 +128,7 @@ def pack_stream(
     check_length_function(length)
     capacity = check_integer(capacity, "capacity")
     window = check_integer(window, "window")
-    limit = MAX_INT32 if max_items is None else check_integer(max_items, "max_items")
+    limit = check_limit(max_items, "max_items")
     check_choice(overlong, POLICIES, "overlong")
     if not is_number(carry_threshold) or not 0 <= carry_threshold <= 1:
         raise ValueError(
