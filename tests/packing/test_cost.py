@@ -56,8 +56,7 @@ def test_refuses_sizes_that_differ_between_layers():
 def test_fit():
     rng = np.random.default_rng(0)
     tokens, squares = rng.integers(1000, 32768, 40), rng.integers(10**6, 10**8, 40)
-    truth = CostModel(3e-6, 2e-10, 0.05)
-    model = CostModel.fit(tokens, squares, truth.of(tokens, squares) * rng.normal(1, 1e-3, 40))
+    model = CostModel.fit(tokens, squares, (3e-6 * tokens + 2e-10 * squares + 0.05) * rng.normal(1, 1e-3, 40))
     assert (model.per_token, model.per_square, model.per_step) == pytest.approx((3e-6, 2e-10, 0.05), rel=0.05)
 
 

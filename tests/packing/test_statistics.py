@@ -1,13 +1,13 @@
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from tritonpack.packing.cost import CostModel
 from tritonpack.packing.plan import Plan
 from tritonpack.packing.statistics import mean_over_epochs, plan_statistics
 
-COST = SimpleNamespace(per_token=3.0, per_square=0.25)
+COST = CostModel(per_token=3.0, per_square=0.25)
 
 
 def plan_of(steps, capacity):
@@ -56,10 +56,8 @@ def naive(steps, lengths, capacity, padded):
         "l2_lag": math.sqrt(sum(lag**2 for lag in lags) / len(lags)),
         "l2_lag_max": max(lags),
         "padding": share if padded else 0.0,
-        "padding_saved": 0.0 if padded else share,
         "spread": spread,
         "tokens_covered": sum(lengths[i] for i in planned) / sum(lengths),
-        "documents_covered": len(planned) / len(lengths),
     }
 
 
@@ -112,7 +110,7 @@ def test_empty_plan():
     found = plan_statistics(Plan(np.zeros(0, np.int32), np.zeros(1, np.int64), 4, 10), [3, 4], cost=COST)
     assert (found.num_steps, found.tokens, found.documents_per_step) == (0, 0, 0.0)
     assert (found.efficiency, found.utilization, found.cost_utilization, found.tokens_covered) == (1, 1, 1, 0)
-    assert (found.l2_lag, found.l2_lag_max, found.padding_saved, found.spread) == (0, 0, 0, None)
+    assert (found.l2_lag, found.l2_lag_max, found.padding, found.spread) == (0, 0, 0, None)
 
 
 def test_tokens_covered_is_share_of_total_tokens():
@@ -162,9 +160,3 @@ def test_mean_over_epochs():
 def test_refuses(lengths, total, message):
     with pytest.raises(ValueError, match=message):
         plan_statistics(plan_of([[[0], [1]]], 9), lengths, total_tokens=total)
-
-
-def test_str():
-    assert str(plan_statistics(plan_of([[[0], [1]]], 10), [3, 4])) == (
-        "1 steps of 2 ranks, efficiency 35.00%, utilization 87.50%, L2 lag 3 (at most 3), 100.00% of all tokens"
-    )

@@ -6,15 +6,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from tritonpack.checks import is_number
 from tritonpack.packing.lengths import check_integer
-
-Number = TypeVar("Number", int, float, NDArray[Any])
 
 # Floating-point operations per weight and token: 2 forward, 4 backward. Of attention, per pair of a query and a key and
 # per dimension of a head: 4 forward, 10 backward (which computes the scores again). A causal document of n tokens has
@@ -55,10 +53,6 @@ class CostModel:
                 raise ValueError(f"{name} must be a number of at least 0; got {value!r}.")
         if not self.per_token + self.per_square:
             raise ValueError("a cost model needs per_token or per_square above 0; got 0 for both.")
-
-    def of(self, tokens: Number, squares: Number) -> Any:
-        """The cost of rows with these tokens and sums of squared lengths: numbers, or arrays of one shape."""
-        return self.per_token * tokens + self.per_square * squares + self.per_step
 
     @classmethod
     def from_shape(

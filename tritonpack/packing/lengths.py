@@ -1,4 +1,4 @@
-"""Checks lengths of documents, and truncates, splits or drops documents that are longer than the capacity."""
+"""Check lengths of documents, and truncate, split or drop documents that are longer than the capacity."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class OverlongReport:
         policy: "error", "truncate", "split" or "drop".
         documents: the number of documents that are longer than the capacity.
         tokens_lost: the tokens of them that were cut off or dropped; 0 after splitting.
-        pieces: the number of pieces made of them: 0 after dropping, one each after truncating.
+        pieces: the number of pieces that were made of them: after dropping 0, after truncating one each.
     """
 
     policy: str
@@ -116,6 +116,9 @@ def whole_lengths(lengths: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
             f"every document needs at least one token; document {first} has length {array[first]}. Remove empty "
             "documents first."
         )
+    if array.max() >= 2**63:
+        first = int(np.argmax(array >= 2**63))
+        raise ValueError(f"a document has at most 2**63 - 1 tokens; document {first} has length {array[first]}.")
     return array
 
 
@@ -145,7 +148,7 @@ def fit_lengths(
     array = whole_lengths(lengths)
     longest = int(array.max())
     if longest <= capacity:
-        # A copy, because samplers keep it, and because numba compiles every loop anew for a read-only array.
+        # A copy, because samplers keep it, and because numba compiles every loop again for a read-only array.
         return FittedLengths(np.array(array, dtype=np.int32), None, None, OverlongReport(overlong))
 
     above = array > capacity
@@ -156,30 +159,28 @@ def fit_lengths(
             f"{count} of {array.size} documents are longer than the {name} of {capacity} tokens (the first: document "
             f"{first}, {array[first]} tokens). Raise the {name} to at least {longest}, or {remedy}."
         )
-    excess = int(np.where(above, array, 0).sum(dtype=np.uint64))
-    if overlong == "truncate":
-        report = OverlongReport(overlong, count, excess - count * capacity, count)
-        return FittedLengths(np.minimum(array, capacity).astype(np.int32), None, None, report)
-    if overlong == "drop":
-        kept = np.flatnonzero(~above).astype(np.int32)
-        if not kept.size:
-            raise ValueError(
-                f"overlong='drop' leaves nothing: all {count} documents are longer than the {name} of {capacity} "
-                "tokens. Raise it, or truncate or split them."
-            )
-        return FittedLengths(array[kept].astype(np.int32), kept, None, OverlongReport(overlong, count, excess, 0))
-
+    if overlong == "drop" and count == array.size:
+        raise ValueError(
+            f"overlong='drop' leaves nothing: all {count} documents are longer than the {name} of {capacity} tokens. "
+            "Raise it, or truncate or split them."
+        )
     wide = array.astype(np.int64)
-    pieces = -(-wide // capacity)
+    pieces = np.ones(array.size, dtype=np.int64)
+    if overlong != "truncate":
+        pieces[above] = -(-wide[above] // capacity) if overlong == "split" else 0
     total = int(pieces.sum())
     if total > MAX_INT32:
         raise ValueError(f"splitting makes {total} pieces; at most {MAX_INT32} are packed at once. Pack in parts.")
     documents = np.repeat(np.arange(array.size, dtype=np.int32), pieces)
     first_piece = np.cumsum(pieces) - pieces
-    starts = (np.arange(total, dtype=np.int64) - first_piece[documents]) * capacity
-    lengths_of_pieces = np.minimum(wide[documents] - starts, capacity).astype(np.int32)
+    starts = (np.arange(total) - first_piece[documents]) * capacity
+    tokens = np.minimum(wide[documents] - starts, capacity)
+    report = OverlongReport(overlong, count, int(wide.sum() - tokens.sum()), int(pieces[above].sum()))
     return FittedLengths(
-        lengths_of_pieces, documents, starts, OverlongReport(overlong, count, 0, int(pieces[above].sum()))
+        tokens.astype(np.int32),
+        None if overlong == "truncate" else documents,
+        starts if overlong == "split" else None,
+        report,
     )
 
 
@@ -188,7 +189,7 @@ def fit_for_sampler(
 ) -> FittedLengths:
     """`fit_lengths` for a sampler, which yields document numbers and can't cut documents."""
     cutting = (
-        f"A sampler yields document numbers and can't cut documents. To truncate, pass lengths=numpy.minimum(lengths, "
+        "A sampler yields document numbers and can't cut documents. To truncate, pass lengths=numpy.minimum(lengths, "
         f"{capacity}) and load with PackingCollator(max_document_length={capacity}). To split, use pack_dataset, which "
         "cuts documents as it loads them"
     )

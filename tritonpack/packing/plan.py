@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import index
@@ -124,7 +124,6 @@ def plan_epoch(
     lookahead: float = 0.01,
     steps_together: int = 1,
     shuffle: bool = True,
-    advance: Callable[[int], object] | None = None,
 ) -> Plan:
     """Plan every step of an epoch: which documents each rank takes, at most `capacity` tokens.
 
@@ -149,7 +148,6 @@ def plan_epoch(
             a step holds few documents, because few combinations fit. A document may be deferred by two times as many
             steps.
         shuffle: shuffle the documents.
-        advance: called after every step with the number of documents placed, to show progress.
 
     Raises:
         ValueError: lengths that don't fit, a wrong option, fewer documents than ranks, no full step under "drop",
@@ -161,8 +159,6 @@ def plan_epoch(
     steps_together = check_integer(steps_together, "steps_together")
     check_options(objective, cost_model, tail, lookahead)
     check_flag(shuffle, "shuffle")
-    if advance is not None and not callable(advance):
-        raise ValueError(f"advance must be a function of a number of documents, or None; got {advance!r:.100}.")
     lengths = fit_lengths(lengths, capacity).lengths
     check_rank_count(len(lengths), num_ranks)
     order = shuffled(len(lengths), seed, epoch) if shuffle else np.arange(len(lengths), dtype=np.int32)
@@ -174,7 +170,7 @@ def plan_epoch(
 
     steps = partial(
         plan_steps, stream, costs, num_ranks, capacity,
-        lookahead=lookahead, together=steps_together, level=objective == "cost", advance=advance,
+        lookahead=lookahead, together=steps_together, level=objective == "cost",
     )  # fmt: skip
     if tail == "spread":
         step_of, rank_of = _spread(steps, stream, capacity, num_ranks)

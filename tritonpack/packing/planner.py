@@ -15,7 +15,6 @@ Costs are integers, so every machine computes the same plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from heapq import heapify, heappop, heappush, heapreplace
 from typing import Any
 
@@ -50,7 +49,6 @@ def plan_steps(
     together: int,
     level: bool,
     last_step: int | None = None,
-    advance: Callable[[int], object] | None = None,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Plan steps until every document is placed.
 
@@ -64,7 +62,6 @@ def plan_steps(
         together: how many steps are planned as one large step; its rows are then divided among them.
         level: a row takes no more documents once it has its share of the step's cost, even if it has room.
         last_step: the step that is offered all remaining documents; its rows are filled up to `capacity`.
-        advance: called after every step with the number of documents placed.
 
     Returns:
         step_of and rank_of, (documents,) int32 each.
@@ -118,8 +115,6 @@ def plan_steps(
         left -= taken
         turn += 1
         step += steps
-        if advance is not None:
-            advance(len(documents))
     return step_of, rank_of
 
 

@@ -5,24 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tritonpack.checks import check_flag, is_number
+from tritonpack.checks import check_flag
+from tritonpack.packing.cost import CostModel
 from tritonpack.packing.lengths import check_integer, whole_lengths
 from tritonpack.packing.plan import Plan
-
-
-class Cost(Protocol):
-    """The cost of a row: `per_token` for each token, `per_square` for the squared length of each document."""
-
-    @property
-    def per_token(self) -> float: ...
-
-    @property
-    def per_square(self) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -30,16 +21,15 @@ class PlanStatistics:
     """The measures of a plan. Shares go from 0 to 1; a share of nothing is 1.
 
     Two steps of two ranks with room for 10 tokens. In the first step the ranks hold 10 and 8 tokens, in the second 5
-    and 5, so they process 28 tokens in the time of 2 * (10 + 5). The first row holds documents of 4, 4 and 2 tokens;
-    padding them to 4 would add 2 tokens. Document 6 is in no row:
+    and 5, so they process 28 tokens in the time of 2 * (10 + 5). Document 6 is in no row:
 
     >>> lengths = [4, 4, 2, 8, 5, 5, 2]
     >>> plan = Plan(np.array([0, 1, 2, 3, 4, 5]), np.array([0, 3, 4, 5, 6]), num_ranks=2, capacity=10)
     >>> found = plan_statistics(plan, lengths)
-    >>> found.tokens, found.efficiency, round(found.utilization, 4), round(found.padding_saved, 4)
-    (28, 0.7, 0.9333, 0.0667)
-    >>> found.l2_lag_max == (8 * 8 - (4 * 4 + 4 * 4 + 2 * 2)) ** 0.5, round(found.tokens_covered, 4)
-    (True, 0.9333)
+    >>> found.tokens, found.efficiency, round(found.utilization, 4), round(found.tokens_covered, 4)
+    (28, 0.7, 0.9333, 0.9333)
+    >>> found.l2_lag_max == (8 * 8 - (4 * 4 + 4 * 4 + 2 * 2)) ** 0.5
+    True
 
     Attributes:
         num_steps: steps.
@@ -56,13 +46,10 @@ class PlanStatistics:
             root mean square over steps, which the multipack project prints, too.
         l2_lag_max: the largest lag of a step, in tokens.
         padding: the share of padding in padded rows; 0 for packed rows.
-        padding_saved: the share of padding in packed rows if each document were padded to the longest of its row; 0
-            for padded rows.
         spread: the standard deviation over steps of the mean document length, divided by its value for steps drawn at
             random. It is above 1 if some steps hold long documents and others short ones. None for fewer than three
             steps or equal lengths.
         tokens_covered: the share of all tokens that is in the plan, each document counted once.
-        documents_covered: the share of all documents that is in the plan.
     """
 
     num_steps: int
@@ -76,29 +63,20 @@ class PlanStatistics:
     l2_lag: float
     l2_lag_max: float
     padding: float
-    padding_saved: float
     spread: float | None
     tokens_covered: float
-    documents_covered: float
 
     @property
     def documents_per_step(self) -> float:
         """The mean over steps; 0 without steps."""
         return self.documents / self.num_steps if self.num_steps else 0.0
 
-    def __str__(self) -> str:
-        return (
-            f"{self.num_steps:,} steps of {self.num_ranks} ranks, efficiency {self.efficiency:.2%}, utilization "
-            f"{self.utilization:.2%}, L2 lag {self.l2_lag:,.0f} (at most {self.l2_lag_max:,.0f}), "
-            f"{self.tokens_covered:.2%} of all tokens"
-        )
-
 
 def plan_statistics(
     plan: Plan,
     lengths: Sequence[int] | NDArray[Any],
     *,
-    cost: Cost | None = None,
+    cost: CostModel | None = None,
     total_tokens: int | None = None,
     padded: bool = False,
 ) -> PlanStatistics:
@@ -107,7 +85,7 @@ def plan_statistics(
     Args:
         plan: the steps.
         lengths: (documents,) integers, the tokens of each document, by the document numbers of the plan.
-        cost: has the numbers `per_token` and `per_square`, as a `CostModel` has.
+        cost: for the cost utilization.
         total_tokens: the number of all tokens, if documents were cut or dropped before they were planned; None sums
             `lengths`.
         padded: rows are padded: each document takes as many tokens as the longest of its row. Efficiency counts the
@@ -130,20 +108,20 @@ def plan_statistics(
     if total_tokens is not None:
         total_tokens = check_integer(total_tokens, "total_tokens", 1, 2**63 - 1)
     check_flag(padded, "padded")
-    if cost is not None and not all(is_number(getattr(cost, name, None)) for name in ("per_token", "per_square")):
-        raise ValueError(f"cost must have the numbers per_token and per_square, as a CostModel has; got {cost!r:.100}.")
+    if not isinstance(cost, CostModel | None):
+        raise ValueError(f"cost must be a CostModel or None; got {cost!r:.100}.")
 
     shape = (plan.num_steps, plan.num_ranks)
     counts = np.diff(plan.offsets)  # (rows,)
-    longest = np.zeros(len(counts), dtype=np.int64)  # (rows,)
-    if len(plan.items):
-        longest[counts > 0] = np.maximum.reduceat(tokens_of[plan.items], plan.offsets[:-1][counts > 0])
     own = plan.sums(tokens_of)  # (steps, ranks)
-    tokens, slots = int(own.sum()), int((counts * longest).sum())
+    tokens = int(own.sum())
     # Sums of squares of a row stay below capacity**2 < 2**62. A running sum that wraps at 2**64 has right differences.
     squares = plan.sums(tokens_of**2)
     loads = own
     if padded:
+        longest = np.zeros(len(counts), dtype=np.int64)  # (rows,)
+        if len(plan.items):
+            longest[counts > 0] = np.maximum.reduceat(tokens_of[plan.items], plan.offsets[:-1][counts > 0])
         loads, squares = (counts * longest).reshape(shape), (counts * longest**2).reshape(shape)
     lags = np.ptp(squares, axis=1).astype(np.float64)  # (steps,)
 
@@ -169,12 +147,10 @@ def plan_statistics(
         cost_utilization=cost_utilization,
         l2_lag=math.sqrt(lags.mean()) if len(lags) else 0.0,
         l2_lag_max=math.sqrt(lags.max(initial=0.0)),
-        padding=1 - _share(tokens, slots) if padded else 0.0,
-        padding_saved=0.0 if padded else 1 - _share(tokens, slots),
+        padding=1 - _share(tokens, int(loads.sum())),
         # The last step holds the remaining documents, so it is left out.
         spread=_spread(own.sum(1)[:-1], per_step[:-1], float(tokens_of.std())),
         tokens_covered=int(tokens_of[covered].sum()) / (total_tokens or int(tokens_of.sum())),
-        documents_covered=int(covered.sum()) / len(covered),
     )
 
 

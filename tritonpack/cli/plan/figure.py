@@ -16,8 +16,8 @@ from tritonpack.cli.figures import DOCUMENT_COLORS, INK, PADDING_COLOR, ROOM_COL
 from tritonpack.cli.files import write_figure
 from tritonpack.cli.plan.strategies import Result
 from tritonpack.cli.words import count
+from tritonpack.packing.cost import CostModel
 from tritonpack.packing.plan import Plan
-from tritonpack.packing.statistics import Cost
 
 _BAND_COLOR = "#D6E6F2"
 _LOAD_STYLES: dict[str, dict[str, Any]] = {
@@ -32,7 +32,7 @@ _PIXELS = 800  # about the width of a row
 
 
 def draw(
-    path: Path, ours: Result, other: Result, lengths: NDArray[np.integer], cost: Cost, title: str, seed: int
+    path: Path, ours: Result, other: Result, lengths: NDArray[np.integer], cost: CostModel, title: str, seed: int
 ) -> None:
     """Draw the picture.
 
@@ -111,7 +111,7 @@ def _rows_named(rows: int, ranks: int) -> str:
     return f"{count(rows, 'row')} ({'step 1' if steps == 1 else f'steps 1 to {steps}'})"
 
 
-def _loads(plan: Plan, lengths: NDArray[np.integer], cost: Cost) -> NDArray[np.float64]:
+def _loads(plan: Plan, lengths: NDArray[np.integer], cost: CostModel) -> NDArray[np.float64]:
     """(steps, ranks): the cost of each row, over the cost of one token."""
     wide = lengths.astype(np.int64)
     loads = plan.sums(wide) + cost.per_square / cost.per_token * plan.sums(wide**2)
