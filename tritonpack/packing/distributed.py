@@ -14,9 +14,9 @@ from torch.utils.data import Sampler
 
 from tritonpack.checks import check_flag
 from tritonpack.packing.cost import CostModel
-from tritonpack.packing.lengths import OverlongReport, check_integer, fit_for_sampler
+from tritonpack.packing.lengths import check_integer
 from tritonpack.packing.plan import MOST_TOKENS, Objective, Plan, Tail, check_options, check_rank_count, plan_epoch
-from tritonpack.packing.state import ResumableSampler, digest
+from tritonpack.packing.state import ResumableSampler, digest, gather, has_group
 
 
 class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]]):
@@ -42,7 +42,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]
     Attributes:
         num_replicas, rank, seed: as given or found; `rank` is None with `shard=False`.
         epoch: the epoch of the next iteration.
-        lengths: (documents,) int32, without the dropped documents.
+        lengths: (documents,) int32, 0 for dropped documents.
         overlong_report: what was done with documents longer than `batch_max_length`.
 
     Args:
@@ -89,17 +89,14 @@ class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]
         shuffle: bool = True,
         shard: bool = True,
     ) -> None:
-        super().__init__(epochs_differ=check_flag(shuffle, "shuffle"))
         self.batch_max_length = check_integer(batch_max_length, "batch_max_length", 1, MOST_TOKENS)
+        check_flag(shuffle, "shuffle")
+        super().__init__(lengths, self.batch_max_length, overlong, "batch_max_length", seed=seed, epochs_differ=shuffle)
         self._shard = check_flag(shard, "shard")
         self.num_replicas, self.rank = _place_in_world(num_replicas, rank, shard)
-        self.seed = check_integer(seed, "seed", 0, None)
         check_options(objective, cost_model, tail, lookahead)
-        fitted = fit_for_sampler(lengths, self.batch_max_length, overlong, "batch_max_length")
-        check_rank_count(len(fitted.lengths), self.num_replicas)
-        self.lengths = fitted.lengths
-        self.overlong_report: OverlongReport = fitted.report
-        self._documents = fitted.documents
+        self._documents = np.flatnonzero(self.lengths).astype(np.int32)  # all but the dropped ones
+        check_rank_count(len(self._documents), self.num_replicas)
         self._options: dict[str, Any] = {
             "objective": objective,
             "tail": tail,
@@ -110,11 +107,10 @@ class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]
         }
 
     def _make(self, epoch: int) -> Plan:
+        lengths = self.lengths[self._documents]
         plan = plan_epoch(
-            self.lengths, self.batch_max_length, self.num_replicas, seed=self.seed, epoch=epoch, **self._options
+            lengths, self.batch_max_length, self.num_replicas, seed=self.seed, epoch=epoch, **self._options
         )
-        if self._documents is None:
-            return plan
         return Plan(self._documents[plan.items], plan.offsets, plan.num_ranks, plan.capacity)
 
     def _num_batches(self, made: Plan) -> int:
@@ -136,7 +132,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]
             "num_replicas": self.num_replicas,
             "seed": self.seed,
             "shard": self._shard,
-            "lengths": digest(self.lengths),
+            "lengths": digest(self.lengths[self._documents]),
         }
 
     @property
@@ -154,11 +150,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]
 
     def tokens_per_step(self) -> NDArray[np.int64]:
         """(steps,) int64: the tokens of all ranks in each step of the current epoch, for weighting losses."""
-        lengths = self.lengths.astype(np.int64)
-        if self._documents is not None:
-            lengths = np.zeros(int(self._documents[-1]) + 1, dtype=np.int64)
-            lengths[self._documents] = self.lengths
-        return self.plan.sums(lengths).sum(axis=1)
+        return self.plan.sums(self.lengths.astype(np.int64)).sum(axis=1)
 
     def verify_ranks(self, group: dist.ProcessGroup | None = None) -> None:
         """Check that all ranks have the same plan. Every rank must call this; it exchanges a few bytes.
@@ -168,11 +160,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]
         Raises:
             ValueError: on every rank, if any two ranks have different plans.
         """
-        mine = f"{self._digest(self.plan)} in epoch {self.epoch}"
-        if not (dist.is_available() and dist.is_initialized()):
-            return
-        plans: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(plans, mine, group)
+        plans = gather(f"{self._digest(self.plan)} in epoch {self.epoch}", group)
         if len(set(plans)) > 1:
             others = ", ".join(f"rank {rank}: {plan}" for rank, plan in enumerate(plans))
             raise ValueError(
@@ -197,7 +185,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]
 
 def _place_in_world(num_replicas: int | None, rank: int | None, shard: bool) -> tuple[int, int | None]:
     """The number of ranks and the rank of this process (None unless `shard`), from torch.distributed if not given."""
-    group = dist.is_available() and dist.is_initialized()
+    group = has_group()
     if not group and (num_replicas is None or (rank is None and shard)):
         launched = os.environ.get("WORLD_SIZE", "1")
         if launched != "1" or num_replicas not in (None, 1):

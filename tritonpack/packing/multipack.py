@@ -10,14 +10,13 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
 from tritonpack.checks import check_flag
 from tritonpack.packing.documents import is_iterable
-from tritonpack.packing.lengths import MAX_INT32, check_integer, fit_for_sampler
-from tritonpack.packing.state import ResumableSampler, digest
+from tritonpack.packing.lengths import MAX_INT32, check_integer
+from tritonpack.packing.state import ResumableSampler, digest, gather, has_group
 
 
 class _Bins(NamedTuple):
@@ -111,26 +110,27 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
 
         takes_epoch = hasattr(sampler, "set_epoch")
         seeded = hasattr(sampler, "generator") and not takes_epoch
-        # DistributedSampler has the attribute `shuffle`.
-        super().__init__(epochs_differ=seeded or (takes_epoch and bool(getattr(sampler, "shuffle", True))))
-        self._same_on_all_ranks = seeded or isinstance(sampler, (SequentialSampler, range))
-        self._sharded = getattr(sampler, "num_replicas", 1) > 1
-        self._sampler = sampler
         if seed is None:
             generator = getattr(sampler, "generator", None)
             seed = generator.initial_seed() if isinstance(generator, torch.Generator) else 0
-        self.seed = check_integer(seed, "seed", 0, None)
-
+        self.batch_max_len = check_integer(batch_max_len, "batch_max_len")
+        super().__init__(
+            lengths,
+            self.batch_max_len,
+            overlong,
+            "batch_max_len",
+            seed=seed,
+            # DistributedSampler has the attribute `shuffle`.
+            epochs_differ=seeded or (takes_epoch and bool(getattr(sampler, "shuffle", True))),
+        )
+        self._same_on_all_ranks = seeded or isinstance(sampler, (SequentialSampler, range))
+        self._sharded = getattr(sampler, "num_replicas", 1) > 1
+        self._sampler = sampler
         self.drop_last = check_flag(drop_last, "drop_last")
         self.sequential = check_flag(sequential, "sequential")
         self.batch_size = check_integer(batch_size, "batch_size")
-        self.batch_max_len = check_integer(batch_max_len, "batch_max_len")
         self.bin_size = None if bin_size is None else check_integer(bin_size, "bin_size")
         self.group_size = check_integer(group_size, "group_size")
-        fitted = fit_for_sampler(lengths, self.batch_max_len, overlong, "batch_max_len")
-        self.overlong_report = fitted.report
-        self.lengths = np.zeros(len(lengths), dtype=np.int32)  # 0: left out
-        self.lengths[slice(None) if fitted.documents is None else fitted.documents] = fitted.lengths
         self._fewest_batches: tuple[int, int] | None = None  # an epoch, and the fewest batches of a rank in it
 
     def _make(self, epoch: int) -> _Bins:
@@ -196,7 +196,7 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
 
     def __iter__(self) -> Any:  # yields bins, not documents
         if not (self._same_on_all_ranks or self._sharded):
-            orders = _gather(self._current().order)
+            orders = gather(self._current().order)
             different = [rank for rank, order in enumerate(orders) if order != orders[0]]
             if different:
                 raise ValueError(
@@ -216,7 +216,7 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
         own = self._num_batches(self._current())
         if not self._sharded:
             return own
-        if not (dist.is_available() and dist.is_initialized()):
+        if not has_group():
             raise ValueError(
                 "the sampler yields only a part of the documents, so ranks must agree on the number of batches. Call "
                 "torch.distributed.init_process_group first, or pass a sampler of all documents."
@@ -252,12 +252,12 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
 
     def gather_efficiency(self) -> float:
         """The efficiency of all ranks' batches together. Every rank must call this."""
-        tokens, room = np.sum(_gather(self._tokens_and_room()), axis=0).tolist()
+        tokens, room = np.sum(gather(self._tokens_and_room()), axis=0).tolist()
         return tokens / room
 
     def gather_len_batches(self, num: int) -> int:
         """The smallest `num` of all ranks. Every rank must call this."""
-        return min(_gather(num))
+        return min(gather(num))
 
     def _num_bins(self) -> int:
         return min(len(self) * self.batch_size, self._current().num_bins)
@@ -266,12 +266,3 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
         made, num_bins = self._current(), self._num_bins()
         tokens = self.lengths[made.items[: made.offsets[num_bins]]].sum(dtype=np.int64)
         return int(tokens), num_bins * self.batch_max_len
-
-
-def _gather(value: Any) -> list[Any]:
-    """The value of each rank; only this one's without a process group."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return [value]
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

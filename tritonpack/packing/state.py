@@ -1,17 +1,19 @@
-"""ResumableSampler, the base of both batch samplers: epochs, exact resume, and states that are checked."""
+"""ResumableSampler, the base of both batch samplers: lengths, epochs, exact resume, and states that are checked."""
 
 from __future__ import annotations
 
 import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar, Generic, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from pprint import pformat
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
+import torch.distributed as dist
 from numpy.typing import NDArray
 
 from tritonpack.notices import say_once
-from tritonpack.packing.lengths import check_integer
+from tritonpack.packing.lengths import check_integer, fit_for_sampler
 
 STATE_VERSION = 1
 Made = TypeVar("Made")
@@ -20,22 +22,39 @@ Made = TypeVar("Made")
 class ResumableSampler(ABC, Generic[Made]):
     """A batch sampler whose batches depend only on its settings and the epoch.
 
-    A subclass makes the batches of an epoch (`_make`) and yields them by number. This class remembers how many were
-    handed out and writes and reads states.
+    A subclass makes the batches of an epoch (`_make`) and returns them by number. This class counts how many were
+    yielded, and writes and reads states.
 
     Attributes:
         epoch: the epoch of the next iteration, from 0.
+        seed: at least 0.
+        lengths: (documents,) int32, 0 for dropped documents.
+        overlong_report: what was done with documents that are longer than a row.
     """
 
     _DIGEST: ClassVar[str]  # the name in states for the digest of an epoch's batches
     _OTHER_BATCHES: ClassVar[str]  # the error for a state with the same settings and another digest
 
-    def __init__(self, *, epochs_differ: bool) -> None:
+    def __init__(
+        self,
+        lengths: Sequence[int] | NDArray[Any],
+        capacity: int,
+        overlong: Literal["error", "drop"],
+        name: str,
+        *,
+        seed: int,
+        epochs_differ: bool,
+    ) -> None:
         self.epoch = 0
+        self.seed = check_integer(seed, "seed", 0, None)
+        fitted = fit_for_sampler(lengths, capacity, overlong, name)
+        self.overlong_report = fitted.report
+        self.lengths = np.zeros(len(lengths), dtype=np.int32)
+        self.lengths[slice(None) if fitted.documents is None else fitted.documents] = fitted.lengths
         self._epochs_differ = epochs_differ  # whether another epoch has another order
         self._made: tuple[int, Made] | None = None  # an epoch, and the result of `_make` for it
         self._counted_epoch = 0
-        self._done = 0  # batches of that epoch that the latest iteration has handed out, or that a state counts
+        self._done = 0  # batches of that epoch that the latest iteration has yielded, or that a state counts
         self._resumed = False  # the next iteration begins after `_done` batches
         self._epoch_chosen = True  # since the latest iteration began
         self._iterations = 0  # only the latest iteration counts its batches
@@ -80,9 +99,9 @@ class ResumableSampler(ABC, Generic[Made]):
         self._done = self._done if self._resumed else 0
         self._resumed = self._epoch_chosen = False
         self._iterations += 1
-        return self._hand_out(made, range(self._done, total), self._iterations)
+        return self._yield(made, range(self._done, total), self._iterations)
 
-    def _hand_out(self, made: Made, numbers: range, iteration: int) -> Iterator[list[Any]]:
+    def _yield(self, made: Made, numbers: range, iteration: int) -> Iterator[list[Any]]:
         for number in numbers:
             if iteration == self._iterations:
                 self._done = number + 1
@@ -109,8 +128,8 @@ class ResumableSampler(ABC, Generic[Made]):
 
         Args:
             batches_done: the batches of this epoch that were trained on, in all processes if accelerate divides
-                them. None takes the number that the latest iterator has handed out. With DataLoader workers
-                that number is too large, because they fetch ahead; torchdata's StatefulDataLoader corrects it.
+                them. None takes the number that the latest iterator has yielded. With DataLoader workers that
+                number is too large, because they fetch ahead; torchdata's StatefulDataLoader corrects it.
 
         Raises:
             ValueError: more batches than the epoch has.
@@ -143,6 +162,20 @@ class ResumableSampler(ABC, Generic[Made]):
         self._made = (epoch, made)
         self._counted_epoch, self._done, self._resumed = epoch, done, True
         self._iterations += 1
+
+
+def has_group() -> bool:
+    """Whether torch.distributed has a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The value of each rank, on every rank; only this one's without a process group."""
+    if not has_group():
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group)
+    return values
 
 
 def digest(*arrays: NDArray[Any]) -> str:
@@ -197,9 +230,7 @@ def _check_batches_done(value: Any, total: int) -> int:
 
 def _same(one: Any, other: Any) -> bool:
     """Whether plain values are equal and of the same types: True isn't 1."""
-    if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_same(one[name], other[name]) for name in one)
-    return type(one) is type(other) and one == other
+    return pformat(one) == pformat(other)
 
 
 def _kind(value: Any) -> str:
