@@ -25,16 +25,15 @@ from tritonpack.packing.columns import (
     require_same_columns,
 )
 from tritonpack.packing.documents import is_iterable
-from tritonpack.packing.lengths import check_integer
+from tritonpack.packing.lengths import check_integer, check_limit
 
 
 @dataclass(frozen=True)
 class PackingCollator:
-    """Lay documents end to end in one row, without padding; for transformers.Trainer or any DataLoader.
+    """Lays documents end to end in one row, for transformers.Trainer or any DataLoader.
 
     For a causal model the first label of each document is -100, because the token before it belongs to another
-    document. So the loss is the mean over the same predicted tokens as for a padded batch, and Trainer's
-    `num_items_in_batch` is right.
+    document. So the loss is the mean over the same predicted tokens as for a padded batch.
 
     >>> batch = PackingCollator()([{"input_ids": [5, 6, 7]}, {"input_ids": [8, 9]}])
     >>> batch["input_ids"].tolist(), batch["labels"].tolist()
@@ -68,14 +67,13 @@ transformers' Trainer removes both columns first unless `remove_unused_columns=F
             an `attention_mask`, 0 for padding. With that mask transformers' own FlashAttention doesn't keep documents
             apart; a patched model does.
         pad_token_id: the token of the padding, required with `pad_to_multiple_of`.
-        objective: what a label belongs to. "causal": the next token. The first label of each document becomes -100, and
-            labels are made from the input ids if no document of the batch has any. "tokens": the token itself, for
-            masked language models, token classification and encoders with decoders. All labels are kept, and none
-            are made. "documents": the whole document, one number or a row of numbers each. The patched model gives one
-            score per document.
+        objective: what a label belongs to. "causal": the next token. Labels are made from the input ids if no document
+            of the batch has any. "tokens": the token itself, for masked language models, token classification and
+            encoders with decoders. All labels are kept, and none are made. "documents": the whole document, one number
+            or a row of numbers each.
         max_document_length: the number of tokens that are kept of each document, in all columns; None keeps all.
-        per_token: names of further columns with one value, or one row of values, per token: (1, T, ...) in the batch.
-            Every document must have them. Padding is 0 in them.
+        per_token: further columns with one value, or one row of values, per token: (1, T, ...) in the batch. Every
+            document must have them. Padding is 0 in them.
 
     Raises:
         ValueError: a wrong setting, or one of `pad_to_multiple_of` and `pad_token_id` without the other.
@@ -89,9 +87,8 @@ transformers' Trainer removes both columns first unless `remove_unused_columns=F
 
     def __post_init__(self) -> None:
         multiple, token = self.pad_to_multiple_of, self.pad_token_id
-        for name in ("pad_to_multiple_of", "max_document_length"):
-            if getattr(self, name) is not None:
-                check_integer(getattr(self, name), name)
+        check_limit(multiple, "pad_to_multiple_of")
+        check_limit(self.max_document_length, "max_document_length")
         if token is not None:
             check_integer(token, "pad_token_id", 0)
         if (multiple is None) != (token is None):

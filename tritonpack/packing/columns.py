@@ -1,4 +1,4 @@
-"""The columns of a tokenized document: checks them for PackingCollator, and converts them to tensors."""
+"""The columns of a tokenized document: PackingCollator checks them and converts them to tensors."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ Columns = dict[str, Tensor]
 
 def per_token_names(names: Any) -> tuple[str, ...]:
     """The checked names of further columns with one value per token."""
-    known = isinstance(names, (list, tuple, set, frozenset))
-    if not known or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, (list, tuple, set, frozenset)) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"per_token must be a collection of column names, such as ('bbox',); got {names!r}.")
     reserved = [name for name in names if name in (*_TAKEN, *MADE)]
     if reserved:
@@ -44,18 +43,15 @@ def per_token_names(names: Any) -> tuple[str, ...]:
 def read_document(
     feature: Any, number: int, objective: Objective, per_token: Sequence[str], longest: int | None
 ) -> Columns:
-    """The columns of one document, checked and cut.
+    """The columns of one document, checked and cut to `longest` tokens.
 
     Args:
-        feature: a mapping with `input_ids`.
         number: the document's number, for messages.
-        objective: "causal" and "tokens" take one label per token, "documents" takes labels of the whole document.
         per_token: columns with one value per token, beside `PER_TOKEN`.
-        longest: the number of tokens that are kept; None keeps all.
 
     Returns:
         `input_ids`, `labels` if there are any, and the columns with one value per token, (n, ...) each. Integers are
-        int64. Under "documents" `labels` have any shape.
+        int64. Under the objective "documents" `labels` have any shape.
 
     Raises:
         ValueError: see PackingCollator.
@@ -63,8 +59,8 @@ def read_document(
     try:
         columns = _columns(feature, per_token)
         labels = _labels(feature, objective)
-        if labels is not None and objective != "documents":
-            columns["labels"] = labels
+        if objective != "documents":
+            columns |= labels
         tokens = len(columns["input_ids"])
         for name, values in columns.items():
             if len(values) != tokens:
@@ -72,8 +68,7 @@ def read_document(
                 raise ValueError(f"has {tokens} input_ids but {len(values)} {name}; give every token one value{hint}.")
     except ValueError as error:
         raise ValueError(f"document {number} {error}") from error
-    columns = {name: values[:longest] for name, values in columns.items()}
-    return columns if labels is None or objective != "documents" else columns | {"labels": labels}
+    return labels | {name: values[:longest] for name, values in columns.items()}
 
 
 def labels_of_tokens(columns: Columns) -> Tensor:
@@ -177,23 +172,23 @@ def _refuse_unknown(feature: Mapping[Any, Any], per_token: Sequence[str]) -> Non
     raise ValueError(f"has {_quote(unknown)}, which PackingCollator can't pack{advice}")
 
 
-def _labels(feature: Mapping[str, Any], objective: Objective) -> Tensor | None:
-    """The labels of a document, under any of their names."""
+def _labels(feature: Mapping[str, Any], objective: Objective) -> Columns:
+    """`labels` of a document that has them, under any of their names; no column otherwise."""
     given = [name for name in LABELS if name in feature]
     if not given:
-        return None
+        return {}
     if len(given) > 1:
         raise ValueError(f"has {_quote(given)}, which all name its labels; keep one of them.")
     name, values = given[0], feature[given[0]]
     if objective == "documents":
         labels = _tensor(values, name, "a number, or a row of numbers,")
-        return labels.to(torch.int64) if labels.dtype == torch.bool else labels
+        return {"labels": labels.to(torch.int64) if labels.dtype == torch.bool else labels}
     if _tensor(values, name, "a row of integers").ndim == 0:
         raise ValueError(
             f"has one number as {name}, {values!r}, and objective={objective!r} takes one label per token. Pass "
             "objective='documents' for a head that scores whole documents."
         )
-    return _integers(values, name, negative=True)
+    return {"labels": _integers(values, name, negative=True)}
 
 
 def _integers(values: Any, name: str, *, bools: bool = False, negative: bool = False) -> Tensor:
@@ -215,15 +210,14 @@ def _integers(values: Any, name: str, *, bools: bool = False, negative: bool = F
 def _tensor(values: Any, name: str, expected: str, *, least_dimensions: int = 0) -> Tensor:
     """A tensor in host memory: int64, bool, or floating point."""
     try:
-        if isinstance(values, np.ndarray):  # torch reads no array that is read-only or of another byte order
+        converted = values
+        if isinstance(values, np.ndarray):  # torch can't read arrays that are read-only or of another byte order
             converted = values.astype(np.int64 if values.dtype.kind in "iu" else values.dtype.newbyteorder("="))
-        else:
-            converted = values
         tensor = torch.as_tensor(converted)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
         raise ValueError(f"needs {expected} as {name}; got {values!r:.100}.") from error
     if tensor.device.type != "cpu":
-        raise ValueError(f"has {name} on {tensor.device}; collate in host memory, and move the batch then.")
+        raise ValueError(f"has {name} on {tensor.device}; collate in host memory, then move the batch.")
     if tensor.is_complex() or tensor.layout != torch.strided or tensor.ndim < least_dimensions:
         raise ValueError(f"needs {expected} as {name}; got {values!r:.100}.")
     if tensor.is_floating_point() or tensor.dtype == torch.bool:
