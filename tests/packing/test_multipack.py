@@ -1,7 +1,6 @@
 import inspect
 import math
 import multiprocessing
-import warnings
 from itertools import chain
 
 import numpy as np
@@ -332,32 +331,10 @@ def two_ranks(rank, path):
     with pytest.raises(ValueError, match=r"samplers of ranks \[1\] yield documents in another order"):
         iter(mine)
 
-    lengths = np.concatenate([np.full(20, 128), np.full(20, 4)])
-    order = np.arange(40).reshape(2, 20).T.ravel()  # one rank has the long documents, the other the short ones
-    shard = DistributedSampler(order, num_replicas=2, rank=rank, shuffle=False)
-    batches = MultipackBatchSampler(Renumbered(shard, order), 1, CAPACITY, lengths)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        assert len(batches) == 1
-    left_out = [str(warning.message) for warning in caught if "left out" in str(warning.message)]
-    assert len(left_out) == (rank == 0)
-    if rank == 0:
-        assert left_out[0].startswith("19 of 20 batches, with 19 documents, are left out on this rank in epoch 0")
-    assert (len(list(batches)), batches.dropped_documents) == (1, 19 if rank == 0 else 0)
-    assert batches.efficiency() == (1.0 if rank == 0 else 80 / 128)
-    assert batches.gather_efficiency() == (128 + 80) / 256
+    batches = batches_of()
+    assert batches.gather_efficiency() == batches.efficiency()
     assert batches.gather_len_batches(5 + rank) == 5
     torch.distributed.destroy_process_group()
-
-
-class Renumbered:
-    """Yields the documents of a sampler under other numbers."""
-
-    def __init__(self, sampler, numbers):
-        self.sampler, self.numbers, self.num_replicas = sampler, numbers, sampler.num_replicas
-
-    def __iter__(self):
-        return (int(self.numbers[position]) for position in self.sampler)
 
 
 class TestRanks:
@@ -365,10 +342,9 @@ class TestRanks:
         # fork, because a spawned process takes seconds to import.
         torch.multiprocessing.start_processes(two_ranks, (str(tmp_path / "meet"),), nprocs=2, start_method="fork")
 
-    def test_sharded_sampler_needs_process_group(self):
-        batches = batches_of(DistributedSampler(LENGTHS, num_replicas=2, rank=0))
-        with pytest.raises(ValueError, match="init_process_group"):
-            len(batches)
+    def test_refuses_sampler_that_divides_documents(self):
+        with pytest.raises(ValueError, match=r"divides the documents among 2 ranks.*Pass a sampler of all documents"):
+            batches_of(DistributedSampler(LENGTHS, num_replicas=2, rank=0))
 
 
 def test_number_of_bins_is_near_optimum():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -16,7 +15,7 @@ from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 from tritonpack.checks import check_flag
 from tritonpack.packing.documents import is_iterable
 from tritonpack.packing.lengths import MAX_INT32, check_integer
-from tritonpack.packing.state import ResumableSampler, digest, gather, has_group
+from tritonpack.packing.state import ResumableSampler, digest, gather
 
 
 class _Bins(NamedTuple):
@@ -35,7 +34,8 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
     """Batches of bins of documents; each bin holds at most `batch_max_len` tokens.
 
     Documents are taken in the order of the given sampler. Each goes into the first bin with room (first-fit), or with
-    `sequential` into the last bin (next-fit). A batch is a list of `batch_size` bins, a bin a list of document numbers:
+    `sequential` into the last bin (next-fit). A batch is a list of `batch_size` bins, a bin is a list of document
+    numbers:
 
     >>> batches = MultipackBatchSampler(range(5), batch_size=2, batch_max_len=8, lengths=[5, 4, 3, 8, 4])
     >>> list(batches), batches.efficiency(), len(batches)
@@ -49,17 +49,16 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
     `DataLoader(BinDataset(dataset), batch_sampler=batches, collate_fn=PackingCollator())` loads a batch as one row of
     at most batch_size x batch_max_len tokens.
 
-    Every process computes the same batches from the seed and the epoch, without communication, so accelerate may
-    divide them among processes. `set_epoch` changes the order; accelerate and Trainer call it themselves. A second
-    pass over one epoch causes a warning.
+    Every process computes the same batches from the seed and the epoch, so accelerate may divide them among processes.
+    `set_epoch` changes the order; accelerate and Trainer call it themselves. A second pass over one epoch causes a
+    warning.
 
     Samplers with a `generator` (torch's random ones) get a new generator, seeded by `seed` and the epoch. Samplers
-    with `set_epoch` get the epoch. Two kinds of samplers need torch.distributed, and then every process must iterate:
-    if the order may differ between ranks, the ranks compare it; if the sampler yields only a part of the documents, as
-    DistributedSampler does, all ranks stop with the shortest, and a warning names what is left out.
+    with `set_epoch` get the epoch. The order of any other sampler may differ between ranks; the ranks compare it at
+    the start of an iteration, so every rank must iterate.
 
     Args:
-        sampler: yields document numbers: a sampler or any iterable.
+        sampler: yields document numbers, the same on every rank: a sampler or any iterable.
         batch_size: bins per batch.
         batch_max_len: tokens per bin.
         lengths: (documents,) integers, the tokens of each document of the dataset.
@@ -73,9 +72,9 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
             Batches are counted, not estimated, and one thread packs a million documents in a tenth of a second.
 
     Raises:
-        ValueError: bad lengths or options; at the first use of an epoch, a sampler that yields anything but numbers of
-            documents, fewer bins than one batch under `drop_last`, different orders on different ranks, a sampler of a
-            part of the documents without torch.distributed.
+        ValueError: bad lengths or options, a sampler that divides documents among ranks (DistributedSampler); at the
+            first use of an epoch, a sampler that yields anything but numbers of documents, fewer bins than one batch
+            under `drop_last`, different orders on different ranks.
         ImportError: at the first use of an epoch, if numba can't be imported.
     """
 
@@ -107,7 +106,12 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
     ) -> None:
         if not is_iterable(sampler):
             raise ValueError(f"the sampler must yield document numbers; got {sampler!r:.100}.")
-
+        if (ranks := getattr(sampler, "num_replicas", 1)) > 1:
+            raise ValueError(
+                f"the sampler divides the documents among {ranks} ranks, which would then have different numbers of "
+                "batches. Pass a sampler of all documents, such as torch's RandomSampler, on "
+                "every rank, and let accelerate or Trainer divide the batches."
+            )
         takes_epoch = hasattr(sampler, "set_epoch")
         seeded = hasattr(sampler, "generator") and not takes_epoch
         if seed is None:
@@ -124,14 +128,12 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
             epochs_differ=seeded or (takes_epoch and bool(getattr(sampler, "shuffle", True))),
         )
         self._same_on_all_ranks = seeded or isinstance(sampler, (SequentialSampler, range))
-        self._sharded = getattr(sampler, "num_replicas", 1) > 1
         self._sampler = sampler
         self.drop_last = check_flag(drop_last, "drop_last")
         self.sequential = check_flag(sequential, "sequential")
         self.batch_size = check_integer(batch_size, "batch_size")
         self.bin_size = None if bin_size is None else check_integer(bin_size, "bin_size")
         self.group_size = check_integer(group_size, "group_size")
-        self._fewest_batches: tuple[int, int] | None = None  # an epoch, and the fewest batches of a rank in it
 
     def _make(self, epoch: int) -> _Bins:
         from tritonpack.packing.heuristics import first_fit, next_fit  # imports numba, which is slow
@@ -195,7 +197,7 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
         return {name: getattr(self, name) for name in names} | {"lengths": digest(self.lengths)}
 
     def __iter__(self) -> Any:  # yields bins, not documents
-        if not (self._same_on_all_ranks or self._sharded):
+        if not self._same_on_all_ranks:
             orders = gather(self._current().order)
             different = [rank for rank, order in enumerate(orders) if order != orders[0]]
             if different:
@@ -206,32 +208,10 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
                 )
         return super().__iter__()
 
-    def __len__(self) -> int:
-        """The exact number of batches of the current epoch, the same on all ranks, also after a resume."""
-        return self.len_across_ranks
-
     @property
     def len_across_ranks(self) -> int:
-        """The number of batches that every rank has in this epoch. If ranks have different documents, all must ask."""
-        own = self._num_batches(self._current())
-        if not self._sharded:
-            return own
-        if not has_group():
-            raise ValueError(
-                "the sampler yields only a part of the documents, so ranks must agree on the number of batches. Call "
-                "torch.distributed.init_process_group first, or pass a sampler of all documents."
-            )
-        if self._fewest_batches is None or self._fewest_batches[0] != self.epoch:
-            fewest = self.gather_len_batches(own)
-            self._fewest_batches = (self.epoch, fewest)
-            if fewest < own:
-                warnings.warn(
-                    f"{own - fewest} of {own} batches, with {self.dropped_documents} documents, are left out on this "
-                    f"rank in epoch {self.epoch}, because another rank has {fewest} batches. To use every document, "
-                    "pass a sampler of all documents on every rank.",
-                    stacklevel=3,
-                )
-        return self._fewest_batches[1]
+        """The number of batches of the current epoch, the same on all ranks."""
+        return len(self)
 
     def generate_batches(self) -> list[list[list[int]]]:
         """All batches of this epoch. The position of an iteration doesn't change."""
@@ -239,21 +219,18 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
 
     @property
     def dropped_documents(self) -> int:
-        """The documents of this epoch that are in no batch, except overlong ones.
-
-        They are in an incomplete last batch, or in batches that another rank doesn't have.
-        """
+        """The documents in an incomplete last batch, which is left out; overlong ones aren't counted."""
         return len(self._current().items) - int(self._current().offsets[self._num_bins()])
 
     def efficiency(self) -> float:
         """The share of the room in this epoch's batches that holds tokens, from 0 to 1."""
-        tokens, room = self._tokens_and_room()
-        return tokens / room
+        made, num_bins = self._current(), self._num_bins()
+        tokens = int(self.lengths[made.items[: made.offsets[num_bins]]].sum(dtype=np.int64))
+        return tokens / (num_bins * self.batch_max_len)
 
     def gather_efficiency(self) -> float:
-        """The efficiency of all ranks' batches together. Every rank must call this."""
-        tokens, room = np.sum(gather(self._tokens_and_room()), axis=0).tolist()
-        return tokens / room
+        """The mean of the efficiencies of all ranks. Every rank must call this."""
+        return float(np.mean(gather(self.efficiency())))
 
     def gather_len_batches(self, num: int) -> int:
         """The smallest `num` of all ranks. Every rank must call this."""
@@ -261,8 +238,3 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
 
     def _num_bins(self) -> int:
         return min(len(self) * self.batch_size, self._current().num_bins)
-
-    def _tokens_and_room(self) -> tuple[int, int]:
-        made, num_bins = self._current(), self._num_bins()
-        tokens = self.lengths[made.items[: made.offsets[num_bins]]].sum(dtype=np.int64)
-        return int(tokens), num_bins * self.batch_max_len
