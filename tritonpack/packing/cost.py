@@ -1,11 +1,10 @@
-"""CostModel: the cost of training on documents of given lengths, from the shape of a model or from timed steps."""
+"""CostModel: the cost of training on documents, from the sizes of a model or from timed steps."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -70,13 +69,8 @@ class CostModel:
         """The floating-point operations of training a decoder with gated MLPs and causal attention.
 
         Args:
-            hidden_size, num_layers, num_heads, head_dim, num_key_value_heads, vocab_size: as in the model's
-                configuration.
             intermediate_size: the size of the MLP; for a mixture of experts, of all experts that a token visits.
             attention_efficiency: the speed of attention relative to matrix products, above 0; kernels reach about 0.6.
-
-        Returns:
-            A cost model in floating-point operations of matrix products.
 
         Raises:
             ValueError: a size that isn't a positive integer, an efficiency that isn't above 0.
@@ -96,7 +90,7 @@ class CostModel:
     def from_config(cls, config: Any, *, attention_efficiency: float = 0.6) -> CostModel:
         """`from_shape` with the sizes of a transformers configuration, or of its text part.
 
-        Only layers of the type "full_attention" in `layer_types` have costs per square, because a window or a
+        If there are `layer_types`, only layers of "full_attention" have costs per square, because a window or a
         recurrence costs about the same for each token. Of a mixture of experts, the experts that a token visits count.
 
         Raises:
@@ -118,16 +112,14 @@ class CostModel:
                 raise ValueError(f"{type(config).__name__} has no {' or '.join(names)}; {advice}")
             return default
 
-        hidden, layers = size("hidden_size", "n_embd", "d_model"), size("num_hidden_layers", "n_layer")
-        heads = size("num_attention_heads", "n_head")
+        hidden, heads = size("hidden_size", "n_embd", "d_model"), size("num_attention_heads", "n_head")
         intermediate = size("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden)
-        experts = size("num_experts_per_tok", default=0)
-        if experts:
+        if experts := size("num_experts_per_tok", default=0):
             intermediate = experts * size("moe_intermediate_size", "intermediate_size")
             intermediate += size("shared_expert_intermediate_size", default=0)
         model = cls.from_shape(
             hidden_size=hidden,
-            num_layers=layers,
+            num_layers=size("num_hidden_layers", "n_layer"),
             num_heads=heads,
             head_dim=size("head_dim", default=hidden // heads),
             num_key_value_heads=size("num_key_value_heads", default=heads),
@@ -144,12 +136,7 @@ class CostModel:
         """Fit the coefficients to timed steps of one rank by least squares; none is below 0. Use 20 steps or more.
 
         Args:
-            tokens: (steps,) the tokens of each step.
-            squares: (steps,) the sum of squared document lengths of each step.
-            seconds: (steps,) the time of each step.
-
-        Returns:
-            A cost model in seconds.
+            tokens, squares, seconds: (steps,) the tokens, the sum of squared document lengths, the time of each step.
 
         Raises:
             ValueError: rows of different lengths, fewer than 3 steps, a number that isn't finite, a time below 0,
@@ -172,19 +159,18 @@ class CostModel:
                 "with different numbers of tokens and document lengths."
             )
         # Fit each subset of the coefficients with the others at 0, and take the best fit without a negative one.
-        best, best_error = None, math.inf
-        for count in (3, 2, 1):
-            for chosen in combinations(range(3), count):
-                solution, *_ = np.linalg.lstsq(columns[:, chosen] / scale[list(chosen)], times, rcond=None)
-                error = float(np.square(columns[:, chosen] / scale[list(chosen)] @ solution - times).sum())
-                if (solution >= 0).all() and error < best_error:
-                    best, best_error = np.zeros(3), error
-                    best[list(chosen)] = solution / scale[list(chosen)]
-        assert best is not None, "a single non-negative column fits non-negative times with a coefficient of at least 0"
-        return cls(*(float(value) for value in best))
+        columns = columns / scale
+        best, best_error = np.zeros(3), math.inf
+        for chosen in ([0, 1, 2], [0, 1], [0, 2], [1, 2], [0], [1], [2]):
+            solution, *_ = np.linalg.lstsq(columns[:, chosen], times, rcond=None)
+            error = float(np.square(columns[:, chosen] @ solution - times).sum())
+            if (solution >= 0).all() and error < best_error:
+                best, best_error = np.zeros(3), error
+                best[chosen] = solution / scale[chosen]
+        return cls(*best.tolist())
 
     def whole_weights(self, capacity: int, num_rows: int) -> tuple[int, int]:
-        """per_token and per_square as integers in the same proportion, so that plans don't depend on rounding.
+        """`per_token` and `per_square` as integers in the same proportion, so that plans don't depend on rounding.
 
         `num_rows` rows of `capacity` tokens cost less than 2**62 in these units.
 

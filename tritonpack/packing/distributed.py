@@ -1,4 +1,4 @@
-"""MultipackDistributedBatchSampler: the documents of each rank, step by step, from one plan."""
+"""MultipackDistributedBatchSampler: batches of documents for each rank, step by step, from one plan."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]
     """Batches of whole documents for each rank, at most `batch_max_length` tokens each, the same number on every rank.
 
     Every rank computes the same plan from the lengths, the seed and the epoch, without communication, and takes its
-    own part of each step. The class replaces the multipack project's class of this name. With `objective="linear"` it
-    replaces that project's sampler for linear attention.
+    part of each step. The class replaces the multipack project's class of this name, with `objective="linear"` also its
+    sampler for linear attention.
 
     >>> lengths = [5, 3, 4, 4, 2, 6, 8, 8]
     >>> sampler = MultipackDistributedBatchSampler(8, lengths, num_replicas=2, rank=0)
@@ -48,13 +48,13 @@ class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]
     Args:
         batch_max_length: tokens of a rank's batch, from 1 to 2**30.
         lengths: (documents,) integers of at least 1, the tokens of each document, the same on every rank.
-        num_replicas: the number of ranks. None reads it from torch.distributed; without a process group it is 1.
-        rank: the rank of this process. None reads it from torch.distributed; without a process group it is 0.
+        num_replicas, rank: the number of ranks, and the rank of this process. None reads them from torch.distributed;
+            without a process group they are 1 and 0.
         seed: at least 0, the same on every rank.
         objective, tail, lookahead, steps_together, cost_model: see `plan_epoch`. For 4,096 tokens on one rank,
             `steps_together=64` fills rows to 98% instead of 86% (OpenChat's lengths).
         overlong: "error" refuses documents longer than `batch_max_length`, "drop" leaves them out. To truncate them,
-            pass `lengths` that are cut and `PackingCollator(max_document_length=...)`, which cuts the documents.
+            pass `lengths` that are cut, and load with `PackingCollator(max_document_length=...)`.
         shuffle: shuffle the documents, in a new order for each epoch.
         shard: yield the batches of this rank only. False yields the batches of all ranks, step by step.
 
@@ -149,13 +149,11 @@ class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]
         return float(self.tokens_per_step().sum() / (self.plan.num_steps * self.num_replicas * self.batch_max_length))
 
     def tokens_per_step(self) -> NDArray[np.int64]:
-        """(steps,) int64: the tokens of all ranks in each step of the current epoch, for weighting losses."""
+        """(steps,) int64, the tokens of all ranks in each step of the current epoch, for weighting losses."""
         return self.plan.sums(self.lengths.astype(np.int64)).sum(axis=1)
 
     def verify_ranks(self, group: dist.ProcessGroup | None = None) -> None:
         """Check that all ranks have the same plan. Every rank must call this; it exchanges a few bytes.
-
-        Without torch.distributed there is one rank, and nothing to compare.
 
         Raises:
             ValueError: on every rank, if any two ranks have different plans.
@@ -173,7 +171,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]
         """None, because batches have different numbers of documents. Libraries that divide batches read it.
 
         Raises:
-            ValueError: this sampler yields the batches of one rank of several; dividing them again would lose most.
+            ValueError: this sampler yields the batches of one rank of several, which can't be divided again.
         """
         if self._shard and self.num_replicas > 1:
             raise ValueError(

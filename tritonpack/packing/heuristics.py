@@ -50,9 +50,8 @@ def group_by_bin(bins: Any, order: Any, num_bins: int) -> Any:
     """Group documents by bin, in linear time; within a bin they keep their order.
 
     Args:
-        bins: (documents,) int32, the bin of document order[i].
+        bins: (documents,) integers, the bin of document order[i].
         order: (documents,) int32, a permutation.
-        num_bins: bins, numbered from 0.
 
     Returns:
         items (documents,) int32 and offsets (num_bins + 1,) int64: bin b holds `items[offsets[b] : offsets[b + 1]]`.
@@ -71,8 +70,8 @@ def group_by_bin(bins: Any, order: Any, num_bins: int) -> Any:
 
 
 # Best-fit: bins with the same room form a stack, and a binary tree marks the stacks that hold a bin. Node i of the tree
-# has the children 2 i and 2 i + 1; node 1 is the root, and room r is leaf leaves + r. So finding the fullest bin with
-# room for a document takes O(log capacity).
+# has the children 2 i and 2 i + 1; node 1 is the root, and room r is leaf leaves + r. So the search for the fullest bin
+# with room for a document takes O(log capacity).
 
 
 def best_fit_decreasing(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
@@ -168,25 +167,18 @@ def _next_marked(marks: Any, room: int) -> int:
     return node - leaves
 
 
-# First-fit takes O(documents x log bins). A binary tree over the bins holds at each node the largest room of the bins
-# below it, so one descent from the root finds the first bin with enough room. Bins that aren't open yet are leaves with
-# all their room, so opening a bin is no special case.
+# First-fit: a binary tree over the bins holds at each node the largest room of the bins below it, so one descent from
+# the root finds the first bin with enough room, in O(log bins). Bins that aren't open yet are leaves with full room.
 
 
 def first_fit(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
     """First-fit in the input order; arguments and result as for best_fit_decreasing."""
-    bins, num_bins = _first_fit(lengths, capacity, max_items, _num_leaves(lengths, capacity, max_items))
-    return group_by_bin(bins, np.arange(len(lengths), dtype=np.int32), num_bins)
-
-
-def _num_leaves(lengths: NDArray[np.int32], capacity: int, max_items: int) -> int:
-    """A power of two that the number of bins can't exceed.
-
-    Take two bins below the limit of documents. The second was opened for a document that the first had no room for, so
-    together they hold more than one capacity.
-    """
+    # Take two bins that have fewer than max_items documents. The second was opened for a document that the first had no
+    # room for, so together they hold more than one capacity.
     most_bins = 1 + 2 * int(lengths.sum(dtype=np.int64)) // capacity + len(lengths) // max_items
-    return 1 << (min(most_bins, len(lengths)) - 1).bit_length()
+    num_leaves = 1 << (min(most_bins, len(lengths)) - 1).bit_length()  # a power of two, at least the number of bins
+    bins, num_bins = _first_fit(lengths, capacity, max_items, num_leaves)
+    return group_by_bin(bins, np.arange(len(lengths), dtype=np.int32), num_bins)
 
 
 @compiled
@@ -245,30 +237,25 @@ MAX_CARRIES = 2  # more had no measurable benefit
 
 
 def windowed(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
-    """Best-fit-decreasing of one window of documents after another, see WindowPacker; otherwise as the others."""
+    """Best-fit-decreasing of one window after another; arguments and result as for best_fit_decreasing."""
     packer = WindowPacker(capacity, max_items, CARRY_THRESHOLD)
-    groups = []
-    for start in range(0, len(lengths), WINDOW):
-        groups.append(packer.add(lengths[start : start + WINDOW], last=start + WINDOW >= len(lengths)))
+    groups = [
+        packer.add(lengths[start : start + WINDOW], last=start + WINDOW >= len(lengths))
+        for start in range(0, len(lengths), WINDOW)
+    ]
     items = np.concatenate([items for items, _ in groups]).astype(np.int32)
     sizes = np.concatenate([np.diff(offsets) for _, offsets in groups])
     return items, np.concatenate([[0], np.cumsum(sizes)])
 
 
 class WindowPacker:
-    """Best-fit-decreasing over windows of documents in input order, for streams and for nearly unchanged order.
+    """Best-fit-decreasing over windows of documents in input order.
 
-    At the end of a window, bins that are filled below the threshold are dissolved. Their documents are carried: packed
-    again with the next window. Documents that were carried MAX_CARRIES times are overdue: they are packed before all
-    others, and their bins aren't dissolved. So no document waits for more than MAX_CARRIES windows, and at most
-    MAX_CARRIES + 1 windows are in memory.
+    At the end of a window, bins that are filled below the share `carry_threshold` are dissolved. Their documents are
+    carried: packed again with the next window. Documents that were carried MAX_CARRIES times are overdue: they are
+    packed before all others, and their bins aren't dissolved. So at most MAX_CARRIES + 1 windows are in memory.
 
     Finished bins are returned in the order of their first documents.
-
-    Args:
-        capacity: tokens per bin.
-        max_items: documents per bin.
-        carry_threshold: the filled share of a bin, from 0 to 1, below which it is dissolved; 0 carries nothing.
     """
 
     def __init__(self, capacity: int, max_items: int, carry_threshold: float) -> None:

@@ -109,8 +109,8 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
         if (ranks := getattr(sampler, "num_replicas", 1)) > 1:
             raise ValueError(
                 f"the sampler divides the documents among {ranks} ranks, which would then have different numbers of "
-                "batches. Pass a sampler of all documents, such as torch's RandomSampler, on "
-                "every rank, and let accelerate or Trainer divide the batches."
+                "batches. Pass a sampler of all documents on every rank, such as torch's RandomSampler, and let "
+                "accelerate or Trainer divide the batches."
             )
         takes_epoch = hasattr(sampler, "set_epoch")
         seeded = hasattr(sampler, "generator") and not takes_epoch

@@ -1,4 +1,4 @@
-"""plan_epoch: which documents each rank takes in each step of an epoch, the same on every rank."""
+"""plan_epoch: plans the documents of each rank in each step of an epoch, the same on every rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SLACK = (1.002, 1.005, 1.01, 1.02, 1.05, 1.1)
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """The steps of an epoch, one row of documents per rank and step: items, and the offsets at which rows begin.
+    """The steps of an epoch, one row of documents per rank and step.
 
     Two steps of two ranks. Rank 1 takes documents 0 and 4 in the first step:
 
@@ -125,7 +125,7 @@ def plan_epoch(
     steps_together: int = 1,
     shuffle: bool = True,
 ) -> Plan:
-    """Plan every step of an epoch: which documents each rank takes, at most `capacity` tokens.
+    """Plan every step of an epoch: the documents of each rank, at most `capacity` tokens.
 
     The documents are shuffled, and the steps take them nearly in that order: with a lookahead of up to 0.05 a document
     is deferred by two steps at most. The plan depends only on the arguments.
@@ -142,11 +142,10 @@ def plan_epoch(
         tail: what happens to documents that don't fill a last step. "drop" leaves them out of this epoch, unless they
             fill the step to 95%. "keep" makes a short last step, with at least one document for every rank. "spread"
             divides all documents over the fewest possible steps, which are about equally full.
-        lookahead: the share of its tokens that a step is offered in addition, from 0 to 1. More fills rows better and
-            defers more documents.
+        lookahead: the share of its tokens that a step is offered in addition, from 0 to 1. A larger share fills rows
+            better and defers more documents.
         steps_together: the number of steps that are planned at once; their rows are then divided among them. Use it if
-            a step holds few documents, because few combinations fit. A document may be deferred by two times as many
-            steps.
+            a step holds few documents. A document may be deferred by two times as many steps.
         shuffle: shuffle the documents.
 
     Raises:
@@ -168,10 +167,8 @@ def plan_epoch(
     from tritonpack.packing.heuristics import group_by_bin
     from tritonpack.packing.planner import plan_steps  # imports numba, which is slow
 
-    steps = partial(
-        plan_steps, stream, costs, num_ranks, capacity,
-        lookahead=lookahead, together=steps_together, level=objective == "cost",
-    )  # fmt: skip
+    options: dict[str, Any] = {"lookahead": lookahead, "together": steps_together, "level": objective == "cost"}
+    steps = partial(plan_steps, stream, costs, num_ranks, capacity, **options)
     if tail == "spread":
         step_of, rank_of = _spread(steps, stream, capacity, num_ranks)
     else:

@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from tritonpack.packing.heuristics import compiled
 
 PATIENCE = 2  # how many steps a document may be deferred
-_HALF_ROWS = 2  # documents longer than half a row that a step is offered, per row: each row takes one
+# Documents longer than half a row that a step is offered, per row. A row takes one; of more, some would wait too long.
+_HALF_ROWS = 2
 _CLOSE = 2.0**-11  # the share of a step that its offer may lack
 _BEYOND = 0.1  # the largest share of a step that is passed over to complete its offer
 _UNLIMITED = 2**62
@@ -132,9 +133,6 @@ def _offer(
 ) -> tuple[int, int]:
     """Choose what a step is offered from the pool; documents of the stream are added to the pool as needed.
 
-    A row takes one document longer than half a row. With more than two of them per row in the offer, some would wait
-    too long.
-
     Args:
         limits: the tokens at which the offer is complete; the tokens that it doesn't exceed, except to give every row
             a document; the tokens passed over that end it; the documents longer than `half` that end it.
@@ -169,8 +167,7 @@ def _place(lengths: Any, costs: Any, overdue: Any, ranks: int, fill: int, share:
     """The row of each document, -1 for a deferred one: overdue documents first, and the longest first among both.
 
     A document goes to the cheapest row with room. Only an overdue document, or one alone in its row, may bring the
-    cost of a row above `share`. A row that is too full for a document is parked until documents are short enough
-    again. So each document costs a few moves in two heaps, for any number of ranks.
+    cost of a row above `share`. A row that is too full for a document is parked until documents are short enough.
     """
     row_of = np.full(len(lengths), -1, dtype=np.int32)
     cost = np.zeros(ranks, dtype=np.int64)
@@ -205,10 +202,9 @@ def balance(lengths: Any, costs: Any, row_of: Any, ranks: int, fill: int) -> Non
     """Narrow the gap between the costliest and the cheapest row by trading documents.
 
     Args:
-        lengths: (documents,) int64 tokens, from long to short.
+        lengths: (documents,) int64, from long to short.
         costs: (documents,) int64, the longer the higher.
         row_of: (documents,) int32, the row of each document, -1 for none; changed in place.
-        ranks: the number of rows.
         fill: tokens up to which a row may grow; a row that is longer already doesn't grow.
     """
     room = np.full(ranks, fill, dtype=np.int64)

@@ -61,7 +61,7 @@ class ResumableSampler(ABC, Generic[Made]):
 
     @abstractmethod
     def _make(self, epoch: int) -> Made:
-        """Whatever the batches of an epoch are read from."""
+        """The data that the batches of an epoch are read from."""
 
     @abstractmethod
     def _num_batches(self, made: Made) -> int: ...
@@ -74,7 +74,7 @@ class ResumableSampler(ABC, Generic[Made]):
 
     @abstractmethod
     def _settings(self) -> dict[str, Any]:
-        """All that decides the batches, as plain numbers and strings."""
+        """All settings that decide the batches, as plain numbers and strings."""
 
     def _current(self) -> Made:
         if self._made is None or self._made[0] != self.epoch:
@@ -187,10 +187,7 @@ def digest(*arrays: NDArray[Any]) -> str:
 
 
 def _check_state(state: Any, owner: str, settings: Mapping[str, Any], digest_name: str) -> int:
-    """The epoch of a state; ValueError unless `owner` wrote it with the same settings.
-
-    The caller checks the number of batches and the digest, once it has made the batches of the epoch.
-    """
+    """The epoch of a state; ValueError unless `owner` wrote it with the same settings."""
     if not isinstance(state, Mapping):
         raise ValueError(f"a state of {owner} must be a mapping, as state_dict() returns it; got {_kind(state)}.")
     names = {"version", "epoch", "batches_done", "settings", digest_name}
@@ -208,14 +205,11 @@ def _check_state(state: Any, owner: str, settings: Mapping[str, Any], digest_nam
         if not isinstance(state[name], kind):
             raise ValueError(f"{name} of the state must be a {kind.__name__.lower()}; got {_kind(state[name])}.")
 
-    def shown(values: Mapping[str, Any], name: str) -> str:
-        return repr(values[name]) if name in values else "missing"
-
-    changes = [
-        f"{name} was {shown(saved, name)} and is {shown(settings, name)}"
-        for name in sorted({*settings, *saved}, key=str)
-        if name not in saved or name not in settings or not _same(saved[name], settings[name])
-    ]
+    changes = []
+    for name in sorted({*settings, *saved}, key=str):
+        was, now = (repr(values[name]) if name in values else "missing" for values in (saved, settings))
+        if not (name in saved and name in settings and _same(saved[name], settings[name])):
+            changes.append(f"{name} was {was} and is {now}")
     if changes:
         raise ValueError(
             f"the state can't be resumed, because these settings have changed since it was saved: {'; '.join(changes)}."

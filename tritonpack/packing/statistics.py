@@ -1,4 +1,4 @@
-"""plan_statistics: how full the rows of a plan are, how even the loads of its ranks, how random its steps."""
+"""plan_statistics: measures how full the rows of a plan are, how even its ranks, and how random its steps."""
 
 from __future__ import annotations
 
@@ -42,13 +42,12 @@ class PlanStatistics:
             ranks don't wait for the fullest rank, if time is proportional to tokens.
         cost_utilization: the same with per_token * tokens + per_square * sum(length**2) in place of tokens; None
             without a cost.
-        l2_lag: in tokens. The lag of a step is sqrt(largest - smallest sum of squared lengths of a rank). This is the
-            root mean square over steps, which the multipack project prints, too.
-        l2_lag_max: the largest lag of a step, in tokens.
+        l2_lag: the root mean square over steps of the lag, in tokens. The lag of a step is sqrt(largest - smallest sum
+            of squared lengths of a rank).
+        l2_lag_max: the largest lag of a step.
         padding: the share of padding in padded rows; 0 for packed rows.
-        spread: the standard deviation over steps of the mean document length, divided by its value for steps drawn at
-            random. It is above 1 if some steps hold long documents and others short ones. None for fewer than three
-            steps or equal lengths.
+        spread: the standard deviation over steps of the mean document length, relative to random steps. It is above 1
+            if some steps hold long documents and others short ones. None for fewer than three steps or equal lengths.
         tokens_covered: the share of all tokens that is in the plan, each document counted once.
     """
 
@@ -128,9 +127,8 @@ def plan_statistics(
     cost_utilization = None
     if cost is not None:
         of_rank = cost.per_token * loads.astype(np.float64) + cost.per_square * squares.astype(np.float64)
-        useful = cost.per_token * tokens + cost.per_square * float(
-            (tokens_of[plan.items].astype(np.float64) ** 2).sum()
-        )
+        own_squares = float((tokens_of[plan.items].astype(np.float64) ** 2).sum())
+        useful = cost.per_token * tokens + cost.per_square * own_squares
         cost_utilization = _share(useful, plan.num_ranks * float(of_rank.max(1).sum()))
 
     covered = np.zeros(len(tokens_of), dtype=bool)
@@ -167,8 +165,7 @@ def _spread(tokens: NDArray[np.number], counts: NDArray[np.int64], sigma: float)
     """The spread of the mean lengths of steps with these tokens and counts of documents.
 
     The mean of n independent draws has the standard deviation sigma / sqrt(n), where sigma is the standard deviation of
-    all lengths. For steps of different n this is sigma * sqrt(mean(1 / n)). An epoch draws without replacement; with k
-    steps that lowers the expected value by a factor of about sqrt(1 - 1/k); this is ignored.
+    all lengths. For steps of different n this is sigma * sqrt(mean(1 / n)).
     """
     tokens, counts = tokens[counts > 0], counts[counts > 0]
     if len(counts) < 2 or sigma == 0:
