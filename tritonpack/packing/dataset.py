@@ -1,4 +1,4 @@
-"""Datasets of bins: an item of PackedDataset is a bin, and BinDataset can be indexed by the documents of a bin."""
+"""Datasets of bins: items of PackedDataset are bins; BinDataset can be indexed by the documents of a bin."""
 
 from __future__ import annotations
 
@@ -120,8 +120,8 @@ def pack_dataset(
 
     Args:
         dataset, length: see PackedDataset.
-        lengths: (documents,) integers, the tokens of each document. None measures the documents; the lengths of a
-            `datasets.Dataset` are found without reading tokens.
+        lengths: (documents,) integers, the tokens of each document. None counts them; for a `datasets.Dataset` this
+            reads no tokens.
         capacity, algorithm, max_items, overlong: see `pack`.
 
     Raises:

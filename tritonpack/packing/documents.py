@@ -1,4 +1,4 @@
-"""Documents of a dataset: checks, the number of their tokens, and pieces of them."""
+"""Documents of a dataset: check them, count their tokens, fetch them, cut them."""
 
 from __future__ import annotations
 
@@ -13,20 +13,13 @@ TOKENS = "input_ids"  # the column with the tokens of a document
 
 
 def measure_lengths(dataset: Any, length: Length | None = None) -> NDArray[np.int64]:
-    """The number of tokens of each document of a map-style dataset.
+    """(documents,) int64, the number of tokens of each document of a map-style dataset.
 
-    The lengths of a `datasets.Dataset` are read from the offsets in its table, without reading tokens, unless `length`
-    is given. Of other datasets each document is read.
-
-    Args:
-        dataset: anything with a length that can be indexed by document.
-        length: returns the tokens of a document; None counts its "input_ids", or the document itself.
-
-    Returns:
-        (documents,) int64.
+    Without `length` the offsets in the table of a `datasets.Dataset` are read, and no tokens. Of other datasets each
+    document is read.
 
     Raises:
-        ValueError: a document without tokens or of another form.
+        ValueError: see `checked_length`, `require_map_style` and `check_length_function`.
     """
     require_map_style(dataset)
     check_length_function(length)
@@ -41,7 +34,7 @@ def measure_lengths(dataset: Any, length: Length | None = None) -> NDArray[np.in
 
 
 def checked_length(document: Any, number: int, length: Length | None) -> int:
-    """The number of tokens of a document, by `length` or as a row of tokens or a mapping with one as "input_ids".
+    """The number of tokens of a document: what `length` returns, or the length of the row or of its "input_ids".
 
     Raises:
         ValueError: a document of another form, or with less than one token.
@@ -69,35 +62,28 @@ def checked_length(document: Any, number: int, length: Length | None) -> int:
 
 
 def fetch(dataset: Any, numbers: Sequence[int]) -> list[Any]:
-    """Documents of a map-style dataset; with `__getitems__` all at once, as torch's DataLoader reads them."""
+    """Documents of a map-style dataset, all at once where it has `__getitems__`, as torch's DataLoader does."""
     if callable(getattr(dataset, "__getitems__", None)):
         return list(dataset.__getitems__(list(numbers)))
     return [dataset[number] for number in numbers]
 
 
 def cut(document: Any, start: int, stop: int, tokens: int, number: int) -> Any:
-    """Tokens start to stop of a document, in all of its columns.
-
-    Args:
-        document: a row of tokens, or a mapping whose values are rows of one value per token.
-        start, stop: tokens.
-        tokens: how many the document has.
-        number: the document's number, for messages.
+    """Tokens start to stop of a document of `tokens` tokens, in all of its columns.
 
     Raises:
-        ValueError: a value that isn't a row of one value per token.
+        ValueError: a column that isn't a row of one value per token; the message has the document's number.
     """
-    columns = document if isinstance(document, Mapping) else {f"a {type(document).__name__}": document}
-    whole = [name if columns is not document else repr(name) for name in columns if not _is_row(columns[name], tokens)]
-    if whole:
+    is_mapping = isinstance(document, Mapping)
+    columns = {repr(name): document[name] for name in document} if is_mapping else {}
+    columns = columns or {f"a {type(document).__name__}": document}
+    if whole := sorted(name for name, values in columns.items() if not _is_row(values, tokens)):
         raise ValueError(
-            f"document {number} has {tokens} tokens and must be cut, but {', '.join(sorted(whole))} isn't a row of one "
-            "value per token. Remove such columns (dataset.remove_columns), cut the document before packing, or leave "
-            "out documents that are too long: overlong='drop'."
+            f"document {number} has {tokens} tokens and must be cut, but {', '.join(whole)} isn't a row of one value "
+            "per token. Remove such columns (dataset.remove_columns), cut the document before packing, or leave out "
+            "documents that are too long: overlong='drop'."
         )
-    if columns is not document:
-        return document[start:stop]
-    return {name: values[start:stop] for name, values in document.items()}
+    return {name: document[name][start:stop] for name in document} if is_mapping else document[start:stop]
 
 
 def check_length_function(length: Any) -> None:
@@ -109,7 +95,7 @@ def check_length_function(length: Any) -> None:
 
 
 def _is_row(values: Any, tokens: int | None = None) -> bool:
-    """Whether values can be sliced and hold one value per token, `tokens` of them; a list is judged by its first."""
+    """Whether values can be sliced and hold one value per token, `tokens` of them; of a list only the first is read."""
     if isinstance(values, (str, bytes, Mapping)) or not (hasattr(values, "__len__") and hasattr(values, "__getitem__")):
         return False
     if isinstance(values, (list, tuple)):

@@ -1,4 +1,4 @@
-"""pack_stream: bins of documents from an iterable, for data that doesn't fit in memory."""
+"""pack_stream: packs documents of an iterable into bins, for data that doesn't fit in memory."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tritonpack.packing.lengths import POLICIES, Overlong, OverlongReport, check
 
 
 class PackedStream(Iterator[list[Any]]):
-    """An iterator over bins that counts what it has yielded; pack_stream returns it.
+    """The iterator over bins that pack_stream returns.
 
     Attributes:
         num_bins: bins yielded.
         num_tokens: tokens in them.
-        report: what was done with documents longer than the capacity, among those that were read.
+        report: what was done with the documents longer than the capacity, so far.
     """
 
     def __init__(
@@ -111,9 +111,6 @@ def pack_stream(
         overlong, max_items: see `pack`. All columns of a mapping are cut.
         length: returns the number of tokens of a document.
         carry_threshold: the filled share of a bin, from 0 to 1, below which its documents are packed again.
-
-    Returns:
-        An iterator over bins, which are lists of documents.
 
     Raises:
         ValueError: a wrong option; while iterating, a document that is empty, has another form, is longer than
