@@ -31,8 +31,8 @@ def run(*arguments):
 
 def results_of(lengths, capacity=1024, ranks=4, epochs=1):
     strategies = (Strategy(OURS, "", plan_epoch), *BASELINES)
-    wanted = {"capacity": capacity, "num_ranks": ranks, "epochs": epochs, "seed": 0, "cost": COST}
-    return [measure(strategy, lengths, total_tokens=int(lengths.sum()), **wanted) for strategy in strategies]
+    tokens = int(lengths.sum())
+    return [measure(one, lengths, capacity, ranks, epochs, 0, cost=COST, total_tokens=tokens) for one in strategies]
 
 
 def test_plans_prints_and_draws(tmp_path, lengths, capsys):

@@ -1,4 +1,4 @@
-"""`tritonpack plan`: a table and a picture of how full and how even batches of documents are, packed and padded."""
+"""`tritonpack plan`: shows in a table and a picture how full and how even batches are, packed and padded."""
 
 from __future__ import annotations
 
@@ -24,21 +24,15 @@ from tritonpack.packing.plan import Objective, Tail, plan_epoch
 # Python arguments in error messages of tritonpack.packing, such as tail='keep' or 'spread'.
 _ARGUMENTS = re.compile(r"\b(objective|overlong|tail)=('\w+'(?:(?:, | or )'\w+')*)")
 
-_BESIDE_OURS = "next-fit"  # the strategy whose loads are drawn beside ours
+_BESIDE_OURS = "next-fit"  # the strategy whose loads are drawn beside tritonpack's
 
 
 @dataclass(frozen=True)
 class Options:
-    """The command's options.
+    """The options of the command line.
 
-    Attributes:
-        path: the file of lengths.
-        column: the column to read, if the file has several.
-        capacity: tokens per row.
-        num_ranks: rows per step.
-        model: the model whose costs count, as `load_config` takes it; None is a Llama of 8 billion parameters.
-        out: a folder for the picture, or its name ending in .png.
-        json: the file for the numbers; "-" is standard output, and the table then goes to standard error.
+    `path` is the file of lengths. `model` None is a Llama of 8 billion parameters. `out` is a folder or a .png file.
+    With `json` "-" the numbers go to standard output and the table to standard error.
     """
 
     path: Path
@@ -83,32 +77,22 @@ def examine(options: Options) -> None:
     with console.status("reading lengths") as status:
         documents = read_lengths(options.path, options.column)
         fitted = fit_lengths(documents, options.capacity, options.overlong, name="--capacity")
+        tokens = int(documents.sum())
         results = []
         for strategy in (Strategy(OURS, OUR_MEANING, ours), *BASELINES):
             status.update(f"planning {count(options.epochs, 'epoch')}: {strategy.name}")
-            results.append(
-                measure(
-                    strategy,
-                    fitted.lengths,
-                    total_tokens=int(documents.sum()),
-                    capacity=options.capacity,
-                    num_ranks=options.num_ranks,
-                    seed=options.seed,
-                    epochs=options.epochs,
-                    cost=cost,
-                )
-            )
+            size = (options.capacity, options.num_ranks, options.epochs, options.seed)
+            results.append(measure(strategy, fitted.lengths, *size, cost=cost, total_tokens=tokens))
 
-    console.print(
-        *_preface(options.path, documents, fitted.report, cost, owner), sep="\n", markup=False, highlight=False
-    )
+    preface = _preface(options.path, documents, fitted.report, cost, owner)
+    console.print(*preface, sep="\n", markup=False, highlight=False)
     console.print(table(results, options.epochs), legend(results))
     console.print(*findings(results), sep="\n", markup=False, highlight=False)
     if options.json is not None:
         numbers = {
             "options": asdict(options),
             "documents": len(documents),
-            "tokens": int(documents.sum()),
+            "tokens": tokens,
             "overlong": asdict(fitted.report),
             "cost": asdict(cost),
             "ways": {result.strategy.name: result.means for result in results},
@@ -121,7 +105,7 @@ def examine(options: Options) -> None:
 
 
 def as_options(message: str) -> str:
-    """Write Python arguments in an error message of tritonpack.packing as options: --tail keep for tail='keep'."""
+    """An error message of tritonpack.packing with options in place of arguments: --tail keep for tail='keep'."""
     return _ARGUMENTS.sub(lambda found: f"--{found[1]} {found[2].replace(chr(39), '')}", message)
 
 

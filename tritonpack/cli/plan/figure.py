@@ -38,11 +38,9 @@ def draw(
 
     Args:
         path: the PNG to write.
-        ours: tritonpack's plan.
-        other: the packed plan whose loads are shown beside ours.
-        lengths: (documents,) tokens, which the items of both plans count.
-        cost: the cost of a row, for the loads.
-        title: over all panels.
+        ours, other: tritonpack's plan, and the packed plan whose loads are shown beside it.
+        lengths: (documents,) the tokens of each document of both plans.
+        cost: for the loads.
         seed: decides the order of the documents in the padded rows.
     """
     figure, ((padded, packed), (left, right)) = make_panels(title, 2, 2, height=9.5)

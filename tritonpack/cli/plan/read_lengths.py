@@ -24,19 +24,16 @@ class _UnreadableError(ValueError):
 
 
 def read_lengths(path: Path, column: str | None = None) -> NDArray[np.int64]:
-    """Read the number of tokens of each document.
+    """(documents,) int64, the number of tokens of each document, in the order of the file.
 
-    A document is a whole number, which is its length, or a list of token ids.
+    A document is an integer, which is its length, or a list of token ids.
 
     Args:
         path: .json: a list of documents, a list of objects, or an object of columns. .jsonl (and .json): a document or
             an object on each line. .npy: a one-dimensional array of integers. .parquet: a table. .csv: columns
-            separated by commas, semicolons or tabs, with their names in the first line (one column may go without).
-            .txt: a number on each line.
+            separated by commas, semicolons or tabs, with their names in the first line; a single column may lack its
+            name. .txt: a number on each line.
         column: the column with the documents; None takes the only column, or the first of `USUAL_COLUMNS`.
-
-    Returns:
-        (documents,) int64, each at least 1, in the order of the file.
 
     Raises:
         ValueError: there is no such file, its content isn't what its ending says, or a value is no document. The
@@ -156,7 +153,7 @@ def _choose_column(names: Sequence[str], asked: str | None, where: str = "") -> 
 
 
 def _count(documents: Iterable[tuple[str, Any]], column: str | None) -> NDArray[np.int64]:
-    """Lengths of documents, each given with its place in the file. All objects are read by one column."""
+    """Lengths of documents, which are given with their places in the file. All objects are read by one column."""
     lengths = []
     for where, document in documents:
         if isinstance(document, dict):

@@ -115,24 +115,20 @@ class Result(NamedTuple):
 def measure(
     strategy: Strategy,
     lengths: Lengths,
-    *,
-    total_tokens: int,
     capacity: int,
     num_ranks: int,
-    seed: int,
     epochs: int,
+    seed: int,
+    *,
     cost: CostModel,
+    total_tokens: int,
 ) -> Result:
-    """Plan every epoch with one strategy.
+    """Plan every epoch with one strategy; ValueError if it can't plan these lengths.
 
-    Args:
-        total_tokens: the tokens of all documents, before they were truncated, split or dropped.
-
-    Raises:
-        ValueError: the strategy can't plan these lengths.
+    `total_tokens` counts all documents as they were before they were truncated, split or dropped.
     """
     found = []
-    for epoch in reversed(range(epochs)):  # the last plan is that of the first epoch
+    for epoch in reversed(range(epochs)):  # so that `plan` is the first epoch's in the end
         plan = strategy.plan(lengths, capacity, num_ranks, seed=seed, epoch=epoch)
         padded = strategy.name == PADDED
         found.append(plan_statistics(plan, lengths, cost=cost, total_tokens=total_tokens, padded=padded))
