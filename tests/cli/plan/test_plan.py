@@ -35,7 +35,7 @@ def results_of(lengths, capacity=1024, ranks=4, epochs=1):
     return [measure(one, lengths, capacity, ranks, epochs, 0, cost=COST, total_tokens=tokens) for one in strategies]
 
 
-def test_plans_prints_and_draws(tmp_path, lengths, capsys):
+def test_prints_table_and_writes_numbers_and_picture(tmp_path, lengths, capsys):
     np.save(tmp_path / "lengths.npy", lengths)
     numbers, out = tmp_path / "plan.json", tmp_path / "out"
     code = run(
@@ -66,7 +66,7 @@ def test_plans_prints_and_draws(tmp_path, lengths, capsys):
 
 
 @pytest.mark.heavy
-def test_a_hint_names_steps_together_where_a_step_holds_few_documents(tmp_path, lengths, capsys):
+def test_hint_at_steps_together_if_steps_hold_few_documents(tmp_path, lengths, capsys):
     np.save(tmp_path / "lengths.npy", lengths)
     arguments = ("plan", tmp_path / "lengths.npy", "--capacity", 600, "--out", tmp_path)
     assert run(*arguments) == 0
@@ -96,7 +96,7 @@ def test_out_may_be_a_folder_with_an_ending(tmp_path):
     assert (tmp_path / "run.1" / "plan.png").exists()
 
 
-def test_overlong_documents_are_reported_and_count_as_tokens(tmp_path, capsys):
+def test_overlong_documents_are_reported_and_count_as_not_covered(tmp_path, capsys):
     (tmp_path / "lengths.json").write_text(json.dumps([10] * 60 + [100]))
     numbers = tmp_path / "plan.json"
     arguments = ("plan", tmp_path / "lengths.json", "--capacity", 20, "--out", tmp_path, "--json", numbers)
@@ -107,7 +107,7 @@ def test_overlong_documents_are_reported_and_count_as_tokens(tmp_path, capsys):
     assert json.loads(numbers.read_text())["ways"][OURS]["tokens_covered"] == pytest.approx(600 / 700)
 
 
-def test_model_decides_the_costs(tmp_path, capsys):
+def test_costs_are_computed_for_the_given_model(tmp_path, capsys):
     pytest.importorskip("transformers")
     (tmp_path / "lengths.json").write_text(json.dumps([10] * 60))
     config = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -164,7 +164,7 @@ def test_model_decides_the_costs(tmp_path, capsys):
         (["--capacity", "20", "--json", "/proc/nowhere.json"], "/proc/nowhere.json"),
     ],
 )
-def test_a_wrong_command_line_is_one_line_and_exit_code_2(tmp_path, monkeypatch, arguments, message, capsys):
+def test_wrong_command_line_prints_one_line_and_exits_with_2(tmp_path, monkeypatch, arguments, message, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "lengths.json").write_text(json.dumps([10] * 60))
     assert run("plan", "lengths.json", *arguments) == 2
@@ -174,14 +174,14 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(tmp_path, monkeypatch,
     assert "Invalid value" not in captured.err
 
 
-def test_a_bad_file_is_named(tmp_path, capsys):
+def test_message_names_file_and_line(tmp_path, capsys):
     (tmp_path / "lengths.jsonl").write_text("3\nNaN\n")
     assert run("plan", tmp_path / "lengths.jsonl", "--capacity", 5, "--out", tmp_path) == 2
     assert f"{tmp_path}/lengths.jsonl, line 2, is NaN" in capsys.readouterr().err
     assert not (tmp_path / "plan.png").exists()
 
 
-def test_a_missing_package_is_named(tmp_path, capsys, monkeypatch):
+def test_message_names_missing_package(tmp_path, capsys, monkeypatch):
     find_spec = "tritonpack.cli.app.importlib.util.find_spec"
     monkeypatch.setattr(find_spec, lambda name: None if name == "matplotlib" else name)
     assert run("plan", "lengths.json", "--capacity", 5) == 2
@@ -191,7 +191,7 @@ def test_a_missing_package_is_named(tmp_path, capsys, monkeypatch):
     assert "--model needs transformers" in capsys.readouterr().err
 
 
-def test_the_table_fits_a_plain_terminal(lengths, capsys):
+def test_table_fits_80_columns(lengths, capsys):
     from rich.console import Console
 
     Console(width=80).print(report.table(results_of(lengths, epochs=2), epochs=2))
@@ -201,11 +201,11 @@ def test_the_table_fits_a_plain_terminal(lengths, capsys):
     assert max(map(len, output.splitlines())) <= 80
 
 
-def test_letters_go_on_after_z():
+def test_letters_continue_after_z_with_aa():
     assert [letters(number) for number in (0, 25, 26, 51, 52, 701, 702)] == ["A", "Z", "AA", "AZ", "BA", "ZZ", "AAA"]
 
 
-def test_100_percent_means_all():
+def test_only_a_whole_share_is_shown_as_100():
     shares = (1.0, 0.999999, 0.98165)
     assert [report._cell("efficiency", share) for share in shares] == ["100", "99.99", "98.17"]
 
@@ -240,7 +240,7 @@ def test_both_panels_show_the_same_documents(tmp_path, lengths, ranks, capacity)
     assert all(sum(length for _, length in row) <= capacity for row in padded + packed)
 
 
-def test_a_plan_without_a_whole_step_has_no_loads_to_draw(tmp_path):
+def test_draws_plan_without_steps(tmp_path):
     lengths = np.full(4, 10, dtype=np.int32)
     results = results_of(lengths, capacity=20, ranks=2)
     empty = results[3]._replace(plan=Plan(np.zeros(0, np.int32), np.zeros(1, np.int64), 2, 20))
@@ -248,7 +248,7 @@ def test_a_plan_without_a_whole_step_has_no_loads_to_draw(tmp_path):
     assert (tmp_path / "a.png").exists()
 
 
-def test_a_dash_writes_the_numbers_alone_to_standard_output(tmp_path, capsys):
+def test_json_dash_prints_only_numbers_to_standard_output(tmp_path, capsys):
     (tmp_path / "lengths.json").write_text(json.dumps([10] * 60))
     assert run("plan", tmp_path / "lengths.json", "--capacity", 20, "--out", tmp_path, "--json", "-") == 0
     captured = capsys.readouterr()
@@ -277,13 +277,13 @@ def test_refuses_an_output_that_is_the_input(tmp_path, monkeypatch, arguments, m
     assert not (tmp_path / "out").exists()
 
 
-def test_numbers_agree_with_their_nouns(tmp_path, capsys):
+def test_singular_nouns_after_1(tmp_path, capsys):
     (tmp_path / "lengths.json").write_text("[1]")
     assert run("plan", tmp_path / "lengths.json", "--capacity", 1, "--out", tmp_path) == 0
     assert "1 document, 1 token;" in capsys.readouterr().out
 
 
-def test_the_configuration_of_the_model_is_not_overwritten(tmp_path, capsys):
+def test_refuses_to_write_numbers_over_model_configuration(tmp_path, capsys):
     (tmp_path / "lengths.json").write_text("[10, 20]")
     config = tmp_path / "config.json"
     config.write_text("{}")

@@ -89,7 +89,7 @@ def test_refuses_parquet(tmp_path, column, message):
 
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.csv"])
-def test_a_missing_pyarrow_is_named(tmp_path, monkeypatch, name):
+def test_message_names_missing_pyarrow(tmp_path, monkeypatch, name):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ValueError, match=rf"{name} is read with pyarrow, which isn't installed; pip install pyarrow"):
         read_lengths(written(tmp_path, name, "3\n"))
@@ -160,7 +160,7 @@ def test_refuses_csv(tmp_path, content, message):
         read_lengths(written(tmp_path, "a.csv", content))
 
 
-def test_refuses_a_parquet_file_that_is_none(tmp_path):
+def test_refuses_text_named_parquet(tmp_path):
     pytest.importorskip("pyarrow")
     with pytest.raises(ValueError, match=r"can't be read as a \.parquet file"):
         read_lengths(written(tmp_path, "a.parquet", "PAR1 or so"))
@@ -195,12 +195,12 @@ def test_refuses_missing_files_and_folders(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "content"), [("a.txt", "3\n"), ("a.jsonl", "3\n"), ("a.json", "[3]")])
-def test_refuses_a_column_where_there_is_none(tmp_path, name, content):
+def test_refuses_column_of_file_without_columns(tmp_path, name, content):
     with pytest.raises(ValueError, match="is 3, not an object with the column 'length'"):
         read_lengths(written(tmp_path, name, content), "length")
 
 
-def test_refuses_a_column_of_a_csv_file_without_header(tmp_path):
+def test_refuses_column_of_csv_without_header(tmp_path):
     pytest.importorskip("pyarrow")
     with pytest.raises(ValueError, match=r"has no header: its first line is '3'\. .* leave out --column"):
         read_lengths(written(tmp_path, "a.csv", "3\n4\n"), "length")
