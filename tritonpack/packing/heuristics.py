@@ -210,13 +210,9 @@ def _first_fit(lengths: Any, capacity: int, max_items: int, num_leaves: int) -> 
     return bins, num_bins
 
 
-def next_fit(lengths: NDArray[np.int32], capacity: int, max_items: int) -> Any:
-    """Next-fit: bins of consecutive documents; arguments and result as for best_fit_decreasing."""
-    return np.arange(len(lengths), dtype=np.int32), _next_fit(lengths, capacity, max_items)
-
-
 @compiled
-def _next_fit(lengths: Any, capacity: int, max_items: int) -> Any:
+def next_fit(lengths: Any, capacity: int, max_items: int) -> Any:
+    """Next-fit: bins of consecutive documents; arguments and result as for best_fit_decreasing."""
     offsets = np.empty(len(lengths) + 1, dtype=np.int64)
     num_bins = 0
     room = 0
@@ -227,7 +223,7 @@ def _next_fit(lengths: Any, capacity: int, max_items: int) -> Any:
             room = capacity
         room -= lengths[item]
     offsets[num_bins] = len(lengths)
-    return offsets[: num_bins + 1].copy()
+    return np.arange(len(lengths)).astype(np.int32), offsets[: num_bins + 1].copy()
 
 
 # The defaults of pack_stream, too, so that it makes the same bins as `pack`.

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tritonpack.checks import check_choice
 
 MAX_INT32 = 2**31 - 1
+MAX_INT64 = 2**63 - 1
 Overlong = Literal["error", "truncate", "split", "drop"]
 POLICIES: tuple[str, ...] = get_args(Overlong)
 
@@ -23,8 +24,8 @@ class OverlongReport:
     Attributes:
         policy: "error", "truncate", "split" or "drop".
         documents: the number of documents that are longer than the capacity.
-        tokens_lost: the tokens of them that were cut off or dropped; 0 after splitting.
-        pieces: the number of pieces that were made of them: after dropping 0, after truncating one each.
+        tokens_lost: their tokens that were cut off or dropped.
+        pieces: the number of pieces that were made of them.
     """
 
     policy: str
@@ -70,11 +71,9 @@ class FittedLengths:
 
 
 def check_integer(value: Any, name: str, least: int = 1, most: int | None = MAX_INT32, meaning: str = "") -> int:
-    """The value as an int; ValueError unless it is an integer from `least` to `most`.
+    """The value as an int; ValueError unless it is an integer from `least` to `most` (None: without limit).
 
-    Args:
-        most: None sets no upper limit.
-        meaning: what `most` is, for the message.
+    `meaning` says in the message what `most` is.
     """
     whole = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
     if not whole or value < least or (most is not None and value > most):
@@ -89,11 +88,7 @@ def check_limit(value: Any, name: str) -> int:
 
 
 def whole_lengths(lengths: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
-    """Lengths as an array of positive integers, of any integer dtype.
-
-    Raises:
-        ValueError: no lengths, lengths that aren't a row of integers, a document without tokens.
-    """
+    """Lengths as an array of positive integers, of any integer dtype; ValueError if they aren't."""
     rule = "lengths must be a row of integers, the tokens of each document"
     try:
         array = np.asarray(lengths)
@@ -110,15 +105,13 @@ def whole_lengths(lengths: Sequence[int] | NDArray[Any]) -> NDArray[Any]:
         raise ValueError("lengths is empty: there is no document to pack. Pass the tokens of at least one document.")
     if array.size > MAX_INT32:
         raise ValueError(f"at most {MAX_INT32} documents are packed at once; got {array.size}. Pack them in parts.")
-    if array.min() < 1:
-        first = int(np.argmax(array < 1))
+    bad = (array < 1) | (array > MAX_INT64)
+    if bad.any():
+        first = int(np.argmax(bad))
         raise ValueError(
-            f"every document needs at least one token; document {first} has length {array[first]}. Remove empty "
-            "documents first."
+            f"every document needs at least one token and at most 2**63 - 1; document {first} has length "
+            f"{array[first]}. Remove empty documents first."
         )
-    if array.max() >= 2**63:
-        first = int(np.argmax(array >= 2**63))
-        raise ValueError(f"a document has at most 2**63 - 1 tokens; document {first} has length {array[first]}.")
     return array
 
 
@@ -136,8 +129,7 @@ def fit_lengths(
         lengths: (documents,) integers of at least 1, at least one of them.
         capacity: the tokens that fit, at least 1.
         overlong: see `pack`.
-        name: what messages call the capacity.
-        remedy: what messages advise for documents that are too long, beside a larger capacity.
+        name, remedy: the name of the capacity in messages, and their advice for documents that are too long.
 
     Raises:
         ValueError: bad lengths or capacity, a document that is too long under "error", an unknown `overlong`, no
