@@ -279,6 +279,12 @@ class TestRefusals:
             with pytest.raises(ValueError, match=message):
                 ask(batches)
 
+    @pytest.mark.parametrize("sequential", [False, True])
+    def test_refuses_sampler_of_dropped_documents(self, sequential):
+        batches = MultipackBatchSampler([1], 1, 8, [5, 9], overlong="drop", sequential=sequential)
+        with pytest.raises(ValueError, match="all documents of the sampler are longer than 8 tokens"):
+            len(batches)
+
     def test_refuses_fewer_bins_than_one_batch(self):
         with pytest.raises(
             ValueError, match=r"2 documents make 1 bins of 8 tokens, fewer than batch_size=2.*drop_last=F"

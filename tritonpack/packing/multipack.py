@@ -13,8 +13,9 @@ from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
 from tritonpack.checks import check_flag
+from tritonpack.packing.bins import Algorithm, pack
 from tritonpack.packing.documents import is_iterable
-from tritonpack.packing.lengths import MAX_INT32, check_integer
+from tritonpack.packing.lengths import check_integer
 from tritonpack.packing.state import ResumableSampler, digest, gather
 
 
@@ -136,18 +137,21 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
         self.group_size = check_integer(group_size, "group_size")
 
     def _make(self, epoch: int) -> _Bins:
-        from tritonpack.packing.heuristics import first_fit, next_fit  # imports numba, which is slow
-
         documents = self._documents(epoch)
         documents = documents[self.lengths[documents] > 0]
-        lengths = self.lengths[documents]
-        assign, group_size = (next_fit, len(lengths)) if self.sequential else (first_fit, self.group_size)
+        if not len(documents):
+            raise ValueError(
+                f"overlong='drop' leaves nothing: all documents of the sampler are longer than {self.batch_max_len} "
+                "tokens. Raise batch_max_len."
+            )
+        algorithm: Algorithm = "next_fit" if self.sequential else "first_fit"
+        group_size = len(documents) if self.sequential else self.group_size
         items, sizes = [], []
-        for start in range(0, len(lengths), group_size):
-            group = lengths[start : start + group_size]
-            entries, offsets = assign(group, self.batch_max_len, min(self.bin_size or MAX_INT32, len(group)))
-            items.append(documents[start + entries.astype(np.int64)])
-            sizes.append(np.diff(offsets))
+        for start in range(0, len(documents), group_size):
+            group = documents[start : start + group_size]
+            packing = pack(self.lengths[group], self.batch_max_len, algorithm=algorithm, max_items=self.bin_size)
+            items.append(group[packing.items])
+            sizes.append(np.diff(packing.offsets))
         offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
         return _Bins(np.concatenate(items), offsets, digest(documents))
 
