@@ -207,7 +207,9 @@ def plan(
     epochs: Annotated[
         int, Option(parser=_number("--epochs", int, 1), help="Epochs to plan; the table has their means.")
     ] = 1,
-    seed: Annotated[int, Option(parser=_number("--seed", int, 0), help="Decides the order of documents.")] = 0,
+    seed: Annotated[
+        int, Option(parser=_number("--seed", int, 0, 2**63 - 1), help="Decides the order of documents.")
+    ] = 0,
     objective: Annotated[
         Literal["quadratic", "linear", "cost"],
         Option(
