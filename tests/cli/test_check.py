@@ -291,15 +291,25 @@ def test_own_code_needs_trust_remote_code(tmp_path, capsys, monkeypatch):
     [
         ("config.json", None, r"there is no file or folder \S+config\.json"),
         ("", "folder", r"\S+ has no config\.json; name a folder that save_pretrained wrote, or a config\.json"),
-        ("x.json", "nonsense", r"x\.json can't be loaded: OSError: .*not a valid JSON file"),
-        ("x.json", "{}", r"x\.json names no model_type, so transformers can't tell what it is"),
-        ("", '{"a": 1}', r"\S+ has no config\.json that names a model_type"),
+        ("x.json", "nonsense", r"x\.json isn't JSON: Expecting value: line 1 column 1 .*; name the config\.json of a"),
+        ("x.json", "[1]", r"x\.json holds \[1\], not a JSON object; write a model's configuration"),
+        ("x.json", "{}", r"the configuration of \S+x\.json names no model_type"),
+        ("", '{"a": 1}', r"the configuration of \S+ names no model_type"),
         ("x.json", '{"model_type": "foo"}', r"is of the model type 'foo', which transformers \S+ doesn't know"),
-        ("x.json", '{"model_type": "llama", "hidden_size": 33}', r"x\.json can't be loaded: \S+: .*not a multiple"),
+        (
+            "x.json",
+            '{"model_type": "llama", "hidden_size": "many"}',
+            r"error: transformers \S+ refuses the configuration of \S+x\.json: TypeError: Field 'hidden_size' expected "
+            r"int, got str \(value: 'many'\); correct its config\.json$",
+        ),
+        ("x.json", '{"model_type": "llama", "hidden_size": 33}', r"refuses .*: The hidden size \(33\) is not"),
+        ("x.json", '{"model_type": "llama", "num_attention_heads": 0}', r"refuses .*: ZeroDivisionError: .*; correct"),
+        ("x.json", '{"model_type": "llama", "architectures": 5}', r"has architectures=5; write a list of class names"),
+        ("x.json", '{"model_type": "llama", "hidden_act": "no"}', r"can't be built small: KeyError: 'no'; correct its"),
         (
             "x.json",
             '{"model_type": "hunyuan_v1_dense", "num_attention_heads": 32}',
-            r"x\.json can't be built small: TypeError: unsupported operand .*; use --weights$",
+            r"x\.json can't be built small: TypeError: unsupported operand .*, or load the model with --weights$",
         ),
     ],
 )  # fmt: skip

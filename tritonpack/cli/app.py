@@ -17,11 +17,7 @@ from typer import Argument, Option
 import tritonpack
 from tritonpack.cli.paths import require_path
 
-app = typer.Typer(
-    help="Packed (padding-free) training of language models.",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]}, pretty_exceptions_enable=False)
 
 # The base of all exceptions that typer raises for a wrong command line, whether or not it brings its own click.
 _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
@@ -54,7 +50,7 @@ def common(
 
 def _require(module: str, what: str) -> None:
     if importlib.util.find_spec(module) is None:
-        raise typer.BadParameter(f"{what} needs {module}, which isn't installed; pip install {module}")
+        raise _UsageError(f"{what} needs {module}, which isn't installed; pip install {module}")
 
 
 @contextmanager
@@ -63,7 +59,7 @@ def _usage_errors() -> Iterator[None]:
     try:
         yield
     except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
+        raise _UsageError(str(error)) from error
 
 
 class CheckedDType(str, Enum):  # typer doesn't take a list of Literals
@@ -219,7 +215,7 @@ def plan(
     try:
         examine(options)
     except (ValueError, OSError) as error:
-        raise typer.BadParameter(as_options(str(error))) from error
+        raise _UsageError(as_options(str(error))) from error
 
 
 @app.command()

@@ -165,7 +165,9 @@ def _check_copy_as(name: str, config: Any, dtype: torch.dtype, tell: Tell, trust
     try:
         built = small_copy(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except NotSmallError as error:
-        raise ValueError(f"{name} can't be built small: {error}; use --weights") from error
+        raise ValueError(
+            f"{name} can't be built small: {error}; correct its configuration, or load the model with --weights"
+        ) from error
     return _check(name, config, with_note(built, config, why), False, tell)
 
 
@@ -234,7 +236,7 @@ def _refused(name: str, weights: bool, built: Built, error: Exception) -> Findin
     except Exception:  # the error that keeps the model from running is the one to report
         pass
     copy = "" if weights else "its small copy "
-    hint = "" if weights else "; use --weights"
+    hint = "" if weights else "; correct its configuration, or load the model with --weights"
     raise ValueError(f"{name}: {copy}doesn't run on tokens alone: {one_line(error)}{hint}") from error
 
 
