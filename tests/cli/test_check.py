@@ -305,11 +305,11 @@ def test_own_code_needs_trust_remote_code(tmp_path, capsys, monkeypatch):
         ("x.json", '{"model_type": "llama", "hidden_size": 33}', r"refuses .*: The hidden size \(33\) is not"),
         ("x.json", '{"model_type": "llama", "num_attention_heads": 0}', r"refuses .*: ZeroDivisionError: .*; correct"),
         ("x.json", '{"model_type": "llama", "architectures": 5}', r"has architectures=5; write a list of class names"),
-        ("x.json", '{"model_type": "llama", "hidden_act": "no"}', r"can't be built small: KeyError: 'no'; correct its"),
+        ("x.json", '{"model_type": "llama", "hidden_act": "no"}', r"json: no small copy can be built: KeyError: 'no';"),
         (
             "x.json",
             '{"model_type": "hunyuan_v1_dense", "num_attention_heads": 32}',
-            r"x\.json can't be built small: TypeError: unsupported operand .*, or load the model with --weights$",
+            r"no small copy can be built: TypeError: unsupported operand .*, or load the model with --weights$",
         ),
     ],
 )  # fmt: skip
