@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from unittest import SkipTest
 
 import pytest
 
@@ -13,8 +14,7 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 from tritonpack.cli import doctor, main
-from tritonpack.cli.doctor import checks, versions
-from tritonpack.cli.doctor.findings import Finding, NotHereError
+from tritonpack.cli.doctor import Finding, checks
 
 WELL = {"python": "3.11.7", "torch": "2.13.0+cpu", "triton": "3.9.0", "transformers": "5.23.0", "numpy": "2.4.6"}
 WELL |= {"numba": "0.68.1"}
@@ -55,7 +55,7 @@ def test_a_failing_check_is_exit_code_1(capsys, monkeypatch):
         raise RuntimeError("no [such] symbol")
 
     def absent():
-        raise NotHereError("there is none")
+        raise SkipTest("there is none")
 
     monkeypatch.setattr(checks, "CHECKS", {"one": broken, "two": absent, "three": lambda: "as it should be"})
     assert run() == 1
@@ -106,7 +106,7 @@ def test_a_package_that_is_not_installed_is_not_here(package, check, monkeypatch
 
 class TestVersions:
     def of(self, **changed):
-        return list(versions.examine_versions(WELL | changed))
+        return list(doctor.examine_versions(WELL | changed))
 
     def test_known_versions_have_no_finding(self):
         assert self.of() == []
@@ -135,17 +135,17 @@ class TestVersions:
     def test_a_gpu_that_torch_cannot_see(self, monkeypatch):
         monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
         monkeypatch.setattr("torch.version.cuda", None)
-        (found,) = versions.examine_gpu()
+        (found,) = doctor.examine_gpu()
         assert (found.what, found.outcome) == ("GPU", "warning")
         assert "built without CUDA" in found.detail
         monkeypatch.setattr("shutil.which", lambda name: None)
-        assert not list(versions.examine_gpu())
+        assert not list(doctor.examine_gpu())
 
     def test_oldest_versions_are_those_of_pyproject(self):
         tomllib = pytest.importorskip("tomllib")
         project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
         declared = [f"python{project['requires-python']}", *(x.split(";")[0] for x in project["dependencies"])]
-        for package, oldest in versions.OLDEST.items():
+        for package, oldest in doctor.OLDEST.items():
             assert package + (f">={oldest}" if oldest else "") in declared
 
 
