@@ -32,13 +32,13 @@ from rich.console import Console
 
 from benchmarks.gpu import ledger
 from tests.lengths import flan, orca_math
+from tritonpack.cli.demo import SIZES, table
 from tritonpack.cli.demo.corpus import END_OF_DOCUMENT, Document, read_corpus
-from tritonpack.cli.demo.model import SIZES, WAYS, Settings, Shape, Way
-from tritonpack.cli.demo.report import final_loss, loss_gap, table
-from tritonpack.cli.demo.training import Run, train_in_turns
+from tritonpack.cli.demo.training import WAYS, Run, Settings, Way, train_in_turns
 
 HELD_OUT = 64
 MAX_LENGTH = 4096
+LAST_STEPS = 5  # the training loss of a row is their mean
 
 
 def stdlib(documents: int, seed: int = 0) -> np.ndarray:
@@ -93,11 +93,12 @@ def make_batches(
     return batches, list(documents_of(lengths(HELD_OUT, seed + 1).tolist(), held_out))
 
 
-def shape_named(model: str, layers: int) -> Shape:
-    """One of the demo's models, or a published one's with some of its layers."""
+def model_named(model: str, layers: int) -> tuple[str, dict[str, Any], float]:
+    """The name, the arguments of `LlamaConfig` and the learning rate of one of the demo's models, or of a published one
+    with some of its layers."""
     if model in SIZES:
-        return SIZES[model]
-    return Shape(f"{model}, {layers} layers", {**MODELS[model], "num_hidden_layers": layers}, 1e-5)
+        return (model, *SIZES[model])
+    return f"{model}, {layers} layers", {**MODELS[model], "num_hidden_layers": layers}, 1e-5
 
 
 def rows_of(runs: Mapping[Way, Run], about: Mapping[str, object]) -> Iterator[dict[str, object]]:
@@ -114,9 +115,9 @@ def rows_of(runs: Mapping[Way, Run], about: Mapping[str, object]) -> Iterator[di
             "peak_mib": round(run.peak_bytes / 2**20) if run.peak_bytes is not None else "",
             "memory": round(run.peak_bytes / padded.peak_bytes, 3) if known else "",  # type: ignore[operator]
             "padding": round(run.padding_share, 4),
-            "training_loss": round(final_loss(run), 5),
+            "training_loss": round(float(np.mean(run.losses[-LAST_STEPS:])), 5),
             "held_out_loss": round(run.validation_loss, 5),
-            "gap_to_padded": f"{loss_gap(run, padded):.1e}",
+            "gap_to_padded": f"{run.gap(padded):.1e}",
         }
 
 
@@ -137,7 +138,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = options.model or ("llama-2-7b" if device == "cuda" else "tiny")
     dtype = getattr(torch, options.dtype or ("bfloat16" if device == "cuda" else "float32"))
-    settings = Settings(options.seed, device, dtype, shape_named(model, options.layers), MAX_LENGTH, options.threads)
+    settings = Settings(*model_named(model, options.layers), MAX_LENGTH, device, dtype, options.threads, options.seed)
     path = options.out / "training.csv"
     options.out.mkdir(parents=True, exist_ok=True)
     console = Console()
@@ -145,11 +146,11 @@ def main() -> None:
         steps, held_out = make_batches(LENGTHS[name], options.steps, options.documents, options.seed)
         runs = train_in_turns(steps, held_out, settings)
         console.print(
-            f"{settings.shape.name}, lengths like {name}'s, {options.steps} steps of {options.documents} documents"
+            f"{settings.model}, lengths like {name}'s, {options.steps} steps of {options.documents} documents"
         )
         console.print(table(runs))
         about = {
-            "model": model, "layers": settings.shape.config["num_hidden_layers"], "lengths": name,
+            "model": model, "layers": settings.config["num_hidden_layers"], "lengths": name,
             "documents_per_step": options.documents, "steps": options.steps, "dtype": str(dtype).removeprefix("torch."),
             **environment(device),
         }  # fmt: skip

@@ -87,18 +87,14 @@ def demo(
     """Train a small Llama padded, naively concatenated and packed; compare speed, memory and loss; draw a picture."""
     for module in ("transformers", "matplotlib"):
         _require(module, "the demo")
-    from concurrent.futures.process import BrokenProcessPool
-
-    from tritonpack.cli.demo import run_demo, settings_for
+    from tritonpack.cli.demo import NUM_VALIDATION, run_demo, settings_for
+    from tritonpack.cli.demo.corpus import read_corpus
 
     with _usage_errors():
         settings = settings_for(device, dtype, size, max_length, threads, seed)
         out.mkdir(parents=True, exist_ok=True)
-    try:
-        return int(not run_demo(settings, steps, documents, out))
-    except BrokenProcessPool as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        corpus = read_corpus(settings.max_length, NUM_VALIDATION, seed)
+    return int(not run_demo(settings, corpus, steps, documents, out))
 
 
 @app.command()
