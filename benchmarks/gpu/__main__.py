@@ -28,9 +28,8 @@ from benchmarks.gpu.ledger import Ledger, environment
 from benchmarks.gpu.shapes import shapes, smoke_shapes
 from tests.lengths import distributions
 from tritonpack.cli.bench.batch import Shape, make_batch
-from tritonpack.cli.bench.measure import DeviceLostError, measure
+from tritonpack.cli.bench.measure import DeviceLostError, measure, quantiles, time_alternating
 from tritonpack.cli.bench.peers import PEERS, Peer
-from tritonpack.cli.bench.timing import quantiles, time_alternating
 
 RESULTS = Path("benchmarks/results")
 PRINTED = ("op", "implementation", "p50_ms", "host_ms", "tflops", "extra_mib", "launches", "status")

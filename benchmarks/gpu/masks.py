@@ -20,7 +20,7 @@ from benchmarks.gpu.ledger import environment
 from tests.lengths import distributions
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends.tile_table import tile_table
-from tritonpack.cli.bench.timing import quantiles, time_alternating
+from tritonpack.cli.bench.measure import quantiles, time_alternating
 
 DENSE_TOKENS = 16384
 

@@ -15,9 +15,8 @@ from benchmarks.gpu.shapes import shapes, smoke_shapes
 from tests.lengths import distributions
 from tritonpack.cli.bench import measure as measuring
 from tritonpack.cli.bench.batch import Batch, Shape, make_batch
-from tritonpack.cli.bench.measure import DeviceLostError
+from tritonpack.cli.bench.measure import DeviceLostError, time_alternating
 from tritonpack.cli.bench.peers import OURS, Peer, ours
-from tritonpack.cli.bench.timing import time_alternating
 
 CPU = torch.device("cpu")
 HERE = dict.fromkeys(ABOUT, "") | {"commit": "abc1234"}
@@ -71,7 +70,6 @@ class TestShapes:
         assert batch.cu_seqlens.tolist()[-1] == sum(batch.lengths) == shape.tokens
         assert batch.cu_seqlens.dtype == torch.int32
         assert batch.q.any()
-        assert shape.grouped
 
 
 class TestRun:

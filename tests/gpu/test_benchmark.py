@@ -9,8 +9,8 @@ import torch
 from benchmarks.gpu.__main__ import Budget, run
 from benchmarks.gpu.ledger import OPS, Ledger, environment
 from tritonpack.cli.bench.batch import Shape
+from tritonpack.cli.bench.measure import extra_bytes, launches, time_alternating
 from tritonpack.cli.bench.peers import OURS, PEERS
-from tritonpack.cli.bench.timing import extra_bytes, launches, time_alternating
 
 pytestmark = pytest.mark.gpu
 

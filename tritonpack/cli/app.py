@@ -15,6 +15,7 @@ import typer
 from typer import Argument, Option
 
 import tritonpack
+from tritonpack.cli.files import make_folder
 from tritonpack.cli.paths import require_path
 
 app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]}, pretty_exceptions_enable=False)
@@ -92,7 +93,7 @@ def demo(
 
     with _usage_errors():
         settings = settings_for(device, dtype, size, max_length, threads, seed)
-        out.mkdir(parents=True, exist_ok=True)
+        make_folder(out, "demo.png")
         corpus = read_corpus(settings.max_length, NUM_VALIDATION, seed)
     return int(not run_demo(settings, corpus, steps, documents, out))
 

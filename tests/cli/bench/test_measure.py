@@ -10,11 +10,9 @@ from torch import Tensor
 
 from tests.cli.bench.batches import batch_of
 from tritonpack.cli.bench import measure as measuring
-from tritonpack.cli.bench import timing
 from tritonpack.cli.bench.batch import Batch, distributions
-from tritonpack.cli.bench.measure import OPS, measure, time_limit
+from tritonpack.cli.bench.measure import OPS, Times, measure, quantiles, time_alternating, time_limit
 from tritonpack.cli.bench.peers import OURS, Peer, ours
-from tritonpack.cli.bench.timing import Times, quantiles, time_alternating
 
 CPU = torch.device("cpu")
 
@@ -118,7 +116,7 @@ class TestTiming:
     def test_calls_take_turns(self) -> None:
         order: list[str] = []
         times = time_alternating({name: lambda name=name: order.append(name) for name in "ab"}, CPU, 3)
-        assert order == list("ab") * (timing.WARM_UP + 3)
+        assert order == list("ab") * (measuring.WARM_UP + 3)
         assert all(len(t.device) == len(t.host) == 3 and t.error is None for t in times.values())
 
     def test_enough_is_five_repeats_and_half_a_second(self) -> None:
@@ -160,7 +158,7 @@ class TestTiming:
         monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("head start"))
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
         cache: Any = Cache()
-        on_device, on_host = timing._time_on_device(lambda: done.append("call"), cache)
+        on_device, on_host = measuring._time_on_device(lambda: done.append("call"), cache)
         assert done == ["cold", "head start", "event", "call", "event", "wait"]
         assert on_device == 1.5
         assert on_host < 1000

@@ -9,15 +9,15 @@ from torch import Tensor
 from tests.cli.bench.batches import batch_of
 from tritonpack.cli.bench.batch import Batch
 from tritonpack.cli.bench.peers import Attention, Peer, Prepared, ours, packed
-from tritonpack.cli.bench.verify import Judge
+from tritonpack.cli.bench.verify import ResultCheck
 
 
 def check(prepare: Any, batch: Batch, *, layout: Any = packed, backward: bool = True, count: int = 512) -> None:
-    prepared, judge = Prepared(Peer("", prepare, layout), batch), Judge(batch, count)
+    prepared, found = Prepared(Peer("", prepare, layout), batch), ResultCheck(batch, count)
     out = prepared.forward()
-    judge.check_forward(prepared.leave(out))
+    found.check_forward(prepared.leave(out))
     if backward:
-        judge.check_backward(out, prepared)
+        found.check_backward(out, prepared)
 
 
 def check_variant(variant: Any, count: int = 512) -> None:
@@ -64,7 +64,7 @@ def test_the_gradient_of_a_single_key(row: int, count: int) -> None:
 
 
 def test_a_value_that_is_not_finite_in_a_row_that_was_not_drawn() -> None:
-    rows = set(Judge(batch_of("causal"), 40).rows.tolist())
+    rows = set(ResultCheck(batch_of("causal"), 40).rows.tolist())
     row = next(i for i in range(138) if i not in rows)
     with pytest.raises(AssertionError, match="isn't finite"):
         check_variant(lambda attention, *qkv: attention(*qkv).index_fill(0, torch.tensor([row]), torch.nan), 40)
@@ -81,7 +81,7 @@ def test_another_shape() -> None:
 
 
 def test_drawn_rows_hold_the_ends_of_documents() -> None:
-    rows = Judge(batch_of("causal"), 20).rows
+    rows = ResultCheck(batch_of("causal"), 20).rows
     assert {38, 117, 37, 118, 137} <= set(rows.tolist())  # the longest, the shortest and the median document
     assert rows.tolist() == sorted(set(rows.tolist()))
     assert len(rows) <= 20

@@ -37,11 +37,6 @@ class Shape:
     window: tuple[int, int] = NO_WINDOW
     dtype: str = "bfloat16"
 
-    @property
-    def grouped(self) -> bool:
-        """Whether several query heads share a key head."""
-        return self.heads != self.kv_heads
-
     def columns(self) -> dict[str, str]:
         """The shape as columns of a CSV."""
         window = "" if self.window == NO_WINDOW else "{} {}".format(*self.window)

@@ -20,7 +20,7 @@ from tritonpack.backends import resolve_backend
 from tritonpack.cli.bench.batch import Shape, distributions, make_batch
 from tritonpack.cli.bench.measure import FIGURES, NOT_INSTALLED, OPS, DeviceLostError, measure
 from tritonpack.cli.bench.peers import OURS, peers_for
-from tritonpack.cli.files import write_figure, write_whole
+from tritonpack.cli.files import make_folder, write_figure, write_whole
 from tritonpack.cli.machine import installed_version, resolve_device
 from tritonpack.cli.words import count
 
@@ -52,8 +52,7 @@ def examine(
         Whether tritonpack's results were right, and timed, on every batch.
 
     Raises:
-        ValueError: the device isn't there, or attention doesn't take the shape.
-        OSError: the results can't be written.
+        ValueError: the device isn't there, attention doesn't take the shape, or the results can't be written.
     """
     where = resolve_device(device)
     on_gpu = where.type == "cuda"
@@ -68,7 +67,7 @@ def examine(
         head_dim or (128 if on_gpu else 64),
         dtype=("bfloat16" if on_gpu else "float32") if dtype == "auto" else dtype,
     )
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out, "bench.csv", "bench.png")
     torch.set_num_threads(threads)
     facts = {
         "backend": resolve_backend("auto", torch.empty(1, 1, 16, dtype=getattr(torch, shape.dtype), device=where)),
@@ -192,13 +191,6 @@ def _by_place(rows: Sequence[Mapping[str, object]]) -> dict[tuple[object, object
         for row in rows
         if row["status"] == "ok"
     }
-
-
-def _spread(times: tuple[float, ...] | None) -> str:
-    if times is None:
-        return "[dim]not timed[/]"
-    p20, p50, p80 = map(short, times)
-    return f"{p50} [dim]({p20}-{p80})[/]"
 
 
 def short(milliseconds: float) -> str:
