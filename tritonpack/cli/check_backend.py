@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import reduce
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -71,23 +70,19 @@ def resolve(name: str) -> Callable[..., Any]:
     Raises:
         ValueError: the module can't be imported, or has no such function.
     """
-    module_name, _, path = name.partition(":")
-    if not module_name or not path:
+    module, _, path = name.partition(":")
+    if not module or not path:
         raise ValueError(
             f"name the function as module:function, such as flash_attn:flash_attn_varlen_func; got {name!r}"
         )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        module = import_module(module_name)
-    except Exception as error:
-        raise ValueError(f"{module_name} can't be imported: {type(error).__name__}: {error}") from error
-    try:
-        function = reduce(getattr, path.split("."), module)
-    except AttributeError:
-        public = [n for n in vars(module) if callable(getattr(module, n)) and not n.startswith("_")]
-        offers = f"it has {', '.join(sorted(public)[:20])}" if public else "it has no public functions"
-        raise ValueError(f"{module_name} has no {path}; {offers}") from None
+        function = resolve_name(name)
+    except Exception as error:  # a module may raise anything when it is imported
+        raise ValueError(
+            f"{name} can't be imported: {type(error).__name__}: {error}; name the function as module:function"
+        ) from error
     if not callable(function):
-        raise ValueError(f"{name} is not a function but {type(function).__name__}")
+        raise ValueError(f"{name} is not a function but {type(function).__name__}; name a function")
     return function
