@@ -17,8 +17,8 @@ HEADS_256 = {"heads": 16, "kv_heads": 8, "head_dim": 256}
 WINDOW = (4096, 0)
 
 
-def shapes(*, from_file: bool = False) -> list[Shape]:
-    """The shapes in order of importance; `from_file` adds the distribution of a file of lengths near the beginning.
+def shapes() -> list[Shape]:
+    """The shapes in order of importance.
 
     1. A packed batch of 32k tokens, and one long document.
     2. The other distributions at 32k tokens.
@@ -29,8 +29,6 @@ def shapes(*, from_file: bool = False) -> list[Shape]:
     7. 16k tokens, and batches without groups.
     """
     k32 = [Shape(name, 32768) for name in ORDINARY]
-    if from_file:
-        k32.insert(1, Shape("file", 32768))
     long = Shape("one", 16384)
     return [
         k32[0],
