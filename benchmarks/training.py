@@ -19,7 +19,6 @@ leave room for (--layers). Published to beat, packed over padded: 2.0 times the 
 from __future__ import annotations
 
 import argparse
-import csv
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -140,7 +139,6 @@ def main() -> None:
     dtype = getattr(torch, options.dtype or ("bfloat16" if device == "cuda" else "float32"))
     settings = Settings(*model_named(model, options.layers), MAX_LENGTH, device, dtype, options.threads, options.seed)
     path = options.out / "training.csv"
-    options.out.mkdir(parents=True, exist_ok=True)
     console = Console()
     for name in options.lengths:
         steps, held_out = make_batches(LENGTHS[name], options.steps, options.documents, options.seed)
@@ -154,12 +152,7 @@ def main() -> None:
             "documents_per_step": options.documents, "steps": options.steps, "dtype": str(dtype).removeprefix("torch."),
             **environment(device),
         }  # fmt: skip
-        fresh = not path.exists()
-        with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            if fresh:
-                writer.writeheader()
-            writer.writerows(rows_of(runs, about))
+        ledger.append(path, COLUMNS, rows_of(runs, about))
     console.print(f"Rows: {path}")
 
 

@@ -15,8 +15,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import datetime, timezone
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu.ledger import environment
+from benchmarks.gpu.ledger import append, environment, now
 
 FOLDERS = ("benchmarks/cpu", "benchmarks/packing")
 OURS = "tritonpack"
@@ -52,25 +51,6 @@ def rows_of(report: Mapping[str, Any], about: Mapping[str, str]) -> Iterator[Row
             "rounds": str(found["stats"]["rounds"]),
             **about,
         }
-
-
-def append(path: Path, rows: Iterable[Row]) -> None:
-    """Append rows to the ledger.
-
-    Raises:
-        SystemExit: the ledger has other columns.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = not path.exists()
-    if not fresh:
-        with path.open(newline="") as file:
-            if tuple(next(csv.reader(file), ())) != COLUMNS:
-                raise SystemExit(f"{path} has other columns than this version writes; name another folder with --out.")
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if fresh:
-            writer.writeheader()
-        writer.writerows(rows)
 
 
 def latest(path: Path) -> list[Row]:
@@ -116,11 +96,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ended = subprocess.run(command, check=False).returncode
         if not report.exists():
             raise SystemExit(ended or f"pytest measured nothing; -k {options.expression!r} selects no benchmark.")
-        now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-        about = {**environment(torch.device("cpu")), "threads": str(torch.get_num_threads()), "date": now}
+        about = {**environment(torch.device("cpu")), "threads": str(torch.get_num_threads()), "date": now()}
         about = {name: about[name] for name in ABOUT} | {"device": _processor()}
         rows = list(rows_of(json.loads(report.read_text()), about))
-    append(path, rows)
+    append(path, COLUMNS, rows)
     console.print(table(rows))
     console.print(f"Rows: {path}")
     raise SystemExit(ended)

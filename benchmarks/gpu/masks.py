@@ -9,14 +9,13 @@ one that torch builds from a mask function. Rows are appended to DIR/masks.csv.
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from benchmarks.gpu.ledger import environment
+from benchmarks.gpu.ledger import append, environment
 from tests.lengths import distributions
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends.tile_table import tile_table
@@ -82,27 +81,19 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.gpu.masks needs a GPU, and torch sees none here.")
-    options.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda")
     path, about = options.out / "masks.csv", environment(device)
     calls, sizes = writers()
-    measured = [(options.tokens, builders(options.tokens), {}), (DENSE_TOKENS, calls, sizes)]
-    fresh = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, ["what", "tokens", "p50_us", "gb_per_s", *about])
-        if fresh:
-            writer.writeheader()
-        for tokens, timed, written in measured:
-            for name, times in time_alternating(timed, device).items():
-                if times.error is not None:
-                    print(f"{name:28} {times.error}", flush=True)
-                    continue
-                median = quantiles(times.device)[1]
-                rate = round(written[name] / median / 1e6) if name in written else ""
-                row = {"what": name, "tokens": tokens, "p50_us": round(1000 * median, 1), "gb_per_s": rate}
-                writer.writerow(row | about)
-                file.flush()
-                print(f"{name:28} {tokens:7} tokens  {row['p50_us']:9} us  {rate} GB/s", flush=True)
+    for tokens, timed in ((options.tokens, builders(options.tokens)), (DENSE_TOKENS, calls)):
+        for name, times in time_alternating(timed, device).items():
+            if times.error is not None:
+                print(f"{name:28} {times.error}", flush=True)
+                continue
+            median = quantiles(times.device)[1]
+            rate = round(sizes[name] / median / 1e6) if name in sizes else ""
+            row = {"what": name, "tokens": tokens, "p50_us": round(1000 * median, 1), "gb_per_s": rate} | about
+            append(path, list(row), [row])
+            print(f"{name:28} {tokens:7} tokens  {row['p50_us']:9} us  {rate} GB/s", flush=True)
 
 
 if __name__ == "__main__":
