@@ -1,19 +1,19 @@
-"""Training padded, naively concatenated and packed: tokens per second, memory, and the loss of held-out documents.
+"""Train on padded, naively concatenated and packed batches: tokens per second, memory, and loss of held-out documents.
 
     python -m benchmarks.training [--lengths flan orcamath stdlib] [--model tiny] [--steps 200] [--out DIR]
 
 The experiment of "Packing with Flash Attention 2" (Kundu et al., arXiv:2407.09105): batches of four documents, with
-lengths like FLAN's, which differ much, and OrcaMath's, which differ less. Documents are cut from real text, the
-functions of Python's standard library, to the lengths that generators draw, or to those of the functions themselves
-(stdlib); so losses mean something, and the three ways see the same documents in the same order. Each way has a process
-of its own, and they take turns step by step.
+lengths like FLAN's, which differ much, and like OrcaMath's, which differ less. The documents are cut from real text,
+the functions of Python's standard library, so that losses are those of real training. Their lengths are drawn by
+generators, or are those of the functions (stdlib). The three ways see the same documents in the same order. Each way
+has its own process, and the processes take turns step by step.
 
-Rounding differs between the ways, and training lets differences grow: in float64 they stay below what a loss is rounded
-to, and show what is left when noise is taken away.
+Rounding differs between the ways, and the differences grow in training. With --dtype float64 they stay below the
+digits that are printed.
 
-On a GPU name a shape: llama-2-7b, mistral-7b or granite-8b, with as many of its layers as three models side by side
-leave room for (--layers). Published to beat, packed over padded: 2.0 times the throughput and 20% less memory on FLAN,
-1.4 times and 6% on OrcaMath.
+On a GPU name a model: llama-2-7b, mistral-7b or granite-8b, with as many of its layers (--layers) as fit three times.
+The published gains of packed over padded: 2.0 times the throughput and 20% less memory on FLAN, 1.4 times and 6% on
+OrcaMath.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ LAST_STEPS = 5  # the training loss of a row is their mean
 
 
 def stdlib(documents: int, seed: int = 0) -> np.ndarray:
-    """(documents,) int64: lengths of the standard library's functions themselves, in random order."""
+    """(documents,) int64: lengths of the standard library's functions, in random order."""
     corpus = read_corpus(MAX_LENGTH, HELD_OUT, seed)
     lengths = np.array([len(document) for document in corpus.training])
     return np.random.default_rng(seed).choice(lengths, documents)
@@ -49,7 +49,7 @@ def stdlib(documents: int, seed: int = 0) -> np.ndarray:
 
 LENGTHS: dict[str, Callable[[int, int], np.ndarray]] = {"flan": flan, "orcamath": orca_math, "stdlib": stdlib}
 
-# As their configurations on the Hub have them.
+# Arguments of LlamaConfig, from the configurations on the Hub.
 MODELS: dict[str, dict[str, Any]] = {
     "llama-2-7b": {
         "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32,
@@ -73,12 +73,14 @@ COLUMNS = (
 
 
 def documents_of(lengths: Sequence[int], text: np.ndarray) -> Iterator[Document]:
-    """Documents of exactly these lengths, the last token of each its end, cut from a text one after the other; where it
-    runs out it begins anew."""
-    place = 0
+    """Documents of exactly these lengths, cut from a text one after the other, each with its end token.
+
+    If the text ends, the next document continues at its beginning.
+    """
+    begin = 0
     for length in lengths:
-        yield np.append(text.take(np.arange(place, place + length - 1), mode="wrap"), END_OF_DOCUMENT)
-        place += length
+        yield np.append(text.take(np.arange(begin, begin + length - 1), mode="wrap"), END_OF_DOCUMENT)
+        begin += length
 
 
 def make_batches(
@@ -157,7 +159,7 @@ def main() -> None:
 
 
 def environment(device: str) -> dict[str, str]:
-    """Where and of what this was measured."""
+    """The device, the versions and the commit."""
     facts = ledger.environment(torch.device(device))
     here = {"device": facts["device"] if device == "cuda" else f"{platform.machine()} CPU"}
     return (

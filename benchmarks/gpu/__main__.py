@@ -1,4 +1,4 @@
-"""Attention beside other implementations: every result checked, then timed by device events, in one process, in turn.
+"""Time attention and other implementations by device events, in one process, in turn, after a check of results.
 
     python3 -m benchmarks.gpu [--out DIR] [--minutes 8] [--commit NAME] [--without NAME ...]
 
@@ -36,7 +36,7 @@ PRINTED = ("op", "implementation", "p50_ms", "host_ms", "tflops", "extra_mib", "
 
 
 class Budget:
-    """A number of minutes from now on. A shape is begun if as long as the longest of the last three is left."""
+    """Minutes that begin now. A shape may begin if the longest time of the last three shapes is left."""
 
     def __init__(self, minutes: float) -> None:
         self.end = time.monotonic() + 60 * minutes
@@ -57,7 +57,7 @@ def run(
     *,
     peers: Sequence[Peer] = PEERS,
 ) -> list[Shape]:
-    """Measure what the ledger doesn't have, as far as the time goes; returns the shapes that are left."""
+    """Measure the shapes that the ledger doesn't have, until the time is up; returns the shapes that are left."""
     for number, shape in enumerate(todo):
         columns = shape.columns()
         fit = [peer for peer in peers if peer.meant_for(shape)]

@@ -1,9 +1,9 @@
-"""Times of building masks and writing them out, by device events, after a check of their values.
+"""Time on a GPU how masks are built and written out, by device events, after a check of their values.
 
     python3 -m benchmarks.gpu.masks [--out DIR] [--tokens 131072]
 
-Dense masks of 16,384 tokens are compared with a plain fill of the same bytes, and FlexAttention's block mask with the
-one that torch builds from a mask function. Rows are appended to DIR/masks.csv.
+Dense masks of 16,384 tokens are compared with a plain fill of the same number of bytes, and FlexAttention's block mask
+with the one that torch builds from a mask function. Rows are appended to DIR/masks.csv.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DENSE_TOKENS = 16384
 
 
 def builders(tokens: int) -> dict[str, Callable[[], object]]:
-    """What a training step builds once: a mask, its transpose and its tiles."""
+    """Functions that build a mask, its transpose and its tile table, as a training step does once."""
     lengths = torch.tensor(distributions(tokens)["stdlib"])
     cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to("cuda", torch.int32)
     positions = torch.cat([torch.arange(int(n)) for n in lengths]).cuda()
@@ -48,7 +48,7 @@ def builders(tokens: int) -> dict[str, Callable[[], object]]:
 
 
 def writers() -> tuple[dict[str, Callable[[], object]], dict[str, int]]:
-    """Masks in the forms that other kernels take, and the bytes of some of them."""
+    """Functions that write masks in the forms of other kernels, and the bytes of some of these masks."""
     lengths = distributions(DENSE_TOKENS)["stdlib"]
     mask = BlockDiagonalMask.from_seqlens(lengths, device="cuda")
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).cuda()
