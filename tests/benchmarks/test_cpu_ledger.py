@@ -40,7 +40,7 @@ def shown(rows) -> str:
     return capture.get()
 
 
-def test_a_row_per_benchmark():
+def test_each_benchmark_has_a_row():
     ours, sdpa, pack, whole = ledger.rows_of(REPORT, ABOUT)
     assert (ours["group"], ours["case"], ours["implementation"]) == ("attention forward", "flan", "tritonpack")
     assert (ours["min_ms"], ours["median_ms"], ours["iqr_ms"], ours["rounds"]) == ("5.0000", "10.0000", "2.5000", "5")
@@ -50,7 +50,7 @@ def test_a_row_per_benchmark():
     assert all(tuple(row) == ledger.COLUMNS for row in (ours, sdpa, pack, whole))
 
 
-def test_table_has_ratios_to_ours():
+def test_table_has_ratios_to_tritonpack():
     text = shown(list(ledger.rows_of(REPORT, ABOUT)))
     assert "2.50" in next(line for line in text.splitlines() if "sdpa" in line)
 

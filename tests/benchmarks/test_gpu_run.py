@@ -31,7 +31,7 @@ def missing(batch: Batch) -> Any:
 
 
 class TestShapes:
-    def test_the_first_shapes_are_the_targets(self) -> None:
+    def test_first_shapes_are_the_targets(self) -> None:
         """Real lengths and one long document, grouped heads of 128, causal."""
         first = shapes()[:7]
         assert {s.distribution for s in first} == {"stdlib", "one", "flan", "openchat", "skewed", "orca", "tiny"}
@@ -52,11 +52,11 @@ class TestShapes:
         assert sum(lengths) == shape.tokens
         assert min(lengths) > 0
 
-    def test_the_skewed_batch(self) -> None:
+    def test_skewed_batch(self) -> None:
         assert distributions(32768)["skewed"] == [16384] + [256] * 64
 
     @pytest.mark.parametrize("shape", smoke_shapes(), ids=str)
-    def test_tensors(self, shape: Shape) -> None:
+    def test_shapes_of_tensors(self, shape: Shape) -> None:
         batch = make_batch(shape, distributions(shape.tokens)[shape.distribution], CPU)
         assert batch.q.shape == batch.dout.shape == (shape.tokens, shape.heads, shape.head_dim)
         assert batch.k.shape == batch.v.shape == (shape.tokens, shape.kv_heads, shape.head_dim)
@@ -68,7 +68,7 @@ class TestShapes:
 class TestRun:
     peers = (Peer(OURS, ours),)
 
-    def test_continues_where_it_ended(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_second_run_continues_the_first(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         todo, path = smoke_shapes()[:2], tmp_path / "attention.csv"
         assert run(todo[:1], Ledger(path, HERE), Budget(5), CPU, peers=self.peers) == []
         before = path.read_text()
@@ -79,7 +79,7 @@ class TestRun:
         run(todo, Ledger(path, HERE), Budget(5), CPU, peers=self.peers)
         assert path.read_text() == after
 
-    def test_begins_nothing_when_time_is_up(self, tmp_path: Path) -> None:
+    def test_no_shape_begins_after_the_time(self, tmp_path: Path) -> None:
         ledger = Ledger(tmp_path / "attention.csv", HERE)
         assert run(smoke_shapes(), ledger, Budget(0), CPU, peers=self.peers) == smoke_shapes()
         assert not ledger.known
@@ -93,7 +93,7 @@ class TestRun:
             budget.spend(seconds)
         assert budget.allows()
 
-    def test_a_peer_that_broke_the_device_is_left_out(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_peer_that_broke_the_device_is_left_out(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         tried = []
 
         def breaks(batch: Batch) -> Any:
@@ -113,7 +113,7 @@ class TestRun:
 
 
 class TestMain:
-    def test_smoke_run(
+    def test_smoke_run_on_a_cpu(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setattr(program, "PEERS", (Peer(OURS, ours), Peer("flash", missing)))
@@ -144,6 +144,6 @@ class TestMain:
         assert capsys.readouterr().out.splitlines() == list(map(str, shapes()))
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-    def test_without_a_gpu(self) -> None:
+    def test_missing_gpu_is_refused(self) -> None:
         with pytest.raises(SystemExit, match="torch sees none here"):
             main([])

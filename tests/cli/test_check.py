@@ -55,7 +55,7 @@ def tiny(tmp_path):
     return tmp_path / "tiny"
 
 
-def test_a_folder(tiny, capsys):
+def test_small_copy_of_a_folder(tiny, capsys):
     assert run(tiny) == 0
     output = capsys.readouterr().out
     assert f"{tiny}: a small random copy of LlamaForCausalLM, a causal language model; " in output
@@ -107,7 +107,7 @@ def test_recurrences(tmp_path, capsys):
     assert found["tritonpack"]["report"].startswith("qwen3_next: 2 layers; backend auto")
 
 
-def test_a_model_that_fails_with_a_cache_is_called_without(tmp_path, capsys):
+def test_model_that_fails_with_a_cache_is_called_without(tmp_path, capsys):
     config_of("blt", architectures=["BltForCausalLM"]).save_pretrained(tmp_path)
     assert run(tmp_path) == 0
     output = capsys.readouterr().out
@@ -116,7 +116,7 @@ def test_a_model_that_fails_with_a_cache_is_called_without(tmp_path, capsys):
     assert "each document in a row of its own" in output
 
 
-def test_refused_is_exit_code_1(tmp_path, capsys):
+def test_refused_model_exits_with_1(tmp_path, capsys):
     config_of("prophetnet").save_pretrained(tmp_path)
     assert run(tmp_path) == 1
     output = capsys.readouterr().out
@@ -124,7 +124,7 @@ def test_refused_is_exit_code_1(tmp_path, capsys):
     assert re.search(r"tritonpack: refused: ProphetNetForCausalLM .* can't be packed exactly: its decoder", output)
 
 
-def test_an_encoder_with_a_decoder(tmp_path, capsys):
+def test_encoder_with_decoder(tmp_path, capsys):
     config_of("t5").save_pretrained(tmp_path)
     assert run(tmp_path, "--json", tmp_path / "findings.json") == 0
     output = capsys.readouterr().out
@@ -145,7 +145,7 @@ SCORES = {"num_labels": 3, "pad_token_id": 0, "eos_token_id": 1, "bos_token_id":
         ("t5", "T5ForConditionalGeneration", {}),
     ],
 )
-def test_the_named_class_is_checked(kind, named, values, tmp_path, capsys):
+def test_class_in_architectures_is_checked(kind, named, values, tmp_path, capsys):
     config_of(kind, architectures=[named], **values).save_pretrained(tmp_path)
     assert run(tmp_path, "--json", tmp_path / "findings.json") == 0
     output = capsys.readouterr().out
@@ -155,7 +155,7 @@ def test_the_named_class_is_checked(kind, named, values, tmp_path, capsys):
     assert (found["class"], found["instead_of"]) == (named, None)
 
 
-def test_a_class_that_patch_refuses(tmp_path, capsys):
+def test_class_that_patch_refuses_exits_with_1(tmp_path, capsys):
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1}
     config_of("splinter", architectures=["SplinterForPreTraining"], **sizes).save_pretrained(tmp_path)
     assert run(tmp_path) == 1
@@ -170,7 +170,7 @@ def test_a_class_that_patch_refuses(tmp_path, capsys):
         ("LlamaConfig", r"LlamaConfig, which isn't a model class of transformers \S+"),
     ],
 )
-def test_a_class_checked_instead_of_the_named_one(named, reason, tmp_path, capsys):
+def test_note_if_another_class_than_architectures_is_checked(named, reason, tmp_path, capsys):
     config_of("llama", architectures=[named], **TINY).save_pretrained(tmp_path)
     assert run(tmp_path, "--json", tmp_path / "findings.json") == 0
     output = capsys.readouterr().out
@@ -181,7 +181,7 @@ def test_a_class_checked_instead_of_the_named_one(named, reason, tmp_path, capsy
     assert (found["class"], found["instead_of"]) == ("LlamaForCausalLM", named)
 
 
-def test_weights_of_the_named_class(tmp_path, capsys):
+def test_weights_of_the_class_in_architectures(tmp_path, capsys):
     torch.manual_seed(0)
     config = config_of("llama", **TINY, **SCORES)
     transformers.LlamaForSequenceClassification(config).save_pretrained(tmp_path)
@@ -192,7 +192,7 @@ def test_weights_of_the_named_class(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("options", [[], ["--weights", "--device", "cpu"]], ids=["small copy", "weights"])
-def test_no_layers_are_nothing_to_keep_apart(options, tmp_path, capsys):
+def test_model_without_layers_exits_with_3(options, tmp_path, capsys):
     config = config_of("llama", **{**TINY, "num_hidden_layers": 0}, architectures=["LlamaForCausalLM"])
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     capsys.readouterr()
@@ -206,7 +206,7 @@ def test_no_layers_are_nothing_to_keep_apart(options, tmp_path, capsys):
     assert (found["stock"]["verdict"], found["tritonpack"]["forms"]) == ("nothing to keep apart", {})
 
 
-def test_a_leak_is_exit_code_3(tiny, capsys, monkeypatch):
+def test_leak_exits_with_3(tiny, capsys, monkeypatch):
     handle = contextlib.nullcontext(SimpleNamespace(report="nothing was changed"))
     monkeypatch.setattr(command, "patch", lambda model: handle)
     assert run(tiny) == 3
@@ -217,7 +217,7 @@ def test_a_leak_is_exit_code_3(tiny, capsys, monkeypatch):
     )
 
 
-def test_inexact_is_exit_code_3_and_tried_in_float64(tmp_path, capsys, monkeypatch):
+def test_inexact_model_is_tried_in_float64_and_exits_with_3(tmp_path, capsys, monkeypatch):
     config_of("llama").save_pretrained(tmp_path)
 
     @contextlib.contextmanager
@@ -235,7 +235,7 @@ def test_inexact_is_exit_code_3_and_tried_in_float64(tmp_path, capsys, monkeypat
     assert cells(output)["position_ids"] == ("leak", "inexact")
 
 
-def test_rotary_embeddings_of_the_longest_document(tmp_path, capsys):
+def test_note_on_rotary_embeddings_of_the_longest_document(tmp_path, capsys):
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 4096}
     factors = {"short_factor": [1.0] * 64, "long_factor": [2.0] * 64}
     config_of("llama", rope_parameters={**rope, **factors}).save_pretrained(tmp_path)
@@ -246,7 +246,7 @@ def test_rotary_embeddings_of_the_longest_document(tmp_path, capsys):
     assert "Pack documents of up to 8 tokens" in output
 
 
-def test_a_part_where_the_whole_cannot_be_built(tmp_path, capsys, monkeypatch):
+def test_language_model_is_checked_if_the_whole_cannot_be_built(tmp_path, capsys, monkeypatch):
     config_of("gemma3").save_pretrained(tmp_path)
 
     def broken(config):
@@ -313,7 +313,7 @@ def test_own_code_needs_trust_remote_code(tmp_path, capsys, monkeypatch):
         ),
     ],
 )  # fmt: skip
-def test_unreadable_configurations_are_one_line_and_exit_code_2(name, content, message, tmp_path, capsys):
+def test_refused_configuration_prints_one_line_and_exits_with_2(name, content, message, tmp_path, capsys):
     path = tmp_path / name
     if content and content != "folder":
         (path if name else path / "config.json").write_text(content)
@@ -361,7 +361,7 @@ def test_wrong_options(arguments, message, tmp_path, capsys, monkeypatch):
     assert re.search(message, capsys.readouterr().err)
 
 
-def test_a_folder_without_weights(tmp_path, capsys):
+def test_folder_without_weights_is_refused(tmp_path, capsys):
     config_of("llama", **TINY).save_pretrained(tmp_path)
     assert run(tmp_path, "--weights") == 2
     assert re.search(r"can't be loaded: OSError: Error no file named model\.safetensors", capsys.readouterr().err)

@@ -24,7 +24,7 @@ def run(*arguments):
     return exit_info.value.code
 
 
-def test_a_right_backend_is_a_table_and_exit_code_0(capsys):
+def test_right_backend_prints_a_table_and_exits_with_0(capsys):
     assert run(RIGHT, "--device", "cpu", "--only", "slack/*", "--only", "forward/softcap") == 0
     output = capsys.readouterr().out
     for check in ("slack/zeros", "slack/inert", "forward/softcap"):
@@ -33,7 +33,7 @@ def test_a_right_backend_is_a_table_and_exit_code_0(capsys):
     assert output.endswith("attention on cpu: 6 pass\n")
 
 
-def test_a_wrong_backend_is_exit_code_1(capsys):
+def test_wrong_backend_exits_with_1(capsys):
     arguments = ("--device", "cpu", "--dtype", "float32", "--only", "*/softcap*", "--only", "*/scale")
     assert run(WRONG, *arguments, "--skip", "backward/*") == 1
     output = capsys.readouterr().out
@@ -100,7 +100,7 @@ def test_modules_of_the_working_directory_are_found(tmp_path, monkeypatch, capsy
         ),
     ],
 )
-def test_wrong_usage_is_exit_code_2(arguments, message, capsys, monkeypatch):
+def test_wrong_usage_exits_with_2(arguments, message, capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert run(*arguments) == 2
     assert re.search(message, capsys.readouterr().err)

@@ -32,7 +32,7 @@ def run(*arguments):
     return exit_info.value.code
 
 
-def test_everything_that_can_run_on_a_cpu_is_right(capsys, monkeypatch, tmp_path):
+def test_every_check_that_runs_on_a_cpu_is_right(capsys, monkeypatch, tmp_path):
     pytest.importorskip("transformers")
     knobs = pytest.importorskip("triton").knobs
     monkeypatch.setattr(knobs.runtime, "interpret", False)
@@ -50,7 +50,7 @@ def test_everything_that_can_run_on_a_cpu_is_right(capsys, monkeypatch, tmp_path
     assert report["facts"]["torch"] in output
 
 
-def test_a_failing_check_is_exit_code_1(capsys, monkeypatch):
+def test_failing_check_exits_with_1(capsys, monkeypatch):
     def broken():
         raise RuntimeError("no [such] symbol")
 
@@ -65,7 +65,7 @@ def test_a_failing_check_is_exit_code_1(capsys, monkeypatch):
     assert "Something should work here and doesn't: one." in output
 
 
-def test_a_wrong_backend_is_wrong(monkeypatch):
+def test_wrong_backend_is_found(monkeypatch):
     from tritonpack.backends import blocked
 
     forward = blocked.forward
@@ -75,7 +75,7 @@ def test_a_wrong_backend_is_wrong(monkeypatch):
     assert "beyond twice plain attention's error" in found.detail
 
 
-def test_a_wrong_exchange_is_wrong(monkeypatch):
+def test_wrong_exchange_is_found(monkeypatch):
     from tritonpack import parallel
 
     attend = parallel.attend
@@ -84,7 +84,7 @@ def test_a_wrong_exchange_is_wrong(monkeypatch):
     assert doctor.run_check("exchanges", checks.sequence_parallelism).outcome == "wrong"
 
 
-def test_a_leak_is_wrong(monkeypatch):
+def test_leak_of_a_patched_model_is_found(monkeypatch):
     transformers = pytest.importorskip("transformers")
     monkeypatch.setattr("tritonpack.patches.patch", lambda model: model.train())
     monkeypatch.setattr(transformers.LlamaForCausalLM, "__enter__", lambda model: model, raising=False)
@@ -97,7 +97,7 @@ def test_a_leak_is_wrong(monkeypatch):
 @pytest.mark.parametrize(
     ("package", "check"), [("transformers", checks.models), ("numba", checks.packing)], ids=["transformers", "numba"]
 )
-def test_a_package_that_is_not_installed_is_not_here(package, check, monkeypatch):
+def test_missing_package_makes_a_check_not_here(package, check, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     found = doctor.run_check("it", check)
     assert found.outcome == "not here"
@@ -116,23 +116,23 @@ class TestVersions:
         ("package", "version"),
         [("python", "3.9.18"), ("torch", "2.7.1+cu126"), ("triton", "3.5.1"), ("transformers", "4.57.0")],
     )
-    def test_too_old(self, package, version):
+    def test_old_versions_are_wrong(self, package, version):
         (found,) = self.of(**{package: version})
         assert (found.what, found.outcome) == (package, "wrong")
         assert version in found.detail
 
-    def test_transformers_newer_than_tested(self):
+    def test_untested_transformers_is_a_warning(self):
         (found,) = self.of(transformers="5.30.0.dev0")
         assert found.outcome == "warning"
         assert "tritonpack check MODEL" in found.detail
         assert self.of(torch="2.20.0") == []
 
-    def test_triton_and_numpy_that_fail_together(self):
+    def test_triton_and_numpy_that_fail_together_are_a_warning(self):
         (found,) = self.of(triton="3.6.0", numpy="2.4.0")
         assert (found.what, found.outcome) == ("triton and numpy", "warning")
         assert self.of(triton="3.6.0", numpy="2.3.5") == self.of(triton="3.7.1") == []
 
-    def test_a_gpu_that_torch_cannot_see(self, monkeypatch):
+    def test_gpu_that_torch_cannot_see_is_a_warning(self, monkeypatch):
         monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
         monkeypatch.setattr("torch.version.cuda", None)
         (found,) = doctor.examine_gpu()
@@ -141,7 +141,7 @@ class TestVersions:
         monkeypatch.setattr("shutil.which", lambda name: None)
         assert not list(doctor.examine_gpu())
 
-    def test_oldest_versions_are_those_of_pyproject(self):
+    def test_oldest_versions_agree_with_pyproject(self):
         tomllib = pytest.importorskip("tomllib")
         project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
         declared = [f"python{project['requires-python']}", *(x.split(";")[0] for x in project["dependencies"])]
@@ -158,7 +158,7 @@ def test_progress_is_shown_on_a_terminal(capsys, monkeypatch):
     assert "some check" in capsys.readouterr().err
 
 
-def test_verdicts():
+def test_verdict_names_checks_by_outcome():
     right, wrong = Finding("a", "right", ""), Finding("b", "wrong", "")
     absent, noted = Finding("c", "not here", ""), Finding("d", "warning", "")
     assert doctor.verdict([right]) == "Everything that can run here is right."
@@ -184,7 +184,7 @@ main(["doctor"])
 
 
 @pytest.mark.heavy
-def test_a_machine_with_torch_alone():
+def test_doctor_runs_with_torch_alone():
     environment = os.environ | {"COLUMNS": "300"}
     result = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, env=environment, timeout=120)
     assert result.returncode == 0, result.stdout + result.stderr
@@ -194,12 +194,12 @@ def test_a_machine_with_torch_alone():
     assert re.search("attention: blocked +│ right", result.stdout)
 
 
-def test_checks_that_cannot_be_imported_are_wrong(capsys, monkeypatch):
+def test_checks_that_cannot_be_imported_are_reported(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tritonpack.cli.doctor.checks", None)
     assert run() == 1
     assert re.search(r"│ tritonpack +│ wrong .*ModuleNotFoundError|ImportError", capsys.readouterr().out)
 
 
-def test_a_report_that_cannot_be_written_is_exit_code_2(capsys):
+def test_unwritable_report_exits_with_2(capsys):
     assert run("--json", "/proc/nowhere/x") == 2
     assert "/proc/nowhere" in capsys.readouterr().err

@@ -40,7 +40,7 @@ def test_clocks() -> None:
     ],
     ids=str,
 )
-def test_a_small_run(shape: Shape, tmp_path: Path) -> None:
+def test_rows_of_a_small_run(shape: Shape, tmp_path: Path) -> None:
     """Prints the status of every peer, so that an adapter for another version is noticed."""
     ledger = Ledger(tmp_path / "attention.csv", environment(DEVICE, "test"))
     peers = [peer for peer in PEERS if not peer.name.startswith("FlexAttention")]  # they take long to compile
