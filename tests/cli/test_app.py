@@ -9,13 +9,7 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 import tritonpack
-from tritonpack.cli import main
-
-
-def run(*arguments):
-    with pytest.raises(SystemExit) as exit_info:
-        main(arguments)
-    return exit_info.value.code
+from tests.cli.command import run
 
 
 @pytest.mark.parametrize(

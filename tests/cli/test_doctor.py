@@ -13,7 +13,8 @@ pytest.importorskip("rich")
 
 from rich.console import Console
 
-from tritonpack.cli import doctor, main
+from tests.cli.command import run
+from tritonpack.cli import doctor
 from tritonpack.cli.doctor import Finding, checks
 
 WELL = {"python": "3.11.7", "torch": "2.13.0+cpu", "triton": "3.9.0", "transformers": "5.23.0", "numpy": "2.4.6"}
@@ -26,17 +27,11 @@ def _on_a_cpu(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 
-def run(*arguments):
-    with pytest.raises(SystemExit) as exit_info:
-        main(["doctor", *arguments])
-    return exit_info.value.code
-
-
 def test_every_check_that_runs_on_a_cpu_is_right(capsys, monkeypatch, tmp_path):
     pytest.importorskip("transformers")
     knobs = pytest.importorskip("triton").knobs
     monkeypatch.setattr(knobs.runtime, "interpret", False)
-    assert run("--json", str(tmp_path / "report.json")) == 0
+    assert run("doctor", "--json", str(tmp_path / "report.json")) == 0
     output = capsys.readouterr().out
     assert re.search(r"attention: triton +│ not here │ .*needs tensors on a GPU.*TRITON_INTERPRET=1", output)
     for what in ("attention: blocked", "attention: reference", "flash_attn functions", "patched models", "packing"):
@@ -58,7 +53,7 @@ def test_failing_check_exits_with_1(capsys, monkeypatch):
         raise SkipTest("there is none")
 
     monkeypatch.setattr(checks, "CHECKS", {"one": broken, "two": absent, "three": lambda: "as it should be"})
-    assert run() == 1
+    assert run("doctor") == 1
     output = capsys.readouterr().out
     assert re.search(r"│ one +│ wrong .*RuntimeError: no \[such\] symbol", output)
     assert re.search(r"│ three +│ right .*as it should be", output)
@@ -151,10 +146,10 @@ class TestVersions:
 
 def test_progress_is_shown_on_a_terminal(capsys, monkeypatch):
     monkeypatch.setattr(checks, "CHECKS", {"some check": lambda: "right"})
-    run()
+    run("doctor")
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(doctor, "Console", lambda **options: Console(force_terminal=True, **options))
-    run()
+    run("doctor")
     assert "some check" in capsys.readouterr().err
 
 
@@ -196,10 +191,10 @@ def test_doctor_runs_with_torch_alone():
 
 def test_checks_that_cannot_be_imported_are_reported(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "tritonpack.cli.doctor.checks", None)
-    assert run() == 1
+    assert run("doctor") == 1
     assert re.search(r"│ tritonpack +│ wrong .*ModuleNotFoundError|ImportError", capsys.readouterr().out)
 
 
 def test_unwritable_report_exits_with_2(capsys):
-    assert run("--json", "/proc/nowhere/x") == 2
+    assert run("doctor", "--json", "/proc/nowhere/x") == 2
     assert "/proc/nowhere" in capsys.readouterr().err

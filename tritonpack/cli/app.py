@@ -20,7 +20,7 @@ from tritonpack.cli.paths import require_path
 
 app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]}, pretty_exceptions_enable=False)
 
-# The base of all exceptions that typer raises for a wrong command line, whether or not it brings its own click.
+# The base class of typer's exceptions for a wrong command line. It belongs to typer's own click or to click.
 _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 
 # Options that several commands have.
@@ -261,8 +261,8 @@ def run(arguments: list[str]) -> int:
     """Run one command line.
 
     Returns:
-        The exit code: that of the command, 1 if output can't be written, 2 for a wrong command line, 130 for Ctrl-C,
-        141 for a closed pipe (as shells count signals).
+        The exit code of the command; 1 if output can't be written, 2 for a wrong command line, 130 for Ctrl-C, 141 for
+        a closed pipe (as shells count signals).
     """
     try:
         code = app(arguments or ["--help"], prog_name="tritonpack", standalone_mode=False)
@@ -273,7 +273,7 @@ def run(arguments: list[str]) -> int:
     except (_UsageError, OSError, SystemExit) as error:
         if any(isinstance(one, BrokenPipeError) for one in (error, error.__cause__, error.__context__)):
             _discard_output()
-            return 141  # typer ends with SystemExit here
+            return 141  # typer raises SystemExit for a closed pipe
         if isinstance(error, SystemExit):
             raise
         if isinstance(error, OSError):

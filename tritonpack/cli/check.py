@@ -96,13 +96,7 @@ class Findings:
 
 
 def examine(name: str, *, weights: bool, device: str, trust_remote_code: bool, path: Path | None) -> int:
-    """Check a model, print a table, and write the findings to `path` as JSON if there is one.
-
-    Args:
-        name: a model on the Hub, a folder, or a config.json.
-        weights: load the model; otherwise a small random copy is built from its configuration.
-        device: device of the loaded model: "auto", "cpu" or "cuda".
-        trust_remote_code: run the code that a model brings.
+    """Check a model, print a table, and write the findings to `path` as JSON. The arguments are the command's options.
 
     Returns:
         The exit code: 0 if packing with tritonpack is exact, 1 if refused, 3 for anything else.
@@ -317,7 +311,7 @@ def _print(console: Console, title: str, weights: bool, findings: Findings) -> N
     copy = "" if weights else "a small random copy of "
     line(f"{title}: {copy}{findings.model.kind}; {size}, {str(model.dtype).removeprefix('torch.')}")
     if findings.stock.forms:
-        rows = Table("packed documents told apart by", "stock", "tritonpack")
+        rows = Table("packed documents marked by", "stock", "tritonpack")
         rows.title = f"{name} in place of {replaced}" if replaced else None
         for form, label in FORMS.items():
             rows.add_row(label, _cell(findings.stock, form), _cell(findings.tritonpack, form))

@@ -24,13 +24,9 @@ _STYLES = {"pass": "green", "fail": "bold red", "not offered": "dim", "error": "
 def examine(
     function: str, device: str, dtypes: Sequence[str], only: Sequence[str], skip: Sequence[str], path: Path | None
 ) -> bool:
-    """Run the checks, print their results as a table, and write them to `path` as JSON if there is one.
+    """Run the checks, print their results as a table, and write them to `path` as JSON.
 
-    Args:
-        function: "module:function".
-        device: "auto", "cpu" or "cuda".
-        dtypes: torch's names of dtypes; an empty list means the default of `conformance.run`.
-        only, skip: patterns of names of checks.
+    The arguments are the command's options. An empty list of dtypes means the default of `conformance.run`.
 
     Returns:
         Whether no check failed.

@@ -9,8 +9,8 @@ pytest.importorskip("matplotlib")
 
 from rich.console import Console
 
+from tests.cli.command import run
 from tritonpack import varlen_attention
-from tritonpack.cli import main
 from tritonpack.cli.bench import command, peers
 from tritonpack.cli.bench.measure import OPS, DeviceLostError
 
@@ -23,15 +23,9 @@ def _wide(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 
-def run(*arguments):
-    with pytest.raises(SystemExit) as exit_info:
-        main(["bench", *arguments])
-    return exit_info.value.code
-
-
 @pytest.mark.heavy
 def test_table_csv_and_picture(capsys, tmp_path):
-    assert run(*SMALL, "--out", str(tmp_path / "new")) == 0
+    assert run("bench", *SMALL, "--out", str(tmp_path / "new")) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     assert " CPU, 1 thread, torch " in captured.out
@@ -52,7 +46,7 @@ def test_table_csv_and_picture(capsys, tmp_path):
 @pytest.mark.heavy
 def test_wrong_results_are_not_timed_and_exit_with_1(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(peers, "varlen_attention", lambda *a: varlen_attention(*a) * 1.001)
-    assert run(*SMALL, "--out", str(tmp_path)) == 1
+    assert run("bench", *SMALL, "--out", str(tmp_path)) == 1
     output = capsys.readouterr().out
     assert re.search(r"│ tritonpack +│ +not timed │ +not timed │ +not timed │", output)
     assert re.search(r"Not timed: tritonpack, one document: AssertionError: out.* beyond twice plain", output)
@@ -67,7 +61,7 @@ def test_lost_device_ends_the_run_and_keeps_rows(capsys, monkeypatch, tmp_path):
         raise DeviceLostError("tritonpack: RuntimeError: [no]")
 
     monkeypatch.setattr(command, "measure", breaks)
-    assert run(*SMALL, "--out", str(tmp_path)) == 1
+    assert run("bench", *SMALL, "--out", str(tmp_path)) == 1
     output = capsys.readouterr().out
     assert "The GPU is lost to this process: tritonpack: RuntimeError: [no]" in output
     assert output.count("Not timed: tritonpack, one document: the device was lost: RuntimeError: [no]") == 1
@@ -109,5 +103,5 @@ def test_ratios_are_relative_to_tritonpack(capsys):
     ],
 )
 def test_wrong_options_exit_with_2(arguments, message, capsys):
-    assert run(*arguments) == 2
+    assert run("bench", *arguments) == 2
     assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What `tritonpack bench` does: measures every peer on every batch, prints a table, writes a CSV and a picture."""
+"""`tritonpack bench`: measure every peer on every batch, print a table, write a CSV and a picture."""
 
 from __future__ import annotations
 
@@ -39,14 +39,7 @@ def examine(
     threads: int,
     out: Path,
 ) -> bool:
-    """Measure, print the table, write the CSV, draw the picture.
-
-    Args:
-        tokens, heads, head_dim: sizes of the batches; None means a default for the device.
-        dtype, device: names, or "auto".
-        repeats: how often each call is timed at most; None means a default for the device.
-        threads: CPU threads.
-        out: folder of the CSV and the picture.
+    """Measure, print the table, write the CSV, draw the picture. The arguments are the command's options.
 
     Returns:
         Whether tritonpack's results were right, and timed, on every batch.
@@ -118,15 +111,14 @@ def examine(
 
 
 def not_timed(row: Row) -> str:
-    """Why a row has no figure, in one line."""
-    status = str(row["status"])
-    if status.startswith(NOT_INSTALLED):
+    """The reason why a row has no figure, in one line."""
+    if str(row["status"]).startswith(NOT_INSTALLED):
         return f"Not installed: {row['implementation']}"
-    return f"Not timed: {row['implementation']}, {row['distribution']}: {status}"
+    return f"Not timed: {row['implementation']}, {row['distribution']}: {row['status']}"
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Medians with the 20th and 80th percentile, and how many times as long each implementation takes as tritonpack."""
+    """Medians with the 20th and 80th percentile, and the time of each implementation relative to tritonpack's."""
     headers = (*(f"{op}, ms" for op in OPS), f"times {OURS}")
     figures = (Column(header, justify="right", overflow="fold") for header in headers)
     result = Table("documents", Column("implementation", overflow="fold"), *figures)
@@ -148,7 +140,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def draw(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Draw, for each batch, the time of forward and backward together (pale) and of forward (on top of it)."""
+    """Draw two bars for each batch: the time of forward and backward together (pale), and the time of forward on it."""
     from matplotlib.figure import Figure
 
     found = _by_place(rows)
@@ -159,10 +151,10 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     width = 0.8 / max(len(names), 1)
     for number, name in enumerate(names):
         for op, alpha in (("both", 0.5), ("forward", 1.0)):
-            places = [place for place, batch in enumerate(batches) if (batch, name, op) in found]
-            times = [found[batch, name, op] for batch in batches if (batch, name, op) in found]
+            shown = [(place, found.get((batch, name, op))) for place, batch in enumerate(batches)]
+            times = [time for _, time in shown if time]
             bars = axes.bar(
-                [place + (number - (len(names) - 1) / 2) * width for place in places],
+                [place + (number - (len(names) - 1) / 2) * width for place, time in shown if time],
                 [p50 for _, p50, _ in times],
                 width * 0.92,
                 color=f"C{number}",

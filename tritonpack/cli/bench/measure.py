@@ -161,7 +161,7 @@ def _broken(device: torch.device) -> bool:
 
 
 def time_alternating(calls: Mapping[str, Call], device: torch.device, repeats: int = REPEATS) -> dict[str, Times]:
-    """Time calls in turn, each with a cold L2 cache, so that a disturbance of the machine meets all of them.
+    """Time calls in turn, each with a cold L2 cache, so that other load on the machine slows all of them down alike.
 
     A call is left out once it has enough repeats, or has raised an exception.
     """

@@ -1,9 +1,8 @@
 """The implementations of attention that are compared, each on tensors in its own layout.
 
-What a training loop does once per batch (laying documents out in padded rows, building a mask) happens when a peer is
-prepared. It isn't timed, because all layers of a model share it. A peer that isn't installed, or doesn't take a batch,
-raises an exception. Libraries count windows in different ways; the check of results shows whether an adapter converts
-them correctly.
+A peer is prepared once per batch: documents are laid out in padded rows, or a mask is built. This isn't timed, because
+all layers of a model share it. A peer that isn't installed, or doesn't accept a batch, raises an exception. Libraries
+count windows in different ways; the check of results shows whether an adapter converts them correctly.
 """
 
 from __future__ import annotations
@@ -77,7 +76,7 @@ class Peer:
         name: its name in tables and ledgers.
         prepare: builds, for a batch, the function of q, k and v in the peer's layout.
         layout: the layout of its tensors.
-        meant_for: whether a measurement of it at a shape is meaningful.
+        meant_for: whether the peer is measured at a shape.
         on_cpu: whether `tritonpack bench` runs it on a CPU too.
     """
 
@@ -160,7 +159,7 @@ def sdpa_dense_mask(batch: Batch) -> Attention:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not q.is_cuda:
             return scaled_dot_product_attention(q, k, v, attn_mask=dense, enable_gqa=True)
-        with _fused_sdpa(q.device):  # whose kernels take a mask or grouped heads, not both
+        with _fused_sdpa(q.device):  # these kernels take a mask or grouped heads, not both
             return scaled_dot_product_attention(q, *_for_every_head(q, k, v), attn_mask=dense)
 
     return attention
