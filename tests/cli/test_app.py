@@ -89,9 +89,14 @@ def test_missing_path_is_reported_before_transformers_is_imported():
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
-def test_full_device_prints_one_line_and_exits_with_1():
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["check-backend", "tests.testing.backends:attention", "--device", "cpu", "--only", "empty/all"]],
+    ids=["help", "check-backend"],
+)
+def test_full_device_prints_one_line_and_exits_with_1(arguments):
     with open("/dev/full", "w") as full:
-        found = subprocess.run([sys.executable, "-m", "tritonpack", "--help"], stdout=full, stderr=subprocess.PIPE)
+        command = [sys.executable, "-m", "tritonpack", *arguments]
+        found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert found.returncode == 1
-    assert found.stderr.decode().startswith("error: output can't be written")
-    assert found.stderr.count(b"\n") == 1
+    assert re.fullmatch(r"error: output can't be written: [^\n]*\n", found.stderr)

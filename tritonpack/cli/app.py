@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum
 from pathlib import Path
@@ -55,12 +55,14 @@ def _require(module: str, what: str) -> None:
 
 
 @contextmanager
-def _usage_errors() -> Iterator[None]:
-    """Report a ValueError or an OSError as a wrong command line."""
+def _usage_errors(reword: Callable[[str], str] = str) -> Iterator[None]:
+    """Report a ValueError, or an OSError about a file, as a wrong command line."""
     try:
         yield
     except (ValueError, OSError) as error:
-        raise _UsageError(str(error)) from error
+        if isinstance(error, OSError) and error.filename is None:
+            raise  # standard output can't be written
+        raise _UsageError(reword(str(error))) from error
 
 
 class CheckedDType(str, Enum):  # typer doesn't take a list of Literals
@@ -209,10 +211,8 @@ def plan(
         tail=tail, lookahead=lookahead, steps_together=steps_together, overlong=overlong, model=model, out=out,
         json=json,
     )  # fmt: skip
-    try:
+    with _usage_errors(as_options):
         examine(options)
-    except (ValueError, OSError) as error:
-        raise _UsageError(as_options(str(error))) from error
 
 
 @app.command()
