@@ -45,7 +45,7 @@ Row = dict[str, str]
 
 
 def read(path: Path) -> dict[tuple[str, ...], list[Row]]:
-    """The rows that have a figure, by KIND; of repeated measurements the last one.
+    """The rows that have a figure, by KIND; if a measurement was repeated, its last row.
 
     Raises:
         SystemExit: there is no such file, it lacks columns, or it has no figure.

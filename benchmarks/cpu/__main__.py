@@ -1,10 +1,10 @@
-"""Run every benchmark that needs no GPU with pytest-benchmark, and write rows to benchmarks/results/cpu.csv.
+"""Run the benchmarks that need no GPU with pytest-benchmark, and append rows to benchmarks/results/cpu.csv.
 
     python -m benchmarks.cpu [--out DIR] [-k EXPRESSION] [--table]
 
-They measure packing, masks, the cost of a patch, and attention beside sdpa, padded and with a dense mask. A table then
-shows each median, and how many times as long other implementations take as tritonpack. `--table` measures nothing and
-prints the latest rows of the file. Nothing else should run at the same time.
+They measure packing, masks, the cost of a patch, and attention beside sdpa, padded and with a dense mask. A table shows
+each median, and the time of other implementations relative to tritonpack's. `--table` measures nothing and prints the
+latest rows of the file. Run nothing else at the same time.
 """
 
 from __future__ import annotations
@@ -54,13 +54,13 @@ def rows_of(report: Mapping[str, Any], about: Mapping[str, str]) -> Iterator[Row
 
 
 def latest(path: Path) -> list[Row]:
-    """The rows of a ledger; of repeated measurements the last one."""
+    """The rows of a ledger; if a measurement was repeated, its last row."""
     with path.open(newline="") as file:
         return list({(r["group"], r["case"], r["implementation"]): r for r in csv.DictReader(file)}.values())
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Medians, and how many times as long other implementations take as tritonpack in the same case."""
+    """Medians, and the time of other implementations relative to tritonpack's in the same case."""
     ours = {(r["group"], r["case"]): float(r["median_ms"]) for r in rows if r["implementation"] == OURS}
     shown = Table("group", "case", "implementation", "median ms", "quartiles apart", "times ours")
     before = None

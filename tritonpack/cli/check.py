@@ -31,7 +31,7 @@ from tritonpack.patches.trial.small_copy import Built, NotSmallError, one_line, 
 from tritonpack.patches.trial.subject import Subject, subject_of
 from tritonpack.patches.trial.undisturbed import quiet
 
-# Forms of packed batches, by their names in `packed_forms`: what a user passes to the model.
+# Names of forms in `packed_forms`, and the arguments that a user passes to the model in each.
 FORMS = {
     "position_ids": "position_ids",
     "without_cache": "position_ids, use_cache=False",
@@ -44,7 +44,7 @@ EXIT_CODES = {"exact": 0, "refused": 1}  # 3 for any other verdict; 2 is a wrong
 
 _STYLES = {"exact": "green", "refused": "yellow", "leak": "bold red", "inexact": "bold red", "error": "bold red"}
 
-Tell = Callable[[str], None]  # shows a step in the progress display
+ShowStep = Callable[[str], None]  # writes a step to the progress display
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Findings:
         compared: the values that were compared.
         stock: the results with stock transformers.
         tritonpack: the results with the model patched.
-        notes: what the numbers don't show.
+        notes: limits of the check, and differences between the model and its configuration.
         instead_of: the class that the configuration names, if another one was run; else empty.
     """
 
@@ -126,31 +126,31 @@ def examine(name: str, *, weights: bool, device: str, trust_remote_code: bool, p
     return EXIT_CODES.get(findings.tritonpack.worst.verdict, 3)
 
 
-def _check_small_copy(config: Any, tell: Tell, trust_remote_code: bool) -> Findings:
+def _check_small_copy(config: Any, show_step: ShowStep, trust_remote_code: bool) -> Findings:
     """Check a small random copy of a model in float32, and if it seems inexact in float64."""
-    findings = _check_copy_as(config, torch.float32, tell, trust_remote_code)
+    findings = _check_copy_as(config, torch.float32, show_step, trust_remote_code)
     if findings.tritonpack.worst.verdict != "inexact":
         return findings
     try:
-        exacter = _check_copy_as(config, torch.float64, tell, trust_remote_code)
+        exacter = _check_copy_as(config, torch.float64, show_step, trust_remote_code)
     except ValueError:  # a constant or a cast in the model's own code
         return findings
     same = type(exacter.model.model) is type(findings.model.model)
     return exacter if same and exacter.tritonpack.worst.verdict != "refused" else findings
 
 
-def _check_copy_as(config: Any, dtype: torch.dtype, tell: Tell, trust_remote_code: bool) -> Findings:
+def _check_copy_as(config: Any, dtype: torch.dtype, show_step: ShowStep, trust_remote_code: bool) -> Findings:
     """Check the class that the configuration names, or else the class of an auto class.
 
     Raises:
         ValueError: neither can be built small and runs on tokens alone.
     """
-    tell("building a small copy")
+    show_step("building a small copy")
     kind, why = named_class(config, trust_remote_code)
     if kind is not None:
         try:
             built = Built(small_model(kind, config).to(dtype), f"{kind.__name__}, {NAMED}")
-            return _check(config, built, False, tell)
+            return _check(config, built, False, show_step)
         except NotSmallError as error:
             why = f"{kind.__name__}, which can't be built small ({error})"
         except ValueError as error:
@@ -159,10 +159,10 @@ def _check_copy_as(config: Any, dtype: torch.dtype, tell: Tell, trust_remote_cod
         built = small_copy(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except NotSmallError as error:
         raise ValueError(f"no small copy can be built: {error}") from error
-    return _check(config, with_note(built, config, why), False, tell)
+    return _check(config, with_note(built, config, why), False, show_step)
 
 
-def _check(config: Any, built: Built, weights: bool, tell: Tell) -> Findings:
+def _check(config: Any, built: Built, weights: bool, show_step: ShowStep) -> Findings:
     """Check a small copy, or with `weights` a model itself, by the tolerances of `testing.check_isolation`.
 
     Raises:
@@ -182,7 +182,7 @@ def _check(config: Any, built: Built, weights: bool, tell: Tell) -> Findings:
     if not weights and expected.no_gradients:
         notes += (f"gradients weren't compared: {expected.no_gradients}",)
     limit, moved_limit = limits(expected.dtype) if weights else (tolerance(expected.dtype), None)
-    stock, patched = _columns(subject, documents, expected, limit, moved_limit, tell)
+    stock, patched = _columns(subject, documents, expected, limit, moved_limit, show_step)
     if weights:
         notes += (
             f"the longest document has {count(max(LENGTHS), 'token')}, so longer windows, chunks and selections had no "
@@ -201,7 +201,7 @@ def _check(config: Any, built: Built, weights: bool, tell: Tell) -> Findings:
 
 @torch.no_grad()
 def _callable(subject: Subject) -> tuple[Subject, tuple[str, ...]]:
-    """How to call a model with tokens alone, and notes: without a cache if stock transformers fails with one.
+    """The model as it is called with tokens alone, and notes. It is called without a cache if it fails with one.
 
     Raises:
         Exception: the model runs in neither way.
@@ -233,7 +233,12 @@ def _refusal(built: Built) -> Column | None:
 
 
 def _columns(
-    subject: Subject, documents: list[Tensor], expected: Results, limit: float, moved_limit: float | None, tell: Tell
+    subject: Subject,
+    documents: list[Tensor],
+    expected: Results,
+    limit: float,
+    moved_limit: float | None,
+    show_step: ShowStep,
 ) -> tuple[Column, Column]:
     """The results with stock transformers, and patched."""
     model = subject.model
@@ -245,11 +250,11 @@ def _columns(
 
     def fill(column: Column, subject: Subject, what: str) -> None:
         for form, label in FORMS.items():
-            tell(f"{what}: {label}")
+            show_step(f"{what}: {label}")
             column.forms[form] = judge(subject, form, documents, expected, limit, moved_limit=moved_limit, always=True)
 
     fill(stock, replace(subject, stock=True), "stock transformers")
-    tell("patching the model")
+    show_step("patching the model")
     try:
         with patch(model) as handle:
             patched.report = str(handle.report)

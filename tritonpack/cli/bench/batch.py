@@ -72,7 +72,7 @@ class Batch:
     mask: BlockDiagonalMask
 
     def flops(self) -> int:
-        """Operations of the two matrix products of a forward pass, over the pairs that the mask shows."""
+        """The operations of the two matrix products of a forward pass, counted over the visible pairs."""
         pairs = int((self.mask.key_stop - self.mask.key_start).sum(dtype=torch.int64))
         return 4 * self.shape.heads * self.shape.head_dim * pairs
 
