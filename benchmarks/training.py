@@ -142,6 +142,7 @@ def main() -> None:
     settings = Settings(*model_named(model, options.layers), MAX_LENGTH, device, dtype, options.threads, options.seed)
     path = options.out / "training.csv"
     console = Console()
+    ledger.append(path, COLUMNS, [])  # a file with other columns is refused before the training
     for name in options.lengths:
         steps, held_out = make_batches(LENGTHS[name], options.steps, options.documents, options.seed)
         runs = train_in_turns(steps, held_out, settings)
