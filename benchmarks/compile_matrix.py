@@ -1,8 +1,8 @@
-"""The compile report under several versions of Triton, each in a folder of its own, as one page.
+"""Write a page about the compile report under several versions of Triton.
 
     python -m benchmarks.compile_matrix [--versions 3.6.0 3.9.0] [--out docs/compile-matrix.md]
 
-Each version is fetched once, without its dependencies, and goes before the installed one on the path.
+Each version is downloaded once, without its dependencies, to a folder that precedes the installed version on the path.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
 
 
 def report(version: str) -> list[dict[str, str]]:
-    """The rows of a version's report, from its file if there is one."""
+    """The rows of a version's report. An existing file of them is read."""
     target, rows = FOLDER / version, FOLDER / f"{version}.csv"
     if not target.exists():
         pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target), f"triton=={version}"]
@@ -35,7 +35,7 @@ def report(version: str) -> list[dict[str, str]]:
 
 
 def verdict(row: dict[str, str]) -> str | None:
-    """What is wrong with a row, or None."""
+    """The defect of a row, or None."""
     if row.get("error"):
         return "doesn't compile"
     float32 = row["configuration"].endswith("fp32")
@@ -47,7 +47,7 @@ def verdict(row: dict[str, str]) -> str | None:
 
 
 def page(reports: dict[str, list[dict[str, str]]]) -> str:
-    """The table of how many configurations are clean, and what the others have."""
+    """The page: how many configurations are clean, and the defects of the others."""
     lines = [
         "# What each version of Triton makes of the kernels",
         "",

@@ -1,4 +1,4 @@
-"""What the compiler makes of every kernel that ships, for every architecture: no GPU needed.
+"""Compile every shipped kernel for every architecture, without a GPU, and print registers, spills and instructions.
 
 python -m benchmarks.compile_report [--arch sm_90] [--csv FILE] [--jobs 2]
 """
@@ -33,10 +33,10 @@ COLUMNS = (
 
 
 def attempt(configuration: Configuration | HopperConfiguration) -> Resources | str:
-    """The resources, or why it doesn't compile."""
+    """The resources of a compiled kernel, or the reason why it doesn't compile."""
     try:
         return compile_configuration(configuration)
-    except Exception as error:  # a compiler fails in many ways; the row says how
+    except Exception as error:  # a compiler may raise anything; the row has the message
         return f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:120]}"
 
 

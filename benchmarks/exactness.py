@@ -1,9 +1,9 @@
-"""The largest errors of every backend against float64, beside those of plain attention in the same dtype.
+"""Print the largest errors of each backend against float64, and those of plain attention in the same dtype.
 
-    python -m benchmarks.exactness            # reference and blocked; triton too where there is a GPU
+    python -m benchmarks.exactness            # reference and blocked; on a GPU triton too
     TRITON_INTERPRET=1 python -m benchmarks.exactness   # triton in its interpreter as well
 
-Every figure is the largest over all cases of tritonpack.testing, relative to the largest value of the output.
+Each figure is the largest over all cases of tritonpack.testing, relative to the largest value of the output.
 """
 
 from __future__ import annotations

@@ -1,24 +1,24 @@
-"""Ranks kernels without a GPU: from their machine code, a range of what a batch takes on an H100 or H200.
+"""Rank kernels without a GPU: bounds of the time that a batch takes on an H100 or H200, from their machine code.
 
     python -m benchmarks.instruction_model [--kernels forward] [--head-dims 64 128 256] [--candidates] [--csv FILE]
 
-Everything printed is inferred, never measured. The binary says what an iteration of each loop asks of the units of a
-multiprocessor (read by tests/kernels/sass.py), registers and shared memory how many programs it holds, the tile table
-of a batch how many blocks each tile visits. Two bounds follow for a block:
+All figures are inferred, never measured. The binary gives the work of each loop iteration for each unit of a
+multiprocessor (read by tests/kernels/sass.py). Registers and shared memory give the number of programs that a
+multiprocessor holds. The tile table of a batch gives the number of blocks of each tile. A block has two bounds:
 
-- fast: all units work at the same time, so the busiest one decides;
-- slow: a program alternates between products and everything else, and pays a latency for each thing that it waits
-  for; only programs that share the multiprocessor fill each other's gaps.
+- fast: all units work at the same time, so the busiest unit decides;
+- slow: a program alternates between matrix products and all other work, and pays a latency for each wait; only other
+  programs on the same multiprocessor fill the gaps.
 
-Loads take their share of the way from the L2 cache: 64 bytes per cycle and multiprocessor in the fast bound, and of 5.5
-TB/s, which others have measured, in the slow one. Tiles with few rows are held up by that.
+Loads share the bandwidth of the L2 cache: 64 bytes per cycle and multiprocessor in the fast bound; in the slow bound
+their share of 5.5 TB/s, which others have measured. Tiles with few rows wait for these loads.
 
-Assumed: 132 multiprocessors at 1.755 GHz (the boost clock, which a GPU that multiplies matrices without pause doesn't
-hold); loads that L2 serves and that are asked for early enough; 30 cycles per wait; 700 for the first load of a loop
-and for each of four accesses to memory before the first loop; a program that begins as another ends; programs that
-share a multiprocessor without a gap (docs/decisions/kernel-ladder.md says how far published figures bear that out). The
-tail of the batch is that of benchmarks/schedule.py, for multiprocessors that take one tile after the other. Masked
-blocks before the full ones are taken for ones after them, in the same loop, though they take a loop of their own.
+Assumptions: 132 multiprocessors at 1.755 GHz (the boost clock; a GPU that multiplies matrices without pause runs
+slower); all loads hit L2 and are requested early enough; 30 cycles per wait; 700 cycles for the first load of a loop
+and for each of four memory accesses before the first loop; a program begins when another ends; programs that share a
+multiprocessor leave no gap (docs/decisions/kernel-ladder.md compares this with published figures). The end of a batch
+is simulated as in benchmarks/schedule.py, by multiprocessors that take one tile after the other. Masked blocks before
+the full ones are counted in the loop of those after them, although they have a loop of their own.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ WAIT, MEMORY, FIRST_ACCESSES = 30, 700, 4  # cycles, cycles, accesses one after 
 REGISTERS, SHARED_BYTES, WARPS, PROGRAMS = 65536, 228 * 1024, 64, 32
 RESERVED_BYTES = 1024  # of shared memory, by the driver, for each program
 
-# How many products of rows and keys a kernel computes, for a pair that is seen and a column of the head dimension.
+# The number of matrix products that a kernel computes; each visible pair takes part in each of them.
 PRODUCTS: dict[str, int] = {"forward": 2, "dkdv": 4, "dk": 3, "dv": 2, "dq": 3}
 
 BATCHES = ("one 16k", "one", "skewed", "openchat", "stdlib", "flan", "tiny")
 
 
 def residents(registers: int, shared_bytes: int, warps: int) -> int:
-    """How many programs a multiprocessor holds at a time; 0 if not even one fits."""
+    """The number of programs that a multiprocessor holds at a time; 0 if one program doesn't fit."""
     per_warp = -(-registers * 32 // 256) * 256
     by_registers = REGISTERS // QUADRANTS // per_warp * QUADRANTS // warps
     by_shared = SHARED_BYTES // (-(-shared_bytes // 128) * 128 + RESERVED_BYTES)
@@ -78,14 +78,15 @@ def residents(registers: int, shared_bytes: int, warps: int) -> int:
 
 @dataclass(frozen=True)
 class Model:
-    """What is known of a compiled kernel.
+    """The work of a compiled kernel.
 
     Attributes:
-        configuration, resources: what was compiled, and what it takes.
-        masked, full: an iteration of the shortest of the loops over blocks that need masking, and of the shortest one
-            of all, over blocks that don't; a kernel with one loop has it in both places.
-        rest: all before the first loop and after the last.
-        entry: all between two loops, where that is most.
+        configuration, resources: the kernel that was compiled, and its registers and shared memory.
+        full: the work of an iteration of the shortest loop, which is over blocks that need no masking.
+        masked: the work of an iteration of the next longer loop, over blocks that need masking; the same loop if the
+            kernel has one loop.
+        rest: the work before the first loop and after the last.
+        entry: the work between two loops, the largest of these.
     """
 
     configuration: Configuration
@@ -105,7 +106,7 @@ class Model:
 
     @property
     def loaded_bytes(self) -> int:
-        """Of a block's two operands, 16 bits an element."""
+        """The bytes of a block's two operands, with 16 bits per element."""
         tile = self.configuration.tile
         rows = tile.block_n if self.configuration.kernel in ("forward", "dq") else tile.block_m
         return 2 * rows * sum(self.configuration.blocks)
@@ -120,7 +121,7 @@ class Model:
         return Range(fast, max(fast, alone / self.residents, loads[1]))
 
     def tile(self) -> Range:
-        """Cycles of a multiprocessor per tile with one loop, besides those of its blocks."""
+        """Cycles of a multiprocessor per tile with one loop, without its blocks."""
         return self._outside(self.rest, FIRST_ACCESSES + 1)
 
     def further_loop(self) -> Range:
@@ -162,7 +163,7 @@ def _work(code: Code, *stretches: range) -> Work:
 
 
 def seconds(model: Model, mask: BlockDiagonalMask, heads: int, kv_heads: int) -> Range:
-    """What a batch takes, for all heads."""
+    """The bounds of the seconds that a batch takes, for all heads."""
     tile, kernel = model.configuration.tile, model.configuration.kernel
     group = heads // kv_heads
     if kernel in ("forward", "dq"):
@@ -186,10 +187,7 @@ def seconds(model: Model, mask: BlockDiagonalMask, heads: int, kv_heads: int) ->
 
 
 def tflops(model: Model, lengths: Sequence[int], heads: int = 32, kv_heads: int = 8) -> tuple[float, float]:
-    """Useful work per second on a causal batch, from the slow to the fast bound, in TFLOP/s.
-
-    Useful are the pairs that are seen, in all products that the kernel computes.
-    """
+    """The slow and the fast bound of TFLOP/s on a causal batch, counting only visible pairs."""
     time = seconds(model, BlockDiagonalMask.from_seqlens(list(lengths)), heads, kv_heads)
     configuration = model.configuration
     work = 2 * PRODUCTS[configuration.kernel] * configuration.head_dim * heads * visible_pairs(list(lengths))
@@ -197,14 +195,14 @@ def tflops(model: Model, lengths: Sequence[int], heads: int = 32, kv_heads: int 
 
 
 def batches(tokens: int = 32768) -> dict[str, list[int]]:
-    """Name -> lengths: those of tests/lengths.py, and a document of 16,384."""
+    """Name -> lengths: distributions of tests/lengths.py, and one document of 16,384 tokens."""
     return {
         name: lengths for name, lengths in ({"one 16k": [16384]} | distributions(tokens)).items() if name in BATCHES
     }
 
 
 def row(configuration: Configuration) -> dict[str, Any] | None:
-    """What the table says of a configuration; None if it doesn't compile, spills, or doesn't fit."""
+    """The row of a configuration; None if it doesn't compile, spills registers, or doesn't fit."""
     try:
         model = examine(configuration)
     except Exception:  # a compiler fails in many ways
@@ -235,7 +233,7 @@ def row(configuration: Configuration) -> dict[str, Any] | None:
 
 
 def report(rows: Iterable[dict[str, Any]]) -> None:
-    """The table: tiles, cycles per block of 64 x 64 scores, TFLOP/s."""
+    """Print the table: tiles, cycles per block, TFLOP/s."""
     print(f"inferred, not measured: TFLOP/s of useful work, slow to fast bound, {CLOCK_HZ / 1e9} GHz")
     print(f"{'kernel':8} {'D':>3} {'tile':>17} {'regs':>4} {'KiB':>5} {'res':>3} {'busiest unit, full':>22}", end=" ")
     print(f"{'masked/full':>11} " + " ".join(f"{name:>9}" for name in BATCHES))
@@ -252,7 +250,7 @@ def report(rows: Iterable[dict[str, Any]]) -> None:
 
 
 def save(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Write rows to a CSV file; those of other versions of Triton that it has stay."""
+    """Write rows to a CSV file, and keep its rows of other versions of Triton."""
     kept = []
     if path.exists():
         with path.open(newline="") as file:

@@ -1,8 +1,8 @@
-"""How even layouts are: the visible pairs of the rank that has most of them, over the mean. Counted, not timed.
+"""Count how even layouts are: the visible pairs of the busiest rank, divided by the mean over ranks.
 
     python -m benchmarks.layouts [--tokens 32768 131072] [--ranks 4 8 16 64] [--packs 40]
 
-Each figure is the mean over drawn batches; behind it the worst of them.
+Each cell has the mean over the batches that were drawn, and the worst batch.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""What it gains where tiles begin: a simulation over the tile tables that the kernels run with. Nothing here is a time.
+"""Simulate the gain of the tile table: what it saves to begin tiles at documents. Nothing here is a measured time.
 
     python -m benchmarks.schedule [--tokens 32768] [--lengths FILE.json]
 
-A tile costs a unit for every block of keys that all of its rows see, 1.45 for one that needs masking (by its number of
-instructions on sm_90) and 2 for itself; a batch costs the sum, causal, for one head. The makespan is that of all
-heads' tiles on so many multiprocessors, each taking the next tile in the table's order when it is free.
+The simulation uses the tile tables that the kernels run with. A tile costs 1 for each block of keys that all of its
+rows see, 1.45 for each block that needs masking (by the number of instructions on sm_90), and 2 for itself. The cost
+of a batch is the sum over its tiles, causal, for one head. The makespan is the time at which the last tile of all heads
+ends, if each multiprocessor takes the next tile in the table's order as soon as it is free.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def costs(mask: BlockDiagonalMask, tiles: Tensor, block: int) -> list[float]:
 
 
 def makespan(work: list[float], heads: int = HEADS) -> float:
-    """When the last multiprocessor is done, every tile's heads one after another."""
+    """The time at which the last multiprocessor ends; the heads of a tile come one after another."""
     free = [0.0] * SLOTS
     for cost in work:
         for _ in range(heads):
@@ -40,10 +41,11 @@ def makespan(work: list[float], heads: int = HEADS) -> float:
     return max(free)
 
 
-def ways(mask: BlockDiagonalMask, rows: int) -> dict[str, tuple[Tensor, int]]:
-    """The tiles of four ways to cut the rows, and how many heads share one.
+def tilings(mask: BlockDiagonalMask, rows: int) -> dict[str, tuple[Tensor, int]]:
+    """The tiles of four ways to cut the rows, and how many heads share a tile.
 
-    Blindly, one document per tile in order, the kernels' table for tiles of one head, and for tiles of eight.
+    flat: without regard to documents. per document: one document per tile, in order. table: the kernels' table for
+    tiles of one head. eight heads: the kernels' table for tiles of eight heads.
     """
     total = mask.num_queries
     flat = torch.arange(0, total, rows)
@@ -68,7 +70,7 @@ def main() -> None:
     for name, lengths in batches.items():
         mask = BlockDiagonalMask.from_seqlens(lengths)
         for rows, block in ((128, 64), (128, 128)):
-            work = {way: (costs(mask, tiles, block), heads) for way, (tiles, heads) in ways(mask, rows).items()}
+            work = {way: (costs(mask, tiles, block), heads) for way, (tiles, heads) in tilings(mask, rows).items()}
             base, base_span = sum(work["per document"][0]), makespan(work["per document"][0])
             figures = "; ".join(
                 f"{way} {sum(cost) / heads / base:.2f} {makespan(cost, HEADS // heads) / base_span:.2f} "

@@ -1,25 +1,24 @@
-"""Training padded, naively concatenated and packed: tokens per second, memory, and the loss of held-out documents.
+"""Train on padded, naively concatenated and packed batches: tokens per second, memory, and loss of held-out documents.
 
     python -m benchmarks.training [--lengths flan orcamath stdlib] [--model tiny] [--steps 200] [--out DIR]
 
 The experiment of "Packing with Flash Attention 2" (Kundu et al., arXiv:2407.09105): batches of four documents, with
-lengths like FLAN's, which differ much, and OrcaMath's, which differ less. Documents are cut from real text, the
-functions of Python's standard library, to the lengths that generators draw, or to those of the functions themselves
-(stdlib); so losses mean something, and the three ways see the same documents in the same order. Each way has a process
-of its own, and they take turns step by step.
+lengths like FLAN's, which differ much, and like OrcaMath's, which differ less. The documents are cut from real text,
+the functions of Python's standard library, so that losses are those of real training. Their lengths are drawn by
+generators, or are those of the functions (stdlib). The three ways see the same documents in the same order. Each way
+has its own process, and the processes take turns step by step.
 
-Rounding differs between the ways, and training lets differences grow: in float64 they stay below what a loss is rounded
-to, and show what is left when noise is taken away.
+Rounding differs between the ways, and the differences grow in training. With --dtype float64 they stay below the
+digits that are printed.
 
-On a GPU name a shape: llama-2-7b, mistral-7b or granite-8b, with as many of its layers as three models side by side
-leave room for (--layers). Published to beat, packed over padded: 2.0 times the throughput and 20% less memory on FLAN,
-1.4 times and 6% on OrcaMath.
+On a GPU name a model: llama-2-7b, mistral-7b or granite-8b, with as many of its layers (--layers) as fit three times.
+The published gains of packed over padded: 2.0 times the throughput and 20% less memory on FLAN, 1.4 times and 6% on
+OrcaMath.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -32,17 +31,17 @@ from rich.console import Console
 
 from benchmarks.gpu import ledger
 from tests.lengths import flan, orca_math
+from tritonpack.cli.demo import SIZES, table
 from tritonpack.cli.demo.corpus import END_OF_DOCUMENT, Document, read_corpus
-from tritonpack.cli.demo.model import SIZES, WAYS, Settings, Shape, Way
-from tritonpack.cli.demo.report import final_loss, loss_gap, table
-from tritonpack.cli.demo.training import Run, train_in_turns
+from tritonpack.cli.demo.training import WAYS, Run, Settings, Way, train_in_turns
 
 HELD_OUT = 64
 MAX_LENGTH = 4096
+LAST_STEPS = 5  # the training loss of a row is their mean
 
 
 def stdlib(documents: int, seed: int = 0) -> np.ndarray:
-    """(documents,) int64: lengths of the standard library's functions themselves, in random order."""
+    """(documents,) int64: lengths of the standard library's functions, in random order."""
     corpus = read_corpus(MAX_LENGTH, HELD_OUT, seed)
     lengths = np.array([len(document) for document in corpus.training])
     return np.random.default_rng(seed).choice(lengths, documents)
@@ -50,7 +49,7 @@ def stdlib(documents: int, seed: int = 0) -> np.ndarray:
 
 LENGTHS: dict[str, Callable[[int, int], np.ndarray]] = {"flan": flan, "orcamath": orca_math, "stdlib": stdlib}
 
-# As their configurations on the Hub have them.
+# Arguments of LlamaConfig, from the configurations on the Hub.
 MODELS: dict[str, dict[str, Any]] = {
     "llama-2-7b": {
         "hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32,
@@ -74,12 +73,14 @@ COLUMNS = (
 
 
 def documents_of(lengths: Sequence[int], text: np.ndarray) -> Iterator[Document]:
-    """Documents of exactly these lengths, the last token of each its end, cut from a text one after the other; where it
-    runs out it begins anew."""
-    place = 0
+    """Documents of exactly these lengths, cut from a text one after the other, each with its end token.
+
+    If the text ends, the next document continues at its beginning.
+    """
+    begin = 0
     for length in lengths:
-        yield np.append(text.take(np.arange(place, place + length - 1), mode="wrap"), END_OF_DOCUMENT)
-        place += length
+        yield np.append(text.take(np.arange(begin, begin + length - 1), mode="wrap"), END_OF_DOCUMENT)
+        begin += length
 
 
 def make_batches(
@@ -93,11 +94,12 @@ def make_batches(
     return batches, list(documents_of(lengths(HELD_OUT, seed + 1).tolist(), held_out))
 
 
-def shape_named(model: str, layers: int) -> Shape:
-    """One of the demo's models, or a published one's with some of its layers."""
+def model_named(model: str, layers: int) -> tuple[str, dict[str, Any], float]:
+    """The name, the arguments of `LlamaConfig` and the learning rate of one of the demo's models, or of a published one
+    with some of its layers."""
     if model in SIZES:
-        return SIZES[model]
-    return Shape(f"{model}, {layers} layers", {**MODELS[model], "num_hidden_layers": layers}, 1e-5)
+        return (model, *SIZES[model])
+    return f"{model}, {layers} layers", {**MODELS[model], "num_hidden_layers": layers}, 1e-5
 
 
 def rows_of(runs: Mapping[Way, Run], about: Mapping[str, object]) -> Iterator[dict[str, object]]:
@@ -114,9 +116,9 @@ def rows_of(runs: Mapping[Way, Run], about: Mapping[str, object]) -> Iterator[di
             "peak_mib": round(run.peak_bytes / 2**20) if run.peak_bytes is not None else "",
             "memory": round(run.peak_bytes / padded.peak_bytes, 3) if known else "",  # type: ignore[operator]
             "padding": round(run.padding_share, 4),
-            "training_loss": round(final_loss(run), 5),
+            "training_loss": round(float(np.mean(run.losses[-LAST_STEPS:])), 5),
             "held_out_loss": round(run.validation_loss, 5),
-            "gap_to_padded": f"{loss_gap(run, padded):.1e}",
+            "gap_to_padded": f"{run.gap(padded):.1e}",
         }
 
 
@@ -137,33 +139,28 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = options.model or ("llama-2-7b" if device == "cuda" else "tiny")
     dtype = getattr(torch, options.dtype or ("bfloat16" if device == "cuda" else "float32"))
-    settings = Settings(options.seed, device, dtype, shape_named(model, options.layers), MAX_LENGTH, options.threads)
+    settings = Settings(*model_named(model, options.layers), MAX_LENGTH, device, dtype, options.threads, options.seed)
     path = options.out / "training.csv"
-    options.out.mkdir(parents=True, exist_ok=True)
     console = Console()
+    ledger.append(path, COLUMNS, [])  # a file with other columns is refused before the training
     for name in options.lengths:
         steps, held_out = make_batches(LENGTHS[name], options.steps, options.documents, options.seed)
         runs = train_in_turns(steps, held_out, settings)
         console.print(
-            f"{settings.shape.name}, lengths like {name}'s, {options.steps} steps of {options.documents} documents"
+            f"{settings.model}, lengths like {name}'s, {options.steps} steps of {options.documents} documents"
         )
         console.print(table(runs))
         about = {
-            "model": model, "layers": settings.shape.config["num_hidden_layers"], "lengths": name,
+            "model": model, "layers": settings.config["num_hidden_layers"], "lengths": name,
             "documents_per_step": options.documents, "steps": options.steps, "dtype": str(dtype).removeprefix("torch."),
             **environment(device),
         }  # fmt: skip
-        fresh = not path.exists()
-        with path.open("a", newline="") as file:
-            writer = csv.DictWriter(file, COLUMNS)
-            if fresh:
-                writer.writeheader()
-            writer.writerows(rows_of(runs, about))
+        ledger.append(path, COLUMNS, rows_of(runs, about))
     console.print(f"Rows: {path}")
 
 
 def environment(device: str) -> dict[str, str]:
-    """Where and of what this was measured."""
+    """The device, the versions and the commit."""
     facts = ledger.environment(torch.device(device))
     here = {"device": facts["device"] if device == "cuda" else f"{platform.machine()} CPU"}
     return (

@@ -1,11 +1,10 @@
-"""Search the tiles that are fastest on the GPU at hand, and write a file that `tritonpack.load_tiles` takes.
+"""Search for the fastest tiles on this machine's GPU, and write a file that `tritonpack.load_tiles` reads.
 
     python -m benchmarks.tune --out tiles.json [--head-dims 64 128] [--kernels forward dq] [--tokens 32768]
 
-Nothing in the package tunes by itself: lengths change with every step, and a search in the middle of training is a
-stall. Candidates are the legal tiles of every kernel, timed one by one by device events on a packed batch of documents
-like the standard library's; the fastest is kept if it also computes what the reference does, and beats the tile that
-ships.
+The package never tunes by itself, because lengths change with every step, and a search would stop the training. The
+candidates are the legal tiles of each kernel. Each is timed by device events on a packed batch of documents like the
+standard library's functions. At the end the results of the chosen tiles are compared with the reference.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from tritonpack.kernels.tile_shapes import Kernel, TileShape
 from tritonpack.options import make_options
 from tritonpack.testing import Case, check_backend, make_inputs
 
-# Kernel, tile, padded head dimension -> milliseconds, or None where it doesn't run.
+# Kernel, tile, padded head dimension -> milliseconds, or None if the tile doesn't run.
 Measure = Callable[[Kernel, TileShape, int], float | None]
 
 
 def candidates(kernel: Kernel, block_d: int, arch: str) -> Iterator[TileShape]:
-    """All legal tiles of sizes that can be fast."""
+    """All legal tiles in the sizes that are worth a trial."""
     sizes, columns = (16, 32, 64, 128), (128, 256) if block_d == 512 else (256,)
     heads = {"forward": (1, 8), "dq": (1, 4)}.get(kernel, (1,))
     for m, n, warps, stages, width, together in itertools.product(sizes, sizes, (4, 8), (1, 2, 3, 4), columns, heads):
@@ -42,7 +41,7 @@ def candidates(kernel: Kernel, block_d: int, arch: str) -> Iterator[TileShape]:
 
 
 def tune(kernel: Kernel, block_d: int, arch: str, measure: Measure, *, block_n: int | None = None) -> TileShape:
-    """The fastest tile, the one that ships among the candidates; `block_n` fixes that side."""
+    """The fastest of the candidates and the shipped tile; `block_n` restricts them to tiles of that many keys."""
     shipped = tiles.select_tile(kernel, block_d, torch.bfloat16, arch)
     choice = [shipped, *(t for t in candidates(kernel, block_d, arch) if t != shipped)]
     if block_n is not None:
@@ -56,14 +55,14 @@ def tune(kernel: Kernel, block_d: int, arch: str, measure: Measure, *, block_n: 
 
 
 class DeviceTimer:
-    """Times a direction of attention with a kernel's tile replaced."""
+    """Times the forward or the backward pass with another tile for one kernel."""
 
     def __init__(self, tokens: int, arch: str) -> None:
         self.lengths = distributions(tokens)["stdlib"]
         self.arch = arch
 
     def __call__(self, kernel: Kernel, tile: TileShape, block_d: int) -> float | None:
-        """The median of 10 runs in milliseconds; None where the tile can't be launched."""
+        """The median time in milliseconds; None if the tile can't be launched."""
         before = dict(tiles._loaded)
         tiles._loaded[self.arch, kernel, block_d] = tile
         try:

@@ -1,4 +1,4 @@
-"""A plain training loop on packed documents of any length: no padding, and no document sees another.
+"""Train in a plain loop on packed documents of any length, without padding; no document sees another.
 
 python examples/train_packed.py
 """

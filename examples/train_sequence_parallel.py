@@ -1,5 +1,5 @@
-"""Training on many GPUs: FSDP shards the model over all of them, groups of --sp ranks share every batch, and an
-interrupted run continues exactly. It runs on GPUs with NCCL, or on a CPU with gloo.
+"""Train on many GPUs: FSDP shards the model over all ranks, groups of --sp ranks share each batch, and an interrupted
+run continues exactly. The program runs on GPUs with NCCL, or on a CPU with gloo.
 
 torchrun --nproc-per-node 2 examples/train_sequence_parallel.py --sp 2 --checkpoint checkpoints
 torchrun --nproc-per-node 2 examples/train_sequence_parallel.py --sp 2 --checkpoint checkpoints --resume --steps 60

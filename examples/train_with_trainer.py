@@ -1,4 +1,4 @@
-"""transformers.Trainer on packed batches: patch the model and pass the collator.
+"""Train with transformers.Trainer on packed batches: patch the model and pass the collator.
 
 python examples/train_with_trainer.py
 """

@@ -1,10 +1,10 @@
-"""Run every benchmark that needs no GPU with pytest-benchmark, and write rows to benchmarks/results/cpu.csv.
+"""Run the benchmarks that need no GPU with pytest-benchmark, and append rows to benchmarks/results/cpu.csv.
 
     python -m benchmarks.cpu [--out DIR] [-k EXPRESSION] [--table]
 
-They measure packing, masks, the cost of a patch, and attention beside sdpa, padded and with a dense mask. A table then
-shows each median, and how many times as long other implementations take as tritonpack. `--table` measures nothing and
-prints the latest rows of the file. Nothing else should run at the same time.
+They measure packing, masks, the cost of a patch, and attention beside sdpa, padded and with a dense mask. A table shows
+each median, and the time of other implementations relative to tritonpack's. `--table` measures nothing and prints the
+latest rows of the file. Run nothing else at the same time.
 """
 
 from __future__ import annotations
@@ -15,8 +15,7 @@ import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from datetime import datetime, timezone
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.gpu.ledger import environment
+from benchmarks.gpu.ledger import append, environment, now
 
 FOLDERS = ("benchmarks/cpu", "benchmarks/packing")
 OURS = "tritonpack"
@@ -54,33 +53,14 @@ def rows_of(report: Mapping[str, Any], about: Mapping[str, str]) -> Iterator[Row
         }
 
 
-def append(path: Path, rows: Iterable[Row]) -> None:
-    """Append rows to the ledger.
-
-    Raises:
-        SystemExit: the ledger has other columns.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    fresh = not path.exists()
-    if not fresh:
-        with path.open(newline="") as file:
-            if tuple(next(csv.reader(file), ())) != COLUMNS:
-                raise SystemExit(f"{path} has other columns than this version writes; name another folder with --out.")
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        if fresh:
-            writer.writeheader()
-        writer.writerows(rows)
-
-
 def latest(path: Path) -> list[Row]:
-    """The rows of a ledger; of repeated measurements the last one."""
+    """The rows of a ledger; if a measurement was repeated, its last row."""
     with path.open(newline="") as file:
         return list({(r["group"], r["case"], r["implementation"]): r for r in csv.DictReader(file)}.values())
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Medians, and how many times as long other implementations take as tritonpack in the same case."""
+    """Medians, and the time of other implementations relative to tritonpack's in the same case."""
     ours = {(r["group"], r["case"]): float(r["median_ms"]) for r in rows if r["implementation"] == OURS}
     shown = Table("group", "case", "implementation", "median ms", "quartiles apart", "times ours")
     before = None
@@ -116,11 +96,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ended = subprocess.run(command, check=False).returncode
         if not report.exists():
             raise SystemExit(ended or f"pytest measured nothing; -k {options.expression!r} selects no benchmark.")
-        now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-        about = {**environment(torch.device("cpu")), "threads": str(torch.get_num_threads()), "date": now}
+        about = {**environment(torch.device("cpu")), "threads": str(torch.get_num_threads()), "date": now()}
         about = {name: about[name] for name in ABOUT} | {"device": _processor()}
         rows = list(rows_of(json.loads(report.read_text()), about))
-    append(path, rows)
+    append(path, COLUMNS, rows)
     console.print(table(rows))
     console.print(f"Rows: {path}")
     raise SystemExit(ended)

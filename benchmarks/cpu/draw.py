@@ -35,7 +35,7 @@ def milliseconds(rows: Sequence[Row]) -> dict[str, dict[str, float]]:
 
 
 def draw(rows: Sequence[Row]) -> Figure:
-    """Draw bars per case on a logarithmic axis, and above them how many times as long others take as tritonpack.
+    """Draw bars per case on a logarithmic axis, and above them the times of others relative to tritonpack's.
 
     Raises:
         SystemExit: the ledger has no rows of attention.

@@ -15,7 +15,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 from tests.lengths import distributions
 from tritonpack.cli.bench.batch import Batch, Shape, make_batch
 from tritonpack.cli.bench.peers import Prepared, peers_for
-from tritonpack.cli.bench.verify import Judge
+from tritonpack.cli.bench.verify import ResultCheck
 
 TOKENS = 4096
 SHAPE = Shape("", TOKENS, heads=8, kv_heads=2, head_dim=64, dtype="float32")
@@ -24,18 +24,18 @@ PEERS = {peer.name: peer for peer in peers_for(SHAPE, torch.device("cpu"))}
 
 
 @lru_cache(maxsize=1)
-def batch_of(distribution: str) -> tuple[Batch, Judge]:
+def batch_of(distribution: str) -> tuple[Batch, ResultCheck]:
     batch = make_batch(SHAPE, LENGTHS[distribution], "cpu")
-    return batch, Judge(batch)
+    return batch, ResultCheck(batch)
 
 
 @lru_cache(maxsize=1)
 def peer_for(distribution: str, implementation: str) -> Prepared:
-    batch, judge = batch_of(distribution)
+    batch, check = batch_of(distribution)
     peer = Prepared(PEERS[implementation], batch)
     out = peer.forward()
-    judge.check_forward(peer.leave(out))
-    judge.check_backward(out, peer)
+    check.check_forward(peer.leave(out))
+    check.check_backward(out, peer)
     return peer
 
 

@@ -16,7 +16,7 @@ TOKENS = 16
 
 @lru_cache(maxsize=1)
 def llama(layers: int) -> LlamaForCausalLM:
-    """A model as deep as real ones, and narrow, so that it fits any machine."""
+    """A model with as many layers as large models, and narrow, so that it fits any machine."""
     config = LlamaConfig(vocab_size=64, hidden_size=64, intermediate_size=64, num_attention_heads=2)
     config.num_hidden_layers = layers
     return LlamaForCausalLM(config)

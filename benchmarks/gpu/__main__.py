@@ -1,17 +1,17 @@
-"""Attention beside other implementations: every result checked, then timed by device events, in one process, in turn.
+"""Time attention and other implementations by device events, in one process, in turn, after a check of results.
 
-    python3 -m benchmarks.gpu [--out DIR] [--minutes 8] [--part 0 --parts 1] [--lengths FILE.json] [--commit NAME]
+    python3 -m benchmarks.gpu [--out DIR] [--minutes 8] [--commit NAME] [--without NAME ...]
 
-Rows are appended to DIR/attention.csv as they come. The shapes come in order of importance (benchmarks/gpu/shapes.py).
-No shape is begun that would end too late, and what the file has from the same commit in the same environment isn't
-measured again: the same command continues where the last one ended. `--list` prints the shapes. `--device cpu` tries
-the program on tiny shapes where there is no GPU; its times mean nothing.
+Each row is appended to DIR/attention.csv as soon as it is measured. The shapes come in order of importance
+(benchmarks/gpu/shapes.py). A shape is begun only if the time suffices. Rows that the file has from the same commit in
+the same environment aren't measured again, so the same command continues where the last one ended. `--list` prints the
+shapes. `--device cpu` tries the program on tiny shapes where there is no GPU; its times mean nothing.
 
-Columns: `p20_ms`, `p50_ms`, `p80_ms` by device events, with a cold cache; `host_ms` the time in which the host launches
-it (median); `tflops` over the visible pairs alone, backward counted as 2.5 forwards; `extra_mib` the most memory held
-beyond the inputs, results included; `launches` kernels, copies and fills. `status` is "ok" or why there is no figure.
+Columns: `p20_ms`, `p50_ms`, `p80_ms` by device events, with a cold cache; `host_ms`: the median time until the launch
+returns; `tflops`: over the visible pairs alone, backward counted as 2.5 forwards; `extra_mib`: the most memory beyond
+the inputs, results included; `launches`: kernels, copies and fills; `status`: "ok", or why there is no figure.
 
-The exit status is 3 where a peer broke the device for the process; the next run leaves that peer out at that shape.
+The exit status is 3 if a peer broke the device for the process. The next run leaves that peer out at that shape.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ from benchmarks.gpu.ledger import Ledger, environment
 from benchmarks.gpu.shapes import shapes, smoke_shapes
 from tests.lengths import distributions
 from tritonpack.cli.bench.batch import Shape, make_batch
-from tritonpack.cli.bench.measure import DeviceLostError, measure
+from tritonpack.cli.bench.measure import DeviceLostError, measure, quantiles, time_alternating
 from tritonpack.cli.bench.peers import PEERS, Peer
-from tritonpack.cli.bench.timing import quantiles, time_alternating
 
 RESULTS = Path("benchmarks/results")
 PRINTED = ("op", "implementation", "p50_ms", "host_ms", "tflops", "extra_mib", "launches", "status")
 
 
 class Budget:
-    """A number of minutes from now on. A shape is begun if as long as the longest of the last three is left."""
+    """Minutes that begin now. A shape may begin if the longest time of the last three shapes is left."""
 
     def __init__(self, minutes: float) -> None:
         self.end = time.monotonic() + 60 * minutes
@@ -57,9 +56,8 @@ def run(
     device: torch.device,
     *,
     peers: Sequence[Peer] = PEERS,
-    lengths_file: Path | None = None,
 ) -> list[Shape]:
-    """Measure what the ledger doesn't have, as far as the time goes; returns the shapes that are left."""
+    """Measure the shapes that the ledger doesn't have, until the time is up; returns the shapes that are left."""
     for number, shape in enumerate(todo):
         columns = shape.columns()
         fit = [peer for peer in peers if peer.meant_for(shape)]
@@ -68,7 +66,7 @@ def run(
         if not budget.allows():
             return list(todo[number:])
         begin = time.monotonic()
-        lengths = distributions(shape.tokens, lengths_file)[shape.distribution]
+        lengths = distributions(shape.tokens)[shape.distribution]
         print(f"\n{shape}, documents: {len(lengths)}", flush=True)
 
         def write(row: Mapping[str, object], known: Mapping[str, object] = columns, many: int = len(lengths)) -> None:
@@ -97,22 +95,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help=f"folder of the CSV (default: {RESULTS})")
     parser.add_argument("--minutes", type=float, default=8.0, help="when to begin no further shape")
-    parser.add_argument("--part", type=int, default=0, help="which part of the list to measure, from 0")
-    parser.add_argument("--parts", type=int, default=1, help="into how many parts the list is dealt, like cards")
-    parser.add_argument("--lengths", type=Path, help="a JSON list of document lengths to measure as well")
     parser.add_argument("--commit", help="the name of the commit, where git isn't installed")
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="implementations to leave out")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--list", action="store_true", help="print the shapes and stop")
     options = parser.parse_args(arguments)
-    if not 0 <= options.part < options.parts:
-        parser.error(f"--part counts from 0 to --parts - 1; got {options.part} of {options.parts}.")
     unknown = set(options.without) - {peer.name for peer in PEERS}
     if unknown:
         parser.error(f"--without knows {', '.join(repr(p.name) for p in PEERS)}; got {', '.join(sorted(unknown))}.")
     on_cpu = options.device == "cpu"
-    todo = smoke_shapes() if on_cpu else shapes(from_file=options.lengths is not None)
-    todo = todo[options.part :: options.parts]
+    todo = smoke_shapes() if on_cpu else shapes()
     if options.list:
         print("\n".join(map(str, todo)))
         return
@@ -129,7 +121,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(ceilings(), flush=True)
     peers = [peer for peer in PEERS if peer.name not in options.without]
     try:
-        left = run(todo, ledger, budget, device, peers=peers, lengths_file=options.lengths)
+        left = run(todo, ledger, budget, device, peers=peers)
     except DeviceLostError as error:
         print(f"\nThe device is lost to this process: {error}\nThe same command continues.", file=sys.stderr)
         raise SystemExit(3) from error

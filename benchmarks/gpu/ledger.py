@@ -1,11 +1,11 @@
-"""The CSV of measurements: one row per shape, direction and implementation, written once, as soon as it is measured."""
+"""The CSV files of measurements, and the facts of the environment that their rows hold."""
 
 from __future__ import annotations
 
 import csv
 import platform
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from datetime import datetime, timezone
 from pathlib import Path
@@ -23,8 +23,26 @@ ABOUT = (
 COLUMNS = ("op", "implementation", *SHAPE, "documents", "status", *FIGURES, *ABOUT, "date")
 
 
+def append(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
+    """Append rows to a CSV, which is made if it isn't there.
+
+    Raises:
+        SystemExit: the file has other columns.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a+", newline="") as file:
+        file.seek(0)
+        header = next(csv.reader(file), None)
+        if header is not None and tuple(header) != tuple(columns):
+            raise SystemExit(f"{path} has other columns than this version writes; name another folder with --out.")
+        writer = csv.DictWriter(file, columns, restval="")
+        if header is None:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
 class Ledger:
-    """Appends rows to a CSV, and knows which of them were measured before.
+    """The CSV of attention: appends rows to it, and knows which of them were measured before.
 
     A row was measured before if all columns of ABOUT agree. No row counts where the commit is unknown or was changed.
     """
@@ -32,33 +50,24 @@ class Ledger:
     def __init__(self, path: Path, about: Mapping[str, str]) -> None:
         self.path, self.about = path, dict(about)
         self.known: dict[tuple[str, ...], str] = {}
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if not path.exists() or not path.stat().st_size:
-            with path.open("w", newline="") as file:
-                csv.writer(file).writerow(COLUMNS)
+        append(path, COLUMNS, [])
+        if about["commit"] == "unknown" or about["commit"].endswith("+"):
             return
         with path.open(newline="") as file:
-            reader = csv.DictReader(file)
-            if tuple(reader.fieldnames or ()) != COLUMNS:
-                raise SystemExit(f"{path} has other columns than this version writes; name another folder with --out.")
-            if about["commit"] == "unknown" or about["commit"].endswith("+"):
-                return
-            for row in reader:
+            for row in csv.DictReader(file):
                 if all(row[name] == about[name] for name in ABOUT):
                     self.known[_key(row)] = row["status"]
 
     def write(self, row: Mapping[str, object]) -> None:
         """Append a row, with the environment and the time, to the file."""
-        now = datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
-        whole = {name: "" if value is None else str(value) for name, value in row.items()} | self.about | {"date": now}
-        with self.path.open("a", newline="") as file:
-            csv.DictWriter(file, COLUMNS, restval="").writerow(whole)
+        whole = {name: "" if value is None else str(value) for name, value in row.items()} | self.about
+        append(self.path, COLUMNS, [whole | {"date": now()}])
         self.known[_key(whole)] = whole["status"]
 
     def finished(self, shape: Mapping[str, str], implementations: Iterable[str]) -> bool:
         """Whether every implementation has all of its rows at a shape."""
-        return all(_key({**shape, "op": op, "implementation": name}) in self.known
-                   for name in implementations for op in OPS)  # fmt: skip
+        wanted = ({**shape, "op": op, "implementation": name} for name in implementations for op in OPS)
+        return all(_key(row) in self.known for row in wanted)
 
     def lost(self, shape: Mapping[str, str], implementation: str) -> bool:
         """Whether an implementation broke the device at a shape, so that it shouldn't be tried there again."""
@@ -66,6 +75,11 @@ class Ledger:
             self.known.get(_key({**shape, "op": op, "implementation": implementation}), "").startswith(LOST)
             for op in OPS
         )
+
+
+def now() -> str:
+    """The time in UTC."""
+    return datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def _key(row: Mapping[str, str]) -> tuple[str, ...]:

@@ -1,32 +1,31 @@
-"""Times of building masks and writing them out, by device events, after a check of their values.
+"""Time on a GPU how masks are built and written out, by device events, after a check of their values.
 
     python3 -m benchmarks.gpu.masks [--out DIR] [--tokens 131072]
 
-Dense masks of 16,384 tokens are compared with a plain fill of the same bytes, and FlexAttention's block mask with the
-one that torch builds from a mask function. Rows are appended to DIR/masks.csv.
+Dense masks of 16,384 tokens are compared with a plain fill of the same number of bytes, and FlexAttention's block mask
+with the one that torch builds from a mask function. Rows are appended to DIR/masks.csv.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from benchmarks.gpu.ledger import environment
+from benchmarks.gpu.ledger import append, environment
 from tests.lengths import distributions
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends.tile_table import tile_table
-from tritonpack.cli.bench.timing import quantiles, time_alternating
+from tritonpack.cli.bench.measure import quantiles, time_alternating
 
 DENSE_TOKENS = 16384
 
 
 def builders(tokens: int) -> dict[str, Callable[[], object]]:
-    """What a training step builds once: a mask, its transpose and its tiles."""
+    """Functions that build a mask, its transpose and its tile table, as a training step does once."""
     lengths = torch.tensor(distributions(tokens)["stdlib"])
     cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to("cuda", torch.int32)
     positions = torch.cat([torch.arange(int(n)) for n in lengths]).cuda()
@@ -49,7 +48,7 @@ def builders(tokens: int) -> dict[str, Callable[[], object]]:
 
 
 def writers() -> tuple[dict[str, Callable[[], object]], dict[str, int]]:
-    """Masks in the forms that other kernels take, and the bytes of some of them."""
+    """Functions that write masks in the forms of other kernels, and the bytes of some of these masks."""
     lengths = distributions(DENSE_TOKENS)["stdlib"]
     mask = BlockDiagonalMask.from_seqlens(lengths, device="cuda")
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).cuda()
@@ -82,27 +81,19 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.gpu.masks needs a GPU, and torch sees none here.")
-    options.out.mkdir(parents=True, exist_ok=True)
     device = torch.device("cuda")
     path, about = options.out / "masks.csv", environment(device)
     calls, sizes = writers()
-    measured = [(options.tokens, builders(options.tokens), {}), (DENSE_TOKENS, calls, sizes)]
-    fresh = not path.exists()
-    with path.open("a", newline="") as file:
-        writer = csv.DictWriter(file, ["what", "tokens", "p50_us", "gb_per_s", *about])
-        if fresh:
-            writer.writeheader()
-        for tokens, timed, written in measured:
-            for name, times in time_alternating(timed, device).items():
-                if times.error is not None:
-                    print(f"{name:28} {times.error}", flush=True)
-                    continue
-                median = quantiles(times.device)[1]
-                rate = round(written[name] / median / 1e6) if name in written else ""
-                row = {"what": name, "tokens": tokens, "p50_us": round(1000 * median, 1), "gb_per_s": rate}
-                writer.writerow(row | about)
-                file.flush()
-                print(f"{name:28} {tokens:7} tokens  {row['p50_us']:9} us  {rate} GB/s", flush=True)
+    for tokens, timed in ((options.tokens, builders(options.tokens)), (DENSE_TOKENS, calls)):
+        for name, times in time_alternating(timed, device).items():
+            if times.error is not None:
+                print(f"{name:28} {times.error}", flush=True)
+                continue
+            median = quantiles(times.device)[1]
+            rate = round(sizes[name] / median / 1e6) if name in sizes else ""
+            row = {"what": name, "tokens": tokens, "p50_us": round(1000 * median, 1), "gb_per_s": rate} | about
+            append(path, list(row), [row])
+            print(f"{name:28} {tokens:7} tokens  {row['p50_us']:9} us  {rate} GB/s", flush=True)
 
 
 if __name__ == "__main__":

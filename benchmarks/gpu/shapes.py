@@ -1,4 +1,4 @@
-"""The shapes that are measured on a GPU, the most telling first.
+"""The shapes that are measured on a GPU, the most important first.
 
 Sizes are those of models: 32 query and 8 key heads of 128 (Llama 3 8B) and of 64 (Llama 3.2 1B), 16 and 8 of 256
 (Gemma), and 2,048 columns in all without groups, as in FlashAttention's published figures. `tests.lengths` describes
@@ -17,20 +17,18 @@ HEADS_256 = {"heads": 16, "kv_heads": 8, "head_dim": 256}
 WINDOW = (4096, 0)
 
 
-def shapes(*, from_file: bool = False) -> list[Shape]:
-    """The shapes in order of importance; `from_file` adds the distribution of a file of lengths near the beginning.
+def shapes() -> list[Shape]:
+    """The shapes in order of importance.
 
     1. A packed batch of 32k tokens, and one long document.
     2. The other distributions at 32k tokens.
-    3. What others publish: one document of 16k, 2,048 columns, causal and not, head dimensions 64 and 128.
+    3. Shapes of published figures: one document of 16k, 2,048 columns, causal and not, head dimensions 64 and 128.
     4. Head dimensions 64 and 256.
     5. 128k tokens; one document of 64k.
     6. Windows and bidirectional batches.
     7. 16k tokens, and batches without groups.
     """
     k32 = [Shape(name, 32768) for name in ORDINARY]
-    if from_file:
-        k32.insert(1, Shape("file", 32768))
     long = Shape("one", 16384)
     return [
         k32[0],

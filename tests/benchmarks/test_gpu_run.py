@@ -1,7 +1,6 @@
 """The benchmark of attention on GPUs: its list of shapes, its time, failures; run on the CPU, with tiny shapes."""
 
 import csv
-import json
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,8 @@ from benchmarks.gpu.shapes import shapes, smoke_shapes
 from tests.lengths import distributions
 from tritonpack.cli.bench import measure as measuring
 from tritonpack.cli.bench.batch import Batch, Shape, make_batch
-from tritonpack.cli.bench.measure import DeviceLostError
+from tritonpack.cli.bench.measure import DeviceLostError, time_alternating
 from tritonpack.cli.bench.peers import OURS, Peer, ours
-from tritonpack.cli.bench.timing import time_alternating
 
 CPU = torch.device("cpu")
 HERE = dict.fromkeys(ABOUT, "") | {"commit": "abc1234"}
@@ -33,7 +31,7 @@ def missing(batch: Batch) -> Any:
 
 
 class TestShapes:
-    def test_the_first_shapes_are_the_targets(self) -> None:
+    def test_first_shapes_are_the_targets(self) -> None:
         """Real lengths and one long document, grouped heads of 128, causal."""
         first = shapes()[:7]
         assert {s.distribution for s in first} == {"stdlib", "one", "flan", "openchat", "skewed", "orca", "tiny"}
@@ -48,36 +46,29 @@ class TestShapes:
         assert {s.window for s in listed} == {(-1, -1), (4096, 0)}
         assert {s.heads == s.kv_heads for s in listed} == {True, False}
 
-    def test_a_file_of_lengths_comes_early(self) -> None:
-        assert "file" not in {s.distribution for s in shapes()}
-        listed = shapes(from_file=True)
-        assert listed[2].distribution == "file"
-        assert {s.tokens for s in listed if s.distribution == "file"} >= {32768, 131072}
-
     @pytest.mark.parametrize("shape", {(s.distribution, s.tokens): s for s in shapes()}.values(), ids=str)
     def test_lengths_fill_the_batch(self, shape: Shape) -> None:
         lengths = distributions(shape.tokens)[shape.distribution]
         assert sum(lengths) == shape.tokens
         assert min(lengths) > 0
 
-    def test_the_skewed_batch(self) -> None:
+    def test_skewed_batch(self) -> None:
         assert distributions(32768)["skewed"] == [16384] + [256] * 64
 
     @pytest.mark.parametrize("shape", smoke_shapes(), ids=str)
-    def test_tensors(self, shape: Shape) -> None:
+    def test_shapes_of_tensors(self, shape: Shape) -> None:
         batch = make_batch(shape, distributions(shape.tokens)[shape.distribution], CPU)
         assert batch.q.shape == batch.dout.shape == (shape.tokens, shape.heads, shape.head_dim)
         assert batch.k.shape == batch.v.shape == (shape.tokens, shape.kv_heads, shape.head_dim)
         assert batch.cu_seqlens.tolist()[-1] == sum(batch.lengths) == shape.tokens
         assert batch.cu_seqlens.dtype == torch.int32
         assert batch.q.any()
-        assert shape.grouped
 
 
 class TestRun:
     peers = (Peer(OURS, ours),)
 
-    def test_continues_where_it_ended(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_second_run_continues_the_first(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         todo, path = smoke_shapes()[:2], tmp_path / "attention.csv"
         assert run(todo[:1], Ledger(path, HERE), Budget(5), CPU, peers=self.peers) == []
         before = path.read_text()
@@ -88,7 +79,7 @@ class TestRun:
         run(todo, Ledger(path, HERE), Budget(5), CPU, peers=self.peers)
         assert path.read_text() == after
 
-    def test_begins_nothing_when_time_is_up(self, tmp_path: Path) -> None:
+    def test_no_shape_begins_after_the_time(self, tmp_path: Path) -> None:
         ledger = Ledger(tmp_path / "attention.csv", HERE)
         assert run(smoke_shapes(), ledger, Budget(0), CPU, peers=self.peers) == smoke_shapes()
         assert not ledger.known
@@ -102,7 +93,7 @@ class TestRun:
             budget.spend(seconds)
         assert budget.allows()
 
-    def test_a_peer_that_broke_the_device_is_left_out(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_peer_that_broke_the_device_is_left_out(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         tried = []
 
         def breaks(batch: Batch) -> Any:
@@ -120,26 +111,17 @@ class TestRun:
             rows = list(csv.DictReader(file))
         assert [row["status"].startswith(LOST) for row in rows] == [True] * 3 + [False] * 3
 
-    def test_lengths_of_a_file(self, tmp_path: Path) -> None:
-        lengths = tmp_path / "lengths.json"
-        lengths.write_text(json.dumps([30, 50]))
-        shape = Shape("file", 200, 4, 2, 16, dtype="float32")
-        ledger = Ledger(tmp_path / "attention.csv", HERE)
-        run([shape], ledger, Budget(5), CPU, peers=self.peers, lengths_file=lengths)
-        with ledger.path.open(newline="") as file:
-            assert next(csv.DictReader(file))["documents"] == "6"  # 30, 50, 30, 50, 30 and 10
-
 
 class TestMain:
-    def test_smoke_run(
+    def test_smoke_run_on_a_cpu(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
         monkeypatch.setattr(program, "PEERS", (Peer(OURS, ours), Peer("flash", missing)))
-        main(["--device", "cpu", "--out", str(tmp_path), "--parts", "2", "--part", "1", "--commit", "abc1234"])
-        assert "1 of 1 shapes" in capsys.readouterr().out
+        main(["--device", "cpu", "--out", str(tmp_path), "--commit", "abc1234"])
+        assert "3 of 3 shapes" in capsys.readouterr().out
         with (tmp_path / "attention.csv").open(newline="") as file:
             rows = list(csv.DictReader(file))
-        assert {row["causal"] for row in rows} == {"False"}
+        assert {row["causal"] for row in rows} == {"True", "False"}
         assert {(row["implementation"], row["status"] == "ok") for row in rows} == {(OURS, True), ("flash", False)}
         assert all("CPU" in row["device"] and row["commit"] == "abc1234" for row in rows)
 
@@ -152,27 +134,16 @@ class TestMain:
             main(["--device", "cpu"])
         assert "--device cpu needs --out" in capsys.readouterr().err
 
-    @pytest.mark.parametrize(
-        ("arguments", "message"),
-        [
-            (["--part", "2", "--parts", "2"], "--part counts from 0"),
-            (["--without", "flash"], "--without knows 'tritonpack', "),
-        ],
-    )
-    def test_wrong_options(self, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_unknown_implementation_is_refused(self, capsys: pytest.CaptureFixture[str]) -> None:
         with pytest.raises(SystemExit):
-            main(arguments)
-        assert message in capsys.readouterr().err
+            main(["--without", "flash"])
+        assert "--without knows 'tritonpack', " in capsys.readouterr().err
 
-    def test_parts_make_up_the_list(self, capsys: pytest.CaptureFixture[str]) -> None:
-        listed = []
-        for part in range(3):
-            main(["--list", "--part", str(part), "--parts", "3"])
-            listed.append(capsys.readouterr().out.splitlines())
-        assert sorted(line for part in listed for line in part) == sorted(map(str, shapes()))
-        assert [part[0] for part in listed] == [str(shape) for shape in shapes()[:3]]
+    def test_list_prints_every_shape(self, capsys: pytest.CaptureFixture[str]) -> None:
+        main(["--list"])
+        assert capsys.readouterr().out.splitlines() == list(map(str, shapes()))
 
     @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-    def test_without_a_gpu(self) -> None:
+    def test_missing_gpu_is_refused(self) -> None:
         with pytest.raises(SystemExit, match="torch sees none here"):
             main([])

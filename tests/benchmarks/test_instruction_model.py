@@ -96,7 +96,7 @@ def test_cycles_of_the_units() -> None:
         (255, 0, 16, 0),
     ],
 )
-def test_how_many_programs_fit(registers: int, shared_kib: int, warps: int, expected: int) -> None:
+def test_number_of_programs_that_fit(registers: int, shared_kib: int, warps: int, expected: int) -> None:
     assert residents(registers, shared_kib * 1024, warps) == expected
 
 

@@ -43,7 +43,7 @@ def test_finished_needs_every_row(tmp_path: Path) -> None:
     assert not ledger.finished(Shape("flan", 32768).columns(), ["x"])
 
 
-def test_a_row_without_a_figure_counts(tmp_path: Path) -> None:
+def test_row_without_a_figure_counts_as_measured(tmp_path: Path) -> None:
     assert filled(tmp_path / "attention.csv", status="ValueError: too wide").finished(SHAPE, ["x"])
 
 
@@ -68,7 +68,7 @@ def test_peer_that_lost_the_device(tmp_path: Path) -> None:
     assert not ledger.lost(Shape("flan", 32768).columns(), "x")
 
 
-def test_a_file_with_other_columns_is_not_changed(tmp_path: Path) -> None:
+def test_file_with_other_columns_is_not_changed(tmp_path: Path) -> None:
     path = tmp_path / "attention.csv"
     path.write_text("op,milliseconds\n")
     with pytest.raises(SystemExit, match="other columns"):

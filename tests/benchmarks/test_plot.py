@@ -48,9 +48,8 @@ def test_pictures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_bars_ratios_and_titles(tmp_path: Path) -> None:
-    rows = plot.read(invented(tmp_path / "attention.csv"))
-    at_32k = [row for row in rows if row["tokens"] == "32768"]
-    figure = plot.bars(plot.Kind.of(at_32k[0]), 32768, at_32k)
+    kinds = plot.read(invented(tmp_path / "attention.csv"))
+    figure = plot.bars(next(rows for kind, rows in kinds.items() if kind[-1] == "32768"))
     assert len(figure.axes) == len(OPS)
     for panel in figure.axes:
         heights = [patch.get_height() for patch in panel.patches]
@@ -63,35 +62,26 @@ def test_bars_ratios_and_titles(tmp_path: Path) -> None:
     assert "32 heads over 8 of 128, causal, bfloat16, 32,768 tokens" in head
 
 
-def test_lines_over_several_sizes(tmp_path: Path) -> None:
-    rows = plot.read(invented(tmp_path / "attention.csv"))
-    figure = plot.lines(plot.Kind.of(rows[0]), [row for row in rows if row["distribution"] == "flan"])
-    assert len(figure.axes) == len(OPS)
-    ours = figure.axes[0].lines[0]
-    assert list(ours.get_xdata()) == [32768, 131072]
-    assert list(ours.get_ydata()) == [400, 400]
-
-
 def test_later_measurement_counts(tmp_path: Path) -> None:
     path = invented(tmp_path / "attention.csv", (MODEL,), commit="old")
     invented(path, (MODEL,), commit="new")
-    assert {row["commit"] for row in plot.read(path)} == {"new"}
-    assert len(plot.read(path)) == 3 * len(OPS)
+    (rows,) = plot.read(path).values()
+    assert {row["commit"] for row in rows} == {"new"}
+    assert len(rows) == 3 * len(OPS)
     about = dict.fromkeys(ABOUT, "") | {"device": "invented", "commit": "newer"}
     Ledger(path, about).write(
         {**MODEL.columns(), "op": "both", "implementation": "tritonpack", "status": "AssertionError: out"}
     )
-    assert len(plot.read(path)) == 3 * len(OPS) - 1
+    (rows,) = plot.read(path).values()
+    assert len(rows) == 3 * len(OPS) - 1
 
 
-def test_devices_have_pictures_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_device_has_its_own_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = invented(tmp_path / "attention.csv", (MODEL,), device="GPU one")
     invented(path, (MODEL,), device="GPU two")
-    plot.main([str(path), "--device", "two"])
-    assert capsys.readouterr().out.strip().endswith("attention-32-8-128-causal-32768.png")
-    assert len(plot.draw_all(plot.read(path), tmp_path / "both")) == 2
-    with pytest.raises(SystemExit, match="no row whose device has 'three'"):
-        plot.main([str(path), "--device", "three"])
+    plot.main([str(path)])
+    for number in (1, 2):
+        assert (tmp_path / f"attention-32-8-128-causal-{number}-32768.png").exists()
 
 
 def test_files_without_figures(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ WAYS = {"padded": (2.0, 800, 200), "naive": (1.0, 500, 100), "packed": (1.0, 400
 @pytest.fixture
 def runs():
     return {
-        way: Run(way, (3.0, 2.5, 2.0), (seconds,) * 3, (100,) * 3, (positions,) * 3, mib * 2**20, 2.1)
+        way: Run((3.0, 2.5, 2.0), (seconds,) * 3, (100,) * 3, (positions,) * 3, mib * 2**20, 2.1)
         for way, (seconds, mib, positions) in WAYS.items()
     }
 
@@ -58,8 +58,8 @@ def test_rows_compare_with_padded(runs):
 
 
 def test_published_models_have_their_shapes():
-    assert training.shape_named("tiny", 4).config["num_hidden_layers"] == 2
-    shape = training.shape_named("mistral-7b", 3)
-    assert shape.config["num_hidden_layers"] == 3
-    assert shape.config["num_key_value_heads"] == 8
+    assert training.model_named("tiny", 4)[1]["num_hidden_layers"] == 2
+    name, config, _ = training.model_named("mistral-7b", 3)
+    assert name == "mistral-7b, 3 layers"
+    assert (config["num_hidden_layers"], config["num_key_value_heads"]) == (3, 8)
     assert set(training.MODELS) == {"llama-2-7b", "mistral-7b", "granite-8b"}

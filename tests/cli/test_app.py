@@ -9,13 +9,7 @@ pytest.importorskip("typer")
 pytest.importorskip("rich")
 
 import tritonpack
-from tritonpack.cli import main
-
-
-def run(*arguments):
-    with pytest.raises(SystemExit) as exit_info:
-        main(arguments)
-    return exit_info.value.code
+from tests.cli.command import run
 
 
 @pytest.mark.parametrize(
@@ -29,7 +23,7 @@ def run(*arguments):
         (["demo", "--out", "/proc/nowhere"], "/proc/nowhere"),
     ],
 )
-def test_a_wrong_command_line_is_one_line_and_exit_code_2(arguments, message, capsys):
+def test_wrong_command_line_prints_one_line_and_exits_with_2(arguments, message, capsys):
     assert run(*arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
@@ -37,13 +31,13 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(arguments, message, ca
     assert message in captured.err
 
 
-def test_cuda_without_a_gpu(capsys, monkeypatch):
+def test_cuda_without_gpu_is_refused(capsys, monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert run("demo", "--device", "cuda") == 2
     assert "torch sees no GPU here; use --device cpu or auto" in capsys.readouterr().err
 
 
-def test_a_missing_package_is_named(capsys, monkeypatch):
+def test_missing_package_is_named(capsys, monkeypatch):
     find_spec = "tritonpack.cli.app.importlib.util.find_spec"
     monkeypatch.setattr(find_spec, lambda name: None if name == "matplotlib" else name)
     assert run("demo") == 2
@@ -70,14 +64,14 @@ def test_version(capsys):
 PROGRAM = [sys.executable, "-m", "tritonpack", "check-backend"]
 
 
-def test_a_closed_pipe_is_silent():
+def test_closed_pipe_exits_silently_with_141():
     with subprocess.Popen([*PROGRAM, "--list"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(60) == 141
 
 
-def test_an_interrupt_is_silent(capsys, monkeypatch):
+def test_interrupt_exits_silently_with_130(capsys, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt
 
@@ -86,7 +80,7 @@ def test_an_interrupt_is_silent(capsys, monkeypatch):
     assert capsys.readouterr() == ("", "")
 
 
-def test_a_missing_path_is_reported_before_transformers_is_imported():
+def test_missing_path_is_reported_before_transformers_is_imported():
     program = "import sys; from tritonpack.cli.app import run; code = run(['check', '/nowhere/x']); "
     program += "sys.exit(code if 'transformers' not in sys.modules else 9)"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
@@ -95,9 +89,14 @@ def test_a_missing_path_is_reported_before_transformers_is_imported():
 
 
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
-def test_a_full_device_is_one_line_and_exit_code_1():
+@pytest.mark.parametrize(
+    "arguments",
+    [["--help"], ["check-backend", "tests.testing.backends:attention", "--device", "cpu", "--only", "empty/all"]],
+    ids=["help", "check-backend"],
+)
+def test_full_device_prints_one_line_and_exits_with_1(arguments):
     with open("/dev/full", "w") as full:
-        found = subprocess.run([sys.executable, "-m", "tritonpack", "--help"], stdout=full, stderr=subprocess.PIPE)
+        command = [sys.executable, "-m", "tritonpack", *arguments]
+        found = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
     assert found.returncode == 1
-    assert found.stderr.decode().startswith("error: output can't be written")
-    assert found.stderr.count(b"\n") == 1
+    assert re.fullmatch(r"error: output can't be written: [^\n]*\n", found.stderr)

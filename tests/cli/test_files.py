@@ -3,10 +3,10 @@ import os
 
 import pytest
 
-from tritonpack.cli.files import STANDARD_OUTPUT, require_writable, write_json, write_whole
+from tritonpack.cli.files import STANDARD_OUTPUT, make_folder, require_writable, write_json, write_whole
 
 
-def test_a_file_is_replaced_as_a_whole_and_keeps_its_mode(tmp_path):
+def test_replaced_file_is_whole_and_keeps_its_mode(tmp_path):
     path = tmp_path / "a.json"
     path.write_text("a longer content than the next")
     path.chmod(0o640)
@@ -16,13 +16,13 @@ def test_a_file_is_replaced_as_a_whole_and_keeps_its_mode(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_new_file_has_the_mode_of_any_other(tmp_path):
+def test_new_file_has_default_mode(tmp_path):
     (tmp_path / "usual").touch()
     write_whole(tmp_path / "a", b"1")
     assert (tmp_path / "a").stat().st_mode == (tmp_path / "usual").stat().st_mode
 
 
-def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypatch):
+def test_failed_write_leaves_only_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "a.json"
     path.write_text("old")
 
@@ -36,7 +36,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_link_stays_a_link_and_its_file_is_replaced(tmp_path):
+def test_link_is_kept_and_its_target_replaced(tmp_path):
     (tmp_path / "file").write_text("old")
     (tmp_path / "link").symlink_to("file")
     write_whole(tmp_path / "link", "new")
@@ -44,7 +44,7 @@ def test_a_link_stays_a_link_and_its_file_is_replaced(tmp_path):
     assert (tmp_path / "file").read_text() == "new"
 
 
-def test_a_device_is_written_to_and_not_replaced(tmp_path):
+def test_device_is_written_to_and_not_replaced(tmp_path):
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
@@ -55,7 +55,7 @@ def test_a_device_is_written_to_and_not_replaced(tmp_path):
     os.close(reader)
 
 
-def test_a_dash_is_standard_output(tmp_path, monkeypatch, capsys):
+def test_dash_is_standard_output(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     require_writable(STANDARD_OUTPUT)
     write_json(STANDARD_OUTPUT, [1])
@@ -72,7 +72,7 @@ def test_require_writable_makes_folders_and_changes_no_file(tmp_path):
     assert (tmp_path / "there").read_text() == "old"
 
 
-def test_refuses_an_output_that_is_an_input(tmp_path):
+def test_output_that_is_an_input_is_refused(tmp_path):
     source = tmp_path / "a.json"
     source.write_text("[1]")
     (tmp_path / "link").symlink_to(source)
@@ -93,3 +93,14 @@ def test_refuses_what_cannot_be_written(tmp_path, path, message):
     (tmp_path / "file").touch()
     with pytest.raises(ValueError, match=message):
         require_writable(tmp_path / path)
+
+
+def test_folder_is_made_and_its_files_are_checked(tmp_path):
+    make_folder(tmp_path / "a" / "b", "picture.png")
+    assert (tmp_path / "a" / "b").is_dir()
+    (tmp_path / "a" / "picture.png").mkdir()
+    with pytest.raises(ValueError, match=r"--out .*picture\.png can't be written: it is a folder; name a file"):
+        make_folder(tmp_path / "a", "picture.png")
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match=r"--out .*file can't be made: File exists; name another folder"):
+        make_folder(tmp_path / "file")

@@ -9,8 +9,8 @@ import torch
 from benchmarks.gpu.__main__ import Budget, run
 from benchmarks.gpu.ledger import OPS, Ledger, environment
 from tritonpack.cli.bench.batch import Shape
+from tritonpack.cli.bench.measure import extra_bytes, launches, time_alternating
 from tritonpack.cli.bench.peers import OURS, PEERS
-from tritonpack.cli.bench.timing import extra_bytes, launches, time_alternating
 
 pytestmark = pytest.mark.gpu
 
@@ -40,7 +40,7 @@ def test_clocks() -> None:
     ],
     ids=str,
 )
-def test_a_small_run(shape: Shape, tmp_path: Path) -> None:
+def test_rows_of_a_small_run(shape: Shape, tmp_path: Path) -> None:
     """Prints the status of every peer, so that an adapter for another version is noticed."""
     ledger = Ledger(tmp_path / "attention.csv", environment(DEVICE, "test"))
     peers = [peer for peer in PEERS if not peer.name.startswith("FlexAttention")]  # they take long to compile

@@ -16,15 +16,12 @@ import typer
 from typer import Argument, Option
 
 import tritonpack
+from tritonpack.cli.files import make_folder
 from tritonpack.cli.paths import require_path
 
-app = typer.Typer(
-    help="Packed (padding-free) training of language models.",
-    context_settings={"help_option_names": ["-h", "--help"]},
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(context_settings={"help_option_names": ["-h", "--help"]}, pretty_exceptions_enable=False)
 
-# The base of all exceptions that typer raises for a wrong command line, whether or not it brings its own click.
+# The base class of typer's exceptions for a wrong command line. It belongs to typer's own click or to click.
 _UsageError: type[typer.BadParameter] = typer.BadParameter.__mro__[1]
 
 # Options that several commands have.
@@ -55,16 +52,18 @@ def common(
 
 def _require(module: str, what: str) -> None:
     if importlib.util.find_spec(module) is None:
-        raise typer.BadParameter(f"{what} needs {module}, which isn't installed; pip install {module}")
+        raise _UsageError(f"{what} needs {module}, which isn't installed; pip install {module}")
 
 
 @contextmanager
-def _usage_errors() -> Iterator[None]:
-    """Report a ValueError or an OSError as a wrong command line."""
+def _usage_errors(reword: Callable[[str], str] = str) -> Iterator[None]:
+    """Report a ValueError, or an OSError about a file, as a wrong command line."""
     try:
         yield
     except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
+        if isinstance(error, OSError) and error.filename is None:
+            raise  # standard output can't be written
+        raise _UsageError(reword(str(error))) from error
 
 
 def _number(option: str, kind: type[int] | type[float], least: int, most: int = 2**31 - 1) -> Callable[[str], float]:
@@ -119,18 +118,14 @@ def demo(
     """Train a small Llama padded, naively concatenated and packed; compare speed, memory and loss; draw a picture."""
     for module in ("transformers", "matplotlib"):
         _require(module, "the demo")
-    from concurrent.futures.process import BrokenProcessPool
-
-    from tritonpack.cli.demo import run_demo, settings_for
+    from tritonpack.cli.demo import NUM_VALIDATION, run_demo, settings_for
+    from tritonpack.cli.demo.corpus import read_corpus
 
     with _usage_errors():
         settings = settings_for(device, dtype, size, max_length, threads, seed)
-        out.mkdir(parents=True, exist_ok=True)
-    try:
-        return int(not run_demo(settings, steps, documents, out))
-    except BrokenProcessPool as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        make_folder(out, "demo.png")
+        corpus = read_corpus(settings.max_length, NUM_VALIDATION, seed)
+    return int(not run_demo(settings, corpus, steps, documents, out))
 
 
 @app.command()
@@ -267,10 +262,8 @@ def plan(
         tail=tail, lookahead=lookahead, steps_together=steps_together, overlong=overlong, model=model, out=out,
         json=json,
     )  # fmt: skip
-    try:
+    with _usage_errors(as_options):
         examine(options)
-    except (ValueError, OSError) as error:
-        raise _UsageError(as_options(str(error))) from error
 
 
 @app.command()
@@ -319,8 +312,8 @@ def run(arguments: list[str]) -> int:
     """Run one command line.
 
     Returns:
-        The exit code: that of the command, 1 if output can't be written, 2 for a wrong command line, 130 for Ctrl-C,
-        141 for a closed pipe (as shells count signals).
+        The exit code of the command; 1 if output can't be written, 2 for a wrong command line, 130 for Ctrl-C, 141 for
+        a closed pipe (as shells count signals).
     """
     try:
         code = app(arguments or ["--help"], prog_name="tritonpack", standalone_mode=False)
@@ -331,7 +324,7 @@ def run(arguments: list[str]) -> int:
     except (_UsageError, OSError, SystemExit) as error:
         if any(isinstance(one, BrokenPipeError) for one in (error, error.__cause__, error.__context__)):
             _discard_output()
-            return 141  # typer ends with SystemExit here
+            return 141  # typer raises SystemExit for a closed pipe
         if isinstance(error, SystemExit):
             raise
         if isinstance(error, OSError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -26,17 +27,11 @@ from tritonpack.patches.trial.comparison import limits, tolerance
 from tritonpack.patches.trial.judge import Judgement, Results, alone, judge, message
 from tritonpack.patches.trial.packed_forms import LENGTHS, whole
 from tritonpack.patches.trial.shrink_rows import REACH
-from tritonpack.patches.trial.small_copy import (
-    Built,
-    NotSmallError,
-    one_line,
-    small_copy,
-    small_model,
-)
+from tritonpack.patches.trial.small_copy import Built, NotSmallError, one_line, small_copy, small_model
 from tritonpack.patches.trial.subject import Subject, subject_of
 from tritonpack.patches.trial.undisturbed import quiet
 
-# Forms of packed batches, by their names in `packed_forms`: what a user passes to the model.
+# Names of forms in `packed_forms`, and the arguments that a user passes to the model in each.
 FORMS = {
     "position_ids": "position_ids",
     "without_cache": "position_ids, use_cache=False",
@@ -49,7 +44,7 @@ EXIT_CODES = {"exact": 0, "refused": 1}  # 3 for any other verdict; 2 is a wrong
 
 _STYLES = {"exact": "green", "refused": "yellow", "leak": "bold red", "inexact": "bold red", "error": "bold red"}
 
-Tell = Callable[[str], None]  # shows a step in the progress display
+ShowStep = Callable[[str], None]  # writes a step to the progress display
 
 
 @dataclass
@@ -82,19 +77,15 @@ class Findings:
     """The results of a check.
 
     Attributes:
-        name: the model as it was typed.
-        weights: whether the model itself was run, not a small copy of it.
         model: the model that was run.
         limit: the largest difference that counts as rounding.
         compared: the values that were compared.
         stock: the results with stock transformers.
         tritonpack: the results with the model patched.
-        notes: what the numbers don't show.
+        notes: limits of the check, and differences between the model and its configuration.
         instead_of: the class that the configuration names, if another one was run; else empty.
     """
 
-    name: str
-    weights: bool
     model: Built
     limit: float
     compared: str
@@ -105,13 +96,7 @@ class Findings:
 
 
 def examine(name: str, *, weights: bool, device: str, trust_remote_code: bool, path: Path | None) -> int:
-    """Check a model, print a table, and write the findings to `path` as JSON if there is one.
-
-    Args:
-        name: a model on the Hub, a folder, or a config.json.
-        weights: load the model; otherwise a small random copy is built from its configuration.
-        device: device of the loaded model: "auto", "cpu" or "cuda".
-        trust_remote_code: run the code that a model brings.
+    """Check a model, print a table, and write the findings to `path` as JSON. The arguments are the command's options.
 
     Returns:
         The exit code: 0 if packing with tritonpack is exact, 1 if refused, 3 for anything else.
@@ -125,39 +110,47 @@ def examine(name: str, *, weights: bool, device: str, trust_remote_code: bool, p
     require_writable(path, inputs=[Path(name)])
     with quiet(), Console(stderr=True).status(f"reading the configuration of {escape(name)}") as status:
         config = load_config(name, trust_remote_code)
-        if weights:
-            status.update(f"loading {escape(name)}")
-            built = load_weights(name, config, where, trust_remote_code)
-            findings = _check(name, config, built, True, status.update)
-        else:
-            findings = _check_small_copy(name, config, status.update, trust_remote_code)
-    _print(Console(stderr=path == STANDARD_OUTPUT), findings)
+        status.update(f"loading {escape(name)}")
+        built = load_weights(name, config, where, trust_remote_code) if weights else None
+        try:
+            if built is None:
+                findings = _check_small_copy(config, status.update, trust_remote_code)
+            else:
+                findings = _check(config, built, True, status.update)
+        except ValueError as error:
+            remedy = "" if weights else "; correct its configuration, or load the model with --weights"
+            raise ValueError(f"{name}: {error}{remedy}") from error
+    _print(Console(stderr=path == STANDARD_OUTPUT), name, weights, findings)
     if path is not None:
-        write_json(path, as_dict(findings))
+        write_json(path, {"model": name, "weights": weights} | as_dict(findings))
     return EXIT_CODES.get(findings.tritonpack.worst.verdict, 3)
 
 
-def _check_small_copy(name: str, config: Any, tell: Tell, trust_remote_code: bool = False) -> Findings:
+def _check_small_copy(config: Any, show_step: ShowStep, trust_remote_code: bool) -> Findings:
     """Check a small random copy of a model in float32, and if it seems inexact in float64."""
-    findings = _check_copy_as(name, config, torch.float32, tell, trust_remote_code)
+    findings = _check_copy_as(config, torch.float32, show_step, trust_remote_code)
     if findings.tritonpack.worst.verdict != "inexact":
         return findings
     try:
-        exacter = _check_copy_as(name, config, torch.float64, tell, trust_remote_code)
+        exacter = _check_copy_as(config, torch.float64, show_step, trust_remote_code)
     except ValueError:  # a constant or a cast in the model's own code
         return findings
     same = type(exacter.model.model) is type(findings.model.model)
     return exacter if same and exacter.tritonpack.worst.verdict != "refused" else findings
 
 
-def _check_copy_as(name: str, config: Any, dtype: torch.dtype, tell: Tell, trust_remote_code: bool) -> Findings:
-    """Check the class that the configuration names, or else the class of an auto class."""
-    tell("building a small copy")
+def _check_copy_as(config: Any, dtype: torch.dtype, show_step: ShowStep, trust_remote_code: bool) -> Findings:
+    """Check the class that the configuration names, or else the class of an auto class.
+
+    Raises:
+        ValueError: neither can be built small and runs on tokens alone.
+    """
+    show_step("building a small copy")
     kind, why = named_class(config, trust_remote_code)
     if kind is not None:
         try:
             built = Built(small_model(kind, config).to(dtype), f"{kind.__name__}, {NAMED}")
-            return _check(name, config, built, False, tell)
+            return _check(config, built, False, show_step)
         except NotSmallError as error:
             why = f"{kind.__name__}, which can't be built small ({error})"
         except ValueError as error:
@@ -165,41 +158,50 @@ def _check_copy_as(name: str, config: Any, dtype: torch.dtype, tell: Tell, trust
     try:
         built = small_copy(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except NotSmallError as error:
-        raise ValueError(f"{name} can't be built small: {error}; use --weights") from error
-    return _check(name, config, with_note(built, config, why), False, tell)
+        raise ValueError(f"no small copy can be built: {error}") from error
+    return _check(config, with_note(built, config, why), False, show_step)
 
 
-def _check(name: str, config: Any, built: Built, weights: bool, tell: Tell) -> Findings:
+def _check(config: Any, built: Built, weights: bool, show_step: ShowStep) -> Findings:
     """Check a small copy, or with `weights` a model itself, by the tolerances of `testing.check_isolation`.
 
     Raises:
         ValueError: it doesn't run on tokens alone, and `patch` doesn't refuse it.
     """
     try:
-        subject, uncached = _callable(subject_of(built.model))
+        subject, notes = _callable(subject_of(built.model))
         documents = subject.draw(LENGTHS, 1)
         expected = alone(subject, documents, gradients=not weights)
     except Exception as error:  # a model's own code may raise anything
-        return _refused(name, weights, built, error)
-    notes = (*built.notes, *uncached)
+        refused = _refusal(built)
+        if refused is None:
+            what = "the model" if weights else "its small copy"
+            raise ValueError(f"{what} doesn't run on tokens alone: {one_line(error)}") from error
+        return Findings(built, 0.0, "nothing", Column(), refused, built.notes)
+    notes = (*built.notes, *notes)
     if not weights and expected.no_gradients:
         notes += (f"gradients weren't compared: {expected.no_gradients}",)
     limit, moved_limit = limits(expected.dtype) if weights else (tolerance(expected.dtype), None)
-    stock, patched = _columns(subject, documents, expected, limit, moved_limit, tell)
+    stock, patched = _columns(subject, documents, expected, limit, moved_limit, show_step)
     if weights:
         notes += (
             f"the longest document has {count(max(LENGTHS), 'token')}, so longer windows, chunks and selections had no "
             "effect; without --weights a small copy with short ones is checked",
         )
     elif patched.worst.verdict in ("inexact", "error"):
-        notes += _reach_notes(config)
+        # Patched calls may be refused for rotary embeddings that depend on the longest document of a call.
+        notes += tuple(
+            f"rotary embeddings of the type {kind!r} follow the longest document of a call, and differ beyond "
+            f"{longest:,} tokens ({REACH} in the small copy); calls whose documents are all shorter are exact"
+            for kind, longest in rope_limits(config.get_text_config(decoder=True))[:1]
+        )
     compared = "outputs and gradients" if expected.gradients else "outputs"
-    return Findings(name, weights, built, limit, compared, stock, patched, notes, instead_of(config, built))
+    return Findings(built, limit, compared, stock, patched, notes, instead_of(config, built))
 
 
 @torch.no_grad()
 def _callable(subject: Subject) -> tuple[Subject, tuple[str, ...]]:
-    """How to call a model with tokens alone, and notes: without a cache if stock transformers fails with one.
+    """The model as it is called with tokens alone, and notes. It is called without a cache if it fails with one.
 
     Raises:
         Exception: the model runs in neither way.
@@ -219,36 +221,24 @@ def _callable(subject: Subject) -> tuple[Subject, tuple[str, ...]]:
     return subject, ()
 
 
-def _refused(name: str, weights: bool, built: Built, error: Exception) -> Findings:
-    """The findings on a model that doesn't run on tokens alone, if `patch` refuses it.
-
-    Raises:
-        ValueError: `patch` doesn't refuse it.
-    """
-    try:
-        with patch(built.model):
-            pass
-    except UnsupportedModelError as refusal:
-        column = Column(whole=_judgement("refused", str(refusal)))
-        return Findings(name, weights, built, 0.0, "nothing", Column(), column, built.notes)
-    except Exception:  # the error that keeps the model from running is the one to report
-        pass
-    copy = "" if weights else "its small copy "
-    hint = "" if weights else "; use --weights"
-    raise ValueError(f"{name}: {copy}doesn't run on tokens alone: {one_line(error)}{hint}") from error
-
-
-def _reach_notes(config: Any) -> tuple[str, ...]:
-    """A note on rotary embeddings that depend on a call's longest document; patched calls may be refused for these."""
-    return tuple(
-        f"rotary embeddings of the type {kind!r} follow the longest document of a call, and differ beyond "
-        f"{limit:,} tokens ({REACH} in the small copy); calls whose documents are all shorter are exact"
-        for kind, limit in rope_limits(config.get_text_config(decoder=True))[:1]
-    )
+def _refusal(built: Built) -> Column | None:
+    """The results of a model that `patch` refuses; None if it doesn't."""
+    with suppress(Exception):  # another error is less telling than the one that keeps the model from running
+        try:
+            with patch(built.model):
+                return None
+        except UnsupportedModelError as error:
+            return Column(whole=_judgement("refused", str(error)))
+    return None
 
 
 def _columns(
-    subject: Subject, documents: list[Tensor], expected: Results, limit: float, moved_limit: float | None, tell: Tell
+    subject: Subject,
+    documents: list[Tensor],
+    expected: Results,
+    limit: float,
+    moved_limit: float | None,
+    show_step: ShowStep,
 ) -> tuple[Column, Column]:
     """The results with stock transformers, and patched."""
     model = subject.model
@@ -260,11 +250,11 @@ def _columns(
 
     def fill(column: Column, subject: Subject, what: str) -> None:
         for form, label in FORMS.items():
-            tell(f"{what}: {label}")
+            show_step(f"{what}: {label}")
             column.forms[form] = judge(subject, form, documents, expected, limit, moved_limit=moved_limit, always=True)
 
     fill(stock, replace(subject, stock=True), "stock transformers")
-    tell("patching the model")
+    show_step("patching the model")
     try:
         with patch(model) as handle:
             patched.report = str(handle.report)
@@ -300,11 +290,9 @@ def as_dict(findings: Findings) -> dict[str, Any]:
         }
         return {"verdict": found.worst.verdict, "reason": found.worst.reason, "report": found.report, "forms": forms}
 
-    model = findings.model.model
+    model: Any = findings.model.model
     return {
-        "model": findings.name,
-        "weights": findings.weights,
-        "model_type": model.config.model_type,  # type: ignore[union-attr]
+        "model_type": model.config.model_type,
         "class": type(model).__name__,
         "instead_of": findings.instead_of or None,
         "dtype": str(model.dtype).removeprefix("torch."),
@@ -318,20 +306,20 @@ def as_dict(findings: Findings) -> dict[str, Any]:
     }
 
 
-def _print(console: Console, findings: Findings) -> None:
+def _print(console: Console, title: str, weights: bool, findings: Findings) -> None:
     def line(text: str) -> None:  # neither coloured nor broken at the width of the terminal
         console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     model, replaced = findings.model.model, findings.instead_of
     name = type(model).__name__
     size = count(sum(parameter.numel() for parameter in model.parameters()), "parameter")
-    copy = "" if findings.weights else "a small random copy of "
-    line(f"{findings.name}: {copy}{findings.model.kind}; {size}, {str(model.dtype).removeprefix('torch.')}")
+    copy = "" if weights else "a small random copy of "
+    line(f"{title}: {copy}{findings.model.kind}; {size}, {str(model.dtype).removeprefix('torch.')}")
     if findings.stock.forms:
-        title = f"{name} in place of {replaced}" if replaced else None
-        rows = Table("packed documents told apart by", "stock", "tritonpack", title=title)
+        rows = Table("packed documents marked by", "stock", "tritonpack")
+        rows.title = f"{name} in place of {replaced}" if replaced else None
         for form, label in FORMS.items():
-            rows.add_row(label, *(_cell(column, form) for column in (findings.stock, findings.tritonpack)))
+            rows.add_row(label, _cell(findings.stock, form), _cell(findings.tritonpack, form))
         console.print(rows)
         line(
             f"Numbers: the largest difference between {findings.compared} of packed documents and of each document "

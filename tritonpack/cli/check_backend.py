@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import reduce
-from importlib import import_module
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -25,13 +24,9 @@ _STYLES = {"pass": "green", "fail": "bold red", "not offered": "dim", "error": "
 def examine(
     function: str, device: str, dtypes: Sequence[str], only: Sequence[str], skip: Sequence[str], path: Path | None
 ) -> bool:
-    """Run the checks, print their results as a table, and write them to `path` as JSON if there is one.
+    """Run the checks, print their results as a table, and write them to `path` as JSON.
 
-    Args:
-        function: "module:function".
-        device: "auto", "cpu" or "cuda".
-        dtypes: torch's names of dtypes; an empty list means the default of `conformance.run`.
-        only, skip: patterns of names of checks.
+    The arguments are the command's options. An empty list of dtypes means the default of `conformance.run`.
 
     Returns:
         Whether no check failed.
@@ -71,23 +66,19 @@ def resolve(name: str) -> Callable[..., Any]:
     Raises:
         ValueError: the module can't be imported, or has no such function.
     """
-    module_name, _, path = name.partition(":")
-    if not module_name or not path:
+    module, _, path = name.partition(":")
+    if not module or not path:
         raise ValueError(
             f"name the function as module:function, such as flash_attn:flash_attn_varlen_func; got {name!r}"
         )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        module = import_module(module_name)
-    except Exception as error:
-        raise ValueError(f"{module_name} can't be imported: {type(error).__name__}: {error}") from error
-    try:
-        function = reduce(getattr, path.split("."), module)
-    except AttributeError:
-        public = [n for n in vars(module) if callable(getattr(module, n)) and not n.startswith("_")]
-        offers = f"it has {', '.join(sorted(public)[:20])}" if public else "it has no public functions"
-        raise ValueError(f"{module_name} has no {path}; {offers}") from None
+        function = resolve_name(name)
+    except Exception as error:  # a module may raise anything when it is imported
+        raise ValueError(
+            f"{name} can't be imported: {type(error).__name__}: {error}; name the function as module:function"
+        ) from error
     if not callable(function):
-        raise ValueError(f"{name} is not a function but {type(function).__name__}")
+        raise ValueError(f"{name} is not a function but {type(function).__name__}; name a function")
     return function

@@ -1,4 +1,4 @@
-"""What the pictures of several commands share: a grid of panels, colors, and rows of documents drawn as bars."""
+"""Functions for the pictures of several commands: a grid of panels, colors, and rows of documents drawn as bars."""
 
 from __future__ import annotations
 

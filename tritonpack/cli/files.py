@@ -48,6 +48,20 @@ def require_writable(path: Path | None, option: str = "--json", inputs: Sequence
         raise ValueError(f"{failure}: {error.strerror}; name another file") from error
 
 
+def make_folder(folder: Path, *names: str) -> None:
+    """Make the folder of --out, and check before the work that files of these names can be written to it.
+
+    Raises:
+        ValueError: they can't.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--out {folder} can't be made: {error.strerror}; name another folder") from error
+    for name in names:
+        require_writable(folder / name, "--out")
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file through a temporary one in its folder, so that readers find it whole, and a failure changes nothing.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,7 @@ from tritonpack.cli.paths import require_path
 from tritonpack.patches.trial.small_copy import AUTO, PARTS, Built, auto_class, model_class, one_line, part_of
 
 NAMED = "the class that its configuration names"
-_OWN_CODE = "brings code of its own, which isn't run unless you say --trust-remote-code; read it first"
+_VERSION = f"transformers {transformers.__version__}"
 _LOG_IN = "log in with `hf auth login` (or set HF_TOKEN)"
 
 # Messages for the exceptions of huggingface_hub, by their names.
@@ -37,15 +36,18 @@ def load_config(name: str, trust_remote_code: bool) -> Any:
         trust_remote_code: run the code that the model brings.
 
     Raises:
-        ValueError: there is none, or transformers doesn't know it.
+        ValueError: there is none, or transformers refuses it.
     """
-    path = require_path(name)
     try:
-        return transformers.AutoConfig.from_pretrained(
-            str(path) if path.exists() else name, trust_remote_code=trust_remote_code
-        )
-    except Exception as error:  # validators of a configuration may raise anything
+        config = transformers.AutoConfig.from_pretrained(_source(name), trust_remote_code=trust_remote_code)
+    except (OSError, ImportError) as error:
         raise ValueError(_why(name, error)) from error
+    except Exception as error:  # validators of a configuration may raise anything
+        raise ValueError(_why(name, error, refused=True)) from error
+    named = getattr(config, "architectures", None) or []
+    if not isinstance(named, list) or not all(isinstance(one, str) for one in named):
+        raise ValueError(f"the configuration of {name} has architectures={named!r}; write a list of class names")
+    return config
 
 
 def named_class(config: Any, trust_remote_code: bool) -> tuple[Any, str]:
@@ -55,7 +57,7 @@ def named_class(config: Any, trust_remote_code: bool) -> tuple[Any, str]:
         The class, or None if the class of an auto class is to be checked; the reason for that, as the end of a
         sentence, empty if it is the same class.
     """
-    (name, *_) = getattr(config, "architectures", None) or [""]
+    (name, *_) = config.architectures or [""]
     if not name or (trust_remote_code and getattr(config, "auto_map", None)):
         return None, ""
     with suppress(ValueError, KeyError):  # no auto class has a model for it
@@ -67,7 +69,7 @@ def named_class(config: Any, trust_remote_code: bool) -> tuple[Any, str]:
     with suppress(Exception):  # its module imports a package that isn't installed
         kind = getattr(transformers, name, None)
     if not (isinstance(kind, type) and issubclass(kind, transformers.PreTrainedModel)):
-        return None, f"{name}, which isn't a model class of transformers {transformers.__version__}"
+        return None, f"{name}, which isn't a model class of {_VERSION}"
     taken = getattr(kind, "config_class", None)
     if not isinstance(config, taken or ()):
         takes = getattr(taken, "__name__", "another configuration")
@@ -77,7 +79,7 @@ def named_class(config: Any, trust_remote_code: bool) -> tuple[Any, str]:
 
 def instead_of(config: Any, built: Built) -> str:
     """The class that a configuration names, if the model is of another class; else empty."""
-    names = getattr(config, "architectures", None) or [""]
+    names = config.architectures or [""]
     return "" if type(built.model).__name__ in names else names[0]
 
 
@@ -103,46 +105,52 @@ def load_weights(name: str, config: Any, device: torch.device, trust_remote_code
     Raises:
         ValueError: it can't be loaded.
     """
-    if Path(name).expanduser().is_file():
+    source = _source(name)
+    if Path(source).is_file():
         raise ValueError(f"{name} has no weights; name its folder, or leave out --weights")
-    path = str(Path(name).expanduser()) if Path(name).expanduser().exists() else name
     try:
         kind, why = named_class(config, trust_remote_code)
-        if kind is not None:
-            model = kind.from_pretrained(path, config=config, dtype="auto").to(device).eval()
-            return Built(model, f"{type(model).__name__}, {NAMED}")
-        auto, part = auto_class(config), part_of(config)
-        if part is config:
-            model = auto.from_pretrained(path, config=config, dtype="auto", trust_remote_code=trust_remote_code)
-        else:
-            model = model_class(config).from_pretrained(path, config=part, dtype="auto")
-        model = model.to(device).eval()
+        part, what = config, NAMED
+        options: dict[str, Any] = {}
+        if kind is None:
+            kind, part = auto_class(config), part_of(config)
+            what = AUTO[kind.__name__]
+            if part is config:
+                options = {"trust_remote_code": trust_remote_code}
+            else:
+                kind = model_class(config)
+        model = kind.from_pretrained(source, config=part, dtype="auto", **options).to(device).eval()
     except Exception as error:  # files, memory, packages and a model's own code may raise anything
         raise ValueError(_why(name, error)) from error
-    return with_note(Built(model, f"{type(model).__name__}, {AUTO[auto.__name__]}"), config, why)
+    return with_note(Built(model, f"{type(model).__name__}, {what}"), config, why)
 
 
-def _why(name: str, error: BaseException) -> str:
-    """The reason for an exception of transformers or the Hub, in one line."""
-    for cause in _chain(error):
+def _source(name: str) -> str:
+    """The local path of a model, or its name on the Hub."""
+    path = require_path(name)
+    return str(path) if path.exists() else name
+
+
+def _why(name: str, error: BaseException, refused: bool = False) -> str:
+    """The reason for an exception of transformers or the Hub, in one line; `refused`: of reading a configuration."""
+    cause: BaseException | None = error
+    while cause is not None:
         if hint := _HUB.get(type(cause).__name__):
             return f"{name} {hint.format(name=name)}"
+        cause = cause.__cause__ or cause.__context__
     text = str(error)
     if "trust_remote_code" in text and "custom code" in text:
-        return f"{name} {_OWN_CODE}"
+        return f"{name} brings code of its own, which isn't run unless you say --trust-remote-code; read it first"
     if found := re.search(r"model type `([^`]*)`", text):
         return (
-            f"{name} is of the model type {found[1]!r}, which transformers {transformers.__version__} doesn't know; "
+            f"{name} is of the model type {found[1]!r}, which {_VERSION} doesn't know; "
             "a newer version may, and models with code of their own need --trust-remote-code"
         )
     if "model_type" in text and "Unrecognized model" in text:
-        what = "names no model_type" if Path(name).is_file() else "has no config.json that names a model_type"
-        return f"{name} {what}, so transformers can't tell what it is"
-    return f"{name} can't be loaded: {one_line(error)}"
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    """An exception and its causes."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
+        return f"the configuration of {name} names no model_type, so transformers can't tell what it is; add one"
+    if not refused:
+        return f"{name} can't be loaded: {one_line(error)}"
+    while error.__cause__ is not None:  # the validator of a field, without the classes that report on it
+        error = error.__cause__
+    reason = " ".join(f"{type(error).__name__}: {error}".split())
+    return f"{_VERSION} refuses the configuration of {name}: {reason}; correct its config.json"

@@ -1,19 +1,32 @@
-"""Names of models that can only be paths; this module imports nothing that takes time."""
+"""Local paths of models. This module imports nothing that takes time, so that wrong paths are reported at once."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 
 def require_path(name: str) -> Path:
-    """The name of a model as a path, which may not exist: names of models on the Hub look like paths.
+    """The name of a model as a path. The path may not exist, because names of models on the Hub look like paths.
 
     Raises:
-        ValueError: the name is a folder without a config.json, or can only be a path and doesn't exist.
+        ValueError: the name can only be a path and doesn't exist, it is a folder without a config.json, or its
+            configuration isn't a JSON object.
+        OSError: the configuration can't be read.
     """
     path = Path(name).expanduser()
-    if path.is_dir() and not (path / "config.json").is_file():
-        raise ValueError(f"{name} has no config.json; name a folder that save_pretrained wrote, or a config.json")
-    if not path.exists() and (name.startswith((".", "/", "~")) or name.endswith(".json") or name.count("/") > 1):
-        raise ValueError(f"there is no file or folder {name}")
-    return path
+    if path.is_dir():
+        path /= "config.json"
+        if not path.is_file():
+            raise ValueError(f"{name} has no config.json; name a folder that save_pretrained wrote, or a config.json")
+    elif not path.exists():
+        if name.startswith((".", "/", "~")) or name.endswith(".json") or name.count("/") > 1:
+            raise ValueError(f"there is no file or folder {name}")
+        return path
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ValueError(f"{path} isn't JSON: {error}; name the config.json of a model, or correct the file") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds {json.dumps(content)[:40]}, not a JSON object; write a model's configuration")
+    return Path(name).expanduser()

@@ -63,27 +63,13 @@ def varlen_attn_2_12(
 
 TORCH_VERSIONS = {"2.10": varlen_attn_2_10, "2.11": varlen_attn_2_11, "2.12": varlen_attn_2_12}
 
-# FlashAttention-4: tritonpack has its signature, but also accepts -1. Early betas took no max_seqlen and returned out.
+# FlashAttention-4: tritonpack has its signature, but also accepts -1.
 
 
 @wraps(fa4.flash_attn_varlen_func)
 def flash_attn_varlen_func(*args: Any, **keywords: Any) -> Any:
     assert all(side is None or side >= 0 for side in keywords["window_size"])
     return fa4.flash_attn_varlen_func(*args, **keywords)
-
-
-def early_flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None = None, cu_seqlens_k: Tensor | None = None,
-    seqused_q: Tensor | None = None, seqused_k: Tensor | None = None, page_table: Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int | None, int | None] = (None, None),
-) -> Tensor:  # fmt: skip
-    return flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k, causal=causal, window_size=window_size
-    )[0]
-
-
-FLASH_4 = {"4.0.0b36": flash_attn_varlen_func, "early": early_flash_attn_varlen_func}
 
 
 # xformers 0.0.35.
@@ -112,18 +98,6 @@ class BlockDiagonalBias:
         return BlockDiagonalBias(self.lengths, causal=True, window=window_size)
 
 
-class ForwardOnly(torch.autograd.Function):
-    """Computes nothing, and refuses to be differentiated."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        raise NotImplementedError("grouped heads have no backward")
-
-
 def memory_efficient_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_bias: BlockDiagonalBias | None = None, p: float = 0.0,
     scale: float | None = None, *, op: Any = None, output_dtype: torch.dtype | None = None,
@@ -132,9 +106,7 @@ def memory_efficient_attention(
     assert query.shape == key.shape == value.shape, "heads are not broadcast"
     left = -1 if attn_bias.window is None else attn_bias.window - 1
     mask = BlockDiagonalMask.from_seqlens(attn_bias.lengths, causal=attn_bias.causal, window=(left, -1))
-    q, k, v = (x[0].flatten(1, -2) for x in (query, key, value))
-    out = varlen_attention(q, k, v, mask).reshape(query.shape)
-    return ForwardOnly.apply(out) if query.ndim == 5 else out
+    return varlen_attention(query[0], key[0], value[0], mask)[None]
 
 
 def put_xformers(monkeypatch: pytest.MonkeyPatch, bias: type = BlockDiagonalBias) -> None:

@@ -9,8 +9,8 @@ pytest.importorskip("matplotlib")
 
 from rich.console import Console
 
+from tests.cli.command import run
 from tritonpack import varlen_attention
-from tritonpack.cli import main
 from tritonpack.cli.bench import command, peers
 from tritonpack.cli.bench.measure import OPS, DeviceLostError
 
@@ -23,15 +23,9 @@ def _wide(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 
-def run(*arguments):
-    with pytest.raises(SystemExit) as exit_info:
-        main(["bench", *arguments])
-    return exit_info.value.code
-
-
 @pytest.mark.heavy
 def test_table_csv_and_picture(capsys, tmp_path):
-    assert run(*SMALL, "--out", str(tmp_path / "new")) == 0
+    assert run("bench", *SMALL, "--out", str(tmp_path / "new")) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     assert " CPU, 1 thread, torch " in captured.out
@@ -50,9 +44,9 @@ def test_table_csv_and_picture(capsys, tmp_path):
 
 
 @pytest.mark.heavy
-def test_wrong_results_are_not_timed_and_exit_code_1(capsys, monkeypatch, tmp_path):
+def test_wrong_results_are_not_timed_and_exit_with_1(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(peers, "varlen_attention", lambda *a: varlen_attention(*a) * 1.001)
-    assert run(*SMALL, "--out", str(tmp_path)) == 1
+    assert run("bench", *SMALL, "--out", str(tmp_path)) == 1
     output = capsys.readouterr().out
     assert re.search(r"│ tritonpack +│ +not timed │ +not timed │ +not timed │", output)
     assert re.search(r"Not timed: tritonpack, one document: AssertionError: out.* beyond twice plain", output)
@@ -61,13 +55,13 @@ def test_wrong_results_are_not_timed_and_exit_code_1(capsys, monkeypatch, tmp_pa
         assert all(not row["p50_ms"] for row in csv.DictReader(file) if row["implementation"] == "tritonpack")
 
 
-def test_a_lost_device_ends_the_run_with_the_rows_so_far(capsys, monkeypatch, tmp_path):
+def test_lost_device_ends_the_run_and_keeps_rows(capsys, monkeypatch, tmp_path):
     def breaks(batch, peers, write, repeats):
         write({"op": "forward", "implementation": "tritonpack", "status": "the device was lost: RuntimeError: [no]"})
         raise DeviceLostError("tritonpack: RuntimeError: [no]")
 
     monkeypatch.setattr(command, "measure", breaks)
-    assert run(*SMALL, "--out", str(tmp_path)) == 1
+    assert run("bench", *SMALL, "--out", str(tmp_path)) == 1
     output = capsys.readouterr().out
     assert "The GPU is lost to this process: tritonpack: RuntimeError: [no]" in output
     assert output.count("Not timed: tritonpack, one document: the device was lost: RuntimeError: [no]") == 1
@@ -80,7 +74,7 @@ def rows_of(distribution, documents, implementation, times=(), status="ok"):
     return [{**about, "op": op, **figures} for op in OPS]
 
 
-def test_ratios_are_times_ours(capsys):
+def test_ratios_are_relative_to_tritonpack(capsys):
     rows = [
         *rows_of("short", 3, "tritonpack", (1, 1, 1)),
         *rows_of("short", 3, "other", (2, 3, 4.567)),
@@ -108,6 +102,6 @@ def test_ratios_are_times_ours(capsys):
         (["--out", "/proc/nowhere"], "/proc/nowhere"),
     ],
 )
-def test_wrong_options_are_exit_code_2(arguments, message, capsys):
-    assert run(*arguments) == 2
+def test_wrong_options_exit_with_2(arguments, message, capsys):
+    assert run("bench", *arguments) == 2
     assert message in capsys.readouterr().err

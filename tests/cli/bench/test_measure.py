@@ -10,11 +10,9 @@ from torch import Tensor
 
 from tests.cli.bench.batches import batch_of
 from tritonpack.cli.bench import measure as measuring
-from tritonpack.cli.bench import timing
 from tritonpack.cli.bench.batch import Batch, distributions
-from tritonpack.cli.bench.measure import OPS, measure, time_limit
+from tritonpack.cli.bench.measure import OPS, Times, measure, quantiles, time_alternating, time_limit
 from tritonpack.cli.bench.peers import OURS, Peer, ours
-from tritonpack.cli.bench.timing import Times, quantiles, time_alternating
 
 CPU = torch.device("cpu")
 
@@ -56,7 +54,7 @@ def test_flops() -> None:
 
 
 class TestMeasure:
-    def test_rows_of_a_peer_that_runs(self) -> None:
+    def test_rows_have_percentiles_and_tflops(self) -> None:
         rows = measured(Peer(OURS, ours))
         for op in OPS:
             row = rows[OURS, op]
@@ -71,17 +69,17 @@ class TestMeasure:
         assert all("p50_ms" not in rows["wrong", op] for op in OPS)
         assert all(rows[OURS, op]["status"] == "ok" for op in OPS)
 
-    def test_a_peer_without_backward_is_timed_forward(self) -> None:
+    def test_peer_without_backward_is_timed_forward(self) -> None:
         rows = measured(Peer("forward only", forward_only))
         assert rows["forward only", "forward"]["status"] == "ok"
         assert rows["forward only", "backward"]["status"] == "NotImplementedError: no backward here"
 
-    def test_a_peer_that_is_not_installed(self) -> None:
+    def test_missing_peer_has_status_not_installed(self) -> None:
         assert measured(Peer("flash", missing))["flash", "forward"]["status"] == (
             "not installed: No module named 'flash'"
         )
 
-    def test_a_peer_that_is_not_ready_in_time(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_slow_peer_has_status_timeout(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(measuring, "PATIENCE", 0.05)
 
         def slow(batch: Batch) -> Any:
@@ -90,7 +88,7 @@ class TestMeasure:
         rows = measured(Peer("slow", slow))
         assert rows["slow", "both"]["status"] == "TimeoutError: not ready after 0.05 seconds"
 
-    def test_a_peer_that_fails_while_it_is_timed(self) -> None:
+    def test_peer_that_fails_while_timed_has_a_status(self) -> None:
         calls = [0]
 
         def tires(batch: Batch) -> Any:
@@ -118,15 +116,15 @@ class TestTiming:
     def test_calls_take_turns(self) -> None:
         order: list[str] = []
         times = time_alternating({name: lambda name=name: order.append(name) for name in "ab"}, CPU, 3)
-        assert order == list("ab") * (timing.WARM_UP + 3)
+        assert order == list("ab") * (measuring.WARM_UP + 3)
         assert all(len(t.device) == len(t.host) == 3 and t.error is None for t in times.values())
 
-    def test_enough_is_five_repeats_and_half_a_second(self) -> None:
+    def test_enough_repeats_are_five_and_half_a_second(self) -> None:
         assert not Times([200.0] * 4).enough
         assert Times([200.0] * 5).enough
         assert not Times([1.0] * 20).enough
 
-    def test_a_call_that_raises_is_left_out(self) -> None:
+    def test_call_that_raises_is_left_out(self) -> None:
         calls = [0]
 
         def fails() -> None:
@@ -160,7 +158,7 @@ class TestTiming:
         monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: done.append("head start"))
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("wait"))
         cache: Any = Cache()
-        on_device, on_host = timing._time_on_device(lambda: done.append("call"), cache)
+        on_device, on_host = measuring._time_on_device(lambda: done.append("call"), cache)
         assert done == ["cold", "head start", "event", "call", "event", "wait"]
         assert on_device == 1.5
         assert on_host < 1000

@@ -12,24 +12,24 @@ from tests.cli.bench import stand_ins
 from tests.cli.bench.batches import KINDS, batch_of
 from tests.cli.bench.test_verify import check
 from tritonpack.cli.bench import peers
-from tritonpack.cli.bench.peers import PEERS, heads_repeated, one_row, torch_takes_groups, torch_varlen
+from tritonpack.cli.bench.peers import PEERS, one_row, torch_varlen
 
 every_kind = pytest.mark.parametrize("kind", KINDS)
 
 
 @every_kind
 @pytest.mark.parametrize("name", ["tritonpack", "sdpa, dense mask"])
-def test_peers_of_any_machine(name: str, kind: str) -> None:
+def test_results_on_any_machine(name: str, kind: str) -> None:
     peer = {peer.name: peer for peer in PEERS}[name]
     check(peer.prepare, batch_of(kind), layout=peer.layout)
 
 
 @pytest.mark.parametrize("kind", ["causal", "bidirectional", "ungrouped"])
-def test_padded(kind: str) -> None:
+def test_padded_sdpa(kind: str) -> None:
     check(peers.sdpa_padded, batch_of(kind), layout=peers.padded)
 
 
-def test_sdpa_refuses_windows_padding_and_long_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sdpa_refuses_windows_much_padding_and_long_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="window needs the dense mask"):
         peers.sdpa_padded(batch_of("window"))
     monkeypatch.setattr(peers, "MOST_PADDING", 2)
@@ -60,49 +60,27 @@ class TestTorchVarlen:
         return request.param
 
     @every_kind
-    def test_heads_repeated(self, torch_version: str, kind: str) -> None:
-        prepare = heads_repeated(torch_varlen)
+    def test_results(self, torch_version: str, kind: str) -> None:
         if torch_version == "2.10" and kind == "window":
             with pytest.raises(ValueError, match="has no window"):
-                prepare(batch_of(kind))
+                torch_varlen(batch_of(kind))
         else:
-            check(prepare, batch_of(kind))
-
-    def test_grouped_heads(self, torch_version: str) -> None:
-        assert torch_takes_groups() == (torch_version == "2.12")
-        if torch_version == "2.12":
-            check(torch_varlen, batch_of("causal"))
-        else:
-            with pytest.raises(ValueError, match="4 heads and key 2"):
-                check(torch_varlen, batch_of("causal"))
-
-    def test_heads_are_repeated_for_grouped_shapes_in_old_versions(self, torch_version: str) -> None:
-        peer = {peer.name: peer for peer in PEERS}["FlashAttention-2 (torch), heads repeated"]
-        assert peer.meant_for(KINDS["causal"]) == (torch_version != "2.12")
-        assert not peer.meant_for(KINDS["ungrouped"])
+            check(torch_varlen, batch_of(kind))
 
 
 @every_kind
-@pytest.mark.parametrize("version", stand_ins.FLASH_4)
-def test_flash_attention_4(version: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_ins.put(monkeypatch, "flash_attn.cute", flash_attn_varlen_func=stand_ins.FLASH_4[version])
+def test_flash_attention_4(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_ins.put(monkeypatch, "flash_attn.cute", flash_attn_varlen_func=stand_ins.flash_attn_varlen_func)
     check(peers.flash_attention_4, batch_of(kind))
 
 
 class TestXformers:
-    @pytest.mark.parametrize("kind", ["causal", "bidirectional", "window"])
-    def test_grouped_heads_have_forward_alone(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        stand_ins.put_xformers(monkeypatch)
-        check(peers.xformers, batch_of(kind), backward=False)
-        with pytest.raises(NotImplementedError, match="no backward"):
-            check(peers.xformers, batch_of(kind))
-
     @every_kind
-    def test_heads_repeated(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_results(self, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
         stand_ins.put_xformers(monkeypatch)
-        check(heads_repeated(peers.xformers), batch_of(kind))
+        check(peers.xformers, batch_of(kind))
 
-    def test_a_window_counted_differently_fails_the_check(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_window_off_by_one_fails_the_check(self, monkeypatch: pytest.MonkeyPatch) -> None:
         class Inclusive(stand_ins.BlockDiagonalBias):
             def make_local_attention(self, window_size: int) -> stand_ins.BlockDiagonalBias:
                 return super().make_local_attention(window_size + 1)
@@ -111,7 +89,7 @@ class TestXformers:
         with pytest.raises(AssertionError, match="out beyond twice plain attention's error"):
             check(peers.xformers, batch_of("window"), backward=False)
 
-    def test_import_hides_flash_attn(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_hidden_package_cannot_be_imported_for_a_while(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """xformers expects modules in flash_attn that the wheel of FlashAttention-4 doesn't have."""
         names = ("flash_attn", "flash_attn.cute")
         before = {name: ModuleType(name) for name in names}
@@ -123,7 +101,7 @@ class TestXformers:
         assert all(sys.modules[name] is before[name] for name in names)
 
 
-def test_a_library_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", None)
     with pytest.raises(ModuleNotFoundError):
         peers.flash_attention_4(batch_of("causal"))

@@ -9,15 +9,15 @@ from torch import Tensor
 from tests.cli.bench.batches import batch_of
 from tritonpack.cli.bench.batch import Batch
 from tritonpack.cli.bench.peers import Attention, Peer, Prepared, ours, packed
-from tritonpack.cli.bench.verify import Judge
+from tritonpack.cli.bench.verify import ResultCheck
 
 
 def check(prepare: Any, batch: Batch, *, layout: Any = packed, backward: bool = True, count: int = 512) -> None:
-    prepared, judge = Prepared(Peer("", prepare, layout), batch), Judge(batch, count)
+    prepared, found = Prepared(Peer("", prepare, layout), batch), ResultCheck(batch, count)
     out = prepared.forward()
-    judge.check_forward(prepared.leave(out))
+    found.check_forward(prepared.leave(out))
     if backward:
-        judge.check_backward(out, prepared)
+        found.check_backward(out, prepared)
 
 
 def check_variant(variant: Any, count: int = 512) -> None:
@@ -36,7 +36,7 @@ def test_right_results_pass(count: int) -> None:
 
 
 @pytest.mark.parametrize("count", [512, 40])
-def test_a_leak_between_documents(count: int) -> None:
+def test_leak_between_documents_is_found(count: int) -> None:
     def leaking(attention: Attention, *qkv: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1)[None] for x in qkv)
         out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
@@ -46,14 +46,14 @@ def test_a_leak_between_documents(count: int) -> None:
         check_variant(leaking, count)
 
 
-def test_a_gradient_that_is_a_thousandth_off() -> None:
+def test_gradient_off_by_a_thousandth_is_found() -> None:
     with pytest.raises(AssertionError, match="dv beyond"):
         check_variant(lambda attention, q, k, v: attention(q, k, v * 0.999 + v.detach() * 0.001))
 
 
 @pytest.mark.parametrize("row", [0, 37, 137], ids=["first", "in the middle", "last"])
 @pytest.mark.parametrize("count", [512, 40])
-def test_the_gradient_of_a_single_key(row: int, count: int) -> None:
+def test_wrong_gradient_of_one_key_is_found(row: int, count: int) -> None:
     def variant(attention: Attention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k = k.clone()
         k.register_hook(lambda dk: dk.index_add(0, torch.tensor([row]), torch.full_like(dk[:1], 0.01)))
@@ -63,25 +63,25 @@ def test_the_gradient_of_a_single_key(row: int, count: int) -> None:
         check_variant(variant, count)
 
 
-def test_a_value_that_is_not_finite_in_a_row_that_was_not_drawn() -> None:
-    rows = set(Judge(batch_of("causal"), 40).rows.tolist())
+def test_nan_in_a_row_that_was_not_drawn_is_found() -> None:
+    rows = set(ResultCheck(batch_of("causal"), 40).rows.tolist())
     row = next(i for i in range(138) if i not in rows)
     with pytest.raises(AssertionError, match="isn't finite"):
         check_variant(lambda attention, *qkv: attention(*qkv).index_fill(0, torch.tensor([row]), torch.nan), 40)
 
 
-def test_a_gradient_in_rows_that_should_have_none() -> None:
+def test_gradient_in_rows_without_one_is_found() -> None:
     with pytest.raises(AssertionError, match="dq isn't zero"):
         check_variant(lambda attention, q, k, v: attention(q, k, v) + 1e-30 * (q.flip(0) - q.flip(0).detach()), 40)
 
 
-def test_another_shape() -> None:
+def test_wrong_shape_is_found() -> None:
     with pytest.raises(AssertionError, match="shape"):
         check_variant(lambda attention, *qkv: attention(*qkv)[1:])
 
 
-def test_drawn_rows_hold_the_ends_of_documents() -> None:
-    rows = Judge(batch_of("causal"), 20).rows
+def test_drawn_rows_include_the_ends_of_documents() -> None:
+    rows = ResultCheck(batch_of("causal"), 20).rows
     assert {38, 117, 37, 118, 137} <= set(rows.tolist())  # the longest, the shortest and the median document
     assert rows.tolist() == sorted(set(rows.tolist()))
     assert len(rows) <= 20

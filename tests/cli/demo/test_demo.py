@@ -1,5 +1,6 @@
 """The demo as a whole and its parts, on a small library."""
 
+import math
 import multiprocessing
 import re
 from concurrent.futures.process import BrokenProcessPool
@@ -7,16 +8,16 @@ from dataclasses import replace
 
 import pytest
 import torch
+from rich.console import Console
 
 pytest.importorskip("typer")
 pytest.importorskip("matplotlib")
 pytest.importorskip("transformers")
 
 from tritonpack.cli import main
-from tritonpack.cli.demo import isolation, settings_for
+from tritonpack.cli.demo import compare_losses, isolation, settings_for, table
 from tritonpack.cli.demo.corpus import read_corpus
-from tritonpack.cli.demo.model import WAYS, build_model, collate
-from tritonpack.cli.demo.training import train, train_in_turns
+from tritonpack.cli.demo.training import WAYS, Run, build_model, collate, train, train_in_turns
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def imported_once(monkeypatch):
 
 
 @pytest.mark.heavy
-def test_trains_three_ways_and_draws(small_library, tmp_path, capsys, imported_once):
+def test_demo_trains_three_ways_and_draws(small_library, tmp_path, capsys, imported_once):
     out = tmp_path / "out"
     with pytest.raises(SystemExit) as exit_info:
         main(["demo", "--steps", "4", "--documents", "4", "--max-length", "128", "--device", "cpu", "--out", str(out)])
@@ -69,7 +70,7 @@ def test_one_seed_gives_one_model(settings):
     assert all(torch.equal(a, b) for a, b in zip(first.parameters(), again.parameters(), strict=True))
 
 
-def test_isolation_tells_packed_from_naive(settings):
+def test_packed_is_isolated_and_naive_leaks(settings):
     isolated, proof = isolation("packed", settings)
     assert isolated
     assert "moved by other documents 0.0e+00" in proof
@@ -78,7 +79,7 @@ def test_isolation_tells_packed_from_naive(settings):
     assert "see each other" in leak
 
 
-def test_a_run_measures_its_steps_and_the_held_out_loss(corpus, settings):
+def test_run_has_losses_of_steps_and_of_held_out_documents(corpus, settings):
     steps = corpus.steps(3, 4, seed=0)
     *progress, run = train("padded", steps, corpus.validation, settings)
     assert progress == [None] * 4
@@ -89,7 +90,7 @@ def test_a_run_measures_its_steps_and_the_held_out_loss(corpus, settings):
     assert min(run.seconds) > 0
     # The same training by hand, and the held-out documents in one padded batch.
     model = build_model(settings)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.shape.learning_rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
     for step in steps:
         model(**collate("padded", step, "cpu")).loss.backward()
         optimizer.step()
@@ -99,11 +100,64 @@ def test_a_run_measures_its_steps_and_the_held_out_loss(corpus, settings):
     assert run.validation_loss == pytest.approx(together, rel=100 * torch.finfo(torch.float32).eps)
 
 
-def test_a_failure_in_a_process_ends_the_training(corpus, settings, imported_once):
+def test_exception_in_a_process_ends_the_training(corpus, settings, imported_once):
     with pytest.raises(RuntimeError, match="empty"):
         train_in_turns([[]], corpus.validation, settings)
 
 
-def test_a_process_that_dies_ends_the_training(corpus, settings, imported_once):
+def test_death_of_a_process_ends_the_training(corpus, settings, imported_once):
     with pytest.raises(BrokenProcessPool):
         train_in_turns([[]], corpus.validation, replace(settings, threads=-1))
+
+
+def make_run(losses, peak_bytes=2**20 * 50, positions=100):
+    steps = len(losses)
+    seconds = (9.0, 9.0, *[0.5] * (steps - 2))
+    return Run(tuple(losses), seconds, (100,) * steps, (positions,) * steps, peak_bytes, validation_loss=2.5)
+
+
+def make_runs(packed_gap=1e-6, naive_gap=1e-2):
+    losses = [5.0, 4.0, 3.0, 2.0]
+    return {
+        "padded": make_run(losses, positions=200),
+        "naive": make_run([loss + naive_gap for loss in losses]),
+        "packed": make_run([loss + packed_gap for loss in losses]),
+    }
+
+
+def test_speed_padding_and_gap():
+    runs = make_runs()
+    assert runs["padded"].tokens_per_second == 200  # the slow first two steps aren't counted
+    assert runs["padded"].padding_share == 0.5
+    assert runs["naive"].gap(runs["padded"]) == pytest.approx(1e-2)
+
+
+def test_table_shows_measurements():
+    console = Console(width=80)
+    with console.capture() as capture:
+        console.print(table(make_runs() | {"naive": make_run([5.5, 4.0, 3.0, 2.0], peak_bytes=None)}))
+    lines = [line.split() for line in capture.get().splitlines()]
+    rows = {words[0]: " ".join(words) for words in lines if words and words[0] in ("padded", "naive", "packed")}
+    for value in ("200", "1.00x", "50 MiB", "50.0%", "2.5000"):
+        assert value in rows["padded"]
+    assert "unknown" in rows["naive"]
+    assert "5.0e-01" in rows["naive"]
+
+
+def test_packed_training_is_closer_to_padded_than_naive():
+    closer, sentence = compare_losses(make_runs(), nothing_leaks=False)
+    assert closer
+    assert "stays within 1.0e-06 of padded's and naive's within 1.0e-02." in sentence
+
+
+@pytest.mark.parametrize("gap", [0.1, math.nan])
+def test_wrong_packed_training_is_reported(gap):
+    closer, sentence = compare_losses(make_runs(packed_gap=gap), nothing_leaks=False)
+    assert not closer
+    assert "PACKED IS NO CLOSER THAN NAIVE" in sentence
+
+
+def test_naive_training_may_be_closer_if_nothing_leaks():
+    closer, sentence = compare_losses(make_runs(packed_gap=1e-7, naive_gap=0.0), nothing_leaks=True)
+    assert closer
+    assert "NO CLOSER" not in sentence

@@ -37,11 +37,6 @@ class Shape:
     window: tuple[int, int] = NO_WINDOW
     dtype: str = "bfloat16"
 
-    @property
-    def grouped(self) -> bool:
-        """Whether several query heads share a key head."""
-        return self.heads != self.kv_heads
-
     def columns(self) -> dict[str, str]:
         """The shape as columns of a CSV."""
         window = "" if self.window == NO_WINDOW else "{} {}".format(*self.window)
@@ -77,7 +72,7 @@ class Batch:
     mask: BlockDiagonalMask
 
     def flops(self) -> int:
-        """Operations of the two matrix products of a forward pass, over the pairs that the mask shows."""
+        """The operations of the two matrix products of a forward pass, counted over the visible pairs."""
         pairs = int((self.mask.key_stop - self.mask.key_start).sum(dtype=torch.int64))
         return 4 * self.shape.heads * self.shape.head_dim * pairs
 

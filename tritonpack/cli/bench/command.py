@@ -1,4 +1,4 @@
-"""What `tritonpack bench` does: measures every peer on every batch, prints a table, writes a CSV and a picture."""
+"""`tritonpack bench`: measure every peer on every batch, print a table, write a CSV and a picture."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tritonpack.backends import resolve_backend
 from tritonpack.cli.bench.batch import Shape, distributions, make_batch
 from tritonpack.cli.bench.measure import FIGURES, NOT_INSTALLED, OPS, DeviceLostError, measure
 from tritonpack.cli.bench.peers import OURS, peers_for
-from tritonpack.cli.files import write_figure, write_whole
+from tritonpack.cli.files import make_folder, write_figure, write_whole
 from tritonpack.cli.machine import installed_version, resolve_device
 from tritonpack.cli.words import count
 
@@ -39,21 +39,13 @@ def examine(
     threads: int,
     out: Path,
 ) -> bool:
-    """Measure, print the table, write the CSV, draw the picture.
-
-    Args:
-        tokens, heads, head_dim: sizes of the batches; None means a default for the device.
-        dtype, device: names, or "auto".
-        repeats: how often each call is timed at most; None means a default for the device.
-        threads: CPU threads.
-        out: folder of the CSV and the picture.
+    """Measure, print the table, write the CSV, draw the picture. The arguments are the command's options.
 
     Returns:
         Whether tritonpack's results were right, and timed, on every batch.
 
     Raises:
-        ValueError: the device isn't there, or attention doesn't take the shape.
-        OSError: the results can't be written.
+        ValueError: the device isn't there, attention doesn't take the shape, or the results can't be written.
     """
     where = resolve_device(device)
     on_gpu = where.type == "cuda"
@@ -68,7 +60,7 @@ def examine(
         head_dim or (128 if on_gpu else 64),
         dtype=("bfloat16" if on_gpu else "float32") if dtype == "auto" else dtype,
     )
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out, "bench.csv", "bench.png")
     torch.set_num_threads(threads)
     facts = {
         "backend": resolve_backend("auto", torch.empty(1, 1, 16, dtype=getattr(torch, shape.dtype), device=where)),
@@ -119,15 +111,14 @@ def examine(
 
 
 def not_timed(row: Row) -> str:
-    """Why a row has no figure, in one line."""
-    status = str(row["status"])
-    if status.startswith(NOT_INSTALLED):
+    """The reason why a row has no figure, in one line."""
+    if str(row["status"]).startswith(NOT_INSTALLED):
         return f"Not installed: {row['implementation']}"
-    return f"Not timed: {row['implementation']}, {row['distribution']}: {status}"
+    return f"Not timed: {row['implementation']}, {row['distribution']}: {row['status']}"
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """Medians with the 20th and 80th percentile, and how many times as long each implementation takes as tritonpack."""
+    """Medians with the 20th and 80th percentile, and the time of each implementation relative to tritonpack's."""
     headers = (*(f"{op}, ms" for op in OPS), f"times {OURS}")
     figures = (Column(header, justify="right", overflow="fold") for header in headers)
     result = Table("documents", Column("implementation", overflow="fold"), *figures)
@@ -149,7 +140,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def draw(rows: Sequence[Row], title: str, path: Path) -> None:
-    """Draw, for each batch, the time of forward and backward together (pale) and of forward (on top of it)."""
+    """Draw two bars for each batch: the time of forward and backward together (pale), and the time of forward on it."""
     from matplotlib.figure import Figure
 
     found = _by_place(rows)
@@ -160,10 +151,10 @@ def draw(rows: Sequence[Row], title: str, path: Path) -> None:
     width = 0.8 / max(len(names), 1)
     for number, name in enumerate(names):
         for op, alpha in (("both", 0.5), ("forward", 1.0)):
-            places = [place for place, batch in enumerate(batches) if (batch, name, op) in found]
-            times = [found[batch, name, op] for batch in batches if (batch, name, op) in found]
+            shown = [(place, found.get((batch, name, op))) for place, batch in enumerate(batches)]
+            times = [time for _, time in shown if time]
             bars = axes.bar(
-                [place + (number - (len(names) - 1) / 2) * width for place in places],
+                [place + (number - (len(names) - 1) / 2) * width for place, time in shown if time],
                 [p50 for _, p50, _ in times],
                 width * 0.92,
                 color=f"C{number}",
@@ -192,13 +183,6 @@ def _by_place(rows: Sequence[Mapping[str, object]]) -> dict[tuple[object, object
         for row in rows
         if row["status"] == "ok"
     }
-
-
-def _spread(times: tuple[float, ...] | None) -> str:
-    if times is None:
-        return "[dim]not timed[/]"
-    p20, p50, p80 = map(short, times)
-    return f"{p50} [dim]({p20}-{p80})[/]"
 
 
 def short(milliseconds: float) -> str:

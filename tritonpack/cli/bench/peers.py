@@ -1,9 +1,8 @@
 """The implementations of attention that are compared, each on tensors in its own layout.
 
-What a training loop does once per batch (laying documents out in padded rows, building a mask) happens when a peer is
-prepared. It isn't timed, because all layers of a model share it. A peer that isn't installed, or doesn't take a batch,
-raises an exception. Libraries count windows in different ways; the check of results shows whether an adapter converts
-them correctly.
+A peer is prepared once per batch: documents are laid out in padded rows, or a mask is built. This isn't timed, because
+all layers of a model share it. A peer that isn't installed, or doesn't accept a batch, raises an exception. Libraries
+count windows in different ways; the check of results shows whether an adapter converts them correctly.
 """
 
 from __future__ import annotations
@@ -31,8 +30,6 @@ MOST_PADDING = 16  # padded batches of more than this many times the tokens are 
 LARGEST_DENSE = 32768  # tokens beyond which a dense mask is refused
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
 # A peer's layout: a function from (tokens, heads, head_dim) to the layout of its tensors, and one back.
 Layout = tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]
 
@@ -79,7 +76,7 @@ class Peer:
         name: its name in tables and ledgers.
         prepare: builds, for a batch, the function of q, k and v in the peer's layout.
         layout: the layout of its tensors.
-        meant_for: whether a measurement of it at a shape is meaningful.
+        meant_for: whether the peer is measured at a shape.
         on_cpu: whether `tritonpack bench` runs it on a CPU too.
     """
 
@@ -132,6 +129,8 @@ def _fused_sdpa(device: torch.device) -> AbstractContextManager[Any]:
 def _for_every_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """k and v with one head for every query head, for kernels that don't take grouped heads; heads are dimension 1."""
     group = q.shape[1] // k.shape[1]
+    if group == 1:
+        return k, v
     return k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
 
 
@@ -160,20 +159,16 @@ def sdpa_dense_mask(batch: Batch) -> Attention:
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if not q.is_cuda:
             return scaled_dot_product_attention(q, k, v, attn_mask=dense, enable_gqa=True)
-        with _fused_sdpa(q.device):  # whose kernels take a mask or grouped heads, not both
+        with _fused_sdpa(q.device):  # these kernels take a mask or grouped heads, not both
             return scaled_dot_product_attention(q, *_for_every_head(q, k, v), attn_mask=dense)
 
     return attention
 
 
-def _varlen_attn() -> Any:
-    return import_module("torch.nn.attention.varlen").varlen_attn
-
-
 def torch_varlen(batch: Batch) -> Attention:
     """torch's own FlashAttention-2: torch 2.10 has `is_causal`, 2.11 `window_size`, 2.12 also `enable_gqa`."""
-    function, shape = _varlen_attn(), batch.shape
-    names = inspect.signature(function).parameters
+    function: Any = import_module("torch.nn.attention.varlen").varlen_attn
+    shape, names = batch.shape, inspect.signature(function).parameters
     options: dict[str, Any] = {}
     if "window_size" in names:
         options["window_size"] = (shape.window[0], 0 if shape.causal else shape.window[1])
@@ -181,28 +176,15 @@ def torch_varlen(batch: Batch) -> Attention:
         raise ValueError("this version of torch's varlen_attn has no window")
     else:
         options["is_causal"] = shape.causal
-    if "enable_gqa" in names:
-        options["enable_gqa"] = True
     cu_seqlens, longest = batch.cu_seqlens, max(batch.lengths)
-    return lambda q, k, v: function(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
 
+    def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return function(q, k, v, cu_seqlens, cu_seqlens, longest, longest, **options)
 
-def torch_takes_groups() -> bool:
-    """Whether torch's varlen_attn takes fewer key heads than query heads; True where torch has no such function."""
-    try:
-        return "enable_gqa" in inspect.signature(_varlen_attn()).parameters
-    except ImportError:
-        return True
-
-
-def heads_repeated(prepare: Callable[[Batch], Attention]) -> Callable[[Batch], Attention]:
-    """A peer with packed tensors that copies key heads for every query head, because it takes no grouped heads."""
-
-    def prepare_repeated(batch: Batch) -> Attention:
-        attention = prepare(batch)
+    if "enable_gqa" not in names:
         return lambda q, k, v: attention(q, *_for_every_head(q, k, v))
-
-    return prepare_repeated
+    options["enable_gqa"] = True
+    return attention
 
 
 def flash_attention_4(batch: Batch) -> Attention:
@@ -214,9 +196,9 @@ def flash_attention_4(batch: Batch) -> Attention:
         "cu_seqlens_k": batch.cu_seqlens,
         "causal": batch.shape.causal,
         "window_size": (left, right),
+        "max_seqlen_q": max(batch.lengths),
+        "max_seqlen_k": max(batch.lengths),
     }
-    names = inspect.signature(function).parameters
-    options |= {name: max(batch.lengths) for name in ("max_seqlen_q", "max_seqlen_k") if name in names}
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         result = function(q, k, v, **options)
@@ -238,7 +220,7 @@ def hidden(name: str) -> Iterator[None]:
 
 
 def xformers(batch: Batch) -> Attention:
-    """xformers, with grouped heads as five dimensions, for which xformers 0.0.35 has no backward."""
+    """xformers, with key heads copied for every query head: for grouped heads xformers 0.0.35 has no backward."""
     # FlashAttention-4 installs a package flash_attn that lacks modules which xformers expects in it.
     with hidden("flash_attn"):
         function: Any = import_module("xformers.ops").memory_efficient_attention
@@ -251,12 +233,8 @@ def xformers(batch: Batch) -> Attention:
         bias = bias.make_causal() if left == -1 else bias.make_local_attention(left + 1)  # counting the query's key
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        (tokens, heads, head_dim), kv_heads = q.shape, k.shape[1]
-        if heads == kv_heads:
-            return function(q[None], k[None], v[None], attn_bias=bias)[0]
-        groups = (1, tokens, kv_heads, heads // kv_heads, head_dim)
-        ks, vs = (x[None, :, :, None].expand(groups) for x in (k, v))
-        return function(q.view(groups), ks, vs, attn_bias=bias).reshape(q.shape)
+        k, v = _for_every_head(q, k, v)
+        return function(q[None], k[None], v[None], attn_bias=bias)[0]
 
     return attention
 
@@ -305,14 +283,8 @@ PEERS = (
     Peer(OURS, ours, on_cpu=True),
     Peer("tritonpack, gluon", partial(ours, backend="gluon"), meant_for=lambda shape: shape.head_dim in (64, 128, 256)),
     Peer("FlashAttention-2 (torch)", torch_varlen),
-    Peer(
-        "FlashAttention-2 (torch), heads repeated",
-        heads_repeated(torch_varlen),
-        meant_for=lambda shape: shape.grouped and not torch_takes_groups(),
-    ),
     Peer("FlashAttention-4", flash_attention_4),
     Peer("xformers", xformers),
-    Peer("xformers, heads repeated", heads_repeated(xformers), meant_for=lambda shape: shape.grouped),
     Peer("FlexAttention", flex, one_row),
     Peer("sdpa, padded", sdpa_padded, padded, on_cpu=True),
     Peer("sdpa, dense mask", sdpa_dense_mask, one_row, on_cpu=True),

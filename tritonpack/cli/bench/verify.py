@@ -18,7 +18,7 @@ from tritonpack.testing import Inputs, check_outputs
 ROWS = 512
 
 
-def sample_rows(batch: Batch, count: int = ROWS) -> Tensor:
+def _sample_rows(batch: Batch, count: int) -> Tensor:
     """(rows,) int64, ascending: both ends of the longest, the median and the shortest document, and random rows."""
     total = batch.shape.tokens
     if total <= count:
@@ -31,13 +31,13 @@ def sample_rows(batch: Batch, count: int = ROWS) -> Tensor:
     return torch.cat([ends, drawn]).unique().to(batch.q.device)
 
 
-class Judge:
+class ResultCheck:
     """Checks the drawn rows of a batch, for the last key head and the query heads that share it."""
 
     def __init__(self, batch: Batch, count: int = ROWS) -> None:
         self.group = batch.shape.heads // batch.shape.kv_heads
         self.shape = batch.q.shape
-        self.rows = sample_rows(batch, count)
+        self.rows = _sample_rows(batch, count)
         self.dout = torch.zeros_like(batch.dout).index_copy_(0, self.rows, batch.dout[self.rows])
         self.inputs = Inputs(
             self._drawn(batch.q),

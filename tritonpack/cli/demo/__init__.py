@@ -3,16 +3,27 @@
 from __future__ import annotations
 
 import platform
+import sys
+from collections.abc import Mapping
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
+from rich.table import Table
 
-from tritonpack.cli.demo.corpus import read_corpus
-from tritonpack.cli.demo.model import SIZES, Settings, Way, attention_of, build_model
-from tritonpack.cli.demo.report import compare_losses, table
-from tritonpack.cli.demo.training import WARMUP_STEPS, train_in_turns
+from tritonpack.cli.demo.corpus import Corpus
+from tritonpack.cli.demo.training import (
+    WARMUP_STEPS,
+    WAYS,
+    Run,
+    Settings,
+    Way,
+    attention_of,
+    build_model,
+    train_in_turns,
+)
 from tritonpack.cli.machine import resolve_device
 from tritonpack.cli.words import count
 from tritonpack.errors import IsolationError
@@ -20,46 +31,46 @@ from tritonpack.testing import check_isolation
 
 NUM_VALIDATION = 64
 
-
-class Defaults(NamedTuple):
-    """The options that suit a device."""
-
-    dtype: str
-    size: str
-    max_length: int
-    documents: int
-
-
-_DEFAULTS = {
-    "cpu": Defaults("float32", "tiny", max_length=2048, documents=8),  # takes minutes
-    "cuda": Defaults("bfloat16", "small", max_length=4096, documents=64),  # keeps a GPU busy
-}
+# Arguments of `LlamaConfig`, and the learning rate.
+SIZES = {
+    "tiny": (
+        {
+            "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2, "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+        },
+        3e-3,
+    ),
+    "small": (
+        {
+            "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 12,
+            "num_key_value_heads": 4,
+        },
+        6e-4,
+    ),
+}  # fmt: skip
 
 
 def settings_for(device: str, dtype: str, size: str, max_length: int | None, threads: int, seed: int) -> Settings:
-    """The settings for the options; "auto" and None mean the default of the device.
+    """The settings for the options; "auto" and None mean what keeps a GPU busy, or a CPU for minutes.
 
     Raises:
         ValueError: there is no such device.
     """
     device = resolve_device(device).type
-    defaults = _DEFAULTS[device]
-    return Settings(
-        seed=seed,
-        device=device,
-        dtype=getattr(torch, defaults.dtype if dtype == "auto" else dtype),
-        shape=SIZES[defaults.size if size == "auto" else size],
-        max_length=max_length or defaults.max_length,
-        threads=threads,
-    )
+    on_gpu = device == "cuda"
+    size = ("small" if on_gpu else "tiny") if size == "auto" else size
+    dtype = ("bfloat16" if on_gpu else "float32") if dtype == "auto" else dtype
+    max_length = max_length or (4096 if on_gpu else 2048)
+    return Settings(size, *SIZES[size], max_length, device, getattr(torch, dtype), threads, seed)
 
 
-def run_demo(settings: Settings, num_steps: int, documents: int | None, out: Path) -> bool:
+def run_demo(settings: Settings, corpus: Corpus, num_steps: int, documents: int | None, out: Path) -> bool:
     """Train the three ways, print the measurements, draw the picture.
 
     Args:
+        corpus: the documents to train on, and those held out.
         num_steps: optimizer steps of each way.
-        documents: documents per step; None means the default of the device.
+        documents: documents per step; None means 64 on a GPU and 8 on a CPU.
         out: the folder for the picture, which exists.
 
     Returns:
@@ -67,33 +78,79 @@ def run_demo(settings: Settings, num_steps: int, documents: int | None, out: Pat
     """
     from tritonpack.cli.demo.figure import draw
 
-    console = Console()
-    documents = documents or _DEFAULTS[settings.device].documents
-    corpus = read_corpus(settings.max_length, NUM_VALIDATION, settings.seed)
+    console = Console(highlight=False)
+    documents = documents or (64 if settings.device == "cuda" else 8)
     steps = corpus.steps(num_steps, documents, settings.seed)
     console.print(
-        f"{corpus.functions:,} documented functions of Python {platform.python_version()}'s standard library, as bytes."
-        f" {corpus.split:,} of them are longer than {settings.max_length:,} tokens and were split, which makes "
-        f"{len(corpus.training):,} documents to train on and {len(corpus.validation):,} held out.\n"
-        f"{count(num_steps, 'step')} of {count(documents, 'document')} each way: the {settings.shape.name} model on "
+        f"{corpus.functions:,} documented functions of Python {platform.python_version()}'s standard library, as bytes,"
+        f" split at {settings.max_length:,} tokens: {len(corpus.training):,} documents to train on, "
+        f"{len(corpus.validation):,} held out.\n"
+        f"{count(num_steps, 'step')} of {count(documents, 'document')} each way: the {settings.model} model on "
         f"{settings.device}, {str(settings.dtype).removeprefix('torch.')}, {count(settings.threads, 'CPU thread')}. "
         "Each way has a fresh process, and they take turns, step by step; the first "
-        f"{WARMUP_STEPS} steps aren't timed.",
-        highlight=False,
+        f"{WARMUP_STEPS} steps aren't timed."
     )
-    runs = train_in_turns(steps, corpus.validation, settings)
+    try:
+        runs = train_in_turns(steps, corpus.validation, settings)
+    except BrokenProcessPool as error:
+        print(f"error: {error}", file=sys.stderr)
+        return False
     console.print(table(runs))
     closer, sentence = compare_losses(runs, nothing_leaks=documents == 1)
-    console.print(sentence, highlight=False)
     _, leak = isolation("naive", settings)
     isolated, proof = isolation("packed", settings)
-    console.print(leak, proof, sep="\n", markup=False, highlight=False)
+    console.print(sentence, leak, proof, sep="\n", markup=False)
     picture = out / "demo.png"
     # The step whose share of padding is the median.
     lengths = sorted(([len(document) for document in step] for step in steps), key=lambda n: sum(n) / max(n))
     draw(picture, runs, lengths[len(lengths) // 2])
-    console.print(f"Picture: {picture}", highlight=False, soft_wrap=True)
+    console.print(f"Picture: {picture}", markup=False, soft_wrap=True)
     return closer and isolated
+
+
+def table(runs: Mapping[Way, Run]) -> Table:
+    """One row per way."""
+    padded = runs["padded"]
+    result = Table(
+        title="The same documents in the same order, three ways",
+        caption="Tokens per second don't count padding. Losses are in nats per token: held-out is computed alike for "
+        "all, each document alone, with stock attention; the gap is the largest distance of a step's training loss "
+        "from padded's.",
+        caption_justify="left",
+        box=SIMPLE_HEAD,
+    )
+    result.add_column("way", no_wrap=True)
+    for header in ("tokens/s", "speed", "peak\nmemory", "padding", "held-out\nloss", "gap to\npadded"):
+        result.add_column(header, justify="right", no_wrap=True)
+    for way in WAYS:
+        run = runs[way]
+        result.add_row(
+            way,
+            f"{run.tokens_per_second:,.0f}",
+            f"{run.tokens_per_second / padded.tokens_per_second:.2f}x",
+            "unknown" if run.peak_bytes is None else f"{run.peak_bytes / 2**20:,.0f} MiB",
+            f"{run.padding_share:.1%}",
+            f"{run.validation_loss:.4f}",
+            "" if way == "padded" else f"{run.gap(padded):.1e}",
+        )
+    return result
+
+
+def compare_losses(runs: Mapping[Way, Run], nothing_leaks: bool) -> tuple[bool, str]:
+    """Compare the gaps of packed and naive training to padded training.
+
+    Args:
+        nothing_leaks: whether every step has one document, so that naive training is exact too.
+
+    Returns:
+        Whether packed's gap is the smaller one (or nothing leaks), and a sentence with both.
+    """
+    naive, packed = (runs[way].gap(runs["padded"]) for way in ("naive", "packed"))
+    closer = nothing_leaks or packed < naive  # false for NaN
+    return closer, (
+        f"Over the run, packed's training loss stays within {packed:.1e} of padded's and naive's within {naive:.1e}."
+        + ("" if closer else " PACKED IS NO CLOSER THAN NAIVE: packed training went wrong.")
+    )
 
 
 def isolation(way: Way, settings: Settings) -> tuple[bool, str]:

@@ -7,8 +7,8 @@ import sysconfig
 import warnings
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,21 +21,18 @@ _NOT_THE_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_tes
 Document = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Corpus:
+class Corpus(NamedTuple):
     """Documents of bytes in random order, each with END_OF_DOCUMENT at its end.
 
     Attributes:
         training: documents to train on.
         validation: documents held out.
         functions: the number of functions that the documents are made of.
-        split: the number of functions that were longer than the maximum and became several documents.
     """
 
-    training: tuple[Document, ...]
-    validation: tuple[Document, ...]
+    training: list[Document]
+    validation: list[Document]
     functions: int
-    split: int
 
     def steps(self, num_steps: int, documents_per_step: int, seed: int) -> list[list[Document]]:
         """The training documents of each step. Every epoch has its own order."""
@@ -64,19 +61,16 @@ def read_corpus(max_length: int, num_validation: int, seed: int) -> Corpus:
             with suppress(SyntaxError, ValueError):  # a file for another version of Python
                 functions.update(dict.fromkeys(_documented_functions(path.read_bytes())))
     documents: list[Document] = []
-    split = 0
     for source in functions:
         tokens = np.append(np.frombuffer(source, dtype=np.uint8).astype(np.int64), END_OF_DOCUMENT)
-        split += len(tokens) > max_length
         documents.extend(tokens[start : start + max_length] for start in range(0, len(tokens), max_length))
     if len(documents) <= num_validation:
         raise ValueError(
             f"{library} holds {len(documents)} documents, and the demo needs more than {num_validation}; run it with a "
             "Python whose standard library comes as source files."
         )
-    order = np.random.default_rng([seed, 0]).permutation(len(documents))
-    shuffled = tuple(documents[item] for item in order)
-    return Corpus(shuffled[num_validation:], shuffled[:num_validation], len(functions), split)
+    shuffled = [documents[item] for item in np.random.default_rng([seed, 0]).permutation(len(documents))]
+    return Corpus(shuffled[num_validation:], shuffled[:num_validation], len(functions))
 
 
 def _documented_functions(source: bytes) -> Iterator[bytes]:

@@ -11,8 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch
 
-from tritonpack.cli.demo.model import WAYS, Way
-from tritonpack.cli.demo.training import Run
+from tritonpack.cli.demo.training import WAYS, Run, Way
 from tritonpack.cli.figures import (
     DOCUMENT_COLORS,
     INK,
@@ -24,13 +23,11 @@ from tritonpack.cli.figures import (
 )
 from tritonpack.cli.files import write_figure
 from tritonpack.cli.words import count
-from tritonpack.masks.block_diagonal import BlockDiagonalMask
 
-_WAY_COLORS: dict[Way, str] = {"padded": "#0072B2", "naive": "#D55E00", "packed": "#009E73"}
-_LINE_STYLES: dict[Way, dict[str, Any]] = {
-    "padded": {"linewidth": 5, "alpha": 0.4},
-    "naive": {"linewidth": 1.6},
-    "packed": {"linewidth": 1.6, "linestyle": (0, (4, 2))},
+_STYLES: dict[Way, dict[str, Any]] = {
+    "padded": {"color": "#0072B2", "linewidth": 5, "alpha": 0.4},
+    "naive": {"color": "#D55E00", "linewidth": 1.6},
+    "packed": {"color": "#009E73", "linewidth": 1.6, "linestyle": (0, (4, 2))},
 }
 _LEAK_COLOR = "#F7D9C8"
 _MASK_PIXELS = 480
@@ -51,8 +48,7 @@ def draw(path: Path, runs: Mapping[Way, Run], lengths: Sequence[int]) -> None:
     _draw_attention(naive, lengths, naive=True)
     _draw_attention(packed, lengths, naive=False)
     _draw_speed(speed, runs)
-    _draw_losses(losses, runs)
-    _draw_gaps(gaps, runs)
+    _draw_losses(losses, gaps, runs)
     write_figure(path, figure)
 
 
@@ -68,16 +64,14 @@ def _draw_padded(axes: Axes, lengths: Sequence[int]) -> None:
 
 def _draw_attention(axes: Axes, lengths: Sequence[int], naive: bool) -> None:
     """Draw which keys each query of the step's row sees, sampled; documents in their colors."""
-    mask = BlockDiagonalMask.from_seqlens(lengths)
-    total = mask.num_queries
+    total = sum(lengths)
     sampled = np.linspace(0, total - 1, min(total, _MASK_PIXELS)).astype(int)
-    first, stop = mask.key_start.numpy()[sampled, None], mask.key_stop.numpy()[sampled, None]
-    color = np.repeat(np.arange(len(lengths)), lengths)[sampled, None] % len(DOCUMENT_COLORS)
-    own = (first <= sampled) & (sampled < stop)
-    leak = (sampled <= sampled[:, None]) & naive
+    document = np.repeat(np.arange(len(lengths)), lengths)[sampled]
+    causal = sampled <= sampled[:, None]
+    own = causal & (document == document[:, None])
     colors = ListedColormap(["white", _LEAK_COLOR, *DOCUMENT_COLORS])
     axes.imshow(
-        np.where(own, 2 + color, leak),
+        np.where(own, 2 + document[:, None] % len(DOCUMENT_COLORS), causal & naive),
         cmap=colors,
         vmin=0,
         vmax=colors.N - 1,
@@ -99,29 +93,26 @@ def _draw_attention(axes: Axes, lengths: Sequence[int], naive: bool) -> None:
 
 def _draw_speed(axes: Axes, runs: Mapping[Way, Run]) -> None:
     speeds = [runs[way].tokens_per_second for way in WAYS]
-    bars = axes.bar(WAYS, speeds, color=list(_WAY_COLORS.values()), width=0.6)
+    bars = axes.bar(WAYS, speeds, color=[_STYLES[way]["color"] for way in WAYS], width=0.6)
     axes.bar_label(bars, [f"{speed:,.0f}" for speed in speeds], padding=3, color=INK)
     axes.margins(y=0.12)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     axes.set(title="speed, padding not counted", ylabel="document tokens per second")
 
 
-def _draw_losses(axes: Axes, runs: Mapping[Way, Run]) -> None:
-    for way in WAYS:
-        run = runs[way]
+def _draw_losses(losses: Axes, gaps: Axes, runs: Mapping[Way, Run]) -> None:
+    """Draw the training loss of each way, and its distance from padded's."""
+    for way, run in runs.items():
         label = f"{way} (held out: {run.validation_loss:.3f})"
-        axes.plot(range(1, len(run.losses) + 1), run.losses, color=_WAY_COLORS[way], label=label, **_LINE_STYLES[way])
-    axes.set(title="training loss", xlabel="step", ylabel="nats per token")
-    axes.legend(loc="upper right", framealpha=0.9)
-
-
-def _draw_gaps(axes: Axes, runs: Mapping[Way, Run]) -> None:
+        losses.plot(range(1, len(run.losses) + 1), run.losses, label=label, **_STYLES[way])
+    losses.set(title="training loss", xlabel="step", ylabel="nats per token")
+    losses.legend(loc="upper right", framealpha=0.9)
     for way in WAYS[1:]:
         gap = np.abs(np.subtract(runs[way].losses, runs["padded"].losses))
         apart = np.flatnonzero(gap)  # a logarithmic axis has no zero
         equal = f"; 0 at {count(len(gap) - len(apart), 'step')}" if len(apart) < len(gap) else ""
         label = f"{way} (largest: {gap.max():.1e}{equal})"
-        axes.plot(apart + 1, gap[apart], color=_WAY_COLORS[way], marker=".", label=label)
-    axes.set(title="distance of the training loss from padded's", xlabel="step", ylabel="nats per token", yscale="log")
-    axes.margins(y=0.3)  # room for the legend
-    axes.legend(loc="upper left", framealpha=0.9)
+        gaps.plot(apart + 1, gap[apart], color=_STYLES[way]["color"], marker=".", label=label)
+    gaps.set(title="distance of the training loss from padded's", xlabel="step", ylabel="nats per token", yscale="log")
+    gaps.margins(y=0.3)  # room for the legend
+    gaps.legend(loc="upper left", framealpha=0.9)

@@ -1,4 +1,4 @@
-"""Train the demo's model the three ways and measure them.
+"""Train a small Llama on padded, naively concatenated and packed batches, and measure each way.
 
 Each way has a fresh process, so that memory and caches of one way don't serve another. The processes take turns, one
 step each, so that other load on the machine slows all ways down alike.
@@ -9,19 +9,50 @@ from __future__ import annotations
 import multiprocessing
 import signal
 import time
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
+import numpy as np
 import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from tritonpack.cli.demo.corpus import Document
-from tritonpack.cli.demo.model import WAYS, Settings, Way, attention_of, build_model, collate
+from tritonpack import patch
+from tritonpack.cli.demo.corpus import END_OF_DOCUMENT, VOCABULARY_SIZE, Document
+from tritonpack.errors import PackingWarning
+from tritonpack.packing import PackingCollator
+from tritonpack.packing.columns import IGNORED_LABEL
 
+Way = Literal["padded", "naive", "packed"]
+WAYS: tuple[Way, ...] = get_args(Way)
 WARMUP_STEPS = 2  # not timed: allocators, caches and, on a GPU, compilation
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The settings that the three ways of one comparison share.
+
+    Attributes:
+        model: the name of the model.
+        config: arguments of `LlamaConfig`.
+        learning_rate: the constant learning rate of AdamW.
+        max_length: the most tokens of a document.
+        threads: CPU threads of each process.
+    """
+
+    model: str
+    config: Mapping[str, Any]
+    learning_rate: float
+    max_length: int
+    device: str
+    dtype: torch.dtype
+    threads: int
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -37,7 +68,6 @@ class Run:
         validation_loss: nats per predicted token of the held-out documents, each alone with stock attention.
     """
 
-    way: Way
     losses: tuple[float, ...]
     seconds: tuple[float, ...]
     tokens: tuple[int, ...]
@@ -52,24 +82,65 @@ class Run:
 
     @property
     def padding_share(self) -> float:
+        """The share of the positions that is padding."""
         return 1 - sum(self.tokens) / sum(self.positions)
+
+    def gap(self, other: Run) -> float:
+        """The largest difference between the training losses of two runs at one step; NaN if a loss is NaN."""
+        return float(np.abs(np.subtract(self.losses, other.losses)).max())
+
+
+def build_model(settings: Settings) -> torch.nn.Module:
+    """A Llama with stock scaled-dot-product attention. One seed gives the same weights at every call."""
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        **{"vocab_size": VOCABULARY_SIZE, **settings.config},
+        max_position_embeddings=settings.max_length,
+        bos_token_id=None,
+        eos_token_id=END_OF_DOCUMENT,
+        pad_token_id=END_OF_DOCUMENT,
+    )
+    torch.manual_seed(settings.seed)
+    model: torch.nn.Module = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    return model.to(settings.device, settings.dtype)
+
+
+def attention_of(way: Way, model: torch.nn.Module) -> AbstractContextManager[Any]:
+    """A context in which the model has the attention of a way: tritonpack's for `packed`, else stock attention."""
+    return patch(model) if way == "packed" else nullcontext()
+
+
+def collate(way: Way, documents: Sequence[Document], device: str) -> dict[str, Any]:
+    """The batch of one step: a padded row per document, or one row with all of them, the same for naive and packed."""
+    if way == "padded":
+        rows = [torch.as_tensor(document) for document in documents]
+        batch: dict[str, Any] = {
+            "input_ids": pad_sequence(rows, batch_first=True, padding_value=END_OF_DOCUMENT),
+            "labels": pad_sequence(rows, batch_first=True, padding_value=IGNORED_LABEL),
+            "attention_mask": pad_sequence([torch.ones_like(row) for row in rows], batch_first=True),
+        }
+    else:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", PackingWarning)  # naive: no model of its process is patched
+            batch = PackingCollator()([{"input_ids": document} for document in documents])
+    return {key: value.to(device) if isinstance(value, Tensor) else value for key, value in batch.items()}
 
 
 def train(
     way: Way, steps: Sequence[Sequence[Document]], validation: Sequence[Document], settings: Settings
 ) -> Iterator[Run | None]:
-    """Train from scratch in one way, with AdamW at a constant learning rate.
+    """Train from scratch in one way.
 
     Yields:
         None when the model is built and after each optimizer step, then the measurements.
     """
     device = settings.device
     model = build_model(settings).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.shape.learning_rate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
     losses, seconds, positions = [], [], []
     with attention_of(way, model):
-        _forget_peak(device)
-        before = _memory(device, peak=False)
+        before = _memory(device, reset=True)
         yield None
         for documents in steps:
             batch = collate(way, documents, device)
@@ -84,15 +155,11 @@ def train(
             seconds.append(time.perf_counter() - start)
             positions.append(batch["input_ids"].numel())
             yield None
-        peak = _memory(device, peak=True)
+        peak = _memory(device)
+    tokens = tuple(sum(map(len, documents)) for documents in steps)
+    taken = None if peak is None or before is None else peak - before
     yield Run(
-        way=way,
-        losses=tuple(losses),
-        seconds=tuple(seconds),
-        tokens=tuple(sum(map(len, documents)) for documents in steps),
-        positions=tuple(positions),
-        peak_bytes=None if peak is None or before is None else peak - before,
-        validation_loss=_validation_loss(model, validation, device),
+        tuple(losses), tuple(seconds), tokens, tuple(positions), taken, _validation_loss(model, validation, device)
     )
 
 
@@ -138,29 +205,24 @@ def _next() -> Any:
 
 @torch.no_grad()
 def _validation_loss(model: torch.nn.Module, documents: Sequence[Document], device: str) -> float:
-    """The loss in float32, each document alone, whichever way the model was trained."""
+    """The loss in float32, each document alone with stock attention."""
     model.eval().float()
-    losses = [
-        model(**collate("padded", [document], device)).loss.item() * (len(document) - 1)
-        for document in documents
-        if len(document) > 1  # a single token predicts nothing
-    ]
-    return sum(losses) / sum(len(document) - 1 for document in documents)
+    documents = [document for document in documents if len(document) > 1]  # a single token predicts nothing
+    losses = [model(**collate("padded", [one], device)).loss.item() * (len(one) - 1) for one in documents]
+    return sum(losses) / sum(len(one) - 1 for one in documents)
 
 
-def _forget_peak(device: str) -> None:
+def _memory(device: str, reset: bool = False) -> int | None:
+    """The most bytes in use since the last reset; with `reset` those in use now. None where they can't be measured."""
     if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    with suppress(OSError):  # without permission the peak includes importing, and building the model
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def _memory(device: str, peak: bool) -> int | None:
-    """The bytes in use, or the most since `_forget_peak`; None where it can't be measured."""
-    if device == "cuda":
-        return torch.cuda.max_memory_allocated() if peak else torch.cuda.memory_allocated()
+        if reset:
+            torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.max_memory_allocated()
     status = Path("/proc/self/status")  # of Linux
     if not status.exists():
         return None
+    if reset:
+        with suppress(OSError):  # without permission the peak includes importing, and building the model
+            Path("/proc/self/clear_refs").write_text("5")
     sizes = dict(line.split(":", 1) for line in status.read_text().splitlines())
-    return int(sizes["VmHWM" if peak else "VmRSS"].split()[0]) * 1024
+    return int(sizes["VmRSS" if reset else "VmHWM"].split()[0]) * 1024

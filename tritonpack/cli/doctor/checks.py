@@ -1,4 +1,7 @@
-"""The doctor's checks: each computes something small and returns a sentence about it, or raises an exception."""
+"""The doctor's checks: each computes something small and returns a sentence about it, or raises an exception.
+
+A check raises SkipTest if this machine can't run it and doesn't need to.
+"""
 
 from __future__ import annotations
 
@@ -6,11 +9,13 @@ import importlib.util
 from collections.abc import Callable
 from functools import partial
 from typing import get_args
+from unittest import SkipTest
 
 import torch
+from torch import Tensor
 
+from tritonpack.attention import varlen_attention
 from tritonpack.backends import BACKENDS, Backend, resolve_backend
-from tritonpack.cli.doctor.findings import NotHereError
 from tritonpack.cli.machine import resolve_device
 from tritonpack.cli.words import count
 from tritonpack.errors import BackendUnavailableError
@@ -20,33 +25,29 @@ from tritonpack.testing import CASES, check_backend, conformance, make_inputs
 TRIED: tuple[Backend, ...] = tuple(name for name in BACKENDS if name != "auto" and name != "gluon")
 
 _CASES = {case.name: case for case in CASES}
-_CHECKED: tuple[str, ...] = ("slack", "window-both", "cross-window-slack", "sinks", "everything", "head-dim-64")
-_INTERPRETED: tuple[str, ...] = ("multi-query", "cross-more-queries")  # a second or two each in Triton's interpreter
-
-
-def device() -> torch.device:
-    """The device that all checks run on."""
-    return resolve_device("auto")
+_CHECKED = ("slack", "window-both", "cross-window-slack", "sinks", "everything", "head-dim-64")
+_INTERPRETED = ("multi-query", "cross-more-queries")  # a second or two each in Triton's interpreter
 
 
 def attention(backend: Backend) -> str:
-    """Outputs and gradients of a backend against float64, by the rule of `tritonpack.testing`."""
-    where = device()
+    """Compare outputs and gradients of a backend with float64, by the rule of `tritonpack.testing`."""
+    device = resolve_device("auto")
     try:
-        resolve_backend(backend, torch.empty(1, 1, 16, device=where))
+        resolve_backend(backend, torch.empty(1, 1, 16, device=device))
     except BackendUnavailableError as error:
-        raise NotHereError(str(error)) from error
-    names, dtypes, how = _CHECKED, [torch.float32, torch.bfloat16], f"on {where.type}"
-    if backend == "triton" and where.type == "cpu":
+        raise SkipTest(str(error)) from error
+    names: tuple[str, ...] = _CHECKED
+    dtypes, how = [torch.float32, torch.bfloat16], f"on {device.type}"
+    if backend == "triton" and device.type == "cpu":
         names, dtypes, how = _INTERPRETED, [torch.float32], "in Triton's interpreter"
     elif backend == "triton":
         from tritonpack.kernels.tile_shapes import current_arch
 
-        names, how = (*names, "head-dim-128"), f"compiled here, with the tiles of {current_arch(where)}"
+        names, how = (*names, "head-dim-128"), f"compiled here, with the tiles of {current_arch(device)}"
     largest = 0.0
     for name in names:
         for dtype in dtypes:
-            errors = check_backend(make_inputs(_CASES[name], dtype, where), backend)
+            errors = check_backend(make_inputs(_CASES[name], dtype, device), backend)
             shares = [error / errors.allowed[key] for key, error in errors.backend.items() if errors.allowed[key]]
             largest = max(largest, *shares)
     what = " and ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
@@ -55,29 +56,29 @@ def attention(backend: Backend) -> str:
 
 
 def automatic() -> str:
-    """The backends that "auto" selects here."""
-    q = torch.empty(1, 1, 16, device=device())
+    """Name the backends that "auto" selects here."""
+    q = torch.empty(1, 1, 16, device=resolve_device("auto"))
     auto, double = resolve_backend("auto", q), resolve_backend("auto", q.double())
     return f"backend='auto' uses {auto} here, and {double} for float64"
 
 
 def varlen_function() -> str:
-    """flash_attn_varlen_func: bitwise isolation, unused slack, empty documents and equal repeated runs."""
+    """Check flash_attn_varlen_func: bitwise isolation, unused slack, empty documents and equal repeated runs."""
     from tritonpack.flash_attn import flash_attn_varlen_func
 
-    where = device()
-    dtype = torch.bfloat16 if where.type == "cuda" else torch.float32
+    device = resolve_device("auto")
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     asked = ["isolation/*", "slack/*", "empty/*", "repeat/*"]
-    report = conformance.run(flash_attn_varlen_func, dtypes=[dtype], device=where, only=asked)
+    report = conformance.run(flash_attn_varlen_func, dtypes=[dtype], device=device, only=asked)
     if not report.passed:
         raise AssertionError("; ".join(f"{x.check}: {x.detail}" for x in report.results if not x.passed))
     return f"isolated to the bit, slack inert, runs repeat: {count(len(report.of('pass')), 'conformance check')}"
 
 
 def models() -> str:
-    """A small patched Llama: packed documents equal each document alone, and none changes another."""
+    """Check on a small patched Llama that packed documents equal each document alone, and none changes another."""
     if importlib.util.find_spec("transformers") is None:
-        raise NotHereError("transformers isn't installed, so there is no model to patch; pip install transformers")
+        raise SkipTest("transformers isn't installed, so there is no model to patch; pip install transformers")
     from transformers import LlamaConfig, LlamaForCausalLM
 
     from tritonpack.patches import patch
@@ -88,7 +89,7 @@ def models() -> str:
         num_key_value_heads=2,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = LlamaForCausalLM(config).to(device())
+    model = LlamaForCausalLM(config).to(resolve_device("auto"))
     with patch(model):
         report = check_isolation(model)
     return (
@@ -98,9 +99,9 @@ def models() -> str:
 
 
 def packing() -> str:
-    """Best-fit decreasing on lengths whose bins are known."""
+    """Pack lengths whose bins are known."""
     if importlib.util.find_spec("numba") is None:
-        raise NotHereError("numba isn't installed, which packing needs; pip install numba")
+        raise SkipTest("numba isn't installed, which packing needs; pip install numba")
     from tritonpack.packing import pack
 
     bins = sorted(sorted(int(i) for i in items) for items in pack([6, 5, 4, 3, 2], capacity=10))
@@ -110,39 +111,34 @@ def packing() -> str:
 
 
 def sequence_parallelism() -> str:
-    """Attention by every exchange, in a process group of this process alone, against attention without a group."""
+    """Compare each exchange, in a process group of this process alone, with attention without a group."""
     import torch.distributed as dist
 
     if not dist.is_available():
-        raise NotHereError("this build of torch has no torch.distributed, so batches can't be shared by several GPUs")
-    where = device()
-    backend = "nccl" if where.type == "cuda" else "gloo"
+        raise SkipTest("this build of torch has no torch.distributed, so batches can't be shared by several GPUs")
+    device = resolve_device("auto")
+    backend = "nccl" if device.type == "cuda" else "gloo"
     if not getattr(dist, f"is_{backend}_available")():
-        raise NotHereError(f"torch.distributed is built without {backend}")
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        _compare_exchanges(where)
-    finally:
-        dist.destroy_process_group()
-    return f"all three exchanges agree with one device (a group of one process by {backend})"
-
-
-def _compare_exchanges(where: torch.device) -> None:
-    from tritonpack.attention import varlen_attention
+        raise SkipTest(f"torch.distributed is built without {backend}")
     from tritonpack.parallel import attend, make_layout
     from tritonpack.parallel.attention import Exchange
 
-    inputs = make_inputs(_CASES["multi-query"], torch.float32, where)
+    inputs = make_inputs(_CASES["multi-query"], torch.float32, device)
     layout = make_layout("balanced", inputs.mask, 1)
 
-    def results(compute: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+    def results(compute: Callable[..., Tensor]) -> list[Tensor]:
         leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
         out = compute(*leaves, inputs.mask)
         return [out.detach(), *torch.autograd.grad(out, leaves, inputs.dout)]
 
-    expected = results(varlen_attention)
-    for exchange in get_args(Exchange):
-        torch.testing.assert_close(results(partial(attend, layout=layout, exchange=exchange)), expected)
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        expected = results(varlen_attention)
+        for exchange in get_args(Exchange):
+            torch.testing.assert_close(results(partial(attend, layout=layout, exchange=exchange)), expected)
+    finally:
+        dist.destroy_process_group()
+    return f"all three exchanges agree with one device (a group of one process by {backend})"
 
 
 CHECKS: dict[str, Callable[[], str]] = {
