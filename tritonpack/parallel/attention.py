@@ -150,12 +150,16 @@ def _check_exchange(
             f"exchange='ulysses' gives every rank a query head, and there are {heads} for {ranks} ranks; use "
             "exchange='all_gather' or 'ring', or fewer ranks."
         )
+    check_stride(stride, exchange, kv_heads)
+    return -(-kv_heads // STEPS) if stride is None else stride
+
+
+def check_stride(stride: int | None, exchange: str, kv_heads: int | None) -> None:
+    """Raise for a stride that the exchange doesn't take, or that isn't from 1 to the key heads (None: not known)."""
     if stride is None:
-        return -(-kv_heads // STEPS)
+        return
     if exchange != "all_gather":
         raise ValueError(f"heads_k_stride is for exchange='all_gather'; leave it out for {exchange!r}.")
-    if not is_int(stride) or not 1 <= stride <= kv_heads:
-        raise ValueError(
-            f"heads_k_stride must be an integer from 1 to the number of key heads, {kv_heads}; got {stride!r}."
-        )
-    return stride
+    if not is_int(stride) or stride < 1 or (kv_heads is not None and stride > kv_heads):
+        most = "" if kv_heads is None else f", {kv_heads}"
+        raise ValueError(f"heads_k_stride must be an integer from 1 to the number of key heads{most}; got {stride!r}.")

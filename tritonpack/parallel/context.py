@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -10,7 +11,7 @@ from typing import TYPE_CHECKING, Any, get_args
 from torch import Tensor, nn
 
 from tritonpack.checks import check_choice, check_flag
-from tritonpack.parallel.attention import Exchange
+from tritonpack.parallel.attention import Exchange, check_stride
 from tritonpack.parallel.comm import as_ranks
 from tritonpack.parallel.consistency import require_same_settings
 from tritonpack.parallel.context_state import SETTINGS, ContextState
@@ -20,6 +21,7 @@ from tritonpack.parallel.sharding import GradReduce, Sharding
 from tritonpack.parallel.validate import (
     compared_parameters,
     find_packing_hook,
+    key_heads,
     require_reduction,
     require_shardable,
     shared_modules,
@@ -137,6 +139,8 @@ class SequenceParallel:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self.state.sharding is not None and not self.state.gather_outputs:
+            _add_remedy(error, self.state.sharding)
         self._restore()
 
     @contextmanager
@@ -199,6 +203,7 @@ class SequenceParallel:
             if hook is None:
                 self._patches.append(patch(model))
             require_shardable(model, self._patches[-1].report if hook is None else hook.patch.report)
+            check_stride(self.state.heads_k_stride, self.state.exchange, key_heads(model))
             for module in shared_modules(model):  # one by one, so that an error leaves none behind
                 self._forwards.append(ShardedForward(module, self.state))
         self.state.parameters, self.state.forwards = compared_parameters(self.models), 0
@@ -227,3 +232,20 @@ def _scheme(exchange: Any, layout: Any) -> tuple[Exchange, LayoutName]:
             f"pass exchange={implied[0]!r} with it."
         )
     return implied
+
+
+def _add_remedy(error: BaseException, sharding: Sharding) -> None:
+    """Add to an error about the number of this rank's rows how a head or a loss gets all rows.
+
+    The context can't see heads and losses outside of the given model. They fail in torch, with unlike sizes.
+    """
+    message, rows = str(error), sharding.rows
+    sizes = {str(rows), str(rows - 1)}  # without the last row if a loss has shifted them
+    if error.args != (message,) or sizes.isdisjoint(re.findall(r"\d+", message)):
+        return
+    error.args = (
+        f"{message}\nInside of SequenceParallel, the outputs of a model are this rank's rows, (1, {rows}, ...) of a "
+        f"batch of {tuple(sharding.tokens)} tokens. A head or a loss outside of the given model gets all rows with "
+        "SequenceParallel(..., gather_outputs=True). Or pass the whole model with its head, call the model itself (not "
+        "a `forward` that was read from it before the context was entered), and shard labels with `context.shard`.",
+    )
