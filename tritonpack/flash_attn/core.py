@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tritonpack.attention import varlen_attention
-from tritonpack.checks import Window, as_integers, check_flag, describe, is_length, is_number, plain_int
+from tritonpack.checks import Window, as_integers, check_flag, describe, is_length, plain_int
 from tritonpack.flash_attn.masks import mask_from_offsets, regular_offsets
 
 # Arguments of FlashAttention that tritonpack doesn't support -> what it supports instead.
@@ -55,17 +55,20 @@ def read_window(window_size: Iterable[Any]) -> Window:
     """(left, right) with -1 for no limit, from two numbers, Nones (no limit) or an integer tensor.
 
     Raises:
-        ValueError: `window_size` isn't two integers or Nones.
+        ValueError: `window_size` isn't two integers of at least -1 or Nones.
     """
     try:
         sides = tuple(window_size)
         flags = getattr(window_size, "dtype", None) == torch.bool or any(isinstance(side, bool) for side in sides)
         if isinstance(window_size, (str, bytes)) or len(sides) != 2 or flags:
             raise TypeError
-        left, right = (-1 if side is None else max(index(side), -1) for side in sides)
+        left, right = (-1 if side is None else index(side) for side in sides)
+        if min(left, right) < -1:
+            raise ValueError
     except (TypeError, ValueError):
         raise ValueError(
-            f"window_size must be two integers (left, right), where -1 (or None) means no limit; got {window_size!r}."
+            "window_size must be two integers (left, right) of at least -1, where -1 (or None) means no limit; got "
+            f"{window_size!r}."
         ) from None
     return left, right
 
@@ -111,7 +114,7 @@ def flash_attention(
         cu_q, cu_k: (B + 1,) offsets on q's device.
         causal, window, chunk_size, used_q, used_k: as in `mask_from_offsets`.
         max_q, max_k: the longest document. They are only checked, and only if that doesn't wait for a device.
-        softcap: 0 or less, or None, means no cap.
+        softcap: 0 or None means no cap.
         return_probabilities: whether to compute the probabilities, for tests.
         **options: the other options of `varlen_attention`.
 
@@ -128,8 +131,6 @@ def flash_attention(
     check_flag(causal, "causal")
     _check_longest(cu_q if used_q is None else None, max_q, "max_seqlen_q")
     _check_longest(cu_k if used_k is None else None, max_k, "max_seqlen_k")
-    if softcap is not None and not is_number(softcap):
-        raise ValueError(f"softcap must be a number, where 0 or less (or None) means none; got {softcap!r:.100}.")
     rows, regular = q, cu_q is None
     q, cu_q = _stream(q, cu_q, "q")
     batch = rows.shape[:2] if regular else None
@@ -145,7 +146,7 @@ def flash_attention(
         cu_q, cu_k, q.shape[0], k.shape[0], causal=causal, window=window, chunk_size=chunk_size, used_q=used_q,
         used_k=used_k,
     )  # fmt: skip
-    options |= {"softcap": max(softcap or 0.0, 0.0), "alibi_slopes": alibi_slopes}
+    options |= {"softcap": 0.0 if softcap is None else softcap, "alibi_slopes": alibi_slopes}
     if return_probabilities and options["dropout_p"]:
         options["dropout_seed"] = torch.randint(2**62, (), device=q.device)
     out, lse = varlen_attention(q, k, v, mask, return_lse=True, **options)

@@ -3,7 +3,8 @@
 In all of them:
 
 - `dropout_p`, `softmax_scale` (None: 1 / sqrt(headdim)), `causal` (the diagonal ends in the bottom right corner),
-  `window_size` ((left, right), inclusive, -1 without limit) and `softcap` (0 or less: none) are FlashAttention-2's.
+  `window_size` ((left, right), inclusive, -1 without limit) and `softcap` (0: none) are FlashAttention-2's. A side
+  below -1 and a softcap below 0 are refused.
 - `alibi_slopes` is (nheads,) or (batch, nheads) float32, with float64 inputs also float64, and has no gradient.
 - `deterministic` is ignored: results are always deterministic.
 - `return_attn_probs=True` returns (out, softmax_lse, S_dmask). softmax_lse is float32, (nheads, total_q) or (batch,
