@@ -15,9 +15,9 @@ from tritonpack.parallel.attention import Exchange, check_stride
 from tritonpack.parallel.comm import as_ranks
 from tritonpack.parallel.consistency import require_same_settings
 from tritonpack.parallel.context_state import SETTINGS, ContextState
+from tritonpack.parallel.forward import ShardedForward
 from tritonpack.parallel.layouts import LayoutName
-from tritonpack.parallel.sharded_forward import ShardedForward
-from tritonpack.parallel.sharding import GradReduce, Sharding
+from tritonpack.parallel.shard_and_gather import GradReduce, Sharding
 from tritonpack.parallel.validate import (
     compared_parameters,
     find_packing_hook,

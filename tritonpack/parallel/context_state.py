@@ -11,7 +11,7 @@ from torch import Tensor
 from tritonpack.parallel.attention import Exchange
 from tritonpack.parallel.comm import Ranks
 from tritonpack.parallel.layouts import LayoutName
-from tritonpack.parallel.sharding import GradReduce, Sharding
+from tritonpack.parallel.shard_and_gather import GradReduce, Sharding
 
 COMPARED = 4  # parameters that are compared before each forward: an optimizer step changes the smallest ones, too
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.parallel.sharding import Sharding
+from tritonpack.parallel.shard_and_gather import Sharding
 from tritonpack.patches.mask_spec import MaskSpec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.parallel.sharding import Sharding
+from tritonpack.parallel.shard_and_gather import Sharding
 from tritonpack.patches.labels import IGNORED
 
 # Losses of transformers that compare each token with its own label. The others shift labels, and take `shift_labels`.

@@ -14,9 +14,9 @@ from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.consistency import require_same_batch
 from tritonpack.parallel.context_state import ContextState
 from tritonpack.parallel.layouts import make_layout
-from tritonpack.parallel.sharded_batch import ShardedBatch, pad_rows, shard_batch
-from tritonpack.parallel.sharded_loss import ShardedLoss, shift, shifts
-from tritonpack.parallel.sharding import KeptRows, Sharding
+from tritonpack.parallel.loss import ShardedLoss, shift, shifts
+from tritonpack.parallel.masks import ShardedBatch, pad_rows, shard_batch
+from tritonpack.parallel.shard_and_gather import KeptRows, Sharding
 from tritonpack.parallel.validate import find_packing_hook
 from tritonpack.patches.call_arguments import CACHES, in_form
 from tritonpack.patches.labels import IGNORED

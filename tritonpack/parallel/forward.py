@@ -11,11 +11,11 @@ from transformers.utils import ModelOutput
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.context_state import ContextState
+from tritonpack.parallel.inputs import Shard, shard_inputs
+from tritonpack.parallel.loss import computing_loss
+from tritonpack.parallel.masks import ShardedBatch, ShardedMask
 from tritonpack.parallel.rotary import LongestPosition
-from tritonpack.parallel.shard_inputs import Shard, shard_inputs
-from tritonpack.parallel.sharded_batch import ShardedBatch, ShardedMask
-from tritonpack.parallel.sharded_loss import computing_loss
-from tritonpack.parallel.sharding import outside_of_graphs
+from tritonpack.parallel.shard_and_gather import outside_of_graphs
 from tritonpack.parallel.validate import own_packing_hook
 from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
 from tritonpack.patches.packing_context import PackingContext
