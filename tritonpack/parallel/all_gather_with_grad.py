@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -91,8 +91,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, dim: int, lengths: list[int], backward: Backward, ranks: Ranks) -> Tensor:
         ctx.arguments = dim, lengths, backward, ranks
-        gathered, handle = gather(pad_to(shard, dim, max(lengths)), ranks)
-        handle.wait()
+        gathered = gather(pad_to(shard, dim, max(lengths)), ranks)()
         if dim == 0 and len(set(lengths)) == 1:
             return gathered.flatten(0, 1)
         return torch.cat([part.narrow(dim, 0, n) for part, n in zip(gathered, lengths, strict=True)], dim)
@@ -106,51 +105,29 @@ class _Gather(torch.autograd.Function):
         if backward == "slice":
             return parts[ranks.rank], None, None, None, None
         padded = [pad_to(part.to(wide(part.dtype)), dim, max(lengths)) for part in parts]
-        total, handle = scatter_sum(torch.stack(padded), ranks)
-        handle.wait()
+        total = scatter_sum(torch.stack(padded), ranks)()
         return total.narrow(dim, 0, lengths[ranks.rank]).to(gradient.dtype), None, None, None, None
-
-
-class _Header(NamedTuple):
-    """What ranks tell each other about a shard before they gather it.
-
-    Attributes:
-        dim, backward: as the user gave them.
-        shape, dtype: of the shard.
-        notes: what else must be equal on all ranks.
-    """
-
-    dim: int
-    backward: Backward
-    shape: tuple[int, ...]
-    dtype: str
-    notes: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return ", ".join([f"{self.shape} {self.dtype}", f"dim={self.dim}", f"backward={self.backward!r}", *self.notes])
 
 
 def _exchange_lengths(shard: Tensor, dim: int, backward: Backward, ranks: Ranks) -> list[int]:
     """Each rank's size along `dim`; raises on every rank if the shards don't fit each other."""
     header = None
     if isinstance(shard, Tensor) and ranks.reaches(shard.device):
-        exchanges = torch.is_grad_enabled() and shard.requires_grad and backward == "sum"
-        dtype = str(shard.dtype).removeprefix("torch.")
-        header = _Header(dim, backward, tuple(shard.shape), dtype, ("needs gradients",) * exchanges)
-    headers: list[_Header | None] = gather_objects(header, ranks)
-    given = "; ".join(f"rank {rank}: {one or 'no such tensor'}" for rank, one in enumerate(headers))
+        notes = [str(shard.dtype).removeprefix("torch."), f"backward={backward!r}"]
+        if torch.is_grad_enabled() and shard.requires_grad and backward == "sum":
+            notes.append("needs gradients")
+        header = tuple(shard.shape), dim, ", ".join(notes)
+    headers: list[tuple[tuple[int, ...], int, str] | None] = gather_objects(header, ranks)
     present = [one for one in headers if one is not None]
+    texts = ["no such tensor" if one is None else f"{one[0]} along dim={one[1]}, {one[2]}" for one in headers]
+    given = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
     if len(present) < len(headers):
         raise ValueError(f"shards must be tensors that the backend of the group can reach; got {given}.")
-    if not all(-len(one.shape) <= one.dim < len(one.shape) for one in present):
+    if not all(-len(shape) <= dim < len(shape) for shape, dim, _ in present):
         raise ValueError(f"dim must be one of the shard's dimensions on every rank; got {given}.")
-    axis = dim % shard.ndim
-    alike = {
-        one._replace(dim=one.dim % len(one.shape), shape=(*one.shape[:axis], *one.shape[axis + 1 :])) for one in present
-    }
-    if len(alike) > 1:
+    if len({(shape[:dim], dim % len(shape), shape[dim:][1:], notes) for shape, dim, notes in present}) > 1:
         raise ValueError(
             "the ranks' shards may differ in their size along dim alone, and either all or none need gradients; got "
             f"{given}."
         )
-    return [one.shape[axis] for one in present]
+    return [shape[dim] for shape, dim, _ in present]

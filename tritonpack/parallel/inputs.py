@@ -87,7 +87,7 @@ def shard_inputs(module: PreTrainedModel, arguments: dict[str, Any], state: Cont
         sharded["logits_to_keep"] = kept.local
     loss = None
     if targets is not None:
-        own = sharding.shard(targets, fill=_ignored(arguments)) if kept is None else kept.pick(targets)
+        own = sharding.shard(targets, fill=_ignored(arguments)) if kept is None else sharding.shard_kept(targets, kept)
         loss = ShardedLoss(module.loss_function, sharding, own, targets)
         sharded["labels"] = own
     return Shard(batch, kept, loss, sharded)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,27 +23,19 @@ GradReduce = Literal["mean", "sum"]
 outside_of_graphs = torch.compiler.disable(reason="sequence parallelism exchanges with other ranks here")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KeptRows:
     """Chosen rows of a batch, such as the tokens that logits are computed of, and which ranks own them.
 
     Attributes:
         shape: of the chosen rows, such as (batch, 3) for the last three tokens of each row.
-        chosen: (own,) int64, the numbers of this rank's rows among the chosen ones.
-        local: (own,) int64, their places in this rank's shard.
-        lengths: how many of the chosen rows each rank owns.
-        order: (chosen rows,) int64, where each of them lies in what the ranks have of them, laid end to end.
+        layout: which of the chosen rows each rank owns.
+        local: (own,) int64, the places of this rank's chosen rows in its shard.
     """
 
     shape: torch.Size
-    chosen: Tensor
+    layout: Layout
     local: Tensor
-    lengths: list[int]
-    order: Tensor
-
-    def pick(self, x: Tensor) -> Tensor:
-        """This rank's part, (1, own), of a tensor with one number for each chosen row."""
-        return x.flatten()[self.chosen.to(x.device)][None]
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,8 +88,7 @@ class Sharding:
                 f" got shape {tuple(x.shape)}."
             )
         batch, length = self.tokens
-        whole = self.layout.unshard(self._gather(x, self.layout.lengths), 1)
-        return whole[0].unflatten(0, (batch, -1))[:, :length]
+        return self._gather(x, self.layout)[0].unflatten(0, (batch, -1))[:, :length]
 
     def keep(self, rows: Tensor) -> KeptRows:
         """Find chosen rows, int64 numbers of tokens in the flattened batch, of any shape and in any order."""
@@ -107,14 +97,17 @@ class Sharding:
         ends = lengths.cumsum(0)
         places = self.layout.inverse.to(rows.device)[rows.flatten()]
         owners = torch.searchsorted(ends, places, right=True)
-        chosen = (owners == self.ranks.rank).nonzero().flatten()
-        local = (places - (ends - lengths)[owners])[chosen]
-        counts = owners.bincount(minlength=self.ranks.size).tolist()
-        return KeptRows(rows.shape, chosen, local, counts, owners.argsort(stable=True).argsort())
+        layout = Layout(tuple((owners == rank).nonzero().flatten() for rank in range(self.ranks.size)))
+        own = layout.rows[self.ranks.rank]
+        return KeptRows(rows.shape, layout, (places - (ends - lengths)[owners])[own])
+
+    def shard_kept(self, x: Tensor, kept: KeptRows) -> Tensor:
+        """This rank's part, (1, own), of a tensor with one number for each chosen row."""
+        return kept.layout.shard(x.flatten(), self.ranks.rank)[None]
 
     def gather_kept(self, x: Tensor, kept: KeptRows) -> Tensor:
-        """What ranks have computed of chosen rows, (1, own, ...), as (*kept.shape, ...)."""
-        return self._gather(x, kept.lengths)[0].index_select(0, kept.order).unflatten(0, kept.shape)
+        """The chosen rows of all ranks, (1, own, ...) each, as (*kept.shape, ...)."""
+        return self._gather(x, kept.layout)[0].unflatten(0, kept.shape)
 
     @outside_of_graphs
     def total(self, part: Tensor) -> Tensor:
@@ -130,12 +123,13 @@ class Sharding:
         )  # fmt: skip
 
     @outside_of_graphs
-    def _gather(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
+    def _gather(self, x: Tensor, layout: Layout) -> Tensor:
+        """The rows of all ranks' shards along dimension 1, in the order of the layout."""
         if self.grad_reduce == "sum" and x.requires_grad:
             size = self.ranks.size
             x = x.view_as(x)
             x.register_hook(lambda gradient: gradient / size)
-        return AllGatherWithGrad(self.ranks.group, 1, lengths)(x)
+        return layout.unshard(AllGatherWithGrad(self.ranks.group, 1, layout.lengths)(x), 1)
 
 
 class _Total(torch.autograd.Function):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tritonpack.parallel.comm import gather, pad_to, scatter_sum, wide
+from tritonpack.parallel.comm import Arrival, gather, pad_to, scatter_sum, wide
 from tritonpack.parallel.exchanges.call import Call, join, split
 
 
@@ -44,7 +44,7 @@ class AllGather(torch.autograd.Function):
         dout = torch.zeros_like(out) if dout is None else dout
         dqs: list[Tensor] = []
         dsinks: list[Tensor] = []
-        sums: list[tuple[Tensor, Any]] = []
+        sums: list[Arrival] = []
         for heads, ks, vs in _steps(call, ctx.stride, q, k, v):
             dq, dk, dv, dsink = call.backward(
                 dout[:, heads], None if dlse is None else dlse[heads], q[:, heads], ks, vs, out[:, heads], lse[heads],
@@ -53,10 +53,9 @@ class AllGather(torch.autograd.Function):
             dqs.append(dq)
             dsinks.append(dsink)
             if sums:
-                sums[-1][1].wait()  # so that gradients of at most two steps are in memory
+                sums[-1]()  # so that gradients of at most two steps are in memory
             sums.append(scatter_sum(_padded_shards(join(dk, dv).to(wide(dk.dtype)), call), call.ranks))
-        sums[-1][1].wait()
-        parts = [split(total[: k.shape[0]].to(k.dtype), k, v) for total, _ in sums]
+        parts = [split(total()[: k.shape[0]].to(k.dtype), k, v) for total in sums]
         dk, dv = (torch.cat(steps, 1) for steps in zip(*parts, strict=True))
         return None, None, torch.cat(dqs, 1), dk, dv, None if sinks is None else torch.cat(dsinks)
 
@@ -66,16 +65,14 @@ def _steps(call: Call, stride: int, q: Tensor, k: Tensor, v: Tensor) -> Iterator
     steps = [slice(first, min(first + stride, k.shape[1])) for first in range(0, k.shape[1], stride)]
     group = q.shape[1] // k.shape[1]
 
-    def send(keys: slice) -> tuple[Tensor, Any]:
+    def send(keys: slice) -> Arrival:
         return gather(pad_to(join(k[:, keys], v[:, keys]), 0, max(call.lengths)), call.ranks)
 
     coming = send(steps[0])
     for number, keys in enumerate(steps):
-        gathered, handle = coming
-        handle.wait()
+        rows = coming().flatten(0, 1)
         if number + 1 < len(steps):
             coming = send(steps[number + 1])
-        rows = gathered.flatten(0, 1)
         if not call.layout.fills_in_order:
             rows = rows.index_select(0, call.layout.slots)
         yield slice(keys.start * group, keys.stop * group), *split(rows, k, v)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tritonpack.parallel.comm import shift, wide
+from tritonpack.parallel.comm import Arrival, shift, wide
 from tritonpack.parallel.exchanges.call import Call, join, split
 
 _ALL = slice(None)
@@ -52,7 +52,7 @@ class Ring(torch.autograd.Function):
         call, (dout, dlse) = ctx.call, gradients
         dout = torch.zeros_like(out) if dout is None else dout
         dq = torch.zeros_like(q, dtype=wide(q.dtype))
-        coming: tuple[Tensor, list[Any]] | None = None
+        coming: Arrival | None = None
         for source, ks, vs in _blocks(call, k, v):
             if call.visible()[source]:
                 dq_part, dk, dv, _ = call.backward(dout, dlse, q, ks, vs, out, lse, call.rows_mask(source), _ALL, None)
@@ -61,11 +61,11 @@ class Ring(torch.autograd.Function):
             else:
                 dkv = dq.new_zeros(ks.shape[0], k.shape[1] * (k.shape[2] + v.shape[2]))
             if coming is not None:
-                dkv += _arrived(coming)
+                dkv += coming()
             if call.ranks.size > 1:
                 coming = shift(dkv, call.lengths[(source - 1) % call.ranks.size], call.ranks)
         if coming is not None:
-            dkv = _arrived(coming)
+            dkv = coming()
         dk, dv = split(dkv, k, v)
         dsinks = None if sinks is None else _sink_gradients(sinks, dout, dlse, out, lse)
         return None, dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
@@ -79,14 +79,7 @@ def _blocks(call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Ten
         coming = shift(block, call.lengths[(source - 1) % size], call.ranks) if step + 1 < size else None
         yield source, *split(block, k, v)
         if coming is not None:
-            block = _arrived(coming)
-
-
-def _arrived(coming: tuple[Tensor, list[Any]]) -> Tensor:
-    block, handles = coming
-    for handle in handles:
-        handle.wait()
-    return block
+            block = coming()
 
 
 def _weight(lse: Tensor, merged: Tensor) -> Tensor:
