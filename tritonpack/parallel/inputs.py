@@ -71,7 +71,8 @@ def shard_inputs(module: PreTrainedModel, arguments: dict[str, Any], state: Cont
     except Exception as problem:
         error = problem
     if state.check_batches:
-        require_same_batch(state.ranks, error, arguments, state.next_compared())
+        assert state.compared is not None
+        require_same_batch(state.ranks, error, arguments, state.compared.next())
     if error is not None:
         raise error
     batch = _divide(packed_batch, spec, state)

@@ -1,8 +1,8 @@
 """Exchange by all-to-all (Ulysses): each rank computes some heads over all rows of the batch.
 
 Rank r of R computes the heads from H r / R to H (r + 1) / R with the mask of the whole batch, so the layout doesn't
-change its work. It receives the key heads that those heads use. If several ranks use a key head, each gets a copy, and
-its gradients are summed. If heads don't divide by ranks, some ranks compute one head more than others.
+change its work. It receives the key heads that these heads use. If several ranks use a key head, each gets a copy, and
+its gradients are summed. If H isn't a multiple of R, some ranks compute one head more than others.
 
 Source: Jacobs et al., DeepSpeed Ulysses (arXiv:2309.14509).
 """
@@ -54,7 +54,7 @@ def divide_heads(heads: int, kv_heads: int, ranks: int) -> tuple[Spans, Spans]:
 
 
 def _uniform(heads: slice, group: int) -> Spans:
-    """Heads in runs that use each of their key heads equally often: whole groups, and the pieces at both ends."""
+    """The heads as runs, each with equally many query heads per key head: whole groups, and the pieces at both ends."""
     first, last = -(-heads.start // group) * group, heads.stop // group * group
     if first > last:  # all within one group
         return [heads]
