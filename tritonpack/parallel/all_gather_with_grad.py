@@ -21,30 +21,30 @@ Backward = Literal["sum", "slice"]
 class AllGatherWithGrad:
     """Gathers the ranks' shards of a tensor, differentiably: `AllGatherWithGrad(group, dim=1)(shard)`.
 
-    Which backward is exact depends on which rows each rank's loss reads, and on whether data parallelism then sums or
-    averages the gradients of parameters over these ranks (DDP and FSDP average): docs/sequence-parallelism.md has a
-    table. "sum" is the transpose of gathering: the gradient of a shard is the sum of the gradients that all ranks
-    compute for it (a reduce-scatter, in float32 for half precision). It is the default, because it is right for a loss
-    that every rank computes alike under DDP or FSDP, and it alone is right where a loss reads rows of several ranks,
-    such as log probabilities shifted by one token. "slice" takes the rows of this rank from its own gradient, without
-    communication.
+    Two backwards are offered. docs/sequence-parallelism.md has a table of the losses for which each is exact; it also
+    depends on whether gradients are then summed or averaged over these ranks (DDP and FSDP average).
+
+    - "sum" (default): the gradient of a shard is the sum of the gradients that all ranks compute for it, by a
+      reduce-scatter, in float32 for half precision. It is exact for a loss that every rank computes alike under DDP or
+      FSDP. It alone is exact if a loss reads rows of several ranks, such as log probabilities shifted by one token.
+    - "slice": each rank takes its own rows of its own gradient, without communication.
 
     Call it with a shard of any dtype, (..., size, ...), on every rank of the group. It returns the whole tensor,
     (..., sum of sizes, ...), in the same dtype. With "sum", backward must run on every rank, too.
 
     Args:
         group: a process group, a one-dimensional DeviceMesh, or None for the whole world.
-        dim: the dimension along which shards follow each other in the order of ranks; negative counts from the last.
-            The default is the sequence of (batch, sequence, ...).
-        lengths: each rank's size along `dim`. None exchanges the shapes first: then shards may have any size along
-            `dim`, and shards that don't fit raise on every rank; where the group has no backend for host memory this
-            waits for the device. With lengths nothing waits, but a shard of another size raises on its own rank alone.
+        dim: the dimension along which the ranks' shards follow each other; negative counts from the last. The default
+            is the sequence of (batch, sequence, ...).
+        lengths: each rank's size along `dim`. None exchanges the shapes first: shards that don't fit raise on every
+            rank, and a group without a backend for host memory waits for the device. With lengths nothing waits, but a
+            shard of another size raises on its own rank alone.
         backward: "sum" or "slice".
 
     Raises:
-        ValueError: this process isn't in the group, or an argument is malformed. When called, on every rank (with
-            `lengths`: on the one at fault): `dim` out of range, or shards that differ in dtype, in another dimension,
-            in `dim`, in `backward` or in whether they need gradients.
+        ValueError: this process isn't in the group, or an argument is malformed. A call raises on every rank (with
+            `lengths`: on the rank at fault) for `dim` out of range, and for shards that differ in dtype, in another
+            dimension, in `dim`, in `backward` or in whether they need gradients.
     """
 
     def __init__(

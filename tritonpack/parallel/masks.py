@@ -1,4 +1,4 @@
-"""One rank's rows of a packed batch, and the masks that its layers get: they cover the keys of all ranks."""
+"""One rank's rows of a packed batch, and the masks of its layers, which cover the keys of all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tritonpack.patches.packed_batch import IntervalMask, PackedBatch
 
 
 class ShardedMask(IntervalMask):
-    """The mask of the whole batch, for layers that have one rank's rows as queries and keys.
+    """The mask of the whole batch, for layers that get one rank's queries and keys.
 
     Attributes:
         sharding: how the batch is divided.
@@ -44,9 +44,9 @@ class ShardedBatch(PackedBatch):
     """One rank's rows of a packed batch, as a batch of one row.
 
     Attributes:
-        whole: the batch.
-        padded: the batch with the padding of the layout; masks are made from it.
-        sharding: how the batch is divided.
+        whole: the whole batch.
+        padded: the whole batch with the padding of the layout, from which masks are made.
+        sharding: how the whole batch is divided.
         attended: whether a layer has exchanged keys and values.
     """
 
@@ -61,8 +61,8 @@ class ShardedBatch(PackedBatch):
     def interval_mask(self, num_keys: int, query_offset: int | Tensor, key_offset: int, spec: MaskSpec) -> IntervalMask:
         if spec.overlay is not None:
             raise UnsupportedModelError(
-                "this model composes a mask of its own (images that see all of themselves, prefixes) from the tokens "
-                "that it gets, and these are one rank's. Train it without SequenceParallel."
+                "this model composes a mask of its own (for images or prefixes) from the tokens of its call, and each "
+                "rank has only some of them. Train it without SequenceParallel."
             )
         for known, interval_mask in self.kept:
             if known == (spec,):
@@ -74,9 +74,9 @@ class ShardedBatch(PackedBatch):
         return mask
 
     def forget(self) -> None:
-        """Drop the masks after a forward pass, because batch and masks refer to each other, which delays freeing them.
+        """Drop the masks after a forward pass. Batch and masks refer to each other, which would delay freeing them.
 
-        Layers that are recomputed in backward have been given their masks.
+        Layers that are recomputed in backward hold their own masks.
         """
         for packed_batch in (self, self.whole, self.padded):
             packed_batch.kept.clear()
@@ -93,8 +93,8 @@ class ShardedBatch(PackedBatch):
 
     def lengths(self) -> tuple[Tensor, Tensor]:
         raise UnsupportedModelError(
-            "layers that mix tokens along the row need whole documents, and each rank has parts of them. Train this "
-            "model without SequenceParallel."
+            "layers that mix tokens along the row need whole documents, and each rank has only parts of them. Train "
+            "this model without SequenceParallel."
         )
 
 

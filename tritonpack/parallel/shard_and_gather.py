@@ -19,16 +19,16 @@ from tritonpack.parallel.layouts import Layout
 
 GradReduce = Literal["mean", "sum"]
 
-# A compiled graph can't hold process groups or handles of collectives. It ends here, and another one begins afterwards.
+# A compiled graph can't hold process groups or handles of collectives. It ends here, and another graph begins after it.
 outside_of_graphs = torch.compiler.disable(reason="sequence parallelism exchanges with other ranks here")
 
 
 @dataclass(frozen=True, eq=False)
 class KeptRows:
-    """Chosen rows of a batch, such as the tokens that logits are computed of, and which ranks own them.
+    """Chosen rows of a batch, such as the tokens whose logits are computed, and which ranks own them.
 
     Attributes:
-        shape: of the chosen rows, such as (batch, 3) for the last three tokens of each row.
+        shape: the shape of the chosen rows, such as (batch, 3) for the last three tokens of each row.
         layout: which of the chosen rows each rank owns.
         local: (own,) int64, the places of this rank's chosen rows in its shard.
     """
@@ -42,16 +42,15 @@ class KeptRows:
 class Sharding:
     """How one batch is divided among ranks. Its B rows of T tokens count as one stream.
 
-    The objective is the mean over ranks of their losses. So a loss that all ranks compute alike from gathered tensors
-    counts once, and so does one that `total` has summed. Gradients are exact after they are averaged over ranks, or
-    summed with `grad_reduce="sum"`.
+    The objective is the mean over ranks of their losses. So a loss that all ranks compute alike from gathered tensors,
+    or that `total` has summed, counts once. Gradients are exact after they are averaged over ranks, or summed with
+    `grad_reduce="sum"`.
 
     Attributes:
         ranks: the group.
         layout: which rows each rank owns.
         tokens: (B, T), the shape of the batch.
-        columns: how many tokens of padding the layout has at the end of each row, so that every rank of a very short
-            batch has some rows.
+        columns: the number of padding tokens at the end of each row, so that every rank of a short batch has rows.
         exchange, heads_k_stride: as in `attend`.
         grad_reduce: "mean" or "sum".
     """
@@ -70,7 +69,7 @@ class Sharding:
         return self.layout.lengths[self.ranks.rank]
 
     def shard(self, x: Tensor, dim: int = 0, *, fill: float = 0) -> Tensor:
-        """This rank's rows of a tensor: (B, T) at `dim` and `dim + 1` becomes (1, rows). Padding is `fill`."""
+        """This rank's rows of a tensor: its dimensions (B, T) at `dim` become (1, rows). Padding is `fill`."""
         if dim + 1 >= x.ndim or x.shape[dim : dim + 2] != self.tokens:
             raise ValueError(
                 f"the batch has tokens of shape {tuple(self.tokens)}, which the tensor must have at dimension {dim}; "
@@ -91,7 +90,7 @@ class Sharding:
         return self._gather(x, self.layout)[0].unflatten(0, (batch, -1))[:, :length]
 
     def keep(self, rows: Tensor) -> KeptRows:
-        """Find chosen rows, int64 numbers of tokens in the flattened batch, of any shape and in any order."""
+        """The owners of chosen rows: int64 numbers of tokens in the flattened batch, of any shape and in any order."""
         rows = rows + rows // self.tokens[1] * self.columns
         lengths = torch.tensor(self.layout.lengths, device=rows.device)
         ends = lengths.cumsum(0)
