@@ -28,7 +28,7 @@ from torch import Tensor
 
 from tritonpack.attention import Backend
 from tritonpack.checks import check_flag, is_number
-from tritonpack.flash_attn.core import flash_attention, read_window, refuse
+from tritonpack.flash_attn.core import flash_attention, refuse
 
 Returned = Tensor | tuple[Tensor, Tensor, Tensor]
 WindowSize = Sequence[int] | Tensor
@@ -75,7 +75,7 @@ def flash_attn_func(
     """
     return _returned(
         return_attn_probs, q, k, v, None, None,
-        dropout_p=dropout_p, scale=softmax_scale, causal=causal, window=read_window(window_size), softcap=softcap,
+        dropout_p=dropout_p, scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         alibi_slopes=alibi_slopes, sinks=s_aux, backend=backend,
     )  # fmt: skip
 
@@ -168,8 +168,8 @@ def flash_attn_varlen_func(
     refuse(block_table=block_table)
     return _returned(
         return_attn_probs, q, k, v, cu_seqlens_q, cu_seqlens_k,
-        used_q=seqused_q, used_k=seqused_k, max_q=max_seqlen_q, max_k=max_seqlen_k,
-        dropout_p=dropout_p, scale=softmax_scale, causal=causal, window=read_window(window_size), softcap=softcap,
+        seqused_q=seqused_q, seqused_k=seqused_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        dropout_p=dropout_p, scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         alibi_slopes=alibi_slopes, sinks=s_aux, backend=backend,
     )  # fmt: skip
 
