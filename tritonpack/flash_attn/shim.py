@@ -149,7 +149,7 @@ def _module(name: str, contents: dict[str, Any]) -> ModuleType:
 
 
 def _make_transformers_look_again() -> None:
-    """Clear transformers' caches about FlashAttention, if transformers is imported."""
+    """Clear what transformers has cached about FlashAttention, if it is imported."""
     answers = sys.modules.get("transformers.utils.import_utils")
     for name, answer in list(vars(answers).items()) if answers is not None else ():
         if ("flash_attn" in name or name == "_package_distribution_mapping") and hasattr(answer, "cache_clear"):
