@@ -13,9 +13,8 @@ from tritonpack.checks import describe, is_int, require
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.consistency import require_same_batch
 from tritonpack.parallel.context_state import ContextState
-from tritonpack.parallel.layouts import make_layout
 from tritonpack.parallel.loss import ShardedLoss, shift, shifts
-from tritonpack.parallel.masks import ShardedBatch, pad_rows, shard_batch
+from tritonpack.parallel.masks import ShardedBatch, shard_batch
 from tritonpack.parallel.shard_and_gather import KeptRows, Sharding
 from tritonpack.parallel.validate import find_packing_hook
 from tritonpack.patches.call_arguments import CACHES, in_form
@@ -31,8 +30,6 @@ REPLACED = (
     "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position",
     "position_ids", "labels", "shift_labels",
 )  # fmt: skip
-
-MIN_ROWS = 2  # per rank: with two, every layout gives each rank rows, and a model can't run without rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +72,7 @@ def shard_inputs(module: PreTrainedModel, arguments: dict[str, Any], state: Cont
         require_same_batch(state.ranks, error, arguments, state.compared.next())
     if error is not None:
         raise error
-    batch = _divide(packed_batch, spec, state)
+    batch = shard_batch(packed_batch, spec, state)
     sharding = state.sharding = batch.sharding
     kept = None if rows is None else sharding.keep(rows)
     sharded = {name: _own_rows(x, sharding) for name, x in arguments.items() if name not in REPLACED}
@@ -125,19 +122,6 @@ def _read(arguments: dict[str, Any], module: PreTrainedModel) -> tuple[PackedBat
         require_one_rope(packed_batch, kind, limit)
     rows = _rows_to_keep(arguments.get("logits_to_keep"), tokens, device)
     return packed_batch, rows, _targets(arguments, tokens, tokens if rows is None else rows.shape, module)
-
-
-def _divide(packed_batch: PackedBatch, spec: MaskSpec, state: ContextState) -> ShardedBatch:
-    """This rank's rows of a batch. The layout counts the work of layers with this `spec`."""
-    batch, length = packed_batch.tokens
-    columns = max(-(-MIN_ROWS * state.ranks.size // batch) - length, 0)
-    padded = pad_rows(packed_batch, columns)
-    mask = padded.interval_mask(length + columns, 0, 0, spec).mask
-    layout = make_layout(state.layout, mask, state.ranks.size)
-    sharding = Sharding(
-        state.ranks, layout, packed_batch.tokens, columns, state.exchange, state.heads_k_stride, state.grad_reduce
-    )
-    return shard_batch(packed_batch, padded, sharding)
 
 
 def _tokens(arguments: dict[str, Any]) -> tuple[torch.Size, torch.device]:

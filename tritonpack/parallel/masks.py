@@ -9,9 +9,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.parallel.shard_and_gather import Sharding
+from tritonpack.parallel.attention import attend
+from tritonpack.parallel.context_state import ContextState
+from tritonpack.parallel.layouts import make_layout
+from tritonpack.parallel.shard_and_gather import Sharding, outside_of_graphs
 from tritonpack.patches.mask_spec import MaskSpec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch
+
+MIN_ROWS = 2  # per rank: with two, every layout gives each rank rows, and a model can't run without rows
 
 
 class ShardedMask(IntervalMask):
@@ -27,11 +32,16 @@ class ShardedMask(IntervalMask):
         super().__init__(*given, **named)
         self.sharding = sharding
 
+    @outside_of_graphs
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         assert isinstance(self.packed_batch, ShardedBatch)
         self.count_use()
         self.packed_batch.attended = True
-        return self.sharding.attention(q, k, v, self.mask, backend=self.serving.backend, **options)
+        sharding = self.sharding
+        return attend(
+            q, k, v, self.mask, sharding.layout, sharding.ranks.group, exchange=sharding.exchange,
+            heads_k_stride=sharding.heads_k_stride, backend=self.serving.backend, **options,
+        )  # fmt: skip
 
     def to_tensor(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
         raise UnsupportedModelError(
@@ -98,7 +108,34 @@ class ShardedBatch(PackedBatch):
         )
 
 
-def pad_rows(packed_batch: PackedBatch, columns: int) -> PackedBatch:
+def shard_batch(whole: PackedBatch, spec: MaskSpec, state: ContextState) -> ShardedBatch:
+    """This rank's rows of a batch without a cache. The layout counts the work of layers with this `spec`."""
+    assert not whole.cached
+    batch, length = whole.tokens
+    columns = max(-(-MIN_ROWS * state.ranks.size // batch) - length, 0)
+    padded = _pad_rows(whole, columns)
+    layout = make_layout(state.layout, padded.interval_mask(length + columns, 0, 0, spec).mask, state.ranks.size)
+    sharding = Sharding(
+        state.ranks, layout, whole.tokens, columns, state.exchange, state.heads_k_stride, state.grad_reduce
+    )
+    mask = whole.to_tensor() if columns and whole.attention_mask is None else whole.attention_mask
+    # (B, T), (1, T) for all rows alike, or (3, B, T) for several kinds of positions
+    positions = whole.positions() if whole.position_ids is None else whole.position_ids
+    positions = positions.expand(*positions.shape[:-2], *whole.tokens)
+    return ShardedBatch(
+        attention_mask=None if mask is None else sharding.shard(mask),
+        position_ids=sharding.shard(positions, positions.ndim - 2),
+        boundaries=None,
+        tokens=torch.Size((1, sharding.rows)),
+        where=whole.where,
+        serving=whole.serving,
+        whole=whole,
+        padded=padded,
+        sharding=sharding,
+    )
+
+
+def _pad_rows(packed_batch: PackedBatch, columns: int) -> PackedBatch:
     """A batch with `columns` tokens of padding at the end of each row: one more document, which no token sees."""
     if not columns:
         return packed_batch
@@ -112,24 +149,4 @@ def pad_rows(packed_batch: PackedBatch, columns: int) -> PackedBatch:
         position_ids=pad(positions, [0, columns]),
         boundaries=boundaries,
         tokens=torch.Size((packed_batch.tokens[0], packed_batch.tokens[1] + columns)),
-    )
-
-
-def shard_batch(whole: PackedBatch, padded: PackedBatch, sharding: Sharding) -> ShardedBatch:
-    """This rank's rows of a batch without a cache."""
-    assert not whole.cached
-    mask = whole.to_tensor() if sharding.columns and whole.attention_mask is None else whole.attention_mask
-    # (B, T), (1, T) for all rows alike, or (3, B, T) for several kinds of positions
-    positions = whole.positions() if whole.position_ids is None else whole.position_ids
-    positions = positions.expand(*positions.shape[:-2], *sharding.tokens)
-    return ShardedBatch(
-        attention_mask=None if mask is None else sharding.shard(mask),
-        position_ids=sharding.shard(positions, positions.ndim - 2),
-        boundaries=None,
-        tokens=torch.Size((1, sharding.rows)),
-        where=whole.where,
-        serving=whole.serving,
-        whole=whole,
-        padded=padded,
-        sharding=sharding,
     )

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.parallel.all_gather_with_grad import AllGatherWithGrad
-from tritonpack.parallel.attention import Exchange, attend
+from tritonpack.parallel.attention import Exchange
 from tritonpack.parallel.comm import Ranks
 from tritonpack.parallel.layouts import Layout
 
@@ -112,14 +111,6 @@ class Sharding:
     def total(self, part: Tensor) -> Tensor:
         """The sum over ranks of their parts of a loss, equal on all of them."""
         return _Total.apply(part, self.ranks, self.ranks.size if self.grad_reduce == "mean" else 1)
-
-    @outside_of_graphs
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, **options: Any) -> Tensor:
-        """Attention of this rank's rows by the mask of the batch; shapes and options as in `attend`."""
-        return attend(
-            q, k, v, mask, self.layout, self.ranks.group, exchange=self.exchange, heads_k_stride=self.heads_k_stride,
-            **options,
-        )  # fmt: skip
 
     @outside_of_graphs
     def _gather(self, x: Tensor, layout: Layout) -> Tensor:

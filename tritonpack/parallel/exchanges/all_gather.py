@@ -54,7 +54,7 @@ def _steps(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[slice,
     group = q.shape[1] // k.shape[1]
 
     def send(keys: slice) -> Arrival:
-        return gather(pad_to(join(k[:, keys], v[:, keys]), 0, max(call.lengths)), call.ranks)
+        return gather(pad_to(join(k[:, keys], v[:, keys]), 0, max(call.layout.lengths)), call.ranks)
 
     coming = send(steps[0])
     for number, keys in enumerate(steps):
@@ -68,7 +68,7 @@ def _steps(call: Call, q: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[slice,
 
 def _padded_shards(gradients: Tensor, call: Call) -> Tensor:
     """Gradients of the whole batch's rows as (ranks, longest shard, ...), with zeros at the end of shorter shards."""
-    size, longest, slots = call.ranks.size, max(call.lengths), call.layout.slots
+    size, longest, slots = call.ranks.size, max(call.layout.lengths), call.layout.slots
     if slots is not None:
         gradients = gradients.new_zeros(size * longest, *gradients.shape[1:]).index_copy_(0, slots, gradients)
     return gradients.unflatten(0, (size, longest))

@@ -38,11 +38,6 @@ class Call:
     backend: str
     stride: int
 
-    @property
-    def lengths(self) -> list[int]:
-        """How many rows each rank owns."""
-        return self.layout.lengths
-
     def rows_mask(self, source: int | None = None) -> BlockDiagonalMask:
         """The mask between this rank's queries and all keys, or the keys of the rank `source`."""
         return rows_mask(self.mask, self.layout, self.ranks.rank, source)

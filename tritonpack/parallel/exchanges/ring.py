@@ -54,7 +54,7 @@ def backward(
         if coming is not None:
             dkv += coming()
         if call.ranks.size > 1:
-            coming = shift(dkv, call.lengths[(source - 1) % call.ranks.size], call.ranks)
+            coming = shift(dkv, call.layout.lengths[(source - 1) % call.ranks.size], call.ranks)
     dk, dv = split(dkv if coming is None else coming(), k, v)
     dsinks = None if sinks is None else _sink_gradients(sinks, dout, dlse, out, lse)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks
@@ -65,7 +65,7 @@ def _blocks(call: Call, k: Tensor, v: Tensor) -> Iterator[tuple[int, Tensor, Ten
     size, block = call.ranks.size, join(k, v)
     for step in range(size):
         source = (call.ranks.rank - step) % size
-        coming = shift(block, call.lengths[(source - 1) % size], call.ranks) if step + 1 < size else None
+        coming = shift(block, call.layout.lengths[(source - 1) % size], call.ranks) if step + 1 < size else None
         yield source, *split(block, k, v)
         if coming is not None:
             block = coming()

@@ -91,14 +91,14 @@ def _rows_to_heads(call: Call, tensors: Sequence[Tensor], spans: list[Spans]) ->
     rank, size = call.ranks.rank, call.ranks.size
     pieces = [[x[:, span[r]] for x, span in zip(tensors, spans, strict=True)] for r in range(size)]
     widths = [(span[rank].stop - span[rank].start, x.shape[2]) for x, span in zip(tensors, spans, strict=True)]
-    received = _exchange(call, pieces, [[(rows, *width) for width in widths] for rows in call.lengths])
+    received = _exchange(call, pieces, [[(rows, *width) for width in widths] for rows in call.layout.lengths])
     wholes = (torch.cat(parts) for parts in zip(*received, strict=True))
     return tuple(whole if call.layout.in_order else call.layout.unshard(whole) for whole in wholes)
 
 
 def _heads_to_rows(call: Call, tensors: Sequence[Tensor], spans: list[Spans]) -> tuple[Tensor, ...]:
     """(all rows, own heads, D) of each tensor to (own rows, all heads, D); copies of a head are summed."""
-    rows, size = call.lengths[call.ranks.rank], call.ranks.size
+    rows, size = call.layout.lengths[call.ranks.rank], call.ranks.size
     pieces = [[call.layout.shard(x, r) for x in tensors] for r in range(size)]
     shapes = [
         [(rows, span[r].stop - span[r].start, x.shape[2]) for x, span in zip(tensors, spans, strict=True)]
