@@ -217,14 +217,20 @@ def loss_without_a_loss_function():
             model(**batch, labels=labels)
 
 
+class OwnHead(nn.Module):
+    """A head around a base model, with a loss of its own."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base, self.project = model.model, model.lm_head
+
+    def forward(self, *, labels, **batch):
+        return exact_loss(self.project(self.base(**batch).last_hidden_state), labels, None)
+
+
 def own_head(model):
-    """A head around the base model, with a loss of its own."""
-
-    def loss(*, labels, **batch):
-        hidden = model.model(**batch).last_hidden_state
-        return exact_loss(hidden @ model.lm_head.weight.T, labels, None)
-
-    return model.model, loss
+    head = OwnHead(model)
+    return head, head
 
 
 def head_of_transformers(model):
