@@ -47,7 +47,7 @@ class Installation:
                 if "." in name:
                     setattr(sys.modules[NAME], name.split(".")[1], sys.modules[name])
             sys.meta_path.insert(0, self._finder)
-            _make_transformers_look_again()
+            _clear_caches_of_transformers()
         except BaseException:
             self.uninstall()
             raise
@@ -61,7 +61,7 @@ class Installation:
             del sys.modules[name]
         sys.modules.update(self._replaced)
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self._finder]
-        _make_transformers_look_again()
+        _clear_caches_of_transformers()
 
     def __enter__(self) -> Installation:
         return self
@@ -148,12 +148,12 @@ def _module(name: str, contents: dict[str, Any]) -> ModuleType:
     return module
 
 
-def _make_transformers_look_again() -> None:
+def _clear_caches_of_transformers() -> None:
     """Clear what transformers has cached about FlashAttention, if it is imported."""
-    answers = sys.modules.get("transformers.utils.import_utils")
-    for name, answer in list(vars(answers).items()) if answers is not None else ():
-        if ("flash_attn" in name or name == "_package_distribution_mapping") and hasattr(answer, "cache_clear"):
-            answer.cache_clear()
+    checks = sys.modules.get("transformers.utils.import_utils")
+    for name, check in list(vars(checks).items()) if checks is not None else ():
+        if ("flash_attn" in name or name == "_package_distribution_mapping") and hasattr(check, "cache_clear"):
+            check.cache_clear()
     functions = sys.modules.get("transformers.modeling_flash_attention_utils")
     if getattr(functions, "_loaded_implementation", None) == "flash_attention_2":
         functions._loaded_implementation = None  # type: ignore[union-attr]

@@ -14,7 +14,7 @@ from tritonpack.patches.rope import follows_longest
 
 
 class LongestPosition:
-    """Hooks on a model's rotary embeddings, which add the largest position of the batch to those of a rank's rows.
+    """Hooks on a model's rotary embeddings: they append the largest position of the batch to a rank's positions.
 
     Attributes:
         last: 0-dim int64, the largest position of the running batch; None between batches.
