@@ -231,13 +231,15 @@ def _scheme(exchange: Any, layout: Any) -> tuple[Exchange, LayoutName]:
 
 
 def _add_remedy(error: BaseException, sharding: Sharding) -> None:
-    """Add to an error about the number of this rank's rows how a head or a loss gets all rows.
+    """Add to an error that names the rows of this rank and of the batch how a head or a loss gets all rows.
 
     The context can't see heads and losses outside of the given model. They fail in torch, with unlike sizes.
     """
-    message, rows = str(error), sharding.rows
-    sizes = {str(rows), str(rows - 1)}  # without the last row if a loss has shifted them
-    if error.args != (message,) or sizes.isdisjoint(re.findall(r"\d+", message)):
+    message, rows, (batch, length) = str(error), sharding.rows, sharding.tokens
+    named = set(map(int, re.findall(r"\d+", message)))
+    own = {rows, rows - 1}  # without the last row if a loss has shifted them
+    whole = {length, length - 1, batch * length, batch * (length - 1)}
+    if error.args != (message,) or not (own & named and whole & named):
         return
     error.args = (
         f"{message}\nInside of SequenceParallel, the outputs of a model are this rank's rows, (1, {rows}, ...) of a "
