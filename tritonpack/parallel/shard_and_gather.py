@@ -95,7 +95,8 @@ class Sharding:
         ends = lengths.cumsum(0)
         places = self.layout.inverse.to(rows.device)[rows.flatten()]
         owners = torch.searchsorted(ends, places, right=True)
-        layout = Layout(tuple((owners == rank).nonzero().flatten() for rank in range(self.ranks.size)))
+        counts = owners.bincount(minlength=self.ranks.size).tolist()
+        layout = Layout(owners.argsort(stable=True).split(counts))
         own = layout.rows[self.ranks.rank]
         return KeptRows(rows.shape, layout, (places - (ends - lengths)[owners])[own])
 
