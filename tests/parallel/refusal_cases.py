@@ -1,4 +1,4 @@
-"""What SequenceParallel refuses, on every rank and without a hang: arguments, models, calls, batches that differ."""
+"""Arguments, models, calls and differing batches that SequenceParallel refuses, on every rank and without a hang."""
 
 from functools import partial
 
@@ -53,7 +53,7 @@ def replaced(**changes):
 
 
 def refused_on_entry(message, make=make_model, error=ValueError, **options):
-    """And the models stay as they were."""
+    """The context raises on entry, and the models stay unchanged."""
     given = make()
     models = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, nn.Module)]
     before = [state_of(one) for one in models]
