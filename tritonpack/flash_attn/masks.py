@@ -9,9 +9,9 @@ assertion there stops the program.
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,22 +31,17 @@ _OUTDATED = (
 )
 
 
-@dataclass(frozen=True)
-class Kept:
-    """A mask, and the tensors that it was built from: the objects, their versions and their values."""
+class Kept(NamedTuple):
+    """A mask, and for each tensor that it was built from the object, its version and its values."""
 
     mask: BlockDiagonalMask
-    sources: tuple[weakref.ref[Tensor], ...]
-    versions: tuple[int, ...]
-    values: tuple[Tensor, ...]
+    sources: tuple[tuple[weakref.ref[Tensor], int, Tensor], ...]
 
     def fits(self, sources: tuple[Tensor, ...]) -> bool:
         """Whether the mask belongs to these tensors and their present values."""
-        if [(id(ref()), version) for ref, version in zip(self.sources, self.versions, strict=True)] != [
-            (id(x), x._version) for x in sources
-        ]:
+        if [(id(ref()), version) for ref, version, _ in self.sources] != [(id(x), x._version) for x in sources]:
             return False
-        for value, x in zip(self.values, sources, strict=True):
+        for (_, _, value), x in zip(self.sources, sources, strict=True):
             if value.shape != x.shape or (x.device.type == "cpu" and not torch.equal(value, x)):
                 return False
             if x.device.type != "cpu":
@@ -95,9 +90,7 @@ def mask_from_offsets(
     masks.pop(key, None)
     while len(masks) >= MASKS_PER_OFFSETS:
         del masks[next(iter(masks))]
-    masks[key] = Kept(
-        mask, tuple(map(weakref.ref, sources)), tuple(x._version for x in sources), tuple(x.clone() for x in sources)
-    )
+    masks[key] = Kept(mask, tuple((weakref.ref(x), x._version, x.clone()) for x in sources))
     return mask
 
 
