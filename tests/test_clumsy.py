@@ -65,7 +65,7 @@ QKV = {"q": "", "k": "", "v": ""}
 ATTENTION = {
     "dropout_p": "zero", "softmax_scale": "none half four.0 huge", "causal": "true",
     "window_size": "ints array objects",
-    "softcap": "none half four.0 minus1 zero huge", "alibi_slopes": "none tensor-floats", "return_attn_probs": "true",
+    "softcap": "none half four.0 zero huge", "alibi_slopes": "none tensor-floats", "return_attn_probs": "true",
     "s_aux": "none tensor-floats", "backend": "",
 }  # fmt: skip
 SHORT = {name: ATTENTION[name] for name in ("softmax_scale", "causal", "softcap", "return_attn_probs")}

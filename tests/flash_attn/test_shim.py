@@ -14,8 +14,7 @@ import torch
 
 from tests.fresh import FreshInterpreters
 from tritonpack import flash_attn
-from tritonpack.flash_attn import bert_padding, fa2
-from tritonpack.flash_attn import shim as stand_in
+from tritonpack.flash_attn import bert_padding, fa2, shim
 from tritonpack.flash_attn.shim import NAME, VERSION
 
 
@@ -101,19 +100,19 @@ class TestUninstall:
             monkeypatch.undo()
             raise ZeroDivisionError
 
-        monkeypatch.setattr(stand_in, "_make_transformers_look_again", fail)
+        monkeypatch.setattr(shim, "_clear_caches_of_transformers", fail)
         with pytest.raises(ZeroDivisionError):
             flash_attn.install()
         assert state() == before
         flash_attn.install().uninstall()
 
-    def test_modules_that_others_added_go_too(self) -> None:
+    def test_removes_modules_that_others_added(self) -> None:
         before = state()
         with flash_attn.install():
             sys.modules[f"{NAME}.extra"] = ModuleType(f"{NAME}.extra")
         assert state() == before
 
-    def test_finders_that_others_added_stay(self) -> None:
+    def test_keeps_finders_that_others_added(self) -> None:
         handle, other = flash_attn.install(), object()
         sys.meta_path.append(other)  # type: ignore[arg-type]
         handle.uninstall()
@@ -189,7 +188,6 @@ row = functions.FLASH_ATTENTION_COMPATIBILITY_MATRIX[2]
 row["supported_devices"] = ((lambda: True, "cpu"),)
 assert not import_utils.is_flash_attn_2_available()  # transformers caches this result
 
-from tests.fresh import FreshInterpreters
 from tritonpack import flash_attn
 config = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
               num_key_value_heads=2, use_cache=False)
@@ -206,7 +204,7 @@ def losses(implementation, grads=True):
     dense = dense.masked_fill(torch.ones(12, 12).triu(1).bool(), -torch.inf)
     padded = torch.tensor([[1] * 9, [1] * 6 + [0] * 3])
     flash = implementation == "flash_attention_2"
-    ways = [
+    calls = [
         dict(input_ids=ids),
         dict(input_ids=ids, attention_mask=padded),
         dict(input_ids=packed, position_ids=positions, attention_mask=None if flash else dense),
@@ -214,9 +212,9 @@ def losses(implementation, grads=True):
              max_length_k=7) if flash else dict(input_ids=packed, position_ids=positions, attention_mask=dense),
     ]
     results = []
-    for way in ways:
-        logits = model(**way).logits
-        if way.get("attention_mask") is padded:
+    for call in calls:
+        logits = model(**call).logits
+        if call.get("attention_mask") is padded:
             logits = logits * padded[..., None]
         (grad,) = torch.autograd.grad(logits.square().mean(), model.model.layers[0].self_attn.k_proj.weight)
         results += [logits, grad]

@@ -132,8 +132,8 @@ def refuses_on_every_rank():
     rank, size = world()
     odd = rank == size - 1
     gather = AllGatherWithGrad.apply
-    refused(r"their size along dim alone.*\(2, 3, 5\) float32", lambda: gather(torch.zeros(2, 3, 4 + odd)))
-    refused(r"rank 0: \(2, 3\) float32, dim=1", lambda: gather(torch.zeros((2, 3) + (4,) * odd)))
+    refused(r"their size along dim alone.*\(2, 3, 5\) along dim=1, float32", lambda: gather(torch.zeros(2, 3, 4 + odd)))
+    refused(r"rank 0: \(2, 3\) along dim=1, float32", lambda: gather(torch.zeros((2, 3) + (4,) * odd)))
     refused("int64", lambda: gather(torch.zeros(2, 3, dtype=torch.int64 if odd else torch.float32)))
     refused("dimensions on every rank.*dim=2", lambda: gather(torch.zeros(2, 3), None, 2 if odd else 1))
     refused("dimensions on every rank.*dim=-3", lambda: gather(torch.zeros(2, 3), None, -3 if odd else 1))

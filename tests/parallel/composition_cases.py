@@ -60,12 +60,12 @@ class Training:
     """How ranks that share batches train for three steps.
 
     Attributes:
-        wrap: (model, mesh) -> the module that is called.
-        names: dimensions of the mesh.
+        wrap: (model, mesh) -> the called module.
+        names: the names of the mesh's dimensions.
         accumulate: batches per step.
         checkpointing: whether backward recomputes activations.
         inner: whether the context gets the model inside the wrapper.
-        options: of the context.
+        options: the options of the context.
     """
 
     wrap: Callable[..., nn.Module]

@@ -27,7 +27,7 @@ TOLERANCE = 1e-5  # some families compute parts in float32
 
 
 def verdict(name):
-    """ "exact", "refused: ..." or what went wrong."""
+    """The result for a model type: "exact", "refused: ..." or "WRONG by ..."."""
     model = build(name).eval()
     ids = torch.randint(10, 30, (1, sum(LENGTHS)), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": ids, "position_ids": torch.cat([torch.arange(n) for n in LENGTHS])[None]}

@@ -159,7 +159,7 @@ def alone_on(family, batch):
 
 
 def on_ranks(model, compute=loss_of, *batches, group=None, grad_reduce="mean", **options):
-    """The same with batches that the ranks of a group share, and gradients reduced over it."""
+    """The same as `alone`, but ranks of a group share the batches, and gradients are reduced over the group."""
     with SequenceParallel(model, group, grad_reduce=grad_reduce, **options):
         result = _run(model, compute, batches, {})
     mean_over(group, result.gradients, grad_reduce)

@@ -1,4 +1,4 @@
-"""A pool of processes in a gloo group that runs test cases. It is reused, because starting processes takes seconds.
+"""A pool of processes in a gloo group, which runs test cases. It is reused, because starting processes takes seconds.
 
 A module of cases has a dictionary CASES of functions without arguments. Every rank calls the same case. A case fails if
 any rank raises; its pool is then closed and not used again.
@@ -58,7 +58,7 @@ class Pool:
             AssertionError: with the reports of all ranks, if one raised, died or got stuck.
         """
         deadline = time.monotonic() + patience
-        reports = [self._ask(pipe, rank, (module, name), deadline) for rank, pipe in self._sent((module, name))]
+        reports = [self._ask(pipe, rank, (module, name), deadline) for rank, pipe in self._send((module, name))]
         if any(error for _, error in reports):
             self.close()
             raise AssertionError(
@@ -66,7 +66,7 @@ class Pool:
             )
         return reports[0][0]
 
-    def _sent(self, case: tuple[str, str]) -> list[tuple[int, Connection]]:
+    def _send(self, case: tuple[str, str]) -> list[tuple[int, Connection]]:
         for pipe in self._pipes:
             pipe.send(case)
         return list(enumerate(self._pipes))
@@ -108,14 +108,14 @@ def cases_of(module: str, size: int) -> dict[str, Callable[[], None]]:
 def start(folder: Path, pipes: list[Connection]) -> None:
     """Import what nearly all cases need, then fork the ranks."""
     import_module("tests.parallel.context_cases")
-    children = [os.fork() or _be(rank, folder, pipes) for rank in range(len(pipes))]
+    children = [os.fork() or _run_rank(rank, folder, pipes) for rank in range(len(pipes))]
     for pipe in pipes:
         pipe.close()  # so that the pipe of a rank closes when that rank dies
     for child in children:
         os.waitpid(child, 0)
 
 
-def _be(rank: int, folder: Path, pipes: list[Connection]) -> NoReturn:
+def _run_rank(rank: int, folder: Path, pipes: list[Connection]) -> NoReturn:
     for other in range(len(pipes)):
         if other != rank:
             pipes[other].close()

@@ -1,4 +1,4 @@
-"""What SequenceParallel refuses, on every rank and without a hang: arguments, models, calls, batches that differ."""
+"""Arguments, models, calls and differing batches that SequenceParallel refuses, on every rank and without a hang."""
 
 from functools import partial
 
@@ -15,7 +15,23 @@ from transformers import (
     LlamaForSequenceClassification,
 )
 
-from tests.parallel.models import close, logits_of, make_model, numbers, packed, padded, state_of
+from tests.parallel.models import (
+    alone,
+    close,
+    exact_loss,
+    gradients_of,
+    logits_of,
+    loss_of,
+    make_model,
+    mean_over,
+    numbers,
+    on_ranks,
+    packed,
+    padded,
+    same,
+    state_of,
+    two_rows,
+)
 from tests.patches.models import COMMON
 from tritonpack import SequenceParallel, UnsupportedModelError, patch, unpatch
 
@@ -37,7 +53,7 @@ def replaced(**changes):
 
 
 def refused_on_entry(message, make=make_model, error=ValueError, **options):
-    """And the models stay as they were."""
+    """The context raises on entry, and the models stay unchanged."""
     given = make()
     models = [one for one in (given if isinstance(given, list) else [given]) if isinstance(one, nn.Module)]
     before = [state_of(one) for one in models]
@@ -201,6 +217,48 @@ def loss_without_a_loss_function():
             model(**batch, labels=labels)
 
 
+class OwnHead(nn.Module):
+    """A head around a base model, with a loss of its own."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.base, self.project = model.model, model.lm_head
+
+    def forward(self, *, labels, **batch):
+        return exact_loss(self.project(self.base(**batch).last_hidden_state), labels, None)
+
+
+def own_head(model):
+    head = OwnHead(model)
+    return head, head
+
+
+def head_of_transformers(model):
+    return model.model, lambda **batch: model(**batch).loss
+
+
+def forward_from_before(model):
+    forward = model.forward
+    return model, lambda **batch: forward(**batch).loss
+
+
+def ignore_model(loss, _, **batch):
+    return loss(**batch)
+
+
+def outside_of_the_given_model(make):
+    """A head or a loss there gets this rank's rows, and torch refuses them; with gather_outputs it is exact."""
+    for batch in (packed(), two_rows()):
+        given, loss = make(make_model())
+        with pytest.raises(ValueError, match=r"(?s)to match.* this rank's rows, .*gather_outputs=True.*context.shard"):
+            on_ranks(given, partial(ignore_model, loss), batch)
+        model = make_model()
+        given, loss = make(model)
+        got = on_ranks(given, partial(ignore_model, loss), batch, gather_outputs=True)
+        got.gradients = mean_over(None, gradients_of(model))
+        same(got, alone(make_model(), loss_of, batch))
+
+
 def fewer_heads_than_ranks():
     model = make_model("llama", num_attention_heads=dist.get_world_size() // 2, num_key_value_heads=1)
     with SequenceParallel(model, exchange="ulysses"), pytest.raises(ValueError, match="gives every rank a query head"):
@@ -249,6 +307,13 @@ SETTINGS = {
         "exchange must be one of 'all_gather', 'ring', 'ulysses', 'varlen_llama3'.*got 'p2p'", {"exchange": "p2p"}
     ),
     "list of exchanges": (r"exchange must be one of .* got \['ring'\]", {"exchange": ["ring"]}),
+    "stride of another exchange": (
+        "heads_k_stride is for exchange='all_gather'", {"exchange": "ring", "heads_k_stride": 1}
+    ),
+    "stride of more than all key heads": (
+        "heads_k_stride must be an integer from 1 to the number of key heads, 2; got 3", {"heads_k_stride": 3}
+    ),
+    "stride of no heads": ("heads_k_stride must be .* got 0", {"heads_k_stride": 0}),
     "scheme with another layout": (
         "'batch_zigzag' has the layout 'zigzag'; got layout='stripe'", {"exchange": "batch_zigzag", "layout": "stripe"}
     ),
@@ -322,6 +387,10 @@ CASES = {
         "has padding inside a document",
         lambda batch: {"input_ids": batch["input_ids"], "attention_mask": TORN},
     ),
+}
+CASES |= {
+    case.__name__.replace("_", " "): partial(outside_of_the_given_model, case)
+    for case in (own_head, head_of_transformers, forward_from_before)
 }
 CASES |= {
     case.__name__.replace("_", " "): case

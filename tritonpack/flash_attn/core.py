@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tritonpack.attention import varlen_attention
-from tritonpack.checks import Window, as_integers, check_flag, describe, is_length, is_number, plain_int
+from tritonpack.checks import Window, as_integers, check_flag, describe, is_length, plain_int
 from tritonpack.flash_attn.masks import mask_from_offsets, regular_offsets
 
 # Arguments of FlashAttention that tritonpack doesn't support -> what it supports instead.
@@ -24,21 +24,13 @@ _ANY_MASK = (
     "tritonpack.varlen_attention"
 )
 _ANY_SCORE = "softcap, ALiBi slopes and sinks"
+_QV = "the same as one product of torch.cat([q, qv], -1) and torch.cat([k, v], -1), up to 512 wide"
 REMEDIES = {
-    "aux_scalars": _ANY_SCORE,
-    "aux_tensors": _ANY_SCORE,
-    "block_sparse_tensors": _ANY_MASK,
-    "block_sparse_tensors_bwd": _ANY_MASK,
-    "block_table": _PAGES,
-    "gather_kv_indices": _ANY_MASK,
-    "k_descale": _DESCALE,
-    "mask_mod": _ANY_MASK,
-    "page_table": _PAGES,
-    "q_descale": _DESCALE,
-    "qv": "the same as one product of torch.cat([q, qv], -1) and torch.cat([k, v], -1), up to 512 wide",
-    "score_mod": _ANY_SCORE,
-    "score_mod_bwd": _ANY_SCORE,
-    "v_descale": _DESCALE,
+    **dict.fromkeys(("aux_scalars", "aux_tensors", "score_mod", "score_mod_bwd"), _ANY_SCORE),
+    **dict.fromkeys(("block_sparse_tensors", "block_sparse_tensors_bwd", "gather_kv_indices", "mask_mod"), _ANY_MASK),
+    **dict.fromkeys(("block_table", "page_table"), _PAGES),
+    **dict.fromkeys(("q_descale", "k_descale", "v_descale"), _DESCALE),
+    "qv": _QV,
 }
 
 
@@ -51,53 +43,20 @@ def refuse(**given: Any) -> None:
             )
 
 
-def read_window(window_size: Iterable[Any]) -> Window:
-    """(left, right) with -1 for no limit, from two numbers, Nones (no limit) or an integer tensor.
-
-    Raises:
-        ValueError: `window_size` isn't two integers or Nones.
-    """
-    try:
-        sides = tuple(window_size)
-        flags = getattr(window_size, "dtype", None) == torch.bool or any(isinstance(side, bool) for side in sides)
-        if isinstance(window_size, (str, bytes)) or len(sides) != 2 or flags:
-            raise TypeError
-        left, right = (-1 if side is None else max(index(side), -1) for side in sides)
-    except (TypeError, ValueError):
-        raise ValueError(
-            f"window_size must be two integers (left, right), where -1 (or None) means no limit; got {window_size!r}."
-        ) from None
-    return left, right
-
-
-def read_chunk(attention_chunk: Any) -> int | None:
-    """Keys per chunk; None for no chunks.
-
-    Raises:
-        ValueError: `attention_chunk` isn't an integer of at least 0.
-    """
-    attention_chunk = plain_int(attention_chunk)
-    if attention_chunk is None:
-        return None
-    if not is_length(attention_chunk):
-        raise ValueError(f"attention_chunk must be a positive integer, or 0 for no chunks; got {attention_chunk!r}.")
-    return attention_chunk or None
-
-
 def flash_attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    cu_q: Tensor | None = None,
-    cu_k: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
     *,
     causal: bool,
-    window: Window,
-    used_q: Tensor | None = None,
-    used_k: Tensor | None = None,
-    max_q: int | Tensor | None = None,
-    max_k: int | Tensor | None = None,
-    chunk_size: int | None = None,
+    window_size: Iterable[Any],
+    seqused_q: Tensor | None = None,
+    seqused_k: Tensor | None = None,
+    max_seqlen_q: int | Tensor | None = None,
+    max_seqlen_k: int | Tensor | None = None,
+    attention_chunk: int | None = None,
     softcap: float | None = 0.0,
     alibi_slopes: Tensor | None = None,
     return_probabilities: bool = False,
@@ -106,12 +65,16 @@ def flash_attention(
     """Attention over packed rows, or without offsets over a batch of rows of one length.
 
     Args:
-        q: (total_q, H, D), or (B, S_q, H, D) without `cu_q`.
-        k, v: (total_k, H_kv, D) and (total_k, H_kv, D_v), or (B, S_k, ...) without `cu_k`.
-        cu_q, cu_k: (B + 1,) offsets on q's device.
-        causal, window, chunk_size, used_q, used_k: as in `mask_from_offsets`.
-        max_q, max_k: the longest document. They are only checked, and only if that doesn't wait for a device.
-        softcap: 0 or less, or None, means no cap.
+        q: (total_q, H, D), or (B, S_q, H, D) without offsets.
+        k, v: (total_k, H_kv, D) and (total_k, H_kv, D_v), or (B, S_k, ...) without offsets.
+        cu_seqlens_q, cu_seqlens_k: (B + 1,) offsets on q's device.
+        causal: whether queries see no later keys.
+        window_size: (left, right); -1 or None means no limit.
+        seqused_q, seqused_k: (B,) how many rows of each document count.
+        max_seqlen_q, max_seqlen_k: the longest document. They are checked if that doesn't wait for a device.
+        attention_chunk: keys per chunk; 0 or None means no chunks.
+        softcap: 0 or None means no cap.
+        alibi_slopes: (H,) or (B, H).
         return_probabilities: whether to compute the probabilities, for tests.
         **options: the other options of `varlen_attention`.
 
@@ -122,19 +85,17 @@ def flash_attention(
     Raises:
         ValueError: shapes, devices or options that don't fit.
     """
-    given = {"cu_seqlens_q": cu_q, "cu_seqlens_k": cu_k, "seqused_q": used_q, "seqused_k": used_k}
-    for name, numbers in given.items():
+    window, chunk_size = read_window(window_size), _read_chunk(attention_chunk)
+    offsets = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    for name, numbers in {**offsets, "seqused_q": seqused_q, "seqused_k": seqused_k}.items():
         _check_tensor(numbers, name, q)
     check_flag(causal, "causal")
-    _check_longest(cu_q if used_q is None else None, max_q, "max_seqlen_q")
-    _check_longest(cu_k if used_k is None else None, max_k, "max_seqlen_k")
-    if softcap is not None and not is_number(softcap):
-        raise ValueError(f"softcap must be a number, where 0 or less (or None) means none; got {softcap!r:.100}.")
-    rows, regular = q, cu_q is None
-    q, cu_q = _stream(q, cu_q, "q")
-    batch = rows.shape[:2] if regular else None
-    v, _ = _stream(v, cu_k, "v")
-    k, cu_k = _stream(k, cu_k, "k")
+    _check_longest(cu_seqlens_q if seqused_q is None else None, max_seqlen_q, "max_seqlen_q")
+    _check_longest(cu_seqlens_k if seqused_k is None else None, max_seqlen_k, "max_seqlen_k")
+    batch = q.shape[:2] if cu_seqlens_q is None and isinstance(q, Tensor) else None
+    q, cu_q = _stream(q, cu_seqlens_q, "q")
+    v, _ = _stream(v, cu_seqlens_k, "v")
+    k, cu_k = _stream(k, cu_seqlens_k, "k")
     documents = cu_q.shape[0] - 1
     if isinstance(alibi_slopes, Tensor) and alibi_slopes.ndim == 2 and alibi_slopes.shape[0] != documents:
         raise ValueError(
@@ -142,10 +103,9 @@ def flash_attention(
             f"{describe(alibi_slopes)}."
         )
     mask = mask_from_offsets(
-        cu_q, cu_k, q.shape[0], k.shape[0], causal=causal, window=window, chunk_size=chunk_size, used_q=used_q,
-        used_k=used_k,
-    )  # fmt: skip
-    options |= {"softcap": max(softcap or 0.0, 0.0), "alibi_slopes": alibi_slopes}
+        cu_q, cu_k, q.shape[0], k.shape[0], seqused_q, seqused_k, causal=causal, window=window, chunk_size=chunk_size
+    )
+    options |= {"softcap": 0.0 if softcap is None else softcap, "alibi_slopes": alibi_slopes}
     if return_probabilities and options["dropout_p"]:
         options["dropout_seed"] = torch.randint(2**62, (), device=q.device)
     out, lse = varlen_attention(q, k, v, mask, return_lse=True, **options)
@@ -153,10 +113,40 @@ def flash_attention(
     if return_probabilities:
         from tritonpack.flash_attn.probabilities import probabilities_of
 
-        probabilities = probabilities_of(q, k, cu_q, cu_k, mask, max_q, max_k, **options)
+        probabilities = probabilities_of(q, k, cu_q, cu_k, mask, max_seqlen_q, max_seqlen_k, **options)
     if batch is not None:
         out, lse = out.unflatten(0, batch), lse.unflatten(1, batch).transpose(0, 1)
     return out, lse, probabilities
+
+
+def read_window(window_size: Iterable[Any]) -> Window:
+    """(left, right) with -1 for no limit, from two integers, Nones (no limit) or an integer tensor.
+
+    Raises:
+        ValueError: another value, or a side below -1.
+    """
+    try:
+        sides = tuple(window_size)
+        flags = getattr(window_size, "dtype", None) == torch.bool or any(isinstance(side, bool) for side in sides)
+        if isinstance(window_size, (str, bytes)) or len(sides) != 2 or flags:
+            raise TypeError
+        left, right = (-1 if side is None else index(side) for side in sides)
+        if min(left, right) < -1:
+            raise ValueError
+    except (TypeError, ValueError):
+        raise ValueError(
+            "window_size must be two integers (left, right) of at least -1, where -1 (or None) means no limit; got "
+            f"{window_size!r}."
+        ) from None
+    return left, right
+
+
+def _read_chunk(attention_chunk: Any) -> int | None:
+    """Keys per chunk; None for no chunks."""
+    chunk = 0 if attention_chunk is None else plain_int(attention_chunk)
+    if not is_length(chunk):
+        raise ValueError(f"attention_chunk must be a positive integer, or 0 for no chunks; got {attention_chunk!r}.")
+    return chunk or None
 
 
 def _stream(x: Tensor, cu: Tensor | None, name: str) -> tuple[Tensor, Tensor]:

@@ -3,7 +3,8 @@
 In all of them:
 
 - `dropout_p`, `softmax_scale` (None: 1 / sqrt(headdim)), `causal` (the diagonal ends in the bottom right corner),
-  `window_size` ((left, right), inclusive, -1 without limit) and `softcap` (0 or less: none) are FlashAttention-2's.
+  `window_size` ((left, right), inclusive, -1 without limit) and `softcap` (0: none) are FlashAttention-2's. A side
+  below -1 and a softcap below 0 are refused.
 - `alibi_slopes` is (nheads,) or (batch, nheads) float32, with float64 inputs also float64, and has no gradient.
 - `deterministic` is ignored: results are always deterministic.
 - `return_attn_probs=True` returns (out, softmax_lse, S_dmask). softmax_lse is float32, (nheads, total_q) or (batch,
@@ -27,7 +28,7 @@ from torch import Tensor
 
 from tritonpack.attention import Backend
 from tritonpack.checks import check_flag, is_number
-from tritonpack.flash_attn.core import flash_attention, read_window, refuse
+from tritonpack.flash_attn.core import flash_attention, refuse
 
 Returned = Tensor | tuple[Tensor, Tensor, Tensor]
 WindowSize = Sequence[int] | Tensor
@@ -74,7 +75,7 @@ def flash_attn_func(
     """
     return _returned(
         return_attn_probs, q, k, v, None, None,
-        dropout_p=dropout_p, scale=softmax_scale, causal=causal, window=read_window(window_size), softcap=softcap,
+        dropout_p=dropout_p, scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         alibi_slopes=alibi_slopes, sinks=s_aux, backend=backend,
     )  # fmt: skip
 
@@ -167,8 +168,8 @@ def flash_attn_varlen_func(
     refuse(block_table=block_table)
     return _returned(
         return_attn_probs, q, k, v, cu_seqlens_q, cu_seqlens_k,
-        used_q=seqused_q, used_k=seqused_k, max_q=max_seqlen_q, max_k=max_seqlen_k,
-        dropout_p=dropout_p, scale=softmax_scale, causal=causal, window=read_window(window_size), softcap=softcap,
+        seqused_q=seqused_q, seqused_k=seqused_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        dropout_p=dropout_p, scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap,
         alibi_slopes=alibi_slopes, sinks=s_aux, backend=backend,
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tritonpack.attention import Backend
 from tritonpack.checks import check_flag, describe, is_int
-from tritonpack.flash_attn.core import flash_attention, read_chunk, read_window, refuse
+from tritonpack.flash_attn.core import flash_attention, refuse
 from tritonpack.flash_attn.fa2 import WindowSize, flash_attn_with_kvcache
 
 Returned = Tensor | tuple[Tensor, Tensor]
@@ -64,8 +64,8 @@ def flash_attn_func(
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     return _returned(
         return_attn_probs, q, k, v,
-        scale=softmax_scale, causal=causal, window=read_window(window_size), softcap=softcap, sinks=s_aux,
-        chunk_size=read_chunk(attention_chunk), backend=backend,
+        scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, sinks=s_aux,
+        attention_chunk=attention_chunk, backend=backend,
     )  # fmt: skip
 
 
@@ -161,9 +161,9 @@ def flash_attn_varlen_func(
     refuse(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale)
     return _returned(
         return_attn_probs, q, k, v, cu_seqlens_q, cu_seqlens_k,
-        used_q=seqused_q, used_k=seqused_k, max_q=max_seqlen_q, max_k=max_seqlen_k,
-        scale=softmax_scale, causal=causal, window=read_window(window_size), softcap=softcap, sinks=s_aux,
-        chunk_size=read_chunk(attention_chunk), backend=backend,
+        seqused_q=seqused_q, seqused_k=seqused_k, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k,
+        scale=softmax_scale, causal=causal, window_size=window_size, softcap=softcap, sinks=s_aux,
+        attention_chunk=attention_chunk, backend=backend,
     )  # fmt: skip
 
 

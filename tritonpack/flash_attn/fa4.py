@@ -16,7 +16,6 @@ from typing import Any
 from torch import Tensor
 
 from tritonpack.attention import Backend
-from tritonpack.checks import Window
 from tritonpack.flash_attn.core import flash_attention, read_window, refuse
 
 WindowSides = tuple[int | None, int | None]
@@ -63,16 +62,13 @@ def flash_attn_func(
     Raises:
         ValueError: shapes, dtypes, devices or options that don't fit or aren't supported.
     """
-    refuse(
-        qv=qv, gather_kv_indices=gather_kv_indices, score_mod=score_mod, score_mod_bwd=score_mod_bwd, mask_mod=mask_mod,
-        aux_tensors=aux_tensors, aux_scalars=aux_scalars, block_sparse_tensors=block_sparse_tensors,
-        block_sparse_tensors_bwd=block_sparse_tensors_bwd,
+    refuse(block_sparse_tensors_bwd=block_sparse_tensors_bwd)
+    return flash_attn_varlen_func(
+        q, k, v, qv, gather_kv_indices=gather_kv_indices, softmax_scale=softmax_scale, causal=causal,
+        window_size=window_size, learnable_sink=learnable_sink, softcap=softcap, score_mod=score_mod,
+        score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors,
+        aux_tensors=aux_tensors, aux_scalars=aux_scalars, backend=backend,
     )  # fmt: skip
-    out, lse, _ = flash_attention(
-        q, k, v, scale=softmax_scale, causal=causal, window=_read_sides(window_size), softcap=softcap,
-        sinks=learnable_sink, backend=backend,
-    )  # fmt: skip
-    return out, lse
 
 
 def flash_attn_varlen_func(
@@ -132,20 +128,15 @@ def flash_attn_varlen_func(
         score_mod_bwd=score_mod_bwd, mask_mod=mask_mod, block_sparse_tensors=block_sparse_tensors,
         aux_tensors=aux_tensors, aux_scalars=aux_scalars,
     )  # fmt: skip
-    out, lse, _ = flash_attention(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, used_q=seqused_q, used_k=seqused_k, max_q=max_seqlen_q, max_k=max_seqlen_k,
-        scale=softmax_scale, causal=causal, window=_read_sides(window_size), softcap=softcap, sinks=learnable_sink,
-        backend=backend,
-    )  # fmt: skip
-    return out, lse
-
-
-def _read_sides(window_size: WindowSides) -> Window:
-    """The window, -1 for no limit. Refuses one negative side, which in FlashAttention-4 moves the window."""
     window = read_window(window_size)
     negative = [side is not None and side < 0 for side in window_size]
-    if any(negative) and not all(negative):
+    if any(negative) and not all(negative):  # FlashAttention-4 moves the window
         raise ValueError(
             f"window_size must be (left, right) of at least 0, or None for a side without limit; got {window_size!r}."
         )
-    return window
+    out, lse, _ = flash_attention(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, seqused_q=seqused_q, seqused_k=seqused_k, max_seqlen_q=max_seqlen_q,
+        max_seqlen_k=max_seqlen_k, scale=softmax_scale, causal=causal, window_size=window, softcap=softcap,
+        sinks=learnable_sink, backend=backend,
+    )  # fmt: skip
+    return out, lse

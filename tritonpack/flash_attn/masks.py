@@ -1,19 +1,17 @@
 """The mask of a call with cumulative offsets, built once for all layers that pass the same offsets.
 
 A mask is kept as long as the tensor of query offsets lives. It is used again only if the call passes the same tensor
-objects and nobody has written to them. Writes that torch doesn't count (through numpy, `.data`, another library's
-kernel, a collective in place) are found, too: on the CPU the values are compared and the mask is built again; on a GPU
-their equality is asserted there, so an outdated mask stops the program and never gives a wrong result.
-
-This cache can't be `BlockDiagonalMask.cached`, which keeps what follows from a mask: here the mask itself is looked up.
+objects and they are unchanged. torch doesn't count some writes (through numpy, `.data`, another library's kernel, a
+collective in place). So values are compared, too: on the CPU a changed value builds the mask again; on a GPU an
+assertion there stops the program.
 """
 
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from tritonpack.checks import as_integers, require
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 
-# The number of masks with other windows or totals that are kept for one tensor of offsets.
+# How many masks with different windows or totals are kept for one tensor of offsets.
 MASKS_PER_OFFSETS = 8
 
 _OUTDATED = (
@@ -33,24 +31,17 @@ _OUTDATED = (
 )
 
 
-@dataclass(frozen=True)
-class Kept:
-    """A mask, and the tensors that it was built from: the objects, their versions and their values."""
+class Kept(NamedTuple):
+    """A mask, and for each tensor that it was built from the object, its version and its values."""
 
     mask: BlockDiagonalMask
-    sources: tuple[weakref.ref[Tensor], ...]
-    versions: tuple[int, ...]
-    values: tuple[Tensor, ...]
+    sources: tuple[tuple[weakref.ref[Tensor], int, Tensor], ...]
 
     def fits(self, sources: tuple[Tensor, ...]) -> bool:
         """Whether the mask belongs to these tensors and their present values."""
-        if len(sources) != len(self.sources) or any(
-            ref() is not x for ref, x in zip(self.sources, sources, strict=True)
-        ):
+        if [(id(ref()), version) for ref, version, _ in self.sources] != [(id(x), x._version) for x in sources]:
             return False
-        if self.versions != tuple(x._version for x in sources):
-            return False
-        for value, x in zip(self.values, sources, strict=True):
+        for (_, _, value), x in zip(self.sources, sources, strict=True):
             if value.shape != x.shape or (x.device.type == "cpu" and not torch.equal(value, x)):
                 return False
             if x.device.type != "cpu":
@@ -76,8 +67,8 @@ def mask_from_offsets(
     Args:
         cu_q, cu_k: (documents + 1,) int32 or int64, on one device.
         total_q, total_k: rows of the two streams.
-        used_q, used_k: (documents,) int32 or int64, how many rows of each document count, from its first; None: all.
-            The other rows see nothing and aren't seen, and the diagonal ends at the last row that counts.
+        used_q, used_k: (documents,) int32 or int64, how many rows of each document are used, from its first; None
+            means all. The other rows see nothing and aren't seen. The diagonal ends at the last used row.
         **options: `causal`, `window` and `chunk_size` of `BlockDiagonalMask.from_cu_seqlens`.
 
     Raises:
@@ -99,9 +90,7 @@ def mask_from_offsets(
     masks.pop(key, None)
     while len(masks) >= MASKS_PER_OFFSETS:
         del masks[next(iter(masks))]
-    masks[key] = Kept(
-        mask, tuple(map(weakref.ref, sources)), tuple(x._version for x in sources), tuple(x.clone() for x in sources)
-    )
+    masks[key] = Kept(mask, tuple((weakref.ref(x), x._version, x.clone()) for x in sources))
     return mask
 
 
@@ -121,13 +110,13 @@ def _regular_offsets(batch: int, seqlen: int, device: torch.device) -> Tensor:
 
 
 def _lasts(sources: tuple[Tensor, ...]) -> bool:
-    """Whether a mask can be kept for these tensors: they count writes, and they don't belong to a CUDA graph."""
+    """Whether a mask can be kept for these tensors: they count writes and don't belong to a CUDA graph."""
     plain = all(type(x) is Tensor and x.device.type in ("cpu", "cuda") and not x.is_inference() for x in sources)
     return plain and not _capturing(sources[0].device)
 
 
 def _eager() -> bool:
-    """Whether no tracer runs. A tracer's tensors must not be kept, and kept ones must not get into its graph."""
+    """Whether no tracer runs. A tracer's tensors must not be kept, and kept tensors must not get into its graph."""
     return not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
 
 
@@ -145,22 +134,20 @@ def _build(
     total_k: int,
     options: dict[str, Any],
 ) -> BlockDiagonalMask:
-    def build(cu_q: Tensor, cu_k: Tensor | None) -> BlockDiagonalMask:
-        return BlockDiagonalMask.from_cu_seqlens(cu_q, cu_k, total_q=total_q, total_k=total_k, **options)
-
+    options = {**options, "total_q": total_q, "total_k": total_k}
     if used_q is None and used_k is None:
-        return build(cu_q, None if cu_k is cu_q else cu_k)
-    # Each document becomes three: what counts of it, the other queries without keys, the other keys without queries.
+        return BlockDiagonalMask.from_cu_seqlens(cu_q, None if cu_k is cu_q else cu_k, **options)
+    # Each document becomes three: its used rows, the other queries without keys, the other keys without queries.
     stop_q, stop_k = _used_stop(cu_q, used_q, "seqused_q"), _used_stop(cu_k, used_k, "seqused_k")
     pieces_q = torch.cat([torch.stack([cu_q[:-1], stop_q, cu_q[1:]], 1).flatten(), cu_q[-1:]])
     pieces_k = torch.cat([torch.stack([cu_k[:-1], stop_k, stop_k], 1).flatten(), cu_k[-1:]])
-    mask = build(pieces_q, pieces_k)
+    mask = BlockDiagonalMask.from_cu_seqlens(pieces_q, pieces_k, **options)
     assert mask.document is not None
     return replace(mask, document_source=mask.document // 3, trusted=True)
 
 
 def _used_stop(cu: Tensor, used: Tensor | None, name: str) -> Tensor:
-    """The end of the rows that count, for each document."""
+    """The end of the used rows of each document."""
     if used is None:
         return cu[1:]
     used = as_integers(used, name)

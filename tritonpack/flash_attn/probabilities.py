@@ -37,12 +37,10 @@ def probabilities_of(
     Returns:
         (B, H, max_q, max_k) in q's dtype.
     """
-    documents, heads = cu_q.shape[0] - 1, q.shape[1]
     max_q, max_k = (int(cu.diff().max()) if m is None else int(m) for cu, m in ((cu_q, max_q), (cu_k, max_k)))
-    document, row = _places(cu_q, q.shape[0])
-    _, column = _places(cu_k, k.shape[0])
-    result = q.new_zeros(documents, heads, max_q, max_k)
-    within = torch.arange(q.shape[0], device=q.device) < cu_q[-1]
+    (document, row), (_, column) = (_places(cu, x.shape[0]) for cu, x in ((cu_q, q), (cu_k, k)))
+    result = q.new_zeros(cu_q.shape[0] - 1, q.shape[1], max_q, max_k)
+    within = document < cu_q.shape[0] - 1
     for first in range(0, max_k, MAX_HEAD_DIM):
         columns = torch.arange(first, min(first + MAX_HEAD_DIM, max_k), device=q.device)
         units = (column[:, None] == columns).to(k.dtype)[:, None].expand(-1, k.shape[1], -1)
@@ -54,7 +52,7 @@ def probabilities_of(
 
 
 def _places(cu: Tensor, total: int) -> tuple[Tensor, Tensor]:
-    """Each row's document, and the row's place in it."""
+    """The document of each row, and the row's place in it."""
     rows = torch.arange(total, device=cu.device)
     document = torch.searchsorted(cu, rows, right=True) - 1
     return document, rows - cu[document]

@@ -1,4 +1,4 @@
-"""install() gives packages that `import flash_attn` tritonpack's functions; uninstall() undoes it."""
+"""install() lets `import flash_attn` give tritonpack's functions; uninstall() undoes it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Installation:
                 if "." in name:
                     setattr(sys.modules[NAME], name.split(".")[1], sys.modules[name])
             sys.meta_path.insert(0, self._finder)
-            _make_transformers_look_again()
+            _clear_caches_of_transformers()
         except BaseException:
             self.uninstall()
             raise
@@ -61,7 +61,7 @@ class Installation:
             del sys.modules[name]
         sys.modules.update(self._replaced)
         sys.meta_path[:] = [finder for finder in sys.meta_path if finder is not self._finder]
-        _make_transformers_look_again()
+        _clear_caches_of_transformers()
 
     def __enter__(self) -> Installation:
         return self
@@ -106,7 +106,8 @@ def install(*, force: bool = False) -> Installation:
                 f"{NAME} has been imported already, and the modules that imported it go on using it. Call install() "
                 "before that import, or pass force=True to replace it."
             )
-        if importlib.util.find_spec(NAME) is not None or _installed():
+        installed = any(importlib.metadata.distributions(name=DISTRIBUTION))
+        if installed or importlib.util.find_spec(NAME) is not None:
             raise RuntimeError(f"the real {DISTRIBUTION} is installed here. Use it, or pass force=True to replace it.")
     installation = Installation()
     installation._install()
@@ -121,8 +122,8 @@ class _Metadata(importlib.metadata.DistributionFinder):
 
     def find_distributions(self, context: Any = None) -> Iterable[importlib.metadata.Distribution]:
         given = vars(context) if context is not None else {}
-        wanted = given.get("name") in (None, *_spellings(given.get("name")))
-        return [_Distribution()] if wanted and "path" not in given else []
+        name = re.sub(r"[-_.]+", "-", given.get("name") or DISTRIBUTION).lower()
+        return [_Distribution()] if name == DISTRIBUTION and "path" not in given else []
 
 
 class _Distribution(importlib.metadata.Distribution):
@@ -136,38 +137,23 @@ class _Distribution(importlib.metadata.Distribution):
         return Path(__file__).parent / path
 
 
-def _spellings(name: str | None) -> tuple[str, ...]:
-    """(name,) if it is a spelling of the distribution's name, else ()."""
-    return (name,) if name is not None and re.sub(r"[-_.]+", "-", name).lower() == DISTRIBUTION else ()
-
-
 def _loaded() -> dict[str, ModuleType]:
     return {name: module for name, module in sys.modules.items() if name == NAME or name.startswith(f"{NAME}.")}
 
 
-def _installed() -> bool:
-    try:
-        importlib.metadata.distribution(DISTRIBUTION)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
-
-
 def _module(name: str, contents: dict[str, Any]) -> ModuleType:
-    package = "." not in name
-    spec = ModuleSpec(name, None, origin=__file__, is_package=package)
-    module = importlib.util.module_from_spec(spec)
+    module = importlib.util.module_from_spec(ModuleSpec(name, None, origin=__file__, is_package="." not in name))
     module.__doc__ = "tritonpack in the place of FlashAttention-2: see tritonpack.flash_attn."
     module.__dict__.update(contents, __file__=__file__)
     return module
 
 
-def _make_transformers_look_again() -> None:
-    """Clear transformers' caches about FlashAttention, if transformers is imported."""
-    answers = sys.modules.get("transformers.utils.import_utils")
-    for name, answer in list(vars(answers).items()) if answers is not None else ():
-        if ("flash_attn" in name or name == "_package_distribution_mapping") and hasattr(answer, "cache_clear"):
-            answer.cache_clear()
+def _clear_caches_of_transformers() -> None:
+    """Clear what transformers has cached about FlashAttention, if it is imported."""
+    checks = sys.modules.get("transformers.utils.import_utils")
+    for name, check in list(vars(checks).items()) if checks is not None else ():
+        if ("flash_attn" in name or name == "_package_distribution_mapping") and hasattr(check, "cache_clear"):
+            check.cache_clear()
     functions = sys.modules.get("transformers.modeling_flash_attention_utils")
     if getattr(functions, "_loaded_implementation", None) == "flash_attention_2":
         functions._loaded_implementation = None  # type: ignore[union-attr]

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tritonpack.attention import Backend
 from tritonpack.checks import check_flag, is_int
-from tritonpack.flash_attn.core import flash_attention, read_window, refuse
+from tritonpack.flash_attn.core import flash_attention, refuse
 
 
 def torch_varlen_attn(
@@ -67,15 +67,11 @@ def torch_varlen_attn(
             f"query has {query.shape[1]} heads and key {key.shape[1]}; pass enable_gqa=True to share each key head "
             "among several query heads."
         )
-    out, lse, _ = flash_attention(
-        query, key, value, cu_seq_q, cu_seq_k, used_k=seqused_k, max_q=max_q, max_k=max_k, scale=scale,
-        causal=check_flag(is_causal, "is_causal"), window=read_window(window_size),
-        pack_invariant=_is_one(num_splits), backend=backend,
-    )  # fmt: skip
-    return (out, lse) if return_aux is not None and return_aux.lse else out
-
-
-def _is_one(num_splits: Any) -> bool:
     if num_splits is not None and not is_int(num_splits):
         raise ValueError(f"num_splits must be an integer, or None; got {num_splits!r:.100}.")
-    return num_splits == 1
+    out, lse, _ = flash_attention(
+        query, key, value, cu_seq_q, cu_seq_k, seqused_k=seqused_k, max_seqlen_q=max_q, max_seqlen_k=max_k,
+        scale=scale, causal=check_flag(is_causal, "is_causal"), window_size=window_size,
+        pack_invariant=num_splits == 1, backend=backend,
+    )  # fmt: skip
+    return (out, lse) if return_aux is not None and return_aux.lse else out

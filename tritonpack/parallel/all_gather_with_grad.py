@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,30 +21,30 @@ Backward = Literal["sum", "slice"]
 class AllGatherWithGrad:
     """Gathers the ranks' shards of a tensor, differentiably: `AllGatherWithGrad(group, dim=1)(shard)`.
 
-    Which backward is exact depends on which rows each rank's loss reads, and on whether data parallelism then sums or
-    averages the gradients of parameters over these ranks (DDP and FSDP average): docs/sequence-parallelism.md has a
-    table. "sum" is the transpose of gathering: the gradient of a shard is the sum of the gradients that all ranks
-    compute for it (a reduce-scatter, in float32 for half precision). It is the default, because it is right for a loss
-    that every rank computes alike under DDP or FSDP, and it alone is right where a loss reads rows of several ranks,
-    such as log probabilities shifted by one token. "slice" takes the rows of this rank from its own gradient, without
-    communication.
+    Two backwards are offered. docs/sequence-parallelism.md has a table of the losses for which each is exact; it also
+    depends on whether gradients are then summed or averaged over these ranks (DDP and FSDP average).
+
+    - "sum" (default): the gradient of a shard is the sum of the gradients that all ranks compute for it, by a
+      reduce-scatter, in float32 for half precision. It is exact for a loss that every rank computes alike under DDP or
+      FSDP. It alone is exact if a loss reads rows of several ranks, such as log probabilities shifted by one token.
+    - "slice": each rank takes its own rows of its own gradient, without communication.
 
     Call it with a shard of any dtype, (..., size, ...), on every rank of the group. It returns the whole tensor,
     (..., sum of sizes, ...), in the same dtype. With "sum", backward must run on every rank, too.
 
     Args:
         group: a process group, a one-dimensional DeviceMesh, or None for the whole world.
-        dim: the dimension along which shards follow each other in the order of ranks; negative counts from the last.
-            The default is the sequence of (batch, sequence, ...).
-        lengths: each rank's size along `dim`. None exchanges the shapes first: then shards may have any size along
-            `dim`, and shards that don't fit raise on every rank; where the group has no backend for host memory this
-            waits for the device. With lengths nothing waits, but a shard of another size raises on its own rank alone.
+        dim: the dimension along which the ranks' shards follow each other; negative counts from the last. The default
+            is the sequence of (batch, sequence, ...).
+        lengths: each rank's size along `dim`. None exchanges the shapes first: shards that don't fit raise on every
+            rank, and a group without a backend for host memory waits for the device. With lengths nothing waits, but a
+            shard of another size raises on its own rank alone.
         backward: "sum" or "slice".
 
     Raises:
-        ValueError: this process isn't in the group, or an argument is malformed. When called, on every rank (with
-            `lengths`: on the one at fault): `dim` out of range, or shards that differ in dtype, in another dimension,
-            in `dim`, in `backward` or in whether they need gradients.
+        ValueError: this process isn't in the group, or an argument is malformed. A call raises on every rank (with
+            `lengths`: on the rank at fault) for `dim` out of range, and for shards that differ in dtype, in another
+            dimension, in `dim`, in `backward` or in whether they need gradients.
     """
 
     def __init__(
@@ -91,8 +91,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, shard: Tensor, dim: int, lengths: list[int], backward: Backward, ranks: Ranks) -> Tensor:
         ctx.arguments = dim, lengths, backward, ranks
-        gathered, handle = gather(pad_to(shard, dim, max(lengths)), ranks)
-        handle.wait()
+        gathered = gather(pad_to(shard, dim, max(lengths)), ranks)()
         if dim == 0 and len(set(lengths)) == 1:
             return gathered.flatten(0, 1)
         return torch.cat([part.narrow(dim, 0, n) for part, n in zip(gathered, lengths, strict=True)], dim)
@@ -106,51 +105,29 @@ class _Gather(torch.autograd.Function):
         if backward == "slice":
             return parts[ranks.rank], None, None, None, None
         padded = [pad_to(part.to(wide(part.dtype)), dim, max(lengths)) for part in parts]
-        total, handle = scatter_sum(torch.stack(padded), ranks)
-        handle.wait()
+        total = scatter_sum(torch.stack(padded), ranks)()
         return total.narrow(dim, 0, lengths[ranks.rank]).to(gradient.dtype), None, None, None, None
-
-
-class _Header(NamedTuple):
-    """What ranks tell each other about a shard before they gather it.
-
-    Attributes:
-        dim, backward: as the user gave them.
-        shape, dtype: of the shard.
-        notes: what else must be equal on all ranks.
-    """
-
-    dim: int
-    backward: Backward
-    shape: tuple[int, ...]
-    dtype: str
-    notes: tuple[str, ...]
-
-    def __str__(self) -> str:
-        return ", ".join([f"{self.shape} {self.dtype}", f"dim={self.dim}", f"backward={self.backward!r}", *self.notes])
 
 
 def _exchange_lengths(shard: Tensor, dim: int, backward: Backward, ranks: Ranks) -> list[int]:
     """Each rank's size along `dim`; raises on every rank if the shards don't fit each other."""
     header = None
     if isinstance(shard, Tensor) and ranks.reaches(shard.device):
-        exchanges = torch.is_grad_enabled() and shard.requires_grad and backward == "sum"
-        dtype = str(shard.dtype).removeprefix("torch.")
-        header = _Header(dim, backward, tuple(shard.shape), dtype, ("needs gradients",) * exchanges)
-    headers: list[_Header | None] = gather_objects(header, ranks)
-    given = "; ".join(f"rank {rank}: {one or 'no such tensor'}" for rank, one in enumerate(headers))
+        notes = [str(shard.dtype).removeprefix("torch."), f"backward={backward!r}"]
+        if torch.is_grad_enabled() and shard.requires_grad and backward == "sum":
+            notes.append("needs gradients")
+        header = tuple(shard.shape), dim, ", ".join(notes)
+    headers: list[tuple[tuple[int, ...], int, str] | None] = gather_objects(header, ranks)
     present = [one for one in headers if one is not None]
+    texts = ["no such tensor" if one is None else f"{one[0]} along dim={one[1]}, {one[2]}" for one in headers]
+    given = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(texts))
     if len(present) < len(headers):
         raise ValueError(f"shards must be tensors that the backend of the group can reach; got {given}.")
-    if not all(-len(one.shape) <= one.dim < len(one.shape) for one in present):
+    if not all(-len(shape) <= dim < len(shape) for shape, dim, _ in present):
         raise ValueError(f"dim must be one of the shard's dimensions on every rank; got {given}.")
-    axis = dim % shard.ndim
-    alike = {
-        one._replace(dim=one.dim % len(one.shape), shape=(*one.shape[:axis], *one.shape[axis + 1 :])) for one in present
-    }
-    if len(alike) > 1:
+    if len({(shape[:dim], dim % len(shape), shape[dim:][1:], notes) for shape, dim, notes in present}) > 1:
         raise ValueError(
             "the ranks' shards may differ in their size along dim alone, and either all or none need gradients; got "
             f"{given}."
         )
-    return [one.shape[axis] for one in present]
+    return [shape[dim] for shape, dim, _ in present]

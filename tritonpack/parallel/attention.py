@@ -1,4 +1,4 @@
-"""`attend`: attention over a batch whose rows are divided among ranks, with the results of one process."""
+"""`attend`: attention over a batch whose rows are divided among ranks."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ from tritonpack.checks import check_choice, is_int
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import make_options
 from tritonpack.parallel.comm import Ranks, as_ranks
-from tritonpack.parallel.exchanges.all_gather import AllGather
-from tritonpack.parallel.exchanges.call import Call, of_heads, rows_mask
-from tritonpack.parallel.exchanges.ring import Ring
+from tritonpack.parallel.exchanges import all_gather, ring
+from tritonpack.parallel.exchanges.call import Call, Exchanged, of_heads, rows_mask
 from tritonpack.parallel.exchanges.ulysses import ulysses
 from tritonpack.parallel.layouts import Layout
 
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 Exchange = Literal["all_gather", "ring", "ulysses"]
 
-STEPS = 4  # of "all_gather" by default: three quarters of the bytes travel while attention is computed
+STEPS = 4  # of "all_gather" by default; three quarters of the bytes then travel while attention is computed
 
 
 @overload
@@ -60,7 +59,7 @@ def attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """This rank's rows of `varlen_attention` over the whole batch. Every rank of the group makes the same call.
 
-    Outputs and gradients are those of one process, up to rounding, for any exchange and layout. Backward exchanges,
+    Outputs and gradients equal those of one process, up to rounding, for any exchange and layout. Backward exchanges,
     too, so it must run on every rank. Gradients of q, k and v are exact for the sum of the ranks' losses.
 
     - "all_gather": every rank receives all keys and values, a few heads at a time. Any number of heads, any option.
@@ -71,23 +70,24 @@ def attend(
         q: (n, H, D), this rank's n rows, `layout.shard` of the batch's; dtypes as in `varlen_attention`.
         k: (n, H_kv, D), the keys of the same rows.
         v: (n, H_kv, D_v), the values of the same rows.
-        mask: of the whole batch, with the layout's rows as queries and keys; on q's device, equal on all ranks.
+        mask: the mask of the whole batch, with the layout's rows as queries and keys; on q's device, equal on all
+            ranks.
         layout: which rows each rank of the group owns, equal on all ranks. Pass the same mask and layout to all layers:
             the masks between ranks are cached on the mask.
         group: a process group, a one-dimensional DeviceMesh, or None for the whole world.
-        exchange: as above.
-        heads_k_stride: key heads per step of "all_gather". Fewer take less memory, and more of the exchange overlaps
-            with computing. None means a quarter of them.
+        exchange: one of the names above.
+        heads_k_stride: key heads per step of "all_gather". With fewer of them, a step needs less memory, and more of
+            the exchange overlaps with computing. None means a quarter of all.
         scale, softcap, return_lse, backend: as in `varlen_attention`; log-sum-exps are (H, n).
         sinks: as in `varlen_attention`, all heads on every rank. Each rank gets its part of their gradient: sum it over
             ranks.
-        alibi_slopes: as in `varlen_attention`; not with "ring", because a block of keys doesn't hold its distance.
-        dropout_p: 0.0 alone, because which pairs are dropped would depend on the layout.
+        alibi_slopes: as in `varlen_attention`; not with "ring", because a block of keys has no distances.
+        dropout_p: must be 0.0, because the dropped pairs would depend on the layout.
 
     Raises:
         ValueError: what `varlen_attention` refuses; a mask, layout, group and tensors that don't fit each other; an
-            unknown exchange, or an option that it can't compute. Arguments that all ranks pass alike are refused on
-            all; a rank whose own tensors don't fit raises alone.
+            unknown exchange, or an option that it can't compute. If only one rank's tensors don't fit, only this rank
+            raises.
         BackendUnavailableError: (a ValueError) the backend can't run here.
     """
     ranks = as_ranks(group)
@@ -101,11 +101,9 @@ def attend(
     seen = mask if exchange == "ulysses" else rows_mask(mask, layout, ranks.rank)
     options = make_options(q, seen, scale=scale, softcap=softcap, sinks=sinks, alibi_slopes=alibi_slopes)
     sinks = options.sinks
-    call = Call(ranks, layout, mask, of_heads(options, slice(None), None), resolve_backend(backend, q))
-    if exchange == "all_gather":
-        out, lse = AllGather.apply(call, stride, q, k, v, sinks)
-    elif exchange == "ring":
-        out, lse = Ring.apply(call, q, k, v, sinks)
+    call = Call(ranks, layout, mask, of_heads(options, slice(None), None), resolve_backend(backend, q), stride)
+    if exchange != "ulysses":
+        out, lse = Exchanged.apply(ring if exchange == "ring" else all_gather, call, q, k, v, sinks)
     else:
         out, lse = ulysses(call, q, k, v, sinks, return_lse)
     return (out, lse) if return_lse else out
@@ -150,12 +148,16 @@ def _check_exchange(
             f"exchange='ulysses' gives every rank a query head, and there are {heads} for {ranks} ranks; use "
             "exchange='all_gather' or 'ring', or fewer ranks."
         )
+    check_stride(stride, exchange, kv_heads)
+    return -(-kv_heads // STEPS) if stride is None else stride
+
+
+def check_stride(stride: int | None, exchange: str, kv_heads: int | None) -> None:
+    """Raise for a stride that the exchange doesn't take, or that isn't from 1 to the key heads (None: not known)."""
     if stride is None:
-        return -(-kv_heads // STEPS)
+        return
     if exchange != "all_gather":
         raise ValueError(f"heads_k_stride is for exchange='all_gather'; leave it out for {exchange!r}.")
-    if not is_int(stride) or not 1 <= stride <= kv_heads:
-        raise ValueError(
-            f"heads_k_stride must be an integer from 1 to the number of key heads, {kv_heads}; got {stride!r}."
-        )
-    return stride
+    if not is_int(stride) or stride < 1 or (kv_heads is not None and stride > kv_heads):
+        most = "" if kv_heads is None else f", {kv_heads}"
+        raise ValueError(f"heads_k_stride must be an integer from 1 to the number of key heads{most}; got {stride!r}.")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     GroupLike = dist.ProcessGroup | DeviceMesh | None
+
+Arrival = Callable[[], Tensor]  # waits for a collective and returns its result
 
 # torch 2.13 renamed these and warns at the old names; earlier versions have only the old ones.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -78,37 +80,31 @@ def as_ranks(group: GroupLike) -> Ranks:
     return Ranks(group, dist.get_rank(group), dist.get_world_size(group))
 
 
-def gather(x: Tensor, ranks: Ranks) -> tuple[Tensor, Any]:
-    """Every rank's x, of one shape on all ranks, as (ranks, *shape); valid after the wait() of the handle."""
-    x = x.contiguous()
-    gathered = x.new_empty(ranks.size, *x.shape)
-    return gathered, _start(_all_gather, gathered.view(-1), x.view(-1), ranks)
+def gather(x: Tensor, ranks: Ranks) -> Arrival:
+    """Start to gather every rank's x, of one shape on all ranks, as (ranks, *shape)."""
+    return _start(_all_gather, x.new_empty(ranks.size, *x.shape), x, ranks)
 
 
-def scatter_sum(parts: Tensor, ranks: Ranks) -> tuple[Tensor, Any]:
-    """The sum over ranks of parts[own rank], parts being (ranks, *shape); valid after the wait() of the handle."""
-    parts = parts.contiguous()
-    total = parts.new_empty(parts.shape[1:])
-    return total, _start(_reduce_scatter, total.view(-1), parts.view(-1), ranks)
+def scatter_sum(parts: Tensor, ranks: Ranks) -> Arrival:
+    """Start to sum parts[own rank] over ranks; parts are (ranks, *shape) on every rank."""
+    return _start(_reduce_scatter, parts.new_empty(parts.shape[1:]), parts, ranks)
 
 
 def all_to_all(x: Tensor, sent: Sequence[int], received: Sequence[int], ranks: Ranks) -> Tensor:
     """Send parts of a flat tensor, sent[r] numbers to rank r, and receive received[r] numbers from each rank r."""
-    assert x.ndim == 1
-    assert x.numel() == sum(sent)
     result = x.new_empty(sum(received))
     dist.all_to_all_single(result, x.contiguous(), list(received), list(sent), group=ranks.group)
     return result
 
 
-def shift(x: Tensor, received: int, ranks: Ranks) -> tuple[Tensor, list[Any]]:
-    """Contiguous x to the next rank, `received` rows from the rank before; valid after the wait() of the handles."""
+def shift(x: Tensor, received: int, ranks: Ranks) -> Arrival:
+    """Start to send contiguous x to the next rank and to receive `received` rows from the rank before."""
     result, operations = x.new_empty(received, *x.shape[1:]), []
     for operation, tensor, step in ((dist.isend, x, 1), (dist.irecv, result, -1)):
         if tensor.numel():
             neighbour = dist.get_global_rank(ranks.group, (ranks.rank + step) % ranks.size)
             operations.append(dist.P2POp(operation, tensor, neighbour, ranks.group))
-    return result, dist.batch_isend_irecv(operations) if operations else []
+    return _arrival(result, dist.batch_isend_irecv(operations) if operations else [])
 
 
 def gather_objects(value: Any, ranks: Ranks) -> list[Any]:
@@ -129,12 +125,17 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
 
 
-class _Done:
-    def wait(self) -> None:
-        pass
-
-
-def _start(collective: Any, target: Tensor, source: Tensor, ranks: Ranks) -> Any:
+def _start(collective: Any, target: Tensor, source: Tensor, ranks: Ranks) -> Arrival:
     if not target.numel() and not source.numel():  # some backends refuse empty tensors
-        return _Done()
-    return collective(target, source, group=ranks.group, async_op=True)
+        return _arrival(target, [])
+    handle = collective(target.view(-1), source.contiguous().view(-1), group=ranks.group, async_op=True)
+    return _arrival(target, [handle])
+
+
+def _arrival(result: Tensor, handles: list[Any]) -> Arrival:
+    def arrive() -> Tensor:
+        while handles:
+            handles.pop(0).wait()
+        return result
+
+    return arrive

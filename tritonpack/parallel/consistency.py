@@ -1,4 +1,4 @@
-"""Compare what ranks were given before they exchange data, so that a difference raises on every rank, never hangs."""
+"""Comparisons between ranks before they exchange data, so that a difference raises on every rank and none hangs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,41 @@ from numbers import Number
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from tritonpack.parallel.comm import Ranks, gather_objects
 
-FINGERPRINT = 2**16  # numbers of a parameter that are compared: an optimizer step changes nearly all of them
+ALWAYS_COMPARED = 4  # parameters, the smallest ones: an optimizer step changes them, too
+FINGERPRINT = 2**16  # values of a parameter that are compared: an optimizer step changes nearly all of them
 
 GRADIENTS, PARAMETERS = "whether gradients are computed", "parameters"
+
+
+class ComparedParameters:
+    """The trained parameters that every rank has whole, the smallest first; they must stay equal on all ranks."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        modules = [module for model in models for module in model.modules()]
+        whole: list[Tensor] = [
+            p
+            for model in models
+            for p in model.parameters()
+            if p.requires_grad and p.is_floating_point() and not isinstance(p, DTensor) and p.numel() and not p.is_meta
+        ]
+        sharded = any(isinstance(module, FullyShardedDataParallel) for module in modules)  # each rank has a piece
+        self.parameters = [] if sharded else sorted(whole, key=Tensor.numel)
+        self.forwards = 0
+
+    def next(self) -> list[Tensor]:
+        """The parameters to compare: all before the first forward, then the smallest ones and one other in turn."""
+        self.forwards += 1
+        if self.forwards == 1:
+            return self.parameters
+        others = self.parameters[ALWAYS_COMPARED:]
+        turn = self.forwards % max(len(others), 1)
+        return [*self.parameters[:ALWAYS_COMPARED], *others[turn : turn + 1]]
 
 
 def require_same_batch(
@@ -24,21 +52,21 @@ def require_same_batch(
 
     Args:
         ranks: the group.
-        error: why this rank can't go on, or None.
-        arguments: of the model's forward. Integers and shapes are compared; of floating-point tensors, shapes and
-            dtypes alone.
-        parameters: some trained ones, which must stay equal.
+        error: why this rank can't compute the batch, or None.
+        arguments: of the model's forward. Integers and shapes are compared. Of floating-point tensors, shapes and
+            dtypes alone are compared.
+        parameters: trained parameters, which must be equal.
 
     Raises:
-        ValueError: on every rank, if arguments or parameters differ. If a rank has an error, it raises that and the
-            others name it.
+        ValueError: on every rank, if arguments or parameters differ, or if a rank has an error. That rank raises its
+            own error, and the others name it.
     """
     found: dict[str, int | Tensor] = {}
     if error is None:
-        found = {name: _number(value) for name, value in arguments.items() if value is not None}
+        found = {name: _hash(value) for name, value in arguments.items() if value is not None}
         found[GRADIENTS] = torch.is_grad_enabled()
-        mixed = [_mixed(_bits(x), place) for place, x in enumerate(parameters)]
-        found[PARAMETERS] = sum(x.to(mixed[0].device) for x in mixed)  # layers may lie on several devices
+        hashes = [_hash_numbers(_bits(x), place) for place, x in enumerate(parameters)]
+        found[PARAMETERS] = sum(x.to(hashes[0].device) for x in hashes)  # layers may lie on several devices
     everywhere = _exchange(ranks, error, _on_host(found))
     names = dict.fromkeys(name for one in everywhere for name in one)
     differ = [name for name in names if len({one.get(name) for one in everywhere}) > 1]
@@ -62,7 +90,7 @@ def require_same_settings(ranks: Ranks, error: Exception | None, settings: dict[
     """Compare the settings of all ranks.
 
     Raises:
-        ValueError: on every rank, as in `require_same_batch`.
+        ValueError: on every rank, if settings differ, or if a rank has an error, as in `require_same_batch`.
     """
     everywhere = _exchange(ranks, error, settings)
     for name in settings:
@@ -84,22 +112,22 @@ def _exchange(ranks: Ranks, error: Exception | None, value: dict[str, Any]) -> l
 
 
 def _on_host(numbers: dict[str, int | Tensor]) -> dict[str, int]:
-    """The same numbers as integers of Python; waits for the device once, whatever their count."""
+    """The same numbers as integers of Python; waits for the device once, however many there are."""
     tensors = [torch.as_tensor(number) for number in numbers.values()]
     device = next((x.device for x in tensors if x.device.type != "cpu"), torch.device("cpu"))
     values = torch.stack([x.to(device, torch.int64, non_blocking=True) for x in tensors]).tolist() if tensors else []
     return dict(zip(numbers, values, strict=True))
 
 
-def _number(value: Any) -> int | Tensor:
-    """A hash of a value: equal for equal values, and hardly ever for others."""
+def _hash(value: Any) -> int | Tensor:
+    """A hash of an argument: equal for equal values, and hardly ever equal for others."""
     tensors: list[Tensor] = []
     seed = zlib.crc32(_text(value, tensors).encode())
-    return sum((_mixed(x, seed + place) for place, x in enumerate(tensors)), start=seed)
+    return sum((_hash_numbers(x, seed + place) for place, x in enumerate(tensors)), start=seed)
 
 
 def _text(value: Any, tensors: list[Tensor]) -> str:
-    """A value without the numbers of its tensors; tensors of integers are appended to `tensors`."""
+    """A description of a value without the numbers of its tensors; integer tensors are appended to `tensors`."""
     if isinstance(value, Tensor):
         if not (value.is_floating_point() or value.is_complex()):
             tensors.append(value)
@@ -109,7 +137,7 @@ def _text(value: Any, tensors: list[Tensor]) -> str:
     return repr(value) if value is None or isinstance(value, (Number, str)) else type(value).__name__
 
 
-def _mixed(x: Tensor, seed: int) -> Tensor:
+def _hash_numbers(x: Tensor, seed: int) -> Tensor:
     """A hash of the numbers of a tensor and of their places, 0-dim int64."""
     numbers = x.detach().flatten().long()
     places = torch.arange(numbers.shape[0], device=numbers.device)
@@ -118,6 +146,6 @@ def _mixed(x: Tensor, seed: int) -> Tensor:
 
 
 def _bits(x: Tensor) -> Tensor:
-    """The first numbers of a floating-point tensor, as integers of the same bits."""
+    """The first values of a floating-point tensor, as integers of the same bits."""
     widths = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return x.detach().flatten()[:FINGERPRINT].view(widths[x.element_size()])

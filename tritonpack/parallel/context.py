@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -10,16 +11,16 @@ from typing import TYPE_CHECKING, Any, get_args
 from torch import Tensor, nn
 
 from tritonpack.checks import check_choice, check_flag
-from tritonpack.parallel.attention import Exchange
+from tritonpack.parallel.attention import Exchange, check_stride
 from tritonpack.parallel.comm import as_ranks
-from tritonpack.parallel.consistency import require_same_settings
+from tritonpack.parallel.consistency import ComparedParameters, require_same_settings
 from tritonpack.parallel.context_state import SETTINGS, ContextState
+from tritonpack.parallel.forward import ShardedForward
 from tritonpack.parallel.layouts import LayoutName
-from tritonpack.parallel.sharded_forward import ShardedForward
-from tritonpack.parallel.sharding import GradReduce, Sharding
+from tritonpack.parallel.shard_and_gather import GradReduce, Sharding
 from tritonpack.parallel.validate import (
-    compared_parameters,
     find_packing_hook,
+    key_heads,
     require_reduction,
     require_shardable,
     shared_modules,
@@ -30,7 +31,7 @@ from tritonpack.patches.patching import Patch
 if TYPE_CHECKING:
     from tritonpack.parallel.comm import GroupLike
 
-# axolotl's names, and the exchange and layout that each stands for.
+# Name of axolotl -> exchange and layout.
 SCHEMES: dict[str, tuple[Exchange, LayoutName]] = {
     "varlen_llama3": ("all_gather", "contiguous"),
     "batch_ring": ("ring", "contiguous"),
@@ -50,12 +51,11 @@ class SequenceParallel:
         loss.backward()             # DDP or FSDP over (dp, sp) averages to the gradients of one device
     ```
 
-    Each rank runs the model on its own rows of tokens, embeddings, positions and labels; labels are shifted before they
+    Each rank runs the model on its own rows of tokens, embeddings, positions and labels. Labels are shifted before they
     are sharded. Attention gets the keys and values of other ranks. Losses are summed over ranks and divided by the
-    number of all targets, or by `num_items_in_batch` if that is passed. Logits and hidden states are this rank's rows,
-    (1, rows, ...), unless `gather_outputs` is set; `logits_to_keep` means the tokens of the whole batch.
-    `inputs_embeds` that need gradients get them for this rank's rows. A base model called without its head shares its
-    batch, too.
+    number of all targets, or by `num_items_in_batch`. Logits and hidden states are this rank's rows, (1, rows, ...),
+    unless `gather_outputs` is set. `logits_to_keep` means tokens of the whole batch. `inputs_embeds` get gradients for
+    this rank's rows. A base model that is called without its head shares its batch, too.
 
     The objective is the mean over ranks of their losses. So a loss of your own that every rank computes alike from
     gathered outputs, such as GRPO's or DPO's, needs no change. If each rank computes a part of a loss, multiply it by
@@ -73,8 +73,8 @@ class SequenceParallel:
             axolotl's names stand for an exchange and a layout: "varlen_llama3" (all_gather, contiguous), "batch_ring"
             (ring, contiguous), "batch_zigzag" and "batch_stripe" (ring).
         layout: which rows a rank owns, as in `tritonpack.parallel.make_layout`: "contiguous", "zigzag", "stripe" or
-            "balanced", which reads the mask, so it waits for the device once per forward. None means the layout that
-            axolotl's name for `exchange` stands for, and "balanced" otherwise.
+            "balanced", which waits for the device once per forward. None means the layout of axolotl's name, or
+            "balanced".
         heads_k_stride: key heads per step of "all_gather", as in `attend`.
         gather_outputs: return the outputs of the whole batch, (B, T, ...), on every rank, differentiably.
         grad_reduce: how gradients are reduced over the ranks afterwards: "mean", as DDP and FSDP do, or "sum".
@@ -104,10 +104,8 @@ class SequenceParallel:
     ) -> None:
         several = isinstance(model_or_models, (list, tuple))
         self.models: list[Any] = list(model_or_models) if several else [model_or_models]  # type: ignore[arg-type]
-        names: tuple[Any, Any] = (exchange, layout)  # checked on entry, where an error is raised on every rank
-        self.state = ContextState(
-            as_ranks(group_or_mesh), *names, heads_k_stride, gather_outputs, grad_reduce, check_batches
-        )
+        given: Any = (exchange, layout, heads_k_stride, gather_outputs, grad_reduce, check_batches)
+        self.state = ContextState(as_ranks(group_or_mesh), *given)  # checked on entry, which raises on every rank
         self._forwards: list[ShardedForward] = []
         self._patches: list[Patch] = []
 
@@ -137,11 +135,13 @@ class SequenceParallel:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self.state.sharding is not None and not self.state.gather_outputs:
+            _add_remedy(error, self.state.sharding)
         self._restore()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Run models whole on every rank, patched, for as long as this lasts: to generate, or on a rank's own batches.
+        """A context in which every rank runs patched models on whole batches: to generate, or on batches of its own.
 
         Gradients of what runs inside are the rank's own.
         """
@@ -160,7 +160,7 @@ class SequenceParallel:
         return self._last().shard(x)
 
     def gather(self, x: Tensor) -> Tensor:
-        """All ranks' rows, (1, rows, ...) each, as (B, T, ...) in the batch's order, differentiably.
+        """The rows of all ranks, (1, rows, ...) each, as (B, T, ...) in the order of the batch, differentiably.
 
         Raises:
             ValueError: as in `shard`.
@@ -168,7 +168,7 @@ class SequenceParallel:
         return self._last().gather(x)
 
     def total(self, part: Tensor) -> Tensor:
-        """The sum over ranks of their parts of a loss: equal on all, with the gradients that one device would compute.
+        """The sum over ranks of their parts of a loss, equal on all ranks, with the gradients of one device.
 
         Raises:
             ValueError: no forward yet.
@@ -199,9 +199,10 @@ class SequenceParallel:
             if hook is None:
                 self._patches.append(patch(model))
             require_shardable(model, self._patches[-1].report if hook is None else hook.patch.report)
+            check_stride(self.state.heads_k_stride, self.state.exchange, key_heads(model))
             for module in shared_modules(model):  # one by one, so that an error leaves none behind
                 self._forwards.append(ShardedForward(module, self.state))
-        self.state.parameters, self.state.forwards = compared_parameters(self.models), 0
+        self.state.compared = ComparedParameters(self.models)
 
     def _restore(self) -> None:
         self.state.entered = False
@@ -210,11 +211,11 @@ class SequenceParallel:
         for handle in reversed(self._patches):
             handle.unpatch()
         self._forwards, self._patches = [], []
-        self.state.parameters, self.state.sharding = (), None
+        self.state.compared = self.state.sharding = None
 
 
 def _scheme(exchange: Any, layout: Any) -> tuple[Exchange, LayoutName]:
-    """The exchange and the layout that the names stand for; raises for unknown names."""
+    """The exchange and the layout of the given names; raises for unknown names."""
     check_choice(exchange, (*get_args(Exchange), *SCHEMES), "exchange")
     if layout is not None:
         check_choice(layout, get_args(LayoutName), "layout")
@@ -227,3 +228,22 @@ def _scheme(exchange: Any, layout: Any) -> tuple[Exchange, LayoutName]:
             f"pass exchange={implied[0]!r} with it."
         )
     return implied
+
+
+def _add_remedy(error: BaseException, sharding: Sharding) -> None:
+    """Add to an error that names the rows of this rank and of the batch how a head or a loss gets all rows.
+
+    The context can't see heads and losses outside of the given model. They fail in torch, with unlike sizes.
+    """
+    message, rows, (batch, length) = str(error), sharding.rows, sharding.tokens
+    named = set(map(int, re.findall(r"\d+", message)))
+    own = {rows, rows - 1}  # without the last row if a loss has shifted them
+    whole = {length, length - 1, batch * length, batch * (length - 1)}
+    if error.args != (message,) or not (own & named and whole & named):
+        return
+    error.args = (
+        f"{message}\nInside of SequenceParallel, the outputs of a model are this rank's rows, (1, {rows}, ...) of a "
+        f"batch of {tuple(sharding.tokens)} tokens. A head or a loss outside of the given model gets all rows with "
+        "SequenceParallel(..., gather_outputs=True). Or pass the whole model with its head, call the model itself (not "
+        "a `forward` that was read from it before the context was entered), and shard labels with `context.shard`.",
+    )

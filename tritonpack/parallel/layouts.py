@@ -1,8 +1,8 @@
 """Layouts: which rows of a batch each rank owns.
 
-The cost of attention is the number of keys that rows see, so equal numbers of rows aren't equal work: a rank with the
-end of a long document has much more work than one with many short documents. Every rank's rows ascend in the order of
-the stream, so that the mask between them and any keys is again an interval mask (docs/math.md, section 1).
+The cost of attention is the number of keys that rows see. So equal numbers of rows aren't equal work: the end of a
+long document costs much more than many short documents. Every rank's rows ascend, so that the mask between them and any
+keys is again an interval mask (docs/math.md, section 1).
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from tritonpack.masks.block_diagonal import BlockDiagonalMask
 LayoutName = Literal["contiguous", "zigzag", "stripe", "balanced"]
 
 CHUNK = 256  # rows
-MIN_CHUNKS = 16  # per rank, unless they would be shorter than LEAST
-LEAST = 128  # rows of a kernel's tile. A tile with chunks from several places also visits all keys between them
+MIN_CHUNKS = 16  # per rank, if chunks of LEAST rows or more suffice for that
+LEAST = 128  # rows of a kernel's tile; a tile with rows from several places also visits all keys between them
 
 
 @dataclass(frozen=True, eq=False)
 class Layout:
     """The rows of a batch that each rank owns. Every row has one owner.
 
-    Shards differ in length if the rows don't divide by the ranks. No rows are added to make them equal, because the
-    mask, labels and everything else along the stream would need them, too; the collectives pad what they send instead.
+    Shards differ in length if the number of rows isn't a multiple of the number of ranks. The collectives pad what they
+    send.
 
     >>> mask = BlockDiagonalMask.from_seqlens([7])
     >>> layout = make_layout("zigzag", mask, 2)
@@ -45,8 +45,8 @@ class Layout:
         rows: for each rank, (length,) int64, its rows in ascending order; all on one device.
 
     Raises:
-        ValueError: rows of another form; and, for rows in host memory, rows that don't ascend, or that have no owner or
-            several.
+        ValueError: rows of another form; for rows in host memory also rows that don't ascend, or don't have exactly one
+            owner.
     """
 
     rows: tuple[Tensor, ...]
@@ -85,29 +85,29 @@ class Layout:
 
     @cached_property
     def inverse(self) -> Tensor:
-        """(num_rows,) int64: the place of each row of the batch in the ranks' shards, laid end to end."""
+        """(num_rows,) int64: the place of each row in the ranks' shards, laid end to end."""
         return torch.cat(self.rows).argsort()
 
     @cached_property
     def in_order(self) -> bool:
-        """Whether the shards, laid end to end, are the batch in its order; waits for the device, once."""
+        """Whether the ranks' shards, laid end to end, are the batch in its order; waits for the device once."""
         rows = torch.cat(self.rows)
         return bool((rows[1:] > rows[:-1]).all())
 
     @cached_property
-    def slots(self) -> Tensor:
-        """(num_rows,) int64: the place of each row, with every shard padded to the length of the longest."""
-        longest = max(self.lengths)
-        begins = [torch.arange(n, device=self.inverse.device) + rank * longest for rank, n in enumerate(self.lengths)]
-        return torch.cat(begins)[self.inverse]
+    def slots(self) -> Tensor | None:
+        """(num_rows,) int64: the place of each row in the ranks' shards, laid end to end and padded to one length.
 
-    @cached_property
-    def fills_in_order(self) -> bool:
-        """Whether `slots` are the numbers of the rows themselves."""
-        return len(set(self.lengths)) == 1 and self.in_order
+        None if every row is in its own place.
+        """
+        if len(set(self.lengths)) == 1 and self.in_order:
+            return None
+        longest = max(self.lengths)
+        places = [torch.arange(n, device=self.inverse.device) + rank * longest for rank, n in enumerate(self.lengths)]
+        return torch.cat(places)[self.inverse]
 
     def shard(self, x: Tensor, rank: int, dim: int = 0) -> Tensor:
-        """One rank's rows of a tensor that has the batch's rows along `dim`.
+        """The rows of one rank, from a tensor with all rows of the batch along `dim`.
 
         Raises:
             ValueError: no such rank or dimension, or another number of rows along `dim`.
@@ -118,7 +118,7 @@ class Layout:
         return x.index_select(dim, self.rows[rank].to(x.device))
 
     def unshard(self, x: Tensor, dim: int = 0) -> Tensor:
-        """The rows in the order of the batch, from the ranks' shards laid end to end along `dim`.
+        """All rows in the order of the batch, from the ranks' shards laid end to end along `dim`.
 
         Raises:
             ValueError: no such dimension, or another number of rows along it.
@@ -127,7 +127,10 @@ class Layout:
         return x.index_select(dim, self.inverse.to(x.device))
 
     def imbalance(self, mask: BlockDiagonalMask) -> float:
-        """The visible pairs of the rank with most of them, over the mean; 1.0 is even. Waits for the mask's device."""
+        """The visible pairs of the rank that has most, divided by the mean of all ranks. Waits for the mask's device.
+
+        1.0 means that all ranks have equal work.
+        """
         work = _work(mask)
         shares = [int(work[rows.cpu()].sum()) for rows in self.rows]
         return max(shares) * self.ranks / sum(shares) if sum(shares) else 1.0
@@ -147,15 +150,14 @@ def make_layout(name: LayoutName, mask: BlockDiagonalMask, ranks: int, *, chunk:
     - "zigzag": two runs per rank, the r-th from the start and the r-th from the end. Balances one causal document.
     - "stripe": row i to rank i modulo `ranks`. Balances any causal mask; every rank needs nearly every key.
     - "balanced": equal numbers of chunks per rank. The chunk with most work goes to the rank with least work so far.
-      Balances any mask, unless there are too few rows per rank. Work is counted in visible pairs. This reads the mask,
-      so it waits for its device.
+      Balances any mask with enough rows per rank. Work is counted in visible pairs, so it waits for the mask's device.
 
     Args:
-        name: as above.
-        mask: of the batch, with the same rows as queries and keys.
-        ranks: how many.
-        chunk: the most rows of a chunk of "balanced". Short batches have shorter chunks, so that there are enough of
-            them, but of at least 128 rows. A rank with fewer rows than two chunks owns one run of rows.
+        name: one of the names above.
+        mask: the mask of the batch; its queries and keys are the same rows.
+        ranks: the number of ranks.
+        chunk: the largest number of rows in a chunk of "balanced". Short batches have shorter chunks of at least 128
+            rows. A rank with fewer rows than two chunks owns one run of rows.
 
     Raises:
         ValueError: an unknown name, a mask whose queries aren't its keys, `ranks` or `chunk` below 1.

@@ -1,4 +1,4 @@
-"""Rotary embeddings with frequencies that depend on the longest document: the whole batch counts on every rank."""
+"""Rotary embeddings whose frequencies depend on the longest document of the whole batch."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tritonpack.patches.rope import follows_longest
 
 
 class LongestPosition:
-    """Hooks on a model's rotary embeddings: they add the batch's largest position to the positions of a rank's rows.
+    """Hooks on a model's rotary embeddings: they append the largest position of the batch to a rank's positions.
 
     Attributes:
-        last: 0-dim int64, the largest position of the batch that is running; None while none is.
+        last: 0-dim int64, the largest position of the running batch; None between batches.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -31,7 +31,7 @@ class LongestPosition:
 
     @contextmanager
     def following(self, packed_batch: PackedBatch) -> Iterator[None]:
-        """Rotary embeddings use the largest position of this batch."""
+        """A context in which rotary embeddings use the largest position of this batch."""
         if self._handles:
             positions = packed_batch.position_ids
             self.last = (packed_batch.positions() if positions is None else positions).max()

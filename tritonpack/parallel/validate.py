@@ -1,16 +1,17 @@
-"""What sequence parallelism needs of a model, and of the module that reduces its gradients."""
+"""Checks that ranks can share a model's batches, and that its gradients are reduced over these ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
+from tritonpack.checks import is_int
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.comm import Ranks
 from tritonpack.patches.families import MIXERS
@@ -59,7 +60,7 @@ def require_shardable(model: nn.Module, report: Report) -> None:
 
 
 def find_packing_hook(model: nn.Module) -> PackingHook | None:
-    """The hook of a model's outermost patched module; None if it isn't patched."""
+    """The hook of the outermost patched module in a model; None if nothing is patched."""
     return next((hook for module in model.modules() if (hook := own_packing_hook(module)) is not None), None)
 
 
@@ -71,7 +72,7 @@ def own_packing_hook(module: nn.Module) -> PackingHook | None:
 def shared_modules(model: nn.Module) -> list[PreTrainedModel]:
     """The transformers models in a module that may be called with a batch, outermost first.
 
-    These are the outermost ones, and the patched ones in them: trainers call those to compute a loss without logits.
+    They are the outermost ones, and the patched ones in them, which trainers call to compute a loss without logits.
 
     Raises:
         UnsupportedModelError: there is none.
@@ -81,6 +82,13 @@ def shared_modules(model: nn.Module) -> list[PreTrainedModel]:
         raise UnsupportedModelError(f"expected a transformers model; got {type(model).__name__}.")
     inner = {id(module) for outer in models for module in outer.modules() if module is not outer}
     return [one for one in models if id(one) not in inner or own_packing_hook(one) is not None]
+
+
+def key_heads(model: nn.Module) -> int | None:
+    """The number of key heads of every layer by the model's configuration; None if it doesn't say."""
+    config = shared_modules(model)[0].config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    return heads if is_int(heads) else None
 
 
 def require_reduction(model: nn.Module, ranks: Ranks) -> None:
@@ -101,7 +109,7 @@ def require_reduction(model: nn.Module, ranks: Ranks) -> None:
 
 
 def _reductions(model: nn.Module) -> Iterator[tuple[str, set[int]]]:
-    """What reduces gradients in a module, and over which ranks of the world."""
+    """Each DDP or FSDP module in a model, and the ranks of the world over which it reduces gradients."""
     for module in model.modules():
         if isinstance(module, (DistributedDataParallel, FullyShardedDataParallel)):
             yield type(module).__name__, set(dist.get_process_group_ranks(module.process_group))
@@ -109,16 +117,3 @@ def _reductions(model: nn.Module) -> Iterator[tuple[str, set[int]]]:
             for p in module.parameters():
                 if isinstance(p, DTensor) and p.requires_grad:
                     yield "FSDP (fully_shard)", set(p.device_mesh.mesh.flatten().tolist())
-
-
-def compared_parameters(models: Sequence[nn.Module]) -> list[Tensor]:
-    """The trained parameters that every rank has whole, the smallest first; they must stay equal."""
-    if any(isinstance(module, FullyShardedDataParallel) for model in models for module in model.modules()):
-        return []  # each rank has a piece
-    whole: list[Tensor] = [
-        p
-        for model in models
-        for p in model.parameters()
-        if p.requires_grad and p.is_floating_point() and not isinstance(p, DTensor) and p.numel() and not p.is_meta
-    ]
-    return sorted(whole, key=Tensor.numel)

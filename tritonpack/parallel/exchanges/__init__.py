@@ -1,1 +1,1 @@
-"""How keys and values travel between ranks: one file per exchange. `call.py` holds what they share."""
+"""How keys and values travel between ranks: one file per exchange, and `call.py` with their common parts."""

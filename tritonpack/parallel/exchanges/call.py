@@ -1,17 +1,21 @@
-"""What the exchanges share: the arguments of one call of `attend`, masks between ranks, passes of the backend."""
+"""Common parts of the exchanges: the arguments of one call of `attend`, masks between ranks, calls of the backend."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tritonpack import ops
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
 from tritonpack.parallel.comm import Ranks
 from tritonpack.parallel.layouts import Layout
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None]  # dq, dk, dv, dsinks
 
 
 @dataclass(frozen=True, eq=False)
@@ -21,9 +25,10 @@ class Call:
     Attributes:
         ranks: the group.
         layout: which rows each rank owns.
-        mask: of the whole batch.
-        options: of attention, without sinks, which are passed as a differentiable argument.
+        mask: the mask of the whole batch.
+        options: the options of attention without sinks, which are a differentiable argument.
         backend: a name of `backends.BACKENDS`.
+        stride: the key heads per step of "all_gather".
     """
 
     ranks: Ranks
@@ -31,18 +36,14 @@ class Call:
     mask: BlockDiagonalMask
     options: AttentionOptions
     backend: str
-
-    @property
-    def lengths(self) -> list[int]:
-        """How many rows each rank owns."""
-        return self.layout.lengths
+    stride: int
 
     def rows_mask(self, source: int | None = None) -> BlockDiagonalMask:
         """The mask between this rank's queries and all keys, or the keys of the rank `source`."""
         return rows_mask(self.mask, self.layout, self.ranks.rank, source)
 
     def visible(self) -> list[bool]:
-        """For each rank, whether this one sees any of its keys; waits for the device once per mask."""
+        """For each rank, whether this rank's queries see any of its keys; waits for the device once per mask."""
 
         def visible() -> list[bool]:
             masks = [self.rows_mask(source) for source in range(self.ranks.size)]
@@ -53,7 +54,7 @@ class Call:
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, heads: slice, sinks: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """out and lse of some query heads, without autograd. `sinks` are those of all heads."""
+        """out and lse of some query heads, without autograd. `sinks` has all heads."""
         options = of_heads(self.options, heads, sinks)
         return ops.attention(q, k, v, *ops.plan(q, k, v, mask, options, self.backend, backward=False))
 
@@ -65,6 +66,30 @@ class Call:
         options = of_heads(self.options, heads, sinks)
         arguments = ops.plan(q, k, v, mask, options, self.backend, backward=True)
         return ops.attention_backward(dout, dlse, q, k, v, out, lse, *arguments)
+
+
+class Exchanged(torch.autograd.Function):
+    """(exchange, call, q, k, v, sinks) -> out (n, H, D_v), lse (H, n) of this rank's n rows.
+
+    `exchange` is the module `all_gather` or `ring`.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, exchange: Any, call: Call, *tensors: Tensor | None) -> tuple[Tensor, Tensor]:
+        out, lse = exchange.forward(call, *tensors)
+        ctx.save_for_backward(*tensors, out, lse)
+        ctx.arguments = exchange, call
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        exchange, call = ctx.arguments
+        dout, dlse = gradients
+        *tensors, out, lse = ctx.saved_tensors
+        dout = torch.zeros_like(out) if dout is None else dout
+        return None, None, *exchange.backward(call, dout, dlse, *tensors, out, lse)
 
 
 def rows_mask(mask: BlockDiagonalMask, layout: Layout, rank: int, source: int | None = None) -> BlockDiagonalMask:
@@ -86,7 +111,7 @@ def of_heads(options: AttentionOptions, heads: slice, sinks: Tensor | None) -> A
 
 
 def join(k: Tensor, v: Tensor) -> Tensor:
-    """k (T, n, D) and v (T, n, D_v) as one tensor (T, n (D + D_v)), so that one message holds both."""
+    """k (T, n, D) and v (T, n, D_v) as one tensor (T, n (D + D_v)), for one message."""
     return torch.cat([k.flatten(1), v.flatten(1)], 1)
 
 

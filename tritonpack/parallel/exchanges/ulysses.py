@@ -1,8 +1,8 @@
 """Exchange by all-to-all (Ulysses): each rank computes some heads over all rows of the batch.
 
 Rank r of R computes the heads from H r / R to H (r + 1) / R with the mask of the whole batch, so the layout doesn't
-change its work. It receives the key heads that those heads use. If several ranks use a key head, each gets a copy, and
-its gradients are summed. If heads don't divide by ranks, some ranks compute one head more than others.
+change its work. It receives the key heads that these heads use. If several ranks use a key head, each gets a copy, and
+its gradients are summed. If H isn't a multiple of R, some ranks compute one head more than others.
 
 Source: Jacobs et al., DeepSpeed Ulysses (arXiv:2309.14509).
 """
@@ -54,7 +54,7 @@ def divide_heads(heads: int, kv_heads: int, ranks: int) -> tuple[Spans, Spans]:
 
 
 def _uniform(heads: slice, group: int) -> Spans:
-    """Heads in runs that use each of their key heads equally often: whole groups, and the pieces at both ends."""
+    """The heads as runs, each with equally many query heads per key head: whole groups, and the pieces at both ends."""
     first, last = -(-heads.start // group) * group, heads.stop // group * group
     if first > last:  # all within one group
         return [heads]
@@ -91,14 +91,14 @@ def _rows_to_heads(call: Call, tensors: Sequence[Tensor], spans: list[Spans]) ->
     rank, size = call.ranks.rank, call.ranks.size
     pieces = [[x[:, span[r]] for x, span in zip(tensors, spans, strict=True)] for r in range(size)]
     widths = [(span[rank].stop - span[rank].start, x.shape[2]) for x, span in zip(tensors, spans, strict=True)]
-    received = _exchange(call, pieces, [[(rows, *width) for width in widths] for rows in call.lengths])
+    received = _exchange(call, pieces, [[(rows, *width) for width in widths] for rows in call.layout.lengths])
     wholes = (torch.cat(parts) for parts in zip(*received, strict=True))
     return tuple(whole if call.layout.in_order else call.layout.unshard(whole) for whole in wholes)
 
 
 def _heads_to_rows(call: Call, tensors: Sequence[Tensor], spans: list[Spans]) -> tuple[Tensor, ...]:
     """(all rows, own heads, D) of each tensor to (own rows, all heads, D); copies of a head are summed."""
-    rows, size = call.lengths[call.ranks.rank], call.ranks.size
+    rows, size = call.layout.lengths[call.ranks.rank], call.ranks.size
     pieces = [[call.layout.shard(x, r) for x in tensors] for r in range(size)]
     shapes = [
         [(rows, span[r].stop - span[r].start, x.shape[2]) for x, span in zip(tensors, spans, strict=True)]

@@ -1,4 +1,4 @@
-"""One rank's rows of a packed batch, and the masks that its layers get: they cover the keys of all ranks."""
+"""One rank's rows of a packed batch, and the masks of its layers, which cover the keys of all ranks."""
 
 from __future__ import annotations
 
@@ -9,13 +9,18 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.parallel.sharding import Sharding
+from tritonpack.parallel.attention import attend
+from tritonpack.parallel.context_state import ContextState
+from tritonpack.parallel.layouts import make_layout
+from tritonpack.parallel.shard_and_gather import Sharding, outside_of_graphs
 from tritonpack.patches.mask_spec import MaskSpec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch
 
+MIN_ROWS = 2  # per rank: with two, every layout gives each rank rows, and a model can't run without rows
+
 
 class ShardedMask(IntervalMask):
-    """The mask of the whole batch, for layers that have one rank's rows as queries and keys.
+    """The mask of the whole batch, for layers that get one rank's queries and keys.
 
     Attributes:
         sharding: how the batch is divided.
@@ -27,11 +32,16 @@ class ShardedMask(IntervalMask):
         super().__init__(*given, **named)
         self.sharding = sharding
 
+    @outside_of_graphs
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         assert isinstance(self.packed_batch, ShardedBatch)
         self.count_use()
         self.packed_batch.attended = True
-        return self.sharding.attention(q, k, v, self.mask, backend=self.serving.backend, **options)
+        sharding = self.sharding
+        return attend(
+            q, k, v, self.mask, sharding.layout, sharding.ranks.group, exchange=sharding.exchange,
+            heads_k_stride=sharding.heads_k_stride, backend=self.serving.backend, **options,
+        )  # fmt: skip
 
     def to_tensor(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
         raise UnsupportedModelError(
@@ -44,9 +54,9 @@ class ShardedBatch(PackedBatch):
     """One rank's rows of a packed batch, as a batch of one row.
 
     Attributes:
-        whole: the batch.
-        padded: the batch with the padding of the layout; masks are made from it.
-        sharding: how the batch is divided.
+        whole: the whole batch.
+        padded: the whole batch with the padding of the layout, from which masks are made.
+        sharding: how the whole batch is divided.
         attended: whether a layer has exchanged keys and values.
     """
 
@@ -61,8 +71,8 @@ class ShardedBatch(PackedBatch):
     def interval_mask(self, num_keys: int, query_offset: int | Tensor, key_offset: int, spec: MaskSpec) -> IntervalMask:
         if spec.overlay is not None:
             raise UnsupportedModelError(
-                "this model composes a mask of its own (images that see all of themselves, prefixes) from the tokens "
-                "that it gets, and these are one rank's. Train it without SequenceParallel."
+                "this model composes a mask of its own (for images or prefixes) from the tokens of its call, and each "
+                "rank has only some of them. Train it without SequenceParallel."
             )
         for known, interval_mask in self.kept:
             if known == (spec,):
@@ -74,9 +84,9 @@ class ShardedBatch(PackedBatch):
         return mask
 
     def forget(self) -> None:
-        """Drop the masks after a forward pass, because batch and masks refer to each other, which delays freeing them.
+        """Drop the masks after a forward pass. Batch and masks refer to each other, which would delay freeing them.
 
-        Layers that are recomputed in backward have been given their masks.
+        Layers that are recomputed in backward hold their own masks.
         """
         for packed_batch in (self, self.whole, self.padded):
             packed_batch.kept.clear()
@@ -93,12 +103,39 @@ class ShardedBatch(PackedBatch):
 
     def lengths(self) -> tuple[Tensor, Tensor]:
         raise UnsupportedModelError(
-            "layers that mix tokens along the row need whole documents, and each rank has parts of them. Train this "
-            "model without SequenceParallel."
+            "layers that mix tokens along the row need whole documents, and each rank has only parts of them. Train "
+            "this model without SequenceParallel."
         )
 
 
-def pad_rows(packed_batch: PackedBatch, columns: int) -> PackedBatch:
+def shard_batch(whole: PackedBatch, spec: MaskSpec, state: ContextState) -> ShardedBatch:
+    """This rank's rows of a batch without a cache. The layout counts the work of layers with this `spec`."""
+    assert not whole.cached
+    batch, length = whole.tokens
+    columns = max(-(-MIN_ROWS * state.ranks.size // batch) - length, 0)
+    padded = _pad_rows(whole, columns)
+    layout = make_layout(state.layout, padded.interval_mask(length + columns, 0, 0, spec).mask, state.ranks.size)
+    sharding = Sharding(
+        state.ranks, layout, whole.tokens, columns, state.exchange, state.heads_k_stride, state.grad_reduce
+    )
+    mask = whole.to_tensor() if columns and whole.attention_mask is None else whole.attention_mask
+    # (B, T), (1, T) for all rows alike, or (3, B, T) for several kinds of positions
+    positions = whole.positions() if whole.position_ids is None else whole.position_ids
+    positions = positions.expand(*positions.shape[:-2], *whole.tokens)
+    return ShardedBatch(
+        attention_mask=None if mask is None else sharding.shard(mask),
+        position_ids=sharding.shard(positions, positions.ndim - 2),
+        boundaries=None,
+        tokens=torch.Size((1, sharding.rows)),
+        where=whole.where,
+        serving=whole.serving,
+        whole=whole,
+        padded=padded,
+        sharding=sharding,
+    )
+
+
+def _pad_rows(packed_batch: PackedBatch, columns: int) -> PackedBatch:
     """A batch with `columns` tokens of padding at the end of each row: one more document, which no token sees."""
     if not columns:
         return packed_batch
@@ -112,24 +149,4 @@ def pad_rows(packed_batch: PackedBatch, columns: int) -> PackedBatch:
         position_ids=pad(positions, [0, columns]),
         boundaries=boundaries,
         tokens=torch.Size((packed_batch.tokens[0], packed_batch.tokens[1] + columns)),
-    )
-
-
-def shard_batch(whole: PackedBatch, padded: PackedBatch, sharding: Sharding) -> ShardedBatch:
-    """This rank's rows of a batch without a cache."""
-    assert not whole.cached
-    mask = whole.to_tensor() if sharding.columns and whole.attention_mask is None else whole.attention_mask
-    # (B, T), (1, T) for all rows alike, or (3, B, T) for several kinds of positions
-    positions = whole.positions() if whole.position_ids is None else whole.position_ids
-    positions = positions.expand(*positions.shape[:-2], *sharding.tokens)
-    return ShardedBatch(
-        attention_mask=None if mask is None else sharding.shard(mask),
-        position_ids=sharding.shard(positions, positions.ndim - 2),
-        boundaries=None,
-        tokens=torch.Size((1, sharding.rows)),
-        where=whole.where,
-        serving=whole.serving,
-        whole=whole,
-        padded=padded,
-        sharding=sharding,
     )

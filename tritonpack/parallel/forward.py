@@ -11,11 +11,11 @@ from transformers.utils import ModelOutput
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.context_state import ContextState
+from tritonpack.parallel.inputs import Shard, shard_inputs
+from tritonpack.parallel.loss import computing_loss
+from tritonpack.parallel.masks import ShardedBatch, ShardedMask
 from tritonpack.parallel.rotary import LongestPosition
-from tritonpack.parallel.shard_inputs import Shard, shard_inputs
-from tritonpack.parallel.sharded_batch import ShardedBatch, ShardedMask
-from tritonpack.parallel.sharded_loss import computing_loss
-from tritonpack.parallel.sharding import outside_of_graphs
+from tritonpack.parallel.shard_and_gather import outside_of_graphs
 from tritonpack.parallel.validate import own_packing_hook
 from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
 from tritonpack.patches.packing_context import PackingContext
@@ -25,16 +25,16 @@ from tritonpack.patches.towers import takes_tokens
 
 
 class ShardedForward(InstanceForward):
-    """Stands for the forward of one model instance. This is the only place where a batch is sharded.
+    """Replaces the forward of one model instance. Batches are sharded here alone.
 
-    The forward is replaced, because PEFT and some trainers call `model.forward`, which runs no hooks. A patched module
-    also has a pre-hook that reads the documents, and torch calls that before any forward. So the hook is deferred: this
-    forward shards the batch first and runs the hook on the shard. In nested contexts, the forward of the innermost
-    context shards, and the forward of the outermost one runs the hook.
+    A hook can't shard, because PEFT and some trainers call `model.forward`, which runs no hooks. A patched module has a
+    pre-hook that reads the documents; torch calls it before the forward. So that pre-hook is deferred: this forward
+    shards the batch first, then runs the pre-hook on the shard. In nested contexts, the forward of the innermost
+    context shards, and the forward of the outermost one runs the pre-hook.
 
     Attributes:
-        state: of the context.
-        hook: the deferred hook; None if the module has none or another instance runs it.
+        state: the state of the context.
+        hook: the deferred hook; None if the module has none, or if a forward of an outer context runs it.
     """
 
     def __init__(self, module: PreTrainedModel, state: ContextState) -> None:
@@ -49,7 +49,7 @@ class ShardedForward(InstanceForward):
         self.install()
 
     def remove(self) -> None:
-        """Give the model its own forward back, after the contexts that were entered later are left, too."""
+        """Restore the model's own forward. If a context that was entered later is still entered, this waits for it."""
         self.rotary.remove()
         self.installed = False
         while isinstance(top := self.module.__dict__.get("forward"), ShardedForward) and not top.installed:
@@ -82,7 +82,7 @@ class ShardedForward(InstanceForward):
 
     @outside_of_graphs
     def _shard(self, arguments: dict[str, Any]) -> Shard | None:
-        """This rank's share of a call; None if the model must run on the arguments as they are."""
+        """This rank's share of a call; None if the model must run on the unchanged arguments."""
         top = self.module.__dict__.get("forward")
         paused = isinstance(top, ShardedForward) and top.state.entered and top.state.paused
         if paused or not self.state.running or _is_sharded(arguments.get("attention_mask")):
@@ -97,7 +97,7 @@ class ShardedForward(InstanceForward):
 
     @outside_of_graphs
     def _finish(self, output: Any, shard: Shard) -> Any:
-        """The output of the whole batch with `gather_outputs`, else this rank's rows of it."""
+        """The output for the whole batch with `gather_outputs`, else for this rank's rows."""
         if not isinstance(output, ModelOutput):
             raise UnsupportedModelError(
                 f"{type(self.module).__name__} returns a {type(output).__name__}; sequence parallelism needs a "
@@ -122,21 +122,21 @@ class ShardedForward(InstanceForward):
                 return sharding.gather(value[None]).flatten(0, 1) if gathers else value
         given = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise UnsupportedModelError(
-            f"{type(self.module).__name__} returns {name} ({given}), which hasn't one row per token, so a rank can't "
-            "compute it from its own tokens. Train it without SequenceParallel."
+            f"{type(self.module).__name__} returns {name} ({given}) without one row per token, so a rank can't compute "
+            "it from its own tokens. Train it without SequenceParallel."
         )
 
 
 def _is_sharded(mask: Any) -> bool:
-    """Whether a mask comes from a sharded model around this one, which may have made masks of all kinds of layers."""
+    """Whether a mask, or a dict of masks for each kind of layer, comes from a sharded model around this one."""
     masks = mask.values() if isinstance(mask, dict) else [mask]
     return any(isinstance(one, (ShardedBatch, ShardedMask)) for one in masks)
 
 
 def _widest_spec(module: PreTrainedModel) -> MaskSpec:
-    """What those layers see that see most keys of a document."""
+    """The mask of the layers that see most keys of a document."""
     windows = layer_windows(module.config.get_text_config())
-    # Towers that turn images into embeddings see both directions, whatever the text does.
+    # Only towers that take tokens count: towers of images see both directions in any model.
     if any(getattr(inner, "is_causal", True) is False and takes_tokens(inner) for inner in module.modules()):
         return MaskSpec((-1, -1))
     if not windows or None in windows:

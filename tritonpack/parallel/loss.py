@@ -1,4 +1,4 @@
-"""The loss of a sharded batch: targets are shifted before they are sharded, and sums divided by the number of all."""
+"""The loss of a sharded batch: targets are shifted, then sharded; sums are divided by the number of all targets."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.parallel.sharding import Sharding
+from tritonpack.parallel.shard_and_gather import Sharding
 from tritonpack.patches.labels import IGNORED
 
-# Losses of transformers that compare each token with its own label. The others shift labels, and take `shift_labels`.
+# Losses of transformers that compare each token with its own label. The others shift labels and take `shift_labels`.
 PER_TOKEN = ("ForMaskedLMLoss", "ForTokenClassification")
 
 REMEDY = "Pass no labels and compute the loss from gathered logits: SequenceParallel(..., gather_outputs=True)."
@@ -28,7 +28,7 @@ def shifts(loss_function: Any) -> bool:
     """Whether a model's loss function compares each token with the label of the next one.
 
     Raises:
-        UnsupportedModelError: it takes no targets, or no number of targets.
+        UnsupportedModelError: it doesn't take shifted targets, or not their number.
     """
     name = getattr(loss_function, "__name__", "")
     if name in PER_TOKEN:
@@ -42,12 +42,12 @@ def shifts(loss_function: Any) -> bool:
 
 
 class ShardedLoss:
-    """Stands for a model's loss function during a forward pass. All ranks get the loss of the whole batch.
+    """Replaces a model's loss function during a forward pass. It returns the loss of the whole batch on all ranks.
 
     Attributes:
         own: the model's loss function.
         sharding: how the batch is divided.
-        targets: this rank's, (1, rows) or (1, kept rows).
+        targets: this rank's targets, (1, rows) or (1, kept rows).
         whole: the targets of all ranks, of any shape.
         used: whether the model has called it.
     """
@@ -73,10 +73,10 @@ class ShardedLoss:
 
 @contextmanager
 def computing_loss(model: Any, loss: ShardedLoss) -> Iterator[None]:
-    """Make a model compute its loss by `loss`.
+    """Set a model's loss function to `loss` for one forward pass.
 
     Raises:
-        UnsupportedModelError: on leaving, if the model computed its loss in another way.
+        UnsupportedModelError: on leaving, if the model didn't call it.
     """
     before = model.__dict__.get("_loss_function")
     model.loss_function = loss

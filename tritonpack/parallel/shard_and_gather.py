@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,55 +11,45 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import pad
 
-from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.parallel.all_gather_with_grad import AllGatherWithGrad
-from tritonpack.parallel.attention import Exchange, attend
+from tritonpack.parallel.attention import Exchange
 from tritonpack.parallel.comm import Ranks
 from tritonpack.parallel.layouts import Layout
 
 GradReduce = Literal["mean", "sum"]
 
-# A compiled graph can't hold process groups or handles of collectives. It ends here, and another one begins afterwards.
+# A compiled graph can't hold process groups or handles of collectives. It ends here, and another graph begins after it.
 outside_of_graphs = torch.compiler.disable(reason="sequence parallelism exchanges with other ranks here")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KeptRows:
-    """Chosen rows of a batch, such as the tokens that logits are computed of, and which ranks own them.
+    """Chosen rows of a batch, such as the tokens whose logits are computed, and which ranks own them.
 
     Attributes:
-        shape: of the chosen rows, such as (batch, 3) for the last three tokens of each row.
-        chosen: (own,) int64, the numbers of this rank's rows among the chosen ones.
-        local: (own,) int64, their places in this rank's shard.
-        lengths: how many of the chosen rows each rank owns.
-        order: (chosen rows,) int64, where each of them lies in what the ranks have of them, laid end to end.
+        shape: the shape of the chosen rows, such as (batch, 3) for the last three tokens of each row.
+        layout: which of the chosen rows each rank owns.
+        local: (own,) int64, the places of this rank's chosen rows in its shard.
     """
 
     shape: torch.Size
-    chosen: Tensor
+    layout: Layout
     local: Tensor
-    lengths: list[int]
-    order: Tensor
-
-    def pick(self, x: Tensor) -> Tensor:
-        """This rank's part, (1, own), of a tensor with one number for each chosen row."""
-        return x.flatten()[self.chosen.to(x.device)][None]
 
 
 @dataclass(frozen=True, eq=False)
 class Sharding:
     """How one batch is divided among ranks. Its B rows of T tokens count as one stream.
 
-    The objective is the mean over ranks of their losses. So a loss that all ranks compute alike from gathered tensors
-    counts once, and so does one that `total` has summed. Gradients are exact after they are averaged over ranks, or
-    summed with `grad_reduce="sum"`.
+    The objective is the mean over ranks of their losses. So a loss that all ranks compute alike from gathered tensors,
+    or that `total` has summed, counts once. Gradients are exact after they are averaged over ranks, or summed with
+    `grad_reduce="sum"`.
 
     Attributes:
         ranks: the group.
         layout: which rows each rank owns.
         tokens: (B, T), the shape of the batch.
-        columns: how many tokens of padding the layout has at the end of each row, so that every rank of a very short
-            batch has some rows.
+        columns: the number of padding tokens at the end of each row, so that every rank of a short batch has rows.
         exchange, heads_k_stride: as in `attend`.
         grad_reduce: "mean" or "sum".
     """
@@ -79,7 +68,7 @@ class Sharding:
         return self.layout.lengths[self.ranks.rank]
 
     def shard(self, x: Tensor, dim: int = 0, *, fill: float = 0) -> Tensor:
-        """This rank's rows of a tensor: (B, T) at `dim` and `dim + 1` becomes (1, rows). Padding is `fill`."""
+        """This rank's rows of a tensor: its dimensions (B, T) at `dim` become (1, rows). Padding is `fill`."""
         if dim + 1 >= x.ndim or x.shape[dim : dim + 2] != self.tokens:
             raise ValueError(
                 f"the batch has tokens of shape {tuple(self.tokens)}, which the tensor must have at dimension {dim}; "
@@ -97,24 +86,27 @@ class Sharding:
                 f" got shape {tuple(x.shape)}."
             )
         batch, length = self.tokens
-        whole = self.layout.unshard(self._gather(x, self.layout.lengths), 1)
-        return whole[0].unflatten(0, (batch, -1))[:, :length]
+        return self._gather(x, self.layout)[0].unflatten(0, (batch, -1))[:, :length]
 
     def keep(self, rows: Tensor) -> KeptRows:
-        """Find chosen rows, int64 numbers of tokens in the flattened batch, of any shape and in any order."""
+        """The owners of chosen rows: int64 numbers of tokens in the flattened batch, of any shape and in any order."""
         rows = rows + rows // self.tokens[1] * self.columns
         lengths = torch.tensor(self.layout.lengths, device=rows.device)
         ends = lengths.cumsum(0)
         places = self.layout.inverse.to(rows.device)[rows.flatten()]
         owners = torch.searchsorted(ends, places, right=True)
-        chosen = (owners == self.ranks.rank).nonzero().flatten()
-        local = (places - (ends - lengths)[owners])[chosen]
         counts = owners.bincount(minlength=self.ranks.size).tolist()
-        return KeptRows(rows.shape, chosen, local, counts, owners.argsort(stable=True).argsort())
+        layout = Layout(owners.argsort(stable=True).split(counts))
+        own = layout.rows[self.ranks.rank]
+        return KeptRows(rows.shape, layout, (places - (ends - lengths)[owners])[own])
+
+    def shard_kept(self, x: Tensor, kept: KeptRows) -> Tensor:
+        """This rank's part, (1, own), of a tensor with one number for each chosen row."""
+        return kept.layout.shard(x.flatten(), self.ranks.rank)[None]
 
     def gather_kept(self, x: Tensor, kept: KeptRows) -> Tensor:
-        """What ranks have computed of chosen rows, (1, own, ...), as (*kept.shape, ...)."""
-        return self._gather(x, kept.lengths)[0].index_select(0, kept.order).unflatten(0, kept.shape)
+        """The chosen rows of all ranks, (1, own, ...) each, as (*kept.shape, ...)."""
+        return self._gather(x, kept.layout)[0].unflatten(0, kept.shape)
 
     @outside_of_graphs
     def total(self, part: Tensor) -> Tensor:
@@ -122,20 +114,13 @@ class Sharding:
         return _Total.apply(part, self.ranks, self.ranks.size if self.grad_reduce == "mean" else 1)
 
     @outside_of_graphs
-    def attention(self, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, **options: Any) -> Tensor:
-        """Attention of this rank's rows by the mask of the batch; shapes and options as in `attend`."""
-        return attend(
-            q, k, v, mask, self.layout, self.ranks.group, exchange=self.exchange, heads_k_stride=self.heads_k_stride,
-            **options,
-        )  # fmt: skip
-
-    @outside_of_graphs
-    def _gather(self, x: Tensor, lengths: Sequence[int]) -> Tensor:
+    def _gather(self, x: Tensor, layout: Layout) -> Tensor:
+        """The rows of all ranks' shards along dimension 1, in the order of the layout."""
         if self.grad_reduce == "sum" and x.requires_grad:
             size = self.ranks.size
             x = x.view_as(x)
             x.register_hook(lambda gradient: gradient / size)
-        return AllGatherWithGrad(self.ranks.group, 1, lengths)(x)
+        return layout.unshard(AllGatherWithGrad(self.ranks.group, 1, layout.lengths)(x), 1)
 
 
 class _Total(torch.autograd.Function):

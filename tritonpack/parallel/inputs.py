@@ -1,4 +1,4 @@
-"""Make one rank's share of a batch: its rows of the tokens, positions, labels and other arguments of a forward pass."""
+"""The arguments of one rank's forward pass: its rows of a batch's tokens, positions, labels and other arguments."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ from tritonpack.checks import describe, is_int, require
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.parallel.consistency import require_same_batch
 from tritonpack.parallel.context_state import ContextState
-from tritonpack.parallel.layouts import make_layout
-from tritonpack.parallel.sharded_batch import ShardedBatch, pad_rows, shard_batch
-from tritonpack.parallel.sharded_loss import ShardedLoss, shift, shifts
-from tritonpack.parallel.sharding import KeptRows, Sharding
+from tritonpack.parallel.loss import ShardedLoss, shift, shifts
+from tritonpack.parallel.masks import ShardedBatch, shard_batch
+from tritonpack.parallel.shard_and_gather import KeptRows, Sharding
 from tritonpack.parallel.validate import find_packing_hook
 from tritonpack.patches.call_arguments import CACHES, in_form
 from tritonpack.patches.labels import IGNORED
@@ -26,13 +25,11 @@ from tritonpack.patches.parse_inputs import make_packed_batch
 from tritonpack.patches.parts import parameters_of
 from tritonpack.patches.rope import require_one_rope
 
-# Arguments that the model doesn't get as they are: a `ShardedBatch` replaces those that say where documents begin.
+# Arguments whose values `shard_inputs` replaces or drops.
 REPLACED = (
     "attention_mask", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", "cache_position",
     "position_ids", "labels", "shift_labels",
 )  # fmt: skip
-
-MIN_ROWS = 2  # per rank: a model can't run on no rows, and with two every layout gives every rank some
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,10 +37,10 @@ class Shard:
     """One rank's share of a batch.
 
     Attributes:
-        batch: its documents, positions and masks, and how the whole batch is divided.
-        kept: the tokens that logits are computed of; None for all.
+        batch: this rank's documents, positions and masks, and how the whole batch is divided.
+        kept: the tokens whose logits are computed; None for all.
         loss: the loss function of this call; None without labels.
-        arguments: the arguments that the model is called with.
+        arguments: the model's arguments.
     """
 
     batch: ShardedBatch
@@ -56,13 +53,13 @@ def shard_inputs(module: PreTrainedModel, arguments: dict[str, Any], state: Cont
     """This rank's share of a forward pass. Every rank calls this with the same full batch.
 
     Args:
-        module: the model that is called.
-        arguments: of the call, by name.
-        state: of the context.
-        spec: what the layers see that see most keys; "balanced" layouts divide their work evenly.
+        module: the called model.
+        arguments: the arguments of the call, by name.
+        state: the state of the context.
+        spec: the mask of the layers that see most keys; "balanced" layouts divide the work of these layers evenly.
 
     Raises:
-        ValueError: on every rank, if arguments can't be sharded on one of them or differ between ranks.
+        ValueError: on every rank, if one of them can't shard its arguments, or if arguments differ between ranks.
     """
     error = None
     try:
@@ -71,10 +68,11 @@ def shard_inputs(module: PreTrainedModel, arguments: dict[str, Any], state: Cont
     except Exception as problem:
         error = problem
     if state.check_batches:
-        require_same_batch(state.ranks, error, arguments, state.next_compared())
+        assert state.compared is not None
+        require_same_batch(state.ranks, error, arguments, state.compared.next())
     if error is not None:
         raise error
-    batch = _divide(packed_batch, spec, state)
+    batch = shard_batch(packed_batch, spec, state)
     sharding = state.sharding = batch.sharding
     kept = None if rows is None else sharding.keep(rows)
     sharded = {name: _own_rows(x, sharding) for name, x in arguments.items() if name not in REPLACED}
@@ -87,18 +85,18 @@ def shard_inputs(module: PreTrainedModel, arguments: dict[str, Any], state: Cont
         sharded["logits_to_keep"] = kept.local
     loss = None
     if targets is not None:
-        own = sharding.shard(targets, fill=_ignored(arguments)) if kept is None else kept.pick(targets)
+        own = sharding.shard(targets, fill=_ignored(arguments)) if kept is None else sharding.shard_kept(targets, kept)
         loss = ShardedLoss(module.loss_function, sharding, own, targets)
         sharded["labels"] = own
     return Shard(batch, kept, loss, sharded)
 
 
 def _read(arguments: dict[str, Any], module: PreTrainedModel) -> tuple[PackedBatch, Tensor | None, Tensor | None]:
-    """The documents of a call, the tokens whose logits it asks for, and the targets; refuses what can't be sharded.
+    """Read the arguments of a call; refuses arguments that can't be sharded.
 
     Returns:
-        The documents; numbers of tokens of the flattened batch, in the shape of the logits, or None for all; what each
-        of these tokens must predict, or None without labels.
+        The documents; the tokens whose logits are asked for, as numbers in the flattened batch, or None for all; the
+        targets of these tokens, or None without labels.
     """
     tokens, device = _tokens(arguments)
     _refuse_arguments(arguments, tokens, module)
@@ -126,19 +124,6 @@ def _read(arguments: dict[str, Any], module: PreTrainedModel) -> tuple[PackedBat
     return packed_batch, rows, _targets(arguments, tokens, tokens if rows is None else rows.shape, module)
 
 
-def _divide(packed_batch: PackedBatch, spec: MaskSpec, state: ContextState) -> ShardedBatch:
-    """This rank's rows of a batch, which a layout divides by what layers with this `spec` see."""
-    batch, length = packed_batch.tokens
-    columns = max(-(-MIN_ROWS * state.ranks.size // batch) - length, 0)
-    padded = pad_rows(packed_batch, columns)
-    mask = padded.interval_mask(length + columns, 0, 0, spec).mask
-    layout = make_layout(state.layout, mask, state.ranks.size)
-    sharding = Sharding(
-        state.ranks, layout, packed_batch.tokens, columns, state.exchange, state.heads_k_stride, state.grad_reduce
-    )
-    return shard_batch(packed_batch, padded, sharding)
-
-
 def _tokens(arguments: dict[str, Any]) -> tuple[torch.Size, torch.device]:
     """The shape (B, T) of a call's tokens, and their device."""
     ids, embeddings = arguments.get("input_ids"), arguments.get("inputs_embeds")
@@ -154,7 +139,7 @@ def _tokens(arguments: dict[str, Any]) -> tuple[torch.Size, torch.device]:
 
 
 def _refuse_arguments(arguments: dict[str, Any], tokens: torch.Size, module: PreTrainedModel) -> None:
-    """Raise for arguments that can't be divided by tokens."""
+    """Raise for arguments that can't be divided into rows of tokens."""
     if arguments.get("use_cache") or any(arguments.get(name) is not None for name in CACHES):
         raise ValueError(
             "sequence parallelism computes whole sequences without a cache; leave out past_key_values and use_cache. "
@@ -186,7 +171,7 @@ def _refuse_arguments(arguments: dict[str, Any], tokens: torch.Size, module: Pre
 
 
 def _own_rows(x: Any, sharding: Sharding) -> Any:
-    """This rank's rows of a tensor with one row per token, or of each such tensor in a tuple; other values as given."""
+    """This rank's rows of a tensor with one row per token, also within a tuple or list; other values unchanged."""
     if isinstance(x, (tuple, list)):
         parts = [_own_rows(part, sharding) for part in x]
         return tuple(parts) if isinstance(x, tuple) else parts
@@ -194,7 +179,7 @@ def _own_rows(x: Any, sharding: Sharding) -> Any:
 
 
 def _rows_to_keep(given: Any, tokens: torch.Size, device: torch.device) -> Tensor | None:
-    """The tokens that `logits_to_keep` asks for, numbered in the flattened batch; None for all."""
+    """The tokens of `logits_to_keep`, as numbers in the flattened batch; None for all."""
     if given is None or (is_int(given) and given == 0):
         return None
     batch, length = tokens
@@ -218,7 +203,7 @@ def _rows_to_keep(given: Any, tokens: torch.Size, device: torch.device) -> Tenso
 def _targets(
     arguments: dict[str, Any], tokens: torch.Size, wanted: torch.Size, module: PreTrainedModel
 ) -> Tensor | None:
-    """What each token must predict, of the shape `wanted`; None without labels."""
+    """The target of each token, of the shape `wanted`; None without labels."""
     labels, targets = arguments.get("labels"), arguments.get("shift_labels")
     if labels is None:
         return None
