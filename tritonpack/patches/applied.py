@@ -71,12 +71,12 @@ class Applied:
     Attributes:
         model: the model that was given to `patch`.
         asked: the attention and the backend that the user asked for.
-        by_name: whether the model asked for the patch by its attn_implementation, and not a user by `patch`.
         report: what the patch changes.
         parts: what the patch puts on modules, in the order of `apply`.
         hooks: the hooks of the patched modules, the outermost first.
         heads: the forwards of the models that users may call, the outermost first.
-        leases: one object for each handle that is not unpatched yet, the innermost last.
+        leases: one object for each handle that is not unpatched yet, the latest last.
+        in_force: whether the parts are on the modules. They aren't while a later patch suspends this one.
         below: the patches of this model, or of parts of it, that are suspended until this one is reverted.
     """
 
@@ -91,8 +91,9 @@ class Applied:
         by_name: bool = False,
     ) -> None:
         self._model = ModuleRef(model)
-        self.asked, self.below, self.by_name = (attention, backend), below, by_name
+        self.asked, self.below, self._by_name = (attention, backend), below, by_name
         self.leases: list[object] = []
+        self.in_force = False
         self.context = PackingContext()
         self.hooks: list[PackingHook] = []
         self.heads: list[ModelForward] = []
@@ -103,8 +104,8 @@ class Applied:
         guarded = {id(one.module): one.module for one in forwards if isinstance(one.module, PreTrainedModel)}
         guards = [Guard(module, self) for module in guarded.values()]
         generating = [module for module in model.modules() if hasattr(type(module), ENTRY)] if self.hooks else []
-        managers = [ContinuousBatching(module, self) for module in generating]
-        self.parts: list[Part] = [*names, *self.hooks, *forwards, *guards, *managers]
+        self._managers = [ContinuousBatching(module, self.context, self.hooks) for module in generating]
+        self.parts: list[Part] = [*names, *self.hooks, *forwards, *guards, *self._managers]
 
     def _unpack(
         self, model: nn.Module, modules: list[PreTrainedModel], layout: Layout
@@ -120,7 +121,8 @@ class Applied:
     ) -> tuple[list[AttentionName], list[InstanceForward]]:
         """The parts for a model that runs on packed rows."""
         capabilities = Capabilities()
-        found = [forward_for(layer, self.context, capabilities) for layer in model.modules()]
+        every = list(model.modules())
+        found = [forward_for(layer, self.context, capabilities) for layer in every]
         found += [pooler_forward(module, self.context) for module in modules]
         layers = [forward for forward in found if forward is not None]
         mixers = [forward for forward in layers if isinstance(forward, DocumentByDocument)]
@@ -135,14 +137,15 @@ class Applied:
                 PackingHook(
                     module,
                     Serving("dense" if module.config.model_type in DENSE else attention, backend),
-                    patch=self,
+                    report=self.report,
+                    heads=self.heads,
                     checkpoints=Checkpoints(module, self.context, [one.module for one in layers]) if layers else None,
                     context=self.context,
                     mixes=bool(mixers),
                     outermost=not any(other is not module and holds(other, module) for other in modules),
                 )
             )
-        for module in model.modules():
+        for module in every:
             if isinstance(module, PreTrainedModel) and (hook := self._outermost_in(module)) is not None:
                 kind = EncoderDecoderForward if holds_both_sides(module) else ModelForward
                 self.heads.append(kind(module, self.context, hook))
@@ -151,7 +154,7 @@ class Applied:
         names = [hook.name for hook in self.hooks]
         names += [AttentionName(head.module, NAMES[head.serving.attention]) for head in both]
         running = [Running(module, self.context) for module in modules if layers]
-        images = [DocumentPositions(m, self.context) for m in model.modules() if hasattr(type(m), METHOD)]
+        images = [DocumentPositions(m, self.context) for m in every if hasattr(type(m), METHOD)]
         return names, [*layers, *running, *images, *self.heads]
 
     def _outermost_in(self, module: nn.Module) -> PackingHook | None:
@@ -177,8 +180,17 @@ class Applied:
     def gone(self) -> bool:
         return self._model.gone
 
+    @property
+    def by_name(self) -> bool:
+        """Whether the patch ends when the model gets another name: the model asked for it by its attn_implementation.
+
+        A name that a running manager of continuous batching sets doesn't end it.
+        """
+        return self._by_name and not any(manager.running for manager in self._managers)
+
     def apply(self) -> None:
         """Install all parts, except those of modules that are no longer in memory."""
+        self.in_force = True
         for part in self.parts:
             if not part.gone:
                 part.install()
@@ -188,15 +200,23 @@ class Applied:
         for part in reversed(self.parts):
             if not part.gone or isinstance(part, AttentionName):
                 part.remove()
-        for module in () if self.gone else self.model.modules():
-            release_checkpoint(module)
+        if not self.gone and any(hook.checkpoints is not None for hook in self.hooks):
+            for module in self.model.modules():
+                release_checkpoint(module)
+        self.in_force = False
 
     def restore_below(self) -> None:
         """Take this patch away, and put back those that were there before."""
         self.revert()
-        for other in self.below:
-            other.apply()
+        self._resume_below()
         self.leases.clear()
+
+    def _resume_below(self) -> None:
+        for other in self.below:
+            if other.leases:
+                other.apply()
+            else:
+                other._resume_below()
 
 
 def applied_to(model: nn.Module) -> list[Applied]:

@@ -23,9 +23,11 @@ from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.applied import applied_to
+from tritonpack.patches.choose_layout import choose_layout, tokens_enter
 from tritonpack.patches.interface import NAMES, register_functions
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parts import InstanceForward
+from tritonpack.patches.patch_stack import LOCK, put_on, restore
 
 OURS = NAMES["tritonpack"]
 ASKED = "_tritonpack_asked"  # set on a model between the choice of its attention and the end of its construction
@@ -53,8 +55,12 @@ def register() -> None:
     nothing.
     """
     register_functions()
-    if hasattr(PreTrainedModel.post_init, "tritonpack_follows"):
-        return
+    with LOCK:
+        if not hasattr(PreTrainedModel.post_init, "tritonpack_follows"):
+            _wrap_methods()
+
+
+def _wrap_methods() -> None:
     post_init, set_name = PreTrainedModel.post_init, PreTrainedModel.set_attn_implementation
     check = PreTrainedModel._check_and_adjust_attn_implementation
 
@@ -72,8 +78,6 @@ def register() -> None:
 
     @wraps(set_name)
     def set_and_follow(self: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
-        from tritonpack.patches.patching import restore
-
         named = [applied for applied in applied_to(self) if applied.by_name]
         for applied in named:
             restore(applied)
@@ -101,8 +105,6 @@ def _follow(model: PreTrainedModel, asked: bool = False) -> None:
 
     The patch of a whole model replaces those of its parts.
     """
-    from tritonpack.patches.patching import patch_by_name, tokens_enter  # it may be what imports transformers just now
-
     asked = model.__dict__.pop(ASKED, False) or asked
     parts = [applied for applied in applied_to(model) if applied.by_name]
     refused = _refused(model)
@@ -111,13 +113,13 @@ def _follow(model: PreTrainedModel, asked: bool = False) -> None:
     for forward in refused:
         forward.remove()
     try:
-        whole = patch_by_name(model)
+        choice = choose_layout(model, OURS, "auto")
+        put_on(model, choice, OURS, "auto", lease=object(), by_name=True)
     except UnsupportedModelError as error:
         for module in model.modules():
             if isinstance(module, PreTrainedModel) and tokens_enter(module):
                 Refused(module, str(error)).install()
     else:
-        whole.below = [applied for applied in whole.below if applied not in parts]
         for part in parts:
             part.leases.clear()
 

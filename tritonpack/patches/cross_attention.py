@@ -43,9 +43,9 @@ def meet(
         UnsupportedModelError: the decoder takes no such mask.
     """
     states, mask = arguments["encoder_hidden_states"], arguments.get("encoder_attention_mask")
-    watch = None if packed_batch is None else packed_batch.watch
+    on_use = None if packed_batch is None else packed_batch.on_use
     if isinstance(mask, IntervalMask):  # made for the module around this one, which was called first
-        mask.watch = mask.watch if watch is None else watch
+        mask.on_use = mask.on_use if on_use is None else on_use
         return mask
     if "encoder_attention_mask" not in names:
         raise UnsupportedModelError(
@@ -65,7 +65,7 @@ def meet(
     length = query.shape[1]
     shape = torch.Size((tokens[0], 1, length, tokens[1]))
     cross = IntervalMask(cross_mask(packed_batch, mask, length), shape, serving, None, SEES_ALL)
-    cross.watch = watch
+    cross.on_use = on_use
     return cross
 
 

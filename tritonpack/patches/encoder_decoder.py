@@ -21,7 +21,7 @@ from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parse_inputs import make_packed_batch
 from tritonpack.patches.strangers import kept_apart
-from tritonpack.patches.tokens import common_to_codebooks, pad_token_of
+from tritonpack.patches.tokens import codebooks_of, common_to_codebooks, pad_token_of
 from tritonpack.patches.unpacking.documents import Documents, require_one_document_a_row
 
 LENGTHS = (*OFFSETS, "max_length_q", "max_length_k")
@@ -38,17 +38,13 @@ class EncoderDecoderForward(ModelForward):
         super().__init__(module, context, hook)
         self.takes_use_cache = "use_cache" in self.names  # T5Gemma's heads pass a use_cache of their own, too
         self.pads_left = module.config.model_type in SCORES_BEFORE_PADDING
+        self.books = codebooks_of(module)
         self.known = self.known | {*SOURCE.values(), *TARGET.values(), *LENGTHS}
 
     @property
     def serving(self) -> Serving:
         """Which attention runs."""
         return self.hook.serving
-
-    @property
-    def codebooks(self) -> int:
-        """How many rows of the decoder's ids stand for one row of its tokens."""
-        return max(hook.codebooks for hook in self.hook.patch.hooks)
 
     def run(self, arguments: dict[str, Any]) -> Any:
         if any(isinstance(arguments.get(name), PackedBatch) for name in ("attention_mask", "decoder_attention_mask")):
@@ -140,7 +136,7 @@ class EncoderDecoderForward(ModelForward):
             return None
         said = {name: told[here] for name, here in names.items()}
         ids = arguments.get("decoder_input_ids" if side == "decoder" else "input_ids")
-        books = self.codebooks if side == "decoder" else 1
+        books = self.books if side == "decoder" else 1
         shape = torch.Size((tokens.shape[0] // books, tokens.shape[1]))
         if ids is not None and books > 1:
             ids = common_to_codebooks(ids.unflatten(0, (-1, books)).movedim(1, -1))

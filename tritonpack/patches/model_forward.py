@@ -55,7 +55,7 @@ class ModelForward(ByDocument):
         self.path = next(path for path, part in module.named_modules() if part is hook.module)
         self.part = type(hook.module).__name__
         # Heads of XLNet, XLM and RoFormer make one vector of a row, in which padding counts as tokens do.
-        summaries = {getattr(inner, "summary_type", None) for inner in module.modules()}
+        summaries = {inner.__dict__.get("summary_type") for inner in module.modules()}
         self.pads_left, self.averages_rows = not summaries.isdisjoint({"last", "cls_index"}), "mean" in summaries
 
     def require_in_place(self, arguments: dict[str, Any]) -> None:

@@ -7,8 +7,9 @@ travels with the call, and no state outlives it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,9 +20,6 @@ from tritonpack.masks.block_diagonal import BlockDiagonalMask, changes, document
 from tritonpack.masks.intervals import visible_keys
 from tritonpack.patches.mask_spec import CAUSAL, MaskSpec, overlay_intervals
 from tritonpack.patches.tensor_like import TensorLike
-
-if TYPE_CHECKING:
-    from tritonpack.patches.first_call import Watch
 
 ATTENTIONS = ("tritonpack", "sdpa", "eager")
 
@@ -50,12 +48,12 @@ class IntervalMask(TensorLike):
         packed_batch: the packing of the tokens, if these are both queries and keys; None if a cache holds some of the
             keys.
         spec: what the layer sees of a document.
-        watch: counts the uses of a mask without a packing, such as cross-attention's, in a model's first call.
+        on_use: called when attention uses a mask without a packing, such as cross-attention's, in a model's first call.
     """
 
     arguments: tuple[str, ...] = ("mask", "shape", "serving", "packed_batch", "spec")
     dtype = torch.bool
-    watch: Watch | None = None
+    on_use: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -85,9 +83,9 @@ class IntervalMask(TensorLike):
 
     def count_use(self) -> None:
         """Report a use of the mask by a layer to the check of a model's first call."""
-        watch = self.watch if self.packed_batch is None else self.packed_batch.watch
-        if watch is not None:
-            watch.use()
+        on_use = self.on_use if self.packed_batch is None else self.packed_batch.on_use
+        if on_use is not None:
+            on_use()
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """q (B * T, H, D), k (B * K, H_kv, D) and v (B * K, H_kv, D_v) -> (B * T, H, D_v), by `varlen_attention`."""
@@ -149,7 +147,7 @@ class PackedBatch(TensorLike):
         cached: whether the call passes a cache, empty or not.
         filler: (B, T) bool, which tokens are the padding token, if no mask says what is padding; else None.
         shared: whether it is one rank's part of a batch.
-        watch: counts the uses of its masks in a model's first call.
+        on_use: called when attention uses one of its masks in a model's first call.
     """
 
     shared = False
@@ -175,7 +173,7 @@ class PackedBatch(TensorLike):
         self.tokens, self.where, self.serving = tokens, where, serving
         self.by_document, self.cached, self.filler = by_document, cached, filler
         self.kept: list[tuple[tuple[Any, ...], IntervalMask]] = []
-        self.watch: Watch | None = None
+        self.on_use: Callable[[], None] | None = None
         self.kept_batches: list[Any] = []  # by `batches_of`
         self.kept_boundaries: dict[str, Tensor] = {}
 

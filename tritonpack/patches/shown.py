@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Literal
 
 import transformers
@@ -41,6 +41,6 @@ def without_wrappers(kind: type) -> type:
 @cache
 def versions() -> dict[Layout, dict[str, set[str]]]:
     """Read the table as {layout: {class: versions of transformers}}."""
-    lines = files("tritonpack.patches").joinpath("shown.csv").read_text(encoding="utf-8").splitlines()
-    rows = list(csv.DictReader(lines))
+    with Path(__file__).with_name("shown.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
     return {layout: {row["class"]: set(row[layout].split()) for row in rows} for layout in LAYOUTS}

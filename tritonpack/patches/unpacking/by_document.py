@@ -6,72 +6,33 @@ documents in a row apart.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from tritonpack.patches.call_arguments import PACKING, in_form, tokens_of
+from tritonpack.patches.call_arguments import PACKING, tokens_of
 from tritonpack.patches.labels import IGNORED, shifts_labels
 from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.packing_context import PackingContext
-from tritonpack.patches.parts import InstanceForward
-from tritonpack.patches.tokens import text_config
 from tritonpack.patches.unpacking.arguments import batch_of, groups_of
 from tritonpack.patches.unpacking.choices import Choices, rows_of_choices
 from tritonpack.patches.unpacking.documents import Documents, require_one_document_a_row
-from tritonpack.patches.unpacking.names import CONDITIONED, ONE_DOCUMENT_A_ROW, OTHER_TARGETS, TARGETS, mask_of
+from tritonpack.patches.unpacking.names import OTHER_TARGETS, TARGETS, mask_of
 from tritonpack.patches.unpacking.outputs import LaidBack
 from tritonpack.patches.unpacking.spans import take_spans
-
-# Fields of a configuration that name the placeholder tokens of images or sounds.
-PLACES_OF_IMAGES = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id", "audio_token_index")
+from tritonpack.patches.unpacking.whole_model import WholeModel
 
 
-class ByDocument(InstanceForward):
+class ByDocument(WholeModel):
     """The forward of a whole model, which can run the documents of packed rows with one document in each row.
 
     Attributes:
-        by_length: whether documents of one length run at a time, without padding.
-        each: whether each document runs in a call of its own.
-        takes_use_cache: whether the model takes `use_cache`, which is then False for documents in rows of their own.
-        one_result: whether the model gives one result for each row.
-        targets: the arguments that never have a value for each token, whatever their shape.
-        decodes: whether the model takes tokens of a decoder; otherwise arguments and outputs of its decoder have none.
-        across: whether the model compares all texts with all images or sounds, as CLIP does.
-        puts_images_among_tokens: whether the model puts images or sounds in the place of tokens.
         mixed_loss: what a trial found wrong with the model's own loss of packed documents; empty if nothing.
     """
 
-    by_length = each = False
     mixed_loss = ""
-
-    def __init__(self, module: nn.Module, context: PackingContext) -> None:
-        super().__init__(module, context)
-        parameters = inspect.signature(module.forward).parameters
-        self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        self.one_result = ONE_DOCUMENT_A_ROW.fullmatch(self.name) is not None
-        self.targets = TARGETS if self.one_result else TARGETS[1:]
-        self.takes_use_cache = "use_cache" in self.names
-        self.decodes = "decoder_input_ids" in self.names
-        self.across = hasattr(type(module), "get_text_features") and not CONDITIONED.fullmatch(self.name)
-        self.puts_images_among_tokens = any(getattr(module.config, n, None) is not None for n in PLACES_OF_IMAGES)
-
-    def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by name, in the form in which they are read."""
-        return in_form(super().bound(args, kwargs))
-
-    def takes(self, argument: str) -> bool:
-        """Whether the model's forward takes an argument."""
-        return self.takes_any or argument in self.names
-
-    @property
-    def pad_token(self) -> int | None:
-        """The token that fills rows up."""
-        return getattr(text_config(self.module.config), "pad_token_id", None)
 
     def with_names(self, arguments: dict[str, Any]) -> Any:
         """Run a user's call with named outputs. If `return_dict` is false, the user gets a tuple."""

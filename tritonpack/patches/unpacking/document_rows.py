@@ -16,12 +16,12 @@ from transformers import PreTrainedModel
 
 from tritonpack import notices
 from tritonpack.patches.call_arguments import CACHES, PACKING, SOURCE, TARGET, tokens_of
-from tritonpack.patches.families import CODEBOOKS, HEADS_SHIFT, LABELS_ARE_TOKENS, MIXES_ROWS
+from tritonpack.patches.families import HEADS_SHIFT, LABELS_ARE_TOKENS, MIXES_ROWS
 from tritonpack.patches.near_misses import refuse_near_misses
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parse_inputs import make_packed_batch
-from tritonpack.patches.tokens import common_to_codebooks, pad_token_of
+from tritonpack.patches.tokens import codebooks_of, common_to_codebooks, pad_token_of
 from tritonpack.patches.unpacking.by_document import ByDocument
 from tritonpack.patches.unpacking.choices import Choices, compares_choices
 from tritonpack.patches.unpacking.documents import Documents, require_one_document_a_row
@@ -47,9 +47,7 @@ class DocumentRows(ByDocument):
         super().__init__(module, context)
         self.by_length = by_length or makes_vectors_of_padding(module)
         self.each = by_length and needs_calls_alone(module)
-        inside = [inner.config for inner in module.modules() if isinstance(inner, PreTrainedModel)]
-        books = [config.num_codebooks for config in inside if config.model_type in CODEBOOKS]
-        self.books = max(books, default=1) if self.decodes else 1
+        self.books = codebooks_of(module) if self.decodes else 1
         self.known = frozenset((*self.names, *ONE_SIDE, *(TARGET.values() if self.decodes else ()), *PACKING))
 
     def call(self, *args: Any, **kwargs: Any) -> Any:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,7 @@ from tritonpack.patches.unpacking.names import (
     SCORES_OF_TOKENS,
     STATES_OF_IMAGES,
 )
-
-if TYPE_CHECKING:
-    from tritonpack.patches.unpacking.by_document import ByDocument
+from tritonpack.patches.unpacking.whole_model import WholeModel
 
 
 class LaidBack:
@@ -40,7 +38,7 @@ class LaidBack:
         of_documents: the name of an output that has one value for each document, if there is any.
     """
 
-    def __init__(self, groups: Sequence[Group], weights: Sequence[Tensor], forward: ByDocument) -> None:
+    def __init__(self, groups: Sequence[Group], weights: Sequence[Tensor], forward: WholeModel) -> None:
         self.groups, self.weights, self.forward = groups, weights, forward
         self.order = torch.cat([group.numbers for group in groups]).argsort()
         self.of_documents = ""
