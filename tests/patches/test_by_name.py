@@ -24,7 +24,7 @@ from tests.patches.test_patching import (
     state,
 )
 from tritonpack.patches import attention_names
-from tritonpack.patches.applied import applied_to
+from tritonpack.patches.applied_patch import applied_to
 
 NAME = "tritonpack"
 FAMILIES = ("llama", "mistral", "qwen3", "gpt_oss")

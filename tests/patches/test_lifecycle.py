@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 import tritonpack
 from tests.patches import sweep, zoo
 from tests.patches.test_every_model import state
-from tritonpack.patches.applied import applied_to
+from tritonpack.patches.applied_patch import applied_to
 
 # Models with the kernels alone, positions and a dense mask, a recurrence, attention outside of the interface, and a
 # mask of its own.

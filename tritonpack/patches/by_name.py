@@ -22,7 +22,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.applied import applied_to
+from tritonpack.patches.applied_patch import applied_to
 from tritonpack.patches.choose_layout import choose_layout, tokens_enter
 from tritonpack.patches.interface import NAMES, register_functions
 from tritonpack.patches.packing_context import PackingContext

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from tritonpack.backends import Backend
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.applied import Applied
+from tritonpack.patches.applied_patch import AppliedPatch
 from tritonpack.patches.families import BOTH_WAYS, DENSE, PROMPT_TYPES, REFUSED, REFUSED_LAYERS
 from tritonpack.patches.forwards import takes_tokens_and_mask
 from tritonpack.patches.layers.choose import fits
@@ -48,7 +48,7 @@ def choose_layout(model: nn.Module, attention: str, backend: Backend) -> Choice:
     """
 
     def patch_untried(small: nn.Module, layout: Layout) -> None:
-        Applied(small, _modules_for(small, layout, attention), attention, "auto", [], layout).apply()
+        AppliedPatch(small, _modules_for(small, layout, attention), attention, "auto", [], layout).apply()
 
     refusals: list[UnsupportedModelError] = []
     for layout in LAYOUTS:

@@ -8,7 +8,7 @@ from torch import nn
 
 from tritonpack.backends import Backend
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.applied import Applied, applied_to, part_of, to_the_end
+from tritonpack.patches.applied_patch import AppliedPatch, applied_to, part_of, to_the_end
 from tritonpack.patches.choose_layout import Choice
 from tritonpack.patches.report import holds
 
@@ -17,7 +17,7 @@ LOCK = threading.RLock()  # models are changed one after the other
 
 def put_on(
     model: nn.Module, choice: Choice, attention: str, backend: Backend, lease: object, *, by_name: bool = False
-) -> Applied:
+) -> AppliedPatch:
     """Put a patch on a model, above those that it has. The patch is applied whole, or not at all after an exception.
 
     Args:
@@ -47,7 +47,7 @@ def put_on(
         try:
             for other in found:
                 other.revert()
-            applied = Applied(model, choice.modules, attention, backend, found, choice.layout, by_name)
+            applied = AppliedPatch(model, choice.modules, attention, backend, found, choice.layout, by_name)
             applied.refuse_losses(choice.losses)
             applied.apply()
             applied.leases.append(lease)
@@ -57,7 +57,7 @@ def put_on(
             raise
 
 
-def leave(applied: Applied, lease: object) -> None:
+def leave(applied: AppliedPatch, lease: object) -> None:
     """Give up a lease. A patch without leases is taken away, and the patches below it with leases come back.
 
     Leases end in any order, because several threads may patch one model. A second call does nothing.
@@ -71,13 +71,13 @@ def leave(applied: Applied, lease: object) -> None:
             restore(applied)
 
 
-def restore(applied: Applied) -> None:
+def restore(applied: AppliedPatch) -> None:
     """Take a patch away with all of its leases, and put back the patches that were there before."""
     with LOCK:
         to_the_end(applied.restore_below)
 
 
-def require_no_part_of_others(model: nn.Module, found: list[Applied]) -> None:
+def require_no_part_of_others(model: nn.Module, found: list[AppliedPatch]) -> None:
     """Refuse a model that holds a part of another patched model: neither could be unpatched without the other.
 
     Args:
@@ -96,7 +96,7 @@ def require_no_part_of_others(model: nn.Module, found: list[Applied]) -> None:
             )
 
 
-def _roll_back(applied: Applied | None, found: list[Applied]) -> None:
+def _roll_back(applied: AppliedPatch | None, found: list[AppliedPatch]) -> None:
     if applied is not None:
         applied.revert()
         applied.leases.clear()

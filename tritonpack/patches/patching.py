@@ -9,7 +9,7 @@ from torch import nn
 
 from tritonpack.backends import BACKENDS, Backend
 from tritonpack.checks import check_choice
-from tritonpack.patches.applied import Applied, applied_to, to_the_end
+from tritonpack.patches.applied_patch import AppliedPatch, applied_to, to_the_end
 from tritonpack.patches.by_name import register
 from tritonpack.patches.choose_layout import choose_layout
 from tritonpack.patches.packed_batch import ATTENTIONS
@@ -28,7 +28,7 @@ class Patch:
         report: what the patch changed.
     """
 
-    def __init__(self, model: nn.Module, applied: Applied, lease: object) -> None:
+    def __init__(self, model: nn.Module, applied: AppliedPatch, lease: object) -> None:
         self.model = model
         self.report: Report = applied.report
         self._applied, self._lease = applied, lease

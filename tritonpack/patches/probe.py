@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.applied import applied_to
+from tritonpack.patches.applied_patch import applied_to
 from tritonpack.patches.forwards import foreign_forwards, mixing_forwards
 from tritonpack.patches.report import layer_windows
 from tritonpack.patches.rope import rope_limits

@@ -41,7 +41,7 @@ class Guard(PreHook):
         patch: the patch that the forward belongs to.
     """
 
-    def __init__(self, module: PreTrainedModel, patch: Applied) -> None:
+    def __init__(self, module: PreTrainedModel, patch: AppliedPatch) -> None:
         super().__init__(module)
         self.patch = patch
 
@@ -62,7 +62,7 @@ class Guard(PreHook):
             )
 
 
-class Applied:
+class AppliedPatch:
     """One patch of a model.
 
     `apply` and `revert` may be called again at any time, also after an interrupt. The patch is found through its
@@ -86,7 +86,7 @@ class Applied:
         modules: list[PreTrainedModel],
         attention: str,
         backend: Backend,
-        below: list[Applied],
+        below: list[AppliedPatch],
         layout: Layout = "packed",
         by_name: bool = False,
     ) -> None:
@@ -219,20 +219,20 @@ class Applied:
                 other._resume_below()
 
 
-def applied_to(model: nn.Module) -> list[Applied]:
+def applied_to(model: nn.Module) -> list[AppliedPatch]:
     """The patches that are in force somewhere in a model."""
-    found: list[Applied] = []
+    found: list[AppliedPatch] = []
     for module in model.modules():
         found += [patch for patch in _guarding(module) if not any(patch is other for other in found)]
     return found
 
 
-def part_of(model: nn.Module, applied: Applied) -> nn.Module | None:
+def part_of(model: nn.Module, applied: AppliedPatch) -> nn.Module | None:
     """The outermost module of a model in which a patch is in force."""
     return next((m for m in model.modules() if any(patch is applied for patch in _guarding(m))), None)
 
 
-def _guarding(module: nn.Module) -> list[Applied]:
+def _guarding(module: nn.Module) -> list[AppliedPatch]:
     return [hook.patch for hook in module._forward_pre_hooks.values() if isinstance(hook, Guard)]
 
 
