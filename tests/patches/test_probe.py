@@ -277,9 +277,10 @@ def test_a_known_class_is_not_tried(trials: list[Any]) -> None:
 
 
 def test_a_known_class_is_tried_with_another_transformers(trials: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from tritonpack.patches import shown
+    from tritonpack.patches import exact_classes
 
-    monkeypatch.setattr(shown.transformers, "__version__", "6.1.0.dev0")  # other tests may import transformers anew
+    library = exact_classes.transformers  # other tests may import transformers anew
+    monkeypatch.setattr(library, "__version__", "6.1.0.dev0")
     tritonpack.patch(tiny_model("llama")).unpatch()
     assert len(trials) == 1
 

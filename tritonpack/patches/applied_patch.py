@@ -15,6 +15,7 @@ from tritonpack.patches.attention_names import AttentionName
 from tritonpack.patches.checkpoints import Checkpoints, release_checkpoint
 from tritonpack.patches.continuous_batching import ENTRY, ContinuousBatching
 from tritonpack.patches.encoder_decoder import EncoderDecoderForward
+from tritonpack.patches.exact_classes import Layout
 from tritonpack.patches.families import DENSE
 from tritonpack.patches.forwards import holds_both_sides
 from tritonpack.patches.hooks import PackingHook
@@ -28,7 +29,6 @@ from tritonpack.patches.packed_batch import Serving
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parts import InstanceForward, ModuleRef, Part, PreHook, Running
 from tritonpack.patches.report import holds, make_report
-from tritonpack.patches.shown import Layout
 from tritonpack.patches.tokens import text_config
 from tritonpack.patches.unpacking.by_document import ByDocument
 from tritonpack.patches.unpacking.document_rows import DocumentRows

@@ -11,12 +11,12 @@ from transformers import PreTrainedModel
 from tritonpack.backends import Backend
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.applied_patch import AppliedPatch
+from tritonpack.patches.exact_classes import LAYOUTS, Layout
 from tritonpack.patches.families import BOTH_WAYS, DENSE, PROMPT_TYPES, REFUSED, REFUSED_LAYERS
 from tritonpack.patches.forwards import takes_tokens_and_mask
 from tritonpack.patches.layers.choose import fits
 from tritonpack.patches.probe import require_evidence
 from tritonpack.patches.report import holds
-from tritonpack.patches.shown import LAYOUTS, Layout
 from tritonpack.patches.tokens import is_bidirectional
 
 
