@@ -14,13 +14,13 @@ from transformers import PreTrainedModel
 from tritonpack.checks import require
 from tritonpack.patches.call_arguments import OFFSETS, SOURCE, TARGET, tokens_of
 from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SCORES_BEFORE_PADDING, SHIFTS_INPUTS
+from tritonpack.patches.foreign_modules import kept_apart
 from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.labels import IGNORED, warn_of_first_labels
 from tritonpack.patches.model_forward import ModelForward
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parse_inputs import make_packed_batch
-from tritonpack.patches.strangers import kept_apart
 from tritonpack.patches.tokens import codebooks_of, common_to_codebooks, pad_token_of
 from tritonpack.patches.unpacking.documents import Documents, require_one_document_a_row
 

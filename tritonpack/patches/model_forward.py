@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.call_arguments import PACKING, is_paged, refuse_unmade_masks, tokens_of
+from tritonpack.patches.foreign_modules import foreign_modules, kept_apart
 from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.labels import warn_of_first_labels
 from tritonpack.patches.layers.image_positions import leave_positions_to
@@ -23,7 +24,6 @@ from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parse_inputs import OpenMaskError
 from tritonpack.patches.report import holds
-from tritonpack.patches.strangers import kept_apart, strangers
 from tritonpack.patches.unpacking.by_document import ByDocument
 from tritonpack.patches.unpacking.choices import Choices
 from tritonpack.patches.unpacking.documents import Documents, require_one_document_a_row
@@ -142,7 +142,7 @@ class ModelForward(ByDocument):
             return False
         if not packed_batch.tells_documents or not _has_several(packed_batch):
             return False  # code of others may still be put in before the first packed call
-        self.seen = not strangers(self.module)
+        self.seen = not foreign_modules(self.module)
         return not self.seen
 
     def _read(self, arguments: dict[str, Any]) -> PackedBatch | None:
