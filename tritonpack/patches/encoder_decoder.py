@@ -22,7 +22,7 @@ from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parse_inputs import make_packed_batch
 from tritonpack.patches.tokens import codebooks_of, common_to_codebooks, pad_token_of
-from tritonpack.patches.unpacking.documents import Documents, require_one_document_a_row
+from tritonpack.patches.unpacking.document_places import Documents, require_one_document_a_row
 
 LENGTHS = (*OFFSETS, "max_length_q", "max_length_k")
 

@@ -34,7 +34,7 @@ from tritonpack.patches.replaced import require_own_attention
 from tritonpack.patches.report import Report
 from tritonpack.patches.rope import require_one_rope, rope_limits
 from tritonpack.patches.tokens import codebooks_of, is_bidirectional, text_config
-from tritonpack.patches.unpacking.documents import require_one_document_a_row
+from tritonpack.patches.unpacking.document_places import require_one_document_a_row
 
 
 class PackingHook(PreHook):

@@ -26,7 +26,7 @@ from tritonpack.patches.parse_inputs import OpenMaskError
 from tritonpack.patches.report import holds
 from tritonpack.patches.unpacking.by_document import ByDocument
 from tritonpack.patches.unpacking.choices import Choices
-from tritonpack.patches.unpacking.documents import Documents, require_one_document_a_row
+from tritonpack.patches.unpacking.document_places import Documents, require_one_document_a_row
 from tritonpack.patches.unpacking.names import OF_DOCUMENTS, ONE_NUMBER_A_TOKEN, TARGETS
 
 

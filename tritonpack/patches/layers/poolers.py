@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parts import InstanceForward
-from tritonpack.patches.unpacking.documents import Documents
+from tritonpack.patches.unpacking.document_places import Documents
 
 
 class DocumentPooler(InstanceForward):

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tritonpack.patches.labels import IGNORED
-from tritonpack.patches.unpacking.documents import Documents
+from tritonpack.patches.unpacking.document_places import Documents
 from tritonpack.patches.unpacking.names import OF_OTHERS, OF_TOKENS_AFTER_ALL, mask_of
 from tritonpack.patches.unpacking.whole_model import WholeModel
 

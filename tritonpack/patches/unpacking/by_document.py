@@ -18,7 +18,7 @@ from tritonpack.patches.labels import IGNORED, shifts_labels
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.unpacking.arguments import batch_of, groups_of
 from tritonpack.patches.unpacking.choices import Choices, rows_of_choices
-from tritonpack.patches.unpacking.documents import Documents, require_one_document_a_row
+from tritonpack.patches.unpacking.document_places import Documents, require_one_document_a_row
 from tritonpack.patches.unpacking.names import OTHER_TARGETS, TARGETS, mask_of
 from tritonpack.patches.unpacking.outputs import LaidBack
 from tritonpack.patches.unpacking.spans import take_spans

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from tritonpack.patches.call_arguments import OFFSETS, TELLING, tokens_of
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.parse_inputs import make_packed_batch
-from tritonpack.patches.unpacking.documents import Documents
+from tritonpack.patches.unpacking.document_places import Documents
 
 
 @dataclass(frozen=True, eq=False)

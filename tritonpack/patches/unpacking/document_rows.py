@@ -24,7 +24,7 @@ from tritonpack.patches.parse_inputs import make_packed_batch
 from tritonpack.patches.tokens import codebooks_of, common_to_codebooks, pad_token_of
 from tritonpack.patches.unpacking.by_document import ByDocument
 from tritonpack.patches.unpacking.choices import Choices, compares_choices
-from tritonpack.patches.unpacking.documents import Documents, require_one_document_a_row
+from tritonpack.patches.unpacking.document_places import Documents, require_one_document_a_row
 from tritonpack.patches.unpacking.names import mask_of
 
 UNUSED = Serving("dense", "auto")  # no layer asks for a mask

@@ -15,7 +15,7 @@ from transformers.loss.loss_utils import ForQuestionAnsweringLoss
 
 from tritonpack.patches.forwards import is_own
 from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.unpacking.documents import Documents, require_one_document_a_row
+from tritonpack.patches.unpacking.document_places import Documents, require_one_document_a_row
 
 POSITIONS = ("start_positions", "end_positions")
 
