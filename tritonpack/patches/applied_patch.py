@@ -30,8 +30,8 @@ from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parts import InstanceForward, ModuleRef, Part, PreHook, Running
 from tritonpack.patches.report import holds, make_report
 from tritonpack.patches.tokens import text_config
-from tritonpack.patches.unpacking.by_document import ByDocument
 from tritonpack.patches.unpacking.document_rows import DocumentRows
+from tritonpack.patches.unpacking.unpacking_forward import UnpackingForward
 
 
 class Guard(PreHook):
@@ -169,7 +169,7 @@ class AppliedPatch:
         """
         seen = {id(model): what for model, what in losses}
         for part in self.parts:
-            if isinstance(part, ByDocument):
+            if isinstance(part, UnpackingForward):
                 part.mixed_loss = seen.get(id(part.module), "")
 
     @property

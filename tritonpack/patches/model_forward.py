@@ -24,13 +24,13 @@ from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parse_inputs import OpenMaskError
 from tritonpack.patches.report import holds
-from tritonpack.patches.unpacking.by_document import ByDocument
 from tritonpack.patches.unpacking.choices import Choices
 from tritonpack.patches.unpacking.document_places import Documents, require_one_document_a_row
 from tritonpack.patches.unpacking.names import OF_DOCUMENTS, ONE_NUMBER_A_TOKEN, TARGETS
+from tritonpack.patches.unpacking.unpacking_forward import UnpackingForward
 
 
-class ModelForward(ByDocument):
+class ModelForward(UnpackingForward):
     """The forward of a model that users call: of a head around a patched module, or of that module itself.
 
     The packing that is read here goes on as `attention_mask`. So nothing is lost in a head that passes on only some of

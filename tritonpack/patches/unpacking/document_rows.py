@@ -22,10 +22,10 @@ from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parse_inputs import make_packed_batch
 from tritonpack.patches.tokens import codebooks_of, common_to_codebooks, pad_token_of
-from tritonpack.patches.unpacking.by_document import ByDocument
 from tritonpack.patches.unpacking.choices import Choices, compares_choices
 from tritonpack.patches.unpacking.document_places import Documents, require_one_document_a_row
 from tritonpack.patches.unpacking.names import mask_of
+from tritonpack.patches.unpacking.unpacking_forward import UnpackingForward
 
 UNUSED = Serving("dense", "auto")  # no layer asks for a mask
 
@@ -36,7 +36,7 @@ ONE_SIDE = {name: name for name in TARGET}
 READ = frozenset((*ONE_SIDE, *SOURCE.values(), *TARGET.values(), *PACKING))
 
 
-class DocumentRows(ByDocument):
+class DocumentRows(UnpackingForward):
     """The forward of a model that always runs with one document in each row.
 
     Attributes:

@@ -25,7 +25,7 @@ from tritonpack.patches.unpacking.spans import take_spans
 from tritonpack.patches.unpacking.whole_model import WholeModel
 
 
-class ByDocument(WholeModel):
+class UnpackingForward(WholeModel):
     """The forward of a whole model, which can run the documents of packed rows with one document in each row.
 
     Attributes:
