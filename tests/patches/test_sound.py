@@ -235,7 +235,7 @@ class TestTrials:
         model = Odd(zoo.tiny_config("fastspeech2_conformer")).eval()
         with tritonpack.patch(model) as handle:
             assert handle.report.attention == "lengths"
-        monkeypatch.setattr("tritonpack.patches.unpacking.document_rows.needs_calls_alone", lambda _: False)
+        monkeypatch.setattr("tritonpack.patches.unpacking.always_unpacked.needs_calls_alone", lambda _: False)
         monkeypatch.setattr("tritonpack.patches.probe._verdicts", {})
         with pytest.raises(tritonpack.UnsupportedModelError, match="don't stay apart"):  # two documents have one length
             tritonpack.patch(model)

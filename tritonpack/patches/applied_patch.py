@@ -30,7 +30,7 @@ from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parts import InstanceForward, ModuleRef, Part, PreHook, Running
 from tritonpack.patches.report import holds, make_report
 from tritonpack.patches.tokens import text_config
-from tritonpack.patches.unpacking.document_rows import DocumentRows
+from tritonpack.patches.unpacking.always_unpacked import AlwaysUnpacked
 from tritonpack.patches.unpacking.unpacking_forward import UnpackingForward
 
 
@@ -114,7 +114,7 @@ class AppliedPatch:
         replaced = stock_name(modules[0], modules[0].config._attn_implementation_internal)
         self.report = make_report(model, modules, layout, "", replaced, set())
         names = [AttentionName(module, None) for module in model.modules() if isinstance(module, PreTrainedModel)]
-        return names, [DocumentRows(module, self.context, layout == "lengths") for module in modules]
+        return names, [AlwaysUnpacked(module, self.context, layout == "lengths") for module in modules]
 
     def _pack(
         self, model: nn.Module, modules: list[PreTrainedModel], attention: str, backend: Backend

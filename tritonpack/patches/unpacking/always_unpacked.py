@@ -36,7 +36,7 @@ ONE_SIDE = {name: name for name in TARGET}
 READ = frozenset((*ONE_SIDE, *SOURCE.values(), *TARGET.values(), *PACKING))
 
 
-class DocumentRows(UnpackingForward):
+class AlwaysUnpacked(UnpackingForward):
     """The forward of a model that always runs with one document in each row.
 
     Attributes:
