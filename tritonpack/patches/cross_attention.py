@@ -36,7 +36,6 @@ def meet(
             integers, 0 for padding, that may number documents.
         packed_batch: the packing of the decoder's tokens; None if these continue a cache.
         names: the names of the arguments that the decoder takes.
-        serving: which attention implementation runs.
 
     Raises:
         ValueError: a row has different numbers of documents on both sides, or their numbers differ.
@@ -75,18 +74,14 @@ def cross_mask(queries: PackedBatch | None, keys: PackedBatch, length: int) -> B
     Args:
         queries: the packing of the decoder; None if each row holds one document whose beginning is in a cache.
         keys: the packing of the encoder, with as many rows.
-        length: number of queries per row.
-
-    Raises:
-        ValueError: for the same reasons as in `meet`.
     """
     key_starts, key_live, key_number = _documents(keys)
     if queries is None:
-        starts = torch.zeros((keys.tokens[0], length), dtype=torch.bool, device=keys.where)
+        starts = torch.zeros((keys.tokens[0], length), dtype=torch.bool, device=keys.device)
         starts[:, 0] = True
-        live, number = torch.ones_like(starts), torch.ones(starts.shape, dtype=torch.long, device=keys.where)
+        live, number = torch.ones_like(starts), torch.ones(starts.shape, dtype=torch.long, device=keys.device)
     else:
-        starts, live, number = (x.to(keys.where) for x in _documents(queries))
+        starts, live, number = (x.to(keys.device) for x in _documents(queries))
     counts, key_counts = starts.sum(1), key_starts.sum(1)
     require(
         (counts == key_counts).all(),
@@ -98,7 +93,7 @@ def cross_mask(queries: PackedBatch | None, keys: PackedBatch, length: int) -> B
         ),
     )
     columns = length + keys.tokens[1] + 1  # more than any document's number
-    row = torch.arange(keys.tokens[0], device=keys.where)[:, None] * columns
+    row = torch.arange(keys.tokens[0], device=keys.device)[:, None] * columns
     wanted, had = (row + number).flatten(), (row + key_number).flatten()
     begin = torch.searchsorted(had, wanted)
     end = torch.searchsorted(had, wanted, right=True)  # past the padding that follows a document
@@ -128,7 +123,7 @@ def _require_same_numbers(queries: PackedBatch, keys: PackedBatch, begin: Tensor
     masks = queries.attention_mask, keys.attention_mask
     if masks[0] is None or masks[1] is None:
         return
-    numbers, key_numbers = masks[0].to(keys.where), masks[1].flatten()
+    numbers, key_numbers = masks[0].to(keys.device), masks[1].flatten()
     found = key_numbers[begin.clamp(max=key_numbers.shape[0] - 1)].view(numbers.shape)
     differ = (numbers != found) & live & (numbers.max() > 1) & (key_numbers.max() > 1)
     require(

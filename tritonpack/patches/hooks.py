@@ -23,14 +23,13 @@ from tritonpack.patches.families import (
     READS_PADDING,
 )
 from tritonpack.patches.first_call import FirstCall
-from tritonpack.patches.interface import NAMES, served
+from tritonpack.patches.interface import NAMES, require_own_attention, served
 from tritonpack.patches.layers.image_positions import METHOD, leave_positions_to
 from tritonpack.patches.mask_spec import MaskSpec
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parse_inputs import OpenMask, make_packed_batch
 from tritonpack.patches.parts import PreHook
-from tritonpack.patches.replaced import require_own_attention
 from tritonpack.patches.report import Report
 from tritonpack.patches.rope import require_one_rope, rope_limits
 from tritonpack.patches.tokens import codebooks_of, is_bidirectional, text_config

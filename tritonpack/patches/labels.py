@@ -39,7 +39,7 @@ def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], p
         return
     if notices.is_said(KEY) and notices.is_said(KEY_LOST):
         return
-    on_host = labels.device.type == packed_batch.where.type == "cpu"
+    on_host = labels.device.type == packed_batch.device.type == "cpu"
     whole = (
         labels.shape == packed_batch.tokens
         and packed_batch.tells_documents

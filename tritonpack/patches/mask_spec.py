@@ -104,14 +104,12 @@ def overlay_intervals(
         overlay: as transformers composes it, in the coordinates of the row.
         rows: (B, T) int64, each query's own place.
         begin, end: (B, T) int64, the bounds of the keys that it may see at most; equal if it may see none.
-        num_keys: keys per row.
 
     Returns:
         start and stop, (B, T) int64.
 
     Raises:
-        ValueError: the keys that a query sees are not one interval around its own place (checked in eager mode, in
-            host memory).
+        ValueError: the keys that a query sees are not one interval around its own place (not checked in graphs).
     """
     batch = torch.arange(rows.shape[0], device=rows.device)[:, None].expand_as(rows)
     head = torch.zeros((), dtype=torch.long, device=rows.device)

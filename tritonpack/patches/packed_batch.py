@@ -28,10 +28,8 @@ ATTENTIONS = ("tritonpack", "sdpa", "eager")
 class Serving:
     """Which attention implementation runs.
 
-    Attributes:
-        attention: "tritonpack" for the kernels, which take intervals; "sdpa" or "eager" for transformers' own
-            attention, which takes dense masks; "dense" for layers outside of its interface, which take dense masks.
-        backend: the backend of the kernels, as `varlen_attention` takes it.
+    `attention` is "tritonpack" for the kernels, which take intervals; "sdpa" or "eager" for transformers' own
+    attention, or "dense" for layers outside of its interface, which take dense masks. `backend` is for the kernels.
     """
 
     attention: str
@@ -42,13 +40,10 @@ class IntervalMask(TensorLike):
     """A `BlockDiagonalMask` in the place of a 4D mask. A model that computes with it gets a bool tensor.
 
     Attributes:
-        mask: batch_size * num_queries rows, batch_size * num_keys keys, row after row.
+        mask: the mask of all queries and keys, row after row.
         shape: (batch_size, 1, num_queries, num_keys).
-        serving: which attention runs.
-        packed_batch: the packing of the tokens, if these are both queries and keys; None if a cache holds some of the
-            keys.
-        spec: what the layer sees of a document.
-        on_use: called when attention uses a mask without a packing, such as cross-attention's, in a model's first call.
+        packed_batch: the packing of the tokens; None if the keys are others, such as those of a cache.
+        on_use: called when attention uses a mask without a packing, in a model's first call.
     """
 
     arguments: tuple[str, ...] = ("mask", "shape", "serving", "packed_batch", "spec")
@@ -64,18 +59,15 @@ class IntervalMask(TensorLike):
         spec: MaskSpec = CAUSAL,
     ) -> None:
         self.mask, self.shape, self.serving, self.packed_batch, self.spec = mask, shape, serving, packed_batch, spec
+        self.device = mask.device
         self.kept: list[tuple[torch.dtype, Tensor]] = []
-
-    @property
-    def device(self) -> torch.device:
-        return self.mask.device
 
     def for_keys(self, num_keys: int) -> IntervalMask:
         """This mask, or the mask of one new token that sees `num_keys` keys of a row.
 
         transformers asks the cache of one layer how many keys there are. In hybrid models that may be a recurrent
-        layer, which holds none, so the mask would be for a row of one token. The right number is the width of the mask
-        for padding (`PackedBatch.interval_mask`), or, without such a mask, the number of keys of the attention layer.
+        layer, which holds none. The right number is the width of the mask for padding (`PackedBatch.interval_mask`),
+        or, without such a mask, the number of keys of the attention layer.
         """
         if self.packed_batch is None or self.shape[2] != 1 or num_keys == self.shape[3]:
             return self
@@ -141,8 +133,6 @@ class PackedBatch(TensorLike):
         position_ids: (B, T), (3, B, T) or (4, B, T) integers, or None for consecutive positions.
         boundaries: (B, T) bool, True where a document begins, if offsets or numbers say so; else None.
         tokens: (B, T), the shape of the tokens.
-        where: the tokens' device.
-        serving: which attention runs.
         by_document: whether layers that mix along the row run on each document by itself.
         cached: whether the call passes a cache, empty or not.
         filler: (B, T) bool, which tokens are the padding token, if no mask says what is padding; else None.
@@ -153,7 +143,8 @@ class PackedBatch(TensorLike):
     shared = False
 
     arguments: tuple[str, ...] = (
-        "attention_mask", "position_ids", "boundaries", "tokens", "where", "serving", "by_document", "cached", "filler",
+        "attention_mask", "position_ids", "boundaries", "tokens", "device",
+        "serving", "by_document", "cached", "filler",
     )  # fmt: skip
     dtype = torch.int64
 
@@ -163,14 +154,14 @@ class PackedBatch(TensorLike):
         position_ids: Tensor | None,
         boundaries: Tensor | None,
         tokens: torch.Size,
-        where: torch.device,
+        device: torch.device,
         serving: Serving,
         by_document: bool = False,
         cached: bool = False,
         filler: Tensor | None = None,
     ) -> None:
         self.attention_mask, self.position_ids, self.boundaries = attention_mask, position_ids, boundaries
-        self.tokens, self.where, self.serving = tokens, where, serving
+        self.tokens, self.device, self.serving = tokens, device, serving
         self.by_document, self.cached, self.filler = by_document, cached, filler
         self.kept: list[tuple[tuple[Any, ...], IntervalMask]] = []
         self.on_use: Callable[[], None] | None = None
@@ -180,10 +171,6 @@ class PackedBatch(TensorLike):
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         return self.tokens if self.attention_mask is None else self.attention_mask.shape
-
-    @property
-    def device(self) -> torch.device:
-        return self.where
 
     def to(self, *_: Any, **__: Any) -> PackedBatch:
         return self
@@ -201,7 +188,7 @@ class PackedBatch(TensorLike):
         if self.attention_mask is not None:
             return self.attention_mask != 0
         if self.filler is None or not self.tells_documents:
-            return torch.ones(self.tokens, dtype=torch.bool, device=self.where)
+            return torch.ones(self.tokens, dtype=torch.bool, device=self.device)
         tail = (~self.filler).flip(1).cumsum(1).flip(1) == 0  # only padding tokens from here on
         begins = self.runs()[0] & tail
         begins[:, 0] = False
@@ -222,13 +209,11 @@ class PackedBatch(TensorLike):
         return (self.positions() + 1) * self.to_tensor()
 
     def interval_mask(self, num_keys: int, query_offset: int | Tensor, key_offset: int, spec: MaskSpec) -> IntervalMask:
-        """The mask of a layer, built once for all layers of one kind.
+        """The mask of a layer that attends to `num_keys` keys per row, built once for all layers of one kind.
 
         Args:
-            num_keys: keys per row that the layer attends to.
             query_offset: how many tokens of each row the cache holds; a tensor for caches of fixed size.
             key_offset: how many of these tokens the layer's cache has dropped.
-            spec: what the layer sees of a document.
         """
         columns = self.shape[1]
         if isinstance(query_offset, int) and query_offset == 0 and num_keys == self.tokens[1] < columns:
@@ -330,7 +315,7 @@ class PackedBatch(TensorLike):
                 "cu_seq_lens_q, seq_idx and cu_seqlens describe a batch of whole documents, but the cache already "
                 "holds tokens. Pass position_ids alone when continuing from a cache, or past_key_values=None."
             )
-        begin = torch.zeros((self.tokens[0], 1), dtype=torch.long, device=self.where)
+        begin = torch.zeros((self.tokens[0], 1), dtype=torch.long, device=self.device)
         if self.attention_mask is not None:
             begin = first_tokens(self.attention_mask)[:, None]
         rows = self._rows(query_offset)  # counted with the cache
@@ -342,29 +327,26 @@ class PackedBatch(TensorLike):
             first = rows[:, :1] - positions.expand(self.tokens)[:, :1]
             inner = torch.where(starts, rows, -1).cummax(1).values
             begin = torch.maximum(begin, torch.where(inner < 0, first, inner))
-        start, stop = self._reach(spec, rows, begin, num_keys + key_offset)
+        end = torch.full_like(rows, num_keys + key_offset)
+        if spec.overlay is not None:
+            start, stop = overlay_intervals(spec.overlay, rows, begin, end, num_keys + key_offset)
+        else:
+            reach = check_reach(spec.window, causal=False, chunk_size=spec.chunk_size)
+            start, stop = visible_keys(rows, begin, end, reach)
         stop = (stop - key_offset).clamp(0, num_keys)
         start = torch.minimum((start - key_offset).clamp(0, num_keys), stop)
         start, stop = ((self._base(num_keys) + bound).flatten().to(torch.int32) for bound in (start, stop))
         return BlockDiagonalMask(start, stop, self.tokens[0] * num_keys, trusted=True)
 
-    @staticmethod
-    def _reach(spec: MaskSpec, rows: Tensor, begin: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-        """The keys that queries at these places see, from `begin` on."""
-        end = torch.full_like(rows, num_keys)
-        if spec.overlay is not None:
-            return overlay_intervals(spec.overlay, rows, begin, end, num_keys)
-        return visible_keys(rows, begin, end, check_reach(spec.window, causal=False, chunk_size=spec.chunk_size))
-
     def _rows(self, offset: int | Tensor) -> Tensor:
-        return (torch.arange(self.tokens[1], device=self.where) + offset).expand(self.tokens)
+        return (torch.arange(self.tokens[1], device=self.device) + offset).expand(self.tokens)
 
     def _base(self, num_keys: int) -> Tensor:
-        return torch.arange(self.tokens[0], device=self.where)[:, None] * num_keys
+        return torch.arange(self.tokens[0], device=self.device)[:, None] * num_keys
 
     def _position_starts(self) -> Tensor:
         if self.position_ids is None:
-            starts = torch.zeros(self.tokens, dtype=torch.bool, device=self.where)
+            starts = torch.zeros(self.tokens, dtype=torch.bool, device=self.device)
             starts[:, :1] = True
             return starts
         starts = document_starts(self.position_ids)

@@ -49,7 +49,7 @@ class Documents:
             steps = steps - (length.max() - length)[:, None]
         inside = (steps >= 0) & (steps < length[:, None])
         places = torch.where(inside, begin[:, None] + steps, 0)
-        return cls(packed_batch.tokens, places.to(packed_batch.where), inside.to(packed_batch.where), packed)
+        return cls(packed_batch.tokens, places.to(packed_batch.device), inside.to(packed_batch.device), packed)
 
     def subset(self, numbers: Tensor) -> Documents:
         """Some of the documents, padded to the longest of them.

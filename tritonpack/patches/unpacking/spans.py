@@ -111,7 +111,7 @@ def take_spans(arguments: dict[str, Any], packed_batch: PackedBatch, head: nn.Mo
                 f"shape ({count},): one for each document, in order, counted from the document's first token."
             )
         del arguments[key]
-    start, end = (_in_documents(documents, given[key].flatten().to(packed_batch.where)) for key in POSITIONS)
+    start, end = (_in_documents(documents, given[key].flatten().to(packed_batch.device)) for key in POSITIONS)
     return Spans(documents, start, end, _loss_of(head, arguments.get("num_items_in_batch")))
 
 
