@@ -63,10 +63,9 @@ class FirstCall:
         return self.forwards is None or is_own(layer) or forward_of(layer) in self.forwards
 
     def watch(self, module: nn.Module, packed_batch: PackedBatch) -> None:
-        """Watch the call of a module that begins now.
+        """Watch the call of a module that begins now, if nothing in it is compiled and no cache is used.
 
-        Calls with compiled parts, and with a cache, whose masks have no packing, aren't watched. Uses inside of a
-        watched module count for that module's watch.
+        Uses inside of a watched module count for that module's watch.
         """
         for left in [other for other in module._forward_hooks.values() if isinstance(other, Watch)]:
             if left.thread == threading.get_ident():  # of a call that was interrupted
@@ -87,8 +86,7 @@ class Watch:
     Attributes:
         thread: the thread that runs the call; others may call the same module meanwhile.
         uses: how often attention used a mask of the call, or a mask was written out as a tensor.
-        written_first: whether a use happened outside of all layers. All layers may use that tensor, which isn't
-            observed.
+        written_first: whether a use happened outside of all layers. All layers may use that tensor, unobserved.
         entered: the names of the layers that ran.
         missing: the names of those that ran without a use of the mask.
     """
@@ -132,11 +130,7 @@ class Watch:
                 self.missing.add(name)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """End the watch after the call.
-
-        Raises:
-            UnsupportedModelError: layers computed attention by themselves, or may have.
-        """
+        """End the watch after the call. Refuse layers that computed attention by themselves, or may have."""
         if threading.get_ident() != self.thread:
             return
         self.stop()

@@ -34,13 +34,6 @@ def kept_apart(model: nn.Module, packed_batch: PackedBatch) -> Iterator[None]:
 
     Each runs three times more: unchanged, with the tokens of every second document exchanged, and with the tokens of
     the others exchanged. One that doesn't compute a value for each token isn't watched.
-
-    Args:
-        model: the model that is called.
-        packed_batch: the packing of its tokens.
-
-    Raises:
-        UnsupportedModelError: a module mixes documents; the message names it.
     """
     others = {name: one for name, one in foreign_modules(model).items() if not _is_watched(one, packed_batch)}
     watches: dict[str, _Watch] = {}
@@ -61,12 +54,7 @@ def kept_apart(model: nn.Module, packed_batch: PackedBatch) -> Iterator[None]:
 
 
 class _Watch:
-    """The hook after a foreign module's forward.
-
-    Attributes:
-        second: (B, T), true for the tokens of every second document.
-        mixes: whether the module was seen to mix documents.
-    """
+    """The hook after a foreign module's forward. `second`, (B, T), is true for the tokens of every second document."""
 
     def __init__(self, module: nn.Module, packed_batch: PackedBatch, second: Tensor) -> None:
         self.module, self.packed_batch, self.second = module, packed_batch, second

@@ -41,8 +41,6 @@ class PackingHook(PreHook):
 
     Attributes:
         name: the name of the attention in the module's configuration.
-        serving: which attention runs.
-        report: what the patch changed.
         heads: the forwards of the models that users may call.
         checkpoints: the checkpointing functions of the module's layers; None if no layer needs the current packing.
         context: the packing that the model around this module has read.
@@ -97,9 +95,9 @@ class PackingHook(PreHook):
         return self._outside_of_graphs(module, args, kwargs) if self.mixes else self._run(module, args, kwargs)
 
     @torch.compiler.disable
-    def _outside_of_graphs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _outside_of_graphs(self, *call: Any) -> Any:
         """Lengths are read on the host, and a graph for these lengths would fit no other lengths."""
-        return self._run(module, args, kwargs)
+        return self._run(*call)
 
     def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         chosen, ours = module.config._attn_implementation_internal, NAMES[self.serving.attention]  # type: ignore[union-attr]

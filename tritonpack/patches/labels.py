@@ -28,11 +28,6 @@ def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], p
     not shift labels gets all labels but the first ones.
 
     Labels on an accelerator are not checked, because reading them would wait for it.
-
-    Args:
-        model: the module that computes the loss.
-        arguments: the arguments of its call, by name.
-        packed_batch: the packing of the same call.
     """
     labels = arguments.get("labels")
     if torch.compiler.is_compiling() or not isinstance(labels, Tensor):
@@ -40,13 +35,8 @@ def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], p
     if notices.is_said(KEY) and notices.is_said(KEY_LOST):
         return
     on_host = labels.device.type == packed_batch.device.type == "cpu"
-    whole = (
-        labels.shape == packed_batch.tokens
-        and packed_batch.tells_documents
-        and not packed_batch.cached
-        and not packed_batch.shared
-    )
-    if not on_host or not whole:
+    whole = labels.shape == packed_batch.tokens and not packed_batch.cached and not packed_batch.shared
+    if not (on_host and whole and packed_batch.tells_documents):
         return
     if shifts_labels(model, arguments):
         _warn_of_unmasked(model, labels, packed_batch)

@@ -76,14 +76,9 @@ def make_report(
     replaced: str | None,
     once: Set[type],
 ) -> Report:
-    """The report of a patch.
+    """The report of a patch of some modules of a model.
 
-    Args:
-        model: the whole model.
-        patched: its patched modules.
-        attention, backend, replaced: as in the report.
-        once: classes of mixing layers that run on whole rows, because they keep documents apart by themselves when they
-            get boundaries.
+    `once` are classes of mixing layers that run on whole rows: they keep documents apart when they get boundaries.
     """
     config = patched[-1].config
     windows = layer_windows(config)

@@ -29,10 +29,7 @@ class DocumentByDocument(InstanceForward):
 
     If its kernels (causal-conv1d, mamba-ssm, flash-linear-attention) keep documents apart, the layer runs once, with
     boundaries. Otherwise documents of similar lengths share a batch. Padding is on the right, where a causal layer
-    doesn't see it. Outputs are laid back into the row; padding gets zeros.
-
-    Attributes:
-        capabilities: shared by all layers of a model.
+    doesn't see it. Outputs are laid back into the row; padding gets zeros. Layers of a model share `capabilities`.
     """
 
     def __init__(self, module: nn.Module, context: PackingContext, capabilities: Capabilities) -> None:

@@ -45,7 +45,8 @@ class AlwaysUnpacked(UnpackingForward):
 
     def __init__(self, module: PreTrainedModel, context: PackingContext, by_length: bool) -> None:
         super().__init__(module, context)
-        self.by_length = by_length or makes_vectors_of_padding(module)
+        # A head that makes a vector of a row's last token, or of all its tokens, reads padding, too.
+        self.by_length = by_length or not self.summaries.isdisjoint({"last", "cls_index", "mean"})
         self.each = by_length and needs_calls_alone(module)
         self.books = codebooks_of(module) if self.decodes else 1
         self.known = frozenset((*self.names, *ONE_SIDE, *(TARGET.values() if self.decodes else ()), *PACKING))
@@ -89,12 +90,11 @@ class AlwaysUnpacked(UnpackingForward):
         for packed_batch in packed_batches.values():
             self.require_known_loss(arguments, packed_batch)
         if packed and not torch.compiler.is_compiling():
-            self._say_so()
+            self._warn()
         return self.with_loss(lambda: self.run_by_document(documents, arguments), arguments, packed_batches.get(""))
 
-    def _say_so(self) -> None:
-        one_length = "each document in a call of its own" if self.each else "documents of one length at a time"
-        how = one_length if self.by_length else "a padded batch"
+    def _warn(self) -> None:
+        how = self.calls if self.by_length else "a padded batch"
         notices.say_once(
             f"document-rows-{self.name.lower()}",
             f"{self.name} can't keep several documents in a row apart, so each gets a row of its own, in {how}: "
@@ -179,11 +179,6 @@ class AlwaysUnpacked(UnpackingForward):
                 "past_key_values=None.",
             )
         return packed_batch
-
-
-def makes_vectors_of_padding(module: PreTrainedModel) -> bool:
-    """Whether a head makes a vector of the last token of a row, or of all its tokens, padding included: XLM's may."""
-    return any(getattr(inner, "summary_type", None) in ("last", "cls_index", "mean") for inner in module.modules())
 
 
 def padding_of_tables(module: nn.Module) -> int | None:

@@ -50,13 +50,7 @@ class Group:
 
 
 def groups_of(sides: Mapping[str, Documents], by_length: bool, each: bool = False) -> list[Group]:
-    """The calls that documents run in: one call, one for each length, or one for each document.
-
-    Args:
-        sides: the documents of each side, as many on both.
-        by_length: put documents of the same length, on each side, in one call.
-        each: put each document in a call of its own.
-    """
+    """The calls that documents run in: one call, one for each length (on both sides), or one for each document."""
     first = next(iter(sides.values()))
     numbers = torch.arange(len(first), device=first.places.device)
     if not (by_length or each):
@@ -73,10 +67,7 @@ def groups_of(sides: Mapping[str, Documents], by_length: bool, each: bool = Fals
 def batch_of(group: Group, arguments: Mapping[str, Any], forward: WholeModel) -> dict[str, Any]:
     """The arguments of a call with the documents of a group, one in each row.
 
-    Args:
-        group: the documents.
-        arguments: the packed call's arguments by name; position ids are the only ones that tell documents apart.
-        forward: the forward of the model.
+    Of the packed call's `arguments`, position ids are the only ones that tell documents apart.
     """
     batch: dict[str, Any] = {}
     for name, value in arguments.items():

@@ -28,13 +28,10 @@ class LaidBack:
     (documents, ...), in order. If its sizes differ between calls, each row holds the document's own values first, and
     zeros follow.
 
-    Args:
+    Attributes:
         groups: the documents of each call; together they are all documents.
         weights: the weight of each call's loss. The loss of several calls is the weighted mean, or the sum without
             weights.
-        forward: the forward of the model.
-
-    Attributes:
         of_documents: the name of an output that has one value for each document, if there is any.
     """
 
@@ -44,12 +41,7 @@ class LaidBack:
         self.of_documents = ""
 
     def of(self, values: Sequence[Any], name: str = "") -> Any:
-        """An output in packed rows.
-
-        Args:
-            values: the output, or a part of it, of each call.
-            name: the name of the part.
-        """
+        """The output of each call, or the part of it with this name, in packed rows."""
         first = values[0]
         if isinstance(first, Mapping):
             for key in first:

@@ -34,6 +34,10 @@ class UnpackingForward(WholeModel):
 
     mixed_loss = ""
 
+    @property
+    def calls(self) -> str:
+        return "each document in a call of its own" if self.each else "documents of one length at a time"
+
     def with_names(self, arguments: dict[str, Any]) -> Any:
         """Run a user's call with named outputs. If `return_dict` is false, the user gets a tuple."""
         wanted = arguments.get("return_dict")
@@ -44,11 +48,7 @@ class UnpackingForward(WholeModel):
         return self.run({**arguments, "return_dict": True}).to_tuple()
 
     def require_known_loss(self, arguments: Mapping[str, Any], packed_batch: PackedBatch) -> None:
-        """Refuse labels of packed rows if the model's own loss mixes documents.
-
-        Raises:
-            ValueError: the message says what a trial found.
-        """
+        """Refuse labels of packed rows if the model's own loss mixes documents."""
         if self.mixed_loss and arguments.get("labels") is not None:
             require_one_document_a_row(
                 packed_batch,
@@ -58,10 +58,9 @@ class UnpackingForward(WholeModel):
             )
 
     def with_loss(self, run: Callable[[], Any], arguments: dict[str, Any], packed_batch: PackedBatch | None) -> Any:
-        """The output of a packed call, in which the loss of question answering is that of each document.
+        """The output that `run` computes of a packed call. The loss of question answering is computed by document.
 
         Args:
-            run: computes the output.
             arguments: the call's arguments; positions of spans are taken out of them.
             packed_batch: the packing of the tokens that have logits; None if no argument marks documents.
         """
@@ -83,7 +82,7 @@ class UnpackingForward(WholeModel):
     def run_by_document(
         self, documents: Mapping[str, Documents], arguments: Mapping[str, Any], *, one_choice: bool = False
     ) -> Any:
-        """Run packed rows with one document in each row.
+        """Run packed rows with one document in each row. No cache is left.
 
         Args:
             documents: the documents of each side, "" and "decoder", in the packed rows.
@@ -91,11 +90,7 @@ class UnpackingForward(WholeModel):
             one_choice: add a dimension for choices, of which there is one: tokens are (documents, 1, longest).
 
         Returns:
-            The model's output in packed rows. An output with a value for each token is (B, T, ...), one with a value
-            for each document is (documents, ...). No cache is left.
-
-        Raises:
-            ValueError: an argument, or an output, belongs to no document.
+            Outputs with a value for each token as (B, T, ...), those with one for each document as (documents, ...).
         """
         self._require_pairs(documents)
         self._require_targets(len(next(iter(documents.values()))), arguments, one_choice)
@@ -172,9 +167,8 @@ class UnpackingForward(WholeModel):
         others = [name for name, x in batch.items() if x is not None and OTHER_TARGETS.fullmatch(name)]
         others += ["labels"] if isinstance(labels, Tensor) and labels.ndim > 2 else []  # of codebooks or of frames
         if calls > 1 and others:
-            how = "each document in a call of its own" if self.each else "documents of one length at a time"
             raise ValueError(
-                f"{self.name} runs {how}, so its loss of {others[0]} can't be combined. Compute it from the "
+                f"{self.name} runs {self.calls}, so its loss of {others[0]} can't be combined. Compute it from the "
                 f"outputs, without {others[0]}, or give each document a row of its own, unpatched."
             )
         if not isinstance(labels, Tensor):
@@ -212,11 +206,7 @@ def _with_one_choice(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_one_target_each(one: str, count: int, arguments: Mapping[str, Any], model: str) -> None:
-    """Refuse more or fewer targets than there are documents, or questions, in a head with one result for each.
-
-    Raises:
-        ValueError: with their shape, and how many there should be.
-    """
+    """Refuse more or fewer targets than there are documents, or questions, in a head with one result for each."""
     for name in TARGETS:
         value = arguments.get(name)
         if isinstance(value, Tensor) and value.shape[:1] != (count,):

@@ -29,6 +29,7 @@ class WholeModel(InstanceForward):
         decodes: whether the model takes tokens of a decoder; otherwise arguments and outputs of its decoder have none.
         across: whether the model compares all texts with all images or sounds, as CLIP does.
         puts_images_among_tokens: whether the model puts images or sounds in the place of tokens.
+        summaries: how heads make one vector of a row: "last", "cls_index", "mean", ... (XLNet's, XLM's, RoFormer's).
     """
 
     by_length = each = False
@@ -42,6 +43,7 @@ class WholeModel(InstanceForward):
         self.takes_use_cache = "use_cache" in self.names
         self.decodes = "decoder_input_ids" in self.names
         self.across = hasattr(type(module), "get_text_features") and not CONDITIONED.fullmatch(self.name)
+        self.summaries = {inner.__dict__.get("summary_type") for inner in module.modules()}
         self.puts_images_among_tokens = any(getattr(module.config, n, None) is not None for n in PLACES_OF_IMAGES)
 
     def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -49,10 +51,8 @@ class WholeModel(InstanceForward):
         return in_form(super().bound(args, kwargs))
 
     def takes(self, argument: str) -> bool:
-        """Whether the model's forward takes an argument."""
         return self.takes_any or argument in self.names
 
     @property
     def pad_token(self) -> int | None:
-        """The token that fills rows up."""
         return getattr(text_config(self.module.config), "pad_token_id", None)
