@@ -35,11 +35,7 @@ from tritonpack.patches.unpacking.unpacking_forward import UnpackingForward
 
 
 class Guard(PreHook):
-    """The hook of a module with a forward of its own. It refuses replicas, which would share that forward.
-
-    Attributes:
-        patch: the patch that the forward belongs to.
-    """
+    """The hook of a module whose forward belongs to a patch. It refuses replicas, which would share that forward."""
 
     def __init__(self, module: PreTrainedModel, patch: AppliedPatch) -> None:
         super().__init__(module)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
-from tritonpack.patches.mask_spec import MaskSpec
+from tritonpack.patches.mask_spec import WHOLE_DOCUMENT
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
 from tritonpack.patches.parse_inputs import make_packed_batch
 
@@ -23,7 +23,6 @@ TELL_BOTH = (
     "position_ids, the decoder's by a numbered decoder_attention_mask, cu_seq_lens_q, decoder_seq_idx or "
     "decoder_position_ids"
 )
-SEES_ALL = MaskSpec((-1, -1))
 
 
 def meet(
@@ -63,7 +62,7 @@ def meet(
     query = arguments["inputs_embeds"] if query is None else query
     length = query.shape[1]
     shape = torch.Size((tokens[0], 1, length, tokens[1]))
-    cross = IntervalMask(cross_mask(packed_batch, mask, length), shape, serving, None, SEES_ALL)
+    cross = IntervalMask(cross_mask(packed_batch, mask, length), shape, serving, None, WHOLE_DOCUMENT)
     cross.on_use = on_use
     return cross
 

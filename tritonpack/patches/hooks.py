@@ -25,7 +25,6 @@ from tritonpack.patches.families import (
 from tritonpack.patches.first_call import FirstCall
 from tritonpack.patches.interface import NAMES, require_own_attention, served
 from tritonpack.patches.layers.image_positions import METHOD, leave_positions_to
-from tritonpack.patches.mask_spec import MaskSpec
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parse_inputs import OpenMask, make_packed_batch
@@ -220,8 +219,7 @@ class PackingHook(PreHook):
             for kind, limit in self.rope_limits:
                 require_one_rope(packed_batch, kind, limit)
         if "perm_mask" in self.names and fresh and arguments.get("perm_mask") is None:  # XLNet's
-            seen = packed_batch.interval_mask(packed_batch.tokens[1], 0, 0, MaskSpec((-1, -1))).to_tensor()[:, 0]
-            arguments["perm_mask"] = (~seen).float()
+            arguments["perm_mask"] = (~packed_batch.document_mask().to_tensor()[:, 0]).float()
         return packed_batch if fresh else None
 
     def _runs_by_document(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> bool:

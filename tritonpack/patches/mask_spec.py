@@ -34,6 +34,7 @@ class MaskSpec:
 
 
 CAUSAL = MaskSpec((-1, 0))
+WHOLE_DOCUMENT = MaskSpec((-1, -1))
 
 
 def read_mask_spec(
@@ -62,7 +63,7 @@ def read_mask_spec(
     if mask_function is causal_mask_function:
         return CAUSAL
     if mask_function is bidirectional_mask_function:
-        return MaskSpec((-1, -1))
+        return WHOLE_DOCUMENT
     chunked = local_size is not None and getattr(config, "attention_chunk_size", None) == local_size
     if chunked and (composed or getattr(config, "sliding_window", None) == local_size):
         raise UnsupportedModelError(

@@ -18,7 +18,7 @@ from tritonpack.attention import Backend, varlen_attention
 from tritonpack.checks import check_reach, require
 from tritonpack.masks.block_diagonal import BlockDiagonalMask, changes, document_starts, mask_from_runs
 from tritonpack.masks.intervals import visible_keys
-from tritonpack.patches.mask_spec import CAUSAL, MaskSpec, overlay_intervals
+from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskSpec, overlay_intervals
 from tritonpack.patches.tensor_like import TensorLike
 
 ATTENTIONS = ("tritonpack", "sdpa", "eager")
@@ -229,6 +229,10 @@ class PackedBatch(TensorLike):
         if not torch.compiler.is_compiling():  # a graph can't change what came into it
             self.kept.append((key, interval_mask))
         return interval_mask
+
+    def document_mask(self) -> IntervalMask:
+        """The mask with which every token sees its whole document."""
+        return self.interval_mask(self.tokens[1], 0, 0, WHOLE_DOCUMENT)
 
     def documents(self, spec: MaskSpec) -> BlockDiagonalMask:
         """The mask if queries and keys are the same tokens: every row is cut into its documents."""
