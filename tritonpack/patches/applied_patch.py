@@ -135,7 +135,7 @@ class AppliedPatch:
                     Serving("dense" if module.config.model_type in DENSE else attention, backend),
                     report=self.report,
                     heads=self.heads,
-                    checkpoints=Checkpoints(module, self.context, [one.module for one in layers]) if layers else None,
+                    checkpoints=Checkpoints(module, self.context) if layers else None,
                     context=self.context,
                     mixes=bool(mixers),
                     outermost=not any(other is not module and holds(other, module) for other in modules),

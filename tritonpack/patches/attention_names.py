@@ -16,13 +16,15 @@ class AttentionName(Part):
 
     Models may share a configuration. It gets its own name back when the last of these models is unpatched.
 
+    Args:
+        name: the new name; None for the module's name before any patch, or transformers' default.
+
     Attributes:
         before: the name that the configuration had before any patch.
         installed: whether the configuration has the other name because of this object.
     """
 
     def __init__(self, module: nn.Module, name: str | None) -> None:
-        """`name` is the new name; None stands for the module's name before any patch, or transformers' default."""
         super().__init__(module)
         self._name = name
         self.before: str | None = None

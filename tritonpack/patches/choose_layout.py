@@ -103,11 +103,12 @@ def _modules(model: nn.Module) -> list[PreTrainedModel]:
     if not models:
         raise UnsupportedModelError(f"expected a transformers model; got {type(model).__name__}.")
     takes_tokens = [module for module in models if takes_tokens_and_mask(module)]
-    modules = [
-        module
-        for module in takes_tokens
-        if not _is_head(module) or not any(other is not module and holds(module, other) for other in takes_tokens)
-    ]
+
+    def is_head(module: PreTrainedModel) -> bool:
+        head = module.base_model is not module or module.get_output_embeddings() is not None
+        return head and any(other is not module and holds(module, other) for other in takes_tokens)
+
+    modules = [module for module in takes_tokens if not is_head(module)]
     if not modules:
         raise UnsupportedModelError(
             f"{type(models[0]).__name__} (model type {models[0].config.model_type!r}) takes no attention_mask, so "
@@ -116,16 +117,10 @@ def _modules(model: nn.Module) -> list[PreTrainedModel]:
     return modules
 
 
-def _is_head(module: PreTrainedModel) -> bool:
-    return module.base_model is not module or module.get_output_embeddings() is not None
-
-
 def _supported_modules(model: nn.Module, attention: str) -> list[PreTrainedModel]:
     """The modules to patch. Nothing is changed before a refusal.
 
-    Raises:
-        UnsupportedModelError: the model can't be packed exactly. The reason of a family comes first: it says more than
-            what its modules lack.
+    The reason of a family comes first: it says more than what its modules lack.
     """
     for module in _models(model):
         if why := REFUSED.get(module.config.model_type):

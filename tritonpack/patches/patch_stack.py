@@ -80,12 +80,7 @@ def restore(applied: AppliedPatch) -> None:
 def require_no_part_of_others(model: nn.Module, found: list[AppliedPatch]) -> None:
     """Refuse a model that holds a part of another patched model: neither could be unpatched without the other.
 
-    Args:
-        model: the model.
-        found: the patches that are in force somewhere in it.
-
-    Raises:
-        UnsupportedModelError: with the order of steps that works.
+    `found` are the patches that are in force somewhere in the model.
     """
     for applied in found:
         if not (applied.gone or holds(applied.model, model) or holds(model, applied.model)):
