@@ -239,7 +239,7 @@ class TestMessages:
                 model(**packed())
 
     @pytest.mark.parametrize("options", [{"attention": "eager"}, {"backend": "reference"}])
-    def test_options_that_would_do_nothing(self, options: Any) -> None:
+    def test_attention_and_backend_without_effect_are_refused(self, options: Any) -> None:
         with pytest.raises(ValueError, match=r"would do nothing\. Leave both out"):
             tritonpack.patch(build(PADDED), **options)
 
