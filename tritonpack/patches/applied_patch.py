@@ -141,8 +141,12 @@ class AppliedPatch:
                     outermost=not any(other is not module and holds(other, module) for other in modules),
                 )
             )
+        outermost = [hook for hook in self.hooks if hook.outermost]
         for module in every:
-            if isinstance(module, PreTrainedModel) and (hook := self._outermost_in(module)) is not None:
+            if not isinstance(module, PreTrainedModel):
+                continue
+            hook = next((hook for hook in outermost if holds(module, hook.module)), None)
+            if hook is not None:
                 kind = EncoderDecoderForward if holds_both_sides(module) else ModelForward
                 self.heads.append(kind(module, self.context, hook))
         # generate() reads the name from the configuration of the whole encoder-decoder model when it makes masks.
@@ -153,15 +157,10 @@ class AppliedPatch:
         images = [DocumentPositions(m, self.context) for m in every if hasattr(type(m), METHOD)]
         return names, [*layers, *running, *images, *self.heads]
 
-    def _outermost_in(self, module: nn.Module) -> PackingHook | None:
-        """The hook of the outermost patched module in a module."""
-        return next((hook for hook in self.hooks if hook.outermost and holds(module, hook.module)), None)
-
     def refuse_losses(self, losses: list[tuple[nn.Module, str]]) -> None:
         """Make models whose own loss mixes documents refuse packed rows with labels.
 
-        Args:
-            losses: these models, each with what a trial found.
+        `losses` are these models, each with what a trial found.
         """
         seen = {id(model): what for model, what in losses}
         for part in self.parts:

@@ -73,7 +73,10 @@ class EncoderDecoderForward(ModelForward):
         if target is not None:
             packed_batch = self._hand(arguments, "decoder", TARGET, told, target)
             if unshifted is not None and packed_batch is not None:
-                self._shift_labels(arguments, unshifted, packed_batch)
+                shifted = arguments["decoder_input_ids"] = shift_documents(self.module, unshifted, packed_batch)
+                if packed_batch.attention_mask is None and self.module.config.model_type in MASKS_LABELS:
+                    real = (shifted != self.module.config.pad_token_id).int()
+                    arguments["decoder_attention_mask"] = packed_batch.replace(attention_mask=real)
                 warn_of_first_labels(self.module, {"labels": unshifted}, packed_batch)
         return self.with_loss(lambda: self._run_watched(arguments), arguments, packed_batch)
 
@@ -151,12 +154,6 @@ class EncoderDecoderForward(ModelForward):
             return labels
         shifts = self.name.endswith(HEADS_SHIFT) or self.module.config.model_type in SHIFTS_INPUTS
         return arguments.get("input_ids") if shifts else None
-
-    def _shift_labels(self, arguments: dict[str, Any], labels: Tensor, packed_batch: PackedBatch) -> None:
-        shifted = arguments["decoder_input_ids"] = shift_documents(self.module, labels, packed_batch)
-        if packed_batch.attention_mask is None and self.module.config.model_type in MASKS_LABELS:
-            real = (shifted != self.module.config.pad_token_id).int()
-            arguments["decoder_attention_mask"] = packed_batch.replace(attention_mask=real)
 
 
 def _require_pairs(cu_q: Tensor | None, cu_k: Tensor | None) -> None:

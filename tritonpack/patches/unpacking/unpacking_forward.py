@@ -93,7 +93,12 @@ class UnpackingForward(WholeModel):
             Outputs with a value for each token as (B, T, ...), those with one for each document as (documents, ...).
         """
         self._require_pairs(documents)
-        self._require_targets(len(next(iter(documents.values()))), arguments, one_choice)
+        count = len(next(iter(documents.values())))
+        if self.one_result and not one_choice:
+            require_one_target_each("document", count, arguments, self.name)
+        labels = arguments.get("labels")
+        if isinstance(labels, Tensor) and (labels.ndim == 1 or (labels.ndim == 2 and labels.is_floating_point())):
+            require_one_target_each("document", count, {"labels": labels}, self.name)
         left_out = (*PACKING, *map(mask_of, documents), "logits_to_keep", "use_cache")
         kept = {n: x for n, x in arguments.items() if n not in left_out and (x is not None or self.takes(n))}
         if self.takes_use_cache:
@@ -136,13 +141,6 @@ class UnpackingForward(WholeModel):
                 "apart on both sides: the encoder's by attention_mask, cu_seq_lens_k, seq_idx or position_ids, the "
                 "decoder's by decoder_attention_mask, cu_seq_lens_q, decoder_seq_idx or decoder_position_ids."
             )
-
-    def _require_targets(self, count: int, arguments: Mapping[str, Any], one_choice: bool) -> None:
-        if self.one_result and not one_choice:
-            require_one_target_each("document", count, arguments, self.name)
-        labels = arguments.get("labels")
-        if isinstance(labels, Tensor) and (labels.ndim == 1 or (labels.ndim == 2 and labels.is_floating_point())):
-            require_one_target_each("document", count, {"labels": labels}, self.name)
 
     def _require_known_padding(
         self, documents: Mapping[str, Documents], arguments: Mapping[str, Any], output: str
