@@ -22,7 +22,7 @@ from tritonpack.patches.layers.positions import temperature
 from tritonpack.patches.mask_spec import read_mask_spec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
 from tritonpack.patches.parse_inputs import SHARED_CONFIG, OpenMask
-from tritonpack.patches.towers import MORE_THAN_A_TOWER, attend_in_tower, takes_tokens
+from tritonpack.patches.towers import attend_in_tower, takes_tokens
 
 # The name of the attention in a patched model's configuration, for each attention that runs.
 NAMES = {
@@ -92,12 +92,6 @@ def interval_attention_forward(
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    sinks: Tensor | None = None,
-    indices: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    block_indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query (B, H, T, D), key (B, H_kv, K, D) and value (B, H_kv, K, D_v)
@@ -109,13 +103,12 @@ def interval_attention_forward(
     if kwargs.get("output_attentions"):
         raise UnsupportedModelError("output_attentions=True: tritonpack's attention has no weights; unpatch the model.")
     if attention_mask is None and not takes_tokens(module):
-        more = dict(
-            zip(MORE_THAN_A_TOWER, (softcap, s_aux, sinks, indices, position_bias, block_indices), strict=False)
-        )
-        return attend_in_tower(module, query, key, value, dropout, scaling, **more, **kwargs), None
-    sinks = s_aux if sinks is None else sinks
+        return attend_in_tower(module, query, key, value, dropout, scaling, **kwargs), None
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("sinks")
+    sinks = kwargs.get("s_aux") if sinks is None else sinks
+    indices, position_bias = kwargs.get("indices"), kwargs.get("position_bias")
     if isinstance(attention_mask, Tensor) or indices is not None or position_bias is not None:
-        if softcap or block_indices is not None:
+        if softcap or kwargs.get("block_indices") is not None:
             raise UnsupportedModelError(
                 f"{type(module).__name__} combines a mask of its own with softcap or blocks, which tritonpack doesn't "
                 "support; unpatch the model."
