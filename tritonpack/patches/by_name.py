@@ -19,12 +19,12 @@ import sys
 from functools import cache, wraps
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.applied_patch import applied_to
 from tritonpack.patches.choose_layout import choose_layout, tokens_enter
-from tritonpack.patches.interface import NAMES, register_functions
+from tritonpack.patches.interface import FUNCTIONS, NAMES, make_mask
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parts import InstanceForward
 from tritonpack.patches.patch_stack import LOCK, put_on, restore
@@ -54,7 +54,9 @@ def register() -> None:
     calls this function too. A model that can't be packed exactly is refused in its first call. A second call does
     nothing.
     """
-    register_functions()
+    for name, function in FUNCTIONS.items():  # no model uses them before it is patched or asks for them
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, make_mask)
     with LOCK:
         if not hasattr(PreTrainedModel.post_init, "tritonpack_follows"):
             _wrap_methods()

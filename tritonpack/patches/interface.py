@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -40,13 +40,6 @@ def stock_name(module: PreTrainedModel, before: str | None) -> str:
     if before is None or before in NAMES.values():
         return "sdpa" if module._supports_sdpa else "eager"
     return before
-
-
-def register_functions() -> None:
-    """Make the names known to transformers. No model uses them before it is patched or asks for them."""
-    for name, function in FUNCTIONS.items():
-        AttentionInterface.register(name, function)
-        AttentionMaskInterface.register(name, make_mask)
 
 
 def make_mask(

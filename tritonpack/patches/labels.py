@@ -76,18 +76,12 @@ def _warn_of_lost(model: PreTrainedModel, labels: Tensor, packed_batch: PackedBa
 
 
 def predicts_own_tokens(model: PreTrainedModel) -> bool:
-    """Whether a model compares each label with its prediction at the same place.
-
-    Encoder-decoder models (they shift the decoder's input), masked language models and token classifiers do.
-    """
+    """Whether a model compares each label with its prediction at the same place, as encoder-decoder models do."""
     return holds_both_sides(model) or any(kind.__name__.endswith(OWN_LABELS) for kind in type(model).__mro__)
 
 
 def shifts_labels(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
-    """Whether a model compares each label with its prediction at the token before.
-
-    transformers' causal loss does, and so do models that use labels as their decoder's tokens.
-    """
+    """Whether a model compares each label with its prediction at the token before: transformers' causal loss does."""
     if arguments.get("shift_labels") is not None:  # they take the place of labels
         return False
     if type(model).__name__ in LABELS_ARE_TOKENS:

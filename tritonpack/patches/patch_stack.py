@@ -21,9 +21,7 @@ def put_on(
     """Put a patch on a model, above those that it has. The patch is applied whole, or not at all after an exception.
 
     Args:
-        model: the model.
         choice: what `choose_layout` returned.
-        attention, backend: as `patch` takes them.
         lease: stands for the handle of this call. A patch with the same options only gets one lease more.
         by_name: whether the model asked for the patch by its attn_implementation, and not a user by `patch`.
 
