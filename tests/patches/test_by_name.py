@@ -194,6 +194,16 @@ def test_set_attn_implementation_patches_and_unpatches() -> None:
     assert difference(expected, logits_and_gradients(model, [call], lambda out: out[0])) > 1e-3
 
 
+def test_a_second_post_init_changes_nothing() -> None:
+    """A subclass may call it at the end of its own constructor."""
+    model = make("llama", attn_implementation=NAME)
+    (applied,) = applied_to(model)
+    model.post_init()
+    assert applied_to(model) == [applied]
+    tritonpack.unpatch(model)
+    assert not applied_to(model)
+
+
 def test_attention_named_by_part_gives_the_whole_model_one_patch() -> None:
     """A dictionary names the attention of parts. The whole model has one patch all the same."""
     model = make("gemma3", attn_implementation={"text_config": NAME, "vision_config": "eager"})

@@ -69,5 +69,5 @@ class AttentionName(Part):
 
 # {id of a configuration: the configuration, the patched modules that need the other name, and the name from before}.
 # By identity, because configurations compare by value. An entry ends with its configuration, because another one may
-# get the same address. Models are patched one after the other (`patching.py`), so this needs no lock.
+# get the same address. Models are patched one after the other (`patch_stack.py`), so this needs no lock.
 _names: dict[int, tuple[weakref.ref[Any], list[weakref.ref[AttentionName]], str | None]] = {}

@@ -115,15 +115,15 @@ def _follow(model: PreTrainedModel, asked: bool = False) -> None:
     for forward in refused:
         forward.remove()
     try:
-        choice = choose_layout(model, OURS, "auto")
-        put_on(model, choice, OURS, "auto", lease=object(), by_name=True)
+        choice, lease = choose_layout(model, OURS, "auto"), object()
+        whole = put_on(model, choice, OURS, "auto", lease, by_name=True)
     except UnsupportedModelError as error:
         for module in model.modules():
             if isinstance(module, PreTrainedModel) and tokens_enter(module):
                 Refused(module, str(error)).install()
     else:
-        for part in parts:
-            part.leases.clear()
+        for part in parts:  # a subclass that calls `post_init` once more has its patch already
+            part.leases = [lease] if part is whole else []
 
 
 @cache
