@@ -56,7 +56,6 @@ GUESTS = {
     "typer": {"cli"},
 }
 
-CIRCULAR = {"patches"}  # rooms in which some files still import each other
 
 
 def imports_of(source: str, module: str) -> set[str]:
@@ -108,7 +107,7 @@ class TestImports:
             breach for path in MODULES for breach in breaches(path.read_text(encoding="utf-8"), module_name(path))
         ] == []
 
-    @pytest.mark.parametrize("room", sorted({path.parent.name for path in PACKAGE.glob("*/__init__.py")} - CIRCULAR))
+    @pytest.mark.parametrize("room", sorted({path.parent.name for path in PACKAGE.glob("*/__init__.py")}))
     def test_files_of_a_room_import_one_way(self, room: str) -> None:
         """Also by imports within functions and by those for type checkers."""
         files = {module_name(path).removesuffix(".__init__"): path for path in (PACKAGE / room).rglob("*.py")}

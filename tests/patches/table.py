@@ -1,6 +1,6 @@
-"""docs/models.md and tritonpack/patches/shown.csv: what the sweep found of every class.
+"""docs/models.md and tritonpack/patches/exact_classes.csv: what the sweep found of every class.
 
-python -m tests.patches.table [--out docs/models.md] [--shown tritonpack/patches/shown.csv]
+python -m tests.patches.table [--out docs/models.md] [--shown tritonpack/patches/exact_classes.csv]
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from tests.patches.test_patching import (
     state,
 )
 from tritonpack.patches import attention_names
-from tritonpack.patches.applied import applied_to
+from tritonpack.patches.applied_patch import applied_to
 
 NAME = "tritonpack"
 FAMILIES = ("llama", "mistral", "qwen3", "gpt_oss")
@@ -174,7 +174,7 @@ def test_the_whole_model_has_one_patch() -> None:
     assert not applied_to(model)
 
 
-def test_the_name_comes_and_goes() -> None:
+def test_set_attn_implementation_patches_and_unpatches() -> None:
     expected = alone(make("roformer"))
     model = make("roformer")
     before = state(model)
@@ -194,7 +194,17 @@ def test_the_name_comes_and_goes() -> None:
     assert difference(expected, logits_and_gradients(model, [call], lambda out: out[0])) > 1e-3
 
 
-def test_a_name_for_each_part() -> None:
+def test_a_second_post_init_changes_nothing() -> None:
+    """A subclass may call it at the end of its own constructor."""
+    model = make("llama", attn_implementation=NAME)
+    (applied,) = applied_to(model)
+    model.post_init()
+    assert applied_to(model) == [applied]
+    tritonpack.unpatch(model)
+    assert not applied_to(model)
+
+
+def test_attention_named_by_part_gives_the_whole_model_one_patch() -> None:
     """A dictionary names the attention of parts. The whole model has one patch all the same."""
     model = make("gemma3", attn_implementation={"text_config": NAME, "vision_config": "eager"})
     (applied,) = applied_to(model)

@@ -126,7 +126,7 @@ def test_one_document_in_each_choice_runs_in_the_head(told: str, monkeypatch: py
     call = packed(told, ((0,), (3,)))
     call["attention_mask"] = (call["attention_mask"] != 0).long()
     expected = model(**call, labels=LABELS[[0, 3]])
-    monkeypatch.setattr("tritonpack.patches.unpacking.by_document.ByDocument.run_by_document", None)
+    monkeypatch.setattr("tritonpack.patches.unpacking.unpacking_forward.UnpackingForward.run_by_document", None)
     with tritonpack.patch(model):
         got = model(**call, labels=LABELS[[0, 3]])
     assert relative(expected.logits, got.logits) < EXACT

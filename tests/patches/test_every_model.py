@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 import tritonpack
 from tests.patches import sweep, zoo
 from tests.patches.models import generate
+from tritonpack.patches.exact_classes import shown_layout
 from tritonpack.patches.families import READS_PADDING
-from tritonpack.patches.shown import shown_layout
 
 REFUSED = {
     "gemma4_unified_assistant": "drafts tokens from another model's cache",
@@ -126,7 +126,7 @@ def test_with_transformers_own_attention(name: str) -> None:
 
 @every_exact_type
 def test_exact_types_are_patched_without_a_trial(name: str) -> None:
-    """`shown.csv` lists the classes of the types that are exact here, and none that is refused."""
+    """`exact_classes.csv` lists the classes of the types that are exact here, and none that is refused."""
     assert shown_layout(type(zoo.tiny_model(name))) == "packed"
 
 

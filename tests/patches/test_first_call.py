@@ -40,7 +40,7 @@ def of_watch(hook: Any) -> bool:
 def is_watching(model: nn.Module) -> bool:
     """Whether a watch or its hooks are left, or a first call is still to be watched."""
     hooks = [hook for m in model.modules() for hook in (*m._forward_pre_hooks.values(), *m._forward_hooks.values())]
-    return any(map(of_watch, hooks)) or all(hook.first_call is not None for hook in hooks_of(model))
+    return any(map(of_watch, hooks)) or all(not hook.first_call.done for hook in hooks_of(model))
 
 
 def call(model: PreTrainedModel) -> Tensor:

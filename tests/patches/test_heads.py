@@ -136,7 +136,7 @@ def test_a_head_that_adds_tokens_runs_with_one_document_a_row(monkeypatch: pytes
     for row, expected in zip(rows, alone, strict=True):
         torch.testing.assert_close(row[: expected.shape[1]], expected[0])
         assert not row[expected.shape[1] :].any()
-    monkeypatch.setattr("tritonpack.patches.patching.require_evidence", lambda *args: None)
+    monkeypatch.setattr("tritonpack.patches.choose_layout.require_evidence", lambda *args: None)
     with tritonpack.patch(model):
         assert model(**padded(pieces)).shape[1] == max(LENGTHS) + 1
         with pytest.raises(ValueError, match=r"runs on \(1, 23\) tokens where the model around it was given \(1, 22\)"):

@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 import tritonpack
 from tests.patches import sweep, zoo
 from tests.patches.test_every_model import state
-from tritonpack.patches.applied import applied_to
+from tritonpack.patches.applied_patch import applied_to
 
 # Models with the kernels alone, positions and a dense mask, a recurrence, attention outside of the interface, and a
 # mask of its own.
@@ -69,16 +69,44 @@ def test_leaving_an_inner_patch_keeps_the_outer_one(family: str) -> None:
     assert state(model) == before
 
 
-def test_leaving_patches_in_another_order_is_refused() -> None:
+@pytest.mark.parametrize("backend", ["auto", "reference"])
+def test_handles_are_unpatched_in_any_order(backend: str) -> None:
+    model = build("mamba")
+    before = state(model)
+    first, second = tritonpack.patch(model), tritonpack.patch(model, backend=backend)
+    first.unpatch()
+    assert [applied.asked for applied in applied_to(model)] == [("tritonpack", backend)]
+    second.unpatch()
+    assert state(model) == before
+    first.unpatch()
+    assert state(model) == before
+
+
+@pytest.mark.parametrize("backends", [("auto", "auto"), ("auto", "reference")])
+def test_threads_that_patch_one_model_leave_it_unpatched(backends: tuple[str, str]) -> None:
     model = build("llama")
-    outer, inner = tritonpack.patch(model), tritonpack.patch(model)
-    with pytest.raises(ValueError, match="Leave the patches in the opposite order"):
-        outer.unpatch()
-    assert len(applied_to(model)) == 1
-    tritonpack.unpatch(model)  # the inner one
-    inner.unpatch()
-    outer.unpatch()
-    assert not applied_to(model)
+    before, errors = state(model), []
+
+    def patch_and_unpatch(backend: str) -> None:
+        try:
+            for _ in range(30):
+                with tritonpack.patch(model, backend=backend):
+                    pass
+        except Exception as error:
+            errors.append(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=patch_and_unpatch, args=(backend,)) for backend in backends]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors
+    assert state(model) == before
 
 
 @every_family
@@ -90,8 +118,6 @@ def test_a_patch_with_another_backend_is_in_force_until_it_is_left(family: str) 
     with tritonpack.patch(model, backend="reference") as inner:
         assert inner.report.backend == "reference"
         assert len(applied_to(model)) == 1
-        with pytest.raises(ValueError, match="opposite order"):
-            outer.unpatch()
         assert gap(packed(model), expected) < sweep.tolerance(model)
     # The hooks are the same; only their numbers in torch's dictionaries are new.
     assert [len(hooks) for m in state(model).values() for hooks in m[:3]] == [
@@ -112,8 +138,6 @@ def test_patching_a_model_around_a_patched_part() -> None:
         assert gap(packed(model), expected) < sweep.tolerance(model)
         with pytest.raises(ValueError, match="a part of a model that is patched"):
             tritonpack.patch(model.base_model, backend="reference")
-        with pytest.raises(ValueError, match="opposite order"):
-            part.unpatch()
         with tritonpack.patch(model.base_model):
             pass
         assert gap(packed(model), expected) < sweep.tolerance(model)

@@ -25,7 +25,7 @@ def positions() -> Tensor:
 def packed_batch(**changes: Any) -> PackedBatch:
     fields = {
         "attention_mask": None, "position_ids": positions(), "boundaries": None, "tokens": torch.Size((1, TOTAL)),
-        "where": torch.device("cpu"), "serving": SERVING,
+        "device": torch.device("cpu"), "serving": SERVING,
     }  # fmt: skip
     return PackedBatch(**{**fields, **changes})
 

@@ -14,7 +14,7 @@ import tritonpack
 from tests.patches import sweep, zoo
 from tritonpack.patches.layers.mixers import DocumentByDocument
 from tritonpack.patches.packed_batch import PackedBatch, Serving
-from tritonpack.patches.unpacking.documents import batches_of, lay_back
+from tritonpack.patches.unpacking.document_places import batches_of, lay_back
 
 
 def modeling(model_type: str) -> Any:

@@ -29,7 +29,7 @@ from tests.patches import zoo
 from tests.patches.models import VOCAB, tiny_model
 from tritonpack.patches import model_forward, probe
 from tritonpack.patches.trial.subject import subject_of
-from tritonpack.patches.unpacking import by_document
+from tritonpack.patches.unpacking import whole_model
 from tritonpack.testing import check_isolation
 
 pytestmark = pytest.mark.usefixtures("trials", "packed_alone")
@@ -277,9 +277,10 @@ def test_a_known_class_is_not_tried(trials: list[Any]) -> None:
 
 
 def test_a_known_class_is_tried_with_another_transformers(trials: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    from tritonpack.patches import shown
+    from tritonpack.patches import exact_classes
 
-    monkeypatch.setattr(shown.transformers, "__version__", "6.1.0.dev0")  # other tests may import transformers anew
+    library = exact_classes.transformers  # other tests may import transformers anew
+    monkeypatch.setattr(library, "__version__", "6.1.0.dev0")
     tritonpack.patch(tiny_model("llama")).unpatch()
     assert len(trials) == 1
 
@@ -411,7 +412,7 @@ def test_heads_of_documents_are_accepted(name: str, trials: list[Any], monkeypat
     monkeypatch.setattr(probe, "shown_layout", lambda kind: None)
     model = AutoModelForSequenceClassification.from_config(zoo.tiny_config(name))
     tritonpack.patch(model).unpatch()
-    monkeypatch.setattr(by_document, "ONE_DOCUMENT_A_ROW", re.compile("none"))
+    monkeypatch.setattr(whole_model, "ONE_DOCUMENT_A_ROW", re.compile("none"))
     monkeypatch.setattr(model_forward.ModelForward, "_require_nothing_of_rows", lambda *args: None)
     monkeypatch.setattr(probe, "_verdicts", {})
     with pytest.raises(

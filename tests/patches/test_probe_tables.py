@@ -7,7 +7,7 @@ import torch
 
 import tritonpack
 from tests.patches import zoo
-from tritonpack.patches import forwards, hooks, patching, probe
+from tritonpack.patches import choose_layout, forwards, hooks, probe
 from tritonpack.patches.layers import choose, positions
 
 LEAKING = (
@@ -31,8 +31,8 @@ def without_tables(packed_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
         for name in ("MIXERS", "POSITION_TABLES", "OWN_MASKS"):
             monkeypatch.setattr(owner, name, frozenset())
     for owner, name in (
-        (choose, "REWRITTEN"), (patching, "REFUSED"),
-        (patching, "REFUSED_LAYERS"), (hooks, "ALIBI_FROM_MASK"), (hooks, "COUNT_FROM_PADDING"),
+        (choose, "REWRITTEN"), (choose_layout, "REFUSED"),
+        (choose_layout, "REFUSED_LAYERS"), (hooks, "ALIBI_FROM_MASK"), (hooks, "COUNT_FROM_PADDING"),
         (positions, "TEMPERATURES"),
     ):  # fmt: skip
         monkeypatch.setattr(owner, name, {})

@@ -1,11 +1,15 @@
 """`tritonpack.register()` makes the name known to transformers. Importing tritonpack changes no other module."""
 
+import pickle
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import tritonpack
 from tests.fresh import ROOT, FreshInterpreters
+from tests.patches.models import tiny_model
 
 UNTOUCHED = """
 import importlib, pkgutil, sys
@@ -95,3 +99,33 @@ def test_without_register_transformers_refuses_the_name(fresh: FreshInterpreters
     result = fresh.run("import tritonpack\n" + BUILD)
     assert result.returncode != 0
     assert 'attn_implementation="tritonpack"` is not supported' in result.stderr
+
+
+LOAD_AND_CALL = """
+import pickle, sys, torch
+with open({path!r}, "rb") as file:
+    model = pickle.load(file)
+assert "tritonpack.patches" in sys.modules
+try:
+    model(torch.arange(4)[None])
+except Exception as error:
+    print(type(error).__name__, error)
+import tritonpack
+tritonpack.register()
+print(tuple(model(torch.arange(4)[None]).logits.shape))
+"""
+
+
+@pytest.mark.heavy
+def test_a_patched_model_loaded_in_another_process_asks_for_register(fresh: FreshInterpreters, tmp_path: Path) -> None:
+    model, path = tiny_model("llama"), tmp_path / "patched.pickle"
+    with tritonpack.patch(model):
+        path.write_bytes(pickle.dumps(model))
+    result = fresh.run(LOAD_AND_CALL.format(path=str(path)))
+    assert result.returncode == 0, result.stderr
+    refused, called = result.stdout.splitlines()
+    assert refused == (
+        "UnsupportedModelError the attention function 'tritonpack' isn't registered in this process; call "
+        "tritonpack.register() once before the model runs."
+    )
+    assert called == "(1, 4, 64)"

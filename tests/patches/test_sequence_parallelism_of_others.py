@@ -32,7 +32,7 @@ def ulysses(name: str, home: str = "deepspeed.runtime.sequence_parallel.ulysses_
 
 @pytest.mark.parametrize("family", ["llama", "falcon"])  # Falcon's attention looks up no function
 @pytest.mark.parametrize("attention", ["tritonpack", "sdpa"])
-def test_around_our_attention(family: str, attention: Any) -> None:
+def test_ulysses_around_tritonpacks_attention_is_refused(family: str, attention: Any) -> None:
     model = tiny_model(family, dtype=torch.float32)
     with tritonpack.patch(model, attention=attention):
         expected = model(**MIXED).logits

@@ -12,7 +12,7 @@ import tritonpack
 from tests.patches import zoo
 from tests.patches.test_every_model import state
 from tests.patches.test_patching import EXACT, documents, offsets, positions
-from tritonpack.patches.applied import applied_to
+from tritonpack.patches.applied_patch import applied_to
 
 
 def build(kind: type[PreTrainedModel] = LlamaForCausalLM, config: Any = None) -> PreTrainedModel:

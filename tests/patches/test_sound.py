@@ -80,7 +80,7 @@ class TestSoundsOfOtherSizes:
         assert got.decoder_hidden_states[0].shape[:2] == (2, 4)
         assert got.encoder_hidden_states[0].shape[:2] == (1, 7)
 
-    def test_without_noise(self) -> None:
+    def test_packed_equals_alone_without_noise(self) -> None:
         model, documents = tiny("VitsModel"), zoo.documents(LENGTHS)
         for name, value in NO_NOISE.items():
             setattr(model, name, value)
@@ -235,7 +235,7 @@ class TestTrials:
         model = Odd(zoo.tiny_config("fastspeech2_conformer")).eval()
         with tritonpack.patch(model) as handle:
             assert handle.report.attention == "lengths"
-        monkeypatch.setattr("tritonpack.patches.unpacking.document_rows.needs_calls_alone", lambda _: False)
+        monkeypatch.setattr("tritonpack.patches.unpacking.always_unpacked.needs_calls_alone", lambda _: False)
         monkeypatch.setattr("tritonpack.patches.probe._verdicts", {})
         with pytest.raises(tritonpack.UnsupportedModelError, match="don't stay apart"):  # two documents have one length
             tritonpack.patch(model)

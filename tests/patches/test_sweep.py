@@ -280,7 +280,7 @@ class TestResults:
         rows.append(Row("C/a", "name", "exact", version="5.23.1"))
         rows.append(Row("G/a", "patch", "exact", version="5.23.1", layout="lengths"))
         rows += [Row(f"H/{kind}", "patch", "exact", version="5.23.1", layout=kind) for kind in ("packed", "padded")]
-        path = tmp_path / "shown.csv"
+        path = tmp_path / "exact_classes.csv"
         path.write_text("class,packed,padded,lengths\nA,5.4 5.23,,\nC,5.4,,\nD,5.23,,\nF,,5.4,\n")
         results.save_shown(rows, path)
         expected = ["class,packed,padded,lengths", "A,5.4 5.23,,", "B,5.23,,", "C,5.4,,", "F,,5.4,", "G,,,5.23", ""]

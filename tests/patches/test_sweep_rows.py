@@ -70,7 +70,7 @@ BESIDE: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("key", BESIDE)
-def test_what_stands_beside_the_tokens_of_a_row_is_refused(key: str) -> None:
+def test_entities_and_images_appended_to_packed_rows_are_refused(key: str) -> None:
     """Entities and images are appended to the row, and belong to none of its documents."""
     model = build.build(CASES[key])
     ids, places = torch.arange(6, 18)[None], torch.tensor([[*range(5), *range(7)]])

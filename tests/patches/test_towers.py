@@ -47,7 +47,7 @@ def gemma(name: str) -> tuple[PreTrainedModel, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("make", [qwen, gemma])
-def test_images_are_seen_as_ever(make: Any) -> None:
+def test_towers_loaded_by_name_compute_what_sdpa_computes(make: Any) -> None:
     results = []
     for attention in ("sdpa", "tritonpack"):
         torch.manual_seed(0)

@@ -43,7 +43,7 @@ def run(model: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("name", [*BUILT, *zoo.VARIANTS])
-def test_tokens_reach_others(name: str) -> None:
+def test_tokens_change_the_outputs_of_later_tokens(name: str) -> None:
     model = zoo.tiny_model(name)
     ids = zoo.documents((20,))[0]
     logits = zoo.logits(model, model(**zoo.call(model, ids), **zoo.DIFFERENTIABLE.get(name, {})))
@@ -63,7 +63,7 @@ def test_tokens_reach_others(name: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", [*BUILT, *zoo.VARIANTS])
-def test_every_narrow_feature_is_felt(name: str) -> None:
+def test_every_small_window_or_limit_changes_the_outputs(name: str) -> None:
     config = zoo.tiny_config(name)
     fields = {field.name for field in dataclasses.fields(config)}
     narrow = [key for key in WIDER if key in fields and (getattr(config, key) or 64) < 64]

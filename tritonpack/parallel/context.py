@@ -198,7 +198,7 @@ class SequenceParallel:
             hook = find_packing_hook(model)
             if hook is None:
                 self._patches.append(patch(model))
-            require_shardable(model, self._patches[-1].report if hook is None else hook.patch.report)
+            require_shardable(model, self._patches[-1].report if hook is None else hook.report)
             check_stride(self.state.heads_k_stride, self.state.exchange, key_heads(model))
             for module in shared_modules(model):  # one by one, so that an error leaves none behind
                 self._forwards.append(ShardedForward(module, self.state))

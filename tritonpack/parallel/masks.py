@@ -127,7 +127,7 @@ def shard_batch(whole: PackedBatch, spec: MaskSpec, state: ContextState) -> Shar
         position_ids=sharding.shard(positions, positions.ndim - 2),
         boundaries=None,
         tokens=torch.Size((1, sharding.rows)),
-        where=whole.where,
+        device=whole.device,
         serving=whole.serving,
         whole=whole,
         padded=padded,

@@ -16,13 +16,15 @@ class AttentionName(Part):
 
     Models may share a configuration. It gets its own name back when the last of these models is unpatched.
 
+    Args:
+        name: the new name; None for the module's name before any patch, or transformers' default.
+
     Attributes:
         before: the name that the configuration had before any patch.
         installed: whether the configuration has the other name because of this object.
     """
 
     def __init__(self, module: nn.Module, name: str | None) -> None:
-        """`name` is the new name; None stands for the module's name before any patch, or transformers' default."""
         super().__init__(module)
         self._name = name
         self.before: str | None = None
@@ -67,5 +69,5 @@ class AttentionName(Part):
 
 # {id of a configuration: the configuration, the patched modules that need the other name, and the name from before}.
 # By identity, because configurations compare by value. An entry ends with its configuration, because another one may
-# get the same address. Models are patched one after the other (`patching.py`), so this needs no lock.
+# get the same address. Models are patched one after the other (`patch_stack.py`), so this needs no lock.
 _names: dict[int, tuple[weakref.ref[Any], list[weakref.ref[AttentionName]], str | None]] = {}

@@ -19,13 +19,15 @@ import sys
 from functools import cache, wraps
 from typing import Any
 
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.applied import applied_to
-from tritonpack.patches.interface import NAMES, register_functions
+from tritonpack.patches.applied_patch import applied_to
+from tritonpack.patches.choose_layout import choose_layout, tokens_enter
+from tritonpack.patches.interface import FUNCTIONS, NAMES, make_mask
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parts import InstanceForward
+from tritonpack.patches.patch_stack import LOCK, put_on, restore
 
 OURS = NAMES["tritonpack"]
 ASKED = "_tritonpack_asked"  # set on a model between the choice of its attention and the end of its construction
@@ -52,9 +54,15 @@ def register() -> None:
     calls this function too. A model that can't be packed exactly is refused in its first call. A second call does
     nothing.
     """
-    register_functions()
-    if hasattr(PreTrainedModel.post_init, "tritonpack_follows"):
-        return
+    for name, function in FUNCTIONS.items():  # no model uses them before it is patched or asks for them
+        AttentionInterface.register(name, function)
+        AttentionMaskInterface.register(name, make_mask)
+    with LOCK:
+        if not hasattr(PreTrainedModel.post_init, "tritonpack_follows"):
+            _wrap_methods()
+
+
+def _wrap_methods() -> None:
     post_init, set_name = PreTrainedModel.post_init, PreTrainedModel.set_attn_implementation
     check = PreTrainedModel._check_and_adjust_attn_implementation
 
@@ -72,8 +80,6 @@ def register() -> None:
 
     @wraps(set_name)
     def set_and_follow(self: PreTrainedModel, attn_implementation: Any, *args: Any, **kwargs: Any) -> Any:
-        from tritonpack.patches.patching import restore
-
         named = [applied for applied in applied_to(self) if applied.by_name]
         for applied in named:
             restore(applied)
@@ -101,8 +107,6 @@ def _follow(model: PreTrainedModel, asked: bool = False) -> None:
 
     The patch of a whole model replaces those of its parts.
     """
-    from tritonpack.patches.patching import patch_by_name, tokens_enter  # it may be what imports transformers just now
-
     asked = model.__dict__.pop(ASKED, False) or asked
     parts = [applied for applied in applied_to(model) if applied.by_name]
     refused = _refused(model)
@@ -111,15 +115,15 @@ def _follow(model: PreTrainedModel, asked: bool = False) -> None:
     for forward in refused:
         forward.remove()
     try:
-        whole = patch_by_name(model)
+        choice, lease = choose_layout(model, OURS, "auto"), object()
+        whole = put_on(model, choice, OURS, "auto", lease, by_name=True)
     except UnsupportedModelError as error:
         for module in model.modules():
             if isinstance(module, PreTrainedModel) and tokens_enter(module):
                 Refused(module, str(error)).install()
     else:
-        whole.below = [applied for applied in whole.below if applied not in parts]
-        for part in parts:
-            part.leases.clear()
+        for part in parts:  # a subclass that calls `post_init` once more has its patch already
+            part.leases = [lease] if part is whole else []
 
 
 @cache

@@ -65,14 +65,9 @@ def is_paged(cache: Any) -> bool:
 
 
 def tokens_of(arguments: Mapping[str, Any], side: str = "") -> tuple[Tensor | None, torch.Size]:
-    """The tokens of a call: ids (B, T), or embeddings (B, T, n) if the call has no ids.
+    """The tokens of a call and their shape (B, T): ids, or embeddings (B, T, n); None and () if there are none.
 
-    Args:
-        arguments: the call's arguments by name.
-        side: "decoder_" for the decoder's tokens.
-
-    Returns:
-        The tensor, and the shape (B, T) of the tokens; None and () if the call has no tokens.
+    `side` is "decoder_" for the decoder's tokens.
     """
     ids, embeds = arguments.get(f"{side}input_ids"), arguments.get(f"{side}inputs_embeds")
     if ids is not None:
@@ -83,8 +78,7 @@ def tokens_of(arguments: Mapping[str, Any], side: str = "") -> tuple[Tensor | No
 def in_form(arguments: dict[str, Any]) -> dict[str, Any]:
     """The arguments of a call, with position ids (T,) as one row (1, T). Those of continuous batching stay unchanged.
 
-    Raises:
-        ValueError: an argument that tells documents apart is not a tensor, or not a tensor of integers.
+    Arguments that tell documents apart in another form than `FORMS` says are refused.
     """
     if is_paged(arguments.get("cache")):
         return arguments

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from tritonpack.patches.parts import ModuleRef
 # The attributes that hold a module's checkpointing function: of transformers' layers, and of torch's CheckpointWrapper,
 # which FSDP and accelerate put around layers.
 ATTRIBUTES = ("_gradient_checkpointing_func", "checkpoint_fn")
+HOLDERS = {"gradient_checkpointing", "checkpoint_fn"}  # attributes of modules that have, or may get, such a function
 
 
 class Checkpoint:
@@ -39,37 +39,26 @@ class Checkpoint:
 class Checkpoints:
     """The checkpointing functions inside a patched module.
 
-    Wrappers may be put around layers after the model was patched. So every call compares the modules on the way to the
-    layers that need the packing with those of the last call, and looks for wrappers again if one differs.
+    Wrappers may be put around layers after the model was patched, so every call looks for these functions again.
     """
 
-    def __init__(self, module: nn.Module, context: PackingContext, layers: Iterable[nn.Module]) -> None:
+    def __init__(self, module: nn.Module, context: PackingContext) -> None:
         self._module, self.context = ModuleRef(module), context
-        self.layers = [layer for layer in layers if layer is not module]
-        self._look()
+        self.holders = self._find()
 
     def hold(self) -> None:
         """Replace all checkpointing functions that the module has now."""
-        if not torch.compiler.is_compiling() and any(
-            parent.module._modules.get(name) is not child for parent, name, child in self.links
-        ):
-            self._look()
+        if not torch.compiler.is_compiling():
+            self.holders = self._find()
         for holder in self.holders:
             for attribute in ATTRIBUTES:
                 own = holder.__dict__.get(attribute)
                 if own is not None and not isinstance(own, Checkpoint):
                     holder.__dict__[attribute] = Checkpoint(own, self.context)
 
-    def _look(self) -> None:
-        layers = set(map(id, self.layers))
-        modules = list(self._module.module.modules())
-        self.holders = [m for m in modules if hasattr(m, "gradient_checkpointing") or "checkpoint_fn" in m.__dict__]
-        self.links: list[tuple[ModuleRef, str, nn.Module]] = [
-            (ModuleRef(parent), name, child)
-            for parent in modules
-            for name, child in parent._modules.items()
-            if child is not None and any(id(inner) in layers for inner in child.modules())
-        ]
+    def _find(self) -> list[nn.Module]:
+        modules = self._module.module.modules()
+        return [m for m in modules if hasattr(type(m), "gradient_checkpointing") or not HOLDERS.isdisjoint(m.__dict__)]
 
 
 def release_checkpoint(module: nn.Module) -> None:

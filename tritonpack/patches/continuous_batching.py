@@ -8,28 +8,31 @@ as long as the manager runs. The hooks stay installed: they pass the manager's c
 from __future__ import annotations
 
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PreTrainedModel
 
+from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.interface import NAMES, stock_name
+from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parts import InstanceForward
-
-if TYPE_CHECKING:
-    from tritonpack.patches.applied import Applied
 
 ENTRY = "init_continuous_batching"  # transformers makes or reuses every manager in this method
 
 
 class ContinuousBatching(InstanceForward):
-    """`init_continuous_batching` of one patched model."""
+    """`init_continuous_batching` of one patched model.
+
+    Attributes:
+        hooks: the hooks of the patch.
+        running: whether a manager runs, so that the model has its attention's name from before the patch.
+    """
 
     attribute = ENTRY
 
-    def __init__(self, model: PreTrainedModel, patch: Applied) -> None:
-        super().__init__(model, patch.context)
-        self.patch = patch
-        self.by_name = patch.by_name
+    def __init__(self, model: PreTrainedModel, context: PackingContext, hooks: list[PackingHook]) -> None:
+        super().__init__(model, context)
+        self.hooks, self.running = hooks, False
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
         """The manager that transformers makes for the model before it was patched."""
@@ -52,13 +55,13 @@ class ContinuousBatching(InstanceForward):
         return manager
 
     def _suspend(self) -> None:
-        self.patch.by_name = False  # a name that the manager sets does not end a patch that was made by name
-        for hook in self.patch.hooks:
+        self.running = True
+        for hook in self.hooks:
             if hook.name.installed:
                 hook.module.config._attn_implementation_internal = stock_name(hook.module, hook.name.before)
 
     def _resume(self) -> None:
-        self.patch.by_name = self.by_name
-        for hook in self.patch.hooks:
+        self.running = False
+        for hook in self.hooks:
             if hook.name.installed:  # else the patch was left while the manager was running
                 hook.module.config._attn_implementation_internal = NAMES[hook.serving.attention]

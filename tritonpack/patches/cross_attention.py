@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from tritonpack.checks import require
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
-from tritonpack.patches.mask_spec import MaskSpec
+from tritonpack.patches.mask_spec import WHOLE_DOCUMENT
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
 from tritonpack.patches.parse_inputs import make_packed_batch
 
@@ -23,7 +23,6 @@ TELL_BOTH = (
     "position_ids, the decoder's by a numbered decoder_attention_mask, cu_seq_lens_q, decoder_seq_idx or "
     "decoder_position_ids"
 )
-SEES_ALL = MaskSpec((-1, -1))
 
 
 def meet(
@@ -36,16 +35,15 @@ def meet(
             integers, 0 for padding, that may number documents.
         packed_batch: the packing of the decoder's tokens; None if these continue a cache.
         names: the names of the arguments that the decoder takes.
-        serving: which attention implementation runs.
 
     Raises:
         ValueError: a row has different numbers of documents on both sides, or their numbers differ.
         UnsupportedModelError: the decoder takes no such mask.
     """
     states, mask = arguments["encoder_hidden_states"], arguments.get("encoder_attention_mask")
-    watch = None if packed_batch is None else packed_batch.watch
+    on_use = None if packed_batch is None else packed_batch.on_use
     if isinstance(mask, IntervalMask):  # made for the module around this one, which was called first
-        mask.watch = mask.watch if watch is None else watch
+        mask.on_use = mask.on_use if on_use is None else on_use
         return mask
     if "encoder_attention_mask" not in names:
         raise UnsupportedModelError(
@@ -64,8 +62,8 @@ def meet(
     query = arguments["inputs_embeds"] if query is None else query
     length = query.shape[1]
     shape = torch.Size((tokens[0], 1, length, tokens[1]))
-    cross = IntervalMask(cross_mask(packed_batch, mask, length), shape, serving, None, SEES_ALL)
-    cross.watch = watch
+    cross = IntervalMask(cross_mask(packed_batch, mask, length), shape, serving, None, WHOLE_DOCUMENT)
+    cross.on_use = on_use
     return cross
 
 
@@ -75,18 +73,14 @@ def cross_mask(queries: PackedBatch | None, keys: PackedBatch, length: int) -> B
     Args:
         queries: the packing of the decoder; None if each row holds one document whose beginning is in a cache.
         keys: the packing of the encoder, with as many rows.
-        length: number of queries per row.
-
-    Raises:
-        ValueError: for the same reasons as in `meet`.
     """
     key_starts, key_live, key_number = _documents(keys)
     if queries is None:
-        starts = torch.zeros((keys.tokens[0], length), dtype=torch.bool, device=keys.where)
+        starts = torch.zeros((keys.tokens[0], length), dtype=torch.bool, device=keys.device)
         starts[:, 0] = True
-        live, number = torch.ones_like(starts), torch.ones(starts.shape, dtype=torch.long, device=keys.where)
+        live, number = torch.ones_like(starts), torch.ones(starts.shape, dtype=torch.long, device=keys.device)
     else:
-        starts, live, number = (x.to(keys.where) for x in _documents(queries))
+        starts, live, number = (x.to(keys.device) for x in _documents(queries))
     counts, key_counts = starts.sum(1), key_starts.sum(1)
     require(
         (counts == key_counts).all(),
@@ -98,7 +92,7 @@ def cross_mask(queries: PackedBatch | None, keys: PackedBatch, length: int) -> B
         ),
     )
     columns = length + keys.tokens[1] + 1  # more than any document's number
-    row = torch.arange(keys.tokens[0], device=keys.where)[:, None] * columns
+    row = torch.arange(keys.tokens[0], device=keys.device)[:, None] * columns
     wanted, had = (row + number).flatten(), (row + key_number).flatten()
     begin = torch.searchsorted(had, wanted)
     end = torch.searchsorted(had, wanted, right=True)  # past the padding that follows a document
@@ -128,7 +122,7 @@ def _require_same_numbers(queries: PackedBatch, keys: PackedBatch, begin: Tensor
     masks = queries.attention_mask, keys.attention_mask
     if masks[0] is None or masks[1] is None:
         return
-    numbers, key_numbers = masks[0].to(keys.where), masks[1].flatten()
+    numbers, key_numbers = masks[0].to(keys.device), masks[1].flatten()
     found = key_numbers[begin.clamp(max=key_numbers.shape[0] - 1)].view(numbers.shape)
     differ = (numbers != found) & live & (numbers.max() > 1) & (key_numbers.max() > 1)
     require(

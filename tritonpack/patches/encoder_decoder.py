@@ -14,15 +14,15 @@ from transformers import PreTrainedModel
 from tritonpack.checks import require
 from tritonpack.patches.call_arguments import OFFSETS, SOURCE, TARGET, tokens_of
 from tritonpack.patches.families import HEADS_SHIFT, MASKS_LABELS, SCORES_BEFORE_PADDING, SHIFTS_INPUTS
+from tritonpack.patches.foreign_modules import kept_apart
 from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.labels import IGNORED, warn_of_first_labels
 from tritonpack.patches.model_forward import ModelForward
-from tritonpack.patches.packed_batch import PackedBatch, Serving
+from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parse_inputs import make_packed_batch
-from tritonpack.patches.strangers import kept_apart
-from tritonpack.patches.tokens import common_to_codebooks, pad_token_of
-from tritonpack.patches.unpacking.documents import Documents, require_one_document_a_row
+from tritonpack.patches.tokens import codebooks_of, common_to_codebooks, pad_token_of
+from tritonpack.patches.unpacking.document_places import Documents, require_one_document_a_row
 
 LENGTHS = (*OFFSETS, "max_length_q", "max_length_k")
 
@@ -38,17 +38,8 @@ class EncoderDecoderForward(ModelForward):
         super().__init__(module, context, hook)
         self.takes_use_cache = "use_cache" in self.names  # T5Gemma's heads pass a use_cache of their own, too
         self.pads_left = module.config.model_type in SCORES_BEFORE_PADDING
+        self.serving, self.books = hook.serving, codebooks_of(module)
         self.known = self.known | {*SOURCE.values(), *TARGET.values(), *LENGTHS}
-
-    @property
-    def serving(self) -> Serving:
-        """Which attention runs."""
-        return self.hook.serving
-
-    @property
-    def codebooks(self) -> int:
-        """How many rows of the decoder's ids stand for one row of its tokens."""
-        return max(hook.codebooks for hook in self.hook.patch.hooks)
 
     def run(self, arguments: dict[str, Any]) -> Any:
         if any(isinstance(arguments.get(name), PackedBatch) for name in ("attention_mask", "decoder_attention_mask")):
@@ -67,7 +58,12 @@ class EncoderDecoderForward(ModelForward):
             source = arguments["encoder_outputs"][0]
         if source is not None:
             packed_batch = self._hand(arguments, "encoder", SOURCE, told, source)
-            self._require_nothing_of_documents(packed_batch)
+            if self.one_result and packed_batch is not None:
+                require_one_document_a_row(
+                    packed_batch,
+                    f"{self.name} gives one result a document; pass packed rows without decoder_input_ids, which it "
+                    "makes of each document's tokens, or give each document a row of its own.",
+                )
         packed = [name for name in TARGET.values() if told[name] is not None]
         if target is None and packed:
             if unshifted is None:
@@ -77,9 +73,12 @@ class EncoderDecoderForward(ModelForward):
         if target is not None:
             packed_batch = self._hand(arguments, "decoder", TARGET, told, target)
             if unshifted is not None and packed_batch is not None:
-                self._shift_labels(arguments, unshifted, packed_batch)
+                shifted = arguments["decoder_input_ids"] = shift_documents(self.module, unshifted, packed_batch)
+                if packed_batch.attention_mask is None and self.module.config.model_type in MASKS_LABELS:
+                    real = (shifted != self.module.config.pad_token_id).int()
+                    arguments["decoder_attention_mask"] = packed_batch.replace(attention_mask=real)
                 warn_of_first_labels(self.module, {"labels": unshifted}, packed_batch)
-        return self._run_decoder(arguments, packed_batch)
+        return self.with_loss(lambda: self._run_watched(arguments), arguments, packed_batch)
 
     def _run_shared(self, arguments: dict[str, Any], told: dict[str, Any]) -> Any:
         """Run a call whose decoder gets the encoder's tokens, shifted to the right: both have the same documents."""
@@ -105,10 +104,6 @@ class EncoderDecoderForward(ModelForward):
         arguments["decoder_input_ids"] = shift_documents(self.module, ids, packed_batch)
         if "decoder_position_ids" in self.names:
             arguments["decoder_position_ids"] = arguments.get("position_ids")
-        return self._run_decoder(arguments, packed_batch)
-
-    def _run_decoder(self, arguments: dict[str, Any], packed_batch: PackedBatch | None) -> Any:
-        """Run the module with its decoder's packing."""
         return self.with_loss(lambda: self._run_watched(arguments), arguments, packed_batch)
 
     def _run_watched(self, arguments: dict[str, Any]) -> Any:
@@ -129,10 +124,9 @@ class EncoderDecoderForward(ModelForward):
     def _hand(
         self, arguments: dict[str, Any], side: str, names: dict[str, str], told: dict[str, Any], tokens: Tensor
     ) -> PackedBatch | None:
-        """Put the packing of one side into the arguments.
+        """Put the packing of one side into the arguments, and return it.
 
-        Returns:
-            The packing; None if no argument marks documents of this side, or if generate() has made its mask already.
+        None if no argument marks documents of this side, or if generate() has made its mask already.
         """
         mask = told[names["attention_mask"]]
         made = mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2)
@@ -140,7 +134,7 @@ class EncoderDecoderForward(ModelForward):
             return None
         said = {name: told[here] for name, here in names.items()}
         ids = arguments.get("decoder_input_ids" if side == "decoder" else "input_ids")
-        books = self.codebooks if side == "decoder" else 1
+        books = self.books if side == "decoder" else 1
         shape = torch.Size((tokens.shape[0] // books, tokens.shape[1]))
         if ids is not None and books > 1:
             ids = common_to_codebooks(ids.unflatten(0, (-1, books)).movedim(1, -1))
@@ -153,14 +147,6 @@ class EncoderDecoderForward(ModelForward):
         arguments[names["attention_mask"]] = packed_batch = packed_batch.replace(cached=cached)
         return packed_batch
 
-    def _require_nothing_of_documents(self, packed_batch: PackedBatch | None) -> None:
-        if self.one_result and packed_batch is not None:
-            require_one_document_a_row(
-                packed_batch,
-                f"{self.name} gives one result a document; pass packed rows without decoder_input_ids, which it makes "
-                "of each document's tokens, or give each document a row of its own.",
-            )
-
     def _unshifted(self, arguments: dict[str, Any]) -> Tensor | None:
         """The tokens that the module will shift to the right to make the decoder's tokens."""
         labels = arguments.get("labels")
@@ -168,12 +154,6 @@ class EncoderDecoderForward(ModelForward):
             return labels
         shifts = self.name.endswith(HEADS_SHIFT) or self.module.config.model_type in SHIFTS_INPUTS
         return arguments.get("input_ids") if shifts else None
-
-    def _shift_labels(self, arguments: dict[str, Any], labels: Tensor, packed_batch: PackedBatch) -> None:
-        shifted = arguments["decoder_input_ids"] = shift_documents(self.module, labels, packed_batch)
-        if packed_batch.attention_mask is None and self.module.config.model_type in MASKS_LABELS:
-            real = (shifted != self.module.config.pad_token_id).int()
-            arguments["decoder_attention_mask"] = packed_batch.replace(attention_mask=real)
 
 
 def _require_pairs(cu_q: Tensor | None, cu_k: Tensor | None) -> None:
@@ -193,15 +173,9 @@ def _require_pairs(cu_q: Tensor | None, cu_k: Tensor | None) -> None:
 
 
 def shift_documents(module: Any, ids: Tensor, packed_batch: PackedBatch) -> Tensor:
-    """Labels moved to the right within each document, by the rule by which the module moves those of a row.
+    """Labels (B, T) moved to the right within each document: token ids for the decoder.
 
-    Args:
-        module: the model; it has a rule of its own for the first token.
-        ids: (B, T) labels, -100 for those that are ignored.
-        packed_batch: the packing of the tokens.
-
-    Returns:
-        (B, T) token ids for the decoder.
+    The module's own function says what the first token is.
     """
     starts, _ = packed_batch.runs()
     rows, wraps = _shifted_rows(module, ids)

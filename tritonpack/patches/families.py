@@ -9,10 +9,7 @@ def _names(words: str) -> frozenset[str]:
 
 # Model types with attention outside of transformers' interface: they get a dense mask, O(T^2) memory.
 DENSE = _names(
-    """
-    big_bird bloom codegen git gpt_neo gpt_neox_japanese gptj megatron-bert mpt mvp rembert roformer trocr
-    xglm
-    """
+    "big_bird bloom codegen git gpt_neo gpt_neox_japanese gptj megatron-bert mpt mvp rembert roformer trocr xglm"
 )
 
 # Model types that can't be packed exactly, and why.
@@ -31,37 +28,31 @@ REFUSED = {
 
 # Model types whose position ids begin at padding_idx + 1, as in fairseq.
 COUNT_FROM_PADDING = _names(
-    """
-    camembert data2vec-text esm ibert layoutlmv3 lilt luke markuplm mpnet roberta roberta-prelayernorm
-    xlm-roberta xlm-roberta-xl xmod
-    """
+    "camembert data2vec-text esm ibert layoutlmv3 lilt luke markuplm mpnet roberta roberta-prelayernorm "
+    "xlm-roberta xlm-roberta-xl xmod"
 )
 
 # Tables of absolute positions that count the tokens of a row, whatever position ids the model gets.
 POSITION_TABLES = _names(
-    """
-    BartLearnedPositionalEmbedding BigBirdPegasusLearnedPositionalEmbedding BlenderbotLearnedPositionalEmbedding
-    BlenderbotSmallLearnedPositionalEmbedding Kosmos2_5TextSinusoidalPositionalEmbedding
-    M2M100SinusoidalPositionalEmbedding NllbMoeSinusoidalPositionalEmbedding SeamlessM4TSinusoidalPositionalEmbedding
-    SeamlessM4Tv2SinusoidalPositionalEmbedding MBartLearnedPositionalEmbedding
-    MarianSinusoidalPositionalEmbedding MusicgenSinusoidalPositionalEmbedding
-    MusicgenMelodySinusoidalPositionalEmbedding MvpLearnedPositionalEmbedding PLBartLearnedPositionalEmbedding
-    PegasusSinusoidalPositionalEmbedding RoFormerSinusoidalPositionalEmbedding TrOCRLearnedPositionalEmbedding
-    TrOCRSinusoidalPositionalEmbedding
-    """
+    "BartLearnedPositionalEmbedding BigBirdPegasusLearnedPositionalEmbedding BlenderbotLearnedPositionalEmbedding "
+    "BlenderbotSmallLearnedPositionalEmbedding Kosmos2_5TextSinusoidalPositionalEmbedding "
+    "M2M100SinusoidalPositionalEmbedding NllbMoeSinusoidalPositionalEmbedding "
+    "SeamlessM4TSinusoidalPositionalEmbedding SeamlessM4Tv2SinusoidalPositionalEmbedding "
+    "MBartLearnedPositionalEmbedding MarianSinusoidalPositionalEmbedding MusicgenSinusoidalPositionalEmbedding "
+    "MusicgenMelodySinusoidalPositionalEmbedding MvpLearnedPositionalEmbedding PLBartLearnedPositionalEmbedding "
+    "PegasusSinusoidalPositionalEmbedding RoFormerSinusoidalPositionalEmbedding TrOCRLearnedPositionalEmbedding "
+    "TrOCRSinusoidalPositionalEmbedding"
 )
 
 # Layers that mix tokens along the row by recurrence or convolution: each document runs by itself.
 MIXERS = _names(
-    """
-    BailingHybridDeltaAttention BambaMixer FalconH1Mixer FalconMambaMixer GraniteMoeHybridMambaLayer
-    Inkling2DynamicShortConvolution Inkling2ShortConvolution InklingShortConvolution JambaMambaMixer
-    KimiLinearDeltaAttention Lfm2MoeShortConv Lfm2ShortConv Lfm3ShortConv Mamba2Mixer MambaMixer
-    MiniMaxLightningAttention NemotronHMamba2Mixer OlmoHybridGatedDeltaNet Qwen3NextGatedDeltaNet
-    Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet Qwen4ExpTextGatedDeltaNet Qwen4ExpTextPLELayer
-    RecurrentGemmaRecurrentBlock RwkvFeedForward RwkvSelfAttention Zamba2MambaMixer ZambaMambaMixer
-    ZayaCCAProjection xLSTMLayer
-    """
+    "BailingHybridDeltaAttention BambaMixer FalconH1Mixer FalconMambaMixer GraniteMoeHybridMambaLayer "
+    "Inkling2DynamicShortConvolution Inkling2ShortConvolution InklingShortConvolution JambaMambaMixer "
+    "KimiLinearDeltaAttention Lfm2MoeShortConv Lfm2ShortConv Lfm3ShortConv Mamba2Mixer MambaMixer "
+    "MiniMaxLightningAttention NemotronHMamba2Mixer OlmoHybridGatedDeltaNet Qwen3NextGatedDeltaNet "
+    "Qwen3_5GatedDeltaNet Qwen3_5MoeGatedDeltaNet Qwen4ExpTextGatedDeltaNet Qwen4ExpTextPLELayer "
+    "RecurrentGemmaRecurrentBlock RwkvFeedForward RwkvSelfAttention Zamba2MambaMixer ZambaMambaMixer "
+    "ZayaCCAProjection xLSTMLayer"
 )
 
 # Model types that make ALiBi from the mask for padding, which must be as wide as their keys.

@@ -24,7 +24,6 @@ from tritonpack.patches.forwards import by_class, forward_of, is_own, mixes, tak
 from tritonpack.patches.towers import takes_tokens
 
 if TYPE_CHECKING:
-    from tritonpack.patches.hooks import PackingHook
     from tritonpack.patches.packed_batch import PackedBatch
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the registry from which layers take the attention function of a name
@@ -43,6 +42,7 @@ class FirstCall:
         mixing: the names of all layers in which documents may mix.
         forwards: the forwards of these; None if the model was pickled since.
         dense: whether attention doesn't use the interface and gets the mask as a tensor.
+        done: whether no further call is watched.
     """
 
     def __init__(self, module: nn.Module, dense: bool) -> None:
@@ -53,7 +53,7 @@ class FirstCall:
         )
         self.mixing = frozenset(name for name, layer in layers.items() if mixing(type(layer)))
         self.forwards: frozenset[Any] | None = frozenset(forward_of(layers[name]) for name in self.mixing)
-        self.dense = dense
+        self.dense, self.done = dense, False
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "forwards": None}  # a function is pickled by its name, which may then name another one
@@ -62,22 +62,22 @@ class FirstCall:
         """Whether a layer's forward is transformers' own, or the one that it had when it was patched."""
         return self.forwards is None or is_own(layer) or forward_of(layer) in self.forwards
 
-    def watch(self, hook: PackingHook, module: nn.Module, packed_batch: PackedBatch) -> None:
-        """Watch the call of a module that begins now.
+    def watch(self, module: nn.Module, packed_batch: PackedBatch) -> None:
+        """Watch the call of a module that begins now, if nothing in it is compiled and no cache is used.
 
-        Calls with compiled parts, and with a cache, whose masks have no packing, aren't watched. Uses inside of a
-        watched module count for that module's watch.
+        Uses inside of a watched module count for that module's watch.
         """
         for left in [other for other in module._forward_hooks.values() if isinstance(other, Watch)]:
             if left.thread == threading.get_ident():  # of a call that was interrupted
                 left.stop()
         outer: Watch | None = getattr(_local, "watch", None)
         if outer is not None and any(module is layer for layer in outer.layers.values()):
-            packed_batch.watch = outer
+            packed_batch.on_use = outer.use
         elif any(_is_compiled(layer) for layer in module.modules()):
-            hook.first_call = None
+            self.done = True
         elif not packed_batch.cached:
-            packed_batch.watch = _local.watch = Watch(self, hook, module, packed_batch)
+            _local.watch = Watch(self, module, packed_batch)
+            packed_batch.on_use = _local.watch.use
 
 
 class Watch:
@@ -86,14 +86,13 @@ class Watch:
     Attributes:
         thread: the thread that runs the call; others may call the same module meanwhile.
         uses: how often attention used a mask of the call, or a mask was written out as a tensor.
-        written_first: whether a use happened outside of all layers. All layers may use that tensor, which isn't
-            observed.
+        written_first: whether a use happened outside of all layers. All layers may use that tensor, unobserved.
         entered: the names of the layers that ran.
         missing: the names of those that ran without a use of the mask.
     """
 
-    def __init__(self, first_call: FirstCall, hook: PackingHook, module: nn.Module, packed_batch: PackedBatch) -> None:
-        self.first_call, self.hook, self.packed_batch = first_call, hook, packed_batch
+    def __init__(self, first_call: FirstCall, module: nn.Module, packed_batch: PackedBatch) -> None:
+        self.first_call, self.packed_batch = first_call, packed_batch
         self.thread = threading.get_ident()
         self.uses, self.written_first = 0, False
         self.running: list[tuple[str, int]] = []
@@ -115,7 +114,7 @@ class Watch:
 
     def stop(self) -> None:
         """Remove all hooks."""
-        self.packed_batch.watch = _local.watch = None
+        self.packed_batch.on_use = _local.watch = None
         for handle in self.handles:
             handle.remove()
 
@@ -131,11 +130,7 @@ class Watch:
                 self.missing.add(name)
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> None:
-        """End the watch after the call.
-
-        Raises:
-            UnsupportedModelError: layers computed attention by themselves, or may have.
-        """
+        """End the watch after the call. Refuse layers that computed attention by themselves, or may have."""
         if threading.get_ident() != self.thread:
             return
         self.stop()
@@ -148,7 +143,7 @@ class Watch:
                 "transformers' changed. Call tritonpack.unpatch(model), and patch the model after all other changes: "
                 "code that isn't transformers' own is tried then."
             )
-        self.hook.first_call = None
+        self.first_call.done = True
 
     def _wrong(self, module: nn.Module) -> dict[str, nn.Module]:
         """The layers that ran without the mask, and the replaced layers that may have run without it."""

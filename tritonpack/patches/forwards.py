@@ -96,9 +96,7 @@ def forward_of(module: nn.Module) -> Callable[..., Any]:
 def is_own(module: nn.Module, instance: Any = None) -> bool:
     """Whether a module runs the forward of its class, and the class is from `WRAPPERS`.
 
-    Args:
-        module: the module.
-        instance: the forward that the module itself had before a patch; by default the one that it has.
+    `instance` is the forward that the module itself had before a patch; by default the one that it has.
     """
     instance = instance or module.__dict__.get("forward")
     return (instance is None or _is_wrapper(instance)) and _is_genuine(type(module))

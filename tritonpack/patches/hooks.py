@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,27 +17,22 @@ from tritonpack.patches.cross_attention import meet
 from tritonpack.patches.families import (
     ALIBI_FROM_MASK,
     BOTH_WAYS,
-    CODEBOOKS,
     COUNT_FROM_PADDING,
     MASKS_PADDING,
     PROMPT_TYPES,
     READS_PADDING,
 )
 from tritonpack.patches.first_call import FirstCall
-from tritonpack.patches.interface import NAMES, served
+from tritonpack.patches.interface import NAMES, require_own_attention, served
 from tritonpack.patches.layers.image_positions import METHOD, leave_positions_to
-from tritonpack.patches.mask_spec import MaskSpec
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parse_inputs import OpenMask, make_packed_batch
 from tritonpack.patches.parts import PreHook
-from tritonpack.patches.replaced import require_own_attention
+from tritonpack.patches.report import Report
 from tritonpack.patches.rope import require_one_rope, rope_limits
-from tritonpack.patches.tokens import is_bidirectional, text_config
-from tritonpack.patches.unpacking.documents import require_one_document_a_row
-
-if TYPE_CHECKING:
-    from tritonpack.patches.applied import Applied
+from tritonpack.patches.tokens import codebooks_of, is_bidirectional, text_config
+from tritonpack.patches.unpacking.document_places import require_one_document_a_row
 
 
 class PackingHook(PreHook):
@@ -45,13 +40,12 @@ class PackingHook(PreHook):
 
     Attributes:
         name: the name of the attention in the module's configuration.
-        serving: which attention runs.
-        patch: the patch that this hook belongs to.
+        heads: the forwards of the models that users may call.
         checkpoints: the checkpointing functions of the module's layers; None if no layer needs the current packing.
         context: the packing that the model around this module has read.
         mixes: whether layers of the module mix tokens along the row.
         outermost: whether no other patched module holds this one, so that its arguments are the user's.
-        first_call: the check of the module's first call; None after that call.
+        first_call: the check of the module's first call.
         deferred: whether the module's forward calls `run` itself, after it has changed the arguments. Then the hook
             does nothing.
     """
@@ -64,7 +58,8 @@ class PackingHook(PreHook):
         module: PreTrainedModel,
         serving: Serving,
         *,
-        patch: Applied,
+        report: Report,
+        heads: list[Any],
         checkpoints: Checkpoints | None,
         context: PackingContext,
         mixes: bool,
@@ -75,15 +70,15 @@ class PackingHook(PreHook):
         self.names = tuple(signature.parameters)
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
         self.name = AttentionName(module, NAMES[serving.attention])
-        self.serving, self.patch, self.checkpoints, self.context = serving, patch, checkpoints, context
-        self.mixes, self.outermost = mixes, outermost
-        self.first_call: FirstCall | None = FirstCall(module, serving.attention == "dense")
+        self.serving, self.checkpoints, self.context = serving, checkpoints, context
+        self.report, self.heads, self.mixes, self.outermost = report, heads, mixes, outermost
+        self.first_call = FirstCall(module, serving.attention == "dense")
         config = module.config
         self.model_type = config.model_type
         self.first_position = _padding_place(module) + 1 if self.model_type in COUNT_FROM_PADDING else 0
         self.padding = config.pad_token_id if self.model_type in MASKS_PADDING else None
         self.reads_padding = self.model_type in READS_PADDING
-        self.codebooks = config.num_codebooks if self.model_type in CODEBOOKS else 1
+        self.codebooks = codebooks_of(module)
         self.text_config = text_config(config)
         self.rope_limits = rope_limits(self.text_config)
         self.needs_types = self.model_type in BOTH_WAYS | PROMPT_TYPES and is_bidirectional(config)
@@ -99,9 +94,9 @@ class PackingHook(PreHook):
         return self._outside_of_graphs(module, args, kwargs) if self.mixes else self._run(module, args, kwargs)
 
     @torch.compiler.disable
-    def _outside_of_graphs(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _outside_of_graphs(self, *call: Any) -> Any:
         """Lengths are read on the host, and a graph for these lengths would fit no other lengths."""
-        return self._run(module, args, kwargs)
+        return self._run(*call)
 
     def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         chosen, ours = module.config._attn_implementation_internal, NAMES[self.serving.attention]  # type: ignore[union-attr]
@@ -122,13 +117,13 @@ class PackingHook(PreHook):
             require_own_attention(ours, self.name.before)
         arguments = in_form({**dict(zip(self.names, args, strict=False)), **kwargs})
         if self.outermost and not torch.compiler.is_compiling():
-            for head in self.patch.heads:
+            for head in self.heads:
                 head.require_in_place(arguments)
         packed_batch = self.read(arguments)
         if packed_batch is not None:
             packed_batch = self._pass_on(packed_batch, arguments)
-            if not torch.compiler.is_compiling() and self.first_call is not None and packed_batch is not None:
-                self.first_call.watch(self, module, packed_batch)
+            if not torch.compiler.is_compiling() and not self.first_call.done and packed_batch is not None:
+                self.first_call.watch(module, packed_batch)
         if arguments.get("encoder_hidden_states") is not None:
             arguments["encoder_attention_mask"] = meet(arguments, packed_batch, self.names, self.serving)
         if self.checkpoints is not None:
@@ -224,8 +219,7 @@ class PackingHook(PreHook):
             for kind, limit in self.rope_limits:
                 require_one_rope(packed_batch, kind, limit)
         if "perm_mask" in self.names and fresh and arguments.get("perm_mask") is None:  # XLNet's
-            seen = packed_batch.interval_mask(packed_batch.tokens[1], 0, 0, MaskSpec((-1, -1))).to_tensor()[:, 0]
-            arguments["perm_mask"] = (~seen).float()
+            arguments["perm_mask"] = (~packed_batch.document_mask().to_tensor()[:, 0]).float()
         return packed_batch if fresh else None
 
     def _runs_by_document(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> bool:

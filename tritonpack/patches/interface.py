@@ -12,16 +12,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.layers.positions import temperature
 from tritonpack.patches.mask_spec import read_mask_spec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving
 from tritonpack.patches.parse_inputs import SHARED_CONFIG, OpenMask
-from tritonpack.patches.towers import MORE_THAN_A_TOWER, attend_in_tower, takes_tokens
+from tritonpack.patches.towers import attend_in_tower, takes_tokens
 
 # The name of the attention in a patched model's configuration, for each attention that runs.
 NAMES = {
@@ -31,19 +32,14 @@ NAMES = {
     "dense": "tritonpack_dense",
 }
 
+ULYSSES = "deepspeed.runtime.sequence_parallel"
+
 
 def stock_name(module: PreTrainedModel, before: str | None) -> str:
     """The name that a module's attention had before its patch, or transformers' default if that was our name."""
     if before is None or before in NAMES.values():
         return "sdpa" if module._supports_sdpa else "eager"
     return before
-
-
-def register_functions() -> None:
-    """Make the names known to transformers. No model uses them before it is patched or asks for them."""
-    for name, function in FUNCTIONS.items():
-        AttentionInterface.register(name, function)
-        AttentionMaskInterface.register(name, make_mask)
 
 
 def make_mask(
@@ -89,12 +85,6 @@ def interval_attention_forward(
     *,
     dropout: float = 0.0,
     scaling: float | None = None,
-    softcap: float | None = None,
-    s_aux: Tensor | None = None,
-    sinks: Tensor | None = None,
-    indices: Tensor | None = None,
-    position_bias: Tensor | None = None,
-    block_indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """transformers' attention function: query (B, H, T, D), key (B, H_kv, K, D) and value (B, H_kv, K, D_v)
@@ -106,13 +96,12 @@ def interval_attention_forward(
     if kwargs.get("output_attentions"):
         raise UnsupportedModelError("output_attentions=True: tritonpack's attention has no weights; unpatch the model.")
     if attention_mask is None and not takes_tokens(module):
-        more = dict(
-            zip(MORE_THAN_A_TOWER, (softcap, s_aux, sinks, indices, position_bias, block_indices), strict=False)
-        )
-        return attend_in_tower(module, query, key, value, dropout, scaling, **more, **kwargs), None
-    sinks = s_aux if sinks is None else sinks
+        return attend_in_tower(module, query, key, value, dropout, scaling, **kwargs), None
+    softcap, sinks = kwargs.get("softcap"), kwargs.get("sinks")
+    sinks = kwargs.get("s_aux") if sinks is None else sinks
+    indices, position_bias = kwargs.get("indices"), kwargs.get("position_bias")
     if isinstance(attention_mask, Tensor) or indices is not None or position_bias is not None:
-        if softcap or block_indices is not None:
+        if softcap or kwargs.get("block_indices") is not None:
             raise UnsupportedModelError(
                 f"{type(module).__name__} combines a mask of its own with softcap or blocks, which tritonpack doesn't "
                 "support; unpatch the model."
@@ -279,3 +268,36 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {
     NAMES["eager"]: attend_eager,
     NAMES["dense"]: attend_sdpa,
 }
+
+
+def require_own_attention(name: str, before: str | None) -> None:
+    """Refuse a call of a patched model whose attention another library has replaced, or that isn't registered.
+
+    DeepSpeed's Ulysses spreads a row over ranks: it replaces the function of one name, or of all. Under tritonpack's
+    name its function drops the mask. Under the name from `before` the patch it isn't called, and each rank would attend
+    to its own tokens alone.
+
+    Raises:
+        UnsupportedModelError: the message names the function and the remedy.
+    """
+    for key in (name, before):
+        function = ALL_ATTENTION_FUNCTIONS.get(key)
+        home = getattr(function, "__module__", "")
+        if home.startswith(ULYSSES):
+            raise UnsupportedModelError(
+                f"DeepSpeed's Ulysses (accelerate's sp_backend='deepspeed') has replaced the attention {key!r}. It "
+                "shards rows without telling a patched model, and drops the mask that keeps documents apart. Share "
+                "batches between ranks with tritonpack.SequenceParallel(model, group) instead, or call "
+                "tritonpack.unpatch(model)."
+            )
+        if key == name and function is None:  # such as in a process that unpickled a patched model
+            raise UnsupportedModelError(
+                f"the attention function {key!r} isn't registered in this process; call tritonpack.register() once "
+                "before the model runs."
+            )
+        if key == name and function is not FUNCTIONS[key]:
+            raise UnsupportedModelError(
+                f"the attention function {key!r} was replaced by {home}.{getattr(function, '__qualname__', function)}, "
+                "which may drop the mask that keeps documents apart. Remove that replacement, or call "
+                "tritonpack.unpatch(model)."
+            )

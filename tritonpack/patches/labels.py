@@ -28,25 +28,15 @@ def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], p
     not shift labels gets all labels but the first ones.
 
     Labels on an accelerator are not checked, because reading them would wait for it.
-
-    Args:
-        model: the module that computes the loss.
-        arguments: the arguments of its call, by name.
-        packed_batch: the packing of the same call.
     """
     labels = arguments.get("labels")
     if torch.compiler.is_compiling() or not isinstance(labels, Tensor):
         return
     if notices.is_said(KEY) and notices.is_said(KEY_LOST):
         return
-    on_host = labels.device.type == packed_batch.where.type == "cpu"
-    whole = (
-        labels.shape == packed_batch.tokens
-        and packed_batch.tells_documents
-        and not packed_batch.cached
-        and not packed_batch.shared
-    )
-    if not on_host or not whole:
+    on_host = labels.device.type == packed_batch.device.type == "cpu"
+    whole = labels.shape == packed_batch.tokens and not packed_batch.cached and not packed_batch.shared
+    if not (on_host and whole and packed_batch.tells_documents):
         return
     if shifts_labels(model, arguments):
         _warn_of_unmasked(model, labels, packed_batch)
@@ -86,18 +76,12 @@ def _warn_of_lost(model: PreTrainedModel, labels: Tensor, packed_batch: PackedBa
 
 
 def predicts_own_tokens(model: PreTrainedModel) -> bool:
-    """Whether a model compares each label with its prediction at the same place.
-
-    Encoder-decoder models (they shift the decoder's input), masked language models and token classifiers do.
-    """
+    """Whether a model compares each label with its prediction at the same place, as encoder-decoder models do."""
     return holds_both_sides(model) or any(kind.__name__.endswith(OWN_LABELS) for kind in type(model).__mro__)
 
 
 def shifts_labels(model: PreTrainedModel, arguments: Mapping[str, Any]) -> bool:
-    """Whether a model compares each label with its prediction at the token before.
-
-    transformers' causal loss does, and so do models that use labels as their decoder's tokens.
-    """
+    """Whether a model compares each label with its prediction at the token before: transformers' causal loss does."""
     if arguments.get("shift_labels") is not None:  # they take the place of labels
         return False
     if type(model).__name__ in LABELS_ARE_TOKENS:

@@ -34,6 +34,7 @@ class MaskSpec:
 
 
 CAUSAL = MaskSpec((-1, 0))
+WHOLE_DOCUMENT = MaskSpec((-1, -1))
 
 
 def read_mask_spec(
@@ -62,7 +63,7 @@ def read_mask_spec(
     if mask_function is causal_mask_function:
         return CAUSAL
     if mask_function is bidirectional_mask_function:
-        return MaskSpec((-1, -1))
+        return WHOLE_DOCUMENT
     chunked = local_size is not None and getattr(config, "attention_chunk_size", None) == local_size
     if chunked and (composed or getattr(config, "sliding_window", None) == local_size):
         raise UnsupportedModelError(
@@ -104,14 +105,12 @@ def overlay_intervals(
         overlay: as transformers composes it, in the coordinates of the row.
         rows: (B, T) int64, each query's own place.
         begin, end: (B, T) int64, the bounds of the keys that it may see at most; equal if it may see none.
-        num_keys: keys per row.
 
     Returns:
         start and stop, (B, T) int64.
 
     Raises:
-        ValueError: the keys that a query sees are not one interval around its own place (checked in eager mode, in
-            host memory).
+        ValueError: the keys that a query sees are not one interval around its own place (not checked in graphs).
     """
     batch = torch.arange(rows.shape[0], device=rows.device)[:, None].expand_as(rows)
     head = torch.zeros((), dtype=torch.long, device=rows.device)

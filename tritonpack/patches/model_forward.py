@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.call_arguments import PACKING, is_paged, refuse_unmade_masks, tokens_of
+from tritonpack.patches.foreign_modules import foreign_modules, kept_apart
 from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.labels import warn_of_first_labels
 from tritonpack.patches.layers.image_positions import leave_positions_to
@@ -23,14 +24,13 @@ from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parse_inputs import OpenMaskError
 from tritonpack.patches.report import holds
-from tritonpack.patches.strangers import kept_apart, strangers
-from tritonpack.patches.unpacking.by_document import ByDocument
 from tritonpack.patches.unpacking.choices import Choices
-from tritonpack.patches.unpacking.documents import Documents, require_one_document_a_row
+from tritonpack.patches.unpacking.document_places import Documents, require_one_document_a_row
 from tritonpack.patches.unpacking.names import OF_DOCUMENTS, ONE_NUMBER_A_TOKEN, TARGETS
+from tritonpack.patches.unpacking.unpacking_forward import UnpackingForward
 
 
-class ModelForward(ByDocument):
+class ModelForward(UnpackingForward):
     """The forward of a model that users call: of a head around a patched module, or of that module itself.
 
     The packing that is read here goes on as `attention_mask`. So nothing is lost in a head that passes on only some of
@@ -43,7 +43,6 @@ class ModelForward(ByDocument):
         known: the arguments that this model and its patched module take.
         seen: whether a packed call has checked the code of others in this model.
         pads_left: whether documents in rows of their own are padded on the left.
-        averages_rows: whether a head averages all tokens of a row, padding included.
     """
 
     def __init__(self, module: PreTrainedModel, context: PackingContext, hook: PackingHook) -> None:
@@ -54,16 +53,10 @@ class ModelForward(ByDocument):
         self.known = frozenset((*self.names, *hook.names))
         self.path = next(path for path, part in module.named_modules() if part is hook.module)
         self.part = type(hook.module).__name__
-        # Heads of XLNet, XLM and RoFormer make one vector of a row, in which padding counts as tokens do.
-        summaries = {getattr(inner, "summary_type", None) for inner in module.modules()}
-        self.pads_left, self.averages_rows = not summaries.isdisjoint({"last", "cls_index"}), "mean" in summaries
+        self.pads_left = not self.summaries.isdisjoint({"last", "cls_index"})
 
     def require_in_place(self, arguments: dict[str, Any]) -> None:
-        """Refuse a call whose result this forward must compute, if another forward has replaced it since.
-
-        Args:
-            arguments: the arguments of the patched module's call.
-        """
+        """Refuse a call whose result this forward must compute, if another forward has replaced it since."""
         if (self.one_result or arguments.get("output_router_logits")) and not self.in_place:
             raise ValueError(
                 f"the forward of {self.name} was replaced since this model was patched, so what it computes of whole "
@@ -98,10 +91,8 @@ class ModelForward(ByDocument):
         try:
             return self.with_names(arguments)
         except OpenMaskError as error:
-            names = _beside_tokens(arguments)
-            if not names:
-                raise
-            raise ValueError(_appended(self.name, names)) from error
+            self._refuse_appended(_beside_tokens(arguments), error)
+            raise
 
     def run(self, arguments: dict[str, Any]) -> Any:
         choices = Choices.of(arguments, self.module, self.hook.serving, left=self.pads_left)
@@ -142,7 +133,7 @@ class ModelForward(ByDocument):
             return False
         if not packed_batch.tells_documents or not _has_several(packed_batch):
             return False  # code of others may still be put in before the first packed call
-        self.seen = not strangers(self.module)
+        self.seen = not foreign_modules(self.module)
         return not self.seen
 
     def _read(self, arguments: dict[str, Any]) -> PackedBatch | None:
@@ -170,15 +161,15 @@ class ModelForward(ByDocument):
 
     def _documents(self, packed_batch: PackedBatch) -> Documents | None:
         """The documents that get rows of their own; None if each has one already."""
-        if packed_batch.cached:
-            if packed_batch.shape == packed_batch.tokens:
-                require_one_document_a_row(
-                    packed_batch,
-                    f"{self.name} gives one result a document, and packed rows can't use a cache for that. Pass "
-                    "past_key_values=None.",
-                )
-            return None
-        return Documents.of(packed_batch, left=self.pads_left)
+        if not packed_batch.cached:
+            return Documents.of(packed_batch, left=self.pads_left)
+        if packed_batch.shape == packed_batch.tokens:
+            require_one_document_a_row(
+                packed_batch,
+                f"{self.name} gives one result a document, and packed rows can't use a cache for that. Pass "
+                "past_key_values=None.",
+            )
+        return None
 
     def _require_tokens(self, arguments: dict[str, Any]) -> None:
         """Refuse a call in which the end of a document can't be found."""
@@ -194,7 +185,7 @@ class ModelForward(ByDocument):
             )
 
     def run_rows(self, arguments: dict[str, Any]) -> Any:
-        if self.averages_rows and arguments.get("attention_mask") is not None:
+        if "mean" in self.summaries and arguments.get("attention_mask") is not None:
             raise ValueError(
                 f"{self.name} averages all tokens of a row, padding included (summary_type is 'mean'), so documents of "
                 "different lengths can't be scored in one batch. Give documents of one length, or set summary_type to "
@@ -210,21 +201,28 @@ class ModelForward(ByDocument):
         if torch.compiler.is_compiling() or packed_batch.cached:
             return
         labels, sizes_differ = arguments.get("labels"), "izes of tensors must match" in str(error)
-        flat = isinstance(labels, Tensor) and labels.ndim == 1 and not packed_batch.shared
-        labelled = len(labels) if flat and labels is not None else None
-        if labelled is None and not sizes_differ:
+        labelled = isinstance(labels, Tensor) and labels.ndim == 1 and not packed_batch.shared
+        if not (labelled or sizes_differ) or (documents := Documents.of(packed_batch)) is None:
             return
-        documents = Documents.of(packed_batch)
-        count, rows = 0 if documents is None else len(documents), packed_batch.tokens[0]
-        if count and labelled == count:
+        count, rows = len(documents), packed_batch.tokens[0]
+        if labelled and arguments["labels"].shape == (count,):
             raise ValueError(
                 f"{self.name} failed with labels of shape ({count},), one for each of {count} documents: it isn't "
                 f"known to give one result a document, and its rows hold {count} in {rows}. Give each document a row "
                 "of its own."
             ) from error
         names = [n for n in _beside_tokens(arguments) if arguments[n].shape[:1] == (count,) != (rows,)]
-        if names and sizes_differ:
-            raise ValueError(_appended(self.name, names)) from error
+        if sizes_differ:
+            self._refuse_appended(names, error)
+
+    def _refuse_appended(self, names: list[str], error: Exception) -> None:
+        """Raise an error that names the arguments that the model appends to its tokens, if there are any."""
+        if names:
+            named = " and ".join(names)
+            raise ValueError(
+                f"{self.name} appends {named} to its tokens, and a patched model can't tell which document each "
+                f"belongs to. Leave {named} out, or unpatch the model and give each document a row of its own."
+            ) from error
 
     def _require_nothing_of_rows(self, output: Any, packed_batch: PackedBatch, arguments: dict[str, Any]) -> None:
         """Refuse an output that has one value for each row, if rows hold several documents."""
@@ -244,14 +242,6 @@ class ModelForward(ByDocument):
                     f"{self.name} returns {name}, one for each row, whatever documents a row holds. Give each document "
                     "a row of its own.",
                 )
-
-
-def _appended(model: str, names: list[str]) -> str:
-    named = " and ".join(names)
-    return (
-        f"{model} appends {named} to its tokens, and a patched model can't tell which document each belongs to. Leave "
-        f"{named} out, or unpatch the model and give each document a row of its own."
-    )
 
 
 def _beside_tokens(arguments: dict[str, Any]) -> list[str]:

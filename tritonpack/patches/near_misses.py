@@ -40,9 +40,6 @@ def refuse_near_misses(arguments: Mapping[str, Any], known: Collection[str], mod
         arguments: a call's arguments by name; those that are None are ignored.
         known: the names in the model's own signature.
         model: the name of the model's class.
-
-    Raises:
-        ValueError: the message has the name to use instead.
     """
     for name, value in arguments.items():
         if value is not None and name not in known and (meant := meant_by(name)):

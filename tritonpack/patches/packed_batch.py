@@ -7,8 +7,9 @@ travels with the call, and no state outlives it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,11 +18,8 @@ from tritonpack.attention import Backend, varlen_attention
 from tritonpack.checks import check_reach, require
 from tritonpack.masks.block_diagonal import BlockDiagonalMask, changes, document_starts, mask_from_runs
 from tritonpack.masks.intervals import visible_keys
-from tritonpack.patches.mask_spec import CAUSAL, MaskSpec, overlay_intervals
+from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskSpec, overlay_intervals
 from tritonpack.patches.tensor_like import TensorLike
-
-if TYPE_CHECKING:
-    from tritonpack.patches.first_call import Watch
 
 ATTENTIONS = ("tritonpack", "sdpa", "eager")
 
@@ -30,10 +28,8 @@ ATTENTIONS = ("tritonpack", "sdpa", "eager")
 class Serving:
     """Which attention implementation runs.
 
-    Attributes:
-        attention: "tritonpack" for the kernels, which take intervals; "sdpa" or "eager" for transformers' own
-            attention, which takes dense masks; "dense" for layers outside of its interface, which take dense masks.
-        backend: the backend of the kernels, as `varlen_attention` takes it.
+    `attention` is "tritonpack" for the kernels, which take intervals; "sdpa" or "eager" for transformers' own
+    attention, or "dense" for layers outside of its interface, which take dense masks. `backend` is for the kernels.
     """
 
     attention: str
@@ -44,18 +40,15 @@ class IntervalMask(TensorLike):
     """A `BlockDiagonalMask` in the place of a 4D mask. A model that computes with it gets a bool tensor.
 
     Attributes:
-        mask: batch_size * num_queries rows, batch_size * num_keys keys, row after row.
+        mask: the mask of all queries and keys, row after row.
         shape: (batch_size, 1, num_queries, num_keys).
-        serving: which attention runs.
-        packed_batch: the packing of the tokens, if these are both queries and keys; None if a cache holds some of the
-            keys.
-        spec: what the layer sees of a document.
-        watch: counts the uses of a mask without a packing, such as cross-attention's, in a model's first call.
+        packed_batch: the packing of the tokens; None if the keys are others, such as those of a cache.
+        on_use: called when attention uses a mask without a packing, in a model's first call.
     """
 
     arguments: tuple[str, ...] = ("mask", "shape", "serving", "packed_batch", "spec")
     dtype = torch.bool
-    watch: Watch | None = None
+    on_use: Callable[[], None] | None = None
 
     def __init__(
         self,
@@ -66,18 +59,15 @@ class IntervalMask(TensorLike):
         spec: MaskSpec = CAUSAL,
     ) -> None:
         self.mask, self.shape, self.serving, self.packed_batch, self.spec = mask, shape, serving, packed_batch, spec
+        self.device = mask.device
         self.kept: list[tuple[torch.dtype, Tensor]] = []
-
-    @property
-    def device(self) -> torch.device:
-        return self.mask.device
 
     def for_keys(self, num_keys: int) -> IntervalMask:
         """This mask, or the mask of one new token that sees `num_keys` keys of a row.
 
         transformers asks the cache of one layer how many keys there are. In hybrid models that may be a recurrent
-        layer, which holds none, so the mask would be for a row of one token. The right number is the width of the mask
-        for padding (`PackedBatch.interval_mask`), or, without such a mask, the number of keys of the attention layer.
+        layer, which holds none. The right number is the width of the mask for padding (`PackedBatch.interval_mask`),
+        or, without such a mask, the number of keys of the attention layer.
         """
         if self.packed_batch is None or self.shape[2] != 1 or num_keys == self.shape[3]:
             return self
@@ -85,9 +75,9 @@ class IntervalMask(TensorLike):
 
     def count_use(self) -> None:
         """Report a use of the mask by a layer to the check of a model's first call."""
-        watch = self.watch if self.packed_batch is None else self.packed_batch.watch
-        if watch is not None:
-            watch.use()
+        on_use = self.on_use if self.packed_batch is None else self.packed_batch.on_use
+        if on_use is not None:
+            on_use()
 
     def attention(self, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
         """q (B * T, H, D), k (B * K, H_kv, D) and v (B * K, H_kv, D_v) -> (B * T, H, D_v), by `varlen_attention`."""
@@ -143,19 +133,18 @@ class PackedBatch(TensorLike):
         position_ids: (B, T), (3, B, T) or (4, B, T) integers, or None for consecutive positions.
         boundaries: (B, T) bool, True where a document begins, if offsets or numbers say so; else None.
         tokens: (B, T), the shape of the tokens.
-        where: the tokens' device.
-        serving: which attention runs.
         by_document: whether layers that mix along the row run on each document by itself.
         cached: whether the call passes a cache, empty or not.
         filler: (B, T) bool, which tokens are the padding token, if no mask says what is padding; else None.
         shared: whether it is one rank's part of a batch.
-        watch: counts the uses of its masks in a model's first call.
+        on_use: called when attention uses one of its masks in a model's first call.
     """
 
     shared = False
 
     arguments: tuple[str, ...] = (
-        "attention_mask", "position_ids", "boundaries", "tokens", "where", "serving", "by_document", "cached", "filler",
+        "attention_mask", "position_ids", "boundaries", "tokens", "device",
+        "serving", "by_document", "cached", "filler",
     )  # fmt: skip
     dtype = torch.int64
 
@@ -165,27 +154,23 @@ class PackedBatch(TensorLike):
         position_ids: Tensor | None,
         boundaries: Tensor | None,
         tokens: torch.Size,
-        where: torch.device,
+        device: torch.device,
         serving: Serving,
         by_document: bool = False,
         cached: bool = False,
         filler: Tensor | None = None,
     ) -> None:
         self.attention_mask, self.position_ids, self.boundaries = attention_mask, position_ids, boundaries
-        self.tokens, self.where, self.serving = tokens, where, serving
+        self.tokens, self.device, self.serving = tokens, device, serving
         self.by_document, self.cached, self.filler = by_document, cached, filler
         self.kept: list[tuple[tuple[Any, ...], IntervalMask]] = []
-        self.watch: Watch | None = None
+        self.on_use: Callable[[], None] | None = None
         self.kept_batches: list[Any] = []  # by `batches_of`
         self.kept_boundaries: dict[str, Tensor] = {}
 
     @property
     def shape(self) -> torch.Size:  # type: ignore[override]
         return self.tokens if self.attention_mask is None else self.attention_mask.shape
-
-    @property
-    def device(self) -> torch.device:
-        return self.where
 
     def to(self, *_: Any, **__: Any) -> PackedBatch:
         return self
@@ -203,7 +188,7 @@ class PackedBatch(TensorLike):
         if self.attention_mask is not None:
             return self.attention_mask != 0
         if self.filler is None or not self.tells_documents:
-            return torch.ones(self.tokens, dtype=torch.bool, device=self.where)
+            return torch.ones(self.tokens, dtype=torch.bool, device=self.device)
         tail = (~self.filler).flip(1).cumsum(1).flip(1) == 0  # only padding tokens from here on
         begins = self.runs()[0] & tail
         begins[:, 0] = False
@@ -224,13 +209,11 @@ class PackedBatch(TensorLike):
         return (self.positions() + 1) * self.to_tensor()
 
     def interval_mask(self, num_keys: int, query_offset: int | Tensor, key_offset: int, spec: MaskSpec) -> IntervalMask:
-        """The mask of a layer, built once for all layers of one kind.
+        """The mask of a layer that attends to `num_keys` keys per row, built once for all layers of one kind.
 
         Args:
-            num_keys: keys per row that the layer attends to.
             query_offset: how many tokens of each row the cache holds; a tensor for caches of fixed size.
             key_offset: how many of these tokens the layer's cache has dropped.
-            spec: what the layer sees of a document.
         """
         columns = self.shape[1]
         if isinstance(query_offset, int) and query_offset == 0 and num_keys == self.tokens[1] < columns:
@@ -246,6 +229,10 @@ class PackedBatch(TensorLike):
         if not torch.compiler.is_compiling():  # a graph can't change what came into it
             self.kept.append((key, interval_mask))
         return interval_mask
+
+    def document_mask(self) -> IntervalMask:
+        """The mask with which every token sees its whole document."""
+        return self.interval_mask(self.tokens[1], 0, 0, WHOLE_DOCUMENT)
 
     def documents(self, spec: MaskSpec) -> BlockDiagonalMask:
         """The mask if queries and keys are the same tokens: every row is cut into its documents."""
@@ -332,7 +319,7 @@ class PackedBatch(TensorLike):
                 "cu_seq_lens_q, seq_idx and cu_seqlens describe a batch of whole documents, but the cache already "
                 "holds tokens. Pass position_ids alone when continuing from a cache, or past_key_values=None."
             )
-        begin = torch.zeros((self.tokens[0], 1), dtype=torch.long, device=self.where)
+        begin = torch.zeros((self.tokens[0], 1), dtype=torch.long, device=self.device)
         if self.attention_mask is not None:
             begin = first_tokens(self.attention_mask)[:, None]
         rows = self._rows(query_offset)  # counted with the cache
@@ -344,29 +331,26 @@ class PackedBatch(TensorLike):
             first = rows[:, :1] - positions.expand(self.tokens)[:, :1]
             inner = torch.where(starts, rows, -1).cummax(1).values
             begin = torch.maximum(begin, torch.where(inner < 0, first, inner))
-        start, stop = self._reach(spec, rows, begin, num_keys + key_offset)
+        end = torch.full_like(rows, num_keys + key_offset)
+        if spec.overlay is not None:
+            start, stop = overlay_intervals(spec.overlay, rows, begin, end, num_keys + key_offset)
+        else:
+            reach = check_reach(spec.window, causal=False, chunk_size=spec.chunk_size)
+            start, stop = visible_keys(rows, begin, end, reach)
         stop = (stop - key_offset).clamp(0, num_keys)
         start = torch.minimum((start - key_offset).clamp(0, num_keys), stop)
         start, stop = ((self._base(num_keys) + bound).flatten().to(torch.int32) for bound in (start, stop))
         return BlockDiagonalMask(start, stop, self.tokens[0] * num_keys, trusted=True)
 
-    @staticmethod
-    def _reach(spec: MaskSpec, rows: Tensor, begin: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
-        """The keys that queries at these places see, from `begin` on."""
-        end = torch.full_like(rows, num_keys)
-        if spec.overlay is not None:
-            return overlay_intervals(spec.overlay, rows, begin, end, num_keys)
-        return visible_keys(rows, begin, end, check_reach(spec.window, causal=False, chunk_size=spec.chunk_size))
-
     def _rows(self, offset: int | Tensor) -> Tensor:
-        return (torch.arange(self.tokens[1], device=self.where) + offset).expand(self.tokens)
+        return (torch.arange(self.tokens[1], device=self.device) + offset).expand(self.tokens)
 
     def _base(self, num_keys: int) -> Tensor:
-        return torch.arange(self.tokens[0], device=self.where)[:, None] * num_keys
+        return torch.arange(self.tokens[0], device=self.device)[:, None] * num_keys
 
     def _position_starts(self) -> Tensor:
         if self.position_ids is None:
-            starts = torch.zeros(self.tokens, dtype=torch.bool, device=self.where)
+            starts = torch.zeros(self.tokens, dtype=torch.bool, device=self.device)
             starts[:, :1] = True
             return starts
         starts = document_starts(self.position_ids)

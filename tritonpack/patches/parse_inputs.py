@@ -28,8 +28,7 @@ class OpenMaskError(ValueError):
 class OpenMask(TensorLike):
     """A mask that transformers made outside of a patched model's forward pass, so that its documents are not known yet.
 
-    generate() makes such masks before it calls the model. A model that has our name and is not patched gets one, too.
-    `claim` turns it into the mask of a packing.
+    generate() makes such masks before it calls the model, and a model with our name that isn't patched gets one.
     """
 
     attention_mask: Tensor | None
@@ -37,13 +36,9 @@ class OpenMask(TensorLike):
     query_offset: int | Tensor
     key_offset: int
     spec: MaskSpec
-    where: torch.device
+    device: torch.device
     dtype: torch.dtype = torch.bool
     claimed: list[IntervalMask] = field(default_factory=list)  # one at most
-
-    @property
-    def device(self) -> torch.device:
-        return self.where
 
     def to(self, *_: Any, **__: Any) -> OpenMask:
         return self
@@ -59,7 +54,7 @@ class OpenMask(TensorLike):
         if not self.claimed:
             batch, _, queries, keys = self.shape
             told = {**arguments, "attention_mask": self.attention_mask}
-            packed_batch = make_packed_batch(told, torch.Size((batch, queries)), self.where, serving)
+            packed_batch = make_packed_batch(told, torch.Size((batch, queries)), self.device, serving)
             self.claimed.append(packed_batch.interval_mask(keys, self.query_offset, self.key_offset, self.spec))
         return self.claimed[0]
 
@@ -105,12 +100,7 @@ def make_packed_batch(
 
 
 def _require_agreement(packed_batch: PackedBatch, told: dict[str, Tensor]) -> None:
-    """Refuse arguments that begin documents at different tokens, except in padding.
-
-    Args:
-        packed_batch: with the call's mask and position ids.
-        told: where documents begin, as (B, T) bool, by the names of the arguments that are offsets or numbers.
-    """
+    """Refuse arguments that begin documents at different tokens, except in padding. `told` comes from `_boundaries`."""
     mask = packed_batch.attention_mask
     if mask is not None and mask.shape != packed_batch.tokens:
         mask = None  # it covers a cache, too
@@ -138,10 +128,9 @@ def _require_agreement(packed_batch: PackedBatch, told: dict[str, Tensor]) -> No
 
 
 def _require_same(one: tuple[str, Tensor], other: tuple[str, Tensor], where: Tensor, ids: Tensor | None = None) -> None:
-    """Refuse two arguments that differ on these tokens.
+    """Refuse two arguments, each with its name and where documents begin by it, that differ on some tokens.
 
     Args:
-        one, other: each with its name and where documents begin by it, (B, T) bool.
         where: (B, T) bool, the tokens to compare.
         ids: the numbers to show in the message, (B, T) or one row for all; by default where documents begin by `other`.
     """

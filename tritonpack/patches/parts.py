@@ -23,11 +23,7 @@ class ModuleRef:
 
     @property
     def module(self) -> Any:
-        """The module.
-
-        Raises:
-            UnsupportedModelError: it is not in memory any more.
-        """
+        """The module. It is an error if the module is not in memory any more."""
         module = self._reference()
         if module is None:
             raise UnsupportedModelError(
@@ -66,20 +62,14 @@ class Part:
         return self._module.gone
 
     def install(self) -> None:
-        """Put this part on the module."""
         raise NotImplementedError
 
     def remove(self) -> None:
-        """Take this part away from the module."""
         raise NotImplementedError
 
 
 class PreHook(Part):
-    """A hook that torch calls before the forward of a module.
-
-    Attributes:
-        with_kwargs: whether the hook gets keyword arguments, and returns the arguments of the forward.
-    """
+    """A hook that torch calls before the forward of a module, with keyword arguments if `with_kwargs`."""
 
     with_kwargs = False
 
@@ -102,8 +92,8 @@ class PreHook(Part):
 class InstanceForward(Part):
     """A forward for one module, in place of its class's. Classes stay unchanged.
 
-    If other code, such as accelerate, has wrapped this forward in the meantime, the wrapper stays. This forward then
-    passes its calls on.
+    If other code, such as accelerate, has wrapped this forward in the meantime, `remove` leaves the wrapper, and this
+    forward passes its calls on.
 
     Attributes:
         attribute: the name of the method that this object replaces.
@@ -148,16 +138,11 @@ class InstanceForward(Part):
 
     @property
     def name(self) -> str:
-        """The name of the module's class."""
         return type(self.module).__name__
 
     @property
     def packed_batch(self) -> PackedBatch | None:
-        """The packing of the current forward pass; None if a cache is in use.
-
-        Raises:
-            ValueError: no forward pass of the model is running.
-        """
+        """The packing of the current forward pass; None if a cache is in use. Outside of a forward pass: an error."""
         state = self.context.state
         if state.packed_batch is None and not state.running:
             raise ValueError(
@@ -187,7 +172,6 @@ class InstanceForward(Part):
         return self.call(*args, **kwargs) if self.installed else self.inner(*args, **kwargs)
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        """What runs in place of the module's own forward."""
         raise NotImplementedError
 
 

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.applied import applied_to
+from tritonpack.patches.applied_patch import applied_to
+from tritonpack.patches.exact_classes import LAYOUTS, Layout, installed, shown_layout, without_wrappers
 from tritonpack.patches.forwards import foreign_forwards, mixing_forwards
 from tritonpack.patches.report import layer_windows
 from tritonpack.patches.rope import rope_limits
-from tritonpack.patches.shown import LAYOUTS, Layout, installed, shown_layout, without_wrappers
 from tritonpack.patches.tokens import text_config
 from tritonpack.patches.trial.comparison import tolerance
 from tritonpack.patches.trial.draws import constant_draws_if_any, gives_the_same_again
@@ -71,7 +71,7 @@ def require_evidence(
 ) -> list[tuple[nn.Module, str]]:
     """Refuse a model that isn't known to be packed exactly in a layout.
 
-    A model is known if `shown.csv` lists its class for the installed transformers and all its forwards are
+    A model is known if `exact_classes.csv` lists its class for the installed transformers and all its forwards are
     transformers' own. The class of any other model is tried: documents of a small float32 copy with random weights are
     packed in several forms and compared with each document alone, on the CPU. The model itself, its device and the
     random state stay as they are. The result of a trial holds for the process.

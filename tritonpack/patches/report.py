@@ -76,20 +76,16 @@ def make_report(
     replaced: str | None,
     once: Set[type],
 ) -> Report:
-    """The report of a patch.
+    """The report of a patch of some modules of a model.
 
-    Args:
-        model: the whole model.
-        patched: its patched modules.
-        attention, backend, replaced: as in the report.
-        once: classes of mixing layers that run on whole rows, because they keep documents apart by themselves when they
-            get boundaries.
+    `once` are classes of mixing layers that run on whole rows: they keep documents apart when they get boundaries.
     """
     config = patched[-1].config
     windows = layer_windows(config)
+    modules = dict(model.named_modules())
     others = [
         name
-        for name, module in model.named_modules()
+        for name, module in modules.items()
         if isinstance(module, PreTrainedModel) and not any(holds(module, inner) for inner in patched)
     ]
     return Report(
@@ -99,8 +95,10 @@ def make_report(
         layers=len(windows),
         windows=windows,
         features=_features(config, patched[-1]),
-        by_document=_named(model, MIXERS, once),
-        positions=_named(model, POSITION_TABLES),
+        by_document=tuple(
+            name for name, one in modules.items() if type(one).__name__ in MIXERS and type(one) not in once
+        ),
+        positions=tuple(name for name, one in modules.items() if type(one).__name__ in POSITION_TABLES),
         left=tuple(others),
         replaced=replaced,
     )
@@ -135,12 +133,6 @@ def _features(config: Any, decoder: nn.Module) -> tuple[str, ...]:
     if getattr(config, "is_causal", True) is False:
         found.append("bidirectional")
     return tuple(found)
-
-
-def _named(model: nn.Module, classes: frozenset[str], but: Set[type] = frozenset()) -> tuple[str, ...]:
-    return tuple(
-        name for name, module in model.named_modules() if type(module).__name__ in classes and type(module) not in but
-    )
 
 
 def holds(outer: nn.Module, inner: nn.Module) -> bool:

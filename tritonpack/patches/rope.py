@@ -44,9 +44,7 @@ def is_dynamic(kind: str) -> bool:
 def require_one_rope(packed_batch: PackedBatch, kind: str, limit: int) -> None:
     """Refuse packed documents whose frequencies would differ from those of each document alone.
 
-    Raises:
-        ValueError: "longrope" with documents both below and above the limit, or dynamic embeddings with several
-            documents of which one is above it.
+    These are documents on both sides of the limit ("longrope"), or several of which one is above it (dynamic).
     """
     starts, live = packed_batch.runs()
     tokens = torch.ones_like(starts) if live is None else live

@@ -28,6 +28,7 @@ class TensorLike:
     arguments: tuple[str, ...]
     shape: torch.Size
     dtype: torch.dtype
+    device: torch.device
     __hash__ = object.__hash__
 
     def replace(self, **changes: Any) -> Self:
@@ -40,10 +41,6 @@ class TensorLike:
     def to_addend(self, dtype: torch.dtype) -> Tensor:
         """The tensor for a model that adds the mask to a tensor of this dtype."""
         return self.to_tensor()
-
-    @property
-    def device(self) -> torch.device:
-        raise NotImplementedError
 
     @property
     def ndim(self) -> int:

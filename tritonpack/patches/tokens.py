@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tritonpack.patches.families import CODEBOOKS
 
 _NAMES = ("bos_index", "eos_index", "pad_index", "unk_index", "mask_index")
 
@@ -46,6 +49,12 @@ def pad_token_of(config: Any, side: str) -> int | None:
     parts = [part for name in names if is_config(part := getattr(config, name, None))]
     found = (getattr(part, "pad_token_id", None) for part in (*parts, text_config(config)))
     return next((token for token in found if token is not None), None)
+
+
+def codebooks_of(model: nn.Module) -> int:
+    """Return how many rows of ids stand for one row of the decoder's tokens."""
+    configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    return max((config.num_codebooks for config in configs if config.model_type in CODEBOOKS), default=1)
 
 
 def common_to_codebooks(ids: Tensor) -> Tensor:

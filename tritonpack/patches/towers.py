@@ -31,14 +31,9 @@ def takes_tokens(module: nn.Module) -> bool:
 def attend_in_tower(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, dropout: float, scaling: float | None, **kwargs: Any
 ) -> Tensor:
-    """Attention of a tower that gives no mask: a token sees its whole row, or its image if the call has offsets.
+    """Attention of a tower that gives no mask: query, key and value (B, H, T, D) -> (B, T, H, D_v).
 
-    Args:
-        query, key, value: (B, H, T, D).
-        kwargs: `cu_seq_lens_q` and `cu_seq_lens_k`, where images end, for B of 1; other arguments of attention.
-
-    Returns:
-        (B, T, H, D_v).
+    A token sees its whole row, or its image if the call says by `cu_seq_lens_q` and `cu_seq_lens_k` where images end.
     """
     if unknown := [name for name in MORE_THAN_A_TOWER if kwargs.get(name) is not None]:
         raise UnsupportedModelError(

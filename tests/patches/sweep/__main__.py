@@ -1,8 +1,8 @@
 """Every class of transformers' auto mappings that takes text, packed in every form and compared with documents alone.
 
 Rows go to `results/VERSION.jsonl` beside this file. A class that has rows isn't run again without `--again`, so an
-interrupted run can be continued. `python -m tests.patches.table` makes docs/models.md and tritonpack/patches/shown.csv
-from them.
+interrupted run can be continued. `python -m tests.patches.table` makes docs/models.md and
+tritonpack/patches/exact_classes.csv from them.
 """
 
 import argparse

@@ -24,8 +24,8 @@ from tests.patches.sweep.losses import NO_LABELS, Losses
 from tests.patches.sweep.means import means
 from tests.patches.sweep.results import ANY, HOWS, VERDICTS, WRONG, Row
 from tests.patches.sweep.subject import Gathered, Subject
-from tritonpack.patches.applied import applied_to
-from tritonpack.patches.shown import LAYOUTS, Layout, installed, versions
+from tritonpack.patches.applied_patch import applied_to
+from tritonpack.patches.exact_classes import LAYOUTS, Layout, installed, versions
 from tritonpack.patches.trial.comparison import Parts, apart, gradients_of, influence, tolerance
 from tritonpack.patches.trial.draws import ConstantDraws, constant_draws_if_any
 from tritonpack.patches.trial.outputs import Output, UnlikeError

@@ -12,11 +12,11 @@ from pathlib import Path
 import transformers
 
 from tests.patches.sweep.forms import ALL, LOSSES
-from tritonpack.patches.shown import LAYOUTS
+from tritonpack.patches.exact_classes import LAYOUTS
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"  # a folder: VERSION.jsonl
-SHOWN = HERE.parents[2] / "tritonpack" / "patches" / "shown.csv"
+SHOWN = HERE.parents[2] / "tritonpack" / "patches" / "exact_classes.csv"
 
 # Verdicts of a form, and of a class the worst of its forms; the worst first.
 WRONG = ("leak", "inexact", "shape")

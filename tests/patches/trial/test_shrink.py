@@ -136,7 +136,7 @@ def test_kinds_of_layers_stay_in_order() -> None:
     assert shared.layer_types[-2:] == shared.layer_types[-4:-2] == [SLIDING, FULL]
 
 
-def test_switches_stay() -> None:
+def test_options_of_attention_are_not_shrunk() -> None:
     config = default("gemma2", attention_bias=True, query_pre_attn_scalar=144)
     small = shrink(config)
     for name in ("attn_logit_softcapping", "final_logit_softcapping", "attention_bias", "query_pre_attn_scalar"):

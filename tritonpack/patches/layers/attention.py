@@ -5,11 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from tritonpack.patches.interface import dense_attention_forward, interval_attention_forward
-from tritonpack.patches.mask_spec import MaskSpec
 from tritonpack.patches.packed_batch import IntervalMask
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parts import InstanceForward
@@ -58,23 +56,17 @@ class DocumentMask(InstanceForward):
         self.argument = argument
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
-        arguments = self.bound(args, kwargs)
-        packed_batch = self.packed_batch
-        if packed_batch is not None:
-            length = packed_batch.tokens[1]
-            if isinstance(
-                arguments[self.argument], IntervalMask
-            ):  # the mask of the documents already, as in cross-attention
-                return self.inner(**arguments)
-            mask = packed_batch.interval_mask(length, 0, 0, MaskSpec((-1, -1)))
-            given = arguments[self.argument]
-            if given is not None and given.ndim == 4:
-                arguments[self.argument] = mask.to_tensor(given.dtype, additive=True)
-            else:
-                causal = torch.ones((length, length), dtype=torch.bool, device=packed_batch.device)
-                if given is not None and given.ndim == 3:  # causal already
-                    causal = causal.tril()
-                arguments[self.argument] = mask.to_tensor()[:, 0] & causal
+        arguments, packed_batch = self.bound(args, kwargs), self.packed_batch
+        given = arguments[self.argument]
+        if packed_batch is None or isinstance(given, IntervalMask):  # cross-attention gets the mask of the documents
+            return self.inner(**arguments)
+        mask = packed_batch.document_mask()
+        if given is not None and given.ndim == 4:
+            arguments[self.argument] = mask.to_tensor(given.dtype, additive=True)
+        elif given is not None and given.ndim == 3:  # causal already
+            arguments[self.argument] = mask.to_tensor()[:, 0].tril()
+        else:
+            arguments[self.argument] = mask.to_tensor()[:, 0]
         return self.inner(**arguments)
 
 
@@ -82,7 +74,6 @@ class EncoderAttention(InstanceForward):
     """Attention in encoders that make its mask from the padding mask. It gets the mask of the documents instead."""
 
     def call(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
-        packed_batch = self.packed_batch
-        if packed_batch is not None:
-            attention_mask = packed_batch.interval_mask(packed_batch.tokens[1], 0, 0, MaskSpec((-1, -1)))
+        if self.packed_batch is not None:
+            attention_mask = self.packed_batch.document_mask()
         return self.inner(hidden_states, attention_mask, **kwargs)

@@ -49,5 +49,8 @@ def fits(module: Any) -> bool:
     They may differ in another version of transformers. True for layers that are not rewritten.
     """
     rewritten = REWRITTEN.get(type(module).__name__)
-    theirs = list(inspect.signature(type(module).forward).parameters)
-    return rewritten is None or theirs == list(inspect.signature(rewritten.call).parameters)
+    if rewritten is None:
+        return True
+    forwards = type(module).forward, rewritten.call
+    theirs, ours = (list(inspect.signature(forward).parameters) for forward in forwards)
+    return theirs == ours

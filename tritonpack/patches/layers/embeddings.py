@@ -19,7 +19,7 @@ class EsmEmbeddings(DocumentEmbeddings):
     """ESM's embeddings with `token_dropout`: masked tokens are zeros, and the others are scaled up to make up for them.
 
     The layer divides by the share of unmasked tokens in the row. So its input is multiplied by that share, and divided
-    by the share in each token's document.
+    by the document's.
     """
 
     def call(

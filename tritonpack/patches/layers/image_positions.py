@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.parts import InstanceForward
-from tritonpack.patches.unpacking.documents import Documents
+from tritonpack.patches.unpacking.document_places import Documents
 
 METHOD = "get_rope_index"  # transformers' name for it
 
@@ -29,14 +29,9 @@ class DocumentPositions(InstanceForward):
         if not isinstance(packed_batch, PackedBatch):
             state = self.context.state
             packed_batch = state.packed_batch if state.running else state.told
-        documents = None
-        if (
-            packed_batch is not None
-            and not packed_batch.cached
-            and ids is not None
-            and ids.shape == packed_batch.tokens
-        ):
-            documents = Documents.of(packed_batch)
+        if packed_batch is None or packed_batch.cached or ids is None or ids.shape != packed_batch.tokens:
+            return self.inner(**arguments)
+        documents = Documents.of(packed_batch)
         if documents is None:
             return self.inner(**arguments)
         rows = {

@@ -13,10 +13,10 @@ from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parts import InstanceForward
 from tritonpack.patches.tensor_like import TensorLike, as_tensor
 from tritonpack.patches.trial.comparison import Parts, apart, influence, limits
-from tritonpack.patches.unpacking.documents import Documents, batches_of, lay_back
+from tritonpack.patches.unpacking.document_places import Documents, batches_of, lay_back
 
 # Arguments of mixers beside the tokens, which are left out when a document runs by itself.
-ROW_ARGUMENTS = ("attention_mask", "conv_mask", "causal_mask", "cache_params", "past_key_values", "state", "seq_idx")
+ROW_ARGUMENTS = {"attention_mask", "conv_mask", "causal_mask", "cache_params", "past_key_values", "state", "seq_idx"}
 ROW_KEYWORDS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 # Whether layers of a class keep documents apart when they get boundaries, by class, device and dtype: a model may be
@@ -29,10 +29,7 @@ class DocumentByDocument(InstanceForward):
 
     If its kernels (causal-conv1d, mamba-ssm, flash-linear-attention) keep documents apart, the layer runs once, with
     boundaries. Otherwise documents of similar lengths share a batch. Padding is on the right, where a causal layer
-    doesn't see it. Outputs are laid back into the row; padding gets zeros.
-
-    Attributes:
-        capabilities: shared by all layers of a model.
+    doesn't see it. Outputs are laid back into the row; padding gets zeros. Layers of a model share `capabilities`.
     """
 
     def __init__(self, module: nn.Module, context: PackingContext, capabilities: Capabilities) -> None:
@@ -43,21 +40,11 @@ class DocumentByDocument(InstanceForward):
     @torch.compiler.disable
     def call(self, *args: Any, **kwargs: Any) -> Any:
         packed_batch = self.packed_batch
-        arguments = self.bound(args, kwargs)
-        if packed_batch is None or not packed_batch.by_document:  # rows of one document each
-            if "seq_idx" in arguments:
-                arguments["seq_idx"] = None
-            for name in ROW_KEYWORDS:
-                arguments.pop(name, None)
+        apart = packed_batch is not None and packed_batch.by_document  # else rows of one document each
+        arguments = {name: x for name, x in self.bound(args, kwargs).items() if name not in ROW_KEYWORDS}
+        arguments |= dict.fromkeys(arguments.keys() & (ROW_ARGUMENTS if apart else {"seq_idx"}))
+        if packed_batch is None or not apart:
             return self.inner(**tree_map(as_tensor, arguments, is_leaf=_is_ours))
-        return self._run(arguments, packed_batch)
-
-    def _run(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> Any:
-        for name in ROW_ARGUMENTS:
-            if name in arguments:
-                arguments[name] = None
-        for name in ROW_KEYWORDS:
-            arguments.pop(name, None)
         if "use_cache" in arguments:
             arguments["use_cache"] = False
         tokens = next((x for x in arguments.values() if isinstance(x, Tensor) and x.is_floating_point()), None)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parts import InstanceForward
-from tritonpack.patches.unpacking.documents import Documents
+from tritonpack.patches.unpacking.document_places import Documents
 
 
 class DocumentPooler(InstanceForward):
@@ -49,12 +49,8 @@ def pooler_forward(module: nn.Module, context: PackingContext) -> InstanceForwar
     """The forward that pools each document of a patched module; None for a module without a pooler."""
     if type(module).__name__ in ACTIVATIONS:
         return PooledModel(module, context)
-    pooler = pooler_of(module)
-    return None if pooler is None else DocumentPooler(pooler, context)
-
-
-def pooler_of(module: nn.Module) -> nn.Module | None:
-    """The pooler of a module. By transformers' convention it takes the hidden states (B, T, n) and reads the first of
-    each row."""
     pooler = getattr(module, "pooler", None)
-    return pooler if isinstance(pooler, nn.Module) and type(pooler).__name__.endswith("Pooler") else None
+    # By transformers' convention it takes the hidden states (B, T, n) and reads the first of each row.
+    if isinstance(pooler, nn.Module) and type(pooler).__name__.endswith("Pooler"):
+        return DocumentPooler(pooler, context)
+    return None

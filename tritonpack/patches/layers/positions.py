@@ -24,10 +24,8 @@ class LocalPositions(InstanceForward):
             table, places = module.weight, packed_batch.places() + getattr(module, "offset", 0)
         else:
             self.inner(*args, **kwargs)  # it extends a sinusoidal table if needed
-            table, places = (
-                module.weights,
-                _from_padding(module, packed_batch, self.bound(args, kwargs).get("input_ids")),
-            )
+            ids = self.bound(args, kwargs).get("input_ids")
+            table, places = module.weights, _from_padding(module, packed_batch, ids)
         found = nn.functional.embedding(places, table)
         return _Indexed(found) if type(self.module).__name__ in ADDS_AXES else found
 

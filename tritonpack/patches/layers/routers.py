@@ -32,8 +32,7 @@ class SwitchRouter(InstanceForward):
 class NllbMoeRouter(InstanceForward):
     """The router of NLLB-MoE, whose experts take a limited number of tokens of the whole batch.
 
-    Documents of a packed row would take places of each other's tokens. So packed rows are refused if an expert may be
-    full: in training, unless `expert_capacity` is as large as the batch.
+    Packed rows are refused if an expert may be full: in training, unless `expert_capacity` is as large as the batch.
     """
 
     def call(self, hidden_states: Tensor, padding_mask: Any = None) -> tuple[Tensor, Tensor, Tensor]:

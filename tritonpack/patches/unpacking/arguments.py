@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from tritonpack.patches.labels import IGNORED
-from tritonpack.patches.unpacking.documents import Documents
+from tritonpack.patches.unpacking.document_places import Documents
 from tritonpack.patches.unpacking.names import OF_OTHERS, OF_TOKENS_AFTER_ALL, mask_of
-
-if TYPE_CHECKING:
-    from tritonpack.patches.unpacking.by_document import ByDocument
+from tritonpack.patches.unpacking.whole_model import WholeModel
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,13 +50,7 @@ class Group:
 
 
 def groups_of(sides: Mapping[str, Documents], by_length: bool, each: bool = False) -> list[Group]:
-    """The calls that documents run in: one call, one for each length, or one for each document.
-
-    Args:
-        sides: the documents of each side, as many on both.
-        by_length: put documents of the same length, on each side, in one call.
-        each: put each document in a call of its own.
-    """
+    """The calls that documents run in: one call, one for each length (on both sides), or one for each document."""
     first = next(iter(sides.values()))
     numbers = torch.arange(len(first), device=first.places.device)
     if not (by_length or each):
@@ -72,13 +64,10 @@ def groups_of(sides: Mapping[str, Documents], by_length: bool, each: bool = Fals
     return groups
 
 
-def batch_of(group: Group, arguments: Mapping[str, Any], forward: ByDocument) -> dict[str, Any]:
+def batch_of(group: Group, arguments: Mapping[str, Any], forward: WholeModel) -> dict[str, Any]:
     """The arguments of a call with the documents of a group, one in each row.
 
-    Args:
-        group: the documents.
-        arguments: the packed call's arguments by name; position ids are the only ones that tell documents apart.
-        forward: the forward of the model.
+    Of the packed call's `arguments`, position ids are the only ones that tell documents apart.
     """
     batch: dict[str, Any] = {}
     for name, value in arguments.items():
@@ -116,7 +105,7 @@ def _cut(documents: Documents, value: Tensor, fill: int) -> Tensor:
     return torch.stack([documents.cut(one, fill=fill) for one in value])
 
 
-def _positions(name: str, given: Tensor, documents: Documents, forward: ByDocument) -> Tensor | None:
+def _positions(name: str, given: Tensor, documents: Documents, forward: WholeModel) -> Tensor | None:
     """Positions by document; None where each document counts from 0, because the model makes these itself."""
     positions = _cut(documents, given, 0)
     inside = documents.inside.to(given.device)
@@ -130,7 +119,7 @@ def _positions(name: str, given: Tensor, documents: Documents, forward: ByDocume
     return positions
 
 
-def _of_documents(name: str, value: Tensor, group: Group, forward: ByDocument) -> Tensor:
+def _of_documents(name: str, value: Tensor, group: Group, forward: WholeModel) -> Tensor:
     """The part of an argument without a value for each token that belongs to the documents of a group.
 
     Targets have one value for each document. Images and sounds come for each document, or for each row, whose

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from tritonpack.patches.call_arguments import OFFSETS, TELLING, tokens_of
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.parse_inputs import make_packed_batch
-from tritonpack.patches.unpacking.documents import Documents
+from tritonpack.patches.unpacking.document_places import Documents
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,16 +35,7 @@ class Choices:
         """The choices of a call with packed rows.
 
         None if the model can read the call itself: its tokens are not (B, C, T), or each choice holds one document and
-        the model takes all arguments that tell documents apart.
-
-        Args:
-            arguments: the call's arguments by name.
-            model: the model that is called.
-            serving: which attention runs.
-            left: pad documents on the left.
-
-        Raises:
-            ValueError: the choices of a row hold different numbers of documents, or arguments contradict each other.
+        the model takes all arguments that tell documents apart. `left` pads documents on the left.
         """
         tokens, shape = tokens_of(arguments)
         if tokens is None or len(shape) != 3 or not compares_choices(model):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,9 +18,7 @@ from tritonpack.patches.unpacking.names import (
     SCORES_OF_TOKENS,
     STATES_OF_IMAGES,
 )
-
-if TYPE_CHECKING:
-    from tritonpack.patches.unpacking.by_document import ByDocument
+from tritonpack.patches.unpacking.whole_model import WholeModel
 
 
 class LaidBack:
@@ -30,28 +28,20 @@ class LaidBack:
     (documents, ...), in order. If its sizes differ between calls, each row holds the document's own values first, and
     zeros follow.
 
-    Args:
+    Attributes:
         groups: the documents of each call; together they are all documents.
         weights: the weight of each call's loss. The loss of several calls is the weighted mean, or the sum without
             weights.
-        forward: the forward of the model.
-
-    Attributes:
         of_documents: the name of an output that has one value for each document, if there is any.
     """
 
-    def __init__(self, groups: Sequence[Group], weights: Sequence[Tensor], forward: ByDocument) -> None:
+    def __init__(self, groups: Sequence[Group], weights: Sequence[Tensor], forward: WholeModel) -> None:
         self.groups, self.weights, self.forward = groups, weights, forward
         self.order = torch.cat([group.numbers for group in groups]).argsort()
         self.of_documents = ""
 
     def of(self, values: Sequence[Any], name: str = "") -> Any:
-        """An output in packed rows.
-
-        Args:
-            values: the output, or a part of it, of each call.
-            name: the name of the part.
-        """
+        """The output of each call, or the part of it with this name, in packed rows."""
         first = values[0]
         if isinstance(first, Mapping):
             for key in first:

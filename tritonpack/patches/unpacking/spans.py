@@ -15,7 +15,7 @@ from transformers.loss.loss_utils import ForQuestionAnsweringLoss
 
 from tritonpack.patches.forwards import is_own
 from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.unpacking.documents import Documents, require_one_document_a_row
+from tritonpack.patches.unpacking.document_places import Documents, require_one_document_a_row
 
 POSITIONS = ("start_positions", "end_positions")
 
@@ -71,9 +71,6 @@ def take_spans(arguments: dict[str, Any], packed_batch: PackedBatch, head: nn.Mo
     Returns:
         None if the head computes the loss itself: the call has no positions, or its rows hold one document each and
         either no padding or a head whose loss is not known.
-
-    Raises:
-        ValueError: the loss of each document can't be computed, or there are more or fewer positions than documents.
     """
     given = {name: x for name in POSITIONS if (x := arguments.get(name)) is not None}
     if not given:
@@ -111,16 +108,14 @@ def take_spans(arguments: dict[str, Any], packed_batch: PackedBatch, head: nn.Mo
                 f"shape ({count},): one for each document, in order, counted from the document's first token."
             )
         del arguments[key]
-    start, end = (_in_documents(documents, given[key].flatten().to(packed_batch.where)) for key in POSITIONS)
+    start, end = (_in_documents(documents, given[key].flatten().to(packed_batch.device)) for key in POSITIONS)
     return Spans(documents, start, end, _loss_of(head, arguments.get("num_items_in_batch")))
 
 
 def _in_documents(documents: Documents, places: Tensor) -> Tensor:
-    """(documents,) places in documents. A place outside becomes the longest document's length, which the loss ignores.
+    """(documents,) places in documents, from these or from (B,) places in rows that hold one document each.
 
-    Args:
-        documents: the documents of the packed rows.
-        places: (documents,) places in documents, or (B,) places in rows if each document has a row of its own.
+    A place outside of its document becomes the longest document's length, which the loss ignores.
     """
     places = places.clamp(min=0)
     if not documents.packed:
@@ -132,9 +127,7 @@ def _in_documents(documents: Documents, places: Tensor) -> Tensor:
 def _loss_of(head: Any, count: Any) -> Callable[..., Tensor]:
     """The function of a head's loss: its `loss_function`, which users may replace, if its forward calls that.
 
-    Args:
-        head: the model.
-        count: `num_items_in_batch`: such a function divides the sum of losses by it; None for their mean.
+    Such a function divides the sum of losses by `count`, `num_items_in_batch`; None stands for the mean.
     """
     names = inspect.unwrap(type(head).forward).__code__.co_names
     if "loss_function" not in names:

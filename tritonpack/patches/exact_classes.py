@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 from functools import cache
-from importlib.resources import files
+from pathlib import Path
 from typing import Literal
 
 import transformers
@@ -17,7 +17,7 @@ LAYOUTS: tuple[Layout, ...] = ("packed", "padded", "lengths")  # the best one fi
 
 
 def shown_layout(kind: type) -> Layout | None:
-    """Return the layout of a model class, if `shown.csv` lists the class for the installed version of transformers.
+    """Return the layout of a model class, if `exact_classes.csv` lists it for the installed version of transformers.
 
     A subclass, or remote code of the same name, is another class.
     """
@@ -28,7 +28,7 @@ def shown_layout(kind: type) -> Layout | None:
 
 
 def installed() -> str:
-    """Return the installed version of transformers as `shown.csv` writes it, such as "5.23"."""
+    """Return the installed version of transformers as `exact_classes.csv` writes it, such as "5.23"."""
     return ".".join(transformers.__version__.split(".")[:2])
 
 
@@ -41,6 +41,6 @@ def without_wrappers(kind: type) -> type:
 @cache
 def versions() -> dict[Layout, dict[str, set[str]]]:
     """Read the table as {layout: {class: versions of transformers}}."""
-    lines = files("tritonpack.patches").joinpath("shown.csv").read_text(encoding="utf-8").splitlines()
-    rows = list(csv.DictReader(lines))
+    with Path(__file__).with_name("exact_classes.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
     return {layout: {row["class"]: set(row[layout].split()) for row in rows} for layout in LAYOUTS}

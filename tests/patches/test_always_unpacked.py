@@ -239,7 +239,7 @@ class TestMessages:
                 model(**packed())
 
     @pytest.mark.parametrize("options", [{"attention": "eager"}, {"backend": "reference"}])
-    def test_options_that_would_do_nothing(self, options: Any) -> None:
+    def test_attention_and_backend_without_effect_are_refused(self, options: Any) -> None:
         with pytest.raises(ValueError, match=r"would do nothing\. Leave both out"):
             tritonpack.patch(build(PADDED), **options)
 
@@ -376,9 +376,9 @@ def test_a_mask_of_sounds_as_long_as_the_text_stays_whole() -> None:
     )
     mask = torch.ones(1, 8).long()
     from tritonpack.patches.packing_context import PackingContext
-    from tritonpack.patches.unpacking.document_rows import DocumentRows
+    from tritonpack.patches.unpacking.always_unpacked import AlwaysUnpacked
 
-    rows = DocumentRows(model, PackingContext(), by_length=False)
+    rows = AlwaysUnpacked(model, PackingContext(), by_length=False)
     rows.install()
     places = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
     rows(input_features=sounds, attention_mask=mask, decoder_input_ids=ids, decoder_position_ids=places)

@@ -15,6 +15,7 @@ from tritonpack.patches.attention_names import AttentionName
 from tritonpack.patches.checkpoints import Checkpoints, release_checkpoint
 from tritonpack.patches.continuous_batching import ENTRY, ContinuousBatching
 from tritonpack.patches.encoder_decoder import EncoderDecoderForward
+from tritonpack.patches.exact_classes import Layout
 from tritonpack.patches.families import DENSE
 from tritonpack.patches.forwards import holds_both_sides
 from tritonpack.patches.hooks import PackingHook
@@ -28,20 +29,15 @@ from tritonpack.patches.packed_batch import Serving
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parts import InstanceForward, ModuleRef, Part, PreHook, Running
 from tritonpack.patches.report import holds, make_report
-from tritonpack.patches.shown import Layout
 from tritonpack.patches.tokens import text_config
-from tritonpack.patches.unpacking.by_document import ByDocument
-from tritonpack.patches.unpacking.document_rows import DocumentRows
+from tritonpack.patches.unpacking.always_unpacked import AlwaysUnpacked
+from tritonpack.patches.unpacking.unpacking_forward import UnpackingForward
 
 
 class Guard(PreHook):
-    """The hook of a module with a forward of its own. It refuses replicas, which would share that forward.
+    """The hook of a module whose forward belongs to a patch. It refuses replicas, which would share that forward."""
 
-    Attributes:
-        patch: the patch that the forward belongs to.
-    """
-
-    def __init__(self, module: PreTrainedModel, patch: Applied) -> None:
+    def __init__(self, module: PreTrainedModel, patch: AppliedPatch) -> None:
         super().__init__(module)
         self.patch = patch
 
@@ -62,7 +58,7 @@ class Guard(PreHook):
             )
 
 
-class Applied:
+class AppliedPatch:
     """One patch of a model.
 
     `apply` and `revert` may be called again at any time, also after an interrupt. The patch is found through its
@@ -71,12 +67,12 @@ class Applied:
     Attributes:
         model: the model that was given to `patch`.
         asked: the attention and the backend that the user asked for.
-        by_name: whether the model asked for the patch by its attn_implementation, and not a user by `patch`.
         report: what the patch changes.
         parts: what the patch puts on modules, in the order of `apply`.
         hooks: the hooks of the patched modules, the outermost first.
         heads: the forwards of the models that users may call, the outermost first.
-        leases: one object for each handle that is not unpatched yet, the innermost last.
+        leases: one object for each handle that is not unpatched yet, the latest last.
+        in_force: whether the parts are on the modules. They aren't while a later patch suspends this one.
         below: the patches of this model, or of parts of it, that are suspended until this one is reverted.
     """
 
@@ -86,13 +82,14 @@ class Applied:
         modules: list[PreTrainedModel],
         attention: str,
         backend: Backend,
-        below: list[Applied],
+        below: list[AppliedPatch],
         layout: Layout = "packed",
         by_name: bool = False,
     ) -> None:
         self._model = ModuleRef(model)
-        self.asked, self.below, self.by_name = (attention, backend), below, by_name
+        self.asked, self.below, self._by_name = (attention, backend), below, by_name
         self.leases: list[object] = []
+        self.in_force = False
         self.context = PackingContext()
         self.hooks: list[PackingHook] = []
         self.heads: list[ModelForward] = []
@@ -103,8 +100,8 @@ class Applied:
         guarded = {id(one.module): one.module for one in forwards if isinstance(one.module, PreTrainedModel)}
         guards = [Guard(module, self) for module in guarded.values()]
         generating = [module for module in model.modules() if hasattr(type(module), ENTRY)] if self.hooks else []
-        managers = [ContinuousBatching(module, self) for module in generating]
-        self.parts: list[Part] = [*names, *self.hooks, *forwards, *guards, *managers]
+        self._managers = [ContinuousBatching(module, self.context, self.hooks) for module in generating]
+        self.parts: list[Part] = [*names, *self.hooks, *forwards, *guards, *self._managers]
 
     def _unpack(
         self, model: nn.Module, modules: list[PreTrainedModel], layout: Layout
@@ -113,14 +110,15 @@ class Applied:
         replaced = stock_name(modules[0], modules[0].config._attn_implementation_internal)
         self.report = make_report(model, modules, layout, "", replaced, set())
         names = [AttentionName(module, None) for module in model.modules() if isinstance(module, PreTrainedModel)]
-        return names, [DocumentRows(module, self.context, layout == "lengths") for module in modules]
+        return names, [AlwaysUnpacked(module, self.context, layout == "lengths") for module in modules]
 
     def _pack(
         self, model: nn.Module, modules: list[PreTrainedModel], attention: str, backend: Backend
     ) -> tuple[list[AttentionName], list[InstanceForward]]:
         """The parts for a model that runs on packed rows."""
         capabilities = Capabilities()
-        found = [forward_for(layer, self.context, capabilities) for layer in model.modules()]
+        every = list(model.modules())
+        found = [forward_for(layer, self.context, capabilities) for layer in every]
         found += [pooler_forward(module, self.context) for module in modules]
         layers = [forward for forward in found if forward is not None]
         mixers = [forward for forward in layers if isinstance(forward, DocumentByDocument)]
@@ -135,15 +133,20 @@ class Applied:
                 PackingHook(
                     module,
                     Serving("dense" if module.config.model_type in DENSE else attention, backend),
-                    patch=self,
-                    checkpoints=Checkpoints(module, self.context, [one.module for one in layers]) if layers else None,
+                    report=self.report,
+                    heads=self.heads,
+                    checkpoints=Checkpoints(module, self.context) if layers else None,
                     context=self.context,
                     mixes=bool(mixers),
                     outermost=not any(other is not module and holds(other, module) for other in modules),
                 )
             )
-        for module in model.modules():
-            if isinstance(module, PreTrainedModel) and (hook := self._outermost_in(module)) is not None:
+        outermost = [hook for hook in self.hooks if hook.outermost]
+        for module in every:
+            if not isinstance(module, PreTrainedModel):
+                continue
+            hook = next((hook for hook in outermost if holds(module, hook.module)), None)
+            if hook is not None:
                 kind = EncoderDecoderForward if holds_both_sides(module) else ModelForward
                 self.heads.append(kind(module, self.context, hook))
         # generate() reads the name from the configuration of the whole encoder-decoder model when it makes masks.
@@ -151,22 +154,17 @@ class Applied:
         names = [hook.name for hook in self.hooks]
         names += [AttentionName(head.module, NAMES[head.serving.attention]) for head in both]
         running = [Running(module, self.context) for module in modules if layers]
-        images = [DocumentPositions(m, self.context) for m in model.modules() if hasattr(type(m), METHOD)]
+        images = [DocumentPositions(m, self.context) for m in every if hasattr(type(m), METHOD)]
         return names, [*layers, *running, *images, *self.heads]
-
-    def _outermost_in(self, module: nn.Module) -> PackingHook | None:
-        """The hook of the outermost patched module in a module."""
-        return next((hook for hook in self.hooks if hook.outermost and holds(module, hook.module)), None)
 
     def refuse_losses(self, losses: list[tuple[nn.Module, str]]) -> None:
         """Make models whose own loss mixes documents refuse packed rows with labels.
 
-        Args:
-            losses: these models, each with what a trial found.
+        `losses` are these models, each with what a trial found.
         """
         seen = {id(model): what for model, what in losses}
         for part in self.parts:
-            if isinstance(part, ByDocument):
+            if isinstance(part, UnpackingForward):
                 part.mixed_loss = seen.get(id(part.module), "")
 
     @property
@@ -177,8 +175,17 @@ class Applied:
     def gone(self) -> bool:
         return self._model.gone
 
+    @property
+    def by_name(self) -> bool:
+        """Whether the patch ends when the model gets another name: the model asked for it by its attn_implementation.
+
+        A name that a running manager of continuous batching sets doesn't end it.
+        """
+        return self._by_name and not any(manager.running for manager in self._managers)
+
     def apply(self) -> None:
         """Install all parts, except those of modules that are no longer in memory."""
+        self.in_force = True
         for part in self.parts:
             if not part.gone:
                 part.install()
@@ -188,31 +195,39 @@ class Applied:
         for part in reversed(self.parts):
             if not part.gone or isinstance(part, AttentionName):
                 part.remove()
-        for module in () if self.gone else self.model.modules():
-            release_checkpoint(module)
+        if not self.gone and any(hook.checkpoints is not None for hook in self.hooks):
+            for module in self.model.modules():
+                release_checkpoint(module)
+        self.in_force = False
 
     def restore_below(self) -> None:
         """Take this patch away, and put back those that were there before."""
         self.revert()
-        for other in self.below:
-            other.apply()
+        self._resume_below()
         self.leases.clear()
 
+    def _resume_below(self) -> None:
+        for other in self.below:
+            if other.leases:
+                other.apply()
+            else:
+                other._resume_below()
 
-def applied_to(model: nn.Module) -> list[Applied]:
+
+def applied_to(model: nn.Module) -> list[AppliedPatch]:
     """The patches that are in force somewhere in a model."""
-    found: list[Applied] = []
+    found: list[AppliedPatch] = []
     for module in model.modules():
         found += [patch for patch in _guarding(module) if not any(patch is other for other in found)]
     return found
 
 
-def part_of(model: nn.Module, applied: Applied) -> nn.Module | None:
+def part_of(model: nn.Module, applied: AppliedPatch) -> nn.Module | None:
     """The outermost module of a model in which a patch is in force."""
     return next((m for m in model.modules() if any(patch is applied for patch in _guarding(m))), None)
 
 
-def _guarding(module: nn.Module) -> list[Applied]:
+def _guarding(module: nn.Module) -> list[AppliedPatch]:
     return [hook.patch for hook in module._forward_pre_hooks.values() if isinstance(hook, Guard)]
 
 

@@ -16,16 +16,16 @@ from transformers import PreTrainedModel
 
 from tritonpack import notices
 from tritonpack.patches.call_arguments import CACHES, PACKING, SOURCE, TARGET, tokens_of
-from tritonpack.patches.families import CODEBOOKS, HEADS_SHIFT, LABELS_ARE_TOKENS, MIXES_ROWS
+from tritonpack.patches.families import HEADS_SHIFT, LABELS_ARE_TOKENS, MIXES_ROWS
 from tritonpack.patches.near_misses import refuse_near_misses
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parse_inputs import make_packed_batch
-from tritonpack.patches.tokens import common_to_codebooks, pad_token_of
-from tritonpack.patches.unpacking.by_document import ByDocument
+from tritonpack.patches.tokens import codebooks_of, common_to_codebooks, pad_token_of
 from tritonpack.patches.unpacking.choices import Choices, compares_choices
-from tritonpack.patches.unpacking.documents import Documents, require_one_document_a_row
+from tritonpack.patches.unpacking.document_places import Documents, require_one_document_a_row
 from tritonpack.patches.unpacking.names import mask_of
+from tritonpack.patches.unpacking.unpacking_forward import UnpackingForward
 
 UNUSED = Serving("dense", "auto")  # no layer asks for a mask
 
@@ -36,7 +36,7 @@ ONE_SIDE = {name: name for name in TARGET}
 READ = frozenset((*ONE_SIDE, *SOURCE.values(), *TARGET.values(), *PACKING))
 
 
-class DocumentRows(ByDocument):
+class AlwaysUnpacked(UnpackingForward):
     """The forward of a model that always runs with one document in each row.
 
     Attributes:
@@ -45,11 +45,10 @@ class DocumentRows(ByDocument):
 
     def __init__(self, module: PreTrainedModel, context: PackingContext, by_length: bool) -> None:
         super().__init__(module, context)
-        self.by_length = by_length or makes_vectors_of_padding(module)
+        # A head that makes a vector of a row's last token, or of all its tokens, reads padding, too.
+        self.by_length = by_length or not self.summaries.isdisjoint({"last", "cls_index", "mean"})
         self.each = by_length and needs_calls_alone(module)
-        inside = [inner.config for inner in module.modules() if isinstance(inner, PreTrainedModel)]
-        books = [config.num_codebooks for config in inside if config.model_type in CODEBOOKS]
-        self.books = max(books, default=1) if self.decodes else 1
+        self.books = codebooks_of(module) if self.decodes else 1
         self.known = frozenset((*self.names, *ONE_SIDE, *(TARGET.values() if self.decodes else ()), *PACKING))
 
     def call(self, *args: Any, **kwargs: Any) -> Any:
@@ -91,12 +90,11 @@ class DocumentRows(ByDocument):
         for packed_batch in packed_batches.values():
             self.require_known_loss(arguments, packed_batch)
         if packed and not torch.compiler.is_compiling():
-            self._say_so()
+            self._warn()
         return self.with_loss(lambda: self.run_by_document(documents, arguments), arguments, packed_batches.get(""))
 
-    def _say_so(self) -> None:
-        one_length = "each document in a call of its own" if self.each else "documents of one length at a time"
-        how = one_length if self.by_length else "a padded batch"
+    def _warn(self) -> None:
+        how = self.calls if self.by_length else "a padded batch"
         notices.say_once(
             f"document-rows-{self.name.lower()}",
             f"{self.name} can't keep several documents in a row apart, so each gets a row of its own, in {how}: "
@@ -181,11 +179,6 @@ class DocumentRows(ByDocument):
                 "past_key_values=None.",
             )
         return packed_batch
-
-
-def makes_vectors_of_padding(module: PreTrainedModel) -> bool:
-    """Whether a head makes a vector of the last token of a row, or of all its tokens, padding included: XLM's may."""
-    return any(getattr(inner, "summary_type", None) in ("last", "cls_index", "mean") for inner in module.modules())
 
 
 def padding_of_tables(module: nn.Module) -> int | None:

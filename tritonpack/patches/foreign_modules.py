@@ -19,7 +19,7 @@ ROUNDING = {torch.float64: 1e-8, torch.float32: 1e-4}
 ROUNDING_OF_OTHERS = 2e-2
 
 
-def strangers(model: nn.Module) -> dict[str, nn.Module]:
+def foreign_modules(model: nn.Module) -> dict[str, nn.Module]:
     """Return the modules whose forward is neither transformers' nor torch's and gets no mask, by name.
 
     A layer that takes arguments about its row is tried when the model is patched (`probe.py`).
@@ -30,19 +30,12 @@ def strangers(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def kept_apart(model: nn.Module, packed_batch: PackedBatch) -> Iterator[None]:
-    """Watch a call of a model with packed rows, and refuse strangers that let one document's tokens change another's.
+    """Watch a call of a model with packed rows, and refuse foreign modules that mix documents.
 
-    Each stranger runs three times more: unchanged, with the tokens of every second document exchanged, and with the
-    tokens of the others exchanged. One that doesn't compute a value for each token isn't watched.
-
-    Args:
-        model: the model that is called.
-        packed_batch: the packing of its tokens.
-
-    Raises:
-        UnsupportedModelError: a stranger mixes documents; the message names it.
+    Each runs three times more: unchanged, with the tokens of every second document exchanged, and with the tokens of
+    the others exchanged. One that doesn't compute a value for each token isn't watched.
     """
-    others = {name: one for name, one in strangers(model).items() if not _is_watched(one, packed_batch)}
+    others = {name: one for name, one in foreign_modules(model).items() if not _is_watched(one, packed_batch)}
     watches: dict[str, _Watch] = {}
     if others:
         numbers = packed_batch.runs()[0].flatten().cumsum(0).view(packed_batch.tokens)
@@ -61,12 +54,7 @@ def kept_apart(model: nn.Module, packed_batch: PackedBatch) -> Iterator[None]:
 
 
 class _Watch:
-    """The hook after a stranger's forward.
-
-    Attributes:
-        second: (B, T), true for the tokens of every second document.
-        mixes: whether the stranger was seen to mix documents.
-    """
+    """The hook after a foreign module's forward. `second`, (B, T), is true for the tokens of every second document."""
 
     def __init__(self, module: nn.Module, packed_batch: PackedBatch, second: Tensor) -> None:
         self.module, self.packed_batch, self.second = module, packed_batch, second

@@ -30,12 +30,9 @@ class Documents:
 
     @classmethod
     def of(cls, packed_batch: PackedBatch, *, left: bool = False, always: bool = False) -> Documents | None:
-        """The documents of a packing; None if no row holds several. Waits for the device.
+        """The documents of rows without a cache, without padding. Waits for the device.
 
-        Args:
-            packed_batch: the packing of rows without a cache. Its padding is not among the documents.
-            left: pad documents on the left.
-            always: find documents also if no row holds several.
+        None if no row holds several, unless `always`. `left` pads documents on the left.
         """
         if not packed_batch.tells_documents and not always:
             return None
@@ -49,14 +46,10 @@ class Documents:
             steps = steps - (length.max() - length)[:, None]
         inside = (steps >= 0) & (steps < length[:, None])
         places = torch.where(inside, begin[:, None] + steps, 0)
-        return cls(packed_batch.tokens, places.to(packed_batch.where), inside.to(packed_batch.where), packed)
+        return cls(packed_batch.tokens, places.to(packed_batch.device), inside.to(packed_batch.device), packed)
 
     def subset(self, numbers: Tensor) -> Documents:
-        """Some of the documents, padded to the longest of them.
-
-        Args:
-            numbers: (n,) int64, the numbers of these documents.
-        """
+        """The documents of these numbers, (n,) int64, padded to the longest of them."""
         longest = int(self.inside[numbers].sum(1).max())
         return replace(self, places=self.places[numbers, :longest], inside=self.inside[numbers, :longest])
 
@@ -102,11 +95,7 @@ def batches_of(packed_batch: PackedBatch) -> list[Documents]:
 
 
 def require_one_document_a_row(packed_batch: PackedBatch, message: str) -> None:
-    """Refuse packed rows. On a device the check becomes an assertion there, so nothing waits for the device.
-
-    Raises:
-        ValueError: the message, and the number of documents in each row.
-    """
+    """Refuse packed rows. On a device the check becomes an assertion there, so nothing waits for the device."""
     if not packed_batch.tells_documents:
         return
     documents = (packed_batch.runs()[0] & packed_batch.not_padding()).sum(1)

@@ -6,72 +6,37 @@ documents in a row apart.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from tritonpack.patches.call_arguments import PACKING, in_form, tokens_of
+from tritonpack.patches.call_arguments import PACKING, tokens_of
 from tritonpack.patches.labels import IGNORED, shifts_labels
 from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.packing_context import PackingContext
-from tritonpack.patches.parts import InstanceForward
-from tritonpack.patches.tokens import text_config
 from tritonpack.patches.unpacking.arguments import batch_of, groups_of
 from tritonpack.patches.unpacking.choices import Choices, rows_of_choices
-from tritonpack.patches.unpacking.documents import Documents, require_one_document_a_row
-from tritonpack.patches.unpacking.names import CONDITIONED, ONE_DOCUMENT_A_ROW, OTHER_TARGETS, TARGETS, mask_of
+from tritonpack.patches.unpacking.document_places import Documents, require_one_document_a_row
+from tritonpack.patches.unpacking.names import OTHER_TARGETS, TARGETS, mask_of
 from tritonpack.patches.unpacking.outputs import LaidBack
 from tritonpack.patches.unpacking.spans import take_spans
-
-# Fields of a configuration that name the placeholder tokens of images or sounds.
-PLACES_OF_IMAGES = ("image_token_id", "image_token_index", "video_token_id", "audio_token_id", "audio_token_index")
+from tritonpack.patches.unpacking.whole_model import WholeModel
 
 
-class ByDocument(InstanceForward):
+class UnpackingForward(WholeModel):
     """The forward of a whole model, which can run the documents of packed rows with one document in each row.
 
     Attributes:
-        by_length: whether documents of one length run at a time, without padding.
-        each: whether each document runs in a call of its own.
-        takes_use_cache: whether the model takes `use_cache`, which is then False for documents in rows of their own.
-        one_result: whether the model gives one result for each row.
-        targets: the arguments that never have a value for each token, whatever their shape.
-        decodes: whether the model takes tokens of a decoder; otherwise arguments and outputs of its decoder have none.
-        across: whether the model compares all texts with all images or sounds, as CLIP does.
-        puts_images_among_tokens: whether the model puts images or sounds in the place of tokens.
         mixed_loss: what a trial found wrong with the model's own loss of packed documents; empty if nothing.
     """
 
-    by_length = each = False
     mixed_loss = ""
 
-    def __init__(self, module: nn.Module, context: PackingContext) -> None:
-        super().__init__(module, context)
-        parameters = inspect.signature(module.forward).parameters
-        self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-        self.one_result = ONE_DOCUMENT_A_ROW.fullmatch(self.name) is not None
-        self.targets = TARGETS if self.one_result else TARGETS[1:]
-        self.takes_use_cache = "use_cache" in self.names
-        self.decodes = "decoder_input_ids" in self.names
-        self.across = hasattr(type(module), "get_text_features") and not CONDITIONED.fullmatch(self.name)
-        self.puts_images_among_tokens = any(getattr(module.config, n, None) is not None for n in PLACES_OF_IMAGES)
-
-    def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of a call by name, in the form in which they are read."""
-        return in_form(super().bound(args, kwargs))
-
-    def takes(self, argument: str) -> bool:
-        """Whether the model's forward takes an argument."""
-        return self.takes_any or argument in self.names
-
     @property
-    def pad_token(self) -> int | None:
-        """The token that fills rows up."""
-        return getattr(text_config(self.module.config), "pad_token_id", None)
+    def calls(self) -> str:
+        return "each document in a call of its own" if self.each else "documents of one length at a time"
 
     def with_names(self, arguments: dict[str, Any]) -> Any:
         """Run a user's call with named outputs. If `return_dict` is false, the user gets a tuple."""
@@ -83,11 +48,7 @@ class ByDocument(InstanceForward):
         return self.run({**arguments, "return_dict": True}).to_tuple()
 
     def require_known_loss(self, arguments: Mapping[str, Any], packed_batch: PackedBatch) -> None:
-        """Refuse labels of packed rows if the model's own loss mixes documents.
-
-        Raises:
-            ValueError: the message says what a trial found.
-        """
+        """Refuse labels of packed rows if the model's own loss mixes documents."""
         if self.mixed_loss and arguments.get("labels") is not None:
             require_one_document_a_row(
                 packed_batch,
@@ -97,10 +58,9 @@ class ByDocument(InstanceForward):
             )
 
     def with_loss(self, run: Callable[[], Any], arguments: dict[str, Any], packed_batch: PackedBatch | None) -> Any:
-        """The output of a packed call, in which the loss of question answering is that of each document.
+        """The output that `run` computes of a packed call. The loss of question answering is computed by document.
 
         Args:
-            run: computes the output.
             arguments: the call's arguments; positions of spans are taken out of them.
             packed_batch: the packing of the tokens that have logits; None if no argument marks documents.
         """
@@ -122,7 +82,7 @@ class ByDocument(InstanceForward):
     def run_by_document(
         self, documents: Mapping[str, Documents], arguments: Mapping[str, Any], *, one_choice: bool = False
     ) -> Any:
-        """Run packed rows with one document in each row.
+        """Run packed rows with one document in each row. No cache is left.
 
         Args:
             documents: the documents of each side, "" and "decoder", in the packed rows.
@@ -130,14 +90,15 @@ class ByDocument(InstanceForward):
             one_choice: add a dimension for choices, of which there is one: tokens are (documents, 1, longest).
 
         Returns:
-            The model's output in packed rows. An output with a value for each token is (B, T, ...), one with a value
-            for each document is (documents, ...). No cache is left.
-
-        Raises:
-            ValueError: an argument, or an output, belongs to no document.
+            Outputs with a value for each token as (B, T, ...), those with one for each document as (documents, ...).
         """
         self._require_pairs(documents)
-        self._require_targets(len(next(iter(documents.values()))), arguments, one_choice)
+        count = len(next(iter(documents.values())))
+        if self.one_result and not one_choice:
+            require_one_target_each("document", count, arguments, self.name)
+        labels = arguments.get("labels")
+        if isinstance(labels, Tensor) and (labels.ndim == 1 or (labels.ndim == 2 and labels.is_floating_point())):
+            require_one_target_each("document", count, {"labels": labels}, self.name)
         left_out = (*PACKING, *map(mask_of, documents), "logits_to_keep", "use_cache")
         kept = {n: x for n, x in arguments.items() if n not in left_out and (x is not None or self.takes(n))}
         if self.takes_use_cache:
@@ -181,13 +142,6 @@ class ByDocument(InstanceForward):
                 "decoder's by decoder_attention_mask, cu_seq_lens_q, decoder_seq_idx or decoder_position_ids."
             )
 
-    def _require_targets(self, count: int, arguments: Mapping[str, Any], one_choice: bool) -> None:
-        if self.one_result and not one_choice:
-            require_one_target_each("document", count, arguments, self.name)
-        labels = arguments.get("labels")
-        if isinstance(labels, Tensor) and (labels.ndim == 1 or (labels.ndim == 2 and labels.is_floating_point())):
-            require_one_target_each("document", count, {"labels": labels}, self.name)
-
     def _require_known_padding(
         self, documents: Mapping[str, Documents], arguments: Mapping[str, Any], output: str
     ) -> None:
@@ -211,9 +165,8 @@ class ByDocument(InstanceForward):
         others = [name for name, x in batch.items() if x is not None and OTHER_TARGETS.fullmatch(name)]
         others += ["labels"] if isinstance(labels, Tensor) and labels.ndim > 2 else []  # of codebooks or of frames
         if calls > 1 and others:
-            how = "each document in a call of its own" if self.each else "documents of one length at a time"
             raise ValueError(
-                f"{self.name} runs {how}, so its loss of {others[0]} can't be combined. Compute it from the "
+                f"{self.name} runs {self.calls}, so its loss of {others[0]} can't be combined. Compute it from the "
                 f"outputs, without {others[0]}, or give each document a row of its own, unpatched."
             )
         if not isinstance(labels, Tensor):
@@ -251,11 +204,7 @@ def _with_one_choice(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def require_one_target_each(one: str, count: int, arguments: Mapping[str, Any], model: str) -> None:
-    """Refuse more or fewer targets than there are documents, or questions, in a head with one result for each.
-
-    Raises:
-        ValueError: with their shape, and how many there should be.
-    """
+    """Refuse more or fewer targets than there are documents, or questions, in a head with one result for each."""
     for name in TARGETS:
         value = arguments.get(name)
         if isinstance(value, Tensor) and value.shape[:1] != (count,):

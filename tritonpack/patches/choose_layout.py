@@ -1,0 +1,168 @@
+"""How the documents of a model are laid out, and which of its modules are patched for that."""
+
+from __future__ import annotations
+
+import inspect
+from typing import NamedTuple
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from tritonpack.backends import Backend
+from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches.applied_patch import AppliedPatch
+from tritonpack.patches.exact_classes import LAYOUTS, Layout
+from tritonpack.patches.families import BOTH_WAYS, DENSE, PROMPT_TYPES, REFUSED, REFUSED_LAYERS
+from tritonpack.patches.forwards import takes_tokens_and_mask
+from tritonpack.patches.layers.choose import fits
+from tritonpack.patches.probe import require_evidence
+from tritonpack.patches.report import holds
+from tritonpack.patches.tokens import is_bidirectional
+
+
+class SettingError(UnsupportedModelError):
+    """The model can be packed with another setting, which the message names."""
+
+
+class Choice(NamedTuple):
+    """The result of `choose_layout`.
+
+    Attributes:
+        modules: the modules to patch.
+        layout: how documents are laid out.
+        losses: the modules whose own loss mixes packed documents, each with what a trial found.
+    """
+
+    modules: list[PreTrainedModel]
+    layout: Layout
+    losses: list[tuple[nn.Module, str]]
+
+
+def choose_layout(model: nn.Module, attention: str, backend: Backend) -> Choice:
+    """The first layout in which a model is exact. Nothing is changed.
+
+    Call it without the lock of `patch_stack.py`, because a trial builds models in a thread of its own.
+
+    Raises:
+        UnsupportedModelError: there is no such layout; the message says why documents can't be packed.
+    """
+
+    def patch_untried(small: nn.Module, layout: Layout) -> None:
+        AppliedPatch(small, _modules_for(small, layout, attention), attention, "auto", [], layout).apply()
+
+    refusals: list[UnsupportedModelError] = []
+    for layout in LAYOUTS:
+        try:
+            modules = _modules_for(model, layout, attention)
+            losses = require_evidence(model, layout, attention, patch_untried) or []
+        except SettingError:
+            raise
+        except UnsupportedModelError as error:
+            refusals.append(error)
+        else:
+            if layout != "packed" and (attention, backend) != ("tritonpack", "auto"):
+                raise ValueError(
+                    f"{type(model).__name__} keeps its own attention and gives each document a row of its own, so "
+                    f"attention={attention!r} and backend={backend!r} would do nothing. Leave both out."
+                )
+            return Choice(modules, layout, losses)
+    raise refusals[0]
+
+
+def tokens_enter(model: PreTrainedModel) -> bool:
+    """Whether some module of a model takes tokens, or embeddings of tokens and a mask. Towers of images don't."""
+    return any(takes_tokens_and_mask(one) or _takes_tokens(one) for one in _models(model))
+
+
+def _modules_for(model: nn.Module, layout: Layout, attention: str) -> list[PreTrainedModel]:
+    """The modules to patch for a layout: those that get a packing, or all that users may call with tokens."""
+    if layout == "packed":
+        return _supported_modules(model, attention)
+    modules = [one for one in _models(model) if _takes_tokens(one)]
+    if not modules:
+        raise UnsupportedModelError(f"{type(model).__name__} takes no tokens.")
+    return modules
+
+
+def _models(model: nn.Module) -> list[PreTrainedModel]:
+    return [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+
+
+def _takes_tokens(module: PreTrainedModel) -> bool:
+    names = inspect.signature(type(module).forward).parameters
+    return not {"input_ids", "decoder_input_ids"}.isdisjoint(names)
+
+
+def _modules(model: nn.Module) -> list[PreTrainedModel]:
+    """The modules that take tokens and an attention mask, outermost first.
+
+    Heads are left out: they pass both on to the model inside, and torch.compile runs the hooks of the outermost module
+    outside of its graph.
+    """
+    models = _models(model)
+    if not models:
+        raise UnsupportedModelError(f"expected a transformers model; got {type(model).__name__}.")
+    takes_tokens = [module for module in models if takes_tokens_and_mask(module)]
+
+    def is_head(module: PreTrainedModel) -> bool:
+        head = module.base_model is not module or module.get_output_embeddings() is not None
+        return head and any(other is not module and holds(module, other) for other in takes_tokens)
+
+    modules = [module for module in takes_tokens if not is_head(module)]
+    if not modules:
+        raise UnsupportedModelError(
+            f"{type(models[0]).__name__} (model type {models[0].config.model_type!r}) takes no attention_mask, so "
+            "nothing can tell it where documents begin."
+        )
+    return modules
+
+
+def _supported_modules(model: nn.Module, attention: str) -> list[PreTrainedModel]:
+    """The modules to patch. Nothing is changed before a refusal.
+
+    The reason of a family comes first: it says more than what its modules lack.
+    """
+    for module in _models(model):
+        if why := REFUSED.get(module.config.model_type):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} (model type {module.config.model_type!r}) can't be packed exactly: {why}. "
+                "Train it on one document per row, unpatched."
+            )
+    modules = _modules(model)
+    for module in modules:
+        kind = module.config.model_type
+        names = inspect.signature(module.forward).parameters
+        meets = "encoder_hidden_states" in names and "encoder_attention_mask" not in names
+        if meets and getattr(module.config, "is_encoder_decoder", False):
+            raise UnsupportedModelError(
+                f"{type(module).__name__} (model type {kind!r}) takes no mask for its cross-attention, so documents "
+                "would not be told apart there. Train it on one document per row, unpatched; decoders by themselves "
+                "can be patched."
+            )
+        typed = any(other.config.model_type in PROMPT_TYPES and holds(other, module) for other in modules)
+        if kind in BOTH_WAYS and is_bidirectional(module.config) and not typed:
+            raise SettingError(
+                f"{type(module).__name__} with use_bidirectional_attention sees both directions in a batch without "
+                "padding and one in a batch with it, so there is nothing to be equal to. Set it to False, or train on "
+                "one document per row, unpatched."
+            )
+        if getattr(module, "attention_type", None) == "block_sparse":
+            raise SettingError(
+                f"{type(module).__name__} with attention_type='block_sparse' attends in blocks that are counted from "
+                "the beginning of the row. Call model.set_attention_type('original_full') before you patch it."
+            )
+        if attention == "sdpa" and not module._supports_sdpa and kind not in DENSE:
+            raise SettingError(
+                f"{type(module).__name__} (model type {kind!r}) doesn't support sdpa; use attention='eager' or "
+                "'tritonpack'."
+            )
+    for path, layer in model.named_modules():
+        name = type(layer).__name__
+        if why := REFUSED_LAYERS.get(name):
+            raise UnsupportedModelError(f"{path} ({name}) can't be packed exactly: {why}.")
+        if not fits(layer):
+            raise UnsupportedModelError(
+                f"{path} ({name}) takes other arguments in this version of transformers than in the version that its "
+                "forward was rewritten for."
+            )
+    return modules
