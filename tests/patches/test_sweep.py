@@ -152,7 +152,7 @@ class TestJudge:
         chosen = ("position_ids", "loss_position_ids", "loss_collator")
         mixtral = trial("MixtralForCausalLM", "mixtral", *chosen)
         assert mixtral.losses is not None
-        assert set(mixtral.losses.expected[0]) == {"loss", "aux_loss"}
+        assert set(mixtral.losses.expected.losses) == {"loss", "aux_loss"}
         assert set(mixtral.run("patch").forms.values()) == {"exact"}
         row = mixtral.run("patch", changed(more, ""))
         assert row.forms == {"position_ids": "exact", "loss_position_ids": "inexact", "loss_collator": "inexact"}
@@ -165,7 +165,7 @@ class TestJudge:
             label = document[0, :1] % build.LABELS
             given.append(told.model(input_ids=document, labels=label).loss)
         mean = torch.stack(given).mean()
-        assert torch.allclose(mean, told.losses.expected[0]["loss"])
+        assert torch.allclose(mean, told.losses.expected.losses["loss"])
 
     @pytest.mark.heavy
     def test_refused_when_patched_and_in_the_call(self) -> None:
