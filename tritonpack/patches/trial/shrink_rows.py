@@ -97,6 +97,7 @@ LIMITS = _limits(
     # Widths of heads, and groups of heads, in recurrences
     (8, "linear_head_dim linear_key_head_dim"),
     (2, "n_groups mamba_n_groups mamba_ngroups"),
+    (2, "num_codebooks"),  # rows of tokens, which a sweep of Kyutai gives as columns
     # Towers, which text doesn't enter
     (32, "base_channels upsample_groups"),
     (4, "num_filters"),
