@@ -14,6 +14,7 @@ from tests.patches.sweep.classes import cases
 from tests.patches.sweep.judging import Trial, actual_layout, assumed
 from tests.patches.zoo import documents
 from tritonpack.patches.trial.packed_forms import FORMS, lay_out
+from tritonpack.patches.trial.undisturbed import quiet
 
 LENGTHS = (7, 1, 3, 11)
 PATCHES = 5  # of the tiny ViLT's image, and one token for the whole image
@@ -21,7 +22,7 @@ CLASSES = ("ViltModel", "ViltForQuestionAnswering", "BlipForQuestionAnswering")
 
 
 def built(name: str) -> Any:
-    with build.quiet():
+    with quiet():
         return build.build(next(case for case in cases() if case.name == name))
 
 
@@ -39,7 +40,7 @@ def image(model: Any, count: int = 1) -> Tensor:
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", CLASSES)
 def test_the_sweep_finds_the_class_exact(name: str) -> None:
-    with build.quiet():
+    with quiet():
         row = Trial(next(case for case in cases() if case.name == name)).run("patch")
     assert (row.verdict, row.reason, row.layout) == ("exact", "", "lengths")
     assert ("loss_position_ids" in row.forms) == (name != "ViltModel")  # ViltModel takes no labels
@@ -52,7 +53,7 @@ def test_a_class_that_gives_values_of_images_alone_is_judged_by_its_loss() -> No
         model.text_decoder.cls.register_forward_hook(lambda module, args, output: output * 1.001)
         return tritonpack.patch(model)
 
-    with build.quiet():
+    with quiet():
         trial = Trial(case, ("position_ids", "hidden_states", "loss_position_ids", "float32"))
         with assumed(case.name, "lengths"):
             right = trial._run_in("lengths", "patch", tritonpack.patch)

@@ -13,6 +13,7 @@ import tritonpack
 from tests.patches.sweep import build
 from tests.patches.sweep.classes import cases
 from tests.patches.sweep.judging import assumed, judge_case
+from tritonpack.patches.trial.undisturbed import quiet
 
 CASES = {case.name: case for case in cases() if case.model_type == "layoutlmv2"}
 PATCHES = 4  # of an image, after the tokens of its document
@@ -23,7 +24,7 @@ LENGTHS = (7, 3)
 def test_is_exact_with_each_document_in_a_row_of_its_own(name: str) -> None:
     losses = ["loss_position_ids"] if "For" in name else []
     chosen = ["position_ids", "segments_alone", "two_rows_padded", "hidden_states", *losses, "bfloat16"]
-    with build.quiet():
+    with quiet():
         rows = judge_case(CASES[name], ("patch", "name"), chosen)
     assert [(row.verdict, row.layout, row.reason) for row in rows] == [("exact", "lengths", "")] * 2
     assert all({*row.forms} == {*chosen} for row in rows)

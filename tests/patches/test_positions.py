@@ -9,7 +9,12 @@ import torch
 
 import tritonpack
 from tests.patches import sweep, zoo
+from tests.patches.sweep.build import build
+from tests.patches.sweep.classes import cases
+from tests.patches.sweep.judging import difference
+from tests.patches.sweep.subject import Subject
 from tritonpack.patches.rope import rope_limits
+from tritonpack.patches.trial.packed_forms import FORMS
 
 
 @pytest.mark.parametrize("name", ["falcon-alibi", "bloom"])
@@ -82,3 +87,21 @@ LONG = {"rope_type": "longrope", "original_max_position_embeddings": 8}
 def test_limits_of_rotary_embeddings(rope: Any, limits: list[tuple[str, int]]) -> None:
     """In transformers, every type with "dynamic" in its name depends on the longest document."""
     assert rope_limits(SimpleNamespace(rope_parameters=rope, max_position_embeddings=32)) == limits
+
+
+@pytest.mark.parametrize("name", ["esm", "layoutlmv3", "luke", "m2m_100", "mpnet", "roberta", "xmod"])
+def test_padding_tokens_inside_documents(name: str) -> None:
+    """These models don't count the padding token as a place, whatever the mask says."""
+    model = build(next(case for case in cases() if case.model_type == name and "BASE" in case.mappings))
+    subject = Subject(model)
+    padding = getattr(getattr(model, "embeddings", None), "padding_idx", model.config.pad_token_id)
+    documents = subject.draw((7, 4, 9, 2))
+    for document, places in zip(documents, ([1, 4], [0, 3], [8], []), strict=True):
+        document[0, places] = padding
+    alone = subject.alone(documents)
+    with torch.no_grad(), tritonpack.patch(model):
+        for form in ("position_ids", "segments_alone", "two_rows_padded"):
+            batch = subject.lay_out(FORMS[form], documents)
+            got = subject.gather(subject.call(batch), batch)
+            assert not got.problems
+            assert difference(alone, got.parts) < sweep.tolerance(model), form

@@ -142,13 +142,6 @@ def without_initial_weights() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def empty_weights() -> Iterator[None]:
-    accelerate = pytest.importorskip("accelerate")
-    with accelerate.init_empty_weights():
-        yield
-
-
-@contextlib.contextmanager
 def fake_tensors() -> Iterator[None]:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -166,7 +159,6 @@ CONTEXTS: dict[str, Any] = {
     "fake_tensors": fake_tensors,
     "no_tie_weights": without_ties,
     "no_init_weights": without_initial_weights,
-    "init_empty_weights": empty_weights,
 }
 
 
@@ -218,6 +210,14 @@ def test_a_trial_in_any_context(context: str, trials: list[Any]) -> None:
         assert after is None or torch.equal(torch.get_rng_state(), after)
     assert len(trials) == 2
     assert after is not None or torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_trial_needs_weights() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    with accelerate.init_empty_weights():
+        model = Unshown(llama_config())
+        with pytest.raises(tritonpack.UnsupportedModelError, match=r"patch it outside of init_empty_weights"):
+            tritonpack.patch(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

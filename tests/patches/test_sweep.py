@@ -20,6 +20,7 @@ from tests.patches.sweep.classes import Case, cases, mappings, no_text
 from tests.patches.sweep.judging import Trial, assumed, has_remedy, judge_case
 from tests.patches.sweep.results import ANY, Row
 from tests.patches.sweep.subject import Subject
+from tritonpack.patches.trial.undisturbed import quiet
 
 STORED = {(row.key, row.how): row for row in results.load(version=transformers.__version__)}
 
@@ -152,7 +153,7 @@ class TestJudge:
         chosen = ("position_ids", "loss_position_ids", "loss_collator")
         mixtral = trial("MixtralForCausalLM", "mixtral", *chosen)
         assert mixtral.losses is not None
-        assert set(mixtral.losses.expected[0]) == {"loss", "aux_loss"}
+        assert set(mixtral.losses.expected.losses) == {"loss", "aux_loss"}
         assert set(mixtral.run("patch").forms.values()) == {"exact"}
         row = mixtral.run("patch", changed(more, ""))
         assert row.forms == {"position_ids": "exact", "loss_position_ids": "inexact", "loss_collator": "inexact"}
@@ -165,7 +166,7 @@ class TestJudge:
             label = document[0, :1] % build.LABELS
             given.append(told.model(input_ids=document, labels=label).loss)
         mean = torch.stack(given).mean()
-        assert torch.allclose(mean, told.losses.expected[0]["loss"])
+        assert torch.allclose(mean, told.losses.expected.losses["loss"])
 
     @pytest.mark.heavy
     def test_refused_when_patched_and_in_the_call(self) -> None:
@@ -333,7 +334,7 @@ def compare(x: Case, how: str, chosen: tuple[str, ...]) -> None:
 
 @pytest.mark.parametrize("x", sample(24, "quick"), ids=lambda x: x.key)
 def test_a_few_classes_agree_with_the_table(x: Case) -> None:
-    with build.quiet():
+    with quiet():
         compare(x, "patch", ("segments_alone",))
 
 
@@ -341,5 +342,5 @@ def test_a_few_classes_agree_with_the_table(x: Case) -> None:
 @pytest.mark.parametrize("how", ["patch", "name"])
 @pytest.mark.parametrize("x", sample(72, "slow"), ids=lambda x: x.key)
 def test_more_classes_agree_with_the_table(x: Case, how: str) -> None:
-    with build.quiet():
+    with quiet():
         compare(x, how, forms.ALL)

@@ -11,6 +11,7 @@ from tests.patches.sweep import build
 from tests.patches.sweep.classes import cases
 from tests.patches.sweep.judging import judge_case
 from tritonpack.parallel.validate import require_shardable
+from tritonpack.patches.trial.undisturbed import quiet
 
 EXACT = (
     "DistilBertForMultipleChoice/distilbert",
@@ -37,6 +38,7 @@ EXACT = (
     "SpeechT5ForTextToSpeech/speecht5",
     "VitsModel/vits",
 )
+
 REFUSED = {
     "DiffusionGemmaModel/diffusion_gemma": "its canvas attends through a cache to the keys of whole rows",
     "VoxtralRealtimeModel/voxtral_realtime": "its encoder hears a row's sounds",
@@ -47,7 +49,7 @@ CASES = {case.key: case for case in cases()}
 @pytest.mark.parametrize("key", EXACT)
 def test_is_packed_exactly(key: str) -> None:
     chosen = ("position_ids", "segments_alone", "two_rows_padded", "float32")
-    with build.quiet():
+    with quiet():
         (row,) = judge_case(CASES[key], ("patch",), chosen)
     assert (row.verdict, row.reason) == ("exact", "")
 
@@ -55,7 +57,7 @@ def test_is_packed_exactly(key: str) -> None:
 @pytest.mark.heavy
 @pytest.mark.parametrize("key", REFUSED)
 def test_is_refused_with_the_reason(key: str) -> None:
-    with build.quiet():
+    with quiet():
         (row,) = judge_case(CASES[key], ("patch",), ("position_ids",), with_gradients=False)
     assert row.verdict == "refused"
     assert REFUSED[key] in row.reason

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from transformers import RobertaConfig, RobertaForMaskedLM
 
 import tritonpack
+from tests.patches import zoo
 from tests.patches.models import FAMILIES, tiny_model
 from tritonpack.testing import check_isolation
 
@@ -35,6 +36,31 @@ def test_a_leak_in_a_later_layer_is_named() -> None:
     model.model.layers[1].register_forward_hook(lambda m, args, out: out + out.mean(1, keepdim=True) * 1e-3)
     with tritonpack.patch(model), pytest.raises(tritonpack.IsolationError, match=r"begins in model\.layers\.1\b"):
         check_isolation(model)
+
+
+@pytest.mark.parametrize("name", ["bloom", "mpt"])
+def test_float64_models_that_compute_in_float32_inside(name: str) -> None:
+    """Their softmax and ALiBi are float32, so half the digits of float64 is too little for large weights."""
+    model: Any = zoo.tiny_model(name, dtype=torch.float64)
+    for parameter in model.parameters():
+        if parameter.ndim >= 2:
+            parameter.data *= 3
+    with pytest.raises(tritonpack.IsolationError, match="see each other"):
+        check_isolation(model)
+    with tritonpack.patch(model):
+        report = check_isolation(model)
+        assert report.moved_by_others == report.gradient_to_others == 0.0
+        assert torch.finfo(torch.float64).eps ** 0.5 < report.packed_against_alone < report.allowed < 1e-3
+        norm = [module for module in model.modules() if isinstance(module, nn.LayerNorm)][2]
+        norm.register_forward_hook(lambda m, args, out: out + out.mean(1, keepdim=True) * 1e-10)
+        with pytest.raises(tritonpack.IsolationError, match="see each other"):
+            check_isolation(model)
+
+
+def test_float64_models_keep_their_limit() -> None:
+    model = tiny_model("llama", dtype=torch.float64)
+    with tritonpack.patch(model):
+        assert check_isolation(model).allowed == torch.finfo(torch.float64).eps ** 0.5
 
 
 def test_the_model_is_unchanged() -> None:
@@ -111,7 +137,7 @@ def test_leaks_that_depend_on_sizes_need_documents_of_real_size() -> None:
 
 
 def test_the_padding_token_is_not_drawn() -> None:
-    """RoBERTa takes no position for it, so documents that hold it differ packed and alone."""
+    """Documents hold ordinary tokens, none of which the configuration names."""
     config = RobertaConfig(
         vocab_size=12, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
         max_position_embeddings=128,

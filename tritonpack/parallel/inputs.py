@@ -120,6 +120,9 @@ def _read(arguments: dict[str, Any], module: PreTrainedModel) -> tuple[PackedBat
         )
     for kind, limit in hook.rope_limits:
         require_one_rope(packed_batch, kind, limit)
+    if hook.padding_place is not None:  # documents may hold padding tokens on other ranks
+        positions = hook.positions(packed_batch, arguments.get("input_ids"))
+        packed_batch = packed_batch.replace(boundaries=packed_batch.runs()[0], position_ids=positions)
     rows = _rows_to_keep(arguments.get("logits_to_keep"), tokens, device)
     return packed_batch, rows, _targets(arguments, tokens, tokens if rows is None else rows.shape, module)
 

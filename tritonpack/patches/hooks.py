@@ -25,6 +25,7 @@ from tritonpack.patches.families import (
 from tritonpack.patches.first_call import FirstCall
 from tritonpack.patches.interface import NAMES, require_own_attention, served
 from tritonpack.patches.layers.image_positions import METHOD, leave_positions_to
+from tritonpack.patches.layers.positions import from_padding
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parse_inputs import OpenMask, make_packed_batch
@@ -75,7 +76,7 @@ class PackingHook(PreHook):
         self.first_call = FirstCall(module, serving.attention == "dense")
         config = module.config
         self.model_type = config.model_type
-        self.first_position = _padding_place(module) + 1 if self.model_type in COUNT_FROM_PADDING else 0
+        self.padding_place = _padding_place(module) if self.model_type in COUNT_FROM_PADDING else None
         self.padding = config.pad_token_id if self.model_type in MASKS_PADDING else None
         self.reads_padding = self.model_type in READS_PADDING
         self.codebooks = codebooks_of(module)
@@ -197,11 +198,11 @@ class PackingHook(PreHook):
         """Put the packing into the arguments. Returns it if it covers whole rows, because nothing is cached yet."""
         given = arguments.get("position_ids")
         leave_positions_to(self.module, packed_batch, arguments)
-        wanting = given is None or self.first_position > 0
+        wanting = given is None or (self.padding_place is not None and not packed_batch.shared)
         if self.outermost and packed_batch.position_ids is None and given is not None and given.ndim == 2:
             wanting = True  # the user passed no positions: a head counted them along the row
         if wanting and self.gives_positions and not packed_batch.cached and packed_batch.tells_documents:
-            arguments["position_ids"] = packed_batch.positions() + self.first_position
+            arguments["position_ids"] = self.positions(packed_batch, arguments.get("input_ids"))
         if self.mixes:
             if self.outermost:
                 packed_batch = packed_batch.replace(by_document=self._runs_by_document(packed_batch, arguments))
@@ -221,6 +222,12 @@ class PackingHook(PreHook):
         if "perm_mask" in self.names and fresh and arguments.get("perm_mask") is None:  # XLNet's
             arguments["perm_mask"] = (~packed_batch.document_mask().to_tensor()[:, 0]).float()
         return packed_batch if fresh else None
+
+    def positions(self, packed_batch: PackedBatch, ids: Tensor | None) -> Tensor:
+        """(B, T) int64: the place of each token in its document, as the model counts places."""
+        if self.padding_place is None:
+            return packed_batch.positions()
+        return from_padding(packed_batch, ids, self.padding_place)
 
     def _runs_by_document(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> bool:
         """Whether recurrent layers, which keep one state for a row, run on each document by itself, without a cache."""

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tritonpack.checks import as_integers
 from tritonpack.errors import IsolationError, UnsupportedModelError
@@ -19,7 +21,7 @@ from tritonpack.patches.tokens import special_tokens
 from tritonpack.patches.trial.comparison import influence, limits
 from tritonpack.patches.trial.judge import Results, alone
 from tritonpack.patches.trial.outputs import parts_of, tensors_in
-from tritonpack.patches.trial.packed_forms import FORMS, Batch
+from tritonpack.patches.trial.packed_forms import FORMS, Batch, whole
 from tritonpack.patches.trial.small_copy import one_line
 from tritonpack.patches.trial.subject import Subject, as_prompts, draw_of
 
@@ -37,9 +39,10 @@ class IsolationReport:
         moved_by_others: between two calls in which only another document differs; 0.0 is bitwise equality.
         gradient_to_others: the largest gradient of a document's outputs in another document's embeddings, relative to
             the largest in its own.
-        allowed: the limit of `packed_against_alone`: half the digits of the model's dtype. The limit of the other two
-            is 64 units in the last place, or `allowed` where that is less. They are zero where no kernel's shape
-            depends on the tokens, as in a mixture of experts.
+        allowed: the limit of `packed_against_alone`: half the digits of the model's dtype. It is half the digits of
+            float32 for a float64 model that exceeds its own limit and computes in float32 inside, as Bloom's softmax
+            does. The limit of the other two is 64 units in the last place, or half the digits of the dtype where that
+            is less. They are zero where no kernel's shape depends on the tokens, as in a mixture of experts.
     """
 
     lengths: tuple[int, ...]
@@ -105,14 +108,13 @@ def check_isolation(
     with _as_found(model), _called_with_tokens_alone(model):
         expected = alone(subject, documents, gradients=False)
         found = [_check_form(subject, form, documents, others, expected) for form in TOLD]
-    differs, moved, gradient = (max(one) for one in zip(*found, strict=True))
-    return IsolationReport(lengths, differs, moved, gradient, limits(expected.dtype).alone)
+    return IsolationReport(lengths, *(max(one) for one in zip(*found, strict=True)))
 
 
 def _check_form(
     subject: Subject, form: str, documents: list[Tensor], others: dict[int, Tensor], expected: Results
-) -> tuple[float, float, float]:
-    """Return the three differences of a form.
+) -> tuple[float, float, float, float]:
+    """Return the three differences of a form, and the limit of the first.
 
     Raises:
         IsolationError: one of them is beyond its limit.
@@ -133,8 +135,10 @@ def _check_form(
     batch = FORMS[form](documents)
     gradient = max(_gradient_to_others(subject, batch, i, expected) for i in range(len(documents)))
     allowed, rounding = limits(expected.dtype)
+    if differs > allowed and expected.dtype == torch.float64 and _computes_in_float32(subject, documents[0]):
+        allowed = limits(torch.float32).alone
     if differs <= allowed and moved.size <= rounding and gradient <= rounding:
-        return differs, moved.size, gradient
+        return differs, moved.size, gradient, allowed
     changed = [others[i] if i == moved.document else x for i, x in enumerate(documents)]
     layer = _first_moved_layer(subject, batch, FORMS[form](changed), moved.document)
     where = f"the leak begins in {layer}" if layer else "no layer's output moved, so positions or gradients are wrong"
@@ -146,6 +150,27 @@ def _check_form(
         f"gradient of {gradient:.1e} in another document (all relative; {allowed:.1e}, {rounding:.1e} and "
         f"{rounding:.1e} would be rounding). tritonpack.patch(model) keeps documents apart."
     )
+
+
+@torch.no_grad()
+def _computes_in_float32(subject: Subject, document: Tensor) -> bool:
+    """Whether any operator gives float32 when a float64 model runs on a document."""
+    with _RecordDtypes() as recorded:
+        subject.output(whole(document))
+    return torch.float32 in recorded.dtypes
+
+
+class _RecordDtypes(TorchDispatchMode):
+    """Record the dtypes of the outputs of all operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.dtypes |= {x.dtype for x in tree_leaves(result) if isinstance(x, Tensor)}
+        return result
 
 
 def _gradient_to_others(subject: Subject, batch: Batch, document: int, expected: Results) -> float:

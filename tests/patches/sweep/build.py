@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
-import transformers
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from tests.patches import zoo
@@ -90,12 +86,3 @@ def _fit(config: Any, cls: Any) -> Any:
         if isinstance(part, wanted):
             return part
     return config
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Leave out the warnings of transformers and torch about tiny models."""
-    transformers.logging.set_verbosity_error()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield

@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from tests.patches.sweep import build
 from tests.patches.sweep.classes import Case
 from tests.patches.sweep.judging import judge_case
 from tests.patches.sweep.results import ANY, Row
+from tritonpack.patches.trial.undisturbed import quiet
 
 
 def _work(group: list[Case], options: dict[str, Any], pipe: Connection) -> None:
     torch.set_num_threads(1)
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # compilers and kernels print there
-    with build.quiet():
+    with quiet():
         for case in group:
             pipe.send([dataclasses.asdict(row) for row in judge_case(case, **options)])
     pipe.close()

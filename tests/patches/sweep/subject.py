@@ -17,7 +17,7 @@ from tests.patches.sweep.forms import alone, end_to_end
 from tritonpack.patches.tokens import is_config, special_tokens
 from tritonpack.patches.trial.outputs import Output, UnlikeError, outputs_alone, parts_of
 from tritonpack.patches.trial.packed_forms import Batch, with_choices
-from tritonpack.patches.trial.subject import codebooks_of, exchanged, rows_for_codebooks, side_by_side
+from tritonpack.patches.trial.subject import codebooks_of, draw_of, exchanged, rows_for_codebooks, side_by_side
 
 # The least number of tokens in documents of a few model types.
 SHORTEST = {"canine": 5, "funnel": 4, "longformer": 4}
@@ -88,10 +88,8 @@ class Subject:
 
     def draw(self, lengths: tuple[int, ...], seed: int = 1) -> list[Tensor]:
         """Draw documents `[1, n]` of these lengths from ordinary tokens, with the end token that a head looks for."""
-        generator = torch.Generator().manual_seed(seed)
         shortest = SHORTEST.get(self.config.model_type, 1)
-        lengths = tuple(max(n, shortest) for n in lengths)
-        documents = [self.ordinary[torch.randint(len(self.ordinary), (1, n), generator=generator)] for n in lengths]
+        documents = draw_of(self.ordinary, tuple(max(n, shortest) for n in lengths), seed)
         lead = torch.tensor([self.extras.lead], dtype=torch.long)
         documents = [torch.cat([lead, document], dim=1) for document in documents]
         if self.ends:
@@ -102,11 +100,7 @@ class Subject:
     def targets(self, documents: list[Tensor]) -> list[Tensor]:
         """Return the decoder's documents: they have other lengths, and the last token of each document seeds them."""
         lengths = [DECODER_LENGTHS.get(d.numel(), d.numel()) for d in documents]
-        generators = [torch.Generator().manual_seed(100 + int(d[0, -1])) for d in documents]
-        return [
-            self.ordinary[torch.randint(len(self.ordinary), (1, n), generator=generator)]
-            for n, generator in zip(lengths, generators, strict=True)
-        ]
+        return [draw_of(self.ordinary, (n,), 100 + int(d[0, -1]))[0] for n, d in zip(lengths, documents, strict=True)]
 
     def lay_out(self, form: Callable[[list[Tensor]], Batch], documents: list[Tensor]) -> Batch:
         """Lay out documents in a form; for an encoder-decoder model, those of both sides."""

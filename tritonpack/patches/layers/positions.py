@@ -24,16 +24,19 @@ class LocalPositions(InstanceForward):
             table, places = module.weight, packed_batch.places() + getattr(module, "offset", 0)
         else:
             self.inner(*args, **kwargs)  # it extends a sinusoidal table if needed
-            ids = self.bound(args, kwargs).get("input_ids")
-            table, places = module.weights, _from_padding(module, packed_batch, ids)
+            counts = hasattr(module, "create_position_ids_from_input_ids")
+            ids = self.bound(args, kwargs).get("input_ids") if counts else None
+            table, places = module.weights, from_padding(packed_batch, ids, getattr(module, "padding_idx", -1))
         found = nn.functional.embedding(places, table)
         return _Indexed(found) if type(self.module).__name__ in ADDS_AXES else found
 
 
-def _from_padding(module: Any, packed_batch: PackedBatch, ids: Tensor | None) -> Tensor:
-    """(B, T) int64, places as fairseq counts them: from padding_idx + 1, without padding tokens."""
-    padding = getattr(module, "padding_idx", -1)
-    if ids is None or not hasattr(module, "create_position_ids_from_input_ids"):
+def from_padding(packed_batch: PackedBatch, ids: Tensor | None, padding: int) -> Tensor:
+    """(B, T) int64, places in documents as fairseq counts them: from padding + 1.
+
+    If token ids (B, T) are given, padding tokens inside a document aren't counted, and have the place `padding`.
+    """
+    if ids is None:
         return packed_batch.places() + padding + 1
     real = (ids != padding).long()
     count = real.cumsum(1)

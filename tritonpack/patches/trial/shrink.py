@@ -16,8 +16,6 @@ DROPPED = (
     "quantization_config", "stage_names", "torch_dtype", "transformers_version",
 )  # fmt: skip
 
-MOST_LAYERS = 6
-
 
 def shrink(config: C) -> C:
     """Return a configuration of the same class, so small that any machine builds and runs its model at once.
@@ -114,9 +112,6 @@ def _kept_layers(values: Values, total: int) -> list[int]:
         for i in range(total)
     ]
     kept = [i for i, kind in enumerate(kinds) if kinds[:i].count(kind) < (2 if SHARED in kind else 1)]
-    if len(kept) > MOST_LAYERS:  # only layers with a feature that no earlier one has
-        shown = [{*enumerate(kind)} for kind in kinds]
-        kept = [i for i in kept if shown[i] - set().union(*shown[:i])][:MOST_LAYERS]
     pattern = values.get("block_types")  # repeated over the layers
     if pattern and len(pattern) < total:
         kept = list(range(len(pattern)))

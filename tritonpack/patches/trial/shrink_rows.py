@@ -22,8 +22,8 @@ def _limits(*groups: tuple[int, str]) -> dict[str, int]:
 # Numbers of layers. The first that a class has is the length of its lists of layers.
 LAYERS = _names(
     """
-    num_hidden_layers num_layers n_layer n_layers decoder_layers encoder_layers num_decoder_layers num_encoder_layers
-    depth num_blocks conf_num_hidden_layers num_layers_per_stack num_lstm_layers num_global_layers
+    num_hidden_layers num_layers n_layer n_layers decoder_layers encoder_layers num_decoder_layers
+    depth num_blocks
     """
 )
 
@@ -34,23 +34,16 @@ HEADS = {
     "n_heads": ("kv_n_heads",),
     "num_heads": ("num_key_value_heads",),
     "attention_heads": (),
-    "conf_num_attention_heads": (),
     "decoder_attention_heads": (),
     "encoder_attention_heads": (),
-    "num_decoder_attention_heads": (),
-    "num_encoder_attention_heads": (),
-    "num_query_groups": (),
-    "swa_num_attention_heads": ("swa_num_key_value_heads",),
     "linear_num_value_heads": ("linear_num_key_heads",),
     "linear_num_heads": (),
-    "num_attention_heads_per_layer": ("num_key_value_heads",),
 }  # fmt: skip
 
 # Widths of heads. Others keep their proportion to the first that a class has.
 HEAD_DIMS = _names(
     """
-    head_dim dim_head d_head d_kv attention_head_dim attention_head_size kv_channels swa_head_dim global_head_dim
-    rotary_dim v_head_dim swa_v_head_dim index_head_dim indexer_head_dim
+    head_dim d_head d_kv attention_head_dim kv_channels swa_head_dim rotary_dim v_head_dim index_head_dim
     """
 )
 
@@ -65,7 +58,7 @@ STATE_HEADS = (
 LATENT_DIMS = ("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
 
 # Counts of layers of a kind at the beginning, and at the end.
-FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index", "num_hash_layers")
+FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 LAST_LAYERS = ("num_kv_shared_layers",)
 
 # A kind of layer that shares its weights within the kind: two of them stay.
@@ -84,46 +77,31 @@ PERIODS = {
     "sliding_window_pattern": "",
 }
 
-# The largest value of each field; smaller values stay.
+# The largest value of each field; smaller values stay. Fields that aren't here shrink by `WIDTHS`, or not at all.
 LIMITS = _limits(
-    (VOCAB, "audio_vocab_size decoder_vocab_size encoder_hash_byte_group_vocab n_words pronunciation_vocab_size "
-            "shape_vocab_size unpadded_vocab_size vocab_size vocab_size_per_layer_input"),
-    (128, "max_position_embeddings max_position max_sequence_length max_seq_len max_source_positions "
-          "max_target_positions model_max_length n_ctx n_positions context_length num_position_embeddings "
-          "position_embedding_size"),
+    (VOCAB, "decoder_vocab_size encoder_hash_byte_group_vocab vocab_size"),
+    (128, "max_position_embeddings max_source_positions max_target_positions n_positions"),
     (WINDOW, "attention_window_size keep_window_size local_attention_window_len sliding_window sliding_window_size "
              "window_size"),
     (2 * WINDOW, "local_attention rel_extent"),
     (CHUNK, "attention_chunk_size"),
     (TOPK, "index_topk indexer_budget"),
     (3, "floor_scale log_scaling_n_floor"),
-    (2, "index_block_size index_topk_blocks indexer_compress_ratio lsh_attn_chunk_length local_attn_chunk_length"),
-    (2, "block_size index_kpool"),
-    (1, "num_random_blocks"),
+    (2, "index_block_size index_topk_blocks indexer_compress_ratio block_size index_kpool"),
     (1, "start_n_top end_n_top"),  # tokens, of which the shortest document of a trial has one
-    (4, "chunk_size mamba_chunk_size ffn_round_up_to_multiple_of"),
+    (4, "chunk_size mamba_chunk_size"),
     # Experts
     (4, "num_experts num_local_experts n_routed_experts moe_num_experts zero_expert_num"),
     (2, "num_experts_per_tok num_experts_per_token moe_topk moe_top_k moe_k top_k_experts n_group num_expert_group"),
-    (1, "n_shared_experts num_shared_experts moe_num_shared_experts topk_group"),
-    # Ranks and states
-    (24, "q_lora_rank swa_q_lora_rank"),
-    (16, "kv_lora_rank swa_kv_lora_rank codebook_dim"),
-    (8, "linear_head_dim linear_key_head_dim o_lora_rank router_hidden_size "
-        "hidden_size_per_layer_input ple_embed_dim"),
-    (16, "index_n_heads indexer_n_heads"),
-    (4, "adapter_rank d_rel gated_norm_rank hc_lowrank laurel_rank mamba_d_state mamba_dt_rank ssm_state_size "
-        "state_size time_step_rank"),
-    (2, "hc_count hc_mult mamba_n_groups mamba_ngroups n_groups o_groups num_codebooks altup_num_inputs "
-        "ngram_size split_ngram_parts make_ngram_vocab_size_divisible_by"),
+    (1, "topk_group"),
+    # Widths of heads, and groups of heads, in recurrences
+    (8, "linear_head_dim linear_key_head_dim"),
+    (2, "n_groups mamba_n_groups mamba_ngroups"),
+    (2, "num_codebooks"),  # rows of tokens, which a sweep of Kyutai gives as columns
     # Towers, which text doesn't enter
-    (32, "image_size crop_size num_mel_bins codebook_size upsample_groups base_channels out_channel "
-         "depthwise_separable_out_channel ext_pw_out_channel nemo_conv_channels input_feat_size "
-         "vector_quantization_hidden_dimension"),
-    (8, "patch_size"),
+    (32, "base_channels upsample_groups"),
     (4, "num_filters"),
     (1, "depths"),
-    (64, "num_chroma chroma_length bias_max_distance mm_tokens_per_image ngram_vocab_size_base"),
 )  # fmt: skip
 
 # Words in names of widths. A multiple of the hidden size stays one; others become at most twice the new hidden size.
@@ -134,7 +112,6 @@ ROWS: dict[str, dict[str, Any]] = {
     "xlstm": {"qk_dim_factor": 1.0},
     # Axial positions need the length of the row, and buckets have no small size.
     "reformer": {"axial_pos_embds": False, "num_buckets": 2, "hash_seed": 1, "attention_head_size": 16},
-    "deepseek_v4": {"compress_rates": {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3}},
     # Its vocoder and its flow run over all samples of a sound.
     "vits": {
         "flow_size": 8, "spectrogram_bins": 8, "posterior_encoder_num_wavenet_layers": 1,

@@ -101,8 +101,6 @@ class Sizes:
             value = self.values.get(name)
             other = next((n for n in others if is_number(known.get(n))), None)
             keys = known[other] if other else None
-            if isinstance(value, list):
-                self.fixed[name] = [_heads(v, keys)[0] for v in value]
             if not is_number(value):
                 continue
             self.fixed[name], new_keys = _heads(value, keys)

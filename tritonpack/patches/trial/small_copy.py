@@ -84,27 +84,12 @@ def small_model(kind: type[nn.Module], config: Any) -> nn.Module:
         small: Any = shrink(config)
         small._experts_implementation = _EXPERTS
         model = kind(small)
-        _fill_empty(model)
+        if any(x.is_meta for x in (*model.parameters(), *model.buffers())):
+            raise ValueError("its weights are on the meta device; patch it outside of init_empty_weights")
     except Exception as error:  # a configuration's or a model's own code may raise anything
         raise NotSmallError(one_line(error)) from error
     spread(model, torch.Generator().manual_seed(0))
     return model.float().eval()
-
-
-def _fill_empty(model: Any) -> None:
-    """Give values to parameters on the meta device, which `init_empty_weights` and `no_init_weights` of the caller
-    leave there."""
-    made: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and parameter.is_meta:
-                fill = torch.zeros if parameter.ndim > 1 else torch.ones
-                filled = nn.Parameter(fill(parameter.shape), requires_grad=parameter.requires_grad)
-                module._parameters[name] = made.setdefault(id(parameter), filled)
-                module._is_hf_initialized = False
-    if any(buffer.is_meta for buffer in model.buffers()):
-        raise ValueError("its buffers are on the meta device")
-    model.initialize_weights()  # modules that have been initialized keep their weights
 
 
 def auto_class(config: Any) -> Any:
