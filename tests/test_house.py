@@ -57,7 +57,6 @@ GUESTS = {
 }
 
 
-
 def imports_of(source: str, module: str) -> set[str]:
     """The dotted names that a module imports, anywhere in it, also by a string such as "tritonpack.masks.flex"."""
     names = set()
