@@ -22,11 +22,16 @@ from tritonpack.masks.block_diagonal import BlockDiagonalMask
 
 
 class TileTables(NamedTuple):
-    """The tile tables of a call: of forward, of dk and dv, and of dq; None for a table that the call doesn't need."""
+    """The tile tables of a call: of forward, of dk and dv, and of dq; None for a table that the call doesn't need.
+
+    `blocks` lists the blocks that tiles visit: in a mask of trees those of all three tables (tree_table.py), in the
+    backend "blocked" all blocks.
+    """
 
     forward: Tensor | None
     keys: Tensor | None
     queries: Tensor | None
+    blocks: Tensor | None = None
 
 
 NO_TABLES = TileTables(None, None, None)
@@ -125,14 +130,17 @@ def _unseen_before(mask: BlockDiagonalMask) -> Tensor:
 
 
 def document_begins(mask: BlockDiagonalMask, *, exact: bool = False) -> Tensor:
-    """(num_queries,) bool, True where a document or a run of rows that see nothing begins.
+    """(num_queries,) bool, True where a document, a branch of a tree or a run of rows that see nothing begins.
 
-    A row that has no key in common with the row above counts as a begin. With `exact` the numbers of the documents
-    decide instead, if the mask has them.
+    A row that has no key in common with the row above counts as a begin, in a tree a row that doesn't see the key of
+    the row above. With `exact` the numbers of the documents decide instead, if the mask has them.
     """
     start, stop = mask.key_start, mask.key_stop
     live = start < stop
     differs = start[1:] >= stop[:-1]
+    if mask.query_stop is not None and mask.num_queries == mask.num_keys:
+        rows = torch.arange(1, mask.num_queries, device=mask.device)
+        differs = differs | (mask.query_stop[:-1] <= rows)
     if exact and mask.document is not None:
         differs = mask.document[1:] != mask.document[:-1]
     differs = differs & (live[1:] | live[:-1])

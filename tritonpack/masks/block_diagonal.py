@@ -111,6 +111,12 @@ class BlockDiagonalMask:
         return self.query_stop is not None
 
     @property
+    def key_places(self) -> Tensor | None:
+        """(num_keys,), the place of each key, from which `diagonal` counts distances; None without `diagonal`."""
+        keys = torch.arange(self.num_keys, device=self.device) if self.diagonal is not None else None
+        return self.diagonal if self.is_tree else keys
+
+    @property
     def document(self) -> Tensor | None:
         """(num_queries,) int32, the number of each query's document in the order of the stream; None if it isn't known.
         Rows outside every document hold the number of some document."""

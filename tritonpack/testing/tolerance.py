@@ -157,7 +157,7 @@ def _plain_scores(q: Tensor, k: Tensor, inputs: Inputs, scale: float | None) -> 
         assert mask.document is not None
         per_row = slopes[None] if slopes.ndim == 1 else slopes[mask.document]
         per_row = per_row.to(torch.promote_types(scores.dtype, torch.float32))
-        distance = (mask.diagonal[:, None] - torch.arange(mask.num_keys, device=q.device)).abs()
+        distance = (mask.diagonal[:, None] - mask.key_places).abs()
         scores = scores - (per_row.T[..., None] * distance).to(scores.dtype)
     return scores, slope
 
