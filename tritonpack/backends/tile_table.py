@@ -66,12 +66,16 @@ def tile_table(
     block = None if whole_documents else block
 
     def table() -> Tensor:
-        key = ("rows of tiles", rows, long, whole_documents)  # tables with another `block` have the same rows
-        tiles = mask.cached(key, lambda: _cut(mask, rows, long, whole_documents))
+        tiles = cut_rows(mask, rows, long, whole_documents)
         exposed = torch.ones_like(tiles[:, 0]) if block is None else _exposed(mask, tiles, block)
         return torch.cat([tiles, exposed[:, None]], dim=1)
 
     return mask.cached(("tiles", rows, long, block, whole_documents), table)
+
+
+def cut_rows(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: bool = False) -> Tensor:
+    """(capacity, 2) int32, the rows [first, end) of each tile, as `tile_table` cuts them; kept with the mask."""
+    return mask.cached(("rows of tiles", rows, long, whole_documents), lambda: _cut(mask, rows, long, whole_documents))
 
 
 def capacity(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: bool) -> int:
