@@ -64,7 +64,7 @@ class Configuration:
         kernel, arch, head_dim, dtype: as in the table of tiles.
         head_dim_v: of the values; None means head_dim.
         group: query heads per key head.
-        features: of "softcap", "sinks", "alibi", "dropout", "pack_invariant", those that are in use.
+        features: of "softcap", "sinks", "alibi", "dropout", "pack_invariant" and "tree", those that are in use.
         another_tile: None means the table's.
     """
 
@@ -237,6 +237,8 @@ def _source(configuration: Configuration) -> ASTSource:
     }
     absent = {"alibi": ("alibi_ptr", "diagonal_ptr"), "dropout": ("seed_ptr",), "softcap": ("softcap_log2",)}
     absent["sinks"] = ("sinks_ptr", "dsinks_ptr")
+    bounds = ("key_start_ptr", "key_stop_ptr") if kernel is dkdv_kernel else ()
+    absent["tree"] = ("blocks_ptr", "num_keys", *bounds)
     constants |= {name: None for feature, names in absent.items() if feature not in features for name in names}
     if columns == width:
         constants |= {"q_columns_desc": None, "k_columns_desc": None}
@@ -258,7 +260,7 @@ def _source(configuration: Configuration) -> ASTSource:
     types |= {"lse2": statistics, "delta": statistics}
     types |= {name: f"tensordesc<{element}[{','.join(map(str, block))}]>" for name, block in descriptors.items()}
     unaligned = {
-        "num_queries", "stride_at", "stride_ah", "stride_dlh", "stride_dlt", "drop_below",
+        "num_queries", "num_keys", "stride_at", "stride_ah", "stride_dlh", "stride_dlt", "drop_below",
     }  # fmt: skip
 
     signature, attributes = {}, {}

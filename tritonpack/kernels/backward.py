@@ -102,7 +102,7 @@ def dq_kernel(
     kernel also writes each tile's share of their gradient, [H, tiles], except for empty tiles.
     """
     TREE: tl.constexpr = blocks_ptr is not None
-    head_block, number, tile_ptr, first, end = load_tile(tiles_ptr, HEAD_BLOCKS, 5 if TREE else 3)
+    head_block, number, tile_ptr, first, end, third = load_tile(tiles_ptr, HEAD_BLOCKS, 5 if TREE else 3)
     if first >= end:
         return
     first_head = head_block * HEADS
@@ -118,7 +118,6 @@ def dq_kernel(
     if TREE:
         key_end = num_keys
     else:
-        exposed = tl.load(tile_ptr + 2)
         begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, 1, BLOCK_N)
         key_end = tl.load(key_stop_ptr + end - 1)
 
@@ -148,9 +147,9 @@ def dq_kernel(
     dq = tl.zeros([BLOCK_M, COLUMNS], dtype=tl.float32)
     for phase in tl.static_range(FULL if TREE else EARLY, 4, 2 if TREE else 1):  # as in the forward kernel
         if TREE:
-            step_begin, step_end = listed_range(phase, tile_ptr)
+            step_begin, step_end = listed_range(phase, tile_ptr, third)
         else:
-            step_begin, step_end = phase_range(phase, exposed, full, full_end, blocks)
+            step_begin, step_end = phase_range(phase, third, full, full_end, blocks)
         if step_begin < step_end:  # an empty loop would prepare its loads, too
             for step in tl.range(step_begin, step_end):
                 if TREE:
@@ -251,7 +250,7 @@ def dkdv_kernel(
     descriptors read 16 bytes at a time, so with them blocks of queries begin at multiples of 4 rows of the stream.
     """
     TREE: tl.constexpr = blocks_ptr is not None
-    kv_head, _number, tile_ptr, first, end = load_tile(tiles_ptr, HEAD_BLOCKS, 5 if TREE else 3)
+    kv_head, _number, tile_ptr, first, end, third = load_tile(tiles_ptr, HEAD_BLOCKS, 5 if TREE else 3)
     if first >= end:
         return
     column = tl.program_id(1) * COLUMNS
@@ -277,7 +276,7 @@ def dkdv_kernel(
     for phase in tl.static_range(2):
         head = kv_head * GROUP
         if TREE:
-            list_begin, list_end = listed_range(CLEANED if phase == 0 else FULL, tile_ptr)
+            list_begin, list_end = listed_range(CLEANED if phase == 0 else FULL, tile_ptr, third)
             steps = list_end - list_begin
         else:
             steps = full + blocks - full_end if phase == 0 else full_end - full

@@ -77,7 +77,7 @@ def forward_kernel(
     together with the key bounds, and `blocks` lists the first keys of the blocks that tiles visit.
     """
     TREE: tl.constexpr = blocks_ptr is not None
-    head_block, _number, tile_ptr, first, end = load_tile(tiles_ptr, HEAD_BLOCKS, 5 if TREE else 3)
+    head_block, _number, tile_ptr, first, end, third = load_tile(tiles_ptr, HEAD_BLOCKS, 5 if TREE else 3)
     if first >= end:
         return
     first_head = head_block * HEADS
@@ -90,7 +90,6 @@ def forward_kernel(
     if TREE:
         key_end = num_keys
     else:
-        exposed = tl.load(tile_ptr + 2)
         begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, 1, BLOCK_N)
         key_end = tl.load(key_stop_ptr + end - 1)
 
@@ -105,9 +104,9 @@ def forward_kernel(
     # In a tree every masked block is a cleaned one, so there are two phases.
     for phase in tl.static_range(FULL if TREE else EARLY, 4, 2 if TREE else 1):
         if TREE:
-            step_begin, step_end = listed_range(phase, tile_ptr)
+            step_begin, step_end = listed_range(phase, tile_ptr, third)
         else:
-            step_begin, step_end = phase_range(phase, exposed, full, full_end, blocks)
+            step_begin, step_end = phase_range(phase, third, full, full_end, blocks)
         if step_begin < step_end:  # an empty loop would prepare its loads, too
             for step in tl.range(step_begin, step_end):
                 if TREE:

@@ -15,7 +15,7 @@ EARLY, FULL, LATE, CLEANED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), 
 
 @triton.jit
 def load_tile(tiles_ptr, head_blocks, FIELDS: tl.constexpr):
-    """This program's block of heads, and its tile's number, entry, and rows [first, end) in the table.
+    """This program's block of heads, its tile's number and entry in the table, and the entry's first three fields.
 
     An entry has 3 fields, or 5 in a mask of trees (backends/tile_table.py, tree_table.py). The first axis of the grid
     holds tiles and heads, because the other axes end at 65,535. The block of heads varies fastest, so that the heaviest
@@ -23,7 +23,7 @@ def load_tile(tiles_ptr, head_blocks, FIELDS: tl.constexpr):
     """
     number = tl.program_id(0) // head_blocks
     tile = tiles_ptr + FIELDS * number
-    return tl.program_id(0) % head_blocks, number, tile, tl.load(tile), tl.load(tile + 1)
+    return tl.program_id(0) % head_blocks, number, tile, tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
 
 
 @triton.jit
@@ -70,10 +70,14 @@ def phase_range(phase: tl.constexpr, exposed, full, full_end, blocks):
 
 
 @triton.jit
-def listed_range(phase: tl.constexpr, tile_ptr):
+def listed_range(phase: tl.constexpr, tile_ptr, begin):
     """`phase_range` of a tile of a tree, whose entry names its masked blocks, then its full ones, in a list."""
-    begin = tl.load(tile_ptr + (3 if phase == FULL else 2))
-    end = tl.load(tile_ptr + (4 if phase == FULL else 3))
+    middle = tl.load(tile_ptr + 3)
+    if phase == FULL:
+        begin = middle
+        end = tl.load(tile_ptr + 4)
+    else:
+        end = middle
     return begin, end
 
 
