@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +79,9 @@ class Configuration:
 
     @property
     def tile(self) -> TileShape:
+        extended, tree = bool(EXTENDED & {*self.features}), "tree" in self.features
         return self.another_tile or select_tile(
-            self.kernel, max(self.blocks), self.dtype, self.arch, extended=bool(EXTENDED & {*self.features})
+            self.kernel, max(self.blocks), self.dtype, self.arch, extended=extended, tree=tree
         )
 
     @property
@@ -132,7 +133,7 @@ class Resources:
 
 
 def shipped_configurations() -> list[Configuration]:
-    """Every row of the tables in bfloat16, and on sm_90 also the other features that run on the same rows.
+    """Every row of the tables in bfloat16, and on sm_90 also what else runs on the same rows; all that for trees, too.
 
     That is the smallest head dimension, keys of 192 with values of 128, float16, float32, and dQ with groups of one.
     """
@@ -147,6 +148,7 @@ def shipped_configurations() -> list[Configuration]:
             kernels: tuple[Kernel, ...] = ("forward", *key_gradient_kernels(row, dtype, arch), "dq")
             configurations += [Configuration(kernel, arch, head_dim, dtype, head_dim_v) for kernel in kernels]
     configurations += [Configuration("dq", "sm_90", head_dim, torch.bfloat16, group=1) for head_dim in (64, 128)]
+    configurations += [replace(c, features=("tree",)) for c in configurations]
     for arch, rows in EXTENDED_TILES.items():
         configurations += [
             Configuration(kernel, arch, head_dim, torch.bfloat16, features=FEATURES)

@@ -55,7 +55,7 @@ def plan_tiles(
     """The tile tables of all kernels; without `backward` only the table of forward."""
 
     def table(kernel: Kernel) -> Tensor:
-        tile, whole = _tile(kernel, q, v, options), options.pack_invariant
+        tile, whole = _tile(kernel, q, v, options, tree=False), options.pack_invariant
         if kernel in ("forward", "dq"):
             rows = tile.block_m // heads_per_tile(tile, q.shape[1] // k.shape[1])
             return tile_table(mask, rows, long=tile.block_m, block=tile.block_n, whole_documents=whole)
@@ -74,7 +74,7 @@ def _plan_tree(
     """The tile tables of a mask of trees; `keys` has a table for each kernel that computes gradients of keys."""
 
     def table(kernel: Kernel) -> tuple[Tensor, Tensor]:
-        tile = _tile(kernel, q, v, options)
+        tile = _tile(kernel, q, v, options, tree=True)
         if kernel in ("forward", "dq"):
             rows = tile.block_m // heads_per_tile(tile, q.shape[1] // k.shape[1])
             return tree_table(mask, rows, tile.block_n, long=tile.block_m)
@@ -96,7 +96,7 @@ def forward(
     if not q.shape[0] or not k.shape[0]:
         return out.zero_(), lse.fill_(float("-inf"))
     assert tiles.forward is not None
-    tile, block_v = _tile("forward", q, v, options), _padded(v)
+    tile, block_v = _tile("forward", q, v, options, tree=mask.is_tree), _padded(v)
     columns, heads = min(tile.columns, block_v), heads_per_tile(tile, q.shape[1] // k.shape[1])
     head_blocks = q.shape[1] // heads
     transposed = mask.transpose()
@@ -170,7 +170,7 @@ def backward(
     }
 
     with torch.cuda.device_of(q):
-        tile = _tile("dq", q, v, options)
+        tile = _tile("dq", q, v, options, tree=mask.is_tree)
         columns = min(tile.columns, block_d)
         shared = heads_per_tile(tile, heads // kv_heads)
         head_blocks = heads // shared
@@ -207,7 +207,7 @@ def backward(
             **_common(q, k, mask, options, tile),
         )
         for number, kernel in enumerate(_key_gradients(q, v)):
-            tile = _tile(kernel, q, v, options)
+            tile = _tile(kernel, q, v, options, tree=mask.is_tree)
             width = block_v if kernel == "dv" else block_d
             columns = width if kernel == "dkdv" else min(tile.columns, width)
             statistics: Any = (lse2, delta)
@@ -275,10 +275,10 @@ def _key_gradients(q: Tensor, v: Tensor) -> tuple[Kernel, ...]:
     return key_gradient_kernels(max(_padded(q), _padded(v)), q.dtype, current_arch(q.device))
 
 
-def _tile(kernel: Kernel, q: Tensor, v: Tensor, options: AttentionOptions) -> TileShape:
+def _tile(kernel: Kernel, q: Tensor, v: Tensor, options: AttentionOptions, *, tree: bool) -> TileShape:
     extended = (options.softcap, options.alibi_slopes is not None, options.dropout_p, options.pack_invariant)
     arch = current_arch(q.device)
-    return select_tile(kernel, max(_padded(q), _padded(v)), q.dtype, arch, extended=any(extended))
+    return select_tile(kernel, max(_padded(q), _padded(v)), q.dtype, arch, extended=any(extended), tree=tree)
 
 
 def _padded(x: Tensor) -> int:
