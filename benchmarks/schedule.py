@@ -1,10 +1,13 @@
-"""What it gains where tiles begin: a simulation over the tile tables that the kernels run with. Nothing here is a time.
+"""What it gains where tiles begin, and the blocks that trees visit: counts over the tables that the kernels run with.
 
     python -m benchmarks.schedule [--tokens 32768] [--lengths FILE.json]
 
 A tile costs a unit for every block of keys that all of its rows see, 1.45 for one that needs masking (by its number of
 instructions on sm_90) and 2 for itself; a batch costs the sum, causal, for one head. The makespan is that of all
 heads' tiles on so many multiprocessors, each taking the next tile in the table's order when it is free.
+
+For trees it prints the blocks that tiles visit over the fewest blocks that hold the keys which the tile's rows see, for
+the tiles of forward (16 tokens of 8 heads), of dQ (32 tokens of 4 heads), of one head, and of keys. Nothing is a time.
 """
 
 from __future__ import annotations
@@ -18,8 +21,11 @@ from torch import Tensor
 
 from tests.backends.blocks import blocks_of
 from tests.lengths import distributions
+from tests.trees import path_lengths, tree_batches
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends.tile_table import tile_table
+from tritonpack.backends.tree_table import tree_table
+from tritonpack.testing.cases import parents_of
 
 MASKED, TILE = 1.45, 2.0
 SLOTS, HEADS = 132, 32
@@ -57,6 +63,36 @@ def ways(mask: BlockDiagonalMask, rows: int) -> dict[str, tuple[Tensor, int]]:
     }
 
 
+def fewest_blocks(mask: BlockDiagonalMask, tiles: Tensor, block: int) -> int:
+    """The fewest blocks of `block` keys, wherever they begin, that hold all keys that the rows of each tile see."""
+    seen, number = mask.to_dense(), 0
+    for first, end in tiles.tolist():
+        covered = 0
+        for key in seen[first:end].any(0).nonzero().flatten().tolist():
+            if key >= covered:
+                number, covered = number + 1, key + block
+    return number
+
+
+def print_trees() -> None:
+    print(f"{'trees':20} {'tokens':>13}  blocks visited over fewest blocks (masked share of them)")
+    for name, trees in tree_batches().items():
+        mask = BlockDiagonalMask.from_tree(parents_of(*trees))
+        figures = []
+        for kind, side, rows, long in (
+            ("forward", mask, 16, 128),
+            ("dq", mask, 32, 128),
+            ("one head", mask, 128, 128),
+            ("keys", mask.transpose(), 128, 128),
+        ):
+            table, _ = tree_table(side, rows, 64, long=long)
+            table = table[table[:, 0] < table[:, 1]]
+            visited, masked = (int((table[:, stop] - table[:, 2]).sum()) for stop in (4, 3))
+            figures.append(f"{kind} {visited / fewest_blocks(side, table[:, :2], 64):.2f} ({masked / visited:.2f})")
+        alone = sum(sum(path_lengths(nodes)) for nodes in trees)
+        print(f"{name:20} {alone:6} {mask.num_queries:6}  {'; '.join(figures)}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=32768)
@@ -76,6 +112,7 @@ def main() -> None:
                 for way, (cost, heads) in work.items()
             )
             print(f"{name:8} {rows}x{block:<4}  {figures}", flush=True)
+    print_trees()
 
 
 if __name__ == "__main__":
