@@ -24,7 +24,7 @@ from tests.lengths import distributions
 from tests.trees import path_lengths, tree_batches
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends.tile_table import tile_table
-from tritonpack.backends.tree_table import tree_table
+from tritonpack.backends.tree_table import Cut, tree_tables
 from tritonpack.testing.cases import parents_of
 
 MASKED, TILE = 1.45, 2.0
@@ -79,16 +79,17 @@ def print_trees() -> None:
     for name, trees in tree_batches().items():
         mask = BlockDiagonalMask.from_tree(parents_of(*trees))
         figures = []
-        for kind, side, rows, long in (
-            ("forward", mask, 16, 128),
-            ("dq", mask, 32, 128),
-            ("one head", mask, 128, 128),
-            ("keys", mask.transpose(), 128, 128),
-        ):
-            table, _ = tree_table(side, rows, 64, long=long)
+        for kind, cut in {
+            "forward": Cut(16, 64, 128),
+            "dq": Cut(32, 64, 128),
+            "one head": Cut(128, 64, 128),
+            "keys": Cut(128, 64, 128, of_keys=True),
+        }.items():
+            (table,), _ = tree_tables(mask, cut)
             table = table[table[:, 0] < table[:, 1]]
             visited, masked = (int((table[:, stop] - table[:, 2]).sum()) for stop in (4, 3))
-            figures.append(f"{kind} {visited / fewest_blocks(side, table[:, :2], 64):.2f} ({masked / visited:.2f})")
+            fewest = fewest_blocks(mask.transpose() if cut.of_keys else mask, table[:, :2], 64)
+            figures.append(f"{kind} {visited / fewest:.2f} ({masked / visited:.2f})")
         alone = sum(sum(path_lengths(nodes)) for nodes in trees)
         print(f"{name:20} {alone:6} {mask.num_queries:6}  {'; '.join(figures)}", flush=True)
 

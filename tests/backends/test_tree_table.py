@@ -8,14 +8,21 @@ from torch import Tensor
 
 from tests.masks.forests import forests
 from tritonpack import BlockDiagonalMask
-from tritonpack.backends.tree_table import joined, tree_table
+from tritonpack.backends.tree_table import Cut, tree_tables
 from tritonpack.testing.cases import GROUP, TURNS, parents_of
 
+Tiles = list[tuple[int, int, list[int], list[int]]]
 WINDOWS = st.sampled_from([(-1, -1), (3, 0), (0, 0)])
 SIZES = st.tuples(st.sampled_from([1, 4, 16]), st.sampled_from([4, 16]), st.sampled_from([16, 32]))
 
 
-def listed(table: Tensor, blocks: Tensor) -> list[tuple[int, int, list[int], list[int]]]:
+def tiles_of(mask: BlockDiagonalMask, rows: int, block: int, long: int = 0, *, of_keys: bool = False) -> Tiles:
+    """The tiles of one cut."""
+    (table,), blocks = tree_tables(mask, Cut(rows, block, max(rows, long), of_keys))
+    return listed(table, blocks)
+
+
+def listed(table: Tensor, blocks: Tensor) -> Tiles:
     """The tiles that have rows: first, end, and the first keys of their masked and of their full blocks."""
     rows = [row for row in table.tolist() if row[0] < row[1]]
     return [
@@ -29,9 +36,8 @@ def test_lists_hold_every_visible_pair_once(
     parents: tuple[int, ...], window: tuple[int, int], sizes: tuple[int, int, int], transposed: bool
 ) -> None:
     mask = BlockDiagonalMask.from_tree(parents, window=window)
-    mask = mask.transpose() if transposed else mask
-    seen, (rows, block, long) = mask.to_dense(), sizes
-    tiles = listed(*tree_table(mask, rows, block, long=long))
+    (rows, block, _), tiles = sizes, tiles_of(mask, *sizes, of_keys=transposed)
+    seen = mask.transpose().to_dense() if transposed else mask.to_dense()
     assert sorted(row for first, end, _, _ in tiles for row in range(first, end)) == list(range(len(parents)))
     for first, end, masked, full in tiles:
         assert end - first <= rows
@@ -51,7 +57,7 @@ def test_no_block_is_visited_in_vain(parents: tuple[int, ...], sizes: tuple[int,
     """Without windows and padding every listed block has a visible pair, and blocks without a hidden one are full."""
     mask, (rows, block, long) = BlockDiagonalMask.from_tree(parents), sizes
     seen = mask.to_dense()
-    for first, end, masked, full in listed(*tree_table(mask, rows, block, long=long)):
+    for first, end, masked, full in tiles_of(mask, rows, block, long):
         for key in masked:
             pairs = seen[first:end, key : key + block]
             assert bool(pairs.any())
@@ -62,27 +68,27 @@ def test_no_block_is_visited_in_vain(parents: tuple[int, ...], sizes: tuple[int,
 def test_blocks_between_branches_are_skipped() -> None:
     """8 completions of 256 tokens on 512: a tile visits the prompt and its own branch, and nothing between."""
     mask = BlockDiagonalMask.from_tree(parents_of([(-1, 512), *[(0, 256)] * 8]))
-    for first, _end, masked, full in listed(*tree_table(mask, 128, 64)):
+    for first, _end, masked, full in tiles_of(mask, 128, 64):
         branch = 512 + (first - 512) // 256 * 256 if first >= 512 else 512
         expected = {*range(0, min(first, 512), 64), *range(min(branch, first), first + 128, 64)}
         assert {*masked, *full} == expected, first
 
 
 def test_tiles_with_most_blocks_come_first() -> None:
-    table, _ = tree_table(BlockDiagonalMask.from_tree(parents_of(GROUP, TURNS)), 16, 16)
-    visited = (table[:, 4] - table[:, 2]).tolist()
+    tiles = tiles_of(BlockDiagonalMask.from_tree(parents_of(GROUP, TURNS)), 16, 16)
+    visited = [len(masked) + len(full) for _, _, masked, full in tiles]
     assert visited == sorted(visited, reverse=True)
 
 
-def test_joined_tables_share_a_list() -> None:
+def test_tables_share_a_list() -> None:
     mask = BlockDiagonalMask.from_tree(parents_of(GROUP))
-    parts = tree_table(mask, 16, 16), tree_table(mask.transpose(), 32, 16)
-    tables, blocks = joined(*parts)
-    for table, part in zip(tables, parts, strict=True):
-        assert listed(table, blocks) == listed(*part)
+    tables, blocks = tree_tables(mask, Cut(16, 16, 16), Cut(32, 16, 32, of_keys=True))
+    assert listed(tables[0], blocks) == tiles_of(mask, 16, 16)
+    assert listed(tables[1], blocks) == tiles_of(mask, 32, 16, of_keys=True)
+    assert tree_tables(mask, Cut(16, 16, 16), Cut(32, 16, 32, of_keys=True))[1] is blocks
 
 
 @pytest.mark.parametrize("tokens", [0, 1])
 def test_small_trees(tokens: int) -> None:
     mask = BlockDiagonalMask.from_tree(list(range(-1, tokens - 1)))
-    assert [(first, end) for first, end, _, _ in listed(*tree_table(mask, 16, 16))] == [(0, 1)] * tokens
+    assert [(first, end) for first, end, _, _ in tiles_of(mask, 16, 16)] == [(0, 1)] * tokens

@@ -216,8 +216,8 @@ def _scores(
         scores = capped.mul_(options.softcap)
     if options.alibi_slopes is not None:
         assert mask.diagonal is not None
-        assert mask.key_places is not None
-        distance = (mask.diagonal[block.rows, None] - mask.key_places[block.keys]).abs()  # [m, k]
+        places = mask.diagonal[block.keys] if mask.is_tree else keys
+        distance = (mask.diagonal[block.rows, None] - places).abs()  # [m, k]
         slopes = options.alibi_slopes.expand(qs.shape[2], -1)[block.rows].T.unflatten(0, qs.shape[:2])  # [n, g, m]
         scores -= slopes[..., None] * distance
     if block.masked:  # a minimum costs far less than filling through a mask

@@ -9,6 +9,8 @@ Everything is built on the mask's device, without waiting for it.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -19,31 +21,45 @@ from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.masks.blocks import aligned, cut, relation
 
 
-def tree_table(mask: BlockDiagonalMask, rows: int, block: int, *, long: int | None = None) -> tuple[Tensor, Tensor]:
-    """Cut all queries into tiles of at most `rows` rows, and list the blocks of `block` keys that each visits.
+class Cut(NamedTuple):
+    """How a kernel cuts a mask into tiles and blocks.
+
+    Attributes:
+        rows: rows of a tile, of queries, or of keys if `of_keys`.
+        block: rows of a block on the other side.
+        long: as in `tile_table`; at least `rows`.
+        of_keys: whether tiles cut the keys.
+    """
+
+    rows: int
+    block: int
+    long: int
+    of_keys: bool = False
+
+
+def tree_tables(mask: BlockDiagonalMask, *cuts: Cut) -> tuple[list[Tensor], Tensor]:
+    """The tables of several kernels, and the list of blocks that they share; kept with the mask.
 
     Args:
-        mask: a mask of trees; pass its transpose to cut the keys.
-        rows, long: as in `tile_table`.
-        block: keys of a block.
+        mask: a mask of trees.
+        cuts: how each kernel cuts it.
 
     Returns:
-        (capacity, 5) int32, for each tile the rows [first, end), and the parts [2, 3) and [3, 4) of the list that
-        hold its masked and its full blocks; tiles with most blocks first, unused entries have first = end. And the
-        list, int32: the first key of each block. Both lie on the mask's device and are kept with the mask.
+        For each cut (capacity, 5) int32: of each tile the rows [first, end), and the parts [2, 3) and [3, 4) of the
+        list that hold its masked and its full blocks; tiles with most blocks first, unused entries have first = end.
+        And the list, int32: the first row of each block. All lie on the mask's device.
     """
-    return mask.cached(
-        ("tree table", rows, block, long), lambda: _build(mask, rows, block, rows if long is None else long)
-    )
 
+    def build() -> tuple[list[Tensor], Tensor]:
+        tables, lists, length = [], [], 0
+        for each in cuts:
+            table, blocks = _build(mask.transpose() if each.of_keys else mask, each.rows, each.block, each.long)
+            tables.append(table + pad(table.new_full((3,), length), (2, 0)))
+            lists.append(blocks)
+            length += blocks.shape[0]
+        return tables, torch.cat(lists)
 
-def joined(*parts: tuple[Tensor, Tensor]) -> tuple[list[Tensor], Tensor]:
-    """Several tables that share one list."""
-    tables, length = [], 0
-    for table, blocks in parts:
-        tables.append(table + pad(table.new_full((3,), length), (2, 0)))
-        length += blocks.shape[0]
-    return tables, torch.cat([blocks for _, blocks in parts])
+    return mask.cached(("tree tables", cuts), build)
 
 
 def _build(mask: BlockDiagonalMask, rows: int, block: int, long: int) -> tuple[Tensor, Tensor]:

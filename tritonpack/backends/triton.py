@@ -13,7 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tritonpack.backends.dropout import drop_below
 from tritonpack.backends.tile_table import TileTables, tile_table
-from tritonpack.backends.tree_table import joined, tree_table
+from tritonpack.backends.tree_table import Cut, tree_tables
 from tritonpack.errors import BackendUnavailableError
 from tritonpack.kernels.backward import dkdv_kernel, dq_kernel
 from tritonpack.kernels.forward import forward_kernel
@@ -73,15 +73,14 @@ def _plan_tree(
 ) -> TileTables:
     """The tile tables of a mask of trees; `keys` has a table for each kernel that computes gradients of keys."""
 
-    def table(kernel: Kernel) -> tuple[Tensor, Tensor]:
+    def cut(kernel: Kernel) -> Cut:
         tile = _tile(kernel, q, v, options, tree=True)
         if kernel in ("forward", "dq"):
-            rows = tile.block_m // heads_per_tile(tile, q.shape[1] // k.shape[1])
-            return tree_table(mask, rows, tile.block_n, long=tile.block_m)
-        return tree_table(mask.transpose(), tile.block_n, tile.block_m)
+            return Cut(tile.block_m // heads_per_tile(tile, q.shape[1] // k.shape[1]), tile.block_n, tile.block_m)
+        return Cut(tile.block_n, tile.block_m, tile.block_n, of_keys=True)
 
     kernels: tuple[Kernel, ...] = ("forward", "dq", *_key_gradients(q, v)) if backward else ("forward",)
-    (forward, *others), blocks = joined(*map(table, kernels))
+    (forward, *others), blocks = tree_tables(mask, *(cut(kernel) for kernel in kernels))
     if not backward:
         return TileTables(forward, None, None, blocks)
     return TileTables(forward, torch.stack(others[1:]), others[0], blocks)

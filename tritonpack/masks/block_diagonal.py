@@ -8,10 +8,9 @@ trees has two more integers per key, the interval of queries that may see it (se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import InitVar, dataclass, fields, replace
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,12 +28,12 @@ from tritonpack.checks import (
     check_spans,
     check_total,
     offsets_from_lengths,
-    on_host,
     require,
 )
-from tritonpack.masks import bounds, intervals, tree
 from tritonpack.masks import dense as dense_mask
 from tritonpack.masks import flex as block_mask
+from tritonpack.masks import intervals, tree
+from tritonpack.masks.bounds import Bounds
 from tritonpack.masks.intervals import WHOLE_DOCUMENT, Intervals, changes, document_starts
 
 if TYPE_CHECKING:
@@ -46,8 +45,7 @@ __all__ = ["BlockDiagonalMask", "changes", "document_starts", "mask_from_runs"]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, eq=False)
-class BlockDiagonalMask:
+class BlockDiagonalMask(Bounds):
     """An attention mask in which every query sees one contiguous interval of keys.
 
     Two documents of 3 and 2 tokens, causal, and one row of slack after them:
@@ -79,61 +77,6 @@ class BlockDiagonalMask:
             holds the query, and bounds may decrease.
         trusted: whether to skip the check of the bounds' values.
     """
-
-    key_start: Tensor
-    key_stop: Tensor
-    num_keys: int
-    diagonal: Tensor | None = None
-    document_source: Tensor | Callable[[], Tensor] | None = None
-    max_documents: int | None = None
-    query_start: Tensor | None = None
-    query_stop: Tensor | None = None
-    trusted: InitVar[bool] = False
-    _computed: ClassVar[dict[Any, Any]]  # no field, so that copies start with an empty one
-
-    def __post_init__(self, trusted: bool) -> None:
-        object.__setattr__(self, "_computed", {})
-        bounds.check_fields(self)
-        if not trusted and on_host(self.key_start) and on_host(self.key_stop):
-            self.validate()
-
-    @property
-    def num_queries(self) -> int:
-        return self.key_start.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        return self.key_start.device
-
-    @property
-    def is_tree(self) -> bool:
-        """Whether the keys, too, have intervals of queries that may see them."""
-        return self.query_stop is not None
-
-    @property
-    def key_places(self) -> Tensor | None:
-        """(num_keys,), the place of each key, from which `diagonal` counts distances; None without `diagonal`."""
-        keys = torch.arange(self.num_keys, device=self.device) if self.diagonal is not None else None
-        return self.diagonal if self.is_tree else keys
-
-    @property
-    def document(self) -> Tensor | None:
-        """(num_queries,) int32, the number of each query's document in the order of the stream; None if it isn't known.
-        Rows outside every document hold the number of some document."""
-        source = self.document_source
-        return self.cached("document", source) if callable(source) else source
-
-    def cached(self, key: Hashable, build: Callable[[], T]) -> T:
-        """The value of `build()`, computed at the first call for a key and kept as long as the mask."""
-        if key not in self._computed:
-            self._computed[key] = build()
-        return self._computed[key]
-
-    def __repr__(self) -> str:
-        kind = ", tree" if self.is_tree else ""
-        return (
-            f"BlockDiagonalMask(num_queries={self.num_queries}, num_keys={self.num_keys}{kind}, device={self.device})"
-        )
 
     @classmethod
     def from_seqlens(
@@ -384,33 +327,6 @@ class BlockDiagonalMask:
         reach = check_reach(window, True, chunk_size)
         return _tree_mask(tree.checked_ends(ends), reach)
 
-    def transpose(self) -> BlockDiagonalMask:
-        """The queries that see each key, again as a mask; computed once and kept with the mask.
-
-        Key j is seen by the queries from the first with `key_stop` above j to the last with `key_start` of at most j.
-        """
-        document = self._computed.get("document", self.document_source)
-        return self.cached("transpose", lambda: bounds.transpose(self, document))
-
-    def restrict(self, query_rows: Tensor | None = None, key_positions: Tensor | None = None) -> BlockDiagonalMask:
-        """The mask between some of the queries and some of the keys, such as one rank's shard.
-
-        Args:
-            query_rows: (R,) int32 or int64, ascending indices into the query stream; None keeps all.
-            key_positions: (K,) int32 or int64, ascending indices into the key stream; None keeps all.
-
-        Returns:
-            The mask of R queries and K keys, in the order of the arguments.
-
-        Raises:
-            ValueError: wrong dtype or shape; and, for indices in host memory, indices out of range or not ascending.
-
-        >>> mask = BlockDiagonalMask.from_seqlens([4, 2])
-        >>> mask.restrict(torch.tensor([1, 3, 5]), torch.tensor([0, 3, 4])).to_dense().int().tolist()
-        [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
-        """
-        return bounds.restrict(self, query_rows, key_positions)
-
     def to_dense(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
         """The mask as (num_queries, num_keys), one number per pair: O(T^2) memory.
 
@@ -453,26 +369,6 @@ class BlockDiagonalMask:
             ValueError: block sizes that aren't positive integers, or a mask without queries or keys.
         """
         return block_mask.block_mask(self, BLOCK_SIZE)
-
-    def to(self, device: torch.device | str) -> BlockDiagonalMask:
-        """The same mask on another device."""
-        device = check_device(device)
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)} | {"document_source": self.document}
-        moved = {name: x.to(device) for name, x in tensors.items() if isinstance(x, Tensor)}
-        return replace(self, **moved, trusted=True)
-
-    def validate(self) -> BlockDiagonalMask:
-        """Check the values; waits for the device.
-
-        Returns:
-            The mask itself.
-
-        Raises:
-            ValueError: an interval lies outside the keys (or queries), ends before it begins, or, in a mask without
-                trees, begins or ends before the interval of the row above; the message names the first such row.
-        """
-        bounds.check_values(self)
-        return self
 
 
 def mask_from_runs(

@@ -6,21 +6,17 @@ rows end at such a multiple.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from tritonpack import kernels
 from tritonpack.checks import check_flag
-
-if TYPE_CHECKING:
-    from tritonpack.masks.block_diagonal import BlockDiagonalMask
+from tritonpack.masks.bounds import Bounds
 
 DTYPES = (torch.bool, torch.bfloat16, torch.float16, torch.float32)
 
 
-def dense(mask: BlockDiagonalMask, dtype: torch.dtype, additive: bool) -> Tensor:
+def dense(mask: Bounds, dtype: torch.dtype, additive: bool) -> Tensor:
     """See `BlockDiagonalMask.to_dense`."""
     if dtype not in DTYPES:
         raise ValueError(
@@ -44,10 +40,10 @@ def dense(mask: BlockDiagonalMask, dtype: torch.dtype, additive: bool) -> Tensor
     return padded[:, : mask.num_keys]
 
 
-def bits(mask: BlockDiagonalMask) -> Tensor:
+def bits(mask: Bounds) -> Tensor:
     """See `BlockDiagonalMask.to_bits`."""
     words = _round_up(mask.num_keys, 128) // 32
-    if mask.is_tree:
+    if mask.query_stop is not None:
         place = 1 << torch.arange(32, device=mask.device)
         padded = (_visible(mask, words * 32).unflatten(1, (words, 32)) * place).sum(2).to(torch.int32)
     elif kernels.serve(mask.key_start):
@@ -61,7 +57,7 @@ def bits(mask: BlockDiagonalMask) -> Tensor:
     return padded[:, : -(-mask.num_keys // 32)]
 
 
-def _visible(mask: BlockDiagonalMask, columns: int) -> Tensor:
+def _visible(mask: Bounds, columns: int) -> Tensor:
     """(num_queries, columns) bool, whether each pair is visible; columns past the keys aren't."""
     keys = torch.arange(columns, device=mask.device, dtype=torch.int32)
     visible = (keys >= mask.key_start[:, None]) & (keys < mask.key_stop[:, None])

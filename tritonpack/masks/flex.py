@@ -9,14 +9,13 @@ from torch import Tensor
 
 from tritonpack.checks import is_length
 from tritonpack.masks.blocks import aligned, relation
+from tritonpack.masks.bounds import Bounds
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-    from tritonpack.masks.block_diagonal import BlockDiagonalMask
 
-
-def block_mask(mask: BlockDiagonalMask, block_size: int | tuple[int, int]) -> BlockMask:
+def block_mask(mask: Bounds, block_size: int | tuple[int, int]) -> BlockMask:
     """See `BlockDiagonalMask.to_block_mask`."""
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -33,7 +32,12 @@ def block_mask(mask: BlockDiagonalMask, block_size: int | tuple[int, int]) -> Bl
         visited, full = relation(queries, aligned(mask.query_start, mask.query_stop, sizes[1]))
     else:
         visited, full = _relation(mask.key_start, mask.key_stop, num_keys, sizes)
-    key_start, key_stop, query_start, query_stop = mask.key_start, mask.key_stop, mask.query_start, mask.query_stop
+    key_start, key_stop, query_start, query_stop = (
+        mask.key_start,
+        mask.key_stop,
+        mask.query_start,
+        mask.query_stop,
+    )
 
     def mask_mod(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         visible = (key_start[q_idx] <= kv_idx) & (kv_idx < key_stop[q_idx])

@@ -108,7 +108,8 @@ def bounds(ends: Tensor, reach: Reach) -> TreeBounds:
             top = torch.maximum(top, depth // reach.chunk * reach.chunk)
         start = _ancestors_at(top, depth, live)
     start = torch.where(live, start, token)
-    return TreeBounds(*(x.to(torch.int32) for x in (start, token + live, token, ends, depth)), first)
+    start, stop, query_stop, depth = (x.to(torch.int32) for x in (start, token + live, ends, depth))
+    return TreeBounds(start, stop, token.to(torch.int32), query_stop, depth, first)
 
 
 def _ancestors_at(level: Tensor, depth: Tensor, live: Tensor) -> Tensor:
