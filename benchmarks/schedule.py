@@ -1,4 +1,4 @@
-"""Simulate the gain of the tile table: what it saves to begin tiles at documents. Nothing here is a measured time.
+"""Simulate the gain of the tile table, and count the blocks that trees visit. Nothing here is a measured time.
 
     python -m benchmarks.schedule [--tokens 32768] [--lengths FILE.json]
 
@@ -6,6 +6,9 @@ The simulation uses the tile tables that the kernels run with. A tile costs 1 fo
 rows see, 1.45 for each block that needs masking (by the number of instructions on sm_90), and 2 for itself. The cost
 of a batch is the sum over its tiles, causal, for one head. The makespan is the time at which the last tile of all heads
 ends, if each multiprocessor takes the next tile in the table's order as soon as it is free.
+
+For trees it prints the number of visited blocks over the smallest number of blocks that hold all keys which the rows of
+a tile see: for the tiles of forward (16 tokens of 8 heads), of dQ (32 tokens of 4 heads), of one head, and of keys.
 """
 
 from __future__ import annotations
@@ -19,8 +22,11 @@ from torch import Tensor
 
 from tests.backends.blocks import blocks_of
 from tests.lengths import distributions
+from tests.trees import path_lengths, tree_batches
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends.tile_table import tile_table
+from tritonpack.backends.tree_table import Cut, tree_tables
+from tritonpack.testing.cases import parents_of
 
 MASKED, TILE = 1.45, 2.0
 SLOTS, HEADS = 132, 32
@@ -59,6 +65,37 @@ def tilings(mask: BlockDiagonalMask, rows: int) -> dict[str, tuple[Tensor, int]]
     }
 
 
+def fewest_blocks(mask: BlockDiagonalMask, tiles: Tensor, block: int) -> int:
+    """The fewest blocks of `block` keys, wherever they begin, that hold all keys that the rows of each tile see."""
+    seen, number = mask.to_dense(), 0
+    for first, end in tiles.tolist():
+        covered = 0
+        for key in seen[first:end].any(0).nonzero().flatten().tolist():
+            if key >= covered:
+                number, covered = number + 1, key + block
+    return number
+
+
+def print_trees() -> None:
+    print(f"{'trees':20} {'tokens':>13}  blocks visited over fewest blocks (masked share of them)")
+    for name, trees in tree_batches().items():
+        mask = BlockDiagonalMask.from_tree(parents_of(*trees))
+        figures = []
+        for kind, cut in {
+            "forward": Cut(16, 64, 128),
+            "dq": Cut(32, 64, 128),
+            "one head": Cut(128, 64, 128),
+            "keys": Cut(128, 64, 128, of_keys=True),
+        }.items():
+            (table,), _ = tree_tables(mask, cut)
+            table = table[table[:, 0] < table[:, 1]]
+            visited, masked = (int((table[:, stop] - table[:, 2]).sum()) for stop in (4, 3))
+            fewest = fewest_blocks(mask.transpose() if cut.of_keys else mask, table[:, :2], 64)
+            figures.append(f"{kind} {visited / fewest:.2f} ({masked / visited:.2f})")
+        alone = sum(sum(path_lengths(nodes)) for nodes in trees)
+        print(f"{name:20} {alone:6} {mask.num_queries:6}  {'; '.join(figures)}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=32768)
@@ -78,6 +115,7 @@ def main() -> None:
                 for way, (cost, heads) in work.items()
             )
             print(f"{name:8} {rows}x{block:<4}  {figures}", flush=True)
+    print_trees()
 
 
 if __name__ == "__main__":

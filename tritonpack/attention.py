@@ -163,9 +163,14 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask) -> No
             f"{q.shape[2]}, {k.shape[2]} and {v.shape[2]}."
         )
     if (mask.num_queries, mask.num_keys) != (q.shape[0], k.shape[0]):
+        remedy = "Pass total_q and total_k if the tensors have slack rows past the last document."
+        if mask.is_tree:
+            remedy = (
+                "A mask of trees serves neither a cache nor cross-attention: pass a parent for each row, -2 for slack."
+            )
         raise ValueError(
             f"the mask is for {mask.num_queries} queries and {mask.num_keys} keys, but q has {q.shape[0]} rows and k "
-            f"{k.shape[0]}. Pass total_q and total_k if the tensors have slack rows past the last document."
+            f"{k.shape[0]}. {remedy}"
         )
 
 

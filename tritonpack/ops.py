@@ -7,6 +7,7 @@ only tensors and numbers; `plan` makes these from a mask and the options.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,8 @@ class Arguments(NamedTuple):
     Attributes:
         key_start, key_stop, diagonal: the bounds and the diagonal of the mask.
         query_start, query_stop: the bounds of the mask's transpose.
-        forward_tiles, key_tiles, query_tiles: the tables that the backend's `plan_tiles` made.
+        is_tree: as in the mask.
+        forward_tiles, key_tiles, query_tiles, blocks: the tables that the backend's `plan_tiles` made.
         scale, softcap, sinks, alibi_slopes, dropout_p, dropout_seed, pack_invariant: as in `AttentionOptions`.
         backend: a name of `backends.BACKENDS`, not "auto".
     """
@@ -34,9 +36,11 @@ class Arguments(NamedTuple):
     query_start: Tensor
     query_stop: Tensor
     diagonal: Tensor | None
+    is_tree: bool
     forward_tiles: Tensor | None
     key_tiles: Tensor | None
     query_tiles: Tensor | None
+    blocks: Tensor | None
     scale: float
     softcap: float
     sinks: Tensor | None
@@ -49,7 +53,7 @@ class Arguments(NamedTuple):
 
 _ARGUMENTS = (
     "Tensor key_start, Tensor key_stop, Tensor query_start, Tensor query_stop, Tensor? diagonal, "
-    "Tensor? forward_tiles, Tensor? key_tiles, Tensor? query_tiles, "
+    "bool is_tree, Tensor? forward_tiles, Tensor? key_tiles, Tensor? query_tiles, Tensor? blocks, "
     "float scale, float softcap, Tensor? sinks, Tensor? alibi_slopes, float dropout_p, Tensor? dropout_seed, "
     "bool pack_invariant, str backend"
 )
@@ -76,9 +80,11 @@ def plan(
         query_start=transposed.key_start,
         query_stop=transposed.key_stop,
         diagonal=mask.diagonal if options.alibi_slopes is not None else None,
+        is_tree=mask.is_tree,
         forward_tiles=tiles.forward,
         key_tiles=tiles.keys,
         query_tiles=tiles.queries,
+        blocks=tiles.blocks,
         scale=options.scale,
         softcap=options.softcap,
         sinks=options.sinks,
@@ -170,9 +176,12 @@ def _unpack(k: Tensor, given: Arguments) -> tuple[BackendModule, BlockDiagonalMa
         given.pack_invariant,
     )  # fmt: skip
     mask = BlockDiagonalMask(given.key_start, given.key_stop, k.shape[0], given.diagonal, trusted=True)
-    transposed = BlockDiagonalMask(given.query_start, given.query_stop, given.key_start.shape[0], trusted=True)
-    mask.cached("transpose", lambda: transposed)
-    tiles = TileTables(given.forward_tiles, given.key_tiles, given.query_tiles)
+    if given.is_tree:
+        mask = replace(mask, query_start=given.query_start, query_stop=given.query_stop, trusted=True)
+    else:
+        transposed = BlockDiagonalMask(given.query_start, given.query_stop, given.key_start.shape[0], trusted=True)
+        mask.cached("transpose", lambda: transposed)
+    tiles = TileTables(given.forward_tiles, given.key_tiles, given.query_tiles, given.blocks)
     return load(given.backend), mask, options, tiles
 
 

@@ -59,6 +59,11 @@ def make_options(
             "pack_invariant=True and dropout exclude each other: the pairs that are dropped depend on the place of a "
             "document in the pack. Set dropout_p=0.0 or pack_invariant=False."
         )
+    if pack_invariant and mask.is_tree:
+        raise ValueError(
+            "pack_invariant=True doesn't work in a mask of trees, whose blocks of keys begin at fixed places of the "
+            "stream. Set pack_invariant=False, or compute each path as a document."
+        )
     return AttentionOptions(
         scale=1.0 / math.sqrt(q.shape[2]) if scale is None else _positive(scale, "scale", "1/sqrt(head_dim)"),
         softcap=_softcap(softcap),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ class Configuration:
         kernel, arch, head_dim, dtype: as in the table of tiles.
         head_dim_v: of the values; None means head_dim.
         group: query heads per key head.
-        features: of "softcap", "sinks", "alibi", "dropout", "pack_invariant", those that are in use.
+        features: of "softcap", "sinks", "alibi", "dropout", "pack_invariant" and "tree", those that are in use.
         another_tile: None means the table's.
     """
 
@@ -79,8 +79,9 @@ class Configuration:
 
     @property
     def tile(self) -> TileShape:
+        extended, tree = bool(EXTENDED & {*self.features}), "tree" in self.features
         return self.another_tile or select_tile(
-            self.kernel, max(self.blocks), self.dtype, self.arch, extended=bool(EXTENDED & {*self.features})
+            self.kernel, max(self.blocks), self.dtype, self.arch, extended=extended, tree=tree
         )
 
     @property
@@ -132,7 +133,7 @@ class Resources:
 
 
 def shipped_configurations() -> list[Configuration]:
-    """Every row of the tables in bfloat16, and on sm_90 also the other features that run on the same rows.
+    """Every row of the tables in bfloat16, and on sm_90 also what else runs on the same rows; all that for trees, too.
 
     That is the smallest head dimension, keys of 192 with values of 128, float16, float32, and dQ with groups of one.
     """
@@ -147,6 +148,7 @@ def shipped_configurations() -> list[Configuration]:
             kernels: tuple[Kernel, ...] = ("forward", *key_gradient_kernels(row, dtype, arch), "dq")
             configurations += [Configuration(kernel, arch, head_dim, dtype, head_dim_v) for kernel in kernels]
     configurations += [Configuration("dq", "sm_90", head_dim, torch.bfloat16, group=1) for head_dim in (64, 128)]
+    configurations += [replace(c, features=("tree",)) for c in configurations]
     for arch, rows in EXTENDED_TILES.items():
         configurations += [
             Configuration(kernel, arch, head_dim, torch.bfloat16, features=FEATURES)
@@ -237,6 +239,8 @@ def _source(configuration: Configuration) -> ASTSource:
     }
     absent = {"alibi": ("alibi_ptr", "diagonal_ptr"), "dropout": ("seed_ptr",), "softcap": ("softcap_log2",)}
     absent["sinks"] = ("sinks_ptr", "dsinks_ptr")
+    bounds = ("key_start_ptr", "key_stop_ptr") if kernel is dkdv_kernel else ()
+    absent["tree"] = ("blocks_ptr", "num_keys", *bounds)
     constants |= {name: None for feature, names in absent.items() if feature not in features for name in names}
     if columns == width:
         constants |= {"q_columns_desc": None, "k_columns_desc": None}
@@ -258,7 +262,7 @@ def _source(configuration: Configuration) -> ASTSource:
     types |= {"lse2": statistics, "delta": statistics}
     types |= {name: f"tensordesc<{element}[{','.join(map(str, block))}]>" for name, block in descriptors.items()}
     unaligned = {
-        "num_queries", "stride_at", "stride_ah", "stride_dlh", "stride_dlt", "drop_below",
+        "num_queries", "num_keys", "stride_at", "stride_ah", "stride_dlh", "stride_dlt", "drop_below",
     }  # fmt: skip
 
     signature, attributes = {}, {}

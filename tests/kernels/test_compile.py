@@ -28,6 +28,10 @@ LIMITS = {"sm_80": (255, 99), "sm_90": (255, 227), "sm_100": (255, 227), "gfx942
 KNOWN_SPILLS = {
     "dk-sm_100-d512-bf16": 250,
     "dq-sm_100-d512-bf16": 600,
+    "forward-sm_90-d512-bf16-tree": 4,
+    "dk-sm_100-d512-bf16-tree": 250,
+    "dv-sm_100-d512-bf16-tree": 64,
+    "dq-sm_100-d512-bf16-tree": 600,
     "dq-sm_90-d64-bf16-softcap-sinks-alibi-dropout-pack_invariant": 20,
     "dq-sm_90-d256-bf16-softcap-sinks-alibi-dropout-pack_invariant": 20,
 }
@@ -47,7 +51,7 @@ def _param(configuration: Configuration | HopperConfiguration, quick: bool) -> P
 
 def _is_quick(configuration: Configuration) -> bool:
     """Whether a configuration is compiled in every run: Hopper in 16 bits. The others take five minutes."""
-    plain = not configuration.features and configuration.dtype != torch.float32
+    plain = configuration.features in ((), ("tree",)) and configuration.dtype != torch.float32
     return configuration.arch == "sm_90" and plain
 
 

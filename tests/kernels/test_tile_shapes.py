@@ -14,6 +14,7 @@ from tritonpack.kernels import tile_shapes as tiles
 from tritonpack.kernels.tile_shapes import (
     EXTENDED_TILES,
     TILES,
+    TREE_TILES,
     TileShape,
     load_tiles,
     save_tiles,
@@ -23,7 +24,7 @@ from tritonpack.kernels.tile_shapes import (
 
 ROWS = [
     (table, arch, kernel, row)
-    for table in (TILES, EXTENDED_TILES)
+    for table in (TILES, EXTENDED_TILES, TREE_TILES)
     for arch in table
     for kernel in table[arch]
     for row in table[arch][kernel]

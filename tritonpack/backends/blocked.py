@@ -2,7 +2,8 @@
 
 The default without a GPU. It has the algorithm of the kernels, in a form that is easier to read. The queries are cut
 into tiles of up to `BLOCK_ROWS` rows. A tile is computed in blocks of up to `BLOCK_KEYS` keys, from the first key that
-its rows see to the last. The host reads the mask for this, so on an accelerator this backend waits.
+its rows see to the last; in a tree, the keys between that no row sees are left out. The host reads the mask for this,
+so on an accelerator this backend waits.
 
 Shapes: t tokens, h heads, d head dimension; n key heads, g query heads per key head; m rows and k keys of a block.
 """
@@ -14,14 +15,18 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tritonpack.backends.dropout import keep_mask
 from tritonpack.backends.tile_table import NO_TABLES, TileTables, document_begins
+from tritonpack.checks import on_host
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
+from tritonpack.masks.blocks import aligned, cut, relation
 from tritonpack.options import AttentionOptions
 
 BLOCK_ROWS = 128
 BLOCK_KEYS = 512  # a block's scores of eight heads are then 2 MiB, what caches hold
+PIECE = 64  # keys, the unit of blocks in a tree
 
 LOG2E = 1 / math.log(2)
 
@@ -41,8 +46,11 @@ def check_device(q: Tensor) -> None:
 def plan_tiles(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, *, backward: bool
 ) -> TileTables:
-    """No tables: the host cuts the queries into tiles when it computes them."""
-    return NO_TABLES
+    """The blocks of the mask, computed once; no table where the mask can't be read now, as under torch.compile."""
+    if not on_host(mask.key_start):
+        return NO_TABLES
+    blocks = mask.cached(("blocks", options.pack_invariant), lambda: _cut_blocks(mask, options.pack_invariant))
+    return NO_TABLES._replace(blocks=blocks)
 
 
 def forward(
@@ -53,11 +61,8 @@ def forward(
     out = qs.new_zeros(*qs.shape[:3], v.shape[2])
     m_i = qs.new_full((*qs.shape[:3], 1), -math.inf)  # the largest score so far, [n, g, t, 1]
     l_i = torch.zeros_like(m_i)
-    if options.sinks is not None:  # a sink is the first key of every row
-        m_i.copy_(_sinks(options.sinks, qs).expand_as(m_i))
-        l_i.fill_(1.0)
     scratch = _scratch(qs)
-    for block in _blocks(mask, options.pack_invariant):
+    for block in _blocks(mask, options, tiles):
         rows = block.rows
         m_old = m_i[:, :, rows]
         scores, _ = _scores(qs, ks, mask, block, options, scratch)  # [n, g, m, k]
@@ -69,8 +74,11 @@ def forward(
         l_i[:, :, rows].mul_(alpha).add_(p.sum(-1, keepdim=True))
         out[:, :, rows].mul_(alpha).add_(_times(_drop(p, block, options), vs[:, block.keys]))
         m_old.copy_(m_new)
-    if options.sinks is not None:
-        l_i.masked_fill_((mask.key_start == mask.key_stop)[:, None], 0.0)
+    if options.sinks is not None:  # a sink is one more key of every row that sees a key
+        m_old, m_i = m_i, torch.maximum(m_i, _sinks(options.sinks, qs))
+        alpha = _exp_(m_old - m_i)
+        l_i.mul_(alpha).add_(_exp_(_sinks(options.sinks, qs) - m_i)).masked_fill_(m_old == -math.inf, 0.0)
+        out *= alpha
     out /= l_i.masked_fill(l_i == 0.0, 1.0)
     lse = m_i + l_i.log()  # -inf in rows that see nothing
     return _tokens_first(out, q), lse.squeeze(-1).flatten(0, 1)
@@ -100,7 +108,7 @@ def backward(
     lse = lse.masked_fill(lse == -math.inf, math.inf)
     dq, dk, dv = torch.zeros_like(qs), torch.zeros_like(ks), torch.zeros_like(vs)
     scratch, scratch_dp = _scratch(qs), _scratch(qs)
-    for block in _blocks(mask, options.pack_invariant):
+    for block in _blocks(mask, options, tiles):
         rows, keys = block.rows, block.keys
         scores, slope = _scores(qs, ks, mask, block, options, scratch)
         p = _exp_(scores.sub_(lse[:, :, rows]))  # [n, g, m, k]
@@ -120,21 +128,51 @@ def backward(
     return _tokens_first(dq, q), dk.transpose(0, 1).to(k.dtype), dv.transpose(0, 1).to(v.dtype), dsinks
 
 
-def _blocks(mask: BlockDiagonalMask, pack_invariant: bool) -> list[Block]:
+def _blocks(mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables) -> list[Block]:
     """The blocks of all tiles, one tile after the other; waits for the mask's device."""
-    rows = torch.tensor(_tiles(mask, pack_invariant), dtype=torch.int64, device=mask.device).view(-1, 2)
-    first, last = rows[:, 0], rows[:, 1] - 1
+    blocks = _cut_blocks(mask, options.pack_invariant) if tiles.blocks is None else tiles.blocks
+    return [
+        Block(slice(row, row_end), slice(key, key_end), masked != 0)
+        for row, row_end, key, key_end, masked in blocks.tolist()
+    ]
+
+
+def _cut_blocks(mask: BlockDiagonalMask, pack_invariant: bool) -> Tensor:
+    """The fields of all blocks as integers, (blocks, 5), one tile after the other."""
+    tiles = torch.tensor(_tiles(mask, pack_invariant), dtype=torch.int64, device=mask.device).view(-1, 2)
+    if mask.query_start is not None and mask.query_stop is not None:
+        return _cut_tree(mask, tiles)
+    first, last = tiles[:, 0], tiles[:, 1] - 1
     start, stop = mask.key_start, mask.key_stop
     # A tile sees the keys from its first row's start to its last row's stop. All of its rows see the keys from the last
     # row's start to the first row's stop (docs/math.md, section 1).
     bounds = torch.stack([start[first], stop[last], start[last], stop[first]], 1)
     blocks = []
-    for (row, row_end), (begin, end, common, common_end) in zip(rows.tolist(), bounds.tolist(), strict=True):
+    for rows, (begin, end, common, common_end) in zip(tiles.tolist(), bounds.tolist(), strict=True):
         for key in range(begin, end, BLOCK_KEYS):
             key_end = min(key + BLOCK_KEYS, end)
-            masked = not common <= key < key_end <= common_end
-            blocks.append(Block(slice(row, row_end), slice(key, key_end), masked))
-    return blocks
+            blocks.append((*rows, key, key_end, not common <= key < key_end <= common_end))
+    return torch.tensor(blocks, dtype=torch.int64).view(-1, 5)
+
+
+def _cut_tree(mask: BlockDiagonalMask, tiles: Tensor) -> Tensor:
+    """`_cut_blocks` of a mask of trees: neighbouring pieces of `PIECE` keys that are seen alike, joined."""
+    assert mask.query_start is not None
+    assert mask.query_stop is not None
+    queries = cut(mask.key_start, mask.key_stop, tiles[:, 0], tiles[:, 1], BLOCK_ROWS)
+    visited, full = relation(queries, aligned(mask.query_start, mask.query_stop, PIECE))
+    kind = pad(visited.to(torch.int8) + full, (1, 1)).flatten()  # 0, 1 or 2 of each piece; a 0 around each tile's row
+    width = visited.shape[1] + 2
+    place = torch.arange(kind.shape[0], device=kind.device)
+    changes = torch.cat([kind[:1] >= 0, kind[1:] != kind[:-1]])
+    run = torch.where(changes, place, 0).cummax(0).values
+    begins = ((place - run) % (BLOCK_KEYS // PIECE) == 0).nonzero().flatten()
+    lengths = begins.diff(append=place.new_full((1,), kind.shape[0]))
+    kept = kind[begins] > 0
+    begins, lengths = begins[kept], lengths[kept]
+    key = (begins % width - 1) * PIECE
+    key_end = (key + lengths * PIECE).clamp(max=mask.num_keys)
+    return torch.stack([*tiles[begins // width].T, key, key_end, kind[begins] == 1], 1)
 
 
 def _tiles(mask: BlockDiagonalMask, pack_invariant: bool) -> list[tuple[int, int]]:
@@ -178,11 +216,15 @@ def _scores(
         scores = capped.mul_(options.softcap)
     if options.alibi_slopes is not None:
         assert mask.diagonal is not None
-        distance = (mask.diagonal[block.rows, None] - keys).abs()  # [m, k]
+        places = mask.diagonal[block.keys] if mask.is_tree else keys
+        distance = (mask.diagonal[block.rows, None] - places).abs()  # [m, k]
         slopes = options.alibi_slopes.expand(qs.shape[2], -1)[block.rows].T.unflatten(0, qs.shape[:2])  # [n, g, m]
         scores -= slopes[..., None] * distance
     if block.masked:  # a minimum costs far less than filling through a mask
         seen = (keys >= mask.key_start[block.rows, None]) & (keys < mask.key_stop[block.rows, None])
+        if mask.query_start is not None and mask.query_stop is not None:
+            rows = torch.arange(block.rows.start, block.rows.stop, device=qs.device)[:, None]
+            seen &= (rows >= mask.query_start[block.keys]) & (rows < mask.query_stop[block.keys])
         torch.minimum(scores, torch.where(seen, math.inf, -math.inf), out=scores)
     return scores, slope
 

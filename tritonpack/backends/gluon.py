@@ -42,6 +42,8 @@ def plan_tiles(
         BackendUnavailableError: (a ValueError) a dtype, a head dimension or an option that the kernel doesn't support.
     """
     _check(q, v, options)
+    if mask.is_tree:
+        raise BackendUnavailableError("backend='gluon' has no masks of trees; use backend='triton' or 'auto'.")
     block = HOPPER_TILES[q.shape[2]].block_n
     rows = tile_table(mask, 2 * ROWS.value, block=block, whole_documents=options.pack_invariant)
     if not backward:

@@ -99,10 +99,7 @@ def _scores(q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionOpt
         capped = torch.tanh(scores / options.softcap)
         scores, slope = options.softcap * capped, 1 - capped**2
     if options.alibi_slopes is not None:
-        assert mask.diagonal is not None
-        keys = torch.arange(mask.num_keys, device=q.device)
-        distance = (mask.diagonal[:, None] - keys).abs()  # [T_q, T_k]
-        scores = scores - options.alibi_slopes.T[..., None] * distance
+        scores = scores - options.alibi_slopes.T[..., None] * mask.distances()  # [T_q, T_k]
     return scores.masked_fill(~mask.to_dense(), float("-inf")), slope
 
 

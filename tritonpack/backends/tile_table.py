@@ -22,11 +22,16 @@ from tritonpack.masks.block_diagonal import BlockDiagonalMask
 
 
 class TileTables(NamedTuple):
-    """The tile tables of a call: of forward, of dk and dv, and of dq; None for a table that the call doesn't need."""
+    """The tile tables of a call: of forward, of dk and dv, and of dq; None for a table that the call doesn't need.
+
+    `blocks` lists the blocks that tiles visit: in a mask of trees those of all three tables (tree_table.py), in the
+    backend "blocked" all blocks.
+    """
 
     forward: Tensor | None
     keys: Tensor | None
     queries: Tensor | None
+    blocks: Tensor | None = None
 
 
 NO_TABLES = TileTables(None, None, None)
@@ -61,12 +66,16 @@ def tile_table(
     block = None if whole_documents else block
 
     def table() -> Tensor:
-        key = ("rows of tiles", rows, long, whole_documents)  # tables with another `block` have the same rows
-        tiles = mask.cached(key, lambda: _cut(mask, rows, long, whole_documents))
+        tiles = cut_rows(mask, rows, long, whole_documents)
         exposed = torch.ones_like(tiles[:, 0]) if block is None else _exposed(mask, tiles, block)
         return torch.cat([tiles, exposed[:, None]], dim=1)
 
     return mask.cached(("tiles", rows, long, block, whole_documents), table)
+
+
+def cut_rows(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: bool = False) -> Tensor:
+    """(capacity, 2) int32, the rows [first, end) of each tile, as `tile_table` cuts them; kept with the mask."""
+    return mask.cached(("rows of tiles", rows, long, whole_documents), lambda: _cut(mask, rows, long, whole_documents))
 
 
 def capacity(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: bool) -> int:
@@ -125,14 +134,17 @@ def _unseen_before(mask: BlockDiagonalMask) -> Tensor:
 
 
 def document_begins(mask: BlockDiagonalMask, *, exact: bool = False) -> Tensor:
-    """(num_queries,) bool, True where a document or a run of rows that see nothing begins.
+    """(num_queries,) bool, True where a document, a branch of a tree or a run of rows that see nothing begins.
 
-    A row that has no key in common with the row above counts as a begin. With `exact` the numbers of the documents
-    decide instead, if the mask has them.
+    A row that has no key in common with the row above counts as a begin, in a tree a row that doesn't see the key of
+    the row above. With `exact` the numbers of the documents decide instead, if the mask has them.
     """
     start, stop = mask.key_start, mask.key_stop
     live = start < stop
     differs = start[1:] >= stop[:-1]
+    if mask.query_stop is not None and mask.num_queries == mask.num_keys:
+        rows = torch.arange(1, mask.num_queries, device=mask.device)
+        differs = differs | (mask.query_stop[:-1] <= rows)
     if exact and mask.document is not None:
         differs = mask.document[1:] != mask.document[:-1]
     differs = differs & (live[1:] | live[:-1])

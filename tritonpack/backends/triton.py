@@ -13,6 +13,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tritonpack.backends.dropout import drop_below
 from tritonpack.backends.tile_table import TileTables, tile_table
+from tritonpack.backends.tree_table import Cut, tree_tables
 from tritonpack.errors import BackendUnavailableError
 from tritonpack.kernels.backward import dkdv_kernel, dq_kernel
 from tritonpack.kernels.forward import forward_kernel
@@ -54,15 +55,35 @@ def plan_tiles(
     """The tile tables of all kernels; without `backward` only the table of forward."""
 
     def table(kernel: Kernel) -> Tensor:
-        tile, whole = _tile(kernel, q, v, options), options.pack_invariant
+        tile, whole = _tile(kernel, q, v, options, tree=False), options.pack_invariant
         if kernel in ("forward", "dq"):
             rows = tile.block_m // heads_per_tile(tile, q.shape[1] // k.shape[1])
             return tile_table(mask, rows, long=tile.block_m, block=tile.block_n, whole_documents=whole)
         return tile_table(mask.transpose(), tile.block_n, whole_documents=whole)
 
+    if mask.is_tree:
+        return _plan_tree(q, k, v, mask, options, backward=backward)
     if not backward:
         return TileTables(table("forward"), None, None)
     return TileTables(table("forward"), table(_key_gradients(q, v)[0]), table("dq"))
+
+
+def _plan_tree(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, *, backward: bool
+) -> TileTables:
+    """The tile tables of a mask of trees; `keys` has a table for each kernel that computes gradients of keys."""
+
+    def cut(kernel: Kernel) -> Cut:
+        tile = _tile(kernel, q, v, options, tree=True)
+        if kernel in ("forward", "dq"):
+            return Cut(tile.block_m // heads_per_tile(tile, q.shape[1] // k.shape[1]), tile.block_n, tile.block_m)
+        return Cut(tile.block_n, tile.block_m, tile.block_n, of_keys=True)
+
+    kernels: tuple[Kernel, ...] = ("forward", "dq", *_key_gradients(q, v)) if backward else ("forward",)
+    (forward, *others), blocks = tree_tables(mask, *(cut(kernel) for kernel in kernels))
+    if not backward:
+        return TileTables(forward, None, None, blocks)
+    return TileTables(forward, torch.stack(others[1:]), others[0], blocks)
 
 
 def forward(
@@ -74,7 +95,7 @@ def forward(
     if not q.shape[0] or not k.shape[0]:
         return out.zero_(), lse.fill_(float("-inf"))
     assert tiles.forward is not None
-    tile, block_v = _tile("forward", q, v, options), _padded(v)
+    tile, block_v = _tile("forward", q, v, options, tree=mask.is_tree), _padded(v)
     columns, heads = min(tile.columns, block_v), heads_per_tile(tile, q.shape[1] // k.shape[1])
     head_blocks = q.shape[1] // heads
     transposed = mask.transpose()
@@ -86,6 +107,7 @@ def forward(
             out_ptr=out,
             lse_ptr=lse,
             tiles_ptr=tiles.forward,
+            blocks_ptr=tiles.blocks,
             key_start_ptr=mask.key_start,
             key_stop_ptr=mask.key_stop,
             query_start_ptr=transposed.key_start,
@@ -94,6 +116,7 @@ def forward(
             stride_ot=out.stride(0),
             stride_oh=out.stride(1),
             num_queries=q.shape[0],
+            num_keys=k.shape[0] if mask.is_tree else None,
             HEAD_BLOCKS=head_blocks,
             HEADS=heads,
             HEAD_DIM_V=v.shape[2],
@@ -137,6 +160,7 @@ def backward(
     common = {
         "num_rows": num_rows,
         "num_queries": num_queries,
+        "num_keys": num_keys if mask.is_tree else None,
         "scale": options.scale,
         "HEAD_DIM": head_dim,
         "HEAD_DIM_V": head_dim_v,
@@ -145,7 +169,7 @@ def backward(
     }
 
     with torch.cuda.device_of(q):
-        tile = _tile("dq", q, v, options)
+        tile = _tile("dq", q, v, options, tree=mask.is_tree)
         columns = min(tile.columns, block_d)
         shared = heads_per_tile(tile, heads // kv_heads)
         head_blocks = heads // shared
@@ -163,6 +187,7 @@ def backward(
             dq_ptr=dq,
             dsinks_ptr=shares,
             tiles_ptr=tiles.queries,
+            blocks_ptr=tiles.blocks,
             key_start_ptr=mask.key_start,
             key_stop_ptr=mask.key_stop,
             query_start_ptr=transposed.key_start,
@@ -180,14 +205,15 @@ def backward(
             **common,
             **_common(q, k, mask, options, tile),
         )
-        for kernel in _key_gradients(q, v):
-            tile = _tile(kernel, q, v, options)
+        for number, kernel in enumerate(_key_gradients(q, v)):
+            tile = _tile(kernel, q, v, options, tree=mask.is_tree)
             width = block_v if kernel == "dv" else block_d
             columns = width if kernel == "dkdv" else min(tile.columns, width)
             statistics: Any = (lse2, delta)
             if not options.pack_invariant:
                 statistics = [TensorDescriptor(x, [x.numel()], [1], [tile.block_m]) for x in statistics]
-            dkdv_kernel[(kv_heads * tiles.keys.shape[0], width // columns)](
+            key_tiles = tiles.keys[number] if mask.is_tree else tiles.keys
+            dkdv_kernel[(kv_heads * key_tiles.shape[0], width // columns)](
                 q_desc=descriptor(q, tile.block_m),
                 q_columns_desc=descriptor(q, tile.block_m, columns) if kernel == "dk" and columns < block_d else None,
                 k_desc=descriptor(k, tile.block_n),
@@ -197,7 +223,10 @@ def backward(
                 delta=statistics[1],
                 dk_ptr=dk,
                 dv_ptr=dv,
-                tiles_ptr=tiles.keys,
+                tiles_ptr=key_tiles,
+                blocks_ptr=tiles.blocks,
+                key_start_ptr=mask.key_start if mask.is_tree else None,
+                key_stop_ptr=mask.key_stop if mask.is_tree else None,
                 query_start_ptr=transposed.key_start,
                 query_stop_ptr=transposed.key_stop,
                 stride_dkt=dk.stride(0),
@@ -245,10 +274,10 @@ def _key_gradients(q: Tensor, v: Tensor) -> tuple[Kernel, ...]:
     return key_gradient_kernels(max(_padded(q), _padded(v)), q.dtype, current_arch(q.device))
 
 
-def _tile(kernel: Kernel, q: Tensor, v: Tensor, options: AttentionOptions) -> TileShape:
+def _tile(kernel: Kernel, q: Tensor, v: Tensor, options: AttentionOptions, *, tree: bool) -> TileShape:
     extended = (options.softcap, options.alibi_slopes is not None, options.dropout_p, options.pack_invariant)
     arch = current_arch(q.device)
-    return select_tile(kernel, max(_padded(q), _padded(v)), q.dtype, arch, extended=any(extended))
+    return select_tile(kernel, max(_padded(q), _padded(v)), q.dtype, arch, extended=any(extended), tree=tree)
 
 
 def _padded(x: Tensor) -> int:

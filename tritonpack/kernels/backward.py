@@ -18,25 +18,31 @@ import triton.language as tl
 
 from tritonpack.kernels.primitives import (
     CLEANED,
+    EARLY,
     FULL,
     LOG2E,
     block_range,
     clean,
     dot,
     kept,
+    listed_range,
     load_alibi,
     load_bounds,
     load_rows,
     load_tile,
     masked_block,
+    other_side,
     phase_range,
+    places,
     score,
     visible_keys,
     within,
 )
 
 
-@triton.jit(do_not_specialize=["num_queries", "stride_dlh", "stride_dlt", "stride_at", "stride_ah", "drop_below"])
+@triton.jit(
+    do_not_specialize=["num_queries", "num_keys", "stride_dlh", "stride_dlt", "stride_at", "stride_ah", "drop_below"]
+)
 def dq_kernel(
     q_desc,
     k_desc,
@@ -51,6 +57,7 @@ def dq_kernel(
     dq_ptr,
     dsinks_ptr,
     tiles_ptr,
+    blocks_ptr,
     key_start_ptr,
     key_stop_ptr,
     query_start_ptr,
@@ -69,6 +76,7 @@ def dq_kernel(
     stride_ah,
     num_rows,
     num_queries,
+    num_keys,
     scale,
     scale_log2,
     softcap_log2,
@@ -93,7 +101,8 @@ def dq_kernel(
     one head after the other. So it has fewer tokens, and fewer hidden pairs if documents are short. With sinks the
     kernel also writes each tile's share of their gradient, [H, tiles], except for empty tiles.
     """
-    head_block, number, first, end, exposed = load_tile(tiles_ptr, HEAD_BLOCKS)
+    TREE: tl.constexpr = blocks_ptr is not None
+    head_block, number, tile_ptr, first, end, third = load_tile(tiles_ptr, HEAD_BLOCKS, 5 if TREE else 3)
     if first >= end:
         return
     first_head = head_block * HEADS
@@ -106,8 +115,11 @@ def dq_kernel(
     start, stop = load_bounds(key_start_ptr, key_stop_ptr, offs_m, end)  # [M]
     slopes, diagonal = load_alibi(alibi_ptr, diagonal_ptr, offs_m, head, end, stride_at, stride_ah)  # [M]
     seed = 0 if seed_ptr is None else tl.load(seed_ptr)
-    begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, 1, BLOCK_N)
-    key_end = tl.load(key_stop_ptr + end - 1)
+    if TREE:
+        key_end = num_keys
+    else:
+        begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, 1, BLOCK_N)
+        key_end = tl.load(key_stop_ptr + end - 1)
 
     rows = offs_m.to(tl.int64)
     in_range = offs_m < end
@@ -133,12 +145,18 @@ def dq_kernel(
             tl.store(dsinks_ptr + heads * (tl.num_programs(0) // HEAD_BLOCKS) + number, -shares)
     q = load_rows(q_desc, first, first_head, 0, BLOCK_M, BLOCK_D, UPCAST)  # [M, D]
     dq = tl.zeros([BLOCK_M, COLUMNS], dtype=tl.float32)
-    for phase in tl.static_range(4):
-        step_begin, step_end = phase_range(phase, exposed, full, full_end, blocks)
+    for phase in tl.static_range(FULL if TREE else EARLY, 4, 2 if TREE else 1):  # as in the forward kernel
+        if TREE:
+            step_begin, step_end = listed_range(phase, tile_ptr, third)
+        else:
+            step_begin, step_end = phase_range(phase, third, full, full_end, blocks)
         if step_begin < step_end:  # an empty loop would prepare its loads, too
             for step in tl.range(step_begin, step_end):
-                block = masked_block(step, full, full_end) if phase == CLEANED else step
-                key = begin + block * BLOCK_N
+                if TREE:
+                    key = tl.load(blocks_ptr + step)
+                else:
+                    block = masked_block(step, full, full_end) if phase == CLEANED else step
+                    key = begin + block * BLOCK_N
                 offs_n = key + tl.arange(0, BLOCK_N)
                 k = load_rows(k_desc, key, kv_head, 0, BLOCK_N, BLOCK_D, UPCAST)  # [N, D]
                 v = load_rows(v_desc, key, kv_head, 0, BLOCK_N, BLOCK_V, UPCAST)  # [N, V]
@@ -149,11 +167,15 @@ def dq_kernel(
                 if phase == CLEANED:
                     k_columns = clean(k_columns, query_start_ptr, query_stop_ptr, offs_n, key_end)
                 products = tl.dot(q, k.T, input_precision=PRECISION)  # [M, D] @ [D, N] -> [M, N]
-                distance = diagonal[:, None] - offs_n[None, :]
+                distance = diagonal[:, None] - places(alibi_ptr, diagonal_ptr, offs_n, num_keys)[None, :]
                 scores, unit, slope = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[:, None], distance)
                 exponents = scores * unit - lse2[:, None]
                 if phase != FULL:
                     visible = visible_keys(phase, offs_n, start, stop)
+                    if TREE:
+                        visible &= other_side(
+                            offs_m[:, None], offs_n[None, :], query_start_ptr, query_stop_ptr, num_keys
+                        )
                     exponents = tl.where(visible, exponents, float("-inf"))
                 p = tl.exp2(exponents)
                 dp = tl.dot(dout, v.T, input_precision=PRECISION)  # [M, V] @ [V, N] -> [M, N]
@@ -171,7 +193,7 @@ def dq_kernel(
     tl.store(dq_ptr + offs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_queries", "stride_at", "stride_ah", "drop_below"])
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "stride_at", "stride_ah", "drop_below"])
 def dkdv_kernel(
     q_desc,
     q_columns_desc,
@@ -183,6 +205,9 @@ def dkdv_kernel(
     dk_ptr,
     dv_ptr,
     tiles_ptr,
+    blocks_ptr,
+    key_start_ptr,
+    key_stop_ptr,
     query_start_ptr,
     query_stop_ptr,
     diagonal_ptr,
@@ -196,6 +221,7 @@ def dkdv_kernel(
     stride_ah,
     num_rows,
     num_queries,
+    num_keys,
     scale,
     scale_log2,
     softcap_log2,
@@ -223,15 +249,20 @@ def dkdv_kernel(
     each launch also divides the columns among programs. The row statistics are descriptors, or pointers if ALIGN is 1:
     descriptors read 16 bytes at a time, so with them blocks of queries begin at multiples of 4 rows of the stream.
     """
-    kv_head, _number, first, end, _exposed = load_tile(tiles_ptr, HEAD_BLOCKS)
+    TREE: tl.constexpr = blocks_ptr is not None
+    kv_head, _number, tile_ptr, first, end, third = load_tile(tiles_ptr, HEAD_BLOCKS, 5 if TREE else 3)
     if first >= end:
         return
     column = tl.program_id(1) * COLUMNS
     offs_n = first + tl.arange(0, BLOCK_N)
     start, stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, end)  # [N]
     seed = 0 if seed_ptr is None else tl.load(seed_ptr)
-    begin, full, full_end, blocks = block_range(query_start_ptr, query_stop_ptr, first, end - 1, ALIGN, BLOCK_M)
-    query_end = tl.load(query_stop_ptr + end - 1)
+    place = places(alibi_ptr, diagonal_ptr, offs_n, num_keys)  # [N]
+    if TREE:
+        query_end = num_queries
+    else:
+        begin, full, full_end, blocks = block_range(query_start_ptr, query_stop_ptr, first, end - 1, ALIGN, BLOCK_M)
+        query_end = tl.load(query_stop_ptr + end - 1)
 
     BLOCK_DOUT: tl.constexpr = BLOCK_V if HAS_DK else COLUMNS
     dout_column = 0 if HAS_DK else column
@@ -244,11 +275,18 @@ def dkdv_kernel(
     # One loop over (head of the group, block) per phase, because two nested loops take more registers.
     for phase in tl.static_range(2):
         head = kv_head * GROUP
-        steps = full + blocks - full_end if phase == 0 else full_end - full
+        if TREE:
+            list_begin, list_end = listed_range(CLEANED if phase == 0 else FULL, tile_ptr, third)
+            steps = list_end - list_begin
+        else:
+            steps = full + blocks - full_end if phase == 0 else full_end - full
         step = 0
         for _ in tl.range(0, steps * GROUP):
-            block = step + (tl.where(step >= full, full_end - full, 0) if phase == 0 else full)
-            row = begin + block * BLOCK_M
+            if TREE:
+                row = tl.load(blocks_ptr + list_begin + step)
+            else:
+                block = step + (tl.where(step >= full, full_end - full, 0) if phase == 0 else full)
+                row = begin + block * BLOCK_M
             offs_m = row + tl.arange(0, BLOCK_M)
             q = load_rows(q_desc, row, head, 0, BLOCK_M, BLOCK_D, UPCAST)  # [M, D]
             dout = load_rows(dout_desc, row, head, dout_column, BLOCK_M, BLOCK_DOUT, UPCAST)  # [M, V]
@@ -267,11 +305,13 @@ def dkdv_kernel(
                     q = tl.where(live, q, 0.0)
             products = tl.dot(k, q.T, input_precision=PRECISION)  # [N, D] @ [D, M] -> [N, M]
             slopes, diagonal = load_alibi(alibi_ptr, diagonal_ptr, offs_m, head, num_queries, stride_at, stride_ah)
-            distance = diagonal[None, :] - offs_n[:, None]
+            distance = diagonal[None, :] - place[:, None]
             scores, unit, slope = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[None, :], distance)
             p = tl.exp2(scores * unit - lse2_m[None, :])
             if phase == 0:
                 visible = within(offs_m[None, :], start[:, None], (stop - start)[:, None])
+                if TREE:
+                    visible &= other_side(offs_n[:, None], offs_m[None, :], key_start_ptr, key_stop_ptr, num_queries)
                 p = tl.where(visible, p, 0.0)
             if seed_ptr is not None:
                 keep = kept(seed, head, offs_m[None, :], offs_n[:, None], drop_below)

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from tritonpack.kernels.primitives import (
     CLEANED,
+    EARLY,
     FULL,
     LN2,
     LOG2E,
@@ -18,18 +19,21 @@ from tritonpack.kernels.primitives import (
     clean,
     dot,
     kept,
+    listed_range,
     load_alibi,
     load_bounds,
     load_rows,
     load_tile,
     masked_block,
+    other_side,
     phase_range,
+    places,
     score,
     visible_keys,
 )
 
 
-@triton.jit(do_not_specialize=["num_queries", "stride_at", "stride_ah", "drop_below"])
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "stride_at", "stride_ah", "drop_below"])
 def forward_kernel(
     q_desc,
     k_desc,
@@ -37,6 +41,7 @@ def forward_kernel(
     out_ptr,
     lse_ptr,
     tiles_ptr,
+    blocks_ptr,
     key_start_ptr,
     key_stop_ptr,
     query_start_ptr,
@@ -50,6 +55,7 @@ def forward_kernel(
     stride_at,
     stride_ah,
     num_queries,
+    num_keys,
     scale_log2,
     softcap_log2,
     drop_below,
@@ -67,9 +73,11 @@ def forward_kernel(
 ):
     """out [T_q, H, D_v] and lse [H, T_q]; grid (tiles times blocks of HEADS heads, column chunks of the values).
 
-    The query bounds, of the transposed mask, tell which keys are seen by a query at all.
+    The query bounds, of the transposed mask, tell which keys are seen by a query at all. In a mask of trees they decide
+    together with the key bounds, and `blocks` lists the first keys of the blocks that tiles visit.
     """
-    head_block, _number, first, end, exposed = load_tile(tiles_ptr, HEAD_BLOCKS)
+    TREE: tl.constexpr = blocks_ptr is not None
+    head_block, _number, tile_ptr, first, end, third = load_tile(tiles_ptr, HEAD_BLOCKS, 5 if TREE else 3)
     if first >= end:
         return
     first_head = head_block * HEADS
@@ -79,32 +87,45 @@ def forward_kernel(
     start, stop = load_bounds(key_start_ptr, key_stop_ptr, offs_m, end)  # [M]
     slopes, diagonal = load_alibi(alibi_ptr, diagonal_ptr, offs_m, head, end, stride_at, stride_ah)  # [M]
     seed = 0 if seed_ptr is None else tl.load(seed_ptr)
-    begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, 1, BLOCK_N)
-
-    key_end = tl.load(key_stop_ptr + end - 1)
+    if TREE:
+        key_end = num_keys
+    else:
+        begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, 1, BLOCK_N)
+        key_end = tl.load(key_stop_ptr + end - 1)
 
     q = load_rows(q_desc, first, first_head, 0, BLOCK_M, BLOCK_D, UPCAST)  # [M, D]
     acc = tl.zeros([BLOCK_M, COLUMNS], dtype=tl.float32)
-    if sinks_ptr is None:
+    if sinks_ptr is None or TREE:
         m_i = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         l_i = tl.zeros([BLOCK_M], dtype=tl.float32)
     else:  # the sink is the first key of every row
         m_i = tl.load(sinks_ptr + head) * LOG2E
         l_i = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
-    for phase in tl.static_range(4):
-        step_begin, step_end = phase_range(phase, exposed, full, full_end, blocks)
+    # In a tree every masked block is a cleaned one, so there are two phases.
+    for phase in tl.static_range(FULL if TREE else EARLY, 4, 2 if TREE else 1):
+        if TREE:
+            step_begin, step_end = listed_range(phase, tile_ptr, third)
+        else:
+            step_begin, step_end = phase_range(phase, third, full, full_end, blocks)
         if step_begin < step_end:  # an empty loop would prepare its loads, too
             for step in tl.range(step_begin, step_end):
-                block = masked_block(step, full, full_end) if phase == CLEANED else step
-                key = begin + block * BLOCK_N
+                if TREE:
+                    key = tl.load(blocks_ptr + step)
+                else:
+                    block = masked_block(step, full, full_end) if phase == CLEANED else step
+                    key = begin + block * BLOCK_N
                 offs_n = key + tl.arange(0, BLOCK_N)
                 k = load_rows(k_desc, key, first_head // GROUP, 0, BLOCK_N, BLOCK_D, UPCAST)  # [N, D]
                 v = load_rows(v_desc, key, first_head // GROUP, column, BLOCK_N, COLUMNS, UPCAST)  # [N, C]
                 products = tl.dot(q, k.T, input_precision=PRECISION)  # [M, D] @ [D, N] -> [M, N]
-                distance = diagonal[:, None] - offs_n[None, :]
+                distance = diagonal[:, None] - places(alibi_ptr, diagonal_ptr, offs_n, num_keys)[None, :]
                 scores, unit, _ = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[:, None], distance)
                 if phase != FULL:
                     visible = visible_keys(phase, offs_n, start, stop)
+                    if TREE:
+                        visible &= other_side(
+                            offs_m[:, None], offs_n[None, :], query_start_ptr, query_stop_ptr, num_keys
+                        )
                     scores = tl.where(visible, scores, float("-inf"))
                 if phase == CLEANED:
                     v = clean(v, query_start_ptr, query_stop_ptr, offs_n, key_end)
@@ -119,6 +140,13 @@ def forward_kernel(
                 acc = dot(p, v, acc * alpha[:, None], PRECISION)  # [M, N] @ [N, C] -> [M, C]
                 m_i = m_new
 
+    if sinks_ptr is not None and TREE:  # the sink is one more key of every row that sees a key
+        sink = tl.load(sinks_ptr + head) * LOG2E
+        top = tl.maximum(m_i, sink)
+        alpha = tl.exp2(m_i - top)
+        l_i = tl.where(m_i == float("-inf"), 0.0, l_i * alpha + tl.exp2(sink - top))
+        acc *= alpha[:, None]
+        m_i = top
     in_range = offs_m < end
     lse = (m_i + tl.log2(l_i)) * LN2  # -inf in rows that see nothing
     if sinks_ptr is not None:

@@ -14,15 +14,16 @@ EARLY, FULL, LATE, CLEANED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), 
 
 
 @triton.jit
-def load_tile(tiles_ptr, head_blocks):
-    """This program's block of heads, its tile's number, and the tile's entry in the table (backends/tile_table.py).
+def load_tile(tiles_ptr, head_blocks, FIELDS: tl.constexpr):
+    """This program's block of heads, its tile's number and entry in the table, and the entry's first three fields.
 
-    The first axis of the grid holds both, because the other axes end at 65,535. The block of heads varies fastest, so
-    that the heaviest tiles of all heads start first.
+    An entry has 3 fields, or 5 in a mask of trees (backends/tile_table.py, tree_table.py). The first axis of the grid
+    holds tiles and heads, because the other axes end at 65,535. The block of heads varies fastest, so that the heaviest
+    tiles of all heads start first.
     """
     number = tl.program_id(0) // head_blocks
-    tile = tiles_ptr + 3 * number
-    return tl.program_id(0) % head_blocks, number, tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
+    tile = tiles_ptr + FIELDS * number
+    return tl.program_id(0) % head_blocks, number, tile, tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
 
 
 @triton.jit
@@ -69,6 +70,18 @@ def phase_range(phase: tl.constexpr, exposed, full, full_end, blocks):
 
 
 @triton.jit
+def listed_range(phase: tl.constexpr, tile_ptr, begin):
+    """`phase_range` of a tile of a tree, whose entry names its masked blocks, then its full ones, in a list."""
+    middle = tl.load(tile_ptr + 3)
+    if phase == FULL:
+        begin = middle
+        end = tl.load(tile_ptr + 4)
+    else:
+        end = middle
+    return begin, end
+
+
+@triton.jit
 def masked_block(number, full, full_end):
     """The masked block of a number; masked blocks lie before and after the full ones."""
     return number + tl.where(number >= full, full_end - full, 0)
@@ -96,6 +109,22 @@ def visible_keys(phase: tl.constexpr, offs_n, start, stop):
     else:
         visible = within(offs_n[None, :], start[:, None], (stop - start)[:, None])
     return visible
+
+
+@triton.jit
+def other_side(rows, columns, start_ptr, stop_ptr, size):
+    """Whether each row lies in the interval of each column; rows and columns broadcast, columns from `size` on: no."""
+    start, stop = load_bounds(start_ptr, stop_ptr, columns, size)
+    return within(rows, start, stop - start)
+
+
+@triton.jit
+def places(alibi_ptr, diagonal_ptr, offs_n, num_keys):
+    """The places from which ALiBi counts distances: of keys their numbers, in a tree (with `num_keys`) their depths."""
+    place = offs_n
+    if alibi_ptr is not None and num_keys is not None:
+        place = tl.load(diagonal_ptr + offs_n, mask=offs_n < num_keys, other=0)
+    return place
 
 
 @triton.jit

@@ -154,6 +154,17 @@ EXTENDED_TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
     "gfx942": {},
 }
 
+# Masks of trees, whose masked blocks look at both sides' bounds, have their own tiles if the tiles above would spill.
+TREE_TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
+    "sm_90": {
+        "forward": {64: TileShape(128, 64, 8, 2, heads=8), 256: TileShape(128, 32, 8, 2)},
+        "dq": {64: TileShape(128, 64, 8, 2, heads=4), 128: TileShape(64, 64, 4, 2, heads=4)},
+    },
+    "sm_100": {"forward": {64: TileShape(128, 64, 8, 2, heads=8)}},
+    "sm_80": {},
+    "gfx942": {},
+}
+
 # float32 products are exact ("ieee"), without matrix instructions, so all tiles are small. At 512 they take 136 KiB of
 # shared memory; on the smallest GPUs, which have less, the launch fails with that message.
 FLOAT32_TILES = {
@@ -173,15 +184,26 @@ SHARED_KIB = {"sm_80": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}
 _loaded: dict[tuple[str, Kernel, int], TileShape] = {}
 
 
-def select_tile(kernel: Kernel, block_d: int, dtype: torch.dtype, arch: str, *, extended: bool = False) -> TileShape:
-    """The tile for a kernel; `block_d` is the larger of the head dimensions, padded to a power of two."""
+def select_tile(
+    kernel: Kernel, block_d: int, dtype: torch.dtype, arch: str, *, extended: bool = False, tree: bool = False
+) -> TileShape:
+    """The tile for a kernel.
+
+    Args:
+        block_d: the larger of the head dimensions, padded to a power of two.
+        extended: whether a feature of `EXTENDED` is in use.
+        tree: whether the mask has trees.
+    """
     row = max(block_d, 64)
     if arch == "interpreter":
         return INTERPRETER_TILE
     if dtype == torch.float32:
         return FLOAT32_TILES[row]
+    for applies, table in ((extended, EXTENDED_TILES), (tree, TREE_TILES)):
+        if applies and row in table[arch].get(kernel, {}):
+            return table[arch][kernel][row]
     if extended:
-        return EXTENDED_TILES[arch].get(kernel, {}).get(row) or TILES[arch][kernel][row]
+        return TILES[arch][kernel][row]
     return _loaded.get((arch, kernel, row)) or TILES[arch][kernel][row]
 
 

@@ -2,15 +2,15 @@
 
 All rows of a batch form one stream of queries and one stream of keys. Query `i` sees exactly the keys
 `key_start[i] <= j < key_stop[i]`, and neither array ever decreases. Causal and bidirectional packing, sliding windows,
-padding, cross-attention and the shards of sequence parallelism all have this form (docs/math.md, section 1).
+padding, cross-attention and the shards of sequence parallelism all have this form (docs/math.md, section 1). A mask of
+trees has two more integers per key, the interval of queries that may see it (section 8).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
-from dataclasses import InitVar, dataclass
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,21 +22,18 @@ from tritonpack.checks import (
     as_offsets,
     check_device,
     check_documents,
-    check_indices,
     check_reach,
     check_rows,
     check_sound,
     check_spans,
     check_total,
-    describe,
-    is_length,
     offsets_from_lengths,
-    on_host,
     require,
 )
 from tritonpack.masks import dense as dense_mask
 from tritonpack.masks import flex as block_mask
-from tritonpack.masks import intervals
+from tritonpack.masks import intervals, tree
+from tritonpack.masks.bounds import Bounds
 from tritonpack.masks.intervals import WHOLE_DOCUMENT, Intervals, changes, document_starts
 
 if TYPE_CHECKING:
@@ -48,8 +45,7 @@ __all__ = ["BlockDiagonalMask", "changes", "document_starts", "mask_from_runs"]
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, eq=False)
-class BlockDiagonalMask:
+class BlockDiagonalMask(Bounds):
     """An attention mask in which every query sees one contiguous interval of keys.
 
     Two documents of 3 and 2 tokens, causal, and one row of slack after them:
@@ -73,65 +69,14 @@ class BlockDiagonalMask:
             `key_start` in rows that see nothing (padding and slack).
         num_keys: the length of the key stream.
         diagonal: (num_queries,) int32, the key at each query's own place, from which ALiBi counts distances; None if
-            there is no such key, as in a transpose. It may lie outside the keys.
+            there is no such key, as in a transpose. It may lie outside the keys. In a tree it is the token's depth.
         document_source: the tensor `document`, or a function that computes it at its first use.
         max_documents: an upper bound of the number of documents; None if the host doesn't know one.
-        trusted: whether to skip the check of `key_start` and `key_stop`.
+        query_start, query_stop: (num_keys,) int32, the first query that may see each key, and one past the last one;
+            None in a mask without trees. With them a query sees those keys of its interval whose interval of queries
+            holds the query, and bounds may decrease.
+        trusted: whether to skip the check of the bounds' values.
     """
-
-    key_start: Tensor
-    key_stop: Tensor
-    num_keys: int
-    diagonal: Tensor | None = None
-    document_source: Tensor | Callable[[], Tensor] | None = None
-    max_documents: int | None = None
-    trusted: InitVar[bool] = False
-    _computed: ClassVar[dict[Any, Any]]  # no field, so that copies start with an empty one
-
-    def __post_init__(self, trusted: bool) -> None:
-        object.__setattr__(self, "_computed", {})
-        required, source = ("key_start", "key_stop"), self.document_source
-        for name in (*required, "diagonal", "document_source"):
-            rows = getattr(self, name)
-            if (rows is None and name not in required) or (rows is source and callable(source)):
-                continue
-            if not isinstance(rows, Tensor) or rows.ndim != 1 or rows.dtype != torch.int32:
-                raise ValueError(f"{name} must be a one-dimensional int32 tensor; got {describe(rows)}.")
-            if rows.shape != self.key_start.shape or rows.device != self.key_start.device:
-                raise ValueError(
-                    f"key_start and {name} must have the same length and device; got "
-                    f"{describe(self.key_start)} and {describe(rows)}."
-                )
-        if not is_length(self.num_keys):
-            raise ValueError(f"num_keys must be an integer from 0 to 2**31 - 1; got {describe(self.num_keys)}.")
-        if self.max_documents is not None and not is_length(self.max_documents):
-            raise ValueError(f"max_documents must be an integer of at least 0, or None; got {self.max_documents!r}.")
-        if not trusted and on_host(self.key_start) and on_host(self.key_stop):
-            self.validate()
-
-    @property
-    def num_queries(self) -> int:
-        return self.key_start.shape[0]
-
-    @property
-    def device(self) -> torch.device:
-        return self.key_start.device
-
-    @property
-    def document(self) -> Tensor | None:
-        """(num_queries,) int32, the number of each query's document in the order of the stream; None if it isn't known.
-        Rows outside every document hold the number of some document."""
-        source = self.document_source
-        return self.cached("document", source) if callable(source) else source
-
-    def cached(self, key: Hashable, build: Callable[[], T]) -> T:
-        """The value of `build()`, computed at the first call for a key and kept as long as the mask."""
-        if key not in self._computed:
-            self._computed[key] = build()
-        return self._computed[key]
-
-    def __repr__(self) -> str:
-        return f"BlockDiagonalMask(num_queries={self.num_queries}, num_keys={self.num_keys}, device={self.device})"
 
     @classmethod
     def from_seqlens(
@@ -330,53 +275,57 @@ class BlockDiagonalMask:
         )
         return _mask(partial(intervals.from_segment_ids, live), reach, spans)
 
-    def transpose(self) -> BlockDiagonalMask:
-        """The queries that see each key, again as intervals; computed once and kept with the mask.
+    @classmethod
+    def from_tree(
+        cls, parents: Lengths, *, window: Window = (-1, -1), chunk_size: int | None = None
+    ) -> BlockDiagonalMask:
+        """The mask of trees of tokens, such as prompts with several completions: a token sees itself and its ancestors.
 
-        Key j is seen by the queries from the first with `key_stop` above j to the last with `key_start` of at most j.
-        """
-        return self.cached("transpose", self._transpose)
-
-    def _transpose(self) -> BlockDiagonalMask:
-        rows = torch.arange(self.num_keys, device=self.device, dtype=torch.int32)
-        query_start = torch.searchsorted(self.key_stop, rows, right=True, out_int32=True)
-        query_stop = torch.searchsorted(self.key_start, rows, right=True, out_int32=True)
-        source = self._computed.get("document", self.document_source)  # not `self`, which would be a reference cycle
-        if source is not None:
-            source = partial(_document_of_keys, source, query_start) if self.num_queries else None
-        documents = None, source, self.max_documents
-        return BlockDiagonalMask(query_start, query_stop, self.num_queries, *documents, trusted=True)
-
-    def restrict(self, query_rows: Tensor | None = None, key_positions: Tensor | None = None) -> BlockDiagonalMask:
-        """The mask between some of the queries and some of the keys, such as one rank's shard.
+        Several trees, and documents (trees without branches), may lie in one row. ALiBi, windows and chunks count
+        along the path from a token to its root.
 
         Args:
-            query_rows: (R,) int32 or int64, ascending indices into the query stream; None keeps all.
-            key_positions: (K,) int32 or int64, ascending indices into the key stream; None keeps all.
-
-        Returns:
-            The mask of R queries and K keys, in the order of the arguments.
+            parents: the place of each token's parent in its row, (T,) or (B, T) integers, or a list, in depth-first
+                order; -1 for the first token of a tree, -2 for a token outside every tree (padding, slack).
+            window, chunk_size: see `from_seqlens`; `window` reaches `left` ancestors up, its right side means nothing.
 
         Raises:
-            ValueError: wrong dtype or shape; and, for indices in host memory, indices out of range or not ascending.
+            ValueError: wrong dtype or shape; and, for parents in host memory, a parent that isn't an earlier token, or
+                whose subtree has ended before; the message names the token.
 
-        >>> mask = BlockDiagonalMask.from_seqlens([4, 2])
-        >>> mask.restrict(torch.tensor([1, 3, 5]), torch.tensor([0, 3, 4])).to_dense().int().tolist()
-        [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+        A prompt of two tokens with two completions, of two tokens and of one:
+
+        >>> mask = BlockDiagonalMask.from_tree([-1, 0, 1, 2, 1])
+        >>> mask.to_dense().int().tolist()
+        [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0], [1, 1, 0, 0, 1]]
+        >>> mask.diagonal.tolist()  # depths, which are the position ids
+        [0, 1, 2, 3, 2]
+
+        Source: FlashMask (arXiv:2410.01359), whose masks by columns hold this one.
         """
-        start, stop, num_keys = self.key_start, self.key_stop, self.num_keys
-        diagonal, document, max_documents = self.diagonal, self.document, self.max_documents
-        if query_rows is not None:
-            rows = check_indices(query_rows, "query_rows", self.num_queries, self.device)
-            start, stop = start[rows], stop[rows]
-            diagonal, document = (None if x is None else x[rows] for x in (diagonal, document))
-        if key_positions is not None:
-            keys = check_indices(key_positions, "key_positions", num_keys, self.device).to(torch.int32)
-            start = torch.searchsorted(keys, start, out_int32=True)
-            stop = torch.searchsorted(keys, stop, out_int32=True)
-            num_keys, diagonal = keys.shape[0], None  # without all keys, distances can't be counted
-            max_documents = None  # and a document may have many runs of rows that see nothing
-        return BlockDiagonalMask(start, stop, num_keys, diagonal, document, max_documents, trusted=True)
+        reach = check_reach(window, True, chunk_size)
+        return _tree_mask(tree.ends_of_parents(parents), reach)
+
+    @classmethod
+    def from_tree_ends(
+        cls, ends: Lengths, *, window: Window = (-1, -1), chunk_size: int | None = None
+    ) -> BlockDiagonalMask:
+        """The mask of trees of tokens, given by where the subtree of each token ends.
+
+        Args:
+            ends: one past the place of each token's last descendant in its row, (T,) or (B, T) integers, or a list; the
+                token's own place for a token outside every tree.
+            window, chunk_size: see `from_tree`.
+
+        Raises:
+            ValueError: wrong dtype or shape; and, for ends in host memory, an end before its token or outside its row,
+                or subtrees that cross; the message names the token.
+
+        >>> BlockDiagonalMask.from_tree_ends([5, 5, 4, 4, 5]).to_dense().int()[4].tolist()
+        [1, 1, 0, 0, 1]
+        """
+        reach = check_reach(window, True, chunk_size)
+        return _tree_mask(tree.checked_ends(ends), reach)
 
     def to_dense(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
         """The mask as (num_queries, num_keys), one number per pair: O(T^2) memory.
@@ -394,7 +343,7 @@ class BlockDiagonalMask:
         Raises:
             ValueError: another dtype, or an additive mask of bool.
         """
-        return dense_mask.dense(self.key_start, self.key_stop, self.num_keys, dtype, additive)
+        return dense_mask.dense(self, dtype, additive)
 
     def to_bits(self) -> Tensor:
         """The mask as (num_queries, ceil(num_keys / 32)) int32, one bit per pair.
@@ -405,13 +354,13 @@ class BlockDiagonalMask:
         >>> BlockDiagonalMask.from_seqlens([2, 1]).to_bits().tolist()
         [[1], [3], [4]]
         """
-        return dense_mask.bits(self.key_start, self.key_stop, self.num_keys)
+        return dense_mask.bits(self)
 
     def to_block_mask(self, BLOCK_SIZE: int | tuple[int, int] = 128) -> BlockMask:  # noqa: N803 (flex_attention's name)
         """The mask for `torch.nn.attention.flex_attention`, for one batch of one row, all heads.
 
         It has the same blocks as with `create_block_mask`, computed from the ends of the intervals: no mask function is
-        evaluated on pairs.
+        evaluated on pairs. In a mask of trees with windows or padding it may have more partial blocks.
 
         Args:
             BLOCK_SIZE: queries and keys per block, or (queries, keys).
@@ -419,40 +368,7 @@ class BlockDiagonalMask:
         Raises:
             ValueError: block sizes that aren't positive integers, or a mask without queries or keys.
         """
-        return block_mask.block_mask(self.key_start, self.key_stop, self.num_keys, BLOCK_SIZE)
-
-    def to(self, device: torch.device | str) -> BlockDiagonalMask:
-        """The same mask on another device."""
-        device = check_device(device)
-        diagonal, document = (None if x is None else x.to(device) for x in (self.diagonal, self.document))
-        start, stop = self.key_start.to(device), self.key_stop.to(device)
-        return BlockDiagonalMask(start, stop, self.num_keys, diagonal, document, self.max_documents, trusted=True)
-
-    def validate(self) -> BlockDiagonalMask:
-        """Check the values; waits for the device.
-
-        Returns:
-            The mask itself.
-
-        Raises:
-            ValueError: an interval lies outside the keys, ends before it begins, or begins or ends before the interval
-                of the row above; the message names the first such row.
-        """
-        start, stop = self.key_start.cpu().long(), self.key_stop.cpu().long()
-        faults = (
-            ((start < 0) | (stop > self.num_keys), f"reaches outside the {self.num_keys} keys"),
-            (stop < start, "ends before it begins"),
-            (_falls(start) | _falls(stop), "begins or ends before the interval of the row above"),
-        )
-        for wrong, what in faults:
-            if wrong.any():
-                row = int(wrong.nonzero()[0, 0])
-                raise ValueError(
-                    f"row {row} of the mask sees keys [{int(start[row])}, {int(stop[row])}), which {what}; intervals "
-                    "must lie within the keys and never decrease. Check the offsets, ids or indices that the mask was "
-                    "built from."
-                )
-        return self
+        return block_mask.block_mask(self, BLOCK_SIZE)
 
 
 def mask_from_runs(
@@ -483,13 +399,7 @@ def _mask(
     return BlockDiagonalMask(*seen[:2], num_keys, seen.diagonal, seen.document, max_documents, trusted=True)
 
 
-def _document_of_keys(source: Tensor | Callable[[], Tensor], query_start: Tensor) -> Tensor:
-    """The document of each key: the document of the first query that sees it."""
-    document = source() if callable(source) else source
-    return document[query_start.clamp(max=document.shape[0] - 1)]
-
-
-def _falls(values: Tensor) -> Tensor:
-    falls = torch.zeros_like(values, dtype=torch.bool)
-    falls[1:] = values[1:] < values[:-1]
-    return falls
+def _tree_mask(ends: Tensor, reach: Reach) -> BlockDiagonalMask:
+    start, stop, query_start, query_stop, depth, first = tree.bounds(ends, reach)
+    source = partial(intervals.number_documents, first)
+    return BlockDiagonalMask(start, stop, start.shape[0], depth, source, None, query_start, query_stop, trusted=True)

@@ -11,11 +11,12 @@ from torch import Tensor
 
 from tritonpack import kernels
 from tritonpack.checks import check_flag
+from tritonpack.masks.bounds import Bounds
 
 DTYPES = (torch.bool, torch.bfloat16, torch.float16, torch.float32)
 
 
-def dense(key_start: Tensor, key_stop: Tensor, num_keys: int, dtype: torch.dtype, additive: bool) -> Tensor:
+def dense(mask: Bounds, dtype: torch.dtype, additive: bool) -> Tensor:
     """See `BlockDiagonalMask.to_dense`."""
     if dtype not in DTYPES:
         raise ValueError(
@@ -25,33 +26,46 @@ def dense(key_start: Tensor, key_stop: Tensor, num_keys: int, dtype: torch.dtype
         raise ValueError("an additive mask needs a floating-point dtype, such as the scores' dtype; got torch.bool.")
     seen, hidden = (0.0, torch.finfo(dtype).min) if additive else (1.0, 0.0)
     per_word = 4 // dtype.itemsize
-    columns = _round_up(num_keys, 4 * per_word)
-    if kernels.serve(key_start):
+    columns = _round_up(mask.num_keys, 4 * per_word)
+    if kernels.serve(mask.key_start) and not mask.is_tree:
         from tritonpack.kernels.dense_mask import write_words
 
         patterns = [int(torch.full((per_word,), value, dtype=dtype).view(torch.int32)) for value in (seen, hidden)]
-        padded = write_words(key_start, key_stop, columns // per_word, per_word, *patterns).view(dtype)
+        padded = write_words(mask.key_start, mask.key_stop, columns // per_word, per_word, *patterns).view(dtype)
     else:
-        keys = torch.arange(columns, device=key_start.device, dtype=torch.int32)
-        padded = (keys >= key_start[:, None]) & (keys < key_stop[:, None])
+        padded = _visible(mask, columns)
         if dtype != torch.bool:
-            value = torch.full((), hidden, dtype=dtype, device=key_start.device)
+            value = torch.full((), hidden, dtype=dtype, device=mask.device)
             padded = torch.where(padded, torch.full_like(value, seen), value)
-    return padded[:, :num_keys]
+    return padded[:, : mask.num_keys]
 
 
-def bits(key_start: Tensor, key_stop: Tensor, num_keys: int) -> Tensor:
+def bits(mask: Bounds) -> Tensor:
     """See `BlockDiagonalMask.to_bits`."""
-    words = _round_up(num_keys, 128) // 32
-    if kernels.serve(key_start):
+    words = _round_up(mask.num_keys, 128) // 32
+    if mask.query_stop is not None:
+        place = 1 << torch.arange(32, device=mask.device)
+        padded = (_visible(mask, words * 32).unflatten(1, (words, 32)) * place).sum(2).to(torch.int32)
+    elif kernels.serve(mask.key_start):
         from tritonpack.kernels.dense_mask import write_words
 
-        padded = write_words(key_start, key_stop, words, 32, -1, 0)
+        padded = write_words(mask.key_start, mask.key_stop, words, 32, -1, 0)
     else:
-        keys = torch.arange(0, words * 32, 32, device=key_start.device)
-        below = [1 << (end[:, None] - keys).clamp(0, 32) for end in (key_stop, key_start)]
+        keys = torch.arange(0, words * 32, 32, device=mask.device)
+        below = [1 << (end[:, None] - keys).clamp(0, 32) for end in (mask.key_stop, mask.key_start)]
         padded = (below[0] - below[1]).to(torch.int32)
-    return padded[:, : -(-num_keys // 32)]
+    return padded[:, : -(-mask.num_keys // 32)]
+
+
+def _visible(mask: Bounds, columns: int) -> Tensor:
+    """(num_queries, columns) bool, whether each pair is visible; columns past the keys aren't."""
+    keys = torch.arange(columns, device=mask.device, dtype=torch.int32)
+    visible = (keys >= mask.key_start[:, None]) & (keys < mask.key_stop[:, None])
+    if mask.query_start is not None and mask.query_stop is not None:
+        queries = torch.arange(mask.num_queries, device=mask.device, dtype=torch.int32)[:, None]
+        seen = (queries >= mask.query_start) & (queries < mask.query_stop)
+        visible[:, : mask.num_keys] &= seen
+    return visible
 
 
 def _round_up(number: int, unit: int) -> int:

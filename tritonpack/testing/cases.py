@@ -1,7 +1,8 @@
-"""Attention cases, small and named: odd lengths, empty documents, slack, windows, grouped heads, softcap, sinks, ..."""
+"""Attention cases, small and named: odd lengths, empty documents, slack, windows, trees, grouped heads, sinks, ..."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from tritonpack.checks import Window
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
+from tritonpack.masks.tree import ROOT, SLACK
 
 
 @dataclass(frozen=True)
@@ -18,13 +20,14 @@ class Case:
 
     Attributes:
         name: the name of its feature, for test ids.
-        seqlens, seqlens_k: tokens per document; None on the key side means the same lengths.
+        seqlens, seqlens_k: tokens per document or tree; None on the key side means the same lengths.
         slack: rows past the last document, on both sides.
         heads, kv_heads, head_dim, head_dim_v: the shape of q, k and v; None means that v has q's head dimension.
         causal, window: as `BlockDiagonalMask.from_cu_seqlens` takes them.
         softcap, dropout_p: as `varlen_attention` takes them.
         sinks: whether attention has sinks.
         alibi: whether scores fall with the distance, with a slope per head or per document and head.
+        parents: of each token of the trees, as `BlockDiagonalMask.from_tree` takes them; None for documents.
     """
 
     name: str
@@ -41,11 +44,15 @@ class Case:
     sinks: bool = False
     alibi: Literal["heads", "documents"] | None = None
     dropout_p: float = 0.0
+    parents: tuple[int, ...] | None = None
 
     def __str__(self) -> str:
         return self.name
 
     def mask(self, device: torch.device | str = "cpu") -> BlockDiagonalMask:
+        if self.parents is not None:
+            parents = torch.tensor(self.parents + (SLACK,) * self.slack, dtype=torch.int32, device=device)
+            return BlockDiagonalMask.from_tree(parents, window=self.window)
         cu_q, cu_k = (_offsets(lengths, device) for lengths in (self.seqlens, self.seqlens_k or self.seqlens))
         return BlockDiagonalMask.from_cu_seqlens(
             cu_q,
@@ -79,7 +86,50 @@ class Inputs:
     keywords: dict[str, Any] = field(default_factory=dict)
 
 
+Nodes = Sequence[tuple[int, int]]  # (number of the parent node or -1, tokens), each node after its parent
+
+
+def parents_of(*trees: Nodes) -> tuple[int, ...]:
+    """The parent of each token of trees that are given by their nodes, in depth-first order.
+
+    >>> parents_of([(-1, 2), (0, 2), (0, 1)], [(-1, 1)])  # a prompt of 2 tokens with 2 completions; another root
+    (-1, 0, 1, 2, 1, -1)
+    """
+    parents: list[int] = []
+    for nodes in trees:
+        last_tokens = [ROOT]  # of nodes, one later than their numbers, so that -1 + 1 is the root's
+        for parent, tokens in nodes:
+            first = len(parents)
+            parents += [last_tokens[parent + 1], *range(first, first + tokens - 1)][:tokens]
+            last_tokens.append(len(parents) - 1)
+    return tuple(parents)
+
+
+def tree_case(name: str, *trees: Nodes, **fields: Any) -> Case:
+    """A case of trees, given by their nodes in depth-first order."""
+    seqlens = tuple(sum(tokens for _, tokens in nodes) for nodes in trees)
+    return Case(name, seqlens, parents=parents_of(*trees), **fields)
+
+
 ODD = (1, 63, 0, 111, 64, 65)
+
+GROUP = [(-1, 70), (0, 33), (0, 1), (0, 64)]  # a prompt and its completions
+TURNS = [(-1, 20), (0, 40), (1, 9), (1, 30), (0, 17), (4, 5), (4, 50)]  # branches of branches
+BUSH = [(-1, 3), *((0, 1 + n % 5) for n in range(16))]
+TREES = (
+    tree_case("tree", GROUP),
+    tree_case("tree-forest", [(-1, 90)], TURNS, [(-1, 1)], GROUP, slack=19),
+    tree_case("tree-bushes", BUSH, BUSH, [(-1, 1), *((n, 1) for n in range(9))]),
+    tree_case("tree-window", GROUP, TURNS, window=(16, 0)),
+    tree_case("tree-window-sinks", TURNS, window=(30, 0), sinks=True, kv_heads=1),
+    tree_case("tree-sinks", TURNS, sinks=True, slack=5),
+    tree_case("tree-alibi", TURNS, GROUP, alibi="documents"),
+    tree_case("tree-dropout", TURNS, dropout_p=0.2, softcap=5.0),
+    tree_case("tree-group-of-three", GROUP, heads=6),
+    tree_case("tree-head-dim-96-16", GROUP, head_dim=96, head_dim_v=16, heads=2, kv_heads=1),
+    tree_case("tree-head-dim-512", TURNS, head_dim=512, heads=2, kv_heads=1),
+    tree_case("tree-everything", TURNS, BUSH, softcap=5.0, sinks=True, alibi="heads", dropout_p=0.1, window=(25, 0)),
+)
 
 CASES = (
     Case("causal", ODD),
@@ -139,6 +189,7 @@ CASES = (
         window=(40, 0),
         head_dim_v=48,
     ),
+    *TREES,
 )
 
 

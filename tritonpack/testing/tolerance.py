@@ -153,12 +153,10 @@ def _plain_scores(q: Tensor, k: Tensor, inputs: Inputs, scale: float | None) -> 
         scores, slope = softcap * capped, 1 - capped**2
     if slopes is not None:
         mask = inputs.mask
-        assert mask.diagonal is not None
         assert mask.document is not None
         per_row = slopes[None] if slopes.ndim == 1 else slopes[mask.document]
         per_row = per_row.to(torch.promote_types(scores.dtype, torch.float32))
-        distance = (mask.diagonal[:, None] - torch.arange(mask.num_keys, device=q.device)).abs()
-        scores = scores - (per_row.T[..., None] * distance).to(scores.dtype)
+        scores = scores - (per_row.T[..., None] * mask.distances()).to(scores.dtype)
     return scores, slope
 
 

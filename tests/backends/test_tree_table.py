@@ -1,0 +1,94 @@
+"""The tables of trees: every row in one tile, and a list of exactly the blocks that a tile visits."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.masks.forests import forests
+from tritonpack import BlockDiagonalMask
+from tritonpack.backends.tree_table import Cut, tree_tables
+from tritonpack.testing.cases import GROUP, TURNS, parents_of
+
+Tiles = list[tuple[int, int, list[int], list[int]]]
+WINDOWS = st.sampled_from([(-1, -1), (3, 0), (0, 0)])
+SIZES = st.tuples(st.sampled_from([1, 4, 16]), st.sampled_from([4, 16]), st.sampled_from([16, 32]))
+
+
+def tiles_of(mask: BlockDiagonalMask, rows: int, block: int, long: int = 0, *, of_keys: bool = False) -> Tiles:
+    """The tiles of one cut."""
+    (table,), blocks = tree_tables(mask, Cut(rows, block, max(rows, long), of_keys))
+    return listed(table, blocks)
+
+
+def listed(table: Tensor, blocks: Tensor) -> Tiles:
+    """The tiles that have rows: first, end, and the first keys of their masked and of their full blocks."""
+    rows = [row for row in table.tolist() if row[0] < row[1]]
+    return [
+        (first, end, blocks[begin:middle].tolist(), blocks[middle:stop].tolist())
+        for first, end, begin, middle, stop in rows
+    ]
+
+
+@given(forests(), WINDOWS, SIZES, st.booleans())
+def test_lists_hold_every_visible_pair_once(
+    parents: tuple[int, ...], window: tuple[int, int], sizes: tuple[int, int, int], transposed: bool
+) -> None:
+    mask = BlockDiagonalMask.from_tree(parents, window=window)
+    (rows, block, _), tiles = sizes, tiles_of(mask, *sizes, of_keys=transposed)
+    seen = mask.transpose().to_dense() if transposed else mask.to_dense()
+    assert sorted(row for first, end, _, _ in tiles for row in range(first, end)) == list(range(len(parents)))
+    for first, end, masked, full in tiles:
+        assert end - first <= rows
+        assert len({*masked, *full}) == len(masked) + len(full)
+        assert all(key % block == 0 for key in masked + full)
+        columns = torch.zeros(len(parents), dtype=torch.bool)
+        for key in masked + full:
+            columns[key : key + block] = True
+        assert not seen[first:end, ~columns].any()
+        for key in full:
+            assert key + block <= len(parents)
+            assert bool(seen[first:end, key : key + block].all())
+
+
+@given(forests(slack=False), SIZES)
+def test_no_block_is_visited_in_vain(parents: tuple[int, ...], sizes: tuple[int, int, int]) -> None:
+    """Without windows and padding every listed block has a visible pair, and blocks without a hidden one are full."""
+    mask, (rows, block, long) = BlockDiagonalMask.from_tree(parents), sizes
+    seen = mask.to_dense()
+    for first, end, masked, full in tiles_of(mask, rows, block, long):
+        for key in masked:
+            pairs = seen[first:end, key : key + block]
+            assert bool(pairs.any())
+            assert not (pairs.all() and key + block <= len(parents)), (first, end, key)
+        assert not set(full) & set(masked)
+
+
+def test_blocks_between_branches_are_skipped() -> None:
+    """8 completions of 256 tokens on 512: a tile visits the prompt and its own branch, and nothing between."""
+    mask = BlockDiagonalMask.from_tree(parents_of([(-1, 512), *[(0, 256)] * 8]))
+    for first, _end, masked, full in tiles_of(mask, 128, 64):
+        branch = 512 + (first - 512) // 256 * 256 if first >= 512 else 512
+        expected = {*range(0, min(first, 512), 64), *range(min(branch, first), first + 128, 64)}
+        assert {*masked, *full} == expected, first
+
+
+def test_tiles_with_most_blocks_come_first() -> None:
+    tiles = tiles_of(BlockDiagonalMask.from_tree(parents_of(GROUP, TURNS)), 16, 16)
+    visited = [len(masked) + len(full) for _, _, masked, full in tiles]
+    assert visited == sorted(visited, reverse=True)
+
+
+def test_tables_share_a_list() -> None:
+    mask = BlockDiagonalMask.from_tree(parents_of(GROUP))
+    tables, blocks = tree_tables(mask, Cut(16, 16, 16), Cut(32, 16, 32, of_keys=True))
+    assert listed(tables[0], blocks) == tiles_of(mask, 16, 16)
+    assert listed(tables[1], blocks) == tiles_of(mask, 32, 16, of_keys=True)
+    assert tree_tables(mask, Cut(16, 16, 16), Cut(32, 16, 32, of_keys=True))[1] is blocks
+
+
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_small_trees(tokens: int) -> None:
+    mask = BlockDiagonalMask.from_tree(list(range(-1, tokens - 1)))
+    assert [(first, end) for first, end, _, _ in tiles_of(mask, 16, 16)] == [(0, 1)] * tokens

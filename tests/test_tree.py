@@ -1,0 +1,157 @@
+"""Attention over trees: equal to every path alone, no bit moves outside of a branch, and what is refused."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+from tests.masks.forests import forests, leaves_of, path_of, visible
+from tritonpack import BlockDiagonalMask, varlen_attention
+from tritonpack.masks.tree import SLACK
+from tritonpack.testing import CASES, Inputs, make_inputs
+from tritonpack.testing.tolerance import ROW_OUTPUTS, run
+
+BACKENDS = pytest.mark.parametrize("backend", ["blocked", "reference"])
+TREES = {case.name: case for case in CASES if case.parents is not None}
+
+
+def path_sums(parents: tuple[int, ...], inputs: Inputs, douts: dict[int, Tensor], window: Any) -> dict[str, Tensor]:
+    """Each path from a root to a leaf computed alone: outputs by token, and gradients summed over the paths."""
+    sums = {"dq": torch.zeros_like(inputs.q), "dk": torch.zeros_like(inputs.k), "dv": torch.zeros_like(inputs.v)}
+    outputs = {"out": torch.zeros_like(inputs.dout), "lse": torch.full_like(inputs.dlse, float("-inf"))}
+    for leaf, dout in douts.items():
+        path = torch.tensor(path_of(parents, leaf))
+        mask = BlockDiagonalMask.from_seqlens([len(path)], window=window)
+        dlse = torch.zeros(inputs.q.shape[1], len(path), dtype=inputs.q.dtype)
+        alone = run(Inputs(inputs.q[path], inputs.k[path], inputs.v[path], dout, dlse, mask), "reference")
+        outputs["out"][path], outputs["lse"][:, path] = alone["out"], alone["lse"]
+        for name, total in sums.items():
+            total[path] += alone[name]
+    return outputs | sums
+
+
+@BACKENDS
+@settings(max_examples=40)
+@given(
+    parents=forests(),
+    window=st.sampled_from([(-1, -1), (0, 0), (4, 0), (11, 0)]),
+    heads=st.sampled_from([(2, 2), (4, 1), (6, 2)]),
+)
+def test_a_tree_equals_every_path_alone(
+    backend: str, parents: tuple[int, ...], window: Any, heads: tuple[int, int]
+) -> None:
+    """Outputs are equal, and the gradients of a shared token are the sums over its paths."""
+    generator = torch.Generator().manual_seed(0)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    total, (query_heads, key_heads) = len(parents), heads
+    q, k, v = draw(total, query_heads, 8), draw(total, key_heads, 8), draw(total, key_heads, 4)
+    douts = {leaf: draw(len(path_of(parents, leaf)), query_heads, 4) for leaf in leaves_of(parents)}
+    dout = torch.zeros(total, query_heads, 4, dtype=torch.float64)
+    for leaf, one in douts.items():
+        dout[torch.tensor(path_of(parents, leaf))] += one
+    inputs = Inputs(
+        q,
+        k,
+        v,
+        dout,
+        torch.zeros(query_heads, total, dtype=torch.float64),
+        BlockDiagonalMask.from_tree(parents, window=window),
+    )
+    expected, actual = path_sums(parents, inputs, douts, window), run(inputs, backend)
+    for name in ROW_OUTPUTS:
+        torch.testing.assert_close(
+            actual[name], expected[name], rtol=1e-11, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@BACKENDS
+@pytest.mark.parametrize("name", ["tree-forest", "tree-window", "tree-sinks", "tree-dropout"])
+@pytest.mark.parametrize("token", [3, 75, 110, 150])
+def test_a_change_in_a_branch_moves_no_bit_outside(name: str, token: int, backend: str) -> None:
+    """Outputs change in the token's subtree alone; gradients of keys and values also among its ancestors."""
+    case = TREES[name]
+    assert case.parents is not None
+    family = visible(case.parents + (SLACK,) * case.slack)
+    inputs = make_inputs(case, torch.float32)
+    before = run(inputs, backend)
+    for x in (inputs.q, inputs.k, inputs.v, inputs.dout):
+        x[token] += 1.5
+    after = run(inputs, backend)
+    below = family[:, token]
+    above = family[below].any(0)  # the ancestors of the subtree, and the subtree
+    for output in ROW_OUTPUTS:
+        may_move = above if output in ("dk", "dv") else below
+        old, new = (x[output].T if output == "lse" else x[output] for x in (before, after))
+        assert torch.equal(old[~may_move], new[~may_move]), output
+        assert not torch.equal(old[may_move], new[may_move]), output
+
+
+@BACKENDS
+def test_fifty_backward_passes_give_the_same_bits(backend: str) -> None:
+    inputs = make_inputs(TREES["tree-forest"])
+    first = run(inputs, backend)
+    for _ in range(50):
+        again = run(inputs, backend)
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@BACKENDS
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_slack_is_inert(value: float, backend: str) -> None:
+    clean, poisoned = (run(make_inputs(TREES["tree-forest"], slack_value=x), backend) for x in (0.0, value))
+    for name in ROW_OUTPUTS:
+        assert torch.equal(clean[name], poisoned[name]), name
+
+
+@BACKENDS
+def test_a_part_of_a_tree_whose_rows_see_no_key(backend: str) -> None:
+    """A restricted row may have an interval of keys of which none is its ancestor: it sees nothing, sinks neither."""
+    mask = BlockDiagonalMask.from_tree([-1, 0, 1, 0]).restrict(None, torch.tensor([1, 2]))
+    assert mask.key_start.tolist()[3] < mask.key_stop.tolist()[3]
+    q, k, sinks = torch.randn(4, 2, 16), torch.randn(2, 2, 16), torch.ones(2)
+    out, lse = varlen_attention(q, k, k, mask, sinks=sinks, return_lse=True, backend=backend)
+    assert not out[[0, 3]].any()
+    assert bool((lse[:, [0, 3]] == float("-inf")).all())
+    assert bool(lse[:, 1:3].isfinite().all())
+
+
+def test_compiled_without_breaks_for_all_lengths() -> None:
+    """One graph for trees of different sizes, as for other masks."""
+    torch.compiler.reset()
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter, fullgraph=True, dynamic=True)
+    def attend(q: Tensor, mask: BlockDiagonalMask) -> Tensor:
+        return varlen_attention(q, q, q, mask) * 2
+
+    for case in list(TREES.values())[:3]:
+        inputs = make_inputs(replace(case, kv_heads=case.heads))
+        expected = varlen_attention(inputs.q, inputs.q, inputs.q, inputs.mask) * 2
+        assert torch.equal(attend(inputs.q, inputs.mask), expected)
+    assert counter.frame_count == 1
+
+
+class TestRefusals:
+    def test_pack_invariant(self) -> None:
+        q = torch.randn(3, 1, 16)
+        with pytest.raises(ValueError, match="pack_invariant=True doesn't work in a mask of trees"):
+            varlen_attention(q, q, q, BlockDiagonalMask.from_tree([-1, 0, 0]), pack_invariant=True)
+
+    def test_keys_of_a_cache(self) -> None:
+        q, k = torch.randn(3, 1, 16), torch.randn(7, 1, 16)
+        with pytest.raises(ValueError, match="A mask of trees serves neither a cache nor cross-attention"):
+            varlen_attention(q, k, k, BlockDiagonalMask.from_tree([-1, 0, 0]))
+
+    def test_alibi_of_a_part(self) -> None:
+        q = torch.randn(2, 1, 16)
+        mask = BlockDiagonalMask.from_tree([-1, 0, 0]).restrict(torch.tensor([0, 2]), torch.tensor([0, 2]))
+        with pytest.raises(ValueError, match="alibi_slopes need a mask with distances"):
+            varlen_attention(q, q, q, mask, alibi_slopes=torch.ones(1))

@@ -1,0 +1,55 @@
+"""Trees of tokens for measurements: prompts with completions, pairs of answers, an agent's turns."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tritonpack.masks.tree import ROOT
+from tritonpack.testing.cases import Nodes
+
+
+def group(prompt: int, completions: list[int]) -> Nodes:
+    """A prompt and its completions."""
+    return [(ROOT, prompt), *((0, tokens) for tokens in completions)]
+
+
+def turns(prompt: int, branches: list[int], tokens: tuple[int, int], rng: np.random.Generator) -> Nodes:
+    """A prompt and turns that branch: each node of turn n has `branches[n]` children of `tokens` tokens."""
+    nodes = [(ROOT, prompt)]
+
+    def grow(parent: int, turn: int) -> None:
+        for _ in range(branches[turn] if turn < len(branches) else 0):
+            nodes.append((parent, int(rng.integers(*tokens))))
+            grow(len(nodes) - 1, turn + 1)
+
+    grow(0, 0)
+    return nodes
+
+
+def tree_batches() -> dict[str, list[Nodes]]:
+    """Name -> the trees of a batch; lengths of completions are log-normal where they aren't given."""
+    rng = np.random.default_rng(0)
+
+    def drawn(median: float, sigma: float, count: int) -> list[int]:
+        return rng.lognormal(np.log(median), sigma, count).astype(int).tolist()
+
+    return {
+        "8 x 256 on 2,048": [group(2048, [256] * 8)] * 4,
+        "16 x ~600 on 700": [group(700, drawn(500, 0.6, 16)) for _ in range(3)],
+        "8 x ~3,000 on 500": [group(500, drawn(2700, 0.4, 8))],
+        "pairs of 300 on 600": [group(600, [300, 280])] * 16,
+        "agent, 6 turns": [turns(1500, [2, 2, 1, 2, 1, 1], (100, 700), rng)],
+    }
+
+
+def path_lengths(nodes: Nodes) -> list[int]:
+    """The tokens of each path from the root to a leaf: the lengths of the sequences without sharing."""
+    inner, lengths = {parent for parent, _ in nodes}, []
+    for number in range(len(nodes)):
+        node, length = number, 0
+        while node != ROOT:
+            length += nodes[node][1]
+            node = nodes[node][0]
+        if number not in inner:
+            lengths.append(length)
+    return lengths

@@ -1,0 +1,243 @@
+"""The fields of a mask, which say which pairs are visible: checks, transpose, some rows and some keys, devices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import InitVar, dataclass, fields, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from tritonpack.checks import check_device, check_indices, describe, is_length, on_host
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Bounds:
+    """The base of `BlockDiagonalMask`, whose docstring explains the fields."""
+
+    key_start: Tensor
+    key_stop: Tensor
+    num_keys: int
+    diagonal: Tensor | None = None
+    document_source: Tensor | Callable[[], Tensor] | None = None
+    max_documents: int | None = None
+    query_start: Tensor | None = None
+    query_stop: Tensor | None = None
+    trusted: InitVar[bool] = False
+    _computed: ClassVar[dict[Any, Any]]  # no field, so that copies start with an empty one
+
+    def __post_init__(self, trusted: bool) -> None:
+        object.__setattr__(self, "_computed", {})
+        source = None if callable(self.document_source) else self.document_source
+        _check_bound("key_start", self.key_start, "key_start", self.key_start)
+        for name, rows in {"key_stop": self.key_stop, "diagonal": self.diagonal, "document_source": source}.items():
+            if rows is not None or name == "key_stop":
+                _check_bound(name, rows, "key_start", self.key_start)
+        if not is_length(self.num_keys):
+            raise ValueError(f"num_keys must be an integer from 0 to 2**31 - 1; got {describe(self.num_keys)}.")
+        if self.max_documents is not None and not is_length(self.max_documents):
+            raise ValueError(f"max_documents must be an integer of at least 0, or None; got {self.max_documents!r}.")
+        self._check_sides()
+        if not trusted and on_host(self.key_start) and on_host(self.key_stop):
+            self.validate()
+
+    @property
+    def num_queries(self) -> int:
+        return self.key_start.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        return self.key_start.device
+
+    @property
+    def is_tree(self) -> bool:
+        """Whether the keys, too, have intervals of queries that may see them."""
+        return self.query_stop is not None
+
+    @property
+    def document(self) -> Tensor | None:
+        """(num_queries,) int32, the number of each query's document in the order of the stream; None if it isn't known.
+        Rows outside every document hold the number of some document."""
+        source = self.document_source
+        return self.cached("document", source) if callable(source) else source
+
+    def cached(self, key: Hashable, build: Callable[[], T]) -> T:
+        """The value of `build()`, computed at the first call for a key and kept as long as the mask."""
+        if key not in self._computed:
+            self._computed[key] = build()
+        return self._computed[key]
+
+    def __repr__(self) -> str:
+        kind = ", tree" if self.is_tree else ""
+        return (
+            f"BlockDiagonalMask(num_queries={self.num_queries}, num_keys={self.num_keys}{kind}, device={self.device})"
+        )
+
+    def distances(self) -> Tensor:
+        """(num_queries, num_keys), how far each key lies from each query's own place: in a tree, how many tokens up.
+        Only for a mask with `diagonal`."""
+        assert self.diagonal is not None
+        keys = self.diagonal if self.is_tree else torch.arange(self.num_keys, device=self.device)
+        return (self.diagonal[:, None] - keys).abs()
+
+    def transpose(self) -> Self:
+        """The queries that see each key, again as a mask; computed once and kept with the mask.
+
+        Key j is seen by the queries from the first with `key_stop` above j to the last with `key_start` of at most j.
+        """
+        return self.cached("transpose", self._transpose)
+
+    def _transpose(self) -> Self:
+        source = self._computed.get("document", self.document_source)  # not `self`, which would be a reference cycle
+        start, stop = self.query_start, self.query_stop
+        if start is None or stop is None:
+            keys = torch.arange(self.num_keys, device=self.device, dtype=torch.int32)
+            start = torch.searchsorted(self.key_stop, keys, right=True, out_int32=True)
+            stop = torch.searchsorted(self.key_start, keys, right=True, out_int32=True)
+        if source is not None:
+            source = partial(_document_of_keys, source, start) if self.num_queries else None
+        return replace(
+            self,
+            key_start=start,
+            key_stop=stop,
+            num_keys=self.num_queries,
+            diagonal=None,
+            document_source=source,
+            query_start=self.key_start if self.is_tree else None,
+            query_stop=self.key_stop if self.is_tree else None,
+            trusted=True,
+        )
+
+    def restrict(self, query_rows: Tensor | None = None, key_positions: Tensor | None = None) -> Self:
+        """The mask between some of the queries and some of the keys, such as one rank's shard.
+
+        Args:
+            query_rows: (R,) int32 or int64, ascending indices into the query stream; None keeps all.
+            key_positions: (K,) int32 or int64, ascending indices into the key stream; None keeps all.
+
+        Returns:
+            The mask of R queries and K keys, in the order of the arguments.
+
+        Raises:
+            ValueError: wrong dtype or shape; and, for indices in host memory, indices out of range or not ascending.
+
+        >>> mask = BlockDiagonalMask.from_seqlens([4, 2])
+        >>> mask.restrict(torch.tensor([1, 3, 5]), torch.tensor([0, 3, 4])).to_dense().int().tolist()
+        [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+        """
+        start, stop, num_keys = self.key_start, self.key_stop, self.num_keys
+        query_start, query_stop = self.query_start, self.query_stop
+        diagonal, document, max_documents = self.diagonal, self.document, self.max_documents
+        if query_rows is not None:
+            rows = check_indices(query_rows, "query_rows", self.num_queries, self.device)
+            start, stop = start[rows], stop[rows]
+            diagonal, document = (None if x is None else x[rows] for x in (diagonal, document))
+            query_start, query_stop = (None if x is None else _count_below(rows, x) for x in (query_start, query_stop))
+        if key_positions is not None:
+            keys = check_indices(key_positions, "key_positions", num_keys, self.device)
+            start, stop, num_keys = _count_below(keys, start), _count_below(keys, stop), keys.shape[0]
+            query_start, query_stop = (None if x is None else x[keys] for x in (query_start, query_stop))
+            max_documents = None  # because a document may have many runs of rows that see nothing
+        if key_positions is not None or self.is_tree:
+            diagonal = None  # without all keys, distances can't be counted
+        return replace(
+            self,
+            key_start=start,
+            key_stop=stop,
+            num_keys=num_keys,
+            diagonal=diagonal,
+            document_source=document,
+            max_documents=max_documents,
+            query_start=query_start,
+            query_stop=query_stop,
+            trusted=True,
+        )
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same mask on another device."""
+        device = check_device(device)
+        tensors = {f.name: getattr(self, f.name) for f in fields(self)} | {"document_source": self.document}
+        moved: dict[str, Any] = {name: x.to(device) for name, x in tensors.items() if isinstance(x, Tensor)}
+        return replace(self, **moved, trusted=True)
+
+    def validate(self) -> Self:
+        """Check the values; waits for the device.
+
+        Returns:
+            The mask itself.
+
+        Raises:
+            ValueError: an interval lies outside the keys (or queries), ends before it begins, or, in a mask without
+                trees, begins or ends before the interval of the row above; the message names the first such row.
+        """
+        _check_side(self.key_start, self.key_stop, self.num_keys, "row", "keys", ascending=not self.is_tree)
+        if self.query_start is not None and self.query_stop is not None:
+            _check_side(self.query_start, self.query_stop, self.num_queries, "key", "queries", ascending=False)
+        return self
+
+    def _check_sides(self) -> None:
+        """Raise ValueError unless the bounds of the keys, if there are any, have the right types and shapes."""
+        start, stop = self.query_start, self.query_stop
+        if start is None and stop is None:
+            return
+        _check_bound("query_start", start, "query_start", start)
+        _check_bound("query_stop", stop, "query_start", start)
+        assert start is not None
+        if start.shape[0] != self.num_keys or start.device != self.device:
+            raise ValueError(
+                f"query_start and query_stop must hold a bound for each of the {self.num_keys} keys, on {self.device}; "
+                f"got {describe(start)}."
+            )
+
+
+def _check_bound(name: str, bound: Tensor | None, like_name: str, like: Tensor | None) -> None:
+    """Raise ValueError unless a bound is an int32 tensor with one dimension, as long as another, on its device."""
+    if not isinstance(bound, Tensor) or bound.ndim != 1 or bound.dtype != torch.int32:
+        raise ValueError(f"{name} must be a one-dimensional int32 tensor; got {describe(bound)}.")
+    if not isinstance(like, Tensor) or bound.shape != like.shape or bound.device != like.device:
+        raise ValueError(
+            f"{like_name} and {name} must have the same length and device; got {describe(like)} and {describe(bound)}."
+        )
+
+
+def _check_side(start: Tensor, stop: Tensor, size: int, own: str, other: str, *, ascending: bool) -> None:
+    start, stop = start.cpu().long(), stop.cpu().long()
+    faults = [
+        ((start < 0) | (stop > size), f"reaches outside the {size} {other}"),
+        (stop < start, "ends before it begins"),
+    ]
+    if ascending:
+        faults += [(_falls(start) | _falls(stop), f"begins or ends before the interval of the {own} above")]
+    for wrong, what in faults:
+        if wrong.any():
+            number = int(wrong.nonzero()[0, 0])
+            verb, rule = ("sees", " and never decrease") if ascending else ("has", "")
+            raise ValueError(
+                f"{own} {number} of the mask {verb} {other} [{int(start[number])}, {int(stop[number])}), which {what}; "
+                f"intervals must lie within the {other}{rule}. Check the offsets, ids or indices that the mask was "
+                "built from."
+            )
+
+
+def _document_of_keys(source: Tensor | Callable[[], Tensor], query_start: Tensor) -> Tensor:
+    """The document of each key: the document of the first query that sees it."""
+    document = source() if callable(source) else source
+    return document[query_start.clamp(max=document.shape[0] - 1)]
+
+
+def _count_below(indices: Tensor, bound: Tensor) -> Tensor:
+    """How many ascending indices lie below each bound: the bound among them."""
+    return torch.searchsorted(indices.to(torch.int32), bound, out_int32=True)
+
+
+def _falls(values: Tensor) -> Tensor:
+    falls = torch.zeros_like(values, dtype=torch.bool)
+    falls[1:] = values[1:] < values[:-1]
+    return falls
