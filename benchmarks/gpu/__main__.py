@@ -25,8 +25,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.ledger import Ledger, environment
-from benchmarks.gpu.shapes import shapes, smoke_shapes
-from tests.lengths import distributions
+from benchmarks.gpu.shapes import documents_of, shapes, smoke_shapes
 from tritonpack.cli.bench.batch import Shape, make_batch
 from tritonpack.cli.bench.measure import DeviceLostError, measure, quantiles, time_alternating
 from tritonpack.cli.bench.peers import PEERS, Peer
@@ -60,20 +59,20 @@ def run(
     """Measure the shapes that the ledger doesn't have, until the time is up; returns the shapes that are left."""
     for number, shape in enumerate(todo):
         columns = shape.columns()
-        fit = [peer for peer in peers if peer.meant_for(shape)]
+        fit = [peer for peer in peers if peer.fits(shape)]
         if ledger.finished(columns, [peer.name for peer in fit]):
             continue
         if not budget.allows():
             return list(todo[number:])
         begin = time.monotonic()
-        lengths = distributions(shape.tokens)[shape.distribution]
+        lengths, parents = documents_of(shape)
         print(f"\n{shape}, documents: {len(lengths)}", flush=True)
 
         def write(row: Mapping[str, object], known: Mapping[str, object] = columns, many: int = len(lengths)) -> None:
             ledger.write({**known, "documents": many, **row})
             print("  ".join(str(row.get(name) or "-")[:100] for name in PRINTED), flush=True)
 
-        batch = make_batch(shape, lengths, device)
+        batch = make_batch(shape, lengths, device, parents=parents)
         measure(batch, [peer for peer in fit if not ledger.lost(columns, peer.name)], write)
         del batch
         if device.type == "cuda":

@@ -9,19 +9,43 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from tests.lengths import distributions
+from tests.trees import path_lengths, tree_batches
 from tritonpack.cli.bench.batch import Shape
+from tritonpack.testing.cases import parents_of
 
 ORDINARY = ("stdlib", "flan", "openchat", "skewed", "orca", "tiny")
 PUBLISHED = ({"heads": 16, "kv_heads": 16, "head_dim": 128}, {"heads": 32, "kv_heads": 32, "head_dim": 64})
 HEADS_256 = {"heads": 16, "kv_heads": 8, "head_dim": 256}
 WINDOW = (4096, 0)
+UNSHARED = "unshared, "  # before the name of a batch of trees: each of its paths as a document
+
+
+def documents_of(shape: Shape) -> tuple[list[int], tuple[int, ...] | None]:
+    """The tokens of each document of a shape, or of each tree, then with the parents of all tokens."""
+    if shape.trees:
+        trees = tree_batches()[shape.distribution]
+        return [sum(tokens for _, tokens in nodes) for nodes in trees], parents_of(*trees)
+    if shape.distribution.startswith(UNSHARED):
+        trees = tree_batches()[shape.distribution.removeprefix(UNSHARED)]
+        return [tokens for nodes in trees for tokens in path_lengths(nodes)], None
+    return distributions(shape.tokens)[shape.distribution], None
+
+
+def tree_shapes() -> list[Shape]:
+    """Four batches of trees, each followed by the same sequences without sharing."""
+    found = []
+    for name, trees in list(tree_batches().items())[:4]:
+        found.append(Shape(name, sum(tokens for nodes in trees for _, tokens in nodes), trees=True))
+        found.append(Shape(UNSHARED + name, sum(sum(path_lengths(nodes)) for nodes in trees)))
+    return found
 
 
 def shapes() -> list[Shape]:
     """The shapes in order of importance.
 
     1. A packed batch of 32k tokens, and one long document.
-    2. The other distributions at 32k tokens.
+    2. The other distributions at 32k tokens, then trees and the same sequences without sharing.
     3. Shapes of published figures: one document of 16k, 2,048 columns, causal and not, head dimensions 64 and 128.
     4. Head dimensions 64 and 256.
     5. 128k tokens; one document of 64k.
@@ -34,6 +58,7 @@ def shapes() -> list[Shape]:
         k32[0],
         long,
         *k32[1:],
+        *tree_shapes(),
         *(replace(long, causal=causal, **sizes) for causal in (True, False) for sizes in PUBLISHED),  # type: ignore[arg-type]
         *(replace(shape, head_dim=64) for shape in (k32[0], long, Shape("flan", 32768))),
         *(replace(shape, **HEADS_256) for shape in (k32[0], long)),  # type: ignore[arg-type]

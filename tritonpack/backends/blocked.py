@@ -49,7 +49,9 @@ def plan_tiles(
     """The blocks of the mask, computed once; no table where the mask can't be read now, as under torch.compile."""
     if not on_host(mask.key_start):
         return NO_TABLES
-    blocks = mask.cached(("blocks", options.pack_invariant), lambda: _cut_blocks(mask, options.pack_invariant))
+    blocks = mask.cached(
+        ("blocks", options.pack_invariant), lambda: blocks_of(mask, pack_invariant=options.pack_invariant)
+    )
     return NO_TABLES._replace(blocks=blocks)
 
 
@@ -130,14 +132,14 @@ def backward(
 
 def _blocks(mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables) -> list[Block]:
     """The blocks of all tiles, one tile after the other; waits for the mask's device."""
-    blocks = _cut_blocks(mask, options.pack_invariant) if tiles.blocks is None else tiles.blocks
+    blocks = blocks_of(mask, pack_invariant=options.pack_invariant) if tiles.blocks is None else tiles.blocks
     return [
         Block(slice(row, row_end), slice(key, key_end), masked != 0)
         for row, row_end, key, key_end, masked in blocks.tolist()
     ]
 
 
-def _cut_blocks(mask: BlockDiagonalMask, pack_invariant: bool) -> Tensor:
+def blocks_of(mask: BlockDiagonalMask, *, pack_invariant: bool) -> Tensor:
     """The fields of all blocks as integers, (blocks, 5), one tile after the other."""
     tiles = torch.tensor(_tiles(mask, pack_invariant), dtype=torch.int64, device=mask.device).view(-1, 2)
     if mask.query_start is not None and mask.query_stop is not None:
@@ -156,18 +158,17 @@ def _cut_blocks(mask: BlockDiagonalMask, pack_invariant: bool) -> Tensor:
 
 
 def _cut_tree(mask: BlockDiagonalMask, tiles: Tensor) -> Tensor:
-    """`_cut_blocks` of a mask of trees: neighbouring pieces of `PIECE` keys that are seen alike, joined."""
+    """`blocks_of` of a mask of trees: neighbouring pieces of `PIECE` keys that are seen alike, joined."""
     assert mask.query_start is not None
     assert mask.query_stop is not None
     queries = cut(mask.key_start, mask.key_stop, tiles[:, 0], tiles[:, 1], BLOCK_ROWS)
     visited, full = relation(queries, aligned(mask.query_start, mask.query_stop, PIECE))
-    kind = pad(visited.to(torch.int8) + full, (1, 1)).flatten()  # 0, 1 or 2 of each piece; a 0 around each tile's row
-    width = visited.shape[1] + 2
-    place = torch.arange(kind.shape[0], device=kind.device)
-    changes = torch.cat([kind[:1] >= 0, kind[1:] != kind[:-1]])
-    run = torch.where(changes, place, 0).cummax(0).values
-    begins = ((place - run) % (BLOCK_KEYS // PIECE) == 0).nonzero().flatten()
-    lengths = begins.diff(append=place.new_full((1,), kind.shape[0]))
+    kind = pad(visited.to(torch.int8) + full, (1, 1))  # 0, 1 or 2 of each piece; a 0 around each tile's row
+    begins = kind != kind.roll(1)
+    begins[:, 1 :: BLOCK_KEYS // PIECE] = True
+    kind, width = kind.flatten(), kind.shape[1]
+    begins = begins.flatten().nonzero().flatten()
+    lengths = begins.diff(append=begins.new_full((1,), kind.shape[0]))
     kept = kind[begins] > 0
     begins, lengths = begins[kept], lengths[kept]
     key = (begins % width - 1) * PIECE

@@ -12,10 +12,12 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from tritonpack.checks import UNLIMITED, Lengths, Reach, as_integers, check_rows, on_host, require
 
 ROOT, SLACK = -1, -2  # the parents of a tree's first token, and of a token outside every tree
+NOTHING = -(2**31)
 
 
 class TreeBounds(NamedTuple):
@@ -124,9 +126,8 @@ def _first_below(values: Tensor, limits: Tensor) -> Tensor:
     """For each place the first later place whose value is below the limit, or the length; in steps of powers of two."""
     length = values.shape[0]
     place = torch.arange(1, length + 1, device=values.device)
-    for step, smallest in reversed(_windows(values, torch.minimum)):
-        clear = smallest[place.clamp(max=length - 1)] >= limits
-        place = torch.where(clear, (place + step).clamp(max=length), place)
+    for step, smallest in reversed(_windows(pad(values, (0, 1), value=NOTHING), torch.minimum)):
+        place = torch.where(smallest[place] >= limits, place + step, place)  # past the end stands NOTHING
     return place
 
 
@@ -143,7 +144,7 @@ def _largest_end_within(ends: Tensor) -> Tensor:
 
 def _windows(values: Tensor, reduce: Callable[[Tensor, Tensor], Tensor]) -> list[tuple[int, Tensor]]:
     """Pairs (size, the reduction of the `size` values from each place on), for all powers of two below the length."""
-    levels, size = [(1, values)] if values.numel() else [], 1
+    levels, size = [(1, values.to(torch.int32))] if values.numel() else [], 1
     while 2 * size <= values.shape[0]:
         last = levels[-1][1]
         levels.append((2 * size, torch.cat([reduce(last[:-size], last[size:]), last[-size:]])))

@@ -26,6 +26,7 @@ class Shape:
         causal: whether a query sees no later key.
         window: how many keys a query sees before and after itself; -1 means no limit.
         dtype: torch's name of the dtype.
+        trees: whether the documents are trees of tokens.
     """
 
     distribution: str
@@ -36,6 +37,7 @@ class Shape:
     causal: bool = True
     window: tuple[int, int] = NO_WINDOW
     dtype: str = "bfloat16"
+    trees: bool = False
 
     def columns(self) -> dict[str, str]:
         """The shape as columns of a CSV."""
@@ -55,7 +57,7 @@ class Batch:
 
     Attributes:
         shape: its sizes, and the kind of its attention.
-        lengths: number of tokens of each document.
+        lengths: number of tokens of each document or tree.
         q, k, v: (tokens, heads, head_dim); k and v have kv_heads heads.
         dout: as q, the gradient of the output.
         cu_seqlens: (documents + 1,) int32, where each document begins and the last one ends.
@@ -73,12 +75,24 @@ class Batch:
 
     def flops(self) -> int:
         """The operations of the two matrix products of a forward pass, counted over the visible pairs."""
-        pairs = int((self.mask.key_stop - self.mask.key_start).sum(dtype=torch.int64))
+        mask = self.mask.transpose() if self.mask.is_tree else self.mask  # in a tree keys have the exact intervals
+        pairs = int((mask.key_stop - mask.key_start).sum(dtype=torch.int64))
         return 4 * self.shape.heads * self.shape.head_dim * pairs
 
 
-def make_batch(shape: Shape, lengths: Sequence[int], device: torch.device | str, seed: int = 0) -> Batch:
-    """Random tensors for documents of these lengths; never zeros, which matrix units multiply faster."""
+def make_batch(
+    shape: Shape,
+    lengths: Sequence[int],
+    device: torch.device | str,
+    seed: int = 0,
+    *,
+    parents: Sequence[int] | None = None,
+) -> Batch:
+    """Random tensors for documents of these lengths, or for trees; never zeros, which matrix units multiply faster.
+
+    Args:
+        parents: of a batch of trees, as `BlockDiagonalMask.from_tree` takes them.
+    """
     generator = torch.Generator(device).manual_seed(seed)
 
     def draw(heads: int) -> Tensor:
@@ -87,7 +101,12 @@ def make_batch(shape: Shape, lengths: Sequence[int], device: torch.device | str,
 
     q, k, v, dout = (draw(heads) for heads in (shape.heads, shape.kv_heads, shape.kv_heads, shape.heads))
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).to(device=device, dtype=torch.int32)
-    mask = BlockDiagonalMask.from_cu_seqlens(cu_seqlens, causal=shape.causal, window=shape.window, total_q=shape.tokens)
+    if parents is None:
+        mask = BlockDiagonalMask.from_cu_seqlens(
+            cu_seqlens, causal=shape.causal, window=shape.window, total_q=shape.tokens
+        )
+    else:
+        mask = BlockDiagonalMask.from_tree(parents, window=shape.window).to(device)
     return Batch(shape, tuple(lengths), q, k, v, dout, cu_seqlens, mask)
 
 

@@ -76,8 +76,9 @@ class Peer:
         name: its name in tables and ledgers.
         prepare: builds, for a batch, the function of q, k and v in the peer's layout.
         layout: the layout of its tensors.
-        meant_for: whether the peer is measured at a shape.
+        meant_for: whether the peer is measured at a shape of documents.
         on_cpu: whether `tritonpack bench` runs it on a CPU too.
+        trees: whether it takes masks of trees.
     """
 
     name: str
@@ -85,6 +86,11 @@ class Peer:
     layout: Callable[[Batch], Layout] = packed
     meant_for: Callable[[Shape], bool] = lambda shape: True
     on_cpu: bool = False
+    trees: bool = False
+
+    def fits(self, shape: Shape) -> bool:
+        """Whether the peer is measured at a shape."""
+        return self.meant_for(shape) and (self.trees or not shape.trees)
 
 
 class Prepared:
@@ -240,7 +246,10 @@ def xformers(batch: Batch) -> Attention:
 
 
 def document_mask(batch: Batch) -> Callable[..., Tensor]:
-    """The mask function for FlexAttention, as its documentation writes it for documents."""
+    """The mask function for FlexAttention: for documents as in its documentation, for trees by the ends of subtrees."""
+    ends = batch.mask.query_stop
+    if ends is not None:
+        return lambda b, h, q, k: (k <= q) & (q < ends[k])
     (left, right), causal = batch.shape.window, batch.shape.causal
     if right not in (-1, 0) or (left != -1 and not causal):
         raise ValueError("the mask function for FlexAttention has windows for causal batches alone")
@@ -279,18 +288,24 @@ def flex(batch: Batch) -> Attention:
     return attention
 
 
+def flex_with_mask(batch: Batch) -> Attention:
+    """FlexAttention, which builds the block mask in each call, as for a batch of trees that no step repeats."""
+    return lambda q, k, v: flex(batch)(q, k, v)
+
+
 PEERS = (
-    Peer(OURS, ours, on_cpu=True),
+    Peer(OURS, ours, on_cpu=True, trees=True),
     Peer("tritonpack, gluon", partial(ours, backend="gluon"), meant_for=lambda shape: shape.head_dim in (64, 128, 256)),
     Peer("FlashAttention-2 (torch)", torch_varlen),
     Peer("FlashAttention-4", flash_attention_4),
     Peer("xformers", xformers),
-    Peer("FlexAttention", flex, one_row),
+    Peer("FlexAttention", flex, one_row, trees=True),
+    Peer("FlexAttention, mask built", flex_with_mask, one_row, meant_for=lambda shape: shape.trees, trees=True),
     Peer("sdpa, padded", sdpa_padded, padded, on_cpu=True),
-    Peer("sdpa, dense mask", sdpa_dense_mask, one_row, on_cpu=True),
+    Peer("sdpa, dense mask", sdpa_dense_mask, one_row, on_cpu=True, trees=True),
 )
 
 
 def peers_for(shape: Shape, device: torch.device) -> list[Peer]:
     """The peers that `tritonpack bench` measures: those meant for the shape, on a CPU only a few of them."""
-    return [peer for peer in PEERS if peer.meant_for(shape) and (peer.on_cpu or device.type == "cuda")]
+    return [peer for peer in PEERS if peer.fits(shape) and (peer.on_cpu or device.type == "cuda")]
