@@ -34,6 +34,7 @@ COLOURS = {
     "FlashAttention-2 (torch)": "#3b76af",
     "xformers": "#2f6b4f",
     "FlexAttention": "#6d5a9c",
+    "FlexAttention, mask built": "#a99bc9",
     "sdpa, padded": "#6b7280",
     "sdpa, dense mask": "#c3c7cd",
 }

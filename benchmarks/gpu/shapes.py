@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from tests.lengths import distributions
-from tests.trees import path_lengths, tree_batches
+from tests.trees import group, path_lengths, tree_batches
 from tritonpack.cli.bench.batch import Shape
 from tritonpack.testing.cases import parents_of
 
@@ -18,13 +18,14 @@ ORDINARY = ("stdlib", "flan", "openchat", "skewed", "orca", "tiny")
 PUBLISHED = ({"heads": 16, "kv_heads": 16, "head_dim": 128}, {"heads": 32, "kv_heads": 32, "head_dim": 64})
 HEADS_256 = {"heads": 16, "kv_heads": 8, "head_dim": 256}
 WINDOW = (4096, 0)
+SMALL_TREES = {"small trees": [group(90, [70, 1, 50]), group(5, [9, 30])]}
 UNSHARED = "unshared, "  # before the name of a batch of trees: each of its paths as a document
 
 
 def documents_of(shape: Shape) -> tuple[list[int], tuple[int, ...] | None]:
     """The tokens of each document of a shape, or of each tree, then with the parents of all tokens."""
     if shape.trees:
-        trees = tree_batches()[shape.distribution]
+        trees = (tree_batches() | SMALL_TREES)[shape.distribution]
         return [sum(tokens for _, tokens in nodes) for nodes in trees], parents_of(*trees)
     if shape.distribution.startswith(UNSHARED):
         trees = tree_batches()[shape.distribution.removeprefix(UNSHARED)]
@@ -76,4 +77,5 @@ def shapes() -> list[Shape]:
 def smoke_shapes() -> list[Shape]:
     """Tiny shapes in float32, to try the program where there is no GPU."""
     small = Shape("flan", 320, heads=4, kv_heads=2, head_dim=16, dtype="float32")
-    return [small, replace(small, causal=False), replace(small, distribution="one", window=(64, 0))]
+    trees = replace(small, distribution="small trees", tokens=255, trees=True)
+    return [small, replace(small, causal=False), replace(small, distribution="one", window=(64, 0)), trees]

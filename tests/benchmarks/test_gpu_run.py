@@ -10,7 +10,7 @@ import torch
 import benchmarks.gpu.__main__ as program
 from benchmarks.gpu.__main__ import Budget, main, run
 from benchmarks.gpu.ledger import ABOUT, LOST, OPS, Ledger
-from benchmarks.gpu.shapes import shapes, smoke_shapes
+from benchmarks.gpu.shapes import UNSHARED, documents_of, shapes, smoke_shapes
 from tests.lengths import distributions
 from tritonpack.cli.bench import measure as measuring
 from tritonpack.cli.bench.batch import Batch, Shape, make_batch
@@ -41,23 +41,29 @@ class TestShapes:
         listed = shapes()
         assert len(set(listed)) == len(listed)
         assert {s.head_dim for s in listed} == {64, 128, 256}
-        assert {s.tokens for s in listed} == {16384, 32768, 65536, 131072}
+        ordinary = [s for s in listed if not s.trees and not s.distribution.startswith(UNSHARED)]
+        assert {s.tokens for s in ordinary} == {16384, 32768, 65536, 131072}
+        assert sum(s.trees for s in listed) == 4
         assert {s.causal for s in listed} == {True, False}
         assert {s.window for s in listed} == {(-1, -1), (4096, 0)}
         assert {s.heads == s.kv_heads for s in listed} == {True, False}
 
     @pytest.mark.parametrize("shape", {(s.distribution, s.tokens): s for s in shapes()}.values(), ids=str)
     def test_lengths_fill_the_batch(self, shape: Shape) -> None:
-        lengths = distributions(shape.tokens)[shape.distribution]
+        lengths, parents = documents_of(shape)
         assert sum(lengths) == shape.tokens
         assert min(lengths) > 0
+        assert (parents is not None) == shape.trees
+        assert parents is None or len(parents) == shape.tokens
 
     def test_skewed_batch(self) -> None:
         assert distributions(32768)["skewed"] == [16384] + [256] * 64
 
     @pytest.mark.parametrize("shape", smoke_shapes(), ids=str)
     def test_shapes_of_tensors(self, shape: Shape) -> None:
-        batch = make_batch(shape, distributions(shape.tokens)[shape.distribution], CPU)
+        lengths, parents = documents_of(shape)
+        batch = make_batch(shape, lengths, CPU, parents=parents)
+        assert batch.mask.is_tree == shape.trees
         assert batch.q.shape == batch.dout.shape == (shape.tokens, shape.heads, shape.head_dim)
         assert batch.k.shape == batch.v.shape == (shape.tokens, shape.kv_heads, shape.head_dim)
         assert batch.cu_seqlens.tolist()[-1] == sum(batch.lengths) == shape.tokens
@@ -116,9 +122,9 @@ class TestMain:
     def test_smoke_run_on_a_cpu(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        monkeypatch.setattr(program, "PEERS", (Peer(OURS, ours), Peer("flash", missing)))
+        monkeypatch.setattr(program, "PEERS", (Peer(OURS, ours, trees=True), Peer("flash", missing)))
         main(["--device", "cpu", "--out", str(tmp_path), "--commit", "abc1234"])
-        assert "3 of 3 shapes" in capsys.readouterr().out
+        assert "4 of 4 shapes" in capsys.readouterr().out
         with (tmp_path / "attention.csv").open(newline="") as file:
             rows = list(csv.DictReader(file))
         assert {row["causal"] for row in rows} == {"True", "False"}
