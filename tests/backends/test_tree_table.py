@@ -1,10 +1,13 @@
 """The tables of trees: every row in one tile, and a list of exactly the blocks that a tile visits."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.masks.forests import forests
 from tritonpack import BlockDiagonalMask
@@ -86,6 +89,47 @@ def test_tables_share_a_list() -> None:
     assert listed(tables[0], blocks) == tiles_of(mask, 16, 16)
     assert listed(tables[1], blocks) == tiles_of(mask, 32, 16, of_keys=True)
     assert tree_tables(mask, Cut(16, 16, 16), Cut(32, 16, 32, of_keys=True))[1] is blocks
+
+
+def test_a_device_gets_copies_of_tables_from_the_host() -> None:
+    """For a mask that came from host memory the device runs no operator but copies."""
+    cuts = Cut(16, 16, 16), Cut(32, 16, 32, of_keys=True)
+    mask = BlockDiagonalMask.from_tree(parents_of(GROUP, TURNS))
+    with Recorded() as recorded:
+        moved = mask.to("meta")
+        tables, blocks = tree_tables(moved, *cuts)
+    made, joined = tree_tables(mask, *cuts)
+    assert [x.shape for x in (*tables, blocks)] == [x.shape for x in (*made, joined)]
+    assert recorded.on_meta == ["aten._to_copy.default"] * 9  # six tensors of the mask, three of the tables
+
+
+def test_a_device_is_not_waited_for() -> None:
+    """A mask that was made on a device has tables with room for all blocks. A meta tensor has no value to wait for."""
+    mask = BlockDiagonalMask.from_tree(torch.empty(300, dtype=torch.int64, device="meta"), window=(9, 0))
+    tables, blocks = tree_tables(mask, Cut(16, 16, 16), Cut(32, 16, 32, of_keys=True))
+    assert blocks.device.type == "meta"
+    assert sum(table.shape[0] * 19 + 1 for table in tables) == blocks.shape[0]
+
+
+def test_room_for_all_blocks_changes_no_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = BlockDiagonalMask.from_tree(parents_of(GROUP, TURNS))
+    expected = tiles_of(mask, 16, 16)
+    monkeypatch.setattr("tritonpack.backends.tree_table.on_host", lambda x: False)
+    assert tiles_of(BlockDiagonalMask.from_tree(parents_of(GROUP, TURNS)), 16, 16) == expected
+
+
+class Recorded(TorchDispatchMode):
+    """Records the names of operators whose results lie on the meta device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_meta: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.device.type == "meta":
+            self.on_meta.append(str(function))
+        return result
 
 
 @pytest.mark.parametrize("tokens", [0, 1])

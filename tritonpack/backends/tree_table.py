@@ -4,7 +4,8 @@ A tile of a tree visits several stretches of keys: the path from its first token
 entry in the table names a part of a list, in which the blocks lie one after the other: first those that need masking,
 then those of which every pair is visible. Blocks begin at multiples of their size (docs/math.md, section 8).
 
-Everything is built on the mask's device, without waiting for it.
+The tables of a mask that came from host memory (`BlockDiagonalMask.to`) are built there and copied. Those of another
+mask are built on its device, without waiting for it, with room for all blocks of all tiles.
 """
 
 from __future__ import annotations
@@ -51,6 +52,9 @@ def tree_tables(mask: BlockDiagonalMask, *cuts: Cut) -> tuple[list[Tensor], Tens
     """
 
     def build() -> tuple[list[Tensor], Tensor]:
+        if mask.origin is not None and on_host(mask.origin.key_start):
+            made, joined = tree_tables(mask.origin, *cuts)
+            return [x.to(mask.device, non_blocking=True) for x in made], joined.to(mask.device, non_blocking=True)
         tables, lists, length = [], [], 0
         for each in cuts:
             table, blocks = _build(mask.transpose() if each.of_keys else mask, each.rows, each.block, each.long)
@@ -72,13 +76,24 @@ def _build(mask: BlockDiagonalMask, rows: int, block: int, long: int) -> tuple[T
     queries = cut(mask.key_start, mask.key_stop, tiles[:, 0], tiles[:, 1], rows)
     visited, full = relation(queries, keys)
     masked = visited & ~full
-    ends = torch.stack([masked.sum(1), full.sum(1)], 1).flatten().cumsum(0).view(-1, 2)
-    bounds = torch.cat([pad(ends[:-1, 1:], (0, 0, 1, 0)), ends], 1)  # of each tile's masked and full blocks
-    # On an accelerator the host doesn't know how many blocks are visited.
-    length = int(ends[-1, 1]) if on_host(ends) else visited.numel()
-    place = torch.where(full, bounds[:, 1:2] + full.cumsum(1), bounds[:, :1] + masked.cumsum(1)) - 1
-    place = torch.where(visited, place, length)  # one more place takes what isn't visited
-    blocks = tiles.new_zeros(length + 1)
-    blocks.scatter_(0, place.flatten(), keys.first.to(torch.int32).expand_as(place).flatten())
-    order = (bounds[:, 2] - bounds[:, 0]).argsort(descending=True, stable=True)
+    counts = torch.stack([masked.sum(1), full.sum(1)], 1)
+    ends = counts.flatten().cumsum(0).view(-1, 2)
+    bounds = torch.cat([ends[:, :1] - counts[:, :1], ends], 1)  # of each tile's masked and full blocks
+    # Pairs of a tile and a block, tile by tile: on the host those that are visited, whose number it can know.
+    if on_host(visited):
+        tile, number = visited.nonzero(as_tuple=True)
+    else:
+        pair = torch.arange(visited.numel(), device=mask.device)
+        tile, number = pair // visited.shape[1], pair % visited.shape[1]
+    before = counts.cumsum(0) - counts  # masked and full blocks of the tiles before each tile
+    is_masked, is_full = masked[tile, number], full[tile, number]
+    place = torch.where(
+        is_full,
+        bounds[tile, 1] + is_full.cumsum(0) - before[tile, 1],
+        bounds[tile, 0] + is_masked.cumsum(0) - before[tile, 0],
+    )
+    place = torch.where(is_masked | is_full, place - 1, tile.shape[0])  # one more place takes what isn't visited
+    blocks = tiles.new_zeros(tile.shape[0] + 1)
+    blocks.scatter_(0, place, (number * block).to(torch.int32))
+    order = counts.sum(1).argsort(descending=True, stable=True)
     return torch.cat([tiles, bounds.to(torch.int32)], 1)[order], blocks

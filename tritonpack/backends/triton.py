@@ -83,7 +83,8 @@ def _plan_tree(
     (forward, *others), blocks = tree_tables(mask, *(cut(kernel) for kernel in kernels))
     if not backward:
         return TileTables(forward, None, None, blocks)
-    return TileTables(forward, torch.stack(others[1:]), others[0], blocks)
+    keys = others[1][None] if len(others) == 2 else torch.stack(others[1:])
+    return TileTables(forward, keys, others[0], blocks)
 
 
 def forward(

@@ -165,7 +165,14 @@ class Bounds:
         device = check_device(device)
         tensors = {f.name: getattr(self, f.name) for f in fields(self)} | {"document_source": self.document}
         moved: dict[str, Any] = {name: x.to(device) for name, x in tensors.items() if isinstance(x, Tensor)}
-        return replace(self, **moved, trusted=True)
+        mask = replace(self, **moved, trusted=True)
+        mask.cached("origin", lambda: self)
+        return mask
+
+    @property
+    def origin(self) -> Self | None:
+        """The mask that `to` made this one of; None if there is none."""
+        return self._computed.get("origin")
 
     def validate(self) -> Self:
         """Check the values; waits for the device.
