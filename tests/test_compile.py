@@ -9,9 +9,10 @@ from torch import Tensor
 
 from tritonpack import BlockDiagonalMask, varlen_attention
 from tritonpack.backends import Backend
-from tritonpack.ops import Arguments
+from tritonpack.ops import plan
 from tritonpack.options import make_options
 from tritonpack.testing import Case, make_inputs
+from tritonpack.testing.cases import tree_case
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # the compiler's warnings
 
@@ -75,6 +76,7 @@ def test_new_lengths_do_not_recompile(backend: Backend) -> None:
     [
         Case("plain", (9, 0, 5)),
         Case("everything", (9, 4, 5), softcap=5.0, sinks=True, alibi="documents", dropout_p=0.2, head_dim_v=8),
+        tree_case("tree", [(-1, 5), (0, 3), (0, 4)], alibi="heads", window=(6, 0)),
     ],
     ids=str,
 )
@@ -82,12 +84,7 @@ def test_new_lengths_do_not_recompile(backend: Backend) -> None:
 def test_operators_pass_opcheck(case: Case, backend: str) -> None:
     inputs = make_inputs(case)
     options = make_options(inputs.q, inputs.mask, sinks=inputs.sinks, **inputs.keywords)
-    transposed = inputs.mask.transpose()
-    arguments = Arguments(
-        inputs.mask.key_start, inputs.mask.key_stop, transposed.key_start, transposed.key_stop, inputs.mask.diagonal,
-        None, None, None, options.scale, options.softcap, options.sinks, options.alibi_slopes, options.dropout_p,
-        options.dropout_seed, False, backend,
-    )  # fmt: skip
+    arguments = plan(inputs.q, inputs.k, inputs.v, inputs.mask, options, backend, backward=True)
     q, k, v = (x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     if options.sinks is not None:
         options.sinks.requires_grad_()

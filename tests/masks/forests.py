@@ -10,7 +10,7 @@ from torch import Tensor
 from tritonpack.masks.tree import ROOT, SLACK
 from tritonpack.testing.cases import parents_of
 
-settings.register_profile("tritonpack", deadline=None, derandomize=True, database=None)
+settings.register_profile("tritonpack", deadline=None, derandomize=True, database=None, max_examples=40)
 settings.load_profile("tritonpack")
 
 _TOKENS = st.integers(1, 9)

@@ -63,6 +63,9 @@ def forward(
     out = qs.new_zeros(*qs.shape[:3], v.shape[2])
     m_i = qs.new_full((*qs.shape[:3], 1), -math.inf)  # the largest score so far, [n, g, t, 1]
     l_i = torch.zeros_like(m_i)
+    if options.sinks is not None and not mask.is_tree:  # a sink is the first key of every row
+        m_i.copy_(_sinks(options.sinks, qs).expand_as(m_i))
+        l_i.fill_(1.0)
     scratch = _scratch(qs)
     for block in _blocks(mask, options, tiles):
         rows = block.rows
@@ -76,7 +79,9 @@ def forward(
         l_i[:, :, rows].mul_(alpha).add_(p.sum(-1, keepdim=True))
         out[:, :, rows].mul_(alpha).add_(_times(_drop(p, block, options), vs[:, block.keys]))
         m_old.copy_(m_new)
-    if options.sinks is not None:  # a sink is one more key of every row that sees a key
+    if options.sinks is not None and not mask.is_tree:
+        l_i.masked_fill_((mask.key_start == mask.key_stop)[:, None], 0.0)
+    elif options.sinks is not None:  # in a tree, whose bounds don't tell the rows that see a key, it is the last key
         m_old, m_i = m_i, torch.maximum(m_i, _sinks(options.sinks, qs))
         alpha = _exp_(m_old - m_i)
         l_i.mul_(alpha).add_(_exp_(_sinks(options.sinks, qs) - m_i)).masked_fill_(m_old == -math.inf, 0.0)

@@ -104,7 +104,7 @@ def hopper_forward_kernel(
 
     Descriptors read blocks [1, 64, D] of q and [1, BLOCK_N, D] of k and v from (heads, tokens, D).
     """
-    head, _number, first, end, exposed = load_tile(tiles_ptr, num_heads)
+    head, _number, _tile_ptr, first, end, exposed = load_tile(tiles_ptr, num_heads, 3)
     if first >= end:
         return
     begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, 1, BLOCK_N)
