@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tritonpack import AllGatherWithGrad, BlockDiagonalMask, varlen_attention
 from tritonpack.parallel import attend, make_layout
-from tritonpack.testing.cases import Case, make_inputs
+from tritonpack.testing.cases import Case, make_inputs, parents_of
 from tritonpack.testing.tolerance import OUTPUTS, check_outputs
 
 EXCHANGES = ("all_gather", "ring", "ulysses")
@@ -20,6 +20,12 @@ LENGTHS = (3, 0, 29, 1, 11, 7)  # 51 tokens: neither 2 nor 4 divides them
 
 def packed(**options):
     return BlockDiagonalMask.from_seqlens(LENGTHS, **options)
+
+
+def trees(**options):
+    """A prompt with three completions, a document, and a tree whose branches branch; 53 tokens."""
+    forest = [(-1, 9), (0, 7), (0, 1), (0, 12)], [(-1, 5)], [(-1, 4), (0, 3), (1, 6), (1, 2), (0, 4)]
+    return BlockDiagonalMask.from_tree(parents_of(*forest), **options)
 
 
 def padded():
@@ -199,6 +205,8 @@ BATCHES = {
     "7 heads on 7 key heads": lambda: Batch(heads=7, kv_heads=7),
     "9 heads on 3 key heads": lambda: Batch(heads=9, kv_heads=3, sinks=True),
     "3 tokens": lambda: Batch(BlockDiagonalMask.from_seqlens([2, 1])),
+    "trees": lambda: Batch(trees(), sinks=True),
+    "trees, windows": lambda: Batch(trees(window=(4, 0)), options={"softcap": 3.0}, sinks=True),
     "all at once": lambda: Batch(packed(window=(9, 0)), options={"softcap": 3.0}, sinks=True, kv_heads=2),
 }
 ALIBI = {
