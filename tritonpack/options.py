@@ -131,8 +131,8 @@ def _slopes(slopes: Tensor, q: Tensor, mask: BlockDiagonalMask) -> Tensor:
     if mask.diagonal is None:
         raise ValueError(
             "alibi_slopes need a mask with distances; this one has no diagonal, because it is a transpose or is "
-            "restricted to some keys (in a mask of trees also to some rows). Use a mask that a from_* constructor made, and "
-            "to share trees among ranks exchange='ulysses'."
+            "restricted to some keys, or a mask of trees restricted to some rows. Use a mask that a from_* constructor "
+            "made, and exchange='ulysses' where ranks share trees."
         )
     if slopes.ndim == 1:
         return slopes[None]
