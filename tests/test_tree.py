@@ -105,7 +105,7 @@ def test_fifty_backward_passes_give_the_same_bits(backend: str) -> None:
         assert all(torch.equal(first[name], again[name]) for name in first)
 
 
-@AND_TRITON
+@BACKENDS
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_slack_is_inert(value: float, backend: str) -> None:
     clean, poisoned = (run(make_inputs(TREES["tree-forest"], slack_value=x), backend) for x in (0.0, value))

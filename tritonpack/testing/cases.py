@@ -113,8 +113,8 @@ def tree_case(name: str, *trees: Nodes, **fields: Any) -> Case:
 
 ODD = (1, 63, 0, 111, 64, 65)
 
-GROUP = [(-1, 70), (0, 33), (0, 1), (0, 64)]  # a prompt and its completions
-TURNS = [(-1, 20), (0, 40), (1, 9), (1, 30), (0, 17), (4, 5), (4, 50)]  # branches of branches
+GROUP = [(-1, 40), (0, 33), (0, 1), (0, 20)]  # a prompt and its completions
+TURNS = [(-1, 20), (0, 33), (1, 9), (1, 20), (0, 7), (4, 5), (4, 18)]  # branches of branches
 BUSH = [(-1, 3), *((0, 1 + n % 5) for n in range(16))]
 TREES = (
     tree_case("tree", GROUP),
