@@ -125,6 +125,27 @@ def test_a_part_of_a_tree_whose_rows_see_no_key(backend: str) -> None:
     assert bool(lse[:, 1:3].isfinite().all())
 
 
+@BACKENDS
+def test_trees_without_tokens(backend: str) -> None:
+    q = torch.zeros(0, 2, 8, requires_grad=True)
+    empty = torch.tensor([], dtype=torch.int64)
+    for mask in (BlockDiagonalMask.from_tree([]), BlockDiagonalMask.from_tree([-1, 0]).restrict(empty, empty)):
+        out = varlen_attention(q, q, q, mask, backend=backend)
+        out.sum().backward()
+        assert out.shape == (0, 2, 8)
+
+
+@AND_TRITON
+@pytest.mark.parametrize("name", ["tree", "causal"])
+def test_a_mask_may_be_used_in_inference_mode_before_training(name: str, backend: str) -> None:
+    """As in reinforcement learning, where the same batch is scored and then learned from."""
+    inputs = make_inputs({case.name: case for case in CASES}[name])
+    with torch.inference_mode():
+        varlen_attention(inputs.q, inputs.k, inputs.v, inputs.mask, backend=backend)
+    expected = run(make_inputs({case.name: case for case in CASES}[name]), backend)
+    assert torch.equal(run(inputs, backend)["dk"], expected["dk"])
+
+
 def test_compiled_without_breaks_for_all_lengths() -> None:
     """One graph for trees of different sizes, as for other masks."""
     torch.compiler.reset()

@@ -110,6 +110,12 @@ class TestForms:
         assert torch.equal(ours.to_dense(), theirs.to_dense())
         assert torch.equal(ours.full_kv_num_blocks, theirs.full_kv_num_blocks)
 
+    def test_all_rows_and_keys_keep_the_distances(self) -> None:
+        mask = BlockDiagonalMask.from_tree([-1, 0, 0])
+        assert torch.equal(mask.restrict().distances(), mask.distances())
+        with pytest.raises(ValueError, match="this mask has no distances"):
+            mask.transpose().distances()
+
     def test_moved_and_shown(self) -> None:
         mask = BlockDiagonalMask.from_tree([-1, 0, 0, -2])
         moved = mask.to("meta")
@@ -133,6 +139,8 @@ class TestRefusals:
             (torch.tensor([[-1, 0], [0, 0]]), r"parents\[1, 0\] is 0: a parent"),
             ([-1, 0.0], "parents must hold integers"),
             (torch.tensor([-1.0]), "parents must be an integer tensor"),
+            ([[-1, 0], [-1, 0]], r"parents of several rows must be a \(B, T\) tensor"),
+            ([-2, 0], r"parents\[1\] is 0: .* or the parent is outside every tree"),
             (torch.zeros(1, 1, 1, dtype=torch.int64), "parents must be an integer tensor of shape"),
         ],
     )

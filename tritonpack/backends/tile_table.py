@@ -143,7 +143,7 @@ def document_begins(mask: BlockDiagonalMask, *, exact: bool = False) -> Tensor:
     live = start < stop
     differs = start[1:] >= stop[:-1]
     if mask.query_stop is not None and mask.num_queries == mask.num_keys:
-        rows = torch.arange(1, mask.num_queries, device=mask.device)
+        rows = torch.arange(mask.num_queries, device=mask.device)[1:]
         differs = differs | (mask.query_stop[:-1] <= rows)
     if exact and mask.document is not None:
         differs = mask.document[1:] != mask.document[:-1]

@@ -143,7 +143,7 @@ def check_backend(
 ) -> int:
     """Check a function of flash_attn_varlen_func's shape: exactness, isolation, slack, empty documents, ...
 
-    Exit code: 0 if no check fails, 1 if one does.
+    Exit code: 0 if a check passes and none fails, 1 if one fails or none passes.
     """
     from tritonpack.cli.check_backend import examine, list_checks
 

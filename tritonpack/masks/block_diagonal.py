@@ -285,8 +285,8 @@ class BlockDiagonalMask(Bounds):
         along the path from a token to its root.
 
         Args:
-            parents: the place of each token's parent in its row, (T,) or (B, T) integers, or a list, in depth-first
-                order; -1 for the first token of a tree, -2 for a token outside every tree (padding, slack).
+            parents: the place of each token's parent in its row, (T,) or (B, T) integers, or a flat list, in
+                depth-first order; -1 for the first token of a tree, -2 for a token outside every tree (padding, slack).
             window, chunk_size: see `from_seqlens`; `window` reaches `left` ancestors up, its right side means nothing.
 
         Raises:
@@ -313,8 +313,8 @@ class BlockDiagonalMask(Bounds):
         """The mask of trees of tokens, given by where the subtree of each token ends.
 
         Args:
-            ends: one past the place of each token's last descendant in its row, (T,) or (B, T) integers, or a list; the
-                token's own place for a token outside every tree.
+            ends: one past the place of each token's last descendant in its row, (T,) or (B, T) integers, or a flat
+                list; the token's own place for a token outside every tree.
             window, chunk_size: see `from_tree`.
 
         Raises:

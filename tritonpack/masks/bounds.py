@@ -69,9 +69,16 @@ class Bounds:
         return self.cached("document", source) if callable(source) else source
 
     def cached(self, key: Hashable, build: Callable[[], T]) -> T:
-        """The value of `build()`, computed at the first call for a key and kept as long as the mask."""
+        """The value of `build()`, computed at the first call for a key and kept as long as the mask.
+
+        It is computed outside of inference mode, whose tensors couldn't be saved for a backward pass later.
+        """
         if key not in self._computed:
-            self._computed[key] = build()
+            if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+                self._computed[key] = build()
+            else:
+                with torch.inference_mode(False):
+                    self._computed[key] = build()
         return self._computed[key]
 
     def __repr__(self) -> str:
@@ -82,8 +89,12 @@ class Bounds:
 
     def distances(self) -> Tensor:
         """(num_queries, num_keys), how far each key lies from each query's own place: in a tree, how many tokens up.
-        Only for a mask with `diagonal`."""
-        assert self.diagonal is not None
+
+        Raises:
+            ValueError: the mask has no `diagonal`.
+        """
+        if self.diagonal is None:
+            raise ValueError("this mask has no distances, because it is a transpose or restricted; use the whole mask.")
         keys = self.diagonal if self.is_tree else torch.arange(self.num_keys, device=self.device)
         return (self.diagonal[:, None] - keys).abs()
 
@@ -145,7 +156,7 @@ class Bounds:
             start, stop, num_keys = _count_below(keys, start), _count_below(keys, stop), keys.shape[0]
             query_start, query_stop = (None if x is None else x[keys] for x in (query_start, query_stop))
             max_documents = None  # because a document may have many runs of rows that see nothing
-        if key_positions is not None or self.is_tree:
+        if key_positions is not None or (self.is_tree and query_rows is not None):
             diagonal = None  # without all keys, distances can't be counted
         return replace(
             self,

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tritonpack.checks import UNLIMITED, Lengths, Reach, as_integers, check_rows, on_host, require
+from tritonpack.checks import UNLIMITED, Lengths, Reach, as_integers, check_rows, describe, on_host, require
 
 ROOT, SLACK = -1, -2  # the parents of a tree's first token, and of a token outside every tree
 NOTHING = -(2**31)
@@ -43,8 +43,8 @@ def ends_of_parents(parents: Lengths) -> Tensor:
         (parents >= SLACK) & (parents < place),
         parents,
         "parents",
-        "a parent is the place of an earlier token of the row, -1 for the first token of a tree, or -2 for a token "
-        "outside every tree. Put the tokens into depth-first order, parents first.",
+        "a parent is the place of an earlier token, counted from the begin of its row, -1 for the first token of a "
+        "tree, or -2 for a token outside every tree. Put the tokens into depth-first order, parents first.",
     )
     row_begin = torch.arange(parents.shape[0], device=parents.device)[:, None] * parents.shape[1]
     stream = torch.where(parents < 0, parents, parents + row_begin).reshape(-1)
@@ -56,8 +56,8 @@ def ends_of_parents(parents: Lengths) -> Tensor:
         whole.view_as(parents),
         parents,
         "parents",
-        "the subtree of this parent has ended before the token. Put the tokens into depth-first order, each subtree in "
-        "one piece.",
+        "the subtree of this parent has ended before the token, or the parent is outside every tree. Put the tokens "
+        "into depth-first order, each subtree in one piece, and count places from the begin of the row.",
     )
     return ends
 
@@ -154,6 +154,9 @@ def _windows(values: Tensor, reduce: Callable[[Tensor, Tensor], Tensor]) -> list
 
 def _rows(values: Lengths, name: str) -> Tensor:
     if not isinstance(values, Tensor):
+        nested = isinstance(values, (list, tuple)) and any(isinstance(x, (list, tuple)) for x in values)
+        if nested or getattr(values, "ndim", 1) > 1:
+            raise ValueError(f"{name} of several rows must be a (B, T) tensor; got {describe(values)}.")
         values = as_integers(values, name)
     return check_rows(values, name).to(torch.int64)
 

@@ -81,7 +81,8 @@ def attend(
         scale, softcap, return_lse, backend: as in `varlen_attention`; log-sum-exps are (H, n).
         sinks: as in `varlen_attention`, all heads on every rank. Each rank gets its part of their gradient: sum it over
             ranks.
-        alibi_slopes: as in `varlen_attention`; not with "ring", because a block of keys has no distances.
+        alibi_slopes: as in `varlen_attention`; not with "ring", because a block of keys has no distances; for trees
+            only with "ulysses".
         dropout_p: must be 0.0, because the dropped pairs would depend on the layout.
 
     Raises:
