@@ -35,11 +35,12 @@ quick: install
 
 test: install
 	$(PYTEST) tests -m "not gpu and not interpreter and not slow"
-	TRITON_INTERPRET=1 $(PYTEST) tests -m interpreter
+	TRITON_INTERPRET=1 $(PYTEST) tests -m "interpreter and not slow"
 	$(BIN)/python -m pytest -q --doctest-modules tritonpack/masks/block_diagonal.py tritonpack/packing tritonpack/parallel
 
 test-slow: install
-	$(PYTEST) tests -m "slow and not gpu"
+	$(PYTEST) tests -m "slow and not gpu and not interpreter"
+	TRITON_INTERPRET=1 $(PYTEST) tests -m "interpreter and slow"
 
 lint: install
 	$(BIN)/ruff check .

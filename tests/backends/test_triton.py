@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from _pytest.mark import ParameterSet
 
 from tests import invariance
 from tests.backends.blocks import blocks_of
@@ -22,17 +23,30 @@ HALF = (
     "causal", "slack", "cross", "group-of-three", "head-dim-20", "head-dim-64", "head-dim-192-128", "head-dim-512",
     "softcap-window", "sinks", "alibi-documents", "dropout", "everything",
 )  # fmt: skip
-assert set(HALF) <= {case.name for case in CASES}
+# Sizes and mixtures of features that other cases have singly; `make test-slow` runs them.
+RARE = (
+    "window-right-open", "cross-window-slack", "head-dim-80", "head-dim-96", "head-dim-111",
+    "head-dim-160", "head-dim-224", "head-dim-256", "head-dim-320", "head-dim-512-64", "head-dim-64-512",
+    "sinks-window", "alibi-cross", "alibi-window-slack", "dropout-bidirectional", "tree-bushes", "tree-group-of-three",
+    "tree-head-dim-96-16", "tree-head-dim-512",
+)  # fmt: skip
+assert {*HALF, *RARE} <= {case.name for case in CASES}
 ISOLATION = Case("isolation", (37, 0, 70, 30), slack=11)
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+def _param(case: Case, slow: bool) -> ParameterSet:
+    return pytest.param(case, id=str(case), marks=pytest.mark.slow if slow else ())
+
+
+@pytest.mark.parametrize("case", [_param(case, case.name in RARE) for case in CASES])
 @pytest.mark.usefixtures("poisoned_memory")
 def test_error_within_tolerance(case: Case) -> None:
     check_backend(make_inputs(case, torch.float32, slack_value=float("nan")), "triton")
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case.name in HALF], ids=str)
+@pytest.mark.parametrize(
+    "case", [_param(case, case.name not in ("slack", "everything")) for case in CASES if case.name in HALF]
+)
 @pytest.mark.usefixtures("poisoned_memory")
 def test_error_within_tolerance_in_float16(case: Case) -> None:
     check_backend(make_inputs(case, torch.float16, slack_value=float("nan")), "triton")
