@@ -75,8 +75,17 @@ def test_a_tree_equals_every_path_alone(
 
 
 @AND_TRITON
-@pytest.mark.parametrize("name", ["tree-forest", "tree-window-sinks", "tree-dropout"])
-@pytest.mark.parametrize("token", [3, 75])
+@pytest.mark.parametrize(
+    ("name", "token"),
+    [
+        pytest.param("tree-forest", 3, marks=pytest.mark.slow),
+        ("tree-forest", 75),
+        ("tree-window-sinks", 3),
+        ("tree-window-sinks", 75),
+        pytest.param("tree-dropout", 3, marks=pytest.mark.slow),
+        pytest.param("tree-dropout", 75, marks=pytest.mark.slow),
+    ],
+)
 def test_a_change_in_a_branch_moves_no_bit_outside(name: str, token: int, backend: str) -> None:
     """Outputs change in the token's subtree alone; gradients of keys and values also among its ancestors."""
     case = TREES[name]

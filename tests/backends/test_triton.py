@@ -28,7 +28,7 @@ RARE = (
     "window-right-open", "cross-window-slack", "head-dim-80", "head-dim-96", "head-dim-111",
     "head-dim-160", "head-dim-224", "head-dim-256", "head-dim-320", "head-dim-512-64", "head-dim-64-512",
     "sinks-window", "alibi-cross", "alibi-window-slack", "dropout-bidirectional", "tree-bushes", "tree-group-of-three",
-    "tree-head-dim-96-16", "tree-head-dim-512",
+    "tree-head-dim-96-16", "tree-head-dim-512", "head-dim-512", "tree-dropout", "tree-alibi",
 )  # fmt: skip
 assert {*HALF, *RARE} <= {case.name for case in CASES}
 ISOLATION = Case("isolation", (37, 0, 70, 30), slack=11)
@@ -212,6 +212,7 @@ def test_backward_allocates_two_numbers_per_row(monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("case", invariance.CASES, ids=str)
+@pytest.mark.sampled("features", "causal")
 def test_pack_invariant_documents_have_the_same_bits_in_every_pack(case: Case) -> None:
     assert not invariance.moved_outputs(case, torch.float32, "triton", pack_invariant=True)
 

@@ -31,7 +31,7 @@ def test_documents_have_the_lengths_drawn():
     assert documents[2][:-1].tolist() == [5, 6, 7, 8, 9, 0, 1, 2, 3, 4, 5]  # from the start again after the end
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_documents_are_the_same_in_every_run(monkeypatch):
     monkeypatch.setattr(training, "read_corpus", functools.cache(training.read_corpus))
     steps, held_out = training.make_batches(flan, steps=3, documents=4, seed=0)

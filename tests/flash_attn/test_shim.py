@@ -237,7 +237,9 @@ except ImportError as error:
 
 
 @pytest.mark.heavy
-@pytest.mark.parametrize("before", ["", "from transformers import modeling_utils"])
+@pytest.mark.parametrize(
+    "before", ["", pytest.param("from transformers import modeling_utils", marks=pytest.mark.slow)]
+)
 def test_transformers(before: str, fresh: FreshInterpreters) -> None:
     """A model with FlashAttention-2 after install() equals eager attention: plain, padded and packed."""
     pytest.importorskip("transformers")

@@ -70,7 +70,7 @@ def test_pool_reports_a_failure_on_one_rank():
     assert pool.ended
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_pool_reports_ranks_that_die_or_get_stuck():
     with pytest.raises(AssertionError, match=r"the last rank dies: died"):
         Pool(2).run("failing_cases", "the last rank dies")

@@ -62,8 +62,8 @@ def test_training() -> None:
 LAYOUTS = [(7, 1, 3, 11), (13,), (2, 20, 5), (30, 4), (12, 9, 8, 3, 1), (22,), (5, 5, 5, 5, 5, 5)]
 
 
-@pytest.mark.heavy
-@pytest.mark.parametrize("family", ["mamba2", pytest.param("qwen3_next", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mamba2", "qwen3_next"])
 def test_recurrent_layers_run_outside_of_graphs_that_fit_all_lengths(family: str) -> None:
     """The first batches, with one document and with several, make all graphs; later batches make none."""
     graphs = Graphs()
@@ -81,8 +81,9 @@ def test_recurrent_layers_run_outside_of_graphs_that_fit_all_lengths(family: str
     assert seen[2:] == seen[2:3] * len(seen[2:])
 
 
-@pytest.mark.parametrize("family", ["roformer", pytest.param("openai-gpt", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("inside", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "base model"])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["roformer", "openai-gpt"])
+@pytest.mark.parametrize("inside", [False, True], ids=["", "base model"])
 def test_graphs_read_the_packing_of_their_own_call(family: str, inside: bool) -> None:
     """The hook of a compiled module runs outside of its graph. The graph reads what the hook has set."""
     torch._dynamo.reset()

@@ -44,9 +44,8 @@ def packed_gap(model: PreTrainedModel) -> float:
     return float((packed - alone).abs().max())
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "attention"), [("llama", "sdpa"), ("mistral", "eager")])
-@pytest.mark.sampled("llama-sdpa")
 def test_tokens_are_those_of_stock_and_packing_goes_on(family: str, attention: str) -> None:
     model = tiny_model(family, dtype=torch.float32, attention=attention)
     expected = generated(model)

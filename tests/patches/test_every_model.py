@@ -61,7 +61,7 @@ def test_number_of_model_types() -> None:
     assert {*REFUSED, *OWN_ROWS} <= {*BUILT, *zoo.VARIANTS}
 
 
-@pytest.mark.parametrize("name", [*BUILT, *zoo.VARIANTS])
+@pytest.mark.parametrize("name", [*BUILT, *(pytest.param(name, marks=pytest.mark.slow) for name in zoo.VARIANTS)])
 def test_packed_equals_alone_or_is_refused(name: str) -> None:
     forms = [form for form in sweep.FORMS if form not in STOCK_FAILS.get(name, ())]
     row = sweep.run(name, forms=forms, gradients=[form for form in forms if form not in SAID_AGAIN])

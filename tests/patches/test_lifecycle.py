@@ -276,9 +276,8 @@ def packed_as_stock(model: PreTrainedModel) -> Tensor:
     return model(ids).logits.detach()
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*FAMILIES, "blt"])  # blt runs with one document in each row
-@pytest.mark.sampled("blt")
 def test_an_interrupted_unpatch_is_complete(family: str) -> None:
     """The model is unpatched, or still patched if nothing had been taken away yet, and never in between."""
     model = build(family)

@@ -316,10 +316,9 @@ def test_by_name(name: str) -> None:
         assert (found.verdict, found.reason) == ("exact", ""), form
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["bart", "t5"])
 @pytest.mark.filterwarnings("ignore::UserWarning")  # from the compiler
-@pytest.mark.sampled("t5")
 def test_one_graph_for_every_length(name: str) -> None:
     graphs = Graphs()
     model = tiny_pair_model(name, dtype=torch.float32)
