@@ -34,6 +34,17 @@ every_type = pytest.mark.parametrize("name", EXACT)
 
 
 @every_type
+@pytest.mark.sampled(
+    "bart",
+    "bigbird_pegasus",
+    "encoder-decoder",
+    "m2m_100",
+    "mvp",
+    "seamless_m4t_v2",
+    "switch_transformers",
+    "t5",
+    "t5gemma",
+)
 def test_packed_equals_alone(name: str) -> None:
     model, documents = tiny_pair_model(name), targets()
     subject = pairs_subject(model)
@@ -134,7 +145,7 @@ def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
 
 @every_type
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("beams", [1, 2])
+@pytest.mark.parametrize("beams", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_generate_as_stock(name: str, cache: str, beams: int) -> None:
     """Two rows, one of them padded on the right."""
     if cache == "static" and name in STATIC_DIFFERS:

@@ -43,10 +43,11 @@ REFUSED = {
     "DiffusionGemmaModel/diffusion_gemma": "its canvas attends through a cache to the keys of whole rows",
     "VoxtralRealtimeModel/voxtral_realtime": "its encoder hears a row's sounds",
 }
+LONG = {"VitsModel/vits", "MusicgenForConditionalGeneration/musicgen"}
 CASES = {case.key: case for case in cases()}
 
 
-@pytest.mark.parametrize("key", EXACT)
+@pytest.mark.parametrize("key", [pytest.param(key, marks=pytest.mark.slow) if key in LONG else key for key in EXACT])
 def test_is_packed_exactly(key: str) -> None:
     chosen = ("position_ids", "segments_alone", "two_rows_padded", "float32")
     with quiet():
