@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 import tritonpack
 from tests.patches import sweep, zoo
 from tests.patches.test_every_model import state
-from tritonpack.patches.applied_patch import applied_to
+from tritonpack.patches.applied_patch import Options, applied_to
 
 # Models with the kernels alone, positions and a dense mask, a recurrence, attention outside of the interface, and a
 # mask of its own.
@@ -75,7 +75,7 @@ def test_handles_are_unpatched_in_any_order(backend: str) -> None:
     before = state(model)
     first, second = tritonpack.patch(model), tritonpack.patch(model, backend=backend)
     first.unpatch()
-    assert [applied.asked for applied in applied_to(model)] == [("tritonpack", backend)]
+    assert [applied.asked for applied in applied_to(model)] == [Options(backend=backend)]
     second.unpatch()
     assert state(model) == before
     first.unpatch()
@@ -314,7 +314,7 @@ def test_an_interrupted_nested_patch_leaves_the_outer_one() -> None:
         tritonpack.patch(model, backend="reference")
 
     for broken in broken_anywhere(fresh, again, 40):
-        assert [applied.asked for applied in applied_to(broken)] == [("tritonpack", "auto")]
+        assert [applied.asked for applied in applied_to(broken)] == [Options()]
         assert len(applied_to(broken)[0].leases) == 1
         assert gap(packed(broken), expected) < sweep.tolerance(model)
         tritonpack.unpatch(broken)

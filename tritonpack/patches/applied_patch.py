@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -13,6 +13,7 @@ from tritonpack.backends import Backend
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.attention_names import AttentionName
 from tritonpack.patches.checkpoints import Checkpoints, release_checkpoint
+from tritonpack.patches.compaction import Compaction
 from tritonpack.patches.continuous_batching import ENTRY, ContinuousBatching
 from tritonpack.patches.encoder_decoder import EncoderDecoderForward
 from tritonpack.patches.exact_classes import Layout
@@ -32,6 +33,19 @@ from tritonpack.patches.report import holds, make_report
 from tritonpack.patches.tokens import text_config
 from tritonpack.patches.unpacking.always_unpacked import AlwaysUnpacked
 from tritonpack.patches.unpacking.unpacking_forward import UnpackingForward
+
+
+class Options(NamedTuple):
+    """What a user asked `patch` for."""
+
+    attention: str = "tritonpack"
+    backend: Backend = "auto"
+    unpad: bool = False
+    share_prefixes: bool = False
+
+    def __str__(self) -> str:
+        chosen = {name: value for name, value in self._asdict().items() if value != Options._field_defaults[name]}
+        return ", ".join(f"{name}={value!r}" for name, value in chosen.items()) or "the defaults"
 
 
 class Guard(PreHook):
@@ -66,11 +80,12 @@ class AppliedPatch:
 
     Attributes:
         model: the model that was given to `patch`.
-        asked: the attention and the backend that the user asked for.
+        asked: the options that the user asked for.
         report: what the patch changes.
         parts: what the patch puts on modules, in the order of `apply`.
         hooks: the hooks of the patched modules, the outermost first.
         heads: the forwards of the models that users may call, the outermost first.
+        compaction: removes padding from calls; None if the user hasn't asked for it.
         leases: one object for each handle that is not unpatched yet, the latest last.
         in_force: whether the parts are on the modules. They aren't while a later patch suspends this one.
         below: the patches of this model, or of parts of it, that are suspended until this one is reverted.
@@ -80,21 +95,21 @@ class AppliedPatch:
         self,
         model: nn.Module,
         modules: list[PreTrainedModel],
-        attention: str,
-        backend: Backend,
+        asked: Options,
         below: list[AppliedPatch],
         layout: Layout = "packed",
         by_name: bool = False,
     ) -> None:
         self._model = ModuleRef(model)
-        self.asked, self.below, self._by_name = (attention, backend), below, by_name
+        self.asked, self.below, self._by_name = asked, below, by_name
         self.leases: list[object] = []
         self.in_force = False
         self.context = PackingContext()
         self.hooks: list[PackingHook] = []
         self.heads: list[ModelForward] = []
+        self.compaction = Compaction(asked.share_prefixes) if asked.unpad or asked.share_prefixes else None
         if layout == "packed":
-            names, forwards = self._pack(model, modules, attention, backend)
+            names, forwards = self._pack(model, modules, asked)
         else:
             names, forwards = self._unpack(model, modules, layout)
         guarded = {id(one.module): one.module for one in forwards if isinstance(one.module, PreTrainedModel)}
@@ -113,9 +128,10 @@ class AppliedPatch:
         return names, [AlwaysUnpacked(module, self.context, layout == "lengths") for module in modules]
 
     def _pack(
-        self, model: nn.Module, modules: list[PreTrainedModel], attention: str, backend: Backend
+        self, model: nn.Module, modules: list[PreTrainedModel], asked: Options
     ) -> tuple[list[AttentionName], list[InstanceForward]]:
         """The parts for a model that runs on packed rows."""
+        attention, backend = asked.attention, asked.backend
         capabilities = Capabilities()
         every = list(model.modules())
         found = [forward_for(layer, self.context, capabilities) for layer in every]
@@ -139,6 +155,7 @@ class AppliedPatch:
                     context=self.context,
                     mixes=bool(mixers),
                     outermost=not any(other is not module and holds(other, module) for other in modules),
+                    compaction=self.compaction,
                 )
             )
         outermost = [hook for hook in self.hooks if hook.outermost]

@@ -22,7 +22,7 @@ from typing import Any
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.applied_patch import applied_to
+from tritonpack.patches.applied_patch import Options, applied_to
 from tritonpack.patches.choose_layout import choose_layout, tokens_enter
 from tritonpack.patches.interface import FUNCTIONS, NAMES, make_mask
 from tritonpack.patches.packing_context import PackingContext
@@ -115,8 +115,8 @@ def _follow(model: PreTrainedModel, asked: bool = False) -> None:
     for forward in refused:
         forward.remove()
     try:
-        choice, lease = choose_layout(model, OURS, "auto"), object()
-        whole = put_on(model, choice, OURS, "auto", lease, by_name=True)
+        choice, lease = choose_layout(model, Options()), object()
+        whole = put_on(model, choice, Options(), lease, by_name=True)
     except UnsupportedModelError as error:
         for module in model.modules():
             if isinstance(module, PreTrainedModel) and tokens_enter(module):

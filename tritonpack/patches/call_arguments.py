@@ -13,7 +13,8 @@ from tritonpack.patches.tensor_like import TensorLike
 
 # The arguments that tell documents apart.
 OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
-TELLING = ("attention_mask", "position_ids", "seq_idx", *OFFSETS)
+TREE = "tree_ends"
+TELLING = ("attention_mask", "position_ids", "seq_idx", *OFFSETS, TREE)
 
 # The arguments that tell documents apart in an encoder and in a decoder, by the names that `make_packed_batch` reads.
 SOURCE = {
@@ -37,7 +38,7 @@ CACHES = ("past_key_values", "cache_params", "state", "cache", "mems")
 HANDED = "tritonpack_packing"
 
 # The arguments that say how a row is packed. They mean nothing for a row with one document.
-PACKING = (*OFFSETS, "max_length_q", "max_length_k", "seq_idx", "decoder_seq_idx", HANDED)
+PACKING = (*OFFSETS, "max_length_q", "max_length_k", "seq_idx", "decoder_seq_idx", TREE, HANDED)
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 MASK_FORM = "a two-dimensional tensor, 0 for padding and 1, or the number of the document, for tokens"
@@ -51,6 +52,10 @@ FORMS = {
         lambda x: isinstance(x, Tensor) and x.ndim == 1 and x.dtype in (torch.int32, torch.int64),
     ),
     ("seq_idx", "decoder_seq_idx"): (NUMBER_FORM, lambda x: isinstance(x, Tensor) and x.dtype in INTEGERS),
+    (TREE,): (
+        "an integer tensor of the shape of the tokens, the place after the last token below each token in its row",
+        lambda x: isinstance(x, Tensor) and x.dtype in INTEGERS,
+    ),
     ("attention_mask", "decoder_attention_mask"): (MASK_FORM, lambda x: isinstance(x, (Tensor, TensorLike, dict))),
     ("position_ids", "decoder_position_ids"): (
         "an integer tensor of shape (B, T), or (T,) for one row",

@@ -8,9 +8,8 @@ from typing import NamedTuple
 from torch import nn
 from transformers import PreTrainedModel
 
-from tritonpack.backends import Backend
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.applied_patch import AppliedPatch
+from tritonpack.patches.applied_patch import AppliedPatch, Options
 from tritonpack.patches.exact_classes import LAYOUTS, Layout
 from tritonpack.patches.families import BOTH_WAYS, DENSE, PROMPT_TYPES, REFUSED, REFUSED_LAYERS
 from tritonpack.patches.forwards import takes_tokens_and_mask
@@ -38,7 +37,7 @@ class Choice(NamedTuple):
     losses: list[tuple[nn.Module, str]]
 
 
-def choose_layout(model: nn.Module, attention: str, backend: Backend) -> Choice:
+def choose_layout(model: nn.Module, asked: Options) -> Choice:
     """The first layout in which a model is exact. Nothing is changed.
 
     Call it without the lock of `patch_stack.py`, because a trial builds models in a thread of its own.
@@ -47,26 +46,44 @@ def choose_layout(model: nn.Module, attention: str, backend: Backend) -> Choice:
         UnsupportedModelError: there is no such layout; the message says why documents can't be packed.
     """
 
-    def patch_untried(small: nn.Module, layout: Layout) -> None:
-        AppliedPatch(small, _modules_for(small, layout, attention), attention, "auto", [], layout).apply()
+    def patch_untried(small: nn.Module, layout: Layout, tried: Options) -> None:
+        AppliedPatch(small, _modules_for(small, layout, tried.attention), tried, [], layout).apply()
 
     refusals: list[UnsupportedModelError] = []
     for layout in LAYOUTS:
         try:
-            modules = _modules_for(model, layout, attention)
-            losses = require_evidence(model, layout, attention, patch_untried) or []
+            modules = _modules_for(model, layout, asked.attention)
+            losses = require_evidence(model, layout, asked, patch_untried) or []
         except SettingError:
             raise
         except UnsupportedModelError as error:
             refusals.append(error)
         else:
-            if layout != "packed" and (attention, backend) != ("tritonpack", "auto"):
-                raise ValueError(
+            if asked.unpad or asked.share_prefixes:
+                _require_one_row(modules)
+            if layout != "packed" and asked != Options():
+                raise SettingError(
                     f"{type(model).__name__} keeps its own attention and gives each document a row of its own, so "
-                    f"attention={attention!r} and backend={backend!r} would do nothing. Leave both out."
+                    f"{asked} would do nothing. Leave these options out."
                 )
             return Choice(modules, layout, losses)
     raise refusals[0]
+
+
+def _require_one_row(modules: list[PreTrainedModel]) -> None:
+    """Refuse modules for which one row of all tokens of a batch costs more than the batch, or isn't exact."""
+    for module in modules:
+        kind = f"{type(module).__name__} (model type {module.config.model_type!r})"
+        if module.config.model_type in DENSE:
+            raise UnsupportedModelError(
+                f"{kind} takes a dense mask, which grows with the square of a row. unpad and share_prefixes would put "
+                "all tokens of a batch into one row; leave both out."
+            )
+        if module.config.is_encoder_decoder:
+            raise UnsupportedModelError(
+                f"{kind} is an encoder with a decoder, whose rows belong together in pairs. unpad and share_prefixes "
+                "take no such pairs apart; leave both out."
+            )
 
 
 def tokens_enter(model: PreTrainedModel) -> bool:

@@ -38,7 +38,10 @@ def kept_apart(model: nn.Module, packed_batch: PackedBatch) -> Iterator[None]:
     others = {name: one for name, one in foreign_modules(model).items() if not _is_watched(one, packed_batch)}
     watches: dict[str, _Watch] = {}
     if others:
-        numbers = packed_batch.runs()[0].flatten().cumsum(0).view(packed_batch.tokens)
+        begins = packed_batch.runs()[0].flatten()
+        if packed_batch.tree_ends is not None:
+            begins = torch.ones_like(begins)  # no module may let a token change another: its branch may be another one
+        numbers = begins.cumsum(0).view(packed_batch.tokens)
         watches = {name: _Watch(one, packed_batch, numbers % 2 == 0) for name, one in others.items()}
     try:
         yield

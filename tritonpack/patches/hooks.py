@@ -11,8 +11,9 @@ from transformers import PreTrainedModel
 
 from tritonpack.checks import require
 from tritonpack.patches.attention_names import AttentionName
-from tritonpack.patches.call_arguments import CACHES, HANDED, in_form, is_paged, tokens_of
+from tritonpack.patches.call_arguments import CACHES, HANDED, TREE, in_form, is_paged, tokens_of
 from tritonpack.patches.checkpoints import Checkpoints
+from tritonpack.patches.compaction import Compaction
 from tritonpack.patches.cross_attention import meet
 from tritonpack.patches.families import (
     ALIBI_FROM_MASK,
@@ -46,6 +47,7 @@ class PackingHook(PreHook):
         context: the packing that the model around this module has read.
         mixes: whether layers of the module mix tokens along the row.
         outermost: whether no other patched module holds this one, so that its arguments are the user's.
+        compaction: removes padding and common beginnings from the call; None unless `patch` was asked for it.
         first_call: the check of the module's first call.
         deferred: whether the module's forward calls `run` itself, after it has changed the arguments. Then the hook
             does nothing.
@@ -65,6 +67,7 @@ class PackingHook(PreHook):
         context: PackingContext,
         mixes: bool,
         outermost: bool,
+        compaction: Compaction | None = None,
     ) -> None:
         super().__init__(module)
         signature = inspect.signature(module.forward)
@@ -73,6 +76,7 @@ class PackingHook(PreHook):
         self.name = AttentionName(module, NAMES[serving.attention])
         self.serving, self.checkpoints, self.context = serving, checkpoints, context
         self.report, self.heads, self.mixes, self.outermost = report, heads, mixes, outermost
+        self.compaction = compaction
         self.first_call = FirstCall(module, serving.attention == "dense")
         config = module.config
         self.model_type = config.model_type
@@ -92,7 +96,8 @@ class PackingHook(PreHook):
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The new (args, kwargs) of a call, or None to keep them. For forwards that run without hooks."""
-        return self._outside_of_graphs(module, args, kwargs) if self.mixes else self._run(module, args, kwargs)
+        reads_lengths = self.mixes or self.compaction is not None
+        return self._outside_of_graphs(module, args, kwargs) if reads_lengths else self._run(module, args, kwargs)
 
     @torch.compiler.disable
     def _outside_of_graphs(self, *call: Any) -> Any:
@@ -121,6 +126,11 @@ class PackingHook(PreHook):
             for head in self.heads:
                 head.require_in_place(arguments)
         packed_batch = self.read(arguments)
+        arguments.pop(TREE, None)  # nothing else reads it
+        if packed_batch is not None and self.compaction is not None and self.outermost:
+            packed_batch = self.compaction(packed_batch, arguments)
+            if packed_batch.placement is not None and (self.takes_any or "use_cache" in self.names):
+                arguments["use_cache"] = False  # its keys would be those of the one row
         if packed_batch is not None:
             packed_batch = self._pass_on(packed_batch, arguments)
             if not torch.compiler.is_compiling() and not self.first_call.done and packed_batch is not None:

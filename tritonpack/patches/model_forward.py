@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.call_arguments import PACKING, is_paged, refuse_unmade_masks, tokens_of
+from tritonpack.patches.call_arguments import PACKING, TREE, is_paged, refuse_unmade_masks, tokens_of
 from tritonpack.patches.foreign_modules import foreign_modules, kept_apart
 from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.labels import warn_of_first_labels
@@ -102,7 +102,10 @@ class ModelForward(UnpackingForward):
         packed_batch = self._read(arguments)
         if packed_batch is None:
             return self.inner(**arguments)
-        return self.with_loss(lambda: self._run_packed(arguments, packed_batch), arguments, packed_batch)
+        output = self.with_loss(lambda: self._run_packed(arguments, packed_batch), arguments, packed_batch)
+        if packed_batch.placement is not None and self.module is self.hook.module:
+            return packed_batch.placement.lay_back_all(output)
+        return output
 
     def _run_packed(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> Any:
         if self.one_result and not packed_batch.shared and (documents := self._documents(packed_batch)) is not None:
@@ -112,7 +115,7 @@ class ModelForward(UnpackingForward):
         if outermost:
             warn_of_first_labels(self.module, arguments, packed_batch)
         arguments = self._pass_on(packed_batch, arguments)
-        first = outermost and self._is_first(packed_batch)
+        first = (outermost or packed_batch.placement is not None) and self._is_first(packed_batch)
         try:
             watch = kept_apart(self.module, packed_batch) if first else nullcontext()
             with self.context.holding(told=packed_batch), watch:
@@ -154,6 +157,7 @@ class ModelForward(UnpackingForward):
     def _pass_on(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments for the model's own forward."""
         arguments = {name: x for name, x in arguments.items() if name not in PACKING or self.takes(name)}
+        arguments.pop(TREE, None)  # nothing but `make_packed_batch` reads it
         if packed_batch.tells_documents and self.takes("attention_mask"):
             arguments["attention_mask"] = packed_batch
         leave_positions_to(self.module, packed_batch, arguments)
@@ -254,6 +258,8 @@ def _beside_tokens(arguments: dict[str, Any]) -> list[str]:
 
 def _has_several(packed_batch: PackedBatch) -> bool:
     """Whether a row is known to hold several documents."""
+    if packed_batch.tree_ends is not None:
+        return True
     try:
         return Documents.of(packed_batch) is not None
     except ValueError:  # DistilBERT's multiple choice gives its encoder positions of choices, for rows of documents

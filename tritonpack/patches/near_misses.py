@@ -21,6 +21,7 @@ FOREIGN = {
     r"(token_)?(seq(uence)?|doc(ument)?|segment)s?_?(id|idx|index|indice|number)(e?s)?|documents|segments"
     r"|(sample|batch|pack|example|group|episode)_ids": "seq_idx",
     r"pos(ition)?s?_?(id|idx|index|indice)(e?s)?|((seq(uence)?|doc(ument)?|segment)_)?pos(ition)?s?": "position_ids",
+    r"(sub)?tree_?(ends?|parents?|out|mask|ids)|parents?(_ids)?|tout": "tree_ends",
     r"(attn|padding|key_padding|segment|doc(ument)?|block|packing|packed|eod)_masks?": "attention_mask",
 }
 
@@ -29,6 +30,7 @@ REMEDIES = {
     "tokens",
     "seq_idx": "seq_idx, the number of each token's document, of the shape of the tokens",
     "position_ids": "position_ids that restart where a document begins, of the shape of the tokens",
+    "tree_ends": "tree_ends, the place after the last token below each token in its row, of the shape of the tokens",
     "attention_mask": "attention_mask, 0 for padding and 1, or the number of the document, for tokens",
 }
 

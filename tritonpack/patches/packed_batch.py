@@ -9,17 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from tritonpack.attention import Backend, varlen_attention
 from tritonpack.checks import check_reach, require
+from tritonpack.errors import UnsupportedModelError
 from tritonpack.masks.block_diagonal import BlockDiagonalMask, changes, document_starts, mask_from_runs
 from tritonpack.masks.intervals import visible_keys
 from tritonpack.patches.mask_spec import CAUSAL, WHOLE_DOCUMENT, MaskSpec, overlay_intervals
 from tritonpack.patches.tensor_like import TensorLike
+
+if TYPE_CHECKING:
+    from tritonpack.patches.placement import Placement
 
 ATTENTIONS = ("tritonpack", "sdpa", "eager")
 
@@ -114,6 +118,8 @@ class IntervalMask(TensorLike):
         if dtype == torch.float64:
             return self.to_tensor(torch.float32, additive=additive).double()
         batch, _, queries, keys = self.shape
+        if self.mask.is_tree:
+            return self._tree_to_tensor(dtype, additive)
         base = torch.arange(batch, device=self.device, dtype=torch.int32)[:, None] * keys
         start, stop = (x.view(batch, queries) - base for x in (self.mask.key_start, self.mask.key_stop))
         if queries == keys:
@@ -123,6 +129,15 @@ class IntervalMask(TensorLike):
         # One row for each query. Its keys are those of its own row of the batch.
         rows = BlockDiagonalMask(start, stop, keys, trusted=True)
         return rows.to_dense(dtype, additive=additive).unflatten(0, (batch, 1, queries))
+
+    def _tree_to_tensor(self, dtype: torch.dtype, additive: bool) -> Tensor:
+        batch, _, length, _ = self.shape
+        rows = torch.arange(batch * length, device=self.device).view(batch, length)
+        seen = torch.stack([self.mask.restrict(row, row).to_dense() for row in rows])
+        seen |= torch.eye(length, dtype=torch.bool, device=self.device) & ~seen.any(-1, keepdim=True)
+        if additive:
+            return torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)[:, None]
+        return seen.to(dtype)[:, None]
 
 
 class PackedBatch(TensorLike):
@@ -136,6 +151,9 @@ class PackedBatch(TensorLike):
         by_document: whether layers that mix along the row run on each document by itself.
         cached: whether the call passes a cache, empty or not.
         filler: (B, T) bool, which tokens are the padding token, if no mask says what is padding; else None.
+        tree_ends: (B, T) integers, where the subtree of each token ends, counted from the begin of its row, if the rows
+            hold trees; else None. It may lie in host memory, where masks of trees are made in less time.
+        placement: where the tokens of the user's rows lie in this one row, if it was made of them; else None.
         shared: whether it is one rank's part of a batch.
         on_use: called when attention uses one of its masks in a model's first call.
     """
@@ -144,7 +162,7 @@ class PackedBatch(TensorLike):
 
     arguments: tuple[str, ...] = (
         "attention_mask", "position_ids", "boundaries", "tokens", "device",
-        "serving", "by_document", "cached", "filler",
+        "serving", "by_document", "cached", "filler", "tree_ends", "placement",
     )  # fmt: skip
     dtype = torch.int64
 
@@ -159,10 +177,13 @@ class PackedBatch(TensorLike):
         by_document: bool = False,
         cached: bool = False,
         filler: Tensor | None = None,
+        tree_ends: Tensor | None = None,
+        placement: Placement | None = None,
     ) -> None:
         self.attention_mask, self.position_ids, self.boundaries = attention_mask, position_ids, boundaries
         self.tokens, self.device, self.serving = tokens, device, serving
         self.by_document, self.cached, self.filler = by_document, cached, filler
+        self.tree_ends, self.placement = tree_ends, placement
         self.kept: list[tuple[tuple[Any, ...], IntervalMask]] = []
         self.on_use: Callable[[], None] | None = None
         self.kept_batches: list[Any] = []  # by `batches_of`
@@ -187,6 +208,9 @@ class PackedBatch(TensorLike):
         """
         if self.attention_mask is not None:
             return self.attention_mask != 0
+        if self.tree_ends is not None:
+            places = torch.arange(self.tokens[1], device=self.tree_ends.device)
+            return (self.tree_ends > places).to(self.device)
         if self.filler is None or not self.tells_documents:
             return torch.ones(self.tokens, dtype=torch.bool, device=self.device)
         tail = (~self.filler).flip(1).cumsum(1).flip(1) == 0  # only padding tokens from here on
@@ -197,7 +221,8 @@ class PackedBatch(TensorLike):
     @property
     def tells_documents(self) -> bool:
         """Whether anything in the call can tell several documents of a row apart."""
-        return any(told is not None for told in (self.attention_mask, self.position_ids, self.boundaries))
+        told = (self.attention_mask, self.position_ids, self.boundaries, self.tree_ends)
+        return any(one is not None for one in told)
 
     def long(self) -> PackedBatch:
         return self
@@ -236,6 +261,8 @@ class PackedBatch(TensorLike):
 
     def documents(self, spec: MaskSpec) -> BlockDiagonalMask:
         """The mask if queries and keys are the same tokens: every row is cut into its documents."""
+        if self.tree_ends is not None:
+            return self._tree(spec)
         starts, live = self.runs()
         if spec.overlay is None:
             return mask_from_runs(starts, live, spec.window, spec.chunk_size)
@@ -246,8 +273,23 @@ class PackedBatch(TensorLike):
         start, stop = ((bound + base).flatten().to(torch.int32) for bound in bounds)
         return replace(whole, key_start=start, key_stop=stop, trusted=True)
 
+    def _tree(self, spec: MaskSpec) -> BlockDiagonalMask:
+        assert self.tree_ends is not None
+        left, right = spec.window
+        if right != 0 or spec.overlay is not None:
+            raise UnsupportedModelError(
+                "in a tree each token sees the tokens before it, and a layer of this model "
+                + ("composes a mask of its own" if spec.overlay is not None else "also sees the tokens after it")
+                + ". Give it sequences without common beginnings: without tree_ends, and without share_prefixes."
+            )
+        mask = BlockDiagonalMask.from_tree_ends(self.tree_ends, window=(left, 0), chunk_size=spec.chunk_size)
+        return mask if mask.device == self.device else mask.to(self.device)
+
     def runs(self) -> tuple[Tensor, Tensor | None]:
         """(B, T) bool: where documents and runs of padding begin, and which tokens are not padding (None: all)."""
+        if self.tree_ends is not None:
+            live = self.not_padding()
+            return changes(live) | (live & (self.positions() == 0)), live
         starts = self.boundaries
         if starts is None:
             starts = self._position_starts()
@@ -274,13 +316,26 @@ class PackedBatch(TensorLike):
         return starts | pieces, ids != 0
 
     def positions(self) -> Tensor:
-        """(B, T) int64, each token's place within its document, counted from 0."""
+        """(B, T) int64, each token's place within its document, counted from 0; in a tree its depth."""
+        if self.tree_ends is not None:
+            depth = self.interval_mask(self.tokens[1], 0, 0, CAUSAL).mask.diagonal
+            assert depth is not None
+            return depth.view(self.tokens).long()
         starts, _ = self.runs()
         rows = self._rows(0)
         return rows - torch.where(starts, rows, 0).cummax(1).values
 
     def lengths(self) -> tuple[Tensor, Tensor]:
-        """Where documents begin in the flattened rows, and their lengths, both on the host. Waits for the device."""
+        """Where documents begin in the flattened rows, and their lengths, both on the host. Waits for the device.
+
+        Raises:
+            UnsupportedModelError: the rows hold trees, whose tokens don't lie one document after the other.
+        """
+        if self.tree_ends is not None:
+            raise UnsupportedModelError(
+                "a part of this model runs on each document by itself, and the documents of a tree share tokens. Give "
+                "it sequences without common beginnings: without tree_ends, and without share_prefixes."
+            )
         flat = self.runs()[0].flatten()
         begin = flat.nonzero().flatten()
         length = torch.diff(begin, append=begin.new_tensor([flat.shape[0]]))
@@ -293,6 +348,7 @@ class PackedBatch(TensorLike):
         Waits for the device, once for all layers.
         """
         if not self.kept_boundaries:
+            assert self.tree_ends is None
             starts = self.runs()[0].flatten()
             offsets = torch.cat([starts.nonzero().flatten(), starts.new_tensor([starts.shape[0]], dtype=torch.long)])
             offsets = offsets.to(torch.int32)
@@ -314,9 +370,9 @@ class PackedBatch(TensorLike):
 
     def _cached(self, num_keys: int, query_offset: int | Tensor, key_offset: int, spec: MaskSpec) -> BlockDiagonalMask:
         """The mask of queries that continue a cache: a token at position p follows p tokens of its own document."""
-        if self.boundaries is not None:
+        if self.boundaries is not None or self.tree_ends is not None:
             raise ValueError(
-                "cu_seq_lens_q, seq_idx and cu_seqlens describe a batch of whole documents, but the cache already "
+                "cu_seq_lens_q, seq_idx and tree_ends describe a batch of whole documents, but the cache already "
                 "holds tokens. Pass position_ids alone when continuing from a cache, or past_key_values=None."
             )
         begin = torch.zeros((self.tokens[0], 1), dtype=torch.long, device=self.device)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tritonpack.checks import require
 from tritonpack.masks.block_diagonal import changes
+from tritonpack.patches.call_arguments import TREE
 from tritonpack.patches.mask_spec import MaskSpec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving, shown
 from tritonpack.patches.tensor_like import TensorLike
@@ -71,7 +72,7 @@ def make_packed_batch(
     Documents begin where `cu_seq_lens_q` says so (FlashAttention's offsets over the flattened tokens), else where
     `seq_idx` changes ((B, T) document numbers), else where `position_ids` do not ascend by one. A two-dimensional
     `attention_mask` marks padding by 0, and may number documents. Without a mask, `pad_token` tells what is padding
-    (see `PackedBatch.not_padding`).
+    (see `PackedBatch.not_padding`). `tree_ends` say that rows hold trees, whose position ids are depths.
 
     Raises:
         ValueError: arguments that contradict each other or the tokens.
@@ -94,9 +95,25 @@ def make_packed_batch(
     if mask is None and pad_token is not None and isinstance(ids, Tensor) and ids.shape == tokens:
         filler = ids == pad_token
     boundaries = next(iter(told.values()), None)
+    ends = arguments.get(TREE)
+    if ends is not None:
+        _require_tree(ends, tokens, {**told, "attention_mask": mask})
+        return PackedBatch(None, position_ids, None, tokens, device, serving, tree_ends=ends)
     packed_batch = PackedBatch(mask, position_ids, boundaries, tokens, device, serving, filler=filler)
     _require_agreement(packed_batch, told)
     return packed_batch
+
+
+def _require_tree(ends: Tensor, tokens: torch.Size, others: dict[str, Tensor | None]) -> None:
+    """Refuse ends of subtrees beside other arguments that tell documents apart. The mask checks their values."""
+    given = [name for name, value in others.items() if value is not None]
+    if given:
+        raise ValueError(
+            f"tree_ends and {' and '.join(given)} both say which tokens a token sees. Leave {given[0]} out: in "
+            "tree_ends a token outside every tree has its own place, and a document is a tree without branches."
+        )
+    if ends.shape != tokens:
+        raise ValueError(f"tree_ends has shape {tuple(ends.shape)} but the tokens have {tuple(tokens)}.")
 
 
 def _require_agreement(packed_batch: PackedBatch, told: dict[str, Tensor]) -> None:

@@ -6,18 +6,15 @@ import threading
 
 from torch import nn
 
-from tritonpack.backends import Backend
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.applied_patch import AppliedPatch, applied_to, part_of, to_the_end
+from tritonpack.patches.applied_patch import AppliedPatch, Options, applied_to, part_of, to_the_end
 from tritonpack.patches.choose_layout import Choice
 from tritonpack.patches.report import holds
 
 LOCK = threading.RLock()  # models are changed one after the other
 
 
-def put_on(
-    model: nn.Module, choice: Choice, attention: str, backend: Backend, lease: object, *, by_name: bool = False
-) -> AppliedPatch:
+def put_on(model: nn.Module, choice: Choice, asked: Options, lease: object, *, by_name: bool = False) -> AppliedPatch:
     """Put a patch on a model, above those that it has. The patch is applied whole, or not at all after an exception.
 
     Args:
@@ -33,19 +30,18 @@ def put_on(
         found = applied_to(model)
         require_no_part_of_others(model, found)
         whole = next((applied for applied in found if not applied.gone and holds(applied.model, model)), None)
-        if whole is not None and whole.asked == (attention, backend):
+        if whole is not None and whole.asked == asked:
             whole.leases.append(lease)
             return whole
         if whole is not None and whole.model is not model:
             raise ValueError(
-                f"this is a part of a model that is patched with attention={whole.asked[0]!r} and "
-                f"backend={whole.asked[1]!r}; patch the whole model to change that."
+                f"this is a part of a model that is patched with {whole.asked}; patch the whole model to change that."
             )
         applied = None
         try:
             for other in found:
                 other.revert()
-            applied = AppliedPatch(model, choice.modules, attention, backend, found, choice.layout, by_name)
+            applied = AppliedPatch(model, choice.modules, asked, found, choice.layout, by_name)
             applied.refuse_losses(choice.losses)
             applied.apply()
             applied.leases.append(lease)

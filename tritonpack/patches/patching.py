@@ -9,9 +9,10 @@ from torch import nn
 
 from tritonpack.backends import BACKENDS, Backend
 from tritonpack.checks import check_choice
-from tritonpack.patches.applied_patch import AppliedPatch, applied_to, to_the_end
+from tritonpack.patches.applied_patch import AppliedPatch, Options, applied_to, to_the_end
 from tritonpack.patches.by_name import register
 from tritonpack.patches.choose_layout import choose_layout
+from tritonpack.patches.compaction import Saved
 from tritonpack.patches.packed_batch import ATTENTIONS
 from tritonpack.patches.patch_stack import LOCK, leave, put_on, require_no_part_of_others
 from tritonpack.patches.report import Report
@@ -32,6 +33,12 @@ class Patch:
         self.model = model
         self.report: Report = applied.report
         self._applied, self._lease = applied, lease
+
+    @property
+    def saved(self) -> Saved | None:
+        """How many tokens the model was given and ran on; None without `unpad` and `share_prefixes`."""
+        compaction = self._applied.compaction
+        return None if compaction is None else compaction.saved
 
     def unpatch(self) -> None:
         """Give up this patch. Patches that are still held stay in force. A second call does nothing."""
@@ -56,6 +63,8 @@ def patch(
     *,
     attention: Literal["tritonpack", "sdpa", "eager"] = "tritonpack",
     backend: Backend = "auto",
+    unpad: bool = False,
+    share_prefixes: bool = False,
 ) -> Patch:
     """Replace a transformers model's attention with varlen attention that keeps packed documents apart.
 
@@ -80,21 +89,34 @@ def patch(
         attention: "tritonpack" for the kernels; "sdpa" or "eager" for transformers' own attention with the dense
             block-diagonal mask, O(T^2) memory.
         backend: the backend of the kernels, as `varlen_attention` takes it.
+        unpad: whether the model runs on the tokens of a padded batch alone. It puts them into one row, and lays its
+            outputs back into the padded batch, with zeros for padding. A call that uses a cache stays as it is; any
+            other call leaves none.
+        share_prefixes: whether documents that begin with the same tokens share them, so that each distinct token runs
+            once; includes `unpad`. Their outputs are copied to each document, and their gradients add up. Dropout
+            draws once for a shared token.
 
     Returns:
         A handle with `report` and `unpatch()`; as a context manager it unpatches the model on leaving.
 
     Raises:
-        UnsupportedModelError: (a ValueError) the model can't be packed exactly; the message says why.
+        UnsupportedModelError: (a ValueError) the model can't be packed exactly, or not with these options; the message
+            says why.
         ValueError: an unknown option, no model, or a part of a model that is patched in another way.
     """
     check_choice(attention, ATTENTIONS, "attention")
     check_choice(backend, BACKENDS, "backend")
     _require_model(model)
     register()
-    choice, lease = choose_layout(model, attention, backend), object()
+    asked = Options(attention, backend, bool(unpad), bool(share_prefixes))
+    if attention != "tritonpack" and (unpad or share_prefixes):
+        raise ValueError(
+            f"unpad and share_prefixes put all tokens of a batch into one row, and attention={attention!r} computes "
+            "all pairs of a row. Use attention='tritonpack', or leave both out."
+        )
+    choice, lease = choose_layout(model, asked), object()
     try:
-        return Patch(model, put_on(model, choice, attention, backend, lease), lease)
+        return Patch(model, put_on(model, choice, asked, lease), lease)
     except BaseException:  # also an interrupt on the way out
         to_the_end(lambda: _leave_all(model, lease))
         raise

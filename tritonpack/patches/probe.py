@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.applied_patch import applied_to
+from tritonpack.patches.applied_patch import Options, applied_to
 from tritonpack.patches.exact_classes import LAYOUTS, Layout, installed, shown_layout, without_wrappers
 from tritonpack.patches.forwards import foreign_forwards, mixing_forwards
 from tritonpack.patches.report import layer_windows
@@ -40,8 +40,9 @@ TRIED = ("position_ids", "all_ones_mask", "offsets_alone", "segments_alone", "tw
 MOST_PARAMETERS = 100_000_000  # of a model that is tried itself, in a float32 copy
 LONGEST_REACH = 1024  # of such a model's windows and chunks: the longest document of a trial is longer than these
 
-PatchUntried = Callable[[nn.Module, Layout], None]  # patches a model without a trial
+PatchUntried = Callable[[nn.Module, Layout, Options], None]  # patches a model without a trial
 Patch = Callable[[nn.Module], None]  # the same, in one layout
+Trial = Callable[[Any, tuple[int, ...]], "Found"]  # of a model, with documents of these lengths
 
 _trial = threading.local()  # marks threads that run a trial, in which a class that patches its instances isn't tried
 
@@ -67,7 +68,7 @@ class CannotTryError(Exception):
 
 
 def require_evidence(
-    model: nn.Module, layout: Layout, attention: str, patch_untried: PatchUntried
+    model: nn.Module, layout: Layout, asked: Options, patch_untried: PatchUntried
 ) -> list[tuple[nn.Module, str]]:
     """Refuse a model that isn't known to be packed exactly in a layout.
 
@@ -79,7 +80,7 @@ def require_evidence(
     Args:
         model: a transformers model, or a module that holds some; it isn't patched yet.
         layout: how documents would be laid out.
-        attention: as `patch` takes it.
+        asked: the options of `patch`. With `share_prefixes` a trial shows in addition that documents may share tokens.
         patch_untried: patches a model without asking for evidence.
 
     Returns:
@@ -92,6 +93,8 @@ def require_evidence(
     for root in () if hasattr(_trial, "runs") else _roots(model, layout):
         replaced = foreign_forwards(root)
         known = None if replaced else shown_layout(type(root))
+        if asked.share_prefixes:
+            _require_trees(root, layout, asked, patch_untried)
         if known == layout:
             continue
         if known is not None and LAYOUTS.index(known) > LAYOUTS.index(layout):
@@ -100,7 +103,7 @@ def require_evidence(
             )
         why = _why_unknown(root, replaced)
         try:
-            found = _find(root, (attention, layout), lambda small: patch_untried(small, layout))
+            found = _find(root, layout, _try, Options(asked.attention), patch_untried)
         except CannotTryError as error:
             raise UnsupportedModelError(
                 f"{why}, and it can't be tried on a few tokens to see whether packed documents stay apart: {error}. "
@@ -141,7 +144,27 @@ def _why_unknown(root: PreTrainedModel, replaced: list[str]) -> str:
     return f"{name} isn't a model that tritonpack knows (with transformers {installed()})"
 
 
-def _find(root: PreTrainedModel, asked: tuple[str, ...], patch: Patch) -> Found:
+def _require_trees(root: PreTrainedModel, layout: Layout, asked: Options, patch_untried: PatchUntried) -> None:
+    """Refuse a model in which documents that share their common tokens don't equal documents alone.
+
+    Raises:
+        UnsupportedModelError: they differ in a trial, or the model can't be tried.
+    """
+    tried = Options(asked.attention, share_prefixes=True)
+    try:
+        wrong = _find(root, layout, _try_shared, tried, patch_untried).wrong
+    except CannotTryError as error:
+        wrong = str(error)
+    if wrong:
+        raise UnsupportedModelError(
+            f"{type(root).__name__} isn't known to be exact where documents share the tokens that they begin with: "
+            f"{wrong}. Leave share_prefixes (or tree_ends) out; unpad removes padding alone."
+        )
+
+
+def _find(
+    root: PreTrainedModel, layout: Layout, trial_of: Callable[..., Found], tried: Options, patch_untried: PatchUntried
+) -> Found:
     """Try a small copy on the CPU, else one on the model's device, else the model itself.
 
     Raises:
@@ -149,16 +172,17 @@ def _find(root: PreTrainedModel, asked: tuple[str, ...], patch: Patch) -> Found:
     """
     kind, config = without_wrappers(type(root)), root.config
     forwards = frozenset(mixing_forwards(root))
+    attempt = partial(trial_of, patch=lambda small: patch_untried(small, layout, tried))
     on_device = (p.device for p in root.parameters() if p.device.type not in ("cpu", "meta"))
     trials: dict[str, tuple[Callable[[Any], Any], Callable[[], Found]]] = {
-        f"a small copy on {device}": (shrink, partial(_try_small, kind, config, forwards, device, patch))
+        f"a small copy on {device}": (shrink, partial(_try_small, kind, config, forwards, device, attempt))
         for device in (torch.device("cpu"), *islice(on_device, 1))  # some forwards of others run on a GPU alone
     }
-    trials["the model itself"] = (copy.copy, partial(_try_itself, root, patch))
+    trials["the model itself"] = (copy.copy, partial(_try_itself, root, attempt))
     reasons = []
     for name, (changed, trial) in trials.items():
         try:
-            return _remembered((kind, asked, forwards, _as_text(changed, config)), trial)
+            return _remembered((kind, layout, tried, forwards, _as_text(changed, config)), trial)
         except CannotTryError as error:
             reasons.append(f"{name}: {error}")
     raise CannotTryError("; ".join(reasons))
@@ -184,7 +208,7 @@ def _as_text(change: Callable[[Any], Any], config: Any) -> str:
 
 
 def _try_small(
-    kind: type[nn.Module], config: Any, forwards: frozenset[Any], device: torch.device, patch: Patch
+    kind: type[nn.Module], config: Any, forwards: frozenset[Any], device: torch.device, attempt: Trial
 ) -> Found:
     def build(dtype: torch.dtype) -> nn.Module:
         try:
@@ -196,10 +220,10 @@ def _try_small(
             raise CannotTryError(f"it doesn't have all that the model runs: {names}")
         return model
 
-    return _try_in_both(build, patch, LENGTHS)
+    return _try_in_both(build, attempt, LENGTHS)
 
 
-def _try_itself(root: PreTrainedModel, patch: Patch) -> Found:
+def _try_itself(root: PreTrainedModel, attempt: Trial) -> Found:
     parameters = list(root.parameters())
     if any(p.is_meta for p in parameters):
         raise CannotTryError("its weights are on the meta device; patch it once they are loaded")
@@ -221,22 +245,22 @@ def _try_itself(root: PreTrainedModel, patch: Patch) -> Found:
             applied.revert()
         return twin.to(dtype).eval().requires_grad_()
 
-    return _try_in_both(build, patch, (*LENGTHS[:-1], max(LENGTHS[-1], reach + 3)))
+    return _try_in_both(build, attempt, (*LENGTHS[:-1], max(LENGTHS[-1], reach + 3)))
 
 
-def _try_in_both(build: Callable[[torch.dtype], nn.Module], patch: Patch, lengths: tuple[int, ...]) -> Found:
+def _try_in_both(build: Callable[[torch.dtype], nn.Module], attempt: Trial, lengths: tuple[int, ...]) -> Found:
     """Run a trial in float32. If it finds a difference, which may be rounding, run one in float64."""
-    found = _try(build(torch.float32), patch, lengths)
+    found = attempt(build(torch.float32), lengths)
     if found.wrong or found.loss:
         try:
-            exact = _try(build(torch.float64), patch, lengths)
+            exact = attempt(build(torch.float64), lengths)
             return exact._replace(wrong=found.wrong if exact.wrong else "")
         except CannotTryError:  # a constant or a cast in the model's own code
             pass
     return found
 
 
-def _try(model: Any, patch: Patch, lengths: tuple[int, ...]) -> Found:
+def _try(model: Any, lengths: tuple[int, ...], patch: Patch) -> Found:
     """Compare packed documents in the patched model with each document alone in the unpatched model."""
     # Rotary embeddings that have grown with a longer document shrink again for one below the limit, not at it.
     limits = [limit - 1 for _, limit in rope_limits(text_config(model.config))]
@@ -277,6 +301,36 @@ def _try(model: Any, patch: Patch, lengths: tuple[int, ...]) -> Found:
         raise CannotTryError("its forward takes nothing that tells documents apart")
     mixes = why_loss_mixes(subject, exact_forms[0], loss, limit) if loss is not None and not wrong else ""
     return Found("; ".join(dict.fromkeys(one.reason for one in wrong[:2])), mixes)
+
+
+def _try_shared(model: Any, lengths: tuple[int, ...], patch: Patch) -> Found:
+    """Compare documents that share tokens in the patched model with each document alone in the unpatched model."""
+    limits = [limit - 1 for _, limit in rope_limits(text_config(model.config))]
+    short = min([*lengths[:1], *limits])
+    try:
+        subject = _same_each_time(subject_of(model))
+        documents = _alike(*subject.draw((max(short // 2, 1), short, short, short), 1))
+        expected = alone(subject, documents)
+        kept = _unmoved_by_padding(subject, documents, expected, tolerance(expected.dtype))
+    except CannotTryError:
+        raise
+    except Exception as error:  # a model's own code may raise anything
+        raise CannotTryError(f"it doesn't run on tokens alone: {one_line(error)}") from error
+    if expected.main not in kept.outputs:
+        raise CannotTryError(f"padding changes its {expected.main} where it isn't patched")
+    try:
+        patch(model)
+    except Exception as error:
+        return Found(f"patching fails: {one_line(error)}")
+    found = judge(subject, PADDED, documents, expected._replace(outputs=kept.outputs), tolerance(expected.dtype))
+    return Found("" if found.verdict == "exact" else found.reason)
+
+
+def _alike(begin: Tensor, *rests: Tensor) -> list[Tensor]:
+    """Documents (1, n) of which three begin alike, two of these further, and one is of its own; in no order."""
+    first, second, own = rests
+    further = torch.cat([begin, first], 1)
+    return [torch.cat([begin, second], 1), own, further, torch.cat([further[:, :-1], second[:, :1]], 1), begin]
 
 
 def _is_ours(error: BaseException | None) -> bool:

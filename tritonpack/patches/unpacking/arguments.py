@@ -76,7 +76,7 @@ def batch_of(group: Group, arguments: Mapping[str, Any], forward: WholeModel) ->
             value = getattr(value, "tensor", value)  # of detectron2's ImageList, which LayoutLMv2 takes
         if not isinstance(value, Tensor):
             batch[name] = value
-        elif documents is None or name in forward.targets or not _is_of_tokens(name, value, documents):
+        elif documents is None or name in forward.targets or not is_of_tokens(name, value, documents.tokens):
             batch[name] = _of_documents(name, value, group, forward)
         elif "position_ids" not in name:
             fill = (forward.pad_token or 0) if name.endswith("input_ids") else IGNORED if "labels" in name else 0
@@ -89,13 +89,13 @@ def batch_of(group: Group, arguments: Mapping[str, Any], forward: WholeModel) ->
     return batch
 
 
-def _is_of_tokens(name: str, value: Tensor, documents: Documents) -> bool:
-    """Whether an argument has a value for each token: (B, T, ...), (1, T, ...), or positions of n kinds (n, B, T)."""
+def is_of_tokens(name: str, value: Tensor, tokens: torch.Size) -> bool:
+    """Whether an argument has a value for each of (B, T) tokens: (B, T, ...), (1, T, ...), or n positions (n, B, T)."""
     if OF_OTHERS.fullmatch(name) and not OF_TOKENS_AFTER_ALL.fullmatch(name):
         return False
     if name == "labels" and value.is_floating_point():  # scores
         return False
-    shapes = (documents.tokens, (1, documents.tokens[1]))
+    shapes = (tokens, (1, tokens[1]))
     return value.shape[:2] in shapes or ("position_ids" in name and value.shape[1:] in shapes)
 
 

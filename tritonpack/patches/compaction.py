@@ -1,0 +1,174 @@
+"""A padded call of a model as a call with one row, which holds no padding and, if asked for, no token twice.
+
+The row replaces the batch in front of the patched module. Its outputs are laid back behind it (`placement.py`), so
+heads and trainers see the batch that they gave.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tritonpack.packing.prefixes import joined, prefix_tree
+from tritonpack.patches.call_arguments import PACKING
+from tritonpack.patches.packed_batch import PackedBatch
+from tritonpack.patches.placement import Placement
+from tritonpack.patches.unpacking.arguments import is_of_tokens
+from tritonpack.patches.unpacking.names import OF_OTHERS
+
+# Arguments with which a call stays as it is: keys of an encoder, and labels of a module that computes its own loss.
+ORDINARY = ("encoder_hidden_states", "labels")
+
+
+@dataclass
+class Saved:
+    """What a patch with `unpad` has saved since it was put on.
+
+    Attributes:
+        tokens_given: tokens of all batches, padding included.
+        tokens_computed: tokens that the model ran on.
+    """
+
+    tokens_given: int = 0
+    tokens_computed: int = 0
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def add(self, given: int, computed: int) -> None:
+        with self._lock:
+            self.tokens_given += given
+            self.tokens_computed += computed
+
+    def __reduce__(self) -> tuple[type[Saved], tuple[int, int]]:
+        return Saved, (self.tokens_given, self.tokens_computed)
+
+    def __str__(self) -> str:
+        share = 1 - self.tokens_computed / self.tokens_given if self.tokens_given else 0.0
+        return f"{self.tokens_computed:,} of {self.tokens_given:,} tokens computed, {share:.1%} saved"
+
+
+class Compaction:
+    """Makes one row of the batches of a patched module.
+
+    Attributes:
+        share_prefixes: whether tokens of common beginnings run once.
+        saved: the count of tokens.
+    """
+
+    def __init__(self, share_prefixes: bool) -> None:
+        self.share_prefixes = share_prefixes
+        self.saved = Saved()
+
+    def __call__(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> PackedBatch:
+        """Replace the arguments of a call by those of one row, and return its packing.
+
+        Waits for the device once, to learn how many tokens there are, and which. A call stays unchanged if it uses a
+        cache or is one rank's part of a batch, if it has no padding and nothing to share, or if an argument belongs
+        neither to tokens nor to images.
+        """
+        total = packed_batch.tokens.numel()
+        placed = self._placed(packed_batch, arguments)
+        if placed is None:
+            self.saved.add(total, total)
+            return packed_batch
+        placement, ends, starts = placed
+        self.saved.add(total, placement.source.shape[0])
+        for name, value in list(arguments.items()):
+            if name in PACKING:
+                del arguments[name]
+            elif isinstance(value, Tensor) and is_of_tokens(name, value, packed_batch.tokens):
+                arguments[name] = _taken(placement, value, packed_batch.tokens)
+        arguments.pop("cache_position", None)
+        positions = packed_batch.position_ids
+        return PackedBatch(
+            None,
+            None if positions is None else _taken(placement, positions, packed_batch.tokens),
+            placement.take(starts) if ends is None else None,
+            torch.Size((1, placement.source.shape[0])),
+            packed_batch.device,
+            packed_batch.serving,
+            tree_ends=ends,
+            placement=placement,
+        )
+
+    def _placed(
+        self, packed_batch: PackedBatch, arguments: dict[str, Any]
+    ) -> tuple[Placement, Tensor | None, Tensor] | None:
+        """Where tokens lie in the row, the ends of subtrees if it holds trees, and where the documents begin."""
+        if packed_batch.cached or packed_batch.shared or packed_batch.tree_ends is not None:
+            return None
+        if packed_batch.shape != packed_batch.tokens or not _fits(packed_batch.tokens, arguments):
+            return None
+        starts, live = packed_batch.runs()
+        channels = _channels(packed_batch, arguments) if self.share_prefixes else []
+        if channels:
+            return _shared(packed_batch.tokens, starts, live, channels)
+        if live is None:
+            return None
+        real = live.flatten().nonzero().flatten()
+        return _without_padding(packed_batch.tokens, real, starts)
+
+
+def _without_padding(tokens: torch.Size, real: Tensor, starts: Tensor) -> tuple[Placement, None, Tensor] | None:
+    return None if real.shape[0] in (0, tokens.numel()) else (Placement(tokens, real, real), None, starts)
+
+
+def _shared(
+    tokens: torch.Size, starts: Tensor, live: Tensor | None, channels: list[Tensor]
+) -> tuple[Placement, Tensor | None, Tensor] | None:
+    """The tree of the documents of a batch, by the numbers of their tokens that must be equal, each (B, T)."""
+    live = torch.ones_like(starts) if live is None else live
+    table = torch.stack([x.to(starts.device).long().flatten() for x in (live, starts, *channels)]).cpu().numpy()
+    real = table[0].nonzero()[0]
+    begins = table[1][real].nonzero()[0]
+    tree = prefix_tree(joined(list(table[2:, real])), np.diff(begins, append=len(real)))
+    places, found, copied = (
+        torch.from_numpy(x).to(starts.device, non_blocking=True) for x in (real, real[tree.sources], tree.places)
+    )
+    if len(tree.sources) == len(real):
+        return _without_padding(tokens, places, starts)
+    return Placement(tokens, found, places, copied), torch.from_numpy(tree.ends)[None], starts
+
+
+def _channels(packed_batch: PackedBatch, arguments: dict[str, Any]) -> list[Tensor]:
+    """The numbers (B, T) of each token that must be equal for two tokens to be one; none if tokens can't be compared:
+    a call with embeddings, with images, or with numbers that aren't integers."""
+    if arguments.get("input_ids") is None:
+        return []
+    found = []
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor) or name in PACKING or value.ndim == 0:
+            continue
+        if value.is_floating_point() or OF_OTHERS.fullmatch(name):
+            return []
+        rows = value if value.shape[:2] not in _shapes(packed_batch.tokens) else value[None]
+        found += [one.expand(packed_batch.tokens) for one in rows]
+    return found
+
+
+def _taken(placement: Placement, value: Tensor, tokens: torch.Size) -> Tensor:
+    """An argument in the row: (B, T, ...), (1, T, ...), or positions of n kinds (n, B, T) as (n, 1, N)."""
+    if value.shape[:2] in _shapes(tokens):
+        return placement.take(value)
+    return torch.stack([placement.take(one) for one in value])
+
+
+def _shapes(tokens: torch.Size) -> tuple[torch.Size, torch.Size]:
+    return tokens, torch.Size((1, tokens[1]))
+
+
+def _fits(tokens: torch.Size, arguments: dict[str, Any]) -> bool:
+    """Whether one row can replace the batch in a call: each argument has a value for each token, or is of images."""
+    if arguments.get("use_cache") or any(arguments.get(name) is not None for name in ORDINARY):
+        return False
+    for name, value in arguments.items():
+        if not isinstance(value, Tensor) or name in PACKING or value.ndim == 0 or OF_OTHERS.fullmatch(name):
+            continue
+        pairs = value.ndim == 3 and value.shape == (*tokens, tokens[1]) and name != "inputs_embeds"
+        if pairs or not is_of_tokens(name, value, tokens):
+            return False
+    return arguments.get("input_ids") is None or arguments["input_ids"].shape == tokens
