@@ -32,7 +32,7 @@ ALLOWED = {
     "flash_attn": GROUND | {"attention"},
     "packing": GROUND,
     "parallel": GROUND | {"attention", "backends", "ops", "patches"},
-    "patches": GROUND | {"attention", "backends"},
+    "patches": GROUND | {"attention", "backends", "packing"},
     "testing": GROUND | {"attention", "backends", "patches"},
     "cli": GROUND | {"attention", "backends", "flash_attn", "kernels", "packing", "parallel", "patches", "testing"},
     "integrations": GROUND | {"backends", "patches"},

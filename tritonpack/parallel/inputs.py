@@ -17,7 +17,7 @@ from tritonpack.parallel.loss import ShardedLoss, shift, shifts
 from tritonpack.parallel.masks import ShardedBatch, shard_batch
 from tritonpack.parallel.shard_and_gather import KeptRows, Sharding
 from tritonpack.parallel.validate import find_packing_hook
-from tritonpack.patches.call_arguments import CACHES, in_form
+from tritonpack.patches.call_arguments import CACHES, TREE, in_form
 from tritonpack.patches.labels import IGNORED
 from tritonpack.patches.mask_spec import MaskSpec
 from tritonpack.patches.packed_batch import PackedBatch
@@ -153,6 +153,11 @@ def _refuse_arguments(arguments: dict[str, Any], tokens: torch.Size, module: Pre
         raise UnsupportedModelError(
             "output_router_logits=True adds a loss over the routing of all tokens, and each rank has only some of "
             "them. Set it to False."
+        )
+    if arguments.get(TREE) is not None:
+        raise UnsupportedModelError(
+            f"{TREE} says that sequences share tokens, and sequence parallelism shards documents that lie one after "
+            "the other. Give each sequence all of its tokens."
         )
     mask = arguments.get("attention_mask")
     if mask is not None and (not isinstance(mask, Tensor) or mask.ndim != 2):

@@ -85,6 +85,7 @@ class AppliedPatch:
         parts: what the patch puts on modules, in the order of `apply`.
         hooks: the hooks of the patched modules, the outermost first.
         heads: the forwards of the models that users may call, the outermost first.
+        require_trees: refuses a model that isn't exact in trees; None for a model on trial.
         compaction: removes padding from calls; None if the user hasn't asked for it.
         leases: one object for each handle that is not unpatched yet, the latest last.
         in_force: whether the parts are on the modules. They aren't while a later patch suspends this one.
@@ -99,9 +100,11 @@ class AppliedPatch:
         below: list[AppliedPatch],
         layout: Layout = "packed",
         by_name: bool = False,
+        require_trees: Callable[[nn.Module], None] | None = None,
     ) -> None:
         self._model = ModuleRef(model)
         self.asked, self.below, self._by_name = asked, below, by_name
+        self.require_trees = require_trees
         self.leases: list[object] = []
         self.in_force = False
         self.context = PackingContext()
@@ -156,6 +159,7 @@ class AppliedPatch:
                     mixes=bool(mixers),
                     outermost=not any(other is not module and holds(other, module) for other in modules),
                     compaction=self.compaction,
+                    require_trees=self.require_trees,
                 )
             )
         outermost = [hook for hook in self.hooks if hook.outermost]

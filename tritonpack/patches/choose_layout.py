@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import NamedTuple
 
 from torch import nn
@@ -14,7 +15,7 @@ from tritonpack.patches.exact_classes import LAYOUTS, Layout
 from tritonpack.patches.families import BOTH_WAYS, DENSE, PROMPT_TYPES, REFUSED, REFUSED_LAYERS
 from tritonpack.patches.forwards import takes_tokens_and_mask
 from tritonpack.patches.layers.choose import fits
-from tritonpack.patches.probe import require_evidence
+from tritonpack.patches.probe import require_evidence, require_tree_evidence
 from tritonpack.patches.report import holds
 from tritonpack.patches.tokens import is_bidirectional
 
@@ -30,11 +31,13 @@ class Choice(NamedTuple):
         modules: the modules to patch.
         layout: how documents are laid out.
         losses: the modules whose own loss mixes packed documents, each with what a trial found.
+        require_trees: refuses the model unless it is exact where documents share tokens.
     """
 
     modules: list[PreTrainedModel]
     layout: Layout
     losses: list[tuple[nn.Module, str]]
+    require_trees: Callable[[nn.Module], None]
 
 
 def choose_layout(model: nn.Module, asked: Options) -> Choice:
@@ -45,15 +48,11 @@ def choose_layout(model: nn.Module, asked: Options) -> Choice:
     Raises:
         UnsupportedModelError: there is no such layout; the message says why documents can't be packed.
     """
-
-    def patch_untried(small: nn.Module, layout: Layout, tried: Options) -> None:
-        AppliedPatch(small, _modules_for(small, layout, tried.attention), tried, [], layout).apply()
-
     refusals: list[UnsupportedModelError] = []
     for layout in LAYOUTS:
         try:
             modules = _modules_for(model, layout, asked.attention)
-            losses = require_evidence(model, layout, asked, patch_untried) or []
+            losses = require_evidence(model, layout, asked, _patch_untried) or []
         except SettingError:
             raise
         except UnsupportedModelError as error:
@@ -61,13 +60,28 @@ def choose_layout(model: nn.Module, asked: Options) -> Choice:
         else:
             if asked.unpad or asked.share_prefixes:
                 _require_one_row(modules)
+            if asked.share_prefixes and layout == "packed":
+                require_trees(model)
             if layout != "packed" and asked != Options():
                 raise SettingError(
                     f"{type(model).__name__} keeps its own attention and gives each document a row of its own, so "
                     f"{asked} would do nothing. Leave these options out."
                 )
-            return Choice(modules, layout, losses)
+            return Choice(modules, layout, losses, require_trees)
     raise refusals[0]
+
+
+def require_trees(model: nn.Module) -> None:
+    """Refuse a model unless it is exact where documents share the tokens that they begin with.
+
+    Raises:
+        UnsupportedModelError: a trial found a difference, or the model can't be tried.
+    """
+    require_tree_evidence(model, _patch_untried)
+
+
+def _patch_untried(small: nn.Module, layout: Layout, tried: Options) -> None:
+    AppliedPatch(small, _modules_for(small, layout, tried.attention), tried, [], layout).apply()
 
 
 def _require_one_row(modules: list[PreTrainedModel]) -> None:

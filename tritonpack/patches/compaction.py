@@ -75,8 +75,9 @@ class Compaction:
         if placed is None:
             self.saved.add(total, total)
             return packed_batch
-        placement, ends, starts = placed
+        placement, ends = placed
         self.saved.add(total, placement.source.shape[0])
+        starts, live = packed_batch.runs()
         for name, value in list(arguments.items()):
             if name in PACKING:
                 del arguments[name]
@@ -85,7 +86,7 @@ class Compaction:
         arguments.pop("cache_position", None)
         positions = packed_batch.position_ids
         return PackedBatch(
-            None,
+            None if live is None or ends is not None else placement.take(live).int(),
             None if positions is None else _taken(placement, positions, packed_batch.tokens),
             placement.take(starts) if ends is None else None,
             torch.Size((1, placement.source.shape[0])),
@@ -95,43 +96,48 @@ class Compaction:
             placement=placement,
         )
 
-    def _placed(
-        self, packed_batch: PackedBatch, arguments: dict[str, Any]
-    ) -> tuple[Placement, Tensor | None, Tensor] | None:
-        """Where tokens lie in the row, the ends of subtrees if it holds trees, and where the documents begin."""
+    def _placed(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> tuple[Placement, Tensor | None] | None:
+        """Where tokens lie in the row, and the ends of subtrees if it holds trees; None for a call that stays."""
+        tokens = packed_batch.tokens
         if packed_batch.cached or packed_batch.shared or packed_batch.tree_ends is not None:
             return None
-        if packed_batch.shape != packed_batch.tokens or not _fits(packed_batch.tokens, arguments):
+        if packed_batch.shape != tokens or not _fits(tokens, arguments):
             return None
         starts, live = packed_batch.runs()
-        channels = _channels(packed_batch, arguments) if self.share_prefixes else []
-        if channels:
-            return _shared(packed_batch.tokens, starts, live, channels)
+        if self.share_prefixes and (channels := _channels(packed_batch, arguments)):
+            return _shared(tokens, starts, live, channels)
         if live is None:
             return None
-        real = live.flatten().nonzero().flatten()
-        return _without_padding(packed_batch.tokens, real, starts)
+        kept = (live | _before_documents(live)).flatten().nonzero().flatten()
+        return None if kept.shape[0] in (0, tokens.numel()) else (Placement(tokens, kept, kept), None)
 
 
-def _without_padding(tokens: torch.Size, real: Tensor, starts: Tensor) -> tuple[Placement, None, Tensor] | None:
-    return None if real.shape[0] in (0, tokens.numel()) else (Placement(tokens, real, real), None, starts)
+def _before_documents(live: Tensor) -> Tensor:
+    """(B, T) bool, the padding right before a document. A causal head predicts the document's first token from it, so
+    it stays, as a token that sees nothing."""
+    return torch.cat([live[:, 1:], torch.zeros_like(live[:, :1])], 1) & ~live
 
 
 def _shared(
     tokens: torch.Size, starts: Tensor, live: Tensor | None, channels: list[Tensor]
-) -> tuple[Placement, Tensor | None, Tensor] | None:
+) -> tuple[Placement, Tensor | None] | None:
     """The tree of the documents of a batch, by the numbers of their tokens that must be equal, each (B, T)."""
     live = torch.ones_like(starts) if live is None else live
-    table = torch.stack([x.to(starts.device).long().flatten() for x in (live, starts, *channels)]).cpu().numpy()
-    real = table[0].nonzero()[0]
+    rows = (live, starts, _before_documents(live), *channels)
+    table = torch.stack([x.to(starts.device).long().flatten() for x in rows]).cpu().numpy()
+    real, padding = table[0].nonzero()[0], table[2].nonzero()[0]
     begins = table[1][real].nonzero()[0]
-    tree = prefix_tree(joined(list(table[2:, real])), np.diff(begins, append=len(real)))
-    places, found, copied = (
-        torch.from_numpy(x).to(starts.device, non_blocking=True) for x in (real, real[tree.sources], tree.places)
-    )
-    if len(tree.sources) == len(real):
-        return _without_padding(tokens, places, starts)
-    return Placement(tokens, found, places, copied), torch.from_numpy(tree.ends)[None], starts
+    tree = prefix_tree(joined(list(table[3:, real])), np.diff(begins, append=len(real)))
+    nodes = len(tree.sources)
+    slack = np.arange(nodes, nodes + len(padding))
+    kept, copied = np.concatenate([real, padding]), np.concatenate([tree.places, slack])
+    source = np.concatenate([real[tree.sources], padding])
+    if nodes == len(real):  # nothing is shared
+        source = kept = np.sort(kept)
+    on_device = [torch.from_numpy(x).to(starts.device, non_blocking=True) for x in (source, kept, copied)]
+    if nodes < len(real):
+        return Placement(tokens, *on_device), torch.from_numpy(np.concatenate([tree.ends, slack]))[None]
+    return None if len(kept) in (0, tokens.numel()) else (Placement(tokens, *on_device[:2]), None)
 
 
 def _channels(packed_batch: PackedBatch, arguments: dict[str, Any]) -> list[Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -48,6 +49,7 @@ class PackingHook(PreHook):
         mixes: whether layers of the module mix tokens along the row.
         outermost: whether no other patched module holds this one, so that its arguments are the user's.
         compaction: removes padding and common beginnings from the call; None unless `patch` was asked for it.
+        require_trees: refuses the model in its first call with `tree_ends` unless it is exact in trees; None later.
         first_call: the check of the module's first call.
         deferred: whether the module's forward calls `run` itself, after it has changed the arguments. Then the hook
             does nothing.
@@ -68,6 +70,7 @@ class PackingHook(PreHook):
         mixes: bool,
         outermost: bool,
         compaction: Compaction | None = None,
+        require_trees: Callable[[nn.Module], None] | None = None,
     ) -> None:
         super().__init__(module)
         signature = inspect.signature(module.forward)
@@ -76,7 +79,7 @@ class PackingHook(PreHook):
         self.name = AttentionName(module, NAMES[serving.attention])
         self.serving, self.checkpoints, self.context = serving, checkpoints, context
         self.report, self.heads, self.mixes, self.outermost = report, heads, mixes, outermost
-        self.compaction = compaction
+        self.compaction, self.require_trees = compaction, require_trees
         self.first_call = FirstCall(module, serving.attention == "dense")
         config = module.config
         self.model_type = config.model_type
@@ -126,7 +129,8 @@ class PackingHook(PreHook):
             for head in self.heads:
                 head.require_in_place(arguments)
         packed_batch = self.read(arguments)
-        arguments.pop(TREE, None)  # nothing else reads it
+        if arguments.pop(TREE, None) is not None and self.require_trees is not None:
+            self._require_trees(self.require_trees)
         if packed_batch is not None and self.compaction is not None and self.outermost:
             packed_batch = self.compaction(packed_batch, arguments)
             if packed_batch.placement is not None and (self.takes_any or "use_cache" in self.names):
@@ -175,6 +179,15 @@ class PackingHook(PreHook):
         packed_batch = make_packed_batch(arguments, shape, tokens.device, self.serving, pad_token)
         packed_batch = packed_batch.replace(cached=any(arguments.get(name) is not None for name in CACHES))
         return self._without_padding(packed_batch, arguments)
+
+    def _require_trees(self, require_trees: Callable[[nn.Module], None]) -> None:
+        if torch.compiler.is_compiling():
+            raise ValueError(
+                "the first call with tree_ends tries whether this model is exact in trees, which a graph can't. Call "
+                "the model once before torch.compile, or patch it with share_prefixes=True."
+            )
+        require_trees(self.heads[0].module)
+        self.require_trees = None
 
     def _without_padding(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> PackedBatch:
         """The packing of families that treat padding tokens as padding where no mask is given."""

@@ -41,7 +41,7 @@ def put_on(model: nn.Module, choice: Choice, asked: Options, lease: object, *, b
         try:
             for other in found:
                 other.revert()
-            applied = AppliedPatch(model, choice.modules, asked, found, choice.layout, by_name)
+            applied = AppliedPatch(model, choice.modules, asked, found, choice.layout, by_name, choice.require_trees)
             applied.refuse_losses(choice.losses)
             applied.apply()
             applied.leases.append(lease)

@@ -15,12 +15,12 @@ from tritonpack.patches.unpacking.names import OF_DOCUMENTS
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where the tokens of a batch (B, T) lie in one row (1, N), which holds each distinct token once and no padding.
+    """Where the tokens of a batch (B, T) lie in one row (1, N), in which a token may stand for several.
 
     Attributes:
         tokens: (B, T).
         source: (N,) int64, where each token of the row comes from in the flattened batch.
-        real: (M,) int64, the places of tokens that aren't padding in the flattened batch, in ascending order.
+        real: (M,) int64, the places in the flattened batch of the tokens that the row holds.
         copied: (M,) int64, where each of these lies in the row; None if none lies there for several.
     """
 
@@ -35,7 +35,7 @@ class Placement:
         return values.flatten(0, 1)[self.source.to(values.device)][None]
 
     def lay_back(self, values: Tensor) -> Tensor:
-        """Values (1, N, ...) of the row in the batch: (B, T, ...), zeros for padding. Copies share one gradient."""
+        """Values (1, N, ...) of the row in the batch: (B, T, ...), zeros elsewhere. The gradients of copies add up."""
         flat = values[0]
         if self.copied is not None:
             # Among torch's functions that copy rows, the backward pass of `embedding` adds them up in a fixed order.

@@ -80,7 +80,7 @@ def require_evidence(
     Args:
         model: a transformers model, or a module that holds some; it isn't patched yet.
         layout: how documents would be laid out.
-        asked: the options of `patch`. With `share_prefixes` a trial shows in addition that documents may share tokens.
+        asked: the options of `patch`.
         patch_untried: patches a model without asking for evidence.
 
     Returns:
@@ -93,8 +93,6 @@ def require_evidence(
     for root in () if hasattr(_trial, "runs") else _roots(model, layout):
         replaced = foreign_forwards(root)
         known = None if replaced else shown_layout(type(root))
-        if asked.share_prefixes:
-            _require_trees(root, layout, asked, patch_untried)
         if known == layout:
             continue
         if known is not None and LAYOUTS.index(known) > LAYOUTS.index(layout):
@@ -144,22 +142,22 @@ def _why_unknown(root: PreTrainedModel, replaced: list[str]) -> str:
     return f"{name} isn't a model that tritonpack knows (with transformers {installed()})"
 
 
-def _require_trees(root: PreTrainedModel, layout: Layout, asked: Options, patch_untried: PatchUntried) -> None:
-    """Refuse a model in which documents that share their common tokens don't equal documents alone.
+def require_tree_evidence(model: nn.Module, patch_untried: PatchUntried) -> None:
+    """Refuse a model in which documents that share their common tokens don't equal documents alone in a trial.
 
     Raises:
-        UnsupportedModelError: they differ in a trial, or the model can't be tried.
+        UnsupportedModelError: they differ, or the model can't be tried.
     """
-    tried = Options(asked.attention, share_prefixes=True)
-    try:
-        wrong = _find(root, layout, _try_shared, tried, patch_untried).wrong
-    except CannotTryError as error:
-        wrong = str(error)
-    if wrong:
-        raise UnsupportedModelError(
-            f"{type(root).__name__} isn't known to be exact where documents share the tokens that they begin with: "
-            f"{wrong}. Leave share_prefixes (or tree_ends) out; unpad removes padding alone."
-        )
+    for root in () if hasattr(_trial, "runs") else _roots(model, "packed"):
+        try:
+            wrong = _find(root, "packed", _try_shared, Options(share_prefixes=True), patch_untried).wrong
+        except CannotTryError as error:
+            wrong = str(error)
+        if wrong:
+            raise UnsupportedModelError(
+                f"{type(root).__name__} isn't known to be exact where documents share the tokens that they begin with: "
+                f"{wrong}. Leave share_prefixes and tree_ends out; unpad removes padding alone."
+            )
 
 
 def _find(
