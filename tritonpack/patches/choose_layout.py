@@ -58,15 +58,15 @@ def choose_layout(model: nn.Module, asked: Options) -> Choice:
         except UnsupportedModelError as error:
             refusals.append(error)
         else:
-            if asked.unpad or asked.share_prefixes:
-                _require_one_row(modules)
-            if asked.share_prefixes and layout == "packed":
-                require_trees(model)
             if layout != "packed" and asked != Options():
                 raise SettingError(
                     f"{type(model).__name__} keeps its own attention and gives each document a row of its own, so "
                     f"{asked} would do nothing. Leave these options out."
                 )
+            if asked.unpad or asked.share_prefixes:
+                _require_one_row(modules)
+            if asked.share_prefixes:
+                require_trees(model)
             return Choice(modules, layout, losses, require_trees)
     raise refusals[0]
 

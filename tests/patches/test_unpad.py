@@ -1,0 +1,400 @@
+"""Padded batches that run as one row: without padding, and with common beginnings once."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    PreTrainedModel,
+)
+
+import tritonpack
+from tests.patches import sweep, zoo
+from tests.patches.models import COMMON, VOCAB, generate, tiny_model
+from tests.patches.test_every_model import BUILT, OWN_ROWS, REFUSED
+from tests.patches.test_patching import state
+from tritonpack.packing.prefixes import prefix_tree
+from tritonpack.patches.compaction import Compaction
+from tritonpack.patches.packed_batch import PackedBatch, Serving
+from tritonpack.patches.probe import _alike
+from tritonpack.patches.trial.comparison import apart, tolerance
+
+WAYS = pytest.mark.parametrize("options", [{"unpad": True}, {"share_prefixes": True}], ids=["unpad", "share"])
+FORMS = ("padded_right", "padded_left", "two_rows_padded")
+QUICK = ("bloom", "blt", "gemma3_text", "gpt2", "gpt_oss", "llama", "llama4_text", "mamba2", "mixtral", "qwen3_next")
+# What share_prefixes refuses: dense masks, layers that see later tokens, and layers that run documents one by one.
+REFUSED_TREES = "dense mask|sees the tokens after it|composes a mask of its own|on each document by itself"
+LIMIT = tolerance(torch.float64)
+
+
+def alike() -> list[Tensor]:
+    """Five documents of 4 to 10 tokens, of which four begin alike."""
+    return _alike(*zoo.documents((4, 3, 5, 6)))
+
+
+def padded(*, left: bool = False, labels: bool = True) -> dict[str, Tensor]:
+    """The documents of `alike`, one in each row."""
+    rows = [document[0] for document in alike()]
+    width = max(map(len, rows))
+    ids, mask = (torch.zeros(len(rows), width, dtype=torch.long) for _ in range(2))
+    for i, row in enumerate(rows):
+        span = slice(width - len(row), width) if left else slice(len(row))
+        ids[i, span], mask[i, span] = row, 1
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        **({"labels": ids.masked_fill(mask == 0, -100)} if labels else {}),
+    }
+
+
+def results(model: PreTrainedModel, batch: dict[str, Any], **more: Any) -> tuple[Any, list[Tensor | None]]:
+    """The output of a call, and the gradients of its loss, or of its first output where tokens aren't padding."""
+    model.zero_grad()
+    output = model(**batch, **more)
+    target = output.loss if "labels" in batch else (output[0] * batch["attention_mask"][..., None]).square().sum()
+    target.backward()
+    return output, [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def real(values: Tensor, batch: dict[str, Any]) -> Tensor:
+    """Values (B, T, ...), or (B * T, ...) as routers give them, with zeros for padding; other values unchanged."""
+    mask = batch["attention_mask"][..., None]
+    if values.shape[:2] == mask.shape[:2]:
+        return values * mask
+    return values * mask.flatten(0, 1) if values.shape[:1] == (mask.numel(),) else values
+
+
+def equal_as_stock(model: PreTrainedModel, batch: dict[str, Any], options: dict[str, bool], **more: Any) -> Any:
+    """Compare all outputs and gradients of a call in the patched model with stock's. Returns the patched output."""
+    want, gradients = results(model, batch, **more)
+    with tritonpack.patch(model, **options) as handle:
+        got, found = results(model, batch, **more)
+    assert handle.saved is not None
+    assert handle.saved.tokens_computed < 0.9 * handle.saved.tokens_given
+    assert apart(gradients, found) < LIMIT
+    for name in (name for name in want if name != "past_key_values"):
+        ones, others = ([x[name]] if isinstance(x[name], Tensor) else list(x[name]) for x in (want, got))
+        assert apart([real(x, batch) for x in ones], [real(x, batch) for x in others]) < LIMIT, name
+    return got
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in [*BUILT, *zoo.VARIANTS]]
+)
+@WAYS
+def test_every_type_equals_alone_or_is_refused(
+    name: str, options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles = []
+
+    def patch(model: PreTrainedModel) -> Any:
+        handles.append(tritonpack.patch(model, **options))
+        return handles[-1]
+
+    if "share_prefixes" in options:
+        documents = alike()
+        monkeypatch.setattr(zoo, "documents", lambda *_: documents)
+    row = sweep.run(name, patch=patch, forms=FORMS, gradients=["padded_right"])
+    if row.verdict == "refused":
+        assert name in OWN_ROWS or name in REFUSED or "dense mask" in row.reason or "share_prefixes" in options, row
+        return
+    assert (row.verdict, row.reason) == ("exact", "")
+    assert handles[0].saved.tokens_computed < 0.9 * handles[0].saved.tokens_given
+
+
+class TestCalls:
+    @WAYS
+    @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+    @pytest.mark.parametrize("family", ["llama", "mistral"])
+    def test_loss_outputs_and_gradients_are_stocks(self, family: str, left: bool, options: dict[str, bool]) -> None:
+        batch = padded(left=left)
+        equal_as_stock(tiny_model(family), batch, options, output_hidden_states=True)
+        equal_as_stock(tiny_model(family), batch, options, num_items_in_batch=torch.tensor(100))
+
+    @WAYS
+    @pytest.mark.parametrize("keep", [3, torch.tensor([1, 1, 4])], ids=["last", "places"])
+    def test_logits_to_keep(self, keep: Any, options: dict[str, bool]) -> None:
+        model, batch = tiny_model("llama"), padded(left=True, labels=False)
+        want = model(**batch, logits_to_keep=keep).logits
+        with tritonpack.patch(model, **options):
+            got = model(**batch, logits_to_keep=keep).logits
+        mask = batch["attention_mask"][:, slice(-keep, None) if isinstance(keep, int) else keep, None]
+        assert apart([want * mask], [got * mask]) < LIMIT
+
+    @WAYS
+    def test_embeddings_in_place_of_tokens(self, options: dict[str, bool]) -> None:
+        """Embeddings can't be compared exactly, so padding alone is removed."""
+        model, batch = tiny_model("llama"), padded(labels=False)
+        embeddings = model.get_input_embeddings()(batch.pop("input_ids")).detach()
+        want = model(inputs_embeds=embeddings, **batch).logits
+        with tritonpack.patch(model, **options) as handle:
+            got = model(inputs_embeds=embeddings, **batch).logits
+        mask = batch["attention_mask"][..., None]
+        assert apart([want * mask], [got * mask]) < LIMIT
+        assert handle.saved.tokens_computed == int(mask.sum())
+
+    @WAYS
+    def test_router_loss_of_experts(self, options: dict[str, bool]) -> None:
+        equal_as_stock(tiny_model("mixtral", router_aux_loss_coef=0.5), padded(), options, output_router_logits=True)
+
+    @WAYS
+    @pytest.mark.parametrize("head", [AutoModelForSequenceClassification, AutoModelForTokenClassification])
+    def test_other_heads(self, head: Any, options: dict[str, bool]) -> None:
+        torch.manual_seed(0)
+        model = head.from_config(AutoConfig.for_model("llama", **COMMON, num_labels=3)).double().eval()
+        batch = padded(labels=False)
+        by_row = head is AutoModelForSequenceClassification
+        batch["labels"] = torch.tensor([0, 2, 1, 1, 0]) if by_row else batch["input_ids"] % 3
+        if not by_row:
+            batch["labels"] = batch["labels"].masked_fill(batch["attention_mask"] == 0, -100)
+        equal_as_stock(model, batch, options)
+
+    @WAYS
+    def test_positions_that_were_given(self, options: dict[str, bool]) -> None:
+        """Tokens at different positions aren't shared."""
+        model, batch = tiny_model("llama"), padded(left=True)
+        batch["position_ids"] = (batch["attention_mask"].cumsum(1) - 1).clamp(min=0)
+        equal_as_stock(model, batch, options)
+        batch["position_ids"] = batch["position_ids"] + torch.arange(5)[:, None]
+        equal_as_stock(model, batch, {"unpad": True})
+        with tritonpack.patch(model, share_prefixes=True) as handle:
+            model(**batch)
+        assert handle.saved.tokens_computed >= int(batch["attention_mask"].sum())
+
+    @WAYS
+    def test_packed_rows_beside_padding(self, options: dict[str, bool]) -> None:
+        """Rows with several documents and padding; common beginnings are found in the whole batch."""
+        first, own, second, *_ = (document[0] for document in alike())
+        ids = torch.zeros(2, 20, dtype=torch.long)
+        places = ids.clone()
+        for row, at, document in ((0, 0, first), (0, len(first), own), (1, 2, second)):
+            ids[row, at : at + len(document)] = document
+            places[row, at : at + len(document)] = torch.arange(len(document))
+        batch = {"input_ids": ids, "attention_mask": (ids != 0).long(), "position_ids": places}
+        model = tiny_model("llama")
+        with tritonpack.patch(model):
+            want, gradients = results(model, batch)
+        with tritonpack.patch(model, **options) as handle:
+            got, found = results(model, batch)
+        assert apart([real(want.logits, batch)], [real(got.logits, batch)]) < LIMIT
+        assert apart(gradients, found) < LIMIT
+        shared = 4 if "share_prefixes" in options else 0
+        assert handle.saved.tokens_computed <= int(batch["attention_mask"].sum()) + 1 - shared
+
+    def test_nothing_to_save_leaves_the_call_as_it_is(self) -> None:
+        model, ids = tiny_model("llama"), torch.randint(3, VOCAB, (2, 9))
+        for arguments in ({}, {"attention_mask": torch.ones_like(ids)}):
+            with tritonpack.patch(model):
+                want = model(ids, **arguments)
+            with tritonpack.patch(model, share_prefixes=True) as handle:
+                got = model(ids, **arguments)
+            assert torch.equal(want.logits, got.logits)
+            assert got.past_key_values is not None
+            assert str(handle.saved) == "18 of 18 tokens computed, 0.0% saved"
+
+    def test_equal_rows_run_once(self) -> None:
+        model, ids = tiny_model("llama"), torch.randint(3, VOCAB, (1, 9)).expand(4, -1)
+        want = model(ids).logits
+        with tritonpack.patch(model, share_prefixes=True) as handle:
+            assert apart([want], [model(ids).logits]) < LIMIT
+        assert (handle.saved.tokens_given, handle.saved.tokens_computed) == (36, 9)
+
+    @WAYS
+    @pytest.mark.parametrize("cache", ["dynamic", "static"])
+    def test_generate_as_stock(self, cache: str, options: dict[str, bool]) -> None:
+        model, ids = tiny_model("mistral"), torch.randint(3, VOCAB, (2, 9))
+        want, _ = generate(model, ids, cache=cache, padding=4)
+        with tritonpack.patch(model, **options):
+            got, _ = generate(model, ids, cache=cache, padding=4)
+            asked = model(**padded(labels=False), use_cache=True)
+            assert asked.past_key_values.get_seq_length() == asked.logits.shape[1]
+            assert model(**padded(labels=False)).past_key_values is None
+        assert torch.equal(want, got)
+
+    @WAYS
+    def test_waits_once_for_the_device_whatever_the_number_of_layers(self, options: dict[str, bool]) -> None:
+        batch, counts = padded(labels=False), []
+        for layers in (1, 3):
+            model = tiny_model("llama", num_hidden_layers=layers)
+            with tritonpack.patch(model, **options), torch.no_grad():
+                model(**batch)
+                with _Waits() as waits:
+                    model(**batch)
+            counts.append(waits.names)
+        assert counts[0] == counts[1]
+
+    def test_waits_for_the_number_of_tokens_alone(self) -> None:
+        batch = padded(labels=False)
+        mask, tokens = batch["attention_mask"].int(), batch["input_ids"].shape
+        given = PackedBatch(mask, None, None, tokens, mask.device, Serving("tritonpack", "auto"))
+        with _Waits() as waits:
+            Compaction(share_prefixes=False)(given, dict(batch))
+        assert waits.names.count("nonzero") == 1
+
+
+class _Waits(TorchDispatchMode):
+    """Counts operators that wait for a device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._overloadpacket.__name__
+        if name in ("nonzero", "_local_scalar_dense", "item", "equal", "masked_select", "unique"):
+            self.names.append(name)
+        return func(*args, **kwargs or {})
+
+
+class TestModels:
+    @WAYS
+    def test_unpatching_copies_and_pickles(self, options: dict[str, bool]) -> None:
+        model, batch = tiny_model("llama"), padded(labels=False)
+        before = state(model)
+        handle = tritonpack.patch(model, **options)
+        want = model(**batch).logits
+        for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            assert torch.equal(twin(**batch).logits, want)
+        assert tritonpack.patch(model, **options).saved is handle.saved  # one patch, two handles
+        tritonpack.unpatch(model)
+        handle.unpatch()
+        assert state(model) == before
+
+    def test_a_later_patch_without_the_options_suspends_them(self) -> None:
+        model, batch = tiny_model("llama"), padded(labels=False)
+        with tritonpack.patch(model, unpad=True) as outer:
+            with tritonpack.patch(model) as inner:
+                model(**batch)
+                assert inner.saved is None
+                assert outer.saved.tokens_given == 0
+            model(**batch)
+            assert outer.saved.tokens_given == batch["input_ids"].numel()
+
+    @WAYS
+    @pytest.mark.parametrize("reentrant", [False, True])
+    def test_gradient_checkpointing(self, reentrant: bool, options: dict[str, bool]) -> None:
+        model, batch = tiny_model("qwen3").train(), padded()
+        _, want = results(model, batch)
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        with tritonpack.patch(model, **options):
+            _, got = results(model, batch)
+        assert apart(want, got) < LIMIT
+
+    @WAYS
+    def test_peft(self, options: dict[str, bool]) -> None:
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=2, init_lora_weights=False)
+        equal_as_stock(peft.get_peft_model(tiny_model("llama"), config).double(), padded(), options)
+
+    @WAYS
+    def test_autocast(self, options: dict[str, bool]) -> None:
+        model, batch = tiny_model("llama", dtype=torch.float32), padded(labels=False)
+        with torch.autocast("cpu", torch.bfloat16):
+            want = model(**batch).logits
+            with tritonpack.patch(model, **options):
+                got = model(**batch).logits
+        assert got.dtype == want.dtype
+        assert apart([real(want.float(), batch)], [real(got.float(), batch)]) < 0.05
+
+    @pytest.mark.heavy
+    def test_compiled(self) -> None:
+        model, batch = tiny_model("llama", dtype=torch.float32, num_hidden_layers=1), padded(labels=False)
+        with tritonpack.patch(model, share_prefixes=True):
+            want = model(**batch).logits
+            got = torch.compile(model, backend="eager", dynamic=True)(**batch).logits
+        assert apart([want], [got]) < 1e-5
+
+
+class TestTreeEnds:
+    """`tree_ends` say that a row holds a tree, as `TreeCollator` gives it."""
+
+    def call(self) -> tuple[dict[str, Tensor], Callable[[Tensor], Tensor]]:
+        documents = [document[0] for document in alike()]
+        tokens = torch.cat(documents)
+        tree = prefix_tree(tokens.numpy(), torch.tensor([len(d) for d in documents]).numpy())
+        ends, places = torch.from_numpy(tree.ends)[None], torch.from_numpy(tree.places)
+        depth = tritonpack.BlockDiagonalMask.from_tree_ends(ends).diagonal
+        assert depth is not None
+        ids = tokens[torch.from_numpy(tree.sources)][None]
+        call = {"input_ids": ids, "position_ids": depth.long()[None], "tree_ends": ends}
+        return call, lambda values: values[0, places]
+
+    @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "gpt_oss", "llama4_text"])
+    def test_sequences_equal_alone(self, family: str) -> None:
+        model, (call, gather) = zoo.tiny_model(family), self.call()
+        want = torch.cat([model(document).logits[0] for document in alike()])
+        for given in (call, {name: x for name, x in call.items() if name != "position_ids"}):
+            with tritonpack.patch(model):
+                got = gather(model(**given).logits)
+            assert apart([want], [got]) < LIMIT
+
+    @pytest.mark.parametrize("family", ["mamba2", "electra-encoder"])
+    def test_models_that_take_no_trees_are_refused(self, family: str) -> None:
+        model, (call, _) = zoo.tiny_model(family), self.call()
+        with tritonpack.patch(model), pytest.raises(tritonpack.UnsupportedModelError, match="without tree_ends"):
+            model(**call)
+
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"tree_ends": torch.zeros(1, 19)}, "tree_ends must be an integer tensor.*got"),
+            ({"tree_ends": torch.zeros(1, 3, dtype=torch.long)}, r"tree_ends has shape \(1, 3\)"),
+            ({"tree_ends": torch.full((1, 19), 99)}, r"ends\[0\] is 99"),
+            ({"attention_mask": torch.ones(1, 19)}, "tree_ends and attention_mask both say"),
+            ({"seq_idx": torch.zeros(1, 19, dtype=torch.int32)}, "tree_ends and seq_idx both say"),
+            ({"tree_ends": None, "parents": torch.zeros(1, 19)}, "'parents', which nothing reads.*Pass tree_ends"),
+        ],
+    )
+    def test_bad_calls(self, changes: dict[str, Any], message: str) -> None:
+        model, (call, _) = tiny_model("llama"), self.call()
+        assert call["input_ids"].shape == (1, 19)
+        with tritonpack.patch(model), pytest.raises(ValueError, match=message):
+            model(**{**call, **changes})
+
+    def test_a_cache_is_refused(self) -> None:
+        model, (call, _) = tiny_model("llama"), self.call()
+        with tritonpack.patch(model):
+            cache = model(torch.randint(3, VOCAB, (1, 4)), use_cache=True).past_key_values
+            with pytest.raises(ValueError, match="tree_ends describe a batch of whole documents"):
+                model(**call, past_key_values=cache)
+
+    def test_one_score_a_row_is_refused(self) -> None:
+        model = AutoModelForSequenceClassification.from_config(AutoConfig.for_model("llama", **COMMON))
+        call, _ = self.call()
+        with tritonpack.patch(model), pytest.raises(tritonpack.UnsupportedModelError, match="share tokens"):
+            model(**call)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize("attention", ["sdpa", "eager"])
+    @WAYS
+    def test_attention_of_all_pairs(self, attention: Any, options: dict[str, bool]) -> None:
+        with pytest.raises(ValueError, match=f"attention='{attention}' computes all pairs"):
+            tritonpack.patch(tiny_model("llama"), attention=attention, **options)
+
+    @pytest.mark.parametrize(
+        ("name", "options", "reason"),
+        [
+            ("bloom", {"unpad": True}, "takes a dense mask"),
+            ("blt", {"unpad": True}, "unpad=True would do nothing"),
+            ("t5", {"unpad": True}, "an encoder with a decoder"),
+            ("electra-encoder", {"share_prefixes": True}, "also sees the tokens after it"),
+            ("mamba2", {"share_prefixes": True}, "on each document by itself"),
+        ],
+    )
+    def test_models(self, name: str, options: dict[str, bool], reason: str) -> None:
+        from tests.patches.pairs import tiny_pair_model
+
+        model = tiny_pair_model(name) if name == "t5" else zoo.tiny_model(name)
+        with pytest.raises(tritonpack.UnsupportedModelError, match=reason):
+            tritonpack.patch(model, **options)
+        assert "forward" not in vars(model)
