@@ -67,7 +67,8 @@ def trained(trainer: Any) -> Outcome:
 
 def distance(a: Outcome, b: Outcome) -> float:
     """The largest relative difference of two trainings: in the losses, or in where the weights went."""
-    losses = max(abs(x - y) / abs(x) for x, y in zip(a[0], b[0], strict=True))
+    least = 1e-3  # GRPO's loss is 0 in each first step on its samples
+    losses = max(abs(x - y) / max(abs(x), least) for x, y in zip(a[0], b[0], strict=True))
     assert a[1].keys() == b[1].keys()
     moved = max(float(x.abs().max()) for x in a[1].values())
     assert moved > 0
