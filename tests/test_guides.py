@@ -112,6 +112,14 @@ def test_trees_page_runs_from_top_to_bottom() -> None:
     assert (given["in_tree"], given["alone"]) == ((16384, 26222592), (73728, 84971520))
 
 
+def test_padded_batches_page(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    (code,) = blocks("padded-batches")
+    exec(compile(code, "padded-batches.md", "exec"), {})
+    assert capsys.readouterr().out == "26 of 68 tokens computed, 61.8% saved\n"
+
+
 def test_trees_page_finds_a_mask_that_is_not_the_tree() -> None:
     """With a causal mask over the whole row, branches see each other."""
     given: dict[str, Any] = {}
