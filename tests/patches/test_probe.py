@@ -109,7 +109,7 @@ def test_each_kind_of_attention_is_tried() -> None:
     model = stranger()
     tritonpack.patch(model).unpatch()
     tritonpack.patch(model, attention="eager").unpatch()
-    assert [key[1] for key in probe._verdicts] == [("tritonpack", "packed"), ("eager", "packed")]
+    assert [(key[2].attention, key[1]) for key in probe._verdicts] == [("tritonpack", "packed"), ("eager", "packed")]
 
 
 # In whatever context of the caller, the trial runs on the CPU in float32 and leaves no trace.

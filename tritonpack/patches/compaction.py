@@ -7,7 +7,7 @@ heads and trainers see the batch that they gave.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,9 @@ from tritonpack.patches.unpacking.names import OF_OTHERS
 ORDINARY = ("encoder_hidden_states", "labels")
 
 
+LOCK = threading.Lock()  # of all counts: threads may share a model
+
+
 @dataclass
 class Saved:
     """What a patch with `unpad` has saved since it was put on.
@@ -36,15 +39,11 @@ class Saved:
 
     tokens_given: int = 0
     tokens_computed: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def add(self, given: int, computed: int) -> None:
-        with self._lock:
+        with LOCK:
             self.tokens_given += given
             self.tokens_computed += computed
-
-    def __reduce__(self) -> tuple[type[Saved], tuple[int, int]]:
-        return Saved, (self.tokens_given, self.tokens_computed)
 
     def __str__(self) -> str:
         share = 1 - self.tokens_computed / self.tokens_given if self.tokens_given else 0.0
