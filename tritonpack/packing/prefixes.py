@@ -119,6 +119,8 @@ def joined(channels: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
         if count * (high - low + 1) >= 2**63:  # number the values that occur
             numbers, channel = (np.unique(x, return_inverse=True)[1].reshape(-1) for x in (numbers, channel))
             count, low, high = len(numbers), 0, len(numbers) - 1
-        numbers = numbers * (high - low + 1) + (channel - low)
-        count *= high - low + 1
+        if high > low:
+            numbers *= high - low + 1
+            numbers += channel - low
+            count *= high - low + 1
     return numbers
