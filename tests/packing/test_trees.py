@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.packing.test_training import IGNORED, VOCABULARY, pad, tiny_llama
+from tests.packing.tries import REPEATABLE
 from tritonpack import BlockDiagonalMask, PackingWarning, TreeCollator, notices, pack_tree
 
 GROUPS = [[7, 8, 9, 3, 4], [5, 6], [7, 8, 9, 3, 2, 1], [7, 8], [5, 6], [1], [7, 8, 9, 3, 4, 4]]
@@ -52,6 +53,7 @@ def gradients(model, loss):
     return [parameter.grad.clone() for parameter in model.parameters()]
 
 
+@REPEATABLE
 @given(SEQUENCES)
 def test_every_begin_is_one_token(sequences):
     batch = pack_tree(sequences)
@@ -69,6 +71,7 @@ def test_every_begin_is_one_token(sequences):
     assert [row.tolist() for row in batch.gather(batch.position_ids)] == [list(range(len(row))) for row in sequences]
 
 
+@REPEATABLE
 @given(SEQUENCES, st.integers(0, 3))
 def test_each_target_is_predicted_by_the_token_before(sequences, prompt):
     labels = prompt_learned_late(sequences, prompt)

@@ -88,9 +88,11 @@ class _Node(NamedTuple):
 def pack_trees(sequences: Sequence[Any], capacity: int) -> TreePacking:
     """Put sequences into rows of at most `capacity` tokens, in which each common begin stands once.
 
-    Sequences that share a begin stay together if they fit into a row. Otherwise they are split where they branch, as
-    late as possible, so that the rows have as few tokens again as possible; the parts fill rows by best-fit-decreasing,
-    beside sequences with which they share most. `pack_tree` makes the batch of a row:
+    Sequences that begin alike stay together if they fit into a row. Otherwise they are split where they branch, as late
+    as possible, so that few tokens are computed again. The parts fill rows by best-fit-decreasing, first beside the
+    sequences with which they share most. Rows of large parts come first, so train on the rows in random order.
+
+    `pack_tree` makes the batch of a row:
 
         for items in pack_trees(sequences, capacity=16384):
             batch = pack_tree([sequences[i] for i in items])

@@ -97,7 +97,8 @@ class TreeBatch:
         """The arguments for a patched causal model of transformers, on the device of the batch.
 
         `model(**batch.inputs()).loss` is the mean over the targets of all sequences, as in a batch with a row for each
-        sequence. The model computes logits only where a target is predicted, (1, M, vocabulary).
+        sequence. The model computes logits only where a target is predicted, (1, M, vocabulary). A model that isn't
+        patched ignores `tree_ends` without an error. Give it `attention_mask=batch.mask.to_dense()[None, None]`.
 
         Returns:
             `input_ids`, `position_ids` and `tree_ends` (1, N), `logits_to_keep` (M,), `labels` and `shift_labels`
