@@ -37,9 +37,9 @@ _TAKEN = ("input_ids", *LABELS, *LEARNED, "attention_mask", *LEFT_OUT)
 
 @dataclass(frozen=True, eq=False)
 class TreeBatch:
-    """A row of N tokens that holds S sequences, and the way back from the row to the sequences.
+    """A row of N tokens that holds S sequences, and where the tokens of each sequence lie in it.
 
-    Three sequences of 10 tokens need a row of 6:
+    Three sequences with 10 tokens need a row of 5:
 
     >>> batch = pack_tree([[5, 6, 7, 8], [5, 6, 9], [5, 6, 7]])
     >>> batch.input_ids.tolist(), batch.position_ids.tolist()
@@ -50,15 +50,15 @@ class TreeBatch:
     [[5, 6, 7, 8], [5, 6, 9], [5, 6, 7]]
 
     Every token of a sequence after the first is a *target*, unless its label is -100. The logits that predict a target
-    are those of the token before it, so a token before a branch predicts several targets. Here the token at
-    place 0 predicts a target of each sequence:
+    are those of the token before it, so a token before a branch predicts several targets. Here the token at place 0
+    predicts a target of each sequence:
 
     >>> batch.logits_to_keep.tolist(), batch.targets.tolist()
     ([0, 1, 2, 0, 1, 0, 1], [6, 7, 8, 6, 9, 6, 7])
 
     Values that differ between sequences (weights, advantages, old log-probabilities) have no place in the row, because
-    a shared token has one value for each of its sequences. Keep them by sequence. `gather` and `logprobs` bring what
-    the model returns to the sequences, where your loss combines both; gradients of shared tokens add up.
+    a shared token would need one for each of its sequences. Keep them by sequence. `gather` and `logprobs` bring what
+    the model returns to the sequences, and your loss combines both. Gradients of shared tokens add up.
 
     Attributes:
         input_ids: (1, N) int64. A sequence that begins another lies before it; apart from that the order is by tokens.
