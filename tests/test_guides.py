@@ -106,9 +106,7 @@ def test_trees_page_runs_from_top_to_bottom() -> None:
     given: dict[str, Any] = {}
     for code in blocks("trees"):
         exec(compile(code, "trees.md", "exec"), given)
-    mask = tritonpack.BlockDiagonalMask.from_tree(given["row"])
-    assert torch.equal(given["position_ids"], mask.diagonal)
-    assert mask.diagonal.tolist() == [*range(10), 6, 7, *range(6, 11), *range(5), 3, 4, 0, 0]
+    assert given["position_ids"].tolist() == [0, 1, 2, 3, 2, 3, 0, 1, 1, 0, 0]
     assert (given["in_tree"], given["alone"]) == ((16384, 26222592), (73728, 84971520))
 
 
@@ -124,9 +122,9 @@ def test_trees_page_finds_a_mask_that_is_not_the_tree() -> None:
     """With a causal mask over the whole row, branches see each other."""
     given: dict[str, Any] = {}
     code = "".join(blocks("trees"))
-    assert code.count("from_tree(parents)") == 1
+    assert code.count("batch.mask") == 1
     with pytest.raises(AssertionError, match="not close"):
-        exec(code.replace("from_tree(parents)", "from_seqlens([len(parents)])"), given)
+        exec(code.replace("batch.mask", "tritonpack.BlockDiagonalMask.from_seqlens([batch.num_tokens])"), given)
 
 
 def test_quickstart_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[str]) -> None:

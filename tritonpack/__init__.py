@@ -21,9 +21,14 @@ if TYPE_CHECKING:
     from tritonpack.packing import PackedDataset as PackedDataset
     from tritonpack.packing import Packing as Packing
     from tritonpack.packing import PackingCollator as PackingCollator
+    from tritonpack.packing import TreeBatch as TreeBatch
+    from tritonpack.packing import TreeCollator as TreeCollator
+    from tritonpack.packing import TreePacking as TreePacking
     from tritonpack.packing import pack as pack
     from tritonpack.packing import pack_dataset as pack_dataset
     from tritonpack.packing import pack_stream as pack_stream
+    from tritonpack.packing import pack_tree as pack_tree
+    from tritonpack.packing import pack_trees as pack_trees
     from tritonpack.parallel import AllGatherWithGrad as AllGatherWithGrad
     from tritonpack.parallel.context import SequenceParallel as SequenceParallel
     from tritonpack.patches import patch as patch
@@ -46,12 +51,17 @@ _HOMES = {
     "PackingCollator": "packing",
     "PackingWarning": "errors",
     "SequenceParallel": "parallel.context",
+    "TreeBatch": "packing",
+    "TreeCollator": "packing",
+    "TreePacking": "packing",
     "UnsupportedModelError": "errors",
     "flash_attn": "flash_attn",
     "load_tiles": "kernels.tile_shapes",
     "pack": "packing",
     "pack_dataset": "packing",
     "pack_stream": "packing",
+    "pack_tree": "packing",
+    "pack_trees": "packing",
     "patch": "patches",
     "register": "patches",
     "unpatch": "patches",

@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.packing.tries import check_tree
+from tests.packing.tries import REPEATABLE, check_tree
 from tritonpack.packing.prefixes import joined, prefix_tree, sort_sequences
 
 LARGEST = 2**63 - 1
@@ -44,6 +44,7 @@ def test_trees_of_sequences(sequences):
     check(sequences)
 
 
+@REPEATABLE
 @given(st.lists(st.lists(st.sampled_from([0, 1, 256, 2**40]), max_size=7), max_size=9))
 def test_random_sequences(sequences):
     check(sequences)
@@ -69,6 +70,7 @@ def test_order_is_by_tokens_and_keeps_equal_sequences_in_order():
     assert found.shared.tolist() == [0, 1, 2, 0, 0]
 
 
+@REPEATABLE
 @given(st.data())
 def test_tokens_are_shared_if_all_channels_are_equal(data):
     few, many = st.sampled_from([0, 1]), st.sampled_from([-LARGEST - 1, -1, 0, LARGEST])

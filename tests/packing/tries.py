@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
+from hypothesis import settings
+
+REPEATABLE = settings(deadline=None, derandomize=True, database=None, max_examples=60)
+
 
 def check_tree(sequences: Sequence[Sequence[Hashable]], sources: list[int], places: list[int], ends: list[int]) -> None:
     """Assert that a tree is that of the sequences; `sources` are places among the tokens of all sequences."""

@@ -10,6 +10,8 @@ from tritonpack.packing.multipack import MultipackBatchSampler
 from tritonpack.packing.plan import Plan, plan_epoch
 from tritonpack.packing.statistics import PlanStatistics, plan_statistics
 from tritonpack.packing.stream import PackedStream, pack_stream
+from tritonpack.packing.tree_plan import TreePacking, pack_trees
+from tritonpack.packing.trees import TreeBatch, TreeCollator, pack_tree
 
 __all__ = [
     "BinDataset",
@@ -22,10 +24,15 @@ __all__ = [
     "PackingCollator",
     "Plan",
     "PlanStatistics",
+    "TreeBatch",
+    "TreeCollator",
+    "TreePacking",
     "fit_lengths",
     "pack",
     "pack_dataset",
     "pack_stream",
+    "pack_tree",
+    "pack_trees",
     "plan_epoch",
     "plan_statistics",
 ]

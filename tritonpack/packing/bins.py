@@ -18,8 +18,36 @@ Algorithm = Literal["best_fit_decreasing", "first_fit", "next_fit", "windowed"]
 ALGORITHMS: tuple[Algorithm, ...] = get_args(Algorithm)
 
 
+class Bins:
+    """Bins of documents: bin b holds `items[offsets[b] : offsets[b + 1]]`."""
+
+    items: NDArray[np.int32]
+    offsets: NDArray[np.int64]
+
+    @property
+    def num_bins(self) -> int:
+        return len(self.offsets) - 1
+
+    def __len__(self) -> int:
+        return self.num_bins
+
+    def __getitem__(self, bin_index: int) -> NDArray[np.int32]:
+        """The items of a bin, a view; negative indices count from the end."""
+        return self.items[self._entries(bin_index)]
+
+    def __iter__(self) -> Iterator[NDArray[np.int32]]:
+        return (self[bin_index] for bin_index in range(self.num_bins))
+
+    def _entries(self, bin_index: int) -> slice:
+        num_bins, bin_index = self.num_bins, index(bin_index)
+        if not -num_bins <= bin_index < num_bins:
+            raise IndexError(f"bin {bin_index} of a packing with {num_bins} bins")
+        bin_index %= num_bins
+        return slice(self.offsets[bin_index], self.offsets[bin_index + 1])
+
+
 @dataclass(frozen=True, eq=False)
-class Packing:
+class Packing(Bins):
     """The documents of each bin, as arrays of entries and the offsets at which bins begin.
 
     An entry is a whole document, or a piece of a document that was too long.
@@ -64,10 +92,6 @@ class Packing:
     max_items: int | None
     report: OverlongReport
 
-    @property
-    def num_bins(self) -> int:
-        return len(self.offsets) - 1
-
     @cached_property
     def num_tokens(self) -> int:
         """The number of tokens in all bins."""
@@ -90,29 +114,12 @@ class Packing:
         columns = (self.items[entries].tolist(), self.starts[entries].tolist(), stops.tolist())
         return list(zip(*columns, strict=True))
 
-    def __len__(self) -> int:
-        return self.num_bins
-
-    def __getitem__(self, bin_index: int) -> NDArray[np.int32]:
-        """The items of a bin, a view; negative indices count from the end."""
-        return self.items[self._entries(bin_index)]
-
-    def __iter__(self) -> Iterator[NDArray[np.int32]]:
-        return (self[bin_index] for bin_index in range(self.num_bins))
-
     def __repr__(self) -> str:
         entries = "documents" if not self.report.documents else "documents and pieces of documents"
         return (
             f"Packing({len(self.items)} {entries} in {self.num_bins} bins of {self.capacity} tokens, "
             f"efficiency {self.efficiency:.2%})"
         )
-
-    def _entries(self, bin_index: int) -> slice:
-        num_bins, bin_index = self.num_bins, index(bin_index)
-        if not -num_bins <= bin_index < num_bins:
-            raise IndexError(f"bin {bin_index} of a packing with {num_bins} bins")
-        bin_index %= num_bins
-        return slice(self.offsets[bin_index], self.offsets[bin_index + 1])
 
 
 def pack(

@@ -143,17 +143,7 @@ transformers' Trainer removes both columns first unless `remove_unused_columns=F
 
     def _read(self, features: Any) -> list[Columns]:
         """The columns of all documents, checked, with labels."""
-        if not is_iterable(features):
-            raise ValueError(
-                "PackingCollator takes a list of documents, each a mapping with 'input_ids', or of bins; got "
-                f"{type(features).__name__}. Put a single document into a list. Take documents from a dataset one by "
-                "one, [dataset[i] for i in range(8)], not as dataset[:8]."
-            )
-        whole: list[Any] = []
-        for feature in features:
-            whole.extend(feature if _is_bin(feature) else [feature])
-        if not whole:
-            raise ValueError("PackingCollator needs at least one document; got an empty list of features.")
+        whole = documents_of(features, "PackingCollator")
         documents = [
             read_document(feature, number, self.objective, tuple(self.per_token), self.max_document_length)
             for number, feature in enumerate(whole)
@@ -182,15 +172,37 @@ def _boundaries(lengths: Tensor) -> dict[str, Tensor | int]:
     }
 
 
-def _is_bin(feature: Any) -> bool:
-    return isinstance(feature, (list, tuple)) and all(isinstance(document, Mapping) for document in feature)
+def documents_of(features: Any, collator: str) -> list[Any]:
+    """The documents of features, each a document or a list of documents; at least one.
+
+    Raises:
+        ValueError: features that aren't a list, or hold nothing; the message names the collator.
+    """
+    if not is_iterable(features):
+        raise ValueError(
+            f"{collator} takes a list of documents, each a mapping with 'input_ids', or of bins; got "
+            f"{type(features).__name__}. Put a single document into a list. Take documents from a dataset one by "
+            "one, [dataset[i] for i in range(8)], not as dataset[:8]."
+        )
+    whole: list[Any] = []
+    for feature in features:
+        is_bin = isinstance(feature, (list, tuple)) and all(isinstance(document, Mapping) for document in feature)
+        whole.extend(feature if is_bin else [feature])
+    if not whole:
+        raise ValueError(f"{collator} needs at least one document; got an empty list of features.")
+    return whole
+
+
+def may_lack_a_patch() -> bool:
+    """Whether transformers' models are imported but none is patched in this process."""
+    if notices.patched_models or "transformers.modeling_utils" not in sys.modules:
+        return False
+    return notices.knows_patched_models()
 
 
 def _warn_if_unpatched(documents: int, *, padded: bool) -> None:
     """Warn if several documents share a row, and transformers' models are imported but none is patched."""
-    if documents < 2 or notices.patched_models or "transformers.modeling_utils" not in sys.modules:
-        return
-    if not notices.knows_patched_models():
+    if documents < 2 or not may_lack_a_patch():
         return
     flash = "don't, because of the attention_mask that pad_to_multiple_of adds" if padded else "do so, too"
     notices.say_once(

@@ -50,8 +50,9 @@ def sort_sequences(tokens: NDArray[np.int64], lengths: NDArray[np.int64]) -> Sor
     # neighbours. Big-endian bytes give the same order on every machine.
     low, high = int(tokens.min(initial=0)), int(tokens.max(initial=0))
     dtype = np.dtype(">u4" if low >= 0 and high < 2**32 else ">i8")
-    data, width = tokens.astype(dtype).tobytes(), dtype.itemsize
-    keys = [data[start:stop] for start, stop in zip((starts * width).tolist(), (stops * width).tolist(), strict=True)]
+    data, width = tokens.astype(dtype).view(np.uint8).data, dtype.itemsize
+    bounds = zip((starts * width).tolist(), (stops * width).tolist(), strict=True)
+    keys = [bytes(data[start:stop]) for start, stop in bounds]
     order = sorted(range(len(keys)), key=keys.__getitem__)
     shared = np.zeros(len(order), dtype=np.int64)
     for number, (before, here) in enumerate(pairwise(order), start=1):
@@ -119,6 +120,8 @@ def joined(channels: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
         if count * (high - low + 1) >= 2**63:  # number the values that occur
             numbers, channel = (np.unique(x, return_inverse=True)[1].reshape(-1) for x in (numbers, channel))
             count, low, high = len(numbers), 0, len(numbers) - 1
-        numbers = numbers * (high - low + 1) + (channel - low)
-        count *= high - low + 1
+        if high > low:
+            numbers *= high - low + 1
+            numbers += channel - low
+            count *= high - low + 1
     return numbers

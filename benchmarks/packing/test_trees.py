@@ -1,0 +1,70 @@
+"""Times of trees from lists of tokens: `python -m pytest benchmarks/packing/test_trees.py --benchmark-only`.
+
+Results are checked before pytest prints the times.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from pytest_benchmark.fixture import BenchmarkFixture
+
+from tritonpack.packing import pack_tree, pack_trees
+from tritonpack.packing.prefixes import joined, prefix_tree
+
+ROWS, LENGTH = 64, 4096
+
+
+def batch_of(case: str) -> tuple[NDArray[np.int64], int]:
+    """Rows of tokens, and how many of them are distinct."""
+    rows = np.random.default_rng(0).integers(0, 2**17, (ROWS, LENGTH))
+    if case == "8 groups with 2,048 in common":
+        rows[:, :2048] = rows[::8, :2048].repeat(8, axis=0)
+        rows[:, 2048] = np.arange(ROWS)
+        return rows, 8 * 2048 + ROWS * 2048
+    if case == "nothing in common":
+        rows[:, 0] = np.arange(ROWS)
+        return rows, ROWS * LENGTH
+    rows[:] = rows[0]
+    if case == "all equal":
+        return rows, LENGTH
+    rows[:, -1] = np.arange(ROWS)[::-1]
+    return rows, LENGTH - 1 + ROWS
+
+
+@pytest.mark.parametrize("channels", [1, 3])
+@pytest.mark.parametrize(
+    "case", ["8 groups with 2,048 in common", "nothing in common", "all equal", "the last token differs"]
+)
+def test_prefix_tree(benchmark: BenchmarkFixture, case: str, channels: int) -> None:
+    benchmark.group = f"trees of {ROWS} rows of {LENGTH:,} tokens"
+    rows, distinct = batch_of(case)
+    tokens, lengths = rows.reshape(-1), np.full(ROWS, LENGTH)
+    others = [np.tile(np.arange(LENGTH), ROWS), np.zeros_like(tokens)]
+    tree = benchmark(lambda: prefix_tree(tokens if channels == 1 else joined([tokens, *others]), lengths))
+    assert len(tree.sources) == distinct
+    assert (tokens[tree.sources][tree.places] == tokens).all()
+
+
+def completions(groups: int) -> list[list[int]]:
+    """8 completions of 256 tokens on each prompt of 2,048."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for group in range(groups):
+        prompt = [group, *rng.integers(0, 2**17, 2047).tolist()]
+        rows += [[*prompt, number, *rng.integers(0, 2**17, 255).tolist()] for number in range(8)]
+    return rows
+
+
+def test_pack_tree(benchmark: BenchmarkFixture) -> None:
+    """From lists, which take most of the time to convert, to the batch, without a mask."""
+    rows = completions(4)
+    batch = benchmark(pack_tree, rows)
+    assert sum(map(len, rows)) / batch.num_tokens == 4.5
+
+
+def test_pack_trees(benchmark: BenchmarkFixture) -> None:
+    rows = [np.array(row) for row in completions(512)]
+    packing = benchmark.pedantic(pack_trees, (rows, 16384), rounds=3, warmup_rounds=1)
+    assert (packing.num_bins, packing.tokens_lost) == (128, 0)

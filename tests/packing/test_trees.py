@@ -1,0 +1,307 @@
+"""pack_tree and TreeCollator: the tree, the way back, and the loss and gradients of each sequence alone."""
+
+import re
+import warnings
+import weakref
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.packing.test_training import IGNORED, VOCABULARY, pad, tiny_llama
+from tests.packing.tries import REPEATABLE
+from tritonpack import BlockDiagonalMask, PackingWarning, TreeCollator, notices, pack_tree
+
+GROUPS = [[7, 8, 9, 3, 4], [5, 6], [7, 8, 9, 3, 2, 1], [7, 8], [5, 6], [1], [7, 8, 9, 3, 4, 4]]
+SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=7)
+
+
+def prompt_learned_late(sequences, prompt):
+    """Labels that leave out the first tokens of each sequence."""
+    return [[IGNORED if place < prompt else token for place, token in enumerate(row)] for row in sequences]
+
+
+def stock_inputs(batch):
+    """The batch for a stock model, which takes the mask in place of `tree_ends`."""
+    inputs = batch.inputs()
+    del inputs["tree_ends"]
+    return inputs | {"attention_mask": batch.mask.to_dense()[None, None]}
+
+
+def exact_llama():
+    """A Llama that computes in float64 throughout; transformers' norm computes in float32."""
+    model = tiny_llama()
+    for layer in model.model.layers:
+        layer.input_layernorm = torch.nn.RMSNorm(32, eps=1e-6, dtype=torch.float64)
+        layer.post_attention_layernorm = torch.nn.RMSNorm(32, eps=1e-6, dtype=torch.float64)
+    model.model.norm = torch.nn.RMSNorm(32, eps=1e-6, dtype=torch.float64)
+    return model
+
+
+def close(actual, expected, dtype=torch.float64):
+    """Equal up to 1,000 roundings of the largest value: sums of a few hundred terms in other orders."""
+    for a, b in zip(actual, expected, strict=True):
+        assert a.shape == b.shape
+        assert (a - b).abs().max() <= 1000 * torch.finfo(dtype).eps * b.abs().max()
+
+
+def gradients(model, loss):
+    model.zero_grad()
+    loss.backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@REPEATABLE
+@given(SEQUENCES)
+def test_every_begin_is_one_token(sequences):
+    batch = pack_tree(sequences)
+    tokens, parents = batch.input_ids[0].tolist(), batch.parents.tolist()
+    paths = []
+    for place, token in enumerate(tokens):
+        paths.append((*(paths[parents[place]] if parents[place] >= 0 else ()), token))
+    assert sorted(paths) == sorted({tuple(row[:stop]) for row in sequences for stop in range(1, len(row) + 1)})
+    assert batch.num_tokens == len(paths)
+    assert batch.position_ids[0].tolist() == [len(path) - 1 for path in paths]
+    by_parents = BlockDiagonalMask.from_tree(batch.parents)
+    assert torch.equal(batch.ends, by_parents.query_stop.long())
+    assert torch.equal(batch.mask.to_dense(), by_parents.to_dense())
+    assert [row.tolist() for row in batch.gather(batch.input_ids)] == sequences
+    assert [row.tolist() for row in batch.gather(batch.position_ids)] == [list(range(len(row))) for row in sequences]
+
+
+@REPEATABLE
+@given(SEQUENCES, st.integers(0, 3))
+def test_each_target_is_predicted_by_the_token_before(sequences, prompt):
+    labels = prompt_learned_late(sequences, prompt)
+    batch = pack_tree(sequences, labels=labels)
+    expected = [
+        (tuple(row[: place + 1]), label)
+        for row, own in zip(sequences, labels, strict=True)
+        for place, label in enumerate(own[1:])
+        if label != IGNORED
+    ]
+    path_of = {}
+    for row, places in zip(sequences, batch.gather(torch.arange(batch.num_tokens)), strict=True):
+        path_of |= {place: tuple(row[: number + 1]) for number, place in enumerate(places.tolist())}
+    found = zip(batch.logits_to_keep.tolist(), batch.targets.tolist(), strict=True)
+    assert [(path_of[place], target) for place, target in found] == expected
+    assert list(batch.target_counts) == [sum(label != IGNORED for label in own[1:]) for own in labels]
+
+
+def test_labels_may_differ_from_tokens_and_between_sequences():
+    batch = pack_tree([[1, 2, 3], [1, 2, 3]], labels=[[9, 8, 7], [6, 5, IGNORED]])
+    assert batch.logits_to_keep.tolist() == [0, 1, 0]
+    assert batch.targets.tolist() == [8, 7, 5]
+
+
+@pytest.mark.parametrize("form", [list, tuple, np.array, torch.tensor, lambda row: np.array(row, dtype=np.uint16)])
+def test_forms_of_sequences(form):
+    batch = pack_tree([form(row) for row in GROUPS])
+    assert batch.input_ids.dtype == torch.int64
+    assert [row.tolist() for row in batch.gather(batch.input_ids)] == GROUPS
+
+
+@pytest.mark.parametrize("row", [True, False], ids=["row", "stream"])
+def test_gather_pads_and_adds_gradients_up(row):
+    batch = pack_tree(GROUPS)
+    shape = (1, batch.num_tokens, 3) if row else (batch.num_tokens, 3)
+    values = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    parts = batch.gather(values)
+    padded, mask = batch.gather(values, padded=True)
+    assert padded.shape == (7, 6, 3)
+    assert mask.tolist() == [[place < len(row) for place in range(6)] for row in GROUPS]
+    assert torch.equal(padded[mask], torch.cat(parts))
+    assert not padded[~mask].any()
+    for one in (padded.sum(), sum(part.sum() for part in parts)):
+        (gradient,) = torch.autograd.grad(one, values, retain_graph=True)
+        assert torch.equal(gradient.reshape(-1, 3)[:, 0], torch.bincount(batch.places).double())
+
+
+def test_one_token():
+    batch = pack_tree([[4], [4]])
+    assert [x.tolist() for x in batch.gather(batch.input_ids)] == [[4], [4]]
+    assert [x.tolist() for x in batch.gather(torch.ones(1, 1, 2))] == [[[1, 1]], [[1, 1]]]
+    padded, mask = batch.logprobs(torch.randn(1, 1, 9), padded=True)
+    assert padded.shape == mask.shape == (2, 0)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_logprobs(kept, dtype):
+    labels = prompt_learned_late(GROUPS, 2)
+    batch = pack_tree(GROUPS, labels=labels)
+    logits = torch.randn(1, batch.num_tokens, VOCABULARY, dtype=dtype, requires_grad=True)
+    found = batch.logprobs(logits[:, batch.logits_to_keep] if kept else logits, kept=kept)
+    assert {one.dtype for one in found} == {torch.promote_types(dtype, torch.float32)}
+    alone = []
+    for row, own, scores in zip(GROUPS, labels, batch.gather(logits.double()), strict=True):
+        scores = scores.log_softmax(-1)
+        alone.append(torch.stack([scores.new_zeros(()), *(scores[i - 1, row[i]] for i in range(1, len(row)))]))
+        alone[-1] = alone[-1][1:][torch.tensor(own[1:]) != IGNORED]
+    assert [len(one) for one in found] == [3, 0, 4, 0, 0, 0, 4]
+    close([torch.cat(found)], [torch.cat(alone)], found[0].dtype)
+    weights = torch.randn(11)
+    actual, expected = (
+        torch.autograd.grad((torch.cat(one) * weights).sum(), logits, retain_graph=True)[0] for one in (found, alone)
+    )
+    close([actual], [expected], dtype)
+    padded, mask = batch.logprobs(logits, padded=True)
+    assert torch.equal(padded[mask], torch.cat(batch.logprobs(logits)))
+
+
+@pytest.mark.parametrize("prompt", [0, 3])
+def test_model_in_a_tree_equals_the_model_on_each_sequence(prompt):
+    """The loss of transformers, which it computes in float32, and a loss of log-probabilities in float64."""
+    model = exact_llama()
+    labels = prompt_learned_late(GROUPS, prompt)
+    features = [{"input_ids": row, "labels": own} for row, own in zip(GROUPS, labels, strict=True)]
+    batch = pack_tree(GROUPS, labels=labels)
+    weights = torch.randn(len(GROUPS), dtype=torch.float64)
+
+    alone = model(**pad(features)).loss
+    in_tree = model(**stock_inputs(batch))
+    assert in_tree.logits.shape == (1, len(batch.targets), VOCABULARY)
+    close([in_tree.loss], [alone], torch.float32)
+    close(gradients(model, in_tree.loss), gradients(model, alone), torch.float32)
+
+    expected = torch.zeros((), dtype=torch.float64)
+    for row, own, weight in zip(GROUPS, labels, weights, strict=True):
+        scores = model(torch.tensor([row])).logits[0, :-1].log_softmax(-1)
+        picked = scores.gather(1, torch.tensor(row)[1:, None])[:, 0]
+        expected = expected + weight * picked[torch.tensor(own[1:]) != IGNORED].sum()
+    expected = [expected.detach(), *gradients(model, expected)]
+    for kept in (False, True):
+        inputs = stock_inputs(batch)
+        for name in ("labels", "shift_labels", *(() if kept else ("logits_to_keep",))):
+            del inputs[name]
+        scores = batch.logprobs(model(**inputs).logits, kept=kept)
+        loss = sum(weight * one.sum() for weight, one in zip(weights, scores, strict=True))
+        close([loss.detach(), *gradients(model, loss)], expected)
+
+
+def test_to_moves_everything_but_ends():
+    batch = pack_tree(GROUPS).to("meta")
+    assert {x.device.type for x in batch.inputs().values()} == {"meta"}
+    assert {x.device.type for x in (batch.parents, batch.places)} == {"meta"}
+    assert batch.mask.device.type == "meta"
+    assert batch.ends.device.type == "cpu"
+    assert batch.gather(torch.empty(1, batch.num_tokens, device="meta"))[0].device.type == "meta"
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("sequences", "message"),
+        [
+            ([], "sequences is empty; pass at least one sequence"),
+            (5, "sequences must be a list with a row of integers for each sequence; got int 5"),
+            ([[1], []], "sequence 1 is empty; every sequence needs at least one token"),
+            ([[1], 3], "sequence 1 needs a row of integers as tokens"),
+            ([[1], [1.5]], r"sequence 1 needs a row of integers as tokens; got torch.float32 of shape \(1,\)"),
+            ([[1], [2, -1]], "sequence 1 has -1 at position 1 of tokens"),
+            ([{"input_ids": [1]}], "sequence 0 needs a row of integers as tokens"),
+        ],
+        ids=str,
+    )
+    def test_sequences(self, sequences, message):
+        with pytest.raises(ValueError, match=message):
+            pack_tree(sequences)
+
+    @pytest.mark.parametrize(
+        ("labels", "message"),
+        [
+            ([[1, 2]], "got 2 sequences but labels for 1"),
+            ([[1, 2], [3]], "sequence 1 has 2 tokens but 1 labels; give every token a label, -100"),
+            ([[1, 2], [3, -1]], "sequence 1 has the label -1; labels are token ids, or -100"),
+            ([[1, 2], [3, 0.5]], "sequence 1 needs a row of integers as labels"),
+            (3, "labels must be a list with a row of integers for each sequence; got int 3"),
+        ],
+        ids=str,
+    )
+    def test_labels(self, labels, message):
+        with pytest.raises(ValueError, match=message):
+            pack_tree([[1, 2], [1, 3]], labels=labels)
+
+    @pytest.mark.parametrize(
+        "values", [torch.zeros(4), torch.zeros(2, 3), torch.zeros(2, 3, 5), torch.tensor(1.0), [1, 2, 3]], ids=str
+    )
+    def test_values(self, values):
+        with pytest.raises(ValueError, match=r"values must be of shape \(1, N, ...\) or \(N, ...\), with N = 3 tokens"):
+            pack_tree([[1, 2], [1, 3]]).gather(values)
+
+    @pytest.mark.parametrize(("kept", "shape"), [(False, "(1, N, vocabulary)"), (True, "(1, M, vocabulary)")])
+    def test_logits(self, kept, shape):
+        batch = pack_tree([[1, 2], [1, 3]])  # N = 3, M = 2
+        for logits in (torch.zeros(1, 4, 5), torch.zeros(1, 3 if kept else 2, 5), torch.zeros(3, 5), torch.zeros(1, 3)):
+            with pytest.raises(ValueError, match=rf"{re.escape(shape)}, with N = 3 tokens in the row and M = 2"):
+                batch.logprobs(logits, kept=kept)
+        with pytest.raises(ValueError, match="kept must be True or False; got int 1"):
+            batch.logprobs(torch.zeros(1, 2, 5), kept=1)
+        with pytest.raises(ValueError, match="padded must be True or False; got str 'yes'"):
+            batch.logprobs(torch.zeros(1, 3, 5), padded="yes")
+
+    def test_devices(self):
+        batch = pack_tree([[1, 2]])
+        with pytest.raises(ValueError, match=r"values lie on meta and the batch on cpu.*batch.to\('meta'\)"):
+            batch.gather(torch.zeros(1, 2, device="meta"))
+
+
+@pytest.mark.filterwarnings("ignore:unpatched-tree")
+class TestCollator:
+    @pytest.mark.parametrize("columns", ["labels", "label_ids", "completion_mask", "assistant_masks", None])
+    def test_batch_is_that_of_pack_tree(self, columns):
+        prompt = 0 if columns is None else 2
+        labels = prompt_learned_late(GROUPS, prompt)
+        features = [{"input_ids": row, "attention_mask": [1] * len(row), "length": len(row)} for row in GROUPS]
+        if columns is not None:
+            masked = columns.endswith(("mask", "masks"))
+            for feature, own in zip(features, labels, strict=True):
+                feature[columns] = [int(label != IGNORED) for label in own] if masked else own
+        expected = pack_tree(GROUPS, labels=labels).inputs()
+        for given_features in (features, [features[:3], features[3:]]):  # documents, or groups of them
+            batch = TreeCollator(capacity=11)(given_features)
+            assert batch.keys() == expected.keys()
+            assert all(torch.equal(batch[name], value) for name, value in expected.items())
+
+    def test_capacity(self):
+        features = [{"input_ids": row} for row in GROUPS]
+        assert pack_tree(GROUPS).num_tokens == 11
+        with pytest.raises(ValueError, match=r"these 7 documents has 11 tokens, and the capacity is 10.*pack_trees"):
+            TreeCollator(capacity=10)(features)
+        with pytest.raises(ValueError, match="capacity must be an integer from 1 to 2147483647; got 0"):
+            TreeCollator(capacity=0)
+
+    @pytest.mark.parametrize(
+        ("features", "message"),
+        [
+            ([], "TreeCollator needs at least one document"),
+            ({"input_ids": [[1]]}, "TreeCollator takes a list of documents"),
+            ([{"input_ids": [1]}, [1, 2]], "document 1 must be a mapping with 'input_ids'; got list"),
+            ([{"input_ids": [1]}, {"input_ids": []}], "document 1 is empty"),
+            ([{"input_ids": [1], "advantage": 0.5}], "document 0 has 'advantage', which TreeCollator doesn't.*gather"),
+            ([{"input_ids": [1], "token_type_ids": [0]}], "has 'token_type_ids', which TreeCollator doesn't take"),
+            ([{"input_ids": [1], "attention_mask": [0]}], "document 0 has an attention_mask that isn't 1"),
+            ([{"input_ids": [1, 2], "labels": [1]}], "document 0 has 2 input_ids but 1 labels"),
+            ([{"input_ids": [1], "labels": [1]}, {"input_ids": [1]}], "document 0 has 'labels' and document 1 hasn't"),
+            ([{"input_ids": [1, 2], "labels": [1, -7]}], "sequence 0 has the label -7"),
+        ],
+        ids=str,
+    )  # fmt: skip
+    def test_refusals(self, features, message):
+        with pytest.raises(ValueError, match=message):
+            TreeCollator()(features)
+
+    def test_warns_once_while_no_model_is_patched(self, monkeypatch):
+        pytest.importorskip("transformers.modeling_utils")
+        monkeypatch.setattr(notices, "_said", {})
+        monkeypatch.setattr(notices, "patched_models", weakref.WeakSet())
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            TreeCollator()([{"input_ids": [1, 2]}])
+        features = [{"input_ids": [1, 2]}, {"input_ids": [1, 3]}]
+        with pytest.warns(PackingWarning, match="unpatched-tree: TreeCollator laid 2 documents into one tree"):
+            TreeCollator()(features)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            TreeCollator()(features)

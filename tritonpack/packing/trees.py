@@ -1,0 +1,352 @@
+"""Sequences that begin alike become one row in which each distinct token stands once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, overload
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from tritonpack import notices
+from tritonpack.checks import check_flag, describe
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
+from tritonpack.masks.tree import ROOT
+from tritonpack.packing.collator import documents_of, may_lack_a_patch
+from tritonpack.packing.columns import (
+    IGNORED_LABEL,
+    LABELS,
+    LEARNED,
+    LEFT_OUT,
+    integers,
+    labels_of_tokens,
+    read_document,
+    require_same_columns,
+)
+from tritonpack.packing.documents import is_iterable
+from tritonpack.packing.lengths import check_limit
+from tritonpack.packing.prefixes import prefix_tree
+
+_TAKEN = ("input_ids", *LABELS, *LEARNED, "attention_mask", *LEFT_OUT)
+
+
+@dataclass(frozen=True, eq=False)
+class TreeBatch:
+    """A row of N tokens that holds S sequences, and where the tokens of each sequence lie in it.
+
+    Three sequences with 10 tokens need a row of 5:
+
+    >>> batch = pack_tree([[5, 6, 7, 8], [5, 6, 9], [5, 6, 7]])
+    >>> batch.input_ids.tolist(), batch.position_ids.tolist()
+    ([[5, 6, 7, 8, 9]], [[0, 1, 2, 3, 2]])
+    >>> batch.parents.tolist(), batch.ends.tolist()
+    ([-1, 0, 1, 2, 1], [5, 5, 4, 4, 5])
+    >>> [tokens.tolist() for tokens in batch.gather(batch.input_ids)]
+    [[5, 6, 7, 8], [5, 6, 9], [5, 6, 7]]
+
+    Every token of a sequence after the first is a *target*, unless its label is -100. The logits that predict a target
+    are those of the token before it, so a token before a branch predicts several targets. Here the token at place 0
+    predicts a target of each sequence:
+
+    >>> batch.logits_to_keep.tolist(), batch.targets.tolist()
+    ([0, 1, 2, 0, 1, 0, 1], [6, 7, 8, 6, 9, 6, 7])
+
+    Values that differ between sequences (weights, advantages, old log-probabilities) have no place in the row, because
+    a shared token would need one for each of its sequences. Keep them by sequence. `gather` and `logprobs` bring what
+    the model returns to the sequences, and your loss combines both. Gradients of shared tokens add up.
+
+    Attributes:
+        input_ids: (1, N) int64. A sequence that begins another lies before it; apart from that the order is by tokens.
+        position_ids: (1, N) int64, the place of each token in its sequences.
+        ends: (N,) int64, one past the last token of each token's subtree; in host memory, also after `to`.
+        parents: (N,) int64, the place of the token before each token, -1 for the first of a tree.
+        places: (T,) int64, where the tokens of all sequences lie in the row, one sequence after the other.
+        lengths: the number of tokens of each sequence.
+        logits_to_keep: (M,) int64, the place in the row that predicts each target, one sequence after the other.
+        targets: (M,) int64, the label of each target.
+        target_counts: the number of targets of each sequence.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    ends: Tensor
+    parents: Tensor
+    places: Tensor
+    lengths: tuple[int, ...]
+    logits_to_keep: Tensor
+    targets: Tensor
+    target_counts: tuple[int, ...]
+
+    @property
+    def num_tokens(self) -> int:
+        """N, the number of tokens in the row."""
+        return self.input_ids.shape[1]
+
+    @cached_property
+    def mask(self) -> BlockDiagonalMask:
+        """The mask for `varlen_attention`, on the device of the batch. For layers with windows or chunks make another
+        one: `BlockDiagonalMask.from_tree_ends(batch.ends, window=...)`."""
+        return BlockDiagonalMask.from_tree_ends(self.ends).to(self.input_ids.device)
+
+    def inputs(self) -> dict[str, Tensor]:
+        """The arguments for a patched causal model of transformers, on the device of the batch.
+
+        `model(**batch.inputs()).loss` is the mean over the targets of all sequences, as in a batch with a row for each
+        sequence. The model computes logits only where a target is predicted, (1, M, vocabulary). A model that isn't
+        patched ignores `tree_ends` without an error. Give it `attention_mask=batch.mask.to_dense()[None, None]`.
+
+        Returns:
+            `input_ids`, `position_ids` and `tree_ends` (1, N), `logits_to_keep` (M,), `labels` and `shift_labels`
+            (1, M), which both hold the targets. transformers' loss takes `shift_labels`, and needs `labels` to compute
+            a loss at all.
+        """
+        return {
+            "input_ids": self.input_ids,
+            "position_ids": self.position_ids,
+            "tree_ends": self.ends[None].to(self.input_ids.device),
+            "labels": self.targets[None],
+            "shift_labels": self.targets[None],
+            "logits_to_keep": self.logits_to_keep,
+        }
+
+    def to(self, device: torch.device | str) -> TreeBatch:
+        """The batch on a device, where the values lie that `gather` and `logprobs` take."""
+        names = ("input_ids", "position_ids", "parents", "places", "logits_to_keep", "targets")
+        return replace(self, **{name: getattr(self, name).to(device) for name in names})
+
+    @overload
+    def gather(self, values: Tensor, *, padded: Literal[False] = ...) -> list[Tensor]: ...
+    @overload
+    def gather(self, values: Tensor, *, padded: Literal[True]) -> tuple[Tensor, Tensor]: ...
+    def gather(self, values: Tensor, *, padded: bool = False) -> list[Tensor] | tuple[Tensor, Tensor]:
+        """Bring values of the row's tokens to the sequences, in their given order.
+
+        Args:
+            values: (1, N, ...) or (N, ...), any dtype: hidden states, values of a critic. Gradients of copies add up.
+            padded: see below.
+
+        Returns:
+            The values of each sequence, (length, ...) each. With `padded` instead two tensors: (S, longest, ...),
+            zero after the end of a sequence, and (S, longest) bool, True for tokens.
+
+        Raises:
+            ValueError: values of another shape or on another device.
+        """
+        self._check(values, self.num_tokens, "values", "(1, N, ...) or (N, ...)")
+        rows = values[0] if values.shape[:2] == (1, self.num_tokens) else values
+        return _split(rows.index_select(0, self.places), self.lengths, padded)
+
+    @overload
+    def logprobs(self, logits: Tensor, *, kept: bool = ..., padded: Literal[False] = ...) -> list[Tensor]: ...
+    @overload
+    def logprobs(self, logits: Tensor, *, kept: bool = ..., padded: Literal[True]) -> tuple[Tensor, Tensor]: ...
+    def logprobs(
+        self, logits: Tensor, *, kept: bool = False, padded: bool = False
+    ) -> list[Tensor] | tuple[Tensor, Tensor]:
+        """The log-probabilities of the targets of each sequence, at least in float32, differentiable.
+
+        Args:
+            logits: (1, N, vocabulary), floating point, of all tokens of the row; divide them by a temperature first.
+            kept: the model got `logits_to_keep=batch.logits_to_keep`, and the logits are (1, M, vocabulary).
+            padded: see below.
+
+        Returns:
+            (target_counts[s],) for each sequence s, in the order of its targets. With `padded` instead two tensors:
+            (S, most), zero after the last target of a sequence, and (S, most) bool, True for targets.
+
+        Raises:
+            ValueError: logits of another shape or on another device.
+        """
+        check_flag(kept, "kept")
+        places, form = (len(self.targets), "(1, M, vocabulary)") if kept else (self.num_tokens, "(1, N, vocabulary)")
+        self._check(logits, places, "logits", form, dimensions=3)
+        scores = logits[0].to(torch.promote_types(logits.dtype, torch.float32))
+        normalizers = scores.logsumexp(-1)
+        if kept:
+            found = scores.gather(-1, self.targets[:, None])[:, 0] - normalizers
+        else:
+            found = scores[self.logits_to_keep, self.targets] - normalizers[self.logits_to_keep]
+        return _split(found, self.target_counts, padded)
+
+    def _check(self, values: Any, places: int, name: str, form: str, dimensions: int | None = None) -> None:
+        """ValueError unless values are a tensor of the form, on the batch's device."""
+        shape = tuple(values.shape) if isinstance(values, Tensor) else ()
+        fits = shape[:2] == (1, places) if dimensions else shape[:1] == (places,) or shape[:2] == (1, places)
+        if not fits or dimensions not in (None, len(shape)):
+            here = f"N = {self.num_tokens} tokens in the row and M = {len(self.targets)} targets"
+            raise ValueError(f"{name} must be of shape {form}, with {here}; got {describe(values)}.")
+        if values.device != self.places.device:
+            raise ValueError(
+                f"{name} lie on {values.device} and the batch on {self.places.device}; move the batch first: "
+                f"batch = batch.to({str(values.device)!r})."
+            )
+
+
+def pack_tree(sequences: Sequence[Any], *, labels: Sequence[Any] | None = None) -> TreeBatch:
+    """Lay sequences into one row in which sequences that begin alike share the tokens of their common begin.
+
+    The common begins are found by the tokens, at any depth; sequences may come in any order. Sequences with different
+    first tokens are trees of their own in the row.
+
+    Args:
+        sequences: at least one row of token ids, each with at least one token: lists, arrays or tensors in host memory.
+            Leave padding out.
+        labels: a row of labels for each sequence, as many as it has tokens: the token itself, or -100 where a token
+            isn't a target, in prompts for example. None makes a target of every token after the first of its sequence.
+
+    Raises:
+        ValueError: no sequences, a sequence that is empty, isn't a row of integers, or has a negative token; other
+            numbers of labels, or negative ones other than -100. The message names the sequence.
+    """
+    rows = read_sequences(sequences)
+    targets = rows if labels is None else _rows(labels, "labels", lambda row: integers(row, "labels", negative=True))
+    if len(targets) != len(rows):
+        raise ValueError(
+            f"got {len(rows)} sequences but labels for {len(targets)}; give every sequence a row of labels."
+        )
+    for number, (row, own) in enumerate(zip(rows, targets, strict=True)):
+        if len(own) != len(row):
+            raise ValueError(
+                f"sequence {number} has {len(row)} tokens but {len(own)} labels; give every token a label, "
+                f"{IGNORED_LABEL} if it isn't a target."
+            )
+        if (wrong := (own < 0) & (own != IGNORED_LABEL)).any():
+            raise ValueError(
+                f"sequence {number} has the label {int(own[wrong][0])}; labels are token ids, or {IGNORED_LABEL} where "
+                "a token isn't a target."
+            )
+    return _packed(torch.cat(rows).numpy(), torch.cat(targets).numpy(), [len(row) for row in rows])
+
+
+@dataclass(frozen=True)
+class TreeCollator:
+    """Makes a batch of one row from documents that begin alike, for transformers.Trainer or any DataLoader.
+
+    The batch is `TreeBatch.inputs()` of the documents: each distinct token stands once, and the loss of a patched
+    causal model is the mean over the same predicted tokens as for a padded batch. Documents may come in any order.
+
+    >>> documents = [{"input_ids": [5, 6, 7], "labels": [-100, -100, 7]}, {"input_ids": [5, 6, 8, 9]}]
+    >>> documents[1]["labels"] = [-100, -100, 8, 9]
+    >>> batch = TreeCollator(capacity=4096)(documents)
+    >>> batch["input_ids"].tolist(), batch["tree_ends"].tolist()
+    ([[5, 6, 7, 8, 9]], [[5, 5, 3, 5, 5]])
+    >>> batch["logits_to_keep"].tolist(), batch["shift_labels"].tolist()
+    ([1, 1, 3], [[7, 8, 9]])
+
+    A document has `input_ids`. It may have `labels` (or `label_ids`), or else `completion_mask` or `assistant_masks`,
+    whose zeros mark tokens that aren't targets; `attention_mask`, which must be 1 everywhere; and `length`. All other
+    columns are refused by name.
+
+    Attributes:
+        capacity: the number of tokens that a row may have; None for any number. `pack_trees` plans such rows.
+
+    Raises:
+        ValueError: a capacity that isn't an integer of at least 1.
+    """
+
+    capacity: int | None = None
+
+    def __post_init__(self) -> None:
+        check_limit(self.capacity, "capacity")
+
+    def __call__(self, features: Sequence[Mapping[str, Any] | Sequence[Mapping[str, Any]]]) -> dict[str, Tensor]:
+        """Collate one batch.
+
+        Args:
+            features: one mapping per document, or lists of such mappings, groups for example.
+
+        Returns:
+            The tensors of `TreeBatch.inputs`, in host memory.
+
+        Raises:
+            ValueError: no features, a column that isn't taken or that some documents don't have, a row that is longer
+                than the capacity, and what `pack_tree` refuses. The message names the document.
+        """
+        whole = documents_of(features, "TreeCollator")
+        for number, document in enumerate(whole):
+            if other := [name for name in document if name not in _TAKEN] if isinstance(document, Mapping) else []:
+                raise ValueError(
+                    f"document {number} has {other[0]!r}, which TreeCollator doesn't take; it takes "
+                    f"{', '.join(_TAKEN)}. Remove columns that the model doesn't need (dataset.remove_columns). If the "
+                    "loss needs a value of a sequence or of its tokens (an advantage, an old log-probability), use "
+                    "pack_tree, with its gather and logprobs."
+                )
+        documents = [read_document(document, number, "causal", (), None) for number, document in enumerate(whole)]
+        require_same_columns(documents)
+        batch = pack_tree(
+            [columns["input_ids"] for columns in documents],
+            labels=[columns["labels"] if "labels" in columns else labels_of_tokens(columns) for columns in documents],
+        )
+        if self.capacity is not None and batch.num_tokens > self.capacity:
+            raise ValueError(
+                f"the row of these {len(documents)} documents has {batch.num_tokens} tokens, and the capacity is "
+                f"{self.capacity}. Pass fewer documents, or plan rows that fit: pack_trees(sequences, {self.capacity})."
+            )
+        if len(documents) > 1 and may_lack_a_patch():
+            notices.say_once(
+                "unpatched-tree",
+                f"TreeCollator laid {len(documents)} documents into one tree, and no model is patched in this process. "
+                "Other models ignore tree_ends and let the documents see each other. Call tritonpack.patch(model) "
+                "before the first batch.",
+            )
+        return batch.inputs()
+
+
+def read_sequences(sequences: Any) -> list[Tensor]:
+    """Sequences as int64 tensors; ValueError for what `pack_tree` refuses."""
+    rows = _rows(sequences, "sequences", lambda row: integers(row, "tokens"))
+    for number, row in enumerate(rows):
+        if not len(row):
+            raise ValueError(f"sequence {number} is empty; every sequence needs at least one token. Leave it out.")
+    return rows
+
+
+def _packed(tokens: NDArray[np.int64], labels: NDArray[np.int64], lengths: list[int]) -> TreeBatch:
+    """The batch of sequences end to end, with a label for each token."""
+    counts = np.array(lengths, dtype=np.int64)
+    starts = np.cumsum(counts) - counts
+    tree = prefix_tree(tokens, counts)
+    depth = np.arange(len(tokens)) - np.repeat(starts, counts)
+    position_ids = depth[tree.sources]
+    targeted = (depth > 0) & (labels != IGNORED_LABEL)
+    where = np.flatnonzero(targeted)
+    return TreeBatch(
+        input_ids=torch.from_numpy(tokens[tree.sources])[None],
+        position_ids=torch.from_numpy(position_ids)[None],
+        ends=torch.from_numpy(tree.ends),
+        parents=torch.from_numpy(np.where(position_ids > 0, tree.places[tree.sources - 1], ROOT)),
+        places=torch.from_numpy(tree.places),
+        lengths=tuple(lengths),
+        logits_to_keep=torch.from_numpy(tree.places[where - 1]),
+        targets=torch.from_numpy(labels[where]),
+        target_counts=tuple(np.add.reduceat(targeted, starts, dtype=np.int64).tolist()),
+    )
+
+
+def _split(values: Tensor, lengths: tuple[int, ...], padded: bool) -> list[Tensor] | tuple[Tensor, Tensor]:
+    """The values of each sequence; or padded, with the mask of what isn't padding."""
+    parts = list(values.split(lengths))
+    if not check_flag(padded, "padded"):
+        return parts
+    place = torch.arange(max(lengths), device=values.device)
+    return pad_sequence(parts, batch_first=True), place < torch.tensor(lengths, device=values.device)[:, None]
+
+
+def _rows(values: Any, name: str, read: Callable[[Any], Tensor]) -> list[Tensor]:
+    """Each row of values, read; the message of an error names the row."""
+    if not is_iterable(values):
+        raise ValueError(f"{name} must be a list with a row of integers for each sequence; got {describe(values)}.")
+    rows = []
+    for number, row in enumerate(values):
+        try:
+            rows.append(read(row))
+        except ValueError as error:
+            raise ValueError(f"sequence {number} {error}") from error
+    if not rows:
+        raise ValueError(f"{name} is empty; pass at least one sequence.")
+    return rows
