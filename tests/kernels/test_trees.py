@@ -152,6 +152,7 @@ BAD_ENDS: dict[str, list[Any]] = {
     "cross-in-own-program": [3, 4, 4, 4],
     "cross-from-own-program": [5, *range(2, 4), 70, *range(5, 71)],
     "cross-from-two-programs": [22, *range(2, 21), 60, *range(22, 61)],
+    "cross-by-one": [22, *range(2, 21), 23, 22, 23],
     "cross-from-two-programs-to-two": [40, *range(2, 21), 60, *range(22, 61)],
     "cross-before-and-in-program": [20, *range(2, 19), 70, *range(19, 71)],
 }
