@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -17,9 +18,11 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from benchmarks.gpu.ledger import append, environment
 from tests.lengths import distributions
+from tests.trees import tree_batches
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends.tile_table import tile_table
 from tritonpack.cli.bench.measure import quantiles, time_alternating
+from tritonpack.testing.cases import parents_of
 
 DENSE_TOKENS = 16384
 
@@ -39,6 +42,12 @@ def builders(tokens: int) -> dict[str, Callable[[], object]]:
     for name, make in made.items():
         mask = make()
         for field in ("key_start", "key_stop", "diagonal"):
+            assert torch.equal(getattr(mask, field).cpu(), getattr(expected, field)), f"{name}: {field}"
+    agents = torch.tensor(parents_of(*tree_batches()["agent, 6 turns"] * 8)[:tokens])
+    for name, parents in {"from_tree": agents, "from_tree, one chain": torch.arange(-1, tokens - 1)}.items():
+        made[name] = partial(BlockDiagonalMask.from_tree, parents.cuda())
+        mask, expected = made[name](), BlockDiagonalMask.from_tree(parents)
+        for field in ("key_start", "key_stop", "query_stop", "diagonal"):
             assert torch.equal(getattr(mask, field).cpu(), getattr(expected, field)), f"{name}: {field}"
     return {
         **made,

@@ -14,17 +14,24 @@ import triton
 from triton.compiler import ASTSource
 
 from tests.kernels.aot import TARGETS
-from tritonpack.kernels import dense_mask, intervals
+from tritonpack.kernels import dense_mask, intervals, trees
 
 pytestmark = pytest.mark.compile
 
 ROWS = {"ROWS": intervals.RUN_ROWS, "LOOK": intervals.LOOK}
+TREES = {"ROWS": trees.ROWS, "PIECE": trees.PIECE}
 KERNELS = {
     "offsets": (intervals.offsets_kernel, {"ROWS": intervals.OFFSET_ROWS}, "*i32", 4),
     "offsets-int64": (intervals.offsets_kernel, {"ROWS": intervals.OFFSET_ROWS}, "*i64", 4),
     "positions": (intervals.runs_kernel, {"RULE": "positions", **ROWS}, "*i64", intervals.RUN_WARPS),
     "segments": (intervals.runs_kernel, {"RULE": "segments", **ROWS}, "*i64", intervals.RUN_WARPS),
     "codes": (intervals.runs_kernel, {"RULE": "codes", **ROWS}, "*u8", intervals.RUN_WARPS),
+    "tree-parents": (trees.parents_kernel, TREES, "*i64", trees.WARPS),
+    "tree-parents-int32": (trees.parents_kernel, TREES, "*i32", trees.WARPS),
+    "tree-ends": (trees.ends_kernel, {"ROWS": trees.ROWS}, "*i64", 4),
+    "tree-depths": (trees.depths_kernel, TREES, "*i64", trees.WARPS),
+    "tree-depths-of-ends": (trees.depths_kernel, {"parents_ptr": None, **TREES}, "*i64", trees.WARPS),
+    "tree-starts": (trees.starts_kernel, TREES, "*i64", trees.WARPS),
     **{
         f"dense-{per_word}": (
             dense_mask.dense_mask_kernel,
@@ -46,7 +53,8 @@ class Code(NamedTuple):
 def compile_kernel(name: str, arch: str) -> Code:
     """Compile like the launcher: pointers aligned to 16 bytes, numbers of any value."""
     kernel, constants, ids, num_warps = KERNELS[name]
-    types = {"ids_ptr": ids, "cu_q_ptr": ids, "cu_k_ptr": ids, "first_ptr": "*i8", "sound_ptr": "*i8"}
+    types = dict.fromkeys(("ids_ptr", "cu_q_ptr", "cu_k_ptr", "parents_ptr", "given_ptr"), ids)
+    types |= {"first_ptr": "*i8", "sound_ptr": "*i8"}
     signature = {
         argument: "constexpr" if argument in constants else types.get(argument, "*i32" if "_ptr" in argument else "i32")
         for argument in kernel.arg_names
@@ -56,7 +64,9 @@ def compile_kernel(name: str, arch: str) -> Code:
         fn=kernel,
         signature=signature,
         constexprs={places[argument]: value for argument, value in constants.items()},
-        attrs={places[argument]: [["tt.divisibility", 16]] for argument in places if argument.endswith("_ptr")},
+        attrs={
+            places[argument]: [["tt.divisibility", 16]] for argument in places if signature[argument].startswith("*")
+        },
     )
     asm = triton.compile(source, target=TARGETS[arch], options={"num_warps": num_warps}).asm
     if "amdgcn" in asm:

@@ -226,6 +226,8 @@ def everything(device: str) -> list[BlockDiagonalMask]:
     keys = torch.tensor([0, 2, 6, 7]).to(device)
     positions = torch.tensor([[0, 1, 2, 0], [1, 0, 1, 2]]).to(device)
     segments = torch.tensor([[1, 1, 2, 0], [0, 3, 3, 3]]).to(device)
+    parents = torch.tensor([[-1, 0, 1, 0], [-2, -1, 1, 1]]).to(device)
+    ends = torch.tensor([[4, 4, 2, 4], [3, 2, 3, 3]]).to(device)
     rows = torch.tensor([0, 2, 5]).to(device)
     packed = BlockDiagonalMask.from_cu_seqlens(offsets, total_q=10)
     masks = [
@@ -240,6 +242,8 @@ def everything(device: str) -> list[BlockDiagonalMask]:
         packed.restrict(rows, rows),
         BlockDiagonalMask.from_segment_ids(segments, window=(2, 0), chunk_size=3, spans=positions),
         BlockDiagonalMask.from_cu_seqlens(offsets, total_q=8, spans=segments),
+        BlockDiagonalMask.from_tree(parents),
+        BlockDiagonalMask.from_tree_ends(ends, window=(1, 0), chunk_size=3),
     ]
     return masks + [mask.transpose() for mask in masks]
 
@@ -308,6 +312,8 @@ class TestNothingWaits:
                 BlockDiagonalMask.from_cu_seqlens(offsets, total_q=800, chunk_size=64, spans=ids),
                 BlockDiagonalMask.from_position_ids(ids, spans=ids),
                 BlockDiagonalMask.from_segment_ids(ids, window=(9, 0)),
+                BlockDiagonalMask.from_tree(ids * 100 - 101),
+                BlockDiagonalMask.from_tree_ends(ids * 100, window=(9, 0)),
             ):
                 mask.to_dense(torch.bfloat16, additive=True)
                 mask.to_bits()
@@ -320,9 +326,10 @@ class TestNothingWaits:
     def test_new_lengths_do_not_recompile(self) -> None:
         from tritonpack.kernels.dense_mask import dense_mask_kernel
         from tritonpack.kernels.intervals import offsets_kernel, runs_kernel
+        from tritonpack.kernels.trees import depths_kernel, parents_kernel, starts_kernel
 
         def compiled() -> int:
-            kernels = (dense_mask_kernel, offsets_kernel, runs_kernel)
+            kernels = (dense_mask_kernel, offsets_kernel, runs_kernel, parents_kernel, depths_kernel, starts_kernel)
             return sum(len(caches[0]) for kernel in kernels for caches in kernel.device_caches.values())
 
         def build(length: int, window: int) -> None:
@@ -330,6 +337,7 @@ class TestNothingWaits:
             offsets = torch.arange(0, length + 1, max(length // 3, 1), device="cuda")
             BlockDiagonalMask.from_cu_seqlens(offsets, total_q=length, window=(window, 0)).to_dense()
             BlockDiagonalMask.from_position_ids(ids, window=(window, 0), chunk_size=window + 2)
+            BlockDiagonalMask.from_tree(ids - 1, window=(window, 0), chunk_size=window + 2)
 
         build(64, -1)
         before = compiled()

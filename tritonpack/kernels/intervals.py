@@ -100,7 +100,8 @@ def _larger(a, b):
 
 
 @triton.jit
-def _smaller(a, b):
+def smaller(a, b):
+    """The minimum, for scans."""
     return tl.minimum(a, b)
 
 
@@ -154,7 +155,7 @@ def runs_kernel(
     begin = tl.maximum(begin, before)
 
     ends = load_runs(ids_ptr, offs + 1, num_rows, row_length, RULE)[0]
-    end = tl.associative_scan(tl.where(ends, offs + 1, none), 0, _smaller, reverse=True)
+    end = tl.associative_scan(tl.where(ends, offs + 1, none), 0, smaller, reverse=True)
     after = tl.max(end, 0)
     look = begin_row + ROWS
     while (after == none) & (right > 0):  # if right is 0, no row needs the end of its run

@@ -304,7 +304,7 @@ class BlockDiagonalMask(Bounds):
         Source: FlashMask (arXiv:2410.01359), whose masks by columns hold this one.
         """
         reach = check_reach(window, True, chunk_size)
-        return _tree_mask(tree.ends_of_parents(parents), reach)
+        return _tree_mask(tree.from_parents(parents, reach))
 
     @classmethod
     def from_tree_ends(
@@ -325,7 +325,7 @@ class BlockDiagonalMask(Bounds):
         [1, 1, 0, 0, 1]
         """
         reach = check_reach(window, True, chunk_size)
-        return _tree_mask(tree.checked_ends(ends), reach)
+        return _tree_mask(tree.from_ends(ends, reach))
 
     def to_dense(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
         """The mask as (num_queries, num_keys), one number per pair: O(T^2) memory.
@@ -399,7 +399,7 @@ def _mask(
     return BlockDiagonalMask(*seen[:2], num_keys, seen.diagonal, seen.document, max_documents, trusted=True)
 
 
-def _tree_mask(ends: Tensor, reach: Reach) -> BlockDiagonalMask:
-    start, stop, query_start, query_stop, depth, first = tree.bounds(ends, reach)
+def _tree_mask(bounds: tree.TreeBounds) -> BlockDiagonalMask:
+    start, stop, query_start, query_stop, depth, first = bounds
     source = partial(intervals.number_documents, first)
     return BlockDiagonalMask(start, stop, start.shape[0], depth, source, None, query_start, query_stop, trusted=True)

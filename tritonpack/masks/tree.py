@@ -2,7 +2,8 @@
 
 The tokens of a tree lie in depth-first order: each token after its parent, each subtree in one piece. A token sees
 itself and its ancestors. So a key is seen from its own place to the end of its subtree, which is one integer per key
-(docs/math.md, section 8). The functions here work on one stream; several rows of a batch lie end to end in it.
+(docs/math.md, section 8). The functions here work on one stream; several rows of a batch lie end to end in it. On GPUs
+the kernels of tritonpack/kernels/trees.py compute the same.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tritonpack import kernels
 from tritonpack.checks import UNLIMITED, Lengths, Reach, as_integers, check_rows, describe, on_host, require
 
 ROOT, SLACK = -1, -2  # the parents of a tree's first token, and of a token outside every tree
@@ -31,23 +33,61 @@ class TreeBounds(NamedTuple):
     first: Tensor
 
 
-def ends_of_parents(parents: Lengths) -> Tensor:
-    """The end of each token's subtree, (B * T,) int64, of parents as `BlockDiagonalMask.from_tree` takes them.
+def from_parents(parents: Lengths, reach: Reach) -> TreeBounds:
+    """The bounds of a forest, of parents as `BlockDiagonalMask.from_tree` takes them.
 
     Raises:
         ValueError: the errors of `from_tree`.
     """
     parents = _rows(parents, "parents")
+    if kernels.serve(parents):
+        return _by_kernels(
+            parents,
+            "parents",
+            reach,
+            "parents: each is the place of an earlier token whose subtree holds the token, counted from the begin of "
+            "its row, -1 for the first token of a tree, or -2 for a token outside every tree. Put the tokens into "
+            "depth-first order, parents first, each subtree in one piece.",
+        )
+    return bounds(_ends_of_parents(parents), reach)
+
+
+def from_ends(ends: Lengths, reach: Reach) -> TreeBounds:
+    """The bounds of a forest, of ends as `BlockDiagonalMask.from_tree_ends` takes them.
+
+    Raises:
+        ValueError: the errors of `from_tree_ends`.
+    """
+    ends = _rows(ends, "ends")
+    if kernels.serve(ends):
+        return _by_kernels(
+            ends,
+            "ends",
+            reach,
+            "ends: a subtree ends after its own token and within its row, and subtrees lie within each other or apart; "
+            "an end at the token itself marks a token outside every tree.",
+        )
+    return bounds(_checked_ends(ends), reach)
+
+
+def _by_kernels(values: Tensor, kind: str, reach: Reach, rule: str) -> TreeBounds:
+    from tritonpack.kernels.trees import bounds_of_rows
+
+    *fields, sound = bounds_of_rows(values, kind, reach.left, reach.chunk)
+    require(sound, rule)
+    return TreeBounds(*fields)
+
+
+def _ends_of_parents(parents: Tensor) -> Tensor:
+    """The end of each token's subtree, (B * T,) int64, of (B, T) parents."""
     place = torch.arange(parents.shape[1], device=parents.device)
-    _require_all(
-        (parents >= SLACK) & (parents < place),
+    stream = _checked_stream(
         parents,
+        (SLACK, place - 1),
         "parents",
         "a parent is the place of an earlier token, counted from the begin of its row, -1 for the first token of a "
         "tree, or -2 for a token outside every tree. Put the tokens into depth-first order, parents first.",
     )
-    row_begin = torch.arange(parents.shape[0], device=parents.device)[:, None] * parents.shape[1]
-    stream = torch.where(parents < 0, parents, parents + row_begin).reshape(-1)
     token = torch.arange(stream.shape[0], device=stream.device)
     # A subtree ends at the first token whose parent lies before the subtree.
     ends = torch.where(stream == SLACK, token, _first_below(stream, token))
@@ -62,23 +102,15 @@ def ends_of_parents(parents: Lengths) -> Tensor:
     return ends
 
 
-def checked_ends(ends: Lengths) -> Tensor:
-    """The end of each token's subtree, (B * T,) int64, of ends as `BlockDiagonalMask.from_tree_ends` takes them.
-
-    Raises:
-        ValueError: the errors of `from_tree_ends`.
-    """
-    ends = _rows(ends, "ends")
-    place = torch.arange(ends.shape[1], device=ends.device)
-    _require_all(
-        (ends >= place) & (ends <= ends.shape[1]),
+def _checked_ends(ends: Tensor) -> Tensor:
+    """The end of each token's subtree, (B * T,) int64, of (B, T) ends within rows."""
+    stream = _checked_stream(
         ends,
+        (torch.arange(ends.shape[1], device=ends.device), ends.shape[1]),
         "ends",
         "a subtree ends after its own token and within its row; an end at the token itself marks a token outside every "
         "tree.",
     )
-    row_begin = torch.arange(ends.shape[0], device=ends.device)[:, None] * ends.shape[1]
-    stream = (ends + row_begin).reshape(-1)
     _require_all(
         (_largest_end_within(stream) <= stream).view_as(ends),
         ends,
@@ -86,6 +118,14 @@ def checked_ends(ends: Lengths) -> Tensor:
         "a subtree that begins within this token's subtree ends after it. Subtrees lie within each other or apart.",
     )
     return stream
+
+
+def _checked_stream(values: Tensor, limits: tuple[int | Tensor, int | Tensor], name: str, rule: str) -> Tensor:
+    """(B, T) places within rows, which must lie between the limits, as (B * T,) int64 places in the stream."""
+    values = values.to(torch.int64)
+    _require_all((values >= limits[0]) & (values <= limits[1]), values, name, rule)
+    row_begin = torch.arange(values.shape[0], device=values.device)[:, None] * values.shape[1]
+    return torch.where(values < 0, values, values + row_begin).reshape(-1)
 
 
 def bounds(ends: Tensor, reach: Reach) -> TreeBounds:
@@ -158,7 +198,7 @@ def _rows(values: Lengths, name: str) -> Tensor:
         if nested or getattr(values, "ndim", 1) > 1:
             raise ValueError(f"{name} of several rows must be a (B, T) tensor; got {describe(values)}.")
         values = as_integers(values, name)
-    return check_rows(values, name).to(torch.int64)
+    return check_rows(values, name)
 
 
 def _require_all(good: Tensor, values: Tensor, name: str, rule: str) -> None:

@@ -1,0 +1,242 @@
+"""The kernels of trees, in Triton's interpreter, against the functions in torch, to the bit."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+pytest.importorskip("triton")
+
+from tests.masks.forests import forests
+from tritonpack import BlockDiagonalMask, kernels
+from tritonpack.kernels import trees
+from tritonpack.masks import tree
+from tritonpack.masks.tree import SLACK
+from tritonpack.testing.cases import parents_of
+
+pytestmark = [pytest.mark.interpreter, pytest.mark.filterwarnings("ignore::RuntimeWarning")]
+
+BLOCKS = [(16, 2), (8, 4)]  # tokens of a program and of a piece, so that a chunk has 8 or 64
+BY_BLOCKS = pytest.mark.parametrize("blocks", [BLOCKS[0], pytest.param(BLOCKS[1], marks=pytest.mark.slow)], ids=str)
+REACHES: list[dict[str, Any]] = [
+    {},
+    {"window": (3, -1)},
+    {"window": (0, 0)},
+    {"window": (20, 0)},
+    {"chunk_size": 4},
+    {"window": (2, 0), "chunk_size": 5},
+]
+Build = Callable[[], BlockDiagonalMask]
+
+
+@contextmanager
+def served(blocks: tuple[int, int]) -> Iterator[pytest.MonkeyPatch]:
+    """Build masks by the kernels, with blocks of few tokens, so that subtrees span programs and chunks."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "serve", lambda x: True)
+        patch.setattr(trees, "ROWS", blocks[0])
+        patch.setattr(trees, "PIECE", blocks[1])
+        yield patch
+
+
+def assert_same(build: Build, blocks: tuple[int, int]) -> None:
+    with served(blocks):
+        ours = build()
+    theirs = build()
+    for name in ("key_start", "key_stop", "query_start", "query_stop", "diagonal", "document"):
+        found, expected = getattr(ours, name), getattr(theirs, name)
+        assert found.dtype == expected.dtype == torch.int32
+        assert torch.equal(found, expected), name
+
+
+def ends_of(parents: Tensor) -> Tensor:
+    """The ends of (B, T) parents within their rows."""
+    begins = torch.arange(len(parents))[:, None] * parents.shape[1]
+    return BlockDiagonalMask.from_tree(parents).query_stop.view_as(parents) - begins
+
+
+CHAIN, COMB = tuple(range(-1, 59)), [(-1, 3), *((i // 2 * 2, 2 if i % 2 else 5) for i in range(12))]
+SHAPES = {
+    "chain": CHAIN,
+    "star": parents_of([(-1, 9), *[(0, 13)] * 4]),
+    "comb": parents_of(COMB),
+    "bushes": parents_of([(-1, 1), *[(0, 1)] * 30], [(-1, 1), *[(0, 1)] * 20]),
+    "ended-by-the-last-token": (*CHAIN[:16], 0),
+    "spine": (*CHAIN[:30], *range(29, 0, -1)),  # a chain, and a leaf at each of its tokens, the last token's first
+    "spine-of-nodes": parents_of([(-1, 1), *((i, 5) for i in range(6)), *((i, 5) for i in range(6, 0, -1))]),
+    "slack-between": (SLACK, -1, 1, 2, 3, 2, SLACK, SLACK, *[-1] * 12, SLACK, -1, *range(21, 50)),
+    "roots": (-1,) * 40,
+    "slack": (SLACK,) * 20,
+    "one": (-1,),
+    "one-slack": (SLACK,),
+}
+
+
+@BY_BLOCKS
+@pytest.mark.parametrize("name", SHAPES)
+def test_shapes(name: str, blocks: tuple[int, int]) -> None:
+    parents = torch.tensor(SHAPES[name])
+    reach = REACHES[len(name) % len(REACHES)]
+    assert_same(lambda: BlockDiagonalMask.from_tree(parents, **reach), blocks)
+    assert_same(lambda: BlockDiagonalMask.from_tree_ends(ends_of(parents[None])), blocks)
+
+
+@settings(max_examples=12)
+@given(forests(), st.sampled_from(REACHES), st.sampled_from(BLOCKS))
+def test_forests(parents: tuple[int, ...], reach: dict[str, Any], blocks: tuple[int, int]) -> None:
+    assert_same(lambda: BlockDiagonalMask.from_tree(parents, **reach), blocks)
+
+
+@settings(max_examples=6)
+@given(st.lists(forests(), min_size=2, max_size=3), st.sampled_from(REACHES), st.sampled_from(BLOCKS), st.data())
+def test_rows(rows: list[tuple[int, ...]], reach: dict[str, Any], blocks: tuple[int, int], data: st.DataObject) -> None:
+    """Rows that begin within blocks, in every integer dtype; tokens outside of trees also within subtrees."""
+    length = min(max(map(len, rows)), 41)
+    dtype = data.draw(st.sampled_from([torch.int8, torch.int16, torch.int32, torch.int64]))
+    parents = torch.tensor([(row + (SLACK,) * length)[:length] for row in rows]).to(dtype)
+    assert_same(lambda: BlockDiagonalMask.from_tree(parents, **reach), blocks)
+    ends, place = ends_of(parents), torch.arange(length)
+    ends = torch.where((ends == place + 1) & (torch.rand(ends.shape) < 0.4), place, ends).to(torch.uint8)
+    assert_same(lambda: BlockDiagonalMask.from_tree_ends(ends, **reach), blocks)
+
+
+def test_strides() -> None:
+    parents = torch.tensor([SHAPES["comb"], SHAPES["comb"]])
+    for values in (parents.T.contiguous().T, parents[:1].expand(2, -1), parents[:, :10]):
+        assert_same(lambda values=values: BlockDiagonalMask.from_tree(values), BLOCKS[1])
+
+
+def test_no_tokens() -> None:
+    for shape in ((0,), (0, 4), (2, 0)):
+        empty = torch.zeros(shape, dtype=torch.int64)
+        assert_same(lambda empty=empty: BlockDiagonalMask.from_tree(empty), BLOCKS[0])
+        assert_same(lambda empty=empty: BlockDiagonalMask.from_tree_ends(empty), BLOCKS[0])
+
+
+def test_reach_beyond_32_bits() -> None:
+    for reach in ({"window": (2**31 - 2, 0)}, {"window": (2**40, 0), "chunk_size": 2**31 - 2}, {"chunk_size": 2**40}):
+        assert_same(lambda reach=reach: BlockDiagonalMask.from_tree(SHAPES["comb"], **reach), BLOCKS[1])
+
+
+PARENTS = "parents: each is the place of an earlier token whose subtree holds the token"
+ENDS = "ends: a subtree ends after its own token and within its row"
+
+
+BAD_PARENTS: dict[str, list[Any]] = {
+    "itself": [*CHAIN[:30], 30],
+    "later": [*CHAIN[:30], 31],
+    "below-slack": [*CHAIN[:30], -3],
+    "5-in-32-bits": [*CHAIN[:30], 2**32 + 5],
+    "5-in-32-bits-negative": [*CHAIN[:30], 5 - 2**32],
+    "ended": [*CHAIN[:30], 2, 20],
+    "ended-just-now": [*CHAIN[:30], 2, 3],
+    "slack": [-1, -2, 1],
+    "before-slack": [-1, -2, 0],
+    "row-before": [[-1, 0, 1], [2, 0, 1]],
+}
+BAD_ENDS: dict[str, list[Any]] = {
+    "before-token": [*[40] * 40, 39],
+    "past-row": [*[40] * 40, 42],
+    "before-token-in-row-2": [[2, 2], [3, 0]],
+    "past-row-1": [[2, 3], [2, 2]],
+    "41-in-32-bits": [*[40] * 40, 2**32 + 41],
+    "41-in-32-bits-negative": [*[40] * 40, 41 - 2**32],
+    "cross-to-one-later-program": [30, 31, *range(3, 32)],
+    "cross-to-two-later-programs": [30, 70, *range(3, 71)],
+    "cross-in-own-program": [3, 4, 4, 4],
+    "cross-from-own-program": [5, *range(2, 4), 70, *range(5, 71)],
+    "cross-from-two-programs": [22, *range(2, 21), 60, *range(22, 61)],
+    "cross-by-one": [22, *range(2, 21), 23, 22, 23],
+    "cross-from-two-programs-to-two": [40, *range(2, 21), 60, *range(22, 61)],
+    "cross-before-and-in-program": [20, *range(2, 19), 70, *range(19, 71)],
+}
+
+
+@BY_BLOCKS
+@pytest.mark.parametrize("name", BAD_PARENTS)
+def test_parents_are_checked(name: str, blocks: tuple[int, int]) -> None:
+    with served(blocks), pytest.raises(ValueError, match=PARENTS):
+        BlockDiagonalMask.from_tree(torch.tensor(BAD_PARENTS[name]))
+
+
+@BY_BLOCKS
+@pytest.mark.parametrize("name", BAD_ENDS)
+def test_ends_are_checked(name: str, blocks: tuple[int, int]) -> None:
+    with served(blocks), pytest.raises(ValueError, match=ENDS):
+        BlockDiagonalMask.from_tree_ends(torch.tensor(BAD_ENDS[name]))
+
+
+@settings(max_examples=15)
+@given(forests(), st.sampled_from(["parents", "ends"]), st.data())
+def test_what_torch_refuses(parents: tuple[int, ...], kind: str, data: st.DataObject) -> None:
+    """One changed number: the kernels refuse what torch refuses, and build the same mask of the rest."""
+    parents = parents[:50]
+    good = torch.tensor([parents])
+    values = good if kind == "parents" else ends_of(good)
+    place, value = data.draw(st.integers(0, len(parents) - 1)), data.draw(st.integers(-3, len(parents) + 1))
+    values[0, place] = value
+    build = BlockDiagonalMask.from_tree if kind == "parents" else BlockDiagonalMask.from_tree_ends
+    blocks = data.draw(st.sampled_from(BLOCKS))
+    try:
+        build(values)
+    except ValueError:
+        with served(blocks), pytest.raises(ValueError, match=PARENTS if kind == "parents" else ENDS):
+            build(values)
+    else:
+        assert_same(lambda: build(values), blocks)
+
+
+class Operators(TorchDispatchMode):
+    """Records the names of operators outside of the interpreter's launches, and of the launched kernels."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.operators: list[str] = []
+        self.launched: list[str] = []
+        self.in_launch = False
+        for name in ("parents_kernel", "ends_kernel", "depths_kernel", "starts_kernel"):
+            patch.setattr(trees, name, self.Launch(self, name, getattr(trees, name)))
+
+    class Launch:
+        """A kernel that records its launches."""
+
+        def __init__(self, operators: "Operators", name: str, kernel: Any) -> None:
+            self.operators, self.name, self.kernel = operators, name, kernel
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            def launch(**arguments: Any) -> None:
+                self.operators.launched.append(self.name)
+                self.operators.in_launch = True
+                self.kernel[grid](**arguments)
+                self.operators.in_launch = False
+
+            return launch
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.in_launch:
+            self.operators.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("reach", REACHES[::5], ids=str)
+@pytest.mark.parametrize("kind", ["parents", "ends"])
+def test_three_launches_and_one_assertion(kind: str, reach: dict[str, Any]) -> None:
+    values = torch.tensor(SHAPES["comb"], dtype=torch.int32)
+    values = values if kind == "parents" else ends_of(values[None]).to(torch.int32)
+    build = BlockDiagonalMask.from_tree if kind == "parents" else BlockDiagonalMask.from_tree_ends
+    with served(BLOCKS[1]) as patch:
+        patch.setattr(tree, "require", lambda condition, text: torch._assert_async(condition, text))  # as on a device
+        with Operators(patch) as seen:
+            build(values, **reach)
+    assert seen.launched == [f"{kind}_kernel", "depths_kernel", "starts_kernel"]
+    free = ("aten.new_empty.", "aten.view.", "aten.detach.", "aten.unsqueeze.")  # these launch nothing
+    assert [name for name in seen.operators if not name.startswith(free)] == [
+        "aten.all.default",
+        "aten._assert_async.msg",
+    ]
