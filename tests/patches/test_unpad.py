@@ -21,7 +21,6 @@ from tests.patches import sweep, zoo
 from tests.patches.models import COMMON, VOCAB, generate, tiny_model
 from tests.patches.test_every_model import BUILT, OWN_ROWS, REFUSED
 from tests.patches.test_patching import state
-from tritonpack.packing.prefixes import prefix_tree
 from tritonpack.patches.compaction import Compaction
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.probe import _alike
@@ -318,15 +317,10 @@ class TestTreeEnds:
     """`tree_ends` say that a row holds a tree, as `TreeCollator` gives it."""
 
     def call(self) -> tuple[dict[str, Tensor], Callable[[Tensor], Tensor]]:
-        documents = [document[0] for document in alike()]
-        tokens = torch.cat(documents)
-        tree = prefix_tree(tokens.numpy(), torch.tensor([len(d) for d in documents]).numpy())
-        ends, places = torch.from_numpy(tree.ends)[None], torch.from_numpy(tree.places)
-        depth = tritonpack.BlockDiagonalMask.from_tree_ends(ends).diagonal
-        assert depth is not None
-        ids = tokens[torch.from_numpy(tree.sources)][None]
-        call = {"input_ids": ids, "position_ids": depth.long()[None], "tree_ends": ends}
-        return call, lambda values: values[0, places]
+        """The arguments of a call, and what brings values of the row to all documents, one after the other."""
+        batch = tritonpack.pack_tree([document[0] for document in alike()])
+        inputs = {name: x for name, x in batch.inputs().items() if name in ("input_ids", "position_ids", "tree_ends")}
+        return inputs, lambda values: torch.cat(batch.gather(values))
 
     @pytest.mark.parametrize("family", ["gpt2", "llama", "mistral", "gpt_oss", "llama4_text"])
     def test_sequences_equal_alone(self, family: str) -> None:
@@ -336,6 +330,17 @@ class TestTreeEnds:
             with tritonpack.patch(model):
                 got = gather(model(**given).logits)
             assert apart([want], [got]) < LIMIT
+
+    def test_loss_and_gradients_of_a_collated_tree(self) -> None:
+        model, batch = tiny_model("mistral"), padded()
+        _, want = results(model, batch)
+        rows = [
+            ids[mask.bool()].tolist() for ids, mask in zip(batch["input_ids"], batch["attention_mask"], strict=True)
+        ]
+        with tritonpack.patch(model):
+            output, got = results(model, tritonpack.TreeCollator()([{"input_ids": row} for row in rows]))
+        assert apart([model(**batch).loss.detach()], [output.loss.detach()]) < LIMIT
+        assert apart(want, got) < LIMIT
 
     @pytest.mark.parametrize("family", ["mamba2", "electra-encoder"])
     def test_models_that_take_no_trees_are_refused(self, family: str) -> None:
