@@ -11,7 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.masks.forests import forests
 from tritonpack import BlockDiagonalMask
-from tritonpack.backends.tree_table import Cut, tree_tables
+from tritonpack.backends.tile_table import Cut
+from tritonpack.backends.tree_table import tree_tables
 from tritonpack.testing.cases import GROUP, TURNS, parents_of
 
 Tiles = list[tuple[int, int, list[int], list[int]]]

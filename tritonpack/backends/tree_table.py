@@ -10,32 +10,14 @@ mask are built on its device, without waiting for it, with room for all blocks o
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tritonpack.backends.tile_table import cut_rows
+from tritonpack.backends.tile_table import Cut, cut_rows
 from tritonpack.checks import on_host
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.masks.blocks import aligned, cut, relation
-
-
-class Cut(NamedTuple):
-    """How a kernel cuts a mask into tiles and blocks.
-
-    Attributes:
-        rows: rows of a tile, of queries, or of keys if `of_keys`.
-        block: rows of a block on the other side.
-        long: as in `tile_table`; at least `rows`.
-        of_keys: whether tiles cut the keys.
-    """
-
-    rows: int
-    block: int
-    long: int
-    of_keys: bool = False
 
 
 def tree_tables(mask: BlockDiagonalMask, *cuts: Cut) -> tuple[list[Tensor], Tensor]:
@@ -57,7 +39,7 @@ def tree_tables(mask: BlockDiagonalMask, *cuts: Cut) -> tuple[list[Tensor], Tens
             return [x.to(mask.device, non_blocking=True) for x in made], joined.to(mask.device, non_blocking=True)
         tables, lists, length = [], [], 0
         for each in cuts:
-            table, blocks = _build(mask.transpose() if each.of_keys else mask, each.rows, each.block, each.long)
+            table, blocks = _build(mask.transpose() if each.of_keys else mask, each)
             tables.append(table + pad(table.new_full((3,), length), (2, 0)))
             lists.append(blocks)
             length += blocks.shape[0]
@@ -66,14 +48,15 @@ def tree_tables(mask: BlockDiagonalMask, *cuts: Cut) -> tuple[list[Tensor], Tens
     return mask.cached(("tree tables", cuts), build)
 
 
-def _build(mask: BlockDiagonalMask, rows: int, block: int, long: int) -> tuple[Tensor, Tensor]:
+def _build(mask: BlockDiagonalMask, how: Cut) -> tuple[Tensor, Tensor]:
     assert mask.query_start is not None
     assert mask.query_stop is not None
-    tiles = cut_rows(mask, rows, long)
+    assert how.block is not None
+    block, tiles = how.block, cut_rows(mask, how)
     if not tiles.shape[0]:
         return tiles.new_empty(0, 5), tiles.new_empty(0)
     keys = aligned(mask.query_start, mask.query_stop, block)
-    queries = cut(mask.key_start, mask.key_stop, tiles[:, 0], tiles[:, 1], rows)
+    queries = cut(mask.key_start, mask.key_stop, tiles[:, 0], tiles[:, 1], how.rows)
     visited, full = relation(queries, keys)
     masked = visited & ~full
     counts = torch.stack([masked.sum(1), full.sum(1)], 1)
