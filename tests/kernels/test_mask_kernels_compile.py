@@ -14,7 +14,7 @@ import triton
 from triton.compiler import ASTSource
 
 from tests.kernels.aot import TARGETS
-from tritonpack.kernels import dense_mask, intervals, tables
+from tritonpack.kernels import dense_mask, intervals, tables, tree_tables
 
 pytestmark = pytest.mark.compile
 
@@ -24,6 +24,9 @@ CUTS = {"ROWS": (32, 32, 128), "LONG": (128, 128, 128), "OF_KEYS": (False, False
 CHUNKS = CUTS | {"HALO": 128, "WINDOW": tables.WINDOW, "queries_ptr": None, "keys_ptr": None}
 WHOLE = CUTS | {"HALO": 0, "WINDOW": tables.WINDOW}
 ADDED = {"SUMMARIES": tables.SUMMARIES}
+BLOCKS = {"BLOCK": (64, 64, 128), "OF_KEYS": CUTS["OF_KEYS"]}
+EXTREMES = BLOCKS | {"RANGES": tree_tables.RANGES, "STEP": tree_tables.STEP}
+COUNT = BLOCKS | {"ROWS_AT_ONCE": tree_tables.ROWS_AT_ONCE, "BLOCKS": tree_tables.BLOCKS}
 ORDER = {"BLOCK": (64, 64, 0), "TILES": tables.TILES, "OTHERS": tables.OTHERS, "STEP": tables.STEP}
 TABLES = {
     "chunks": (tables.chunks_kernel, CHUNKS, "*i32", tables.WARPS),
@@ -31,6 +34,9 @@ TABLES = {
     "chunks-whole": (tables.chunks_kernel, WHOLE, "*i32", tables.WARPS),
     "begins": (tables.begins_kernel, CHUNKS | ADDED, "*i32", tables.WARPS),
     "begins-whole": (tables.begins_kernel, WHOLE | ADDED, "*i32", tables.WARPS),
+    "extremes": (tree_tables.extremes_kernel, EXTREMES, "*i32", 4),
+    "count": (tree_tables.count_kernel, COUNT, "*i32", 4),
+    "fill": (tree_tables.fill_kernel, COUNT | {"OTHERS": tree_tables.OTHERS}, "*i32", 4),
     "order": (tables.order_kernel, CUTS | ORDER, "*i32", tables.WARPS),
 }
 KERNELS = {
@@ -62,7 +68,14 @@ class Code(NamedTuple):
 def compile_kernel(name: str, arch: str) -> Code:
     """Compile like the launcher: pointers aligned to 16 bytes, numbers of any value."""
     kernel, constants, ids, num_warps = KERNELS[name]
-    types = {"ids_ptr": ids, "cu_q_ptr": ids, "cu_k_ptr": ids, "first_ptr": "*i8", "sound_ptr": "*i8"}
+    types = {
+        "rooms": ("i32", "i32", "i32"),
+        "ids_ptr": ids,
+        "cu_q_ptr": ids,
+        "cu_k_ptr": ids,
+        "first_ptr": "*i8" if kernel is intervals.runs_kernel else "*i32",
+        "sound_ptr": "*i8",
+    }
     signature = {
         argument: "constexpr" if argument in constants else types.get(argument, "*i32" if "_ptr" in argument else "i32")
         for argument in kernel.arg_names

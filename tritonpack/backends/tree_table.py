@@ -5,7 +5,8 @@ entry in the table names a part of a list, in which the blocks lie one after the
 then those of which every pair is visible. Blocks begin at multiples of their size (docs/math.md, section 8).
 
 The tables of a mask that came from host memory (`BlockDiagonalMask.to`) are built there and copied. Those of another
-mask are built on its device, without waiting for it, with room for all blocks of all tiles.
+mask are built on its device, without waiting for it, with room for all blocks of all tiles; on GPUs by
+tritonpack/kernels/tree_tables.py in five launches.
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tritonpack.backends.tile_table import Cut, cut_rows
+from tritonpack import kernels
+from tritonpack.backends.tile_table import Cut, bounds_for_kernels, capacity, cut_rows
 from tritonpack.checks import on_host
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.masks.blocks import aligned, cut, relation
@@ -33,19 +35,52 @@ def tree_tables(mask: BlockDiagonalMask, *cuts: Cut) -> tuple[list[Tensor], Tens
         And the list, int32: the first row of each block. All lie on the mask's device.
     """
 
+    different = tuple(dict.fromkeys(cuts))
+
     def build() -> tuple[list[Tensor], Tensor]:
         if mask.origin is not None and on_host(mask.origin.key_start):
-            made, joined = tree_tables(mask.origin, *cuts)
+            made, joined = tree_tables(mask.origin, *different)
             return [x.to(mask.device, non_blocking=True) for x in made], joined.to(mask.device, non_blocking=True)
+        if kernels.serve(mask.key_start) and mask.num_queries and mask.num_keys:
+            return _by_kernels(mask, different)
         tables, lists, length = [], [], 0
-        for each in cuts:
+        for each in different:
             table, blocks = _build(mask.transpose() if each.of_keys else mask, each)
             tables.append(table + pad(table.new_full((3,), length), (2, 0)))
             lists.append(blocks)
             length += blocks.shape[0]
         return tables, torch.cat(lists)
 
-    return mask.cached(("tree tables", cuts), build)
+    tables, blocks = mask.cached(("tree tables", different), build)
+    return [tables[different.index(each)] for each in cuts], blocks
+
+
+def _by_kernels(mask: BlockDiagonalMask, cuts: tuple[Cut, ...]) -> tuple[list[Tensor], Tensor]:
+    from tritonpack.kernels.tree_tables import tables_of_trees
+
+    sides = [mask.transpose() if each.of_keys else mask for each in cuts]
+    rooms = [_room(side, each) for side, each in zip(sides, cuts, strict=True)]
+    if sum(rooms) >= 2**31:
+        raise ValueError(
+            f"the lists of blocks of a mask of trees with {mask.num_queries} tokens need {sum(rooms)} places, and can "
+            "have 2**31 - 1, because the mask was built on a device. Build it in host memory and move it: its lists "
+            "hold visited blocks alone."
+        )
+    return tables_of_trees(
+        bounds_for_kernels(mask, exact=False),
+        tuple(each.rows for each in cuts),
+        tuple(each.threshold for each in cuts),
+        tuple(each.block or 0 for each in cuts),
+        tuple(each.of_keys for each in cuts),
+        [capacity(side, each) for side, each in zip(sides, cuts, strict=True)],
+        rooms,
+    )
+
+
+def _room(mask: BlockDiagonalMask, how: Cut) -> int:
+    """Pairs of a tile and a block, rounded up to a multiple of 16. A tree without branches visits half of them."""
+    assert how.block is not None
+    return -(-capacity(mask, how) * -(-mask.num_keys // how.block) // 16) * 16
 
 
 def _build(mask: BlockDiagonalMask, how: Cut) -> tuple[Tensor, Tensor]:
@@ -75,8 +110,9 @@ def _build(mask: BlockDiagonalMask, how: Cut) -> tuple[Tensor, Tensor]:
         bounds[tile, 1] + is_full.cumsum(0) - before[tile, 1],
         bounds[tile, 0] + is_masked.cumsum(0) - before[tile, 0],
     )
-    place = torch.where(is_masked | is_full, place - 1, tile.shape[0])  # one more place takes what isn't visited
-    blocks = tiles.new_zeros(tile.shape[0] + 1)
+    length = tile.shape[0] if on_host(visited) else _room(mask, how)
+    place = torch.where(is_masked | is_full, place - 1, length)  # one more place takes what isn't visited
+    blocks = tiles.new_zeros(length + 1)
     blocks.scatter_(0, place, (number * block).to(torch.int32))
     order = counts.sum(1).argsort(descending=True, stable=True)
-    return torch.cat([tiles, bounds.to(torch.int32)], 1)[order], blocks
+    return torch.cat([tiles, bounds.to(torch.int32)], 1)[order], blocks[:-1]
