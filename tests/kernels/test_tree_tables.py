@@ -55,7 +55,7 @@ def assert_same(mask: BlockDiagonalMask, *cuts: Cut) -> None:
 
 @pytest.mark.parametrize("window", [(-1, -1), (7, 0)], ids=["whole", "window"])
 @pytest.mark.parametrize("name", TREES)
-@pytest.mark.sampled("turns-window", "leaves-of-one-whole", "comb-window")
+@pytest.mark.sampled("turns-window", "leaves-of-one-whole")
 @pytest.mark.usefixtures("small_blocks")
 def test_tables_of_trees(name: str, window: tuple[int, int]) -> None:
     assert_same(BlockDiagonalMask.from_tree(TREES[name], window=window), *CUTS)
@@ -70,7 +70,7 @@ def test_tables_of_a_shard() -> None:
         assert_same(part, *CUTS[1:3])
 
 
-@settings(max_examples=6, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
+@settings(max_examples=4, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(forests(), st.sampled_from([(-1, -1), (3, 0)]), st.sampled_from(CUTS))
 @pytest.mark.usefixtures("small_blocks")
 def test_tables_of_random_trees(parents: tuple[int, ...], window: tuple[int, int], cut: Cut) -> None:

@@ -53,7 +53,7 @@ def pick(values, number):
 
 @triton.jit
 def pick_side(of_keys, key_start_ptr, key_stop_ptr, query_start_ptr, query_stop_ptr, num_queries, num_keys):
-    """The bounds and the number of the rows that are cut, the other side's, and the length of the other side."""
+    """The bounds of the side that is cut, those of the other side, and the lengths of both."""
     start_ptr, stop_ptr, other_start_ptr, other_stop_ptr = key_start_ptr, key_stop_ptr, query_start_ptr, query_stop_ptr
     total, columns = num_queries, num_keys
     if of_keys:
@@ -257,9 +257,9 @@ def order_kernel(
     A tile's place is the number of tiles with more keys, and of those before it with as many. All pairs of tiles are
     compared: 4 million for 131,072 rows in tiles of 64.
 
-    A tile reads the keys that its rows see, and up to a block behind them. Bounds ascend, so only the tile's own rows
-    can see a key between its first key and its last. A key between them that none sees lies between the keys of two
-    neighbours.
+    A tile reads the keys from the first to the last that its rows see, and up to a block behind them. Bounds ascend, so
+    if any query sees one of the former, the tile's first or last row does or a row between them. Hence such a key is
+    unseen exactly if it lies between the intervals of two neighbours in the tile. The keys behind are looked up.
     """
     cut = tl.program_id(1)
     rows, block = pick(ROWS, cut), pick(BLOCK, cut)
