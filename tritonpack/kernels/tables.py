@@ -19,7 +19,7 @@ from torch import Tensor
 from tritonpack.kernels.intervals import larger, smaller
 
 WINDOW = 1024  # rows that a program reads: those of its chunk, and as many on both sides as decide what is long
-SUMMARIES = 512  # chunks whose numbers are added at once
+SUMMARIES = 128  # chunks whose numbers are added at once
 TILES = 64  # tiles that a program orders
 OTHERS = 64  # tiles that they are compared with at once
 STEP = 16  # rows or keys of each tile that are read at once
