@@ -43,7 +43,7 @@ from tests.kernels.aot import Configuration, Resources, disassemble
 from tests.kernels.sass import QUADRANTS, Code, Work, count, loops, parse
 from tests.lengths import distributions, visible_pairs
 from tritonpack import BlockDiagonalMask
-from tritonpack.backends.tile_table import tile_table
+from tritonpack.backends.tile_table import Cut, tile_tables
 from tritonpack.kernels.tile_shapes import key_gradient_kernels
 
 
@@ -174,7 +174,7 @@ def seconds(model: Model, mask: BlockDiagonalMask, heads: int, kv_heads: int) ->
         together = 1
         tiled, rows, block = mask.transpose(), tile.block_n, tile.block_m
         programs, walks = kv_heads, group
-    table = tile_table(tiled, rows // together, long=rows)
+    (table,) = tile_tables(tiled, Cut(rows // together, long=rows))
     full, masked = blocks_of(tiled, table[table[:, 0] < table[:, 1]], block)
     further = ((full > 0) & (masked > 0)).long()
     spans = []

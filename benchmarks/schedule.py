@@ -24,8 +24,8 @@ from tests.backends.blocks import blocks_of
 from tests.lengths import distributions
 from tests.trees import path_lengths, tree_batches
 from tritonpack import BlockDiagonalMask
-from tritonpack.backends.tile_table import tile_table
-from tritonpack.backends.tree_table import Cut, tree_tables
+from tritonpack.backends.tile_table import Cut, tile_tables
+from tritonpack.backends.tree_table import tree_tables
 from tritonpack.testing.cases import parents_of
 
 MASKED, TILE = 1.45, 2.0
@@ -55,8 +55,8 @@ def tilings(mask: BlockDiagonalMask, rows: int) -> dict[str, tuple[Tensor, int]]
     """
     total = mask.num_queries
     flat = torch.arange(0, total, rows)
-    whole = tile_table(mask, rows, whole_documents=True)
-    ours, grouped = tile_table(mask, rows), tile_table(mask, rows // 8, long=rows)
+    (whole,) = tile_tables(mask, Cut(rows), whole_documents=True)
+    ours, grouped = tile_tables(mask, Cut(rows), Cut(rows // 8, long=rows))
     return {
         "flat": (torch.stack([flat, (flat + rows).clamp(max=total)], 1), 1),
         "per document": (whole[whole[:, 0] < whole[:, 1]].sort(0).values, 1),

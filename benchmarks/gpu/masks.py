@@ -20,7 +20,7 @@ from benchmarks.gpu.ledger import append, environment
 from tests.lengths import distributions
 from tests.trees import tree_batches
 from tritonpack import BlockDiagonalMask
-from tritonpack.backends.tile_table import tile_table
+from tritonpack.backends.tile_table import Cut, tile_tables
 from tritonpack.cli.bench.measure import quantiles, time_alternating
 from tritonpack.testing.cases import parents_of
 
@@ -52,7 +52,9 @@ def builders(tokens: int) -> dict[str, Callable[[], object]]:
     return {
         **made,
         "transpose": lambda: made["from_cu_seqlens"]().transpose(),
-        "tile_table": lambda: tile_table(made["from_cu_seqlens"](), 128, block=64),
+        "tile_tables": lambda: tile_tables(
+            made["from_cu_seqlens"](), Cut(32, 64, 128), Cut(128, of_keys=True), Cut(16, 64, 64)
+        ),
     }
 
 

@@ -2,11 +2,25 @@
 
 import pytest
 import torch
+from torch import Tensor
 
 from tritonpack import BlockDiagonalMask
-from tritonpack.backends.tile_table import capacity, tile_table
+from tritonpack.backends.tile_table import Cut, capacity, tile_tables
 
 WINDOWS = [(-1, -1), (16, 0), (0, 0)]
+
+
+def tile_table(
+    mask: BlockDiagonalMask,
+    rows: int,
+    *,
+    long: int | None = None,
+    block: int | None = None,
+    whole_documents: bool = False,
+) -> Tensor:
+    """The table of one cut."""
+    (table,) = tile_tables(mask, Cut(rows, block, long), whole_documents=whole_documents)
+    return table
 
 
 def random_lengths(seed: int) -> list[int]:
@@ -16,9 +30,9 @@ def random_lengths(seed: int) -> list[int]:
     return torch.randint(0, longest + 1, (count,), generator=generator).tolist()
 
 
-def masks(seed: int) -> list[BlockDiagonalMask]:
+def masks(seed: int, lengths: list[int] | None = None) -> list[BlockDiagonalMask]:
     """One batch as masks that know the number of documents, and as masks that don't."""
-    lengths = random_lengths(seed)
+    lengths = random_lengths(seed) if lengths is None else lengths
     total = sum(lengths) + seed % 3 * 50
     cu = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
     mask = BlockDiagonalMask.from_cu_seqlens(cu, total_q=total, window=WINDOWS[seed % 3], causal=seed % 2 == 0)
@@ -37,7 +51,7 @@ def masks(seed: int) -> list[BlockDiagonalMask]:
 def test_every_row_lies_in_one_tile(seed: int, rows: int, long: int, whole: bool) -> None:
     for mask in masks(seed):
         table = tile_table(mask, rows, long=long, whole_documents=whole)
-        assert table.shape == (capacity(mask, rows, long, whole), 3)
+        assert table.shape == (capacity(mask, Cut(rows, long=long), whole), 3)
         tiles = sorted((first, end) for first, end, _ in table.tolist() if first < end)
         assert all(end - first <= rows for first, end in tiles)
         assert [first for first, _ in tiles] + [mask.num_queries] == [0, *(end for _, end in tiles)]

@@ -10,7 +10,7 @@ from tests import invariance
 from tests.backends.blocks import blocks_of
 from tritonpack import BlockDiagonalMask, varlen_attention
 from tritonpack.backends import triton as triton_backend
-from tritonpack.backends.tile_table import tile_table
+from tritonpack.backends.tile_table import Cut, tile_tables
 from tritonpack.kernels.tile_shapes import TileShape
 from tritonpack.options import make_options
 from tritonpack.testing import CASES, Case, check_backend, make_inputs
@@ -79,7 +79,7 @@ def test_tiles_may_hold_rows_of_several_heads(case: Case, together: int, monkeyp
 def test_exposed_tiles_mask_blocks_on_both_sides_of_the_full_ones(alone: bool) -> None:
     case = Case("wide", (3, 200), window=(100, 0), slack=7, heads=2, kv_heads=1, head_dim=16)
     inputs = make_inputs(case, torch.float32, slack_value=float("nan"))
-    table = tile_table(inputs.mask, 32, long=64, block=32, whole_documents=alone)
+    (table,) = tile_tables(inputs.mask, Cut(32, 32, 64), whole_documents=alone)
     exposed = table[(table[:, 0] < table[:, 1]) & (table[:, 2] == 1)]
     full, masked = blocks_of(inputs.mask, exposed, 32)
     early = (inputs.mask.key_start[exposed[:, 1] - 1] - inputs.mask.key_start[exposed[:, 0]] + 31) // 32

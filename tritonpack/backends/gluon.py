@@ -10,9 +10,8 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tritonpack.backends import triton as triton_backend
-from tritonpack.backends.tile_table import TileTables, tile_table
-from tritonpack.backends.triton import backward, descriptor
+from tritonpack.backends.tile_table import Cut, TileTables
+from tritonpack.backends.triton import backward, descriptor, plan_cuts
 from tritonpack.errors import BackendUnavailableError
 from tritonpack.kernels.hopper import HOPPER_TILES, ROWS, hopper_forward_kernel
 from tritonpack.kernels.primitives import LOG2E
@@ -45,10 +44,7 @@ def plan_tiles(
     if mask.is_tree:
         raise BackendUnavailableError("backend='gluon' has no masks of trees; use backend='triton' or 'auto'.")
     block = HOPPER_TILES[q.shape[2]].block_n
-    rows = tile_table(mask, 2 * ROWS.value, block=block, whole_documents=options.pack_invariant)
-    if not backward:
-        return TileTables(rows, None, None)
-    return triton_backend.plan_tiles(q, k, v, mask, options, backward=True)._replace(forward=rows)
+    return plan_cuts(q, k, v, mask, options, Cut(2 * ROWS.value, block), backward=backward)
 
 
 def forward(

@@ -7,18 +7,22 @@ document as long as a tile begins a tile, and shorter documents share tiles. Til
 A tile is `exposed` if it reads keys that no query sees (padding, slack). Those keys may be NaN, so kernels zero them.
 
 The table is built on the mask's device, without waiting for it: the host knows a bound of its length, and the entries
-that aren't needed are empty.
+that aren't needed are empty. On GPUs tritonpack/kernels/tables.py builds the same tables in three launches.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tritonpack import kernels
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
+
+if TYPE_CHECKING:
+    from tritonpack.kernels.tables import Bounds
 
 
 class TileTables(NamedTuple):
@@ -37,60 +41,112 @@ class TileTables(NamedTuple):
 NO_TABLES = TileTables(None, None, None)
 
 
-def tile_table(
-    mask: BlockDiagonalMask,
-    rows: int,
-    *,
-    long: int | None = None,
-    block: int | None = None,
-    whole_documents: bool = False,
-) -> Tensor:
-    """Cut all queries into tiles of at most `rows` consecutive rows.
+class Cut(NamedTuple):
+    """How a kernel cuts a mask into tiles, and into blocks on the other side.
 
-    Args:
-        mask: the mask; pass its transpose to cut the keys.
-        rows: rows of a tile.
+    Attributes:
+        rows: rows of a tile, of queries, or of keys if `of_keys`.
+        block: rows of a block on the other side. In a mask without trees it is needed to tell which tiles are exposed:
+            None if the kernel doesn't ask.
         long: documents of at least this many rows begin a tile; at least `rows`, None means `rows`. It is more than
             `rows` if several heads share a tile.
-        block: keys that a program reads at a time, from the first key that the tile sees; None if the kernel doesn't
-            read `exposed`.
+        of_keys: whether tiles cut the keys.
+    """
+
+    rows: int
+    block: int | None = None
+    long: int | None = None
+    of_keys: bool = False
+
+    @property
+    def threshold(self) -> int:
+        """`long`, or `rows` if it is None."""
+        long = self.rows if self.long is None else self.long
+        assert long >= self.rows
+        return long
+
+
+def tile_tables(mask: BlockDiagonalMask, *cuts: Cut, whole_documents: bool = False) -> list[Tensor]:
+    """Cut all rows into tiles, once for each kernel of a call; kept with the mask.
+
+    Args:
+        mask: a mask without trees.
+        cuts: how each kernel cuts it.
         whole_documents: whether no tile may hold rows of two documents.
 
     Returns:
-        (capacity, 3) int32 on the mask's device: first and end of the rows [first, end) of each tile, and whether it is
-        exposed, 0 or 1. Without `block`, and with `whole_documents`, all tiles are exposed. Tiles with most keys come
-        first; unused entries have first = end. Computed once and kept with the mask.
+        For each cut (capacity, 3) int32 on the mask's device: first and end of the rows [first, end) of each tile, and
+        whether it is exposed, 0 or 1. Without `block`, and with `whole_documents`, all tiles are exposed. Tiles with
+        most keys come first; unused entries have first = end.
     """
-    long = rows if long is None else long
-    assert long >= rows
-    block = None if whole_documents else block
+    if whole_documents:
+        cuts = tuple(cut._replace(block=None) for cut in cuts)
+    different = tuple(dict.fromkeys(cuts))
 
-    def table() -> Tensor:
-        tiles = cut_rows(mask, rows, long, whole_documents)
-        exposed = torch.ones_like(tiles[:, 0]) if block is None else _exposed(mask, tiles, block)
-        return torch.cat([tiles, exposed[:, None]], dim=1)
+    def build() -> list[Tensor]:
+        if kernels.serve(mask.key_start) and mask.num_queries and mask.num_keys:
+            return _by_kernels(mask, different, whole_documents)
+        return [_table(mask.transpose() if cut.of_keys else mask, cut, whole_documents) for cut in different]
 
-    return mask.cached(("tiles", rows, long, block, whole_documents), table)
-
-
-def cut_rows(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: bool = False) -> Tensor:
-    """(capacity, 2) int32, the rows [first, end) of each tile, as `tile_table` cuts them; kept with the mask."""
-    return mask.cached(("rows of tiles", rows, long, whole_documents), lambda: _cut(mask, rows, long, whole_documents))
+    tables = mask.cached(("tiles", different, whole_documents), build)
+    return [tables[different.index(cut)] for cut in cuts]
 
 
-def capacity(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: bool) -> int:
+def bounds_for_kernels(mask: BlockDiagonalMask, *, exact: bool) -> Bounds:
+    """What the kernels of tritonpack/kernels/tables.py read of a mask; with `exact`, see `document_begins`."""
+    from tritonpack.kernels.tables import Bounds
+
+    queries = mask.document if exact else None  # before the transpose, which then needn't compute it again
+    transposed = mask.transpose()
+    return Bounds(
+        mask.key_start.contiguous(),
+        mask.key_stop.contiguous(),
+        transposed.key_start.contiguous(),
+        transposed.key_stop.contiguous(),
+        queries=None if queries is None else queries.contiguous(),
+        keys=None if queries is None else transposed.document,
+        tree=mask.is_tree and mask.num_queries == mask.num_keys,
+    )
+
+
+def _by_kernels(mask: BlockDiagonalMask, cuts: tuple[Cut, ...], whole_documents: bool) -> list[Tensor]:
+    from tritonpack.kernels.tables import tables_of_intervals
+
+    return tables_of_intervals(
+        bounds_for_kernels(mask, exact=whole_documents),
+        tuple(cut.rows for cut in cuts),
+        tuple(cut.threshold for cut in cuts),
+        tuple(cut.block or 0 for cut in cuts),
+        tuple(cut.of_keys for cut in cuts),
+        [capacity(mask.transpose() if cut.of_keys else mask, cut, whole_documents) for cut in cuts],
+        whole=whole_documents,
+    )
+
+
+def _table(mask: BlockDiagonalMask, cut: Cut, whole_documents: bool) -> Tensor:
+    """The table of the queries; pass the transpose for the table of the keys."""
+    tiles = cut_rows(mask, cut, whole_documents)
+    first, end = tiles[:, 0], tiles[:, 1]
+    if mask.num_queries:
+        keys = mask.key_stop[(end - 1).clamp(min=0)] - mask.key_start[first.clamp(max=mask.num_queries - 1)]
+        tiles = tiles[torch.where(first < end, keys, -1).argsort(descending=True, stable=True)]
+    exposed = torch.ones_like(first) if cut.block is None else _exposed(mask, tiles, cut.block)
+    return torch.cat([tiles, exposed[:, None]], dim=1)
+
+
+def capacity(mask: BlockDiagonalMask, cut: Cut, whole_documents: bool = False) -> int:
     """A bound of the number of tiles: the full ones, and a partial one at the end of each stretch between begins."""
     total = mask.num_queries
-    stretches = 2 * (total // long) + 1  # a long document begins a stretch, and its end begins another
+    stretches = 2 * (total // cut.threshold) + 1  # a long document begins a stretch, and its end begins another
     if whole_documents:  # every document, and every run of rows that see nothing, before and after each
         known = mask.document_source is not None and mask.max_documents is not None
         stretches = 2 * mask.max_documents + 1 if known else total  # type: ignore[operator]
     # One more than needed, because torch.compile makes another graph for a table with a single entry.
-    return min(total // rows + stretches + 1, total)
+    return min(total // cut.rows + stretches + 1, total)
 
 
-def _cut(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: bool) -> Tensor:
-    """(capacity, 2) int32, the rows of each tile in the order of the table."""
+def cut_rows(mask: BlockDiagonalMask, cut: Cut, whole_documents: bool = False) -> Tensor:
+    """(capacity, 2) int32, the rows [first, end) of each tile, in their order; unused entries come last."""
     total = mask.num_queries
     if not total:
         return mask.key_start.new_empty(0, 2)
@@ -100,27 +156,25 @@ def _cut(mask: BlockDiagonalMask, rows: int, long: int, whole_documents: bool) -
         begin = torch.where(begins, row, 0).cummax(0).values
         end = torch.where(begins, row, total).flip(0).cummin(0).values.flip(0)  # the next begin at or after a row
         end = torch.cat([end[1:], end.new_full((1,), total)])
-        is_long = end - begin >= long
+        is_long = end - begin >= cut.threshold
         begins &= is_long | torch.cat([is_long.new_zeros(1), is_long[:-1]])
         begins[:1] = True
     stretch = torch.where(begins, row, 0).cummax(0).values
-    tiles_so_far = ((row - stretch) % rows == 0).cumsum(0, dtype=torch.int32)
-    numbers = torch.arange(1, capacity(mask, rows, long, whole_documents) + 2, device=mask.device, dtype=torch.int32)
+    tiles_so_far = ((row - stretch) % cut.rows == 0).cumsum(0, dtype=torch.int32)
+    numbers = torch.arange(1, capacity(mask, cut, whole_documents) + 2, device=mask.device, dtype=torch.int32)
     bounds = torch.searchsorted(tiles_so_far, numbers, out_int32=True)  # `total` for tiles that don't exist
-    first, end = bounds[:-1], bounds[1:]
-    keys = mask.key_stop[(end - 1).clamp(min=0)] - mask.key_start[first.clamp(max=total - 1)]
-    order = torch.where(first < end, keys, -1).argsort(descending=True, stable=True)
-    return torch.stack([first, end], dim=1)[order]
+    return torch.stack([bounds[:-1], bounds[1:]], dim=1)
 
 
 def _exposed(mask: BlockDiagonalMask, tiles: Tensor, block: int) -> Tensor:
     """(tiles,) int32, whether a tile reads keys that no query sees, in whole blocks from the first key that it sees."""
+    used = tiles[:, 0] < tiles[:, 1]
     first, last = tiles[:, 0].clamp(max=mask.num_queries - 1), (tiles[:, 1] - 1).clamp(min=0)
     start, stop = mask.key_start[first], mask.key_stop[last]
     read = (stop - start).clamp(min=0)
     end = (start + (read + block - 1) // block * block).clamp(max=mask.num_keys)
     unseen = _unseen_before(mask)
-    return (unseen[end] > unseen[start]).to(torch.int32)
+    return (used & (unseen[end] > unseen[start])).to(torch.int32)
 
 
 def _unseen_before(mask: BlockDiagonalMask) -> Tensor:

@@ -5,37 +5,21 @@ entry in the table names a part of a list, in which the blocks lie one after the
 then those of which every pair is visible. Blocks begin at multiples of their size (docs/math.md, section 8).
 
 The tables of a mask that came from host memory (`BlockDiagonalMask.to`) are built there and copied. Those of another
-mask are built on its device, without waiting for it, with room for all blocks of all tiles.
+mask are built on its device, without waiting for it, with room for all blocks of all tiles; on GPUs by
+tritonpack/kernels/tree_tables.py in five launches.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from tritonpack.backends.tile_table import cut_rows
+from tritonpack import kernels
+from tritonpack.backends.tile_table import Cut, bounds_for_kernels, capacity, cut_rows
 from tritonpack.checks import on_host
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.masks.blocks import aligned, cut, relation
-
-
-class Cut(NamedTuple):
-    """How a kernel cuts a mask into tiles and blocks.
-
-    Attributes:
-        rows: rows of a tile, of queries, or of keys if `of_keys`.
-        block: rows of a block on the other side.
-        long: as in `tile_table`; at least `rows`.
-        of_keys: whether tiles cut the keys.
-    """
-
-    rows: int
-    block: int
-    long: int
-    of_keys: bool = False
 
 
 def tree_tables(mask: BlockDiagonalMask, *cuts: Cut) -> tuple[list[Tensor], Tensor]:
@@ -51,29 +35,63 @@ def tree_tables(mask: BlockDiagonalMask, *cuts: Cut) -> tuple[list[Tensor], Tens
         And the list, int32: the first row of each block. All lie on the mask's device.
     """
 
+    different = tuple(dict.fromkeys(cuts))
+
     def build() -> tuple[list[Tensor], Tensor]:
         if mask.origin is not None and on_host(mask.origin.key_start):
-            made, joined = tree_tables(mask.origin, *cuts)
+            made, joined = tree_tables(mask.origin, *different)
             return [x.to(mask.device, non_blocking=True) for x in made], joined.to(mask.device, non_blocking=True)
+        if kernels.serve(mask.key_start) and mask.num_queries and mask.num_keys:
+            return _by_kernels(mask, different)
         tables, lists, length = [], [], 0
-        for each in cuts:
-            table, blocks = _build(mask.transpose() if each.of_keys else mask, each.rows, each.block, each.long)
+        for each in different:
+            table, blocks = _build(mask.transpose() if each.of_keys else mask, each)
             tables.append(table + pad(table.new_full((3,), length), (2, 0)))
             lists.append(blocks)
             length += blocks.shape[0]
         return tables, torch.cat(lists)
 
-    return mask.cached(("tree tables", cuts), build)
+    tables, blocks = mask.cached(("tree tables", different), build)
+    return [tables[different.index(each)] for each in cuts], blocks
 
 
-def _build(mask: BlockDiagonalMask, rows: int, block: int, long: int) -> tuple[Tensor, Tensor]:
+def _by_kernels(mask: BlockDiagonalMask, cuts: tuple[Cut, ...]) -> tuple[list[Tensor], Tensor]:
+    from tritonpack.kernels.tree_tables import tables_of_trees
+
+    sides = [mask.transpose() if each.of_keys else mask for each in cuts]
+    rooms = [_room(side, each) for side, each in zip(sides, cuts, strict=True)]
+    if sum(rooms) >= 2**31:
+        raise ValueError(
+            f"the lists of blocks of a mask of trees with {mask.num_queries} tokens need {sum(rooms)} places, and can "
+            "have 2**31 - 1, because the mask was built on a device. Build it in host memory and move it: its lists "
+            "hold visited blocks alone."
+        )
+    return tables_of_trees(
+        bounds_for_kernels(mask, exact=False),
+        tuple(each.rows for each in cuts),
+        tuple(each.threshold for each in cuts),
+        tuple(each.block or 0 for each in cuts),
+        tuple(each.of_keys for each in cuts),
+        [capacity(side, each) for side, each in zip(sides, cuts, strict=True)],
+        rooms,
+    )
+
+
+def _room(mask: BlockDiagonalMask, how: Cut) -> int:
+    """Pairs of a tile and a block, rounded up to a multiple of 16. A tree without branches visits half of them."""
+    assert how.block is not None
+    return -(-capacity(mask, how) * -(-mask.num_keys // how.block) // 16) * 16
+
+
+def _build(mask: BlockDiagonalMask, how: Cut) -> tuple[Tensor, Tensor]:
     assert mask.query_start is not None
     assert mask.query_stop is not None
-    tiles = cut_rows(mask, rows, long)
+    assert how.block is not None
+    block, tiles = how.block, cut_rows(mask, how)
     if not tiles.shape[0]:
         return tiles.new_empty(0, 5), tiles.new_empty(0)
     keys = aligned(mask.query_start, mask.query_stop, block)
-    queries = cut(mask.key_start, mask.key_stop, tiles[:, 0], tiles[:, 1], rows)
+    queries = cut(mask.key_start, mask.key_stop, tiles[:, 0], tiles[:, 1], how.rows)
     visited, full = relation(queries, keys)
     masked = visited & ~full
     counts = torch.stack([masked.sum(1), full.sum(1)], 1)
@@ -92,8 +110,9 @@ def _build(mask: BlockDiagonalMask, rows: int, block: int, long: int) -> tuple[T
         bounds[tile, 1] + is_full.cumsum(0) - before[tile, 1],
         bounds[tile, 0] + is_masked.cumsum(0) - before[tile, 0],
     )
-    place = torch.where(is_masked | is_full, place - 1, tile.shape[0])  # one more place takes what isn't visited
-    blocks = tiles.new_zeros(tile.shape[0] + 1)
+    length = tile.shape[0] if on_host(visited) else _room(mask, how)
+    place = torch.where(is_masked | is_full, place - 1, length)  # one more place takes what isn't visited
+    blocks = tiles.new_zeros(length + 1)
     blocks.scatter_(0, place, (number * block).to(torch.int32))
     order = counts.sum(1).argsort(descending=True, stable=True)
-    return torch.cat([tiles, bounds.to(torch.int32)], 1)[order], blocks
+    return torch.cat([tiles, bounds.to(torch.int32)], 1)[order], blocks[:-1]

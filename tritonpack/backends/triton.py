@@ -12,8 +12,8 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tritonpack.backends.dropout import drop_below
-from tritonpack.backends.tile_table import TileTables, tile_table
-from tritonpack.backends.tree_table import Cut, tree_tables
+from tritonpack.backends.tile_table import Cut, TileTables, tile_tables
+from tritonpack.backends.tree_table import tree_tables
 from tritonpack.errors import BackendUnavailableError
 from tritonpack.kernels.backward import dkdv_kernel, dq_kernel
 from tritonpack.kernels.forward import forward_kernel
@@ -53,38 +53,29 @@ def plan_tiles(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, *, backward: bool
 ) -> TileTables:
     """The tile tables of all kernels; without `backward` only the table of forward."""
-
-    def table(kernel: Kernel) -> Tensor:
-        tile, whole = _tile(kernel, q, v, options, tree=False), options.pack_invariant
-        if kernel in ("forward", "dq"):
-            rows = tile.block_m // heads_per_tile(tile, q.shape[1] // k.shape[1])
-            return tile_table(mask, rows, long=tile.block_m, block=tile.block_n, whole_documents=whole)
-        return tile_table(mask.transpose(), tile.block_n, whole_documents=whole)
-
-    if mask.is_tree:
-        return _plan_tree(q, k, v, mask, options, backward=backward)
-    if not backward:
-        return TileTables(table("forward"), None, None)
-    return TileTables(table("forward"), table(_key_gradients(q, v)[0]), table("dq"))
+    return plan_cuts(q, k, v, mask, options, _cut("forward", q, k, v, mask, options), backward=backward)
 
 
-def _plan_tree(
-    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, *, backward: bool
+def plan_cuts(
+    q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, forward: Cut, *, backward: bool
 ) -> TileTables:
-    """The tile tables of a mask of trees; `keys` has a table for each kernel that computes gradients of keys."""
+    """`plan_tiles` for a forward kernel that cuts the mask in this way.
 
-    def cut(kernel: Kernel) -> Cut:
-        tile = _tile(kernel, q, v, options, tree=True)
-        if kernel in ("forward", "dq"):
-            return Cut(tile.block_m // heads_per_tile(tile, q.shape[1] // k.shape[1]), tile.block_n, tile.block_m)
-        return Cut(tile.block_n, tile.block_m, tile.block_n, of_keys=True)
-
-    kernels: tuple[Kernel, ...] = ("forward", "dq", *_key_gradients(q, v)) if backward else ("forward",)
-    (forward, *others), blocks = tree_tables(mask, *(cut(kernel) for kernel in kernels))
+    In a mask of trees the field `keys` has a table for each kernel that computes gradients of keys.
+    """
+    cuts = [forward]
+    if backward:
+        of_keys = _key_gradients(q, v) if mask.is_tree else _key_gradients(q, v)[:1]
+        cuts += [_cut(kernel, q, k, v, mask, options) for kernel in ("dq", *of_keys)]
+    blocks = None
+    if mask.is_tree:
+        tables, blocks = tree_tables(mask, *cuts)
+    else:
+        tables = tile_tables(mask, *cuts, whole_documents=options.pack_invariant)
     if not backward:
-        return TileTables(forward, None, None, blocks)
-    keys = others[1][None] if len(others) == 2 else torch.stack(others[1:])
-    return TileTables(forward, keys, others[0], blocks)
+        return TileTables(tables[0], None, None, blocks)
+    keys = tables[2] if not mask.is_tree else tables[2][None] if len(tables) == 3 else torch.stack(tables[2:])
+    return TileTables(tables[0], keys, tables[1], blocks)
 
 
 def forward(
@@ -269,6 +260,13 @@ def _common(
         "num_stages": tile.num_stages,
         "enable_fp_fusion": True,
     }
+
+
+def _cut(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions) -> Cut:
+    tile = _tile(kernel, q, v, options, tree=mask.is_tree)
+    if kernel in ("forward", "dq"):
+        return Cut(tile.block_m // heads_per_tile(tile, q.shape[1] // k.shape[1]), tile.block_n, tile.block_m)
+    return Cut(tile.block_n, tile.block_m if mask.is_tree else None, of_keys=True)
 
 
 def _key_gradients(q: Tensor, v: Tensor) -> tuple[Kernel, ...]:

@@ -1,6 +1,6 @@
-"""The kernels that build intervals, from offsets and from ids, each in one launch.
+"""The kernels that build intervals, from offsets, from ids and from the other side's, each in one launch.
 
-tritonpack/masks/intervals.py computes the same in torch.
+tritonpack/masks/intervals.py, and for the other side bounds.py, compute the same in torch.
 
 Legend: `begin` and `end` bound the keys of a row's document, `diagonal` is the key at the row's own place; `left`,
 `right` and `chunk` say how far a row sees (docs/math.md, section 1). No length is a compile-time constant.
@@ -95,13 +95,14 @@ def offsets_kernel(
 
 
 @triton.jit
-def _larger(a, b):
+def larger(a, b):
+    """The operator of a running maximum."""
     return tl.maximum(a, b)
 
 
 @triton.jit
 def smaller(a, b):
-    """The minimum, for scans."""
+    """The operator of a running minimum."""
     return tl.minimum(a, b)
 
 
@@ -144,7 +145,7 @@ def runs_kernel(
     offs = begin_row + tl.arange(0, ROWS)
     none = 2**31 - 1
     starts, live = load_runs(ids_ptr, offs, num_rows, row_length, RULE)
-    begin = tl.associative_scan(tl.where(starts, offs, -1), 0, _larger)
+    begin = tl.associative_scan(tl.where(starts, offs, -1), 0, larger)
     before = tl.min(begin, 0)  # -1 if the first row continues a run
     look = begin_row
     while before < 0:
@@ -169,6 +170,29 @@ def runs_kernel(
     store_interval(start_ptr, stop_ptr, offs, offs, begin, end, inside, left, right, chunk)
     tl.store(diagonal_ptr + offs, offs, mask=inside)
     tl.store(first_ptr + offs, (starts & live).to(tl.int8), mask=inside)
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "top"])
+def transpose_kernel(
+    key_start_ptr, key_stop_ptr, query_start_ptr, query_stop_ptr, num_queries, num_keys, top, ROWS: tl.constexpr
+):
+    """The first query that sees each key and one past the last, [T_k]; grid (blocks of ROWS keys,).
+
+    They are found by halving steps from `top`, the largest power of two up to `num_queries`.
+    """
+    offs = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    start = tl.zeros([ROWS], dtype=tl.int32)
+    stop = tl.zeros([ROWS], dtype=tl.int32)
+    step = top
+    while step > 0:
+        # queries after the last one see no key
+        bound = tl.load(key_stop_ptr + start + step - 1, mask=start + step <= num_queries, other=2**31 - 1)
+        start = tl.where(bound <= offs, start + step, start)
+        bound = tl.load(key_start_ptr + stop + step - 1, mask=stop + step <= num_queries, other=2**31 - 1)
+        stop = tl.where(bound <= offs, stop + step, stop)
+        step //= 2
+    tl.store(query_start_ptr + offs, start, mask=offs < num_keys)
+    tl.store(query_stop_ptr + offs, stop, mask=offs < num_keys)
 
 
 def intervals_of_offsets(
@@ -239,3 +263,22 @@ def intervals_of_ids(
                 num_warps=RUN_WARPS,
             )
     return start, stop, diagonal, first
+
+
+def transposed_intervals(key_start: Tensor, key_stop: Tensor, num_keys: int) -> tuple[Tensor, Tensor]:
+    """(start, stop), each (num_keys,) int32, of the queries that see each key; both bounds of the queries ascend."""
+    num_queries = key_start.shape[0]
+    start, stop = key_start.new_empty(num_keys), key_start.new_empty(num_keys)
+    if num_keys:
+        with torch.cuda.device_of(key_start):
+            transpose_kernel[(triton.cdiv(num_keys, OFFSET_ROWS),)](
+                key_start_ptr=key_start.contiguous(),
+                key_stop_ptr=key_stop.contiguous(),
+                query_start_ptr=start,
+                query_stop_ptr=stop,
+                num_queries=num_queries,
+                num_keys=num_keys,
+                top=1 << num_queries.bit_length() >> 1,
+                ROWS=OFFSET_ROWS,
+            )
+    return start, stop

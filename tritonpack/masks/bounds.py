@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from torch import Tensor
 
+from tritonpack import kernels
 from tritonpack.checks import check_device, check_indices, describe, is_length, on_host
 
 if TYPE_CHECKING:
@@ -108,7 +109,11 @@ class Bounds:
     def _transpose(self) -> Self:
         source = self._computed.get("document", self.document_source)  # not `self`, which would be a reference cycle
         start, stop = self.query_start, self.query_stop
-        if start is None or stop is None:
+        if (start is None or stop is None) and kernels.serve(self.key_start):
+            from tritonpack.kernels.intervals import transposed_intervals
+
+            start, stop = transposed_intervals(self.key_start, self.key_stop, self.num_keys)
+        elif start is None or stop is None:
             keys = torch.arange(self.num_keys, device=self.device, dtype=torch.int32)
             start = torch.searchsorted(self.key_stop, keys, right=True, out_int32=True)
             stop = torch.searchsorted(self.key_start, keys, right=True, out_int32=True)

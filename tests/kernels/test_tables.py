@@ -1,0 +1,176 @@
+"""The kernels that build tile tables, in Triton's interpreter, against the functions in torch, to the bit."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+
+pytest.importorskip("triton")
+
+from triton.runtime.interpreter import InterpretedFunction
+
+from tests.backends.test_tile_table import masks
+from tritonpack import BlockDiagonalMask, kernels
+from tritonpack.backends import triton as triton_backend
+from tritonpack.backends.tile_table import Cut, TileTables, capacity, tile_tables
+from tritonpack.kernels import tables
+from tritonpack.options import make_options
+
+pytestmark = pytest.mark.interpreter
+
+WITHOUT_WORK = {
+    "aten.empty.memory_format",
+    "aten.new_empty.default",
+    "aten.unbind.int",
+    "aten.slice.Tensor",
+}  # allocations and views
+CUTS = (Cut(16, 16), Cut(4, 8, 12), Cut(8, of_keys=True), Cut(16, 40, 16, of_keys=True), Cut(3, 1, 5))
+LENGTHS = ([3, 0, 70, 1, 1, 12, 4], [15, 16, 17, 4, 4, 30], [90, 2, 40], [1] * 30 + [20], [9, 11, 12, 13, 8] * 2, [])
+
+
+class Recorded(TorchDispatchMode):
+    """Records the names of operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the kernels that are launched."""
+    names: list[str] = []
+    run = InterpretedFunction.run
+
+    def recording(self: InterpretedFunction, *arguments: Any, **keywords: Any) -> Any:
+        names.append(self.fn.__name__)
+        with _disable_current_modes():  # the interpreter's own operators aren't recorded
+            return run(self, *arguments, **keywords)
+
+    monkeypatch.setattr(InterpretedFunction, "run", recording)
+    return names
+
+
+@pytest.fixture(params=[(64, 4, 32, 128, 8), (128, 2, 128, 32, 16)], ids=["64", "128"])
+def small_chunks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let programs have few rows and tiles, so that stretches and comparisons cross them."""
+    for name, value in zip(("WINDOW", "SUMMARIES", "TILES", "OTHERS", "STEP"), request.param, strict=True):
+        monkeypatch.setattr(tables, name, value)
+
+
+@contextmanager
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with monkeypatch.context() as patch:
+        patch.setattr(kernels, "serve", lambda x: True)
+        yield
+
+
+def assert_same(mask: BlockDiagonalMask, *cuts: Cut, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare the tables of the kernels with those of torch, and the transpose with it."""
+    with served(monkeypatch):
+        copy = replace(mask, trusted=True)
+        made = tile_tables(copy, *cuts, whole_documents=whole)
+        transposed = copy.transpose()
+    for name in ("key_start", "key_stop"):
+        assert torch.equal(getattr(transposed, name), getattr(mask.transpose(), name)), name
+    for cut, ours, theirs in zip(cuts, made, tile_tables(mask, *cuts, whole_documents=whole), strict=True):
+        assert ours.dtype == theirs.dtype == torch.int32
+        assert ours.is_contiguous()
+        assert ours.data_ptr() % 16 == 0
+        assert torch.equal(ours, theirs), cut
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["shared", "whole"])
+@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.sampled("64-0-shared", "64-1-whole", "128-3-shared", "128-5-whole")
+@pytest.mark.usefixtures("small_chunks")
+def test_tables_of_packed_batches(seed: int, whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Documents short and long, windows, chunks, slack, padding, other lengths of keys, some of the keys."""
+    for number, mask in enumerate(masks(seed, LENGTHS[seed])[seed % 2 :: 2]):  # masks, or their transposes
+        assert_same(mask, CUTS[number % 5], CUTS[(number + 1 + seed) % 5], whole=whole, monkeypatch=monkeypatch)
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["shared", "whole"])
+@pytest.mark.usefixtures("small_chunks")
+def test_tables_of_a_shard(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows and keys of one rank, with gaps; the documents have numbers."""
+    mask = BlockDiagonalMask.from_seqlens([37, 5, 40, 1, 1, 30, 23])
+    rows, keys = torch.arange(3, 130, 2), torch.cat([torch.arange(30), torch.arange(60, 110)])
+    for part in (mask.restrict(rows), mask.restrict(rows, keys), mask.restrict(None, keys)):
+        assert part.document is not None
+        assert_same(part, *CUTS, whole=whole, monkeypatch=monkeypatch)
+
+
+def test_chunks_of_the_shipped_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = BlockDiagonalMask.from_cu_seqlens([0, 700, 830, 831, 840], total_q=900)
+    assert_same(mask, Cut(32, 64, 128), Cut(128, of_keys=True), whole=False, monkeypatch=monkeypatch)
+
+
+def test_more_chunks_than_are_added_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("WINDOW", 16), ("SUMMARIES", 4)):
+        monkeypatch.setattr(tables, name, value)
+    mask = BlockDiagonalMask.from_seqlens([100, 3, 3, 3, 30, 2, 21])
+    assert_same(mask, Cut(4, 8), Cut(4, of_keys=True), whole=False, monkeypatch=monkeypatch)
+
+
+def plan(mask: BlockDiagonalMask, *, backward: bool, pack_invariant: bool = False) -> TileTables:
+    q, k = torch.empty(mask.num_queries, 4, 32), torch.empty(mask.num_keys, 2, 32)
+    options = make_options(q, mask, pack_invariant=pack_invariant)
+    return triton_backend.plan_tiles(q, k, k, mask, options, backward=backward)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_launches(backward: bool, launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four launches, the mask's transpose counted in, and no operator that computes, waits or copies."""
+    mask = BlockDiagonalMask.from_seqlens([100, 30, 70])
+    with served(monkeypatch), Recorded() as recorded:
+        plan(mask, backward=backward)
+    assert launched == ["transpose_kernel", "chunks_kernel", "begins_kernel", "order_kernel"]
+    assert set(recorded.names) <= WITHOUT_WORK
+
+
+def test_launches_for_documents_with_numbers(launched: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = BlockDiagonalMask.from_position_ids(torch.arange(90) % 31)
+    with served(monkeypatch), Recorded() as recorded:
+        plan(mask, backward=True, pack_invariant=True)
+    assert len(launched) == 4
+    work = [name for name in recorded.names if name not in WITHOUT_WORK]
+    assert len(work) <= 6, work  # the numbers, and those of the keys
+
+
+def test_equal_cuts_share_a_table() -> None:
+    mask = BlockDiagonalMask.from_seqlens([30, 4])
+    first, other, again = tile_tables(mask, Cut(16, 8), Cut(8), Cut(16, 8))
+    assert first is again
+    assert first is not other
+
+
+def test_tables_hold_more_tiles_than_a_program_compares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every entry is written, also those behind the tiles."""
+    mask = BlockDiagonalMask.from_seqlens([1] * 90, [2] * 90)
+    with served(monkeypatch):
+        (table,) = tile_tables(mask, Cut(1, 1), whole_documents=True)
+    assert table.shape == (capacity(mask, Cut(1), True), 3)
+    assert table.tolist() == [[row, row + 1, 1] for row in range(90)]
+
+
+def unused(table: Tensor) -> Tensor:
+    return table[table[:, 0] == table[:, 1]]
+
+
+def test_unused_entries_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    mask = BlockDiagonalMask.from_seqlens([3] * 50)
+    with served(monkeypatch):
+        (table,) = tile_tables(mask, Cut(16, 16))
+    assert len(unused(table)) > 10
+    assert torch.equal(unused(table), table[-len(unused(table)) :])
+    assert torch.equal(unused(table), torch.tensor([150, 150, 0]).expand(len(unused(table)), 3))

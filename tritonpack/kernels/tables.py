@@ -1,0 +1,403 @@
+"""The kernels that build tile tables: `tile_tables` of tritonpack/backends/tile_table.py computes the same in torch.
+
+Three launches build the tables of all kernels of a call. The rows are cut into chunks, one for each program. The first
+launch finds the tiles that begin in each chunk, as far as the chunk's own rows tell. The second one knows from these
+numbers where the tiles of a chunk lie in the table, and stores their first rows. The third one orders the tiles.
+
+Legend: a cut says how a kernel cuts the queries or the keys into tiles; the second axis of every grid holds the cuts,
+and tuples hold a number for each cut. A stretch holds one long document, or the shorter ones between two long ones.
+Its first row begins a tile. `stride` is the room of a cut's tiles. No length is a compile-time constant.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tritonpack.kernels.intervals import larger, smaller
+
+WINDOW = 1024  # rows that a program reads: those of its chunk, and as many on both sides as decide what is long
+SUMMARIES = 128  # chunks whose numbers are added at once
+TILES = 64  # tiles that a program orders
+OTHERS = 64  # tiles that they are compared with at once
+STEP = 16  # rows or keys of each tile that are read at once
+WARPS = 8
+
+
+class Bounds(NamedTuple):
+    """The bounds of a mask and of its transpose, with the numbers of the documents where they decide, and both lengths.
+
+    `queries` (num_queries,) and `keys` (num_keys,) are these numbers, int32, or both None. `tree` says whether a row
+    that doesn't see the key of the row above begins a document.
+    """
+
+    key_start: Tensor
+    key_stop: Tensor
+    query_start: Tensor
+    query_stop: Tensor
+    queries: Tensor | None
+    keys: Tensor | None
+    tree: bool
+
+
+@triton.jit
+def pick(values, number):
+    """The entry of a tuple at a number that is known at run time."""
+    value = values[0]
+    for i in tl.static_range(1, len(values)):
+        value = tl.where(number == i, values[i], value)
+    return value
+
+
+@triton.jit
+def pick_side(of_keys, key_start_ptr, key_stop_ptr, query_start_ptr, query_stop_ptr, num_queries, num_keys):
+    """The bounds of the side that is cut, those of the other side, and the lengths of both."""
+    start_ptr, stop_ptr, other_start_ptr, other_stop_ptr = key_start_ptr, key_stop_ptr, query_start_ptr, query_stop_ptr
+    total, columns = num_queries, num_keys
+    if of_keys:
+        start_ptr, stop_ptr = query_start_ptr, query_stop_ptr
+        other_start_ptr, other_stop_ptr = key_start_ptr, key_stop_ptr
+        total, columns = num_keys, num_queries
+    return start_ptr, stop_ptr, other_start_ptr, other_stop_ptr, total, columns
+
+
+@triton.jit
+def load_begins(start_ptr, stop_ptr, other_stop_ptr, document_ptr, offs, total, TREE: tl.constexpr):
+    """Whether a document begins at rows `offs`: `document_begins` of backends/tile_table.py."""
+    inside = (offs >= 0) & (offs < total)
+    above = inside & (offs > 0)
+    start = tl.load(start_ptr + offs, mask=inside, other=0)
+    stop = tl.load(stop_ptr + offs, mask=inside, other=0)
+    start_above = tl.load(start_ptr + offs - 1, mask=above, other=0)
+    stop_above = tl.load(stop_ptr + offs - 1, mask=above, other=0)
+    live = start < stop
+    live_above = start_above < stop_above
+    if document_ptr is None:
+        differs = start >= stop_above
+        if TREE:
+            differs = differs | (tl.load(other_stop_ptr + offs - 1, mask=above, other=0) <= offs)
+    else:
+        number = tl.load(document_ptr + offs, mask=inside, other=0)
+        differs = number != tl.load(document_ptr + offs - 1, mask=above, other=0)
+    return inside & ((offs == 0) | (live != live_above) | differs & (live | live_above))
+
+
+@triton.jit
+def load_chunk(
+    chunk,
+    long,
+    start_ptr,
+    stop_ptr,
+    other_stop_ptr,
+    document_ptr,
+    total,
+    TREE: tl.constexpr,
+    HALO: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """The rows around a chunk [WINDOW], which of them belong to it, and at which of these a stretch begins.
+
+    A document is long if no other one begins within `long` rows, so HALO rows on both sides of the chunk decide. HALO
+    is 0 if every document is a stretch.
+    """
+    CHUNK: tl.constexpr = WINDOW - 2 * HALO
+    offs = chunk * CHUNK - HALO + tl.arange(0, WINDOW)
+    own = (offs >= chunk * CHUNK) & (offs < tl.minimum(chunk * CHUNK + CHUNK, total))
+    begins = load_begins(start_ptr, stop_ptr, other_stop_ptr, document_ptr, offs, total, TREE)
+    if HALO > 0:
+        before = load_begins(start_ptr, stop_ptr, other_stop_ptr, document_ptr, offs - 1, total, TREE)
+        after = load_begins(start_ptr, stop_ptr, other_stop_ptr, document_ptr, offs + 1, total, TREE)
+        previous = tl.associative_scan(tl.where(before, offs - 1, -1), 0, larger)
+        following = tl.where(after | (offs + 1 == total), offs + 1, 2**31 - 1)
+        following = tl.associative_scan(following, 0, smaller, reverse=True)
+        begins = begins & ((following - offs >= long) | (offs - previous >= long) | (offs == 0))
+    return offs, own, begins & own
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_chunks"])
+def chunks_kernel(
+    key_start_ptr,
+    key_stop_ptr,
+    query_start_ptr,
+    query_stop_ptr,
+    queries_ptr,
+    keys_ptr,
+    chunks_ptr,
+    num_queries,
+    num_keys,
+    num_chunks,
+    ROWS: tl.constexpr,
+    LONG: tl.constexpr,
+    OF_KEYS: tl.constexpr,
+    TREE: tl.constexpr,
+    HALO: tl.constexpr,
+    WINDOW: tl.constexpr,
+):
+    """The chunks [cuts, 3, chunks]; grid (chunks, cuts).
+
+    Of each chunk the first row and the last row at which a stretch begins, 2**31 - 1 and -1 if there is none, and the
+    number of tiles that begin from this first row on.
+    """
+    chunk, cut = tl.program_id(0), tl.program_id(1)
+    of_keys, rows = pick(OF_KEYS, cut), pick(ROWS, cut)
+    start_ptr, stop_ptr, _, other_stop_ptr, total, _ = pick_side(
+        of_keys, key_start_ptr, key_stop_ptr, query_start_ptr, query_stop_ptr, num_queries, num_keys
+    )
+    document_ptr = None if queries_ptr is None else tl.where(of_keys, keys_ptr, queries_ptr)
+    offs, own, begins = load_chunk(
+        chunk, pick(LONG, cut), start_ptr, stop_ptr, other_stop_ptr, document_ptr, total, TREE, HALO, WINDOW
+    )
+    stretch = tl.associative_scan(tl.where(begins, offs, -1), 0, larger)
+    tiles = own & (stretch >= 0) & ((offs - stretch) % rows == 0)
+    chunk_ptr = chunks_ptr + 3 * cut * num_chunks + chunk
+    tl.store(chunk_ptr, tl.min(tl.where(begins, offs, 2**31 - 1), 0))
+    tl.store(chunk_ptr + num_chunks, tl.max(stretch, 0))
+    tl.store(chunk_ptr + 2 * num_chunks, tl.sum(tiles.to(tl.int32), 0))
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "num_chunks", "stride"])
+def begins_kernel(
+    key_start_ptr,
+    key_stop_ptr,
+    query_start_ptr,
+    query_stop_ptr,
+    queries_ptr,
+    keys_ptr,
+    chunks_ptr,
+    first_ptr,
+    number_ptr,
+    num_queries,
+    num_keys,
+    num_chunks,
+    stride,
+    ROWS: tl.constexpr,
+    LONG: tl.constexpr,
+    OF_KEYS: tl.constexpr,
+    TREE: tl.constexpr,
+    HALO: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SUMMARIES: tl.constexpr,
+):
+    """The first row of each tile in `first` [cuts, stride], then the number of rows; and `number` [cuts], of tiles.
+
+    Grid (chunks, cuts). A program adds up the tiles in the chunks before its own. These are the tiles that the chunk
+    counted, and those that begin before its first stretch, in the stretch that began in a chunk before.
+    """
+    CHUNK: tl.constexpr = WINDOW - 2 * HALO
+    chunk, cut = tl.program_id(0), tl.program_id(1)
+    of_keys, rows = pick(OF_KEYS, cut), pick(ROWS, cut)
+    start_ptr, stop_ptr, _, other_stop_ptr, total, _ = pick_side(
+        of_keys, key_start_ptr, key_stop_ptr, query_start_ptr, query_stop_ptr, num_queries, num_keys
+    )
+    document_ptr = None if queries_ptr is None else tl.where(of_keys, keys_ptr, queries_ptr)
+    if chunk * CHUNK >= total:
+        return
+    chunks_ptr += 3 * cut * num_chunks
+    current = -1  # the begin of the stretch that the chunk's first row continues
+    place = 0
+    for step in range(0, chunk, SUMMARIES):
+        others = step + tl.arange(0, SUMMARIES)
+        counted = others < chunk
+        last = tl.load(chunks_ptr + num_chunks + others - 1, mask=(others > 0) & (others <= chunk), other=-1)
+        stretch = tl.maximum(tl.associative_scan(last, 0, larger), current)
+        begin = others * CHUNK
+        end = tl.load(chunks_ptr + others, mask=counted, other=0)
+        end = tl.minimum(end, begin + CHUNK)
+        tiles = tl.load(chunks_ptr + 2 * num_chunks + others, mask=counted, other=0)
+        tiles += tl.where(counted, tl.cdiv(end - stretch, rows) - tl.cdiv(begin - stretch, rows), 0)
+        place += tl.sum(tiles, 0)
+        last = tl.load(chunks_ptr + num_chunks + others, mask=counted, other=-1)
+        current = tl.maximum(current, tl.max(last, 0))
+
+    offs, own, begins = load_chunk(
+        chunk, pick(LONG, cut), start_ptr, stop_ptr, other_stop_ptr, document_ptr, total, TREE, HALO, WINDOW
+    )
+    stretch = tl.maximum(tl.associative_scan(tl.where(begins, offs, -1), 0, larger), current)
+    tiles = own & ((offs - stretch) % rows == 0)
+    ordinal = place + tl.cumsum(tiles.to(tl.int32), 0)
+    number = tl.max(ordinal, 0)
+    first_ptr += cut * stride.to(tl.int64)
+    tl.store(first_ptr + ordinal - 1, offs, mask=tiles)
+    is_last = (chunk + 1) * CHUNK >= total
+    tl.store(first_ptr + number, total, mask=is_last)
+    tl.store(number_ptr + cut, number, mask=is_last)
+
+
+@triton.jit
+def load_tiles(first_ptr, tiles, number, total):
+    """The rows [first, end) of tiles; from `number` on both are the number of rows."""
+    first = tl.load(first_ptr + tiles, mask=tiles < number, other=total)
+    end = tl.load(first_ptr + tiles + 1, mask=tiles < number, other=total)
+    return first, end
+
+
+@triton.jit(do_not_specialize=["num_queries", "num_keys", "stride"])
+def order_kernel(
+    key_start_ptr,
+    key_stop_ptr,
+    query_start_ptr,
+    query_stop_ptr,
+    first_ptr,
+    number_ptr,
+    tables_ptr,
+    num_queries,
+    num_keys,
+    stride,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OF_KEYS: tl.constexpr,
+    TILES: tl.constexpr,
+    OTHERS: tl.constexpr,
+    STEP: tl.constexpr,
+):
+    """The tables [cuts, stride, 3]; grid (blocks of TILES, cuts).
+
+    A tile's place is the number of tiles with more keys, and of those before it with as many. All pairs of tiles are
+    compared: 4 million for 131,072 rows in tiles of 64.
+
+    A tile reads the keys from the first to the last that its rows see, and up to a block behind them. Bounds ascend, so
+    if any query sees one of the former, the tile's first or last row does or a row between them. Hence such a key is
+    unseen exactly if it lies between the intervals of two neighbours in the tile. The keys behind are looked up.
+    """
+    cut = tl.program_id(1)
+    rows, block = pick(ROWS, cut), pick(BLOCK, cut)
+    start_ptr, stop_ptr, other_start_ptr, other_stop_ptr, total, columns = pick_side(
+        pick(OF_KEYS, cut), key_start_ptr, key_stop_ptr, query_start_ptr, query_stop_ptr, num_queries, num_keys
+    )
+    first_ptr += cut * stride.to(tl.int64)
+    number = tl.load(number_ptr + cut)
+    tiles = tl.program_id(0) * TILES + tl.arange(0, TILES)
+    used = tiles < number
+    first, end = load_tiles(first_ptr, tiles, number, total)
+    start = tl.load(start_ptr + first, mask=used, other=0)
+    stop = tl.load(stop_ptr + end - 1, mask=used, other=0)
+    keys = stop - start
+
+    place = tl.zeros([TILES], dtype=tl.int32)
+    for step in range(0, tl.where(tl.program_id(0) * TILES < number, number, 0), OTHERS):
+        others = step + tl.arange(0, OTHERS)
+        other_first, other_end = load_tiles(first_ptr, others, number, total)
+        other_start = tl.load(start_ptr + other_first, mask=others < number, other=1)  # so that unused tiles have -1
+        other_keys = tl.load(stop_ptr + other_end - 1, mask=others < number, other=0) - other_start
+        more = other_keys[None, :] > keys[:, None]
+        more = more | (other_keys[None, :] == keys[:, None]) & (others[None, :] < tiles[:, None])
+        place += tl.sum(more.to(tl.int32), 1)
+    place = tl.where(used, place, tiles)
+
+    gaps = tl.zeros([TILES], dtype=tl.int32)
+    for step in range(1, tl.where(block > 0, rows, 0), STEP):
+        offs = first[:, None] + step + tl.arange(0, STEP)[None, :]
+        inside = offs < end[:, None]
+        begin = tl.load(start_ptr + offs, mask=inside, other=0)
+        before = tl.load(stop_ptr + offs - 1, mask=inside, other=0)
+        gaps += tl.sum((begin > before).to(tl.int32), 1)
+    limit = tl.minimum(start.to(tl.int64) + tl.cdiv(keys, tl.maximum(block, 1)).to(tl.int64) * block, columns)
+    for step in range(0, block, STEP):
+        offs = stop[:, None] + step + tl.arange(0, STEP)[None, :]
+        inside = offs < limit[:, None]
+        begin = tl.load(other_start_ptr + offs, mask=inside, other=0)
+        unseen = inside & (begin == tl.load(other_stop_ptr + offs, mask=inside, other=0))
+        gaps += tl.sum(unseen.to(tl.int32), 1)
+    exposed = (gaps > 0) | (block == 0)
+
+    entry = tables_ptr + 3 * (cut * stride.to(tl.int64) + place)
+    stored = tiles < stride
+    tl.store(entry, first, mask=stored)
+    tl.store(entry + 1, end, mask=stored)
+    tl.store(entry + 2, exposed.to(tl.int32), mask=stored)
+
+
+def first_rows(
+    bounds: Bounds,
+    rows: tuple[int, ...],
+    longs: tuple[int, ...],
+    of_keys: tuple[bool, ...],
+    stride: int,
+    *,
+    whole: bool,
+) -> tuple[Tensor, Tensor]:
+    """The first row of each tile and then the number of rows, (cuts, stride) int32, and (cuts,) int32, how many tiles.
+
+    Args:
+        bounds: of a mask with queries and keys.
+        rows, longs, of_keys: of each cut, as in `Cut` of tritonpack/backends/tile_table.py.
+        stride: more than each cut can have tiles.
+        whole: whether no tile may hold rows of two documents.
+    """
+    num_queries, num_keys = bounds.key_start.shape[0], bounds.query_start.shape[0]
+    halo = 0 if whole else max(longs)
+    window = max(WINDOW, triton.next_power_of_2(4 * halo))
+    num_chunks = triton.cdiv(max(num_keys if keys else num_queries for keys in of_keys), window - 2 * halo)
+    new_empty = bounds.key_start.new_empty
+    chunks, first, number = new_empty(len(rows), 3, num_chunks), new_empty(len(rows), stride), new_empty(len(rows))
+    arguments = {
+        "key_start_ptr": bounds.key_start,
+        "key_stop_ptr": bounds.key_stop,
+        "query_start_ptr": bounds.query_start,
+        "query_stop_ptr": bounds.query_stop,
+        "queries_ptr": bounds.queries,
+        "keys_ptr": bounds.keys,
+        "chunks_ptr": chunks,
+        "num_queries": num_queries,
+        "num_keys": num_keys,
+        "num_chunks": num_chunks,
+        "ROWS": rows,
+        "LONG": longs,
+        "OF_KEYS": of_keys,
+        "TREE": bounds.tree,
+        "HALO": halo,
+        "WINDOW": window,
+        "num_warps": WARPS,
+    }
+    with torch.cuda.device_of(first):
+        chunks_kernel[(num_chunks, len(rows))](**arguments)
+        begins_kernel[(num_chunks, len(rows))](
+            first_ptr=first, number_ptr=number, stride=stride, SUMMARIES=SUMMARIES, **arguments
+        )
+    return first, number
+
+
+def tables_of_intervals(
+    bounds: Bounds,
+    rows: tuple[int, ...],
+    longs: tuple[int, ...],
+    blocks: tuple[int, ...],
+    of_keys: tuple[bool, ...],
+    capacities: list[int],
+    *,
+    whole: bool,
+) -> list[Tensor]:
+    """The tile table of each cut, (capacity, 3) int32.
+
+    Args:
+        bounds: of a mask without trees that has queries and keys.
+        rows, longs, blocks, of_keys: of each cut, as in `Cut` of tritonpack/backends/tile_table.py; 0 for no block.
+        capacities: a bound of the number of tiles of each cut.
+        whole: whether no tile may hold rows of two documents.
+    """
+    stride = triton.cdiv(max(capacities) + 1, 16) * 16  # so that tables begin at multiples of 16 bytes
+    first, number = first_rows(bounds, rows, longs, of_keys, stride, whole=whole)
+    tables = first.new_empty(len(rows), stride, 3)
+    with torch.cuda.device_of(first):
+        order_kernel[(triton.cdiv(stride, TILES), len(rows))](
+            key_start_ptr=bounds.key_start,
+            key_stop_ptr=bounds.key_stop,
+            query_start_ptr=bounds.query_start,
+            query_stop_ptr=bounds.query_stop,
+            first_ptr=first,
+            number_ptr=number,
+            tables_ptr=tables,
+            num_queries=bounds.key_start.shape[0],
+            num_keys=bounds.query_start.shape[0],
+            stride=stride,
+            ROWS=rows,
+            BLOCK=blocks,
+            OF_KEYS=of_keys,
+            TILES=TILES,
+            OTHERS=OTHERS,
+            STEP=STEP,
+            num_warps=WARPS,
+        )
+    return [table[:capacity] for table, capacity in zip(tables, capacities, strict=True)]
