@@ -93,6 +93,7 @@ def test_forests(parents: tuple[int, ...], reach: dict[str, Any], blocks: tuple[
     assert_same(lambda: BlockDiagonalMask.from_tree(parents, **reach), blocks)
 
 
+@pytest.mark.slow
 @settings(max_examples=6)
 @given(st.lists(forests(), min_size=2, max_size=3), st.sampled_from(REACHES), st.sampled_from(BLOCKS), st.data())
 def test_rows(rows: list[tuple[int, ...]], reach: dict[str, Any], blocks: tuple[int, int], data: st.DataObject) -> None:
@@ -172,6 +173,7 @@ def test_ends_are_checked(name: str, blocks: tuple[int, int]) -> None:
         BlockDiagonalMask.from_tree_ends(torch.tensor(BAD_ENDS[name]))
 
 
+@pytest.mark.slow
 @settings(max_examples=15)
 @given(forests(), st.sampled_from(["parents", "ends"]), st.data())
 def test_what_torch_refuses(parents: tuple[int, ...], kind: str, data: st.DataObject) -> None:

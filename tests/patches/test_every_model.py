@@ -202,6 +202,19 @@ def state(model: nn.Module) -> dict[str, Any]:
 
 
 @every_exact_type
+@pytest.mark.sampled(
+    "bert",
+    "bloom",
+    "gemma3n",
+    "gpt2",
+    "gpt_oss",
+    "llama",
+    "mamba2",
+    "mixtral",
+    "qwen3_next",
+    "roformer",
+    "xlnet-causal",
+)
 def test_unpatching_copies_and_pickles(name: str) -> None:
     model = build(name)
     before, documents = state(model), zoo.documents(sweep.LENGTHS)

@@ -30,21 +30,15 @@ ENCODERS = (
     "T5ForTokenClassification", "UMT5EncoderModel", "UMT5ForTokenClassification",
 )  # fmt: skip
 
+FEW = ("bart", "bigbird_pegasus", "encoder-decoder", "m2m_100", "mvp", "seamless_m4t_v2", "switch_transformers", "t5")
+
 every_type = pytest.mark.parametrize("name", EXACT)
-
-
-@every_type
-@pytest.mark.sampled(
-    "bart",
-    "bigbird_pegasus",
-    "encoder-decoder",
-    "m2m_100",
-    "mvp",
-    "seamless_m4t_v2",
-    "switch_transformers",
-    "t5",
-    "t5gemma",
+mostly_slow = pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in EXACT]
 )
+
+
+@mostly_slow
 def test_packed_equals_alone(name: str) -> None:
     model, documents = tiny_pair_model(name), targets()
     subject = pairs_subject(model)
@@ -109,7 +103,7 @@ def test_labels_that_are_ignored_and_padding(name: str) -> None:
     assert relative(got[None], expected) < tolerance(model.dtype)
 
 
-@every_type
+@mostly_slow
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_with_transformers_own_attention(name: str, attention: str) -> None:
     model, documents = tiny_pair_model(name), targets()
@@ -125,7 +119,7 @@ def test_with_transformers_own_attention(name: str, attention: str) -> None:
             assert (found.verdict, found.reason) == ("exact", ""), form
 
 
-@every_type
+@mostly_slow
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_gradient_checkpointing(name: str, reentrant: bool) -> None:
     model, documents = without_dropout(tiny_pair_model(name)), targets()

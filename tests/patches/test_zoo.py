@@ -42,7 +42,7 @@ def run(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return zoo.logits(model, model(**zoo.call(model, ids)))
 
 
-@pytest.mark.parametrize("name", [*BUILT, *zoo.VARIANTS])
+@pytest.mark.parametrize("name", [*BUILT, *(pytest.param(name, marks=pytest.mark.slow) for name in zoo.VARIANTS)])
 def test_tokens_change_the_outputs_of_later_tokens(name: str) -> None:
     model = zoo.tiny_model(name)
     ids = zoo.documents((20,))[0]
