@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -29,7 +30,8 @@ from tritonpack.patches.model_forward import ModelForward
 from tritonpack.patches.packed_batch import Serving
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parts import InstanceForward, ModuleRef, Part, PreHook, Running
-from tritonpack.patches.report import holds, make_report
+from tritonpack.patches.report import Report, holds, make_report
+from tritonpack.patches.rope import rope_limits
 from tritonpack.patches.tokens import text_config
 from tritonpack.patches.unpacking.always_unpacked import AlwaysUnpacked
 from tritonpack.patches.unpacking.unpacking_forward import UnpackingForward
@@ -110,11 +112,15 @@ class AppliedPatch:
         self.context = PackingContext()
         self.hooks: list[PackingHook] = []
         self.heads: list[ModelForward] = []
-        self.compaction = Compaction(asked.share_prefixes) if asked.unpad or asked.share_prefixes else None
+        self.report: Report
+        self.compaction = _compaction(modules, asked) if asked.unpad or asked.share_prefixes else None
         if layout == "packed":
             names, forwards = self._pack(model, modules, asked)
         else:
             names, forwards = self._unpack(model, modules, layout)
+        if self.compaction is not None:
+            twice = ("the second copy of a common beginning",) if asked.share_prefixes else ()
+            self.report = replace(self.report, saves=("padding", *twice))
         guarded = {id(one.module): one.module for one in forwards if isinstance(one.module, PreTrainedModel)}
         guards = [Guard(module, self) for module in guarded.values()]
         generating = [module for module in model.modules() if hasattr(type(module), ENTRY)] if self.hooks else []
@@ -233,6 +239,11 @@ class AppliedPatch:
                 other.apply()
             else:
                 other._resume_below()
+
+
+def _compaction(modules: list[PreTrainedModel], asked: Options) -> Compaction:
+    limits = [limit for module in modules for _, limit in rope_limits(text_config(module.config))]
+    return Compaction(asked.share_prefixes, min(limits, default=None))
 
 
 def applied_to(model: nn.Module) -> list[AppliedPatch]:

@@ -25,6 +25,9 @@ from tritonpack.patches.unpacking.names import OF_OTHERS
 ORDINARY = ("encoder_hidden_states", "labels")
 
 
+# A tree with more of the tokens than this costs more than it saves: nearly all sequences begin with the same token.
+WORTHWHILE = 0.95
+
 LOCK = threading.Lock()  # of all counts: threads may share a model
 
 
@@ -55,11 +58,12 @@ class Compaction:
 
     Attributes:
         share_prefixes: whether tokens of common beginnings run once.
+        longest: the longest row that isn't left as it is, because longer ones change rotary embeddings; None for any.
         saved: the count of tokens.
     """
 
-    def __init__(self, share_prefixes: bool) -> None:
-        self.share_prefixes = share_prefixes
+    def __init__(self, share_prefixes: bool, longest: int | None = None) -> None:
+        self.share_prefixes, self.longest = share_prefixes, longest
         self.saved = Saved()
 
     def __call__(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> PackedBatch:
@@ -100,6 +104,8 @@ class Compaction:
         tokens = packed_batch.tokens
         if packed_batch.cached or packed_batch.shared or packed_batch.tree_ends is not None:
             return None
+        if self.longest is not None and tokens[1] > self.longest:
+            return None
         if packed_batch.shape != tokens or not _fits(tokens, arguments):
             return None
         starts, live = packed_batch.runs()
@@ -131,10 +137,10 @@ def _shared(
     slack = np.arange(nodes, nodes + len(padding))
     kept, copied = np.concatenate([real, padding]), np.concatenate([tree.places, slack])
     source = np.concatenate([real[tree.sources], padding])
-    if nodes == len(real):  # nothing is shared
+    if nodes > WORTHWHILE * len(real):
         source = kept = np.sort(kept)
     on_device = [torch.from_numpy(x).to(starts.device, non_blocking=True) for x in (source, kept, copied)]
-    if nodes < len(real):
+    if nodes <= WORTHWHILE * len(real):
         return Placement(tokens, *on_device), torch.from_numpy(np.concatenate([tree.ends, slack]))[None]
     return None if len(kept) in (0, tokens.numel()) else (Placement(tokens, *on_device[:2]), None)
 

@@ -129,8 +129,9 @@ class PackingHook(PreHook):
             for head in self.heads:
                 head.require_in_place(arguments)
         packed_batch = self.read(arguments)
-        if arguments.pop(TREE, None) is not None and self.require_trees is not None:
-            self._require_trees(self.require_trees)
+        arguments.pop(TREE, None)
+        if packed_batch is not None and packed_batch.tree_ends is not None and packed_batch.placement is None:
+            self._take_tree(arguments)
         if packed_batch is not None and self.compaction is not None and self.outermost:
             packed_batch = self.compaction(packed_batch, arguments)
             if packed_batch.placement is not None and (self.takes_any or "use_cache" in self.names):
@@ -180,13 +181,22 @@ class PackingHook(PreHook):
         packed_batch = packed_batch.replace(cached=any(arguments.get(name) is not None for name in CACHES))
         return self._without_padding(packed_batch, arguments)
 
-    def _require_trees(self, require_trees: Callable[[nn.Module], None]) -> None:
+    def _take_tree(self, arguments: dict[str, Any]) -> None:
+        """Check a call with `tree_ends`. It leaves no cache, which would belong to no sequence."""
+        if arguments.get("use_cache"):
+            raise ValueError(
+                "a row that is a tree leaves no cache that a sequence could continue. Leave use_cache out."
+            )
+        if self.takes_any or "use_cache" in self.names:
+            arguments["use_cache"] = False
+        if self.require_trees is None or not self.outermost:
+            return
         if torch.compiler.is_compiling():
             raise ValueError(
                 "the first call with tree_ends tries whether this model is exact in trees, which a graph can't. Call "
                 "the model once before torch.compile, or patch it with share_prefixes=True."
             )
-        require_trees(self.heads[0].module)
+        self.require_trees(self.heads[0].module)
         self.require_trees = None
 
     def _without_padding(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> PackedBatch:
@@ -226,6 +236,10 @@ class PackingHook(PreHook):
             wanting = True  # the user passed no positions: a head counted them along the row
         if wanting and self.gives_positions and not packed_batch.cached and packed_batch.tells_documents:
             arguments["position_ids"] = self.positions(packed_batch, arguments.get("input_ids"))
+        elif (
+            wanting and self.gives_positions and self.padding_place is None and packed_batch.attention_mask is not None
+        ):
+            arguments["position_ids"] = packed_batch.continued_positions()
         if self.mixes:
             if self.outermost:
                 packed_batch = packed_batch.replace(by_document=self._runs_by_document(packed_batch, arguments))

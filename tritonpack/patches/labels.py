@@ -23,6 +23,19 @@ KEY_LOST = "first-label-lost"
 OWN_LABELS = ("ForMaskedLM", "ForTokenClassification")
 
 
+def require_targets_of_trees(model: PreTrainedModel, arguments: Mapping[str, Any], packed_batch: PackedBatch) -> None:
+    """Refuse labels along a row that is a tree, for a loss that shifts them: the next token may be of another branch.
+
+    Raises:
+        ValueError: labels without `shift_labels`.
+    """
+    if packed_batch.tree_ends is not None and arguments.get("labels") is not None and shifts_labels(model, arguments):
+        raise ValueError(
+            "labels along a row that is a tree would be predicted from tokens of other branches. Pass logits_to_keep, "
+            "shift_labels and labels as tritonpack.pack_tree(...).inputs() gives them."
+        )
+
+
 def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], packed_batch: PackedBatch) -> None:
     """Warn once if a loss that shifts labels gets an unmasked first label of a document, and once if a loss that does
     not shift labels gets all labels but the first ones.

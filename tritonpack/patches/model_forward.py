@@ -17,7 +17,7 @@ from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.call_arguments import PACKING, TREE, is_paged, refuse_unmade_masks, tokens_of
 from tritonpack.patches.foreign_modules import foreign_modules, kept_apart
 from tritonpack.patches.hooks import PackingHook
-from tritonpack.patches.labels import warn_of_first_labels
+from tritonpack.patches.labels import require_targets_of_trees, warn_of_first_labels
 from tritonpack.patches.layers.image_positions import leave_positions_to
 from tritonpack.patches.near_misses import refuse_near_misses
 from tritonpack.patches.packed_batch import PackedBatch
@@ -86,6 +86,10 @@ class ModelForward(UnpackingForward):
             return self.run(arguments)
         refuse_near_misses(arguments, self.known, self.name)
         refuse_unmade_masks(arguments)
+        if arguments.get("output_attentions") and self.hook.serving.attention == "tritonpack":
+            raise UnsupportedModelError(
+                "output_attentions=True: tritonpack's attention has no weights; unpatch the model."
+            )
         if torch.compiler.is_compiling():
             return self.with_names(arguments)
         try:
@@ -113,6 +117,7 @@ class ModelForward(UnpackingForward):
             return self.run_by_document({"": documents}, arguments)
         outermost = self.context.state.told is None
         if outermost:
+            require_targets_of_trees(self.module, arguments, packed_batch)
             warn_of_first_labels(self.module, arguments, packed_batch)
         arguments = self._pass_on(packed_batch, arguments)
         first = (outermost or packed_batch.placement is not None) and self._is_first(packed_batch)

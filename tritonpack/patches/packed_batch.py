@@ -325,6 +325,14 @@ class PackedBatch(TensorLike):
         rows = self._rows(0)
         return rows - torch.where(starts, rows, 0).cummax(1).values
 
+    def continued_positions(self) -> Tensor:
+        """(B, T) int64, each token's place in its document, where the mask may cover tokens of a cache, too."""
+        assert self.attention_mask is not None
+        if self.shape == self.tokens:
+            return self.positions()
+        places = torch.arange(self.shape[1], device=self.device) - first_tokens(self.attention_mask)[:, None]
+        return places[:, -self.tokens[1] :].clamp(min=0)
+
     def lengths(self) -> tuple[Tensor, Tensor]:
         """Where documents begin in the flattened rows, and their lengths, both on the host. Waits for the device.
 

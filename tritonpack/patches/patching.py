@@ -8,7 +8,7 @@ from typing import Literal
 from torch import nn
 
 from tritonpack.backends import BACKENDS, Backend
-from tritonpack.checks import check_choice
+from tritonpack.checks import check_choice, check_flag
 from tritonpack.patches.applied_patch import AppliedPatch, Options, applied_to, to_the_end
 from tritonpack.patches.by_name import register
 from tritonpack.patches.choose_layout import choose_layout
@@ -74,7 +74,7 @@ def patch(
     or, after an exception or an interrupt, not at all.
 
     A patched model may be patched again, also by another thread: it stays patched until every handle is unpatched. If a
-    later patch has another attention or backend, that one is in force until it is unpatched.
+    later patch has other options, these are in force until it is unpatched.
 
     A class that the tests show to be exact with the installed version of transformers is patched at once. Of any other
     class a small random copy is tried first, in float32 on the CPU: each packed document must give the same results as
@@ -108,7 +108,7 @@ def patch(
     check_choice(backend, BACKENDS, "backend")
     _require_model(model)
     register()
-    asked = Options(attention, backend, bool(unpad), bool(share_prefixes))
+    asked = Options(attention, backend, check_flag(unpad, "unpad"), check_flag(share_prefixes, "share_prefixes"))
     if attention != "tritonpack" and (unpad or share_prefixes):
         raise ValueError(
             f"unpad and share_prefixes put all tokens of a batch into one row, and attention={attention!r} computes "

@@ -30,6 +30,7 @@ class Report:
         positions: names of the tables of absolute positions that count in each document.
         left: names of the parts of the model that stay unchanged, such as a vision tower.
         replaced: the attention implementation that the model had before.
+        saves: what of a padded batch isn't computed, as `unpad` and `share_prefixes` ask for; empty without them.
     """
 
     model_type: str
@@ -42,6 +43,7 @@ class Report:
     positions: tuple[str, ...]
     left: tuple[str, ...]
     replaced: str | None
+    saves: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         kinds = sorted({window for window in self.windows if window is not None})
@@ -52,6 +54,7 @@ class Report:
             ("run document by document", self.by_document),
             ("positions counted per document", self.positions),
             ("left alone", self.left),
+            ("not computed", self.saves),
         ):
             if names:
                 lines.append(f"  {what}: {', '.join(names[:6])}{', ...' if len(names) > 6 else ''}")
