@@ -24,7 +24,6 @@ from tritonpack.patches.unpacking.names import OF_OTHERS
 # Arguments with which a call stays as it is: keys of an encoder, and labels of a module that computes its own loss.
 ORDINARY = ("encoder_hidden_states", "labels")
 
-
 # A tree with more of the tokens than this costs more than it saves: nearly all sequences begin with the same token.
 WORTHWHILE = 0.95
 
@@ -156,7 +155,8 @@ def _channels(packed_batch: PackedBatch, arguments: dict[str, Any]) -> list[Tens
             continue
         if value.is_floating_point() or OF_OTHERS.fullmatch(name):
             return []
-        rows = value if value.shape[:2] not in _shapes(packed_batch.tokens) else value[None]
+        several = value.shape[:2] not in _shapes(packed_batch.tokens)  # positions of n kinds, (n, B, T)
+        rows = value if several else value.reshape(*value.shape[:2], -1).unbind(-1)
         found += [one.expand(packed_batch.tokens) for one in rows]
     return found
 
