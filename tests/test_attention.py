@@ -22,7 +22,9 @@ from tritonpack.testing.tolerance import ROW_OUTPUTS, run, run_plain
 NAN, INF = float("nan"), float("inf")
 
 DTYPES = pytest.mark.parametrize(
-    "dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=["bf16", "fp16", "fp32", "fp64"]
+    "dtype",
+    [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow), torch.float32, torch.float64],
+    ids=["bf16", "fp16", "fp32", "fp64"],
 )
 
 

@@ -8,6 +8,7 @@ import copy
 import functools
 import io
 import pickle
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -48,6 +49,25 @@ GENERATE_DIFFERS = {"gpt_neo", "xlm", "minimax", "git"}
 BUILT = [name for name in zoo.MODEL_TYPES if name not in zoo.UNBUILT]
 EXACT = [name for name in BUILT if name not in REFUSED and name not in OWN_ROWS]
 
+# Types that differ most from each other. The others run in `make test-slow`.
+FEW = {
+    "bart", "beam", "bert", "big_bird", "biogpt", "blenderbot", "bloom", "codegen", "cohere2", "ctrl", "dbrx",
+    "deepseek_v3", "doge", "electra", "falcon", "falcon_h1", "fuyu", "gemma2", "gemma3_text", "gemma3n_text",
+    "gemma4_text", "git", "glm4", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj",
+    "granitemoehybrid", "helium", "jamba", "jetmoe", "kimi_linear", "lfm2", "llama", "llama4_text", "mamba2",
+    "minimax", "mistral", "mixtral", "mllama", "modernbert-decoder", "mpt", "musicgen", "nemotron_h", "olmo2",
+    "openai-gpt", "opt", "phi3", "phimoe", "qwen2", "qwen3_5_text", "qwen3_next", "recurrent_gemma", "roberta",
+    "roformer", "rwkv", "stablelm", "trocr", "whisper", "xglm", "xlm", "xlnet", "zamba2",
+    *REFUSED, *OWN_ROWS,
+}  # fmt: skip
+
+
+def mostly_slow(names: Iterable[str]) -> pytest.MarkDecorator:
+    """The parameter `name`; names outside of `FEW` are slow."""
+    slow = pytest.mark.slow
+    return pytest.mark.parametrize("name", [n if n in FEW else pytest.param(n, marks=slow) for n in names])
+
+
 every_exact_type = pytest.mark.parametrize("name", EXACT)
 
 
@@ -61,7 +81,7 @@ def test_number_of_model_types() -> None:
     assert {*REFUSED, *OWN_ROWS} <= {*BUILT, *zoo.VARIANTS}
 
 
-@pytest.mark.parametrize("name", [*BUILT, *(pytest.param(name, marks=pytest.mark.slow) for name in zoo.VARIANTS)])
+@mostly_slow([*BUILT, *zoo.VARIANTS])
 def test_packed_equals_alone_or_is_refused(name: str) -> None:
     forms = [form for form in sweep.FORMS if form not in STOCK_FAILS.get(name, ())]
     row = sweep.run(name, forms=forms, gradients=[form for form in forms if form not in SAID_AGAIN])
@@ -85,7 +105,7 @@ def test_documents_get_rows_of_their_own(name: str) -> None:
     assert float((got - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
-@every_exact_type
+@mostly_slow(EXACT)
 def test_one_document_in_a_row_equals_alone(name: str) -> None:
     """A sampler may fill a row with one long document. In every form it gives what it gives alone."""
     model = build(name)

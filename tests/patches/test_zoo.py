@@ -11,6 +11,7 @@ from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedModel
 
 import tritonpack
 from tests.patches import sweep, zoo
+from tests.patches.test_every_model import mostly_slow
 
 BUILT = [name for name in zoo.MODEL_TYPES if name not in zoo.UNBUILT]
 
@@ -42,7 +43,7 @@ def run(model: PreTrainedModel, ids: Tensor) -> Tensor:
     return zoo.logits(model, model(**zoo.call(model, ids)))
 
 
-@pytest.mark.parametrize("name", [*BUILT, *(pytest.param(name, marks=pytest.mark.slow) for name in zoo.VARIANTS)])
+@mostly_slow([*BUILT, *zoo.VARIANTS])
 def test_tokens_change_the_outputs_of_later_tokens(name: str) -> None:
     model = zoo.tiny_model(name)
     ids = zoo.documents((20,))[0]
