@@ -12,7 +12,7 @@ help:
 	@echo "make demo       train three ways (padded, naive, packed), compare, draw a picture: demo-out/demo.png"
 	@echo "make quick      a fast part of the tests: the first case of each fast test, in one minute"
 	@echo "make test       the tests that need no GPU, without the slow ones"
-	@echo "make test-slow  the slow tests: kernels compiled for every architecture, every model type once more"
+	@echo "make test-slow  the slow tests: kernels compiled for every architecture, every model type"
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       the site, guides and reference, into site/; warnings are errors"
 	@echo "make bench      the compile report: registers, spills, shared memory of every shipped kernel"
