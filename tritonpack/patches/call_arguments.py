@@ -33,6 +33,9 @@ TARGET = {
 # The arguments that pass a cache.
 CACHES = ("past_key_values", "cache_params", "state", "cache", "mems")
 
+# Set on a cache whose first tokens had positions that a patch counted in each document, not the model along the row.
+COUNTED = "tritonpack_counted"
+
 # The argument by which the hook of a patched module passes the packing to the module's forward. It travels in the call,
 # because other threads may call the module at the same time.
 HANDED = "tritonpack_packing"

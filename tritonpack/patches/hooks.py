@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from tritonpack.checks import require
 from tritonpack.patches.attention_names import AttentionName
-from tritonpack.patches.call_arguments import CACHES, HANDED, TREE, in_form, is_paged, tokens_of
+from tritonpack.patches.call_arguments import CACHES, COUNTED, HANDED, TREE, in_form, is_paged, tokens_of
 from tritonpack.patches.checkpoints import Checkpoints
 from tritonpack.patches.compaction import Compaction
 from tritonpack.patches.cross_attention import meet
@@ -236,9 +236,9 @@ class PackingHook(PreHook):
             wanting = True  # the user passed no positions: a head counted them along the row
         if wanting and self.gives_positions and not packed_batch.cached and packed_batch.tells_documents:
             arguments["position_ids"] = self.positions(packed_batch, arguments.get("input_ids"))
-        elif (
-            wanting and self.gives_positions and self.padding_place is None and packed_batch.attention_mask is not None
-        ):
+            packed_batch.counted = True
+        counted = getattr(arguments.get("past_key_values"), COUNTED, False)
+        if wanting and self.gives_positions and counted and packed_batch.attention_mask is not None:
             arguments["position_ids"] = packed_batch.continued_positions()
         if self.mixes:
             if self.outermost:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.call_arguments import PACKING, TREE, is_paged, refuse_unmade_masks, tokens_of
+from tritonpack.patches.call_arguments import COUNTED, PACKING, TREE, is_paged, refuse_unmade_masks, tokens_of
 from tritonpack.patches.foreign_modules import foreign_modules, kept_apart
 from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.labels import require_targets_of_trees, warn_of_first_labels
@@ -129,6 +129,8 @@ class ModelForward(UnpackingForward):
             if outermost:
                 self._explain(error, arguments, packed_batch)
             raise
+        if packed_batch.counted and isinstance(output, dict) and output.get("past_key_values") is not None:
+            setattr(output["past_key_values"], COUNTED, True)
         if first:
             self.seen = True
         if outermost and not packed_batch.shared and not packed_batch.cached:

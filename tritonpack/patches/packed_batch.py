@@ -155,10 +155,11 @@ class PackedBatch(TensorLike):
             hold trees; else None. It may lie in host memory, where masks of trees are made in less time.
         placement: where the tokens of the user's rows lie in this one row, if it was made of them; else None.
         shared: whether it is one rank's part of a batch.
+        counted: whether the patch counted the positions of the call.
         on_use: called when attention uses one of its masks in a model's first call.
     """
 
-    shared = False
+    shared = counted = False
 
     arguments: tuple[str, ...] = (
         "attention_mask", "position_ids", "boundaries", "tokens", "device",
