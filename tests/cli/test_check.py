@@ -110,6 +110,7 @@ def test_model_that_fails_with_a_cache_is_called_without(tmp_path, capsys):
     assert "each document in a row of its own" in output
 
 
+@pytest.mark.heavy
 def test_refused_model_exits_with_1(tmp_path, capsys):
     config_of("prophetnet").save_pretrained(tmp_path)
     assert run("check", tmp_path) == 1

@@ -110,6 +110,7 @@ def test_the_loss_and_gradients_of_padded_training(family: str, first: str) -> N
     assert abs(float(again[0] - expected[0])) < 4 * eps * float(expected[0])
 
 
+@pytest.mark.slow
 @pytest.mark.interpreter
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_trainer_with_liger(tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # the compiler's; of renamed options
 @pytest.mark.parametrize(
     "way", [pytest.param(way, marks=[pytest.mark.slow] if way == "compiled" else []) for way in WAYS]
@@ -93,6 +94,7 @@ def test_checkpointed_and_compiled(way: str, padded: Padded, tmp_path: Path) -> 
     assert distance(expected, trained(make_trainer(model, PACKERS["ours"](), tmp_path, **WAYS[way]))) < EXACT
 
 
+@pytest.mark.heavy
 def test_attention_by_name(padded: Padded, tmp_path: Path) -> None:
     """A model that was loaded with our attention and not patched."""
     expected = padded("mistral")

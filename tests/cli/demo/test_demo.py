@@ -100,6 +100,7 @@ def test_run_has_losses_of_steps_and_of_held_out_documents(corpus, settings):
     assert run.validation_loss == pytest.approx(together, rel=100 * torch.finfo(torch.float32).eps)
 
 
+@pytest.mark.heavy
 def test_exception_in_a_process_ends_the_training(corpus, settings, imported_once):
     with pytest.raises(RuntimeError, match="empty"):
         train_in_turns([[]], corpus.validation, settings)
