@@ -36,26 +36,20 @@ def tokenizer() -> Any:
     return made
 
 
-def dpo(folder: Path, **more: Any) -> Any:
-    config = trl.DPOConfig(**arguments(folder, per_device_train_batch_size=2, gradient_checkpointing=False, **more))
-    return trl.DPOTrainer(
-        tiny_model("llama"),
-        tiny_model("llama", initializer_range=0.1),
-        args=config,
-        train_dataset=datasets.Dataset.from_list(PAIRS),
-        processing_class=tokenizer(),
-    )
+def with_reference(kind: str, examples: list[dict[str, Any]], size: int) -> Callable[[Path], Any]:
+    """A trainer that compares the model with another one."""
 
+    def make(folder: Path) -> Any:
+        options = arguments(folder, per_device_train_batch_size=size, gradient_checkpointing=False)
+        return getattr(trl, f"{kind}Trainer")(
+            tiny_model("llama"),
+            tiny_model("llama", initializer_range=0.1),
+            args=getattr(trl, f"{kind}Config")(**options),
+            train_dataset=datasets.Dataset.from_list(examples),
+            processing_class=tokenizer(),
+        )
 
-def kto(folder: Path) -> Any:
-    config = trl.KTOConfig(**arguments(folder, per_device_train_batch_size=4, gradient_checkpointing=False))
-    return trl.KTOTrainer(
-        tiny_model("llama"),
-        tiny_model("llama", initializer_range=0.1),
-        args=config,
-        train_dataset=datasets.Dataset.from_list(LABELLED),
-        processing_class=tokenizer(),
-    )
+    return make
 
 
 def reward(folder: Path) -> Any:
@@ -88,8 +82,8 @@ def online(kind: str) -> Callable[[Path], Any]:
 
 
 TRAINERS: dict[str, Callable[[Path], Any]] = {
-    "DPO": dpo,
-    "KTO": kto,
+    "DPO": with_reference("DPO", PAIRS, 2),
+    "KTO": with_reference("KTO", LABELLED, 4),
     "Reward": reward,
     "GRPO": online("GRPO"),
     "RLOO": online("RLOO"),
