@@ -463,6 +463,7 @@ class TestRefusals:
             ("t5", {"unpad": True}, "an encoder with a decoder"),
             ("electra-encoder", {"share_prefixes": True}, "also sees the tokens after it"),
             ("mamba2", {"share_prefixes": True}, "on each document by itself"),
+            ("opt", {"share_prefixes": True}, "pass by the module in which tokens are shared"),
         ],
     )
     def test_models(self, name: str, options: dict[str, bool], reason: str) -> None:

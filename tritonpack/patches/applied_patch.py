@@ -119,8 +119,8 @@ class AppliedPatch:
         else:
             names, forwards = self._unpack(model, modules, layout)
         if self.compaction is not None:
-            twice = ("the second copy of a common beginning",) if asked.share_prefixes else ()
-            self.report = replace(self.report, saves=("padding", *twice))
+            copies = ("copies of common beginnings",) if asked.share_prefixes else ()
+            self.report = replace(self.report, saves=("padding", *copies))
         guarded = {id(one.module): one.module for one in forwards if isinstance(one.module, PreTrainedModel)}
         guards = [Guard(module, self) for module in guarded.values()]
         generating = [module for module in model.modules() if hasattr(type(module), ENTRY)] if self.hooks else []

@@ -318,8 +318,14 @@ def _try_shared(model: Any, lengths: tuple[int, ...], patch: Patch) -> Found:
         patch(model)
     except Exception as error:
         return Found(f"patching fails: {one_line(error)}")
+    compaction = applied_to(model)[0].compaction
+    assert compaction is not None
+    compaction.longest = None  # the row is longer than the limit of rotary embeddings, and no document is
     found = judge(subject, TRIED[0], documents, expected, tolerance(expected.dtype))
-    return Found("" if found.verdict == "exact" else found.reason)
+    if found.verdict != "exact":
+        return Found(found.reason)
+    shared = compaction.saved.tokens_computed < compaction.saved.tokens_given
+    return Found("" if shared else "its calls pass by the module in which tokens are shared")
 
 
 def _alike(begin: Tensor, *rests: Tensor) -> list[Tensor]:
