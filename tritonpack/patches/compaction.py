@@ -12,20 +12,19 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from tritonpack.packing.prefixes import joined, prefix_tree
 from tritonpack.patches.call_arguments import PACKING
+from tritonpack.patches.head_targets import HeadTargets
 from tritonpack.patches.packed_batch import PackedBatch
-from tritonpack.patches.placement import Placement
+from tritonpack.patches.placement import WORTHWHILE, Placement
 from tritonpack.patches.unpacking.arguments import is_of_tokens
 from tritonpack.patches.unpacking.names import OF_OTHERS
 
 # Arguments with which a call stays as it is: keys of an encoder, and labels of a module that computes its own loss.
 ORDINARY = ("encoder_hidden_states", "labels")
-
-# A tree with more of the tokens than this costs more than it saves: nearly all sequences begin with the same token.
-WORTHWHILE = 0.95
 
 LOCK = threading.Lock()  # of all counts: threads may share a model
 
@@ -65,31 +64,41 @@ class Compaction:
         self.share_prefixes, self.longest = share_prefixes, longest
         self.saved = Saved()
 
-    def __call__(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> PackedBatch:
+    def __call__(
+        self, packed_batch: PackedBatch, arguments: dict[str, Any], targets: HeadTargets | None = None
+    ) -> PackedBatch:
         """Replace the arguments of a call by those of one row, and return its packing.
 
         Waits for the device once, to learn how many tokens there are, and which. A call stays unchanged if it uses a
         cache or is one rank's part of a batch, if it has no padding and nothing to share, or if an argument belongs
         neither to tokens nor to images.
+
+        Args:
+            packed_batch: the packing of the batch.
+            arguments: of the patched module's call.
+            targets: learns where the tokens lie that predict labels; None without labels.
         """
-        total = packed_batch.tokens.numel()
-        placed = self._placed(packed_batch, arguments)
-        if placed is None:
+        tokens, total = packed_batch.tokens, packed_batch.tokens.numel()
+        placement = None
+        if self._may_replace(packed_batch, arguments):
+            starts, live = packed_batch.runs()
+            channels = _channels(packed_batch, arguments) if self.share_prefixes else []
+            if channels or live is not None:
+                placement, ends = _place(tokens, starts, live, channels, targets)
+        if placement is None:
             self.saved.add(total, total)
             return packed_batch
-        placement, ends = placed
         self.saved.add(total, placement.source.shape[0])
-        starts, live = packed_batch.runs()
         for name, value in list(arguments.items()):
             if name in PACKING:
                 del arguments[name]
-            elif isinstance(value, Tensor) and is_of_tokens(name, value, packed_batch.tokens):
-                arguments[name] = _taken(placement, value, packed_batch.tokens)
+            elif isinstance(value, Tensor) and is_of_tokens(name, value, tokens):
+                arguments[name] = _taken(placement, value, tokens)
         arguments.pop("cache_position", None)
         positions = packed_batch.position_ids
         return PackedBatch(
             None if live is None or ends is not None else placement.take(live).int(),
-            None if positions is None else _taken(placement, positions, packed_batch.tokens),
+            None if positions is None else _taken(placement, positions, tokens),
             placement.take(starts) if ends is None else None,
             torch.Size((1, placement.source.shape[0])),
             packed_batch.device,
@@ -98,50 +107,56 @@ class Compaction:
             placement=placement,
         )
 
-    def _placed(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> tuple[Placement, Tensor | None] | None:
-        """Where tokens lie in the row, and the ends of subtrees if it holds trees; None for a call that stays."""
+    def _may_replace(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> bool:
+        """Whether one row can take the place of the batch in a call."""
         tokens = packed_batch.tokens
         if packed_batch.cached or packed_batch.shared or packed_batch.tree_ends is not None:
-            return None
+            return False
         if self.longest is not None and tokens[1] > self.longest:
-            return None
-        if packed_batch.shape != tokens or not _fits(tokens, arguments):
-            return None
-        starts, live = packed_batch.runs()
-        if self.share_prefixes and (channels := _channels(packed_batch, arguments)):
-            return _shared(tokens, starts, live, channels)
-        if live is None:
-            return None
-        kept = (live | _before_documents(live)).flatten().nonzero().flatten()
-        return None if kept.shape[0] in (0, tokens.numel()) else (Placement(tokens, kept, kept), None)
+            return False
+        return packed_batch.shape == tokens and _fits(tokens, arguments)
+
+
+def _place(
+    tokens: torch.Size, starts: Tensor, live: Tensor | None, channels: list[Tensor], targets: HeadTargets | None
+) -> tuple[Placement | None, Tensor | None]:
+    """Where the tokens of a batch lie in one row, None if it stays as it is, and the ends of subtrees in a tree.
+
+    It is a tree if `channels` are given, the numbers (B, T) of tokens that must be equal, and if it is worthwhile. This
+    is the one place that waits for the device.
+    """
+    live = torch.ones_like(starts) if live is None else live
+    flags = live + 2 * starts + 4 * _before_documents(live)
+    wanted = [] if targets is None else [targets.wanted]
+    table = torch.stack([x.to(starts.device).long().flatten() for x in (flags, *wanted, *channels)]).cpu().numpy()
+    real, padding = (table[0] & 1).nonzero()[0], (table[0] & 4).nonzero()[0]
+    source = kept = np.sort(np.concatenate([real, padding]))
+    places, ends = np.arange(len(kept)), None
+    if channels:
+        begins = (table[0][real] & 2).nonzero()[0]
+        tree = prefix_tree(joined(list(table[-len(channels) :, real])), np.diff(begins, append=len(real)))
+        if len(tree.sources) <= WORTHWHILE * len(real):
+            slack = len(tree.sources) + np.arange(len(padding))
+            source, kept = np.concatenate([real[tree.sources], padding]), np.concatenate([real, padding])
+            places, ends = np.concatenate([tree.places, slack]), np.concatenate([tree.ends, slack])
+    stays = len(source) in (0, tokens.numel())
+    on_device = _on(starts.device, source, kept, *([] if ends is None else [places]))
+    placement = None if stays else Placement(tokens, *on_device)
+    if targets is not None:
+        where = np.full(tokens.numel(), -1)
+        where[slice(None) if stays else kept] = np.arange(tokens.numel()) if stays else places
+        targets.place(table[1], where, placement)
+    return placement, None if ends is None else _on(starts.device, ends)[0][None]
+
+
+def _on(device: torch.device, *arrays: NDArray[np.int64]) -> list[Tensor]:
+    return [torch.from_numpy(x).to(device, non_blocking=True) for x in arrays]
 
 
 def _before_documents(live: Tensor) -> Tensor:
     """(B, T) bool, the padding right before a document. A causal head predicts the document's first token from it, so
     it stays, as a token that sees nothing."""
     return torch.cat([live[:, 1:], torch.zeros_like(live[:, :1])], 1) & ~live
-
-
-def _shared(
-    tokens: torch.Size, starts: Tensor, live: Tensor | None, channels: list[Tensor]
-) -> tuple[Placement, Tensor | None] | None:
-    """The tree of the documents of a batch, by the numbers of their tokens that must be equal, each (B, T)."""
-    live = torch.ones_like(starts) if live is None else live
-    rows = (live, starts, _before_documents(live), *channels)
-    table = torch.stack([x.to(starts.device).long().flatten() for x in rows]).cpu().numpy()
-    real, padding = table[0].nonzero()[0], table[2].nonzero()[0]
-    begins = table[1][real].nonzero()[0]
-    tree = prefix_tree(joined(list(table[3:, real])), np.diff(begins, append=len(real)))
-    nodes = len(tree.sources)
-    slack = np.arange(nodes, nodes + len(padding))
-    kept, copied = np.concatenate([real, padding]), np.concatenate([tree.places, slack])
-    source = np.concatenate([real[tree.sources], padding])
-    if nodes > WORTHWHILE * len(real):
-        source = kept = np.sort(kept)
-    on_device = [torch.from_numpy(x).to(starts.device, non_blocking=True) for x in (source, kept, copied)]
-    if nodes <= WORTHWHILE * len(real):
-        return Placement(tokens, *on_device), torch.from_numpy(np.concatenate([tree.ends, slack]))[None]
-    return None if len(kept) in (0, tokens.numel()) else (Placement(tokens, *on_device[:2]), None)
 
 
 def _channels(packed_batch: PackedBatch, arguments: dict[str, Any]) -> list[Tensor]:

@@ -133,7 +133,7 @@ class PackingHook(PreHook):
         if packed_batch is not None and packed_batch.tree_ends is not None and packed_batch.placement is None:
             self._take_tree(arguments)
         if packed_batch is not None and self.compaction is not None and self.outermost:
-            packed_batch = self.compaction(packed_batch, arguments)
+            packed_batch = self.compaction(packed_batch, arguments, self.context.state.targets)
             if packed_batch.placement is not None and (self.takes_any or "use_cache" in self.names):
                 arguments["use_cache"] = False  # its keys would be those of the one row
         if packed_batch is not None:

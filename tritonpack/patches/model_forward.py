@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.call_arguments import COUNTED, PACKING, TREE, is_paged, refuse_unmade_masks, tokens_of
 from tritonpack.patches.foreign_modules import foreign_modules, kept_apart
+from tritonpack.patches.head_targets import HeadTargets, targets_of
 from tritonpack.patches.hooks import PackingHook
 from tritonpack.patches.labels import require_targets_of_trees, warn_of_first_labels
 from tritonpack.patches.layers.image_positions import leave_positions_to
@@ -107,8 +108,11 @@ class ModelForward(UnpackingForward):
         if packed_batch is None:
             return self.inner(**arguments)
         output = self.with_loss(lambda: self._run_packed(arguments, packed_batch), arguments, packed_batch)
-        if packed_batch.placement is not None and self.module is self.hook.module:
-            return packed_batch.placement.lay_back_all(output)
+        targets, placement = self.context.state.targets, packed_batch.placement
+        if self.module is self.hook.module and targets is not None:
+            return targets.take_states(output, placement)
+        if self.module is self.hook.module and placement is not None:
+            return placement.lay_back_all(output)
         return output
 
     def _run_packed(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> Any:
@@ -120,15 +124,19 @@ class ModelForward(UnpackingForward):
             require_targets_of_trees(self.module, arguments, packed_batch)
             warn_of_first_labels(self.module, arguments, packed_batch)
         arguments = self._pass_on(packed_batch, arguments)
+        targets = self._targets(arguments, packed_batch) if outermost else self.context.state.targets
+        within = targets.within(arguments) if outermost and targets is not None else arguments
         first = (outermost or packed_batch.placement is not None) and self._is_first(packed_batch)
         try:
             watch = kept_apart(self.module, packed_batch) if first else nullcontext()
-            with self.context.holding(told=packed_batch), watch:
-                output = self.inner(**arguments)
+            with self.context.holding(told=packed_batch, targets=targets), watch:
+                output = self.inner(**within)
         except (ValueError, RuntimeError, IndexError) as error:
             if outermost:
                 self._explain(error, arguments, packed_batch)
             raise
+        if outermost and targets is not None:
+            output = targets.finish(output, self.module, self.path, arguments)
         if packed_batch.counted and isinstance(output, dict) and output.get("past_key_values") is not None:
             setattr(output["past_key_values"], COUNTED, True)
         if first:
@@ -136,6 +144,12 @@ class ModelForward(UnpackingForward):
         if outermost and not packed_batch.shared and not packed_batch.cached:
             self._require_nothing_of_rows(output, packed_batch, arguments)
         return output
+
+    def _targets(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> HeadTargets | None:
+        """The targets of a causal head right around a patched module that makes one row of its batches."""
+        if self.hook.compaction is None or torch.compiler.is_compiling() or not self.path or "." in self.path:
+            return None
+        return targets_of(self.module, self.inner, arguments, packed_batch)
 
     def _is_first(self, packed_batch: PackedBatch) -> bool:
         """Whether a call is the first one with several documents in a row, and the model holds code of others."""

@@ -12,6 +12,9 @@ from torch.nn.functional import embedding
 
 from tritonpack.patches.unpacking.names import OF_DOCUMENTS
 
+# To leave less than a twentieth of the tokens out costs more than it saves.
+WORTHWHILE = 0.95
+
 
 @dataclass(frozen=True, eq=False)
 class Placement:

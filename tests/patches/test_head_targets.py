@@ -1,0 +1,293 @@
+"""The head of a causal model on the tokens that predict a label: padded batches with labels, patched and stock."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel
+
+import tritonpack
+from tests.patches import zoo
+from tests.patches.models import VOCAB, tiny_model
+from tests.patches.test_every_model import BUILT
+from tests.patches.test_unpad import LIMIT, QUICK, WAYS, padded, real, results
+from tritonpack.patches.head_targets import LaterLogits
+from tritonpack.patches.trial.comparison import apart, tolerance
+
+UNPAD = {"unpad": True}
+# Heads that run on the caller's rows: without `logits_to_keep`, with a loss of their own or of all logits, or around a
+# base model that lies in another one.
+WHOLE = {
+    "bamba", "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "gemma3", "gemma3n", "gemma4",
+    "gemma4_unified", "gemma4_unified_assistant", "marian", "mbart", "mvp", "opt", "pegasus", "plbart", "prophetnet",
+    "trocr", "whisper", "xlm", "xlnet", "xlstm",
+}  # fmt: skip
+NOT_IN_STOCK = {"musicgen", "musicgen_melody", "rwkv"}  # labels of codebooks; a backward pass that fails
+FLOAT32 = tolerance(torch.float32)  # transformers' causal loss is in float32
+
+
+def completions(*, left: bool = False) -> dict[str, Tensor]:
+    """Rows of which only the last two tokens have labels."""
+    batch = padded(left=left)
+    real = batch["attention_mask"].bool()
+    after = (batch["attention_mask"].flip(1).cumsum(1).flip(1) <= 2) & real
+    return {**batch, "labels": batch["labels"].masked_fill(~after, -100)}
+
+
+@contextmanager
+def rows_of_head(model: PreTrainedModel) -> Iterator[list[int]]:
+    """On how many tokens the head runs, call by call."""
+    counts: list[int] = []
+    head = model.get_output_embeddings()
+    handle = head.register_forward_hook(lambda module, args, output: counts.append(args[0].shape[:-1].numel()))
+    yield counts
+    handle.remove()
+
+
+def equal_as_stock(
+    model: PreTrainedModel, batch: dict[str, Tensor], options: dict[str, Any], limit: float = LIMIT, **more: Any
+) -> Any:
+    """Compare loss, gradients and logits with stock's. Returns the patched output."""
+    want, gradients = results(model, batch, **more)
+    with tritonpack.patch(model, **options):
+        got, found = results(model, batch, **more)
+        logits = got.logits[:]
+    assert apart([want.loss.detach()], [got.loss.detach()]) < limit
+    assert apart(gradients, found) < limit
+    assert want.logits.shape == got.logits.shape
+    kept = {"attention_mask": batch["attention_mask"][:, -want.logits.shape[1] :]}
+    assert apart([real(want.logits, kept)], [real(logits + 0, kept)]) < limit
+    return got
+
+
+@pytest.mark.parametrize(
+    "name",
+    [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in BUILT if n not in NOT_IN_STOCK],
+)
+@WAYS
+def test_every_type_trains_as_stock(name: str, options: dict[str, bool]) -> None:
+    model, batch = zoo.tiny_model(name), completions()
+    try:
+        tritonpack.patch(model, **options).unpatch()
+    except tritonpack.UnsupportedModelError:
+        pytest.skip("refused, as tests/patches/test_unpad.py shows")
+    with rows_of_head(model) as rows:
+        got = equal_as_stock(model, batch, options, limit=FLOAT32)
+    narrow = isinstance(got.logits, LaterLogits)
+    assert narrow == (name not in WHOLE), rows
+    if narrow:
+        assert rows[1] <= 10 < batch["input_ids"].numel()
+
+
+class TestCalls:
+    @WAYS
+    @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+    def test_head_runs_on_distinct_tokens_with_labels(self, left: bool, options: dict[str, bool]) -> None:
+        model = tiny_model("llama")
+        for batch, most in ((padded(left=left), 28 + 5 * left), (completions(left=left), 10)):
+            with rows_of_head(model) as rows:
+                equal_as_stock(model, batch, options)
+            assert rows[1] <= most - 9 * ("share_prefixes" in options and most > 10)
+
+    @WAYS
+    @pytest.mark.parametrize(
+        "more", [{"num_items_in_batch": torch.tensor(7)}, {"num_items_in_batch": 7}, {"return_dict": True}]
+    )
+    def test_arguments_of_the_loss(self, more: dict[str, Any], options: dict[str, bool]) -> None:
+        equal_as_stock(tiny_model("llama"), completions(), options, **more)
+
+    @WAYS
+    def test_shifted_labels(self, options: dict[str, bool]) -> None:
+        batch = completions()
+        shifted = torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
+        got = equal_as_stock(tiny_model("llama"), batch, options, shift_labels=shifted)
+        assert isinstance(got.logits, LaterLogits)
+
+    @WAYS
+    @pytest.mark.parametrize("keep", [4, 9, 40, torch.tensor([2, 5, 6])], ids=str)
+    def test_logits_to_keep(self, keep: Any, options: dict[str, bool]) -> None:
+        batch = padded(left=True)
+        labels = batch["labels"][:, -keep:] if isinstance(keep, int) else batch["labels"][:, keep]
+        equal_as_stock(tiny_model("llama"), {**batch, "labels": labels}, options, logits_to_keep=keep)
+
+    @WAYS
+    def test_labels_of_another_shape_fail_as_in_stock(self, options: dict[str, bool]) -> None:
+        model, batch = tiny_model("llama"), padded()
+        with tritonpack.patch(model, **options), pytest.raises(ValueError, match="batch_size"):
+            model(**batch, logits_to_keep=3)
+
+    @pytest.mark.parametrize("options", [{"unpad": True}, {"share_prefixes": True}], ids=["unpad", "share"])
+    def test_no_label_at_all(self, options: dict[str, bool]) -> None:
+        model, batch = tiny_model("llama"), padded()
+        batch["labels"] = torch.full_like(batch["labels"], -100)
+        with tritonpack.patch(model, **options):
+            assert model(**batch).loss.isnan()
+            loss = model(**batch, num_items_in_batch=5).loss
+            loss.backward()
+        assert loss == 0
+        assert not any(p.grad.any() for p in model.parameters())
+
+    def test_few_labels_without_padding(self) -> None:
+        """The head alone is spared tokens."""
+        model, ids = tiny_model("llama"), torch.randint(3, VOCAB, (3, 40))
+        labels = ids.clone()
+        labels[:, :37] = -100
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+        with rows_of_head(model) as rows:
+            equal_as_stock(model, batch, {"share_prefixes": True})
+        assert rows[1:] == [9, 120]
+        batch["labels"] = ids
+        with tritonpack.patch(model, share_prefixes=True):
+            assert isinstance(model(**batch).logits, Tensor)  # hardly any token could be left out
+
+    @WAYS
+    def test_two_losses_of_one_call(self, options: dict[str, bool]) -> None:
+        """A loss of the logits beside the model's own, as for distillation."""
+        gradients = []
+        model, batch = tiny_model("llama"), completions()
+        mask = batch["attention_mask"][..., None]
+        for patched in (False, True):
+            handle = tritonpack.patch(model, **options) if patched else None
+            model.zero_grad()
+            output = model(**batch)
+            with torch.no_grad():
+                assert (output.logits / 2).max() > 0  # read before, without gradients
+            (output.loss + (torch.nn.functional.softmax(output.logits, -1).square() * mask).mean()).backward()
+            gradients.append([p.grad.clone() for p in model.parameters()])
+            if handle is not None:
+                handle.unpatch()
+        assert apart(*gradients) < LIMIT
+
+    @WAYS
+    def test_evaluation_gives_tensors(self, options: dict[str, bool]) -> None:
+        model, batch = tiny_model("llama"), completions()
+        with torch.no_grad(), rows_of_head(model) as rows:
+            want = model(**batch)
+            with tritonpack.patch(model, **options):
+                got = model(**batch)
+        assert rows[1] < rows[0]
+        assert isinstance(got.logits, Tensor)
+        assert apart([want.loss, real(want.logits, batch)], [got.loss, real(got.logits, batch)]) < LIMIT
+
+    @WAYS
+    def test_tuples(self, options: dict[str, bool]) -> None:
+        model, batch = tiny_model("llama"), completions()
+        want = model(**batch, return_dict=False)
+        with tritonpack.patch(model, **options):
+            loss, logits = model(**batch, return_dict=False)
+        assert apart([want[0].detach(), real(want[1], batch)], [loss.detach(), real(logits + 0, batch)]) < LIMIT
+
+    @WAYS
+    def test_no_tensor_of_all_logits_is_made(self, options: dict[str, bool]) -> None:
+        model, batch = tiny_model("llama"), completions()
+        limit = batch["input_ids"].numel() * VOCAB
+        with tritonpack.patch(model, **options), _Largest() as largest:
+            results(model, batch)
+        assert largest.numel < limit
+        with _Largest() as largest:
+            results(model, batch)
+        assert largest.numel >= limit
+
+    def test_labels_on_padding_are_refused(self) -> None:
+        model, batch = tiny_model("llama"), padded()
+        batch["labels"] = batch["input_ids"].clone()
+        with tritonpack.patch(model, unpad=True):
+            with pytest.raises(ValueError, match=r"the label 0 in row 1 would be predicted at token 6, .* to -100"):
+                model(**batch)
+            batch["labels"] = padded()["labels"]
+            batch["labels"][0, 2] = -7
+            with pytest.raises(ValueError, match="labels hold -7; they must be ids of tokens, or -100"):
+                model(**batch)
+            model(**padded())  # goes on after an error
+
+    def test_losses_that_are_not_transformers_own(self) -> None:
+        """The head runs as in stock, whatever the loss reads."""
+        model, batch = tiny_model("llama"), completions()
+        model.loss_function = lambda logits, labels, **_: logits.square().mean() + labels.clamp(min=0).sum()
+        with rows_of_head(model) as rows:
+            want = model(**batch).loss
+            with tritonpack.patch(model, unpad=True):
+                assert apart([want.detach()], [model(**batch).loss.detach()]) < 1
+        assert rows[0] == rows[1]
+
+    def test_a_loss_of_all_logits(self) -> None:
+        """Bamba may add the square of the logits' normalizers, of all tokens."""
+        model, batch = zoo.tiny_model("bamba"), completions()
+        model.z_loss_coefficient = 0.1
+        with tritonpack.patch(model, unpad=True):
+            assert isinstance(model(**batch).logits, Tensor)
+
+
+class TestLaterLogits:
+    def output(self) -> tuple[PreTrainedModel, Any, Tensor]:
+        model, batch = tiny_model("llama"), completions()
+        want = model(**batch).logits
+        tritonpack.patch(model, unpad=True)
+        return model, model(**batch), want
+
+    def test_they_look_like_a_tensor(self) -> None:
+        _, output, want = self.output()
+        logits, mask = output.logits, completions()["attention_mask"][..., None]
+        assert isinstance(logits, LaterLogits)
+        assert (logits.shape, logits.dtype, logits.ndim, len(logits)) == (want.shape, want.dtype, 3, len(want))
+        assert logits.device == want.device
+        for read in (
+            lambda x: x.float(),
+            lambda x: x[..., :-1, :].contiguous(),
+            lambda x: x.argmax(-1),
+            lambda x: x / 2 + 1,
+            lambda x: 1 / (x * x + 1),
+            lambda x: 3 - x**2,
+            lambda x: torch.log_softmax(x, -1),
+            lambda x: torch.cat([x, x]),
+            lambda x: x.view(-1, VOCAB),
+            lambda x: x @ torch.ones(VOCAB, 1, dtype=x.dtype),
+            lambda x: torch.tensor(np.asarray(x.detach())),
+            lambda x: x.detach().masked_fill(mask == 0, 0),
+            lambda x: abs(x) > 0.01,
+        ):
+            assert read(logits).shape == read(want).shape
+        assert apart([want * mask], [mask * logits]) < LIMIT
+        with torch.no_grad():
+            assert np.array_equal(np.asarray(logits), logits.detach().numpy())
+            logits[0, 0, 0] = 5
+            assert logits[0, 0, 0] == 5
+        assert "tensor(" in repr(output)
+
+    def test_they_outlive_the_patch(self) -> None:
+        model, output, want = self.output()
+        tritonpack.unpatch(model)
+        mask = completions()["attention_mask"][..., None]
+        assert apart([want * mask], [output.logits * mask]) < LIMIT
+
+    def test_they_run_under_the_autocast_of_the_call(self) -> None:
+        model, batch = tiny_model("llama", dtype=torch.float32), completions()
+        with tritonpack.patch(model, unpad=True), torch.autocast("cpu", torch.bfloat16):
+            logits = model(**batch).logits
+        assert logits.dtype == torch.bfloat16
+        assert logits[:].dtype == (logits + 0).dtype == torch.bfloat16
+
+    def test_a_changed_head_is_refused(self) -> None:
+        """They would be those of other weights."""
+        model, output, _ = self.output()
+        output.loss.backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        with pytest.raises(ValueError, match=r"weights of the model's head have changed.*before the optimizer's step"):
+            output.logits.float()
+
+
+class _Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that is made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **kwargs or {})
+        self.numel = max([self.numel, *(x.numel() for x in tree_leaves(out) if isinstance(x, Tensor))])
+        return out

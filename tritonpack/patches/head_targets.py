@@ -1,0 +1,285 @@
+"""The head of a causal model on the tokens that predict a label, and its logits for those who read them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, log_softmax, pad
+from transformers import PreTrainedModel
+
+from tritonpack.errors import UnsupportedModelError
+from tritonpack.patches.labels import IGNORED
+from tritonpack.patches.packed_batch import PackedBatch
+from tritonpack.patches.placement import WORTHWHILE, Placement
+from tritonpack.patches.tensor_like import TensorLike
+
+STATES = "last_hidden_state"
+SHAPING = ("contiguous", "flatten", "reshape", "to", "view")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class HeadTargets(TensorLike):
+    """Takes the place of `labels` in a call, and makes the head run on the tokens that predict a label.
+
+    The base model gives the head the states of these tokens as a row of their own, each once. In the model's loss
+    function this object stays itself when labels are shifted and reshaped, and `cross_entropy` with it is `loss`.
+    Where the head can't be spared any token, this is the tensor of labels.
+
+    Attributes:
+        given: (B, K) int64, `labels` or `shift_labels` of the call.
+        wanted: (B, T) int64, the label that each token predicts; `IGNORED` where it predicts none.
+        keep: K, of how many last tokens in a row the caller wants logits.
+        narrow: whether the head runs on other rows than the caller's.
+        chosen: (S,) int64, on which tokens of the row, or of the flattened batch, the head runs; None for all.
+        rows: (M,) int64, for each label the place, among the tokens that the head runs on, of the one that predicts it.
+        labels: (M,) int64.
+        placement: where the tokens of the batch lie in the row; None if the model ran on the batch as it is.
+        output: what the base model gave.
+    """
+
+    narrow = False
+    chosen: Tensor | None
+    rows: Tensor
+    labels: Tensor
+    placement: Placement | None = None
+    output: Any = None
+
+    def __init__(self, given: Tensor, wanted: Tensor, keep: int) -> None:
+        self.given, self.wanted, self.keep = given, wanted, keep
+        self.shape, self.dtype, self.device = given.shape, given.dtype, given.device
+
+    # As labels, in the loss function
+
+    def to_tensor(self) -> Tensor:
+        if self.narrow:
+            raise UnsupportedModelError(
+                "with unpad and share_prefixes the head of this model runs on a part of the tokens, and its loss "
+                "function reads labels in a way that isn't known. Leave labels out, and compute the loss from logits."
+            )
+        return self.given
+
+    def __getattr__(self, name: str) -> Any:
+        return (lambda *_, **__: self) if self.narrow and name in SHAPING else super().__getattr__(name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self if self.narrow else super().__getitem__(index)
+
+    def view(self, *shape: Any) -> Any:
+        return self if self.narrow else super().view(*shape)
+
+    reshape = view
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        ours = next((x for x in args if isinstance(x, HeadTargets) and x.narrow), None)
+        if ours is not None and function is pad:
+            return ours
+        if ours is not None and function is cross_entropy and args[1] is ours:
+            return ours.loss(args[0], (kwargs or {})["reduction"])
+        return super().__torch_function__(function, types, args, kwargs)
+
+    def loss(self, logits: Tensor, reduction: str) -> Tensor:
+        """The cross entropy of all labels by logits (S, vocabulary), as their sum or their mean."""
+        assert reduction in ("sum", "mean"), reduction
+        total = -log_softmax(logits, -1)[self.rows, self.labels].sum()
+        return total if reduction == "sum" else total / self.labels.shape[0]
+
+    # From the call to the base model, to the head, and back
+
+    def within(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments for the model's own forward."""
+        left_out = ("shift_labels", "logits_to_keep")
+        return {**{name: x for name, x in arguments.items() if name not in left_out}, "labels": self}
+
+    def place(self, wanted: NDArray[np.int64], places: NDArray[np.int64], placement: Placement | None) -> None:
+        """Choose the tokens that the head runs on.
+
+        Args:
+            wanted: (B * T,), the values of `wanted`.
+            places: (B * T,), where each token lies in the row, -1 if nowhere; without a row, in the flattened batch.
+            placement: where tokens lie in the row; None if there is no row.
+
+        Raises:
+            ValueError: a label on padding, or a negative one.
+        """
+        predicting = (wanted != IGNORED).nonzero()[0]
+        rows, labels = places[predicting], wanted[predicting]
+        self._require_labels(predicting, rows, labels)
+        count, chosen = (len(places) if placement is None else len(placement.source)), None
+        if torch.is_grad_enabled():
+            used = np.zeros(count, dtype=bool)
+            used[rows] = True
+            chosen, rows = used.nonzero()[0], (np.cumsum(used) - 1)[rows]
+            self.narrow = placement is not None or len(chosen) <= WORTHWHILE * count
+        else:  # without gradients all logits fit, and programs that evaluate read them
+            self.narrow = placement is not None
+        self.placement = placement
+        self.rows, self.labels = (self._on_device(x) for x in (rows, labels))
+        self.chosen = None if chosen is None else self._on_device(chosen)
+
+    def _on_device(self, array: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(array).to(self.wanted.device, non_blocking=True)
+
+    def _require_labels(
+        self, predicting: NDArray[np.int64], rows: NDArray[np.int64], labels: NDArray[np.int64]
+    ) -> None:
+        bad = (labels < 0).nonzero()[0]
+        if len(bad):
+            raise ValueError(f"labels hold {labels[bad[0]]}; they must be ids of tokens, or {IGNORED} for no label.")
+        lost = (rows < 0).nonzero()[0]
+        if len(lost):
+            row, column = divmod(int(predicting[lost[0]]), self.wanted.shape[1])
+            raise ValueError(
+                f"the label {labels[lost[0]]} in row {row} would be predicted at token {column}, which attention_mask "
+                f"says is padding, and padding isn't computed. Set labels of padding to {IGNORED}, as collators of "
+                "transformers do."
+            )
+
+    def take_states(self, output: Any, placement: Placement | None) -> Any:
+        """What the base model gives the head: the states of the tokens that it runs on, the rest laid back."""
+        if not isinstance(output, Mapping) or STATES not in output:
+            raise UnsupportedModelError(
+                "with unpad and share_prefixes this model's base must give its states by name, as transformers' "
+                f"models do; got {type(output).__name__}. Leave labels out, and compute the loss from logits."
+            )
+        states = output[STATES]
+        if placement is not None:
+            rest = {name: placement.lay_back_all(x, name) for name, x in output.items() if name != STATES}
+            output = type(output)(**{STATES: states, **rest})
+        self.output = output
+        if not self.narrow:
+            states = states[:, -self.keep :]
+        elif self.chosen is not None:
+            states = states.flatten(0, 1).index_select(0, self.chosen)[None]
+        return type(output)(**{**output, STATES: states})
+
+    def finish(self, output: Any, head: nn.Module, path: str, arguments: Mapping[str, Any]) -> Any:
+        """The head's output with the caller's logits, (B, K, vocabulary).
+
+        Args:
+            output: what the head gave.
+            head: the model that the user called.
+            path: the name of the base model in it.
+            arguments: of the head's call.
+        """
+        if not self.narrow:
+            return output
+        if self.chosen is None:
+            assert self.placement is not None
+            output["logits"] = self.placement.lay_back(output["logits"])[:, -self.keep :]
+        else:
+            kept = {name: x for name, x in arguments.items() if name not in ("labels", "shift_labels")}
+            output["logits"] = LaterLogits(self, output["logits"], head, path, kept)
+        return output
+
+
+def targets_of(
+    head: PreTrainedModel, forward: Any, arguments: Mapping[str, Any], packed_batch: PackedBatch
+) -> HeadTargets | None:
+    """The targets of a call with labels; None if its head must run on the caller's rows.
+
+    The head must be transformers' own: it computes logits of each token by itself, because it takes `logits_to_keep`,
+    and its loss reads nothing else.
+
+    Args:
+        head: the model that the user called, around a base model.
+        forward: its forward.
+        arguments: of the call.
+        packed_batch: what the call says of its documents.
+    """
+    code, own = inspect.unwrap(getattr(forward, "__func__", forward)), inspect.unwrap(type(head).forward)
+    if code is not own or not _has_causal_loss(head, own):
+        return None
+    labels, keep = arguments.get("labels"), arguments.get("logits_to_keep")
+    if keep is not None and not isinstance(keep, int):
+        return None
+    if not isinstance(labels, Tensor) or "ignore_index" in arguments or packed_batch.cached or packed_batch.shared:
+        return None
+    rows, row_length = packed_batch.tokens
+    keep = min(keep or row_length, row_length)
+    shifted = arguments.get("shift_labels")
+    given = labels if shifted is None else shifted
+    if given.shape != (rows, keep) or given.dtype != torch.int64 or packed_batch.shape != packed_batch.tokens:
+        return None
+    wanted = given.new_full((rows, row_length), IGNORED, device=packed_batch.device)
+    if shifted is None:
+        wanted[:, row_length - keep : -1] = given[:, 1:]
+    else:
+        wanted[:, row_length - keep :] = given
+    return HeadTargets(given, wanted, keep)
+
+
+def _has_causal_loss(head: PreTrainedModel, forward: Any) -> bool:
+    """Whether transformers' forward of a head computes the logits of each token by itself, as `logits_to_keep` needs,
+    and its causal loss of them, and no other loss of all logits."""
+    loss, names = head.loss_function, forward.__code__.co_names
+    genuine = forward.__module__.startswith("transformers.") and loss.__module__.startswith("transformers.")
+    causal = getattr(loss, "__name__", "") == "ForCausalLMLoss" and "loss_function" in names
+    return genuine and causal and "logits_to_keep" in forward.__code__.co_varnames and "logsumexp" not in names
+
+
+class LaterLogits(TensorLike):
+    """The logits (B, K, vocabulary) of a call whose head ran on a part of the tokens: computed when they are read.
+
+    The head then runs once more, on the states of all tokens.
+
+    Attributes:
+        made: the logits, after they were read.
+    """
+
+    def __init__(
+        self, targets: HeadTargets, logits: Tensor, head: nn.Module, path: str, arguments: Mapping[str, Any]
+    ) -> None:
+        rows = targets.wanted.shape[0]
+        self.shape = torch.Size((rows, targets.keep, *logits.shape[2:]))
+        self.dtype, self.device = logits.dtype, logits.device
+        self.targets, self.head, self.path, self.call = targets, head, path, arguments
+        own = head.named_modules(memo={getattr(head, path)})
+        self.parameters = [parameter for _, module in own for parameter in module.parameters(recurse=False)]
+        self.versions = [parameter._version for parameter in self.parameters]
+        kind = self.device.type
+        self.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        self.made: Tensor | None = None
+
+    def to_tensor(self) -> Tensor:
+        if self.made is None or (torch.is_grad_enabled() and not self.made.requires_grad):
+            self.made = self._run_head()
+        return self.made
+
+    def _run_head(self) -> Tensor:
+        """Run the head's own forward on a stand-in that gives the stored states in place of the base model."""
+        if [parameter._version for parameter in self.parameters] != self.versions:
+            raise ValueError(
+                "logits of a call with labels are computed when they are read, and the weights of the model's head "
+                "have changed since the call. Read them before the optimizer's step."
+            )
+        output, placement = self.targets.output, self.targets.placement
+        if placement is not None:
+            output = type(output)(**{**output, STATES: placement.lay_back(output[STATES])})
+        base = _twin(getattr(self.head, self.path), forward=lambda *_, **__: output, **{name: {} for name in HOOKS})
+        head = _twin(self.head, _modules={**self.head._modules, self.path: base})
+        kind, dtype, enabled = self.autocast
+        with torch.autocast(kind, dtype=dtype, enabled=enabled):
+            return type(head).forward(head, **self.call)["logits"]
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.to_tensor().__array__(*args, **kwargs)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.to_tensor()[index] = value
+
+    def __repr__(self) -> str:
+        return repr(self.to_tensor())
+
+
+def _twin(module: nn.Module, **changes: Any) -> nn.Module:
+    """A module with the parts and the class of another, some attributes changed. The class's `__init__` doesn't run."""
+    twin = object.__new__(type(module))
+    twin.__dict__ = {**module.__dict__, **changes}
+    return twin
