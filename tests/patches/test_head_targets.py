@@ -1,5 +1,7 @@
 """The head of a causal model on the tokens that predict a label: padded batches with labels, patched and stock."""
 
+import copy
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -258,7 +260,19 @@ class TestLaterLogits:
             assert np.array_equal(np.asarray(logits), logits.detach().numpy())
             logits[0, 0, 0] = 5
             assert logits[0, 0, 0] == 5
+            assert torch.equal(copy.copy(logits), logits[:])
+            assert torch.equal(pickle.loads(pickle.dumps(logits)), logits[:])
         assert "tensor(" in repr(output)
+
+    def test_they_are_computed_once(self) -> None:
+        model, output, _ = self.output()
+        with rows_of_head(model) as rows:
+            with torch.no_grad():
+                assert output.logits[:].argmax() == output.logits[:].argmax()
+                assert not (output.logits + 0).requires_grad
+            assert (output.logits + 0).requires_grad  # anew, with a graph
+            output.logits.float().sum().backward()
+        assert rows == [45, 45]
 
     def test_they_outlive_the_patch(self) -> None:
         model, output, want = self.output()

@@ -20,7 +20,7 @@ from tritonpack.patches.placement import WORTHWHILE, Placement
 from tritonpack.patches.tensor_like import TensorLike
 
 STATES = "last_hidden_state"
-SHAPING = ("contiguous", "flatten", "reshape", "to", "view")
+SHAPING = ("flatten", "to")  # beside those that `TensorLike` has
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
@@ -87,7 +87,8 @@ class HeadTargets(TensorLike):
     def loss(self, logits: Tensor, reduction: str) -> Tensor:
         """The cross entropy of all labels by logits (S, vocabulary), as their sum or their mean."""
         assert reduction in ("sum", "mean"), reduction
-        total = -log_softmax(logits, -1)[self.rows, self.labels].sum()
+        rows, labels = self.rows.to(logits.device), self.labels.to(logits.device)
+        total = -log_softmax(logits, -1)[rows, labels].sum()
         return total if reduction == "sum" else total / self.labels.shape[0]
 
     # From the call to the base model, to the head, and back
@@ -156,7 +157,7 @@ class HeadTargets(TensorLike):
         if not self.narrow:
             states = states[:, -self.keep :]
         elif self.chosen is not None:
-            states = states.flatten(0, 1).index_select(0, self.chosen)[None]
+            states = states.flatten(0, 1).index_select(0, self.chosen.to(states.device))[None]
         return type(output)(**{**output, STATES: states})
 
     def finish(self, output: Any, head: nn.Module, path: str, arguments: Mapping[str, Any]) -> Any:
@@ -231,6 +232,7 @@ class LaterLogits(TensorLike):
 
     Attributes:
         made: the logits, after they were read.
+        has_graph: whether they were made while gradients were recorded.
     """
 
     def __init__(
@@ -246,10 +248,12 @@ class LaterLogits(TensorLike):
         kind = self.device.type
         self.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         self.made: Tensor | None = None
+        self.has_graph = False
 
     def to_tensor(self) -> Tensor:
-        if self.made is None or (torch.is_grad_enabled() and not self.made.requires_grad):
-            self.made = self._run_head()
+        recorded = torch.is_grad_enabled()
+        if self.made is None or (recorded and not self.has_graph):
+            self.made, self.has_graph = self._run_head(), recorded
         return self.made
 
     def _run_head(self) -> Tensor:
@@ -276,6 +280,9 @@ class LaterLogits(TensorLike):
 
     def __repr__(self) -> str:
         return repr(self.to_tensor())
+
+    def __reduce__(self) -> Any:
+        return torch.Tensor.clone, (self.to_tensor(),)  # a copy, or a pickle, is a tensor
 
 
 def _twin(module: nn.Module, **changes: Any) -> nn.Module:
