@@ -23,12 +23,11 @@ from tritonpack.patches.head_targets import LaterLogits
 from tritonpack.patches.trial.comparison import apart, tolerance
 
 UNPAD = {"unpad": True}
-# Heads that run on the caller's rows: without `logits_to_keep`, with a loss of their own or of all logits, or around a
-# base model that lies in another one.
+# Heads that run on the caller's rows: without `logits_to_keep`, with a loss of their own or of all logits, or that
+# call a part of the base model.
 WHOLE = {
-    "bamba", "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "gemma3", "gemma3n", "gemma4",
-    "gemma4_unified", "gemma4_unified_assistant", "marian", "mbart", "mvp", "opt", "pegasus", "plbart", "prophetnet",
-    "trocr", "whisper", "xlm", "xlnet", "xlstm",
+    "bamba", "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "cpmant", "gemma4_unified_assistant",
+    "marian", "mbart", "mvp", "opt", "pegasus", "plbart", "prophetnet", "trocr", "whisper", "xlm", "xlnet", "xlstm",
 }  # fmt: skip
 NOT_IN_STOCK = {"musicgen", "musicgen_melody", "rwkv"}  # labels of codebooks; a backward pass that fails
 FLOAT32 = tolerance(torch.float32)  # transformers' causal loss is in float32

@@ -23,7 +23,7 @@ from tritonpack.patches.placement import WORTHWHILE, Placement
 from tritonpack.patches.unpacking.arguments import is_of_tokens
 from tritonpack.patches.unpacking.names import OF_OTHERS
 
-# Arguments with which a call stays as it is: keys of an encoder, and labels of a module that computes its own loss.
+# Tensors with which a call stays as it is: keys of an encoder, and labels of a module that computes its own loss.
 ORDINARY = ("encoder_hidden_states", "labels")
 
 LOCK = threading.Lock()  # of all counts: threads may share a model
@@ -189,7 +189,7 @@ def _shapes(tokens: torch.Size) -> tuple[torch.Size, torch.Size]:
 
 def _fits(tokens: torch.Size, arguments: dict[str, Any]) -> bool:
     """Whether one row can replace the batch in a call: each argument has a value for each token, or is of images."""
-    if arguments.get("use_cache") or any(arguments.get(name) is not None for name in ORDINARY):
+    if arguments.get("use_cache") or any(isinstance(arguments.get(name), Tensor) for name in ORDINARY):
         return False
     for name, value in arguments.items():
         if not isinstance(value, Tensor) or name in PACKING or value.ndim == 0 or OF_OTHERS.fullmatch(name):

@@ -40,7 +40,8 @@ class HeadTargets(TensorLike):
         rows: (M,) int64, for each label the place, among the tokens that the head runs on, of the one that predicts it.
         labels: (M,) int64.
         placement: where the tokens of the batch lie in the row; None if the model ran on the batch as it is.
-        output: what the base model gave.
+        states: (1, N, ...) or (B, T, ...), of all tokens that the model ran on.
+        output: what the head got.
     """
 
     narrow = False
@@ -48,6 +49,7 @@ class HeadTargets(TensorLike):
     rows: Tensor
     labels: Tensor
     placement: Placement | None = None
+    states: Tensor
     output: Any = None
 
     def __init__(self, given: Tensor, wanted: Tensor, keep: int) -> None:
@@ -149,16 +151,16 @@ class HeadTargets(TensorLike):
                 "with unpad and share_prefixes this model's base must give its states by name, as transformers' "
                 f"models do; got {type(output).__name__}. Leave labels out, and compute the loss from logits."
             )
-        states = output[STATES]
+        self.states = states = output[STATES]
+        rest = {name: x for name, x in output.items() if name != STATES}
         if placement is not None:
-            rest = {name: placement.lay_back_all(x, name) for name, x in output.items() if name != STATES}
-            output = type(output)(**{STATES: states, **rest})
-        self.output = output
+            rest = {name: placement.lay_back_all(x, name) for name, x in rest.items()}
         if not self.narrow:
             states = states[:, -self.keep :]
         elif self.chosen is not None:
             states = states.flatten(0, 1).index_select(0, self.chosen.to(states.device))[None]
-        return type(output)(**{**output, STATES: states})
+        self.output = type(output)(**{STATES: states, **rest})
+        return self.output
 
     def finish(self, output: Any, head: nn.Module, path: str, arguments: Mapping[str, Any]) -> Any:
         """The head's output with the caller's logits, (B, K, vocabulary).
@@ -166,7 +168,7 @@ class HeadTargets(TensorLike):
         Args:
             output: what the head gave.
             head: the model that the user called.
-            path: the name of the base model in it.
+            path: the name of the patched module in it.
             arguments: of the head's call.
         """
         if not self.narrow:
@@ -176,26 +178,28 @@ class HeadTargets(TensorLike):
             output["logits"] = self.placement.lay_back(output["logits"])[:, -self.keep :]
         else:
             kept = {name: x for name, x in arguments.items() if name not in ("labels", "shift_labels")}
-            output["logits"] = LaterLogits(self, output["logits"], head, path, kept)
+            output["logits"] = LaterLogits(self, output["logits"], head, path.split(".")[0], kept)
         return output
 
 
 def targets_of(
-    head: PreTrainedModel, forward: Any, arguments: Mapping[str, Any], packed_batch: PackedBatch
+    head: PreTrainedModel, forward: Any, base: nn.Module, arguments: Mapping[str, Any], packed_batch: PackedBatch
 ) -> HeadTargets | None:
     """The targets of a call with labels; None if its head must run on the caller's rows.
 
     The head must be transformers' own: it computes logits of each token by itself, because it takes `logits_to_keep`,
-    and its loss reads nothing else.
+    its loss reads nothing else, and it doesn't reach into the base model, as OPT's does, which calls a part of it.
 
     Args:
-        head: the model that the user called, around a base model.
+        head: the model that the user called.
         forward: its forward.
+        base: the model in it that gives it its states.
         arguments: of the call.
         packed_batch: what the call says of its documents.
     """
+    inner = {name for name, _ in base.named_children()}
     code, own = inspect.unwrap(getattr(forward, "__func__", forward)), inspect.unwrap(type(head).forward)
-    if code is not own or not _has_causal_loss(head, own):
+    if code is not own or not _has_causal_loss(head, own) or not inner.isdisjoint(own.__code__.co_names):
         return None
     labels, keep = arguments.get("labels"), arguments.get("logits_to_keep")
     if keep is not None and not isinstance(keep, int):
@@ -263,9 +267,9 @@ class LaterLogits(TensorLike):
                 "logits of a call with labels are computed when they are read, and the weights of the model's head "
                 "have changed since the call. Read them before the optimizer's step."
             )
-        output, placement = self.targets.output, self.targets.placement
-        if placement is not None:
-            output = type(output)(**{**output, STATES: placement.lay_back(output[STATES])})
+        states, placement = self.targets.states, self.targets.placement
+        states = states if placement is None else placement.lay_back(states)
+        output = type(self.targets.output)(**{**self.targets.output, STATES: states})
         base = _twin(getattr(self.head, self.path), forward=lambda *_, **__: output, **{name: {} for name in HOOKS})
         head = _twin(self.head, _modules={**self.head._modules, self.path: base})
         kind, dtype, enabled = self.autocast

@@ -7,6 +7,7 @@ and the row holds several documents.
 from __future__ import annotations
 
 from contextlib import nullcontext
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from tritonpack.patches.near_misses import refuse_near_misses
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.packing_context import PackingContext
 from tritonpack.patches.parse_inputs import OpenMaskError
+from tritonpack.patches.placement import Placement
 from tritonpack.patches.report import holds
 from tritonpack.patches.unpacking.choices import Choices
 from tritonpack.patches.unpacking.document_places import Documents, require_one_document_a_row
@@ -106,13 +108,19 @@ class ModelForward(UnpackingForward):
             return self.run_choices(choices, arguments)
         packed_batch = self._read(arguments)
         if packed_batch is None:
-            return self.inner(**arguments)
+            return self._hand_on(self.inner(**arguments), None)
         output = self.with_loss(lambda: self._run_packed(arguments, packed_batch), arguments, packed_batch)
-        targets, placement = self.context.state.targets, packed_batch.placement
+        return self._hand_on(output, packed_batch.placement)
+
+    def _hand_on(self, output: Any, placement: Placement | None) -> Any:
+        """An output for the head around this model, or for the user: in the shape of the batch that was given."""
+        targets = self.context.state.targets
         if self.module is self.hook.module and targets is not None:
             return targets.take_states(output, placement)
         if self.module is self.hook.module and placement is not None:
             return placement.lay_back_all(output)
+        if targets is not None:  # between the head and the patched module
+            targets.output = output
         return output
 
     def _run_packed(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> Any:
@@ -146,10 +154,14 @@ class ModelForward(UnpackingForward):
         return output
 
     def _targets(self, arguments: dict[str, Any], packed_batch: PackedBatch) -> HeadTargets | None:
-        """The targets of a causal head right around a patched module that makes one row of its batches."""
-        if self.hook.compaction is None or torch.compiler.is_compiling() or not self.path or "." in self.path:
+        """The targets of a causal head around models that pass on the states of a module that makes one row."""
+        if self.hook.compaction is None or torch.compiler.is_compiling() or not self.path:
             return None
-        return targets_of(self.module, self.inner, arguments, packed_batch)
+        inside = [self.module.get_submodule(path) for path in accumulate(self.path.split("."), "{}.{}".format)]
+        patched = {head.module for head in self.hook.heads}
+        if not patched.issuperset(inside):
+            return None
+        return targets_of(self.module, self.inner, inside[0], arguments, packed_batch)
 
     def _is_first(self, packed_batch: PackedBatch) -> bool:
         """Whether a call is the first one with several documents in a row, and the model holds code of others."""
