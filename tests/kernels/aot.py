@@ -38,6 +38,11 @@ TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
+    # AMD GPUs that use gfx942's tiles
+    "gfx90a": GPUTarget("hip", "gfx90a", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+    "gfx1100": GPUTarget("hip", "gfx1100", 32),
+    "gfx1201": GPUTarget("hip", "gfx1201", 32),
 }
 
 _KERNELS = {
@@ -165,19 +170,19 @@ def hopper_configurations() -> list[HopperConfiguration]:
     ]
 
 
-def compile_configuration(configuration: Configuration | HopperConfiguration) -> Resources:
-    """Compile for the configuration's architecture and read the binary."""
-    return disassemble(configuration)[0]
+def compile_configuration(configuration: Configuration | HopperConfiguration, target: str | None = None) -> Resources:
+    """Compile for a key of `TARGETS`, by default the configuration's architecture, and read the binary."""
+    return disassemble(configuration, target)[0]
 
 
-def disassemble(configuration: Configuration | HopperConfiguration) -> tuple[Resources, str]:
+def disassemble(configuration: Configuration | HopperConfiguration, target: str | None = None) -> tuple[Resources, str]:
     """Like `compile_configuration`, with the instructions as text, too."""
     if isinstance(configuration, HopperConfiguration):
         compiled = _compile_hopper(configuration)
     else:
         tile = configuration.tile
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
-        compiled = triton.compile(_source(configuration), target=TARGETS[configuration.arch], options=options)
+        compiled = triton.compile(_source(configuration), target=TARGETS[target or configuration.arch], options=options)
     if "amdgcn" in compiled.asm:
         return _read_amd(compiled.asm["amdgcn"], compiled.metadata.shared), compiled.asm["amdgcn"]
     return _read_nvidia(compiled.asm["cubin"], compiled.metadata.shared)
@@ -226,7 +231,6 @@ def _source(configuration: Configuration) -> ASTSource:
         "HEAD_BLOCKS": KEY_HEADS * (configuration.group // heads if configuration.kernel in ("forward", "dq") else 1),
         "HEAD_DIM": configuration.head_dim,
         "HEAD_DIM_V": configuration.head_dim_v or configuration.head_dim,
-        "PRECISION": "ieee" if configuration.dtype == torch.float32 else "tf32",
         "UPCAST": False,
         "HAS_DK": configuration.kernel != "dv",
         "HAS_DV": configuration.kernel != "dk",

@@ -15,7 +15,7 @@ from tests.kernels.aot import (
     hopper_configurations,
     shipped_configurations,
 )
-from tritonpack.kernels.tile_shapes import FLOAT32_TILES, key_gradient_kernels
+from tritonpack.kernels.tile_shapes import FLOAT32_TILES, Kernel, key_gradient_kernels
 
 pytestmark = pytest.mark.compile
 
@@ -67,6 +67,19 @@ def test_shipped_configuration(configuration: Configuration) -> None:
     assert resources.instructions > 100  # a kernel may compile to a single trap, without an error
     if configuration.dtype != torch.float32:  # float32 products use ordinary instructions
         assert resources.spills <= KNOWN_SPILLS.get(str(configuration), 0)
+        assert resources.matrix_instructions > 0
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
+@pytest.mark.parametrize("gpu", ["gfx90a", "gfx950", "gfx1100", "gfx1201"])
+@pytest.mark.sampled("gfx950-dkdv")
+def test_other_amd_gpus(gpu: str, kernel: Kernel) -> None:
+    """They use gfx942's tiles. On RDNA (gfx11, gfx12), with half the registers, the kernels compile and spill."""
+    resources = compile_configuration(Configuration(kernel, "gfx942", 128, torch.bfloat16), gpu)
+    assert resources.instructions > 100
+    assert resources.shared_bytes <= 64 * 1024
+    if gpu.startswith("gfx9"):
+        assert resources.spills == 0
         assert resources.matrix_instructions > 0
 
 

@@ -252,7 +252,6 @@ def _common(
         "scale_log2": options.scale * LOG2E.value,
         "softcap_log2": options.softcap * LOG2E.value if options.softcap else None,
         "GROUP": q.shape[1] // k.shape[1],
-        "PRECISION": "ieee" if q.dtype == torch.float32 else "tf32",
         "UPCAST": q.dtype == torch.bfloat16 and q.device.type == "cpu",
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,

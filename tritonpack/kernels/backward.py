@@ -87,7 +87,6 @@ def dq_kernel(
     HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
-    PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -166,7 +165,7 @@ def dq_kernel(
                     k_columns = load_rows(k_columns_desc, key, kv_head, column, BLOCK_N, COLUMNS, UPCAST)  # [N, C]
                 if phase == CLEANED:
                     k_columns = clean(k_columns, query_start_ptr, query_stop_ptr, offs_n, key_end)
-                products = tl.dot(q, k.T, input_precision=PRECISION)  # [M, D] @ [D, N] -> [M, N]
+                products = tl.dot(q, k.T, input_precision="ieee")  # [M, D] @ [D, N] -> [M, N]
                 distance = diagonal[:, None] - places(alibi_ptr, diagonal_ptr, offs_n, num_keys)[None, :]
                 scores, unit, slope = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[:, None], distance)
                 exponents = scores * unit - lse2[:, None]
@@ -178,14 +177,14 @@ def dq_kernel(
                         )
                     exponents = tl.where(visible, exponents, float("-inf"))
                 p = tl.exp2(exponents)
-                dp = tl.dot(dout, v.T, input_precision=PRECISION)  # [M, V] @ [V, N] -> [M, N]
+                dp = tl.dot(dout, v.T, input_precision="ieee")  # [M, V] @ [V, N] -> [M, N]
                 if seed_ptr is not None:
                     keep = kept(seed, head[:, None], offs_m[:, None], offs_n[None, :], drop_below)
                     dp = tl.where(keep, dp * keep_scale, 0.0)
                 dp = (dp - delta[:, None]) * slope
                 if phase != FULL:
                     dp = tl.where(visible, dp, 0.0)
-                dq = dot(p * dp, k_columns, dq, PRECISION)  # [M, N] @ [N, C] -> [M, C]
+                dq = dot(p * dp, k_columns, dq)  # [M, N] @ [N, C] -> [M, C]
 
     offs_d = column + tl.arange(0, COLUMNS)
     offs = (rows * stride_dqt + head * stride_dqh)[:, None] + offs_d[None, :]
@@ -231,7 +230,6 @@ def dkdv_kernel(
     GROUP: tl.constexpr,
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
-    PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
     HAS_DK: tl.constexpr,
     HAS_DV: tl.constexpr,
@@ -303,7 +301,7 @@ def dkdv_kernel(
                     dout = tl.where(live, dout, 0.0)
                 if HAS_DK and (HAS_DV or COLUMNS == BLOCK_D):
                     q = tl.where(live, q, 0.0)
-            products = tl.dot(k, q.T, input_precision=PRECISION)  # [N, D] @ [D, M] -> [N, M]
+            products = tl.dot(k, q.T, input_precision="ieee")  # [N, D] @ [D, M] -> [N, M]
             slopes, diagonal = load_alibi(alibi_ptr, diagonal_ptr, offs_m, head, num_queries, stride_at, stride_ah)
             distance = diagonal[None, :] - place[:, None]
             scores, unit, slope = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[None, :], distance)
@@ -317,9 +315,9 @@ def dkdv_kernel(
                 keep = kept(seed, head, offs_m[None, :], offs_n[:, None], drop_below)
             if HAS_DV:
                 weights = p if seed_ptr is None else tl.where(keep, p * keep_scale, 0.0)
-                dv = dot(weights, dout, dv, PRECISION)  # [N, M] @ [M, C] -> [N, C]
+                dv = dot(weights, dout, dv)  # [N, M] @ [M, C] -> [N, C]
             if HAS_DK:
-                dp = tl.dot(v, dout.T, input_precision=PRECISION)  # [N, V] @ [V, M] -> [N, M]
+                dp = tl.dot(v, dout.T, input_precision="ieee")  # [N, V] @ [V, M] -> [N, M]
                 if seed_ptr is not None:
                     dp = tl.where(keep, dp * keep_scale, 0.0)
                 dp = (dp - delta_m[None, :]) * slope
@@ -327,12 +325,12 @@ def dkdv_kernel(
                     dp = tl.where(visible, dp, 0.0)
                 ds = p * dp
                 if HAS_DV or COLUMNS == BLOCK_D:
-                    dk = dot(ds, q, dk, PRECISION)  # [N, M] @ [M, D] -> [N, D]
+                    dk = dot(ds, q, dk)  # [N, M] @ [M, D] -> [N, D]
                 else:
                     q_columns = load_rows(q_columns_desc, row, head, column, BLOCK_M, COLUMNS, UPCAST)  # [M, C]
                     if phase == 0:
                         q_columns = tl.where(live, q_columns, 0.0)
-                    dk = dot(ds, q_columns, dk, PRECISION)  # [N, M] @ [M, C] -> [N, C]
+                    dk = dot(ds, q_columns, dk)  # [N, M] @ [M, C] -> [N, C]
             step += 1
             wrapped = step == steps
             step = tl.where(wrapped, 0, step)

@@ -64,7 +64,6 @@ def forward_kernel(
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
-    PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -117,7 +116,7 @@ def forward_kernel(
                 offs_n = key + tl.arange(0, BLOCK_N)
                 k = load_rows(k_desc, key, first_head // GROUP, 0, BLOCK_N, BLOCK_D, UPCAST)  # [N, D]
                 v = load_rows(v_desc, key, first_head // GROUP, column, BLOCK_N, COLUMNS, UPCAST)  # [N, C]
-                products = tl.dot(q, k.T, input_precision=PRECISION)  # [M, D] @ [D, N] -> [M, N]
+                products = tl.dot(q, k.T, input_precision="ieee")  # [M, D] @ [D, N] -> [M, N]
                 distance = diagonal[:, None] - places(alibi_ptr, diagonal_ptr, offs_n, num_keys)[None, :]
                 scores, unit, _ = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[:, None], distance)
                 if phase != FULL:
@@ -137,7 +136,7 @@ def forward_kernel(
                 l_i = l_i * alpha + tl.sum(p, 1)
                 if seed_ptr is not None:
                     p = tl.where(kept(seed, head[:, None], offs_m[:, None], offs_n[None, :], drop_below), p, 0.0)
-                acc = dot(p, v, acc * alpha[:, None], PRECISION)  # [M, N] @ [N, C] -> [M, C]
+                acc = dot(p, v, acc * alpha[:, None])  # [M, N] @ [N, C] -> [M, C]
                 m_i = m_new
 
     if sinks_ptr is not None and TREE:  # the sink is one more key of every row that sees a key
