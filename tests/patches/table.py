@@ -6,6 +6,7 @@ python -m tests.patches.table [--out docs/models.md] [--shown tritonpack/patches
 from __future__ import annotations
 
 import argparse
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +15,8 @@ import transformers
 
 from tests.patches.sweep import forms, results
 from tests.patches.sweep.classes import Case, cases, mappings
-from tests.patches.sweep.results import ANY, RESULTS, SHOWN, Row
+from tests.patches.sweep.padded import takes_options
+from tests.patches.sweep.results import ANY, OPTIONS, RESULTS, SHOWN, Row
 
 INTRODUCTION = """\
 # Every model class
@@ -45,6 +47,24 @@ position ids alone.
 
 {counts}
 
+## Padded batches as one row
+
+Each class of *Causal lm* is also tried on padded batches with `patch(model, unpad=True)`, and with
+`patch(model, share_prefixes=True)` on groups of documents that begin alike, in no order
+([padded-batches.md](padded-batches.md)). Batches have one document a row with padding on the right or on the left, or
+several documents a row with padding between them. They come with position ids and a mask, and rows of one document also
+with a mask alone. Outputs, hidden states, losses with labels, and the gradients of outputs and losses must equal those
+of each document alone.
+
+- **exact**: in every way, and `handle.saved` shows that no padding was computed, and no shared token twice. The one
+  token of padding right before a document stays, because a causal head predicts the document's first token from it.
+- **as it is**: results are exact, but in some way the model ran on the padded batch; the reason is in its row.
+- **refused**, **wrong**, **not built**: as above.
+
+{options}
+
+{padded}
+
 ## By class
 
 *How*: kernels, unless said otherwise. *Dense*: attention outside of transformers' interface gets the documents' mask as
@@ -65,6 +85,7 @@ They are left out: {rule}.
 
 RULE = "a class takes text if its `forward` has `input_ids` or `decoder_input_ids`"
 COLUMNS = ("exact", "partly", "refused", "wrong", "error", "not built")
+OF_OPTIONS = ("exact", "as it is", "partly", "refused", "wrong", "error", "stock", "not built")
 
 
 def simple(verdict: str) -> str:
@@ -116,13 +137,51 @@ def class_rows(found: Found, listed: list[Case]) -> str:
     return table(["class", "type", "patched", "worst", "how", "named", "why"], lines)
 
 
-def why(row: Row) -> str:
+def reason_of(row: Row) -> str:
     """The reason in a row, without what all reasons begin with."""
     reason = row.reason.partition("can't be packed exactly: ")[2] or row.reason
-    for word in ("when patched: ", "UnsupportedModelError: ", "ValueError: "):
+    for word in ("when patched: ", "UnsupportedModelError: ", "SettingError: ", "ValueError: "):
         reason = reason.replace(word, "")
-    short = reason if len(reason) <= 160 else reason[:157] + "..."
+    return reason
+
+
+def why(row: Row) -> str:
+    short = shortened(reason_of(row))
     return ("" if row.verdict == "exact" else short.rstrip(".")) + (f" ({row.note[:120]})" if row.note else "")
+
+
+def options_counts(found: Found, listed: list[Case]) -> str:
+    """What becomes of the classes that are exact when patched, with each option."""
+    exact = [case for case in listed if found.of(case, "patch").verdict == "exact"]
+    lines = []
+    for option in OPTIONS:
+        seen = Counter(simple(found.of(case, option).verdict) for case in exact)
+        said = ", ".join(f"{seen[verdict]} {verdict}" for verdict in OF_OPTIONS if seen[verdict] or verdict == "wrong")
+        lines.append(f"**{option}**, of the {len(exact)} classes that are exact when patched: {said}.")
+    return "\n".join(lines)
+
+
+def options_rows(found: Found, listed: list[Case]) -> str:
+    lines = []
+    for case in listed:
+        rows = [found.of(case, option) for option in OPTIONS]
+        reasons = dict.fromkeys(filter(None, map(why_not_compacted, rows)))
+        worst = max(row.worst for row in rows)
+        lines.append([case.name, case.model_type, *(simple(row.verdict) for row in rows),
+                      f"{worst:.0e}" if worst else "", "; ".join(reasons)])  # fmt: skip
+    return table(["class", "type", *OPTIONS, "worst", "why"], lines)
+
+
+def why_not_compacted(row: Row) -> str:
+    """The reason in a row with an option: what a trial found, or the first sentence, up to what is to be done."""
+    said = reason_of(row)
+    found = said.partition("A trial on a few tokens found: ")[2].removeprefix("position_ids: ")
+    said = re.sub(r"^(\w+): (?=\d)", r"in a trial \1 differ: ", found) or said
+    return shortened(said.partition(". ")[0].partition(", so ")[0])
+
+
+def shortened(text: str, longest: int = 160) -> str:
+    return text if len(text) <= longest else text[: longest - 3] + "..."
 
 
 def left_out(found: Found) -> str:
@@ -152,6 +211,7 @@ def sentence(found: Found, version: str) -> str:
 def page(found: Found, version: str) -> str:
     listed = [case for case in cases() if found.of(case, "patch").verdict != "no text"]
     listed.sort(key=lambda case: (case.model_type, case.name))
+    causal = [case for case in listed if takes_options(case)]
     lines = []
     for how, words in (("patch", "Patched"), ("name", "Named")):
         seen = Counter(simple(found.of(case, how).verdict) for case in listed)
@@ -161,7 +221,7 @@ def page(found: Found, version: str) -> str:
     return INTRODUCTION.format(
         version=version, count=len(forms.ALL), names=", ".join(forms.ALL).replace("_", " "), rule=RULE,
         verdicts="\n".join(lines), counts=counts(found, listed), rows=class_rows(found, listed),
-        left_out=left_out(found),
+        left_out=left_out(found), options=options_counts(found, causal), padded=options_rows(found, causal),
     )  # fmt: skip
 
 

@@ -12,7 +12,8 @@ from transformers.models.layoutlmv2 import modeling_layoutlmv2
 import tritonpack
 from tests.patches.sweep import build
 from tests.patches.sweep.classes import cases
-from tests.patches.sweep.judging import assumed, judge_case
+from tests.patches.sweep.judging import assumed
+from tests.patches.sweep.running import judge_case
 from tritonpack.patches.trial.undisturbed import quiet
 
 CASES = {case.name: case for case in cases() if case.model_type == "layoutlmv2"}

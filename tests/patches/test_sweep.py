@@ -17,8 +17,9 @@ import tritonpack
 from tests.patches import table
 from tests.patches.sweep import build, forms, results, running
 from tests.patches.sweep.classes import Case, cases, mappings, no_text
-from tests.patches.sweep.judging import Trial, assumed, has_remedy, judge_case
+from tests.patches.sweep.judging import Trial, assumed, has_remedy
 from tests.patches.sweep.results import ANY, Row
+from tests.patches.sweep.running import judge_case
 from tests.patches.sweep.subject import Subject
 from tritonpack.patches.trial.undisturbed import quiet
 

@@ -9,7 +9,7 @@ import torch
 import tritonpack
 from tests.patches.sweep import build
 from tests.patches.sweep.classes import cases
-from tests.patches.sweep.judging import judge_case
+from tests.patches.sweep.running import judge_case
 from tritonpack.parallel.validate import require_shardable
 from tritonpack.patches.trial.undisturbed import quiet
 

@@ -16,7 +16,7 @@ import transformers
 from tests.patches.sweep import forms, results
 from tests.patches.sweep.classes import Case, cases, mappings
 from tests.patches.sweep.results import ANY, HOWS, RESULTS, Row
-from tests.patches.sweep.running import run
+from tests.patches.sweep.running import hows_of, run
 
 
 def parse() -> argparse.Namespace:
@@ -25,8 +25,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--classes", nargs="+", metavar="CLASS", help="names, such as LlamaForCausalLM")
     parser.add_argument("--types", nargs="+", metavar="TYPE", help="model types, such as llama")
     parser.add_argument("--verdicts", nargs="+", metavar="VERDICT", help="those that have one of these verdicts so far")
-    parser.add_argument("--forms", nargs="+", choices=forms.ALL, default=forms.ALL, metavar="FORM",
-                        help=f"of {', '.join(forms.ALL)}; fewer than all are kept with --out alone")  # fmt: skip
+    parser.add_argument("--forms", nargs="+", choices=forms.NAMES, default=forms.NAMES, metavar="FORM",
+                        help=f"of {', '.join(forms.NAMES)}; fewer than all are kept with --out alone")  # fmt: skip
     parser.add_argument("--how", nargs="+", choices=HOWS, default=HOWS)
     parser.add_argument("--no-gradients", action="store_true", help="compare only outputs; losses still with gradients")
     parser.add_argument("--again", action="store_true", help="forget the rows of the chosen classes first")
@@ -53,18 +53,19 @@ def chosen_cases(options: argparse.Namespace, before: list[Row]) -> list[Case]:
 def main() -> None:
     options = parse()
     torch.set_num_threads(1)
-    whole = options.forms == forms.ALL and not options.no_gradients
+    whole = options.forms == forms.NAMES and not options.no_gradients
     path = options.out or (RESULTS if whole else None)
     before = results.load(path, transformers.__version__) if path else []
     chosen = chosen_cases(options, before)
     if options.again and path:
         again = {case.key for case in chosen}
-        before = [row for row in before if row.key not in again or row.how not in (*options.how, ANY)]
+        hows = {*options.how} | ({ANY} if "patch" in options.how else set())
+        before = [row for row in before if row.key not in again or row.how not in hows]
         results.save(before, path, version=transformers.__version__)
     done = {(row.key, row.how) for row in before}
     left = [
         case for case in chosen
-        if (case.key, ANY) not in done and not all((case.key, how) in done for how in options.how)
+        if (case.key, ANY) not in done and not all((case.key, how) in done for how in hows_of(case, options.how))
     ]  # fmt: skip
     print(f"{len(left)} of {len(chosen)} classes to run")
     start = time.perf_counter()

@@ -1,4 +1,7 @@
-"""The forms in which a class is tried: those of trials, a collator's, other outputs, losses, and lower dtypes."""
+"""The forms in which a class is tried: those of trials, a collator's, other outputs, losses, and lower dtypes.
+
+`ALL` are tried in models that are patched or named, `COMPACTED` in models patched with `unpad` or `share_prefixes`.
+"""
 
 from __future__ import annotations
 
@@ -32,23 +35,51 @@ FORMS: dict[str, Form] = {**packed_forms.FORMS, "packing_collator": _collated}
 # Forms with one document in each row: a model without tritonpack may be wrong in them, too.
 PADDED = ("padded_right", "padded_left")
 
-# Other outputs that a call may ask for, with position ids.
-OUTPUTS: dict[str, dict[str, Any]] = {"hidden_states": {"output_hidden_states": True}}
+
+def _with_mask_alone(form: str) -> Form:
+    def lay_out(documents: list[Tensor]) -> Batch:
+        batch = FORMS[form](documents)
+        return dataclasses.replace(batch, arguments={"attention_mask": batch.arguments["attention_mask"]})
+
+    return lay_out
+
+
+def _padded_between(documents: list[Tensor]) -> Batch:
+    """Several documents in each of two rows, with padding on the left, between documents and on the right."""
+    padding = torch.zeros(1, 2, dtype=torch.long)
+    parts = [part for document in documents for part in (document, padding)]
+    middle = len(documents) // 2 * 2
+    batch = packed_forms.lay_out([range(middle), range(middle, len(parts))], parts, left=True)
+    for place in batch.spans[1::2]:
+        batch.arguments["attention_mask"][place] = 0
+    return dataclasses.replace(batch, spans=batch.spans[::2])
+
+
+# Padded batches, with position ids and a mask, or with a mask alone, as trainers give them.
+PADDED_BATCHES: dict[str, Form] = {
+    **{form: FORMS[form] for form in PADDED},
+    **{f"{form}_mask_alone": _with_mask_alone(form) for form in PADDED},
+    "padded_between": _padded_between,
+}
+
+# Other outputs that a call may ask for.
+STATES = {"output_hidden_states": True}
+OUTPUTS: dict[str, dict[str, Any]] = {"hidden_states": STATES, "hidden_states_padded": STATES}
 
 # Forms that are tried with labels: the name with labels, and the form.
-LOSSES: dict[str, str] = {
-    f"loss_{form}": form
-    for form in (
-        "position_ids", "collator", "segments_alone", "segments_padded", "padded_end_mask", "two_rows_padded",
-        "packing_collator",
-    )
-}  # fmt: skip
+WITH_LABELS = (
+    "position_ids", "collator", "segments_alone", "segments_padded", "padded_end_mask", "two_rows_padded",
+    "packing_collator",
+)  # fmt: skip
+LOSSES: dict[str, str] = {f"loss_{form}": form for form in (*WITH_LABELS, *PADDED_BATCHES)}
 
 # Dtypes that are tried with position ids. The error may be twice the error of the model alone.
 LOW: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-ALL = (*FORMS, *OUTPUTS, *LOSSES, *LOW)
+ALL = (*FORMS, "hidden_states", *(f"loss_{form}" for form in WITH_LABELS), *LOW)
 STOCK = ("position_ids", "all_ones_mask")
+COMPACTED = (*PADDED_BATCHES, "hidden_states_padded", *(f"loss_{form}" for form in PADDED_BATCHES))
+NAMES = tuple(dict.fromkeys((*ALL, *COMPACTED)))
 
 # Forms whose gradients are compared, too; those of losses always are.
 WITH_GRADIENTS = ("position_ids", "two_rows_padded")
@@ -67,6 +98,12 @@ NOT_CALLABLE: dict[str, tuple[str, ...]] = {
 
 def callable_forms(case: Case, chosen: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(form for form in chosen if form not in NOT_CALLABLE.get(case.name, ()))
+
+
+def laid_out(form: str) -> Form:
+    """Return the layout of a form; forms that ask for something else use position ids, or rows padded on the right."""
+    name = LOSSES.get(form, "padded_right" if form == "hidden_states_padded" else form)
+    return {**FORMS, **PADDED_BATCHES}.get(name, FORMS["position_ids"])
 
 
 def end_to_end(documents: list[Tensor]) -> Batch:

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 import tritonpack
 from tests.patches.sweep import build as building
 from tests.patches.sweep import detectron, forms
-from tests.patches.sweep.classes import Case, load, no_text
-from tests.patches.sweep.forms import FORMS, LOSSES, LOW, OUTPUTS, PADDED, WITH_GRADIENTS
+from tests.patches.sweep.classes import Case
+from tests.patches.sweep.forms import LOSSES, LOW, OUTPUTS, PADDED, WITH_GRADIENTS
 from tests.patches.sweep.losses import NO_LABELS, Losses
 from tests.patches.sweep.means import means
-from tests.patches.sweep.results import ANY, HOWS, VERDICTS, WRONG, Row
+from tests.patches.sweep.results import VERDICTS, WRONG, Row
 from tests.patches.sweep.subject import Gathered, Subject
 from tritonpack.patches.applied_patch import applied_to
 from tritonpack.patches.exact_classes import LAYOUTS, Layout, installed, versions
@@ -54,16 +54,21 @@ class Trial:
 
     Args:
         case: the class.
-        chosen: names of `forms.ALL`.
-        with_gradients: whether the forms of `WITH_GRADIENTS` compare them.
+        chosen: names of forms, of which those in `known` are tried.
+        with_gradients: whether the forms of `differentiated` compare them.
 
     Raises:
         NotBuiltError: no model of the class can be built, or run by itself, or its tokens don't reach each other.
     """
 
+    known: tuple[str, ...] = forms.ALL
+    lengths: tuple[int, ...] = LENGTHS
+    differentiated: tuple[str, ...] = WITH_GRADIENTS
+    may_be_wrong: tuple[str, ...] = PADDED  # forms that aren't judged if a model without tritonpack is wrong in them
+
     def __init__(self, case: Case, chosen: Iterable[str] = forms.ALL, *, with_gradients: bool = True) -> None:
-        self.case = case
-        self.chosen = forms.callable_forms(case, tuple(chosen))
+        self.case, chosen = case, {*chosen}
+        self.chosen = forms.callable_forms(case, tuple(form for form in self.known if form in chosen))
         self.notes: list[str] = []
         dtypes = (torch.float64, torch.float32)
         if case.model_type in NAN_IN_FLOAT64:
@@ -101,13 +106,16 @@ class Trial:
     def _build(self) -> None:
         self.model = building.build(self.case, dtype=self.dtype)
         subject = Subject(self.model, stock=True)
-        self.documents = subject.draw(LENGTHS)
+        self.documents = self._draw(subject)
         try:
             arguments = subject.arguments(subject.lay_out(forms.alone, self.documents[-1:]))
             self.draws = constant_draws_if_any(lambda: self.model(**arguments))
         except Exception as error:  # a model's own code may raise anything
             raise AloneError(f"doesn't run by itself: {message(error)[:200]}") from error
         self.subject = self._subject(self.model)
+
+    def _draw(self, subject: Subject) -> list[Tensor]:
+        return subject.draw(self.lengths)
 
     def _subject(self, model: nn.Module, *, stock: bool = True) -> Subject:
         return Subject(model, stock=stock, draws=self.draws)
@@ -189,7 +197,7 @@ class Trial:
         except ValueError as error:
             if not is_ours(error):
                 raise
-            row.verdict, row.reason = "refused", f"when {'patched' if how == 'patch' else 'built'}: {message(error)}"
+            row.verdict, row.reason = "refused", f"when {'built' if how == 'name' else 'patched'}: {message(error)}"
             row.bare = not has_remedy(str(error))
         else:
             with context as handle:
@@ -243,12 +251,12 @@ class Trial:
             limit = 2 * self.errors[form] + 4 * torch.finfo(LOW[form]).eps
         try:
             if form in LOSSES or self.by_loss:
-                found = self._loss_apart(subject, _laid_out(form))
+                found = self._loss_apart(subject, forms.laid_out(form))
             else:
                 found, problems = self._compare(subject, form)
             if found <= limit:
                 return ("shape", math.inf, f"{form}: {'; '.join(problems)}") if problems else ("exact", found, "")
-            if form in PADDED and self._stock_is_wrong(form):
+            if form in self.may_be_wrong and self._stock_is_wrong(form):
                 return "stock", found, f"{form}: {found:.1e}, and wrong without tritonpack"
             by_values = form not in LOW and form not in LOSSES and not self.by_loss
             if by_values and (moved := self.influence(subject, form)) > limit:
@@ -270,7 +278,7 @@ class Trial:
         """Return how far packed documents are from each alone, and what is wrong with outputs without parts."""
         if form in OUTPUTS:
             return self._compare_more(subject, form)
-        expected, differentiated = self.expected, self.expected_gradients is not None and form in WITH_GRADIENTS
+        expected, differentiated = self.expected, self.expected_gradients is not None and form in self.differentiated
         with torch.set_grad_enabled(differentiated):
             got = self._parts(subject, form)
             found = difference(expected, got.parts)
@@ -290,12 +298,12 @@ class Trial:
     def _parts(
         self, subject: Subject, form: str, documents: list[Tensor] | None = None, *, strict: bool = True
     ) -> Gathered:
-        batch = subject.lay_out(_laid_out(form), self.documents if documents is None else documents)
+        batch = subject.lay_out(forms.laid_out(form), self.documents if documents is None else documents)
         return subject.gather(subject.call(batch, **OUTPUTS.get(form, {})), batch, strict=strict)
 
     def influence(self, subject: Subject, form: str) -> float:
         """Return how far other tokens in the first document, or in the last, move the values of the rest."""
-        others = {i: self.subject.draw((LENGTHS[i],), seed=9)[0] for i in (0, len(LENGTHS) - 1)}
+        others = {i: self.subject.draw((self.lengths[i],), seed=9)[0] for i in (0, len(self.lengths) - 1)}
         return influence(
             lambda given: self._parts(subject, form, given, strict=False).parts, self.documents, others
         ).size
@@ -305,7 +313,7 @@ class Trial:
         """Whether padding changes the outputs of a model without tritonpack."""
         try:
             if self.by_loss:
-                return self._loss_apart(self.subject, _laid_out(form)) > self.limit
+                return self._loss_apart(self.subject, forms.laid_out(form)) > self.limit
             return difference(self.expected, self._parts(self.subject, form).parts) > self.limit
         except Exception:
             return True
@@ -316,7 +324,7 @@ class Trial:
         plain.expected = self.subject.expected
         try:
             if form in LOSSES or (self.by_loss and form not in LOW):
-                self._loss_apart(plain, _laid_out(form))
+                self._loss_apart(plain, forms.laid_out(form))
             elif form in LOW:  # the caches of packed rows are left out
                 with torch.no_grad():
                     low = self._subject(building.build(self.case, dtype=LOW[form]))
@@ -345,11 +353,6 @@ def gradients(model: nn.Module, expected: Mapping[str, Output], got: Mapping[str
             values = values.masked_fill(~values.isfinite(), 0)
             found.append(values / (1 + values.detach().abs().max()))
     return gradients_of(model, torch.cat(found))
-
-
-def _laid_out(form: str) -> forms.Form:
-    """Return the layout of a form; forms that ask for something else use position ids."""
-    return FORMS[LOSSES.get(form, form if form in FORMS else "position_ids")]
 
 
 def actual_layout(model: nn.Module) -> str:
@@ -393,27 +396,4 @@ def has_remedy(text: str) -> bool:
 
 
 def message(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:240]
-
-
-def judge_case(
-    case: Case, hows: Iterable[str] = HOWS, chosen: Iterable[str] = forms.ALL, *, with_gradients: bool = True
-) -> list[Row]:
-    """Return the rows of one class: one for each of `hows`, or one for all if it takes no text or isn't built."""
-    start = time.perf_counter()
-    try:
-        if why := no_text(load(case)):
-            return [Row(case.key, ANY, "no text", why)]
-        trial = Trial(case, chosen, with_gradients=with_gradients)
-    except (ImportError, building.NotBuiltError) as error:
-        return [Row(case.key, ANY, "not built", str(error)[:240], seconds=time.perf_counter() - start)]
-    rows = []
-    for how in hows:
-        try:
-            rows.append(trial.run(how))
-        except Exception as error:  # it was neither patched nor refused
-            when = "when patched" if how == "patch" else "when built"
-            rows.append(Row(case.key, how, "error", f"{when}: {message(error)}"))
-    if rows:
-        rows[0].seconds += time.perf_counter() - start - sum(row.seconds for row in rows)
-    return rows
+    return " ".join(f"{type(error).__name__}: {error}".split())[:480]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import transformers
 
-from tests.patches.sweep.forms import ALL, LOSSES
+from tests.patches.sweep.forms import ALL, COMPACTED, LOSSES
 from tritonpack.patches.exact_classes import LAYOUTS
 
 HERE = Path(__file__).parent
@@ -20,8 +20,9 @@ SHOWN = HERE.parents[2] / "tritonpack" / "patches" / "exact_classes.csv"
 
 # Verdicts of a form, and of a class the worst of its forms; the worst first.
 WRONG = ("leak", "inexact", "shape")
-VERDICTS = (*WRONG, "error", "partly", "refused", "exact", "stock", "not built", "no text")
-HOWS = ("patch", "name", "stock")
+VERDICTS = (*WRONG, "error", "partly", "refused", "as it is", "exact", "stock", "not built", "no text")
+OPTIONS = ("unpad", "share_prefixes")  # of `tritonpack.patch`
+HOWS = ("patch", "name", "stock", *OPTIONS)
 ANY = "any"  # the value of `how` if all ways have the same verdict
 # In the file
 REST, LABELLED, UNTRIED = "the rest", "all with labels", "untried"
@@ -34,11 +35,13 @@ class Row:
 
     Attributes:
         key: "class/model type".
-        how: "patch" by `tritonpack.patch()`, "name" by `attn_implementation`, "stock" without a patch, or "any".
+        how: "patch" by `tritonpack.patch()`, "name" by `attn_implementation`, "stock" without a patch, an option of
+            `tritonpack.patch`, which is tried for causal language models, or "any".
         verdict: one of `VERDICTS`; the worst of `forms`. "leak": tokens of one document move the values of another;
             "inexact": a document differs from itself alone, and no other moves it; "shape": an output has no value for
             each token or document; "error": one that isn't tritonpack's; "refused" by tritonpack, always; "partly": in
-            some forms, and exact in others; "stock": a form that fails without tritonpack, too, or is wrong.
+            some forms, and exact in others; "as it is": exact, but an option saved no token; "stock": a form that fails
+            without tritonpack, too, or is wrong.
         reason: the form with the number, or the message, for any verdict but "exact".
         forms: the verdict of every form that was tried.
         worst: the largest difference from documents alone among exact forms, relative to the largest value.
@@ -94,11 +97,12 @@ def to_line(row: Row) -> str:
     if 0 < len(row.forms) < FEW:
         fields["forms"] = {v: " ".join(form for form, x in row.forms.items() if x == v) for v in row.forms.values()}
     elif row.forms:
-        verdicts = {form: row.forms.get(form, UNTRIED) for form in ALL}
-        groups = {v: " ".join(form for form in ALL if verdicts[form] == v) for v in {*verdicts.values()}}
+        names = _forms(row.how)
+        verdicts = {form: row.forms.get(form, UNTRIED) for form in names}
+        groups = {v: " ".join(form for form in names if verdicts[form] == v) for v in {*verdicts.values()}}
         groups[Counter(row.forms.values()).most_common(1)[0][0]] = REST
         if UNTRIED in groups:
-            groups[UNTRIED] = groups[UNTRIED].replace(" ".join(LOSSES), LABELLED)
+            groups[UNTRIED] = groups[UNTRIED].replace(_labelled(names), LABELLED)
         fields["forms"] = dict(sorted(groups.items()))
     for name in ("worst", "number", "seconds"):
         if name in fields:
@@ -111,10 +115,20 @@ def from_line(line: str, version: str) -> Row:
     groups = fields.pop("forms", {})
     if REST not in groups.values():
         return Row(**fields, forms={form: verdict for verdict, listed in groups.items() for form in listed.split()})
-    names = {verdict: listed.replace(LABELLED, " ".join(LOSSES)).split() for verdict, listed in groups.items()}
-    verdicts = dict.fromkeys(ALL, next(verdict for verdict, listed in groups.items() if listed == REST))
-    verdicts |= {form: verdict for verdict, listed in names.items() if groups[verdict] != REST for form in listed}
+    names = _forms(fields["how"])
+    listed = {verdict: forms.replace(LABELLED, _labelled(names)).split() for verdict, forms in groups.items()}
+    verdicts = dict.fromkeys(names, next(verdict for verdict, forms in groups.items() if forms == REST))
+    verdicts |= {form: verdict for verdict, forms in listed.items() if groups[verdict] != REST for form in forms}
     return Row(**fields, forms={form: verdict for form, verdict in verdicts.items() if verdict != UNTRIED})
+
+
+def _forms(how: str) -> tuple[str, ...]:
+    """Return the names of the forms that a row may have."""
+    return COMPACTED if how in OPTIONS else ALL
+
+
+def _labelled(names: Iterable[str]) -> str:
+    return " ".join(form for form in names if form in LOSSES)
 
 
 def load(folder: Path = RESULTS, version: str | None = None) -> list[Row]:

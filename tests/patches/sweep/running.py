@@ -1,4 +1,7 @@
-"""Run classes in processes, one for each model type, so that a hang or a crash costs one class."""
+"""Judge a class in every way; run classes in processes, one for each model type.
+
+So a hang or a crash costs one class.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +15,45 @@ from typing import Any
 
 import torch
 
-from tests.patches.sweep.classes import Case
-from tests.patches.sweep.judging import judge_case
-from tests.patches.sweep.results import ANY, Row
+from tests.patches.sweep.build import NotBuiltError
+from tests.patches.sweep.classes import Case, load, no_text
+from tests.patches.sweep.forms import NAMES
+from tests.patches.sweep.judging import Trial, message
+from tests.patches.sweep.padded import PaddedTrial, takes_options
+from tests.patches.sweep.results import ANY, HOWS, OPTIONS, Row
 from tritonpack.patches.trial.undisturbed import quiet
+
+
+def judge_case(
+    case: Case, hows: Iterable[str] = HOWS, chosen: Iterable[str] = NAMES, *, with_gradients: bool = True
+) -> list[Row]:
+    """Return the rows of one class: one for each of `hows`, or one for all if it takes no text or isn't built."""
+    hows, start = hows_of(case, hows), time.perf_counter()
+    try:
+        if why := no_text(load(case)):
+            return [Row(case.key, ANY, "no text", why)]
+        trial = Trial(case, chosen, with_gradients=with_gradients) if {*hows} - {*OPTIONS} else None
+    except (ImportError, NotBuiltError) as error:
+        return [Row(case.key, ANY, "not built", str(error)[:240], seconds=time.perf_counter() - start)]
+    rows: list[Row] = []
+    for how in hows:
+        try:
+            one = PaddedTrial(case, how, chosen, with_gradients=with_gradients) if how in OPTIONS else trial
+            assert one is not None
+            rows.append(one.run(how))
+        except NotBuiltError as error:
+            rows.append(Row(case.key, how, "not built", str(error)[:240]))
+        except Exception as error:  # it was neither patched nor refused
+            when = "when built" if how == "name" else "when patched"
+            rows.append(Row(case.key, how, "error", f"{when}: {message(error)}"))
+    if rows:
+        rows[0].seconds += time.perf_counter() - start - sum(row.seconds for row in rows)
+    return rows
+
+
+def hows_of(case: Case, hows: Iterable[str]) -> list[str]:
+    """Return those of `hows` that a class is tried in."""
+    return [how for how in hows if how not in OPTIONS or takes_options(case)]
 
 
 def _work(group: list[Case], options: dict[str, Any], pipe: Connection) -> None:
