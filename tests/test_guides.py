@@ -57,7 +57,7 @@ def test_block(guide: str, number: int, tmp_path: Path) -> None:
         pytest.importorskip("accelerate")
     if "trl." in code:
         given["trl"], datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-        from tests.ecosystem.test_trl import tokenizer
+        from tests.ecosystem.training import tokenizer
 
         given |= {"dataset": datasets.Dataset.from_list(given["dataset"]), "tokenizer": tokenizer()}
     elif "arguments" in code:

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
 
 from tests.patches.models import VOCAB
 
@@ -21,6 +23,20 @@ def features(lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, list[int]]]:
     """Tokenized documents."""
     generator = torch.Generator().manual_seed(1)
     return [{"input_ids": torch.randint(3, VOCAB, (n,), generator=generator).tolist()} for n in lengths]
+
+
+def alike() -> list[dict[str, list[int]]]:
+    """Tokenized documents of which some begin alike: two prompts with six answers each, in turns."""
+    prompts = [features()[number]["input_ids"] for number in (2, 4)]
+    return [{"input_ids": prompts[i % 2] + one["input_ids"]} for i, one in enumerate(features())]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Words between spaces are tokens: w3, w4 and so on."""
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, VOCAB)}}
+    made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
 def pad(documents: list[dict[str, list[int]]]) -> dict[str, Tensor]:
