@@ -81,9 +81,11 @@ def trained(trainer: Any) -> Outcome:
     return losses, {name: after[name].detach() - start for name, start in before.items()}
 
 
-def distance(a: Outcome, b: Outcome) -> float:
-    """The largest relative difference of two trainings: in the losses, or in where the weights went."""
-    least = 1e-3  # GRPO's loss is 0 in each first step on its samples
+def distance(a: Outcome, b: Outcome, least: float = 1e-3) -> float:
+    """The largest relative difference of two trainings: in the losses, or in where the weights went.
+
+    A loss below `least` counts as that large: GRPO's loss is 0 in each first step on its samples.
+    """
     losses = max(abs(x - y) / max(abs(x), least) for x, y in zip(a[0], b[0], strict=True))
     assert a[1].keys() == b[1].keys()
     moved = max(float(x.abs().max()) for x in a[1].values())
