@@ -1,10 +1,9 @@
 """TRL's trainers with padded batches: without padding and with common beginnings once, they train as stock does."""
 
 import importlib
-import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -32,55 +31,8 @@ TEXTS = [{"text": f"{prompt} {ANSWERS[i % 8]}"} for i, prompt in enumerate(PROMP
 COMPLETED = [{"prompt": p, "completion": f" {ANSWERS[i % 8]}"} for i, p in enumerate(PROMPTS * 3)]
 ASKED = [{"prompt": prompt} for prompt in PROMPTS]
 
-Make = Callable[[Path], Any]  # a trainer that writes into a folder
-
-
-def made(kind: str, *models: Any, folder: Path, examples: list[dict[str, Any]], **given: Any) -> Any:
-    """A trainer of a kind. `given` are arguments of the trainer (`peft_config`, `reward_funcs`), and options."""
-    home = importlib.import_module(f"trl.experimental.{kind.lower()}") if kind in ("CPO", "ORPO") else trl
-    own = {name: given.pop(name) for name in ("peft_config", "reward_funcs") if name in given}
-    options = arguments(folder, gradient_checkpointing=False, **{"per_device_train_batch_size": 4, **given})
-    dataset = datasets.Dataset.from_list(examples)
-    torch.manual_seed(0)  # of adapters
-    trainer = getattr(home, f"{kind}Trainer")(
-        *models,
-        args=getattr(home, f"{kind}Config")(**options),
-        train_dataset=dataset,
-        eval_dataset=dataset if examples is not ASKED else None,
-        processing_class=tokenizer(),
-        **own,
-    )
-    trainer.model.double()  # adapters are made in float32
-    return trainer
-
-
-def other(family: str = "llama", **options: Any) -> Any:
-    """A reference model, or a teacher."""
-    return tiny_model(family, initializer_range=0.1, **options)
-
-
-def scoring() -> Any:
-    torch.manual_seed(0)
-    config = AutoConfig.for_model("llama", **COMMON, num_labels=1)
-    return AutoModelForSequenceClassification.from_config(config).double()
-
-
-def lora() -> dict[str, Any]:
-    """Adapters that are no zeros. The reference is the model without them."""
-    peft = pytest.importorskip("peft")
-    targets = ["q_proj", "v_proj"]
-    config = peft.LoraConfig(r=4, init_lora_weights=False, target_modules=targets, task_type="CAUSAL_LM")
-    return {"peft_config": config}
-
-
-def different(completions: list[str], **_: Any) -> list[float]:
-    """A reward."""
-    return [float(len(set(text)) % 7) for text in completions]
-
-
-ONLINE = {"num_generations": 2, "max_completion_length": 6, "use_vllm": False, "reward_funcs": different}
+ONLINE = {"num_generations": 2, "max_completion_length": 6, "use_vllm": False}
 WINDOWS = {"max_length": None, "gradient_accumulation_steps": 2}  # of batches with unequal numbers of tokens
-ROUTED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 SMALL = {"per_device_train_batch_size": 2}
 
 
@@ -89,29 +41,79 @@ def llama() -> Any:
 
 
 def mixtral() -> Any:
-    return tiny_model("mixtral", **ROUTED)
+    return tiny_model("mixtral", output_router_logits=True, router_aux_loss_coef=0.1)
 
 
-TRAINERS: dict[str, Make] = {
-    "SFT": lambda at: made("SFT", llama(), folder=at, examples=TEXTS, **WINDOWS),
-    "SFT, completions": lambda at: made("SFT", llama(), folder=at, examples=COMPLETED, **WINDOWS),
-    "SFT, experts": lambda at: made("SFT", mixtral(), folder=at, examples=TEXTS, max_length=None),
-    "DPO": lambda at: made("DPO", llama(), other(), folder=at, examples=PAIRS, **SMALL),
-    "DPO, LoRA": lambda at: made("DPO", llama(), folder=at, examples=PAIRS, **SMALL, **lora()),
-    "DPO, experts": lambda at: made("DPO", mixtral(), other("mixtral"), folder=at, examples=PAIRS, **SMALL),
-    "KTO": lambda at: made("KTO", llama(), other(), folder=at, examples=LABELLED),
-    "Reward": lambda at: made("Reward", scoring(), folder=at, examples=PAIRS, **SMALL),
-    "ORPO": lambda at: made("ORPO", llama(), folder=at, examples=PAIRS, max_length=64, **SMALL),
-    "CPO": lambda at: made("CPO", llama(), folder=at, examples=PAIRS, max_length=64, **SMALL),
-    "GRPO": lambda at: made("GRPO", llama(), folder=at, examples=ASKED, beta=0.0, **ONLINE),
-    "GRPO, LoRA": lambda at: made(
-        "GRPO", llama(), folder=at, examples=ASKED, beta=0.1, num_iterations=2, **ONLINE, **lora()
-    ),
-    "RLOO": lambda at: made("RLOO", llama(), folder=at, examples=ASKED, beta=0.0, **ONLINE),
-    "RLOO, LoRA": lambda at: made("RLOO", llama(), folder=at, examples=ASKED, beta=0.1, **ONLINE, **lora()),
-    "Distillation": lambda at: made(
-        "Distillation", llama(), other(), folder=at, examples=ASKED, max_completion_length=6
-    ),
+def scoring() -> Any:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("llama", **COMMON, num_labels=1)
+    return AutoModelForSequenceClassification.from_config(config).double()
+
+
+def lora() -> Any:
+    """Adapters that are no zeros. The reference is the model without them."""
+    peft = pytest.importorskip("peft")
+    targets = ["q_proj", "v_proj"]
+    return peft.LoraConfig(r=4, init_lora_weights=False, target_modules=targets, task_type="CAUSAL_LM")
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(set(text)) % 7) for text in completions]
+
+
+class Setting(NamedTuple):
+    """A trainer of TRL: its kind, its model, what it is trained on, and options.
+
+    Attributes:
+        second: the family of a reference model or a teacher.
+        adapters: whether LoRA's adapters are trained.
+    """
+
+    kind: str
+    model: Callable[[], Any]
+    examples: list[dict[str, Any]]
+    options: dict[str, Any]
+    second: str = ""
+    adapters: bool = False
+
+    def trainer(self, folder: Path, model: Any = None) -> Any:
+        given: dict[str, Any] = {"reward_funcs": reward} if "num_generations" in self.options else {}
+        if self.adapters:
+            given["peft_config"] = lora()
+        models = [self.model() if model is None else model]
+        models += [tiny_model(self.second, initializer_range=0.1)] if self.second else []
+        home = importlib.import_module(f"trl.experimental.{self.kind.lower()}") if self.kind in ("CPO", "ORPO") else trl
+        options = {"per_device_train_batch_size": 4, "gradient_checkpointing": False, **self.options}
+        dataset = datasets.Dataset.from_list(self.examples)
+        torch.manual_seed(0)  # of adapters
+        trainer = getattr(home, f"{self.kind}Trainer")(
+            *models,
+            args=getattr(home, f"{self.kind}Config")(**arguments(folder, **options)),
+            train_dataset=dataset,
+            eval_dataset=None if self.examples is ASKED else dataset,
+            processing_class=tokenizer(),
+            **given,
+        )
+        trainer.model.double()  # adapters are made in float32
+        return trainer
+
+
+TRAINERS = {
+    "SFT": Setting("SFT", llama, TEXTS, WINDOWS),
+    "SFT, completions": Setting("SFT", llama, COMPLETED, WINDOWS),
+    "SFT, experts": Setting("SFT", mixtral, TEXTS, {"max_length": None}),
+    "DPO": Setting("DPO", llama, PAIRS, SMALL, "llama"),
+    "DPO, LoRA": Setting("DPO", llama, PAIRS, SMALL, adapters=True),
+    "DPO, experts": Setting("DPO", mixtral, PAIRS, SMALL, "mixtral"),
+    "KTO": Setting("KTO", llama, LABELLED, {}, "llama"),
+    "Reward": Setting("Reward", scoring, PAIRS, SMALL),
+    "ORPO": Setting("ORPO", llama, PAIRS, {"max_length": 64, **SMALL}),
+    "CPO": Setting("CPO", llama, PAIRS, {"max_length": 64, **SMALL}),
+    "GRPO": Setting("GRPO", llama, ASKED, {"beta": 0.0, **ONLINE}),
+    "GRPO, LoRA": Setting("GRPO", llama, ASKED, {"beta": 0.1, "num_iterations": 2, **ONLINE}, adapters=True),
+    "RLOO": Setting("RLOO", llama, ASKED, {"beta": 0.0, **ONLINE}),
+    "RLOO, LoRA": Setting("RLOO", llama, ASKED, {"beta": 0.1, **ONLINE}, adapters=True),
+    "Distillation": Setting("Distillation", llama, ASKED, {"max_completion_length": 6}, "llama"),
 }
 # Means of logits over padding, too, where the patched model has zeros.
 OVER_PADDING = {name: {"eval_logits/chosen", "eval_logits/rejected"} for name in ("ORPO", "CPO")}
@@ -124,24 +126,49 @@ def results(trainer: Any) -> tuple[Outcome, dict[str, float]]:
     return outcome, {name: x for name, x in evaluated.items() if not any(word in name for word in timing)}
 
 
+def require_equal(name: str, stock: tuple[Outcome, dict[str, float]], ours: tuple[Outcome, dict[str, float]]) -> None:
+    cancels = name.startswith("RLOO")  # float32 advantages around 1, of which nothing is left in the first steps
+    assert distance(stock[0], ours[0], **({"least": 1.0} if cancels else {})) < EXACT
+    assert stock[1].keys() == ours[1].keys()
+    for metric in stock[1].keys() - OVER_PADDING.get(name, set()):
+        # Mean logits and margins are sums of numbers around 1.
+        assert ours[1][metric] == pytest.approx(stock[1][metric], rel=EXACT, abs=EXACT), metric
+
+
 @pytest.mark.heavy
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options", [{"unpad": True}, {"share_prefixes": True}], ids=["unpad", "share"])
 @pytest.mark.parametrize("name", TRAINERS)
 @pytest.mark.sampled("SFT, completions-share", "DPO, LoRA-share", "GRPO-share")
 def test_losses_weights_and_metrics_are_stocks(name: str, options: dict[str, bool], tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        expected, metrics = results(TRAINERS[name](tmp_path / "stock"))
-        trainer = TRAINERS[name](tmp_path / "ours")
-        with tritonpack.patch(trainer.model, **options) as handle:
-            trainer.add_callback(tritonpack.SavedTokensCallback(trainer))
-            got, found = results(trainer)
-    cancels = name.startswith("RLOO")  # float32 advantages around 1, of which nothing is left in the first steps
-    assert distance(expected, got, **({"least": 1.0} if cancels else {})) < EXACT
-    assert found.keys() == metrics.keys()
-    for metric in OVER_PADDING.get(name, ()):
-        del found[metric], metrics[metric]
-    assert found == pytest.approx(metrics, rel=EXACT, abs=EXACT)  # mean logits and margins, of numbers around 1
-    print(f"{name}: {handle.saved}")
+    expected = results(TRAINERS[name].trainer(tmp_path / "stock"))
+    trainer = TRAINERS[name].trainer(tmp_path / "ours")
+    handle = tritonpack.patch(trainer.model, **options)
+    trainer.add_callback(tritonpack.SavedTokensCallback(trainer))
+    require_equal(name, expected, results(trainer))
+    print(f"{name}, {options}: {handle.saved}")
     saved = next(entry["train_tokens_saved_share"] for entry in trainer.state.log_history if "train_loss" in entry)
     assert saved > 0
+
+
+@pytest.mark.heavy
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in TRAINERS if "experts" not in name])
+@pytest.mark.sampled("DPO")
+def test_a_model_that_is_patched_before_its_trainer_is_made(name: str, tmp_path: Path) -> None:
+    """TRL replaces the forward of the model when it makes the trainer."""
+    expected = results(TRAINERS[name].trainer(tmp_path / "stock"))
+    model = TRAINERS[name].model()
+    handle = tritonpack.patch(model, share_prefixes=True)
+    require_equal(name, expected, results(TRAINERS[name].trainer(tmp_path / "ours", model)))
+    assert handle.saved is not None
+    assert handle.saved.tokens_computed < handle.saved.tokens_given
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_routers_of_a_model_that_is_patched_before_its_trainer_are_refused(tmp_path: Path) -> None:
+    model = mixtral()
+    tritonpack.patch(model, unpad=True)
+    trainer = TRAINERS["SFT, experts"].trainer(tmp_path, model)
+    with pytest.raises(ValueError, match="forward of MixtralForCausalLM was replaced since this model was patched"):
+        trainer.train()
