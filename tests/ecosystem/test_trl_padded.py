@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import tritonpack
-from tests.ecosystem.training import EXACT, Outcome, arguments, distance, tokenizer, trained
+from tests.ecosystem.training import EXACT, Outcome, arguments, distance, evaluated, tokenizer, trained
 from tests.patches.models import COMMON, tiny_model
 
 trl = pytest.importorskip("trl")
@@ -121,9 +121,7 @@ OVER_PADDING = {name: {"eval_logits/chosen", "eval_logits/rejected"} for name in
 
 def results(trainer: Any) -> tuple[Outcome, dict[str, float]]:
     """Losses and weights, and what evaluation gives where the trainer has a data set for it."""
-    outcome, evaluated = trained(trainer), {} if trainer.eval_dataset is None else trainer.evaluate()
-    timing = ("runtime", "second", "epoch", "preparation")
-    return outcome, {name: x for name, x in evaluated.items() if not any(word in name for word in timing)}
+    return trained(trainer), {} if trainer.eval_dataset is None else evaluated(trainer)
 
 
 def require_equal(name: str, stock: tuple[Outcome, dict[str, float]], ours: tuple[Outcome, dict[str, float]]) -> None:

@@ -81,6 +81,12 @@ def trained(trainer: Any) -> Outcome:
     return losses, {name: after[name].detach() - start for name, start in before.items()}
 
 
+def evaluated(trainer: Any) -> dict[str, float]:
+    """What evaluation gives, without its times."""
+    times = ("runtime", "per_second", "epoch", "preparation_time")
+    return {name: value for name, value in trainer.evaluate().items() if not any(word in name for word in times)}
+
+
 def distance(a: Outcome, b: Outcome, least: float = 1e-3) -> float:
     """The largest relative difference of two trainings: in the losses, or in where the weights went.
 

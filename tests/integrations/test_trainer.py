@@ -73,9 +73,9 @@ def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
     Clock.now, Clock.given, Clock.computed, Clock.seconds = 0.0, 0, 0, 0
 
 
-def make_trainer(folder: Path, model: Any = None, **options: Any) -> Trainer:
+def make_trainer(folder: Path, **options: Any) -> Trainer:
     return SlowToSave(
-        tiny_model("llama") if model is None else model,
+        tiny_model("llama"),
         TrainingArguments(**arguments(folder, gradient_accumulation_steps=2, **{"max_steps": 5, **options})),
         train_dataset=Documents(1),
         eval_dataset=Documents(50),
@@ -156,6 +156,22 @@ def test_training_again_starts_again(tmp_path: Path) -> None:
     trainer.add_callback(tritonpack.SavedTokensCallback(trainer))
     first, again = trainer.train().metrics, trainer.train().metrics
     assert first["train_tokens_saved_share"] == again["train_tokens_saved_share"]
+
+
+def test_a_model_that_model_init_makes_and_patches(tmp_path: Path) -> None:
+    """Trainer makes a model when it is made, and another one in `train`."""
+    made = []
+
+    def make() -> Any:
+        made.append(tiny_model("llama"))
+        tritonpack.patch(made[-1], unpad=True)
+        return made[-1]
+
+    options = TrainingArguments(**arguments(tmp_path))
+    trainer = Trainer(args=options, model_init=make, train_dataset=Documents(1), data_collator=pad)
+    trainer.add_callback(tritonpack.SavedTokensCallback(trainer))
+    assert trainer.train().metrics["train_tokens_saved_share"] > 0
+    assert len(made) == 2
 
 
 def test_steps_without_the_patched_model_get_nothing(tmp_path: Path) -> None:

@@ -134,6 +134,6 @@ def _counts_of(model: nn.Module) -> list[Saved]:
         reason = "patched without unpad and share_prefixes, so it saves no tokens" if applied else "not patched"
         raise ValueError(
             f"the trainer's {type(model).__name__} is {reason}. First call tritonpack.patch(trainer.model, unpad=True) "
-            "or tritonpack.patch(trainer.model, share_prefixes=True)."
+            "or tritonpack.patch(trainer.model, share_prefixes=True). If model_init makes the model, patch it there."
         )
     return counts
