@@ -31,6 +31,8 @@ TEXTS = [{"text": f"{prompt} {ANSWERS[i % 8]}"} for i, prompt in enumerate(PROMP
 COMPLETED = [{"prompt": p, "completion": f" {ANSWERS[i % 8]}"} for i, p in enumerate(PROMPTS * 3)]
 ASKED = [{"prompt": prompt} for prompt in PROMPTS]
 
+TRIPLES = [{**pair, "reference": f" {answer}"} for pair, answer in zip(PAIRS, ANSWERS[2:], strict=False)]
+EXPERIMENTAL = ("CPO", "ORPO", "TPO")  # where TRL keeps a trainer
 ONLINE = {"num_generations": 2, "max_completion_length": 6, "use_vllm": False}
 WINDOWS = {"max_length": None, "gradient_accumulation_steps": 2}  # of batches with unequal numbers of tokens
 SMALL = {"per_device_train_batch_size": 2}
@@ -82,7 +84,7 @@ class Setting(NamedTuple):
             given["peft_config"] = lora()
         models = [self.model() if model is None else model]
         models += [tiny_model(self.second, initializer_range=0.1)] if self.second else []
-        home = importlib.import_module(f"trl.experimental.{self.kind.lower()}") if self.kind in ("CPO", "ORPO") else trl
+        home = importlib.import_module(f"trl.experimental.{self.kind.lower()}") if self.kind in EXPERIMENTAL else trl
         options = {"per_device_train_batch_size": 4, "gradient_checkpointing": False, **self.options}
         dataset = datasets.Dataset.from_list(self.examples)
         torch.manual_seed(0)  # of adapters
@@ -109,6 +111,7 @@ TRAINERS = {
     "Reward": Setting("Reward", scoring, PAIRS, SMALL),
     "ORPO": Setting("ORPO", llama, PAIRS, {"max_length": 64, **SMALL}),
     "CPO": Setting("CPO", llama, PAIRS, {"max_length": 64, **SMALL}),
+    "TPO": Setting("TPO", llama, TRIPLES, SMALL),
     "GRPO": Setting("GRPO", llama, ASKED, {"beta": 0.0, **ONLINE}),
     "GRPO, LoRA": Setting("GRPO", llama, ASKED, {"beta": 0.1, "num_iterations": 2, **ONLINE}, adapters=True),
     "RLOO": Setting("RLOO", llama, ASKED, {"beta": 0.0, **ONLINE}),
@@ -161,6 +164,20 @@ def test_a_model_that_is_patched_before_its_trainer_is_made(name: str, tmp_path:
     require_equal(name, expected, results(TRAINERS[name].trainer(tmp_path / "ours", model)))
     assert handle.saved is not None
     assert handle.saved.tokens_computed < handle.saved.tokens_given
+
+
+@pytest.mark.heavy
+@pytest.mark.filterwarnings("ignore")
+def test_rows_that_trl_packs_share_beginnings(tmp_path: Path) -> None:
+    """`padding_free` leaves no padding, and what documents of a row have in common still runs once."""
+    options = {"max_length": None}
+    expected = trained(Setting("SFT", llama, TEXTS, options).trainer(tmp_path / "stock"))
+    model = llama()
+    handle = tritonpack.patch(model, share_prefixes=True)
+    packed = Setting("SFT", llama, TEXTS, {**options, "padding_free": True}).trainer(tmp_path / "ours", model)
+    assert distance(expected, trained(packed)) < EXACT
+    assert handle.saved is not None
+    assert handle.saved.tokens_computed < 0.9 * handle.saved.tokens_given
 
 
 @pytest.mark.filterwarnings("ignore")
