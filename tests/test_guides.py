@@ -57,7 +57,7 @@ def test_block(guide: str, number: int, tmp_path: Path) -> None:
         pytest.importorskip("accelerate")
     if "trl." in code:
         given["trl"], datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-        from tests.ecosystem.test_trl import tokenizer
+        from tests.ecosystem.training import tokenizer
 
         given |= {"dataset": datasets.Dataset.from_list(given["dataset"]), "tokenizer": tokenizer()}
     elif "arguments" in code:
@@ -110,12 +110,24 @@ def test_trees_page_runs_from_top_to_bottom() -> None:
     assert (given["in_tree"], given["alone"]) == ((16384, 26222592), (73728, 84971520))
 
 
-def test_padded_batches_page(capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
+def test_padded_batches_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
     torch.manual_seed(0)
-    (code,) = blocks("padded-batches")
-    exec(compile(code, "padded-batches.md", "exec"), {})
+    given: dict[str, Any] = {}
+    call, callback = blocks("padded-batches")
+    exec(compile(call, "padded-batches.md", "exec"), given)
     assert capsys.readouterr().out == "26 of 68 tokens computed, 61.8% saved\n"
+
+    rows = [
+        {"input_ids": row, "attention_mask": mask, "labels": row}
+        for row, mask in zip(given["input_ids"], given["attention_mask"], strict=True)
+    ]
+    options = {**for_fine_tuning(tmp_path)["options"], "max_steps": 1}
+    arguments = transformers.TrainingArguments(**options)
+    given["trainer"] = transformers.Trainer(given["model"], arguments, train_dataset=rows)
+    exec(compile(callback, "padded-batches.md", "exec"), given)
+    assert capsys.readouterr().out.endswith("61.8% saved\n")
 
 
 def test_trees_page_finds_a_mask_that_is_not_the_tree() -> None:

@@ -37,7 +37,7 @@ ALLOWED = {
     "cli": GROUND | {"attention", "backends", "flash_attn", "kernels", "packing", "parallel", "patches", "testing"},
     "integrations": GROUND | {"backends", "patches"},
     "__main__": {"cli"},
-    "__init__": GROUND | {"attention", "flash_attn", "kernels", "packing", "parallel", "patches"},
+    "__init__": GROUND | {"attention", "flash_attn", "integrations", "kernels", "packing", "parallel", "patches"},
 }
 
 # Heavy or optional package -> the rooms that may import it.
@@ -51,7 +51,7 @@ GUESTS = {
     "rich": {"cli"},
     "torch.distributed": {"cli", "packing", "parallel"},
     "tqdm": {"cli"},
-    "transformers": {"cli", "parallel", "patches", "testing"},
+    "transformers": {"cli", "integrations", "parallel", "patches", "testing"},
     "triton": {"backends", "kernels"},
     "typer": {"cli"},
 }

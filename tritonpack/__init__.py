@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tritonpack.errors import IsolationError as IsolationError
     from tritonpack.errors import PackingWarning as PackingWarning
     from tritonpack.errors import UnsupportedModelError as UnsupportedModelError
+    from tritonpack.integrations.trainer import SavedTokensCallback as SavedTokensCallback
     from tritonpack.kernels.tile_shapes import load_tiles as load_tiles
     from tritonpack.masks.block_diagonal import BlockDiagonalMask as BlockDiagonalMask
     from tritonpack.packing import BinDataset as BinDataset
@@ -50,6 +51,7 @@ _HOMES = {
     "Packing": "packing",
     "PackingCollator": "packing",
     "PackingWarning": "errors",
+    "SavedTokensCallback": "integrations.trainer",
     "SequenceParallel": "parallel.context",
     "TreeBatch": "packing",
     "TreeCollator": "packing",

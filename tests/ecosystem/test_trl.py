@@ -8,24 +8,25 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerFast
+from transformers import PreTrainedModel
 
 import tritonpack
-from tests.ecosystem.training import EXACT, Outcome, Padded, arguments, distance, features, no_warning, trained
+from tests.ecosystem.training import (
+    EXACT,
+    Outcome,
+    Padded,
+    arguments,
+    distance,
+    features,
+    no_warning,
+    tokenizer,
+    trained,
+)
 from tests.patches import zoo
-from tests.patches.models import VOCAB, tiny_model
+from tests.patches.models import tiny_model
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
-tokenizers = pytest.importorskip("tokenizers")
-
-
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, VOCAB)}}
-    model = tokenizers.models.WordLevel(words, unk_token="<pad>")
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizers.Tokenizer(model), pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
 
 
 def make_trainer(model: PreTrainedModel | str, folder: Path, peft_config: Any = None, **options: Any) -> Any:

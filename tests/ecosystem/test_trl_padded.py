@@ -1,22 +1,20 @@
 """TRL's trainers with padded batches: without padding and with common beginnings once, they train as stock does."""
 
-import warnings
+import importlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification
 
 import tritonpack
-from tests.ecosystem import test_trl
-from tests.ecosystem.training import EXACT, arguments, distance, trained
+from tests.ecosystem.training import EXACT, Outcome, arguments, distance, evaluated, tokenizer, trained
 from tests.patches.models import COMMON, tiny_model
 
 trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
-tokenizers = pytest.importorskip("tokenizers")
 
 WORDS = [f"w{i}" for i in range(3, 60)]
 PROMPTS = [" ".join(WORDS[i : i + 6 + 3 * i]) for i in range(4)]
@@ -29,79 +27,169 @@ LABELLED = [
 ]
 
 
-def tokenizer() -> Any:
-    """Words between spaces are tokens."""
-    made = test_trl.tokenizer()
-    made.backend_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    return made
+TEXTS = [{"text": f"{prompt} {ANSWERS[i % 8]}"} for i, prompt in enumerate(PROMPTS * 3)]
+COMPLETED = [{"prompt": p, "completion": f" {ANSWERS[i % 8]}"} for i, p in enumerate(PROMPTS * 3)]
+ASKED = [{"prompt": prompt} for prompt in PROMPTS]
+
+TRIPLES = [{**pair, "reference": f" {answer}"} for pair, answer in zip(PAIRS, ANSWERS[2:], strict=False)]
+EXPERIMENTAL = ("CPO", "ORPO", "TPO")  # where TRL keeps a trainer
+ONLINE = {"num_generations": 2, "max_completion_length": 6, "use_vllm": False}
+WINDOWS = {"max_length": None, "gradient_accumulation_steps": 2}  # of batches with unequal numbers of tokens
+SMALL = {"per_device_train_batch_size": 2}
 
 
-def with_reference(kind: str, examples: list[dict[str, Any]], size: int) -> Callable[[Path], Any]:
-    """A trainer that compares the model with another one."""
-
-    def make(folder: Path) -> Any:
-        options = arguments(folder, per_device_train_batch_size=size, gradient_checkpointing=False)
-        return getattr(trl, f"{kind}Trainer")(
-            tiny_model("llama"),
-            tiny_model("llama", initializer_range=0.1),
-            args=getattr(trl, f"{kind}Config")(**options),
-            train_dataset=datasets.Dataset.from_list(examples),
-            processing_class=tokenizer(),
-        )
-
-    return make
+def llama() -> Any:
+    return tiny_model("llama")
 
 
-def reward(folder: Path) -> Any:
+def mixtral() -> Any:
+    return tiny_model("mixtral", output_router_logits=True, router_aux_loss_coef=0.1)
+
+
+def scoring() -> Any:
     torch.manual_seed(0)
     config = AutoConfig.for_model("llama", **COMMON, num_labels=1)
-    model = AutoModelForSequenceClassification.from_config(config).double()
-    options = trl.RewardConfig(**arguments(folder, per_device_train_batch_size=2, gradient_checkpointing=False))
-    return trl.RewardTrainer(
-        model, args=options, train_dataset=datasets.Dataset.from_list(PAIRS), processing_class=tokenizer()
-    )
+    return AutoModelForSequenceClassification.from_config(config).double()
 
 
-def online(kind: str) -> Callable[[Path], Any]:
-    def make(folder: Path) -> Any:
-        config = getattr(trl, f"{kind}Config")(
-            **arguments(
-                folder, per_device_train_batch_size=4, gradient_checkpointing=False, num_generations=4,
-                max_completion_length=6, beta=0.0, use_vllm=False,
-            )
-        )  # fmt: skip
-        return getattr(trl, f"{kind}Trainer")(
-            tiny_model("llama"),
-            reward_funcs=lambda completions, **_: [float(len(set(text)) % 7) for text in completions],
-            args=config,
-            train_dataset=datasets.Dataset.from_list([{"prompt": prompt} for prompt in PROMPTS]),
+def lora() -> Any:
+    """Adapters that are no zeros. The reference is the model without them."""
+    peft = pytest.importorskip("peft")
+    targets = ["q_proj", "v_proj"]
+    return peft.LoraConfig(r=4, init_lora_weights=False, target_modules=targets, task_type="CAUSAL_LM")
+
+
+def reward(completions: list[str], **_: Any) -> list[float]:
+    return [float(len(set(text)) % 7) for text in completions]
+
+
+class Setting(NamedTuple):
+    """A trainer of TRL: its kind, its model, what it is trained on, and options.
+
+    Attributes:
+        second: the family of a reference model or a teacher.
+        adapters: whether LoRA's adapters are trained.
+    """
+
+    kind: str
+    model: Callable[[], Any]
+    examples: list[dict[str, Any]]
+    options: dict[str, Any]
+    second: str = ""
+    adapters: bool = False
+
+    def trainer(self, folder: Path, model: Any = None) -> Any:
+        given: dict[str, Any] = {"reward_funcs": reward} if "num_generations" in self.options else {}
+        if self.adapters:
+            given["peft_config"] = lora()
+        models = [self.model() if model is None else model]
+        models += [tiny_model(self.second, initializer_range=0.1)] if self.second else []
+        home = importlib.import_module(f"trl.experimental.{self.kind.lower()}") if self.kind in EXPERIMENTAL else trl
+        options = {"per_device_train_batch_size": 4, "gradient_checkpointing": False, **self.options}
+        dataset = datasets.Dataset.from_list(self.examples)
+        torch.manual_seed(0)  # of adapters
+        trainer = getattr(home, f"{self.kind}Trainer")(
+            *models,
+            args=getattr(home, f"{self.kind}Config")(**arguments(folder, **options)),
+            train_dataset=dataset,
+            eval_dataset=None if self.examples is ASKED else dataset,
             processing_class=tokenizer(),
+            **given,
         )
+        trainer.model.double()  # adapters are made in float32
+        return trainer
 
-    return make
 
-
-TRAINERS: dict[str, Callable[[Path], Any]] = {
-    "DPO": with_reference("DPO", PAIRS, 2),
-    "KTO": with_reference("KTO", LABELLED, 4),
-    "Reward": reward,
-    "GRPO": online("GRPO"),
-    "RLOO": online("RLOO"),
+TRAINERS = {
+    "SFT": Setting("SFT", llama, TEXTS, WINDOWS),
+    "SFT, completions": Setting("SFT", llama, COMPLETED, WINDOWS),
+    "SFT, experts": Setting("SFT", mixtral, TEXTS, {"max_length": None}),
+    "DPO": Setting("DPO", llama, PAIRS, SMALL, "llama"),
+    "DPO, LoRA": Setting("DPO", llama, PAIRS, SMALL, adapters=True),
+    "DPO, experts": Setting("DPO", mixtral, PAIRS, SMALL, "mixtral"),
+    "KTO": Setting("KTO", llama, LABELLED, {}, "llama"),
+    "Reward": Setting("Reward", scoring, PAIRS, SMALL),
+    "ORPO": Setting("ORPO", llama, PAIRS, {"max_length": 64, **SMALL}),
+    "CPO": Setting("CPO", llama, PAIRS, {"max_length": 64, **SMALL}),
+    "TPO": Setting("TPO", llama, TRIPLES, SMALL),
+    "GRPO": Setting("GRPO", llama, ASKED, {"beta": 0.0, **ONLINE}),
+    "GRPO, LoRA": Setting("GRPO", llama, ASKED, {"beta": 0.1, "num_iterations": 2, **ONLINE}, adapters=True),
+    "RLOO": Setting("RLOO", llama, ASKED, {"beta": 0.0, **ONLINE}),
+    "RLOO, LoRA": Setting("RLOO", llama, ASKED, {"beta": 0.1, **ONLINE}, adapters=True),
+    "Distillation": Setting("Distillation", llama, ASKED, {"max_completion_length": 6}, "llama"),
 }
+# Means of logits over padding, too, where the patched model has zeros.
+OVER_PADDING = {name: {"eval_logits/chosen", "eval_logits/rejected"} for name in ("ORPO", "CPO")}
+
+
+def results(trainer: Any) -> tuple[Outcome, dict[str, float]]:
+    """Losses and weights, and what evaluation gives where the trainer has a data set for it."""
+    return trained(trainer), {} if trainer.eval_dataset is None else evaluated(trainer)
+
+
+def require_equal(name: str, stock: tuple[Outcome, dict[str, float]], ours: tuple[Outcome, dict[str, float]]) -> None:
+    cancels = name.startswith("RLOO")  # float32 advantages around 1, of which nothing is left in the first steps
+    assert distance(stock[0], ours[0], **({"least": 1.0} if cancels else {})) < EXACT
+    assert stock[1].keys() == ours[1].keys()
+    for metric in stock[1].keys() - OVER_PADDING.get(name, set()):
+        # Mean logits and margins are sums of numbers around 1.
+        assert ours[1][metric] == pytest.approx(stock[1][metric], rel=EXACT, abs=EXACT), metric
 
 
 @pytest.mark.heavy
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("options", [{"unpad": True}, {"share_prefixes": True}], ids=["unpad", "share"])
 @pytest.mark.parametrize("name", TRAINERS)
-@pytest.mark.sampled("DPO-share", "GRPO-share")
-def test_losses_and_weights_are_stocks(name: str, options: dict[str, bool], tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        expected = trained(TRAINERS[name](tmp_path / "stock"))
-        trainer = TRAINERS[name](tmp_path / "ours")
-        with tritonpack.patch(trainer.model, **options) as handle:
-            got = trained(trainer)
-    assert distance(expected, got) < EXACT
+@pytest.mark.sampled("SFT, completions-share", "DPO, LoRA-share", "GRPO-share")
+def test_losses_weights_and_metrics_are_stocks(name: str, options: dict[str, bool], tmp_path: Path) -> None:
+    expected = results(TRAINERS[name].trainer(tmp_path / "stock"))
+    trainer = TRAINERS[name].trainer(tmp_path / "ours")
+    handle = tritonpack.patch(trainer.model, **options)
+    trainer.add_callback(tritonpack.SavedTokensCallback(trainer))
+    require_equal(name, expected, results(trainer))
+    print(f"{name}, {options}: {handle.saved}")
+    saved = next(entry["train_tokens_saved_share"] for entry in trainer.state.log_history if "train_loss" in entry)
+    assert saved > 0
+
+
+@pytest.mark.heavy
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", [name for name in TRAINERS if "experts" not in name])
+@pytest.mark.sampled("DPO")
+def test_a_model_that_is_patched_before_its_trainer_is_made(name: str, tmp_path: Path) -> None:
+    """TRL replaces the forward of the model when it makes the trainer."""
+    expected = results(TRAINERS[name].trainer(tmp_path / "stock"))
+    model = TRAINERS[name].model()
+    handle = tritonpack.patch(model, share_prefixes=True)
+    require_equal(name, expected, results(TRAINERS[name].trainer(tmp_path / "ours", model)))
     assert handle.saved is not None
-    print(f"{name}: {handle.saved}")
     assert handle.saved.tokens_computed < handle.saved.tokens_given
+
+
+@pytest.mark.heavy
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("first", [True, False], ids=["before", "after"])
+@pytest.mark.sampled("after")
+def test_rows_that_trl_packs_share_beginnings(first: bool, tmp_path: Path) -> None:
+    """`padding_free` leaves no padding, and what documents of a row have in common still runs once."""
+    options = {"max_length": None}
+    expected = trained(Setting("SFT", llama, TEXTS, options).trainer(tmp_path / "stock"))
+    model, packed = llama(), Setting("SFT", llama, TEXTS, {**options, "padding_free": True})
+    if first:
+        handle = tritonpack.patch(model, share_prefixes=True)
+        packed = packed.trainer(tmp_path / "ours", model)
+    else:
+        packed = packed.trainer(tmp_path / "ours", model)
+        handle = tritonpack.patch(model, share_prefixes=True)
+    assert distance(expected, trained(packed)) < EXACT
+    assert handle.saved is not None
+    assert handle.saved.tokens_computed < 0.9 * handle.saved.tokens_given
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_routers_of_a_model_that_is_patched_before_its_trainer_are_refused(tmp_path: Path) -> None:
+    model = mixtral()
+    tritonpack.patch(model, unpad=True)
+    trainer = TRAINERS["SFT, experts"].trainer(tmp_path, model)
+    with pytest.raises(ValueError, match="forward of MixtralForCausalLM was replaced since this model was patched"):
+        trainer.train()

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerFast
 
 from tests.patches.models import VOCAB
 
@@ -21,6 +23,20 @@ def features(lengths: tuple[int, ...] = LENGTHS) -> list[dict[str, list[int]]]:
     """Tokenized documents."""
     generator = torch.Generator().manual_seed(1)
     return [{"input_ids": torch.randint(3, VOCAB, (n,), generator=generator).tolist()} for n in lengths]
+
+
+def alike() -> list[dict[str, list[int]]]:
+    """Tokenized documents of which some begin alike: two prompts with six answers each, in turns."""
+    prompts = [features()[number]["input_ids"] for number in (2, 4)]
+    return [{"input_ids": prompts[i % 2] + one["input_ids"]} for i, one in enumerate(features())]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Words between spaces are tokens: w3, w4 and so on."""
+    words = {"<pad>": 0, "<s>": 1, "</s>": 2, **{f"w{i}": i for i in range(3, VOCAB)}}
+    made = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
 
 
 def pad(documents: list[dict[str, list[int]]]) -> dict[str, Tensor]:
@@ -65,9 +81,17 @@ def trained(trainer: Any) -> Outcome:
     return losses, {name: after[name].detach() - start for name, start in before.items()}
 
 
-def distance(a: Outcome, b: Outcome) -> float:
-    """The largest relative difference of two trainings: in the losses, or in where the weights went."""
-    least = 1e-3  # GRPO's loss is 0 in each first step on its samples
+def evaluated(trainer: Any) -> dict[str, float]:
+    """What evaluation gives, without its times."""
+    times = ("runtime", "per_second", "epoch", "preparation_time")
+    return {name: value for name, value in trainer.evaluate().items() if not any(word in name for word in times)}
+
+
+def distance(a: Outcome, b: Outcome, least: float = 1e-3) -> float:
+    """The largest relative difference of two trainings: in the losses, or in where the weights went.
+
+    A loss below `least` counts as that large: GRPO's loss is 0 in each first step on its samples.
+    """
     losses = max(abs(x - y) / max(abs(x), least) for x, y in zip(a[0], b[0], strict=True))
     assert a[1].keys() == b[1].keys()
     moved = max(float(x.abs().max()) for x in a[1].values())

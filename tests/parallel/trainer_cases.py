@@ -18,7 +18,7 @@ from transformers import Trainer, TrainingArguments
 
 from tests.parallel.composition_cases import CLIP, LEARNING_RATE, make_mesh, optimizer_of
 from tests.parallel.models import close, make_batch, make_model
-from tritonpack import PackingCollator, SequenceParallel, patch
+from tritonpack import PackingCollator, SavedTokensCallback, SequenceParallel, patch
 
 
 @contextmanager
@@ -121,8 +121,38 @@ def loader_of_trainer() -> None:
             trainer.train()
 
 
+def saved_tokens() -> None:
+    """The logs of every rank have the tokens of all ranks. Each has two of six documents of its own in a step."""
+    number = 6 * dist.get_world_size()
+    documents = [{"input_ids": list(range(3 + i)), "labels": list(range(3 + i))} for i in range(number)]
+
+    def collate(some: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        batch = {
+            name: nn.utils.rnn.pad_sequence([torch.tensor(one[name]) for one in some], True, fill)
+            for name, fill in (("input_ids", 0), ("labels", -100))
+        }
+        return {**batch, "attention_mask": (batch["labels"] != -100).long()}
+
+    model = make_model()
+    given = []
+    model.register_forward_pre_hook(lambda _, args, batch: given.append(batch["input_ids"].numel()), with_kwargs=True)
+    with launched(), tempfile.TemporaryDirectory() as folder, patch(model, unpad=True) as handle:
+        options = arguments(folder, per_device_train_batch_size=2)
+        trainer = Trainer(model, options, train_dataset=documents, data_collator=collate)
+        trainer.add_callback(SavedTokensCallback(trainer))
+        trainer.train()
+    assert len(given) == 3
+    totals = torch.tensor([sum(given), handle.saved.tokens_computed])
+    dist.all_reduce(totals)
+    assert totals[1] == sum(len(document["input_ids"]) for document in documents)
+    logged = trainer.state.log_history[-1]["train_tokens_saved_share"]
+    assert logged == pytest.approx(1 - float(totals[1] / totals[0]))
+    assert totals[0] != dist.get_world_size() * sum(given)  # ranks differ
+
+
 CASES = {
     "accelerate": accelerated,
     "Trainer": trainer,
     "loader of Trainer": loader_of_trainer,
+    "saved tokens": saved_tokens,
 }

@@ -18,11 +18,11 @@ import tritonpack
 from tests.patches import zoo
 from tests.patches.models import VOCAB, tiny_model
 from tests.patches.test_every_model import BUILT
-from tests.patches.test_unpad import LIMIT, QUICK, WAYS, padded, real, results
+from tests.patches.test_unpad import LIMIT, WAYS, padded, real, results
 from tritonpack.patches.head_targets import LaterLogits
 from tritonpack.patches.trial.comparison import apart, tolerance
 
-UNPAD = {"unpad": True}
+QUICK = ("bamba", "gemma3", "gemma3_text", "gpt2", "gpt_oss", "llama", "mamba2", "mixtral", "opt", "qwen3_next")
 # Heads that run on the caller's rows: without `logits_to_keep`, with a loss of their own or of all logits, or that
 # call a part of the base model.
 WHOLE = {

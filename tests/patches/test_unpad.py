@@ -20,7 +20,7 @@ from transformers import (
 import tritonpack
 from tests.patches import sweep, zoo
 from tests.patches.models import COMMON, VOCAB, generate, tiny_model
-from tests.patches.test_every_model import BUILT, OWN_ROWS, REFUSED
+from tests.patches.test_every_model import OWN_ROWS, REFUSED
 from tests.patches.test_patching import state
 from tritonpack.patches.compaction import Compaction
 from tritonpack.patches.packed_batch import PackedBatch, Serving
@@ -29,11 +29,8 @@ from tritonpack.patches.trial.comparison import apart, tolerance
 
 WAYS = pytest.mark.parametrize("options", [{"unpad": True}, {"share_prefixes": True}], ids=["unpad", "share"])
 FORMS = ("padded_right", "padded_left", "two_rows_padded")
-QUICK = ("bloom", "blt", "gemma3_text", "gpt2", "gpt_oss", "llama", "llama4_text", "mamba2", "mixtral", "qwen3_next")
 # What share_prefixes refuses: dense masks, layers that see later tokens, and layers that run documents one by one.
 REFUSED_TREES = "dense mask|sees the tokens after it|composes a mask of its own|on each document by itself"
-# Decoders with several rows of ids for a row of tokens, and heads that call a decoder past its base model.
-SAVES_NOTHING = ("musicgen", "opt")
 LIMIT = tolerance(torch.float64)
 
 
@@ -88,13 +85,13 @@ def equal_as_stock(model: PreTrainedModel, batch: dict[str, Any], options: dict[
     return got
 
 
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in [*BUILT, *zoo.VARIANTS]]
-)
+@pytest.mark.parametrize("name", zoo.VARIANTS)
 @WAYS
-def test_every_type_equals_alone_or_is_refused(
+@pytest.mark.sampled("unpad-electra-encoder", "share-gemma4-experts", "share-mistral-full")
+def test_variants_equal_alone_or_are_refused(
     name: str, options: dict[str, bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """The types themselves are in the sweep, tests/patches/test_sweep_padded.py."""
     handles = []
 
     def patch(model: PreTrainedModel) -> Any:
@@ -109,7 +106,7 @@ def test_every_type_equals_alone_or_is_refused(
         assert name in OWN_ROWS or name in REFUSED or "dense mask" in row.reason or "share_prefixes" in options, row
         return
     assert (row.verdict, row.reason) == ("exact", "")
-    if not name.startswith(SAVES_NOTHING):
+    if not name.startswith("opt"):  # whose heads call their decoder past its base model
         assert handles[0].saved.tokens_computed < 0.9 * handles[0].saved.tokens_given
 
 

@@ -18,6 +18,7 @@ from tritonpack.patches.layers.choose import fits
 from tritonpack.patches.probe import require_evidence, require_tree_evidence
 from tritonpack.patches.report import holds
 from tritonpack.patches.tokens import is_bidirectional
+from tritonpack.patches.unpacking.names import ONE_DOCUMENT_A_ROW
 
 
 class SettingError(UnsupportedModelError):
@@ -97,6 +98,11 @@ def _require_one_row(modules: list[PreTrainedModel]) -> None:
             raise UnsupportedModelError(
                 f"{kind} is an encoder with a decoder, whose rows belong together in pairs. unpad and share_prefixes "
                 "take no such pairs apart; leave both out."
+            )
+        if ONE_DOCUMENT_A_ROW.fullmatch(type(module).__name__):
+            raise UnsupportedModelError(
+                f"{kind} makes one vector of each row, and unpad and share_prefixes would put all documents of a batch "
+                "into one row; leave both out."
             )
 
 

@@ -272,7 +272,8 @@ class ModelForward(UnpackingForward):
             of_tokens = value.shape == packed_batch.tokens and ONE_NUMBER_A_TOKEN.fullmatch(self.name) is not None
             if name == "logits" and (chosen or of_tokens):
                 continue
-            flat, short = value.ndim < 3, value.shape[1:2] != (length,)
+            # Losses of tokens, such as those of TRL's heads, may lack the last or the first token of a row.
+            flat, short = value.ndim < 3, value.shape[1:2] not in ((length,), (length - 1,))
             if (flat or short) if OF_DOCUMENTS.fullmatch(name) else (flat and short):
                 require_one_document_a_row(
                     packed_batch,

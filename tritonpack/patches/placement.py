@@ -65,6 +65,8 @@ class Placement:
         count = self.source.shape[0]
         if output.shape[:2] == (1, count):
             return self.lay_back(output)
+        if name == "hidden_states" and output.ndim == 4 and output.shape[1:3] == (1, count):  # of several streams
+            return torch.stack([self.lay_back(stream) for stream in output])
         if "router" in name and output.ndim == 2 and output.shape[0] == count:
             return self.lay_back(output[None]).flatten(0, 1)
         return output

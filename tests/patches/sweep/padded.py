@@ -87,16 +87,12 @@ class PaddedTrial(Trial):
         before = sum(span.start > 0 and not mask[row, span.start - 1] for row, span in batch.spans)  # one token each
         if given and computed * mask.numel() <= (self.needed + before) * given:
             return verdict, number, reason
-        why = self._why_as_it_is(form, given) or f"ran on {computed} of {given} tokens, and {self.needed} would do"
-        return "as it is", math.nan, f"{form}: {why}"
-
-    def _why_as_it_is(self, form: str, given: int) -> str:
-        """The reason of a call that runs as it is, where it is known."""
+        why = f"ran on {computed} of {given} tokens, and {self.needed} would do"
         if not given:
-            return "its calls pass by the module in which padding is removed"
-        if self.subject.books > 1:
-            return "it takes several rows of ids for a row of tokens"
-        return "the module in which padding is removed takes the labels" if form in forms.LOSSES else ""
+            why = "its calls pass by the module in which padding is removed"
+        elif self.subject.books > 1:
+            why = "it takes several rows of ids for a row of tokens"
+        return "as it is", math.nan, f"{form}: {why}"
 
 
 def _distinct(documents: list[Tensor]) -> int:

@@ -39,10 +39,23 @@ def from_padding(packed_batch: PackedBatch, ids: Tensor | None, padding: int) ->
     if ids is None:
         return packed_batch.places() + padding + 1
     real = (ids != padding).long()
+    if packed_batch.tree_ends is not None:
+        return (packed_batch.positions() + 1 - _above(1 - real, packed_batch.tree_ends)) * real + padding
     count = real.cumsum(1)
     starts, _ = packed_batch.runs()
     before = torch.where(starts, count - real, 0).cummax(1).values
     return (count - before) * real + padding
+
+
+def _above(marked: Tensor, ends: Tensor) -> Tensor:
+    """(B, T) int64, how many marked tokens lie on the path from the root of a tree to each token, itself included.
+
+    Args:
+        marked: (B, T) int64, 0 or 1.
+        ends: (B, T), the place after the last token below each token.
+    """
+    steps = nn.functional.pad(marked, (0, 1))
+    return steps.scatter_add(1, ends.long(), -marked).cumsum(1)[:, :-1]
 
 
 # RoFormer adds the axes of batch and heads to its table's rows, by [None, None]. Ours have a batch already.

@@ -1,0 +1,219 @@
+"""The saved tokens in Trainer's logs: counted beside the trainer, on a clock that the tests move."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.utils.data import Dataset
+from transformers import Trainer, TrainerCallback, TrainingArguments
+
+import tritonpack
+from tests.ecosystem.training import arguments, features, pad
+from tests.patches.models import tiny_model
+
+pytest.importorskip("accelerate")
+
+SINCE_LOG = ["tokens_saved_share", "tokens_given_per_second", "tokens_computed_per_second"]
+OVERALL = [f"train_{name}" for name in SINCE_LOG]
+
+
+class Documents(Dataset):
+    """Documents whose loading takes so many seconds each."""
+
+    def __init__(self, seconds: float) -> None:
+        self.documents, self.seconds = features(), seconds
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        Clock.now += self.seconds
+        return self.documents[index]
+
+
+class Clock:
+    """Seconds, and what the model saw in training steps."""
+
+    now = 0.0
+    given = computed = seconds = 0
+
+    @classmethod
+    def see(cls, model: nn.Module, args: Any, batch: dict[str, Any]) -> None:
+        cls.now += 2 if model.training else 100
+        if model.training:
+            cls.given += batch["input_ids"].numel()
+            cls.computed += int(batch["attention_mask"].sum())
+            cls.seconds += 2
+
+
+class Reporter(TrainerCallback):
+    """Keeps each log as a reporter gets it."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, float]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float], **_: Any) -> None:
+        self.logs.append(dict(logs))
+
+
+class Another(Reporter):
+    """Trainer warns of two callbacks of one class."""
+
+
+class SlowToSave(Trainer):
+    def save_model(self, *args: Any, **options: Any) -> None:
+        Clock.now += 1000
+        super().save_model(*args, **options)
+
+
+@pytest.fixture(autouse=True)
+def _clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tritonpack.integrations.trainer.perf_counter", lambda: Clock.now)
+    Clock.now, Clock.given, Clock.computed, Clock.seconds = 0.0, 0, 0, 0
+
+
+def make_trainer(folder: Path, **options: Any) -> Trainer:
+    return SlowToSave(
+        tiny_model("llama"),
+        TrainingArguments(**arguments(folder, gradient_accumulation_steps=2, **{"max_steps": 5, **options})),
+        train_dataset=Documents(1),
+        eval_dataset=Documents(50),
+        data_collator=pad,
+        callbacks=[Reporter()],
+    )
+
+
+def reporter_of(trainer: Trainer) -> Reporter:
+    return next(one for one in trainer.callback_handler.callbacks if isinstance(one, Reporter))
+
+
+def test_logs_have_the_tokens_and_seconds_of_training_alone(tmp_path: Path) -> None:
+    options = {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 2}
+    trainer = make_trainer(tmp_path, eval_on_start=True, **options)
+    trainer.model.register_forward_pre_hook(Clock.see, with_kwargs=True)
+    with tritonpack.patch(trainer.model, unpad=True) as handle:
+        trainer.evaluate()
+        trainer.add_callback(tritonpack.SavedTokensCallback(trainer))
+        trainer.train()
+    assert handle.saved is not None
+    assert handle.saved.tokens_given > Clock.given  # evaluation
+    history = trainer.state.log_history
+    assert [entry["step"] for entry in history if "tokens_saved_share" in entry] == [2, 4]
+    for entry in history:
+        expected = [*SINCE_LOG, OVERALL[0]] if "loss" in entry else OVERALL if "train_loss" in entry else []
+        assert [name for name in entry if "tokens" in name] == expected
+    last = history[-1]
+    assert last["train_tokens_saved_share"] == pytest.approx(1 - Clock.computed / Clock.given)
+    ratio = last["train_tokens_computed_per_second"] / last["train_tokens_given_per_second"]
+    assert ratio == pytest.approx(Clock.computed / Clock.given)
+    seconds = Clock.given / last["train_tokens_given_per_second"]
+    loaded = seconds - Clock.seconds
+    assert 30 <= loaded <= 36  # 5 steps of 2 batches of 3 documents, and at most two batches loaded ahead
+
+
+def test_each_log_has_the_steps_since_the_one_before(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, logging_steps=1, max_steps=2)
+    trainer.model.register_forward_pre_hook(Clock.see, with_kwargs=True)
+    seen = []
+
+    class Steps(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            seen.append((Clock.given, Clock.computed, Clock.now))
+
+    trainer.add_callback(Steps())
+    tritonpack.patch(trainer.model, unpad=True)
+    trainer.add_callback(tritonpack.SavedTokensCallback(trainer))
+    trainer.train()
+    (given, computed, seconds), (all_given, all_computed, end) = seen
+    first, second = (entry for entry in trainer.state.log_history if "loss" in entry)
+    want = [1 - computed / given, given / seconds, computed / seconds, 1 - computed / given]
+    assert [first[name] for name in [*SINCE_LOG, OVERALL[0]]] == pytest.approx(want)
+    given, computed, seconds = all_given - given, all_computed - computed, end - seconds
+    want = [1 - computed / given, given / seconds, computed / seconds, 1 - all_computed / all_given]
+    assert [second[name] for name in [*SINCE_LOG, OVERALL[0]]] == pytest.approx(want)
+
+
+def test_reporters_before_and_behind_the_callback_get_the_entries(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    before, behind = reporter_of(trainer), Another()
+    tritonpack.patch(trainer.model, unpad=True)
+    trainer.add_callback(tritonpack.SavedTokensCallback(trainer))
+    trainer.add_callback(behind)
+    output = trainer.train()
+    of_tokens, *others = (
+        [{name: entry[name] for name in entry if "tokens" in name} for entry in logs]
+        for logs in (trainer.state.log_history, before.logs, behind.logs)
+    )
+    assert others == [of_tokens, of_tokens]
+    assert [len(entry) for entry in of_tokens] == [4] * 5 + [3]
+    assert set(OVERALL) <= set(output.metrics)
+
+
+def test_training_again_starts_again(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_steps=1)
+    tritonpack.patch(trainer.model, unpad=True)
+    trainer.add_callback(tritonpack.SavedTokensCallback(trainer))
+    first, again = trainer.train().metrics, trainer.train().metrics
+    assert first["train_tokens_saved_share"] == again["train_tokens_saved_share"]
+
+
+def test_a_model_that_model_init_makes_and_patches(tmp_path: Path) -> None:
+    """Trainer makes a model when it is made, and another one in `train`."""
+    made = []
+
+    def make() -> Any:
+        made.append(tiny_model("llama"))
+        tritonpack.patch(made[-1], unpad=True)
+        return made[-1]
+
+    options = TrainingArguments(**arguments(tmp_path))
+    trainer = Trainer(args=options, model_init=make, train_dataset=Documents(1), data_collator=pad)
+    trainer.add_callback(tritonpack.SavedTokensCallback(trainer))
+    assert trainer.train().metrics["train_tokens_saved_share"] > 0
+    assert len(made) == 2
+
+
+def test_steps_without_the_patched_model_get_nothing(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    handle = tritonpack.patch(trainer.model, unpad=True)
+    trainer.add_callback(tritonpack.SavedTokensCallback(trainer))
+
+    class Unpatching(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            handle.unpatch()
+
+    trainer.add_callback(Unpatching())
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert [set(SINCE_LOG) <= set(entry) for entry in logged] == [True, False, False, False, False]
+    assert len({entry["train_tokens_saved_share"] for entry in logged}) == 1
+
+
+class TestRefusals:
+    def test_no_trainer(self) -> None:
+        handle = tritonpack.patch(tiny_model("llama"), unpad=True)
+        with pytest.raises(ValueError, match=r"expected a transformers.Trainer; got a Patch.*add_callback"):
+            tritonpack.SavedTokensCallback(handle)  # type: ignore[arg-type]
+
+    def test_a_model_that_saves_no_tokens(self, tmp_path: Path) -> None:
+        trainer = make_trainer(tmp_path)
+        with pytest.raises(ValueError, match=r"LlamaForCausalLM is not patched.*trainer\.model, unpad=True"):
+            tritonpack.SavedTokensCallback(trainer)
+        with tritonpack.patch(trainer.model), pytest.raises(ValueError, match="patched without unpad and share"):
+            tritonpack.SavedTokensCallback(trainer)
+
+    def test_a_model_that_is_not_patched_when_training_begins(self, tmp_path: Path) -> None:
+        """Such as one that `model_init` makes anew."""
+        trainer = make_trainer(tmp_path)
+        with tritonpack.patch(trainer.model, unpad=True):
+            trainer.add_callback(tritonpack.SavedTokensCallback(trainer))
+        with pytest.raises(ValueError, match="is not patched"):
+            trainer.train()
+
+    def test_the_callback_of_another_trainer(self, tmp_path: Path) -> None:
+        trainer, other = make_trainer(tmp_path), make_trainer(tmp_path)
+        tritonpack.patch(trainer.model, unpad=True)
+        other.add_callback(tritonpack.SavedTokensCallback(trainer))
+        with pytest.raises(ValueError, match="made for another trainer"):
+            other.train()
