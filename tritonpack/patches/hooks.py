@@ -219,9 +219,9 @@ class PackingHook(PreHook):
         """The mask of a call that was made before the call, as generate() does."""
         if isinstance(mask, OpenMask):
             return served(mask.claim(arguments, self.serving), torch.float32)
-        if isinstance(mask, Tensor) and mask.ndim == 4 and self.outermost:
+        if isinstance(mask, Tensor) and mask.ndim > 2 and self.outermost:
             raise ValueError(
-                f"attention_mask has shape {tuple(mask.shape)}; a patched model makes four-dimensional masks itself. "
+                f"attention_mask has shape {tuple(mask.shape)}; a patched model makes masks of pairs of tokens itself. "
                 "Mark documents by position_ids, cu_seq_lens_q, seq_idx or a two-dimensional mask, or unpatch the "
                 "model to use a mask of your own."
             )

@@ -79,13 +79,7 @@ def make_packed_batch(
     """
     mask = arguments.get("attention_mask")
     if mask is not None:
-        if mask.is_floating_point():  # PEFT's virtual tokens make it so
-            require(
-                ((mask >= 0) & (mask == mask.round())).all(),
-                "attention_mask must hold whole numbers, 0 for padding; got others. A mask to be added to scores isn't "
-                "supported.",
-            )
-        mask = mask.to(device=device, dtype=torch.int32)
+        mask = _whole_numbers(mask).to(device)
     position_ids = arguments.get("position_ids")
     if position_ids is not None:
         position_ids = position_ids.to(device)
@@ -102,6 +96,21 @@ def make_packed_batch(
     packed_batch = PackedBatch(mask, position_ids, boundaries, tokens, device, serving, filler=filler)
     _require_agreement(packed_batch, told)
     return packed_batch
+
+
+def _whole_numbers(mask: Tensor) -> Tensor:
+    """A mask as int32. PEFT's virtual tokens make it floating point."""
+    numbers = mask.to(torch.int32)
+    good = (mask >= 0) & (mask == numbers)
+    require(
+        good.all(),
+        lambda: (
+            "attention_mask must hold whole numbers, 0 for padding and 1, or the number of the document, for tokens"
+            f"{f'; got {mask[~good][0].item():g}' if good.device.type == 'cpu' else ''}. A mask to be added to scores "
+            "isn't supported."
+        ),
+    )
+    return numbers
 
 
 def _require_tree(ends: Tensor, tokens: torch.Size, others: dict[str, Tensor | None]) -> None:
