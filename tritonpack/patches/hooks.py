@@ -30,7 +30,7 @@ from tritonpack.patches.layers.image_positions import METHOD, leave_positions_to
 from tritonpack.patches.layers.positions import from_padding
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.packing_context import PackingContext
-from tritonpack.patches.parse_inputs import OpenMask, make_packed_batch
+from tritonpack.patches.parse_inputs import OpenMask, make_packed_batch, require_depths
 from tritonpack.patches.parts import PreHook
 from tritonpack.patches.report import Report
 from tritonpack.patches.rope import require_one_rope, rope_limits
@@ -131,7 +131,7 @@ class PackingHook(PreHook):
         packed_batch = self.read(arguments)
         arguments.pop(TREE, None)
         if packed_batch is not None and packed_batch.tree_ends is not None and packed_batch.placement is None:
-            self._take_tree(arguments)
+            self._take_tree(packed_batch, arguments)
         if packed_batch is not None and self.compaction is not None and self.outermost:
             packed_batch = self.compaction(packed_batch, arguments)
             if packed_batch.placement is not None and (self.takes_any or "use_cache" in self.names):
@@ -181,7 +181,7 @@ class PackingHook(PreHook):
         packed_batch = packed_batch.replace(cached=any(arguments.get(name) is not None for name in CACHES))
         return self._without_padding(packed_batch, arguments)
 
-    def _take_tree(self, arguments: dict[str, Any]) -> None:
+    def _take_tree(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> None:
         """Check a call with `tree_ends`. It leaves no cache, which would belong to no sequence."""
         if arguments.get("use_cache"):
             raise ValueError(
@@ -189,6 +189,8 @@ class PackingHook(PreHook):
             )
         if self.takes_any or "use_cache" in self.names:
             arguments["use_cache"] = False
+        if self.outermost:
+            require_depths(packed_batch)
         if self.require_trees is None or not self.outermost:
             return
         if torch.compiler.is_compiling():

@@ -11,7 +11,7 @@ from torch import Tensor
 from tritonpack.checks import require
 from tritonpack.masks.block_diagonal import changes
 from tritonpack.patches.call_arguments import TREE
-from tritonpack.patches.mask_spec import MaskSpec
+from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving, shown
 from tritonpack.patches.tensor_like import TensorLike
 
@@ -123,6 +123,32 @@ def _require_tree(ends: Tensor, tokens: torch.Size, others: dict[str, Tensor | N
         )
     if ends.shape != tokens:
         raise ValueError(f"tree_ends has shape {tuple(ends.shape)} but the tokens have {tuple(tokens)}.")
+
+
+def require_depths(packed_batch: PackedBatch) -> None:
+    """Refuse position ids (B, T) of trees that aren't depths, counted from any number in each tree."""
+    given = packed_batch.position_ids
+    if given is None or given.ndim != 2 or torch.compiler.is_compiling():
+        return
+    mask = packed_batch.interval_mask(packed_batch.tokens[1], 0, 0, CAUSAL).mask
+    depth = mask.diagonal
+    assert depth is not None
+    stream = given.expand(packed_batch.tokens).flatten()
+    rise = stream - stream[mask.key_start]  # from the first token of the tree
+    wrong = rise != depth
+
+    def message() -> str:
+        where = ""
+        if wrong.device.type == "cpu":
+            place = int(wrong.nonzero()[0])
+            where = f" at token {place} of the flattened rows, {int(rise[place])} for a depth of {int(depth[place])}"
+        return (
+            f"tree_ends and position_ids contradict each other{where}: position ids of a tree are depths, which rise "
+            "by 1 from a token to each token right below it. Pass mask.diagonal or the position_ids of "
+            "tritonpack.pack_tree, or leave position_ids out."
+        )
+
+    require(~wrong.any(), message)
 
 
 def _require_agreement(packed_batch: PackedBatch, told: dict[str, Tensor]) -> None:
