@@ -83,7 +83,9 @@ class PackingHook(PreHook):
         self.first_call = FirstCall(module, serving.attention == "dense")
         config = module.config
         self.model_type = config.model_type
-        self.padding_place = _padding_place(module) if self.model_type in COUNT_FROM_PADDING else None
+        rotary = getattr(config, "position_embedding_type", "") == "rotary"  # ESM's count all tokens of a row
+        counts = self.model_type in COUNT_FROM_PADDING and not rotary
+        self.padding_place = _padding_place(module) if counts else None
         self.padding = config.pad_token_id if self.model_type in MASKS_PADDING else None
         self.reads_padding = self.model_type in READS_PADDING
         self.codebooks = codebooks_of(module)
