@@ -314,7 +314,7 @@ class PackedBatch(TensorLike):
             lambda: (
                 f"attention_mask has padding inside a document{shown(torn, ids, starts)}. Padding may lie before, "
                 "between and after documents; number documents in ascending order, or let position_ids restart where "
-                "one begins."
+                "one begins. If virtual tokens (PEFT's) stand before each row, pad on the right."
             ),
         )
         return starts | pieces, ids != 0
@@ -436,7 +436,7 @@ def first_tokens(attention_mask: Tensor) -> Tensor:
     require(
         ((changes(live) & live).sum(1) <= 1).all(),
         "attention_mask has padding between the tokens that the cache holds and new ones; pad on the left when "
-        "generating.",
+        "generating, and on the right if the cache holds virtual tokens (PEFT's).",
     )
     return live.int().argmax(1)
 
