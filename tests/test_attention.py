@@ -132,6 +132,16 @@ class TestExactness:
         with pytest.raises(RuntimeError, match="has no second derivative"):
             dq.sum().backward()
 
+    @BACKENDS
+    def test_transforms_of_torch_func_are_refused(self, backend: str) -> None:
+        inputs = make_inputs(Case("transformed", (4,)))
+
+        def loss(q: torch.Tensor) -> torch.Tensor:
+            return varlen_attention(q, inputs.k, inputs.v, inputs.mask, backend=backend).sum()
+
+        with pytest.raises(ValueError, match=r"transform of torch.func.*torch.autograd.grad"):
+            torch.func.grad(loss)(inputs.q)
+
 
 class TestReturns:
     @BACKENDS

@@ -62,7 +62,17 @@ _ARGUMENTS = (
 def run_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, backend: str
 ) -> tuple[Tensor, Tensor]:
-    """out (T_q, H, D_v) and lse (H, T_q), differentiable in q, k, v and the options' sinks."""
+    """out (T_q, H, D_v) and lse (H, T_q), differentiable in q, k, v and the options' sinks.
+
+    Raises:
+        ValueError: inside of a transform of torch.func.
+    """
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
+        raise ValueError(
+            "tritonpack's attention can't run inside of a transform of torch.func (grad, vjp, jvp, vmap). For a "
+            "gradient use loss.backward() or torch.autograd.grad, also with torch.func.functional_call; or patch the "
+            "model with attention='sdpa'."
+        )
     inputs = (q, k, v) if options.sinks is None else (q, k, v, options.sinks)
     backward = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
     return attention(q, k, v, *plan(q, k, v, mask, options, backend, backward=backward))

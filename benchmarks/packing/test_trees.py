@@ -18,13 +18,17 @@ ROWS, LENGTH = 64, 4096
 
 def batch_of(case: str) -> tuple[NDArray[np.int64], int]:
     """Rows of tokens, and how many of them are distinct."""
+    if case == "1,000 short rows with one in common":
+        rows = np.random.default_rng(0).integers(0, 2**17, (1000, 20))
+        rows[:, 0], rows[:, 1] = 0, np.arange(1000)
+        return rows, 1 + 1000 * 19
     rows = np.random.default_rng(0).integers(0, 2**17, (ROWS, LENGTH))
     if case == "8 groups with 2,048 in common":
         rows[:, :2048] = rows[::8, :2048].repeat(8, axis=0)
         rows[:, 2048] = np.arange(ROWS)
         return rows, 8 * 2048 + ROWS * 2048
-    if case == "nothing in common":
-        rows[:, 0] = np.arange(ROWS)
+    if "nothing in common" in case:
+        rows[:, 0] = np.arange(ROWS)[::-1] if case.endswith("reversed") else np.arange(ROWS)
         return rows, ROWS * LENGTH
     rows[:] = rows[0]
     if case == "all equal":
@@ -35,13 +39,21 @@ def batch_of(case: str) -> tuple[NDArray[np.int64], int]:
 
 @pytest.mark.parametrize("channels", [1, 3])
 @pytest.mark.parametrize(
-    "case", ["8 groups with 2,048 in common", "nothing in common", "all equal", "the last token differs"]
+    "case",
+    [
+        "8 groups with 2,048 in common",
+        "nothing in common",
+        "nothing in common, reversed",
+        "all equal",
+        "the last token differs",
+        "1,000 short rows with one in common",
+    ],
 )
 def test_prefix_tree(benchmark: BenchmarkFixture, case: str, channels: int) -> None:
-    benchmark.group = f"trees of {ROWS} rows of {LENGTH:,} tokens"
     rows, distinct = batch_of(case)
-    tokens, lengths = rows.reshape(-1), np.full(ROWS, LENGTH)
-    others = [np.tile(np.arange(LENGTH), ROWS), np.zeros_like(tokens)]
+    benchmark.group = f"trees of {len(rows):,} rows of {rows.shape[1]:,} tokens"
+    tokens, lengths = rows.reshape(-1), np.full(*rows.shape)
+    others = [np.tile(np.arange(rows.shape[1]), len(rows)), np.zeros_like(tokens)]
     tree = benchmark(lambda: prefix_tree(tokens if channels == 1 else joined([tokens, *others]), lengths))
     assert len(tree.sources) == distinct
     assert (tokens[tree.sources][tree.places] == tokens).all()

@@ -187,5 +187,7 @@ def test_virtual_tokens(kind: str) -> None:
     with tritonpack.patch(model):
         got = model(input_ids=ids, attention_mask=mask).logits
         assert float((got - expected)[seen].abs().max() / expected[seen].abs().max()) < EXACT
+        with pytest.raises(ValueError, match=r"virtual tokens \(PEFT's\)"):
+            model(input_ids=ids.flip(1), attention_mask=mask.flip(1))
         with pytest.raises(ValueError, match=r"cu_seq_lens_q must begin with 0|the cache already holds tokens"):
             model(input_ids=torch.cat(rows, 1), **FORMS["collator"]())

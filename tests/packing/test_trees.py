@@ -181,6 +181,15 @@ def test_model_in_a_tree_equals_the_model_on_each_sequence(prompt):
         close([loss.detach(), *gradients(model, loss)], expected)
 
 
+def test_loss_of_labels_other_than_the_tokens():
+    """Each sequence predicts another id in the place of each of its tokens."""
+    model = exact_llama()
+    labels = [[(token + number) % VOCABULARY for token in row] for number, row in enumerate(GROUPS)]
+    features = [{"input_ids": row, "labels": own} for row, own in zip(GROUPS, labels, strict=True)]
+    in_tree = model(**stock_inputs(pack_tree(GROUPS, labels=labels))).loss
+    close([in_tree], [model(**pad(features)).loss], torch.float32)
+
+
 def test_to_moves_everything_but_ends():
     batch = pack_tree(GROUPS).to("meta")
     assert {x.device.type for x in batch.inputs().values()} == {"meta"}
@@ -227,14 +236,18 @@ class TestRefusals:
         "values", [torch.zeros(4), torch.zeros(2, 3), torch.zeros(2, 3, 5), torch.tensor(1.0), [1, 2, 3]], ids=str
     )
     def test_values(self, values):
-        with pytest.raises(ValueError, match=r"values must be of shape \(1, N, ...\) or \(N, ...\), with N = 3 tokens"):
+        with pytest.raises(ValueError, match=r"values must be of shape \(1, N, ...\) or \(N, ...\); there are N = 3"):
             pack_tree([[1, 2], [1, 3]]).gather(values)
 
-    @pytest.mark.parametrize(("kept", "shape"), [(False, "(1, N, vocabulary)"), (True, "(1, M, vocabulary)")])
-    def test_logits(self, kept, shape):
+    @pytest.mark.parametrize("kept", [False, True])
+    def test_logits(self, kept):
         batch = pack_tree([[1, 2], [1, 3]])  # N = 3, M = 2
+        message = re.escape(
+            "logits must be of shape (1, M, vocabulary) with kept=True, or (1, N, vocabulary) without it; there are N "
+            "= 3 tokens in the row and M = 2 targets."
+        )
         for logits in (torch.zeros(1, 4, 5), torch.zeros(1, 3 if kept else 2, 5), torch.zeros(3, 5), torch.zeros(1, 3)):
-            with pytest.raises(ValueError, match=rf"{re.escape(shape)}, with N = 3 tokens in the row and M = 2"):
+            with pytest.raises(ValueError, match=message):
                 batch.logprobs(logits, kept=kept)
         with pytest.raises(ValueError, match="kept must be True or False; got int 1"):
             batch.logprobs(torch.zeros(1, 2, 5), kept=1)
@@ -263,6 +276,16 @@ class TestCollator:
             batch = TreeCollator(capacity=11)(given_features)
             assert batch.keys() == expected.keys()
             assert all(torch.equal(batch[name], value) for name, value in expected.items())
+
+    def test_labels_beside_a_mask(self):
+        """Labels may leave out more tokens than the mask, but not fewer, except for the first, which isn't a target."""
+        row = {"input_ids": [5, 6, 7, 8], "completion_mask": [0, 0, 1, 1]}
+        batch = TreeCollator()([row | {"labels": [5, IGNORED, 7, IGNORED]}])
+        assert batch["labels"].tolist() == [[7]]
+        for name, message in (("completion_mask", "completion_mask is 0"), ("assistant_masks", "assistant_masks is 0")):
+            columns = {"input_ids": [5, 6, 7, 8], "labels": [IGNORED, 6, 7, 8], name: [0, 1, 0, 1]}
+            with pytest.raises(ValueError, match=f"document 1 has the label 7 at token 2, where its {message}"):
+                TreeCollator()([columns | {name: [1] * 4}, columns])
 
     def test_capacity(self):
         features = [{"input_ids": row} for row in GROUPS]

@@ -175,6 +175,17 @@ def unpatched_inside():
             model(**packed())
 
 
+def patched_again_inside():
+    """The forward that shards would stand below the new patch."""
+    model = make_model()
+    with SequenceParallel(model):
+        wanted, before = logits_of(model), state_of(model)
+        with pytest.raises(ValueError, match=r"inside of SequenceParallel, .* Leave the context, patch the model"):
+            patch(model, unpad=True)
+        assert state_of(model) == before
+        close(logits_of(model), wanted, "with the patch of the context")
+
+
 def unchecked_batches():
     """Without comparison results are the same, and a rank still refuses its own batch."""
     model = make_model()
@@ -402,6 +413,7 @@ CASES |= {
         parameters_began_differently,
         parameters_have_come_apart,
         unpatched_inside,
+        patched_again_inside,
         unchecked_batches,
         misused_context,
         loss_without_a_loss_function,

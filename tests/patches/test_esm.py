@@ -39,6 +39,25 @@ def differs(expected: Tensor, got: Tensor) -> float:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("options", [{}, {"unpad": True}], ids=["packed", "unpad"])
+@pytest.mark.parametrize("kind", ["absolute", "rotary"])
+def test_padding_tokens_within_documents(kind: str, options: dict[str, bool]) -> None:
+    """A mask of ones says that they are tokens. Absolute positions leave them out, rotary positions count them."""
+    model = build(position_embedding_type=kind, token_dropout=True, emb_layer_norm_before=False)
+    drawn = documents()
+    for ids, place in zip(drawn, (4, 0, 8), strict=True):
+        ids[0, place] = PADDING
+    expected = torch.cat([model(ids, attention_mask=torch.ones_like(ids)).logits for ids in drawn], dim=1)
+    numbers = torch.cat([torch.full((1, n), i + 1) for i, n in enumerate(LENGTHS)], dim=1)
+    padded = torch.full((len(LENGTHS), max(LENGTHS)), PADDING)
+    inside = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+    padded[inside] = torch.cat(drawn, dim=1)[0]
+    with tritonpack.patch(model, **options):
+        assert differs(expected, model(torch.cat(drawn, dim=1), attention_mask=numbers).logits) < EXACT
+        assert differs(expected[0], model(padded, attention_mask=inside.long()).logits[inside]) < EXACT
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("token_dropout", [False, True])
 @pytest.mark.parametrize("kind", ["absolute", "rotary"])
 def test_masked_tokens_of_one_document_scale_no_other(kind: str, token_dropout: bool) -> None:

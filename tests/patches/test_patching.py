@@ -368,9 +368,21 @@ BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
     "mask of another length": ({"attention_mask": torch.ones(1, 9, dtype=torch.long)}, "attention_mask has shape"),
     "mask of fractions": ({"attention_mask": torch.full((1, 22), 0.5)}, "must hold whole numbers"),
     "mask of addends": ({"attention_mask": torch.full((1, 22), -torch.inf)}, "must hold whole numbers"),
+    "mask of negative numbers": (
+        {"attention_mask": torch.tensor([[1] * 20 + [-1] * 2])},
+        r"must hold whole numbers, 0 for padding and 1, or the number of the document, for tokens; got -1\.",
+    ),
+    "mask of one dimension": (
+        {"attention_mask": torch.ones(22, dtype=torch.long)},
+        r"attention_mask must be a two-dimensional tensor.*; got \(22,\) int64 on cpu",
+    ),
+    "mask of three dimensions": (
+        {"attention_mask": torch.ones(1, 22, 22, dtype=torch.long)},
+        r"attention_mask has shape \(1, 22, 22\); a patched model makes masks of pairs of tokens itself",
+    ),
     "mask of four dimensions": (
         {"attention_mask": torch.ones(1, 1, 22, 22, dtype=torch.bool)},
-        "four-dimensional masks itself",
+        "makes masks of pairs of tokens itself",
     ),
     "offsets too short": ({"cu_seq_lens_q": torch.tensor([0, 5, 20])}, "end with the number of tokens, 22"),
     "offsets that decrease": ({"cu_seq_lens_q": torch.tensor([0, 9, 5, 22])}, "never decrease"),

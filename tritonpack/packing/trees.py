@@ -23,6 +23,7 @@ from tritonpack.packing.columns import (
     LABELS,
     LEARNED,
     LEFT_OUT,
+    Columns,
     integers,
     labels_of_tokens,
     read_document,
@@ -163,8 +164,8 @@ class TreeBatch:
             ValueError: logits of another shape or on another device.
         """
         check_flag(kept, "kept")
-        places, form = (len(self.targets), "(1, M, vocabulary)") if kept else (self.num_tokens, "(1, N, vocabulary)")
-        self._check(logits, places, "logits", form, dimensions=3)
+        form = "(1, M, vocabulary) with kept=True, or (1, N, vocabulary) without it"
+        self._check(logits, len(self.targets) if kept else self.num_tokens, "logits", form, dimensions=3)
         scores = logits[0].to(torch.promote_types(logits.dtype, torch.float32))
         normalizers = scores.logsumexp(-1)
         if kept:
@@ -179,7 +180,7 @@ class TreeBatch:
         fits = shape[:2] == (1, places) if dimensions else shape[:1] == (places,) or shape[:2] == (1, places)
         if not fits or dimensions not in (None, len(shape)):
             here = f"N = {self.num_tokens} tokens in the row and M = {len(self.targets)} targets"
-            raise ValueError(f"{name} must be of shape {form}, with {here}; got {describe(values)}.")
+            raise ValueError(f"{name} must be of shape {form}; there are {here}. Got {describe(values)}.")
         if values.device != self.places.device:
             raise ValueError(
                 f"{name} lie on {values.device} and the batch on {self.places.device}; move the batch first: "
@@ -196,8 +197,9 @@ def pack_tree(sequences: Sequence[Any], *, labels: Sequence[Any] | None = None) 
     Args:
         sequences: at least one row of token ids, each with at least one token: lists, arrays or tensors in host memory.
             Leave padding out.
-        labels: a row of labels for each sequence, as many as it has tokens: the token itself, or -100 where a token
-            isn't a target, in prompts for example. None makes a target of every token after the first of its sequence.
+        labels: a row of labels for each sequence, as many as it has tokens: the id to predict in the place of a token,
+            mostly the token itself, or -100 where a token isn't a target, in prompts for example. As in a padded batch,
+            they aren't shifted. None makes a target of every token after the first of its sequence.
 
     Raises:
         ValueError: no sequences, a sequence that is empty, isn't a row of integers, or has a negative token; other
@@ -238,9 +240,9 @@ class TreeCollator:
     >>> batch["logits_to_keep"].tolist(), batch["shift_labels"].tolist()
     ([1, 1, 3], [[7, 8, 9]])
 
-    A document has `input_ids`. It may have `labels` (or `label_ids`), or else `completion_mask` or `assistant_masks`,
-    whose zeros mark tokens that aren't targets; `attention_mask`, which must be 1 everywhere; and `length`. All other
-    columns are refused by name.
+    A document has `input_ids`. It may have `labels` (or `label_ids`); `completion_mask` and `assistant_masks`, whose
+    zeros mark tokens that aren't targets; `attention_mask`, which must be 1 everywhere; and `length`. All other columns
+    are refused by name.
 
     Attributes:
         capacity: the number of tokens that a row may have; None for any number. `pack_trees` plans such rows.
@@ -264,8 +266,9 @@ class TreeCollator:
             The tensors of `TreeBatch.inputs`, in host memory.
 
         Raises:
-            ValueError: no features, a column that isn't taken or that some documents don't have, a row that is longer
-                than the capacity, and what `pack_tree` refuses. The message names the document.
+            ValueError: no features, a column that isn't taken or that some documents don't have, a label where a mask
+                is 0, a row that is longer than the capacity, and what `pack_tree` refuses. The message names the
+                document.
         """
         whole = documents_of(features, "TreeCollator")
         for number, document in enumerate(whole):
@@ -280,7 +283,7 @@ class TreeCollator:
         require_same_columns(documents)
         batch = pack_tree(
             [columns["input_ids"] for columns in documents],
-            labels=[columns["labels"] if "labels" in columns else labels_of_tokens(columns) for columns in documents],
+            labels=[_labels(columns, number) for number, columns in enumerate(documents)],
         )
         if self.capacity is not None and batch.num_tokens > self.capacity:
             raise ValueError(
@@ -304,6 +307,20 @@ def read_sequences(sequences: Any) -> list[Tensor]:
         if not len(row):
             raise ValueError(f"sequence {number} is empty; every sequence needs at least one token. Leave it out.")
     return rows
+
+
+def _labels(columns: Columns, number: int) -> Tensor:
+    """The labels of a document. Labels beside a mask must leave out what the mask leaves out; else: ValueError."""
+    learned = labels_of_tokens(columns)
+    labels = columns.get("labels", learned)
+    if (contrary := (labels != IGNORED_LABEL) & (learned == IGNORED_LABEL))[1:].any():  # nothing predicts the first
+        place = 1 + int(contrary[1:].int().argmax())
+        names = [name for name in LEARNED if name in columns and not columns[name][place]]
+        raise ValueError(
+            f"document {number} has the label {int(labels[place])} at token {place}, where its {names[0]} is 0. Leave "
+            f"one of the two columns out, or set such labels to {IGNORED_LABEL}."
+        )
+    return labels
 
 
 def _packed(tokens: NDArray[np.int64], labels: NDArray[np.int64], lengths: list[int]) -> TreeBatch:

@@ -154,10 +154,11 @@ class AppliedPatch:
         runs = "dense" if config.model_type in DENSE else attention
         self.report = make_report(model, modules, runs, backend, config._attn_implementation_internal, once)
         for module in modules:
+            own = "dense" if module.config.model_type in DENSE else attention
             self.hooks.append(
                 PackingHook(
                     module,
-                    Serving("dense" if module.config.model_type in DENSE else attention, backend),
+                    Serving(own, backend, self.context.require_in_force),
                     report=self.report,
                     heads=self.heads,
                     checkpoints=Checkpoints(module, self.context) if layers else None,
@@ -212,7 +213,7 @@ class AppliedPatch:
 
     def apply(self) -> None:
         """Install all parts, except those of modules that are no longer in memory."""
-        self.in_force = True
+        self.in_force = self.context.in_force = True
         for part in self.parts:
             if not part.gone:
                 part.install()
@@ -225,7 +226,7 @@ class AppliedPatch:
         if not self.gone and any(hook.checkpoints is not None for hook in self.hooks):
             for module in self.model.modules():
                 release_checkpoint(module)
-        self.in_force = False
+        self.in_force = self.context.in_force = False
 
     def restore_below(self) -> None:
         """Take this patch away, and put back those that were there before."""

@@ -59,7 +59,10 @@ FORMS = {
         "an integer tensor of the shape of the tokens, the place after the last token below each token in its row",
         lambda x: isinstance(x, Tensor) and x.dtype in INTEGERS,
     ),
-    ("attention_mask", "decoder_attention_mask"): (MASK_FORM, lambda x: isinstance(x, (Tensor, TensorLike, dict))),
+    ("attention_mask", "decoder_attention_mask"): (
+        MASK_FORM,
+        lambda x: isinstance(x, (TensorLike, dict)) or (isinstance(x, Tensor) and x.ndim > 1),
+    ),
     ("position_ids", "decoder_position_ids"): (
         "an integer tensor of shape (B, T), or (T,) for one row",
         lambda x: isinstance(x, Tensor),

@@ -30,6 +30,7 @@ class Checkpoint:
         values = {"running": state.running, "packed_batch": state.packed_batch, "told": state.told}
 
         def run(*args: Any, **kwargs: Any) -> Any:
+            context.require_in_force()
             with context.holding(**values):
                 return function(*args, **kwargs)
 

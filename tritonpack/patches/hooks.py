@@ -30,7 +30,7 @@ from tritonpack.patches.layers.image_positions import METHOD, leave_positions_to
 from tritonpack.patches.layers.positions import from_padding
 from tritonpack.patches.packed_batch import PackedBatch, Serving
 from tritonpack.patches.packing_context import PackingContext
-from tritonpack.patches.parse_inputs import OpenMask, make_packed_batch
+from tritonpack.patches.parse_inputs import OpenMask, make_packed_batch, require_depths
 from tritonpack.patches.parts import PreHook
 from tritonpack.patches.report import Report
 from tritonpack.patches.rope import require_one_rope, rope_limits
@@ -83,7 +83,9 @@ class PackingHook(PreHook):
         self.first_call = FirstCall(module, serving.attention == "dense")
         config = module.config
         self.model_type = config.model_type
-        self.padding_place = _padding_place(module) if self.model_type in COUNT_FROM_PADDING else None
+        rotary = getattr(config, "position_embedding_type", "") == "rotary"  # ESM's count all tokens of a row
+        counts = self.model_type in COUNT_FROM_PADDING and not rotary
+        self.padding_place = _padding_place(module) if counts else None
         self.padding = config.pad_token_id if self.model_type in MASKS_PADDING else None
         self.reads_padding = self.model_type in READS_PADDING
         self.codebooks = codebooks_of(module)
@@ -131,7 +133,7 @@ class PackingHook(PreHook):
         packed_batch = self.read(arguments)
         arguments.pop(TREE, None)
         if packed_batch is not None and packed_batch.tree_ends is not None and packed_batch.placement is None:
-            self._take_tree(arguments)
+            self._take_tree(packed_batch, arguments)
         if packed_batch is not None and self.compaction is not None and self.outermost:
             packed_batch = self.compaction(packed_batch, arguments, self.context.state.targets)
             if packed_batch.placement is not None and (self.takes_any or "use_cache" in self.names):
@@ -181,7 +183,7 @@ class PackingHook(PreHook):
         packed_batch = packed_batch.replace(cached=any(arguments.get(name) is not None for name in CACHES))
         return self._without_padding(packed_batch, arguments)
 
-    def _take_tree(self, arguments: dict[str, Any]) -> None:
+    def _take_tree(self, packed_batch: PackedBatch, arguments: dict[str, Any]) -> None:
         """Check a call with `tree_ends`. It leaves no cache, which would belong to no sequence."""
         if arguments.get("use_cache"):
             raise ValueError(
@@ -189,6 +191,8 @@ class PackingHook(PreHook):
             )
         if self.takes_any or "use_cache" in self.names:
             arguments["use_cache"] = False
+        if self.outermost:
+            require_depths(packed_batch)
         if self.require_trees is None or not self.outermost:
             return
         if torch.compiler.is_compiling():
@@ -219,9 +223,9 @@ class PackingHook(PreHook):
         """The mask of a call that was made before the call, as generate() does."""
         if isinstance(mask, OpenMask):
             return served(mask.claim(arguments, self.serving), torch.float32)
-        if isinstance(mask, Tensor) and mask.ndim == 4 and self.outermost:
+        if isinstance(mask, Tensor) and mask.ndim > 2 and self.outermost:
             raise ValueError(
-                f"attention_mask has shape {tuple(mask.shape)}; a patched model makes four-dimensional masks itself. "
+                f"attention_mask has shape {tuple(mask.shape)}; a patched model makes masks of pairs of tokens itself. "
                 "Mark documents by position_ids, cu_seq_lens_q, seq_idx or a two-dimensional mask, or unpatch the "
                 "model to use a mask of your own."
             )

@@ -8,7 +8,7 @@ travels with the call, and no state outlives it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,10 +34,12 @@ class Serving:
 
     `attention` is "tritonpack" for the kernels, which take intervals; "sdpa" or "eager" for transformers' own
     attention, or "dense" for layers outside of its interface, which take dense masks. `backend` is for the kernels.
+    `require_in_force` raises after the model was unpatched.
     """
 
     attention: str
     backend: Backend
+    require_in_force: Callable[[], None] = field(default=lambda: None, compare=False, repr=False)
 
 
 class IntervalMask(TensorLike):
@@ -114,6 +116,7 @@ class IntervalMask(TensorLike):
     def to_tensor(self, dtype: torch.dtype = torch.bool, *, additive: bool = False) -> Tensor:
         """The mask as (B, 1, T, K). Padding sees itself if it is among the keys, because a softmax over nothing has no
         value. No document sees what padding computes."""
+        self.serving.require_in_force()  # recomputed layers of an unpatched model get this mask, too
         self.count_use()
         if dtype == torch.float64:
             return self.to_tensor(torch.float32, additive=additive).double()
@@ -307,11 +310,11 @@ class PackedBatch(TensorLike):
         seen_before = torch.cat([torch.zeros_like(ids[:, :1]), ids.cummax(1).values[:, :-1]], dim=1)
         torn = pieces & ~starts & (ids != 0) & (ids <= seen_before)
         require(
-            ~torn.any() & (ids >= 0).all(),
+            ~torn.any(),
             lambda: (
                 f"attention_mask has padding inside a document{shown(torn, ids, starts)}. Padding may lie before, "
                 "between and after documents; number documents in ascending order, or let position_ids restart where "
-                "one begins."
+                "one begins. If virtual tokens (PEFT's) stand before each row, pad on the right."
             ),
         )
         return starts | pieces, ids != 0
@@ -433,7 +436,7 @@ def first_tokens(attention_mask: Tensor) -> Tensor:
     require(
         ((changes(live) & live).sum(1) <= 1).all(),
         "attention_mask has padding between the tokens that the cache holds and new ones; pad on the left when "
-        "generating.",
+        "generating, and on the right if the cache holds virtual tokens (PEFT's).",
     )
     return live.int().argmax(1)
 

@@ -37,10 +37,12 @@ class PackingContext(_Fields):
         told: the packing that was read from the arguments of the model that the user called, while that model runs. Its
             head may not pass all of these arguments to the patched modules inside.
         targets: the labels for which the head of that model runs on a part of its tokens; None if it runs on all.
+        in_force: whether the patch is on the model.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self.in_force = True
         self._of_thread = _State()
 
     def __reduce__(self) -> tuple[type[PackingContext], tuple[()]]:
@@ -50,6 +52,14 @@ class PackingContext(_Fields):
     def state(self) -> _Fields:
         """The state to read from."""
         return self if torch.compiler.is_compiling() else self._of_thread
+
+    def require_in_force(self) -> None:
+        """Refuse the recomputation of a layer whose patch isn't on the model any more: documents would mix."""
+        if not self.in_force:
+            raise ValueError(
+                "gradient checkpointing recomputes a layer that was patched in its forward pass and isn't now. Call "
+                "backward() before unpatch(), or inside of `with tritonpack.patch(model)`."
+            )
 
     @contextmanager
     def holding(self, **values: Any) -> Iterator[None]:

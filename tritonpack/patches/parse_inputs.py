@@ -11,7 +11,7 @@ from torch import Tensor
 from tritonpack.checks import require
 from tritonpack.masks.block_diagonal import changes
 from tritonpack.patches.call_arguments import TREE
-from tritonpack.patches.mask_spec import MaskSpec
+from tritonpack.patches.mask_spec import CAUSAL, MaskSpec
 from tritonpack.patches.packed_batch import IntervalMask, PackedBatch, Serving, shown
 from tritonpack.patches.tensor_like import TensorLike
 
@@ -79,13 +79,7 @@ def make_packed_batch(
     """
     mask = arguments.get("attention_mask")
     if mask is not None:
-        if mask.is_floating_point():  # PEFT's virtual tokens make it so
-            require(
-                ((mask >= 0) & (mask == mask.round())).all(),
-                "attention_mask must hold whole numbers, 0 for padding; got others. A mask to be added to scores isn't "
-                "supported.",
-            )
-        mask = mask.to(device=device, dtype=torch.int32)
+        mask = _whole_numbers(mask).to(device)
     position_ids = arguments.get("position_ids")
     if position_ids is not None:
         position_ids = position_ids.to(device)
@@ -104,6 +98,21 @@ def make_packed_batch(
     return packed_batch
 
 
+def _whole_numbers(mask: Tensor) -> Tensor:
+    """A mask as int32. PEFT's virtual tokens make it floating point."""
+    numbers = mask.to(torch.int32)
+    good = (mask >= 0) & (mask == numbers)
+    require(
+        good.all(),
+        lambda: (
+            "attention_mask must hold whole numbers, 0 for padding and 1, or the number of the document, for tokens"
+            f"{f'; got {mask[~good][0].item():g}' if good.device.type == 'cpu' else ''}. A mask to be added to scores "
+            "isn't supported."
+        ),
+    )
+    return numbers
+
+
 def _require_tree(ends: Tensor, tokens: torch.Size, others: dict[str, Tensor | None]) -> None:
     """Refuse ends of subtrees beside other arguments that tell documents apart. The mask checks their values."""
     given = [name for name, value in others.items() if value is not None]
@@ -114,6 +123,32 @@ def _require_tree(ends: Tensor, tokens: torch.Size, others: dict[str, Tensor | N
         )
     if ends.shape != tokens:
         raise ValueError(f"tree_ends has shape {tuple(ends.shape)} but the tokens have {tuple(tokens)}.")
+
+
+def require_depths(packed_batch: PackedBatch) -> None:
+    """Refuse position ids (B, T) of trees that aren't depths, counted from any number in each tree."""
+    given = packed_batch.position_ids
+    if given is None or given.ndim != 2 or torch.compiler.is_compiling():
+        return
+    mask = packed_batch.interval_mask(packed_batch.tokens[1], 0, 0, CAUSAL).mask
+    depth = mask.diagonal
+    assert depth is not None
+    stream = given.expand(packed_batch.tokens).flatten()
+    rise = stream - stream[mask.key_start]  # from the first token of the tree
+    wrong = rise != depth
+
+    def message() -> str:
+        where = ""
+        if wrong.device.type == "cpu":
+            place = int(wrong.nonzero()[0])
+            where = f" at token {place} of the flattened rows, {int(rise[place])} for a depth of {int(depth[place])}"
+        return (
+            f"tree_ends and position_ids contradict each other{where}: position ids of a tree are depths, which rise "
+            "by 1 from a token to each token right below it. Pass mask.diagonal or the position_ids of "
+            "tritonpack.pack_tree, or leave position_ids out."
+        )
+
+    require(~wrong.any(), message)
 
 
 def _require_agreement(packed_batch: PackedBatch, told: dict[str, Tensor]) -> None:

@@ -24,7 +24,7 @@ def put_on(model: nn.Module, choice: Choice, asked: Options, lease: object, *, b
 
     Raises:
         UnsupportedModelError: the model holds a part of another patched model.
-        ValueError: the model is a part of a model that is patched with other options.
+        ValueError: the model is a part of a model that is patched with other options, or shares batches with ranks.
     """
     with LOCK:
         found = applied_to(model)
@@ -36,6 +36,11 @@ def put_on(model: nn.Module, choice: Choice, asked: Options, lease: object, *, b
         if whole is not None and whole.model is not model:
             raise ValueError(
                 f"this is a part of a model that is patched with {whole.asked}; patch the whole model to change that."
+            )
+        if any(hook.deferred for other in found for hook in other.hooks):
+            raise ValueError(
+                f"this {type(model).__name__} shares its batches inside of SequenceParallel, with the patch that it "
+                "had on entry. Leave the context, patch the model, and enter the context again."
             )
         applied = None
         try:
