@@ -26,6 +26,8 @@ from tritonpack.patches.unpacking.names import OF_OTHERS
 # Tensors with which a call stays as it is: keys of an encoder, and labels of a module that computes its own loss.
 ORDINARY = ("encoder_hidden_states", "labels")
 
+REAL, BEGINS, BEFORE = 1, 2, 4  # what a token is: no padding, a document's first, padding right before a document
+
 LOCK = threading.Lock()  # of all counts: threads may share a model
 
 
@@ -126,14 +128,14 @@ def _place(
     is the one place that waits for the device.
     """
     live = torch.ones_like(starts) if live is None else live
-    flags = live + 2 * starts + 4 * _before_documents(live)
+    flags = REAL * live + BEGINS * starts + BEFORE * _before_documents(live)
     wanted = [] if targets is None else [targets.wanted]
     table = torch.stack([x.to(starts.device).long().flatten() for x in (flags, *wanted, *channels)]).cpu().numpy()
-    real, padding = (table[0] & 1).nonzero()[0], (table[0] & 4).nonzero()[0]
-    source = kept = np.sort(np.concatenate([real, padding]))
+    source = kept = (table[0] & (REAL | BEFORE)).nonzero()[0]
     places, ends = np.arange(len(kept)), None
     if channels:
-        begins = (table[0][real] & 2).nonzero()[0]
+        real, padding = (table[0] & REAL).nonzero()[0], (table[0] & BEFORE).nonzero()[0]
+        begins = (table[0][real] & BEGINS).nonzero()[0]
         tree = prefix_tree(joined(list(table[-len(channels) :, real])), np.diff(begins, append=len(real)))
         if len(tree.sources) <= WORTHWHILE * len(real):
             slack = len(tree.sources) + np.arange(len(padding))
