@@ -171,6 +171,24 @@ def test_compiled_without_breaks_for_all_lengths() -> None:
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("reach", [{}, {"window": (3, 0)}, {"chunk_size": 4}], ids=str)
+def test_a_graph_that_makes_masks_of_ends_fits_all_sizes(reach: dict[str, Any]) -> None:
+    torch.compiler.reset()
+    counter = CompileCounter()
+
+    def bounds(ends: Tensor) -> tuple[Tensor, ...]:
+        mask = BlockDiagonalMask.from_tree_ends(ends, **reach)
+        return mask.key_start + 0, mask.key_stop + 0, mask.query_stop + 0, mask.diagonal + 0
+
+    compiled = torch.compile(bounds, backend=counter, fullgraph=True, dynamic=True)
+    for size in (5, 9, 17, 40, 130):
+        ends = torch.full((size,), size)  # a path, with a leaf in the middle
+        ends[size // 2] = size // 2 + 1
+        for want, got in zip(bounds(ends), compiled(ends), strict=True):
+            assert torch.equal(want, got)
+    assert counter.frame_count == 1
+
+
 class TestRefusals:
     def test_pack_invariant(self) -> None:
         q = torch.randn(3, 1, 16)

@@ -43,6 +43,14 @@ def test_ranks_agree_with_what_wraps_models(run_on, module, name):
     run_on(2, module, name)
 
 
+@each_case(2, "padded_cases")
+@pytest.mark.sampled(
+    "padded: DDP, both, patch first", "padded: FSDP, a sharded head, both, wrapper first", "padded: SequenceParallel"
+)
+def test_ranks_agree_on_padded_batches(run_on, module, name):
+    run_on(2, module, name)
+
+
 @pytest.mark.slow
 def test_readme_counts_the_types_that_ranks_can_share():
     root = Path(__file__).parents[2]

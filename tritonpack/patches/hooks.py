@@ -101,15 +101,17 @@ class PackingHook(PreHook):
 
     def run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The new (args, kwargs) of a call, or None to keep them. For forwards that run without hooks."""
+        compiled = torch.compiler.is_compiling()
         reads_lengths = self.mixes or self.compaction is not None
-        return self._outside_of_graphs(module, args, kwargs) if reads_lengths else self._run(module, args, kwargs)
+        return (self._outside_of_graphs if reads_lengths else self._run)(module, args, kwargs, compiled)
 
     @torch.compiler.disable
     def _outside_of_graphs(self, *call: Any) -> Any:
         """Lengths are read on the host, and a graph for these lengths would fit no other lengths."""
         return self._run(*call)
 
-    def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> Any:
+        """As `run`. If the call is `compiled`, it isn't watched: hooks of a watch would be in the graphs."""
         chosen, ours = module.config._attn_implementation_internal, NAMES[self.serving.attention]  # type: ignore[union-attr]
         if is_paged(kwargs.get("cache")):
             if chosen == ours:
@@ -140,7 +142,7 @@ class PackingHook(PreHook):
                 arguments["use_cache"] = False  # its keys would be those of the one row
         if packed_batch is not None:
             packed_batch = self._pass_on(packed_batch, arguments)
-            if not torch.compiler.is_compiling() and not self.first_call.done and packed_batch is not None:
+            if not compiled and not self.first_call.done and packed_batch is not None:
                 self.first_call.watch(module, packed_batch)
         if arguments.get("encoder_hidden_states") is not None:
             arguments["encoder_attention_mask"] = meet(arguments, packed_batch, self.names, self.serving)

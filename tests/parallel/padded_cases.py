@@ -1,0 +1,181 @@
+"""Padded batches as one row under DDP, FSDP2 and SequenceParallel: ranks get the gradients of stock in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import product
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from tests.parallel.composition_cases import full, make_mesh, over_all
+from tests.patches.padded_batches import (
+    OBJECTIVES,
+    SHARE,
+    UNPAD,
+    Step,
+    gradients_of,
+    padded_batch,
+    read,
+    require_as_exact,
+    require_equal,
+    require_equal_values,
+    require_saved,
+    step,
+    training_model,
+)
+from tests.patches.test_every_model import state
+from tritonpack import SequenceParallel, patch
+
+WAYS = UNPAD, SHARE
+STEPS = 3
+
+
+def stock(number: int, objective: str) -> Step:
+    """The values of this rank's batch, and the mean over the ranks of the gradients of their batches."""
+    size, rank = dist.get_world_size(), dist.get_rank()
+    model = training_model()
+    for one in range(size):
+        batch = padded_batch(number + one)
+        output = model(**batch)
+        if one == rank:
+            values = read(output, batch)
+        (OBJECTIVES[objective](output, batch) / size).backward()
+    return Step(values, gradients_of(model))
+
+
+def data_parallel(model: nn.Module, **options: Any) -> nn.Module:
+    return DistributedDataParallel(model, **options)
+
+
+def fully_sharded(model: nn.Module, **options: Any) -> nn.Module:
+    return over_all(model, make_mesh("sp"), **options)
+
+
+def with_a_sharded_head(model: nn.Module) -> nn.Module:
+    """The head is gathered in its own forward alone."""
+    fully_shard(model.lm_head, mesh=make_mesh("sp")["sp"])
+    return fully_sharded(model)
+
+
+def checkpointing(model: nn.Module) -> nn.Module:
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    return fully_sharded(model)
+
+
+def compiled(model: nn.Module) -> nn.Module:
+    return DistributedDataParallel(torch.compile(model, backend="eager", dynamic=True))
+
+
+WRAPPERS: dict[str, Callable[[nn.Module], nn.Module]] = {
+    "DDP": data_parallel,
+    "DDP, unused parameters": partial(data_parallel, find_unused_parameters=True),
+    "DDP, static graph": partial(data_parallel, static_graph=True),
+    "DDP, gradients as views": partial(data_parallel, gradient_as_bucket_view=True),
+    "DDP, compiled": compiled,
+    "FSDP": fully_sharded,
+    "FSDP, resharded": partial(fully_sharded, reshard_after_forward=True),
+    "FSDP, a sharded head": with_a_sharded_head,
+    "FSDP, checkpointing": checkpointing,
+}
+
+
+def trains_as_stock(name: str, objective: str, first: str, options: dict[str, bool]) -> None:
+    """Steps of training and of evaluation on batches of other shapes; logits are read before the backward pass."""
+    model = training_model()
+    batches = [padded_batch(number + dist.get_rank()) for number in range(STEPS)]
+    handle = patch(model, **options) if first == "patch" else None
+    wrapped = WRAPPERS[name](model)
+    if handle is None:
+        handle = patch(wrapped, **options)
+    for number, batch in enumerate(batches):
+        want = stock(number, objective)
+        require_equal(want, step(model, batch, objective, called=wrapped))
+        with torch.no_grad():
+            require_equal_values(want.values, read(wrapped.eval()(**batch), batch))
+        wrapped.train()
+        if isinstance(wrapped, FSDPModule):
+            wrapped.reshard()  # else `zero_grad` would miss the gradients of the root: it holds whole weights now
+    require_saved(handle.saved, *batches, *batches, options=options)
+
+
+def leaves_wrapped_models_as_they_were() -> None:
+    for wrap in (data_parallel, fully_sharded):
+        model = training_model()
+        wrapped = wrap(model)
+        before = state(model)
+        for options in WAYS:
+            with patch(wrapped, **options):
+                step(model, padded_batch(dist.get_rank()), "both", called=wrapped)
+            assert state(model) == before
+
+
+def accumulates(options: dict[str, bool]) -> None:
+    """Gradients of several batches, reduced with the last one."""
+    model, rank = training_model(), dist.get_rank()
+    wrapped = data_parallel(model)
+    wants = [stock(number, "both").gradients for number in range(STEPS)]
+    with patch(model, **options):
+        for number in range(STEPS - 1):
+            with wrapped.no_sync():
+                OBJECTIVES["both"](wrapped(**padded_batch(number + rank)), padded_batch(number + rank)).backward()
+        batch = padded_batch(STEPS - 1 + rank)
+        OBJECTIVES["both"](wrapped(**batch), batch).backward()
+    want = {name: sum(gradients[name] for gradients in wants) for name in wants[0]}
+    require_equal(Step({}, want), Step({}, gradients_of(model)))
+
+
+def in_mixed_precision(options: dict[str, bool]) -> None:
+    """FSDP casts the weights to bfloat16. The error is at most twice stock's, plus a band for rounding."""
+    batch, exact, results = padded_batch(dist.get_rank()), stock(0, "both"), []
+    for patched in (False, True):
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+        model = fully_sharded(training_model(dtype=torch.float32), mp_policy=policy)
+        if patched:
+            handle = patch(model, **options)
+        results.append(step(model, batch, "both"))
+        assert model(**batch).logits.dtype == torch.bfloat16
+    require_as_exact(exact, *results)
+    require_saved(handle.saved, batch, batch, options=options)
+
+
+def shares_padded_batches(options: dict[str, bool]) -> None:
+    """In SequenceParallel the ranks share the padded batch as it is; outside of it the same patch removes padding."""
+    model, batch = training_model(), padded_batch(0)
+    want = step(training_model(), batch)
+    before = state(model)
+    handle = patch(model, **options)
+    with SequenceParallel(model):
+        output = model(**batch)
+        output.loss.backward()
+    torch.testing.assert_close(output.loss.detach().double(), want.values["loss"])
+    assert output.logits.shape[1] < batch["input_ids"].numel(), "the batch wasn't sharded"
+    for name, p in model.named_parameters():
+        dist.all_reduce(p.grad)
+        torch.testing.assert_close(full(p.grad) / dist.get_world_size(), want.gradients[name], rtol=0, atol=1e-6)
+    assert handle.saved.tokens_computed == handle.saved.tokens_given
+    require_equal(want, step(model, batch))
+    handle.unpatch()
+    assert state(model) == before
+
+
+def both_ways(case: Callable[..., None], *arguments: Any) -> None:
+    for options in WAYS:
+        case(*arguments, options)
+
+
+CASES = {
+    **{
+        f"{name}, {objective}, {first} first": partial(both_ways, trains_as_stock, name, objective, first)
+        for name, objective, first in product(WRAPPERS, OBJECTIVES, ("patch", "wrapper"))
+    },
+    "unpatched": leaves_wrapped_models_as_they_were,
+    "DDP, several batches a step": partial(both_ways, accumulates),
+    "FSDP in bfloat16": partial(both_ways, in_mixed_precision),
+    "SequenceParallel": partial(both_ways, shares_padded_batches),
+}
