@@ -11,6 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, log_softmax, pad
+from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
@@ -21,7 +22,11 @@ from tritonpack.patches.tensor_like import TensorLike
 
 STATES = "last_hidden_state"
 SHAPING = ("flatten", "to")  # beside those that `TensorLike` has
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# What stands between a call of a module and its forward.
+WAY_IN: dict[str, Any] = {
+    "_forward_hooks": {}, "_forward_pre_hooks": {}, "_backward_hooks": {}, "_backward_pre_hooks": {},
+    "_compiled_call_impl": None,
+}  # fmt: skip
 
 
 class HeadTargets(TensorLike):
@@ -178,7 +183,8 @@ class HeadTargets(TensorLike):
             output["logits"] = self.placement.lay_back(output["logits"])[:, -self.keep :]
         else:
             kept = {name: x for name, x in arguments.items() if name not in ("labels", "shift_labels")}
-            output["logits"] = LaterLogits(self, output["logits"], head, path.split(".")[0], kept)
+            later = LaterLogits(self, output["logits"], head, path.split(".")[0], kept)
+            output["logits"] = later.to_tensor() if _must_be_seen(head) else later
         return output
 
 
@@ -270,7 +276,7 @@ class LaterLogits(TensorLike):
         states, placement = self.targets.states, self.targets.placement
         states = states if placement is None else placement.lay_back(states)
         output = type(self.targets.output)(**{**self.targets.output, STATES: states})
-        base = _twin(getattr(self.head, self.path), forward=lambda *_, **__: output, **{name: {} for name in HOOKS})
+        base = _twin(getattr(self.head, self.path), forward=lambda *_, **__: output, **WAY_IN)
         head = _twin(self.head, _modules={**self.head._modules, self.path: base})
         kind, dtype, enabled = self.autocast
         with torch.autocast(kind, dtype=dtype, enabled=enabled):
@@ -287,6 +293,17 @@ class LaterLogits(TensorLike):
 
     def __reduce__(self) -> Any:
         return torch.Tensor.clone, (self.to_tensor(),)  # a copy, or a pickle, is a tensor
+
+
+def _must_be_seen(head: nn.Module) -> bool:
+    """Whether what wraps a model must get its logits as a tensor: DDP with a static graph, which watches the tensors of
+    the first output, and FSDP2 if it shards the head's weights again right after the call."""
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    if ddp is not None and ddp.static_graph:
+        return True
+    state = getattr(head, "_get_fsdp_state", None)
+    group = getattr(state(), "_fsdp_param_group", None) if state is not None else None
+    return state is not None and getattr(group, "post_forward_mesh_info", "unknown") is not None
 
 
 def _twin(module: nn.Module, **changes: Any) -> nn.Module:
