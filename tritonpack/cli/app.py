@@ -115,7 +115,7 @@ def demo(
     seed: Annotated[int, Option(min=0, help="Decides weights, documents and their order.")] = 0,
     out: FolderOption = Path("demo-out"),
 ) -> int:
-    """Train a small Llama padded, naively concatenated and packed; compare speed, memory and loss; draw a picture."""
+    """Train a small Llama padded, with unpad=True, naively concatenated and packed; compare, and draw a picture."""
     for module in ("transformers", "matplotlib"):
         _require(module, "the demo")
     from tritonpack.cli.demo import NUM_VALIDATION, run_demo, settings_for
