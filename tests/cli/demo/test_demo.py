@@ -1,7 +1,6 @@
 """The demo as a whole and its parts, on a small library."""
 
 import math
-import multiprocessing
 import re
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -28,14 +27,6 @@ def settings():
 @pytest.fixture
 def corpus(small_library):
     return read_corpus(max_length=128, num_validation=10, seed=0)
-
-
-@pytest.fixture
-def imported_once(monkeypatch):
-    """Fork the processes from one that has the imports, which take longer than the work."""
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["torch._dynamo", "transformers.models.llama.modeling_llama", "tritonpack.patches"])
-    monkeypatch.setattr(multiprocessing, "get_context", lambda method: server)
 
 
 @pytest.mark.heavy
