@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from tritonpack.cli.demo.corpus import Document
 
-_SHORTEST = 0.75  # of the longest prompt
+_SHORTEST = 7 / 8  # of the longest prompt
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Shape:
     Attributes:
         prompts: prompts of a step.
         completions: completions of each prompt.
-        prompt_length: the most tokens of a prompt; the shortest has three quarters of them.
+        prompt_length: the most tokens of a prompt; the shortest has seven eighths of them.
         completion_length: the most tokens of a completion.
     """
 
