@@ -6,10 +6,11 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
-.PHONY: help install quick test test-slow lint docs demo bench bench-cpu compile-matrix test-gpu bench-gpu clean
+.PHONY: help install quick test test-slow lint docs demo demo-grpo bench bench-cpu compile-matrix test-gpu bench-gpu clean
 
 help:
-	@echo "make demo       train three ways (padded, naive, packed), compare, draw a picture: demo-out/demo.png"
+	@echo "make demo       train four ways (padded, unpadded, naive, packed), compare, draw a picture: demo-out/demo.png"
+	@echo "make demo-grpo  train on GRPO's prompts and completions in four ways, draw a picture: demo-out/demo-grpo.png"
 	@echo "make quick      a fast part of the tests: the first case of each fast test, in one minute"
 	@echo "make test       the tests that need no GPU, without the slow ones"
 	@echo "make test-slow  the slow tests: kernels compiled for every architecture, every model type"
@@ -52,6 +53,9 @@ docs: install
 
 demo: install
 	$(BIN)/tritonpack demo
+
+demo-grpo: install
+	$(BIN)/tritonpack demo-grpo
 
 bench: install
 	$(BIN)/python -m benchmarks.compile_report

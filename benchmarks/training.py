@@ -1,17 +1,18 @@
-"""Train on padded, naively concatenated and packed batches: tokens per second, memory, and loss of held-out documents.
+"""Train on padded, unpadded, naively concatenated and packed batches: tokens per second, memory, held-out loss.
 
     python -m benchmarks.training [--lengths flan orcamath stdlib] [--model tiny] [--steps 200] [--out DIR]
 
 The experiment of "Packing with Flash Attention 2" (Kundu et al., arXiv:2407.09105): batches of four documents, with
 lengths like FLAN's, which differ much, and like OrcaMath's, which differ less. The documents are cut from real text,
 the functions of Python's standard library, so that losses are those of real training. Their lengths are drawn by
-generators, or are those of the functions (stdlib). The three ways see the same documents in the same order. Each way
-has its own process, and the processes take turns step by step.
+generators, or are those of the functions (stdlib). All ways see the same documents in the same order. Each way has its
+own process, and the processes take turns step by step. `unpadded` trains on the padded batches with
+`patch(model, unpad=True)`.
 
 Rounding differs between the ways, and the differences grow in training. With --dtype float64 they stay below the
 digits that are printed.
 
-On a GPU name a model: llama-2-7b, mistral-7b or granite-8b, with as many of its layers (--layers) as fit three times.
+On a GPU name a model: llama-2-7b, mistral-7b or granite-8b, with as many of its layers (--layers) as fit four times.
 The published gains of packed over padded: 2.0 times the throughput and 20% less memory on FLAN, 1.4 times and 6% on
 OrcaMath.
 """

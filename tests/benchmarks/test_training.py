@@ -10,15 +10,15 @@ from tests.lengths import flan, orca_math
 from tritonpack.cli.demo.corpus import END_OF_DOCUMENT
 from tritonpack.cli.demo.training import Run
 
-# Seconds, MiB and positions of a step.
-WAYS = {"padded": (2.0, 800, 200), "naive": (1.0, 500, 100), "packed": (1.0, 400, 100)}
+# Seconds, MiB and computed tokens of a step.
+WAYS = {"padded": (2.0, 800, 200), "unpadded": (1.25, 500, 100), "naive": (1.0, 500, 100), "packed": (1.0, 400, 100)}
 
 
 @pytest.fixture
 def runs():
     return {
-        way: Run((3.0, 2.5, 2.0), (seconds,) * 3, (100,) * 3, (positions,) * 3, mib * 2**20, 2.1)
-        for way, (seconds, mib, positions) in WAYS.items()
+        way: Run((3.0, 2.5, 2.0), (seconds,) * 3, (100,) * 3, (computed,) * 3, mib * 2**20, 2.1)
+        for way, (seconds, mib, computed) in WAYS.items()
     }
 
 
@@ -49,8 +49,8 @@ def test_lengths_are_as_documented(lengths, mean, longest):
 
 
 def test_rows_compare_with_padded(runs):
-    padded, naive, packed = training.rows_of(runs, {"model": "tiny"})
-    assert (padded["speed"], naive["speed"], packed["speed"]) == (1.0, 2.0, 2.0)
+    padded, unpadded, naive, packed = training.rows_of(runs, {"model": "tiny"})
+    assert [row["speed"] for row in (padded, unpadded, naive, packed)] == [1.0, 1.6, 2.0, 2.0]
     assert (padded["memory"], packed["memory"]) == (1.0, 0.5)
     assert (padded["padding"], packed["padding"]) == (0.5, 0.0)
     assert packed["gap_to_padded"] == "0.0e+00"

@@ -1,4 +1,4 @@
-"""The command line: `tritonpack bench`, `check`, `check-backend`, `demo`, `doctor` and `plan`."""
+"""The command line: `tritonpack bench`, `check`, `check-backend`, `demo`, `demo-grpo`, `doctor` and `plan`."""
 
 from __future__ import annotations
 

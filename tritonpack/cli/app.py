@@ -33,6 +33,13 @@ ThreadsOption = Annotated[
     int, Option(min=1, help="CPU threads; timings on one thread vary least if other programs run.")
 ]
 FolderOption = Annotated[Path, Option(file_okay=False, help="Folder for the results.")]
+# Of the demos.
+StepsOption = Annotated[int, Option(min=3, help="Optimizer steps of each way.")]
+SizeOption = Annotated[Literal["auto", "tiny", "small"], Option(help="auto: tiny, small on a GPU.")]
+TrainingDTypeOption = Annotated[
+    Literal["auto", "float32", "bfloat16"], Option(help="auto: float32, bfloat16 on a GPU.")
+]
+SeedOption = Annotated[int, Option(min=0, help="Decides weights, documents and their order.")]
 
 
 def _print_version(asked: bool) -> None:
@@ -103,19 +110,19 @@ class CheckedDType(str, Enum):  # typer doesn't take a list of Literals
 
 @app.command()
 def demo(
-    steps: Annotated[int, Option(min=3, help="Optimizer steps of each way.")] = 32,
+    steps: StepsOption = 32,
     documents: Annotated[int | None, Option(min=1, help="Documents per step.", show_default="8, 64 on a GPU")] = None,
     max_length: Annotated[
         int | None, Option(min=16, help="Split longer documents.", show_default="2048, 4096 on a GPU")
     ] = None,
-    size: Annotated[Literal["auto", "tiny", "small"], Option(help="auto: tiny, small on a GPU.")] = "auto",
+    size: SizeOption = "auto",
     device: DeviceOption = "auto",
-    dtype: Annotated[Literal["auto", "float32", "bfloat16"], Option(help="auto: float32, bfloat16 on a GPU.")] = "auto",
+    dtype: TrainingDTypeOption = "auto",
     threads: ThreadsOption = 1,
-    seed: Annotated[int, Option(min=0, help="Decides weights, documents and their order.")] = 0,
+    seed: SeedOption = 0,
     out: FolderOption = Path("demo-out"),
 ) -> int:
-    """Train a small Llama padded, naively concatenated and packed; compare speed, memory and loss; draw a picture."""
+    """Train a small Llama padded, with unpad=True, naively concatenated and packed; compare, and draw a picture."""
     for module in ("transformers", "matplotlib"):
         _require(module, "the demo")
     from tritonpack.cli.demo import NUM_VALIDATION, run_demo, settings_for
@@ -126,6 +133,40 @@ def demo(
         make_folder(out, "demo.png")
         corpus = read_corpus(settings.max_length, NUM_VALIDATION, seed)
     return int(not run_demo(settings, corpus, steps, documents, out))
+
+
+@app.command()
+def demo_grpo(
+    steps: StepsOption = 6,
+    prompts: Annotated[int | None, Option(min=1, help="Prompts per step.", show_default="2, 4 on a GPU")] = None,
+    completions: Annotated[int, Option(min=2, help="Completions of each prompt.")] = 8,
+    prompt_length: Annotated[int, Option(min=16, help="Most tokens of a prompt.")] = 2048,
+    completion_length: Annotated[int, Option(min=16, help="Most tokens of a completion.")] = 256,
+    size: SizeOption = "auto",
+    device: DeviceOption = "auto",
+    dtype: TrainingDTypeOption = "auto",
+    threads: ThreadsOption = 1,
+    seed: SeedOption = 0,
+    out: FolderOption = Path("demo-out"),
+) -> int:
+    """Train a small Llama on groups of GRPO, with each prompt computed for every completion and once; draw a picture.
+
+    Exit code: 1 if a training process failed or the losses don't agree.
+    """
+    for module in ("transformers", "matplotlib"):
+        _require(module, "the demo")
+    from tritonpack.cli.demo import settings_for
+    from tritonpack.cli.demo.corpus import read_corpus
+    from tritonpack.cli.demo.grpo import run_demo
+    from tritonpack.cli.demo.grpo.rollouts import Shape
+
+    with _usage_errors():
+        settings = settings_for(device, dtype, size, prompt_length + completion_length, threads, seed)
+        make_folder(out, "demo-grpo.png")
+        corpus = read_corpus(settings.max_length, 0, seed)
+    prompts = prompts or (4 if settings.device == "cuda" else 2)
+    shape = Shape(prompts, completions, prompt_length, completion_length)
+    return int(not run_demo(settings, corpus, shape, steps, out))
 
 
 @app.command()

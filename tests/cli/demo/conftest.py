@@ -1,3 +1,4 @@
+import multiprocessing
 import sysconfig
 
 import pytest
@@ -15,3 +16,11 @@ def small_library(tmp_path, monkeypatch):
     (library / "test" / "test_it.py").write_text('def test_it():\n    """A test."""\n')
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(library))
     return library
+
+
+@pytest.fixture
+def imported_once(monkeypatch):
+    """Fork the processes from one that has the imports, which take longer than the work."""
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload(["torch._dynamo", "transformers.models.llama.modeling_llama", "tritonpack.patches"])
+    monkeypatch.setattr(multiprocessing, "get_context", lambda method: server)

@@ -1,7 +1,6 @@
 """The demo as a whole and its parts, on a small library."""
 
 import math
-import multiprocessing
 import re
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
@@ -30,16 +29,8 @@ def corpus(small_library):
     return read_corpus(max_length=128, num_validation=10, seed=0)
 
 
-@pytest.fixture
-def imported_once(monkeypatch):
-    """Fork the processes from one that has the imports, which take longer than the work."""
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(["torch._dynamo", "transformers.models.llama.modeling_llama", "tritonpack.patches"])
-    monkeypatch.setattr(multiprocessing, "get_context", lambda method: server)
-
-
 @pytest.mark.heavy
-def test_demo_trains_three_ways_and_draws(small_library, tmp_path, capsys, imported_once):
+def test_demo_trains_all_ways_and_draws(small_library, tmp_path, capsys, imported_once):
     out = tmp_path / "out"
     with pytest.raises(SystemExit) as exit_info:
         main(["demo", "--steps", "4", "--documents", "4", "--max-length", "128", "--device", "cpu", "--out", str(out)])
@@ -56,7 +47,8 @@ def test_demo_trains_three_ways_and_draws(small_library, tmp_path, capsys, impor
 
 def test_all_ways_have_the_same_tokens_and_labels(corpus):
     documents = corpus.steps(1, 5, seed=0)[0]
-    padded, naive, packed = (collate(way, documents, "cpu") for way in WAYS)
+    padded, unpadded, naive, packed = (collate(way, documents, "cpu") for way in WAYS)
+    assert all(torch.equal(padded[name], unpadded[name]) for name in padded | unpadded)
     assert naive.keys() == packed.keys()
     assert torch.equal(naive["input_ids"], packed["input_ids"])
     real = padded["attention_mask"].bool()
@@ -85,7 +77,7 @@ def test_run_has_losses_of_steps_and_of_held_out_documents(corpus, settings):
     assert progress == [None] * 4
     assert run.losses[-1] < run.losses[0]
     assert run.tokens == tuple(sum(map(len, step)) for step in steps)
-    assert run.positions == tuple(4 * max(map(len, step)) for step in steps)
+    assert run.computed == tuple(4 * max(map(len, step)) for step in steps)
     assert len(run.seconds) == 3
     assert min(run.seconds) > 0
     # The same training by hand, and the held-out documents in one padded batch.
@@ -100,6 +92,13 @@ def test_run_has_losses_of_steps_and_of_held_out_documents(corpus, settings):
     assert run.validation_loss == pytest.approx(together, rel=100 * torch.finfo(torch.float32).eps)
 
 
+def test_unpadded_trains_on_tokens_alone(corpus, settings):
+    steps = corpus.steps(3, 4, seed=0)
+    (*_, padded), (*_, unpadded) = (train(way, steps, corpus.validation, settings) for way in ("padded", "unpadded"))
+    assert unpadded.gap(padded) < 1e-5
+    assert sum(unpadded.tokens) == sum(unpadded.computed) < sum(padded.computed)
+
+
 @pytest.mark.heavy
 def test_exception_in_a_process_ends_the_training(corpus, settings, imported_once):
     with pytest.raises(RuntimeError, match="empty"):
@@ -111,16 +110,17 @@ def test_death_of_a_process_ends_the_training(corpus, settings, imported_once):
         train_in_turns([[]], corpus.validation, replace(settings, threads=-1))
 
 
-def make_run(losses, peak_bytes=2**20 * 50, positions=100):
+def make_run(losses, peak_bytes=2**20 * 50, computed=100):
     steps = len(losses)
     seconds = (9.0, 9.0, *[0.5] * (steps - 2))
-    return Run(tuple(losses), seconds, (100,) * steps, (positions,) * steps, peak_bytes, validation_loss=2.5)
+    return Run(tuple(losses), seconds, (100,) * steps, (computed,) * steps, peak_bytes, validation_loss=2.5)
 
 
-def make_runs(packed_gap=1e-6, naive_gap=1e-2):
+def make_runs(packed_gap=1e-6, naive_gap=1e-2, unpadded_gap=1e-7):
     losses = [5.0, 4.0, 3.0, 2.0]
     return {
-        "padded": make_run(losses, positions=200),
+        "padded": make_run(losses, computed=200),
+        "unpadded": make_run([loss + unpadded_gap for loss in losses]),
         "naive": make_run([loss + naive_gap for loss in losses]),
         "packed": make_run([loss + packed_gap for loss in losses]),
     }
@@ -138,7 +138,7 @@ def test_table_shows_measurements():
     with console.capture() as capture:
         console.print(table(make_runs() | {"naive": make_run([5.5, 4.0, 3.0, 2.0], peak_bytes=None)}))
     lines = [line.split() for line in capture.get().splitlines()]
-    rows = {words[0]: " ".join(words) for words in lines if words and words[0] in ("padded", "naive", "packed")}
+    rows = {words[0]: " ".join(words) for words in lines if words and words[0] in WAYS}
     for value in ("200", "1.00x", "50 MiB", "50.0%", "2.5000"):
         assert value in rows["padded"]
     assert "unknown" in rows["naive"]
@@ -148,14 +148,16 @@ def test_table_shows_measurements():
 def test_packed_training_is_closer_to_padded_than_naive():
     closer, sentence = compare_losses(make_runs(), nothing_leaks=False)
     assert closer
-    assert "stays within 1.0e-06 of padded's and naive's within 1.0e-02." in sentence
+    assert "unpadded's training loss stays within 1.0e-07 of padded's, packed's within 1.0e-06" in sentence
+    assert "naive's within 1.0e-02." in sentence
 
 
 @pytest.mark.parametrize("gap", [0.1, math.nan])
-def test_wrong_packed_training_is_reported(gap):
-    closer, sentence = compare_losses(make_runs(packed_gap=gap), nothing_leaks=False)
+@pytest.mark.parametrize("way", ["unpadded", "packed"])
+def test_wrong_training_is_reported(way, gap):
+    closer, sentence = compare_losses(make_runs(**{f"{way}_gap": gap}), nothing_leaks=False)
     assert not closer
-    assert "PACKED IS NO CLOSER THAN NAIVE" in sentence
+    assert sentence.endswith(f" {way.upper()} IS NO CLOSER THAN NAIVE: {way} training went wrong.")
 
 
 def test_naive_training_may_be_closer_if_nothing_leaks():

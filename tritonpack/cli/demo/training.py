@@ -1,41 +1,33 @@
-"""Train a small Llama on padded, naively concatenated and packed batches, and measure each way.
-
-Each way has a fresh process, so that memory and caches of one way don't serve another. The processes take turns, one
-step each, so that other load on the machine slows all ways down alike.
-"""
+"""Train a small Llama on documents: padded, unpadded inside of the model, naively concatenated, and packed."""
 
 from __future__ import annotations
 
-import multiprocessing
-import signal
-import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
+from functools import partial
 from typing import Any, Literal, get_args
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from tritonpack import patch
 from tritonpack.cli.demo.corpus import END_OF_DOCUMENT, VOCABULARY_SIZE, Document
+from tritonpack.cli.demo.measuring import Measurements, Step, in_turns, measure
 from tritonpack.errors import PackingWarning
 from tritonpack.packing import PackingCollator
 from tritonpack.packing.columns import IGNORED_LABEL
+from tritonpack.patches.patching import Patch
 
-Way = Literal["padded", "naive", "packed"]
+Way = Literal["padded", "unpadded", "naive", "packed"]
 WAYS: tuple[Way, ...] = get_args(Way)
-WARMUP_STEPS = 2  # not timed: allocators, caches and, on a GPU, compilation
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings that the three ways of one comparison share.
+    """The settings that all ways of one comparison share.
 
     Attributes:
         model: the name of the model.
@@ -56,38 +48,19 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Run:
-    """The measurements of one way.
+class Run(Measurements):
+    """The measurements of one way. Losses are in nats per predicted token.
 
     Attributes:
-        losses: the training loss of each step, in nats per predicted token.
-        seconds: the time of each step: forward, backward and optimizer, without collating.
-        tokens: the tokens of documents in each step.
-        positions: the positions that the model computed in each step, padding included.
-        peak_bytes: the most memory that training took beyond the model's parameters; None where it can't be measured.
         validation_loss: nats per predicted token of the held-out documents, each alone with stock attention.
     """
 
-    losses: tuple[float, ...]
-    seconds: tuple[float, ...]
-    tokens: tuple[int, ...]
-    positions: tuple[int, ...]
-    peak_bytes: int | None
     validation_loss: float
 
     @property
-    def tokens_per_second(self) -> float:
-        """Tokens of documents per second after warm-up."""
-        return sum(self.tokens[WARMUP_STEPS:]) / sum(self.seconds[WARMUP_STEPS:])
-
-    @property
     def padding_share(self) -> float:
-        """The share of the positions that is padding."""
-        return 1 - sum(self.tokens) / sum(self.positions)
-
-    def gap(self, other: Run) -> float:
-        """The largest difference between the training losses of two runs at one step; NaN if a loss is NaN."""
-        return float(np.abs(np.subtract(self.losses, other.losses)).max())
+        """The share of the computed tokens that is padding."""
+        return 1 - sum(self.tokens) / sum(self.computed)
 
 
 def build_model(settings: Settings) -> torch.nn.Module:
@@ -106,14 +79,16 @@ def build_model(settings: Settings) -> torch.nn.Module:
     return model.to(settings.device, settings.dtype)
 
 
-def attention_of(way: Way, model: torch.nn.Module) -> AbstractContextManager[Any]:
-    """A context in which the model has the attention of a way: tritonpack's for `packed`, else stock attention."""
-    return patch(model) if way == "packed" else nullcontext()
+def attention_of(way: Way, model: torch.nn.Module) -> AbstractContextManager[Patch | None]:
+    """A context in which the model has the attention of a way: stock for `padded` and `naive`, else tritonpack's."""
+    if way in ("padded", "naive"):
+        return nullcontext()
+    return patch(model, unpad=way == "unpadded")
 
 
 def collate(way: Way, documents: Sequence[Document], device: str) -> dict[str, Any]:
-    """The batch of one step: a padded row per document, or one row with all of them, the same for naive and packed."""
-    if way == "padded":
+    """The batch of one step: padded rows for padded and unpadded, one row with all documents for naive and packed."""
+    if way in ("padded", "unpadded"):
         rows = [torch.as_tensor(document) for document in documents]
         batch: dict[str, Any] = {
             "input_ids": pad_sequence(rows, batch_first=True, padding_value=END_OF_DOCUMENT),
@@ -137,30 +112,10 @@ def train(
     """
     device = settings.device
     model = build_model(settings).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=settings.learning_rate)
-    losses, seconds, positions = [], [], []
-    with attention_of(way, model):
-        before = _memory(device, reset=True)
-        yield None
-        for documents in steps:
-            batch = collate(way, documents, device)
-            start = time.perf_counter()
-            loss = model(**batch).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
-            if device == "cuda":
-                torch.cuda.synchronize()
-            seconds.append(time.perf_counter() - start)
-            positions.append(batch["input_ids"].numel())
-            yield None
-        peak = _memory(device)
-    tokens = tuple(sum(map(len, documents)) for documents in steps)
-    taken = None if peak is None or before is None else peak - before
-    yield Run(
-        tuple(losses), tuple(seconds), tokens, tuple(positions), taken, _validation_loss(model, validation, device)
-    )
+    batches = (Step(collate(way, documents, device), sum(map(len, documents))) for documents in steps)
+    with attention_of(way, model) as handle:
+        measured = yield from measure(model, handle, settings.learning_rate, batches, _loss_of, device)
+    yield Run(**vars(measured), validation_loss=_validation_loss(model, validation, device))
 
 
 def train_in_turns(
@@ -171,36 +126,13 @@ def train_in_turns(
     Raises:
         BrokenProcessPool: a process ended early, for example for lack of memory.
     """
-    from tqdm import tqdm
-
-    context = multiprocessing.get_context("spawn")
-    with ExitStack() as stack:
-        pools: dict[Way, ProcessPoolExecutor] = {
-            way: stack.enter_context(
-                ProcessPoolExecutor(1, context, initializer=_begin, initargs=(way, steps, validation, settings))
-            )
-            for way in WAYS
-        }
-        for built in [pool.submit(_next) for pool in pools.values()]:  # all processes start at once
-            built.result()
-        for _ in tqdm(steps, desc="training three ways", unit="step", leave=False, disable=None):
-            for pool in pools.values():
-                pool.submit(_next).result()
-        return {way: pool.submit(_next).result() for way, pool in pools.items()}
+    ways = {way: partial(train, way, steps, validation, settings) for way in WAYS}
+    return in_turns(ways, len(steps), settings.threads)
 
 
-_training: Iterator[Any]  # of this process
-
-
-def _begin(way: Way, steps: Sequence[Sequence[Document]], validation: Sequence[Document], settings: Settings) -> None:
-    global _training
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C ends the command, which ends this process
-    torch.set_num_threads(settings.threads)
-    _training = train(way, steps, validation, settings)
-
-
-def _next() -> Any:
-    return next(_training)
+def _loss_of(model: torch.nn.Module, step: Step) -> Tensor:
+    loss: Tensor = model(**step.inputs).loss
+    return loss
 
 
 @torch.no_grad()
@@ -210,19 +142,3 @@ def _validation_loss(model: torch.nn.Module, documents: Sequence[Document], devi
     documents = [document for document in documents if len(document) > 1]  # a single token predicts nothing
     losses = [model(**collate("padded", [one], device)).loss.item() * (len(one) - 1) for one in documents]
     return sum(losses) / sum(len(one) - 1 for one in documents)
-
-
-def _memory(device: str, reset: bool = False) -> int | None:
-    """The most bytes in use since the last reset; with `reset` those in use now. None where they can't be measured."""
-    if device == "cuda":
-        if reset:
-            torch.cuda.reset_peak_memory_stats()
-        return torch.cuda.max_memory_allocated()
-    status = Path("/proc/self/status")  # of Linux
-    if not status.exists():
-        return None
-    if reset:
-        with suppress(OSError):  # without permission the peak includes importing, and building the model
-            Path("/proc/self/clear_refs").write_text("5")
-    sizes = dict(line.split(":", 1) for line in status.read_text().splitlines())
-    return int(sizes["VmRSS" if reset else "VmHWM"].split()[0]) * 1024
