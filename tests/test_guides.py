@@ -120,7 +120,7 @@ def test_padded_batches_page(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out == "26 of 68 tokens computed, 61.8% saved\n"
 
     rows = [
-        {"input_ids": row, "attention_mask": mask, "labels": row}
+        {"input_ids": row, "attention_mask": mask, "labels": row.masked_fill(mask == 0, -100)}
         for row, mask in zip(given["input_ids"], given["attention_mask"], strict=True)
     ]
     options = {**for_fine_tuning(tmp_path)["options"], "max_steps": 1}

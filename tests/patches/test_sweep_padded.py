@@ -136,6 +136,16 @@ class TestStored:
         assert [row.key for row in rows if row.verdict != "exact" and (not row.reason or row.bare)] == []
         assert [row.key for row in rows if ": ran on " in row.reason] == []
 
+    def test_the_readme_agrees_with_the_table(self) -> None:
+        found = table.Found(STORED.values())
+        patched = [case for case in CAUSAL.values() if found.of(case, "patch").verdict == "exact"]
+        exact = [sum(found.of(case, option).verdict == "exact" for case in patched) for option in OPTIONS]
+        said = (
+            f"Of {len(patched)} causal classes that are packed exactly, {exact[0]} leave out all padding and {exact[1]}"
+        )
+        readme = Path(__file__).parents[2] / "README.md"
+        assert f"{said} share common beginnings." in " ".join(readme.read_text(encoding="utf-8").split())
+
     @both
     @pytest.mark.parametrize(
         "key", [k if k.partition("/")[2] in QUICK else pytest.param(k, marks=pytest.mark.slow) for k in CAUSAL]
