@@ -1,7 +1,6 @@
 """The head of a causal model on the tokens that predict a label: padded batches with labels, patched and stock."""
 
-import copy
-import pickle
+import io
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,11 +11,12 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModelForMaskedLM, AutoModelForTokenClassification, PreTrainedModel
 
 import tritonpack
 from tests.patches import zoo
-from tests.patches.models import VOCAB, tiny_model
+from tests.patches.models import COMMON, VOCAB, tiny_model
 from tests.patches.test_every_model import BUILT
 from tests.patches.test_unpad import LIMIT, WAYS, padded, real, results
 from tritonpack.patches.head_targets import LaterLogits
@@ -207,6 +207,21 @@ class TestCalls:
                 model(**batch)
             model(**padded())  # goes on after an error
 
+    @pytest.mark.parametrize("head", [AutoModelForMaskedLM, AutoModelForTokenClassification])
+    def test_labels_of_padding_itself_are_refused(self, head: Any) -> None:
+        """Where each token predicts its own label."""
+        torch.manual_seed(0)
+        kind = "bert" if head is AutoModelForMaskedLM else "llama"
+        settings = {"num_labels": VOCAB} if kind == "llama" else {}
+        model = head.from_config(AutoConfig.for_model(kind, **COMMON, **settings)).double().eval()
+        batch = padded()
+        _, want = results(model, batch)
+        with tritonpack.patch(model, unpad=True):
+            _, got = results(model, batch)
+            assert apart(want, got) < LIMIT
+            with pytest.raises(ValueError, match="the label 0 in row 1 would be predicted at token 6"):
+                model(**{**batch, "labels": batch["input_ids"]})
+
     def test_losses_that_are_not_transformers_own(self) -> None:
         """The head runs as in stock, whatever the loss reads."""
         model, batch = tiny_model("llama"), completions()
@@ -232,45 +247,96 @@ class TestLaterLogits:
         tritonpack.patch(model, unpad=True)
         return model, model(**batch), want
 
-    def test_they_look_like_a_tensor(self) -> None:
+    def test_they_are_a_tensor(self) -> None:
         _, output, want = self.output()
         logits, mask = output.logits, completions()["attention_mask"][..., None]
         assert isinstance(logits, LaterLogits)
-        assert (logits.shape, logits.dtype, logits.ndim, len(logits)) == (want.shape, want.dtype, 3, len(want))
-        assert logits.device == want.device
+        assert isinstance(logits, Tensor)
+        assert logits.requires_grad
+        assert (logits.shape, logits.dtype, logits.device) == (want.shape, want.dtype, want.device)
         for read in (
             lambda x: x.float(),
             lambda x: x[..., :-1, :].contiguous(),
             lambda x: x.argmax(-1),
             lambda x: x / 2 + 1,
-            lambda x: 1 / (x * x + 1),
             lambda x: 3 - x**2,
             lambda x: torch.log_softmax(x, -1),
             lambda x: torch.cat([x, x]),
+            lambda x: torch.stack(list(x)),
             lambda x: x.view(-1, VOCAB),
             lambda x: x @ torch.ones(VOCAB, 1, dtype=x.dtype),
-            lambda x: torch.tensor(np.asarray(x.detach())),
+            lambda x: torch.tensor(x.detach().numpy()),
+            lambda x: torch.tensor(x.tolist()),
+            lambda x: torch.from_numpy(np.asarray(x.detach())),
             lambda x: x.detach().masked_fill(mask == 0, 0),
+            lambda x: x.clone().mul_(2),
             lambda x: abs(x) > 0.01,
+            lambda x: x.to(torch.bfloat16),
+            lambda x: torch.func.vmap(lambda row: row.sum(-1))(x),
         ):
-            assert read(logits).shape == read(want).shape
-        assert apart([want * mask], [mask * logits]) < LIMIT
-        with torch.no_grad():
-            assert np.array_equal(np.asarray(logits), logits.detach().numpy())
-            logits[0, 0, 0] = 5
-            assert logits[0, 0, 0] == 5
-            assert torch.equal(copy.copy(logits), logits[:])
-            assert torch.equal(pickle.loads(pickle.dumps(logits)), logits[:])
+            got = read(logits)
+            assert type(got) is Tensor or got.dtype == torch.float32
+            assert got.shape == read(want).shape
+        torch.testing.assert_close(logits * mask, want * mask)
         assert "tensor(" in repr(output)
+        buffer = io.BytesIO()
+        torch.save(logits.detach(), buffer)
+        buffer.seek(0)
+        assert torch.equal(torch.load(buffer), logits.detach())
+
+    def test_gradients_flow_through_every_reading(self) -> None:
+        """Views, changes in place, functions and checkpoints of one's own, and float32."""
+
+        class Square(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, logits: Tensor) -> Tensor:
+                ctx.save_for_backward(logits)
+                return logits**2
+
+            @staticmethod
+            def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+                return 2 * ctx.saved_tensors[0] * gradient
+
+        def in_place(logits: Tensor) -> Tensor:
+            logits[..., 0] = 0
+            return logits.square()
+
+        def in_place_of_a_view(logits: Tensor) -> Tensor:
+            view = logits[:, 1:]
+            view *= 2
+            return logits.square()
+
+        batch = completions()
+        mask = batch["attention_mask"][..., None]
+        for read in (
+            Square.apply,
+            in_place,
+            in_place_of_a_view,
+            lambda x: checkpoint(torch.square, x, use_reentrant=True),
+            lambda x: checkpoint(torch.square, x, use_reentrant=False),
+            lambda x: x.float() ** 2,
+            lambda x: x[:].log_softmax(-1),
+            lambda x: x.view(5, -1, 2).flip(-1).view(x.shape) * x,
+        ):
+            gradients = []
+            for patched in (False, True):
+                model = tiny_model("llama")
+                if patched:
+                    tritonpack.patch(model, share_prefixes=True)
+                output = model(**batch)
+                (output.loss + (read(output.logits) * mask).mean()).backward()
+                gradients.append([p.grad for p in model.parameters()])
+            assert apart(*gradients) < FLOAT32
 
     def test_they_are_computed_once(self) -> None:
+        """And once more in the backward pass."""
         model, output, _ = self.output()
         with rows_of_head(model) as rows:
             with torch.no_grad():
                 assert output.logits[:].argmax() == output.logits[:].argmax()
-                assert not (output.logits + 0).requires_grad
-            assert (output.logits + 0).requires_grad  # anew, with a graph
-            output.logits.float().sum().backward()
+            loss = output.logits.square().sum() + output.logits.mean()
+            assert rows == [45]
+            loss.backward()
         assert rows == [45, 45]
 
     def test_they_outlive_the_patch(self) -> None:
@@ -286,13 +352,41 @@ class TestLaterLogits:
         assert logits.dtype == torch.bfloat16
         assert logits[:].dtype == (logits + 0).dtype == torch.bfloat16
 
-    def test_a_changed_head_is_refused(self) -> None:
+    @pytest.mark.parametrize("change", ["fused", "data", "assign", "head"])
+    def test_a_changed_head_is_refused(self, change: str) -> None:
         """They would be those of other weights."""
         model, output, _ = self.output()
         output.loss.backward()
-        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        if change == "fused":
+            torch.optim.AdamW(model.parameters(), lr=0.1, fused=True).step()
+        elif change == "data":
+            model.lm_head.weight.data += 1
+        elif change == "assign":
+            model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+        else:
+            model.lm_head = torch.nn.Linear(32, VOCAB)
         with pytest.raises(ValueError, match=r"weights of the model's head have changed.*before the optimizer's step"):
-            output.logits.float()
+            output.logits.sum()
+
+    def test_heads_with_a_state_run_on_all_tokens(self) -> None:
+        """LoRA on the head: its adapter may be switched, and it may have dropout."""
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(target_modules=["q_proj", "lm_head"], r=2, init_lora_weights=False)
+        model = peft.get_peft_model(tiny_model("llama"), config).double()
+        tritonpack.patch(model, unpad=True)
+        assert type(model(**completions()).logits) is Tensor
+
+    def test_mixed_precision_of_accelerate_reads_nothing(self) -> None:
+        model, batch = tiny_model("llama", dtype=torch.float32), completions()
+        tritonpack.patch(model, unpad=True)
+        prepared = pytest.importorskip("accelerate").utils.convert_outputs_to_fp32(model.forward)
+        with rows_of_head(model) as rows, torch.autocast("cpu", torch.bfloat16):
+            output = prepared(**batch)
+        assert rows == [10]
+        assert output.logits.dtype == torch.float32
+        with torch.autocast("cpu", torch.bfloat16):
+            want = model(**batch).logits[:].float()
+        assert torch.equal(output.logits[:], want)
 
 
 class _Largest(TorchDispatchMode):

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, log_softmax, pad
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_map
 from transformers import PreTrainedModel
 
 from tritonpack.errors import UnsupportedModelError
-from tritonpack.patches.labels import IGNORED
+from tritonpack.patches.labels import IGNORED, predicts_own_tokens, shifts_labels
 from tritonpack.patches.packed_batch import PackedBatch
 from tritonpack.patches.placement import WORTHWHILE, Placement
 from tritonpack.patches.tensor_like import TensorLike
@@ -34,12 +37,13 @@ class HeadTargets(TensorLike):
 
     The base model gives the head the states of these tokens as a row of their own, each once. In the model's loss
     function this object stays itself when labels are shifted and reshaped, and `cross_entropy` with it is `loss`.
-    Where the head can't be spared any token, this is the tensor of labels.
+    Where the head can't be spared any token, this is the tensor of labels. Labels on padding are refused in any case.
 
     Attributes:
         given: (B, K) int64, `labels` or `shift_labels` of the call.
         wanted: (B, T) int64, the label that each token predicts; `IGNORED` where it predicts none.
         keep: K, of how many last tokens in a row the caller wants logits.
+        whole: whether the head runs on the caller's rows in any case, with the labels as they are.
         narrow: whether the head runs on other rows than the caller's.
         chosen: (S,) int64, on which tokens of the row, or of the flattened batch, the head runs; None for all.
         rows: (M,) int64, for each label the place, among the tokens that the head runs on, of the one that predicts it.
@@ -57,8 +61,8 @@ class HeadTargets(TensorLike):
     states: Tensor
     output: Any = None
 
-    def __init__(self, given: Tensor, wanted: Tensor, keep: int) -> None:
-        self.given, self.wanted, self.keep = given, wanted, keep
+    def __init__(self, given: Tensor, wanted: Tensor, keep: int, *, whole: bool = False) -> None:
+        self.given, self.wanted, self.keep, self.whole = given, wanted, keep, whole
         self.shape, self.dtype, self.device = given.shape, given.dtype, given.device
 
     # As labels, in the loss function
@@ -100,8 +104,10 @@ class HeadTargets(TensorLike):
 
     # From the call to the base model, to the head, and back
 
-    def within(self, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    def within(self, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments for the model's own forward."""
+        if self.whole:
+            return arguments
         left_out = ("shift_labels", "logits_to_keep")
         return {**{name: x for name, x in arguments.items() if name not in left_out}, "labels": self}
 
@@ -119,6 +125,8 @@ class HeadTargets(TensorLike):
         predicting = (wanted != IGNORED).nonzero()[0]
         rows, labels = places[predicting], wanted[predicting]
         self._require_labels(predicting, rows, labels)
+        if self.whole:
+            return
         count, chosen = (len(places) if placement is None else len(placement.source)), None
         if torch.is_grad_enabled():
             used = np.zeros(count, dtype=bool)
@@ -151,6 +159,8 @@ class HeadTargets(TensorLike):
 
     def take_states(self, output: Any, placement: Placement | None) -> Any:
         """What the base model gives the head: the states of the tokens that it runs on, the rest laid back."""
+        if self.whole:
+            return output if placement is None else placement.lay_back_all(output)
         if not isinstance(output, Mapping) or STATES not in output:
             raise UnsupportedModelError(
                 "with unpad and share_prefixes this model's base must give its states by name, as transformers' "
@@ -183,18 +193,14 @@ class HeadTargets(TensorLike):
             output["logits"] = self.placement.lay_back(output["logits"])[:, -self.keep :]
         else:
             kept = {name: x for name, x in arguments.items() if name not in ("labels", "shift_labels")}
-            later = LaterLogits(self, output["logits"], head, path.split(".")[0], kept)
-            output["logits"] = later.to_tensor() if _must_be_seen(head) else later
+            output["logits"] = Reading(self, output["logits"], head, path.split(".")[0], kept).logits()
         return output
 
 
 def targets_of(
     head: PreTrainedModel, forward: Any, base: nn.Module, arguments: Mapping[str, Any], packed_batch: PackedBatch
 ) -> HeadTargets | None:
-    """The targets of a call with labels; None if its head must run on the caller's rows.
-
-    The head must be transformers' own: it computes logits of each token by itself, because it takes `logits_to_keep`,
-    its loss reads nothing else, and it doesn't reach into the base model, as OPT's does, which calls a part of it.
+    """The targets of a call with labels of tokens; None if what predicts them isn't known.
 
     Args:
         head: the model that the user called.
@@ -203,27 +209,39 @@ def targets_of(
         arguments: of the call.
         packed_batch: what the call says of its documents.
     """
+    labels, shifted = arguments.get("labels"), arguments.get("shift_labels")
+    given = labels if shifted is None else shifted
+    if not isinstance(labels, Tensor) or not isinstance(given, Tensor) or "ignore_index" in arguments:
+        return None
+    if packed_batch.cached or packed_batch.shared or packed_batch.shape != packed_batch.tokens:
+        return None
+    (rows, row_length), keep = packed_batch.tokens, arguments.get("logits_to_keep")
+    if isinstance(keep, Tensor):
+        return None
+    keep = min(keep or row_length, row_length)
+    if given.shape != (rows, keep) or given.dtype != torch.int64:
+        return None
+    wanted = given.new_full((rows, row_length), IGNORED, device=packed_batch.device)
+    if shifted is not None or (predicts_own_tokens(head) and not shifts_labels(head, arguments)):
+        wanted[:, row_length - keep :] = given
+    elif shifts_labels(head, arguments):
+        wanted[:, row_length - keep : -1] = given[:, 1:]
+    else:
+        return None
+    return HeadTargets(given, wanted, keep, whole=not _runs_on_targets(head, forward, base))
+
+
+def _runs_on_targets(head: PreTrainedModel, forward: Any, base: nn.Module) -> bool:
+    """Whether a head gives the same loss from the tokens alone that predict a label.
+
+    It must be transformers' own: it computes logits of each token by itself, because it takes `logits_to_keep`, its
+    loss reads nothing else, and it doesn't reach into the base model, as OPT's does, which calls a part of it.
+    """
     inner = {name for name, _ in base.named_children()}
     code, own = inspect.unwrap(getattr(forward, "__func__", forward)), inspect.unwrap(type(head).forward)
     if code is not own or not _has_causal_loss(head, own) or not inner.isdisjoint(own.__code__.co_names):
-        return None
-    labels, keep = arguments.get("labels"), arguments.get("logits_to_keep")
-    if keep is not None and not isinstance(keep, int):
-        return None
-    if not isinstance(labels, Tensor) or "ignore_index" in arguments or packed_batch.cached or packed_batch.shared:
-        return None
-    rows, row_length = packed_batch.tokens
-    keep = min(keep or row_length, row_length)
-    shifted = arguments.get("shift_labels")
-    given = labels if shifted is None else shifted
-    if given.shape != (rows, keep) or given.dtype != torch.int64 or packed_batch.shape != packed_batch.tokens:
-        return None
-    wanted = given.new_full((rows, row_length), IGNORED, device=packed_batch.device)
-    if shifted is None:
-        wanted[:, row_length - keep : -1] = given[:, 1:]
-    else:
-        wanted[:, row_length - keep :] = given
-    return HeadTargets(given, wanted, keep)
+        return False
+    return not torch.is_grad_enabled() or _computes_later(head, base)
 
 
 def _has_causal_loss(head: PreTrainedModel, forward: Any) -> bool:
@@ -235,75 +253,168 @@ def _has_causal_loss(head: PreTrainedModel, forward: Any) -> bool:
     return genuine and causal and "logits_to_keep" in forward.__code__.co_varnames and "logsumexp" not in names
 
 
-class LaterLogits(TensorLike):
-    """The logits (B, K, vocabulary) of a call whose head ran on a part of the tokens: computed when they are read.
-
-    The head then runs once more, on the states of all tokens.
+class Reading:
+    """How the logits of a call are computed when they are read: the head runs once more, on the states of all tokens.
 
     Attributes:
-        made: the logits, after they were read.
-        has_graph: whether they were made while gradients were recorded.
+        states: (1, N, ...) or (B, T, ...), of all tokens that the model ran on.
+        dtype: of the logits.
+        data: the logits, after they were read.
     """
 
     def __init__(
         self, targets: HeadTargets, logits: Tensor, head: nn.Module, path: str, arguments: Mapping[str, Any]
     ) -> None:
-        rows = targets.wanted.shape[0]
-        self.shape = torch.Size((rows, targets.keep, *logits.shape[2:]))
+        self.shape = torch.Size((targets.wanted.shape[0], targets.keep, *logits.shape[2:]))
         self.dtype, self.device = logits.dtype, logits.device
         self.targets, self.head, self.path, self.call = targets, head, path, arguments
-        own = head.named_modules(memo={getattr(head, path)})
-        self.parameters = [parameter for _, module in own for parameter in module.parameters(recurse=False)]
-        self.versions = [parameter._version for parameter in self.parameters]
+        self.parameters = list(own_parameters(head, getattr(head, path)))
+        self.prints = [_fingerprint(parameter) for parameter in self.parameters]
         kind = self.device.type
         self.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        self.made: Tensor | None = None
-        self.has_graph = False
+        self.data: Tensor | None = None
 
-    def to_tensor(self) -> Tensor:
-        recorded = torch.is_grad_enabled()
-        if self.made is None or (recorded and not self.has_graph):
-            self.made, self.has_graph = self._run_head(), recorded
-        return self.made
+    @property
+    def states(self) -> Tensor:
+        return self.targets.states
 
-    def _run_head(self) -> Tensor:
-        """Run the head's own forward on a stand-in that gives the stored states in place of the base model."""
-        if [parameter._version for parameter in self.parameters] != self.versions:
-            raise ValueError(
-                "logits of a call with labels are computed when they are read, and the weights of the model's head "
-                "have changed since the call. Read them before the optimizer's step."
-            )
-        states, placement = self.targets.states, self.targets.placement
+    def logits(self) -> LaterLogits:
+        return _Read.apply(self, self.states, *self.parameters)
+
+    def cast(self, dtype: torch.dtype) -> Reading:
+        """The same logits in another dtype, read by themselves."""
+        other = copy.copy(self)
+        other.dtype, other.data = dtype, None
+        return other
+
+    def read(self) -> Tensor:
+        if self.data is None:
+            with torch.no_grad():
+                self.data = self.run(self.states).detach()
+        return self.data
+
+    def run(self, states: Tensor) -> Tensor:
+        """Run the head's own forward on a stand-in that gives the states in place of the base model."""
+        self._require_same_head()
+        placement = self.targets.placement
         states = states if placement is None else placement.lay_back(states)
         output = type(self.targets.output)(**{**self.targets.output, STATES: states})
         base = _twin(getattr(self.head, self.path), forward=lambda *_, **__: output, **WAY_IN)
         head = _twin(self.head, _modules={**self.head._modules, self.path: base})
         kind, dtype, enabled = self.autocast
         with torch.autocast(kind, dtype=dtype, enabled=enabled):
-            return type(head).forward(head, **self.call)["logits"]
+            return type(head).forward(head, **self.call)["logits"].to(self.dtype)
 
-    def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.to_tensor().__array__(*args, **kwargs)
-
-    def __setitem__(self, index: Any, value: Any) -> None:
-        self.to_tensor()[index] = value
-
-    def __repr__(self) -> str:
-        return repr(self.to_tensor())
-
-    def __reduce__(self) -> Any:
-        return torch.Tensor.clone, (self.to_tensor(),)  # a copy, or a pickle, is a tensor
+    def _require_same_head(self) -> None:
+        now = list(own_parameters(self.head, getattr(self.head, self.path)))
+        same = len(now) == len(self.parameters) and all(x is y for x, y in zip(now, self.parameters, strict=True))
+        if not same or any(bool(_fingerprint(x) != print) for x, print in zip(now, self.prints, strict=True)):
+            raise ValueError(
+                "logits of a call with labels are computed when they are read, and the weights of the model's head "
+                "have changed since the call. Read them before the optimizer's step."
+            )
 
 
-def _must_be_seen(head: nn.Module) -> bool:
-    """Whether what wraps a model must get its logits as a tensor: DDP with a static graph, which watches the tensors of
-    the first output, and FSDP2 if it shards the head's weights again right after the call."""
+class LaterLogits(Tensor):
+    """The logits (B, K, vocabulary) of a call whose head ran on a part of the tokens: computed when they are read.
+
+    It is a tensor without memory of its own, with a node in the graph of gradients. Each operator on it gets the
+    logits themselves.
+    """
+
+    reading: Reading
+
+    @staticmethod
+    def __new__(cls, reading: Reading) -> LaterLogits:
+        made = Tensor._make_wrapper_subclass(cls, reading.shape, dtype=reading.dtype, device=reading.device)
+        made.reading = reading
+        return made
+
+    def float(self) -> Tensor:
+        """In float32, also computed when it is read: accelerate asks for it in mixed precision, whoever reads it."""
+        return self if self.dtype == torch.float32 else self.reading.cast(torch.float32).logits()
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        out = function(*tree_map(_read, args), **tree_map(_read, kwargs or {}))
+        return args[0] if function._schema.is_mutable and isinstance(args[0], LaterLogits) else out
+
+    def tolist(self) -> Any:
+        return self.detach().tolist()
+
+    def data_ptr(self) -> int:
+        return self.reading.read().data_ptr()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+        return repr(self.detach())
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.detach().__reduce_ex__(protocol)  # a pickle is that of the logits
+
+
+def _read(value: Any) -> Any:
+    return value.reading.read() if isinstance(value, LaterLogits) else value
+
+
+class _Read(torch.autograd.Function):
+    """The node of logits that are read later, between them and the states and the weights of the head."""
+
+    @staticmethod
+    def forward(ctx: Any, reading: Reading, states: Tensor, *parameters: Tensor) -> LaterLogits:
+        ctx.reading = reading
+        ctx.save_for_backward(states, *parameters)
+        return LaterLogits(reading)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        states, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            states = states.detach().requires_grad_(ctx.needs_input_grad[1])
+            logits = ctx.reading.run(states)
+        wanted = [
+            x if needed else None for x, needed in zip((states, *parameters), ctx.needs_input_grad[1:], strict=True)
+        ]
+        found = torch.autograd.grad(logits, [x for x in wanted if x is not None], gradient, allow_unused=True)
+        gradients = iter(found)
+        return None, *(None if x is None else next(gradients) for x in wanted)
+
+
+def own_parameters(head: nn.Module, base: nn.Module) -> Iterator[nn.Parameter]:
+    """The parameters of a model's head, around its base model; tied weights are of both."""
+    for _, module in head.named_modules(memo={base}):
+        yield from module.parameters(recurse=False)
+
+
+def _fingerprint(parameter: Tensor) -> Tensor:
+    """The sum of the bits of a parameter, as integers. A change in place needn't change its `_version`."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[parameter.element_size()]
+    return parameter.detach().view(integers).sum()
+
+
+def _computes_later(head: nn.Module, base: nn.Module) -> bool:
+    """Whether logits computed later are the same: layers of torch and transformers alone, without state or dropout.
+
+    And nothing that wraps the model may need them in the call: DDP with a static graph watches the tensors of the first
+    output, and FSDP2 may shard the head's weights again right after the call.
+    """
+    for _, module in head.named_modules(memo={base}):
+        if not type(module).__module__.startswith(("torch.nn.", "transformers.")) and module is not head:
+            return False
+        if isinstance(module, nn.Dropout) and module.training and module.p:
+            return False
+    if any(type(parameter) is not nn.Parameter for parameter in own_parameters(head, base)):
+        return False
     ddp = DistributedDataParallel._get_active_ddp_module()
-    if ddp is not None and ddp.static_graph:
-        return True
     state = getattr(head, "_get_fsdp_state", None)
     group = getattr(state(), "_fsdp_param_group", None) if state is not None else None
-    return state is not None and getattr(group, "post_forward_mesh_info", "unknown") is not None
+    resharded = state is not None and getattr(group, "post_forward_mesh_info", "unknown") is not None
+    return not resharded and not (ddp is not None and ddp.static_graph)
 
 
 def _twin(module: nn.Module, **changes: Any) -> nn.Module:

@@ -59,7 +59,8 @@ def warn_of_first_labels(model: PreTrainedModel, arguments: Mapping[str, Any], p
 
 def _warn_of_unmasked(model: PreTrainedModel, labels: Tensor, packed_batch: PackedBatch) -> None:
     first = packed_batch.runs()[0] & packed_batch.not_padding()
-    unmasked = first[:, 1:] & (labels[:, 1:] != IGNORED)  # nothing predicts the first token of a row
+    # Nothing predicts the first token of a row, and padding before a document is no other document.
+    unmasked = first[:, 1:] & (labels[:, 1:] != IGNORED) & packed_batch.not_padding()[:, :-1]
     if bool(unmasked.any()):
         row, place = unmasked.nonzero()[0].tolist()
         notices.say_once(
