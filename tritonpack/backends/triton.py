@@ -20,6 +20,7 @@ from tritonpack.kernels.backward import dkdv_kernel, dq_kernel
 from tritonpack.kernels.forward import forward_kernel
 from tritonpack.kernels.primitives import LOG2E
 from tritonpack.kernels.tile_shapes import (
+    QUERIES_LEFT,
     Kernel,
     TileShape,
     current_arch,
@@ -236,6 +237,7 @@ def backward(
                 HAS_DK=kernel != "dv",
                 HAS_DV=kernel != "dk",
                 ALIGN=1 if options.pack_invariant else 4,
+                QUERIES_LEFT=current_arch(q.device) in QUERIES_LEFT,
                 COLUMNS=columns,
                 **common,
                 **_common(q, k, mask, options, tile),
