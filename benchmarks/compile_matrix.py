@@ -16,7 +16,7 @@ from pathlib import Path
 
 VERSIONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
 FOLDER = Path(".matrix")
-ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "gfx942")
+ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
 
 
 def report(version: str) -> list[dict[str, str]]:

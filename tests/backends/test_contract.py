@@ -102,6 +102,23 @@ class TestChoice:
         with pytest.raises(BackendUnavailableError, match="takes bfloat16, float16 and float32; got float64"):
             call("triton", torch.float64)
 
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+    @pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
+    def test_triton_needs_matrix_instructions_in_16_bits(
+        self, capability: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pytest.importorskip("triton")
+        monkeypatch.setattr("torch.version.hip", None)
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "Tesla T4")
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
+        q: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=dtype)
+        if capability < (8, 0) and dtype != torch.float32:
+            with pytest.raises(BackendUnavailableError, match=rf"8\.0 or later.*got {dtype} on Tesla T4\. Use back"):
+                resolve_backend("triton", q)
+            assert resolve_backend("auto", q) == "blocked"
+        else:
+            assert resolve_backend("triton", q) == resolve_backend("auto", q) == "triton"
+
     @pytest.mark.parametrize("name", ["triton", "gluon"])
     def test_missing_triton_is_named_with_a_remedy(self, name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         for module in [one for one in sys.modules if one.split(".")[0] == "triton"]:

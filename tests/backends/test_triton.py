@@ -74,6 +74,14 @@ def test_tiles_may_hold_rows_of_several_heads(case: Case, together: int, monkeyp
     check_backend(make_inputs(case, torch.float32, slack_value=float("nan")), "triton")
 
 
+@pytest.mark.parametrize("name", ["cross-window-slack", "window-both", "everything"])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_gradients_of_keys_with_queries_on_the_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tritonpack.backends.triton.QUERIES_LEFT", {"interpreter"})
+    case = next(case for case in CASES if case.name == name)
+    check_backend(make_inputs(case, torch.float32, slack_value=float("nan")), "triton")
+
+
 @pytest.mark.parametrize("alone", [False, True], ids=["", "pack-invariant"])
 @pytest.mark.usefixtures("poisoned_memory")
 def test_exposed_tiles_mask_blocks_on_both_sides_of_the_full_ones(alone: bool) -> None:

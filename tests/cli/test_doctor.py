@@ -136,6 +136,15 @@ class TestVersions:
         monkeypatch.setattr("shutil.which", lambda name: None)
         assert not list(doctor.examine_gpu())
 
+    @pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
+    def test_gpu_without_matrix_instructions_is_a_warning(self, capability, monkeypatch):
+        monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda: "Tesla T4")
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+        found = list(doctor.examine_gpu())
+        assert len(found) == (capability < (8, 0))
+        assert all(f.detail.startswith("Tesla T4 has compute capability 7.5;") for f in found)
+
     def test_oldest_versions_agree_with_pyproject(self):
         tomllib = pytest.importorskip("tomllib")
         project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]

@@ -25,6 +25,7 @@ from tritonpack.kernels.hopper import HOPPER_TILES, ROWS, hopper_forward_kernel
 from tritonpack.kernels.tile_shapes import (
     EXTENDED,
     EXTENDED_TILES,
+    QUERIES_LEFT,
     TILES,
     Kernel,
     TileShape,
@@ -37,6 +38,11 @@ TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
     "sm_90": GPUTarget("cuda", 90, 32),
     "sm_100": GPUTarget("cuda", 100, 32),
+    "sm_120": GPUTarget("cuda", 120, 32),
+    # NVIDIA GPUs that use the tiles of sm_80 and sm_100
+    "sm_86": GPUTarget("cuda", 86, 32),
+    "sm_89": GPUTarget("cuda", 89, 32),
+    "sm_103": GPUTarget("cuda", 103, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
     # AMD GPUs that use gfx942's tiles
     "gfx90a": GPUTarget("hip", "gfx90a", 64),
@@ -235,6 +241,7 @@ def _source(configuration: Configuration) -> ASTSource:
         "HAS_DK": configuration.kernel != "dv",
         "HAS_DV": configuration.kernel != "dk",
         "ALIGN": 1 if "pack_invariant" in features else 4,
+        "QUERIES_LEFT": configuration.arch in QUERIES_LEFT,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_D": block_d,

@@ -8,6 +8,7 @@ pytest.importorskip("triton")
 
 from tests.kernels import sass
 from tests.kernels.aot import (
+    FEATURES,
     Configuration,
     HopperConfiguration,
     compile_configuration,
@@ -20,7 +21,7 @@ from tritonpack.kernels.tile_shapes import FLOAT32_TILES, Kernel, key_gradient_k
 pytestmark = pytest.mark.compile
 
 # The limits of a program: registers per thread, and shared memory (of the smallest GPU that uses the row).
-LIMITS = {"sm_80": (255, 99), "sm_90": (255, 227), "sm_100": (255, 227), "gfx942": (512, 64)}
+LIMITS = {"sm_80": (255, 99), "sm_90": (255, 227), "sm_100": (255, 227), "sm_120": (255, 99), "gfx942": (512, 64)}
 
 
 # At head dimension 512 the addresses of 32 products per block spill (docs/decisions/kernel-forms.md), in each of two or
@@ -32,6 +33,10 @@ KNOWN_SPILLS = {
     "dk-sm_100-d512-bf16-tree": 250,
     "dv-sm_100-d512-bf16-tree": 64,
     "dq-sm_100-d512-bf16-tree": 600,
+    "dk-sm_120-d256-bf16": 28,
+    "dk-sm_120-d512-bf16": 1400,
+    "dk-sm_120-d256-bf16-tree": 60,
+    "dk-sm_120-d512-bf16-tree": 1400,
     "dq-sm_90-d64-bf16-softcap-sinks-alibi-dropout-pack_invariant": 20,
     "dq-sm_90-d256-bf16-softcap-sinks-alibi-dropout-pack_invariant": 20,
 }
@@ -50,7 +55,12 @@ def _param(configuration: Configuration | HopperConfiguration, quick: bool) -> P
 
 
 def _is_quick(configuration: Configuration) -> bool:
-    """Whether a configuration is compiled in every run: Hopper in 16 bits, one size of trees. Others take minutes."""
+    """Whether a configuration is compiled in every run: Hopper in 16 bits, one size of trees, two kernels for sm_120.
+
+    Others take minutes.
+    """
+    if configuration.arch == "sm_120":
+        return str(configuration) in ("dkdv-sm_120-d128-bf16", "dq-sm_120-d128-bf16")
     if configuration.features == ("tree",):
         return str(configuration).endswith("sm_90-d128-bf16-tree")
     return configuration.arch == "sm_90" and not configuration.features and configuration.dtype != torch.float32
@@ -68,6 +78,30 @@ def test_shipped_configuration(configuration: Configuration) -> None:
     if configuration.dtype != torch.float32:  # float32 products use ordinary instructions
         assert resources.spills <= KNOWN_SPILLS.get(str(configuration), 0)
         assert resources.matrix_instructions > 0
+
+
+@pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize(("gpu", "arch"), [("sm_86", "sm_80"), ("sm_89", "sm_80"), ("sm_103", "sm_100")])
+@pytest.mark.sampled("sm_89-sm_80-128-dkdv")
+def test_other_nvidia_gpus(gpu: str, arch: str, head_dim: int, kernel: Kernel) -> None:
+    """They use the tiles of the architecture before them."""
+    resources = compile_configuration(Configuration(kernel, arch, head_dim, torch.bfloat16), gpu)
+    assert resources.spills == 0
+    assert resources.matrix_instructions > 0
+    assert resources.shared_bytes <= LIMITS[arch][1] * 1024
+
+
+@pytest.mark.parametrize("features", [FEATURES, *((feature,) for feature in FEATURES)], ids="-".join)
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
+@pytest.mark.slow
+def test_features_on_consumer_blackwell(kernel: Kernel, head_dim: int, features: tuple[str, ...]) -> None:
+    """It has no tiles of its own for features."""
+    resources = compile_configuration(Configuration(kernel, "sm_120", head_dim, torch.bfloat16, features=features))
+    assert resources.spills == 0
+    assert resources.matrix_instructions > 0
+    assert resources.shared_bytes <= LIMITS["sm_120"][1] * 1024
 
 
 @pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])

@@ -76,9 +76,15 @@ def resolve_backend(backend: Backend, q: Tensor) -> str:
     """
     check_choice(backend, BACKENDS, "backend")
     if backend == "auto":
-        backend = "triton" if q.is_cuda and q.dtype != torch.float64 else "blocked"
+        kernels = q.dtype == torch.float32 or (q.dtype != torch.float64 and q.is_cuda and has_matrix_products(q.device))
+        backend = "triton" if q.is_cuda and kernels else "blocked"
     load(backend).check_device(q)
     return backend
+
+
+def has_matrix_products(device: torch.device) -> bool:
+    """Whether Triton multiplies 16-bit matrices on this GPU with matrix instructions; without them it's very slow."""
+    return bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def load(name: str) -> BackendModule:

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from tritonpack.backends import has_matrix_products
 from tritonpack.backends.dropout import drop_below
 from tritonpack.backends.tile_table import Cut, TileTables, tile_tables
 from tritonpack.backends.tree_table import tree_tables
@@ -19,6 +20,7 @@ from tritonpack.kernels.backward import dkdv_kernel, dq_kernel
 from tritonpack.kernels.forward import forward_kernel
 from tritonpack.kernels.primitives import LOG2E
 from tritonpack.kernels.tile_shapes import (
+    QUERIES_LEFT,
     Kernel,
     TileShape,
     current_arch,
@@ -37,7 +39,7 @@ INTERPRETED = bool(knobs.runtime.interpret)  # Triton reads the environment at i
 
 
 def check_device(q: Tensor) -> None:
-    """Refuse float64, and tensors that aren't on a GPU unless the kernels are interpreted."""
+    """Refuse float64, 16-bit types on old GPUs, and tensors that aren't on a GPU unless the kernels are interpreted."""
     if not q.is_cuda and not INTERPRETED:
         raise BackendUnavailableError(
             f"backend='triton' needs tensors on a GPU; got {q.device}. Use backend='blocked' (or 'auto'), or set "
@@ -46,6 +48,12 @@ def check_device(q: Tensor) -> None:
     if q.dtype == torch.float64:
         raise BackendUnavailableError(
             "backend='triton' takes bfloat16, float16 and float32; got float64. Use backend='blocked' or 'reference'."
+        )
+    if q.dtype != torch.float32 and q.is_cuda and not has_matrix_products(q.device):
+        raise BackendUnavailableError(
+            "backend='triton' takes 16-bit types on NVIDIA GPUs of compute capability 8.0 or later, because Triton has "
+            f"no matrix instructions for older ones; got {q.dtype} on {torch.cuda.get_device_name(q.device)}. Use "
+            "backend='blocked' (or 'auto')."
         )
 
 
@@ -229,6 +237,7 @@ def backward(
                 HAS_DK=kernel != "dv",
                 HAS_DV=kernel != "dk",
                 ALIGN=1 if options.pack_invariant else 4,
+                QUERIES_LEFT=current_arch(q.device) in QUERIES_LEFT,
                 COLUMNS=columns,
                 **common,
                 **_common(q, k, mask, options, tile),

@@ -234,6 +234,7 @@ def dkdv_kernel(
     HAS_DK: tl.constexpr,
     HAS_DV: tl.constexpr,
     ALIGN: tl.constexpr,
+    QUERIES_LEFT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -246,6 +247,9 @@ def dkdv_kernel(
     together; two launches, which both compute the scores, then cost less than spilling. At the largest head dimension
     each launch also divides the columns among programs. The row statistics are descriptors, or pointers if ALIGN is 1:
     descriptors read 16 bytes at a time, so with them blocks of queries begin at multiples of 4 rows of the stream.
+
+    QUERIES_LEFT makes q and dout the left operands of the first two products, instead of k and v, and zeroes q and dout
+    for the sums alone. The results are the same (docs/decisions/kernel-forms.md).
     """
     TREE: tl.constexpr = blocks_ptr is not None
     kv_head, _number, tile_ptr, first, end, third = load_tile(tiles_ptr, HEAD_BLOCKS, 5 if TREE else 3)
@@ -297,11 +301,14 @@ def dkdv_kernel(
                 delta_m = delta.load([head * num_rows + row])  # [M]
             if phase == 0:  # rows that see nothing, or lie after the tile's last query, may hold NaN
                 live = ((lse2_m < float("inf")) & (offs_m < query_end))[:, None]
-                if HAS_DV:
+                if HAS_DV and not QUERIES_LEFT:
                     dout = tl.where(live, dout, 0.0)
-                if HAS_DK and (HAS_DV or COLUMNS == BLOCK_D):
+                if HAS_DK and (HAS_DV or COLUMNS == BLOCK_D) and not QUERIES_LEFT:
                     q = tl.where(live, q, 0.0)
-            products = tl.dot(k, q.T, input_precision="ieee")  # [N, D] @ [D, M] -> [N, M]
+            if QUERIES_LEFT:
+                products = tl.dot(q, k.T, input_precision="ieee").T  # [M, D] @ [D, N] -> [M, N] -> [N, M]
+            else:
+                products = tl.dot(k, q.T, input_precision="ieee")  # [N, D] @ [D, M] -> [N, M]
             slopes, diagonal = load_alibi(alibi_ptr, diagonal_ptr, offs_m, head, num_queries, stride_at, stride_ah)
             distance = diagonal[None, :] - place[:, None]
             scores, unit, slope = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[None, :], distance)
@@ -315,9 +322,13 @@ def dkdv_kernel(
                 keep = kept(seed, head, offs_m[None, :], offs_n[:, None], drop_below)
             if HAS_DV:
                 weights = p if seed_ptr is None else tl.where(keep, p * keep_scale, 0.0)
-                dv = dot(weights, dout, dv)  # [N, M] @ [M, C] -> [N, C]
+                summed = tl.where(live, dout, 0.0) if QUERIES_LEFT and phase == 0 else dout
+                dv = dot(weights, summed, dv)  # [N, M] @ [M, C] -> [N, C]
             if HAS_DK:
-                dp = tl.dot(v, dout.T, input_precision="ieee")  # [N, V] @ [V, M] -> [N, M]
+                if QUERIES_LEFT:
+                    dp = tl.dot(dout, v.T, input_precision="ieee").T  # [M, V] @ [V, N] -> [M, N] -> [N, M]
+                else:
+                    dp = tl.dot(v, dout.T, input_precision="ieee")  # [N, V] @ [V, M] -> [N, M]
                 if seed_ptr is not None:
                     dp = tl.where(keep, dp * keep_scale, 0.0)
                 dp = (dp - delta_m[None, :]) * slope
@@ -325,7 +336,8 @@ def dkdv_kernel(
                     dp = tl.where(visible, dp, 0.0)
                 ds = p * dp
                 if HAS_DV or COLUMNS == BLOCK_D:
-                    dk = dot(ds, q, dk)  # [N, M] @ [M, D] -> [N, D]
+                    summed = tl.where(live, q, 0.0) if QUERIES_LEFT and phase == 0 else q
+                    dk = dot(ds, summed, dk)  # [N, M] @ [M, D] -> [N, D]
                 else:
                     q_columns = load_rows(q_columns_desc, row, head, column, BLOCK_M, COLUMNS, UPCAST)  # [M, C]
                     if phase == 0:

@@ -86,7 +86,7 @@ TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
             512: TileShape(64, 32, 4, 1, columns=128),
         },
     },
-    # Ampere: no TMA, so addresses take registers. Tiles fit 99 KiB of shared memory (sm_86, sm_89, sm_120).
+    # Ampere and Ada: no TMA, so addresses take registers. Tiles fit 99 KiB of shared memory (sm_86, sm_89).
     "sm_80": {
         "forward": {
             64: TileShape(128, 64, 8, 2, heads=8),
@@ -94,12 +94,31 @@ TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
             256: TileShape(64, 32, 8, 2),
             512: TileShape(32, 32, 8, 1, columns=128),
         },
-        "dkdv": {64: TileShape(32, 64, 4, 1), 128: TileShape(64, 64, 8, 2), 256: TileShape(16, 32, 8, 2)},
+        "dkdv": {64: TileShape(32, 64, 4, 1), 128: TileShape(64, 64, 8, 1), 256: TileShape(16, 32, 8, 2)},
         "dk": {512: TileShape(16, 16, 8, 1, columns=128)},
         "dv": {512: TileShape(16, 16, 4, 1, columns=128)},
         "dq": {
             64: TileShape(128, 32, 8, 2, heads=4),
             128: TileShape(64, 32, 8, 2, heads=4),
+            256: TileShape(32, 32, 8, 2),
+            512: TileShape(16, 16, 8, 1, columns=128),
+        },
+    },
+    # Consumer Blackwell: TMA, but the products of Ampere, whose operands are in registers, and 99 KiB of shared memory.
+    # At head dimension 128 dQ would spill with several heads in a tile.
+    "sm_120": {
+        "forward": {
+            64: TileShape(128, 64, 8, 2, heads=8),
+            128: TileShape(128, 32, 8, 2, heads=8),
+            256: TileShape(64, 32, 8, 2),
+            512: TileShape(32, 32, 8, 1, columns=128),
+        },
+        "dkdv": {64: TileShape(32, 32, 4, 2), 128: TileShape(16, 64, 8, 2)},
+        "dk": {256: TileShape(16, 32, 8, 2), 512: TileShape(16, 16, 8, 1, columns=128)},
+        "dv": {256: TileShape(16, 32, 8, 2), 512: TileShape(16, 16, 4, 1, columns=128)},
+        "dq": {
+            64: TileShape(128, 32, 8, 2, heads=4),
+            128: TileShape(64, 64, 8, 2),
             256: TileShape(32, 32, 8, 2),
             512: TileShape(16, 16, 8, 1, columns=128),
         },
@@ -151,6 +170,7 @@ EXTENDED_TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
         "forward": {256: TileShape(64, 16, 8, 2)},
         "dkdv": {64: TileShape(32, 32, 4, 2), 128: TileShape(64, 32, 8, 2), 256: TileShape(16, 32, 8, 1)},
     },
+    "sm_120": {},
     "gfx942": {},
 }
 
@@ -162,8 +182,13 @@ TREE_TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
     },
     "sm_100": {"forward": {64: TileShape(128, 64, 8, 2, heads=8)}},
     "sm_80": {},
+    "sm_120": {},
     "gfx942": {},
 }
+
+# Architectures on which dK and dV multiply with queries on the left (docs/decisions/kernel-forms.md). Their products
+# read operands from registers, and each warp reads the whole left operand, which keys would occupy across the loop.
+QUERIES_LEFT = frozenset({"sm_120"})
 
 # float32 products are exact ("ieee"), without matrix instructions, so all tiles are small. At 512 they take 136 KiB of
 # shared memory; on the smallest GPUs, which have less, the launch fails with that message.
@@ -178,7 +203,7 @@ FLOAT32_TILES = {
 INTERPRETER_TILE = TileShape(64, 32, 4, 1, heads=4)
 
 # The shared memory of a program, in KiB, at most (sm_80: the smallest GPU with these tiles).
-SHARED_KIB = {"sm_80": 99, "sm_90": 227, "sm_100": 227, "gfx942": 64}
+SHARED_KIB = {"sm_80": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64}
 
 # Tiles that a user has loaded, by (architecture, kernel, padded head dimension); they replace those of the tables.
 _loaded: dict[tuple[str, Kernel, int], TileShape] = {}
@@ -330,7 +355,10 @@ def heads_per_tile(tile: TileShape, group: int) -> int:
 
 @cache
 def current_arch(device: torch.device) -> str:
-    """The architecture whose tiles a device uses: sm_80 for NVIDIA GPUs without their own, gfx942 for all AMD GPUs."""
+    """The architecture whose tiles a device uses: sm_80 for NVIDIA GPUs without their own, gfx942 for all AMD GPUs.
+
+    gfx942's tiles compile without spills for CDNA (gfx90a, gfx942, gfx950); for RDNA they compile, and spill.
+    """
     if device.type == "cpu":
         return "interpreter"
     if torch.version.hip:

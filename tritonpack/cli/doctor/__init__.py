@@ -143,8 +143,17 @@ def examine_versions(versions: Mapping[str, str | None]) -> Iterator[Finding]:
 
 
 def examine_gpu() -> Iterator[Finding]:
-    """A GPU that torch can't use."""
-    if torch.cuda.is_available() or shutil.which("nvidia-smi") is None:
+    """A GPU that torch can't use, or one without matrix instructions in Triton."""
+    if torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+        if torch.version.hip is None and capability < (8, 0):
+            detail = (
+                f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}; Triton has "
+                "matrix instructions from 8.0, so backend='triton' refuses 16-bit types, and 'auto' uses 'blocked'"
+            )
+            yield Finding("GPU", "warning", detail)
+        return
+    if shutil.which("nvidia-smi") is None:
         return
     if torch.version.cuda is None:
         remedy = f"torch {torch.__version__} is built without CUDA; install a build with it (pytorch.org/get-started)"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tritonpack.attention import varlen_attention
-from tritonpack.backends import BACKENDS, Backend, resolve_backend
+from tritonpack.backends import BACKENDS, Backend, has_matrix_products, resolve_backend
 from tritonpack.cli.machine import resolve_device
 from tritonpack.cli.words import count
 from tritonpack.errors import BackendUnavailableError
@@ -44,6 +44,7 @@ def attention(backend: Backend) -> str:
         from tritonpack.kernels.tile_shapes import current_arch
 
         names, how = (*names, "head-dim-128"), f"compiled here, with the tiles of {current_arch(device)}"
+        dtypes = dtypes if has_matrix_products(device) else [torch.float32]
     largest = 0.0
     for name in names:
         for dtype in dtypes:
