@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.nn.functional import pad
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -87,6 +86,7 @@ def forward(
     if not q.shape[0] or not k.shape[0]:
         return out.zero_(), lse.fill_(float("-inf"))
     assert tiles.forward is not None
+    q, k, v = aligned(q), aligned(k), aligned(v)
     tile, block_v = _tile("forward", q, v, options, tree=mask.is_tree), _padded(v)
     columns, heads = min(tile.columns, block_v), heads_per_tile(tile, q.shape[1] // k.shape[1])
     head_blocks = q.shape[1] // heads
@@ -148,7 +148,9 @@ def backward(
     assert heads * num_rows < 2**31, "the row statistics are addressed with 32 bits"
     lse2, delta = torch.empty((2, heads, num_rows), dtype=torch.float32, device=q.device)
     shares = None if options.sinks is None else lse.new_zeros(heads, tiles.queries.shape[0])
-    dout = dout if dout.stride(2) == 1 else dout.contiguous()
+    q, k, v, dout = aligned(q), aligned(k), aligned(v), aligned(dout)
+    assert lse.is_contiguous(), "the kernel takes no strides of lse"
+    assert out.stride(2) == 1 or head_dim_v == 1, "the kernel takes no stride of the columns of out"
     common = {
         "num_rows": num_rows,
         "num_queries": num_queries,
@@ -283,13 +285,24 @@ def _padded(x: Tensor) -> int:
 
 
 def descriptor(x: Tensor, rows: int, columns: int | None = None, *, heads: int = 1) -> TensorDescriptor:
-    """A (T, H, D) tensor as blocks of `rows` rows, `columns` columns (None: all) and `heads` heads, zeros outside.
-
-    The hardware needs strides of a multiple of 16 bytes and a contiguous last dimension. Other tensors are copied, with
-    zero columns after the last column.
-    """
-    unit = 16 // x.element_size()
-    if x.stride(2) != 1 or x.stride(0) % unit or x.stride(1) % unit or x.data_ptr() % 16 or 0 in x.stride():
-        x = pad(x, (0, -x.shape[2] % unit)).contiguous()
+    """A tensor (T, H, D) from `aligned` as blocks of `rows` rows, `columns` columns (None: all) and `heads` heads, with
+    zeros outside."""
     block = [heads, rows, _padded(x) if columns is None else columns]
     return TensorDescriptor(x, [x.shape[1], x.shape[0], x.shape[2]], [x.stride(1), x.stride(0), 1], block)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """A tensor (T, H, D) as descriptors take it: copied if it isn't, so call this once per tensor.
+
+    Its address and its strides are multiples of 16 bytes, none is 0, and the last one is a single element. torch gives
+    the stride of a dimension of size 1 any value, also in contiguous tensors, so such a stride is replaced.
+    """
+    unit = 16 // x.element_size()
+    width = triton.cdiv(x.shape[2], unit) * unit
+    rows, heads, last = (
+        natural if size == 1 else stride
+        for size, stride, natural in zip(x.shape, x.stride(), (width, width, 1), strict=True)
+    )
+    if x.data_ptr() % 16 or rows % unit or heads % unit or last != 1 or not rows or not heads:
+        return x.new_empty(*x.shape[:2], width)[..., : x.shape[2]].copy_(x)
+    return x if (rows, heads, last) == x.stride() else x.as_strided(x.shape, (rows, heads, last))
