@@ -298,11 +298,9 @@ def aligned(x: Tensor) -> Tensor:
     the stride of a dimension of size 1 any value, also in contiguous tensors, so such a stride is replaced.
     """
     unit = 16 // x.element_size()
-    width = triton.cdiv(x.shape[2], unit) * unit
-    rows, heads, last = (
-        natural if size == 1 else stride
-        for size, stride, natural in zip(x.shape, x.stride(), (width, width, 1), strict=True)
-    )
-    if x.data_ptr() % 16 or rows % unit or heads % unit or last != 1 or not rows or not heads:
-        return x.new_empty(*x.shape[:2], width)[..., : x.shape[2]].copy_(x)
-    return x if (rows, heads, last) == x.stride() else x.as_strided(x.shape, (rows, heads, last))
+    (tokens, heads, width), (stride_t, stride_h, stride_d) = x.shape, x.stride()
+    room = -(-width // unit) * unit
+    strides = (room if tokens == 1 else stride_t, room if heads == 1 else stride_h, 1 if width == 1 else stride_d)
+    if x.data_ptr() % 16 or strides[0] % unit or strides[1] % unit or strides[2] != 1 or 0 in strides:
+        return x.new_empty(tokens, heads, room)[..., :width].copy_(x)
+    return x if strides == (stride_t, stride_h, stride_d) else x.as_strided(x.shape, strides)

@@ -35,7 +35,7 @@ class Bounds:
     trusted: InitVar[bool] = False
     # No fields, so that copies start with their own.
     _computed: ClassVar[dict[Any, Any]]
-    _versions: ClassVar[dict[str, int]]
+    _versions: ClassVar[tuple[tuple[str, Tensor, int], ...]]
     _captured: ClassVar[bool]
     _origin: ClassVar[Any]
 
@@ -60,9 +60,8 @@ class Bounds:
 
     def _begin(self) -> None:
         """Start the part of a mask that isn't in its fields."""
-        tracing = torch.compiler.is_compiling()
         object.__setattr__(self, "_computed", {})
-        object.__setattr__(self, "_versions", {} if tracing else self._count_writes())
+        object.__setattr__(self, "_versions", () if torch.compiler.is_compiling() else self._count_writes())
         object.__setattr__(self, "_captured", self._stream().capturing)
         object.__setattr__(self, "_origin", None)
 
@@ -126,17 +125,16 @@ class Bounds:
         plain = type(self.key_start) is Tensor
         return current_stream(self.key_start.device) if plain else Stream(None, False)
 
-    def _count_writes(self) -> dict[str, int]:
-        """How often torch has counted a write to each tensor of the mask; it counts none to inference tensors."""
-        tensors = {f.name: getattr(self, f.name) for f in fields(self)}
-        return {name: x._version for name, x in tensors.items() if isinstance(x, Tensor) and not x.is_inference()}
+    def _count_writes(self) -> tuple[tuple[str, Tensor, int], ...]:
+        """The mask's tensors with how often torch has counted a write to them; it counts none to inference tensors."""
+        tensors = [(f.name, getattr(self, f.name)) for f in fields(self)]
+        return tuple((name, x, x._version) for name, x in tensors if isinstance(x, Tensor) and not x.is_inference())
 
     def _check_unwritten(self) -> None:
         """Raise ValueError if the mask's tensors were overwritten since it was made, as far as torch counts this."""
         if torch.compiler.is_compiling():
             return
-        now = self._count_writes()
-        written = [name for name, version in self._versions.items() if now[name] != version]
+        written = [name for name, x, version in self._versions if x._version != version]
         if written:
             raise ValueError(
                 f"a mask's tensors must not be overwritten, but {', '.join(written)} of this one changed after it was "
