@@ -82,6 +82,7 @@ def plan(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, backend: str, *, backward: bool
 ) -> Arguments:
     """The operators' arguments after their tensors; `backward=True` if `attention_backward` takes them, too."""
+    mask = mask.for_call()
     transposed = mask.transpose()
     tiles = load(backend).plan_tiles(q, k, v, mask, options, backward=backward)
     return Arguments(

@@ -1,14 +1,18 @@
 """The Triton kernels in Triton's interpreter: errors, isolation of documents, rows that see nothing."""
 
+from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from _pytest.mark import ParameterSet
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests import invariance
 from tests.backends.blocks import blocks_of
 from tritonpack import BlockDiagonalMask, varlen_attention
+from tritonpack.backends import Backend
 from tritonpack.backends import triton as triton_backend
 from tritonpack.backends.tile_table import Cut, tile_tables
 from tritonpack.kernels.tile_shapes import TileShape
@@ -165,6 +169,97 @@ def test_strided_misaligned_and_expanded_inputs() -> None:
     out = varlen_attention(q, inputs.k, inputs.v, inputs.mask, backend="triton")
     (from_ones,) = torch.autograd.grad(out, q, torch.ones_like(out))
     assert torch.equal(from_sum, from_ones)
+
+
+def _strided(shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, begin: int = 0) -> torch.Tensor:
+    room = begin + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True)) + 1
+    return torch.randn(room).to(dtype).as_strided(shape, strides, begin)
+
+
+# Name -> shape, strides and first element in storage, and whether descriptors take such a tensor without a copy.
+LAYOUTS = {
+    "one-row-and-head": ((1, 1, 24), (61, 7, 1), 0, True),
+    "one-row": ((1, 3, 24), (75, 24, 1), 0, True),
+    "one-row-odd-heads": ((1, 3, 24), (72, 25, 1), 0, False),
+    "one-head": ((5, 1, 24), (48, 1, 1), 0, True),
+    "one-head-odd-rows": ((5, 1, 24), (31, 24, 1), 0, False),
+    "expanded-ones": ((1, 1, 24), (0, 0, 1), 0, True),
+    "expanded-heads": ((5, 2, 24), (24, 0, 1), 0, False),
+    "heads-first": ((5, 2, 24), (24, 120, 1), 0, True),
+    "one-column": ((5, 2, 1), (16, 8, 99), 0, True),
+    "one-column-packed": ((5, 2, 1), (2, 1, 1), 0, False),
+    "columns-apart": ((5, 2, 24), (96, 48, 2), 0, False),
+    "odd-address": ((1, 1, 24), (24, 24, 1), 1, False),
+    "odd-width": ((5, 2, 20), (42, 21, 1), 0, False),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_descriptors_obey_the_rules_of_the_hardware(layout: str, dtype: torch.dtype) -> None:
+    shape, strides, begin, is_aligned = LAYOUTS[layout]
+    x = _strided(shape, strides, dtype, begin)
+    descriptor = triton_backend.descriptor(triton_backend.aligned(x), 16)
+    base, size = descriptor.base, x.element_size()
+    assert base.data_ptr() % 16 == 0
+    assert all(stride > 0 and stride * size % 16 == 0 and stride * size < 2**40 for stride in descriptor.strides[:-1])
+    assert descriptor.strides[-1] == 1
+    seen = base.as_strided(descriptor.shape, descriptor.strides)  # [H, T, D]
+    assert torch.equal(seen.transpose(0, 1), x)
+    assert (base.data_ptr() == x.data_ptr()) == is_aligned
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (1, 2), (9, 1)], ids=str)
+@pytest.mark.usefixtures("poisoned_memory")
+def test_strides_of_one_row_and_of_one_head(shape: tuple[int, int]) -> None:
+    """Rows and heads 24 elements apart where there are several, and at odd distances where there is one."""
+    rows, heads = shape
+    strides = (24 * heads if rows > 1 else 61, 24 if heads > 1 else 7, 1)
+    q, k, v, dout = (_strided((*shape, 24), strides, torch.float32) for _ in range(4))
+    mask = BlockDiagonalMask.from_seqlens([rows])
+
+    def outputs(backend: Backend) -> list[torch.Tensor]:
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        out = varlen_attention(*leaves, mask, backend=backend)
+        return [out.detach(), *torch.autograd.grad(out, leaves, dout)]
+
+    for got, expected in zip(outputs("triton"), outputs("reference"), strict=True):
+        torch.testing.assert_close(got, expected)
+
+
+class Copies(TorchDispatchMode):
+    """Counts the copies of tensors of rows, heads and columns, by their numbers of heads and columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: Counter[tuple[int, ...]] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        copies = ("aten::copy_", "aten::clone", "aten::constant_pad_nd", "aten::_to_copy")
+        if func.name().split(".")[0] in copies and args[0].ndim == 3:
+            self.seen[tuple(args[0].shape[1:])] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("odd", [0, 1])
+@pytest.mark.parametrize("size", [16, pytest.param(320, marks=pytest.mark.slow)], ids=str)
+def test_each_operator_copies_an_input_once_at_most(odd: int, size: int) -> None:
+    """Also where gradients of keys take two kernels, with head dimension 320."""
+    mask = BlockDiagonalMask.from_seqlens([3, 2])
+    q, k, v, dout = (
+        torch.randn(5, heads, width + odd)[..., :width]
+        for heads, width in ((4, size), (2, size), (2, size + 8), (4, size + 8))
+    )
+    options = make_options(q, mask)
+    tiles = triton_backend.plan_tiles(q, k, v, mask, options, backward=True)
+    with Copies() as forward:
+        out, lse = triton_backend.forward(q, k, v, mask, options, tiles)
+    with Copies() as backward:
+        triton_backend.backward(dout, None, q, k, v, out, lse, mask, options, tiles)
+    inputs = {(4, size): odd, (2, size): odd, (2, size + 8): odd}
+    assert forward.seen == Counter(inputs)
+    assert backward.seen == Counter(inputs | {(4, size + 8): odd})
 
 
 def test_addresses_beyond_32_bits(monkeypatch: pytest.MonkeyPatch) -> None:

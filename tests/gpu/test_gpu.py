@@ -113,6 +113,27 @@ def test_cuda_graph_with_offsets_of_fixed_capacity() -> None:
             assert torch.equal(got, expected)
 
 
+def test_cuda_graph_of_a_mask_made_before() -> None:
+    """A replay reads the mask's bounds anew: its transpose and tiles are a part of the graph."""
+    masks = [BlockDiagonalMask.from_seqlens(lengths, device="cuda") for lengths in ([700, 324], [10, 300, 714])]
+    mask = BlockDiagonalMask(masks[0].key_start.clone(), masks[0].key_stop.clone(), 1024)
+    q = torch.randn(1024, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def step(mask: BlockDiagonalMask) -> tuple[torch.Tensor, ...]:
+        out = varlen_attention(q, q, q, mask)
+        return out, *torch.autograd.grad(out, q, torch.ones_like(out))
+
+    graph, captured = capture(lambda: step(mask))
+    for other in reversed(masks):
+        mask.key_start.copy_(other.key_start)
+        mask.key_stop.copy_(other.key_stop)
+        graph.replay()
+        for got, expected in zip(captured, step(other), strict=True):
+            assert torch.equal(got, expected)
+    with pytest.raises(ValueError, match="must not be overwritten"):
+        step(mask)
+
+
 def test_a_change_in_a_document_changes_no_other_bit() -> None:
     case = LARGE[1]
     inputs = make_inputs(case, torch.bfloat16, "cuda")

@@ -310,6 +310,7 @@ class TestNothingWaits:
         try:
             for mask in (
                 BlockDiagonalMask.from_cu_seqlens(offsets, total_q=800, chunk_size=64, spans=ids),
+                BlockDiagonalMask(ids.int(), ids.int() + 1, 9, document_source=ids.int()),
                 BlockDiagonalMask.from_position_ids(ids, spans=ids),
                 BlockDiagonalMask.from_segment_ids(ids, window=(9, 0)),
                 BlockDiagonalMask.from_tree(ids * 100 - 101),

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tritonpack.backends.tile_table import Cut, TileTables
-from tritonpack.backends.triton import backward, descriptor, plan_cuts
+from tritonpack.backends.triton import aligned, backward, descriptor, plan_cuts
 from tritonpack.errors import BackendUnavailableError
 from tritonpack.kernels.hopper import HOPPER_TILES, ROWS, hopper_forward_kernel
 from tritonpack.kernels.primitives import LOG2E
@@ -115,6 +115,6 @@ def _check(q: Tensor, v: Tensor, options: AttentionOptions) -> None:
 
 def _swizzled(x: Tensor, rows: int) -> TensorDescriptor:
     """A (T, H, D) tensor as blocks of `rows` rows of one head, with the shared-memory layout of tensor cores."""
-    plain = descriptor(x, rows)
+    plain = descriptor(aligned(x), rows)
     layout = gl.NVMMASharedLayout(128, 16, rank=3)
     return TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, layout)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import triton
 from torch import Tensor
-from torch.nn.functional import pad
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -95,6 +94,7 @@ def forward(
     if not q.shape[0] or not k.shape[0]:
         return out.zero_(), lse.fill_(float("-inf"))
     assert tiles.forward is not None
+    q, k, v = aligned(q), aligned(k), aligned(v)
     tile, block_v = _tile("forward", q, v, options, tree=mask.is_tree), _padded(v)
     columns, heads = min(tile.columns, block_v), heads_per_tile(tile, q.shape[1] // k.shape[1])
     head_blocks = q.shape[1] // heads
@@ -156,7 +156,9 @@ def backward(
     assert heads * num_rows < 2**31, "the row statistics are addressed with 32 bits"
     lse2, delta = torch.empty((2, heads, num_rows), dtype=torch.float32, device=q.device)
     shares = None if options.sinks is None else lse.new_zeros(heads, tiles.queries.shape[0])
-    dout = dout if dout.stride(2) == 1 else dout.contiguous()
+    q, k, v, dout = aligned(q), aligned(k), aligned(v), aligned(dout)
+    assert lse.is_contiguous(), "the kernel takes no strides of lse"
+    assert out.stride(2) == 1 or head_dim_v == 1, "the kernel takes no stride of the columns of out"
     common = {
         "num_rows": num_rows,
         "num_queries": num_queries,
@@ -292,13 +294,22 @@ def _padded(x: Tensor) -> int:
 
 
 def descriptor(x: Tensor, rows: int, columns: int | None = None, *, heads: int = 1) -> TensorDescriptor:
-    """A (T, H, D) tensor as blocks of `rows` rows, `columns` columns (None: all) and `heads` heads, zeros outside.
-
-    The hardware needs strides of a multiple of 16 bytes and a contiguous last dimension. Other tensors are copied, with
-    zero columns after the last column.
-    """
-    unit = 16 // x.element_size()
-    if x.stride(2) != 1 or x.stride(0) % unit or x.stride(1) % unit or x.data_ptr() % 16 or 0 in x.stride():
-        x = pad(x, (0, -x.shape[2] % unit)).contiguous()
+    """A tensor (T, H, D) from `aligned` as blocks of `rows` rows, `columns` columns (None: all) and `heads` heads, with
+    zeros outside."""
     block = [heads, rows, _padded(x) if columns is None else columns]
     return TensorDescriptor(x, [x.shape[1], x.shape[0], x.shape[2]], [x.stride(1), x.stride(0), 1], block)
+
+
+def aligned(x: Tensor) -> Tensor:
+    """A tensor (T, H, D) as descriptors take it: copied if it isn't, so call this once per tensor.
+
+    Its address and its strides are multiples of 16 bytes, none is 0, and the last one is a single element. torch gives
+    the stride of a dimension of size 1 any value, also in contiguous tensors, so such a stride is replaced.
+    """
+    unit = 16 // x.element_size()
+    (tokens, heads, width), (stride_t, stride_h, stride_d) = x.shape, x.stride()
+    room = -(-width // unit) * unit
+    strides = (room if tokens == 1 else stride_t, room if heads == 1 else stride_h, 1 if width == 1 else stride_d)
+    if x.data_ptr() % 16 or strides[0] % unit or strides[1] % unit or strides[2] != 1 or 0 in strides:
+        return x.new_empty(tokens, heads, room)[..., :width].copy_(x)
+    return x if strides == (stride_t, stride_h, stride_d) else x.as_strided(x.shape, strides)

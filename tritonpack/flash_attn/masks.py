@@ -20,6 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from tritonpack.checks import as_integers, require
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
+from tritonpack.masks.streams import current_stream
 
 # How many masks with different windows or totals are kept for one tensor of offsets.
 MASKS_PER_OFFSETS = 8
@@ -80,7 +81,7 @@ def mask_from_offsets(
     if not _eager() or not _lasts(sources):
         return _build(*roles, total_q, total_k, options)
     # Inference tensors and others mustn't meet in one mask, and neither must two CUDA streams.
-    stream = torch.cuda.current_stream(cu_q.device).cuda_stream if cu_q.is_cuda else None
+    stream = current_stream(cu_q.device).handle
     numbers = tuple(next((i for i, s in enumerate(sources) if s is x), None) for x in roles)
     key = (total_q, total_k, *options.items(), numbers, torch.is_inference_mode_enabled(), stream)
     masks = _kept.setdefault(cu_q, {})
@@ -96,7 +97,9 @@ def mask_from_offsets(
 
 def regular_offsets(batch: int, seqlen: int, device: torch.device) -> Tensor:
     """(batch + 1,) int32, the offsets of rows of one length; the same tensor for the same arguments."""
-    return (_regular_offsets if _eager() and not _capturing(device) else _new_offsets)(batch, seqlen, device)
+    return (_regular_offsets if _eager() and not current_stream(device).capturing else _new_offsets)(
+        batch, seqlen, device
+    )
 
 
 def _new_offsets(batch: int, seqlen: int, device: torch.device) -> Tensor:
@@ -112,17 +115,12 @@ def _regular_offsets(batch: int, seqlen: int, device: torch.device) -> Tensor:
 def _lasts(sources: tuple[Tensor, ...]) -> bool:
     """Whether a mask can be kept for these tensors: they count writes and don't belong to a CUDA graph."""
     plain = all(type(x) is Tensor and x.device.type in ("cpu", "cuda") and not x.is_inference() for x in sources)
-    return plain and not _capturing(sources[0].device)
+    return plain and not current_stream(sources[0].device).capturing
 
 
 def _eager() -> bool:
     """Whether no tracer runs. A tracer's tensors must not be kept, and kept tensors must not get into its graph."""
     return not torch.compiler.is_compiling() and _get_current_dispatch_mode() is None
-
-
-def _capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is captured. Its tensors live in the graph, and their memory is reused outside of it."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _build(

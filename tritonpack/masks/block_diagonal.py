@@ -60,8 +60,13 @@ class BlockDiagonalMask(Bounds):
     >>> mask.transpose().key_stop.tolist()  # key 0 is seen by queries 0, 1, 2
     [3, 3, 3, 5, 5, 6]
 
-    The constructors never wait for an accelerator. They check values in host memory at once and raise ValueError; on an
-    accelerator the `from_` constructors check values by a device-side assertion. `validate()` checks any mask, waiting.
+    The constructors never wait for an accelerator. They check values in host memory at once and raise ValueError, and
+    values on an accelerator by a device-side assertion. `validate()` checks any mask, waiting.
+
+    A mask's tensors must not be overwritten: calls raise ValueError if torch counted a write to one of them. It counts
+    none through `.data`, NumPy or another library's kernel. The transpose and the tile tables are kept for each CUDA
+    stream. In a CUDA graph make the mask within the capture, so that all layers share them; those of another mask are
+    computed again in each call of the capture.
 
     Attributes:
         key_start: (num_queries,) int32, the first key that each query sees; never decreases.

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from tritonpack import kernels
-from tritonpack.checks import check_device, check_indices, describe, is_length, on_host
+from tritonpack.checks import check_device, check_indices, describe, is_length, on_host, require
+from tritonpack.masks.streams import Stream, current_stream
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -32,10 +33,13 @@ class Bounds:
     query_start: Tensor | None = None
     query_stop: Tensor | None = None
     trusted: InitVar[bool] = False
-    _computed: ClassVar[dict[Any, Any]]  # no field, so that copies start with an empty one
+    # No fields, so that copies start with their own.
+    _computed: ClassVar[dict[Any, Any]]
+    _versions: ClassVar[tuple[tuple[str, Tensor, int], ...]]
+    _captured: ClassVar[bool]
+    _origin: ClassVar[Any]
 
     def __post_init__(self, trusted: bool) -> None:
-        object.__setattr__(self, "_computed", {})
         source = None if callable(self.document_source) else self.document_source
         _check_bound("key_start", self.key_start, "key_start", self.key_start)
         for name, rows in {"key_stop": self.key_stop, "diagonal": self.diagonal, "document_source": source}.items():
@@ -46,8 +50,28 @@ class Bounds:
         if self.max_documents is not None and not is_length(self.max_documents):
             raise ValueError(f"max_documents must be an integer of at least 0, or None; got {self.max_documents!r}.")
         self._check_sides()
-        if not trusted and on_host(self.key_start) and on_host(self.key_stop):
+        self._begin()
+        if trusted or torch.compiler.is_compiling() or type(self.key_start) is not Tensor:
+            return
+        if on_host(self.key_start):
             self.validate()
+        else:
+            self._assert_valid()
+
+    def _begin(self) -> None:
+        """Start the part of a mask that isn't in its fields."""
+        object.__setattr__(self, "_computed", {})
+        object.__setattr__(self, "_versions", () if torch.compiler.is_compiling() else self._count_writes())
+        object.__setattr__(self, "_captured", self._stream().capturing)
+        object.__setattr__(self, "_origin", None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {f.name: getattr(self, f.name) for f in fields(self)}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            object.__setattr__(self, name, value)
+        self._begin()
 
     @property
     def num_queries(self) -> int:
@@ -66,21 +90,57 @@ class Bounds:
     def document(self) -> Tensor | None:
         """(num_queries,) int32, the number of each query's document in the order of the stream; None if it isn't known.
         Rows outside every document hold the number of some document."""
+        self._check_unwritten()
         source = self.document_source
         return self.cached("document", source) if callable(source) else source
 
     def cached(self, key: Hashable, build: Callable[[], T]) -> T:
-        """The value of `build()`, computed at the first call for a key and kept as long as the mask.
+        """The value of `build()`, computed at the first call for a key on a CUDA stream and kept as long as the mask.
 
-        It is computed outside of inference mode, whose tensors couldn't be saved for a backward pass later.
+        It is computed outside of inference mode, whose tensors couldn't be saved for a backward pass later. Values are
+        shared neither between a CUDA graph and a mask made before its capture, nor between a mask made within the
+        capture and calls after it: there each call of this function computes the value again.
+
+        Raises:
+            ValueError: tensors of the mask were overwritten since it was made.
         """
-        if key not in self._computed:
-            if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
-                self._computed[key] = build()
-            else:
-                with torch.inference_mode(False):
-                    self._computed[key] = build()
-        return self._computed[key]
+        self._check_unwritten()
+        stream = self._stream()
+        if stream.capturing != self._captured:
+            return _outside_inference_mode(build)
+        place = (stream.handle, key)
+        if place not in self._computed:
+            self._computed[place] = _outside_inference_mode(build)
+        return self._computed[place]
+
+    def for_call(self) -> Self:
+        """The mask itself, or a new one with the same fields if `cached` would keep nothing now.
+
+        So one call of attention computes each value once, also in a CUDA graph whose capture the mask precedes.
+        """
+        self._check_unwritten()
+        return self if self._stream().capturing == self._captured else replace(self, trusted=True)
+
+    def _stream(self) -> Stream:
+        plain = type(self.key_start) is Tensor
+        return current_stream(self.key_start.device) if plain else Stream(None, False)
+
+    def _count_writes(self) -> tuple[tuple[str, Tensor, int], ...]:
+        """The mask's tensors with how often torch has counted a write to them; it counts none to inference tensors."""
+        tensors = [(f.name, getattr(self, f.name)) for f in fields(self)]
+        return tuple((name, x, x._version) for name, x in tensors if isinstance(x, Tensor) and not x.is_inference())
+
+    def _check_unwritten(self) -> None:
+        """Raise ValueError if the mask's tensors were overwritten since it was made, as far as torch counts this."""
+        if torch.compiler.is_compiling():
+            return
+        written = [name for name, x, version in self._versions if x._version != version]
+        if written:
+            raise ValueError(
+                f"a mask's tensors must not be overwritten, but {', '.join(written)} of this one changed after it was "
+                "made. Its transpose, tile tables and documents belong to the old values. Make a new mask for new "
+                "values; if it was made of parts of a buffer that is written again, pass clones of them."
+            )
 
     def __repr__(self) -> str:
         kind = ", tree" if self.is_tree else ""
@@ -107,7 +167,8 @@ class Bounds:
         return self.cached("transpose", self._transpose)
 
     def _transpose(self) -> Self:
-        source = self._computed.get("document", self.document_source)  # not `self`, which would be a reference cycle
+        # Not `self`, which would be a reference cycle.
+        source = self._computed.get((self._stream().handle, "document"), self.document_source)
         start, stop = self.query_start, self.query_stop
         if (start is None or stop is None) and kernels.serve(self.key_start):
             from tritonpack.kernels.intervals import transposed_intervals
@@ -182,13 +243,13 @@ class Bounds:
         tensors = {f.name: getattr(self, f.name) for f in fields(self)} | {"document_source": self.document}
         moved: dict[str, Any] = {name: x.to(device) for name, x in tensors.items() if isinstance(x, Tensor)}
         mask = replace(self, **moved, trusted=True)
-        mask.cached("origin", lambda: self)
+        object.__setattr__(mask, "_origin", self)
         return mask
 
     @property
     def origin(self) -> Self | None:
         """The mask that `to` made this one of; None if there is none."""
-        return self._computed.get("origin")
+        return self._origin
 
     def validate(self) -> Self:
         """Check the values; waits for the device.
@@ -204,6 +265,20 @@ class Bounds:
         if self.query_start is not None and self.query_stop is not None:
             _check_side(self.query_start, self.query_stop, self.num_queries, "key", "queries", ascending=False)
         return self
+
+    def _assert_valid(self) -> None:
+        """`validate` by an assertion on the device, which the host doesn't wait for."""
+        sides = [(self.key_start, self.key_stop, self.num_keys, "keys", not self.is_tree)]
+        if self.query_start is not None and self.query_stop is not None:
+            sides.append((self.query_start, self.query_stop, self.num_queries, "queries", False))
+        for start, stop, size, other, ascending in sides:
+            wrong = torch.stack([fault.any() for fault, _ in _faults(start, stop, size, "row", other, ascending)])
+            require(
+                ~wrong.any(),
+                f"a mask's intervals must lie within the {size} {other} and end at or after their begin"
+                + (", and neither their begins nor their ends may decrease. " if ascending else ". ")
+                + "mask.validate() names the first wrong one, on a copy of the bounds in host memory.",
+            )
 
     def _check_sides(self) -> None:
         """Raise ValueError unless the bounds of the keys, if there are any, have the right types and shapes."""
@@ -231,14 +306,8 @@ def _check_bound(name: str, bound: Tensor | None, like_name: str, like: Tensor |
 
 
 def _check_side(start: Tensor, stop: Tensor, size: int, own: str, other: str, *, ascending: bool) -> None:
-    start, stop = start.cpu().long(), stop.cpu().long()
-    faults = [
-        ((start < 0) | (stop > size), f"reaches outside the {size} {other}"),
-        (stop < start, "ends before it begins"),
-    ]
-    if ascending:
-        faults += [(_falls(start) | _falls(stop), f"begins or ends before the interval of the {own} above")]
-    for wrong, what in faults:
+    start, stop = start.cpu(), stop.cpu()
+    for wrong, what in _faults(start, stop, size, own, other, ascending):
         if wrong.any():
             number = int(wrong.nonzero()[0, 0])
             verb, rule = ("sees", " and never decrease") if ascending else ("has", "")
@@ -247,6 +316,24 @@ def _check_side(start: Tensor, stop: Tensor, size: int, own: str, other: str, *,
                 f"intervals must lie within the {other}{rule}. Check the offsets, ids or indices that the mask was "
                 "built from."
             )
+
+
+def _faults(start: Tensor, stop: Tensor, size: int, own: str, other: str, ascending: bool) -> list[tuple[Tensor, str]]:
+    """For each way in which an interval can be wrong, which intervals are, and what is wrong with them."""
+    faults = [
+        ((start < 0) | (stop > size), f"reaches outside the {size} {other}"),
+        (stop < start, "ends before it begins"),
+    ]
+    if ascending:
+        faults += [(_falls(start) | _falls(stop), f"begins or ends before the interval of the {own} above")]
+    return faults
+
+
+def _outside_inference_mode(build: Callable[[], T]) -> T:
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        return build()
+    with torch.inference_mode(False):
+        return build()
 
 
 def _document_of_keys(source: Tensor | Callable[[], Tensor], query_start: Tensor) -> Tensor:
