@@ -350,7 +350,7 @@ class LaterLogits(Tensor):
     def data_ptr(self) -> int:
         return self.reading.read().data_ptr()
 
-    def __repr__(self, *, tensor_contents: Any = None) -> Any:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(self.detach())
 
     def __reduce_ex__(self, protocol: Any) -> Any:
