@@ -32,6 +32,10 @@ WAY_IN: dict[str, Any] = {
 }  # fmt: skip
 
 
+# Packages whose wrappers leave labels and logits as they are. TRL's head computes the loss itself.
+HARMLESS = {"accelerate", "torch", "transformers"}
+
+
 class HeadTargets(TensorLike):
     """Takes the place of `labels` in a call, and makes the head run on the tokens that predict a label.
 
@@ -238,19 +242,34 @@ def _runs_on_targets(head: PreTrainedModel, forward: Any, base: nn.Module) -> bo
     loss reads nothing else, and it doesn't reach into the base model, as OPT's does, which calls a part of it.
     """
     inner = {name for name, _ in base.named_children()}
-    code, own = inspect.unwrap(getattr(forward, "__func__", forward)), inspect.unwrap(type(head).forward)
-    if code is not own or not _has_causal_loss(head, own) or not inner.isdisjoint(own.__code__.co_names):
+    own, function = inspect.unwrap(type(head).forward), getattr(forward, "__func__", forward)
+    if not HARMLESS.issuperset(_packages(function)) or inspect.unwrap(function) is not own:
+        return False
+    if not _has_causal_loss(head, own) or not inner.isdisjoint(own.__code__.co_names):
         return False
     return not torch.is_grad_enabled() or _computes_later(head, base)
+
+
+def _packages(forward: Any) -> Iterator[str]:
+    """The packages of the code that runs in a forward: of each of its wrappers, and its own."""
+    while forward is not None:
+        forward = getattr(forward, "__func__", forward)
+        home = getattr(forward, "__globals__", {}).get("__name__", type(forward).__module__)
+        yield home.partition(".")[0]
+        forward = getattr(forward, "__wrapped__", None)
 
 
 def _has_causal_loss(head: PreTrainedModel, forward: Any) -> bool:
     """Whether transformers' forward of a head computes the logits of each token by itself, as `logits_to_keep` needs,
     and its causal loss of them, and no other loss of all logits."""
     loss, names = head.loss_function, forward.__code__.co_names
-    genuine = forward.__module__.startswith("transformers.") and loss.__module__.startswith("transformers.")
-    causal = getattr(loss, "__name__", "") == "ForCausalLMLoss" and "loss_function" in names
-    return genuine and causal and "logits_to_keep" in forward.__code__.co_varnames and "logsumexp" not in names
+    causal = getattr(loss, "__name__", "") == "ForCausalLMLoss" and loss.__module__.startswith("transformers.")
+    return (
+        causal
+        and "loss_function" in names
+        and "logits_to_keep" in forward.__code__.co_varnames
+        and "logsumexp" not in names
+    )
 
 
 class Reading:
