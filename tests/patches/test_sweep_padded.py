@@ -36,6 +36,12 @@ def llama(option: str, *chosen: str, **more: Any) -> Row:
     return trial("LlamaForCausalLM/llama", option, *chosen).run(option, **more)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def tried() -> None:
+    """The trial of Llama in trees is kept, so it must not run while a test changes the code."""
+    assert llama("share_prefixes", "padded_left").verdict == "exact"
+
+
 class TestVerdicts:
     @both
     def test_exact(self, option: str) -> None:
