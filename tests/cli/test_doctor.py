@@ -187,7 +187,7 @@ main(["doctor"])
 """
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_doctor_runs_with_torch_alone():
     environment = os.environ | {"COLUMNS": "300"}
     result = subprocess.run([sys.executable, "-c", BARE], capture_output=True, text=True, env=environment, timeout=120)

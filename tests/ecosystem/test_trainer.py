@@ -46,6 +46,7 @@ def padded(tmp_path_factory: pytest.TempPathFactory) -> Padded:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(("family", "packer"), [*(("mistral", packer) for packer in PACKERS), ("llama", "ours")])
+@pytest.mark.sampled("llama-ours")
 def test_packed_training_is_padded_training(family: str, packer: str, padded: Padded, tmp_path: Path) -> None:
     """Windows of two batches of unequal token counts: only the count of predicted tokens weighs them rightly."""
     expected = padded(family)
@@ -145,7 +146,7 @@ def test_masks_of_what_is_learned_need_unused_columns(mask: str, tmp_path: Path)
     assert labels(documents, remove=True) == [-100] * 2 + [2, 3, 4, 5, 7, 8, 9], "the masks have no effect"
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_every_predicted_token_counts_once(tmp_path: Path) -> None:
     """num_items_in_batch: each document predicts all of its tokens but the first."""
     counted: dict[str, list[int]] = {}
@@ -174,7 +175,7 @@ def test_evaluation_of_a_patched_model(collator: Any, tmp_path: Path) -> None:
     assert got["eval_loss"] == pytest.approx(expected["eval_loss"], rel=EXACT)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_training_packed_and_evaluating_padded(tmp_path: Path) -> None:
     """What a library with a collator of its own for evaluation does."""
     losses = []

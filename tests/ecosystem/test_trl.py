@@ -81,7 +81,7 @@ def padded(tmp_path_factory: pytest.TempPathFactory) -> Padded:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize(("family", "way"), [*(("mistral", way) for way in WAYS), ("llama", "padding-free")])
-@pytest.mark.sampled("mistral-padding-free", "mistral-packing")
+@pytest.mark.sampled("mistral-packing")
 def test_packed_training_is_padded_training(family: str, way: str, padded: Padded, tmp_path: Path) -> None:
     expected = padded(family)
     model = tiny_model(family)
@@ -90,7 +90,7 @@ def test_packed_training_is_padded_training(family: str, way: str, padded: Padde
     assert distance(expected, got) < EXACT
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_family_in_which_stock_leaks(tmp_path: Path) -> None:
     """transformers keeps the documents of one row apart for llama, for gpt_oss it doesn't: its masks know nothing of
     position ids."""
@@ -106,7 +106,7 @@ def test_a_family_in_which_stock_leaks(tmp_path: Path) -> None:
     assert distance(expected, got) < EXACT
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_a_model_that_the_trainer_loads_by_name(tmp_path: Path) -> None:
     tiny_model("mistral").save_pretrained(tmp_path / "model")
     losses = []

@@ -236,7 +236,7 @@ except ImportError as error:
 """
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "before", ["", pytest.param("from transformers import modeling_utils", marks=pytest.mark.slow)]
 )

@@ -88,6 +88,7 @@ class TestLoading:
     @pytest.mark.parametrize(
         "method", [method for method in ("fork", "spawn") if method in multiprocessing.get_all_start_methods()]
     )
+    @pytest.mark.sampled("fork")
     def test_in_workers(self, method):
         packed = pack_dataset(documents(), 6, overlong="split")
         loader = DataLoader(

@@ -105,7 +105,7 @@ def train(model, collator, tmp_path, dataset):
     return losses, [parameter.detach().clone() for parameter in model.parameters()]
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_trainer_gets_same_weights_packed_and_padded(tmp_path):
     dataset = documents(LENGTHS * 3)
     padded_model = tiny_llama()

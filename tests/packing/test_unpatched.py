@@ -94,6 +94,7 @@ def messages_of(documents):
 
 
 @pytest.mark.parametrize(("method", "workers", "warned"), [("fork", 2, 1), ("spawn", 1, 0)])
+@pytest.mark.sampled("fork-2-1")
 def test_only_forked_workers_warn(method, workers, warned):
     loader = DataLoader(
         DOCUMENTS * 4, batch_size=2, num_workers=workers, collate_fn=messages_of, multiprocessing_context=method

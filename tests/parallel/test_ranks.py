@@ -69,7 +69,7 @@ def test_ranks_agree_with_the_kernels(run_on, module, name):
     run_on(2, module, name)
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_pool_reports_a_failure_on_one_rank():
     pool = Pool(2)
     pool.run("failing_cases", "passes")

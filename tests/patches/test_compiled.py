@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")  # from the compi
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.sampled("falcon", "gpt_oss")
+@pytest.mark.sampled("gpt_oss")
 def test_one_graph_for_every_length(family: str) -> None:
     graphs = Graphs()
     model = zoo.tiny_model(family, **FAMILIES[family])

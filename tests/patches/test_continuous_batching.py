@@ -87,7 +87,7 @@ def test_a_copy_generates_by_itself() -> None:
         assert packed_gap(twin) < 1e-5
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 def test_training_during_a_session_is_refused() -> None:
     model = tiny_model("llama", dtype=torch.float32)
     with (

@@ -297,6 +297,7 @@ def test_the_first_call_after_generation_is_watched(llama: PreTrainedModel) -> N
 @pytest.mark.heavy
 @pytest.mark.filterwarnings("ignore::UserWarning")
 @pytest.mark.parametrize("part", ["whole", "layers", "layers in place"])
+@pytest.mark.sampled("layers")
 def test_compiled_code_is_not_watched(part: str) -> None:
     """There is one graph from the first call on; no hook makes another."""
     graphs = Graphs()

@@ -39,6 +39,7 @@ def image(model: Any, count: int = 1) -> Tensor:
 
 @pytest.mark.heavy
 @pytest.mark.parametrize("name", CLASSES)
+@pytest.mark.slow
 def test_the_sweep_finds_the_class_exact(name: str) -> None:
     with quiet():
         row = Trial(next(case for case in cases() if case.name == name)).run("patch")

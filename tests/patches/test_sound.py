@@ -227,7 +227,7 @@ class TestTrials:
         ):
             tritonpack.patch(Counting(StrangerConfig()).double().eval())
 
-    @pytest.mark.heavy
+    @pytest.mark.slow
     def test_frames_that_depend_on_tokens(self, trials: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
         class Odd(FastSpeech2ConformerModel):
             pass

@@ -225,7 +225,7 @@ class TestJudge:
 
 
 class TestRunning:
-    @pytest.mark.heavy
+    @pytest.mark.slow
     def test_a_crash_and_a_hang_cost_one_class(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def judge(given: Case, **options: Any) -> list[Row]:
             if given.name == "crash":

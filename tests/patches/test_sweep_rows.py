@@ -55,7 +55,7 @@ def test_is_packed_exactly(key: str) -> None:
     assert (row.verdict, row.reason) == ("exact", "")
 
 
-@pytest.mark.heavy
+@pytest.mark.slow
 @pytest.mark.parametrize("key", REFUSED)
 def test_is_refused_with_the_reason(key: str) -> None:
     with quiet():

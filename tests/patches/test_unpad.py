@@ -365,14 +365,6 @@ class TestModels:
         assert got.dtype == want.dtype
         assert apart([real(want.float(), batch)], [real(got.float(), batch)]) < 0.05
 
-    @pytest.mark.heavy
-    def test_compiled(self) -> None:
-        model, batch = tiny_model("llama", dtype=torch.float32, num_hidden_layers=1), padded(labels=False)
-        with tritonpack.patch(model, share_prefixes=True):
-            want = model(**batch).logits
-            got = torch.compile(model, backend="eager", dynamic=True)(**batch).logits
-        assert apart([want], [got]) < 1e-5
-
 
 class TestTreeEnds:
     """`tree_ends` say that a row holds a tree, as `TreeCollator` gives it."""
