@@ -15,6 +15,7 @@ from triton.compiler import ASTSource
 
 from tests.kernels.aot import TARGETS
 from tritonpack.kernels import dense_mask, intervals, tables, tree_tables, trees
+from tritonpack.kernels.tile_shapes import TILES
 
 pytestmark = pytest.mark.compile
 
@@ -104,7 +105,7 @@ def compile_kernel(name: str, arch: str) -> Code:
     return Code(int(re.search(r"\bREG:(\d+)", usage)[1]), len(re.findall(r"\b(?:LDL|STL)\b", code)), code)
 
 
-@pytest.mark.parametrize("arch", [pytest.param(x, marks=() if x == "sm_90" else pytest.mark.slow) for x in TARGETS])
+@pytest.mark.parametrize("arch", [pytest.param(x, marks=() if x == "sm_90" else pytest.mark.slow) for x in TILES])
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles_without_spills(name: str, arch: str) -> None:
     code = compile_kernel(name, arch)
