@@ -17,7 +17,6 @@ import torch
 import triton
 
 from tests.kernels.aot import (
-    TARGETS,
     Configuration,
     HopperConfiguration,
     Resources,
@@ -25,6 +24,7 @@ from tests.kernels.aot import (
     hopper_configurations,
     shipped_configurations,
 )
+from tritonpack.kernels.tile_shapes import TILES
 
 COLUMNS = (
     f"{'configuration':42} {'M x N':>9} {'warps':>5} {'stages':>6} {'registers':>9} {'spills':>6} {'shared KiB':>10} "
@@ -55,7 +55,7 @@ def row(configuration: Configuration | HopperConfiguration, resources: Resources
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", choices=sorted(TARGETS), help="one architecture only")
+    parser.add_argument("--arch", choices=sorted(TILES), help="one architecture only")
     parser.add_argument("--csv", type=Path, help="also write the rows to this file")
     parser.add_argument("--jobs", type=int, default=2, help="compilations at a time")
     options = parser.parse_args(arguments)
