@@ -40,6 +40,8 @@ from tests.patches.test_every_model import state
 from tritonpack.patches.applied_patch import applied_to
 from tritonpack.patches.trial.comparison import apart
 
+pytestmark = pytest.mark.heavy
+
 SLOW = pytest.mark.slow
 EVERY_OBJECTIVE = pytest.mark.parametrize(
     "objective", [name if name == "both" else pytest.param(name, marks=SLOW) for name in OBJECTIVES]
