@@ -269,6 +269,14 @@ class TestCalls:
         assert sorted(set(waits.names)) == ["_local_scalar_dense", "cpu"]  # `checks.require` reads on the host alone
         assert waits.names.count("cpu") == 1
 
+    def test_a_packed_row_waits_for_nothing(self) -> None:
+        """Position ids tell its documents apart, and there is no padding to look for."""
+        ids, positions = torch.randint(3, VOCAB, (1, 12)), torch.arange(12)[None] % 5
+        given = PackedBatch(None, positions, None, ids.shape, ids.device, Serving("tritonpack", "auto"))
+        with _Waits() as waits:
+            assert Compaction(share_prefixes=False)(given, {"input_ids": ids, "position_ids": positions}) is given
+        assert not {"cpu", "nonzero", "item"} & set(waits.names)
+
 
 class _Waits(TorchDispatchMode):
     """Counts operators that wait for a device, and calls of `Tensor.cpu`."""

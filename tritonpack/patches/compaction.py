@@ -78,7 +78,7 @@ class Compaction:
         Args:
             packed_batch: the packing of the batch.
             arguments: of the patched module's call.
-            targets: learns where the tokens lie that predict labels; None without labels.
+            targets: is told where the tokens lie that predict labels; None without labels.
         """
         tokens, total = packed_batch.tokens, packed_batch.tokens.numel()
         placement = None

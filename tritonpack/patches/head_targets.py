@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import operator
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -40,8 +41,9 @@ class HeadTargets(TensorLike):
     """Takes the place of `labels` in a call, and makes the head run on the tokens that predict a label.
 
     The base model gives the head the states of these tokens as a row of their own, each once. In the model's loss
-    function this object stays itself when labels are shifted and reshaped, and `cross_entropy` with it is `loss`.
-    Where the head can't be spared any token, this is the tensor of labels. Labels on padding are refused in any case.
+    function, shifting and reshaping give this object back, and `cross_entropy` with it is `loss`. If the head runs on
+    the caller's rows (`narrow` is False), this object stands for the tensor of labels. Labels on padding are refused in
+    any case.
 
     Attributes:
         given: (B, K) int64, `labels` or `shift_labels` of the call.
@@ -288,7 +290,7 @@ class Reading:
         self.dtype, self.device = logits.dtype, logits.device
         self.targets, self.head, self.path, self.call = targets, head, path, arguments
         self.parameters = list(own_parameters(head, getattr(head, path)))
-        self.prints = [_fingerprint(parameter) for parameter in self.parameters]
+        self.fingerprints = [_fingerprint(parameter) for parameter in self.parameters]
         kind = self.device.type
         self.autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         self.data: Tensor | None = None
@@ -326,8 +328,8 @@ class Reading:
 
     def _require_same_head(self) -> None:
         now = list(own_parameters(self.head, getattr(self.head, self.path)))
-        same = len(now) == len(self.parameters) and all(x is y for x, y in zip(now, self.parameters, strict=True))
-        if not same or any(bool(_fingerprint(x) != print) for x, print in zip(now, self.prints, strict=True)):
+        same = len(now) == len(self.parameters) and all(map(operator.is_, now, self.parameters))
+        if not same or any(bool(_fingerprint(x) != before) for x, before in zip(now, self.fingerprints, strict=True)):
             raise ValueError(
                 "logits of a call with labels are computed when they are read, and the weights of the model's head "
                 "have changed since the call. Read them before the optimizer's step."

@@ -12,7 +12,7 @@ from torch.nn.functional import embedding
 
 from tritonpack.patches.unpacking.names import OF_DOCUMENTS
 
-# To leave less than a twentieth of the tokens out costs more than it saves.
+# Leaving out less than a twentieth of the tokens costs more than it saves.
 WORTHWHILE = 0.95
 
 

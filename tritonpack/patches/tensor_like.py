@@ -109,20 +109,17 @@ def _keeps_all(part: Any, size: int) -> bool:
     return part.start in (None, 0, -size) and (part.stop is None or part.stop >= size)
 
 
-def _forward(name: str, *, reflected: bool = False) -> Any:
+def _forward(name: str) -> Any:
     function = getattr(operator, name)
 
     def method(self: TensorLike, *others: Any) -> Any:
-        operands = [self.to_tensor(), *map(as_tensor, others)]
-        return function(*(reversed(operands) if reflected else operands))
+        return function(self.to_tensor(), *map(as_tensor, others))
 
     return method
 
 
-COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
-for _name in ("sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor", *COMPARISONS):
+for _name in ("sub", "mul", "and_", "or_", "xor", "invert", "neg", "eq", "ne", "lt", "le", "gt", "ge"):
     setattr(TensorLike, f"__{_name.rstrip('_')}__", _forward(_name))
-for _name in ("invert", "neg", "abs"):
-    setattr(TensorLike, f"__{_name}__", _forward(_name))
-for _name in ("sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and_", "or_", "xor"):
-    setattr(TensorLike, f"__r{_name.rstrip('_')}__", _forward(_name, reflected=True))
+for _name in ("mul", "and_", "or_", "xor"):
+    setattr(TensorLike, f"__r{_name.rstrip('_')}__", _forward(_name))
+TensorLike.__rsub__ = lambda self, other: other - self.to_tensor()  # type: ignore[attr-defined]
