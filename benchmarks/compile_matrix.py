@@ -76,7 +76,7 @@ def page(reports: dict[str, list[dict[str, str]]]) -> str:
     for name in names:
         cells = [verdict(rows[name]) or "clean" for rows in by_name.values()]
         if set(cells) != {"clean"}:
-            short = name.replace("softcap-sinks-alibi-dropout-pack_invariant", "features")
+            short = name.replace("softcap-sinks-alibi-dropout", "features")
             lines.append(f"| {short} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

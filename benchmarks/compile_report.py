@@ -43,7 +43,7 @@ def attempt(configuration: Configuration | HopperConfiguration) -> Resources | s
 def row(configuration: Configuration | HopperConfiguration, resources: Resources | str) -> str:
     """A line of the table."""
     tile = configuration.tile
-    name = str(configuration).replace("softcap-sinks-alibi-dropout-pack_invariant", "features")
+    name = str(configuration).replace("softcap-sinks-alibi-dropout", "features")
     begin = f"{name:42} {f'{tile.block_m} x {tile.block_n}':>9} {tile.num_warps:5} {tile.num_stages:6} "
     if isinstance(resources, str):
         return begin + resources

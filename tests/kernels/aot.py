@@ -64,7 +64,7 @@ _MATRIX_INSTRUCTION = re.compile(r"\b(HGMMA|HMMA|UTC\w*MMA|v_mfma)")
 
 KEY_HEADS = 8  # key heads of the compiled kernels
 
-FEATURES = ("softcap", "sinks", "alibi", "dropout", "pack_invariant")
+FEATURES = ("softcap", "sinks", "alibi", "dropout")
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Configuration:
         kernel, arch, head_dim, dtype: as in the table of tiles.
         head_dim_v: of the values; None means head_dim.
         group: query heads per key head.
-        features: of "softcap", "sinks", "alibi", "dropout", "pack_invariant" and "tree", those that are in use.
+        features: of `FEATURES` and "tree", those that are in use.
         another_tile: None means the table's.
     """
 
@@ -240,7 +240,6 @@ def _source(configuration: Configuration) -> ASTSource:
         "UPCAST": False,
         "HAS_DK": configuration.kernel != "dv",
         "HAS_DV": configuration.kernel != "dk",
-        "ALIGN": 1 if "pack_invariant" in features else 4,
         "QUERIES_LEFT": configuration.arch in QUERIES_LEFT,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
@@ -269,8 +268,6 @@ def _source(configuration: Configuration) -> ASTSource:
         "dsinks_ptr": "*fp32", "alibi_ptr": "*fp32", "out_ptr": f"*{element}",
         "dq_ptr": f"*{element}", "dk_ptr": f"*{element}", "dv_ptr": f"*{element}",
     }  # fmt: skip
-    statistics = "*fp32" if "pack_invariant" in features else f"tensordesc<fp32[{tile.block_m}]>"
-    types |= {"lse2": statistics, "delta": statistics}
     types |= {name: f"tensordesc<{element}[{','.join(map(str, block))}]>" for name, block in descriptors.items()}
     unaligned = {
         "num_queries", "num_keys", "stride_at", "stride_ah", "stride_dlh", "stride_dlt", "drop_below",

@@ -30,10 +30,6 @@ from tritonpack.kernels.tile_shapes import (
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
 
-# The row statistics of every head begin at a multiple of this many rows: descriptors read 16 bytes at a time, and
-# Triton compiles another kernel for strides that aren't multiples of 16.
-ROW_UNIT = 16
-
 INTERPRETED = bool(knobs.runtime.interpret)  # Triton reads the environment at import
 
 
@@ -141,7 +137,7 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v, sinks.
 
-    It allocates 8 bytes more per query row and head, and with sinks 4 bytes per tile and head.
+    It allocates 8 bytes more per query row and head and per row of a block, and with sinks 4 bytes per tile and head.
     """
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     (num_queries, heads, head_dim), (num_keys, kv_heads, head_dim_v) = q.shape, v.shape
@@ -152,15 +148,15 @@ def backward(
     assert tiles.queries is not None
     block_d, block_v = _padded(q), _padded(v)
     transposed = mask.transpose()
-    num_rows = triton.cdiv(num_queries, ROW_UNIT) * ROW_UNIT
-    assert heads * num_rows < 2**31, "the row statistics are addressed with 32 bits"
-    lse2, delta = torch.empty((2, heads, num_rows), dtype=torch.float32, device=q.device)
+    key_gradients = {kernel: _tile(kernel, q, v, options, tree=mask.is_tree) for kernel in _key_gradients(q, v)}
+    # dK and dV read blocks of whole rows, so the last one may end past the last row.
+    past_end = max(tile.block_m for tile in key_gradients.values())
+    lse2, delta = (torch.empty(heads * num_queries + past_end, dtype=torch.float32, device=q.device) for _ in range(2))
     shares = None if options.sinks is None else lse.new_zeros(heads, tiles.queries.shape[0])
     q, k, v, dout = aligned(q), aligned(k), aligned(v), aligned(dout)
     assert lse.is_contiguous(), "the kernel takes no strides of lse"
     assert out.stride(2) == 1 or head_dim_v == 1, "the kernel takes no stride of the columns of out"
     common = {
-        "num_rows": num_rows,
         "num_queries": num_queries,
         "num_keys": num_keys if mask.is_tree else None,
         "scale": options.scale,
@@ -207,13 +203,9 @@ def backward(
             **common,
             **_common(q, k, mask, options, tile),
         )
-        for number, kernel in enumerate(_key_gradients(q, v)):
-            tile = _tile(kernel, q, v, options, tree=mask.is_tree)
+        for number, (kernel, tile) in enumerate(key_gradients.items()):
             width = block_v if kernel == "dv" else block_d
             columns = width if kernel == "dkdv" else min(tile.columns, width)
-            statistics: Any = (lse2, delta)
-            if not options.pack_invariant:
-                statistics = [TensorDescriptor(x, [x.numel()], [1], [tile.block_m]) for x in statistics]
             key_tiles = tiles.keys[number] if mask.is_tree else tiles.keys
             dkdv_kernel[(kv_heads * key_tiles.shape[0], width // columns)](
                 q_desc=descriptor(q, tile.block_m),
@@ -221,8 +213,8 @@ def backward(
                 k_desc=descriptor(k, tile.block_n),
                 v_desc=descriptor(v, tile.block_n),
                 dout_desc=descriptor(dout, tile.block_m, columns if kernel == "dv" else block_v),
-                lse2=statistics[0],
-                delta=statistics[1],
+                lse2_ptr=lse2,
+                delta_ptr=delta,
                 dk_ptr=dk,
                 dv_ptr=dv,
                 tiles_ptr=key_tiles,
@@ -238,7 +230,6 @@ def backward(
                 HEAD_BLOCKS=kv_heads,
                 HAS_DK=kernel != "dv",
                 HAS_DV=kernel != "dk",
-                ALIGN=1 if options.pack_invariant else 4,
                 QUERIES_LEFT=current_arch(q.device) in QUERIES_LEFT,
                 COLUMNS=columns,
                 **common,
@@ -284,7 +275,7 @@ def _key_gradients(q: Tensor, v: Tensor) -> tuple[Kernel, ...]:
 
 
 def _tile(kernel: Kernel, q: Tensor, v: Tensor, options: AttentionOptions, *, tree: bool) -> TileShape:
-    extended = (options.softcap, options.alibi_slopes is not None, options.dropout_p, options.pack_invariant)
+    extended = (options.softcap, options.alibi_slopes is not None, options.dropout_p)
     arch = current_arch(q.device)
     return select_tile(kernel, max(_padded(q), _padded(v)), q.dtype, arch, extended=any(extended), tree=tree)
 

@@ -74,7 +74,6 @@ def dq_kernel(
     stride_dqh,
     stride_at,
     stride_ah,
-    num_rows,
     num_queries,
     num_keys,
     scale,
@@ -94,7 +93,7 @@ def dq_kernel(
     BLOCK_V: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """dq [T_q, H, D], lse2 and delta = rowsum(out * dout) - dlse, both [H, ROWS].
+    """dq [T_q, H, D], lse2 and delta = rowsum(out * dout) - dlse, both [H, T_q].
 
     Grid (tiles times blocks of HEADS heads, column chunks). A tile has the rows of HEADS heads that share a key head,
     one head after the other. So it has fewer tokens, and fewer hidden pairs if documents are short. With sinks the
@@ -117,7 +116,7 @@ def dq_kernel(
     if TREE:
         key_end = num_keys
     else:
-        begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, 1, BLOCK_N)
+        begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, BLOCK_N)
         key_end = tl.load(key_stop_ptr + end - 1)
 
     rows = offs_m.to(tl.int64)
@@ -125,7 +124,8 @@ def dq_kernel(
     offs_v = tl.arange(0, BLOCK_V)
     out_ptrs = out_ptr + (rows * stride_ot + head * stride_oh)[:, None] + offs_v[None, :]
     out = tl.load(out_ptrs, mask=in_range[:, None] & (offs_v < HEAD_DIM_V)[None, :], other=0.0)  # [M, V]
-    lse = tl.load(lse_ptr + head.to(tl.int64) * num_queries + offs_m, mask=in_range, other=float("-inf"))  # [M]
+    statistics = head.to(tl.int64) * num_queries + offs_m
+    lse = tl.load(lse_ptr + statistics, mask=in_range, other=float("-inf"))  # [M]
     live = lse > float("-inf")
     dout = load_rows(dout_desc, first, first_head, 0, BLOCK_M, BLOCK_V, UPCAST)  # [M, V]
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)  # [M]
@@ -134,7 +134,6 @@ def dq_kernel(
     delta = tl.where(live, delta, 0.0)
     lse2 = tl.where(live, lse * LOG2E, float("inf"))  # [M]
     if column == 0:
-        statistics = head.to(tl.int64) * num_rows + offs_m
         tl.store(lse2_ptr + statistics, lse2, mask=in_range)
         tl.store(delta_ptr + statistics, delta, mask=in_range)
         if sinks_ptr is not None:
@@ -199,8 +198,8 @@ def dkdv_kernel(
     k_desc,
     v_desc,
     dout_desc,
-    lse2,
-    delta,
+    lse2_ptr,
+    delta_ptr,
     dk_ptr,
     dv_ptr,
     tiles_ptr,
@@ -218,7 +217,6 @@ def dkdv_kernel(
     stride_dvh,
     stride_at,
     stride_ah,
-    num_rows,
     num_queries,
     num_keys,
     scale,
@@ -233,7 +231,6 @@ def dkdv_kernel(
     UPCAST: tl.constexpr,
     HAS_DK: tl.constexpr,
     HAS_DV: tl.constexpr,
-    ALIGN: tl.constexpr,
     QUERIES_LEFT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -245,8 +242,8 @@ def dkdv_kernel(
 
     The bounds belong to the transposed mask. At large head dimensions the two accumulators don't fit in registers
     together; two launches, which both compute the scores, then cost less than spilling. At the largest head dimension
-    each launch also divides the columns among programs. The row statistics are descriptors, or pointers if ALIGN is 1:
-    descriptors read 16 bytes at a time, so with them blocks of queries begin at multiples of 4 rows of the stream.
+    each launch also divides the columns among programs. The row statistics, [H, T_q], are readable for BLOCK_M rows
+    past their end, so a block is loaded without a mask.
 
     QUERIES_LEFT makes q and dout the left operands of the first two products, instead of k and v, and zeroes q and dout
     for the sums alone. The results are the same (docs/decisions/kernel-forms.md).
@@ -263,7 +260,7 @@ def dkdv_kernel(
     if TREE:
         query_end = num_queries
     else:
-        begin, full, full_end, blocks = block_range(query_start_ptr, query_stop_ptr, first, end - 1, ALIGN, BLOCK_M)
+        begin, full, full_end, blocks = block_range(query_start_ptr, query_stop_ptr, first, end - 1, BLOCK_M)
         query_end = tl.load(query_stop_ptr + end - 1)
 
     BLOCK_DOUT: tl.constexpr = BLOCK_V if HAS_DK else COLUMNS
@@ -292,13 +289,9 @@ def dkdv_kernel(
             offs_m = row + tl.arange(0, BLOCK_M)
             q = load_rows(q_desc, row, head, 0, BLOCK_M, BLOCK_D, UPCAST)  # [M, D]
             dout = load_rows(dout_desc, row, head, dout_column, BLOCK_M, BLOCK_DOUT, UPCAST)  # [M, V]
-            if ALIGN == 1:
-                statistics = tl.cast(head, tl.int64) * num_rows + offs_m
-                lse2_m = tl.load(lse2 + statistics, mask=offs_m < num_rows, other=float("inf"))  # [M]
-                delta_m = tl.load(delta + statistics, mask=offs_m < num_rows, other=0.0)  # [M]
-            else:
-                lse2_m = lse2.load([head * num_rows + row])  # [M]
-                delta_m = delta.load([head * num_rows + row])  # [M]
+            statistics = tl.cast(head, tl.int64) * num_queries + offs_m
+            lse2_m = tl.load(lse2_ptr + statistics)  # [M]
+            delta_m = tl.load(delta_ptr + statistics)  # [M]
             if phase == 0:  # rows that see nothing, or lie after the tile's last query, may hold NaN
                 live = ((lse2_m < float("inf")) & (offs_m < query_end))[:, None]
                 if HAS_DV and not QUERIES_LEFT:

@@ -89,7 +89,7 @@ def forward_kernel(
     if TREE:
         key_end = num_keys
     else:
-        begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, 1, BLOCK_N)
+        begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, BLOCK_N)
         key_end = tl.load(key_stop_ptr + end - 1)
 
     q = load_rows(q_desc, first, first_head, 0, BLOCK_M, BLOCK_D, UPCAST)  # [M, D]

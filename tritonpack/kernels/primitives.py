@@ -27,13 +27,13 @@ def load_tile(tiles_ptr, head_blocks, FIELDS: tl.constexpr):
 
 
 @triton.jit
-def block_range(start_ptr, stop_ptr, first, last, ALIGN: tl.constexpr, BLOCK: tl.constexpr):
+def block_range(start_ptr, stop_ptr, first, last, BLOCK: tl.constexpr):
     """The blocks of BLOCK columns, from `begin`, that a tile of rows `first` to `last` visits.
 
     Both bounds ascend, so the tile sees columns [start[first], stop[last]), and every row of it sees all of
     [start[last], stop[first]). Blocks [0, full) and [full_end, blocks) need masking, blocks [full, full_end) don't.
     """
-    begin = tl.load(start_ptr + first) // ALIGN * ALIGN
+    begin = tl.load(start_ptr + first)
     end = tl.load(stop_ptr + last)
     common = tl.load(start_ptr + last)
     common_end = tl.load(stop_ptr + first)

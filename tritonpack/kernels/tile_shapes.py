@@ -144,7 +144,7 @@ TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
 }
 
 # Features that take registers for every score, and their tiles if the tiles above would spill.
-EXTENDED = frozenset({"softcap", "alibi", "dropout", "pack_invariant"})
+EXTENDED = frozenset({"softcap", "alibi", "dropout"})
 EXTENDED_TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
     "sm_90": {
         "forward": {
@@ -267,7 +267,7 @@ def why_illegal(kernel: Kernel, tile: TileShape, block_d: int, arch: str) -> str
 def load_tiles(path: str | os.PathLike[str]) -> int:
     """Use the tiles of a file that `python -m benchmarks.tune` wrote, instead of the tables.
 
-    They apply to this process, to 16-bit types without softcap, ALiBi, dropout or pack invariance. The environment
+    They apply to this process, to 16-bit types without softcap, ALiBi or dropout. The environment
     variable TRITONPACK_TILES names a file to load at import.
 
     Args:
