@@ -300,7 +300,7 @@ def test_no_queries_and_no_keys() -> None:
 
 
 def test_backward_allocates_two_numbers_per_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Besides the gradients, backward allocates delta and the log-sum-exp: 8 bytes per query row and head, and a block."""
+    """Besides the gradients, backward allocates delta and the log-sum-exp: 8 bytes per query row and head."""
     inputs = make_inputs(Case("memory", (100, 28), heads=8))
     allocated: list[int] = []
     original = torch.empty

@@ -24,6 +24,7 @@ from tritonpack.kernels.primitives import (
     block_range,
     clean,
     dot,
+    dropout_keys,
     kept,
     listed_range,
     load_alibi,
@@ -112,7 +113,8 @@ def dq_kernel(
     head = first_head + row // TOKENS  # [M]
     start, stop = load_bounds(key_start_ptr, key_stop_ptr, offs_m, end)  # [M]
     slopes, diagonal = load_alibi(alibi_ptr, diagonal_ptr, offs_m, head, end, stride_at, stride_ah)  # [M]
-    seed = 0 if seed_ptr is None else tl.load(seed_ptr)
+    if seed_ptr is not None:
+        drop_keys = dropout_keys(tl.load(seed_ptr), head)  # [M]
     if TREE:
         key_end = num_keys
     else:
@@ -178,7 +180,7 @@ def dq_kernel(
                 p = tl.exp2(exponents)
                 dp = tl.dot(dout, v.T, input_precision="ieee")  # [M, V] @ [V, N] -> [M, N]
                 if seed_ptr is not None:
-                    keep = kept(seed, head[:, None], offs_m[:, None], offs_n[None, :], drop_below)
+                    keep = kept(drop_keys[:, None], offs_m[:, None], offs_n[None, :], drop_below)
                     dp = tl.where(keep, dp * keep_scale, 0.0)
                 dp = (dp - delta[:, None]) * slope
                 if phase != FULL:
@@ -312,7 +314,7 @@ def dkdv_kernel(
                     visible &= other_side(offs_n[:, None], offs_m[None, :], key_start_ptr, key_stop_ptr, num_queries)
                 p = tl.where(visible, p, 0.0)
             if seed_ptr is not None:
-                keep = kept(seed, head, offs_m[None, :], offs_n[:, None], drop_below)
+                keep = kept(dropout_keys(seed, head), offs_m[None, :], offs_n[:, None], drop_below)
             if HAS_DV:
                 weights = p if seed_ptr is None else tl.where(keep, p * keep_scale, 0.0)
                 summed = tl.where(live, dout, 0.0) if QUERIES_LEFT and phase == 0 else dout

@@ -18,6 +18,7 @@ from tritonpack.kernels.primitives import (
     block_range,
     clean,
     dot,
+    dropout_keys,
     kept,
     listed_range,
     load_alibi,
@@ -85,7 +86,8 @@ def forward_kernel(
     offs_m = first + tl.arange(0, BLOCK_M) % (BLOCK_M // HEADS)  # [M], tokens
     start, stop = load_bounds(key_start_ptr, key_stop_ptr, offs_m, end)  # [M]
     slopes, diagonal = load_alibi(alibi_ptr, diagonal_ptr, offs_m, head, end, stride_at, stride_ah)  # [M]
-    seed = 0 if seed_ptr is None else tl.load(seed_ptr)
+    if seed_ptr is not None:
+        drop_keys = dropout_keys(tl.load(seed_ptr), head)  # [M]
     if TREE:
         key_end = num_keys
     else:
@@ -135,7 +137,7 @@ def forward_kernel(
                 alpha = tl.exp2(m_i - pivot)
                 l_i = l_i * alpha + tl.sum(p, 1)
                 if seed_ptr is not None:
-                    p = tl.where(kept(seed, head[:, None], offs_m[:, None], offs_n[None, :], drop_below), p, 0.0)
+                    p = tl.where(kept(drop_keys[:, None], offs_m[:, None], offs_n[None, :], drop_below), p, 0.0)
                 acc = dot(p, v, acc * alpha[:, None])  # [M, N] @ [N, C] -> [M, C]
                 m_i = m_new
 

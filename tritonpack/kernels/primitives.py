@@ -187,10 +187,27 @@ def tanh(x):
 
 
 @triton.jit
-def kept(seed, head, queries, keys, drop_below):
+def philox(key, first, second):
+    """The first word of Philox 2x32-7 for a key and the two words of a counter, which broadcast; all are uint32."""
+    for _ in tl.static_range(7):
+        product = first.to(tl.uint64) * 0xD256D193  # one instruction gives both halves, umulhi and a product are two
+        first = (product >> 32).to(tl.uint32) ^ key ^ second
+        second = product.to(tl.uint32)
+        key += 0x9E3779B9
+    return first
+
+
+@triton.jit
+def dropout_keys(seed, heads):
+    """A key for each head, as in backends/dropout.py."""
+    seed = seed.to(tl.uint64)
+    return philox(seed.to(tl.uint32), heads.to(tl.uint32), (seed >> 32).to(tl.uint32))
+
+
+@triton.jit
+def kept(key, queries, keys, drop_below):
     """Whether dropout keeps each pair, as in backends/dropout.py; queries and keys broadcast against each other."""
-    zero = (queries + keys) * 0
-    bits, _, _, _ = tl.philox(seed, zero + keys, zero + queries, zero + head, zero)
+    bits = philox(key, queries.to(tl.uint32, bitcast=True), keys.to(tl.uint32, bitcast=True))
     return (bits >> 1).to(tl.int32) >= drop_below
 
 
