@@ -37,7 +37,6 @@ KNOWN_SPILLS = {
     "dk-sm_120-d512-bf16": 1400,
     "dk-sm_120-d256-bf16-tree": 60,
     "dk-sm_120-d512-bf16-tree": 1400,
-    "dq-sm_90-d64-bf16-softcap-sinks-alibi-dropout": 20,
     "dq-sm_90-d256-bf16-softcap-sinks-alibi-dropout": 20,
 }
 

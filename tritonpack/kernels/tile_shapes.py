@@ -57,11 +57,11 @@ TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
             256: TileShape(128, 64, 8, 2),
             512: TileShape(128, 32, 8, 1),
         },
-        "dkdv": {64: TileShape(64, 128, 8, 2), 128: TileShape(32, 128, 8, 3)},
+        "dkdv": {64: TileShape(64, 64, 4, 2), 128: TileShape(32, 64, 4, 2)},
         "dk": {256: TileShape(32, 128, 8, 2), 512: TileShape(16, 64, 4, 1, columns=128)},
         "dv": {256: TileShape(32, 128, 8, 2), 512: TileShape(64, 64, 4, 1, columns=128)},
         "dq": {
-            64: TileShape(128, 128, 8, 2, heads=4),
+            64: TileShape(64, 64, 4, 2, heads=4),
             128: TileShape(128, 64, 8, 2, heads=4),
             256: TileShape(128, 32, 8, 2),
             512: TileShape(64, 16, 4, 2, columns=128),
@@ -152,10 +152,10 @@ EXTENDED_TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
             128: TileShape(128, 64, 8, 2),
             256: TileShape(128, 32, 8, 2),
         },
-        "dkdv": {64: TileShape(32, 128, 8, 2), 128: TileShape(16, 128, 8, 2)},
+        "dkdv": {64: TileShape(32, 64, 4, 2), 128: TileShape(16, 64, 4, 2)},
         "dk": {256: TileShape(16, 128, 8, 2, columns=128)},
         "dv": {256: TileShape(32, 128, 8, 2)},
-        "dq": {64: TileShape(128, 64, 8, 2), 128: TileShape(128, 32, 8, 2), 256: TileShape(128, 16, 8, 2)},
+        "dq": {128: TileShape(128, 32, 8, 2), 256: TileShape(128, 16, 8, 2)},
     },
     "sm_100": {
         "forward": {64: TileShape(64, 64, 8, 2, heads=8), 128: TileShape(64, 64, 8, 2), 256: TileShape(64, 64, 8, 2)},
@@ -178,7 +178,7 @@ EXTENDED_TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
 TREE_TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
     "sm_90": {
         "forward": {64: TileShape(128, 64, 8, 2, heads=8), 256: TileShape(128, 32, 8, 2)},
-        "dq": {64: TileShape(128, 64, 8, 2, heads=4), 128: TileShape(64, 64, 4, 2, heads=4)},
+        "dq": {128: TileShape(64, 64, 4, 2, heads=4)},
     },
     "sm_100": {"forward": {64: TileShape(128, 64, 8, 2, heads=8)}},
     "sm_80": {},
