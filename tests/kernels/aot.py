@@ -1,6 +1,7 @@
 """Ahead-of-time compilation of kernels for an architecture, without the hardware.
 
-Registers, spills, shared memory and matrix instructions are read from the binary with the tools in Triton's wheel.
+Registers, spills, shared memory, loops and matrix instructions are read from the binary with the tools in Triton's
+wheel, pipelined loads from Triton's intermediate form.
 """
 
 from __future__ import annotations
@@ -19,6 +20,9 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from tests.kernels import amdgcn, sass
+from tests.kernels.sass import Loop, count_instructions
+from tests.kernels.stages import Stage, read_loads
 from tritonpack.kernels.backward import dkdv_kernel, dq_kernel
 from tritonpack.kernels.forward import forward_kernel
 from tritonpack.kernels.hopper import HOPPER_TILES, ROWS, hopper_forward_kernel
@@ -59,8 +63,6 @@ _KERNELS = {
     "dq": dq_kernel,
 }
 _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-_MATRIX_INSTRUCTION = re.compile(r"\b(HGMMA|HMMA|UTC\w*MMA|v_mfma)")
-
 
 KEY_HEADS = 8  # key heads of the compiled kernels
 
@@ -130,10 +132,12 @@ class Resources:
 
     Attributes:
         registers: per thread (AMD: vector and accumulation registers together).
-        spills: instructions that move spilled registers (AMD: spilled registers).
+        spills: instructions that move spilled registers, in the whole kernel.
         shared_bytes: shared memory per program.
-        matrix_instructions: how many the binary holds.
-        instructions: of the whole kernel.
+        matrix_instructions, instructions: of the whole kernel.
+        loops: the innermost loops that multiply, in the order of the code.
+        stages: the buffers of pipelined loads.
+        unstaged_loads: TMA loads in loops that are requested and waited for in the same iteration.
     """
 
     registers: int
@@ -141,6 +145,14 @@ class Resources:
     shared_bytes: int
     matrix_instructions: int
     instructions: int
+    loops: tuple[Loop, ...] = ()
+    stages: tuple[Stage, ...] = ()
+    unstaged_loads: int = 0
+
+    @property
+    def spills_in_loops(self) -> int:
+        """Instructions that move spilled registers in an iteration of a loop, summed over the loops."""
+        return sum(loop.spills for loop in self.loops)
 
 
 def shipped_configurations() -> list[Configuration]:
@@ -189,9 +201,7 @@ def disassemble(configuration: Configuration | HopperConfiguration, target: str 
         tile = configuration.tile
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
         compiled = triton.compile(_source(configuration), target=TARGETS[target or configuration.arch], options=options)
-    if "amdgcn" in compiled.asm:
-        return _read_amd(compiled.asm["amdgcn"], compiled.metadata.shared), compiled.asm["amdgcn"]
-    return _read_nvidia(compiled.asm["cubin"], compiled.metadata.shared)
+    return _read_amd(compiled) if "amdgcn" in compiled.asm else _read_nvidia(compiled)
 
 
 def _compile_hopper(configuration: HopperConfiguration) -> Any:
@@ -286,37 +296,39 @@ def _source(configuration: Configuration) -> ASTSource:
     return ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
 
 
-def _read_nvidia(cubin: bytes, shared_bytes: int) -> tuple[Resources, str]:
+def _read_nvidia(compiled: Any) -> tuple[Resources, str]:
     tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(cubin)
+        file.write(compiled.asm["cubin"])
         file.flush()
         usage = _run(tools / "cuobjdump", "-res-usage", file.name)
-        code = _run(tools / "nvdisasm", "-c", file.name)
+        listing = _run(tools / "nvdisasm", "-c", file.name)
     registers = re.search(r"\bREG:(\d+)", usage)
     assert registers, usage
-    resources = Resources(
-        registers=int(registers[1]),
-        spills=len(re.findall(r"\b(?:LDL|STL)\b", code)),
-        shared_bytes=shared_bytes,
-        matrix_instructions=len(_MATRIX_INSTRUCTION.findall(code)),
-        instructions=len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/", code, re.MULTILINE)),
-    )
-    return resources, code
+    code = sass.parse(listing)
+    whole = count_instructions(code.instructions)
+    return _resources(compiled, int(registers[1]), whole, sass.count_loops(code)), listing
 
 
-def _read_amd(assembly: str, shared_bytes: int) -> Resources:
-    def field(name: str) -> int:
-        found = re.search(rf"\.{name}:\s+(\d+)", assembly)
-        assert found, name
-        return int(found[1])
+def _read_amd(compiled: Any) -> tuple[Resources, str]:
+    assembly = compiled.asm["amdgcn"]
+    registers = re.search(r"\.vgpr_count:\s+(\d+)", assembly)
+    assert registers, assembly[-2000:]
+    code = amdgcn.parse(assembly)
+    return _resources(compiled, int(registers[1]), amdgcn.count(code.instructions), amdgcn.loops(code)), assembly
 
+
+def _resources(compiled: Any, registers: int, whole: Loop, loops: list[Loop]) -> Resources:
+    stages, unstaged = read_loads(compiled.asm["ttgir"])
     return Resources(
-        registers=field("vgpr_count"),
-        spills=field("vgpr_spill_count"),
-        shared_bytes=shared_bytes,
-        matrix_instructions=len(_MATRIX_INSTRUCTION.findall(assembly)),
-        instructions=len(re.findall(r"^\t[sv]_|^\t(?:buffer|global|ds)_", assembly, re.MULTILINE)),
+        registers=registers,
+        spills=whole.spills,
+        shared_bytes=compiled.metadata.shared,
+        matrix_instructions=whole.matrix_instructions,
+        instructions=whole.instructions,
+        loops=tuple(loops),
+        stages=stages,
+        unstaged_loads=unstaged,
     )
 
 

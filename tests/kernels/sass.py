@@ -1,22 +1,26 @@
 """NVIDIA's machine code, read from nvdisasm's text: instructions, loops, and the work of a piece of code for an SM.
 
-The rates are those of compute capability 9.0: the CUDA C++ Programming Guide's table of arithmetic throughput, and the
-published peak of the tensor cores (4,096 dense 16-bit operations per cycle and SM). Instructions are counted for one
-warp, so code in which warps take different roles (warp specialisation) isn't described by one number of warps.
+Instructions and loops are read for every architecture, the work for compute capability 9.0. The rates are from the CUDA
+C++ Programming Guide's table of arithmetic throughput, and from the published peak of the tensor cores (4,096 dense
+16-bit operations per cycle and SM). Instructions are counted for one warp, so code in which warps take different roles
+(warp specialisation) isn't described by one number of warps.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 _LINE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;")
 _LABEL = re.compile(r"^(\.L\w+):")
 _TARGET = re.compile(r"`\((\.L\w+)\)")
-_PRODUCT = re.compile(r"\.(\d+)x(\d+)x(\d+)\.")
+_SHAPE = re.compile(r"\.(\d+)x(\d+)x(\d+)\.")
+
+_MATRIX = re.compile(r"HGMMA|HMMA|UTC\w*MMA")
+_MULTIPLY_ADD = re.compile(r"FFMA2?")
 
 # All other arithmetic runs at half rate: integers, comparisons, selections, conversions.
 _FULL_RATE = frozenset({"FFMA", "FADD", "FMUL", "IMAD", "HFMA2", "HADD2", "HMUL2"})
@@ -85,6 +89,24 @@ class Work:
         }
 
 
+class Loop(NamedTuple):
+    """What a loop of a kernel executes in an iteration, in instructions per warp.
+
+    Attributes:
+        instructions: all of them.
+        matrix_instructions: those that multiply matrices.
+        spills: those that move spilled registers.
+        barriers: those at which the program's warps wait for each other.
+        waits: those at which a warp waits: barriers, and for products, loads, shuffles.
+    """
+
+    instructions: int
+    matrix_instructions: int = 0
+    spills: int = 0
+    barriers: int = 0
+    waits: int = 0
+
+
 class Code(NamedTuple):
     """Instructions in order, and the position of each label among them."""
 
@@ -105,19 +127,44 @@ def parse(listing: str) -> Code:
 
 
 def loops(code: Code) -> list[range]:
-    """The innermost loops that multiply matrices, in order, each from the target of a backward branch to the branch.
+    """The innermost loops that multiply matrices, in order, each from the target of a backward branch to the branch."""
+    return _loops(code, _MATRIX)
+
+
+def count_loops(code: Code) -> list[Loop]:
+    """The counts of the innermost loops that multiply matrices; without matrix instructions, of those that multiply."""
+    ends = loops(code) or _loops(code, _MULTIPLY_ADD)
+    return [count_instructions(code.instructions[loop.start : loop.stop]) for loop in ends]
+
+
+def _loops(code: Code, stems: re.Pattern[str]) -> list[range]:
+    """The innermost loops that have one of these instructions.
 
     What waits for a load in a loop of its own lies after the kernel's end, and its way back is none of these.
     """
-    found = set()
+    found: dict[int, int] = {}
     for position, instruction in enumerate(code.instructions):
         target = _TARGET.search(instruction.operands) if instruction.stem == "BRA" else None
         begin = code.labels.get(target[1], position + 1) if target else position + 1
         inside = {i.stem for i in code.instructions[begin : position + 1]}
-        if "HGMMA" in inside and "EXIT" not in inside:
-            found.add((begin, position + 1))
-    inner = [a for a in found if not any(a != b and a[0] <= b[0] and b[1] <= a[1] for b in found)]
-    return [range(*ends) for ends in sorted(inner)]
+        if any(map(stems.fullmatch, inside)) and "EXIT" not in inside:
+            found[begin] = position + 1  # of several branches to the same place the last ends the loop
+    return [
+        range(begin, end)
+        for begin, end in sorted(found.items())
+        if not any(begin < other and found[other] <= end for other in found)
+    ]
+
+
+def count_instructions(instructions: Sequence[Instruction]) -> Loop:
+    """The counts of a piece of code, on any architecture."""
+    return Loop(
+        instructions=len(instructions),
+        matrix_instructions=sum(bool(_MATRIX.fullmatch(i.stem)) for i in instructions),
+        spills=sum(i.stem in ("LDL", "STL") for i in instructions),
+        barriers=sum(i.stem == "BAR" for i in instructions),
+        waits=sum(map(_is_waited_for, instructions)),
+    )
 
 
 def events(instructions: Iterable[Instruction]) -> str:
@@ -160,7 +207,7 @@ def _is_waited_for(instruction: Instruction) -> bool:
 
 
 def _product(instruction: Instruction) -> int:
-    shape = _PRODUCT.search(instruction.opcode)
+    shape = _SHAPE.search(instruction.opcode)
     assert shape, instruction
     m, n, k = map(int, shape.groups())
     return 2 * m * n * k
@@ -168,7 +215,7 @@ def _product(instruction: Instruction) -> int:
 
 def _operand_bytes(instruction: Instruction) -> int:
     """The bytes that a product reads from shared memory: the right operand, and the left one unless in registers."""
-    shape = _PRODUCT.search(instruction.opcode)
+    shape = _SHAPE.search(instruction.opcode)
     assert shape, instruction
     m, n, _ = map(int, shape.groups())
     row = 32  # bytes of a row of an operand, whatever its type
