@@ -50,7 +50,7 @@ class Call:
 
 def calls() -> list[Call]:
     """All calls; of the cases that differ in lengths and masks alone, and so share their kernels, the first."""
-    cases = [
+    cases: list[tuple[str, Case, dict[str, Any], str]] = [
         (prefix, case, {}, dtype)
         for prefix, those in (("large-", LARGE), ("", CASES))
         for case in those
@@ -141,15 +141,15 @@ def mask_calls() -> list[Call]:
             Call(
                 f"ids-{rule}",
                 positions if rule != "codes" else lambda device: positions(device).clamp(max=2).to(torch.uint8),
-                lambda ids, rule=rule: intervals.intervals_of_ids(ids, rule, *reach),
+                partial(_intervals, rule, reach),
                 frozenset({"runs_kernel"}),
             )
             for rule in ("positions", "segments", "codes")
         ),
         Call("transpose", mask, BlockDiagonalMask.transpose, frozenset({"transpose_kernel"})),
-        write("dense-bool", dense_as(torch.bool)),
-        write("dense-bf16", dense_as(torch.bfloat16)),
-        write("dense-fp32", dense_as(torch.float32)),
+        write("dense-bool", partial(_dense, torch.bool)),
+        write("dense-bf16", partial(_dense, torch.bfloat16)),
+        write("dense-fp32", partial(_dense, torch.float32)),
         write("bits", bits),
         Call(
             "parents",
@@ -184,6 +184,9 @@ def mask_calls() -> list[Call]:
     ]
 
 
-def dense_as(dtype: torch.dtype) -> Callable[[BlockDiagonalMask], Tensor]:
-    """The function that writes a mask out in a dtype."""
-    return lambda mask: dense(mask, dtype, False)
+def _intervals(rule: str, reach: tuple[int, int, int], ids: Tensor) -> object:
+    return intervals.intervals_of_ids(ids, rule, *reach)
+
+
+def _dense(dtype: torch.dtype, mask: BlockDiagonalMask) -> Tensor:
+    return dense(mask, dtype, False)
