@@ -27,7 +27,7 @@ from pathlib import Path
 
 from benchmarks.first_day import steps as list_of_steps
 from benchmarks.first_day import verdict
-from benchmarks.first_day.runner import OK, Day, Journal
+from benchmarks.first_day.runner import OK, Day, Journal, this_machine
 from benchmarks.gpu.ledger import CONTINUE, commit_here
 
 
@@ -66,6 +66,7 @@ def main(arguments: list[str] | None = None) -> None:
         Journal(options.out / "steps.jsonl"),
         options.out.resolve(),
         commit,
+        this_machine(),
         options.peers and options.peers.resolve(),
         () if options.dry_run else list_of_steps.PROBE,
     )

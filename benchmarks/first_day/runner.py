@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import platform
 import shutil
 import signal
 import subprocess
@@ -40,6 +41,8 @@ class Step:
         after: names of the steps before it that must be ok.
         continues: whether the same command continues after exit status CONTINUE.
         peers: whether it imports the packages of the folder of peers.
+        serves: names of steps that it prepares this machine for, if it does no more than that. It is run again on
+            another machine, and for other code, as long as one of them is pending.
         environment: variables of its environment.
     """
 
@@ -51,6 +54,7 @@ class Step:
     after: tuple[str, ...] = ()
     continues: bool = False
     peers: bool = False
+    serves: tuple[str, ...] = ()
     environment: tuple[tuple[str, str], ...] = ()
 
 
@@ -65,6 +69,7 @@ class Result:
         reason: why it isn't ok; empty if it is.
         output: the end of what it printed.
         commit: of the code that it ran.
+        machine: an id of the machine since it started.
         date: when it ended, in UTC.
     """
 
@@ -74,6 +79,7 @@ class Result:
     reason: str = ""
     output: str = ""
     commit: str = ""
+    machine: str = ""
     date: str = ""
 
     @property
@@ -118,6 +124,7 @@ class Day:
         journal: their results.
         out: the folder of results.
         commit: of the code.
+        machine: an id of this machine.
         peers: a folder of packages for the steps that compare, or None.
         probe: a command that fails if the device doesn't answer; it is run after a step that wasn't ok.
     """
@@ -126,13 +133,20 @@ class Day:
     journal: Journal
     out: Path
     commit: str
+    machine: str = ""
     peers: Path | None = None
     probe: tuple[str, ...] = ()
 
     def pending(self, again: Sequence[str] = ()) -> list[Step]:
         """The steps that are still to be run: not those that are ok, that had their time, or that failed with this
         code and aren't named in `again`."""
-        return [step for step in self.steps if not self._settled(step, again)]
+        pending = {step.name for step in self.steps if not step.serves and not self._settled(step, again)}
+        for step in self.steps:
+            last = self.journal.last(step)
+            here = last is not None and (last.machine, last.commit) == (self.machine, self.commit)
+            if pending.intersection(step.serves) and not (here and self._settled(step, again)):
+                pending.add(step.name)
+        return [step for step in self.steps if step.name in pending]
 
     def _settled(self, step: Step, again: Sequence[str]) -> bool:
         last = self.journal.last(step)
@@ -198,13 +212,13 @@ class Day:
     def _run(self, step: Step, limit: float, *, whole: bool) -> Result:
         """Run a step; `whole` says that a later call couldn't give it more time."""
         fill = {"out": str(self.out), "minutes": f"{max(limit - NOTICE, 1) / 60:.2f}"}
-        self.journal.write(Result(step.name, BEGUN, commit=self.commit, date=now()))
+        self.journal.write(Result(step.name, BEGUN, commit=self.commit, machine=self.machine, date=now()))
         began = time.monotonic()
         status = self._execute([part.format(**fill) if "{" in part else part for part in step.command], step, limit)
         taken = time.monotonic() - began
         output = self.log.read_text(encoding="utf-8", errors="replace")[-KEPT:]
         verdict, reason = _judge(step, status, limit, whole=whole)
-        return Result(step.name, verdict, round(taken, 1), reason, output, self.commit, now())
+        return Result(step.name, verdict, round(taken, 1), reason, output, self.commit, self.machine, now())
 
     @property
     def log(self) -> Path:
@@ -234,7 +248,16 @@ class Day:
     def _answers(self) -> bool:
         if not self.probe:
             return True
-        return self._execute(list(self.probe), Step("probe", "", self.probe, limit=60), 60) == 0
+        try:
+            return self._execute(list(self.probe), Step("probe", "", self.probe, limit=60), 60) == 0
+        finally:
+            self.log.unlink(missing_ok=True)
+
+
+def this_machine() -> str:
+    """An id of this machine since it started."""
+    path = Path("/proc/sys/kernel/random/boot_id")
+    return path.read_text().strip() if path.exists() else platform.node()
 
 
 def _judge(step: Step, status: int | None, limit: float, *, whole: bool) -> tuple[str, str]:

@@ -37,6 +37,7 @@ def steps(commit: str) -> list[Step]:
             limit=480,
             after=("machine",),
             continues=True,
+            serves=("launch", "sanitizer", "small", "large", "repeats", "graphs", "rest"),
         ),
         Step(
             "launch",
@@ -111,7 +112,7 @@ def steps(commit: str) -> list[Step]:
         Step(
             "compare",
             "ours beside the others on the first shapes, each after a check of its results",
-            ("python3", "-m", "benchmarks.gpu", "--out", "{out}", "--minutes", "{minutes}", "--first", "12", *known),
+            ("python3", "-m", "benchmarks.gpu", "--out", "{out}", "--minutes", "{minutes}", "--first", "9", *known),
             limit=720,
             after=seen,
             continues=True,
@@ -120,7 +121,7 @@ def steps(commit: str) -> list[Step]:
         Step(
             "masks",
             "how long masks take to build and to write out",
-            ("python3", "-m", "benchmarks.gpu.masks", "--out", "{out}"),
+            ("python3", "-m", "benchmarks.gpu.masks", "--out", "{out}", *known),
             limit=180,
             after=seen,
         ),
@@ -137,7 +138,7 @@ def steps(commit: str) -> list[Step]:
             "training",
             "steps of a model on padded and packed batches",
             ("python3", "-m", "benchmarks.training", "--model", "llama-2-7b", "--layers", "2", "--steps", "12",
-             "--lengths", "flan", "orcamath", "--out", "{out}"),
+             "--lengths", "flan", "orcamath", "--out", "{out}", *known),
             limit=420,
             expected=180,
             after=seen,

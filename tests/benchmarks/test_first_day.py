@@ -12,8 +12,9 @@ from benchmarks.first_day import runner
 from benchmarks.first_day.__main__ import main
 from benchmarks.first_day.runner import BEGUN, FAILED, OK, SKIPPED, TIMEOUT, UNFINISHED, Day, Journal, Result, Step
 from benchmarks.first_day.steps import dry_steps, steps
-from benchmarks.first_day.verdict import report, summary
+from benchmarks.first_day.verdict import TARGETS, Place, report, summary
 from benchmarks.gpu.ledger import ABOUT, CONTINUE, Ledger
+from benchmarks.gpu.shapes import shapes
 from tritonpack.cli.bench.batch import Shape
 from tritonpack.cli.bench.peers import OURS
 
@@ -162,6 +163,18 @@ class TestContinue:
         one.journal.write(Result("a", BEGUN, commit="abc1234"))
         assert not day(tmp_path, python("a")).pending()
 
+    def test_preparation_is_done_again_for_another_machine_or_code(self, tmp_path: Path) -> None:
+        todo = (python("a", serves=("b",)), python("b", expected=20.0))
+        assert not day(tmp_path, *todo, machine="x").run(10)
+        for fields, names in (
+            ({"machine": "x"}, "b"),
+            ({"machine": "y"}, "ab"),
+            ({"machine": "x", "commit": "d"}, "ab"),
+        ):
+            assert [step.name for step in day(tmp_path, *todo, **fields).pending()] == list(names)
+        assert day(tmp_path, *todo, machine="x").run(60)
+        assert day(tmp_path, *todo, machine="y").pending() == []
+
     def test_half_a_line_is_ignored(self, tmp_path: Path) -> None:
         day(tmp_path, python("a")).run(60)
         with (tmp_path / "steps.jsonl").open("a") as file:
@@ -185,6 +198,13 @@ class TestSteps:
             assert step.name not in seen
             assert step.expected <= step.limit
             seen.add(step.name)
+
+    def test_targets_are_compared(self) -> None:
+        (first,) = (int(s.command[s.command.index("--first") + 1]) for s in steps("abc1234") if s.name == "compare")
+        compared = shapes()[:first]
+        for target in TARGETS:
+            assert any(Place(s.distribution, s.tokens, s.heads, s.kv_heads, s.head_dim, s.causal) == target.place
+                       for s in compared)  # fmt: skip
 
     def test_no_step_needs_more_than_a_call(self) -> None:
         assert max(step.limit for step in steps("abc1234") if not step.continues) < 9 * 60
