@@ -152,25 +152,25 @@ def try_in_process(candidate: Candidate, tokens: int, lock: Path) -> tuple[str, 
     return (result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[-1][:240], None
 
 
-def try_here(candidate: Candidate, tokens: int, lock: Path) -> float:
+def try_here(candidate: Candidate, tokens: int, lock: Path, device: str = "cuda") -> float:
     """Compile, check and time a candidate in this process: the median milliseconds of the pass that it is a part of.
 
     Raises:
         Exception: it doesn't compile, doesn't fit the device, or its results are wrong.
     """
     kernel, block_d, tile = candidate
-    tiles._loaded[tiles.current_arch(torch.device("cuda", 0)), kernel, block_d] = tile
+    tiles._loaded[tiles.current_arch(torch.device(device)), kernel, block_d] = tile
     case = Case("tuned", (300, 1, 0, 77, 500), heads=HEADS, kv_heads=KV_HEADS, head_dim=block_d, slack=9)
     with compile_only():
-        small = make_inputs(case, torch.bfloat16, "cuda")
+        small = make_inputs(case, torch.bfloat16, device)
         _passes(kernel, small.q, small.k, small.v, small.dout, small.mask)
     with lock.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        check_backend(make_inputs(case, torch.bfloat16, "cuda"), "triton")
+        check_backend(make_inputs(case, torch.bfloat16, device), "triton")
         lengths = distributions(tokens)["stdlib"]
-        q, dout = (torch.randn(tokens, HEADS, block_d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        k, v = (torch.randn(tokens, KV_HEADS, block_d, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        run = _passes(kernel, q, k, v, dout, BlockDiagonalMask.from_seqlens(lengths, device="cuda"))
+        q, dout = (torch.randn(tokens, HEADS, block_d, device=device, dtype=torch.bfloat16) for _ in range(2))
+        k, v = (torch.randn(tokens, KV_HEADS, block_d, device=device, dtype=torch.bfloat16) for _ in range(2))
+        run = _passes(kernel, q, k, v, dout, BlockDiagonalMask.from_seqlens(lengths, device=device))
         with torch.no_grad():
             return float(triton.testing.do_bench(run, warmup=5, rep=30, return_mode="median"))
 

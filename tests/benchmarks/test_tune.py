@@ -1,5 +1,6 @@
 """The tuner: its candidates, their order, its choice, and a process for each."""
 
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ pytest.importorskip("triton")
 from benchmarks import tune
 from benchmarks.gpu.ledger import ABOUT, Budget
 from benchmarks.tune import Candidate, Table, fastest, in_order, shipped, try_all, try_in_process
-from tritonpack.kernels.tile_shapes import TileShape, select_tile
+from tests.kernels.fake_driver import fake_gpu
+from tritonpack import kernels
+from tritonpack.kernels import tile_shapes
+from tritonpack.kernels.tile_shapes import Kernel, TileShape, select_tile
 
 HERE = dict.fromkeys(ABOUT, "") | {"commit": "abc1234"}
 WANTED = TileShape(64, 32, 4, 3)
@@ -61,6 +65,22 @@ class TestTable:
         assert Table(tmp_path / "tiles.csv", 100, HERE).has(TODO[0])
         assert not Table(tmp_path / "tiles.csv", 100, HERE | about).has(TODO[0])
         assert not Table(tmp_path / "tiles.csv", 200, HERE).has(TODO[0])
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(shutil.which("cc") is None or torch.cuda.is_available(), reason="as in tests/kernels")
+@pytest.mark.parametrize("kernel", ["forward", pytest.param("dq", marks=pytest.mark.slow)])
+def test_candidate_is_the_tile_that_runs(kernel: Kernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU nothing has results or a time."""
+    monkeypatch.setattr(tune, "check_backend", lambda inputs, backend: None)
+    monkeypatch.setattr(tune.triton.testing, "do_bench", lambda run, **_: run() and 1.5)
+    monkeypatch.setattr(tile_shapes, "_loaded", {})
+    tile = TileShape(128, 32, 4 if shipped(kernel, 64, "sm_90").num_warps == 8 else 8, 2)
+    with fake_gpu() as launches:
+        monkeypatch.setattr(kernels, "serve", lambda x: False)  # a mask is made here, too
+        assert tune.try_here(Candidate(kernel, 64, tile), 300, tmp_path / "lock", "cpu") == 1.5
+        ours = [launch for launch in launches if launch.kernel == f"{kernel}_kernel"]
+        assert {launch.threads for launch in ours} == {32 * tile.num_warps}
 
 
 class TestProcess:
