@@ -23,6 +23,9 @@ The exit status is 0 if all steps are ok, 3 if steps are left for the next call,
 from __future__ import annotations
 
 import argparse
+import signal
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 from benchmarks.first_day import steps as list_of_steps
@@ -39,7 +42,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--peers", type=Path, help="folder of unpacked packages of other implementations")
     parser.add_argument("--commit", help="the name of the commit, where git isn't installed")
     parser.add_argument("--again", nargs="+", default=[], metavar="STEP", help="steps to run although they are done")
-    parser.add_argument("--only", nargs="+", metavar="STEP", help="no steps but these")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="no steps but these, whatever they need")
     parser.add_argument("--list", action="store_true", help="print the steps and stop")
     parser.add_argument("--dry-run", action="store_true", help="try the commands on a machine without a GPU")
     options = parser.parse_args(arguments)
@@ -56,7 +59,8 @@ def main(arguments: list[str] | None = None) -> None:
     if unknown:
         parser.error(f"the steps are {', '.join(step.name for step in todo)}; got {', '.join(sorted(unknown))}.")
     if options.only:
-        todo = [step for step in todo if step.name in options.only]
+        chosen = [step for step in todo if step.name in options.only]
+        todo = [replace(step, after=tuple(x for x in step.after if x in options.only), serves=()) for step in chosen]
     if options.list:
         for step in todo:
             print(f"{step.name:12} {step.limit:4.0f} s  {step.what}\n{'':20}{' '.join(step.command)}")
@@ -70,6 +74,7 @@ def main(arguments: list[str] | None = None) -> None:
         options.peers and options.peers.resolve(),
         () if options.dry_run else list_of_steps.PROBE,
     )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the step that runs is ended, too
     done = day.run(min(60 * options.minutes, 60 * options.total_minutes - day.journal.seconds()), options.again)
     (options.out / "verdict.md").write_text(verdict.report(day), encoding="utf-8")
     print(f"\n{verdict.summary(day)}\n{options.out / 'verdict.md'}", flush=True)

@@ -232,9 +232,10 @@ class Day:
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         command = [sys.executable if part == "python3" else part for part in command]
         with self.log.open("wb") as log:
+            # A group of its own, to end its children, too; not a session, which would outlive a lost connection.
             process = subprocess.Popen(
                 command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, cwd=ROOT, env=variables,
-                start_new_session=True,
+                preexec_fn=os.setpgrp,
             )  # fmt: skip
         try:
             return process.wait(limit)

@@ -112,7 +112,8 @@ def steps(commit: str) -> list[Step]:
         Step(
             "compare",
             "ours beside the others on the first shapes, each after a check of its results",
-            ("python3", "-m", "benchmarks.gpu", "--out", "{out}", "--minutes", "{minutes}", "--first", "9", *known),
+            ("python3", "-m", "benchmarks.gpu", "--out", "{out}", "--minutes", "{minutes}", "--first", "9", "--without",
+             "xformers", "sdpa, dense mask", *known),
             limit=720,
             after=seen,
             continues=True,

@@ -1,5 +1,8 @@
 """The first day on a GPU: order, time limits, continuing, failing and hanging steps, the verdict, the dry run."""
 
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -10,7 +13,19 @@ pytest.importorskip("triton")
 
 from benchmarks.first_day import runner
 from benchmarks.first_day.__main__ import main
-from benchmarks.first_day.runner import BEGUN, FAILED, OK, SKIPPED, TIMEOUT, UNFINISHED, Day, Journal, Result, Step
+from benchmarks.first_day.runner import (
+    BEGUN,
+    FAILED,
+    OK,
+    ROOT,
+    SKIPPED,
+    TIMEOUT,
+    UNFINISHED,
+    Day,
+    Journal,
+    Result,
+    Step,
+)
 from benchmarks.first_day.steps import dry_steps, steps
 from benchmarks.first_day.verdict import TARGETS, Place, report, summary
 from benchmarks.gpu.ledger import ABOUT, CONTINUE, Ledger
@@ -274,6 +289,9 @@ class TestMain:
         todo[1] = python("b")
         main([*common, "--again", "b"])
         assert "3 of 3 steps are ok" in capsys.readouterr().out
+        todo[2] = python("d", after=("a", "b"))
+        main(["--out", str(tmp_path / "other"), "--commit", "abc1234", "--only", "d"])
+        assert "1 of 1 steps are ok" in capsys.readouterr().out
 
     def test_total_time_bounds_all_calls(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from benchmarks.first_day import steps as module
@@ -283,6 +301,26 @@ class TestMain:
         with pytest.raises(SystemExit) as exit:
             main(["--out", str(tmp_path), "--commit", "abc1234"])
         assert exit.value.code == CONTINUE
+
+    @pytest.mark.heavy
+    def test_step_ends_with_the_call(self, tmp_path: Path) -> None:
+        """What a lost connection sends to the call."""
+        program = "\n".join([
+            "from benchmarks.first_day import __main__, steps",
+            "from benchmarks.first_day.runner import Step",
+            "slow = 'import os, time; print(os.getpid(), flush=True); time.sleep(60)'",
+            "steps.steps = lambda commit: [Step('a', '', ('python3', '-c', slow), 60.0, 0.0)]",
+            f"__main__.main(['--out', {str(tmp_path)!r}, '--commit', 'abc1234'])",
+        ])  # fmt: skip
+        call = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT)
+        log = tmp_path / "running.log"
+        while not (log.exists() and log.read_text().endswith("\n")):
+            assert call.poll() is None
+            time.sleep(0.05)
+        call.terminate()
+        assert call.wait(30) == 1
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(log.read_text()), 0)
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
