@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal -q
 
-.PHONY: help install quick test test-slow lint docs demo demo-grpo bench bench-cpu compile-matrix test-gpu bench-gpu clean
+.PHONY: help install quick test test-slow lint docs demo demo-grpo bench bench-cpu compile-matrix test-gpu bench-gpu first-day clean
 
 help:
 	@echo "make demo       train four ways (padded, unpadded, naive, packed), compare, draw a picture: demo-out/demo.png"
@@ -20,6 +20,7 @@ help:
 	@echo "make bench-cpu  CPU times of packing, masks, patching, attention and sdpa: rows in benchmarks/results/cpu.csv"
 	@echo "make compile-matrix  the compile report for several versions of Triton, into docs/compile-matrix.md; takes a while"
 	@echo "make test-gpu   the GPU tests, with the python3 on PATH; installs nothing"
+	@echo "make first-day  tests, benchmarks and tuning on a GPU in safe order, 9 minutes a call: first-day/verdict.md"
 	@echo "make bench-gpu  the GPU benchmarks, with the python3 on PATH: rows in benchmarks/results; a second run continues the first"
 
 install: $(STAMP)
@@ -69,9 +70,13 @@ compile-matrix: install
 test-gpu:
 	python3 -m pytest tests -m gpu -q
 
+# Exit status 3 means that the same command continues.
 bench-gpu:
 	python3 -m benchmarks.gpu.masks
-	python3 -m benchmarks.gpu --minutes 60
+	python3 -m benchmarks.gpu --minutes 60 || test $$? = 3
+
+first-day:
+	python3 -m benchmarks.first_day --out first-day || test $$? = 3
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info demo-out plan-out bench-out site .cache .matrix
+	rm -rf $(VENV) build dist *.egg-info demo-out plan-out bench-out first-day site .cache .matrix

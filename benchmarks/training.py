@@ -133,6 +133,7 @@ def main() -> None:
     parser.add_argument("--documents", type=int, default=4, help="per step")
     parser.add_argument("--threads", type=int, default=1, help="of each way, on a CPU")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--commit", help="the name of the commit, where git isn't installed")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"), help="folder of training.csv")
     options = parser.parse_args()
     if min(options.steps - 3, options.documents - 1, options.layers - 1, options.threads - 1) < 0:
@@ -154,15 +155,15 @@ def main() -> None:
         about = {
             "model": model, "layers": settings.config["num_hidden_layers"], "lengths": name,
             "documents_per_step": options.documents, "steps": options.steps, "dtype": str(dtype).removeprefix("torch."),
-            **environment(device),
+            **environment(device, options.commit),
         }  # fmt: skip
         ledger.append(path, COLUMNS, rows_of(runs, about))
     console.print(f"Rows: {path}")
 
 
-def environment(device: str) -> dict[str, str]:
+def environment(device: str, commit: str | None) -> dict[str, str]:
     """The device, the versions and the commit."""
-    facts = ledger.environment(torch.device(device))
+    facts = ledger.environment(torch.device(device), commit)
     here = {"device": facts["device"] if device == "cuda" else f"{platform.machine()} CPU"}
     return (
         here | {name: facts[name] for name in ("python", "torch", "commit")} | {"transformers": version("transformers")}

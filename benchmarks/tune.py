@@ -1,23 +1,42 @@
 """Search for the fastest tiles on this machine's GPU, and write a file that `tritonpack.load_tiles` reads.
 
-    python -m benchmarks.tune --out tiles.json [--head-dims 64 128] [--kernels forward dq] [--tokens 32768]
+    python -m benchmarks.tune --out tiles.json [--head-dims 64 128] [--kernels forward dq] [--minutes 8] [--most 32]
 
 The package never tunes by itself, because lengths change with every step, and a search would stop the training. The
-candidates are the legal tiles of each kernel. Each is timed by device events on a packed batch of documents like the
-standard library's functions. At the end the results of the chosen tiles are compared with the reference.
+candidates are the legal tiles of each kernel, those most like the shipped one first. Each is compiled, checked and
+timed in a process of its own, so that a tile that breaks the device for its process ends no other. Processes compile at
+the same time and take turns on the device. The time is by device events, on a packed batch of documents like the
+standard library's functions. A tile counts if its results are right.
+
+Each candidate's row is appended to tiles.csv, beside tiles.json, so the same command continues where the last one
+ended; its exit status is 3 if candidates are left. tiles.json has the fastest tiles so far.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
+import fcntl
 import itertools
-from collections.abc import Callable, Iterator
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
-from tqdm import tqdm
+from torch import Tensor
 
+from benchmarks.gpu.compile_ahead import compile_only
+from benchmarks.gpu.ledger import ABOUT, CONTINUE, Budget, append, environment, now
 from tests.lengths import distributions
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends import triton as triton_backend
@@ -26,8 +45,22 @@ from tritonpack.kernels.tile_shapes import Kernel, TileShape
 from tritonpack.options import make_options
 from tritonpack.testing import Case, check_backend, make_inputs
 
-# Kernel, tile, padded head dimension -> milliseconds, or None if the tile doesn't run.
-Measure = Callable[[Kernel, TileShape, int], float | None]
+HEADS, KV_HEADS = 16, 4
+PATIENCE = 120.0  # seconds that a candidate may take
+COLUMNS = ("kernel", "head_dim", *TileShape.__dataclass_fields__, "status", "ms", "tokens", *ABOUT, "date")
+
+
+class Candidate(NamedTuple):
+    """A tile that is tried for a kernel at a padded head dimension."""
+
+    kernel: Kernel
+    block_d: int
+    tile: TileShape
+
+    def columns(self) -> dict[str, str]:
+        """The candidate as columns of the CSV."""
+        sizes = {"kernel": self.kernel, "head_dim": self.block_d, **asdict(self.tile)}
+        return {name: str(value) for name, value in sizes.items()}
 
 
 def candidates(kernel: Kernel, block_d: int, arch: str) -> Iterator[TileShape]:
@@ -40,56 +73,148 @@ def candidates(kernel: Kernel, block_d: int, arch: str) -> Iterator[TileShape]:
             yield tile
 
 
-def tune(kernel: Kernel, block_d: int, arch: str, measure: Measure, *, block_n: int | None = None) -> TileShape:
-    """The fastest of the candidates and the shipped tile; `block_n` restricts them to tiles of that many keys."""
-    shipped = tiles.select_tile(kernel, block_d, torch.bfloat16, arch)
-    choice = [shipped, *(t for t in candidates(kernel, block_d, arch) if t != shipped)]
-    if block_n is not None:
-        choice = [tile for tile in choice if tile.block_n == block_n]
-    best, fastest = shipped, float("inf")
-    for tile in tqdm(choice, desc=f"{kernel} {block_d}", unit="tile", leave=False):
-        time = measure(kernel, tile, block_d)
-        if time is not None and time < fastest:
-            best, fastest = tile, time
-    return best
+def shipped(kernel: Kernel, block_d: int, arch: str) -> TileShape:
+    """The tile of the table."""
+    return tiles.select_tile(kernel, block_d, torch.bfloat16, arch)
 
 
-class DeviceTimer:
-    """Times the forward or the backward pass with another tile for one kernel."""
+def in_order(kernel: Kernel, block_d: int, arch: str) -> list[TileShape]:
+    """The shipped tile, and then the candidates, those that differ less from it first."""
+    own = shipped(kernel, block_d, arch)
 
-    def __init__(self, tokens: int, arch: str) -> None:
-        self.lengths = distributions(tokens)["stdlib"]
-        self.arch = arch
+    def difference(tile: TileShape) -> float:
+        return sum(abs(math.log2(getattr(tile, name) / size)) for name, size in asdict(own).items())
 
-    def __call__(self, kernel: Kernel, tile: TileShape, block_d: int) -> float | None:
-        """The median time in milliseconds; None if the tile can't be launched."""
-        before = dict(tiles._loaded)
-        tiles._loaded[self.arch, kernel, block_d] = tile
-        try:
-            return self._time(kernel, block_d)
-        except (triton.runtime.errors.OutOfResources, triton.compiler.errors.CompilationError, RuntimeError):
-            return None
-        finally:
-            tiles._loaded.clear()
-            tiles._loaded.update(before)
+    return [own, *sorted((t for t in candidates(kernel, block_d, arch) if t != own), key=difference)]
 
-    def _time(self, kernel: Kernel, head_dim: int) -> float:
-        total = sum(self.lengths)
-        q, dout = (torch.randn(total, 16, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        k, v = (torch.randn(total, 4, head_dim, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        mask = BlockDiagonalMask.from_seqlens(self.lengths, device="cuda")
-        options = make_options(q, mask)
-        plan = triton_backend.plan_tiles(q, k, v, mask, options, backward=True)
-        out, lse = triton_backend.forward(q, k, v, mask, options, plan)
 
-        def run() -> None:
-            if kernel == "forward":
-                triton_backend.forward(q, k, v, mask, options, plan)
-            else:
-                triton_backend.backward(dout, None, q, k, v, out, lse, mask, options, plan)
+def fastest(
+    choice: Iterable[TileShape], times: Mapping[TileShape, float], *, block_n: int | None = None
+) -> TileShape | None:
+    """The fastest of the tiles that have a time, or None; `block_n` restricts them to tiles of that many keys."""
+    timed = [tile for tile in choice if tile in times and block_n in (None, tile.block_n)]
+    return min(timed, key=times.__getitem__, default=None)
 
+
+class Table:
+    """The CSV of candidates. Rows of another environment or of changed code don't count."""
+
+    def __init__(self, path: Path, tokens: int, about: Mapping[str, str]) -> None:
+        self.path, self.about = path, {"tokens": str(tokens), **about}
+        self.known: dict[tuple[tuple[str, str], ...], str] = {}
+        append(path, COLUMNS, [])
+        with path.open(newline="") as file:
+            for row in csv.DictReader(file):
+                if all(row[name] == value for name, value in self.about.items()):
+                    self._note(row)
+
+    def _note(self, row: Mapping[str, str]) -> None:
+        key = tuple((name, row[name]) for name in ("kernel", "head_dim", *TileShape.__dataclass_fields__))
+        self.known[key] = row["ms"]
+
+    def write(self, candidate: Candidate, status: str, ms: float | None) -> None:
+        """Append the row of a candidate."""
+        row = {**candidate.columns(), "status": status, "ms": "" if ms is None else f"{ms:.4f}"}
+        append(self.path, COLUMNS, [row | self.about | {"date": now()}])
+        self._note(row)
+
+    def has(self, candidate: Candidate) -> bool:
+        """Whether a candidate was tried."""
+        return tuple(candidate.columns().items()) in self.known
+
+    def times(self, kernel: Kernel, block_d: int, choice: Iterable[TileShape]) -> dict[TileShape, float]:
+        """The milliseconds of the tiles that ran with right results."""
+        found = {tile: self.known.get(tuple(Candidate(kernel, block_d, tile).columns().items())) for tile in choice}
+        return {tile: float(ms) for tile, ms in found.items() if ms}
+
+
+def try_in_process(candidate: Candidate, tokens: int, lock: Path) -> tuple[str, float | None]:
+    """The status of a candidate, "ok" or why it has no time, and its milliseconds, from a process of its own."""
+    sizes = json.dumps([candidate.kernel, candidate.block_d, asdict(candidate.tile)])
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.tune",
+        "--candidate",
+        sizes,
+        "--tokens",
+        str(tokens),
+        "--out",
+        str(lock),
+    ]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE)
+    except subprocess.TimeoutExpired:
+        return f"not ready after {PATIENCE:.0f} seconds", None
+    answer = (result.stdout.strip().splitlines() or [""])[-1]
+    if result.returncode == 0:
+        return "ok", float(answer)
+    return (result.stderr.strip().splitlines() or [f"exit status {result.returncode}"])[-1][:240], None
+
+
+def try_here(candidate: Candidate, tokens: int, lock: Path, device: str = "cuda") -> float:
+    """Compile, check and time a candidate in this process: the median milliseconds of the pass that it is a part of.
+
+    Raises:
+        Exception: it doesn't compile, doesn't fit the device, or its results are wrong.
+    """
+    kernel, block_d, tile = candidate
+    tiles._loaded[tiles.current_arch(torch.device(device)), kernel, block_d] = tile
+    case = Case("tuned", (300, 1, 0, 77, 500), heads=HEADS, kv_heads=KV_HEADS, head_dim=block_d, slack=9)
+    with compile_only():
+        small = make_inputs(case, torch.bfloat16, device)
+        _passes(kernel, small.q, small.k, small.v, small.dout, small.mask)
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        check_backend(make_inputs(case, torch.bfloat16, device), "triton")
+        lengths = distributions(tokens)["stdlib"]
+        q, dout = (torch.randn(tokens, HEADS, block_d, device=device, dtype=torch.bfloat16) for _ in range(2))
+        k, v = (torch.randn(tokens, KV_HEADS, block_d, device=device, dtype=torch.bfloat16) for _ in range(2))
+        run = _passes(kernel, q, k, v, dout, BlockDiagonalMask.from_seqlens(lengths, device=device))
         with torch.no_grad():
             return float(triton.testing.do_bench(run, warmup=5, rep=30, return_mode="median"))
+
+
+def _passes(
+    kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, dout: Tensor, mask: BlockDiagonalMask
+) -> Callable[[], object]:
+    """Run forward and backward once; returns the pass that the kernel is a part of."""
+    options = make_options(q, mask)
+    plan = triton_backend.plan_tiles(q, k, v, mask, options, backward=True)
+    out, lse = triton_backend.forward(q, k, v, mask, options, plan)
+
+    def backward() -> object:
+        return triton_backend.backward(dout, None, q, k, v, out, lse, mask, options, plan)
+
+    backward()
+    return partial(triton_backend.forward, q, k, v, mask, options, plan) if kernel == "forward" else backward
+
+
+def try_all(todo: Sequence[Candidate], table: Table, tokens: int, jobs: int, budget: Budget) -> int:
+    """Try what the table doesn't have, until the time is up. Returns how many are left."""
+    left = [candidate for candidate in todo if not table.has(candidate)]
+    lock = table.path.with_suffix(".lock")
+
+    def run(candidate: Candidate) -> tuple[str, float | None] | None:
+        if not budget.allows():
+            return None
+        began = time.monotonic()
+        outcome = try_in_process(candidate, tokens, lock)
+        budget.spend(time.monotonic() - began)
+        return outcome
+
+    tried = 0
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = {pool.submit(run, candidate): candidate for candidate in left}
+        for future in as_completed(futures):
+            candidate, outcome = futures[future], future.result()
+            if outcome is not None:
+                tried += 1
+                status, ms = outcome
+                table.write(candidate, status, ms)
+                print(candidate.kernel, candidate.block_d, candidate.tile, f"{ms} ms" if ms else status, flush=True)
+    lock.unlink(missing_ok=True)
+    return len(left) - tried
 
 
 def main() -> None:
@@ -98,26 +223,41 @@ def main() -> None:
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128], choices=(64, 128, 256, 512))
     parser.add_argument("--kernels", nargs="+", default=["forward", "dkdv", "dk", "dv", "dq"])
     parser.add_argument("--tokens", type=int, default=32768)
+    parser.add_argument("--most", type=int, help="candidates of each kernel and head dimension (default: all)")
+    parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 8), help="processes at a time")
+    parser.add_argument("--minutes", type=float, default=60.0, help="when to begin no further candidate")
+    parser.add_argument("--commit", help="the name of the commit, where git isn't installed")
+    parser.add_argument("--candidate", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("tiles are tuned on the GPU that they are for; there is none here.")
-    arch = tiles.current_arch(torch.device("cuda", torch.cuda.current_device()))
-    timer = DeviceTimer(options.tokens, arch)
+    if options.candidate:
+        kernel, block_d, sizes = json.loads(options.candidate)
+        print(try_here(Candidate(kernel, block_d, TileShape(**sizes)), options.tokens, options.out))
+        return
+    device = torch.device("cuda", torch.cuda.current_device())
+    arch, budget = tiles.current_arch(device), Budget(options.minutes)
+    table = Table(options.out.with_suffix(".csv"), options.tokens, environment(device, options.commit))
     best: dict[tuple[str, Kernel, int], TileShape] = {}
+    left = 0
     for head_dim in options.head_dims:
         offered = ("forward", *tiles.key_gradient_kernels(head_dim, torch.bfloat16, arch), "dq")
         for kernel in (name for name in offered if name in options.kernels):
+            choice = in_order(kernel, head_dim, arch)[: options.most]
+            left += try_all(
+                [Candidate(kernel, head_dim, t) for t in choice], table, options.tokens, options.jobs, budget
+            )
             fixed = best.get((arch, "dk", head_dim)) if kernel == "dv" else None
-            tile = tune(kernel, head_dim, arch, timer, block_n=None if fixed is None else fixed.block_n)
-            best[arch, kernel, head_dim] = tile
-            shipped = tiles.select_tile(kernel, head_dim, torch.bfloat16, arch)
-            times = [timer(kernel, t, head_dim) for t in (tile, shipped)]
-            print(f"{kernel} {head_dim}: {tile} {times[0]} ms; shipped {times[1]} ms", flush=True)
+            times = table.times(kernel, head_dim, choice)
+            tile = fastest(choice, times, block_n=None if fixed is None else fixed.block_n)
+            if tile is not None:
+                best[arch, kernel, head_dim] = tile
+                own = times.get(choice[0])
+                print(f"{kernel} {head_dim}: {tile} {times[tile]} ms; shipped {own} ms", flush=True)
     tiles.save_tiles(options.out, best, device=torch.cuda.get_device_name(), triton=triton.__version__)
-    print(f"{tiles.load_tiles(options.out)} tiles in {options.out}")
-    for head_dim in options.head_dims:
-        case = Case("tuned", (300, 1, 0, 77, 500), heads=8, kv_heads=2, head_dim=head_dim, slack=9)
-        print(f"head dimension {head_dim}: {check_backend(make_inputs(case, torch.bfloat16, 'cuda'), 'triton')}")
+    print(f"{tiles.load_tiles(options.out)} tiles in {options.out}; {left} candidates are left")
+    if left:
+        raise SystemExit(CONTINUE)
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if sample is not None and item.callspec.id not in sample.args:  # type: ignore[attr-defined]
             item.add_marker(pytest.mark.slow)
     runnable = {
-        "gpu": torch.cuda.is_available() and not INTERPRETED,
+        "gpu": (torch.cuda.is_available() or config.getoption("collectonly")) and not INTERPRETED,
         "interpreter": INTERPRETED,
         "compile": not INTERPRETED,
     }

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,23 +48,29 @@ def moved_outputs(
         return dict(zip(ROW_OUTPUTS, (out.detach(), lse.detach().T, *grads), strict=True))
 
     def change(mask: BlockDiagonalMask, by: Callable[[str, Tensor], Tensor]) -> Inputs:
-        changed = {name: by(name, getattr(inputs, name)) for name in ("q", "k", "v", "dout")}
+        changed: dict[str, Any] = {name: by(name, getattr(inputs, name)) for name in ("q", "k", "v", "dout")}
         return replace(inputs, **changed, dlse=by("dlse", inputs.dlse.T).T, mask=mask)
 
     packed, moved, begin = outputs(inputs), set(), 0
     for length in case.seqlens:
         rows = slice(begin, begin + length)
         mask = BlockDiagonalMask.from_seqlens([length], causal=case.causal, window=case.window, device=device)
-        alone = outputs(change(mask, lambda name, x, rows=rows: x[rows]))
+        alone = outputs(change(mask, partial(_only, rows)))
         if poison:
-            packed = outputs(change(inputs.mask, lambda name, x, rows=rows: _keep(x, rows) if name in poison else x))
+            packed = outputs(change(inputs.mask, partial(_poisoned, rows, poison)))
         moved |= {name for name, x in alone.items() if not torch.equal(x, packed[name][rows])}
         begin += length
     return moved
 
 
-def _keep(x: Tensor, rows: slice) -> Tensor:
-    """x with NaN in all rows but these."""
+def _only(rows: slice, name: str, x: Tensor) -> Tensor:
+    return x[rows]
+
+
+def _poisoned(rows: slice, poison: tuple[str, ...], name: str, x: Tensor) -> Tensor:
+    """x, with NaN in all rows but these if it is to be poisoned."""
+    if name not in poison:
+        return x
     kept = torch.full_like(x, float("nan"))
     kept[rows] = x[rows]
     return kept

@@ -1,6 +1,6 @@
 """Time attention and other implementations by device events, in one process, in turn, after a check of results.
 
-    python3 -m benchmarks.gpu [--out DIR] [--minutes 8] [--commit NAME] [--without NAME ...]
+    python3 -m benchmarks.gpu [--out DIR] [--minutes 8] [--first 10] [--commit NAME] [--without NAME ...]
 
 Each row is appended to DIR/attention.csv as soon as it is measured. The shapes come in order of importance
 (benchmarks/gpu/shapes.py). A shape is begun only if the time suffices. Rows that the file has from the same commit in
@@ -11,7 +11,8 @@ Columns: `p20_ms`, `p50_ms`, `p80_ms` by device events, with a cold cache; `host
 returns; `tflops`: over the visible pairs alone, backward counted as 2.5 forwards; `extra_mib`: the most memory beyond
 the inputs, results included; `launches`: kernels, copies and fills; `status`: "ok", or why there is no figure.
 
-The exit status is 3 if a peer broke the device for the process. The next run leaves that peer out at that shape.
+The exit status is 3 if shapes are left, or if a peer broke the device for the process. The next run leaves that peer
+out at that shape.
 """
 
 from __future__ import annotations
@@ -24,28 +25,15 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.gpu.ledger import Ledger, environment
+from benchmarks.gpu.ledger import CONTINUE, Budget, Ledger, environment
+from benchmarks.gpu.machine import ceilings
 from benchmarks.gpu.shapes import documents_of, shapes, smoke_shapes
 from tritonpack.cli.bench.batch import Shape, make_batch
-from tritonpack.cli.bench.measure import DeviceLostError, measure, quantiles, time_alternating
+from tritonpack.cli.bench.measure import DeviceLostError, measure
 from tritonpack.cli.bench.peers import PEERS, Peer
 
 RESULTS = Path("benchmarks/results")
 PRINTED = ("op", "implementation", "p50_ms", "host_ms", "tflops", "extra_mib", "launches", "status")
-
-
-class Budget:
-    """Minutes that begin now. A shape may begin if the longest time of the last three shapes is left."""
-
-    def __init__(self, minutes: float) -> None:
-        self.end = time.monotonic() + 60 * minutes
-        self.taken: list[float] = []
-
-    def allows(self) -> bool:
-        return time.monotonic() + max(self.taken[-3:], default=0.0) < self.end
-
-    def spend(self, seconds: float) -> None:
-        self.taken.append(seconds)
 
 
 def run(
@@ -81,19 +69,11 @@ def run(
     return []
 
 
-def ceilings() -> str:
-    """The limits of this GPU: a device-to-device copy and a bf16 matrix product."""
-    x, y = (torch.empty(2**31, dtype=torch.int8, device="cuda") for _ in range(2))
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    times = time_alternating({"copy": lambda: y.copy_(x), "matmul": lambda: a @ b}, torch.device("cuda"))
-    copy, matmul = (quantiles(times[name].device)[1] for name in ("copy", "matmul"))
-    return f"copy {2 * x.numel() / copy / 1e9:.2f} TB/s, bf16 matrix product {2 * 8192**3 / matmul / 1e9:.0f} TFLOP/s"
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, help=f"folder of the CSV (default: {RESULTS})")
     parser.add_argument("--minutes", type=float, default=8.0, help="when to begin no further shape")
+    parser.add_argument("--first", type=int, help="how many of the shapes (default: all)")
     parser.add_argument("--commit", help="the name of the commit, where git isn't installed")
     parser.add_argument("--without", nargs="+", default=[], metavar="NAME", help="implementations to leave out")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
@@ -103,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if unknown:
         parser.error(f"--without knows {', '.join(repr(p.name) for p in PEERS)}; got {', '.join(sorted(unknown))}.")
     on_cpu = options.device == "cpu"
-    todo = smoke_shapes() if on_cpu else shapes()
+    todo = (smoke_shapes() if on_cpu else shapes())[: options.first]
     if options.list:
         print("\n".join(map(str, todo)))
         return
@@ -123,10 +103,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         left = run(todo, ledger, budget, device, peers=peers)
     except DeviceLostError as error:
         print(f"\nThe device is lost to this process: {error}\nThe same command continues.", file=sys.stderr)
-        raise SystemExit(3) from error
+        raise SystemExit(CONTINUE) from error
     print(f"\n{len(todo) - len(left)} of {len(todo)} shapes in {ledger.path}", flush=True)
     if left:
         print("Time is up; the same command continues with:", *map(str, left), sep="\n  ")
+        raise SystemExit(CONTINUE)
 
 
 if __name__ == "__main__":

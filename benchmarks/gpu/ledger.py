@@ -1,10 +1,11 @@
-"""The CSV files of measurements, and the facts of the environment that their rows hold."""
+"""The CSV files of measurements, the facts of the environment that their rows hold, and the time that a run has."""
 
 from __future__ import annotations
 
 import csv
 import platform
 import subprocess
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from datetime import datetime, timezone
@@ -20,7 +21,22 @@ SHAPE = tuple(field.name for field in fields(Shape))
 ABOUT = (
     "device", "driver", "python", "torch", "cuda", "triton", "tritonpack", "commit", "flash_attn_4", "xformers",
 )  # fmt: skip
+CONTINUE = 3  # the exit status of a program that isn't done, and that the same command continues
 COLUMNS = ("op", "implementation", *SHAPE, "documents", "status", *FIGURES, *ABOUT, "date")
+
+
+class Budget:
+    """Minutes that begin now. A piece of work may begin if the longest time of the last three pieces is left."""
+
+    def __init__(self, minutes: float) -> None:
+        self.end = time.monotonic() + 60 * minutes
+        self.taken: list[float] = []
+
+    def allows(self) -> bool:
+        return time.monotonic() + max(self.taken[-3:], default=0.0) < self.end
+
+    def spend(self, seconds: float) -> None:
+        self.taken.append(seconds)
 
 
 def append(path: Path, columns: Sequence[str], rows: Iterable[Mapping[str, object]]) -> None:
@@ -97,13 +113,14 @@ def environment(device: torch.device, commit: str | None = None) -> dict[str, st
         "cuda": torch.version.cuda or torch.version.hip or "",
         "triton": installed_version("triton") or "",
         "tritonpack": installed_version("tritonpack") or "source",
-        "commit": commit or _commit(),
+        "commit": commit or commit_here(),
         "flash_attn_4": installed_version("flash-attn-4") or "",
         "xformers": installed_version("xformers") or "",
     }
 
 
-def _commit() -> str:
+def commit_here() -> str:
+    """The commit of the code, with "+" if it has been changed since; "unknown" without git."""
     commit = _output("git", "rev-parse", "--short", "HEAD")
     code = ("tritonpack", "benchmarks", ":(exclude)benchmarks/results")
     changed = _output("git", "status", "--porcelain", "--", *code) != "unknown"

@@ -89,11 +89,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
     parser.add_argument("--tokens", type=int, default=131072)
+    parser.add_argument("--commit", help="the name of the commit, where git isn't installed")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks.gpu.masks needs a GPU, and torch sees none here.")
     device = torch.device("cuda")
-    path, about = options.out / "masks.csv", environment(device)
+    path, about = options.out / "masks.csv", environment(device, options.commit)
     calls, sizes = writers()
     for tokens, timed in ((options.tokens, builders(options.tokens)), (DENSE_TOKENS, calls)):
         for name, times in time_alternating(timed, device).items():

@@ -1,21 +1,109 @@
-"""The tuner: its candidates, and its choice."""
+"""The tuner: its candidates, their order, its choice, and a process for each."""
 
+import shutil
+import sys
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+pytest.importorskip("triton")
+
 from benchmarks import tune
-from tritonpack.kernels.tile_shapes import TileShape, select_tile
+from benchmarks.gpu.ledger import ABOUT, Budget
+from benchmarks.tune import Candidate, Table, fastest, in_order, shipped, try_all, try_in_process
+from tests.kernels.fake_driver import fake_gpu
+from tritonpack import kernels
+from tritonpack.kernels import tile_shapes
+from tritonpack.kernels.tile_shapes import Kernel, TileShape, select_tile
+
+HERE = dict.fromkeys(ABOUT, "") | {"commit": "abc1234"}
+WANTED = TileShape(64, 32, 4, 3)
+PYTHON = sys.executable
+TODO = tuple(Candidate("forward", 128, tile) for tile in in_order("forward", 128, "sm_90")[:4])
+
+
+def test_candidates_begin_with_the_shipped_tile_and_its_neighbours() -> None:
+    order = in_order("forward", 128, "sm_90")
+    assert order[0] == shipped("forward", 128, "sm_90") == select_tile("forward", 128, torch.bfloat16, "sm_90")
+    assert WANTED in order
+    assert len(set(order)) == len(order)
+    changed = [sum(a != b for a, b in zip(vars(t).values(), vars(order[0]).values(), strict=True)) for t in order]
+    assert changed[1:4] == [1, 1, 1]
 
 
 def test_fastest_tile_wins() -> None:
-    wanted = TileShape(64, 32, 4, 3)
-    assert wanted in set(tune.candidates("forward", 128, "sm_90"))
-    shipped = select_tile("forward", 128, torch.bfloat16, "sm_90")
+    own = shipped("forward", 128, "sm_90")
+    assert fastest([own, WANTED], {WANTED: 1.0, own: 2.0}) == WANTED
+    assert fastest([own, WANTED], {own: 2.0}) == own
+    assert fastest([own, WANTED], {}) is None
+    assert fastest([own, WANTED], {own: 2.0, WANTED: 1.0}, block_n=own.block_n) == own
 
-    def measure(kernel: Any, tile: TileShape, block_d: int) -> float | None:
-        return {wanted: 1.0, shipped: 2.0}.get(tile)  # the others don't run
 
-    assert tune.tune("forward", 128, "sm_90", measure) == wanted
-    assert tune.tune("forward", 128, "sm_90", lambda *_: None) == shipped
-    assert tune.tune("dv", 256, "sm_90", lambda *_: 1.0, block_n=64).block_n == 64
+class TestTable:
+    def test_second_run_continues_the_first(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        tried: list[Candidate] = []
+
+        def outcome(candidate: Candidate, *_: Any) -> tuple[str, float | None]:
+            tried.append(candidate)
+            return ("ok", 3.0) if candidate != TODO[1] else ("misaligned address", None)
+
+        monkeypatch.setattr(tune, "try_in_process", outcome)
+        path = tmp_path / "tiles.csv"
+        assert try_all(TODO[:2], Table(path, 100, HERE), 100, 2, Budget(5)) == 0
+        assert try_all(TODO, Table(path, 100, HERE), 100, 2, Budget(0)) == 2
+        assert try_all(TODO, Table(path, 100, HERE), 100, 2, Budget(5)) == 0
+        assert len(tried) == len(TODO)
+        assert set(tried) == set(TODO)
+        times = Table(path, 100, HERE).times("forward", 128, [c.tile for c in TODO])
+        assert times == {c.tile: 3.0 for c in TODO if c != TODO[1]}
+
+    @pytest.mark.parametrize("about", [{"commit": "abc1235"}, {"triton": "4.0"}], ids=str)
+    def test_rows_of_another_environment_do_not_count(self, about: dict[str, str], tmp_path: Path) -> None:
+        Table(tmp_path / "tiles.csv", 100, HERE).write(TODO[0], "ok", 1.0)
+        assert Table(tmp_path / "tiles.csv", 100, HERE).has(TODO[0])
+        assert not Table(tmp_path / "tiles.csv", 100, HERE | about).has(TODO[0])
+        assert not Table(tmp_path / "tiles.csv", 200, HERE).has(TODO[0])
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(shutil.which("cc") is None or torch.cuda.is_available(), reason="as in tests/kernels")
+@pytest.mark.parametrize("kernel", ["forward", pytest.param("dq", marks=pytest.mark.slow)])
+def test_candidate_is_the_tile_that_runs(kernel: Kernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU nothing has results or a time."""
+    monkeypatch.setattr(tune, "check_backend", lambda inputs, backend: None)
+    monkeypatch.setattr(tune.triton.testing, "do_bench", lambda run, **_: run() and 1.5)
+    monkeypatch.setattr(tile_shapes, "_loaded", {})
+    tile = TileShape(128, 32, 4 if shipped(kernel, 64, "sm_90").num_warps == 8 else 8, 2)
+    with fake_gpu() as launches:
+        monkeypatch.setattr(kernels, "serve", lambda x: False)  # a mask is made here, too
+        assert tune.try_here(Candidate(kernel, 64, tile), 300, tmp_path / "lock", "cpu") == 1.5
+        ours = [launch for launch in launches if launch.kernel == f"{kernel}_kernel"]
+        assert {launch.threads for launch in ours} == {32 * tile.num_warps}
+
+
+class TestProcess:
+    candidate = Candidate("forward", 128, WANTED)
+
+    def test_time_of_a_process(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.replace(monkeypatch, tmp_path, "print('chatter'); print(1.25)")
+        assert try_in_process(self.candidate, 100, tmp_path / "lock") == ("ok", 1.25)
+
+    def test_process_that_dies_has_no_time(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.replace(monkeypatch, tmp_path, "raise RuntimeError('misaligned address')")
+        assert try_in_process(self.candidate, 100, tmp_path / "lock") == ("RuntimeError: misaligned address", None)
+        self.replace(monkeypatch, tmp_path, "import os; os.abort()")
+        assert try_in_process(self.candidate, 100, tmp_path / "lock")[1] is None
+
+    def test_process_that_hangs_is_ended(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.replace(monkeypatch, tmp_path, "import time; time.sleep(60)")
+        monkeypatch.setattr(tune, "PATIENCE", 0.5)
+        assert try_in_process(self.candidate, 100, tmp_path / "lock") == ("not ready after 0 seconds", None)
+
+    def replace(self, monkeypatch: pytest.MonkeyPatch, folder: Path, program: str) -> None:
+        """Let a program of these lines stand for Python and the module."""
+        path = folder / "python"
+        path.write_text(f"#!{PYTHON}\n{program}\n")
+        path.chmod(0o755)
+        monkeypatch.setattr(tune.sys, "executable", str(path))

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks.gpu.__main__ import Budget, run
-from benchmarks.gpu.ledger import OPS, Ledger, environment
+from benchmarks.gpu.__main__ import run
+from benchmarks.gpu.ledger import OPS, Budget, Ledger, environment
 from tritonpack.cli.bench.batch import Shape
 from tritonpack.cli.bench.measure import extra_bytes, launches, time_alternating
 from tritonpack.cli.bench.peers import OURS, PEERS

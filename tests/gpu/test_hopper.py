@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests import invariance
-from tests.gpu.test_gpu import LARGE
+from tests.gpu.cases import HOPPER_HEAD_DIMS, LARGE, is_plain
 from tritonpack import varlen_attention
 from tritonpack.testing import CASES, Case, check_backend, make_inputs
 
@@ -19,19 +19,12 @@ pytestmark = [
 ]
 
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
-HEAD_DIMS = (64, 128, 256)
-
-
-def _plain(case: Case) -> bool:
-    return not (case.softcap or case.sinks or case.alibi or case.dropout_p or case.head_dim_v)
-
-
-SMALL = [case for case in CASES if _plain(case) and case.head_dim == 32]
-WHOLE = [case for case in LARGE if _plain(case) and case.head_dim in HEAD_DIMS]
+SMALL = [case for case in CASES if is_plain(case) and case.head_dim == 32]
+WHOLE = [case for case in LARGE if is_plain(case) and case.head_dim in HOPPER_HEAD_DIMS]
 
 
 @HALF
-@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("head_dim", HOPPER_HEAD_DIMS)
 @pytest.mark.parametrize("case", SMALL, ids=str)
 @pytest.mark.usefixtures("poisoned_memory")
 def test_small_cases(case: Case, head_dim: int, dtype: torch.dtype) -> None:

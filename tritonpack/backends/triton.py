@@ -254,7 +254,7 @@ def _common(
         "scale_log2": options.scale * LOG2E.value,
         "softcap_log2": options.softcap * LOG2E.value if options.softcap else None,
         "GROUP": q.shape[1] // k.shape[1],
-        "UPCAST": q.dtype == torch.bfloat16 and q.device.type == "cpu",
+        "UPCAST": q.dtype == torch.bfloat16 and INTERPRETED,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "num_warps": tile.num_warps,

@@ -1,0 +1,88 @@
+"""All that is to be done on the first day with a GPU, in safe order, and a verdict.
+
+    python3 -m benchmarks.first_day --out DIR [--minutes 9] [--peers DIR] [--commit NAME] [--again STEP ...]
+
+The steps check results first, then measure, tune and train. Each runs in a process of its own with a time limit. Its
+result is written to DIR/steps.jsonl at once, so that the same command continues where the last call ended: after
+--minutes, or after a machine was lost with only DIR saved. A step that fails or hangs ends no other; those that need it
+are skipped with the reason. A step that failed is run again if the code has another commit, or if --again names it.
+
+DIR gets verdict.md, steps.jsonl (each result with the end of its output), attention.csv, masks.csv, training.csv,
+predicted.csv, tiles.csv with the tiles that were tried, and tiles.json with the fastest, which `tritonpack.load_tiles`
+reads.
+
+--peers names a folder of unpacked packages, such as `pip install --no-deps --target` makes. Only the steps that compare
+import from it; what it lacks is named as absent.
+
+--dry-run needs no GPU: it runs each step's command in a form that does, with all kernels compiled and launched on
+Triton's own driver over a libcuda that runs nothing.
+
+The exit status is 0 if all steps are ok, 3 if steps are left for the next call, and otherwise 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+from benchmarks.first_day import steps as list_of_steps
+from benchmarks.first_day import verdict
+from benchmarks.first_day.runner import OK, Day, Journal, this_machine
+from benchmarks.gpu.ledger import CONTINUE, commit_here
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="folder of results; a second call continues it")
+    parser.add_argument("--minutes", type=float, default=9.0, help="of this call")
+    parser.add_argument("--total-minutes", type=float, default=45.0, help="of all calls")
+    parser.add_argument("--peers", type=Path, help="folder of unpacked packages of other implementations")
+    parser.add_argument("--commit", help="the name of the commit, where git isn't installed")
+    parser.add_argument("--again", nargs="+", default=[], metavar="STEP", help="steps to run although they are done")
+    parser.add_argument("--only", nargs="+", metavar="STEP", help="no steps but these, whatever they need")
+    parser.add_argument("--list", action="store_true", help="print the steps and stop")
+    parser.add_argument("--dry-run", action="store_true", help="try the commands on a machine without a GPU")
+    options = parser.parse_args(arguments)
+    commit = options.commit or commit_here()
+    if commit == "unknown":
+        parser.error("git knows no commit here; name it with --commit, because rows of another commit don't count.")
+    if options.peers is not None and not any(options.peers.glob("*/__init__.py")):
+        parser.error(
+            f"--peers must be a folder of packages; {options.peers} holds none. Unpack wheels with "
+            "`python3 -m pip install --no-index --no-deps --target FOLDER *.whl`."
+        )
+    todo = list_of_steps.dry_steps(commit) if options.dry_run else list_of_steps.steps(commit)
+    unknown = {*options.again, *(options.only or [])} - {step.name for step in todo}
+    if unknown:
+        parser.error(f"the steps are {', '.join(step.name for step in todo)}; got {', '.join(sorted(unknown))}.")
+    if options.only:
+        chosen = [step for step in todo if step.name in options.only]
+        todo = [replace(step, after=tuple(x for x in step.after if x in options.only), serves=()) for step in chosen]
+    if options.list:
+        for step in todo:
+            print(f"{step.name:12} {step.limit:4.0f} s  {step.what}\n{'':20}{' '.join(step.command)}")
+        return
+    day = Day(
+        todo,
+        Journal(options.out / "steps.jsonl"),
+        options.out.resolve(),
+        commit,
+        this_machine(),
+        options.peers and options.peers.resolve(),
+        () if options.dry_run else list_of_steps.PROBE,
+    )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the step that runs is ended, too
+    done = day.run(min(60 * options.minutes, 60 * options.total_minutes - day.journal.seconds()), options.again)
+    (options.out / "verdict.md").write_text(verdict.report(day), encoding="utf-8")
+    print(f"\n{verdict.summary(day)}\n{options.out / 'verdict.md'}", flush=True)
+    if not done:
+        raise SystemExit(CONTINUE)
+    if any(last is None or last.verdict != OK for last in map(day.journal.last, todo)):
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

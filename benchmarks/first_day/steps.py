@@ -1,0 +1,173 @@
+"""The steps of the first day, in safe order: correct first, then fast, then the figures beside what was predicted."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from benchmarks.first_day.runner import Step
+
+PYTEST = ("python3", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu")
+GPU, HOPPER = "tests/gpu/test_gpu.py", "tests/gpu/test_hopper.py"
+
+# compute-sanitizer sees every allocation only if torch doesn't serve them from its own pool.
+SANITIZER = ("compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9")
+UNPOOLED = (("PYTORCH_NO_CUDA_MEMORY_CACHING", "1"),)
+
+# Fails if the device doesn't answer.
+PROBE = ("python3", "-c", "import torch; assert (torch.ones(9, device='cuda') + 1).sum().item() == 18")
+
+
+def steps(commit: str) -> list[Step]:
+    """The steps; `commit` names the code in the rows that they write."""
+    seen = ("machine", "launch")
+    known = ("--commit", commit)
+    return [
+        Step(
+            "machine",
+            "device, versions, and the other implementations that are there",
+            ("python3", "-m", "benchmarks.gpu.machine"),
+            limit=90,
+            expected=30,
+            peers=True,
+        ),
+        Step(
+            "compile",
+            "all kernels compile, on all cores, before any runs",
+            ("python3", "-m", "benchmarks.gpu.compile_ahead", "--minutes", "{minutes}"),
+            limit=480,
+            after=("machine",),
+            continues=True,
+            serves=("launch", "sanitizer", "small", "large", "repeats", "graphs", "rest"),
+        ),
+        Step(
+            "launch",
+            "one small case of each backend, forward and backward",
+            (*PYTEST, f"{GPU}::test_small_cases[causal-bf16]", f"{HOPPER}::test_small_cases[causal-128-bf16]"),
+            limit=120,
+            after=("machine",),
+        ),
+        Step(
+            "sanitizer",
+            "no access outside of memory, in small cases",
+            (*SANITIZER, *PYTEST, GPU, HOPPER, "-k", "test_small_cases and bf16 and (slack or tree-forest or sinks)"),
+            limit=300,
+            expected=120,
+            after=("launch",),
+            environment=UNPOOLED,
+        ),
+        Step(
+            "small",
+            "small cases in three dtypes",
+            (*PYTEST, GPU, HOPPER, "-k", "test_small_cases"),
+            limit=360,
+            expected=120,
+            after=("launch",),
+        ),
+        Step(
+            "large",
+            "cases of models' sizes in both 16-bit dtypes",
+            (*PYTEST, GPU, HOPPER, "-k", "test_large_cases"),
+            limit=240,
+            after=("launch",),
+        ),
+        Step(
+            "repeats",
+            "200 equal results of the same call",
+            (*PYTEST, GPU, HOPPER, "-k", "test_repeats"),
+            limit=300,
+            after=("launch",),
+        ),
+        Step(
+            "graphs",
+            "one CUDA graph serves other documents, too",
+            (*PYTEST, "tests/gpu", "-k", "graph"),
+            limit=180,
+            after=("launch",),
+        ),
+        Step(
+            "rest",
+            "memory, waiting, offsets beyond 2**31, pack_invariant, FlashAttention's functions",
+            (*PYTEST, "tests/gpu", "--ignore", "tests/gpu/test_models.py", "-k",
+             "not test_small_cases and not test_large_cases and not test_repeats and not graph"),
+            limit=360,
+            expected=120,
+            after=("launch",),
+        ),
+        Step(
+            "models",
+            "documents of patched models stay apart",
+            (*PYTEST, "tests/gpu/test_models.py"),
+            limit=300,
+            expected=90,
+            after=("launch",),
+        ),
+        Step(
+            "ceilings",
+            "the rates of a copy and of a matrix product on this GPU",
+            ("python3", "-m", "benchmarks.gpu.machine", "--ceilings"),
+            limit=90,
+            expected=30,
+            after=("machine",),
+        ),
+        Step(
+            "compare",
+            "ours beside the others on the first shapes, each after a check of its results",
+            ("python3", "-m", "benchmarks.gpu", "--out", "{out}", "--minutes", "{minutes}", "--first", "9", "--without",
+             "xformers", "sdpa, dense mask", *known),
+            limit=720,
+            after=seen,
+            continues=True,
+            peers=True,
+        ),
+        Step(
+            "masks",
+            "how long masks take to build and to write out",
+            ("python3", "-m", "benchmarks.gpu.masks", "--out", "{out}", *known),
+            limit=180,
+            after=seen,
+        ),
+        Step(
+            "tune",
+            "the fastest tiles, each tried in a process of its own",
+            ("python3", "-m", "benchmarks.tune", "--out", "{out}/tiles.json", "--minutes", "{minutes}", "--most", "32",
+             *known),
+            limit=600,
+            after=seen,
+            continues=True,
+        ),
+        Step(
+            "training",
+            "steps of a model on padded and packed batches",
+            ("python3", "-m", "benchmarks.training", "--model", "llama-2-7b", "--layers", "2", "--steps", "12",
+             "--lengths", "flan", "orcamath", "--out", "{out}", *known),
+            limit=420,
+            expected=180,
+            after=seen,
+        ),
+        Step(
+            "predict",
+            "what a model of the machine code predicts for these kernels",
+            ("python3", "-m", "benchmarks.instruction_model", "--kernels", "forward", "dq", "dkdv", "--head-dims", "64",
+             "128", "--jobs", "8", "--csv", "{out}/predicted.csv"),
+            limit=180,
+            after=("machine",),
+        ),
+    ]  # fmt: skip
+
+
+def dry_steps(commit: str) -> list[Step]:
+    """The steps with commands that need no GPU: tests are collected, programs run on the CPU or print their help."""
+    on_cpu = {
+        "machine": ("--device", "cpu"),
+        "compile": ("--without-gpu", "sm_90"),
+        "compare": ("--device", "cpu"),
+        "training": ("--model", "tiny", "--steps", "3", "--documents", "2", "--lengths", "flan"),
+        "predict": ("--jobs", "2"),
+    }
+    found = []
+    for step in steps(commit):
+        command = step.command[len(SANITIZER) :] if step.name == "sanitizer" else step.command
+        tests = command[: len(PYTEST)] == PYTEST
+        command += ("--collect-only",) if tests else on_cpu.get(step.name, ("--help",))
+        found.append(replace(step, command=command, limit=3600, expected=5))
+    return found

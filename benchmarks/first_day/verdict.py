@@ -1,0 +1,183 @@
+"""The verdict: what became of each step, the figures beside the targets and beside what was predicted, in Markdown."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from benchmarks.first_day.runner import OK, SKIPPED, Day
+from tritonpack.cli.bench.peers import OURS, PEERS
+
+
+class Place(NamedTuple):
+    """The columns of attention.csv that name a shape, of documents without a window."""
+
+    distribution: str
+    tokens: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    causal: bool
+
+    def __str__(self) -> str:
+        sizes = f"{self.heads}/{self.kv_heads}x{self.head_dim}"
+        return f"{self.distribution}, {self.tokens} tokens, {sizes}" + ("" if self.causal else ", bidirectional")
+
+
+class Target(NamedTuple):
+    """TFLOP/s that a pass is to reach at a shape (docs/figures.md)."""
+
+    place: Place
+    op: str
+    tflops: float
+
+
+TARGETS = (
+    Target(Place("one", 16384, 16, 16, 128, True), "forward", 480.0),
+    Target(Place("one", 16384, 32, 32, 64, True), "forward", 400.0),
+    Target(Place("one", 16384, 16, 16, 128, True), "backward", 400.0),
+    Target(Place("one", 16384, 32, 32, 64, True), "backward", 320.0),
+)
+PACKED = 1.5  # times the speed of FlashAttention-2, forward and backward of packed batches
+FLASH_2 = "FlashAttention-2 (torch)"
+
+
+class Figures:
+    """The rows of attention.csv: for each shape, implementation and pass the TFLOP/s, or why there are none."""
+
+    def __init__(self, path: Path) -> None:
+        self.tflops: dict[tuple[Place, str, str], float] = {}
+        self.failed: dict[tuple[Place, str], str] = {}
+        for row in _rows(path):
+            if row["window"] or row["trees"] == "True":
+                continue
+            tokens, heads, kv_heads, head_dim = (int(row[x]) for x in ("tokens", "heads", "kv_heads", "head_dim"))
+            place = Place(row["distribution"], tokens, heads, kv_heads, head_dim, row["causal"] == "True")
+            if row["status"] == OK:
+                self.tflops[place, row["implementation"], row["op"]] = float(row["tflops"])
+            else:
+                self.failed[place, row["implementation"]] = row["status"]
+
+    @property
+    def places(self) -> list[Place]:
+        """The shapes that have a figure, in the order of the file."""
+        return list(dict.fromkeys(place for place, *_ in self.tflops))
+
+    def ratio(self, place: Place, other: str) -> float | None:
+        """How many times as fast as another implementation ours is, forward and backward together."""
+        ours, theirs = (self.tflops.get((place, name, "both")) for name in (OURS, other))
+        return None if ours is None or theirs is None else ours / theirs
+
+
+def report(day: Day) -> str:
+    """The verdict of a day as Markdown."""
+    results = [(step, day.journal.last(step)) for step in day.steps]
+    rows = [
+        (step.name, step.what, last.verdict if last else "pending", f"{day.journal.seconds(step):.0f}",
+         (last.reason or last.last_line)[:160] if last else "")
+        for step, last in results
+    ]  # fmt: skip
+    parts = [
+        f"# The first day\n\n{summary(day)}",
+        table(("step", "what it shows", "verdict", "seconds", "result"), rows),
+    ]
+    figures = Figures(day.out / "attention.csv")
+    if figures.places:
+        parts += ["## TFLOP/s, and how many times as fast as others", compared(figures)]
+        parts += ["## Targets", targets(figures)]
+        parts += ["## Predicted by the model of the machine code, and measured", predicted(figures, day.out)]
+    for step, last in results:
+        if last is not None and last.verdict not in (OK, SKIPPED):
+            parts.append(f"## The end of {step.name}\n\n```text\n{last.output[-4000:].strip()}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def summary(day: Day) -> str:
+    """One line: how many steps are ok, and which aren't."""
+    verdicts: dict[str, list[str]] = {}
+    for step in day.steps:
+        last = day.journal.last(step)
+        verdicts.setdefault(last.verdict if last else "pending", []).append(step.name)
+    ok = len(verdicts.pop(OK, []))
+    others = "; ".join(f"{verdict}: {', '.join(names)}" for verdict, names in verdicts.items())
+    minutes = day.journal.seconds() / 60
+    return f"{ok} of {len(day.steps)} steps are ok, in {minutes:.1f} minutes. {others}".strip()
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    """A table in Markdown."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell).replace("|", "\\|") for cell in line) + " |" for line in lines)
+
+
+def compared(figures: Figures) -> str:
+    """Ours in TFLOP/s at each shape, and for each other implementation the ratio, or why it has none."""
+    tried = {name for _, name, _ in figures.tflops} | {name for _, name in figures.failed}
+    others = [peer.name for peer in PEERS if peer.name in tried - {OURS}]
+
+    def cells(place: Place) -> list[str]:
+        own = [_number(figures.tflops.get((place, OURS, op))) for op in ("forward", "backward")]
+        ratios = [figures.ratio(place, name) for name in others]
+        why = [figures.failed.get((place, name), "")[:40] for name in others]
+        return [str(place), *own, *(f"{r:.2f}x" if r else reason for r, reason in zip(ratios, why, strict=True))]
+
+    return table(("shape", "forward", "backward", *others), map(cells, figures.places))
+
+
+def targets(figures: Figures) -> str:
+    """Each target beside the figure."""
+    rows = []
+    for place, op, wanted in TARGETS:
+        rate = figures.tflops.get((place, OURS, op))
+        rows.append((f"{place}, {op}", f"{wanted:.0f} TFLOP/s", _number(rate), _met(rate, wanted)))
+    for place in figures.places:
+        if place.distribution != "one" and place.tokens >= 32768 and place.head_dim == 128 and place.causal:
+            ratio = figures.ratio(place, FLASH_2)
+            got = f"{ratio:.2f}x" if ratio else ""
+            rows.append((f"{place}, both", f"{PACKED} times {FLASH_2}", got, _met(ratio, PACKED)))
+    return table(("what", "target", "measured", ""), rows)
+
+
+def predicted(figures: Figures, out: Path) -> str:
+    """The bounds of the model for Triton's kernels beside the figures, on batches that both have."""
+    model = {(row["kernel"], int(row["head_dim"])): row for row in _rows(out / "predicted.csv")}
+    rows = []
+    for place in figures.places:
+        batch = "one 16k" if place[:2] == ("one", 16384) else place.distribution
+        of_the_model = place.causal and (place.heads, place.kv_heads) == (32, 8)
+        if not of_the_model or (place.tokens != 32768 and batch != "one 16k"):
+            continue
+        for op in ("forward", "backward"):
+            bounds = [_bound(model, op, place.head_dim, f"{batch} {speed}") for speed in ("slow", "fast")]
+            got = figures.tflops.get((place, OURS, op))
+            if None not in bounds and got is not None:
+                low, high = bounds[0] or 0.0, bounds[1] or 0.0
+                within = "within" if low <= got <= high else "below" if got < low else "above"
+                rows.append((f"{place}, {op}", f"{low:.0f} to {high:.0f}", _number(got), within))
+    return table(("what", "predicted", "measured", ""), rows)
+
+
+def _bound(model: Mapping[tuple[str, int], Mapping[str, str]], op: str, head_dim: int, column: str) -> float | None:
+    """TFLOP/s of a pass. Backward has 5 useful products, of which dQ computes 3, and dK and dV together 4."""
+    parts = {"forward": 2} if op == "forward" else {"dq": 3, "dkdv": 4}
+    rates = {kernel: model.get((kernel, head_dim), {}).get(column) for kernel in parts}
+    if not all(rates.values()):
+        return None
+    return (2 if op == "forward" else 5) / sum(parts[kernel] / float(rate or 1) for kernel, rate in rates.items())
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.0f}"
+
+
+def _met(value: float | None, wanted: float) -> str:
+    return "not measured" if value is None else "met" if value >= wanted else f"{value / wanted:.2f} of it"
+
+
+def _rows(path: Path) -> list[dict[str, str]]:
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))

@@ -1,0 +1,154 @@
+"""Compile the kernels of the tests and benchmarks in parallel, without running them.
+
+    python3 -m benchmarks.gpu.compile_ahead [--jobs 16] [--minutes 5] [--only NAME ...] [--without-gpu sm_90]
+
+Triton keeps the binaries in its cache, where later processes find them. With --without-gpu the kernels are launched,
+too, by Triton's own driver over a libcuda that runs nothing: so signatures, specialisations, descriptors and launches
+are tried on a machine without a GPU. The calls are those of tests/kernels/launches.py.
+
+The exit status is 1 if a call failed, and 3 if calls are left.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from queue import Empty, Queue
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.ledger import CONTINUE, Budget
+
+DONE = "compiled"  # the first word of a worker's answer to a call that didn't fail
+
+
+@contextmanager
+def compile_only() -> Iterator[None]:
+    """Let launches compile their kernels without running them. Results are whatever memory held."""
+    from triton.runtime.jit import JITFunction
+
+    original = JITFunction.run
+
+    def run(self: Any, *arguments: Any, grid: Any, warmup: bool, **keywords: Any) -> Any:
+        return original(self, *arguments, grid=grid, warmup=True, **keywords)
+
+    JITFunction.run = run
+    try:
+        yield
+    finally:
+        JITFunction.run = original
+
+
+def work(arch: str | None) -> None:
+    """Read names of calls from the standard input; compile each and answer in a line."""
+    from tests.kernels.fake_driver import fake_gpu
+    from tests.kernels.launches import calls
+
+    known = {call.name: call for call in calls()}
+    for name in map(str.strip, sys.stdin):
+        began = time.monotonic()
+        try:
+            given = known[name].prepare("cuda" if arch is None else "cpu")
+            with compile_only() if arch is None else fake_gpu(arch):
+                known[name].launch(given)
+            answer = DONE
+        except Exception as error:  # a compiler fails in many ways
+            traceback.print_exc()
+            answer = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        print(f"{answer}\t{time.monotonic() - began:.1f}", flush=True)
+
+
+class Worker:
+    """A process that compiles calls one after the other; a new one takes its place if a compiler ends it."""
+
+    def __init__(self, arguments: list[str]) -> None:
+        self.command = [sys.executable, "-m", "benchmarks.gpu.compile_ahead", "--worker", *arguments]
+        self.process: subprocess.Popen[str] | None = None
+
+    def compile(self, name: str) -> str:
+        """The answer of the process: DONE and the seconds, or the error."""
+        if self.process is None:
+            self.process = subprocess.Popen(self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        try:
+            self.process.stdin.write(name + "\n")
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline().strip()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            answer = f"the process ended with status {self.process.wait()}"
+            self.process = None
+        return answer
+
+    def close(self) -> None:
+        """End the process."""
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+
+
+def compile_all(names: list[str], jobs: int, budget: Budget, arguments: list[str]) -> dict[str, str]:
+    """The answer for each call that was compiled in time."""
+    queue: Queue[str] = Queue()
+    for name in names:
+        queue.put(name)
+    answers: dict[str, str] = {}
+
+    def run(_: int) -> None:
+        worker = Worker(arguments)
+        try:
+            while budget.allows():
+                name = queue.get_nowait()
+                began = time.monotonic()
+                answers[name] = worker.compile(name)
+                budget.spend(time.monotonic() - began)
+                print(f"{name:40} {answers[name]}", flush=True)
+        except Empty:
+            pass
+        finally:
+            worker.close()
+
+    with ThreadPoolExecutor(jobs) as pool:
+        list(pool.map(run, range(jobs)))
+    return answers
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=min(os.cpu_count() or 1, 16), help="processes")
+    parser.add_argument("--minutes", type=float, default=60.0, help="when to begin no further call")
+    parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="names of calls begin with this")
+    parser.add_argument("--without-gpu", metavar="ARCH", help="launch for this architecture on a machine without a GPU")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(options.without_gpu)
+        return
+    if options.without_gpu is None and not torch.cuda.is_available():
+        raise SystemExit("benchmarks.gpu.compile_ahead needs a GPU, or --without-gpu sm_90.")
+    from tests.kernels.launches import calls
+
+    names = [call.name for call in calls() if not options.only or call.name.startswith(tuple(options.only))]
+    arguments = [] if options.without_gpu is None else ["--without-gpu", options.without_gpu]
+    answers = compile_all(names, min(options.jobs, len(names)), Budget(options.minutes), arguments)
+    failed = [name for name, answer in answers.items() if not answer.startswith(DONE)]
+    print(f"{len(answers) - len(failed)} of {len(names)} calls compile", end="")
+    print(f"; failed: {', '.join(failed)}" if failed else "")
+    if failed:
+        raise SystemExit(1)
+    if len(answers) < len(names):
+        raise SystemExit(CONTINUE)
+
+
+if __name__ == "__main__":
+    main()

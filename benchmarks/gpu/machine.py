@@ -1,0 +1,72 @@
+"""What a machine with a GPU has: `python3 -m benchmarks.gpu.machine [--ceilings]`.
+
+Prints the device, the versions, the implementations that can be imported, and with --ceilings the rates of a copy and a
+matrix product, which no kernel exceeds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+from contextlib import nullcontext
+from importlib import import_module
+
+import torch
+
+from benchmarks.gpu.ledger import environment
+from tritonpack.cli.bench.measure import quantiles, reason, time_alternating
+from tritonpack.cli.bench.peers import hidden
+
+OTHERS = ("torch.nn.attention.varlen", "torch.nn.attention.flex_attention", "flash_attn.cute", "xformers.ops")
+
+
+def ceilings() -> str:
+    """The limits of this GPU: a device-to-device copy and a bf16 matrix product."""
+    x, y = (torch.empty(2**31, dtype=torch.int8, device="cuda") for _ in range(2))
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    times = time_alternating({"copy": lambda: y.copy_(x), "matmul": lambda: a @ b}, torch.device("cuda"))
+    copy, matmul = (quantiles(times[name].device)[1] for name in ("copy", "matmul"))
+    return f"copy {2 * x.numel() / copy / 1e9:.2f} TB/s, bf16 matrix product {2 * 8192**3 / matmul / 1e9:.0f} TFLOP/s"
+
+
+def facts(device: torch.device) -> dict[str, object]:
+    """The device, the versions, the tools, and for each other implementation whether it can be imported."""
+    found: dict[str, object] = {name: value for name, value in environment(device).items() if value}
+    if device.type == "cuda":
+        about = torch.cuda.get_device_properties(device)
+        found["capability"] = "{}.{}".format(*torch.cuda.get_device_capability(device))
+        found["memory"] = f"{about.total_memory / 2**30:.0f} GiB"
+        found["multiprocessors"] = about.multi_processor_count
+    found["cores"] = os.cpu_count()
+    found["compute-sanitizer"] = shutil.which("compute-sanitizer") or "absent"
+    for name in OTHERS:
+        try:
+            with hidden("flash_attn") if name == "xformers.ops" else nullcontext():  # as when it is measured
+                import_module(name)
+            found[name] = "there"
+        except Exception as error:  # whatever another project raises at import
+            found[name] = reason(error)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ceilings", action="store_true", help="measure them, instead")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    options = parser.parse_args()
+    if options.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("benchmarks.gpu.machine needs a GPU, and torch sees none here.")
+    if options.ceilings:
+        print(ceilings())
+        return
+    device = torch.device(options.device)
+    for name, value in facts(device).items():
+        print(f"{name:36} {value}")
+    x = torch.randn(512, 512, device=device)
+    assert torch.allclose(x @ torch.eye(512, device=device), x)
+    print("The device computes.")
+
+
+if __name__ == "__main__":
+    main()

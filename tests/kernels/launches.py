@@ -1,0 +1,192 @@
+"""Calls that launch every Triton kernel of the package with the launchers' arguments, in all their specialisations.
+
+Each call has two parts: the tensors and masks, and the launches. `tests/kernels/test_launches.py` launches without a
+GPU. `benchmarks/gpu/compile_ahead.py` compiles on a machine with one, in parallel, before anything runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests import invariance
+from tests.gpu.cases import HOPPER_HEAD_DIMS, LARGE
+from tritonpack import BlockDiagonalMask
+from tritonpack.backends.tile_table import Cut, tile_tables
+from tritonpack.backends.tree_table import tree_tables
+from tritonpack.kernels import intervals, trees
+from tritonpack.masks.dense import bits, dense
+from tritonpack.testing import CASES, Case, Inputs, make_inputs
+from tritonpack.testing.cases import parents_of
+from tritonpack.testing.tolerance import run
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call that launches kernels.
+
+    Attributes:
+        name: for test ids.
+        prepare: makes the tensors and masks on a device; they have values.
+        launch: launches kernels for them.
+        kernels: the names of kernels that it launches, among others.
+    """
+
+    name: str
+    prepare: Callable[[str], Any]
+    launch: Callable[[Any], object]
+    kernels: frozenset[str]
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def calls() -> list[Call]:
+    """All calls; of the cases that differ in lengths and masks alone, and so share their kernels, the first."""
+    cases: list[tuple[str, Case, dict[str, Any], str]] = [
+        (prefix, case, {}, dtype)
+        for prefix, those in (("large-", LARGE), ("", CASES))
+        for case in those
+        for dtype in DTYPES
+    ]
+    cases += [
+        ("pack-invariant-", case, {"pack_invariant": True}, dtype)
+        for case in invariance.CASES
+        for dtype in ("bf16", "fp16")
+    ]
+    # Dimensions of size 1, whose strides torch leaves open.
+    one_token = Case("one-token", (1,), heads=1, kv_heads=1, head_dim=128)
+    attention: dict[Any, Call] = {}
+    for prefix, case, keywords, dtype in (*cases, ("", one_token, {}, "bf16")):
+        features = (bool(case.softcap), case.sinks, case.alibi, bool(case.dropout_p), bool(case.parents), *keywords)
+        sizes = (case.heads, case.kv_heads, case.head_dim, case.head_dim_v, case is one_token)
+        attention.setdefault((dtype, sizes, features), _attention(f"{prefix}{case}-{dtype}", case, dtype, keywords))
+    return [*attention.values(), *hopper_calls(), *mask_calls()]
+
+
+def _attention(name: str, case: Case, dtype: str, keywords: dict[str, Any]) -> Call:
+    """Forward and backward of the backend "triton"."""
+
+    def prepare(device: str) -> Inputs:
+        inputs = make_inputs(case, DTYPES[dtype], device)
+        return replace(inputs, keywords=inputs.keywords | keywords)
+
+    kernels = frozenset({"forward_kernel", "dq_kernel", "dkdv_kernel"})
+    return Call(name, prepare, partial(run, backend="triton"), kernels)
+
+
+def hopper_calls() -> list[Call]:
+    """Forward and backward of the backend "gluon"."""
+    kernels = frozenset({"hopper_forward_kernel", "dq_kernel", "dkdv_kernel"})
+    return [
+        Call(
+            f"gluon-{head_dim}-{dtype}",
+            partial(make_inputs, replace(LARGE[1], head_dim=head_dim), DTYPES[dtype]),
+            partial(run, backend="gluon"),
+            kernels,
+        )
+        for head_dim in HOPPER_HEAD_DIMS
+        for dtype in ("bf16", "fp16")
+    ]
+
+
+def mask_calls() -> list[Call]:
+    """The kernels that build masks and tables, and write masks out."""
+    lengths, forest = [300, 20, 1, 700], [[(-1, 512), (0, 33), (0, 300)], [(-1, 16), (0, 1)]]
+
+    def offsets(dtype: torch.dtype, device: str) -> Tensor:
+        return torch.tensor([0, *lengths]).cumsum(0).to(device, dtype)
+
+    def positions(device: str) -> Tensor:
+        return torch.cat([torch.arange(n) for n in lengths])[None].to(device)
+
+    def mask(device: str) -> BlockDiagonalMask:
+        return BlockDiagonalMask.from_seqlens(lengths, device=device)
+
+    def tree(device: str) -> BlockDiagonalMask:
+        parents = torch.tensor(parents_of(*forest), device=device)
+        return replace(BlockDiagonalMask.from_tree(parents), trusted=True)  # a copy that came from no other device
+
+    def transposed(device: str) -> BlockDiagonalMask:
+        made = mask(device)
+        made.transpose()  # whole documents are read from it, so it must have values
+        return made
+
+    def write(name: str, launch: Callable[[BlockDiagonalMask], object]) -> Call:
+        return Call(name, mask, launch, frozenset({"dense_mask_kernel"}))
+
+    everything = 2**31 - 1
+    reach = (everything, 0, everything)
+    parents = partial(torch.tensor, [parents_of(*forest)])
+    ends = partial(torch.arange, 1, 301)  # subtrees of one token
+    cuts = (Cut(32, 64, 128), Cut(128, of_keys=True))
+    return [
+        *(
+            Call(
+                f"offsets-{str(dtype).removeprefix('torch.')}",
+                partial(offsets, dtype),
+                lambda cu: intervals.intervals_of_offsets(cu, cu, sum(lengths), sum(lengths), *reach),
+                frozenset({"offsets_kernel"}),
+            )
+            for dtype in (torch.int32, torch.int64)
+        ),
+        *(
+            Call(
+                f"ids-{rule}",
+                positions if rule != "codes" else lambda device: positions(device).clamp(max=2).to(torch.uint8),
+                partial(_intervals, rule, reach),
+                frozenset({"runs_kernel"}),
+            )
+            for rule in ("positions", "segments", "codes")
+        ),
+        Call("transpose", mask, BlockDiagonalMask.transpose, frozenset({"transpose_kernel"})),
+        write("dense-bool", partial(_dense, torch.bool)),
+        write("dense-bf16", partial(_dense, torch.bfloat16)),
+        write("dense-fp32", partial(_dense, torch.float32)),
+        write("bits", bits),
+        Call(
+            "parents",
+            lambda device: parents(device=device),
+            lambda values: trees.bounds_of_rows(values, "parents", everything, everything),
+            frozenset({"parents_kernel", "depths_kernel", "starts_kernel"}),
+        ),
+        Call(
+            "ends",
+            lambda device: ends(device=device)[None],
+            lambda values: trees.bounds_of_rows(values, "ends", 5, 7),
+            frozenset({"ends_kernel", "depths_kernel", "starts_kernel"}),
+        ),
+        Call(
+            "tables",
+            mask,
+            lambda mask: tile_tables(mask, *cuts),
+            frozenset({"chunks_kernel", "begins_kernel", "order_kernel"}),
+        ),
+        Call(
+            "tables-whole-documents",
+            transposed,
+            lambda mask: tile_tables(mask, *cuts, whole_documents=True),
+            frozenset({"begins_kernel", "order_kernel"}),
+        ),
+        Call(
+            "tables-tree",
+            tree,
+            lambda mask: tree_tables(mask, Cut(32, 64, 128), Cut(128, 64, 128, of_keys=True)),
+            frozenset({"chunks_kernel", "begins_kernel", "extremes_kernel", "count_kernel", "fill_kernel"}),
+        ),
+    ]
+
+
+def _intervals(rule: str, reach: tuple[int, int, int], ids: Tensor) -> object:
+    return intervals.intervals_of_ids(ids, rule, *reach)
+
+
+def _dense(dtype: torch.dtype, mask: BlockDiagonalMask) -> Tensor:
+    return dense(mask, dtype, False)

@@ -1,0 +1,153 @@
+"""Every launch of the package without a GPU: kernels are specialised, compiled, loaded and launched for sm_90."""
+
+import importlib
+import pkgutil
+import shutil
+from collections import defaultdict
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton.runtime.jit import JITFunction
+
+from tests.kernels.fake_driver import Launches, fake_gpu
+from tests.kernels.launches import Call, calls
+from tritonpack import BlockDiagonalMask, kernels
+from tritonpack.backends import triton as triton_backend
+from tritonpack.backends.tile_table import Cut, tile_tables
+from tritonpack.backends.tree_table import tree_tables
+from tritonpack.testing import Case, make_inputs
+from tritonpack.testing.cases import parents_of
+from tritonpack.testing.tolerance import run
+
+pytestmark = [
+    pytest.mark.compile,
+    pytest.mark.skipif(shutil.which("cc") is None, reason="the fake libcuda needs a C compiler"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="there is a real one"),
+]
+
+QUICK = ("large-long-bf16", "gluon-128-bf16", "tables-tree", "parents", "ids-codes", "dense-bool")
+
+
+@pytest.mark.parametrize("call", calls(), ids=str)
+@pytest.mark.sampled(*QUICK)
+def test_call(call: Call) -> None:
+    given = call.prepare("cpu")
+    with fake_gpu() as launches:
+        call.launch(given)
+        assert call.kernels <= set(launches.kernels)
+
+
+def on_other_gpus() -> list[Call]:
+    """A sample, because kernels take long to compile."""
+    prefixes = (
+        "large-long-",
+        "large-ordinary-",
+        "large-s",
+        "large-alibi-",
+        "large-dropout-",
+        "tree-bf16",
+        "tables-tree",
+    )
+    return [call for call in calls() if call.name.startswith(prefixes) and not call.name.endswith("fp16")]
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_100", "sm_120"])
+@pytest.mark.parametrize("call", on_other_gpus(), ids=str)
+@pytest.mark.slow
+def test_call_on_other_gpus(call: Call, arch: str) -> None:
+    given = call.prepare("cpu")
+    with fake_gpu(arch) as launches:
+        call.launch(given)
+        assert call.kernels <= set(launches.kernels)
+
+
+def test_every_kernel_is_in_a_call() -> None:
+    found = set()
+    for module in pkgutil.iter_modules(kernels.__path__):
+        names = vars(importlib.import_module(f"tritonpack.kernels.{module.name}"))
+        found |= {name for name, x in names.items() if isinstance(x, JITFunction) and name.endswith("_kernel")}
+    assert len(found) > 10
+    assert found == set().union(*(call.kernels for call in calls()))
+
+
+def binaries(launches: Launches) -> dict[str, set[int]]:
+    """The binaries of each kernel that was launched."""
+    found: dict[str, set[int]] = defaultdict(set)
+    for launch in launches:
+        found[launch.kernel].add(launch.binary)
+    return found
+
+
+LENGTHS = ((300,), (333,), (512,), (1,), (16, 17), (1000, 24))
+
+
+@pytest.mark.parametrize("backend", ["triton", pytest.param("gluon", marks=pytest.mark.slow)])
+def test_one_binary_for_all_lengths(backend: str) -> None:
+    cases = [Case("", lengths, heads=8, kv_heads=2, head_dim=128) for lengths in LENGTHS]
+    given = [make_inputs(case, torch.bfloat16) for case in cases]
+    with fake_gpu() as launches:
+        for inputs in given:
+            run(inputs, backend)
+        assert len(launches) == 7 * len(cases)
+        assert {name: len(found) for name, found in binaries(launches).items() if len(found) > 1} == {}
+        if backend == "gluon":
+            assert {x.threads for x in launches if x.kernel == "hopper_forward_kernel"} == {384}  # 288 were requested
+
+
+def test_one_binary_for_whole_documents() -> None:
+    masks = [BlockDiagonalMask.from_seqlens(list(lengths)) for lengths in LENGTHS]
+    for mask in masks:
+        mask.transpose()  # whose values tell which documents its keys belong to
+    with fake_gpu() as launches:
+        for mask in masks:
+            tile_tables(mask, Cut(32, 64, 128), Cut(128, of_keys=True), whole_documents=True)
+        assert len(launches) == 3 * len(masks)
+        assert {len(found) for found in binaries(launches).values()} == {1}
+
+
+def test_one_binary_for_all_trees() -> None:
+    forests = ([(-1, 300)], [(-1, 16), (0, 1)], [(-1, 1)], [(-1, 512), (0, 33), (0, 300)])
+    masks = [replace(BlockDiagonalMask.from_tree(parents_of(forest)), trusted=True) for forest in forests]
+    with fake_gpu() as launches:
+        for mask in masks:
+            tree_tables(mask, Cut(32, 64, 128), Cut(128, 64, 128, of_keys=True))
+        assert len(launches) == 5 * len(masks)
+        assert {len(found) for found in binaries(launches).values()} == {1}
+
+
+class TestRefusals:
+    """What a GPU's driver refuses fails without one, too."""
+
+    inputs = make_inputs(Case("", (300,), heads=8, kv_heads=2, head_dim=128), torch.bfloat16)
+
+    def test_descriptor_without_rows(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        original = triton_backend.descriptor
+
+        def empty(x: Any, *arguments: Any, **keywords: Any) -> Any:
+            made = original(x, *arguments, **keywords)
+            made.shape = [x.shape[1], 0, x.shape[2]]  # Triton's own check has passed
+            return made
+
+        monkeypatch.setattr(triton_backend, "descriptor", empty)
+        with fake_gpu(), pytest.raises(RuntimeError, match="a size of 0"):
+            run(self.inputs, "triton")
+
+    def test_grid_beyond_the_limits(self) -> None:
+        from tritonpack.kernels.intervals import transpose_kernel
+
+        mask = self.inputs.mask
+        with fake_gpu(), pytest.raises(RuntimeError, match="a grid beyond the limits"):
+            transpose_kernel[(1, 70000)](
+                mask.key_start, mask.key_stop, mask.key_start, mask.key_stop, 300, 300, top=256, ROWS=256
+            )
+
+    def test_missing_argument(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        original = triton_backend._common
+        monkeypatch.setattr(triton_backend, "_common", lambda *a: original(*a) | {"unknown": 1})
+        with fake_gpu(), pytest.raises((KeyError, TypeError), match="unknown"):
+            run(self.inputs, "triton")
