@@ -41,6 +41,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
             return lambda **arguments: kernels.append(hopper_forward_kernel.warmup(grid=(*grid, 1), **arguments))
 
     monkeypatch.setattr(gluon, "hopper_forward_kernel", Compile())
+    monkeypatch.setattr(gluon, "_multiprocessors", lambda device: 132)
     monkeypatch.setattr(driver, "_active", _Hopper())  # without a GPU its setter can't restore the old driver
     return kernels
 
