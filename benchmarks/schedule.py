@@ -7,6 +7,11 @@ rows see, 1.45 for each block that needs masking (by the number of instructions 
 of a batch is the sum over its tiles, causal, for one head. The makespan is the time at which the last tile of all heads
 ends, if each multiprocessor takes the next tile in the table's order as soon as it is free.
 
+For the tiles of forward (128 x 128: Gluon; 128 x 64: Triton, and Gluon at head dimension 256) it prints the area, which
+is the pairs of rows and keys that tiles visit over the visible pairs; the used and the empty entries of the table,
+times heads, per multiprocessor; and the makespan if a multiprocessor takes its tiles in rounds, as the Gluon kernel
+does, over the makespan above.
+
 For trees it prints the number of visited blocks over the smallest number of blocks that hold all keys which the rows of
 a tile see: for the tiles of forward (16 tokens of 8 heads), of dQ (32 tokens of 4 heads), of one head, and of keys.
 """
@@ -21,7 +26,7 @@ import torch
 from torch import Tensor
 
 from tests.backends.blocks import blocks_of
-from tests.lengths import distributions
+from tests.lengths import distributions, visible_pairs
 from tests.trees import path_lengths, tree_batches
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends.tile_table import Cut, tile_tables
@@ -45,6 +50,34 @@ def makespan(work: list[float], heads: int = HEADS) -> float:
         for _ in range(heads):
             heapq.heapreplace(free, free[0] + cost)
     return max(free)
+
+
+def makespan_in_rounds(work: list[float], heads: int = HEADS) -> float:
+    """`makespan` if each multiprocessor takes every 132nd tile, in every second round from the other end."""
+    ends = [0.0] * SLOTS
+    for number, cost in enumerate(cost for cost in work for _ in range(heads)):
+        place = number % SLOTS
+        ends[SLOTS - 1 - place if number // SLOTS % 2 else place] += cost
+    return max(ends)
+
+
+def print_forward(batches: dict[str, list[int]]) -> None:
+    print(f"{'batch':8} {'tile':8}  area per visible pair (used and empty entries; makespan in rounds)")
+    for name, lengths in batches.items():
+        mask, rows = BlockDiagonalMask.from_seqlens(lengths), 128
+        shares = (1, 4, 8)
+        tables = tile_tables(mask, *(Cut(rows // heads, long=rows) for heads in shares))
+        for block in (128, 64):
+            figures = []
+            for heads, table in zip(shares, tables, strict=True):
+                tiles = table[table[:, 0] < table[:, 1]]
+                unmasked, masked = blocks_of(mask, tiles, block)
+                area = rows * block * int((unmasked + masked).sum()) / heads / visible_pairs(lengths)
+                work, walks = costs(mask, tiles, block), HEADS // heads
+                used, empty = (n * walks / SLOTS for n in (len(tiles), len(table) - len(tiles)))
+                spans = makespan_in_rounds(work, walks) / makespan(work, walks)
+                figures.append(f"{heads} head{'s' * (heads > 1)} {area:.2f} ({used:.0f} + {empty:.0f}; {spans:.2f})")
+            print(f"{name:8} {rows}x{block:<4}  {'; '.join(figures)}", flush=True)
 
 
 def tilings(mask: BlockDiagonalMask, rows: int) -> dict[str, tuple[Tensor, int]]:
@@ -115,6 +148,7 @@ def main() -> None:
                 for way, (cost, heads) in work.items()
             )
             print(f"{name:8} {rows}x{block:<4}  {figures}", flush=True)
+    print_forward(batches)
     print_trees()
 
 

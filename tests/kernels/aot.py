@@ -207,8 +207,10 @@ def disassemble(configuration: Configuration | HopperConfiguration, target: str 
 def _compile_hopper(configuration: HopperConfiguration) -> Any:
     """The Hopper kernel, compiled by Triton with the launcher's argument types and alignments."""
     tile, head_dim, element = HOPPER_TILES[configuration.head_dim], configuration.head_dim, _DTYPES[configuration.dtype]
+    heads = heads_per_tile(tile, 4)
     constants = {
         "GROUP": 4,
+        "HEADS": heads,
         "BLOCK_N": tile.block_n,
         "BLOCK_D": head_dim,
         "STAGES": tile.stages,
@@ -217,8 +219,8 @@ def _compile_hopper(configuration: HopperConfiguration) -> Any:
         "COMPUTE_REGISTERS": tile.registers[1],
     }
     layout = gl.NVMMASharedLayout(128, 16, rank=3)
-    blocks = {"q_desc": ROWS.value, "k_desc": tile.block_n, "v_desc": tile.block_n}
-    types = {name: f"tensordesc<{element}[1,{rows},{head_dim}],{layout!r}>" for name, rows in blocks.items()}
+    blocks = {"q_desc": (heads // 2, 2 * ROWS.value // heads), "k_desc": (1, tile.block_n), "v_desc": (1, tile.block_n)}
+    types = {name: f"tensordesc<{element}[{h},{rows},{head_dim}],{layout!r}>" for name, (h, rows) in blocks.items()}
     types |= {"v_ptr": f"*{element}", "out_ptr": f"*{element}", "lse_ptr": "*fp32", "scale_log2": "fp32"}
     signature, attributes = {}, {}
     for position, name in enumerate(hopper_forward_kernel.arg_names):

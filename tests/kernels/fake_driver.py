@@ -33,6 +33,7 @@ from tritonpack.kernels import tile_shapes
 
 SOURCE = Path(__file__).with_name("fake_libcuda.c")
 ROOM = 4096  # launches that the library records
+MULTIPROCESSORS = 132  # of the GPU, whatever its architecture
 
 
 class Launch(NamedTuple):
@@ -116,6 +117,7 @@ def fake_gpu(arch: str = "sm_90") -> Iterator[Launches]:
     # Functions, not mocks, because a call of a mock takes 20 microseconds of a measured time.
     replaced: dict[str, Callable[..., Any]] = {
         "current_arch": lambda device: arch, "check_device": lambda q: None, "serve": lambda x: True,
+        "_multiprocessors": lambda device: MULTIPROCESSORS,
     }  # fmt: skip
     with ExitStack() as stack:
         for owner, name in list(_owners()):
@@ -134,6 +136,7 @@ def _owners() -> Iterator[tuple[Any, str]]:
             yield module, "current_arch"
     yield from ((backend, "check_device") for backend in (triton_backend, gluon))
     yield kernels, "serve"
+    yield gluon, "_multiprocessors"
 
 
 @cache

@@ -121,11 +121,11 @@ class Descriptor:
 
     def __init__(self, given: Any) -> None:
         self.rows = torch.as_strided(given.base, given.shape, given.strides)
-        self.block, self.dtype, self.layout = given.block_shape, given.base.dtype, given.layout
+        self.block_shape, self.dtype, self.layout = given.block_shape, given.base.dtype, given.layout
 
     def read(self, place: Sequence[int]) -> Tensor:
-        block = torch.zeros(*self.block, dtype=self.dtype)
-        ends = [min(p + b, s) for p, b, s in zip(place, self.block, self.rows.shape, strict=True)]
+        block = torch.zeros(*self.block_shape, dtype=self.dtype)
+        ends = [min(p + b, s) for p, b, s in zip(place, self.block_shape, self.rows.shape, strict=True)]
         part = self.rows[tuple(slice(p, e) for p, e in zip(place, ends, strict=True))]
         block[tuple(slice(n) for n in part.shape)] = part
         return block
@@ -158,8 +158,8 @@ class Product:
 class Machine:
     """One program: its partitions, the one that runs, and the copies under way."""
 
-    def __init__(self, seed: int) -> None:
-        self.choice = random.Random(seed)
+    def __init__(self, seed: int, program: tuple[int, int], grid: tuple[int, ...]) -> None:
+        self.choice, self.program, self.grid = random.Random(seed), program, grid
         self.current = ""
         self.baton: dict[str, threading.Semaphore] = {"": threading.Semaphore(0)}
         self.waiting: dict[str, tuple[Barrier, int]] = {}
@@ -323,7 +323,8 @@ LANGUAGE = SimpleNamespace(
     minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
     cdiv=lambda a, b: -(-a // b), static_range=range, convert_layout=lambda x, layout: x,
     inline_asm_elementwise=lambda asm, constraints, args, *rest, **options: args[0],
-    program_id=lambda axis: torch.tensor(machine().program[axis], dtype=torch.int32),  # type: ignore[attr-defined]
+    program_id=lambda axis: torch.tensor(machine().program[axis], dtype=torch.int32),
+    num_programs=lambda axis: torch.tensor(machine().grid[axis], dtype=torch.int32),
     load=_load, store=_store, allocate_shared_memory=_allocate, warp_specialize=_specialize,
 )  # fmt: skip
 STAND_INS: dict[str, Any] = {
@@ -366,8 +367,8 @@ class Emulated:
             given = {name: _argument(value) for name, value in arguments.items() if name in self.kernel.arg_names}
             function = plain(self.kernel)
             for number in range(grid[0] * grid[1]):
-                _here.machine = Machine(self.seed * 1000003 + number)
-                machine().program = (number % grid[0], number // grid[0])  # type: ignore[attr-defined]
+                program = (number % grid[0], number // grid[0])
+                _here.machine = Machine(self.seed * 1000003 + number, program, grid)
                 function(**given)
 
         return launch

@@ -132,5 +132,5 @@ def test_hopper_kernel(configuration: HopperConfiguration) -> None:
         assert requested.count("H") == events.count("H")
         assert overlapped.count("e") >= configuration.tile.block_n // 2
         assert "e" not in requested + after
-        # Only addresses may spill here; other spills are in the loading warp, which has 24 registers.
-        assert sum(instruction.stem in ("LDL", "STL") for instruction in loop) <= 3
+        # Spills elsewhere are scalars between tiles, and those of the loading warp, which has 24 registers.
+        assert not any(instruction.stem in ("LDL", "STL") for instruction in loop)

@@ -28,9 +28,11 @@ NAMES = (
     "cross-window-slack", "nothing-visible",
 )  # fmt: skip
 # Small blocks use each buffer many times, with little arithmetic.
-SMALL = [HopperTileShape(32, 2), HopperTileShape(16, 3, turns=False)]
+SMALL = [HopperTileShape(32, 2), HopperTileShape(16, 3, heads=2, turns=False)]
 CHOSEN = [replace(case, head_dim=64, heads=case.heads // 2, kv_heads=max(case.kv_heads // 2, 1))
           for case in CASES if case.name in NAMES]  # fmt: skip
+CHOSEN += [Case(f"group-of-{heads}", (37, 0, 150, 1, 20), heads=heads, kv_heads=1, head_dim=64, slack=7)
+           for heads in (2, 4, 8)]  # fmt: skip
 PLAIN: dict[str, Any] = {
     "scale": None, "softcap": 0.0, "sinks": None, "alibi_slopes": None, "dropout_p": 0.0, "dropout_seed": None,
     "pack_invariant": False,
@@ -38,13 +40,19 @@ PLAIN: dict[str, Any] = {
 LONG = Case("long", (0, 300, 40), heads=1, kv_heads=1, head_dim=64, slack=30)
 
 
-def forward(inputs: Inputs, kernel: Any = hopper_forward_kernel, seed: int = 0, **keywords: Any) -> dict[str, Tensor]:
-    """out and lse of the kernel with the backend's launch; keywords as in `make_options`."""
+def forward(
+    inputs: Inputs, kernel: Any = hopper_forward_kernel, seed: int = 0, programs: int = 2, **keywords: Any
+) -> dict[str, Tensor]:
+    """out and lse of the kernel with the backend's launch on `programs` multiprocessors; keywords as in `make_options`.
+
+    With few programs each computes several tiles.
+    """
     q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.mask
     options = make_options(q, mask, **PLAIN | keywords)
     tiles = gluon.plan_tiles(q, k, v, mask, options, backward=False)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gluon, "hopper_forward_kernel", Emulated(kernel, seed))
+        patch.setattr(gluon, "_multiprocessors", lambda device: programs)
         out, lse = gluon.forward(q, k, v, mask, options, tiles)
     return {"out": out, "lse": lse}
 
@@ -66,7 +74,7 @@ def test_error_within_tolerance(case: Case) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 @pytest.mark.usefixtures("poisoned_memory")
 def test_shipped_tiles(head_dim: int, dtype: torch.dtype) -> None:
-    inputs = make_inputs(replace(LONG, head_dim=head_dim), dtype, slack_value=float("nan"))
+    inputs = make_inputs(replace(LONG, head_dim=head_dim, heads=4), dtype, slack_value=float("nan"))
     check_outputs(inputs, forward(inputs))
 
 
@@ -77,6 +85,15 @@ def test_results_do_not_depend_on_the_order_of_events() -> None:
     for seed in range(1, 8):
         again = forward(inputs, seed=seed)
         assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.usefixtures("small")
+def test_results_do_not_depend_on_the_number_of_programs() -> None:
+    inputs = make_inputs(replace(LONG, heads=4, kv_heads=2), torch.float16, slack_value=float("nan"))
+    alone = forward(inputs, programs=1)
+    for programs in (2, 3, 1000):
+        others = forward(inputs, programs=programs)
+        assert all(torch.equal(alone[name], others[name]) for name in alone)
 
 
 @pytest.mark.usefixtures("small")
@@ -146,27 +163,43 @@ def test_unsupported_inputs(case: Case, dtype: torch.dtype, keywords: dict[str, 
 
 # Name -> (text of the kernel, its replacement, the expected error)
 MUTATIONS = {
-    "keys-not-waited-for": ("mbarrier.wait(k_filled.index(slot), parity)", "pass", "overwritten|not where|nobody"),
-    "values-not-waited-for": ("mbarrier.wait(v_filled.index(previous), previous_parity)", "pass",
+    "queries-not-waited-for": ("mbarrier.wait(q_filled.index(HALF), number & 1)", "pass",
+                               "overwritten|not where|nobody|too many"),
+    "wrong-parity-of-queries": ("mbarrier.wait(q_filled.index(HALF), number & 1)",
+                                "mbarrier.wait(q_filled.index(HALF), 0)", "overwritten|beyond|not where|nobody"),
+    "free-queries-not-waited-for": ("mbarrier.wait(q_free.index(half), (number & 1) ^ 1)", "pass",
+                                    "overwritten|not where|nobody|too many"),
+    "queries-freed-early": ("            mbarrier.wait(k_filled.index(slot), done // STAGES & 1)\n",
+                            "            mbarrier.wait(k_filled.index(slot), done // STAGES & 1)\n"
+                            "            mbarrier.arrive(q_free.index(HALF))\n",
+                            "overwritten|not where|nobody|too many"),
+    "queries-never-freed": ("            mbarrier.arrive(q_free.index(HALF))\n            acc, p", "            acc, p",
+                            r"nobody can go on: .*_load for q_free\[0\]"),
+    "phases-begin-again-in-each-tile": ("        done += blocks\n        begin", "        begin",
+                                        "overwritten|not where|nobody|too many"),
+    "keys-not-waited-for": ("mbarrier.wait(k_filled.index(slot), n // STAGES & 1)", "pass",
+                            "overwritten|not where|nobody"),
+    "values-not-waited-for": ("mbarrier.wait(v_filled.index(previous), (n - 1) // STAGES & 1)", "pass",
                               "overwritten|not where|too many"),
-    "wrong-parity": ("(v_filled.index(previous), previous_parity)", "(v_filled.index(previous), parity)",
+    "wrong-parity": ("(v_filled.index(previous), (n - 1) // STAGES & 1)", "(v_filled.index(previous), n // STAGES & 1)",
                      "overwritten|nobody can go on|not where"),
-    "keys-freed-early": ("                scores = warpgroup_mma_wait(1, deps=[scores])\n"
-                         "                mbarrier.arrive(k_free.index(slot))\n",
-                         "                mbarrier.arrive(k_free.index(slot))\n"
-                         "                scores = warpgroup_mma_wait(1, deps=[scores])\n", "overwritten"),
+    "keys-freed-early": ("                    scores = warpgroup_mma_wait(1, deps=[scores])\n"
+                         "                    mbarrier.arrive(k_free.index(slot))\n",
+                         "                    mbarrier.arrive(k_free.index(slot))\n"
+                         "                    scores = warpgroup_mma_wait(1, deps=[scores])\n", "overwritten"),
     "values-never-freed": ("mbarrier.arrive(v_free.index(previous))", "pass",
                            r"nobody can go on: .*_load for v_free\[0\] \(0 phases over, 2 arrivals"),
-    "free-keys-not-waited-for": ("mbarrier.wait(k_free.index(slot), (ahead // STAGES & 1) ^ 1)", "pass",
+    "free-keys-not-waited-for": ("mbarrier.wait(k_free.index(slot), ((done + ahead) // STAGES & 1) ^ 1)", "pass",
                                  "overwritten|not where|nobody can go on"),
     "half-the-bytes-expected": ("expect(v_filled.index(slot), BLOCK_N * BLOCK_D * 2)",
                                 "expect(v_filled.index(slot), BLOCK_N * BLOCK_D)", "nobody can go on"),
     "scores-not-waited-for": ("warpgroup_mma_wait(1, deps=[scores])", "warpgroup_mma_wait(2, deps=[scores])",
                               "Product"),
-    "output-not-waited-for": ("acc, p = warpgroup_mma_wait(0, deps=[acc, p])\n                mb",
-                              "acc, p = warpgroup_mma_wait(1, deps=[acc, p])\n                mb", "Product"),
-    "no-fence": ("                fence_async_shared()\n", "", "without a fence"),
-    "turn-kept": ("mbarrier.arrive(turn.index(1 - HALF))", "pass", "nobody can go on"),
+    "output-not-waited-for": ("acc, p = warpgroup_mma_wait(0, deps=[acc, p])\n                    mb",
+                              "acc, p = warpgroup_mma_wait(1, deps=[acc, p])\n                    mb", "Product"),
+    "no-fence": ("                    fence_async_shared()\n", "", "without a fence"),
+    "turn-kept": ("                    if TURNS:\n                        mbarrier.arrive(turn.index(1 - HALF))\n", "",
+                  "nobody can go on"),
     "turn-given-twice": ("    if TURNS:\n        mbarrier.arrive(turn.index(0))\n",
                          "    if TURNS:\n        mbarrier.arrive(turn.index(0), count=2)\n", "too many arrivals"),
     "padding-not-cleaned": ("if unseen > 0:", "if unseen > 1000:", "not where the reference"),

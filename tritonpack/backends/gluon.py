@@ -5,6 +5,8 @@ It supports 16-bit types, head dimensions 64, 128 and 256, and plain softmax.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 from torch import Tensor
 from triton.experimental.gluon import language as gl
@@ -15,6 +17,7 @@ from tritonpack.backends.triton import aligned, backward, descriptor, plan_cuts
 from tritonpack.errors import BackendUnavailableError
 from tritonpack.kernels.hopper import HOPPER_TILES, ROWS, hopper_forward_kernel
 from tritonpack.kernels.primitives import LOG2E
+from tritonpack.kernels.tile_shapes import heads_per_tile
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.options import AttentionOptions
 
@@ -43,8 +46,9 @@ def plan_tiles(
     _check(q, v, options)
     if mask.is_tree:
         raise BackendUnavailableError("backend='gluon' has no masks of trees; use backend='triton' or 'auto'.")
-    block = HOPPER_TILES[q.shape[2]].block_n
-    return plan_cuts(q, k, v, mask, options, Cut(2 * ROWS.value, block), backward=backward)
+    tile, rows = HOPPER_TILES[q.shape[2]], 2 * ROWS.value
+    tokens = rows // heads_per_tile(tile, q.shape[1] // k.shape[1])
+    return plan_cuts(q, k, v, mask, options, Cut(tokens, tile.block_n, rows), backward=backward)
 
 
 def forward(
@@ -57,10 +61,12 @@ def forward(
         return out.zero_(), lse.fill_(float("-inf"))
     assert tiles.forward is not None
     tile, transposed = HOPPER_TILES[q.shape[2]], mask.transpose()
+    heads = heads_per_tile(tile, q.shape[1] // k.shape[1])
+    num_tiles, head_blocks = tiles.forward.shape[0], q.shape[1] // heads
     values = _swizzled(v, tile.block_n)
     with torch.cuda.device_of(q):
-        hopper_forward_kernel[(q.shape[1] * tiles.forward.shape[0], 1)](
-            q_desc=_swizzled(q, ROWS.value),
+        hopper_forward_kernel[(min(num_tiles * head_blocks, _multiprocessors(q.device)), 1)](
+            q_desc=_swizzled(q, ROWS.value // max(heads // 2, 1), max(heads // 2, 1)),
             k_desc=_swizzled(k, tile.block_n),
             v_desc=values,
             v_ptr=values.base,
@@ -75,10 +81,12 @@ def forward(
             stride_vh=values.strides[0],
             stride_ot=out.stride(0),
             stride_oh=out.stride(1),
+            num_tiles=num_tiles,
+            head_blocks=head_blocks,
             num_queries=q.shape[0],
-            num_heads=q.shape[1],
             scale_log2=options.scale * LOG2E.value,
             GROUP=q.shape[1] // k.shape[1],
+            HEADS=heads,
             BLOCK_N=tile.block_n,
             BLOCK_D=q.shape[2],
             STAGES=tile.stages,
@@ -113,8 +121,14 @@ def _check(q: Tensor, v: Tensor, options: AttentionOptions) -> None:
         )
 
 
-def _swizzled(x: Tensor, rows: int) -> TensorDescriptor:
-    """A (T, H, D) tensor as blocks of `rows` rows of one head, with the shared-memory layout of tensor cores."""
-    plain = descriptor(aligned(x), rows)
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    """How many programs run at a time: each takes all registers of a multiprocessor."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _swizzled(x: Tensor, rows: int, heads: int = 1) -> TensorDescriptor:
+    """A (T, H, D) tensor as blocks of rows of a few heads, with the shared-memory layout of tensor cores."""
+    plain = descriptor(aligned(x), rows, heads=heads)
     layout = gl.NVMMASharedLayout(128, 16, rank=3)
     return TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, layout)

@@ -1,14 +1,15 @@
 """The forward kernel for Hopper, in Gluon: one warp loads, two warpgroups compute 64 rows each of a tile of 128.
 
-The loading warp fills two rings of shared-memory buffers by TMA, one with keys and one with values. Each computing
-warpgroup keeps the tensor cores busy during its softmax: it requests the scores of a block together with the output of
-the block before, and the softmax runs while that output is being summed. The warpgroups request products in turns, so
-that the softmax of one overlaps with the products of the other.
+A program computes one tile after the other. The loading warp fills two rings of shared-memory buffers by TMA, one with
+keys and one with values, and continues with the next tile while the others still compute. Each computing warpgroup
+keeps the tensor cores busy during its softmax: it requests the scores of a block together with the output of the block
+before, and the softmax runs while that output is being summed. The warpgroups request products in turns, so that the
+softmax of one overlaps with the products of the other.
 
-Legend: as in forward.py; a half is the 64 rows of one warpgroup. Each buffer of a ring has two barriers: `filled`
-completes when a block is loaded (of values: and unseen values are zeroed), `free` when both halves have read it. Parity
-n % 2 waits for the n-th completion of a barrier, counted from 0. A new barrier counts as complete for parity 1, so all
-buffers are free at the start.
+Legend: as in forward.py; a half is the 64 rows of one warpgroup. `number` counts the tiles of the program, `done` its
+blocks in earlier tiles. Each buffer has two barriers: `filled` completes when a block is loaded (of values: and unseen
+values are zeroed), `free` when it has been read, in a ring by both halves. Parity n % 2 waits for the n-th completion
+of a barrier, counted from 0. A new barrier counts as complete for parity 1, so all buffers are free at the start.
 The mathematics is docs/math.md, section 2; the reasons for this form are in docs/decisions/hopper-forward.md.
 """
 
@@ -24,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from tritonpack.kernels.primitives import LN2, block_range, load_bounds, load_tile
+from tritonpack.kernels.primitives import LN2, block_range, load_bounds
 
 # Renamed after Triton 3.6.
 copy_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
@@ -37,6 +38,7 @@ class HopperTileShape:
     Attributes:
         block_n: keys of a block.
         stages: buffers in each of the two rings.
+        heads: as in TileShape.
         registers: per thread, of the loading warp's group and of the computing groups. The sum over all three groups of
             128 threads is at most 64 Ki.
         turns: whether the two halves request products in turns.
@@ -44,6 +46,7 @@ class HopperTileShape:
 
     block_n: int
     stages: int
+    heads: int = 8
     registers: tuple[int, int] = (24, 240)
     turns: bool = True
 
@@ -61,9 +64,11 @@ def _product_layout(columns):
 
 
 @gluon.constexpr_function
-def _wide_layout(columns, warps):
-    """A layout with 8 columns, 16 bytes, per thread and whole rows per warp."""
-    return gl.BlockedLayout([1, 8], [256 // columns, columns // 8], [warps, 1], [1, 0])
+def _store_layout(columns):
+    """A layout with 8 columns, 16 bytes, per thread, and in each warp the rows that it has in a product."""
+    registers = [[0, 1], [0, 2], [0, 4]] + [[0, c] for c in (32, 64, 128) if c < columns] + [[8, 0]]
+    lanes, warps = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
+    return gl.DistributedLinearLayout(registers, lanes, warps, [], [64, columns])
 
 
 @gluon.constexpr_function
@@ -72,7 +77,7 @@ def _line_layout(size):
     return gl.BlockedLayout([size // 32], [32], [1], [0])
 
 
-@gluon.jit(do_not_specialize=["num_queries", "num_heads"])
+@gluon.jit(do_not_specialize=["num_tiles", "head_blocks", "num_queries"])
 def hopper_forward_kernel(
     q_desc,
     k_desc,
@@ -89,10 +94,12 @@ def hopper_forward_kernel(
     stride_vh,
     stride_ot,
     stride_oh,
+    num_tiles,
+    head_blocks,
     num_queries,
-    num_heads,
     scale_log2,
     GROUP: gl.constexpr,
+    HEADS: gl.constexpr,
     BLOCK_N: gl.constexpr,
     BLOCK_D: gl.constexpr,
     STAGES: gl.constexpr,
@@ -100,44 +107,59 @@ def hopper_forward_kernel(
     LOAD_REGISTERS: gl.constexpr,
     COMPUTE_REGISTERS: gl.constexpr,
 ):
-    """out [T_q, H, D] and lse [H, T_q]; grid (tiles times heads), 4 warps, and the kernel adds more.
+    """out [T_q, H, D] and lse [H, T_q]; any number of programs, with 4 warps each, and the kernel adds more.
 
-    Descriptors read blocks [1, 64, D] of q and [1, BLOCK_N, D] of k and v from (heads, tokens, D).
+    Descriptors read the 64 rows of a half from q, and blocks [1, BLOCK_N, D] from k and v, (heads, tokens, D).
     """
-    head, _number, _tile_ptr, first, end, exposed = load_tile(tiles_ptr, num_heads, 3)
-    if first >= end:
-        return
-    begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, 1, BLOCK_N)
-    key_end = gl.load(key_stop_ptr + (end - 1))
-
     dtype: gl.constexpr = q_desc.dtype
-    q = gl.allocate_shared_memory(dtype, [2, 1, ROWS, BLOCK_D], q_desc.layout)
+    tokens: gl.constexpr = q_desc.block_shape[1]
+    q = gl.allocate_shared_memory(dtype, [2, ROWS // tokens, tokens, BLOCK_D], q_desc.layout)
     k = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, BLOCK_D], v_desc.layout)
     q_filled = _barriers(2, 1)
     k_filled = _barriers(STAGES, 1)
     v_filled = _barriers(STAGES, 1)
+    q_free = _barriers(2, 1)
     k_free = _barriers(STAGES, 2)
     v_free = _barriers(STAGES, 2)
     turn = _barriers(2, 1)
     fence_async_shared()
 
-    rings = (q, k, v, q_filled, k_filled, v_filled, k_free, v_free)
-    work = (begin, full, full_end, blocks)
+    buffers = (q, k, v, q_filled, k_filled, v_filled, q_free, k_free, v_free)
+    tiles = (tiles_ptr, num_tiles, head_blocks)
     results = (out_ptr, lse_ptr, stride_ot, stride_oh, num_queries)
     bounds = (key_start_ptr, key_stop_ptr)
     gl.warp_specialize(
         [
-            (_compute_upper, (rings, turn, results, bounds, scale_log2, head, first, end, work,
-                              BLOCK_N, BLOCK_D, STAGES, TURNS)),
-            (_compute_lower, (rings, turn, results, bounds, scale_log2, head, first, end, work,
-                              BLOCK_N, BLOCK_D, STAGES, TURNS)),
-            (_load, (q_desc, k_desc, v_desc, v_ptr, stride_vt, stride_vh, rings, query_start_ptr, query_stop_ptr,
-                     key_end, head, first, exposed, work, GROUP, BLOCK_N, BLOCK_D, STAGES)),
+            (_compute_upper, (buffers, turn, results, tiles, bounds, scale_log2, HEADS, BLOCK_N, BLOCK_D, STAGES,
+                              TURNS)),
+            (_compute_lower, (buffers, turn, results, tiles, bounds, scale_log2, HEADS, BLOCK_N, BLOCK_D, STAGES,
+                              TURNS)),
+            (_load, (q_desc, k_desc, v_desc, v_ptr, stride_vt, stride_vh, buffers, tiles, bounds, query_start_ptr,
+                     query_stop_ptr, GROUP, HEADS, BLOCK_N, BLOCK_D, STAGES)),
         ],
         [4, 1],
         [COMPUTE_REGISTERS, LOAD_REGISTERS],
     )  # fmt: skip
+
+
+@gluon.jit
+def _find_tile(tiles, number, HEADS: gl.constexpr):
+    """The first head and the table's entry of the program's tile of a number; after its last one first = end = 0.
+
+    Each tile counts once for every block of heads, which varies fastest. In a round each program takes the next one.
+    Every second round goes backward, because the first tiles of a round are the heaviest. Empty entries come last.
+    """
+    tiles_ptr, num_tiles, head_blocks = tiles
+    programs = gl.num_programs(0)
+    item = number * programs + gl.program_id(0) + (number & 1) * (programs - 1 - 2 * gl.program_id(0))
+    tile = item // head_blocks
+    entry_ptr = tiles_ptr + 3 * tile
+    first = gl.load(entry_ptr, mask=tile < num_tiles, other=0)
+    end = gl.load(entry_ptr + 1, mask=tile < num_tiles, other=0)
+    exposed = gl.load(entry_ptr + 2, mask=tile < num_tiles, other=0)
+    used = (first < end).to(gl.int32)
+    return item % head_blocks * HEADS, first * used, end * used, exposed
 
 
 @gluon.jit
@@ -151,41 +173,54 @@ def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def _load(
-    q_desc, k_desc, v_desc, v_ptr, stride_vt, stride_vh, rings, query_start_ptr, query_stop_ptr, key_end, head,
-    first, exposed, work,
-    GROUP: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
+    q_desc, k_desc, v_desc, v_ptr, stride_vt, stride_vh, buffers, tiles, bounds, query_start_ptr, query_stop_ptr,
+    GROUP: gl.constexpr, HEADS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: loads q, then keys one block ahead of values, each as soon as a buffer is free."""
-    q, k, v, q_filled, k_filled, v_filled, k_free, v_free = rings
-    begin, full, full_end, blocks = work
-    kv_head = head // GROUP
-    for half in gl.static_range(2):
-        mbarrier.expect(q_filled.index(half), ROWS * BLOCK_D * 2)
-        copy_block(q_desc, [head, first + half * ROWS, 0], q_filled.index(half), q.index(half))
-    for ahead in range(blocks + 1):
-        if ahead < blocks:
-            slot = ahead % STAGES
-            mbarrier.wait(k_free.index(slot), (ahead // STAGES & 1) ^ 1)
-            mbarrier.expect(k_filled.index(slot), BLOCK_N * BLOCK_D * 2)
-            copy_block(k_desc, [kv_head, begin + ahead * BLOCK_N, 0], k_filled.index(slot), k.index(slot))
-        if ahead > 0:
-            block = ahead - 1
-            key = begin + block * BLOCK_N
-            unseen = 0
-            if (exposed != 0) & ((block < full) | (block >= full_end)):  # all rows see the other blocks
-                unseen = _count_unseen(key, query_start_ptr, query_stop_ptr, key_end, BLOCK_N)
-            slot = block % STAGES
-            mbarrier.wait(v_free.index(slot), (block // STAGES & 1) ^ 1)
-            if unseen > 0:
-                _copy_seen(
-                    v_ptr + kv_head.to(gl.int64) * stride_vh, stride_vt, v.index(slot), key, query_start_ptr,
-                    query_stop_ptr, key_end, BLOCK_N, BLOCK_D,
-                )  # fmt: skip
-                fence_async_shared()
-                mbarrier.arrive(v_filled.index(slot))
+    """The loading warp: loads keys one block ahead of values, and q after its first keys, when a buffer is free."""
+    q, k, v, q_filled, k_filled, v_filled, q_free, k_free, v_free = buffers
+    key_start_ptr, key_stop_ptr = bounds
+    TOKENS: gl.constexpr = 2 * ROWS // HEADS
+    number = 0
+    done = 0
+    head, first, end, exposed = _find_tile(tiles, number, HEADS)
+    while first < end:
+        begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, 1, BLOCK_N)
+        kv_head = head // GROUP
+        for ahead in range(blocks + 1):
+            if ahead < blocks:
+                slot = (done + ahead) % STAGES
+                mbarrier.wait(k_free.index(slot), ((done + ahead) // STAGES & 1) ^ 1)
+                mbarrier.expect(k_filled.index(slot), BLOCK_N * BLOCK_D * 2)
+                copy_block(k_desc, [kv_head, begin + ahead * BLOCK_N, 0], k_filled.index(slot), k.index(slot))
+            if ahead == 0:
+                for half in gl.static_range(2):
+                    mbarrier.wait(q_free.index(half), (number & 1) ^ 1)
+                    mbarrier.expect(q_filled.index(half), ROWS * BLOCK_D * 2)
+                    place = [head + half * ROWS // TOKENS, first + half * ROWS % TOKENS, 0]
+                    copy_block(q_desc, place, q_filled.index(half), q.index(half))
             else:
-                mbarrier.expect(v_filled.index(slot), BLOCK_N * BLOCK_D * 2)
-                copy_block(v_desc, [kv_head, key, 0], v_filled.index(slot), v.index(slot))
+                block = ahead - 1
+                key = begin + block * BLOCK_N
+                unseen = 0
+                if (exposed != 0) & ((block < full) | (block >= full_end)):  # all rows see the other blocks
+                    key_end = gl.load(key_stop_ptr + (end - 1))
+                    unseen = _count_unseen(key, query_start_ptr, query_stop_ptr, key_end, BLOCK_N)
+                slot = (done + block) % STAGES
+                mbarrier.wait(v_free.index(slot), ((done + block) // STAGES & 1) ^ 1)
+                if unseen > 0:
+                    key_end = gl.load(key_stop_ptr + (end - 1))
+                    _copy_seen(
+                        v_ptr + kv_head.to(gl.int64) * stride_vh, stride_vt, v.index(slot), key, query_start_ptr,
+                        query_stop_ptr, key_end, BLOCK_N, BLOCK_D,
+                    )  # fmt: skip
+                    fence_async_shared()
+                    mbarrier.arrive(v_filled.index(slot))
+                else:
+                    mbarrier.expect(v_filled.index(slot), BLOCK_N * BLOCK_D * 2)
+                    copy_block(v_desc, [kv_head, key, 0], v_filled.index(slot), v.index(slot))
+        number += 1
+        done += blocks
+        head, first, end, exposed = _find_tile(tiles, number, HEADS)
 
 
 @gluon.jit
@@ -222,101 +257,118 @@ def _copy_seen(
 
 @gluon.jit
 def _compute_upper(
-    rings, turn, results, bounds, scale_log2, head, first, end, work,
-    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    buffers, turn, results, tiles, bounds, scale_log2, HEADS: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """The warpgroup of the tile's first 64 rows; it has the first turn."""
+    """The warpgroup of the tiles' first 64 rows; it has the first turn."""
     if TURNS:
         mbarrier.arrive(turn.index(0))
-    _compute(
-        rings, turn, results, bounds, scale_log2, head, first, end, work, 0, BLOCK_N, BLOCK_D, STAGES, TURNS
-    )  # fmt: skip
+    _compute(buffers, turn, results, tiles, bounds, scale_log2, 0, HEADS, BLOCK_N, BLOCK_D, STAGES, TURNS)
 
 
 @gluon.jit
 def _compute_lower(
-    rings, turn, results, bounds, scale_log2, head, first, end, work,
-    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    buffers, turn, results, tiles, bounds, scale_log2, HEADS: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """The warpgroup of the tile's last 64 rows."""
-    _compute(
-        rings, turn, results, bounds, scale_log2, head, first, end, work, 1, BLOCK_N, BLOCK_D, STAGES, TURNS
-    )  # fmt: skip
+    """The warpgroup of the tiles' last 64 rows."""
+    _compute(buffers, turn, results, tiles, bounds, scale_log2, 1, HEADS, BLOCK_N, BLOCK_D, STAGES, TURNS)
 
 
 @gluon.jit
 def _compute(
-    rings, turn, results, bounds, scale_log2, head, first, end, work, HALF: gl.constexpr,
-    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
+    buffers, turn, results, tiles, bounds, scale_log2, HALF: gl.constexpr, HEADS: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
-    """Compute one half of a tile: outputs and log-sum-exps of its rows."""
-    q, k, v, q_filled, k_filled, v_filled, k_free, v_free = rings
+    """Compute one half of each tile: outputs and log-sum-exps of its rows."""
+    q, k, v, q_filled, k_filled, v_filled, q_free, k_free, v_free = buffers
     out_ptr, lse_ptr, stride_ot, stride_oh, num_queries = results
     key_start_ptr, key_stop_ptr = bounds
-    begin, full, full_end, blocks = work
+    TOKENS: gl.constexpr = 2 * ROWS // HEADS
     S_LAYOUT: gl.constexpr = _product_layout(BLOCK_N)
     O_LAYOUT: gl.constexpr = _product_layout(BLOCK_D)
+    WIDE: gl.constexpr = _store_layout(BLOCK_D)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
-    low = first + HALF * ROWS
-    offs_m = low + gl.arange(0, ROWS, ROW)
-    start, stop = load_bounds(key_start_ptr, key_stop_ptr, offs_m, end)  # [M]
     rows = q.index(HALF).reshape([ROWS, BLOCK_D])
-    acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
-    m_i = gl.full([ROWS], float("-inf"), gl.float32, ROW)
-    l_i = gl.zeros([ROWS], gl.float32, ROW)
-    mbarrier.wait(q_filled.index(HALF), 0)
+    number = 0
+    done = 0
+    head, first, end, _exposed = _find_tile(tiles, number, HEADS)
+    begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, gl.maximum(end, 1) - 1, 1, BLOCK_N)
+    while first < end:
+        offs_r = HALF * ROWS + gl.arange(0, ROWS, ROW)
+        offs_m = first + offs_r % TOKENS
+        start, stop = load_bounds(key_start_ptr, key_stop_ptr, offs_m, end)  # [M]
+        next_head, next_first, next_end, _exposed = _find_tile(tiles, number + 1, HEADS)
+        acc = gl.zeros([ROWS, BLOCK_D], gl.float32, O_LAYOUT)
+        m_i = gl.full([ROWS], float("-inf"), gl.float32, ROW)
+        l_i = gl.zeros([ROWS], gl.float32, ROW)
+        mbarrier.wait(q_filled.index(HALF), number & 1)
 
-    if blocks > 0:
-        mbarrier.wait(k_filled.index(0), 0)
-        scores = _request_scores(rows, k.index(0), S_LAYOUT, BLOCK_N, BLOCK_D)
-        scores = warpgroup_mma_wait(0, deps=[scores])
-        mbarrier.arrive(k_free.index(0))
-        p, m_i, l_i, alpha = _softmax(scores, m_i, l_i, scale_log2, begin, start, stop, S_LAYOUT, BLOCK_N, True)
-        p = _as_operand(p, q.dtype, O_LAYOUT)
-        for phase in gl.static_range(3):
-            lo = 1 if phase == 0 else (gl.maximum(full, 1) if phase == 1 else gl.maximum(full_end, 1))
-            hi = full if phase == 0 else (full_end if phase == 1 else blocks)
-            for block in range(lo, hi):
-                slot = block % STAGES
-                parity = block // STAGES & 1
-                previous = (block - 1) % STAGES
-                previous_parity = (block - 1) // STAGES & 1
-                mbarrier.wait(k_filled.index(slot), parity)
-                if TURNS:
-                    mbarrier.wait(turn.index(HALF), block - 1 & 1)
-                scores = _request_scores(rows, k.index(slot), S_LAYOUT, BLOCK_N, BLOCK_D)
-                mbarrier.wait(v_filled.index(previous), previous_parity)
-                acc = warpgroup_mma(p, v.index(previous).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
-                if TURNS:
-                    mbarrier.arrive(turn.index(1 - HALF))
-                scores = warpgroup_mma_wait(1, deps=[scores])
-                mbarrier.arrive(k_free.index(slot))
-                key = begin + block * BLOCK_N
-                weights, m_i, l_i, alpha = _softmax(
-                    scores, m_i, l_i, scale_log2, key, start, stop, S_LAYOUT, BLOCK_N, phase != 1
-                )
-                l_i = _before_waiting(l_i)
-                acc, p = warpgroup_mma_wait(0, deps=[acc, p])
-                mbarrier.arrive(v_free.index(previous))
-                acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
-                p = _as_operand(weights, q.dtype, O_LAYOUT)
-        last = (blocks - 1) % STAGES
-        mbarrier.wait(v_filled.index(last), (blocks - 1) // STAGES & 1)
-        acc = warpgroup_mma(p, v.index(last).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
-        acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+        if blocks > 0:
+            slot = done % STAGES
+            mbarrier.wait(k_filled.index(slot), done // STAGES & 1)
+            if TURNS:
+                mbarrier.wait(turn.index(HALF), done & 1)
+            scores = _request_scores(rows, k.index(slot), S_LAYOUT, BLOCK_N, BLOCK_D)
+            if TURNS:
+                mbarrier.arrive(turn.index(1 - HALF))
+            scores = warpgroup_mma_wait(0, deps=[scores])
+            mbarrier.arrive(k_free.index(slot))
+            p, m_i, l_i, alpha = _softmax(scores, m_i, l_i, scale_log2, begin, start, stop, S_LAYOUT, BLOCK_N, True)
+            p = _as_operand(p, q.dtype, O_LAYOUT)
+            for phase in gl.static_range(3):
+                lo = 1 if phase == 0 else (gl.maximum(full, 1) if phase == 1 else gl.maximum(full_end, 1))
+                hi = full if phase == 0 else (full_end if phase == 1 else blocks)
+                for block in range(lo, hi):
+                    n = done + block
+                    slot = n % STAGES
+                    previous = (n - 1) % STAGES
+                    mbarrier.wait(k_filled.index(slot), n // STAGES & 1)
+                    if TURNS:
+                        mbarrier.wait(turn.index(HALF), n & 1)
+                    scores = _request_scores(rows, k.index(slot), S_LAYOUT, BLOCK_N, BLOCK_D)
+                    mbarrier.wait(v_filled.index(previous), (n - 1) // STAGES & 1)
+                    acc = warpgroup_mma(p, v.index(previous).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
+                    if TURNS:
+                        mbarrier.arrive(turn.index(1 - HALF))
+                    scores = warpgroup_mma_wait(1, deps=[scores])
+                    mbarrier.arrive(k_free.index(slot))
+                    key = begin + block * BLOCK_N
+                    weights, m_i, l_i, alpha = _softmax(
+                        scores, m_i, l_i, scale_log2, key, start, stop, S_LAYOUT, BLOCK_N, phase != 1
+                    )
+                    l_i = _before_waiting(l_i)
+                    acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+                    mbarrier.arrive(v_free.index(previous))
+                    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
+                    p = _as_operand(weights, q.dtype, O_LAYOUT)
+            last = done + blocks - 1
+            slot = last % STAGES
+            mbarrier.wait(v_filled.index(slot), last // STAGES & 1)
+            acc = warpgroup_mma(p, v.index(slot).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
+            mbarrier.arrive(q_free.index(HALF))
+            acc, p = warpgroup_mma_wait(0, deps=[acc, p])
+            mbarrier.arrive(v_free.index(slot))
+        else:
+            mbarrier.arrive(q_free.index(HALF))
 
-    lse = (m_i + gl.log2(l_i)) * LN2  # -inf in rows that see nothing
-    gl.store(lse_ptr + head.to(gl.int64) * num_queries + offs_m, lse, mask=offs_m < end)
-    share = 1.0 / gl.where(l_i == 0.0, 1.0, l_i)
-    acc = acc * gl.convert_layout(share, gl.SliceLayout(1, O_LAYOUT))[:, None]
-    # Through the memory that held q, so that a thread writes 16 bytes at a time.
-    WIDE: gl.constexpr = _wide_layout(BLOCK_D, 4)
-    rows.store(acc.to(q.dtype))
-    out = rows.load(WIDE)
-    offs_m = low + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
-    offs_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, WIDE))
-    out_ptrs = out_ptr + offs_m.to(gl.int64)[:, None] * stride_ot + head * stride_oh + offs_d[None, :]
-    gl.store(out_ptrs, out, mask=(offs_m < end)[:, None])
+        number += 1
+        done += blocks
+        begin, full, full_end, blocks = block_range(
+            key_start_ptr, key_stop_ptr, next_first, gl.maximum(next_end, 1) - 1, 1, BLOCK_N
+        )
+        lse = (m_i + gl.log2(l_i)) * LN2  # -inf in rows that see nothing
+        lse_ptrs = lse_ptr + (head + offs_r // TOKENS).to(gl.int64) * num_queries + offs_m
+        gl.store(lse_ptrs, lse, mask=offs_m < end)
+        share = 1.0 / gl.where(l_i == 0.0, 1.0, l_i)
+        acc = acc * gl.convert_layout(share, gl.SliceLayout(1, O_LAYOUT))[:, None]
+        out = gl.convert_layout(acc.to(q.dtype), WIDE)
+        offs_r = HALF * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, WIDE))
+        offs_m = first + offs_r % TOKENS
+        offs_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, WIDE))
+        row_offs = offs_m.to(gl.int64) * stride_ot + (head + offs_r // TOKENS) * stride_oh
+        gl.store(out_ptr + row_offs[:, None] + offs_d[None, :], out, mask=(offs_m < end)[:, None])
+        head, first, end = next_head, next_first, next_end
 
 
 @gluon.jit

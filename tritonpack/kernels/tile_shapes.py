@@ -12,11 +12,14 @@ import os
 from dataclasses import MISSING, asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 
 from tritonpack.checks import describe, is_int
+
+if TYPE_CHECKING:
+    from tritonpack.kernels.hopper import HopperTileShape
 
 # "dkdv" computes both gradients in one launch; "dk" and "dv" are the same kernel, launched for one of them.
 Kernel = Literal["forward", "dkdv", "dk", "dv", "dq"]
@@ -345,7 +348,7 @@ def key_gradient_kernels(block_d: int, dtype: torch.dtype, arch: str) -> tuple[K
     return ("dkdv",) if together else ("dk", "dv")
 
 
-def heads_per_tile(tile: TileShape, group: int) -> int:
+def heads_per_tile(tile: TileShape | HopperTileShape, group: int) -> int:
     """The number of query heads in a tile: a power of two that divides `group`, the query heads per key head."""
     heads = tile.heads  # a loop, because torch.compile traces no gcd of a symbolic size
     while group % heads:
