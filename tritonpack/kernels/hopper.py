@@ -184,7 +184,7 @@ def _load(
     done = 0
     head, first, end, exposed = _find_tile(tiles, number, HEADS)
     while first < end:
-        begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, 1, BLOCK_N)
+        begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, BLOCK_N)
         kv_head = head // GROUP
         for ahead in range(blocks + 1):
             if ahead < blocks:
@@ -293,7 +293,7 @@ def _compute(
     number = 0
     done = 0
     head, first, end, _exposed = _find_tile(tiles, number, HEADS)
-    begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, gl.maximum(end, 1) - 1, 1, BLOCK_N)
+    begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, gl.maximum(end, 1) - 1, BLOCK_N)
     while first < end:
         offs_r = HALF * ROWS + gl.arange(0, ROWS, ROW)
         offs_m = first + offs_r % TOKENS
@@ -355,7 +355,7 @@ def _compute(
         number += 1
         done += blocks
         begin, full, full_end, blocks = block_range(
-            key_start_ptr, key_stop_ptr, next_first, gl.maximum(next_end, 1) - 1, 1, BLOCK_N
+            key_start_ptr, key_stop_ptr, next_first, gl.maximum(next_end, 1) - 1, BLOCK_N
         )
         lse = (m_i + gl.log2(l_i)) * LN2  # -inf in rows that see nothing
         lse_ptrs = lse_ptr + (head + offs_r // TOKENS).to(gl.int64) * num_queries + offs_m
