@@ -107,7 +107,7 @@ def hopper_forward_kernel(
     head, _number, _tile_ptr, first, end, exposed = load_tile(tiles_ptr, num_heads, 3)
     if first >= end:
         return
-    begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, 1, BLOCK_N)
+    begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, BLOCK_N)
     key_end = gl.load(key_stop_ptr + (end - 1))
 
     dtype: gl.constexpr = q_desc.dtype
