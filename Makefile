@@ -16,9 +16,9 @@ help:
 	@echo "make test-slow  the slow tests: kernels compiled for every architecture, every model type"
 	@echo "make lint       ruff and mypy"
 	@echo "make docs       the site, guides and reference, into site/; warnings are errors"
-	@echo "make bench      the compile report: registers, spills, shared memory of every shipped kernel"
+	@echo "make bench      the compile report: registers, shared memory, spills and barriers of every kernel; compiles what has changed"
 	@echo "make bench-cpu  CPU times of packing, masks, patching, attention and sdpa: rows in benchmarks/results/cpu.csv"
-	@echo "make compile-matrix  the compile report for several versions of Triton, into docs/compile-matrix.md; takes a while"
+	@echo "make compile-matrix  the compile report under Triton 3.6 and 3.9, and docs/compile-matrix.md; compiles what has changed"
 	@echo "make test-gpu   the GPU tests, with the python3 on PATH; installs nothing"
 	@echo "make bench-gpu  the GPU benchmarks, with the python3 on PATH: rows in benchmarks/results; a second run continues the first"
 
