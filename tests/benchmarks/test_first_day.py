@@ -201,7 +201,7 @@ class TestSteps:
     def test_correct_before_fast(self) -> None:
         names = [step.name for step in steps("abc1234")]
         assert names[:3] == ["machine", "compile", "launch"]
-        for checked in ("sanitizer", "small", "large", "repeats", "graphs"):
+        for checked in ("memory", "small", "large", "repeats", "graphs", "gluon-tests"):
             for timed in ("ceilings", "compare", "tune", "training"):
                 assert names.index(checked) < names.index(timed)
 
