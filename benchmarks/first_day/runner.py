@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from benchmarks.gpu.ledger import CONTINUE, now
@@ -22,6 +23,8 @@ ROOT = Path(__file__).parents[2]
 KEPT = 64_000  # characters of a step's output that are kept with its result
 FEWEST = 20.0  # seconds that must be left for a step to begin
 NOTICE = 10.0  # seconds between the time that a step is given and the time at which it is ended
+
+TELL = partial(print, flush=True)
 
 # Verdicts. BEGUN stays the last one of a step that ended the whole call, with the machine say.
 OK, FAILED, TIMEOUT, UNFINISHED, SKIPPED, BEGUN = "ok", "failed", "timeout", "unfinished", "skipped", "begun"
@@ -95,8 +98,11 @@ class Journal:
     def __init__(self, path: Path) -> None:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-        self.results = [Result(**json.loads(line)) for line in lines if line.endswith("}")]
+        text = path.read_text(encoding="utf-8") if path.exists() else ""
+        whole = text[: text.rfind("\n") + 1]
+        if whole != text:  # the machine was lost while it wrote a line
+            path.write_text(whole, encoding="utf-8")
+        self.results = [Result(**json.loads(line)) for line in whole.splitlines()]
 
     def write(self, result: Result) -> None:
         """Add a result; it is on the disk when this returns."""
@@ -160,7 +166,7 @@ class Day:
         return last.verdict == OK or last.commit == self.commit
 
     def _left(self, step: Step) -> float:
-        """The seconds of a step that it hasn't used, since it began or was begun again with other code."""
+        """The seconds of a step that it hasn't used, since it began or is run again."""
         used = 0.0
         for result in reversed(self.journal.results):
             if result.step == step.name:
@@ -169,10 +175,14 @@ class Day:
                 used += result.seconds
         return step.limit - used
 
-    def run(self, seconds: float, again: Sequence[str] = (), tell: Callable[[str], None] = print) -> bool:
+    def run(self, seconds: float, again: Sequence[str] = (), tell: Callable[[str], None] = TELL) -> bool:
         """Run what is pending, for at most these seconds. Returns whether nothing is left."""
         end, first = time.monotonic() + seconds, True
-        for step in self.pending(again):
+        pending = self.pending(again)
+        for step in pending:
+            if step.name in again:  # also with its time
+                self.journal.write(Result(step.name, SKIPPED, reason="to be run again"))
+        for step in pending:
             reason = self._obstacle(step)
             if reason:
                 self._write(Result(step.name, SKIPPED, reason=reason), tell)

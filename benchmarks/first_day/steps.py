@@ -37,19 +37,19 @@ def steps(commit: str) -> list[Step]:
             limit=480,
             after=("machine",),
             continues=True,
-            serves=("launch", "sanitizer", "small", "large", "repeats", "graphs", "rest"),
+            serves=("launch", "memory", "small", "large", "repeats", "graphs", "rest", "gluon-memory", "gluon-tests"),
         ),
         Step(
             "launch",
-            "one small case of each backend, forward and backward",
-            (*PYTEST, f"{GPU}::test_small_cases[causal-bf16]", f"{HOPPER}::test_small_cases[causal-128-bf16]"),
+            "one small case, forward and backward",
+            (*PYTEST, f"{GPU}::test_small_cases[causal-bf16]"),
             limit=120,
             after=("machine",),
         ),
         Step(
-            "sanitizer",
+            "memory",
             "no access outside of memory, in small cases",
-            (*SANITIZER, *PYTEST, GPU, HOPPER, "-k", "test_small_cases and bf16 and (slack or tree-forest or sinks)"),
+            (*SANITIZER, *PYTEST, GPU, "-k", "test_small_cases and bf16 and (slack or tree-forest or sinks)"),
             limit=300,
             expected=120,
             after=("launch",),
@@ -58,7 +58,7 @@ def steps(commit: str) -> list[Step]:
         Step(
             "small",
             "small cases in three dtypes",
-            (*PYTEST, GPU, HOPPER, "-k", "test_small_cases"),
+            (*PYTEST, GPU, "-k", "test_small_cases"),
             limit=360,
             expected=120,
             after=("launch",),
@@ -66,32 +66,56 @@ def steps(commit: str) -> list[Step]:
         Step(
             "large",
             "cases of models' sizes in both 16-bit dtypes",
-            (*PYTEST, GPU, HOPPER, "-k", "test_large_cases"),
+            (*PYTEST, GPU, "-k", "test_large_cases"),
             limit=240,
             after=("launch",),
         ),
         Step(
             "repeats",
             "200 equal results of the same call",
-            (*PYTEST, GPU, HOPPER, "-k", "test_repeats"),
+            (*PYTEST, GPU, "-k", "test_repeats"),
             limit=300,
             after=("launch",),
         ),
         Step(
             "graphs",
             "one CUDA graph serves other documents, too",
-            (*PYTEST, "tests/gpu", "-k", "graph"),
+            (*PYTEST, GPU, "tests/gpu/test_flash_attn.py", "-k", "graph"),
             limit=180,
             after=("launch",),
         ),
         Step(
             "rest",
             "memory, waiting, offsets beyond 2**31, pack_invariant, FlashAttention's functions",
-            (*PYTEST, "tests/gpu", "--ignore", "tests/gpu/test_models.py", "-k",
+            (*PYTEST, GPU, "tests/gpu/test_flash_attn.py", "tests/gpu/test_benchmark.py", "-k",
              "not test_small_cases and not test_large_cases and not test_repeats and not graph"),
             limit=360,
             expected=120,
             after=("launch",),
+        ),
+        Step(
+            "gluon",
+            "one small case of the kernel for Hopper",
+            (*PYTEST, f"{HOPPER}::test_small_cases[causal-128-bf16]"),
+            limit=90,
+            after=("launch",),
+        ),
+        Step(
+            "gluon-memory",
+            "no access outside of memory, with the kernel for Hopper",
+            (*SANITIZER, *PYTEST, HOPPER, "-k", "test_small_cases and bf16 and (slack or multi-query)"),
+            limit=240,
+            expected=90,
+            after=("gluon",),
+            environment=UNPOOLED,
+        ),
+        Step(
+            "gluon-tests",
+            "results and 200 equal repeats of the kernel for Hopper",
+            (*PYTEST, HOPPER),
+            limit=300,
+            expected=90,
+            after=("gluon",),
         ),
         Step(
             "models",
@@ -166,7 +190,7 @@ def dry_steps(commit: str) -> list[Step]:
     }
     found = []
     for step in steps(commit):
-        command = step.command[len(SANITIZER) :] if step.name == "sanitizer" else step.command
+        command = step.command[len(SANITIZER) :] if step.command[0] == SANITIZER[0] else step.command
         tests = command[: len(PYTEST)] == PYTEST
         command += ("--collect-only",) if tests else on_cpu.get(step.name, ("--help",))
         found.append(replace(step, command=command, limit=3600, expected=5))

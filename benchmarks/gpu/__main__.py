@@ -11,16 +11,19 @@ Columns: `p20_ms`, `p50_ms`, `p80_ms` by device events, with a cold cache; `host
 returns; `tflops`: over the visible pairs alone, backward counted as 2.5 forwards; `extra_mib`: the most memory beyond
 the inputs, results included; `launches`: kernels, copies and fills; `status`: "ok", or why there is no figure.
 
-The exit status is 3 if shapes are left, or if a peer broke the device for the process. The next run leaves that peer
-out at that shape.
+The exit status is 3 if shapes are left, or if a peer hung or broke the device for the process. The next run leaves that
+peer out at that shape.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,12 +31,62 @@ import torch
 from benchmarks.gpu.ledger import CONTINUE, Budget, Ledger, environment
 from benchmarks.gpu.machine import ceilings
 from benchmarks.gpu.shapes import documents_of, shapes, smoke_shapes
-from tritonpack.cli.bench.batch import Shape, make_batch
-from tritonpack.cli.bench.measure import DeviceLostError, measure
-from tritonpack.cli.bench.peers import PEERS, Peer
+from tritonpack.cli.bench.batch import Batch, Shape, make_batch
+from tritonpack.cli.bench.measure import LOST, OPS, DeviceLostError, measure
+from tritonpack.cli.bench.peers import PEERS, Attention, Peer
 
 RESULTS = Path("benchmarks/results")
+HUNG = 240.0  # seconds without a row and without another peer after which a peer hangs
 PRINTED = ("op", "implementation", "p50_ms", "host_ms", "tflops", "extra_mib", "launches", "status")
+
+
+class Watch:
+    """Ends the process if a peer hangs, which no exception does, and writes rows that say so.
+
+    Attributes:
+        checked: the peer that is being checked.
+    """
+
+    def __init__(self, write: Callable[[Mapping[str, object]], None]) -> None:
+        self._write, self.checked = write, ""
+        self._timer = self._start()
+
+    def _start(self) -> threading.Timer:
+        timer = threading.Timer(HUNG, self.end)
+        timer.daemon = True
+        timer.start()
+        return timer
+
+    def _begin_again(self) -> None:
+        self._timer.cancel()
+        self._timer = self._start()
+
+    def noting(self, peer: Peer) -> Peer:
+        """The peer, whose preparation is noted here."""
+
+        def prepare(batch: Batch) -> Attention:
+            self.checked = peer.name
+            self._begin_again()
+            return peer.prepare(batch)
+
+        return replace(peer, prepare=prepare)
+
+    def write(self, row: Mapping[str, object]) -> None:
+        """Write a row, which shows that nothing hangs."""
+        self._begin_again()
+        self._write(row)
+
+    def end(self) -> None:
+        """End the process."""
+        for op in OPS:
+            self._write({"op": op, "implementation": self.checked, "status": f"{LOST}: it hung for {HUNG:.0f} seconds"})
+        os._exit(CONTINUE)
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._timer.cancel()
 
 
 def run(
@@ -61,7 +114,8 @@ def run(
             print("  ".join(str(row.get(name) or "-")[:100] for name in PRINTED), flush=True)
 
         batch = make_batch(shape, lengths, device, parents=parents)
-        measure(batch, [peer for peer in fit if not ledger.lost(columns, peer.name)], write)
+        with Watch(write) as watch:
+            measure(batch, [watch.noting(peer) for peer in fit if not ledger.lost(columns, peer.name)], watch.write)
         del batch
         if device.type == "cuda":
             torch.cuda.empty_cache()

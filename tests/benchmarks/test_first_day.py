@@ -90,14 +90,14 @@ class TestRun:
             "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
             "print(child.pid, flush=True); child.wait()"
         )
-        done = day(tmp_path, python("a", hang, limit=2.0), python("b"))
+        done = day(tmp_path, python("a", hang, limit=3.0), python("b"))
         began = time.monotonic()
         assert done.run(60)
         assert time.monotonic() - began < 20
         assert verdicts(done) == {"a": TIMEOUT, "b": OK}
         last = done.journal.last(done.steps[0])
         assert last
-        assert last.reason == "ended after 2 s"
+        assert last.reason == "ended after 3 s"
         child = Path("/proc", last.last_line, "stat")
         assert not child.exists() or child.read_text().split()[2] == "Z"
 
@@ -162,11 +162,14 @@ class TestContinue:
         assert done.run(60)
         assert verdicts(done) == {"a": UNFINISHED, "b": SKIPPED, "c": OK}
         assert [step.name for step in day(tmp_path, *done.steps).pending()] == ["b"]
+        again = day(tmp_path, python("a", continues=True))
+        assert again.run(60, again=["a"])
+        assert verdicts(again) == {"a": OK}
 
     def test_step_that_the_end_of_the_call_cut_short_is_no_failure(self, tmp_path: Path) -> None:
-        todo = (python("a"), python("b", "import time; time.sleep(3)"))
+        todo = (python("a"), python("b", "import time; time.sleep(60)", limit=90.0))
         cut = day(tmp_path, *todo)
-        assert not cut.run(1.5)
+        assert not cut.run(3)
         assert verdicts(cut) == {"a": OK, "b": UNFINISHED}
         assert [step.name for step in day(tmp_path, *todo).pending()] == ["b"]
 
@@ -194,14 +197,15 @@ class TestContinue:
         day(tmp_path, python("a")).run(60)
         with (tmp_path / "steps.jsonl").open("a") as file:
             file.write('{"step": "b", "ver')
-        assert [r.step for r in Journal(tmp_path / "steps.jsonl").results] == ["a", "a"]
+        day(tmp_path, python("c")).run(60)
+        assert [r.step for r in Journal(tmp_path / "steps.jsonl").results] == ["a", "a", "c", "c"]
 
 
 class TestSteps:
     def test_correct_before_fast(self) -> None:
         names = [step.name for step in steps("abc1234")]
         assert names[:3] == ["machine", "compile", "launch"]
-        for checked in ("sanitizer", "small", "large", "repeats", "graphs"):
+        for checked in ("memory", "small", "large", "repeats", "graphs", "gluon-tests"):
             for timed in ("ceilings", "compare", "tune", "training"):
                 assert names.index(checked) < names.index(timed)
 

@@ -1,6 +1,8 @@
 """The benchmark of attention on GPUs: its list of shapes, its time, failures; run on the CPU, with tiny shapes."""
 
 import csv
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +118,23 @@ class TestRun:
         with path.open(newline="") as file:
             rows = list(csv.DictReader(file))
         assert [row["status"].startswith(LOST) for row in rows] == [True] * 3 + [False] * 3
+
+    @pytest.mark.heavy
+    def test_peer_that_hangs_is_left_out_by_the_next_run(self, tmp_path: Path) -> None:
+        program = "\n".join([
+            "import time, torch",
+            "import benchmarks.gpu.__main__ as program",
+            "from benchmarks.gpu.shapes import smoke_shapes",
+            "from tests.benchmarks.test_gpu_run import CPU, HERE, Budget, Ledger, Path, Peer",
+            "program.HUNG = 0.5",
+            "hangs = Peer('hangs', lambda batch: time.sleep(60))",
+            f"ledger = Ledger(Path({str(tmp_path / 'attention.csv')!r}), HERE)",
+            "program.run(smoke_shapes()[:1], ledger, Budget(5), CPU, peers=(hangs,))",
+        ])  # fmt: skip
+        assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == CONTINUE
+        ledger = Ledger(tmp_path / "attention.csv", HERE)
+        assert ledger.lost(smoke_shapes()[0].columns(), "hangs")
+        assert run(smoke_shapes()[:1], ledger, Budget(5), CPU, peers=(Peer("hangs", missing), *self.peers)) == []
 
 
 class TestMain:
