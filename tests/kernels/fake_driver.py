@@ -1,0 +1,172 @@
+"""Launches of Triton kernels without a GPU: Triton's own driver and launcher, over a libcuda that runs nothing.
+
+Within `fake_gpu` the package's launchers take tensors in host memory, with the tiles of a GPU's architecture. Triton
+specialises, compiles and loads each kernel, makes its descriptors, and passes its arguments to the driver. So wrong
+signatures, specialisations that don't compile, descriptors and launches that a GPU would refuse raise errors, and the
+host's time of a call is the one beside a GPU. Kernels write nothing: results are whatever memory held.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
+from triton.runtime import driver
+
+from tritonpack import kernels
+from tritonpack.backends import gluon
+from tritonpack.backends import triton as triton_backend
+from tritonpack.kernels import tile_shapes
+
+SOURCE = Path(__file__).with_name("fake_libcuda.c")
+ROOM = 4096  # launches that the library records
+
+
+class Launch(NamedTuple):
+    """A launch that reached the driver.
+
+    Attributes:
+        kernel: its name.
+        binary: the address of its function; each compiled kernel has its own.
+        grid: the number of programs along each axis.
+        threads: of a program.
+        shared_bytes: dynamic shared memory of a program.
+    """
+
+    kernel: str
+    binary: int
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int
+
+
+class _Record(ctypes.Structure):
+    _fields_ = (
+        ("name", ctypes.c_char * 104),
+        ("binary", ctypes.c_void_p),
+        ("grid", ctypes.c_uint * 3),
+        ("threads", ctypes.c_uint),
+        ("shared_bytes", ctypes.c_uint),
+    )
+
+
+class Launches:
+    """The launches since the block began, in order; the first 4,096 are recorded, all are counted."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._count = ctypes.c_int.in_dll(library, "num_launches")
+        self._records = (_Record * ROOM).in_dll(library, "launches")
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget them."""
+        self._count.value = 0
+
+    def __len__(self) -> int:
+        return self._count.value
+
+    def __iter__(self) -> Iterator[Launch]:
+        for record in self._records[: min(len(self), ROOM)]:
+            yield Launch(record.name.decode(), record.binary, tuple(record.grid), record.threads, record.shared_bytes)
+
+    @property
+    def kernels(self) -> list[str]:
+        """The name of the kernel of each launch."""
+        return [launch.kernel for launch in self]
+
+
+class _FakeDriver(CudaDriver):
+    """Triton's driver, without its questions to torch. The device's number is its compute capability, so that Triton's
+    caches of binaries keep architectures apart."""
+
+    def __init__(self, capability: int) -> None:
+        self.utils, self.launcher_cls = _utils(), CudaLauncher
+        self.get_current_device = lambda: capability
+        self.set_current_device = lambda device: None
+        self.get_current_stream = lambda device: 0
+        self.get_device_capability = lambda device: divmod(capability, 10)
+
+
+@contextmanager
+def fake_gpu(arch: str = "sm_90") -> Iterator[Launches]:
+    """Launch kernels as on an NVIDIA GPU of an architecture, "sm_90" or another key of the tile tables.
+
+    Masks must be made before, because kernels would build them and write no values. Their transposes and tile tables
+    are built by kernels in this block.
+
+    Raises:
+        RuntimeError: there is a real GPU, whose libcuda is loaded.
+    """
+    if torch.cuda.is_available():
+        raise RuntimeError("fake_gpu is for machines without a GPU; this one has one.")
+    library = _library()
+    # Functions, not mocks, because a call of a mock takes 20 microseconds of a measured time.
+    replaced: dict[str, Callable[..., Any]] = {
+        "current_arch": lambda device: arch, "check_device": lambda q: None, "serve": lambda x: True,
+    }  # fmt: skip
+    with ExitStack() as stack:
+        for owner, name in list(_owners()):
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, replaced[name])
+        before = driver._active
+        driver.set_active(_driver(int(arch.removeprefix("sm_"))))
+        stack.callback(setattr, driver, "_active", before)
+        yield Launches(library)
+
+
+def _owners() -> Iterator[tuple[Any, str]]:
+    """The modules and names of the functions that ask about a tensor's device."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("tritonpack") and getattr(module, "current_arch", None) is tile_shapes.current_arch:
+            yield module, "current_arch"
+    yield from ((backend, "check_device") for backend in (triton_backend, gluon))
+    yield kernels, "serve"
+
+
+@cache
+def _driver(capability: int) -> Any:
+    return _FakeDriver(capability)
+
+
+@cache
+def _utils() -> Any:
+    _library()
+    return CudaUtils()
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    """The fake library, compiled into Triton's cache, and loaded before Triton asks for a library of its name."""
+    include = Path(triton.__file__).parent / "backends" / "nvidia" / "include"
+    key = hashlib.sha256(SOURCE.read_bytes() + str(include).encode()).hexdigest()[:16]
+    folder = Path(knobs.cache.dir) / f"fake-libcuda-{key}"
+    path = folder / "libcuda.so.1"
+    if not path.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder) as build:
+            made = Path(build) / path.name
+            command = [
+                os.environ.get("CC", "cc"),
+                "-O2",
+                "-shared",
+                "-fPIC",
+                "-Wl,-soname,libcuda.so.1",
+                f"-I{include}",
+            ]
+            subprocess.run([*command, str(SOURCE), "-o", str(made)], check=True)
+            made.replace(path)  # at once, because other processes may do the same
+    knobs.nvidia.libcuda_path = str(folder)
+    return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
