@@ -14,6 +14,7 @@ from tritonpack.ops import run_attention
 from tritonpack.options import make_options
 
 MAX_HEAD_DIM = 512
+DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 # With MKL, the first float32 exponential of a process can be wrong by 1e-4 in the part of one thread, if several
 # threads compute it (seen with torch 2.13 in one process of seven). One small call prevents this.
@@ -112,67 +113,65 @@ def varlen_attention(
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Cast tensors to autocast's dtype if autocast is on; float64 stays, as in torch."""
+    """Cast tensors of one device to autocast's dtype if autocast is on; float64 stays, as in torch."""
+    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "meta"
+    if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
 
     def cast(x: Tensor) -> Tensor:
-        if not isinstance(x, Tensor) or not x.is_floating_point() or x.dtype == torch.float64:
-            return x
-        on = torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
-        return x.to(torch.get_autocast_dtype(x.device.type)) if on else x
+        return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() and x.dtype != torch.float64 else x
 
     return tuple(cast(x) for x in tensors)
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask) -> None:
     """Raise ValueError unless q, k, v and the mask fit `varlen_attention`."""
-    tensors = {"q": q, "k": k, "v": v}
-    for name, tensor in tensors.items():
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, Tensor) or tensor.ndim != 3:
             given = f"shape {tuple(tensor.shape)}" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ValueError(
                 f"{name} must be a tensor of shape (tokens, heads, head_dim); got {given}. Flatten a batch (B, H, T, "
                 "D) with .transpose(1, 2).flatten(0, 1)."
             )
-    dtypes = [tensor.dtype for tensor in tensors.values()]
-    allowed = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-    if len(set(dtypes)) > 1 or dtypes[0] not in allowed:
+    if q.dtype not in DTYPES or not q.dtype == k.dtype == v.dtype:
         raise ValueError(
-            f"q, k and v must share one dtype of bfloat16, float16, float32, float64; got {_join(dtypes)}. Cast them "
-            "first."
+            f"q, k and v must share one dtype of bfloat16, float16, float32, float64; got "
+            f"{_join(q.dtype, k.dtype, v.dtype)}. Cast them first."
         )
     if not isinstance(mask, BlockDiagonalMask):
         raise ValueError(
             f"mask must be a tritonpack.BlockDiagonalMask; got {type(mask).__name__}. Build one with "
             "BlockDiagonalMask.from_cu_seqlens or another of its from_ constructors."
         )
-    devices = [tensor.device for tensor in tensors.values()] + [mask.device]
-    if len(set(devices)) > 1:
-        raise ValueError(f"q, k, v and mask must be on one device; got {_join(devices)}.")
+    if not q.device == k.device == v.device == mask.device:
+        devices = _join(q.device, k.device, v.device, mask.device)
+        raise ValueError(f"q, k, v and mask must be on one device; got {devices}.")
+    (num_queries, heads, head_dim), (num_keys, kv_heads, _), head_dim_v = q.shape, k.shape, v.shape[2]
     if k.shape[:2] != v.shape[:2]:
         raise ValueError(
             f"k and v must have the same numbers of tokens and heads; got {tuple(k.shape)} and {tuple(v.shape)}."
         )
-    heads, kv_heads = q.shape[1], k.shape[1]
     if not heads or not kv_heads or heads % kv_heads:
         raise ValueError(
             f"the number of query heads must be a multiple of the number of key heads; got {heads} and {kv_heads}."
         )
-    if q.shape[2] != k.shape[2] or not all(1 <= x.shape[2] <= MAX_HEAD_DIM for x in (q, v)):
+    if head_dim != k.shape[2] or not 1 <= head_dim <= MAX_HEAD_DIM or not 1 <= head_dim_v <= MAX_HEAD_DIM:
         raise ValueError(
             f"q and k must have the same head dimension, v may have another, each from 1 to {MAX_HEAD_DIM}; got "
-            f"{q.shape[2]}, {k.shape[2]} and {v.shape[2]}."
+            f"{head_dim}, {k.shape[2]} and {head_dim_v}."
         )
-    if (mask.num_queries, mask.num_keys) != (q.shape[0], k.shape[0]):
+    if mask.num_queries != num_queries or mask.num_keys != num_keys:
         remedy = "Pass total_q and total_k if the tensors have slack rows past the last document."
         if mask.is_tree:
             remedy = (
                 "A mask of trees serves neither a cache nor cross-attention: pass a parent for each row, -2 for slack."
             )
         raise ValueError(
-            f"the mask is for {mask.num_queries} queries and {mask.num_keys} keys, but q has {q.shape[0]} rows and k "
-            f"{k.shape[0]}. {remedy}"
+            f"the mask is for {mask.num_queries} queries and {mask.num_keys} keys, but q has {num_queries} rows and k "
+            f"{num_keys}. {remedy}"
         )
 
 
-def _join(values: list[Any]) -> str:
+def _join(*values: Any) -> str:
     return ", ".join(str(value).replace("torch.", "") for value in values)

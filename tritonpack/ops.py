@@ -1,7 +1,8 @@
-"""The custom operators `tritonpack::attention` and `tritonpack::attention_backward`, for all backends.
+"""Calls of the backends: with autograd, and as operators `tritonpack::attention` and `tritonpack::attention_backward`.
 
 Operators are opaque to `torch.compile`: it calls them without breaking its graph, whatever the token counts. They take
-only tensors and numbers; `plan` makes these from a mask and the options.
+only tensors and numbers; `plan` makes these from a mask and the options. A call that nothing watches needs no operator:
+torch's dispatcher and its autograd for operators would take the host longer than all the rest.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from tritonpack.backends import BackendModule, load
 from tritonpack.backends.tile_table import TileTables
@@ -75,7 +77,68 @@ def run_attention(
         )
     inputs = (q, k, v) if options.sinks is None else (q, k, v, options.sinks)
     backward = torch.is_grad_enabled() and any(x.requires_grad for x in inputs)
-    return attention(q, k, v, *plan(q, k, v, mask, options, backend, backward=backward))
+    if not _is_plain_call(*inputs):
+        return attention(q, k, v, *plan(q, k, v, mask, options, backend, backward=backward))
+    mask, module = mask.for_call(), load(backend)
+    tiles = module.plan_tiles(q, k, v, mask, options, backward=backward)
+    if backward:
+        return _Attention.apply(q, k, v, options.sinks, mask, options, tiles, module, backend)
+    return _forward(module, q, k, v, mask, options, tiles)
+
+
+def _is_plain_call(*tensors: Tensor) -> bool:
+    """Whether nothing watches a call: no compiler, no tracer, no mode of torch's dispatcher, no subclass of Tensor."""
+    return (
+        not torch.compiler.is_compiling()
+        and all(type(x) in (Tensor, Parameter) and not x.is_meta for x in tensors)
+        and not torch._C._len_torch_dispatch_stack()
+        and torch._C._get_tracing_state() is None
+    )
+
+
+def _forward(backend: BackendModule, q: Tensor, *others: Any) -> tuple[Tensor, Tensor]:
+    with _plain_precision(q):
+        out, lse = backend.forward(q, *others)
+    return out.contiguous(), lse.contiguous()  # the layouts of `_attention_fake`
+
+
+def _backward(
+    backend: BackendModule, dout: Tensor, dlse: Tensor | None, q: Tensor, *others: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    with _plain_precision(q):
+        dq, dk, dv, dsinks = backend.backward(dout, dlse, q, *others)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), dsinks
+
+
+class _Attention(torch.autograd.Function):
+    """(q, k, v, sinks, mask, options, tiles, backend, its name) -> out, lse: the operator without the dispatcher."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, mask: BlockDiagonalMask,
+        options: AttentionOptions, tiles: TileTables, backend: BackendModule, name: str,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        out, lse = _forward(backend, q, k, v, mask, options, tiles)
+        ctx.save_for_backward(q, k, v, out, lse, sinks, options.alibi_slopes, options.dropout_seed)
+        ctx.others = mask, options, tiles, backend, name
+        ctx.set_materialize_grads(False)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, out, lse, sinks, slopes, seed = ctx.saved_tensors
+        mask, options, tiles, backend, name = ctx.others
+        mask = mask.for_call()  # an error if it was overwritten since forward
+        if sinks is not None or slopes is not None or seed is not None:
+            options = replace(options, sinks=sinks, alibi_slopes=slopes, dropout_seed=seed)
+        if dout is None:
+            dout = torch.zeros_like(out)
+        if torch.is_grad_enabled():  # the operator's derivative is an error with a remedy
+            arguments = _arguments(mask, options, tiles, name)
+            dq, dk, dv, dsinks = attention_backward(dout, dlse, q, k, v, out, lse, *arguments)
+        else:
+            dq, dk, dv, dsinks = _backward(backend, dout, dlse, q, k, v, out, lse, mask, options, tiles)
+        return dq, dk, dv, None if sinks is None else dsinks, *(None for _ in ctx.others)
 
 
 def plan(
@@ -83,8 +146,12 @@ def plan(
 ) -> Arguments:
     """The operators' arguments after their tensors; `backward=True` if `attention_backward` takes them, too."""
     mask = mask.for_call()
-    transposed = mask.transpose()
     tiles = load(backend).plan_tiles(q, k, v, mask, options, backward=backward)
+    return _arguments(mask, options, tiles, backend)
+
+
+def _arguments(mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables, backend: str) -> Arguments:
+    transposed = mask.transpose()
     return Arguments(
         key_start=mask.key_start,
         key_stop=mask.key_stop,
@@ -108,19 +175,16 @@ def plan(
 
 
 def _attention(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    backend, mask, options, tiles = _unpack(k, Arguments(*arguments))
-    with _plain_precision(q):
-        out, lse = backend.forward(q, k, v, mask, options, tiles)
-    return out.contiguous(), lse.contiguous()  # the fakes below have this layout
+    backend, *others = _unpack(k, Arguments(*arguments))
+    return _forward(backend, q, k, v, *others)
 
 
 def _attention_backward(
     dout: Tensor, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *arguments: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    backend, mask, options, tiles = _unpack(k, Arguments(*arguments))
-    with _plain_precision(q):
-        dq, dk, dv, dsinks = backend.backward(dout, dlse, q, k, v, out, lse, mask, options, tiles)
-    return dq.contiguous(), dk.contiguous(), dv.contiguous(), lse.new_empty(0) if dsinks is None else dsinks
+    backend, *others = _unpack(k, Arguments(*arguments))
+    dq, dk, dv, dsinks = _backward(backend, dout, dlse, q, k, v, out, lse, *others)
+    return dq, dk, dv, lse.new_empty(0) if dsinks is None else dsinks
 
 
 def _attention_fake(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
@@ -199,4 +263,5 @@ def _unpack(k: Tensor, given: Arguments) -> tuple[BackendModule, BlockDiagonalMa
 def _plain_precision(q: Tensor) -> AbstractContextManager[Any]:
     """Turn autocast off: the backends choose the precision of each product."""
     device = q.device.type
-    return torch.autocast(device, enabled=False) if torch.amp.is_autocast_available(device) else nullcontext()
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()

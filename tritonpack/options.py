@@ -78,19 +78,19 @@ def make_options(
 def _positive(value: float, name: str, default: str) -> float:
     if not is_number(value) or not 0.0 < value < math.inf:
         raise ValueError(f"{name} must be a positive finite int or float, or None for {default}; got {value!r}.")
-    return value
+    return float(value)
 
 
 def _softcap(value: float) -> float:
     if not is_number(value) or not 0.0 <= value < math.inf:
         raise ValueError(f"softcap must be a finite int or float above 0, or 0.0 for none; got {value!r}.")
-    return value
+    return float(value)
 
 
 def _probability(value: float) -> float:
     if not is_number(value) or not 0.0 <= value < 1.0:
         raise ValueError(f"dropout_p must be an int or float from 0 to below 1; got {value!r}.")
-    return value
+    return float(value)
 
 
 def _sinks(sinks: Tensor, q: Tensor) -> Tensor:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.cpu [--out DIR] [-k EXPRESSION] [--table]
 
-They measure packing, masks, the cost of a patch, and attention beside sdpa, padded and with a dense mask. A table shows
-each median, and the time of other implementations relative to tritonpack's. `--table` measures nothing and prints the
-latest rows of the file. Run nothing else at the same time.
+They measure packing, masks, the cost of a patch, the host's time of a layer on a GPU, and attention beside sdpa, padded
+and with a dense mask. A table shows each median, and the time of other implementations relative to tritonpack's.
+`--table` measures nothing and prints the latest rows of the file. Run nothing else at the same time.
 """
 
 from __future__ import annotations

@@ -172,4 +172,4 @@ def _library() -> ctypes.CDLL:
             subprocess.run([*command, str(SOURCE), "-o", str(made)], check=True)
             made.replace(path)  # at once, because other processes may do the same
     knobs.nvidia.libcuda_path = str(folder)
-    return ctypes.CDLL(str(path))
+    return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)

@@ -79,17 +79,17 @@ def tile_tables(mask: BlockDiagonalMask, *cuts: Cut, whole_documents: bool = Fal
         whether it is exposed, 0 or 1. Without `block`, and with `whole_documents`, all tiles are exposed. Tiles with
         most keys come first; unused entries have first = end.
     """
-    if whole_documents:
-        cuts = tuple(cut._replace(block=None) for cut in cuts)
-    different = tuple(dict.fromkeys(cuts))
 
     def build() -> list[Tensor]:
+        wanted = [cut._replace(block=None) for cut in cuts] if whole_documents else cuts
+        different = tuple(dict.fromkeys(wanted))
         if kernels.serve(mask.key_start) and mask.num_queries and mask.num_keys:
-            return _by_kernels(mask, different, whole_documents)
-        return [_table(mask.transpose() if cut.of_keys else mask, cut, whole_documents) for cut in different]
+            tables = _by_kernels(mask, different, whole_documents)
+        else:
+            tables = [_table(mask.transpose() if cut.of_keys else mask, cut, whole_documents) for cut in different]
+        return [tables[different.index(cut)] for cut in wanted]
 
-    tables = mask.cached(("tiles", different, whole_documents), build)
-    return [tables[different.index(cut)] for cut in cuts]
+    return mask.cached(("tiles", cuts, whole_documents), build)
 
 
 def bounds_for_kernels(mask: BlockDiagonalMask, *, exact: bool) -> Bounds:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tritonpack.backends import has_matrix_products
 from tritonpack.backends.dropout import drop_below
+from tritonpack.backends.launch import launch
 from tritonpack.backends.tile_table import Cut, TileTables, tile_tables
 from tritonpack.backends.tree_table import tree_tables
 from tritonpack.errors import BackendUnavailableError
@@ -56,7 +56,8 @@ def plan_tiles(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, *, backward: bool
 ) -> TileTables:
     """The tile tables of all kernels; without `backward` only the table of forward."""
-    return plan_cuts(q, k, v, mask, options, _cut("forward", q, k, v, mask, options), backward=backward)
+    ((kernel, tile),) = _tiles(("forward",), q, v, mask, options).items()
+    return plan_cuts(q, k, v, mask, options, _cut(kernel, tile, q, k, mask), backward=backward)
 
 
 def plan_cuts(
@@ -68,8 +69,9 @@ def plan_cuts(
     """
     cuts = [forward]
     if backward:
-        of_keys = _key_gradients(q, v) if mask.is_tree else _key_gradients(q, v)[:1]
-        cuts += [_cut(kernel, q, k, v, mask, options) for kernel in ("dq", *of_keys)]
+        of_keys = _key_gradients(q, v)
+        tiles = _tiles(("dq", *(of_keys if mask.is_tree else of_keys[:1])), q, v, mask, options)
+        cuts += [_cut(kernel, tile, q, k, mask) for kernel, tile in tiles.items()]
     blocks = None
     if mask.is_tree:
         tables, blocks = tree_tables(mask, *cuts)
@@ -91,35 +93,41 @@ def forward(
         return out.zero_(), lse.fill_(float("-inf"))
     assert tiles.forward is not None
     q, k, v = aligned(q), aligned(k), aligned(v)
-    tile, block_v = _tile("forward", q, v, options, tree=mask.is_tree), _padded(v)
-    columns, heads = min(tile.columns, block_v), heads_per_tile(tile, q.shape[1] // k.shape[1])
-    head_blocks = q.shape[1] // heads
+    (tile,) = _tiles(("forward",), q, v, mask, options).values()
+    block_d, block_v = _padded(q), _padded(v)
+    (num_queries, heads, _), (num_keys, kv_heads, head_dim_v) = q.shape, v.shape
+    columns, shared = min(tile.columns, block_v), heads_per_tile(tile, heads // kv_heads)
+    head_blocks = heads // shared
     transposed = mask.transpose()
+    arguments = {
+        "q_desc": descriptor(q, tile.block_m // shared, block_d, heads=shared),
+        "k_desc": descriptor(k, tile.block_n, block_d),
+        "v_desc": descriptor(v, tile.block_n, columns),
+        "out_ptr": out,
+        "lse_ptr": lse,
+        "tiles_ptr": tiles.forward,
+        "blocks_ptr": tiles.blocks,
+        "key_start_ptr": mask.key_start,
+        "key_stop_ptr": mask.key_stop,
+        "query_start_ptr": transposed.key_start,
+        "query_stop_ptr": transposed.key_stop,
+        "sinks_ptr": options.sinks,
+        "stride_ot": out.stride(0),
+        "stride_oh": out.stride(1),
+        "num_queries": num_queries,
+        "num_keys": num_keys if mask.is_tree else None,
+        **_numbers(mask, options),
+    }
+    constants = {
+        "HEAD_BLOCKS": head_blocks,
+        "HEADS": shared,
+        "HEAD_DIM_V": head_dim_v,
+        "BLOCK_D": block_d,
+        "COLUMNS": columns,
+        **_constants(q, heads // kv_heads, tile),
+    }
     with torch.cuda.device_of(q):
-        forward_kernel[(head_blocks * tiles.forward.shape[0], block_v // columns)](
-            q_desc=descriptor(q, tile.block_m // heads, heads=heads),
-            k_desc=descriptor(k, tile.block_n),
-            v_desc=descriptor(v, tile.block_n, columns),
-            out_ptr=out,
-            lse_ptr=lse,
-            tiles_ptr=tiles.forward,
-            blocks_ptr=tiles.blocks,
-            key_start_ptr=mask.key_start,
-            key_stop_ptr=mask.key_stop,
-            query_start_ptr=transposed.key_start,
-            query_stop_ptr=transposed.key_stop,
-            sinks_ptr=options.sinks,
-            stride_ot=out.stride(0),
-            stride_oh=out.stride(1),
-            num_queries=q.shape[0],
-            num_keys=k.shape[0] if mask.is_tree else None,
-            HEAD_BLOCKS=head_blocks,
-            HEADS=heads,
-            HEAD_DIM_V=v.shape[2],
-            BLOCK_D=_padded(q),
-            COLUMNS=columns,
-            **_common(q, k, mask, options, tile),
-        )
+        launch(forward_kernel, (head_blocks * tiles.forward.shape[0], block_v // columns), arguments, constants)
     return out, lse
 
 
@@ -148,100 +156,105 @@ def backward(
     assert tiles.queries is not None
     block_d, block_v = _padded(q), _padded(v)
     transposed = mask.transpose()
-    key_gradients = {kernel: _tile(kernel, q, v, options, tree=mask.is_tree) for kernel in _key_gradients(q, v)}
+    key_gradients = _tiles(("dq", *_key_gradients(q, v)), q, v, mask, options)
+    dq_tile = key_gradients.pop("dq")
     # dK and dV read blocks of whole rows, so the last one may end past the last row.
-    past_end = max(tile.block_m for tile in key_gradients.values())
-    lse2, delta = (torch.empty(heads * num_queries + past_end, dtype=torch.float32, device=q.device) for _ in range(2))
+    statistics = heads * num_queries + max(tile.block_m for tile in key_gradients.values())
+    lse2 = torch.empty(statistics, dtype=torch.float32, device=q.device)
+    delta = torch.empty(statistics, dtype=torch.float32, device=q.device)
     shares = None if options.sinks is None else lse.new_zeros(heads, tiles.queries.shape[0])
     q, k, v, dout = aligned(q), aligned(k), aligned(v), aligned(dout)
     assert lse.is_contiguous(), "the kernel takes no strides of lse"
     assert out.stride(2) == 1 or head_dim_v == 1, "the kernel takes no stride of the columns of out"
-    common = {
+    numbers = {
         "num_queries": num_queries,
         "num_keys": num_keys if mask.is_tree else None,
         "scale": options.scale,
-        "HEAD_DIM": head_dim,
-        "HEAD_DIM_V": head_dim_v,
-        "BLOCK_D": block_d,
-        "BLOCK_V": block_v,
+        **_numbers(mask, options),
     }
+    sizes = {"HEAD_DIM": head_dim, "HEAD_DIM_V": head_dim_v, "BLOCK_D": block_d, "BLOCK_V": block_v}
 
     with torch.cuda.device_of(q):
-        tile = _tile("dq", q, v, options, tree=mask.is_tree)
-        columns = min(tile.columns, block_d)
+        tile, columns = dq_tile, min(dq_tile.columns, block_d)
         shared = heads_per_tile(tile, heads // kv_heads)
         head_blocks = heads // shared
-        dq_kernel[(head_blocks * tiles.queries.shape[0], block_d // columns)](
-            q_desc=descriptor(q, tile.block_m // shared, heads=shared),
-            k_desc=descriptor(k, tile.block_n),
-            k_columns_desc=descriptor(k, tile.block_n, columns) if columns < block_d else None,
-            v_desc=descriptor(v, tile.block_n),
-            dout_desc=descriptor(dout, tile.block_m // shared, heads=shared),
-            out_ptr=out,
-            lse_ptr=lse,
-            dlse_ptr=dlse,
-            lse2_ptr=lse2,
-            delta_ptr=delta,
-            dq_ptr=dq,
-            dsinks_ptr=shares,
-            tiles_ptr=tiles.queries,
-            blocks_ptr=tiles.blocks,
-            key_start_ptr=mask.key_start,
-            key_stop_ptr=mask.key_stop,
-            query_start_ptr=transposed.key_start,
-            query_stop_ptr=transposed.key_stop,
-            sinks_ptr=options.sinks,
-            stride_ot=out.stride(0),
-            stride_oh=out.stride(1),
-            stride_dlh=0 if dlse is None else dlse.stride(0),
-            stride_dlt=0 if dlse is None else dlse.stride(1),
-            stride_dqt=dq.stride(0),
-            stride_dqh=dq.stride(1),
-            HEAD_BLOCKS=head_blocks,
-            HEADS=shared,
-            COLUMNS=columns,
-            **common,
-            **_common(q, k, mask, options, tile),
-        )
+        arguments = {
+            "q_desc": descriptor(q, tile.block_m // shared, block_d, heads=shared),
+            "k_desc": descriptor(k, tile.block_n, block_d),
+            "k_columns_desc": descriptor(k, tile.block_n, columns) if columns < block_d else None,
+            "v_desc": descriptor(v, tile.block_n, block_v),
+            "dout_desc": descriptor(dout, tile.block_m // shared, block_v, heads=shared),
+            "out_ptr": out,
+            "lse_ptr": lse,
+            "dlse_ptr": dlse,
+            "lse2_ptr": lse2,
+            "delta_ptr": delta,
+            "dq_ptr": dq,
+            "dsinks_ptr": shares,
+            "tiles_ptr": tiles.queries,
+            "blocks_ptr": tiles.blocks,
+            "key_start_ptr": mask.key_start,
+            "key_stop_ptr": mask.key_stop,
+            "query_start_ptr": transposed.key_start,
+            "query_stop_ptr": transposed.key_stop,
+            "sinks_ptr": options.sinks,
+            "stride_ot": out.stride(0),
+            "stride_oh": out.stride(1),
+            "stride_dlh": 0 if dlse is None else dlse.stride(0),
+            "stride_dlt": 0 if dlse is None else dlse.stride(1),
+            "stride_dqt": dq.stride(0),
+            "stride_dqh": dq.stride(1),
+            **numbers,
+        }
+        constants = {
+            "HEAD_BLOCKS": head_blocks,
+            "HEADS": shared,
+            "COLUMNS": columns,
+            **sizes,
+            **_constants(q, heads // kv_heads, tile),
+        }
+        launch(dq_kernel, (head_blocks * tiles.queries.shape[0], block_d // columns), arguments, constants)
         for number, (kernel, tile) in enumerate(key_gradients.items()):
             width = block_v if kernel == "dv" else block_d
             columns = width if kernel == "dkdv" else min(tile.columns, width)
             key_tiles = tiles.keys[number] if mask.is_tree else tiles.keys
-            dkdv_kernel[(kv_heads * key_tiles.shape[0], width // columns)](
-                q_desc=descriptor(q, tile.block_m),
-                q_columns_desc=descriptor(q, tile.block_m, columns) if kernel == "dk" and columns < block_d else None,
-                k_desc=descriptor(k, tile.block_n),
-                v_desc=descriptor(v, tile.block_n),
-                dout_desc=descriptor(dout, tile.block_m, columns if kernel == "dv" else block_v),
-                lse2_ptr=lse2,
-                delta_ptr=delta,
-                dk_ptr=dk,
-                dv_ptr=dv,
-                tiles_ptr=key_tiles,
-                blocks_ptr=tiles.blocks,
-                key_start_ptr=mask.key_start if mask.is_tree else None,
-                key_stop_ptr=mask.key_stop if mask.is_tree else None,
-                query_start_ptr=transposed.key_start,
-                query_stop_ptr=transposed.key_stop,
-                stride_dkt=dk.stride(0),
-                stride_dkh=dk.stride(1),
-                stride_dvt=dv.stride(0),
-                stride_dvh=dv.stride(1),
-                HEAD_BLOCKS=kv_heads,
-                HAS_DK=kernel != "dv",
-                HAS_DV=kernel != "dk",
-                QUERIES_LEFT=current_arch(q.device) in QUERIES_LEFT,
-                COLUMNS=columns,
-                **common,
-                **_common(q, k, mask, options, tile),
-            )
+            arguments = {
+                "q_desc": descriptor(q, tile.block_m, block_d),
+                "q_columns_desc": descriptor(q, tile.block_m, columns) if kernel == "dk" and columns < width else None,
+                "k_desc": descriptor(k, tile.block_n, block_d),
+                "v_desc": descriptor(v, tile.block_n, block_v),
+                "dout_desc": descriptor(dout, tile.block_m, columns if kernel == "dv" else block_v),
+                "lse2_ptr": lse2,
+                "delta_ptr": delta,
+                "dk_ptr": dk,
+                "dv_ptr": dv,
+                "tiles_ptr": key_tiles,
+                "blocks_ptr": tiles.blocks,
+                "key_start_ptr": mask.key_start if mask.is_tree else None,
+                "key_stop_ptr": mask.key_stop if mask.is_tree else None,
+                "query_start_ptr": transposed.key_start,
+                "query_stop_ptr": transposed.key_stop,
+                "stride_dkt": dk.stride(0),
+                "stride_dkh": dk.stride(1),
+                "stride_dvt": dv.stride(0),
+                "stride_dvh": dv.stride(1),
+                **numbers,
+            }
+            constants = {
+                "HEAD_BLOCKS": kv_heads,
+                "HAS_DK": kernel != "dv",
+                "HAS_DV": kernel != "dk",
+                "QUERIES_LEFT": current_arch(q.device) in QUERIES_LEFT,
+                "COLUMNS": columns,
+                **sizes,
+                **_constants(q, heads // kv_heads, tile),
+            }
+            launch(dkdv_kernel, (kv_heads * key_tiles.shape[0], width // columns), arguments, constants)
     return dq, dk, dv, None if shares is None else shares.sum(1)
 
 
-def _common(
-    q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tile: TileShape
-) -> dict[str, Any]:
-    """The arguments that all three attention kernels take; no compile-time constant depends on a token count."""
+def _numbers(mask: BlockDiagonalMask, options: AttentionOptions) -> dict[str, Any]:
+    """The arguments at run time of ALiBi, dropout, scale and softcap, which all three attention kernels take."""
     slopes = options.alibi_slopes
     return {
         "diagonal_ptr": None if slopes is None else mask.diagonal,
@@ -253,7 +266,13 @@ def _common(
         "keep_scale": 1.0 / (1.0 - options.dropout_p),
         "scale_log2": options.scale * LOG2E.value,
         "softcap_log2": options.softcap * LOG2E.value if options.softcap else None,
-        "GROUP": q.shape[1] // k.shape[1],
+    }
+
+
+def _constants(q: Tensor, group: int, tile: TileShape) -> dict[str, Any]:
+    """The compile-time constants that all three attention kernels take; none depends on a token count."""
+    return {
+        "GROUP": group,
         "UPCAST": q.dtype == torch.bfloat16 and INTERPRETED,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
@@ -263,8 +282,7 @@ def _common(
     }
 
 
-def _cut(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions) -> Cut:
-    tile = _tile(kernel, q, v, options, tree=mask.is_tree)
+def _cut(kernel: Kernel, tile: TileShape, q: Tensor, k: Tensor, mask: BlockDiagonalMask) -> Cut:
     if kernel in ("forward", "dq"):
         return Cut(tile.block_m // heads_per_tile(tile, q.shape[1] // k.shape[1]), tile.block_n, tile.block_m)
     return Cut(tile.block_n, tile.block_m if mask.is_tree else None, of_keys=True)
@@ -274,21 +292,26 @@ def _key_gradients(q: Tensor, v: Tensor) -> tuple[Kernel, ...]:
     return key_gradient_kernels(max(_padded(q), _padded(v)), q.dtype, current_arch(q.device))
 
 
-def _tile(kernel: Kernel, q: Tensor, v: Tensor, options: AttentionOptions, *, tree: bool) -> TileShape:
-    extended = (options.softcap, options.alibi_slopes is not None, options.dropout_p)
-    arch = current_arch(q.device)
-    return select_tile(kernel, max(_padded(q), _padded(v)), q.dtype, arch, extended=any(extended), tree=tree)
+def _tiles(
+    kernels: tuple[Kernel, ...], q: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions
+) -> dict[Kernel, TileShape]:
+    arch, block_d = current_arch(q.device), max(_padded(q), _padded(v))
+    extended = bool(options.softcap or options.alibi_slopes is not None or options.dropout_p)
+    return {
+        kernel: select_tile(kernel, block_d, q.dtype, arch, extended=extended, tree=mask.is_tree) for kernel in kernels
+    }
 
 
 def _padded(x: Tensor) -> int:
-    return max(triton.next_power_of_2(x.shape[2]), 16)
+    return max(1 << (x.shape[2] - 1).bit_length(), 16)
 
 
 def descriptor(x: Tensor, rows: int, columns: int | None = None, *, heads: int = 1) -> TensorDescriptor:
     """A tensor (T, H, D) from `aligned` as blocks of `rows` rows, `columns` columns (None: all) and `heads` heads, with
     zeros outside."""
+    (tokens, all_heads, width), (stride_t, stride_h, _) = x.shape, x.stride()
     block = [heads, rows, _padded(x) if columns is None else columns]
-    return TensorDescriptor(x, [x.shape[1], x.shape[0], x.shape[2]], [x.stride(1), x.stride(0), 1], block)
+    return TensorDescriptor(x, [all_heads, tokens, width], [stride_h, stride_t, 1], block)
 
 
 def aligned(x: Tensor) -> Tensor:

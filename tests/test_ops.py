@@ -1,0 +1,158 @@
+"""Calls without the dispatcher, and calls that something watches, which pass the operators: both compute the same."""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tritonpack import BlockDiagonalMask, varlen_attention
+from tritonpack.testing import Case, Inputs, make_inputs
+
+ATTENTION = torch.ops.tritonpack.attention.default
+BACKWARD = torch.ops.tritonpack.attention_backward.default
+BACKENDS = ["blocked", "reference"]
+CASE = Case("everything", (9, 4, 5), softcap=5.0, sinks=True, alibi="documents", dropout_p=0.2, head_dim_v=8)
+
+
+class Recorded(TorchDispatchMode):
+    """The operators that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: list[Any] = []
+
+    def __torch_dispatch__(self, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators.append(operator)
+        return operator(*args, **(kwargs or {}))
+
+
+class Subclass(Tensor):
+    """A tensor that no plain call takes."""
+
+
+def leaves(inputs: Inputs) -> list[Tensor]:
+    given = (inputs.q, inputs.k, inputs.v, inputs.sinks)
+    return [x.detach().clone().requires_grad_() for x in given if x is not None]
+
+
+def outputs(inputs: Inputs, leaves: list[Tensor], backend: Any) -> tuple[Tensor, ...]:
+    """out, lse and the gradients."""
+    q, k, v, *sinks = leaves
+    keywords = inputs.keywords | ({"sinks": sinks[0]} if sinks else {})
+    out, lse = varlen_attention(q, k, v, inputs.mask, return_lse=True, backend=backend, **keywords)
+    return out, lse, *torch.autograd.grad([out, lse], leaves, [inputs.dout, inputs.dlse])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_both_ways_give_the_same_bits(backend: str) -> None:
+    inputs = make_inputs(CASE)
+    plain = outputs(inputs, leaves(inputs), backend)
+    with Recorded() as recorded:
+        watched = outputs(inputs, leaves(inputs), backend)
+    assert {ATTENTION, BACKWARD} <= {*recorded.operators}
+    subclass = outputs(inputs, [x.detach().as_subclass(Subclass).requires_grad_() for x in leaves(inputs)], backend)
+    for expected, *others in zip(plain, watched, subclass, strict=True):
+        assert expected.is_contiguous()
+        assert all(torch.equal(expected, other.as_subclass(Tensor)) for other in others)
+
+
+def test_fake_tensors_pass_the_operator() -> None:
+    with FakeTensorMode():
+        q, k, v = (torch.empty(9, heads, 16, requires_grad=True) for heads in (4, 2, 2))
+        start, stop = (torch.empty(9, dtype=torch.int32) for _ in range(2))
+        out = varlen_attention(q, k, v, BlockDiagonalMask(start, stop, 9, trusted=True))
+        (dq,) = torch.autograd.grad(out.sum(), q)
+    assert isinstance(out, FakeTensor)
+    assert isinstance(dq, FakeTensor)
+    assert out.shape == dq.shape == (9, 4, 16)
+
+
+@contextmanager
+def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The backend's computations of forward."""
+    from tritonpack.backends import blocked
+
+    calls: list[str] = []
+    forward = blocked.forward
+    monkeypatch.setattr(blocked, "forward", lambda *given: (calls.append("forward"), forward(*given))[1])
+    yield calls
+
+
+def _save_attention(ctx: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator == ATTENTION else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize(("selective", "forwards"), [(False, 2), (True, 1)], ids=["", "selective"])
+def test_checkpoints(selective: bool, forwards: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A selective checkpoint names operators, here ours, whose results it keeps."""
+    inputs = make_inputs(CASE)
+    expected = outputs(inputs, leaves(inputs), "blocked")
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+        keywords = inputs.keywords | {"sinks": sinks}
+        return varlen_attention(2 * q, k, v, inputs.mask, return_lse=True, **keywords)
+
+    more: dict[str, Any] = {}
+    if selective:
+        more["context_fn"] = partial(create_selective_checkpoint_contexts, _save_attention)
+    given = leaves(inputs)
+    given[0] = (given[0].detach() / 2).requires_grad_()
+    with counted(monkeypatch) as calls:
+        out, lse = checkpoint(attend, *given, use_reentrant=False, **more)
+        dq, *gradients = torch.autograd.grad([out, lse], given, [inputs.dout, inputs.dlse])
+    assert len(calls) == forwards
+    for one, other in zip((out, lse, dq / 2, *gradients), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_saved_tensors_hooks_see_what_a_layer_keeps() -> None:
+    """q, k, v, out, lse, sinks, slopes and the seed; the mask and its tables belong to all layers."""
+    inputs = make_inputs(CASE)
+    packed: list[Tensor] = []
+
+    def pack(x: Tensor) -> Tensor:
+        packed.append(x)
+        return x.clone()
+
+    hooks: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x)
+    expected = outputs(inputs, leaves(inputs), "blocked")
+    with hooks:
+        q, k, v, sinks = given = leaves(inputs)
+        keywords = inputs.keywords | {"sinks": sinks}
+        out, lse = varlen_attention(q, k, v, inputs.mask, return_lse=True, **keywords)
+    kept = [x for x in packed if x.data_ptr() in {y.data_ptr() for y in (q, k, v, out, lse, sinks)}]
+    assert len(kept) == 6
+    assert len(packed) == 8
+    gradients = torch.autograd.grad([out, lse], given, [inputs.dout, inputs.dlse])
+    for one, other in zip((out, lse, *gradients), expected, strict=True):
+        assert torch.equal(one, other)
+
+
+def _bounds(inputs: Inputs) -> Tensor:
+    return inputs.mask.key_start
+
+
+def _slopes(inputs: Inputs) -> Tensor:
+    return inputs.keywords["alibi_slopes"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("written", "error"),
+    [(_bounds, "must not be overwritten"), (_slopes, "modified by an inplace operation")],
+    ids=["bounds", "slopes"],
+)
+def test_writes_between_forward_and_backward(written: Callable[[Inputs], Tensor], error: str, backend: Any) -> None:
+    inputs = make_inputs(Case("alibi", (9, 4, 5), alibi="heads"))
+    q = inputs.q.requires_grad_()
+    out = varlen_attention(q, inputs.k, inputs.v, inputs.mask, backend=backend, **inputs.keywords)
+    written(inputs).add_(0)
+    with pytest.raises((ValueError, RuntimeError), match=error):
+        out.sum().backward()
