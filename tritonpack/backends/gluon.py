@@ -116,5 +116,6 @@ def _check(q: Tensor, v: Tensor, options: AttentionOptions) -> None:
 def _swizzled(x: Tensor, rows: int) -> TensorDescriptor:
     """A (T, H, D) tensor as blocks of `rows` rows of one head, with the shared-memory layout of tensor cores."""
     plain = descriptor(aligned(x), rows)
+    assert not isinstance(plain, tuple), "Hopper has TMA"
     layout = gl.NVMMASharedLayout(128, 16, rank=3)
     return TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, layout)

@@ -20,6 +20,7 @@ from tritonpack.kernels.forward import forward_kernel
 from tritonpack.kernels.primitives import LOG2E
 from tritonpack.kernels.tile_shapes import (
     QUERIES_LEFT,
+    WITHOUT_TMA,
     Kernel,
     TileShape,
     current_arch,
@@ -115,6 +116,7 @@ def forward(
             num_keys=k.shape[0] if mask.is_tree else None,
             HEAD_BLOCKS=head_blocks,
             HEADS=heads,
+            HEAD_DIM=q.shape[2],
             HEAD_DIM_V=v.shape[2],
             BLOCK_D=_padded(q),
             COLUMNS=columns,
@@ -284,9 +286,17 @@ def _padded(x: Tensor) -> int:
     return max(triton.next_power_of_2(x.shape[2]), 16)
 
 
-def descriptor(x: Tensor, rows: int, columns: int | None = None, *, heads: int = 1) -> TensorDescriptor:
+def descriptor(
+    x: Tensor, rows: int, columns: int | None = None, *, heads: int = 1
+) -> TensorDescriptor | tuple[Tensor, int, int, int]:
     """A tensor (T, H, D) from `aligned` as blocks of `rows` rows, `columns` columns (None: all) and `heads` heads, with
-    zeros outside."""
+    zeros outside.
+
+    On GPUs without TMA: its pointer, 16 T, and the bytes between heads and between rows. All three numbers are
+    multiples of 16. So Triton compiles one kernel for all of them, and knows that rows are aligned to 16 bytes.
+    """
+    if current_arch(x.device) in WITHOUT_TMA:
+        return x, 16 * x.shape[0], x.stride(1) * x.element_size(), x.stride(0) * x.element_size()
     block = [heads, rows, _padded(x) if columns is None else columns]
     return TensorDescriptor(x, [x.shape[1], x.shape[0], x.shape[2]], [x.stride(1), x.stride(0), 1], block)
 
