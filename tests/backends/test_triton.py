@@ -201,6 +201,7 @@ def test_descriptors_obey_the_rules_of_the_hardware(layout: str, dtype: torch.dt
     shape, strides, begin, is_aligned = LAYOUTS[layout]
     x = _strided(shape, strides, dtype, begin)
     descriptor = triton_backend.descriptor(triton_backend.aligned(x), 16)
+    assert not isinstance(descriptor, tuple)
     base, size = descriptor.base, x.element_size()
     assert base.data_ptr() % 16 == 0
     assert all(stride > 0 and stride * size % 16 == 0 and stride * size < 2**40 for stride in descriptor.strides[:-1])
@@ -226,6 +227,23 @@ def test_strides_of_one_row_and_of_one_head(shape: tuple[int, int]) -> None:
 
     for got, expected in zip(outputs("triton"), outputs("reference"), strict=True):
         torch.testing.assert_close(got, expected)
+
+
+POINTERS = {"cross": False, "head-dim-20": False, "head-dim-320": True, "tree-group-of-three": True}  # slow or not
+
+
+@pytest.mark.parametrize("case", [_param(case, POINTERS[case.name]) for case in CASES if case.name in POINTERS])
+@pytest.mark.usefixtures("poisoned_memory")
+def test_loads_through_pointers_change_no_bit(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs without TMA. The rows of a head lie side by side, so the strides aren't in the usual order."""
+    inputs = make_inputs(case, torch.float32, slack_value=float("nan"))
+    q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (inputs.q, inputs.k, inputs.v))
+    inputs = replace(inputs, q=q, k=k, v=v)
+    expected = run(inputs, "triton")
+    monkeypatch.setattr(triton_backend, "WITHOUT_TMA", {"interpreter"})
+    assert isinstance(triton_backend.descriptor(q, 16), tuple)
+    got = run(inputs, "triton")
+    assert all(torch.equal(got[name], expected[name]) for name in ROW_OUTPUTS)
 
 
 class Copies(TorchDispatchMode):

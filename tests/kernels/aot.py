@@ -30,6 +30,7 @@ from tritonpack.kernels.hopper import HOPPER_TILES, ROWS, hopper_forward_kernel
 from tritonpack.kernels.tile_shapes import (
     EXTENDED,
     QUERIES_LEFT,
+    WITHOUT_TMA,
     Kernel,
     TileShape,
     heads_per_tile,
@@ -261,13 +262,16 @@ def _source(configuration: Configuration) -> ASTSource:
         "v_desc": (1, tile.block_n, of_v),
         "dout_desc": (heads, tile.block_m // heads, columns if configuration.kernel == "dv" else block_v),
     }
-    types = {
+    types: dict[str, str | tuple[str, ...]] = {
         "scale": "fp32", "scale_log2": "fp32", "softcap_log2": "fp32", "keep_scale": "fp32", "seed_ptr": "*i64",
         "lse_ptr": "*fp32", "dlse_ptr": "*fp32", "lse2_ptr": "*fp32", "delta_ptr": "*fp32", "sinks_ptr": "*fp32",
         "dsinks_ptr": "*fp32", "alibi_ptr": "*fp32", "out_ptr": f"*{element}",
         "dq_ptr": f"*{element}", "dk_ptr": f"*{element}", "dv_ptr": f"*{element}",
     }  # fmt: skip
-    types |= {name: f"tensordesc<{element}[{','.join(map(str, block))}]>" for name, block in descriptors.items()}
+    pointers = configuration.arch in WITHOUT_TMA
+    for name, block in descriptors.items():
+        described = f"tensordesc<{element}[{','.join(map(str, block))}]>"
+        types[name] = (f"*{element}", "i32", "i32", "i32") if pointers else described
     unaligned = {
         "num_queries", "num_keys", "stride_at", "stride_ah", "stride_dlh", "stride_dlt", "drop_below",
     }  # fmt: skip
@@ -277,7 +281,9 @@ def _source(configuration: Configuration) -> ASTSource:
         signature[name] = (
             "constexpr" if name in constants else types.get(name, "*i32" if name.endswith("_ptr") else "i32")
         )
-        if signature[name].startswith("*") or (signature[name] == "i32" and name not in unaligned):
+        if isinstance(signature[name], tuple):
+            attributes |= {(position, part): [["tt.divisibility", 16]] for part in range(4)}
+        elif signature[name].startswith("*") or (signature[name] == "i32" and name not in unaligned):
             attributes[(position,)] = [["tt.divisibility", 16]]
     constexprs: dict[Any, Any] = {
         (position,): constants[name] for position, name in enumerate(kernel.arg_names) if name in constants

@@ -130,5 +130,6 @@ def _multiprocessors(device: torch.device) -> int:
 def _swizzled(x: Tensor, rows: int, heads: int = 1) -> TensorDescriptor:
     """A (T, H, D) tensor as blocks of rows of a few heads, with the shared-memory layout of tensor cores."""
     plain = descriptor(aligned(x), rows, heads=heads)
+    assert not isinstance(plain, tuple), "Hopper has TMA"
     layout = gl.NVMMASharedLayout(128, 16, rank=3)
     return TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, layout)

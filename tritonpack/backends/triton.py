@@ -20,6 +20,7 @@ from tritonpack.kernels.forward import forward_kernel
 from tritonpack.kernels.primitives import LOG2E
 from tritonpack.kernels.tile_shapes import (
     QUERIES_LEFT,
+    WITHOUT_TMA,
     Kernel,
     TileShape,
     current_arch,
@@ -121,6 +122,7 @@ def forward(
     constants = {
         "HEAD_BLOCKS": head_blocks,
         "HEADS": shared,
+        "HEAD_DIM": q.shape[2],
         "HEAD_DIM_V": head_dim_v,
         "BLOCK_D": block_d,
         "COLUMNS": columns,
@@ -306,10 +308,18 @@ def _padded(x: Tensor) -> int:
     return max(1 << (x.shape[2] - 1).bit_length(), 16)
 
 
-def descriptor(x: Tensor, rows: int, columns: int | None = None, *, heads: int = 1) -> TensorDescriptor:
+def descriptor(
+    x: Tensor, rows: int, columns: int | None = None, *, heads: int = 1
+) -> TensorDescriptor | tuple[Tensor, int, int, int]:
     """A tensor (T, H, D) from `aligned` as blocks of `rows` rows, `columns` columns (None: all) and `heads` heads, with
-    zeros outside."""
+    zeros outside.
+
+    On GPUs without TMA: its pointer, 16 T, and the bytes between heads and between rows. All three numbers are
+    multiples of 16. So Triton compiles one kernel for all of them, and knows that rows are aligned to 16 bytes.
+    """
     (tokens, all_heads, width), (stride_t, stride_h, _) = x.shape, x.stride()
+    if current_arch(x.device) in WITHOUT_TMA:
+        return x, 16 * tokens, stride_h * x.element_size(), stride_t * x.element_size()
     block = [heads, rows, _padded(x) if columns is None else columns]
     return TensorDescriptor(x, [all_heads, tokens, width], [stride_h, stride_t, 1], block)
 

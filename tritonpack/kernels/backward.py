@@ -129,7 +129,7 @@ def dq_kernel(
     statistics = head.to(tl.int64) * num_queries + offs_m
     lse = tl.load(lse_ptr + statistics, mask=in_range, other=float("-inf"))  # [M]
     live = lse > float("-inf")
-    dout = load_rows(dout_desc, first, first_head, 0, BLOCK_M, BLOCK_V, UPCAST)  # [M, V]
+    dout = load_rows(dout_desc, first, first_head, 0, BLOCK_M, BLOCK_V, HEAD_DIM_V, UPCAST, HEADS)  # [M, V]
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)  # [M]
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + head * stride_dlh + rows * stride_dlt, mask=live, other=0.0)
@@ -143,7 +143,7 @@ def dq_kernel(
             shares = tl.sum(tl.reshape(share * delta, (HEADS, TOKENS)), 1)
             heads = first_head + tl.arange(0, HEADS)
             tl.store(dsinks_ptr + heads * (tl.num_programs(0) // HEAD_BLOCKS) + number, -shares)
-    q = load_rows(q_desc, first, first_head, 0, BLOCK_M, BLOCK_D, UPCAST)  # [M, D]
+    q = load_rows(q_desc, first, first_head, 0, BLOCK_M, BLOCK_D, HEAD_DIM, UPCAST, HEADS)  # [M, D]
     dq = tl.zeros([BLOCK_M, COLUMNS], dtype=tl.float32)
     for phase in tl.static_range(FULL if TREE else EARLY, 4, 2 if TREE else 1):  # as in the forward kernel
         if TREE:
@@ -158,12 +158,14 @@ def dq_kernel(
                     block = masked_block(step, full, full_end) if phase == CLEANED else step
                     key = begin + block * BLOCK_N
                 offs_n = key + tl.arange(0, BLOCK_N)
-                k = load_rows(k_desc, key, kv_head, 0, BLOCK_N, BLOCK_D, UPCAST)  # [N, D]
-                v = load_rows(v_desc, key, kv_head, 0, BLOCK_N, BLOCK_V, UPCAST)  # [N, V]
+                k = load_rows(k_desc, key, kv_head, 0, BLOCK_N, BLOCK_D, HEAD_DIM, UPCAST)  # [N, D]
+                v = load_rows(v_desc, key, kv_head, 0, BLOCK_N, BLOCK_V, HEAD_DIM_V, UPCAST)  # [N, V]
                 if COLUMNS == BLOCK_D:
                     k_columns = k
                 else:
-                    k_columns = load_rows(k_columns_desc, key, kv_head, column, BLOCK_N, COLUMNS, UPCAST)  # [N, C]
+                    k_columns = load_rows(
+                        k_columns_desc, key, kv_head, column, BLOCK_N, COLUMNS, HEAD_DIM, UPCAST
+                    )  # [N, C]
                 if phase == CLEANED:
                     k_columns = clean(k_columns, query_start_ptr, query_stop_ptr, offs_n, key_end)
                 products = tl.dot(q, k.T, input_precision="ieee")  # [M, D] @ [D, N] -> [M, N]
@@ -267,9 +269,9 @@ def dkdv_kernel(
 
     BLOCK_DOUT: tl.constexpr = BLOCK_V if HAS_DK else COLUMNS
     dout_column = 0 if HAS_DK else column
-    k = load_rows(k_desc, first, kv_head, 0, BLOCK_N, BLOCK_D, UPCAST)  # [N, D]
+    k = load_rows(k_desc, first, kv_head, 0, BLOCK_N, BLOCK_D, HEAD_DIM, UPCAST)  # [N, D]
     if HAS_DK:
-        v = load_rows(v_desc, first, kv_head, 0, BLOCK_N, BLOCK_V, UPCAST)  # [N, V]
+        v = load_rows(v_desc, first, kv_head, 0, BLOCK_N, BLOCK_V, HEAD_DIM_V, UPCAST)  # [N, V]
         dk = tl.zeros([BLOCK_N, BLOCK_D if HAS_DV else COLUMNS], dtype=tl.float32)
     if HAS_DV:
         dv = tl.zeros([BLOCK_N, BLOCK_DOUT], dtype=tl.float32)
@@ -289,8 +291,8 @@ def dkdv_kernel(
                 block = step + (tl.where(step >= full, full_end - full, 0) if phase == 0 else full)
                 row = begin + block * BLOCK_M
             offs_m = row + tl.arange(0, BLOCK_M)
-            q = load_rows(q_desc, row, head, 0, BLOCK_M, BLOCK_D, UPCAST)  # [M, D]
-            dout = load_rows(dout_desc, row, head, dout_column, BLOCK_M, BLOCK_DOUT, UPCAST)  # [M, V]
+            q = load_rows(q_desc, row, head, 0, BLOCK_M, BLOCK_D, HEAD_DIM, UPCAST)  # [M, D]
+            dout = load_rows(dout_desc, row, head, dout_column, BLOCK_M, BLOCK_DOUT, HEAD_DIM_V, UPCAST)  # [M, V]
             statistics = tl.cast(head, tl.int64) * num_queries + offs_m
             lse2_m = tl.load(lse2_ptr + statistics)  # [M]
             delta_m = tl.load(delta_ptr + statistics)  # [M]
@@ -334,7 +336,9 @@ def dkdv_kernel(
                     summed = tl.where(live, q, 0.0) if QUERIES_LEFT and phase == 0 else q
                     dk = dot(ds, summed, dk)  # [N, M] @ [M, D] -> [N, D]
                 else:
-                    q_columns = load_rows(q_columns_desc, row, head, column, BLOCK_M, COLUMNS, UPCAST)  # [M, C]
+                    q_columns = load_rows(
+                        q_columns_desc, row, head, column, BLOCK_M, COLUMNS, HEAD_DIM, UPCAST
+                    )  # [M, C]
                     if phase == 0:
                         q_columns = tl.where(live, q_columns, 0.0)
                     dk = dot(ds, q_columns, dk)  # [N, M] @ [M, C] -> [N, C]

@@ -64,6 +64,7 @@ def forward_kernel(
     HEAD_BLOCKS: tl.constexpr,
     GROUP: tl.constexpr,
     HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -94,7 +95,7 @@ def forward_kernel(
         begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, BLOCK_N)
         key_end = tl.load(key_stop_ptr + end - 1)
 
-    q = load_rows(q_desc, first, first_head, 0, BLOCK_M, BLOCK_D, UPCAST)  # [M, D]
+    q = load_rows(q_desc, first, first_head, 0, BLOCK_M, BLOCK_D, HEAD_DIM, UPCAST, HEADS)  # [M, D]
     acc = tl.zeros([BLOCK_M, COLUMNS], dtype=tl.float32)
     if sinks_ptr is None or TREE:
         m_i = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
@@ -116,8 +117,8 @@ def forward_kernel(
                     block = masked_block(step, full, full_end) if phase == CLEANED else step
                     key = begin + block * BLOCK_N
                 offs_n = key + tl.arange(0, BLOCK_N)
-                k = load_rows(k_desc, key, first_head // GROUP, 0, BLOCK_N, BLOCK_D, UPCAST)  # [N, D]
-                v = load_rows(v_desc, key, first_head // GROUP, column, BLOCK_N, COLUMNS, UPCAST)  # [N, C]
+                k = load_rows(k_desc, key, first_head // GROUP, 0, BLOCK_N, BLOCK_D, HEAD_DIM, UPCAST)  # [N, D]
+                v = load_rows(v_desc, key, first_head // GROUP, column, BLOCK_N, COLUMNS, HEAD_DIM_V, UPCAST)  # [N, C]
                 products = tl.dot(q, k.T, input_precision="ieee")  # [M, D] @ [D, N] -> [M, N]
                 distance = diagonal[:, None] - places(alibi_ptr, diagonal_ptr, offs_n, num_keys)[None, :]
                 scores, unit, _ = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[:, None], distance)

@@ -135,9 +135,36 @@ def clean(keys, query_start_ptr, query_stop_ptr, offs_n, key_end):
 
 
 @triton.jit
-def load_rows(desc, row, head, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, UPCAST: tl.constexpr):
-    """Rows from `row` and columns from `column` of one head of a (heads, tokens, D) descriptor, zeros outside it."""
-    rows = tl.reshape(desc.load([head, row, column]), (ROWS, COLUMNS))
+def load_rows(
+    source,
+    row,
+    head,
+    column,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    UPCAST: tl.constexpr,
+    HEADS: tl.constexpr = 1,
+):
+    """Rows from `row` and columns from `column` of a tensor (heads, tokens, WIDTH), zeros outside it, [ROWS, COLUMNS].
+
+    The rows are ROWS / HEADS tokens of HEADS heads from `head`. `source` is a descriptor, or on GPUs without TMA
+    (pointer, 16 * tokens, bytes between heads, bytes between tokens); see `backends.triton.descriptor`.
+    """
+    if isinstance(source, tl.tensor_descriptor):
+        rows = tl.reshape(source.load([head, row, column]), (ROWS, COLUMNS))
+    else:
+        UNIT: tl.constexpr = 128 // source[0].dtype.element_ty.primitive_bitwidth  # elements in 16 bytes
+        stride_h, stride_t = source[2] // 16 * UNIT, source[3] // 16 * UNIT
+        base = source[0] + tl.cast(head, tl.int64) * stride_h + tl.cast(row, tl.int64) * stride_t + column
+        number = tl.arange(0, ROWS)
+        token = number % (ROWS // HEADS)
+        offs = token.to(tl.int64) * stride_t
+        if HEADS > 1:
+            offs += (number // (ROWS // HEADS)).to(tl.int64) * stride_h
+        offs_d = tl.arange(0, COLUMNS)
+        inside = (row + token < source[1] // 16)[:, None] & (column + offs_d < WIDTH)[None, :]
+        rows = tl.load(base + (offs[:, None] + offs_d[None, :]), mask=inside, other=0.0)
     # Triton's interpreter multiplies bfloat16 matrices wrongly, without an error.
     return rows.to(tl.float32) if UPCAST else rows  # [ROWS, COLUMNS]
 

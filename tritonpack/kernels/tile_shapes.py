@@ -89,7 +89,8 @@ TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
             512: TileShape(64, 32, 4, 1, columns=128),
         },
     },
-    # Ampere and Ada: no TMA, so addresses take registers. Tiles fit 99 KiB of shared memory (sm_86, sm_89).
+    # Ampere and Ada: no TMA. Tiles fit 99 KiB of shared memory (sm_86, sm_89). With two stages dK and dV at 128 would
+    # take 105 KiB with 64 x 64, or spill.
     "sm_80": {
         "forward": {
             64: TileShape(128, 64, 8, 2, heads=8),
@@ -97,12 +98,12 @@ TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
             256: TileShape(64, 32, 8, 2),
             512: TileShape(32, 32, 8, 1, columns=128),
         },
-        "dkdv": {64: TileShape(32, 64, 4, 1), 128: TileShape(64, 64, 8, 1), 256: TileShape(16, 32, 8, 2)},
+        "dkdv": {64: TileShape(32, 64, 4, 2), 128: TileShape(32, 64, 4, 1), 256: TileShape(16, 32, 8, 2)},
         "dk": {512: TileShape(16, 16, 8, 1, columns=128)},
         "dv": {512: TileShape(16, 16, 4, 1, columns=128)},
         "dq": {
             64: TileShape(128, 32, 8, 2, heads=4),
-            128: TileShape(64, 32, 8, 2, heads=4),
+            128: TileShape(128, 32, 8, 2, heads=4),
             256: TileShape(32, 32, 8, 2),
             512: TileShape(16, 16, 8, 1, columns=128),
         },
@@ -192,6 +193,10 @@ TREE_TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
 # Architectures on which dK and dV multiply with queries on the left (docs/decisions/kernel-forms.md). Their products
 # read operands from registers, and each warp reads the whole left operand, which keys would occupy across the loop.
 QUERIES_LEFT = frozenset({"sm_120"})
+
+# Architectures whose kernels get pointers instead of descriptors (`primitives.load_rows`). Triton would turn
+# descriptors into pointers there, and load each element alone, because it doesn't know that rows are aligned.
+WITHOUT_TMA = frozenset({"sm_80", "gfx942"})
 
 # float32 products are exact ("ieee"), without matrix instructions, so all tiles are small. At 512 they take 136 KiB of
 # shared memory; on the smallest GPUs, which have less, the launch fails with that message.
