@@ -147,7 +147,7 @@ class TestRefusals:
             )
 
     def test_missing_argument(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        original = triton_backend._common
-        monkeypatch.setattr(triton_backend, "_common", lambda *a: original(*a) | {"unknown": 1})
+        original = triton_backend._constants
+        monkeypatch.setattr(triton_backend, "_constants", lambda *a: original(*a) | {"unknown": 1})
         with fake_gpu(), pytest.raises((KeyError, TypeError), match="unknown"):
             run(self.inputs, "triton")
