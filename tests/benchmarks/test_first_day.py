@@ -340,6 +340,16 @@ class TestMain:
         assert message in capsys.readouterr().err
         assert not list(tmp_path.iterdir())
 
+    @pytest.mark.parametrize("commit", ["unknown", "abc1234+"])
+    def test_unknown_code_needs_a_name(
+        self, commit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    ) -> None:
+        monkeypatch.setattr("benchmarks.first_day.__main__.commit_here", lambda: commit)
+        with pytest.raises(SystemExit):
+            main(["--out", str(tmp_path)])
+        assert "Name it with --commit." in capsys.readouterr().err
+        assert not list(tmp_path.iterdir())
+
     def test_list(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         main(["--out", str(tmp_path), "--commit", "abc1234", "--list"])
         listed = capsys.readouterr().out
