@@ -47,8 +47,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--dry-run", action="store_true", help="try the commands on a machine without a GPU")
     options = parser.parse_args(arguments)
     commit = options.commit or commit_here()
-    if commit == "unknown":
-        parser.error("git knows no commit here; name it with --commit, because rows of another commit don't count.")
+    if commit == "unknown" or (commit.endswith("+") and not options.dry_run):
+        found = (
+            "git knows no commit here" if commit == "unknown" else f"the code was changed since commit {commit[:-1]}"
+        )
+        parser.error(f"{found}, and rows of unknown code don't count in the next call. Name it with --commit.")
     if options.peers is not None and not any(options.peers.glob("*/__init__.py")):
         parser.error(
             f"--peers must be a folder of packages; {options.peers} holds none. Unpack wheels with "

@@ -24,11 +24,10 @@ def steps(commit: str) -> list[Step]:
     return [
         Step(
             "machine",
-            "device, versions, and the other implementations that are there",
+            "the device and the versions",
             ("python3", "-m", "benchmarks.gpu.machine"),
             limit=90,
             expected=30,
-            peers=True,
         ),
         Step(
             "compile",
@@ -128,10 +127,19 @@ def steps(commit: str) -> list[Step]:
         Step(
             "ceilings",
             "the rates of a copy and of a matrix product on this GPU",
-            ("python3", "-m", "benchmarks.gpu.machine", "--ceilings"),
+            ("python3", "-m", "benchmarks.gpu.machine", "ceilings"),
             limit=90,
             expected=30,
             after=("machine",),
+        ),
+        Step(
+            "others",
+            "which other implementations are there",
+            ("python3", "-m", "benchmarks.gpu.machine", "others"),
+            limit=90,
+            expected=30,
+            after=("machine",),
+            peers=True,
         ),
         Step(
             "compare",
@@ -183,6 +191,7 @@ def dry_steps(commit: str) -> list[Step]:
     """The steps with commands that need no GPU: tests are collected, programs run on the CPU or print their help."""
     on_cpu = {
         "machine": ("--device", "cpu"),
+        "others": ("--device", "cpu"),
         "compile": ("--without-gpu", "sm_90"),
         "compare": ("--device", "cpu"),
         "training": ("--model", "tiny", "--steps", "3", "--documents", "2", "--lengths", "flan"),

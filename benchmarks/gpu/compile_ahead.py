@@ -32,7 +32,10 @@ DONE = "compiled"  # the first word of a worker's answer to a call that didn't f
 
 @contextmanager
 def compile_only() -> Iterator[None]:
-    """Let launches compile their kernels without running them. Results are whatever memory held."""
+    """Let launches compile their kernels without running them. Results are whatever memory held.
+
+    Make masks before: a mask whose bounds have no values may fail an assertion on the device.
+    """
     from triton.runtime.jit import JITFunction
 
     original = JITFunction.run

@@ -1,7 +1,7 @@
-"""What a machine with a GPU has: `python3 -m benchmarks.gpu.machine [--ceilings]`.
+"""What a machine with a GPU has: `python3 -m benchmarks.gpu.machine [others | ceilings]`.
 
-Prints the device, the versions, the implementations that can be imported, and with --ceilings the rates of a copy and a
-matrix product, which no kernel exceeds.
+Prints the device and the versions; or which other implementations of attention can be imported; or the rates of a copy
+and of a matrix product, which no kernel exceeds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def ceilings() -> str:
 
 
 def facts(device: torch.device) -> dict[str, object]:
-    """The device, the versions, the tools, and for each other implementation whether it can be imported."""
+    """The device, the versions and the tools."""
     found: dict[str, object] = {name: value for name, value in environment(device).items() if value}
     if device.type == "cuda":
         about = torch.cuda.get_device_properties(device)
@@ -40,6 +40,12 @@ def facts(device: torch.device) -> dict[str, object]:
         found["multiprocessors"] = about.multi_processor_count
     found["cores"] = os.cpu_count()
     found["compute-sanitizer"] = shutil.which("compute-sanitizer") or "absent"
+    return found
+
+
+def others() -> dict[str, str]:
+    """For each other implementation "there", or why it can't be imported."""
+    found = {}
     for name in OTHERS:
         try:
             with hidden("flash_attn") if name == "xformers.ops" else nullcontext():  # as when it is measured
@@ -52,20 +58,21 @@ def facts(device: torch.device) -> dict[str, object]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ceilings", action="store_true", help="measure them, instead")
+    parser.add_argument("what", choices=("facts", "others", "ceilings"), nargs="?", default="facts")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         raise SystemExit("benchmarks.gpu.machine needs a GPU, and torch sees none here.")
-    if options.ceilings:
+    if options.what == "ceilings":
         print(ceilings())
         return
     device = torch.device(options.device)
-    for name, value in facts(device).items():
+    for name, value in (facts(device) if options.what == "facts" else others()).items():
         print(f"{name:36} {value}")
-    x = torch.randn(512, 512, device=device)
-    assert torch.allclose(x @ torch.eye(512, device=device), x)
-    print("The device computes.")
+    if options.what == "facts":
+        x = torch.randn(512, 512, device=device)
+        assert torch.allclose(x @ torch.eye(512, device=device), x)
+        print("The device computes.")
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -233,8 +234,7 @@ class TestSteps:
     @pytest.mark.parametrize("step", [s for s in dry_steps("abc1234") if s.name != "compile"], ids=lambda s: s.name)
     def test_dry_run(self, step: Step, tmp_path: Path) -> None:
         """Each command finds its tests, and accepts its options."""
-        done = Day([step], Journal(tmp_path / "steps.jsonl"), tmp_path, "abc1234")
-        object.__setattr__(step, "after", ())
+        done = day(tmp_path, replace(step, after=()))
         assert done.run(600)
         last = done.journal.last(step)
         assert last
@@ -338,6 +338,16 @@ class TestMain:
         with pytest.raises(SystemExit):
             main(["--out", str(tmp_path), "--commit", "abc1234", *arguments])
         assert message in capsys.readouterr().err
+        assert not list(tmp_path.iterdir())
+
+    @pytest.mark.parametrize("commit", ["unknown", "abc1234+"])
+    def test_unknown_code_needs_a_name(
+        self, commit: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    ) -> None:
+        monkeypatch.setattr("benchmarks.first_day.__main__.commit_here", lambda: commit)
+        with pytest.raises(SystemExit):
+            main(["--out", str(tmp_path)])
+        assert "Name it with --commit." in capsys.readouterr().err
         assert not list(tmp_path.iterdir())
 
     def test_list(self, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -76,8 +76,8 @@ def test_candidate_is_the_tile_that_runs(kernel: Kernel, tmp_path: Path, monkeyp
     monkeypatch.setattr(tune.triton.testing, "do_bench", lambda run, **_: run() and 1.5)
     monkeypatch.setattr(tile_shapes, "_loaded", {})
     tile = TileShape(128, 32, 4 if shipped(kernel, 64, "sm_90").num_warps == 8 else 8, 2)
-    with fake_gpu() as launches:
-        monkeypatch.setattr(kernels, "serve", lambda x: False)  # a mask is made here, too
+    with fake_gpu() as launches, monkeypatch.context() as patch:
+        patch.setattr(kernels, "serve", lambda x: False)  # a mask is made here, too
         assert tune.try_here(Candidate(kernel, 64, tile), 300, tmp_path / "lock", "cpu") == 1.5
         ours = [launch for launch in launches if launch.kernel == f"{kernel}_kernel"]
         assert {launch.threads for launch in ours} == {32 * tile.num_warps}

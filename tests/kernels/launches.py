@@ -76,6 +76,8 @@ def _attention(name: str, case: Case, dtype: str, keywords: dict[str, Any]) -> C
 
     def prepare(device: str) -> Inputs:
         inputs = make_inputs(case, DTYPES[dtype], device)
+        if keywords:
+            inputs.mask.transpose()  # whole documents are read from it, so it must have values
         return replace(inputs, keywords=inputs.keywords | keywords)
 
     kernels = frozenset({"forward_kernel", "dq_kernel", "dkdv_kernel"})

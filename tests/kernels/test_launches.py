@@ -5,19 +5,20 @@ import pkgutil
 import shutil
 from collections import defaultdict
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
 from triton.runtime.jit import JITFunction
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests.kernels.fake_driver import Launches, fake_gpu
 from tests.kernels.launches import Call, calls
 from tritonpack import BlockDiagonalMask, kernels
-from tritonpack.backends import triton as triton_backend
 from tritonpack.backends.tile_table import Cut, tile_tables
 from tritonpack.backends.tree_table import tree_tables
 from tritonpack.testing import Case, make_inputs
@@ -120,34 +121,40 @@ def test_one_binary_for_all_trees() -> None:
         assert {len(found) for found in binaries(launches).values()} == {1}
 
 
+@triton.jit
+def add_kernel(desc, out_ptr, ROWS: tl.constexpr):  # noqa: N803
+    """out [64]: the sums of the columns of a block of ROWS rows."""
+    tl.store(out_ptr + tl.arange(0, 64), tl.sum(desc.load([0, 0]), 0))
+
+
 class TestRefusals:
     """What a GPU's driver refuses fails without one, too."""
 
-    inputs = make_inputs(Case("", (300,), heads=8, kv_heads=2, head_dim=128), torch.bfloat16)
+    x = torch.zeros(32, 64)
 
-    def test_descriptor_without_rows(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        original = triton_backend.descriptor
+    def test_nothing_wrong(self) -> None:
+        with fake_gpu() as launches:
+            add_kernel[(3, 2)](TensorDescriptor.from_tensor(self.x, [32, 64]), self.x, ROWS=32)
+            (launch,) = launches
+        assert (launch.kernel, launch.grid, launch.threads) == ("add_kernel", (3, 2, 1), 128)
+        assert launch.shared_bytes >= self.x.nbytes
 
-        def empty(x: Any, *arguments: Any, **keywords: Any) -> Any:
-            made = original(x, *arguments, **keywords)
-            made.shape = [x.shape[1], 0, x.shape[2]]  # Triton's own check has passed
-            return made
-
-        monkeypatch.setattr(triton_backend, "descriptor", empty)
+    def test_descriptor_without_rows(self) -> None:
+        descriptor = TensorDescriptor.from_tensor(self.x, [32, 64])
+        descriptor.shape = [0, 64]  # Triton's own check has passed
         with fake_gpu(), pytest.raises(RuntimeError, match="a size of 0"):
-            run(self.inputs, "triton")
+            add_kernel[(1,)](descriptor, self.x, ROWS=32)
+
+    def test_descriptor_of_an_odd_address(self) -> None:
+        descriptor = TensorDescriptor.from_tensor(self.x, [32, 64])
+        descriptor.base = self.x[:, 1:]
+        with fake_gpu(), pytest.raises(RuntimeError, match="isn't a multiple of 16 bytes"):
+            add_kernel[(1,)](descriptor, self.x, ROWS=32)
 
     def test_grid_beyond_the_limits(self) -> None:
-        from tritonpack.kernels.intervals import transpose_kernel
-
-        mask = self.inputs.mask
         with fake_gpu(), pytest.raises(RuntimeError, match="a grid beyond the limits"):
-            transpose_kernel[(1, 70000)](
-                mask.key_start, mask.key_stop, mask.key_start, mask.key_stop, 300, 300, top=256, ROWS=256
-            )
+            add_kernel[(1, 70000)](TensorDescriptor.from_tensor(self.x, [32, 64]), self.x, ROWS=32)
 
-    def test_missing_argument(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        original = triton_backend._constants
-        monkeypatch.setattr(triton_backend, "_constants", lambda *a: original(*a) | {"unknown": 1})
-        with fake_gpu(), pytest.raises((KeyError, TypeError), match="unknown"):
-            run(self.inputs, "triton")
+    def test_unknown_argument(self) -> None:
+        with fake_gpu(), pytest.raises(KeyError, match="unknown"):
+            add_kernel[(1,)](TensorDescriptor.from_tensor(self.x, [32, 64]), self.x, ROWS=32, unknown=1)
