@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -152,6 +152,30 @@ def count(instructions: Iterable[Instruction]) -> Work:
         named = _FULL_RATE | _SHARED | _BRANCHES | _ELSEWHERE
         total["half_rate"] += stem not in named and not stem.startswith("U")
     return Work(**total)
+
+
+def cycles_in_order(loop: Sequence[Instruction]) -> float:
+    """The cycles of an iteration of a loop for four warps that have a multiprocessor to themselves.
+
+    They issue in order, all instructions at the same pace, and wait for products where the code does. Products run one
+    after the other.
+    """
+    others = [instruction for instruction in loop if instruction.stem != "HGMMA"]
+    pace = max(count(others).cycles(QUADRANTS).values()) / max(len(others), 1)
+    now, free, ends = 0.0, 0.0, [0.0]  # ends of the groups of products that code can wait for
+    for _ in range(3):
+        begin = now
+        for instruction in loop:
+            if instruction.stem == "HGMMA":
+                free = max(free, now) + _product(instruction) / PRODUCT_RATE
+                if "gsb0" in instruction.operands:
+                    ends.append(free)
+                continue
+            if instruction.opcode.startswith("WARPGROUP.DEPBAR"):
+                left = int(instruction.operands.split(",")[1], 16)  # groups that may still run
+                now = max(now, ends[max(-1 - left, -len(ends))])
+            now += pace
+    return now - begin
 
 
 def _is_waited_for(instruction: Instruction) -> bool:
