@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -104,6 +105,16 @@ def test_described_statistics(block: int) -> None:
     found = [finding.text for finding in findings(CONFIGURATION, read_binary(compiled)[0])]
     before = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
     assert found == ([] if block == 64 else ["stages of 64 bytes" if before else "1 loads without stages"])
+
+
+@pytest.mark.compile
+def test_softmax_overlaps_with_the_deferred_output() -> None:
+    """Between a wait for products and the exponentials another product is requested."""
+    configuration = Configuration("forward", "sm_90", 128, torch.bfloat16)
+    assert configuration.tile.deferred
+    code = sass.parse(disassemble(configuration)[1])
+    for loop in sass.loops(code):
+        assert re.match(r"[wb]+H+\|b*H+e", sass.events(code.instructions[loop.start : loop.stop]))
 
 
 @pytest.mark.compile

@@ -126,6 +126,7 @@ def forward(
         "HEAD_DIM_V": head_dim_v,
         "BLOCK_D": block_d,
         "COLUMNS": columns,
+        "DEFERRED": tile.deferred,
         **_constants(q, heads // kv_heads, tile),
     }
     with torch.cuda.device_of(q):
