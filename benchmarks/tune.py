@@ -84,7 +84,9 @@ def in_order(kernel: Kernel, block_d: int, arch: str) -> list[TileShape]:
     own = shipped(kernel, block_d, arch)
 
     def difference(tile: TileShape) -> float:
-        return sum(abs(math.log2(getattr(tile, name) / size)) for name, size in asdict(own).items())
+        apart = float(tile.deferred != own.deferred)
+        sizes = (name for name in asdict(own) if name != "deferred")
+        return apart + sum(abs(math.log2(getattr(tile, name) / getattr(own, name))) for name in sizes)
 
     return [own, *sorted((t for t in candidates(kernel, block_d, arch) if t != own), key=difference)]
 
