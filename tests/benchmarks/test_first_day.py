@@ -221,6 +221,17 @@ class TestSteps:
             assert step.expected <= step.limit
             seen.add(step.name)
 
+    def test_each_machine_is_looked_at(self, tmp_path: Path) -> None:
+        """So a machine without a GPU doesn't keep the steps from running on another one."""
+        todo = steps("abc1234")
+        first = day(tmp_path, *todo, machine="x")
+        first.journal.write(Result("machine", FAILED, commit="abc1234", machine="x"))
+        assert "machine" not in {step.name for step in first.pending()}
+        assert [step.name for step in day(tmp_path, *todo, machine="y").pending()] == [step.name for step in todo]
+        for step in todo[1:]:
+            first.journal.write(Result(step.name, OK, commit="abc1234", machine="x"))
+        assert day(tmp_path, *todo, machine="y").pending() == []
+
     def test_targets_are_compared(self) -> None:
         (first,) = (int(s.command[s.command.index("--first") + 1]) for s in steps("abc1234") if s.name == "compare")
         compared = shapes()[:first]
