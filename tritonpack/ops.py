@@ -138,7 +138,7 @@ class _Attention(torch.autograd.Function):
             dq, dk, dv, dsinks = attention_backward(dout, dlse, q, k, v, out, lse, *arguments)
         else:
             dq, dk, dv, dsinks = _backward(backend, dout, dlse, q, k, v, out, lse, mask, options, tiles)
-        return dq, dk, dv, None if sinks is None else dsinks, *(None for _ in ctx.others)
+        return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None, None
 
 
 def plan(

@@ -3,6 +3,7 @@
 import ast
 import inspect
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,6 +46,7 @@ def test_a_new_backend_is_a_file_and_a_row(monkeypatch: pytest.MonkeyPatch) -> N
     file = SimpleNamespace(
         check_device=reference.check_device, plan_tiles=reference.plan_tiles, forward=forward, backward=backward
     )
+    monkeypatch.setattr(backends, "_modules", {})
     monkeypatch.setitem(sys.modules, "tritonpack.backends.fifth", file)
     monkeypatch.setattr("tritonpack.backends.BACKENDS", (*BACKENDS, "fifth"))
     q, k, v = (torch.randn(5, 2, 16, requires_grad=True) for _ in range(3))
@@ -76,6 +78,14 @@ def call(backend: Any, dtype: torch.dtype = torch.float32) -> Tensor:
     return varlen_attention(q, k, v, BlockDiagonalMask.from_seqlens([4]), backend=backend)
 
 
+@pytest.fixture
+def other_gpus() -> Iterator[None]:
+    """Within a test that fakes GPUs, what is known of real ones is forgotten."""
+    backends.has_matrix_products.cache_clear()
+    yield
+    backends.has_matrix_products.cache_clear()
+
+
 class TestChoice:
     @pytest.mark.parametrize(("name", "module"), [("reference", reference), ("blocked", blocked), ("auto", blocked)])
     def test_resolved_module(self, name: Any, module: Any) -> None:
@@ -104,6 +114,7 @@ class TestChoice:
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
     @pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
+    @pytest.mark.usefixtures("other_gpus")
     def test_triton_needs_matrix_instructions_in_16_bits(
         self, capability: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -123,6 +134,7 @@ class TestChoice:
     def test_missing_triton_is_named_with_a_remedy(self, name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         for module in [one for one in sys.modules if one.split(".")[0] == "triton"]:
             monkeypatch.setitem(sys.modules, module, None)
+        monkeypatch.setattr(backends, "_modules", {})
         for module in ("triton", "gluon"):
             monkeypatch.delitem(sys.modules, f"tritonpack.backends.{module}", raising=False)
             monkeypatch.delattr(backends, module, raising=False)

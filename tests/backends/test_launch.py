@@ -125,7 +125,7 @@ def test_calls_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = make_inputs(CASES[0], torch.bfloat16)
     q, k, v = (x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v))
     searches, descriptors = [], []
-    search, describe = JITFunction.run, triton_backend.TensorDescriptor
+    search, describe = JITFunction.run, triton_backend._Descriptor
 
     def layer() -> None:
         out = varlen_attention(q, k, v, inputs.mask, backend="triton")
@@ -137,7 +137,7 @@ def test_calls_of_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
         launches.clear()
         with monkeypatch.context() as patch:
             patch.setattr(JITFunction, "run", lambda *x, **y: (searches.append(x), search(*x, **y))[1])
-            patch.setattr(triton_backend, "TensorDescriptor", lambda *x: (descriptors.append(x), describe(*x))[1])
+            patch.setattr(triton_backend, "_Descriptor", lambda *x: (descriptors.append(x), describe(*x))[1])
             layer()
         assert launches.kernels == ["forward_kernel", "dq_kernel", "dkdv_kernel"]
         assert (len(searches), len(descriptors)) == (0, 11)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from _pytest.mark import ParameterSet
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tests import invariance
 from tests.backends.blocks import blocks_of
@@ -211,6 +212,7 @@ def test_descriptors_obey_the_rules_of_the_hardware(layout: str, dtype: torch.dt
     x = _strided(shape, strides, dtype, begin)
     descriptor = triton_backend.descriptor(triton_backend.aligned(x), 16)
     assert not isinstance(descriptor, tuple)
+    TensorDescriptor.__post_init__(descriptor)  # Triton's own checks, which a launch leaves out
     base, size = descriptor.base, x.element_size()
     assert base.data_ptr() % 16 == 0
     assert all(stride > 0 and stride * size % 16 == 0 and stride * size < 2**40 for stride in descriptor.strides[:-1])

@@ -5,6 +5,7 @@ A backend is a module of this folder with the four functions of `BackendModule`,
 
 from __future__ import annotations
 
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Literal, Protocol, cast, get_args
 
@@ -82,6 +83,7 @@ def resolve_backend(backend: Backend, q: Tensor) -> str:
     return backend
 
 
+@cache
 def has_matrix_products(device: torch.device) -> bool:
     """Whether Triton multiplies 16-bit matrices on this GPU with matrix instructions; without them it's very slow."""
     return bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (8, 0)
@@ -93,7 +95,8 @@ def load(name: str) -> BackendModule:
     Raises:
         BackendUnavailableError: a package that the backend imports isn't installed.
     """
-    _import(name)
+    if name not in _modules:
+        _import(name)
     return _modules[name]
 
 

@@ -7,8 +7,9 @@ as TRITON_DEBUG, are read at its first launch.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable, Iterable
 from inspect import signature
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from torch import Tensor
 from triton import JITFunction
 from triton.runtime import driver
 
-_binaries: dict[Hashable, tuple[Any, list[str]]] = {}
+# Binaries, and what brings a kernel's arguments into the order of its signature.
+_binaries: dict[Hashable, tuple[Any, Callable[[dict[str, Any]], tuple[Any, ...]]]] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, int], arguments: dict[str, Any], constants: dict[str, Any]) -> None:
@@ -32,28 +34,30 @@ def launch(kernel: Any, grid: tuple[int, int], arguments: dict[str, Any], consta
         # Binaries for AMD also depend on the bytes of a tensor's storage. The interpreter has no binaries.
         kernel[grid](**arguments, **constants)
         return
-    kinds = [x if x is None else _kind(x) for x in arguments.values()]
-    key = (kernel.fn, driver.active.get_current_device(), *constants.values(), *kinds)
+    key = (kernel.fn, driver.active.get_current_device(), *constants.values(), *_kinds(arguments.values()))
     found = _binaries.get(key)
     if found is None:
         binary = kernel[grid](**arguments, **constants)
         if binary is not None:  # it is None if a hook of Triton took the launch
-            _binaries[key] = binary, list(signature(kernel.fn).parameters)
+            _binaries[key] = binary, itemgetter(*signature(kernel.fn).parameters)
         return
-    binary, names = found
-    values = arguments | constants
-    binary[grid[0], grid[1], 1](*[values[name] for name in names])
+    binary, in_order = found
+    binary[grid[0], grid[1], 1](*in_order(arguments | constants))
+
+
+def _kinds(values: Iterable[Any]) -> list[Hashable]:
+    return [(x.dtype, x.data_ptr() % 16) if isinstance(x, Tensor) else _kind(x) for x in values]
 
 
 def _kind(x: Any) -> Hashable:
-    """What a binary depends on in an argument, or more: its type, how an address is aligned, and whether an integer is
-    1, a multiple of 16, or too large for 32 or 63 bits. So there are a few kinds, however many token counts."""
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % 16
+    """What a binary depends on in an argument that is no tensor, or more: its type, and whether an integer is 1, a
+    multiple of 16, or too large for 32 or 63 bits. So there are a few kinds, however many token counts."""
+    if x is None:
+        return None
     if isinstance(x, int):
         return x == 1, x % 16 == 0, -(2**31) <= x < 2**31, x >> 63
     if isinstance(x, float):
         return float
     if isinstance(x, tuple):
-        return tuple([y if y is None else _kind(y) for y in x])
+        return tuple(_kinds(x))
     return type(x), x.base.dtype, getattr(x, "layout", None), *x.block_shape  # a descriptor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -57,8 +57,9 @@ def plan_tiles(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, *, backward: bool
 ) -> TileTables:
     """The tile tables of all kernels; without `backward` only the table of forward."""
-    ((kernel, tile),) = _tiles(("forward",), q, v, mask, options).items()
-    return plan_cuts(q, k, v, mask, options, _cut(kernel, tile, q, k, mask), backward=backward)
+    tile = _tiles("forward", max(_padded(q), _padded(v)), q, mask, options)["forward"]
+    cut = _cut("forward", tile, q.shape[1] // k.shape[1], tree=mask.is_tree)
+    return plan_cuts(q, k, v, mask, options, cut, backward=backward)
 
 
 def plan_cuts(
@@ -69,18 +70,18 @@ def plan_cuts(
     In a mask of trees the field `keys` has a table for each kernel that computes gradients of keys.
     """
     cuts = [forward]
+    tree = mask.is_tree
     if backward:
-        of_keys = _key_gradients(q, v)
-        tiles = _tiles(("dq", *(of_keys if mask.is_tree else of_keys[:1])), q, v, mask, options)
-        cuts += [_cut(kernel, tile, q, k, mask) for kernel, tile in tiles.items()]
+        tiles, group = _tiles("backward", max(_padded(q), _padded(v)), q, mask, options), q.shape[1] // k.shape[1]
+        cuts += [_cut(kernel, tile, group, tree=tree) for kernel, tile in tiles.items()]
     blocks = None
-    if mask.is_tree:
+    if tree:
         tables, blocks = tree_tables(mask, *cuts)
     else:
-        tables = tile_tables(mask, *cuts, whole_documents=options.pack_invariant)
+        tables = tile_tables(mask, *cuts[:3], whole_documents=options.pack_invariant)
     if not backward:
         return TileTables(tables[0], None, None, blocks)
-    keys = tables[2] if not mask.is_tree else tables[2][None] if len(tables) == 3 else torch.stack(tables[2:])
+    keys = tables[2] if not tree else tables[2][None] if len(tables) == 3 else torch.stack(tables[2:])
     return TileTables(tables[0], keys, tables[1], blocks)
 
 
@@ -94,8 +95,8 @@ def forward(
         return out.zero_(), lse.fill_(float("-inf"))
     assert tiles.forward is not None
     q, k, v = aligned(q), aligned(k), aligned(v)
-    (tile,) = _tiles(("forward",), q, v, mask, options).values()
-    block_d, block_v = _padded(q), _padded(v)
+    block_d, block_v, tree = _padded(q), _padded(v), mask.is_tree
+    tile = _tiles("forward", max(block_d, block_v), q, mask, options)["forward"]
     (num_queries, heads, _), (num_keys, kv_heads, head_dim_v) = q.shape, v.shape
     columns, shared = min(tile.columns, block_v), heads_per_tile(tile, heads // kv_heads)
     head_blocks = heads // shared
@@ -116,7 +117,7 @@ def forward(
         "stride_ot": out.stride(0),
         "stride_oh": out.stride(1),
         "num_queries": num_queries,
-        "num_keys": num_keys if mask.is_tree else None,
+        "num_keys": num_keys if tree else None,
         **_numbers(mask, options),
     }
     constants = {
@@ -157,9 +158,9 @@ def backward(
         return dq.zero_(), dk.zero_(), dv.zero_(), dsinks
     assert tiles.keys is not None
     assert tiles.queries is not None
-    block_d, block_v = _padded(q), _padded(v)
+    block_d, block_v, tree = _padded(q), _padded(v), mask.is_tree
     transposed = mask.transpose()
-    key_gradients = _tiles(("dq", *_key_gradients(q, v)), q, v, mask, options)
+    key_gradients = _tiles("backward", max(block_d, block_v), q, mask, options)
     dq_tile = key_gradients.pop("dq")
     # dK and dV read blocks of whole rows, so the last one may end past the last row.
     statistics = heads * num_queries + max(tile.block_m for tile in key_gradients.values())
@@ -171,7 +172,7 @@ def backward(
     assert out.stride(2) == 1 or head_dim_v == 1, "the kernel takes no stride of the columns of out"
     numbers = {
         "num_queries": num_queries,
-        "num_keys": num_keys if mask.is_tree else None,
+        "num_keys": num_keys if tree else None,
         "scale": options.scale,
         **_numbers(mask, options),
     }
@@ -203,8 +204,8 @@ def backward(
             "sinks_ptr": options.sinks,
             "stride_ot": out.stride(0),
             "stride_oh": out.stride(1),
-            "stride_dlh": 0 if dlse is None else dlse.stride(0),
-            "stride_dlt": 0 if dlse is None else dlse.stride(1),
+            "stride_dlh": None if dlse is None else dlse.stride(0),
+            "stride_dlt": None if dlse is None else dlse.stride(1),
             "stride_dqt": dq.stride(0),
             "stride_dqh": dq.stride(1),
             **numbers,
@@ -220,7 +221,7 @@ def backward(
         for number, (kernel, tile) in enumerate(key_gradients.items()):
             width = block_v if kernel == "dv" else block_d
             columns = width if kernel == "dkdv" else min(tile.columns, width)
-            key_tiles = tiles.keys[number] if mask.is_tree else tiles.keys
+            key_tiles = tiles.keys[number] if tree else tiles.keys
             arguments = {
                 "q_desc": descriptor(q, tile.block_m, block_d),
                 "q_columns_desc": descriptor(q, tile.block_m, columns) if kernel == "dk" and columns < width else None,
@@ -233,8 +234,8 @@ def backward(
                 "dv_ptr": dv,
                 "tiles_ptr": key_tiles,
                 "blocks_ptr": tiles.blocks,
-                "key_start_ptr": mask.key_start if mask.is_tree else None,
-                "key_stop_ptr": mask.key_stop if mask.is_tree else None,
+                "key_start_ptr": mask.key_start if tree else None,
+                "key_stop_ptr": mask.key_stop if tree else None,
                 "query_start_ptr": transposed.key_start,
                 "query_stop_ptr": transposed.key_stop,
                 "stride_dkt": dk.stride(0),
@@ -257,16 +258,20 @@ def backward(
 
 
 def _numbers(mask: BlockDiagonalMask, options: AttentionOptions) -> dict[str, Any]:
-    """The arguments at run time of ALiBi, dropout, scale and softcap, which all three attention kernels take."""
-    slopes = options.alibi_slopes
+    """The arguments at run time of ALiBi, dropout, scale and softcap, which all three attention kernels take; None for
+    a feature that isn't used."""
+    slopes, seed = options.alibi_slopes, options.dropout_seed
+    slope_strides = (
+        (None, None) if slopes is None else (slopes.stride(0) if slopes.shape[0] > 1 else 0, slopes.stride(1))
+    )
     return {
         "diagonal_ptr": None if slopes is None else mask.diagonal,
         "alibi_ptr": slopes,
-        "stride_at": 0 if slopes is None or slopes.shape[0] == 1 else slopes.stride(0),
-        "stride_ah": 0 if slopes is None else slopes.stride(1),
-        "seed_ptr": options.dropout_seed,
-        "drop_below": drop_below(options.dropout_p),
-        "keep_scale": 1.0 / (1.0 - options.dropout_p),
+        "stride_at": slope_strides[0],
+        "stride_ah": slope_strides[1],
+        "seed_ptr": seed,
+        "drop_below": None if seed is None else drop_below(options.dropout_p),
+        "keep_scale": None if seed is None else 1.0 / (1.0 - options.dropout_p),
         "scale_log2": options.scale * LOG2E.value,
         "softcap_log2": options.softcap * LOG2E.value if options.softcap else None,
     }
@@ -285,24 +290,23 @@ def _constants(q: Tensor, group: int, tile: TileShape) -> dict[str, Any]:
     }
 
 
-def _cut(kernel: Kernel, tile: TileShape, q: Tensor, k: Tensor, mask: BlockDiagonalMask) -> Cut:
+def _cut(kernel: Kernel, tile: TileShape, group: int, *, tree: bool) -> Cut:
     if kernel in ("forward", "dq"):
-        return Cut(tile.block_m // heads_per_tile(tile, q.shape[1] // k.shape[1]), tile.block_n, tile.block_m)
-    return Cut(tile.block_n, tile.block_m if mask.is_tree else None, of_keys=True)
-
-
-def _key_gradients(q: Tensor, v: Tensor) -> tuple[Kernel, ...]:
-    return key_gradient_kernels(max(_padded(q), _padded(v)), q.dtype, current_arch(q.device))
+        return Cut(tile.block_m // heads_per_tile(tile, group), tile.block_n, tile.block_m)
+    return Cut(tile.block_n, tile.block_m if tree else None, of_keys=True)
 
 
 def _tiles(
-    kernels: tuple[Kernel, ...], q: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions
-) -> dict[Kernel, TileShape]:
-    arch, block_d = current_arch(q.device), max(_padded(q), _padded(v))
+    direction: Literal["forward", "backward"], block_d: int, q: Tensor, mask: BlockDiagonalMask,
+    options: AttentionOptions,
+) -> dict[Kernel, TileShape]:  # fmt: skip
+    """The tile of each kernel of a direction, in the order of the launches; `block_d` as in `select_tile`."""
+    arch, tree = current_arch(q.device), mask.is_tree
     extended = bool(options.softcap or options.alibi_slopes is not None or options.dropout_p)
-    return {
-        kernel: select_tile(kernel, block_d, q.dtype, arch, extended=extended, tree=mask.is_tree) for kernel in kernels
-    }
+    kernels: tuple[Kernel, ...] = ("forward",)
+    if direction == "backward":
+        kernels = ("dq", *key_gradient_kernels(block_d, q.dtype, arch))
+    return {kernel: select_tile(kernel, block_d, q.dtype, arch, extended=extended, tree=tree) for kernel in kernels}
 
 
 def _padded(x: Tensor) -> int:
@@ -322,7 +326,14 @@ def descriptor(
     if current_arch(x.device) in WITHOUT_TMA:
         return x, 16 * tokens, stride_h * x.element_size(), stride_t * x.element_size()
     block = [heads, rows, _padded(x) if columns is None else columns]
-    return TensorDescriptor(x, [all_heads, tokens, width], [stride_h, stride_t, 1], block)
+    return _Descriptor(x, [all_heads, tokens, width], [stride_h, stride_t, 1], block)
+
+
+class _Descriptor(TensorDescriptor):
+    """A descriptor without Triton's checks, which take most of its time: `aligned` and the tiles fulfil them."""
+
+    def __post_init__(self) -> None:
+        pass
 
 
 def aligned(x: Tensor) -> Tensor:
