@@ -258,6 +258,7 @@ def _source(configuration: Configuration) -> ASTSource:
         "BLOCK_D": block_d,
         "BLOCK_V": block_v,
         "COLUMNS": columns,
+        "DEFERRED": tile.deferred,
     }
     absent = {"alibi": ("alibi_ptr", "diagonal_ptr"), "dropout": ("seed_ptr",), "softcap": ("softcap_log2",)}
     absent["sinks"] = ("sinks_ptr", "dsinks_ptr")

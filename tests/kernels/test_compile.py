@@ -1,5 +1,7 @@
 """Compiles every kernel configuration of the package for its architecture, without the hardware."""
 
+import re
+
 import pytest
 import torch
 from _pytest.mark import ParameterSet
@@ -114,6 +116,15 @@ def test_other_amd_gpus(gpu: str, kernel: Kernel) -> None:
     if gpu.startswith("gfx9"):
         assert resources.spills == 0
         assert resources.matrix_instructions > 0
+
+
+def test_softmax_overlaps_with_the_deferred_output() -> None:
+    """Between a wait for products and the exponentials another product is requested."""
+    configuration = Configuration("forward", "sm_90", 128, torch.bfloat16)
+    assert configuration.tile.deferred
+    code = sass.parse(disassemble(configuration)[1])
+    for loop in sass.loops(code):
+        assert re.match(r"[wb]+H+\|b*H+e", sass.events(code.instructions[loop.start : loop.stop]))
 
 
 @pytest.mark.parametrize("configuration", [_param(c, str(c).endswith("d128-bf16")) for c in hopper_configurations()])

@@ -71,12 +71,16 @@ def test_illegal_tiles(tile: TileShape, message: str) -> None:
 
 
 def test_a_file_replaces_tiles(tmp_path: Path) -> None:
-    mine = {("sm_90", "forward", 128): TileShape(64, 64, 4, 2), ("sm_80", "dq", 64): TileShape(64, 32, 4, 1)}
+    mine = {
+        ("sm_90", "forward", 128): TileShape(64, 64, 4, 2, deferred=True),
+        ("sm_80", "dq", 64): TileShape(64, 32, 4, 1),
+    }
     save_tiles(tmp_path / "tiles.json", mine, device="a GPU")  # type: ignore[arg-type]
     assert load_tiles(tmp_path / "tiles.json") == 2
-    assert select_tile("forward", 128, torch.bfloat16, "sm_90") == TileShape(64, 64, 4, 2)
-    assert select_tile("forward", 128, torch.bfloat16, "sm_90", extended=True) != TileShape(64, 64, 4, 2)
-    assert select_tile("forward", 128, torch.float32, "sm_90") != TileShape(64, 64, 4, 2)
+    tile = mine["sm_90", "forward", 128]
+    assert select_tile("forward", 128, torch.bfloat16, "sm_90") == tile
+    assert select_tile("forward", 128, torch.bfloat16, "sm_90", extended=True) != tile
+    assert select_tile("forward", 128, torch.float32, "sm_90") != tile
     assert select_tile("forward", 64, torch.bfloat16, "sm_90") == TILES["sm_90"]["forward"][64]
 
 
@@ -107,6 +111,8 @@ BAD = {
     "half a row": ([GOOD | {"block_m": 128.9}], "block_m of row 0 must be an integer; got 128.9"),
     "a float": ([GOOD | {"block_m": 128.0}], "block_m of row 0 must be an integer; got 128.0"),
     "true": ([GOOD | {"heads": True}], "heads of row 0 must be an integer; got True"),
+    "a number for a choice": ([GOOD | {"deferred": 1}], "deferred of row 0 must be true or false; got 1"),
+    "an output that dQ can't defer": ([GOOD | {"kernel": "dq", "deferred": True}], "deferred must be false but in fo"),
     "a text": ([GOOD | {"block_m": "128"}], "block_m of row 0 must be an integer; got '128'"),
     "infinite stages": (
         json.dumps({"tiles": [GOOD]}).replace('"num_stages": 2', '"num_stages": Infinity'),

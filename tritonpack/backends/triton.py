@@ -118,6 +118,7 @@ def forward(
             HEAD_DIM_V=v.shape[2],
             BLOCK_D=_padded(q),
             COLUMNS=columns,
+            DEFERRED=tile.deferred,
             **_common(q, k, mask, options, tile),
         )
     return out, lse

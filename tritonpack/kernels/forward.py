@@ -70,11 +70,15 @@ def forward_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     COLUMNS: tl.constexpr,
+    DEFERRED: tl.constexpr,
 ):
     """out [T_q, H, D_v] and lse [H, T_q]; grid (tiles times blocks of HEADS heads, column chunks of the values).
 
     The query bounds, of the transposed mask, tell which keys are seen by a query at all. In a mask of trees they decide
     together with the key bounds, and `blocks` lists the first keys of the blocks that tiles visit.
+
+    With DEFERRED the product of a block's weights and values is requested in the next block's step, after its scores,
+    so that the softmax runs while that product is computed.
     """
     TREE: tl.constexpr = blocks_ptr is not None
     head_block, _number, tile_ptr, first, end, third = load_tile(tiles_ptr, HEAD_BLOCKS, 5 if TREE else 3)
@@ -102,6 +106,9 @@ def forward_kernel(
     else:  # the sink is the first key of every row
         m_i = tl.load(sinks_ptr + head) * LOG2E
         l_i = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
+    p = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)  # rounded only in `dot`: 16 bits would go through shared memory
+    alpha = tl.full([BLOCK_M], 1.0, dtype=tl.float32)
+    value = -1  # the first key of the block that p belongs to; before the first step p is zero, and any block will do
     # In a tree every masked block is a cleaned one, so there are two phases.
     for phase in tl.static_range(FULL if TREE else EARLY, 4, 2 if TREE else 1):
         if TREE:
@@ -116,9 +123,15 @@ def forward_kernel(
                     block = masked_block(step, full, full_end) if phase == CLEANED else step
                     key = begin + block * BLOCK_N
                 offs_n = key + tl.arange(0, BLOCK_N)
+                if not DEFERRED or value < 0:
+                    value = key
                 k = load_rows(k_desc, key, first_head // GROUP, 0, BLOCK_N, BLOCK_D, UPCAST)  # [N, D]
-                v = load_rows(v_desc, key, first_head // GROUP, column, BLOCK_N, COLUMNS, UPCAST)  # [N, C]
+                v = load_rows(v_desc, value, first_head // GROUP, column, BLOCK_N, COLUMNS, UPCAST)  # [N, C]
                 products = tl.dot(q, k.T, input_precision="ieee")  # [M, D] @ [D, N] -> [M, N]
+                if phase == CLEANED:
+                    v = clean(v, query_start_ptr, query_stop_ptr, value + tl.arange(0, BLOCK_N), key_end)
+                if DEFERRED:
+                    acc = dot(p, v, acc * alpha[:, None])  # [M, N] @ [N, C] -> [M, C]
                 distance = diagonal[:, None] - places(alibi_ptr, diagonal_ptr, offs_n, num_keys)[None, :]
                 scores, unit, _ = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[:, None], distance)
                 if phase != FULL:
@@ -128,8 +141,6 @@ def forward_kernel(
                             offs_m[:, None], offs_n[None, :], query_start_ptr, query_stop_ptr, num_keys
                         )
                     scores = tl.where(visible, scores, float("-inf"))
-                if phase == CLEANED:
-                    v = clean(v, query_start_ptr, query_stop_ptr, offs_n, key_end)
                 m_new = tl.maximum(m_i, tl.max(scores, 1) * unit)
                 # The maximum of a row without a key so far is -inf. With 0 in its place its exponentials are 0.
                 pivot = tl.where(m_new == float("-inf"), 0.0, m_new) if phase != FULL else m_new
@@ -138,8 +149,15 @@ def forward_kernel(
                 l_i = l_i * alpha + tl.sum(p, 1)
                 if seed_ptr is not None:
                     p = tl.where(kept(drop_keys[:, None], offs_m[:, None], offs_n[None, :], drop_below), p, 0.0)
-                acc = dot(p, v, acc * alpha[:, None])  # [M, N] @ [N, C] -> [M, C]
+                if not DEFERRED:
+                    acc = dot(p, v, acc * alpha[:, None])  # [M, N] @ [N, C] -> [M, C]
                 m_i = m_new
+                value = key
+    if DEFERRED and value >= 0:
+        v = load_rows(v_desc, value, first_head // GROUP, column, BLOCK_N, COLUMNS, UPCAST)
+        if TREE or third != 0:  # the entry of a mask without trees says whether the tile is exposed
+            v = clean(v, query_start_ptr, query_stop_ptr, value + tl.arange(0, BLOCK_N), key_end)
+        acc = dot(p, v, acc * alpha[:, None])
 
     if sinks_ptr is not None and TREE:  # the sink is one more key of every row that sees a key
         sink = tl.load(sinks_ptr + head) * LOG2E

@@ -37,6 +37,8 @@ class TileShape:
         heads: the largest number of query heads of one key head that divide the rows of a tile among them (forward and
             dQ; a power of two). Tiles with few tokens of many heads have fewer blocks to mask and fewer empty rows than
             tiles with many tokens of one head, and the same number of products.
+        deferred: whether forward sums a block's output during the softmax of the next block, which takes registers for
+            the weights of one block.
     """
 
     block_m: int
@@ -45,6 +47,7 @@ class TileShape:
     num_stages: int
     columns: int = 256
     heads: int = 1
+    deferred: bool = False
 
 
 # Architecture -> kernel -> padded head dimension -> tile, for the 16-bit types. Head dimensions up to 64 share a row.
@@ -56,7 +59,7 @@ TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
     "sm_90": {
         "forward": {
             64: TileShape(128, 64, 4, 2, heads=8),
-            128: TileShape(128, 64, 8, 3, heads=8),
+            128: TileShape(128, 64, 8, 3, heads=8, deferred=True),
             256: TileShape(128, 64, 8, 2),
             512: TileShape(128, 32, 8, 1),
         },
@@ -177,10 +180,15 @@ EXTENDED_TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
     "gfx942": {},
 }
 
-# Masks of trees, whose masked blocks look at both sides' bounds, have their own tiles if the tiles above would spill.
+# Masks of trees, whose masked blocks look at both sides' bounds, have tiles of their own if those above would spill or,
+# because of `deferred`, load fewer blocks ahead.
 TREE_TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
     "sm_90": {
-        "forward": {64: TileShape(128, 64, 8, 2, heads=8), 256: TileShape(128, 32, 8, 2)},
+        "forward": {
+            64: TileShape(128, 64, 8, 2, heads=8),
+            128: TileShape(128, 64, 8, 3, heads=8),
+            256: TileShape(128, 32, 8, 2),
+        },
         "dq": {128: TileShape(64, 64, 4, 2, heads=4)},
     },
     "sm_100": {"forward": {64: TileShape(128, 64, 8, 2, heads=8)}},
@@ -203,7 +211,7 @@ FLOAT32_TILES = {
 }
 
 # The interpreter's time is the number of blocks. The two sizes differ, so that tests notice if they are confused.
-INTERPRETER_TILE = TileShape(64, 32, 4, 1, heads=4)
+INTERPRETER_TILE = TileShape(64, 32, 4, 1, heads=4, deferred=True)
 
 # The shared memory of a program, in KiB, at most (sm_80: the smallest GPU with these tiles).
 SHARED_KIB = {"sm_80": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64}
@@ -253,6 +261,8 @@ def why_illegal(kernel: Kernel, tile: TileShape, block_d: int, arch: str) -> str
         return f"heads must be 1, 2, 4, 8 or 16, and 1 but in forward and dq; got {tile.heads}"
     if tile.block_m < 8 * tile.heads:
         return f"block_m must hold 8 tokens of each of the {tile.heads} heads; got {tile.block_m}"
+    if tile.deferred and kernel != "forward":
+        return f"deferred must be false but in forward; got {tile.deferred}"
     own, other = (tile.block_m, tile.block_n) if kernel in ("forward", "dq") else (tile.block_n, tile.block_m)
     if arch == "sm_90" and own < 16 * tile.num_warps:
         return f"{tile.num_warps} warps compute the same twice unless a tile has {16 * tile.num_warps} rows; got {own}"
@@ -321,7 +331,9 @@ def _read_row(row: Any, number: int) -> tuple[tuple[str, Kernel, int], TileShape
     if missing := sorted(required - row.keys()):
         raise ValueError(f"row {number} lacks {', '.join(missing)}")
     for name in sizes.keys() & row.keys():
-        if not is_int(row[name]):
+        if name == "deferred" and not isinstance(row[name], bool):
+            raise ValueError(f"deferred of row {number} must be true or false; got {row[name]!r}")
+        if name != "deferred" and not is_int(row[name]):
             raise ValueError(f"{name} of row {number} must be an integer; got {row[name]!r}")
     arch, kernel, block_d = (row[name] for name in place)
     known = isinstance(arch, str) and arch in TILES and kernel in get_args(Kernel)
