@@ -10,6 +10,9 @@ multiprocessor holds. The tile table of a batch gives the number of blocks of ea
 - slow: a program alternates between matrix products and all other work, and pays a latency for each wait; only other
   programs on the same multiprocessor fill the gaps.
 
+Between them lies what the order of the code allows, "in order" (`cycles_in_order` of tests/kernels/sass.py): the cycles
+of a block for a program alone, without latencies, if its warps run in step.
+
 Loads share the bandwidth of the L2 cache: 64 bytes per cycle and multiprocessor in the fast bound; in the slow bound
 their share of 5.5 TB/s, which others have measured. Tiles with few rows wait for these loads.
 
@@ -40,7 +43,7 @@ import triton
 from benchmarks.schedule import SLOTS, blocks_of, makespan
 from benchmarks.tune import candidates
 from tests.kernels.aot import Configuration, Resources, disassemble
-from tests.kernels.sass import QUADRANTS, Code, Work, count, loops, parse
+from tests.kernels.sass import QUADRANTS, Code, Work, count, cycles_in_order, loops, parse
 from tests.lengths import distributions, visible_pairs
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends.tile_table import Cut, tile_tables
@@ -87,6 +90,7 @@ class Model:
             kernel has one loop.
         rest: the work before the first loop and after the last.
         entry: the work between two loops, the largest of these.
+        full_in_order: the cycles of `full` for four warps.
     """
 
     configuration: Configuration
@@ -95,6 +99,7 @@ class Model:
     full: Work
     rest: Work
     entry: Work
+    full_in_order: float = 0.0
 
     @property
     def warps(self) -> int:
@@ -145,16 +150,17 @@ def examine(configuration: Configuration) -> Model:
     bodies = loops(code)
     if not bodies:
         raise ValueError(f"{configuration} has no loop with warpgroup products; the model is one of sm_90 alone.")
-    full, *masked = sorted((_work(code, body) for body in bodies), key=lambda work: work.instructions)
+    full, *masked = sorted(bodies, key=len)
     between = [_work(code, range(a.stop, b.start)) for a, b in itertools.pairwise(bodies)]
     before, after = range(bodies[0].start), range(bodies[-1].stop, len(code.instructions))
     return Model(
         configuration=configuration,
         resources=resources,
-        masked=masked[0] if masked else full,
-        full=full,
+        masked=_work(code, masked[0] if masked else full),
+        full=_work(code, full),
         rest=_work(code, before, after),
         entry=max(between, key=lambda work: work.instructions, default=Work()),
+        full_in_order=cycles_in_order(code.instructions[full.start : full.stop]),
     )
 
 
@@ -215,7 +221,8 @@ def row(configuration: Configuration) -> dict[str, Any] | None:
         "kernel": configuration.kernel,
         "head_dim": configuration.head_dim,
         "tile": f"{tile.block_m}x{tile.block_n} w{tile.num_warps} s{tile.num_stages}"
-        + (f" h{tile.heads}" if tile.heads > 1 else ""),
+        + (f" h{tile.heads}" if tile.heads > 1 else "")
+        + " deferred" * tile.deferred,
         "registers": model.resources.registers,
         "shared_kib": round(model.resources.shared_bytes / 1024, 1),
         "residents": model.residents,
@@ -224,6 +231,7 @@ def row(configuration: Configuration) -> dict[str, Any] | None:
         facts |= {f"{name}_{unit}": round(cycles) for unit, cycles in work.cycles(model.warps).items()}
         facts |= {f"{name}_waits": work.waits, f"{name}_barriers": work.barriers, f"{name}_branches": work.branches}
         facts |= {f"{name}_{bound}": round(c) for bound, c in model.iteration(work)._asdict().items()}
+    facts["full_in_order"] = round(model.full_in_order * model.warps / QUADRANTS)
     for name, outside in (("tile", model.tile()), ("further_loop", model.further_loop())):
         facts |= {f"{name}_{bound}": round(cycles) for bound, cycles in outside._asdict().items()}
     for name, lengths in batches().items():
@@ -235,14 +243,15 @@ def row(configuration: Configuration) -> dict[str, Any] | None:
 def report(rows: Iterable[dict[str, Any]]) -> None:
     """Print the table: tiles, cycles per block, TFLOP/s."""
     print(f"inferred, not measured: TFLOP/s of useful work, slow to fast bound, {CLOCK_HZ / 1e9} GHz")
-    print(f"{'kernel':8} {'D':>3} {'tile':>17} {'regs':>4} {'KiB':>5} {'res':>3} {'busiest unit, full':>22}", end=" ")
+    print(f"{'kernel':8} {'D':>3} {'tile':>26} {'regs':>4} {'KiB':>5} {'res':>3} {'busiest unit, full':>22}", end=" ")
+    print(f"{'in order':>8}", end=" ")
     print(f"{'masked/full':>11} " + " ".join(f"{name:>9}" for name in BATCHES))
     for facts in rows:
         unit = max(("tensor", "issue", "float", "integer", "special", "shared"), key=lambda u: facts[f"full_{u}"])
         print(
-            f"{facts['kernel']:8} {facts['head_dim']:3} {facts['tile']:>17} {facts['registers']:4} "
+            f"{facts['kernel']:8} {facts['head_dim']:3} {facts['tile']:>26} {facts['registers']:4} "
             f"{facts['shared_kib']:5} {facts['residents']:3} "
-            f"{unit:>8} {facts['full_fast']:5} of {facts['full_slow']:5} "
+            f"{unit:>8} {facts['full_fast']:5} of {facts['full_slow']:5} {facts['full_in_order']:8} "
             f"{facts['masked_fast'] / facts['full_fast']:5.2f}-{facts['masked_slow'] / facts['full_slow']:4.2f}  "
             + " ".join(f"{facts[f'{name} slow']:>4}-{facts[f'{name} fast']:<4}" for name in BATCHES),
             flush=True,

@@ -9,7 +9,7 @@ pytest.importorskip("triton")
 
 from benchmarks.instruction_model import Model, Range, batches, examine, residents, save, seconds, tflops
 from tests.kernels.aot import Configuration, Resources, disassemble
-from tests.kernels.sass import Work, count, loops, parse
+from tests.kernels.sass import Instruction, Work, count, cycles_in_order, loops, parse
 from tritonpack import BlockDiagonalMask
 from tritonpack.kernels.tile_shapes import TileShape
 
@@ -112,6 +112,17 @@ def model(registers: int = 200, heads: int = 1, kernel: Any = "forward") -> Mode
     )
 
 
+def test_products_overlap_with_what_comes_before_their_wait() -> None:
+    product = Instruction("HGMMA.64x128x16.F32.BF16", "R24, gdesc[UR20], R24, gsb0")  # 64 cycles
+    wait = Instruction("WARPGROUP.DEPBAR.LE", "gsb0, 0x0")
+    others = [Instruction("FADD", "R5, R5, R6")] * 10
+    assert cycles_in_order([product, *others, wait]) == 64 + 1
+    assert cycles_in_order([product, wait, *others]) == 64 + 11
+    assert cycles_in_order([*others, product, wait]) == 64 + 11
+    late = Instruction("WARPGROUP.DEPBAR.LE", "gsb0, 0x1")  # the product of the iteration before may run until here
+    assert cycles_in_order([product, late, *others]) == 64
+
+
 def test_fast_bound_is_the_busiest_unit_slow_bound_the_sum() -> None:
     alone, shared = model(200), model(128)
     assert alone.iteration(alone.full) == Range(1000, 1000 + 600 + 300)
@@ -166,6 +177,7 @@ def test_counts_of_the_shipped_kernel() -> None:
         assert work.cycles(found.warps)["tensor"] == 2 * 2 * rows * columns * 128 / 4096
         assert work.special >= rows * columns / (32 * found.warps)  # an exponential per score
     assert found.full.instructions < found.masked.instructions
+    assert found.full.cycles(4)["tensor"] < found.full_in_order < found.iteration(found.full).slow / 2
     slow, fast = tflops(found, batches()["one 16k"])
     assert 200 < slow < fast < 949
 

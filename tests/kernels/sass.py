@@ -201,6 +201,30 @@ def count(instructions: Iterable[Instruction]) -> Work:
     return Work(**total)
 
 
+def cycles_in_order(loop: Sequence[Instruction]) -> float:
+    """The cycles of an iteration of a loop for four warps that have a multiprocessor to themselves.
+
+    They issue in order, all instructions at the same pace, and wait for products where the code does. Products run one
+    after the other.
+    """
+    others = [instruction for instruction in loop if instruction.stem != "HGMMA"]
+    pace = max(count(others).cycles(QUADRANTS).values()) / max(len(others), 1)
+    now, free, ends = 0.0, 0.0, [0.0]  # ends of the groups of products that code can wait for
+    for _ in range(3):
+        begin = now
+        for instruction in loop:
+            if instruction.stem == "HGMMA":
+                free = max(free, now) + _product(instruction) / PRODUCT_RATE
+                if "gsb0" in instruction.operands:
+                    ends.append(free)
+                continue
+            if instruction.opcode.startswith("WARPGROUP.DEPBAR"):
+                left = int(instruction.operands.split(",")[1], 16)  # groups that may still run
+                now = max(now, ends[max(-1 - left, -len(ends))])
+            now += pace
+    return now - begin
+
+
 def _is_waited_for(instruction: Instruction) -> bool:
     opcode = instruction.opcode
     return opcode.startswith(("BAR.", "WARPGROUP.DEPBAR", "SHFL", "MEMBAR")) or "TRYWAIT" in opcode
