@@ -177,6 +177,7 @@ MUTATIONS = {
                             r"nobody can go on: .*_load for q_free\[0\]"),
     "phases-begin-again-in-each-tile": ("        done += blocks\n        begin", "        begin",
                                         "overwritten|not where|nobody|too many"),
+    "rounds-overlap": ("programs - 1 - 2 * gl.program_id(0)", "programs - 2 * gl.program_id(0)", "not where|beyond"),
     "keys-not-waited-for": ("mbarrier.wait(k_filled.index(slot), n // STAGES & 1)", "pass",
                             "overwritten|not where|nobody"),
     "values-not-waited-for": ("mbarrier.wait(v_filled.index(previous), (n - 1) // STAGES & 1)", "pass",
