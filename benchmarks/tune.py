@@ -68,7 +68,7 @@ def candidates(kernel: Kernel, block_d: int, arch: str) -> Iterator[TileShape]:
     sizes, columns = (16, 32, 64, 128), (128, 256) if block_d == 512 else (256,)
     heads = {"forward": (1, 8), "dq": (1, 4)}.get(kernel, (1,))
     for m, n, warps, stages, width, together in itertools.product(sizes, sizes, (4, 8), (1, 2, 3, 4), columns, heads):
-        for deferred in (False, True) if kernel == "forward" else (False,):
+        for deferred in (False, True) if kernel == "forward" and arch == "sm_90" else (False,):
             tile = TileShape(m, n, warps, stages, width, together, deferred)
             if 512 <= m * n <= 128 * 128 and not tiles.why_illegal(kernel, tile, block_d, arch):
                 yield tile
@@ -84,9 +84,9 @@ def in_order(kernel: Kernel, block_d: int, arch: str) -> list[TileShape]:
     own = shipped(kernel, block_d, arch)
 
     def difference(tile: TileShape) -> float:
-        apart = float(tile.deferred != own.deferred)
-        sizes = (name for name in asdict(own) if name != "deferred")
-        return apart + sum(abs(math.log2(getattr(tile, name) / getattr(own, name))) for name in sizes)
+        sizes = {name: size for name, size in asdict(own).items() if name != "deferred"}
+        steps = sum(abs(math.log2(getattr(tile, name) / size)) for name, size in sizes.items())
+        return steps + (tile.deferred != own.deferred)
 
     return [own, *sorted((t for t in candidates(kernel, block_d, arch) if t != own), key=difference)]
 

@@ -86,6 +86,7 @@ def forward_kernel(
     if first >= end:
         return
     first_head = head_block * HEADS
+    kv_head = first_head // GROUP
     column = tl.program_id(1) * COLUMNS
     head = first_head + tl.arange(0, BLOCK_M) // (BLOCK_M // HEADS)  # [M]
     offs_m = first + tl.arange(0, BLOCK_M) % (BLOCK_M // HEADS)  # [M], tokens
@@ -126,10 +127,8 @@ def forward_kernel(
                 offs_n = key + tl.arange(0, BLOCK_N)
                 if not DEFERRED or value < 0:
                     value = key
-                k = load_rows(k_desc, key, first_head // GROUP, 0, BLOCK_N, BLOCK_D, HEAD_DIM, UPCAST)  # [N, D]
-                v = load_rows(
-                    v_desc, value, first_head // GROUP, column, BLOCK_N, COLUMNS, HEAD_DIM_V, UPCAST
-                )  # [N, C]
+                k = load_rows(k_desc, key, kv_head, 0, BLOCK_N, BLOCK_D, HEAD_DIM, UPCAST)  # [N, D]
+                v = load_rows(v_desc, value, kv_head, column, BLOCK_N, COLUMNS, HEAD_DIM_V, UPCAST)  # [N, C]
                 products = tl.dot(q, k.T, input_precision="ieee")  # [M, D] @ [D, N] -> [M, N]
                 if phase == CLEANED:
                     v = clean(v, query_start_ptr, query_stop_ptr, value + tl.arange(0, BLOCK_N), key_end)
@@ -157,7 +156,7 @@ def forward_kernel(
                 m_i = m_new
                 value = key
     if DEFERRED and value >= 0:
-        v = load_rows(v_desc, value, first_head // GROUP, column, BLOCK_N, COLUMNS, HEAD_DIM_V, UPCAST)
+        v = load_rows(v_desc, value, kv_head, column, BLOCK_N, COLUMNS, HEAD_DIM_V, UPCAST)
         if TREE or third != 0:  # the entry of a mask without trees says whether the tile is exposed
             v = clean(v, query_start_ptr, query_stop_ptr, value + tl.arange(0, BLOCK_N), key_end)
         acc = dot(p, v, acc * alpha[:, None])
