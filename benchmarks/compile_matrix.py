@@ -1,94 +1,117 @@
-"""Write a page about the compile report under several versions of Triton.
+"""Bring the compile report up to date under several versions of Triton, and write the page about it.
 
-    python -m benchmarks.compile_matrix [--versions 3.6.0 3.9.0] [--out docs/compile-matrix.md]
+    python -m benchmarks.compile_matrix [--versions 3.6.0 3.9.0] [--jobs 2]
 
-Each version is downloaded once, without its dependencies, to a folder that precedes the installed version on the path.
+Rows are compiled only if the kernel's code or its tile has changed, so a second run goes on where the first stopped. A
+version that isn't installed is downloaded once, without its dependencies, to a folder that precedes the installed one
+on the path.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import os
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
-VERSIONS = ("3.6.0", "3.7.1", "3.8.0", "3.9.0")
+import triton
+
+from benchmarks.compile_report import Row, read_rows
+from tests.kernels.lint import SHARED_KIB
+
+VERSIONS = ("3.6.0", "3.9.0")
 FOLDER = Path(".matrix")
-ARCHITECTURES = ("sm_80", "sm_90", "sm_100", "sm_120", "gfx942")
+PAGE = Path(__file__).parents[1] / "docs" / "compile-matrix.md"
+
+INTRODUCTION = """\
+`make compile-matrix` (`python -m benchmarks.compile_matrix`) writes this page from `benchmarks/results/compile.csv`. In
+that file each kernel also has its registers, shared memory and stages, and the instructions, spills, barriers and waits
+of each loop. Kernels are compiled for each GPU ahead of time; none has run. A binary is clean if it
+
+- multiplies in a loop, by matrix instructions if the type has 16 bits,
+- fits into the GPU's shared memory,
+- loads by TMA into stages that are multiples of 128 bytes, and has stages for all loads by TMA in loops (unless its
+  tile has one stage),
+- spills no registers.
+
+A cell counts clean binaries, then these and those that spill only outside of their loops, then all."""
 
 
-def report(version: str) -> list[dict[str, str]]:
-    """The rows of a version's report. An existing file of them is read."""
-    target, rows = FOLDER / version, FOLDER / f"{version}.csv"
-    if not target.exists():
-        pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target), f"triton=={version}"]
-        subprocess.run(pip, check=True)
-    if not rows.exists():
-        environment = os.environ | {"PYTHONPATH": str(target.resolve()), "TRITON_DEFAULT_FP_FUSION": "1"}
-        subprocess.run(
-            [sys.executable, "-m", "benchmarks.compile_report", "--csv", str(rows)], check=True, env=environment
-        )
-    with rows.open(newline="") as file:
-        return list(csv.DictReader(file))
+def report(version: str, jobs: int) -> None:
+    """Compile what is out of date under a version."""
+    environment = dict(os.environ)
+    if version != triton.__version__:
+        target = FOLDER / version
+        if not target.exists():
+            pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(target)]
+            subprocess.run([*pip, f"triton=={version}"], check=True)
+        paths = (str(target.resolve()), environment.get("PYTHONPATH"))
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
+    command = [sys.executable, "-m", "benchmarks.compile_report", "--jobs", str(jobs)]
+    subprocess.run(command, check=True, env=environment)
 
 
-def verdict(row: dict[str, str]) -> str | None:
-    """The defect of a row, or None."""
-    if row.get("error"):
-        return "doesn't compile"
-    float32 = row["configuration"].endswith("fp32")
-    if int(row["spills"]):
-        return f"{row['spills']} spills"
-    if int(row["instructions"]) < 100 or not (float32 or int(row["matrix_instructions"])):
-        return "no matrix instructions"
-    return None
-
-
-def page(reports: dict[str, list[dict[str, str]]]) -> str:
-    """The page: how many configurations are clean, and the defects of the others."""
+def page(rows: Iterable[Row]) -> str:
+    """The page: how many configurations are clean, and what is wrong with the others."""
+    by_name: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        by_name.setdefault(row["configuration"], {})[row["triton"]] = row
+    versions = sorted({version for found in by_name.values() for version in found})
     lines = [
         "# What each version of Triton makes of the kernels",
         "",
-        "Written by `python -m benchmarks.compile_matrix` (`make compile-matrix`): every shipped configuration,",
-        "compiled ahead of time, not run. Clean means no spilled register and, but for float32, matrix",
-        "instructions.",
+        INTRODUCTION,
         "",
-        "| clean configurations | " + " | ".join(f"Triton {version}" for version in reports) + " |",
-        "|---" * (len(reports) + 1) + "|",
+        f"| GPU | {' | '.join(f'Triton {v}: 16 bits at 64, 128 | others' for v in versions)} |",
+        "|---" * (1 + 2 * len(versions)) + "|",
     ]
-    for arch in ARCHITECTURES:
+    for gpu in SHARED_KIB:
         cells = []
-        for rows in reports.values():
-            of_arch = [row for row in rows if f"-{arch}-" in row["configuration"]]
-            cells.append(f"{sum(verdict(row) is None for row in of_arch)} of {len(of_arch)}")
-        lines.append(f"| {arch} | " + " | ".join(cells) + " |")
+        for version in versions:
+            of_gpu = [r[version] for name, r in by_name.items() if f"-{gpu}-" in name and version in r]
+            for common in (True, False):
+                counted = [row for row in of_gpu if is_common(row["configuration"]) == common]
+                clean = sum(not row["findings"] and not row["minor"] for row in counted)
+                loops = sum(not row["findings"] for row in counted)
+                cells.append(f"{clean} / {loops} / {len(counted)}" if counted else "")
+        lines.append(f"| {gpu} | {' | '.join(cells)} |")
     lines += [
         "",
-        "## The others",
+        "## Binaries that aren't clean",
         "",
-        "| configuration | " + " | ".join(reports) + " |",
-        "|---" * (len(reports) + 1) + "|",
+        "Spills in loops are those of one iteration, summed over the loops.",
+        "",
+        f"| configuration | {' | '.join(versions)} |",
+        "|---" * (1 + len(versions)) + "|",
     ]
-    names = dict.fromkeys(row["configuration"] for rows in reports.values() for row in rows)
-    by_name = {version: {row["configuration"]: row for row in rows} for version, rows in reports.items()}
-    for name in names:
-        cells = [verdict(rows[name]) or "clean" for rows in by_name.values()]
-        if set(cells) != {"clean"}:
-            short = name.replace("softcap-sinks-alibi-dropout", "features")
-            lines.append(f"| {short} | " + " | ".join(cells) + " |")
+    for name, found in by_name.items():
+        if any(row["findings"] or row["minor"] for row in found.values()):
+            cells = [verdict(found[version]) if version in found else "" for version in versions]
+            lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
+
+
+def is_common(name: str) -> bool:
+    """Whether a configuration is one that most models run: 16 bits, head dimension 64 or 128, of the Triton backend."""
+    return ("-d64-" in name or "-d128-" in name) and "fp32" not in name and not name.startswith("gluon")
+
+
+def verdict(row: Row) -> str:
+    """What is wrong with a binary."""
+    return "; ".join(filter(None, (row["findings"], row["minor"]))) or "clean"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--versions", nargs="+", default=VERSIONS)
-    parser.add_argument("--out", type=Path, default=Path("docs/compile-matrix.md"))
+    parser.add_argument("--jobs", type=int, default=2, help="compilations at a time")
     options = parser.parse_args()
-    FOLDER.mkdir(exist_ok=True)
-    options.out.write_text(page({version: report(version) for version in options.versions}), encoding="utf-8")
-    print(f"{options.out} written")
+    for version in options.versions:
+        report(version, options.jobs)
+    PAGE.write_text(page(read_rows()), encoding="utf-8")
+    print(f"{PAGE} written")
 
 
 if __name__ == "__main__":

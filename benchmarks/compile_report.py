@@ -1,81 +1,161 @@
-"""Compile every shipped kernel for every architecture, without a GPU, and print registers, spills and instructions.
+"""Compile every kernel that can be launched for its GPU, without the hardware, and print what the binaries hold.
 
-python -m benchmarks.compile_report [--arch sm_90] [--csv FILE] [--jobs 2]
+    python -m benchmarks.compile_report [--gpu sm_90] [--only dq-] [--csv FILE] [--jobs 2]
+
+Rows of the file that are up to date are printed as they are; others are compiled and stored. tests/kernels/lint.py has
+the configurations, what is wrong with a row, and when it is up to date.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
-from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, cast
 
-import torch
 import triton
+from triton import knobs
 
-from tests.kernels.aot import (
-    Configuration,
-    HopperConfiguration,
-    Resources,
-    compile_configuration,
-    hopper_configurations,
-    shipped_configurations,
-)
-from tritonpack.kernels.tile_shapes import TILES
+from tests.kernels.aot import Configuration, HopperConfiguration, Resources, compile_configuration
+from tests.kernels.lint import SHARED_KIB, findings, key, launchable
 
+AnyConfiguration = Configuration | HopperConfiguration
+Row = dict[str, str]
+
+ROWS = Path(__file__).parent / "results" / "compile.csv"
 COLUMNS = (
-    f"{'configuration':42} {'M x N':>9} {'warps':>5} {'stages':>6} {'registers':>9} {'spills':>6} {'shared KiB':>10} "
-    f"{'matrix':>6} {'instructions':>12}"
-)
+    "triton", "configuration", "key", "findings", "minor", "tile", "registers", "shared_bytes", "instructions",
+    "matrix_instructions", "spills", "unstaged_loads", "stages", "loop_instructions", "loop_spills", "loop_barriers",
+    "loop_waits", "error",
+)  # fmt: skip
 
 
-def attempt(configuration: Configuration | HopperConfiguration) -> Resources | str:
-    """The resources of a compiled kernel, or the reason why it doesn't compile."""
-    try:
-        return compile_configuration(configuration)
-    except Exception as error:  # a compiler may raise anything; the row has the message
-        return f"{type(error).__name__}: {str(error).strip().splitlines()[-1][:120]}"
-
-
-def row(configuration: Configuration | HopperConfiguration, resources: Resources | str) -> str:
-    """A line of the table."""
-    tile = configuration.tile
-    name = str(configuration).replace("softcap-sinks-alibi-dropout", "features")
-    begin = f"{name:42} {f'{tile.block_m} x {tile.block_n}':>9} {tile.num_warps:5} {tile.num_stages:6} "
+def make_row(configuration: AnyConfiguration, resources: Resources | str) -> Row:
+    """A row of the file. The loops are in the order of the code. A stage is number x bytes, with t if TMA fills it."""
+    tile, found = configuration.tile, findings(configuration, resources)
+    heads = f" h{tile.heads}" if tile.heads > 1 else ""
+    row = {
+        "triton": triton.__version__,
+        "configuration": str(configuration),
+        "key": key(configuration),
+        "findings": "; ".join(finding.text for finding in found if not finding.is_minor),
+        "minor": "; ".join(finding.text for finding in found if finding.is_minor),
+        "tile": f"{tile.block_m}x{tile.block_n} w{tile.num_warps} s{tile.num_stages}{heads}",
+    }
     if isinstance(resources, str):
-        return begin + resources
+        return row | {"error": resources}
+    loops = {
+        f"loop_{name}": " ".join(str(getattr(loop, name)) for loop in resources.loops)
+        for name in ("instructions", "spills", "barriers", "waits")
+    }
+    facts = ("registers", "shared_bytes", "instructions", "matrix_instructions", "spills", "unstaged_loads")
+    stages = dict.fromkeys(f"{stage.number}x{stage.bytes}{'t' * stage.by_tma}" for stage in resources.stages)
+    return row | {name: str(getattr(resources, name)) for name in facts} | {"stages": " ".join(stages)} | loops
+
+
+def compile_rows(configurations: Sequence[AnyConfiguration], jobs: int) -> Iterator[Row]:
+    """The rows as they are ready. Each is compiled in a process of its own, because a compiler may end its process."""
+    context = get_context("fork")
+    waiting = list(reversed(configurations))
+    running: dict[Any, tuple[AnyConfiguration, Any]] = {}  # by the end of a pipe that receives
+    while waiting or running:
+        while waiting and len(running) < jobs:
+            end, sender = context.Pipe(duplex=False)
+            process = context.Process(target=_compile, args=(waiting[-1], sender))
+            process.start()
+            sender.close()
+            running[end] = waiting.pop(), process
+        for ready in wait([*running]):
+            configuration, process = running.pop(ready)
+            resources: Resources | str
+            try:
+                resources = cast("Connection", ready).recv()
+            except EOFError:
+                resources = "the compiler ended its process"
+            process.join()
+            yield make_row(configuration, resources)
+
+
+def _compile(configuration: AnyConfiguration, sender: Any) -> None:
+    with TemporaryDirectory() as folder:
+        knobs.cache.dir = folder
+        try:
+            sender.send(compile_configuration(configuration))
+        except Exception as error:  # a compiler may raise anything; the row has the message
+            lines = str(error).strip().splitlines() or [""]
+            sender.send(f"{type(error).__name__}: {lines[-1][:120]}")
+
+
+def read_rows(path: Path = ROWS) -> list[Row]:
+    """The rows of a file, of all versions of Triton; none if there is no file."""
+    if not path.exists():
+        return []
+    with path.open(newline="", encoding="utf-8") as file:
+        return list(csv.DictReader(file))
+
+
+def write_rows(path: Path, rows: Iterable[Row]) -> None:
+    """Replace a file by these rows, sorted by version and as `launchable`, without those that aren't in it."""
+    order = {str(configuration): number for number, configuration in enumerate(launchable())}
+    kept = [row for row in rows if row["configuration"] in order]
+    kept.sort(key=lambda row: (row["triton"], order[row["configuration"]]))
+    written = path.with_suffix(".new")
+    with written.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, COLUMNS, restval="", lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(kept)
+    written.replace(path)
+
+
+def stale(rows: Iterable[Row], configurations: Iterable[AnyConfiguration]) -> list[AnyConfiguration]:
+    """The configurations whose row under this version of Triton is absent or was made from another code or tile."""
+    keys = {row["configuration"]: row["key"] for row in rows if row["triton"] == triton.__version__}
+    return [configuration for configuration in configurations if keys.get(str(configuration)) != key(configuration)]
+
+
+def show(row: Row) -> str:
+    """A line of the printed table."""
+    begin = f"{row['configuration']:38} {row['tile']:>19} "
+    if row.get("error"):
+        return begin + row["error"]
+    kib = int(row["shared_bytes"]) / 1024
     return (
-        f"{begin}{resources.registers:9} {resources.spills:6} {resources.shared_bytes / 1024:10.1f} "
-        f"{resources.matrix_instructions:6} {resources.instructions:12}"
+        f"{begin}{row['registers']:>9} {kib:6.1f} {row['instructions']:>12} {row['matrix_instructions']:>6} "
+        f"{row['spills']:>6} {row['loop_spills']:>15} {row['loop_barriers']:>11} "
+        f"{'; '.join(filter(None, (row['findings'], row['minor']))) or 'clean'}"
     )
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--arch", choices=sorted(TILES), help="one architecture only")
-    parser.add_argument("--csv", type=Path, help="also write the rows to this file")
+    parser.add_argument("--gpu", choices=SHARED_KIB, help="one GPU only")
+    parser.add_argument("--only", default="", help="configurations whose name has this text")
+    parser.add_argument("--csv", type=Path, default=ROWS, help="the file of the rows")
     parser.add_argument("--jobs", type=int, default=2, help="compilations at a time")
     options = parser.parse_args(arguments)
-    shipped: list[Configuration | HopperConfiguration] = [*shipped_configurations(), *hopper_configurations()]
-    configurations = [c for c in shipped if options.arch in (None, c.arch)]
-    print(f"Triton {triton.__version__}, torch {torch.__version__}\n{COLUMNS}")
-    rows = []
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        for configuration, resources in zip(configurations, pool.map(attempt, configurations), strict=True):
-            print(row(configuration, resources), flush=True)
-            facts = {"error": resources} if isinstance(resources, str) else asdict(resources)
-            rows.append({"configuration": str(configuration), **asdict(configuration.tile), **facts})
-    spilling, failed = sum(bool(r.get("spills")) for r in rows), sum("error" in r for r in rows)
-    print(f"{len(rows)} configurations, {spilling} spill registers, {failed} don't compile")
-    if options.csv:
-        names = dict.fromkeys(["triton", *(name for r in rows for name in r)])
-        with options.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, names)
-            writer.writeheader()
-            writer.writerows({"triton": triton.__version__, **r} for r in rows)
+    chosen = [c for c in launchable() if options.gpu in (None, c.gpu) and options.only in str(c)]
+    rows = read_rows(options.csv)
+    print(
+        f"Triton {triton.__version__}\n{'configuration':38} {'M x N, warps, stages':>19} registers    KiB instructions"
+    )
+    waiting = stale(rows, chosen)
+    names = {str(c) for c in chosen} - {str(c) for c in waiting}
+    found = [row for row in rows if row["triton"] == triton.__version__ and row["configuration"] in names]
+    for row in found:
+        print(show(row))
+    for number, row in enumerate(compile_rows(waiting, options.jobs), 1):
+        print(show(row), flush=True)
+        found.append(row)
+        same = (row["triton"], row["configuration"])
+        rows = [*(r for r in rows if (r["triton"], r["configuration"]) != same), row]
+        if number % 20 == 0 or number == len(waiting):  # so that an interrupted run goes on where it was
+            write_rows(options.csv, rows)
+    clean = sum(not row["findings"] + row["minor"] for row in found)
+    print(f"{len(found)} configurations, {clean} are clean, {sum(not row['findings'] for row in found)} in their loops")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sysconfig
 import tempfile
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,13 +29,10 @@ from tritonpack.kernels.forward import forward_kernel
 from tritonpack.kernels.hopper import HOPPER_TILES, ROWS, hopper_forward_kernel
 from tritonpack.kernels.tile_shapes import (
     EXTENDED,
-    EXTENDED_TILES,
     QUERIES_LEFT,
-    TILES,
     Kernel,
     TileShape,
     heads_per_tile,
-    key_gradient_kernels,
     select_tile,
 )
 
@@ -66,8 +64,6 @@ _DTYPES = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 KEY_HEADS = 8  # key heads of the compiled kernels
 
-FEATURES = ("softcap", "sinks", "alibi", "dropout")
-
 
 @dataclass(frozen=True)
 class Configuration:
@@ -77,8 +73,9 @@ class Configuration:
         kernel, arch, head_dim, dtype: as in the table of tiles.
         head_dim_v: of the values; None means head_dim.
         group: query heads per key head.
-        features: of `FEATURES` and "tree", those that are in use.
+        features: those in use, of softcap, sinks, alibi, dropout, tree, and dlse: a gradient of the log-sum-exp.
         another_tile: None means the table's.
+        device: a key of `TARGETS`; None means arch.
     """
 
     kernel: Kernel
@@ -89,6 +86,12 @@ class Configuration:
     group: int = 4
     features: tuple[str, ...] = ()
     another_tile: TileShape | None = None
+    device: str | None = None
+
+    @property
+    def gpu(self) -> str:
+        """The key of `TARGETS` that the kernel is compiled for."""
+        return self.device or self.arch
 
     @property
     def tile(self) -> TileShape:
@@ -105,7 +108,7 @@ class Configuration:
     def __str__(self) -> str:
         dims = f"d{self.head_dim}" + ("" if self.head_dim_v is None else f"-{self.head_dim_v}")
         group = [] if self.group == 4 else [f"group{self.group}"]
-        return "-".join([self.kernel, self.arch, dims, _DTYPES[self.dtype], *group, *self.features])
+        return "-".join([self.kernel, self.gpu, dims, _DTYPES[self.dtype], *group, *self.features])
 
 
 @dataclass(frozen=True)
@@ -115,6 +118,11 @@ class HopperConfiguration:
     head_dim: int
     dtype: torch.dtype
     arch: str = "sm_90"
+
+    @property
+    def gpu(self) -> str:
+        """The key of `TARGETS` that the kernel is compiled for."""
+        return self.arch
 
     @property
     def tile(self) -> TileShape:
@@ -155,32 +163,6 @@ class Resources:
         return sum(loop.spills for loop in self.loops)
 
 
-def shipped_configurations() -> list[Configuration]:
-    """Every row of the tables in bfloat16, and on sm_90 also what else runs on the same rows; all that for trees, too.
-
-    That is the smallest head dimension, keys of 192 with values of 128, float16, float32, and dQ with groups of one.
-    """
-    configurations = []
-    for arch in TILES:
-        kinds: list[tuple[torch.dtype, int, int | None]] = [(torch.bfloat16, d, None) for d in (64, 128, 256, 512)]
-        if arch == "sm_90":
-            kinds += [(torch.bfloat16, 16, None), (torch.bfloat16, 192, 128)]
-            kinds += [(torch.float16, 128, None), (torch.float32, 128, None)]
-        for dtype, head_dim, head_dim_v in kinds:
-            row = triton.next_power_of_2(max(head_dim, head_dim_v or 0))
-            kernels: tuple[Kernel, ...] = ("forward", *key_gradient_kernels(row, dtype, arch), "dq")
-            configurations += [Configuration(kernel, arch, head_dim, dtype, head_dim_v) for kernel in kernels]
-    configurations += [Configuration("dq", "sm_90", head_dim, torch.bfloat16, group=1) for head_dim in (64, 128)]
-    configurations += [replace(c, features=("tree",)) for c in configurations]
-    for arch, rows in EXTENDED_TILES.items():
-        configurations += [
-            Configuration(kernel, arch, head_dim, torch.bfloat16, features=FEATURES)
-            for kernel in rows
-            for head_dim in rows[kernel]
-        ]
-    return configurations
-
-
 def hopper_configurations() -> list[HopperConfiguration]:
     """All configurations of the backend "gluon"."""
     return [
@@ -188,19 +170,24 @@ def hopper_configurations() -> list[HopperConfiguration]:
     ]
 
 
-def compile_configuration(configuration: Configuration | HopperConfiguration, target: str | None = None) -> Resources:
-    """Compile for a key of `TARGETS`, by default the configuration's architecture, and read the binary."""
-    return disassemble(configuration, target)[0]
+def compile_configuration(configuration: Configuration | HopperConfiguration) -> Resources:
+    """Compile a configuration and read the binary."""
+    return disassemble(configuration)[0]
 
 
-def disassemble(configuration: Configuration | HopperConfiguration, target: str | None = None) -> tuple[Resources, str]:
+def disassemble(configuration: Configuration | HopperConfiguration) -> tuple[Resources, str]:
     """Like `compile_configuration`, with the instructions as text, too."""
     if isinstance(configuration, HopperConfiguration):
         compiled = _compile_hopper(configuration)
     else:
         tile = configuration.tile
         options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": True}
-        compiled = triton.compile(_source(configuration), target=TARGETS[target or configuration.arch], options=options)
+        compiled = triton.compile(_source(configuration), target=TARGETS[configuration.gpu], options=options)
+    return read_binary(compiled)
+
+
+def read_binary(compiled: Any) -> tuple[Resources, str]:
+    """The resources of a kernel that Triton has compiled, and its instructions as text."""
     return _read_amd(compiled) if "amdgcn" in compiled.asm else _read_nvidia(compiled)
 
 
@@ -260,7 +247,7 @@ def _source(configuration: Configuration) -> ASTSource:
         "COLUMNS": columns,
     }
     absent = {"alibi": ("alibi_ptr", "diagonal_ptr"), "dropout": ("seed_ptr",), "softcap": ("softcap_log2",)}
-    absent["sinks"] = ("sinks_ptr", "dsinks_ptr")
+    absent |= {"sinks": ("sinks_ptr", "dsinks_ptr"), "dlse": ("dlse_ptr",)}
     bounds = ("key_start_ptr", "key_stop_ptr") if kernel is dkdv_kernel else ()
     absent["tree"] = ("blocks_ptr", "num_keys", *bounds)
     constants |= {name: None for feature, names in absent.items() if feature not in features for name in names}
@@ -299,12 +286,11 @@ def _source(configuration: Configuration) -> ASTSource:
 
 
 def _read_nvidia(compiled: Any) -> tuple[Resources, str]:
-    tools = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
-        usage = _run(tools / "cuobjdump", "-res-usage", file.name)
-        listing = _run(tools / "nvdisasm", "-c", file.name)
+        usage = _run_tool("cuobjdump", "-res-usage", file.name)
+        listing = _run_tool("nvdisasm", "-c", file.name)
     registers = re.search(r"\bREG:(\d+)", usage)
     assert registers, usage
     code = sass.parse(listing)
@@ -334,5 +320,15 @@ def _resources(compiled: Any, registers: int, whole: Loop, loops: list[Loop]) ->
     )
 
 
-def _run(*command: object) -> str:
-    return subprocess.run([str(part) for part in command], capture_output=True, text=True, check=True).stdout
+def _run_tool(name: str, *arguments: str) -> str:
+    """The output of a tool in Triton's wheel, or else in the installed one.
+
+    Triton 3.6 compiles for sm_103, whose binaries its own tools can't read.
+    """
+    wheels = (Path(triton.__file__).parent, Path(sysconfig.get_path("purelib")) / "triton")
+    for wheel in wheels:
+        command = [str(wheel / "backends" / "nvidia" / "bin" / name), *arguments]
+        result = subprocess.run(command, capture_output=True, text=True)
+        if result.returncode == 0:
+            return result.stdout
+    raise RuntimeError(f"{name} can't read the binary: {result.stderr}")

@@ -1,122 +1,119 @@
-"""Compiles every kernel configuration of the package for its architecture, without the hardware."""
+"""What the lint finds in binaries. tests/benchmarks/test_compile_matrix.py has the kernels that can be launched."""
+
+from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
-from _pytest.mark import ParameterSet
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
+from triton.compiler import ASTSource
+
 from tests.kernels import sass
 from tests.kernels.aot import (
-    FEATURES,
+    TARGETS,
     Configuration,
     HopperConfiguration,
+    Resources,
     compile_configuration,
     disassemble,
     hopper_configurations,
-    shipped_configurations,
+    read_binary,
 )
-from tritonpack.kernels.tile_shapes import FLOAT32_TILES, Kernel, key_gradient_kernels
+from tests.kernels.lint import Finding, findings
+from tests.kernels.sass import Loop
+from tests.kernels.stages import Stage
+from tritonpack.kernels.tile_shapes import TileShape
 
-pytestmark = pytest.mark.compile
-
-# The limits of a program: registers per thread, and shared memory (of the smallest GPU that uses the row).
-LIMITS = {"sm_80": (255, 99), "sm_90": (255, 227), "sm_100": (255, 227), "sm_120": (255, 99), "gfx942": (512, 64)}
-
-
-# At head dimension 512 the addresses of 32 products per block spill (docs/decisions/kernel-forms.md), in each of two or
-# four loops. With all features at once, values from outside of the loops spill, too.
-KNOWN_SPILLS = {
-    "dk-sm_100-d512-bf16": 250,
-    "dq-sm_100-d512-bf16": 600,
-    "forward-sm_90-d512-bf16-tree": 4,
-    "dk-sm_100-d512-bf16-tree": 250,
-    "dv-sm_100-d512-bf16-tree": 64,
-    "dq-sm_100-d512-bf16-tree": 600,
-    "dk-sm_120-d256-bf16": 28,
-    "dk-sm_120-d512-bf16": 1400,
-    "dk-sm_120-d256-bf16-tree": 60,
-    "dk-sm_120-d512-bf16-tree": 1400,
-    "dq-sm_90-d256-bf16-softcap-sinks-alibi-dropout": 20,
-}
+CONFIGURATION = Configuration("dkdv", "sm_90", 64, torch.bfloat16, another_tile=TileShape(16, 64, 4, 3))
+GOOD: dict[str, Any] = {
+    "registers": 255, "spills": 0, "shared_bytes": 227 * 1024, "matrix_instructions": 8, "instructions": 500,
+    "loops": (Loop(200, 4), Loop(200, 4)), "stages": (Stage(3, 256, True), Stage(3, 64, False), Stage(1, 64, True)),
+}  # fmt: skip
 
 
-# float32 has the same tiles on every architecture; they are compiled for sm_80, where they fit.
-FLOAT32 = [
-    Configuration(kernel, "sm_80", head_dim, torch.float32)
-    for head_dim in FLOAT32_TILES
-    for kernel in ("forward", *key_gradient_kernels(head_dim, torch.float32, "sm_80"), "dq")
-]
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({}, []),
+        ({"instructions": 20}, ["no code"]),
+        ({"matrix_instructions": 0}, ["no matrix instructions"]),
+        ({"loops": ()}, ["no loop that multiplies"]),
+        ({"shared_bytes": 228 * 1024}, ["228 of 227 KiB"]),
+        ({"stages": (Stage(2, 64, True), Stage(3, 320, True), Stage(2, 64, True))}, ["stages of 64, 320 bytes"]),
+        ({"unstaged_loads": 2}, ["2 loads without stages"]),
+        ({"spills": 133, "loops": (Loop(300, 4, spills=1), Loop(300, 4, spills=12))},
+         ["13 spills in loops", "120 spills outside"]),
+        ({"spills": 12, "loops": (Loop(300, 4, spills=12),)}, ["12 spills in loops"]),
+    ],
+)  # fmt: skip
+def test_findings(facts: dict[str, Any], expected: list[str]) -> None:
+    found = findings(CONFIGURATION, Resources(**GOOD | facts))
+    assert [finding.text for finding in found] == expected
+    assert [finding.is_minor for finding in found] == [text.endswith("outside") for text in expected]
 
 
-def _param(configuration: Configuration | HopperConfiguration, quick: bool) -> ParameterSet:
-    return pytest.param(configuration, id=str(configuration), marks=() if quick else pytest.mark.slow)
+def test_float32_needs_no_matrix_instructions() -> None:
+    configuration = Configuration("dq", "sm_80", 64, torch.float32)
+    assert findings(configuration, Resources(**GOOD | {"matrix_instructions": 0, "shared_bytes": 0})) == []
+    assert findings(configuration, "RuntimeError: no") == [Finding("doesn't compile")]
 
 
-def _is_quick(configuration: Configuration) -> bool:
-    """Whether a configuration is compiled in every run: Hopper in 16 bits, one size of trees, two kernels for sm_120.
-
-    Others take minutes.
-    """
-    if configuration.arch == "sm_120":
-        return str(configuration) in ("dkdv-sm_120-d128-bf16", "dq-sm_120-d128-bf16")
-    if configuration.features == ("tree",):
-        return str(configuration).endswith("sm_90-d128-bf16-tree")
-    return configuration.arch == "sm_90" and not configuration.features and configuration.dtype != torch.float32
-
-
-@pytest.mark.parametrize("configuration", [_param(c, _is_quick(c)) for c in shipped_configurations() + FLOAT32])
-def test_shipped_configuration(configuration: Configuration) -> None:
+@pytest.mark.compile
+def test_tiles_of_ampere_spill_in_loops_on_consumer_blackwell() -> None:
+    ampere = TileShape(64, 32, 8, 2, heads=4)
+    configuration = Configuration("dq", "sm_120", 128, torch.bfloat16, another_tile=ampere)
     resources = compile_configuration(configuration)
-    registers, shared_kib = LIMITS[configuration.arch]
-    if configuration.dtype == torch.float32 and configuration.head_dim == 512:
-        shared_kib = 163  # of an A100; the row's smallest GPUs have less
-    assert resources.registers <= registers
-    assert resources.shared_bytes <= shared_kib * 1024
-    assert resources.instructions > 100  # a kernel may compile to a single trap, without an error
-    if configuration.dtype != torch.float32:  # float32 products use ordinary instructions
-        assert resources.spills <= KNOWN_SPILLS.get(str(configuration), 0)
-        assert resources.matrix_instructions > 0
+    assert min(loop.spills for loop in resources.loops) > 10
+    assert f"{resources.spills_in_loops} spills in loops" in [f.text for f in findings(configuration, resources)]
 
 
-@pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize(("gpu", "arch"), [("sm_86", "sm_80"), ("sm_89", "sm_80"), ("sm_103", "sm_100")])
-@pytest.mark.sampled("sm_89-sm_80-128-dkdv")
-def test_other_nvidia_gpus(gpu: str, arch: str, head_dim: int, kernel: Kernel) -> None:
-    """They use the tiles of the architecture before them."""
-    resources = compile_configuration(Configuration(kernel, arch, head_dim, torch.bfloat16), gpu)
-    assert resources.spills == 0
-    assert resources.matrix_instructions > 0
-    assert resources.shared_bytes <= LIMITS[arch][1] * 1024
+@triton.jit
+def described_statistics_kernel(q_desc, lse_desc, out_ptr, steps, BLOCK: tl.constexpr):  # noqa: N803
+    """A loop that multiplies and reads a number per row by TMA."""
+    keys = q_desc.load([0, 0])  # [BLOCK, 64]
+    acc = tl.zeros([BLOCK, 64], dtype=tl.float32)
+    for step in tl.range(0, steps):
+        q = q_desc.load([step * BLOCK, 0])  # [BLOCK, 64]
+        lse = lse_desc.load([step * BLOCK])  # [BLOCK]
+        p = tl.exp2(tl.dot(keys, q.T) - lse[None, :])  # [BLOCK, 64] @ [64, BLOCK] -> [BLOCK, BLOCK]
+        acc = tl.dot(p.to(q.dtype), q, acc)
+    offs = tl.arange(0, BLOCK)[:, None] * 64 + tl.arange(0, 64)[None, :]
+    tl.store(out_ptr + offs, acc)
 
 
-@pytest.mark.parametrize("features", [FEATURES, *((feature,) for feature in FEATURES)], ids="-".join)
-@pytest.mark.parametrize("head_dim", [64, 128])
-@pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
-@pytest.mark.slow
-def test_features_on_consumer_blackwell(kernel: Kernel, head_dim: int, features: tuple[str, ...]) -> None:
-    """It has no tiles of its own for features."""
-    resources = compile_configuration(Configuration(kernel, "sm_120", head_dim, torch.bfloat16, features=features))
-    assert resources.spills == 0
-    assert resources.matrix_instructions > 0
-    assert resources.shared_bytes <= LIMITS["sm_120"][1] * 1024
+@pytest.mark.compile
+@pytest.mark.parametrize("block", [16, 64])
+def test_described_statistics(block: int) -> None:
+    """16 numbers are 64 bytes. Before Triton 3.9 they are stages that TMA can't fill; since 3.9 they have no stages."""
+    signature = {
+        "q_desc": f"tensordesc<bf16[{block},64]>",
+        "lse_desc": f"tensordesc<fp32[{block}]>",
+        "out_ptr": "*fp32",
+        "steps": "i32",
+        "BLOCK": "constexpr",
+    }
+    source = ASTSource(described_statistics_kernel, signature, {(4,): block})
+    compiled = triton.compile(
+        source, target=TARGETS["sm_90"], options={"num_warps": 4, "num_stages": 3, "enable_fp_fusion": True}
+    )
+    found = [finding.text for finding in findings(CONFIGURATION, read_binary(compiled)[0])]
+    before = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
+    assert found == ([] if block == 64 else ["stages of 64 bytes" if before else "1 loads without stages"])
 
 
-@pytest.mark.parametrize("kernel", ["forward", "dkdv", "dq"])
-@pytest.mark.parametrize("gpu", ["gfx90a", "gfx950", "gfx1100", "gfx1201"])
-@pytest.mark.sampled("gfx950-dkdv")
-def test_other_amd_gpus(gpu: str, kernel: Kernel) -> None:
-    """They use gfx942's tiles. On RDNA (gfx11, gfx12), with half the registers, the kernels compile and spill."""
-    resources = compile_configuration(Configuration(kernel, "gfx942", 128, torch.bfloat16), gpu)
-    assert resources.instructions > 100
-    assert resources.shared_bytes <= 64 * 1024
-    if gpu.startswith("gfx9"):
-        assert resources.spills == 0
-        assert resources.matrix_instructions > 0
-
-
-@pytest.mark.parametrize("configuration", [_param(c, str(c).endswith("d128-bf16")) for c in hopper_configurations()])
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    "configuration",
+    [
+        pytest.param(c, id=str(c), marks=() if str(c).endswith("d128-bf16") else pytest.mark.slow)
+        for c in hopper_configurations()
+    ],
+)
 def test_hopper_kernel(configuration: HopperConfiguration) -> None:
     """TMA loads, more registers for the computing warps, a softmax between a product's request and its wait."""
     resources, listing = disassemble(configuration)

@@ -1,0 +1,96 @@
+"""Kernels, compiled for their GPUs without the hardware, and the committed rows of the compile report.
+
+`make test` compiles a sample and `make test-slow` more; `make compile-matrix` compiles everything.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+
+from benchmarks.compile_matrix import PAGE, VERSIONS, is_common, page
+from benchmarks.compile_report import make_row, read_rows
+from tests.kernels.aot import Configuration, HopperConfiguration, compile_configuration
+from tests.kernels.lint import RDNA, key, launchable
+from tritonpack.kernels.tile_shapes import TILES
+
+ROWS = {(row["triton"], row["configuration"]): row for row in read_rows()}
+needs_rows = pytest.mark.skipif(not ROWS, reason="make compile-matrix hasn't compiled these kernels yet")
+
+# Version of Triton and GPU of common rows that may have findings in loops.
+OPEN: set[tuple[str, str]] = set()
+
+
+def _is_quick(configuration: Configuration | HopperConfiguration) -> bool:
+    """Whether a configuration is compiled in every run: Hopper without features, and with each feature at 128."""
+    name, gpu = str(configuration), configuration.gpu
+    if isinstance(configuration, HopperConfiguration) or gpu != "sm_90":
+        return name in {
+            "dkdv-sm_80-d128-bf16", "dq-sm_100-d128-bf16", "dkdv-sm_120-d128-bf16", "dq-sm_120-d128-bf16",
+            "dkdv-gfx942-d64-bf16",
+        }  # fmt: skip
+    if configuration.dtype != torch.bfloat16 or configuration.head_dim_v:
+        return False
+    if configuration.features:
+        return configuration.head_dim == 128 and len(configuration.features) == 1
+    return configuration.head_dim in (64, 128, 256) and configuration.group == 4
+
+
+def _is_compiled(configuration: Configuration | HopperConfiguration) -> bool:
+    """Whether a test compiles a configuration: each feature at 128, and on GPUs that use others' tiles 128 alone."""
+    if isinstance(configuration, HopperConfiguration):
+        return False  # below
+    plain = not configuration.features and configuration.group == 4
+    if configuration.gpu not in TILES:
+        return plain and configuration.head_dim == 128
+    if configuration.dtype != torch.bfloat16:
+        return configuration.dtype == torch.float32 and configuration.gpu == "sm_80"
+    return plain or (configuration.head_dim == 128 and len(configuration.features) <= 1)
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize(
+    "configuration",
+    [
+        pytest.param(c, id=str(c), marks=() if _is_quick(c) else pytest.mark.slow)
+        for c in launchable()
+        if _is_compiled(c)
+    ],
+)
+def test_binary_is_that_of_the_report(configuration: Configuration) -> None:
+    row = make_row(configuration, compile_configuration(configuration))
+    committed = ROWS.get((triton.__version__, str(configuration)))
+    if committed is None:  # another version of Triton
+        assert not row["findings"] or not is_common(str(configuration)) or configuration.gpu in RDNA
+    elif committed["key"] == row["key"]:
+        assert {name: value for name, value in committed.items() if value} == {n: v for n, v in row.items() if v}
+    else:  # test_report_is_up_to_date fails, too
+        assert (row["findings"], row["minor"]) == (committed["findings"], committed["minor"])
+
+
+@needs_rows
+@pytest.mark.parametrize("version", VERSIONS)
+def test_report_is_up_to_date(version: str) -> None:
+    """Run `make compile-matrix` if this fails. It compiles the rows that are listed."""
+    keys = {str(configuration): key(configuration) for configuration in launchable()}
+    stale = [name for name in keys if ROWS.get((version, name), {}).get("key") != keys[name]]
+    assert stale == []
+    assert [name for of, name in ROWS if of == version and name not in keys] == []
+
+
+@needs_rows
+def test_page_names_every_row_that_is_not_clean() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    assert text == page(ROWS.values())
+    for row in ROWS.values():
+        assert (f"| {row['configuration']} |" in text) or not row["findings"] + row["minor"]
+
+
+@needs_rows
+def test_common_rows_are_clean_in_loops() -> None:
+    """16-bit types at head dimensions 64 and 128, except where a table of tiles is open."""
+    common = [row for row in ROWS.values() if is_common(row["configuration"])]
+    found = {(row["triton"], row["configuration"].split("-")[1]) for row in common if row["findings"]}
+    assert {place for place in found if place[1] not in RDNA} == OPEN

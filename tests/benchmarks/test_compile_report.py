@@ -1,0 +1,149 @@
+"""The compile report: its rows, which of them are out of date, compilers that fail, and the page."""
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+import triton
+
+from benchmarks import compile_report
+from benchmarks.compile_matrix import page
+from benchmarks.compile_report import Row, compile_rows, make_row, read_rows, stale, write_rows
+from tests.kernels import lint
+from tests.kernels.aot import Configuration, Resources
+from tests.kernels.lint import SHARED_KIB, key, launchable
+from tests.kernels.sass import Loop
+from tests.kernels.stages import Stage
+from tritonpack.kernels.tile_shapes import TILES, TileShape, current_arch
+
+FORWARD, DKDV, DQ = launchable()[:3]
+RESOURCES = Resources(
+    registers=128, spills=9, shared_bytes=2048, matrix_instructions=8, instructions=500,
+    loops=(Loop(200, 4, 5, 2, 3), Loop(100, 4, 0, 1, 2)), stages=(Stage(2, 256, True), Stage(1, 64, False)),
+)  # fmt: skip
+
+
+def row(configuration: Any, version: str = triton.__version__, **facts: str) -> Row:
+    return make_row(configuration, RESOURCES) | {"triton": version} | facts
+
+
+def test_row() -> None:
+    configuration = Configuration("dq", "sm_80", 64, torch.bfloat16, another_tile=TileShape(64, 32, 4, 2, heads=4))
+    found = make_row(configuration, RESOURCES)
+    assert found.pop("key") == key(configuration)
+    assert found == {
+        "triton": triton.__version__, "configuration": "dq-sm_80-d64-bf16", "tile": "64x32 w4 s2 h4",
+        "findings": "5 spills in loops", "minor": "4 spills outside", "registers": "128", "shared_bytes": "2048",
+        "instructions": "500", "matrix_instructions": "8", "spills": "9", "unstaged_loads": "0",
+        "stages": "2x256t 1x64", "loop_instructions": "200 100", "loop_spills": "5 0", "loop_barriers": "2 1",
+        "loop_waits": "3 2",
+    }  # fmt: skip
+
+
+def test_every_name_is_unique_and_every_gpu_has_kernels() -> None:
+    names = [str(configuration) for configuration in launchable()]
+    assert len(names) == len({*names})
+    assert {name.split("-")[2 if name.startswith("gluon") else 1] for name in names} == SHARED_KIB.keys()
+    for expected in ("dkdv-sm_89-d128-bf16-group1-dropout", "forward-sm_120-d64-bf16-group8-sinks-tree",
+                     "dq-gfx950-d64-bf16-dlse", "dv-sm_90-d512-bf16", "dq-sm_100-d192-128-bf16"):  # fmt: skip
+        assert expected in names
+    assert not any(name.startswith("dkdv") and "sinks" in name for name in names)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "capability"), [(gpu, divmod(int(gpu[3:]), 10)) for gpu in SHARED_KIB if gpu.startswith("sm_")]
+)
+def test_gpus_use_the_tiles_that_the_launcher_chooses(
+    gpu: str, capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    chosen = current_arch.__wrapped__(torch.device("cuda", 0))
+    assert chosen == (gpu if gpu in TILES else lint.USES_TILES_OF[gpu])
+
+
+@pytest.mark.parametrize(
+    ("module", "change", "expected"),
+    [
+        ("primitives", lambda code: f"{code}\n# A comment.\n", [False, False]),
+        ("forward", lambda code: code.replace('"""', '"""A docstring. ', 1), [False, False]),
+        ("forward", lambda code: f"{code}\nVALUE = 1\n", [True, False]),
+        ("backward", lambda code: f"{code}\nVALUE = 1\n", [False, True]),
+        ("primitives", lambda code: f"{code}\nVALUE = 1\n", [True, True]),
+    ],
+)
+def test_key_depends_on_code(
+    module: str,
+    change: Callable[[str], str],
+    expected: list[bool],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    before = [key(FORWARD), key(DQ)]
+    for name in ("forward", "backward", "primitives"):
+        code = (lint.KERNELS / f"{name}.py").read_text()
+        (tmp_path / f"{name}.py").write_text(change(code) if name == module else code)
+    monkeypatch.setattr(lint, "KERNELS", tmp_path)
+    lint._code.cache_clear()
+    after = [key(FORWARD), key(DQ)]
+    lint._code.cache_clear()
+    assert [a != b for a, b in zip(before, after, strict=True)] == expected
+
+
+def test_key_depends_on_the_tile() -> None:
+    assert key(replace(FORWARD, another_tile=TileShape(64, 64, 4, 1))) != key(FORWARD)
+
+
+def test_stale_rows_are_absent_changed_or_of_another_version() -> None:
+    rows = [row(FORWARD), row(DKDV, key="0123"), row(DQ, version="3.0.0")]
+    assert stale(rows, [FORWARD, DKDV, DQ]) == [DKDV, DQ]
+
+
+def test_rows_are_kept_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    gone = row(FORWARD) | {"configuration": "forward-sm_70-d64-bf16"}
+    write_rows(path, [row(DQ), row(FORWARD), row(DKDV, version="3.0.0"), gone])
+    found = [(r["triton"], r["configuration"]) for r in read_rows(path)]
+    assert found == [("3.0.0", str(DKDV)), (triton.__version__, str(FORWARD)), (triton.__version__, str(DQ))]
+    assert [*tmp_path.iterdir()] == [path]
+    assert read_rows(tmp_path / "none.csv") == []
+
+
+def test_a_compiler_may_raise_or_end_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compile_configuration(configuration: Configuration) -> Resources:
+        if configuration is FORWARD:
+            os._exit(1)
+        if configuration is DKDV:
+            raise RuntimeError("a\nno such layout")
+        return RESOURCES
+
+    monkeypatch.setattr(compile_report, "compile_configuration", compile_configuration)
+    rows = {r["configuration"]: r for r in compile_rows([FORWARD, DKDV, DQ], jobs=2)}
+    assert rows[str(FORWARD)]["error"] == "the compiler ended its process"
+    assert rows[str(DKDV)]["error"] == "RuntimeError: no such layout"
+    assert {rows[str(c)]["findings"] for c in (FORWARD, DKDV)} == {"doesn't compile"}
+    assert rows[str(DQ)] == make_row(DQ, RESOURCES)
+
+
+def test_page() -> None:
+    clean = {"findings": "", "minor": ""}
+    text = page(
+        [
+            row(FORWARD, version="3.6.0", findings="2 spills in loops", minor="4 spills outside"),
+            row(DKDV, version="3.6.0", findings="", minor="7 spills outside"),
+            row(DQ, version="3.6.0", **clean),
+            row(FORWARD, version="3.9.0", **clean),
+        ]
+    )
+    assert "| GPU | Triton 3.6.0: 16 bits at 64, 128 | others | Triton 3.9.0: 16 bits at 64, 128 | others |" in text
+    assert "| sm_80 | 1 / 2 / 3 |  | 1 / 1 / 1 |  |" in text
+    assert f"| {FORWARD} | 2 spills in loops; 4 spills outside | clean |" in text
+    assert f"| {DKDV} | 7 spills outside |  |" in text
+    assert f"| {DQ} |" not in text

@@ -1,0 +1,159 @@
+"""Every kernel that can be launched, and what is wrong with its binary.
+
+A kernel's binary depends on the GPU, the padded head dimensions, the dtype, the query heads per key head and the
+features in use. Binaries that resemble others are left out. Head dimensions 16 and 32, float16, and 192 with 128 have
+plain softmax alone, and float32, whose tiles are the same everywhere, has one head dimension except on sm_80. GPUs that
+use another's tiles have one feature at a time at head dimensions 64 and 128, RDNA none.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+
+from tests.kernels.aot import Configuration, HopperConfiguration, Resources, hopper_configurations
+from tritonpack.kernels.tile_shapes import TILES, Kernel, key_gradient_kernels
+
+KERNELS = Path(__file__).parents[2] / "tritonpack" / "kernels"
+
+# Shared memory that a program can have, in KiB.
+SHARED_KIB = {
+    "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227, "sm_100": 227, "sm_103": 227, "sm_120": 99,
+    "gfx90a": 64, "gfx942": 64, "gfx950": 160, "gfx1100": 64, "gfx1201": 64,
+}  # fmt: skip
+
+# GPUs without tiles of their own, and whose they use (`tile_shapes.current_arch`).
+USES_TILES_OF = {
+    "sm_86": "sm_80", "sm_89": "sm_80", "sm_103": "sm_100",
+    "gfx90a": "gfx942", "gfx950": "gfx942", "gfx1100": "gfx942", "gfx1201": "gfx942",
+}  # fmt: skip
+
+# RDNA compiles; its tiles are open (docs/decisions/kernel-forms.md).
+RDNA = frozenset({"gfx1100", "gfx1201"})
+
+# Features that run together, with the query heads per key head of models that have them. Without features there are 4
+# (Llama 3) or 1.
+FEATURE_SETS: dict[tuple[str, ...], int] = {
+    ("softcap",): 2,  # Gemma 2
+    ("sinks",): 8,  # gpt-oss
+    ("alibi",): 1,  # BLOOM, MPT
+    ("dropout",): 1,  # GPT-2, BERT
+    ("dlse",): 4,  # partial results that are merged
+    ("tree",): 4,
+    ("softcap", "tree"): 2,
+    ("sinks", "tree"): 8,
+    ("alibi", "tree"): 1,
+}
+
+
+class Finding(NamedTuple):
+    """What is wrong with a binary. `is_minor`: it costs little, because it isn't in a loop."""
+
+    text: str
+    is_minor: bool = False
+
+
+def findings(configuration: Configuration | HopperConfiguration, resources: Resources | str) -> list[Finding]:
+    """What is wrong with a compiled kernel, or with one that doesn't compile (then `resources` is the message)."""
+    if isinstance(resources, str):
+        return [Finding("doesn't compile")]
+    found = []
+    if resources.instructions < 100:  # a kernel may compile to a single trap, without an error
+        found.append(Finding("no code"))
+    elif configuration.dtype != torch.float32 and not resources.matrix_instructions:
+        found.append(Finding("no matrix instructions"))  # float32 is multiplied exactly, by ordinary instructions
+    elif not resources.loops:
+        found.append(Finding("no loop that multiplies"))
+    limit = SHARED_KIB[configuration.gpu]
+    if resources.shared_bytes > limit * 1024:
+        found.append(Finding(f"{resources.shared_bytes / 1024:.0f} of {limit} KiB"))
+    if misaligned := {stage.bytes for stage in resources.stages if stage.is_misaligned}:
+        found.append(Finding(f"stages of {', '.join(map(str, sorted(misaligned)))} bytes"))
+    if resources.unstaged_loads and configuration.tile.num_stages > 1:
+        found.append(Finding(f"{resources.unstaged_loads} loads without stages"))
+    if inside := resources.spills_in_loops:
+        found.append(Finding(f"{inside} spills in loops"))
+    if outside := resources.spills - inside:
+        found.append(Finding(f"{outside} spills outside", is_minor=True))
+    return found
+
+
+def launchable() -> list[Configuration | HopperConfiguration]:
+    """Every configuration, by GPU."""
+    configurations: list[Configuration | HopperConfiguration] = []
+    for gpu in SHARED_KIB:
+        configurations += dict.fromkeys(_of_gpu(gpu))
+        configurations += [c for c in hopper_configurations() if c.arch == gpu]
+    return configurations
+
+
+def _of_gpu(gpu: str) -> Iterator[Configuration]:
+    bf16, has_tiles = torch.bfloat16, gpu in TILES
+    for head_dim in (64, 128, 256) if has_tiles else (64, 128):
+        yield from _kernels(gpu, head_dim, bf16)
+        if gpu in RDNA:
+            continue
+        yield from _kernels(gpu, head_dim, bf16, group=1)
+        for features, group in FEATURE_SETS.items():
+            if has_tiles or len(features) == 1:
+                yield from _kernels(gpu, head_dim, bf16, group=group, features=features)
+    if has_tiles:
+        for head_dim in (16, 32, 512):
+            yield from _kernels(gpu, head_dim, bf16)
+        yield from _kernels(gpu, 512, bf16, features=("tree",))
+        yield from _kernels(gpu, 192, bf16, 128)
+        for head_dim in (64, 128, 256):
+            yield from _kernels(gpu, head_dim, torch.float16)
+        for head_dim in (64, 128, 256, 512) if gpu == "sm_80" else (128,):
+            yield from _kernels(gpu, head_dim, torch.float32)
+
+
+def _kernels(
+    gpu: str,
+    head_dim: int,
+    dtype: torch.dtype,
+    head_dim_v: int | None = None,
+    *,
+    group: int = 4,
+    features: tuple[str, ...] = (),
+) -> Iterator[Configuration]:
+    """The kernels of forward and backward; not those that the features don't change."""
+    arch = gpu if gpu in TILES else USES_TILES_OF[gpu]
+    row = triton.next_power_of_2(head_dim)
+    kernels: tuple[Kernel, ...] = ("forward", *key_gradient_kernels(row, dtype, arch), "dq")
+    for kernel in kernels:
+        if "dlse" in features and kernel != "dq":
+            continue  # it alone reads the gradient of the log-sum-exp
+        if "sinks" in features and kernel not in ("forward", "dq"):
+            continue  # the others read sinks as a part of the log-sum-exp
+        yield Configuration(kernel, arch, head_dim, dtype, head_dim_v, group, features, device=gpu)
+
+
+def key(configuration: Configuration | HopperConfiguration) -> str:
+    """A digest of what a binary is made from: the code of the kernel, without comments, the configuration, the tile."""
+    if isinstance(configuration, HopperConfiguration):
+        modules = sorted(path.stem for path in KERNELS.glob("hopper*.py"))
+    else:
+        modules = ["forward" if configuration.kernel == "forward" else "backward"]
+    parts = [*map(_code, modules), str(configuration), str(configuration.tile)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+
+
+@cache
+def _code(module: str) -> str:
+    """A module of kernels and those that it imports, without docstrings and comments."""
+    tree = ast.parse((KERNELS / f"{module}.py").read_text(encoding="utf-8"))
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef)) and ast.get_docstring(node) is not None:
+            del node.body[0]
+    text = ast.unparse(tree)
+    imported = set(re.findall(r"from tritonpack\.kernels\.(\w+) import", text)) - {"tile_shapes"}
+    return "\n".join([text, *map(_code, sorted(imported))])
