@@ -36,15 +36,14 @@ COLUMNS = (
 
 def make_row(configuration: AnyConfiguration, resources: Resources | str) -> Row:
     """A row of the file. The loops are in the order of the code. A stage is number x bytes, with t if TMA fills it."""
-    tile, found = configuration.tile, findings(configuration, resources)
-    heads = f" h{tile.heads}" if tile.heads > 1 else ""
+    found = findings(configuration, resources)
     row = {
         "triton": triton.__version__,
         "configuration": str(configuration),
         "key": key(configuration),
         "findings": "; ".join(finding.text for finding in found if not finding.is_minor),
         "minor": "; ".join(finding.text for finding in found if finding.is_minor),
-        "tile": f"{tile.block_m}x{tile.block_n} w{tile.num_warps} s{tile.num_stages}{heads}",
+        "tile": tile_name(configuration),
     }
     if isinstance(resources, str):
         return row | {"error": resources}
@@ -55,6 +54,14 @@ def make_row(configuration: AnyConfiguration, resources: Resources | str) -> Row
     facts = ("registers", "shared_bytes", "instructions", "matrix_instructions", "spills", "unstaged_loads")
     stages = dict.fromkeys(f"{stage.number}x{stage.bytes}{'t' * stage.by_tma}" for stage in resources.stages)
     return row | {name: str(getattr(resources, name)) for name in facts} | {"stages": " ".join(stages)} | loops
+
+
+def tile_name(configuration: AnyConfiguration) -> str:
+    """The tile of a configuration under this version of Triton: "128x64 w8 s2 c128 h4" (columns, heads)."""
+    tile = configuration.tile
+    columns = f" c{tile.columns}" if tile.columns < 256 else ""
+    heads = f" h{tile.heads}" if tile.heads > 1 else ""
+    return f"{tile.block_m}x{tile.block_n} w{tile.num_warps} s{tile.num_stages}{columns}{heads}"
 
 
 def compile_rows(configurations: Sequence[AnyConfiguration], jobs: int) -> Iterator[Row]:
@@ -113,8 +120,8 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 def stale(rows: Iterable[Row], configurations: Iterable[AnyConfiguration]) -> list[AnyConfiguration]:
     """The configurations whose row under this version of Triton is absent or was made from another code or tile."""
-    keys = {row["configuration"]: row["key"] for row in rows if row["triton"] == triton.__version__}
-    return [configuration for configuration in configurations if keys.get(str(configuration)) != key(configuration)]
+    made = {row["configuration"]: (row["key"], row["tile"]) for row in rows if row["triton"] == triton.__version__}
+    return [c for c in configurations if made.get(str(c)) != (key(c), tile_name(c))]
 
 
 def show(row: Row) -> str:

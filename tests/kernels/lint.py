@@ -138,13 +138,12 @@ def _kernels(
 
 
 def key(configuration: Configuration | HopperConfiguration) -> str:
-    """A digest of what a binary is made from: the code of the kernel, without comments, the configuration, the tile."""
+    """A digest of the kernel's code, without comments, and of the configuration. The tile isn't part of it."""
     if isinstance(configuration, HopperConfiguration):
         modules = sorted(path.stem for path in KERNELS.glob("hopper*.py"))
     else:
         modules = ["forward" if configuration.kernel == "forward" else "backward"]
-    parts = [*map(_code, modules), str(configuration), str(configuration.tile)]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+    return hashlib.sha256("\n".join([*map(_code, modules), str(configuration)]).encode()).hexdigest()[:12]
 
 
 @cache
