@@ -33,6 +33,11 @@ COLUMNS = (
     "loop_waits", "error",
 )  # fmt: skip
 
+HEADER = (
+    f"{'configuration':38} {'tile':>19} {'registers':>9} {'KiB':>6} {'instructions':>12} {'matrix':>6} {'spills':>6} "
+    f"{'in each loop':>15} {'barriers':>11}"
+)
+
 
 def make_row(configuration: AnyConfiguration, resources: Resources | str) -> Row:
     """A row of the file. The loops are in the order of the code. A stage is number x bytes, with t if TMA fills it."""
@@ -146,21 +151,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     chosen = [c for c in launchable() if options.gpu in (None, c.gpu) and options.only in str(c)]
     rows = read_rows(options.csv)
-    print(
-        f"Triton {triton.__version__}\n{'configuration':38} {'M x N, warps, stages':>19} registers    KiB instructions"
-    )
+    print(f"Triton {triton.__version__}\n{HEADER}")
     waiting = stale(rows, chosen)
     names = {str(c) for c in chosen} - {str(c) for c in waiting}
     found = [row for row in rows if row["triton"] == triton.__version__ and row["configuration"] in names]
     for row in found:
         print(show(row))
-    for number, row in enumerate(compile_rows(waiting, options.jobs), 1):
+    for row in compile_rows(waiting, options.jobs):
         print(show(row), flush=True)
         found.append(row)
         same = (row["triton"], row["configuration"])
         rows = [*(r for r in rows if (r["triton"], r["configuration"]) != same), row]
-        if number % 20 == 0 or number == len(waiting):  # so that an interrupted run goes on where it was
-            write_rows(options.csv, rows)
+        write_rows(options.csv, rows)  # now, so that a run that was interrupted can continue
     clean = sum(not row["findings"] + row["minor"] for row in found)
     print(f"{len(found)} configurations, {clean} are clean, {sum(not row['findings'] for row in found)} in their loops")
 
