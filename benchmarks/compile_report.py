@@ -33,18 +33,22 @@ COLUMNS = (
     "loop_waits", "error",
 )  # fmt: skip
 
+HEADER = (
+    f"{'configuration':38} {'tile':>19} {'registers':>9} {'KiB':>6} {'instructions':>12} {'matrix':>6} {'spills':>6} "
+    f"{'in each loop':>15} {'barriers':>11}"
+)
+
 
 def make_row(configuration: AnyConfiguration, resources: Resources | str) -> Row:
     """A row of the file. The loops are in the order of the code. A stage is number x bytes, with t if TMA fills it."""
-    tile, found = configuration.tile, findings(configuration, resources)
-    heads = f" h{tile.heads}" if tile.heads > 1 else ""
+    found = findings(configuration, resources)
     row = {
         "triton": triton.__version__,
         "configuration": str(configuration),
         "key": key(configuration),
         "findings": "; ".join(finding.text for finding in found if not finding.is_minor),
         "minor": "; ".join(finding.text for finding in found if finding.is_minor),
-        "tile": f"{tile.block_m}x{tile.block_n} w{tile.num_warps} s{tile.num_stages}{heads}",
+        "tile": tile_name(configuration),
     }
     if isinstance(resources, str):
         return row | {"error": resources}
@@ -55,6 +59,15 @@ def make_row(configuration: AnyConfiguration, resources: Resources | str) -> Row
     facts = ("registers", "shared_bytes", "instructions", "matrix_instructions", "spills", "unstaged_loads")
     stages = dict.fromkeys(f"{stage.number}x{stage.bytes}{'t' * stage.by_tma}" for stage in resources.stages)
     return row | {name: str(getattr(resources, name)) for name in facts} | {"stages": " ".join(stages)} | loops
+
+
+def tile_name(configuration: AnyConfiguration) -> str:
+    """The tile of a configuration under this version of Triton: "128x64 w8 s2 c128 h4 d" (columns, heads, deferred)."""
+    tile = configuration.tile
+    columns = f" c{tile.columns}" if tile.columns < 256 else ""
+    heads = f" h{tile.heads}" if tile.heads > 1 else ""
+    deferred = " d" if tile.deferred else ""
+    return f"{tile.block_m}x{tile.block_n} w{tile.num_warps} s{tile.num_stages}{columns}{heads}{deferred}"
 
 
 def compile_rows(configurations: Sequence[AnyConfiguration], jobs: int) -> Iterator[Row]:
@@ -113,8 +126,8 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 def stale(rows: Iterable[Row], configurations: Iterable[AnyConfiguration]) -> list[AnyConfiguration]:
     """The configurations whose row under this version of Triton is absent or was made from another code or tile."""
-    keys = {row["configuration"]: row["key"] for row in rows if row["triton"] == triton.__version__}
-    return [configuration for configuration in configurations if keys.get(str(configuration)) != key(configuration)]
+    made = {row["configuration"]: (row["key"], row["tile"]) for row in rows if row["triton"] == triton.__version__}
+    return [c for c in configurations if made.get(str(c)) != (key(c), tile_name(c))]
 
 
 def show(row: Row) -> str:
@@ -139,21 +152,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     chosen = [c for c in launchable() if options.gpu in (None, c.gpu) and options.only in str(c)]
     rows = read_rows(options.csv)
-    print(
-        f"Triton {triton.__version__}\n{'configuration':38} {'M x N, warps, stages':>19} registers    KiB instructions"
-    )
+    print(f"Triton {triton.__version__}\n{HEADER}")
     waiting = stale(rows, chosen)
     names = {str(c) for c in chosen} - {str(c) for c in waiting}
     found = [row for row in rows if row["triton"] == triton.__version__ and row["configuration"] in names]
     for row in found:
         print(show(row))
-    for number, row in enumerate(compile_rows(waiting, options.jobs), 1):
+    for row in compile_rows(waiting, options.jobs):
         print(show(row), flush=True)
         found.append(row)
         same = (row["triton"], row["configuration"])
         rows = [*(r for r in rows if (r["triton"], r["configuration"]) != same), row]
-        if number % 20 == 0 or number == len(waiting):  # so that an interrupted run goes on where it was
-            write_rows(options.csv, rows)
+        write_rows(options.csv, rows)  # now, so that a run that was interrupted can continue
     clean = sum(not row["findings"] + row["minor"] for row in found)
     print(f"{len(found)} configurations, {clean} are clean, {sum(not row['findings'] for row in found)} in their loops")
 

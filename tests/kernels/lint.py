@@ -2,8 +2,9 @@
 
 A kernel's binary depends on the GPU, the padded head dimensions, the dtype, the query heads per key head and the
 features in use. Binaries that resemble others are left out. Head dimensions 16 and 32, float16, and 192 with 128 have
-plain softmax alone, and float32, whose tiles are the same everywhere, has one head dimension except on sm_80. GPUs that
-use another's tiles have one feature at a time at head dimensions 64 and 128, RDNA none.
+plain softmax alone, and float32, whose tiles are the same everywhere, has one head dimension except on sm_80. Features
+with trees have the head dimensions of their models. GPUs that use another's tiles have one feature at a time at head
+dimensions 64 and 128, RDNA none.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ USES_TILES_OF = {
 # RDNA compiles; its tiles are open (docs/decisions/kernel-forms.md).
 RDNA = frozenset({"gfx1100", "gfx1201"})
 
-# Features that run together, with the query heads per key head of models that have them. Without features there are 4
-# (Llama 3) or 1.
-FEATURE_SETS: dict[tuple[str, ...], int] = {
-    ("softcap",): 2,  # Gemma 2
-    ("sinks",): 8,  # gpt-oss
-    ("alibi",): 1,  # BLOOM, MPT
-    ("dropout",): 1,  # GPT-2, BERT
-    ("dlse",): 4,  # partial results that are merged
-    ("tree",): 4,
-    ("softcap", "tree"): 2,
-    ("sinks", "tree"): 8,
-    ("alibi", "tree"): 1,
+# Features that run together, with the query heads per key head of models that have them, and head dimensions. Without
+# features there are 4 (Llama 3) or 1.
+FEATURE_SETS: dict[tuple[str, ...], tuple[int, tuple[int, ...]]] = {
+    ("softcap",): (2, (64, 128, 256)),  # Gemma 2
+    ("sinks",): (8, (64, 128, 256)),  # gpt-oss
+    ("alibi",): (1, (64, 128, 256)),  # BLOOM, MPT
+    ("dropout",): (1, (64, 128, 256)),  # GPT-2, BERT
+    ("dlse",): (4, (64, 128, 256)),  # partial results that are merged
+    ("tree",): (4, (64, 128, 256)),
+    ("softcap", "tree"): (2, (128, 256)),
+    ("sinks", "tree"): (8, (64,)),
+    ("alibi", "tree"): (1, (128,)),
 }
 
 
@@ -90,7 +91,7 @@ def launchable() -> list[Configuration | HopperConfiguration]:
     """Every configuration, by GPU."""
     configurations: list[Configuration | HopperConfiguration] = []
     for gpu in SHARED_KIB:
-        configurations += dict.fromkeys(_of_gpu(gpu))
+        configurations += _of_gpu(gpu)
         configurations += [c for c in hopper_configurations() if c.arch == gpu]
     return configurations
 
@@ -102,8 +103,8 @@ def _of_gpu(gpu: str) -> Iterator[Configuration]:
         if gpu in RDNA:
             continue
         yield from _kernels(gpu, head_dim, bf16, group=1)
-        for features, group in FEATURE_SETS.items():
-            if has_tiles or len(features) == 1:
+        for features, (group, head_dims) in FEATURE_SETS.items():
+            if head_dim in head_dims and (has_tiles or len(features) == 1):
                 yield from _kernels(gpu, head_dim, bf16, group=group, features=features)
     if has_tiles:
         for head_dim in (16, 32, 512):
@@ -138,13 +139,12 @@ def _kernels(
 
 
 def key(configuration: Configuration | HopperConfiguration) -> str:
-    """A digest of what a binary is made from: the code of the kernel, without comments, the configuration, the tile."""
+    """A digest of the kernel's code, without comments, and of the configuration. The tile isn't part of it."""
     if isinstance(configuration, HopperConfiguration):
         modules = sorted(path.stem for path in KERNELS.glob("hopper*.py"))
     else:
         modules = ["forward" if configuration.kernel == "forward" else "backward"]
-    parts = [*map(_code, modules), str(configuration), str(configuration.tile)]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
+    return hashlib.sha256("\n".join([*map(_code, modules), str(configuration)]).encode()).hexdigest()[:12]
 
 
 @cache
