@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import numpy as np
 import pytest
 import torch
 from pytest_benchmark.fixture import BenchmarkFixture
 
-from tests.lengths import distributions
+from tests.lengths import distributions, fill
 from tritonpack.cli.bench.batch import Batch, Shape, make_batch
 from tritonpack.cli.bench.peers import Prepared, peers_for
 from tritonpack.cli.bench.verify import ResultCheck
 
 TOKENS = 4096
 SHAPE = Shape("", TOKENS, heads=8, kv_heads=2, head_dim=64, dtype="float32")
-LENGTHS = distributions(TOKENS)
+LENGTHS = distributions(TOKENS) | {"short": fill(np.random.default_rng(0).integers(16, 33, TOKENS), TOKENS)}
 PEERS = {peer.name: peer for peer in peers_for(SHAPE, torch.device("cpu"))}
 
 

@@ -14,7 +14,7 @@ from pytest_benchmark.fixture import BenchmarkFixture
 
 from tests.trees import group, path_lengths
 from tritonpack import BlockDiagonalMask
-from tritonpack.backends.blocked import blocks_of
+from tritonpack.backends.blocked import plan_of
 from tritonpack.cli.bench.batch import Shape, make_batch
 from tritonpack.cli.bench.peers import OURS, PEERS, Prepared
 from tritonpack.cli.bench.verify import ResultCheck
@@ -59,7 +59,7 @@ def test_trees_forward(benchmark: BenchmarkFixture, case: str, implementation: s
 
 @pytest.mark.parametrize("case", ["8 groups, 32,768 tokens"])
 def test_building_trees(benchmark: BenchmarkFixture, case: str) -> None:
-    """The mask from the parents, and the blocks of the backend of CPUs."""
+    """The mask from the parents, and the plan of the backend of CPUs."""
     benchmark.group = "trees, mask and blocks"
     parents = torch.tensor(parents_of(*[NODES] * 8))
-    benchmark(lambda: blocks_of(BlockDiagonalMask.from_tree(parents), pack_invariant=False))
+    benchmark(lambda: plan_of(BlockDiagonalMask.from_tree(parents), fuse=True, pack_invariant=False))

@@ -1,8 +1,10 @@
-"""Attention in plain torch, block by block: O(T) memory, and work only where a query sees a key.
+"""Attention in torch: O(T) memory, and work only where a query sees a key.
 
-The default without a GPU. It has the algorithm of the kernels, in a form that is easier to read. The queries are cut
-into tiles of up to `BLOCK_ROWS` rows. A tile is computed in blocks of up to `BLOCK_KEYS` keys, from the first key that
-its rows see to the last; in a tree, the keys between that no row sees are left out. The host reads the mask for this,
+The default without a GPU. A plan, which is made once per mask, says how each document is computed. On CPUs documents
+whose queries see all keys, or those up to their own, go to torch's fused kernel (fused.py). All else is computed block
+by block. This has the algorithm of the Triton kernels, in a form that is easier to read: the queries are cut into tiles
+of up to `BLOCK_ROWS` rows, and a tile is computed in blocks of up to `BLOCK_KEYS` keys, from the first key that its
+rows see to the last; in a tree, the keys between that no row sees are left out. The host reads the mask for the plan,
 so on an accelerator this backend waits.
 
 Shapes: t tokens, h heads, d head dimension; n key heads, g query heads per key head; m rows and k keys of a block.
@@ -17,8 +19,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from tritonpack.backends import fused
 from tritonpack.backends.dropout import keep_mask
-from tritonpack.backends.tile_table import NO_TABLES, TileTables, document_begins
+from tritonpack.backends.tile_table import NO_TABLES, TileTables
 from tritonpack.checks import on_host
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
 from tritonpack.masks.blocks import aligned, cut, relation
@@ -30,6 +33,8 @@ PIECE = 64  # keys, the unit of blocks in a tree
 
 LOG2E = 1 / math.log(2)
 
+FULL, MASKED = 3, 4  # kinds of blocks in the table of a plan, beside fused.ALL and fused.CAUSAL
+
 
 class Block(NamedTuple):
     """The rows of a tile and some of the keys that they see; `masked` if a row doesn't see all of these keys."""
@@ -39,6 +44,17 @@ class Block(NamedTuple):
     masked: bool
 
 
+class Plan(NamedTuple):
+    """What is computed: blocks, one tile after the other, and runs, each a call of the fused kernel."""
+
+    blocks: list[Block]
+    runs: list[fused.Run]
+
+    def is_one_call(self, mask: BlockDiagonalMask) -> bool:
+        """Whether a single call of the fused kernel has all rows of the mask."""
+        return not self.blocks and [run[:4] for run in self.runs] == [(0, mask.num_queries, 0, mask.num_keys)]
+
+
 def check_device(q: Tensor) -> None:
     """Accept any device and dtype."""
 
@@ -46,28 +62,54 @@ def check_device(q: Tensor) -> None:
 def plan_tiles(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, *, backward: bool
 ) -> TileTables:
-    """The blocks of the mask, computed once; no table where the mask can't be read now, as under torch.compile."""
+    """The plan as a table, made once; no table where the mask can't be read now, as under torch.compile."""
     if not on_host(mask.key_start):
         return NO_TABLES
-    blocks = mask.cached(
-        ("blocks", options.pack_invariant), lambda: blocks_of(mask, pack_invariant=options.pack_invariant)
-    )
-    return NO_TABLES._replace(blocks=blocks)
+    whole, invariant = fused.serves(q, k, options), options.pack_invariant
+    table = mask.cached(("plan", whole, invariant), lambda: plan_of(mask, fuse=whole, pack_invariant=invariant))
+    return NO_TABLES._replace(blocks=table)
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables = NO_TABLES
 ) -> tuple[Tensor, Tensor]:
     """out (T_q, H, D_v) in q's dtype, lse (H, T_q) in float32 or float64; computed in that wider dtype."""
+    plan, dtype = read_plan(q, k, mask, options, tiles), q.dtype
+    q, k, v = (_widened(x) for x in (q, k, v))
+    if plan.is_one_call(mask):
+        out, lse = (x.flatten(0, 1) for x in fused.forward(plan.runs[0], q, k, v, options))
+        lse = lse.T
+    else:
+        out, lse = q.new_zeros(q.shape[0], q.shape[1], v.shape[2]), q.new_full((q.shape[1], q.shape[0]), -math.inf)
+        if plan.blocks:
+            _forward_blocks(plan.blocks, q, k, v, mask, options, out, lse)
+        for run in plan.runs:
+            of_run = fused.forward(run, q, k, v, options)
+            fused.take_rows(run, out).copy_(of_run[0])
+            fused.take_rows(run, lse.T).copy_(of_run[1])
+    return out.to(dtype), lse
+
+
+def _forward_blocks(
+    blocks: list[Block],
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: BlockDiagonalMask,
+    options: AttentionOptions,
+    out: Tensor,
+    lse: Tensor,
+) -> None:
+    """Write the rows of the blocks in out and lse, which are zeros and -inf before."""
     qs, ks, vs = _heads_first(q, k, v, mask)
-    out = qs.new_zeros(*qs.shape[:3], v.shape[2])
+    outs = _split_heads(out, ks)
     m_i = qs.new_full((*qs.shape[:3], 1), -math.inf)  # the largest score so far, [n, g, t, 1]
     l_i = torch.zeros_like(m_i)
     if options.sinks is not None and not mask.is_tree:  # a sink is the first key of every row
         m_i.copy_(_sinks(options.sinks, qs).expand_as(m_i))
         l_i.fill_(1.0)
     scratch = _scratch(qs)
-    for block in _blocks(mask, options, tiles):
+    for block in blocks:
         rows = block.rows
         m_old = m_i[:, :, rows]
         scores, _ = _scores(qs, ks, mask, block, options, scratch)  # [n, g, m, k]
@@ -77,7 +119,7 @@ def forward(
         p = _exp_(scores.sub_(pivot))
         alpha = _exp_(m_old - pivot)
         l_i[:, :, rows].mul_(alpha).add_(p.sum(-1, keepdim=True))
-        out[:, :, rows].mul_(alpha).add_(_times(_drop(p, block, options), vs[:, block.keys]))
+        outs[:, :, rows].mul_(alpha).add_(_times(_drop(p, block, options), vs[:, block.keys]))
         m_old.copy_(m_new)
     if options.sinks is not None and not mask.is_tree:
         l_i.masked_fill_((mask.key_start == mask.key_stop)[:, None], 0.0)
@@ -85,10 +127,9 @@ def forward(
         m_old, m_i = m_i, torch.maximum(m_i, _sinks(options.sinks, qs))
         alpha = _exp_(m_old - m_i)
         l_i.mul_(alpha).add_(_exp_(_sinks(options.sinks, qs) - m_i)).masked_fill_(m_old == -math.inf, 0.0)
-        out *= alpha
-    out /= l_i.masked_fill(l_i == 0.0, 1.0)
-    lse = m_i + l_i.log()  # -inf in rows that see nothing
-    return _tokens_first(out, q), lse.squeeze(-1).flatten(0, 1)
+        outs *= alpha
+    outs /= l_i.masked_fill(l_i == 0.0, 1.0)
+    torch.add(m_i, l_i.log(), out=lse.unflatten(0, qs.shape[:2]).unsqueeze(-1))  # -inf in rows that see nothing
 
 
 def backward(
@@ -104,18 +145,59 @@ def backward(
     tiles: TileTables = NO_TABLES,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v, sinks (docs/math.md, section 3)."""
+    plan = read_plan(q, k, mask, options, tiles)
+    dtype = q.dtype
+    dout, q, k, v, out = (_widened(x) for x in (dout, q, k, v, out))
+    if plan.is_one_call(mask):
+        of_run = fused.backward(plan.runs[0], dout, dlse, q, k, v, out, lse, options)
+        dq, dk, dv = (x.flatten(0, 1) for x in of_run)
+    else:
+        dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
+        if plan.blocks:
+            _backward_blocks(plan.blocks, dout, dlse, q, k, v, out, lse, mask, options, dq, dk, dv)
+        for run in plan.runs:
+            of_run = fused.backward(run, dout, dlse, q, k, v, out, lse, options)
+            fused.take_rows(run, dq).copy_(of_run[0])
+            fused.take_keys(run, dk).add_(of_run[1])  # the pieces of a document share keys
+            fused.take_keys(run, dv).add_(of_run[2])
+    dsinks = None
+    if options.sinks is not None:
+        delta = (dout * out).sum(-1).T
+        if dlse is not None:
+            delta -= dlse
+        share = torch.exp(options.sinks[:, None] - lse)  # inf in rows that see nothing
+        dsinks = -(share * delta).masked_fill_(lse == -math.inf, 0.0).sum(1).to(options.sinks.dtype)
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype), dsinks
+
+
+def _backward_blocks(
+    blocks: list[Block],
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: BlockDiagonalMask,
+    options: AttentionOptions,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+) -> None:
+    """Write the gradients of the blocks in dq, dk and dv, which are zeros before."""
     qs, ks, vs = _heads_first(q, k, v, mask)
     blind = _blind_rows(mask)
     douts = _zero_rows(_split_heads(dout, ks), blind)
     delta = (_split_heads(out, ks) * douts).sum(-1, keepdim=True)
     if dlse is not None:
-        delta -= _zero_rows(dlse.to(qs.dtype).unflatten(0, qs.shape[:2]).unsqueeze(-1), blind)
+        delta -= _zero_rows(dlse.unflatten(0, qs.shape[:2]).unsqueeze(-1), blind)
     # Rows that see nothing have +inf, so that their probabilities are 0.
-    lse = lse.to(qs.dtype).unflatten(0, qs.shape[:2]).unsqueeze(-1)  # [n, g, t, 1]
+    lse = lse.unflatten(0, qs.shape[:2]).unsqueeze(-1)  # [n, g, t, 1]
     lse = lse.masked_fill(lse == -math.inf, math.inf)
-    dq, dk, dv = torch.zeros_like(qs), torch.zeros_like(ks), torch.zeros_like(vs)
+    dqs, dks, dvs = _split_heads(dq, ks), dk.transpose(0, 1), dv.transpose(0, 1)
     scratch, scratch_dp = _scratch(qs), _scratch(qs)
-    for block in _blocks(mask, options, tiles):
+    for block in blocks:
         rows, keys = block.rows, block.keys
         scores, slope = _scores(qs, ks, mask, block, options, scratch)
         p = _exp_(scores.sub_(lse[:, :, rows]))  # [n, g, m, k]
@@ -123,32 +205,45 @@ def backward(
         ds = dp.sub_(delta[:, :, rows]).mul_(p)
         if slope is not None:
             ds.mul_(slope)
-        dv[:, keys] += _transposed_times(_drop(p, block, options), douts[:, :, rows])
-        dk[:, keys] += _transposed_times(ds, qs[:, :, rows])
-        dq[:, :, rows] += _times(ds, ks[:, keys])
+        dvs[:, keys] += _transposed_times(_drop(p, block, options), douts[:, :, rows])
+        dks[:, keys] += _transposed_times(ds, qs[:, :, rows])
+        dqs[:, :, rows] += _times(ds, ks[:, keys])
     dq *= options.scale
     dk *= options.scale
-    dsinks = None
-    if options.sinks is not None:
-        share = torch.exp(_sinks(options.sinks, qs) - lse)
-        dsinks = -(share * delta).sum((2, 3)).flatten().to(options.sinks.dtype)
-    return _tokens_first(dq, q), dk.transpose(0, 1).to(k.dtype), dv.transpose(0, 1).to(v.dtype), dsinks
 
 
-def _blocks(mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables) -> list[Block]:
-    """The blocks of all tiles, one tile after the other; waits for the mask's device."""
-    blocks = blocks_of(mask, pack_invariant=options.pack_invariant) if tiles.blocks is None else tiles.blocks
-    return [
-        Block(slice(row, row_end), slice(key, key_end), masked != 0)
-        for row, row_end, key, key_end, masked in blocks.tolist()
-    ]
+def read_plan(q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables) -> Plan:
+    """The plan of a call; waits for the mask's device."""
+    table = tiles.blocks
+    if table is None:
+        table = plan_of(mask, fuse=fused.serves(q, k, options), pack_invariant=options.pack_invariant)
+    plan = Plan([], [])
+    for row, row_end, key, key_end, kind, count in table.tolist():
+        if kind in (FULL, MASKED):
+            plan.blocks.append(Block(slice(row, row_end), slice(key, key_end), kind == MASKED))
+        else:
+            plan.runs.append(fused.Run(row, row_end, key, key_end, kind, count))
+    return plan
 
 
-def blocks_of(mask: BlockDiagonalMask, *, pack_invariant: bool) -> Tensor:
-    """The fields of all blocks as integers, (blocks, 5), one tile after the other."""
-    tiles = torch.tensor(_tiles(mask, pack_invariant), dtype=torch.int64, device=mask.device).view(-1, 2)
-    if mask.query_start is not None and mask.query_stop is not None:
-        return _cut_tree(mask, tiles)
+def plan_of(mask: BlockDiagonalMask, *, fuse: bool, pack_invariant: bool) -> Tensor:
+    """The plan of a mask, (blocks and runs, 6) int64: row, row_end, key, key_end, kind, count of documents.
+
+    Args:
+        fuse: whether the fused kernel computes the documents that it can.
+        pack_invariant: whether no tile and no call may hold two documents.
+    """
+    documents = fused.documents_of(mask)
+    if not fuse or mask.is_tree:
+        documents[:, 4] = fused.OTHER
+    tiles = torch.tensor(_tiles(documents.tolist(), pack_invariant), dtype=torch.int64, device=mask.device).view(-1, 2)
+    runs = fused.runs_of(documents[documents[:, 4] != fused.OTHER], pack_invariant=pack_invariant)
+    blocks = _cut_tree(mask, tiles) if mask.is_tree else _cut_tiles(mask, tiles)
+    return torch.cat([blocks, torch.tensor(runs, dtype=torch.int64, device=blocks.device).view(-1, 6)])
+
+
+def _cut_tiles(mask: BlockDiagonalMask, tiles: Tensor) -> Tensor:
+    """The blocks of tiles [first, end), (tiles, 2), in a mask without trees."""
     first, last = tiles[:, 0], tiles[:, 1] - 1
     start, stop = mask.key_start, mask.key_stop
     # A tile sees the keys from its first row's start to its last row's stop. All of its rows see the keys from the last
@@ -158,12 +253,13 @@ def blocks_of(mask: BlockDiagonalMask, *, pack_invariant: bool) -> Tensor:
     for rows, (begin, end, common, common_end) in zip(tiles.tolist(), bounds.tolist(), strict=True):
         for key in range(begin, end, BLOCK_KEYS):
             key_end = min(key + BLOCK_KEYS, end)
-            blocks.append((*rows, key, key_end, not common <= key < key_end <= common_end))
-    return torch.tensor(blocks, dtype=torch.int64).view(-1, 5)
+            kind = FULL if common <= key < key_end <= common_end else MASKED
+            blocks.append((*rows, key, key_end, kind, 1))
+    return torch.tensor(blocks, dtype=torch.int64).view(-1, 6)
 
 
 def _cut_tree(mask: BlockDiagonalMask, tiles: Tensor) -> Tensor:
-    """`blocks_of` of a mask of trees: neighbouring pieces of `PIECE` keys that are seen alike, joined."""
+    """The blocks of tiles in a mask of trees: neighbouring pieces of `PIECE` keys that are seen alike, joined."""
     assert mask.query_start is not None
     assert mask.query_stop is not None
     queries = cut(mask.key_start, mask.key_stop, tiles[:, 0], tiles[:, 1], BLOCK_ROWS)
@@ -178,23 +274,24 @@ def _cut_tree(mask: BlockDiagonalMask, tiles: Tensor) -> Tensor:
     begins, lengths = begins[kept], lengths[kept]
     key = (begins % width - 1) * PIECE
     key_end = (key + lengths * PIECE).clamp(max=mask.num_keys)
-    return torch.stack([*tiles[begins // width].T, key, key_end, kind[begins] == 1], 1)
+    kinds = torch.where(kind[begins] == 1, MASKED, FULL)
+    return torch.stack([*tiles[begins // width].T, key, key_end, kinds, torch.ones_like(kinds)], 1)
 
 
-def _tiles(mask: BlockDiagonalMask, pack_invariant: bool) -> list[tuple[int, int]]:
-    """Rows [first, end) of each tile; rows that see nothing, before and after the documents of a tile, are left out.
+def _tiles(documents: list[list[int]], pack_invariant: bool) -> list[tuple[int, int]]:
+    """Rows [first, end) of each tile, for the documents that the fused kernel doesn't compute.
 
-    Documents share a tile while they fit, unless results must be `pack_invariant`. A longer document begins a tile.
+    Documents share a tile while they fit, unless results must be `pack_invariant`. A longer document begins a tile, and
+    so does one after a document of the fused kernel. Rows that see nothing, before and after the documents of a tile,
+    are left out.
     """
-    begins = document_begins(mask).nonzero().flatten()
-    sees = (mask.key_start < mask.key_stop)[begins].tolist() if mask.num_queries else []
     tiles, first, last_end = [], 0, 0  # the open tile has the documents that lie in rows [first, last_end)
-    for begin, end, document in zip(begins.tolist(), [*begins[1:].tolist(), mask.num_queries], sees, strict=False):
-        if not document:  # a run of rows that see nothing
-            continue
-        if first == last_end or pack_invariant or end - first > BLOCK_ROWS:
+    for begin, end, _, _, kind in documents:
+        if first == last_end or kind != fused.OTHER or pack_invariant or end - first > BLOCK_ROWS:
             tiles.append((first, last_end))
-            first = begin
+            first = last_end = begin
+        if kind != fused.OTHER:
+            continue
         while end - first > BLOCK_ROWS:
             tiles.append((first, first + BLOCK_ROWS))
             first += BLOCK_ROWS
@@ -248,26 +345,25 @@ def _drop(x: Tensor, block: Block, options: AttentionOptions) -> Tensor:
 
 
 def _heads_first(q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask) -> tuple[Tensor, Tensor, Tensor]:
-    """q [n, g, t, d], k and v [n, t, d], in the wider dtype, with zeros in rows that see nothing or that nothing sees,
-    because 0 * NaN is NaN."""
-    qs = _zero_rows(_split_heads(q, k.transpose(0, 1)), _blind_rows(mask))
+    """q [n, g, t, d], k and v [n, t, d], with zeros in rows that see nothing or that nothing sees, because 0 * NaN is
+    NaN."""
     unseen = _blind_rows(mask.transpose())
-    ks, vs = (_zero_rows(x.transpose(0, 1).to(qs.dtype), unseen) for x in (k, v))
-    return qs, ks, vs
-
-
-def _split_heads(x: Tensor, ks: Tensor) -> Tensor:
-    """(T, H, D) as [n, g, t, d] in the wider dtype, given keys [n, t, d]."""
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return x.unflatten(1, (ks.shape[0], -1)).permute(1, 2, 0, 3).to(wide)
+    ks, vs = (_zero_rows(x.transpose(0, 1), unseen) for x in (k, v))
+    return _zero_rows(_split_heads(q, ks), _blind_rows(mask)), ks, vs
 
 
 def _sinks(sinks: Tensor, qs: Tensor) -> Tensor:
     return sinks.to(qs.dtype).view(*qs.shape[:2], 1, 1)
 
 
-def _tokens_first(x: Tensor, like: Tensor) -> Tensor:
-    return x.flatten(0, 1).transpose(0, 1).to(like.dtype)
+def _split_heads(x: Tensor, ks: Tensor) -> Tensor:
+    """(T, H, D) as [n, g, t, d], given keys [n, t, d]; a view."""
+    return x.unflatten(1, (ks.shape[0], -1)).permute(1, 2, 0, 3)
+
+
+def _widened(x: Tensor) -> Tensor:
+    """A tensor in float32, or float64 if it is float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _zero_rows(x: Tensor, blind: Tensor | None) -> Tensor:

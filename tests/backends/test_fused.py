@@ -1,0 +1,201 @@
+"""Documents by torch's fused kernel: which go there in which calls; results are exact, isolated and deterministic."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tritonpack import BlockDiagonalMask, varlen_attention
+from tritonpack.backends import blocked, fused
+from tritonpack.options import make_options
+from tritonpack.testing import Case, Inputs, check_outputs, make_inputs
+from tritonpack.testing.tolerance import ROW_OUTPUTS, run
+
+NAN = float("nan")
+EQUAL, MIXED = (20,) * 6, (33, 1, 20, 0, 17, 128, 7, 20, 129, 1, 1)  # some are too short for the kernel
+SMALL: dict[str, Any] = {"heads": 2, "kv_heads": 1, "head_dim": 16}
+
+CASES = (
+    Case("one-document", (20,)),
+    Case("equal", EQUAL),
+    Case("shortest", (15, 16, 16, 17)),
+    Case("mixed", MIXED, slack=9),
+    Case("mixed-full", MIXED, causal=False, slack=9),
+    Case("pieces", (129, 300, 500), **SMALL),
+    Case("longer-than-pieces", (fused.MOST_KEYS + 1,), **SMALL),
+    Case("long-full", (200, 800), causal=False, **SMALL),
+    Case("multi-head", MIXED, kv_heads=4),
+    Case("multi-query", MIXED, kv_heads=1),
+    Case("wider-values", MIXED, head_dim=16, head_dim_v=40),
+    Case("narrower-values", MIXED, head_dim=40, head_dim_v=16),
+    Case("cross-full", (5, 0, 30, 64, 7, 7), (10, 70, 33, 1, 12, 12), causal=False, slack=3),
+    Case("cross", (5, 200, 7, 7, 40), (25, 300, 22, 22, 30), slack=3),
+    Case("sinks", MIXED, sinks=True, slack=9),
+    Case("beside-windows", (7, 150, 20, 40, 30), window=(30, 0), slack=9),
+)
+BY_NAME = {case.name: case for case in CASES}
+ISOLATED = BY_NAME | {
+    "cross-long": Case("cross-long", (40, 200, 20, 20), (50, 300, 22, 22)),
+    "sinks-long": Case("sinks-long", (40, 200, 20, 20), sinks=True),
+}
+
+
+def plan_of(inputs: Inputs, **options: Any) -> blocked.Plan:
+    given = make_options(inputs.q, inputs.mask, sinks=inputs.sinks, **(inputs.keywords | options))
+    tiles = blocked.plan_tiles(inputs.q, inputs.k, inputs.v, inputs.mask, given, backward=True)
+    return blocked.read_plan(inputs.q, inputs.k, inputs.mask, given, tiles)
+
+
+def run_without_lse(inputs: Inputs) -> dict[str, Tensor]:
+    """out, dq, dk and dv of a loss that doesn't depend on lse, as in training."""
+    leaves = [x.detach().requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+    out = varlen_attention(*leaves, inputs.mask, sinks=inputs.sinks, backend="blocked")
+    gradients = torch.autograd.grad(out, leaves, inputs.dout)
+    return {"out": out.detach(), **dict(zip(("dq", "dk", "dv"), gradients, strict=True))}
+
+
+class TestExactness:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=["fp32", "fp64", "bf16"])
+    @pytest.mark.parametrize(
+        "case", [pytest.param(x, marks=pytest.mark.slow if sum(x.seqlens) > 900 else (), id=x.name) for x in CASES]
+    )
+    def test_error_within_tolerance(self, case: Case, dtype: torch.dtype) -> None:
+        inputs = make_inputs(case, dtype, slack_value=NAN)
+        assert plan_of(inputs).runs
+        check_outputs(inputs, run(inputs, "blocked"))
+        check_outputs(replace(inputs, dlse=torch.zeros_like(inputs.dlse)), run_without_lse(inputs))
+
+    @pytest.mark.parametrize("causal", [True, False])
+    def test_gradients_equal_finite_differences(self, causal: bool) -> None:
+        inputs = make_inputs(Case("slopes", (16, 16), causal=causal, heads=2, kv_heads=1, head_dim=4), torch.float64)
+        leaves = [x.requires_grad_() for x in (inputs.q, inputs.k, inputs.v)]
+
+        def out(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            return varlen_attention(q, k, v, inputs.mask, backend="blocked")
+
+        assert torch.autograd.gradcheck(out, leaves)
+
+    @pytest.mark.parametrize("lengths", [(1,), (20,)])
+    def test_rows_that_overlap_in_memory(self, lengths: tuple[int, ...]) -> None:
+        """Strides that no matrix product takes; `contiguous` doesn't change those of a single row."""
+        inputs = make_inputs(Case("overlapping", lengths, **SMALL))
+        q = torch.randn(2, 40).as_strided((lengths[0], 2, 16), (1, 40, 1))
+        expected = run(replace(inputs, q=q.clone(memory_format=torch.contiguous_format)), "blocked")
+        actual = run(replace(inputs, q=q), "blocked")
+        for name in ROW_OUTPUTS:
+            assert torch.equal(actual[name], expected[name]), name
+
+    def test_two_threads_give_the_same_bits_again(self) -> None:
+        inputs = make_inputs(replace(BY_NAME["mixed"], seqlens=(300, *MIXED)))
+        before = torch.get_num_threads()
+        torch.set_num_threads(2)
+        try:
+            first = run(inputs, "blocked")
+            again = [run(inputs, "blocked") for _ in range(10)]
+        finally:
+            torch.set_num_threads(before)
+        assert all(torch.equal(one[name], first[name]) for one in again for name in first)
+
+
+class TestIsolation:
+    @pytest.mark.parametrize("name", ["equal", "pieces", "long-full", "cross-long", "sinks-long"])
+    def test_a_document_of_nan_changes_no_bit_of_others(self, name: str) -> None:
+        """Each document in turn. A call reads no other document, so NaN is contained without `pack_invariant`."""
+        case = ISOLATED[name]
+        inputs = make_inputs(case)
+        assert not plan_of(inputs).blocks
+        clean, row, key = run(inputs, "blocked"), 0, 0
+        for rows, keys in zip(case.seqlens, case.seqlens_k or case.seqlens, strict=True):
+            own = {"q": slice(row, row + rows), "k": slice(key, key + keys)}
+            row, key = row + rows, key + keys
+            changed = {x: getattr(inputs, x).clone() for x in ("q", "k", "v", "dout", "dlse")}
+            for x in (changed["q"], changed["dout"], changed["dlse"].T):
+                x[own["q"]] = NAN
+            for x in (changed["k"], changed["v"]):
+                x[own["k"]] = NAN
+            outputs = run(replace(inputs, **changed), "blocked")
+            for output in ROW_OUTPUTS:
+                got, want = ((x.T if output == "lse" else x) for x in (outputs[output], clean[output]))
+                others = torch.ones(got.shape[0], dtype=torch.bool)
+                others[own["k" if output in ("dk", "dv") else "q"]] = False
+                assert torch.equal(got[others], want[others]), output
+                assert got[~others].isnan().all(), output
+
+    @pytest.mark.parametrize("keys", [1, 7, 15, 16, 17, 33, 512, 515, 600])
+    @pytest.mark.parametrize("poisoned", ["q", "k"])
+    def test_nan_is_never_lost(self, poisoned: str, keys: int) -> None:
+        """The kernel turns rows of NaN into zeros if they have fewer keys than a vector has numbers."""
+        inputs = make_inputs(Case("nan", (3,), (keys,), causal=False, **SMALL))
+        getattr(inputs, poisoned).fill_(NAN)
+        out, lse = varlen_attention(inputs.q, inputs.k, inputs.v, inputs.mask, return_lse=True, backend="blocked")
+        assert out.isnan().all()
+        assert lse.isnan().all()
+
+
+class TestPlan:
+    @pytest.mark.parametrize(
+        ("case", "options", "runs", "blocks"),
+        [
+            (Case("one", (2000,)), {}, 1, 0),
+            (Case("one in pieces", (900,)), {}, 7, 0),
+            (Case("one, full", (900,), causal=False), {}, 1, 0),
+            (Case("equal", (20,) * 50), {}, 1, 0),
+            (Case("equal, too long to share", (200,) * 3, causal=False), {}, 3, 0),
+            (Case("equal, but no neighbours", (100, 50, 100)), {}, 3, 0),
+            (Case("equal, alone", (20,) * 5), {"pack_invariant": True}, 5, 0),
+            (Case("too short", (15, 3, 16, 2)), {}, 1, 2),
+            (Case("window that reaches all", (20, 30), window=(30, 0)), {}, 2, 0),
+            (Case("window", (20, 30, 31, 200), window=(29, 0)), {}, 2, 3),
+            (Case("cross, causal", (40, 40, 200), (50, 50, fused.MOST_KEYS + 1)), {}, 1, 5),
+            (Case("softcap", (20, 30), softcap=5.0), {}, 0, 1),
+            (Case("alibi", (20, 30), alibi="heads"), {}, 0, 1),
+            (Case("dropout", (20, 30), dropout_p=0.1), {}, 0, 1),
+            (Case("tree", (20,), parents=(-1, *range(19))), {}, 0, 1),
+            (Case("nothing", (0,), slack=7), {}, 0, 0),
+        ],
+        ids=str,
+    )
+    def test_number_of_runs_and_blocks(self, case: Case, options: dict[str, Any], runs: int, blocks: int) -> None:
+        plan = plan_of(make_inputs(case), **options)
+        assert (len(plan.runs), len(plan.blocks)) == (runs, blocks)
+
+    def test_pieces_are_even_and_end_where_their_queries_do(self) -> None:
+        assert plan_of(make_inputs(Case("pieces", (300, 200)))).runs == [
+            (0, 150, 0, 150, fused.CAUSAL, 1),
+            (150, 300, 0, 300, fused.CAUSAL, 1),
+            (300, 400, 300, 400, fused.CAUSAL, 1),
+            (400, 500, 300, 500, fused.CAUSAL, 1),
+        ]
+
+    def test_chunks_are_documents(self) -> None:
+        inputs = make_inputs(Case("chunked", (64,)))
+        chunked = BlockDiagonalMask.from_seqlens([64], chunk_size=32)
+        assert plan_of(replace(inputs, mask=chunked)).runs == [(0, 64, 0, 64, fused.CAUSAL, 2)]
+
+    @pytest.mark.parametrize(
+        "missing",
+        [
+            lambda m: m.setattr(fused, "_operators", tuple),
+            lambda m: m.setattr(fused, "_shares_key_heads", lambda: False),
+        ],
+        ids=["no kernel", "torch 2.8"],
+    )
+    def test_blocks_where_torch_lacks_the_kernel(
+        self, missing: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        missing(monkeypatch)
+        inputs = make_inputs(BY_NAME["mixed"])
+        assert not plan_of(inputs).runs
+        check_outputs(inputs, run(inputs, "blocked"))
+
+    def test_the_plan_is_made_once_per_mask(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made = []
+        plan = blocked.plan_of
+        monkeypatch.setattr(blocked, "plan_of", lambda *a, **k: made.append(a) or plan(*a, **k))
+        inputs = make_inputs(BY_NAME["mixed"])
+        for _ in range(3):
+            run(inputs, "blocked")
+        assert len(made) == 1

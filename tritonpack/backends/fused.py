@@ -1,0 +1,219 @@
+"""Documents by torch's fused attention for CPUs, the kernel behind its scaled_dot_product_attention.
+
+It serves documents of plain attention: all queries see all keys of their document, or each query sees one key more than
+the query above. A call reads the rows of its documents and nothing else, and no number is computed from two documents.
+docs/decisions/cpu-attention.md has the reasons, and what was measured:
+
+- Equal documents of up to `PIECE_ROWS` tokens that lie end to end are the batch of one call.
+- A longer causal document takes a call for every `PIECE_ROWS` queries, with the keys up to the last of them, because
+  the kernel computes blocks of 512 keys whole, also above the diagonal.
+
+Shapes: b documents of a call, m queries, k keys, H query heads, n key heads, d head dimension.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from tritonpack.backends.tile_table import document_begins
+from tritonpack.masks.block_diagonal import BlockDiagonalMask
+from tritonpack.options import AttentionOptions
+
+FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
+
+# What the queries of a document see: all keys; the last one all keys, and each one key less than the query below; or
+# something that the kernel can't compute.
+ALL, CAUSAL, OTHER = range(3)
+
+# Below this the kernel ignores NaN: it takes the largest score of a row with whole vectors of up to 16 numbers, which
+# keep NaN, and of the rest by comparisons, which don't. A row of NaN then has no largest score, and would become zeros.
+FEWEST_KEYS = 16
+PIECE_ROWS = 128
+MOST_KEYS = 1024  # of a causal document in pieces: their mask takes 4 MiB, and longer documents gain little
+
+
+class Run(NamedTuple):
+    """Equal documents that lie end to end, or some queries of a document and the keys that they see.
+
+    Attributes:
+        row, row_end: the rows of their queries.
+        key, key_end: the rows of their keys.
+        seen: `ALL` or `CAUSAL`.
+        documents: how many these are.
+    """
+
+    row: int
+    row_end: int
+    key: int
+    key_end: int
+    seen: int
+    documents: int
+
+
+def serves(q: Tensor, k: Tensor, options: AttentionOptions) -> bool:
+    """Whether the kernel computes attention of queries and keys like q and k with these options."""
+    plain = not options.softcap and options.alibi_slopes is None and not options.dropout_p
+    return q.device.type == "cpu" and plain and bool(_operators()) and (q.shape[1] == k.shape[1] or _shares_key_heads())
+
+
+@cache
+def _operators() -> tuple[Any, ...]:
+    """The kernel and its backward; nothing if torch doesn't have them, or not with the arguments that they get here."""
+    packets = [getattr(torch.ops.aten, name, None) for name in (FORWARD, f"{FORWARD}_backward")]
+    operators = tuple(getattr(packet, "default", None) for packet in packets)
+    wanted = {"dropout_p", "is_causal", "attn_mask", "scale"}
+    known = all(one is not None and wanted <= {x.name for x in one._schema.arguments} for one in operators)
+    return operators if known else ()
+
+
+@cache
+def _shares_key_heads() -> bool:
+    """Whether the kernel takes fewer key heads than query heads, as it does since torch 2.9.
+
+    Before, it reads a key head for every query head without a check; here that is the one behind the view.
+    """
+    values = torch.arange(2.0).view(1, 2, 1, 1)
+    out, _ = _operators()[0](torch.zeros(1, 2, 1, 1), values[:, :1], values[:, :1])
+    return not out.any()
+
+
+def documents_of(mask: BlockDiagonalMask) -> Tensor:
+    """(documents, 5) int64: row, row_end, key, key_end and what is seen, of each document that sees a key."""
+    begins = document_begins(mask)[: mask.num_queries].nonzero().flatten()
+    ends = torch.cat([begins, begins.new_full((1,), mask.num_queries)])[1:]
+    start, stop = mask.key_start.long(), mask.key_stop.long()
+    live = start[begins] < stop[begins]
+    begins, ends = begins[live], ends[live]
+    last = ends - 1
+    key, key_end = start[begins], stop[last]
+    other_steps = pad((stop.diff() != 1).cumsum(0), (1, 0))  # rows so far that see other than one key more
+    causal = other_steps[begins] == other_steps[last]
+    causal &= (key_end - key == ends - begins) | (key_end - key <= MOST_KEYS)
+    seen = torch.where(stop[begins] == key_end, ALL, torch.where(causal, CAUSAL, OTHER))
+    seen = torch.where((key == start[last]) & (key_end - key >= FEWEST_KEYS), seen, OTHER)
+    return torch.stack([begins, ends, key, key_end, seen], 1)
+
+
+def runs_of(documents: Tensor, *, pack_invariant: bool) -> list[Run]:
+    """The calls for documents as `documents_of` returns them, none of them `OTHER`.
+
+    With `pack_invariant` no call has two documents, so that nothing depends on the others.
+    """
+    if not len(documents):
+        return []
+    row, row_end, key, key_end, seen = documents.T
+    like = torch.stack([row_end - row, key_end - key, seen])
+    begins = torch.ones(len(documents), dtype=torch.bool)
+    begins[1:] = (like[:, 1:] != like[:, :-1]).any(0) | (row[1:] != row_end[:-1]) | (key[1:] != key_end[:-1])
+    begins |= like[:2].amax(0) > (0 if pack_invariant else PIECE_ROWS)
+    first = begins.nonzero().flatten()
+    last = torch.cat([first[1:], first.new_full((1,), len(documents))]) - 1
+    runs = torch.stack([row[first], row_end[last], key[first], key_end[last], seen[first], last - first + 1], 1)
+    return [piece for run in runs.tolist() for piece in _pieces(Run(*run))]
+
+
+def _pieces(run: Run) -> list[Run]:
+    """The run itself, or a causal document cut to about equal numbers of queries, each with the keys up to its last."""
+    rows = run.row_end - run.row
+    number = round(rows / PIECE_ROWS)
+    if run.seen != CAUSAL or run.documents > 1 or number < 2 or run.key_end - run.key > MOST_KEYS:
+        return [run]
+    ends = [run.row + rows * (i + 1) // number for i in range(number)]
+    return [
+        run._replace(row=row, row_end=end, key_end=run.key_end - (run.row_end - end))
+        for row, end in zip([run.row, *ends[:-1]], ends, strict=True)
+    ]
+
+
+def take_rows(run: Run, x: Tensor) -> Tensor:
+    """The rows of the run's queries in x, (T_q, ...), as a view [b, m, ...]."""
+    return x[run.row : run.row_end].unflatten(0, (run.documents, -1))
+
+
+def take_keys(run: Run, x: Tensor) -> Tensor:
+    """The rows of the run's keys in x, (T_k, ...), as a view [b, k, ...]."""
+    return x[run.key : run.key_end].unflatten(0, (run.documents, -1))
+
+
+def forward(run: Run, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+    """out [b, m, H, D_v] and lse [b, m, H] of a run, given q, k and v of one dtype."""
+    of_keys, of_products = _factors(options.scale)
+    qs, ks, vs = _as_the_kernel_reads(take_rows(run, q), _scaled(take_keys(run, k), of_keys), take_keys(run, v))
+    out, lse = _operators()[0](qs, ks, vs, **_visible(run, q.dtype), scale=of_products)
+    out, lse = out[..., : v.shape[2]].transpose(1, 2), lse.transpose(1, 2)
+    if options.sinks is None:
+        return out, lse
+    largest = torch.maximum(lse, options.sinks)  # a sink is one key more, without a value
+    weight = torch.exp(lse - largest)
+    total = weight + torch.exp(options.sinks - largest)
+    return out * (weight / total)[..., None], largest + total.log()
+
+
+def backward(
+    run: Run,
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    options: AttentionOptions,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """dq [b, m, H, D], dk [b, k, n, D] and dv [b, k, n, D_v] of a run, given inputs of one dtype."""
+    douts, vs = take_rows(run, dout), take_keys(run, v)
+    if dlse is not None:
+        # The kernel has no gradient of lse. A further value of 1 has the same effect: dP gains dlse, and delta nothing,
+        # because the further output is 0 (docs/math.md, section 3).
+        douts = torch.cat([douts, take_rows(run, dlse.T)[..., None]], 3)
+        vs = pad(vs, (0, 1), value=1.0)
+    of_keys, of_products = _factors(options.scale)
+    ks = _scaled(take_keys(run, k), of_keys)
+    inputs = _as_the_kernel_reads(douts, take_rows(run, q), ks, vs, take_rows(run, out))
+    lses = take_rows(run, lse.T).transpose(1, 2)
+    gradients = _operators()[1](*inputs, lses, dropout_p=0.0, **_visible(run, q.dtype), scale=of_products)
+    dq, dk, dv = (x.transpose(1, 2) for x in gradients)
+    return dq[..., : q.shape[2]], _scaled(dk[..., : q.shape[2]], of_keys), dv[..., : v.shape[2]]
+
+
+def _factors(scale: float) -> tuple[float, float]:
+    """The factors of the keys and of the kernel's products, which together are the scale.
+
+    The kernel's backward scales within the product and its forward after it. Unless the factor is a power of two, which
+    changes no digit, these round in different ways, and a large score loses digits in backward.
+    """
+    return (1.0, scale) if math.frexp(scale)[0] == 0.5 else (scale, 1.0)
+
+
+def _scaled(x: Tensor, factor: float) -> Tensor:
+    return x if factor == 1.0 else x * factor
+
+
+def _visible(run: Run, dtype: torch.dtype) -> dict[str, Any]:
+    """The kernel's arguments for which keys are seen."""
+    rows, keys = (run.row_end - run.row) // run.documents, (run.key_end - run.key) // run.documents
+    if run.seen == ALL or rows == keys:
+        return {"is_causal": run.seen == CAUSAL}
+    return {"is_causal": False, "attn_mask": _triangle(dtype)[keys - rows : keys, :keys]}
+
+
+@cache
+def _triangle(dtype: torch.dtype) -> Tensor:
+    """(MOST_KEYS, MOST_KEYS), 0 up to the diagonal and -inf above; its rows are the masks of pieces."""
+    return torch.full((MOST_KEYS, MOST_KEYS), -math.inf, dtype=dtype).triu(1)
+
+
+def _as_the_kernel_reads(*tensors: Tensor) -> list[Tensor]:
+    """[b, rows, H, d] as [b, H, rows, d], with zeros behind narrower heads, which change no product, dense in the last
+    dimension, and with rows that don't overlap, as matrix products need it."""
+    width = max(x.shape[3] for x in tensors)
+    wide = [pad(x, (0, width - x.shape[3])) if x.shape[3] < width else x for x in tensors]
+    dense = [x.stride(3) == 1 and x.stride(1) >= width for x in wide]
+    copy = torch.contiguous_format
+    return [(x if ok else x.clone(memory_format=copy)).transpose(1, 2) for x, ok in zip(wide, dense, strict=True)]
