@@ -23,8 +23,7 @@ from tritonpack.kernels.backward import dkdv_kernel, dq_kernel
 from tritonpack.kernels.forward import forward_kernel
 from tritonpack.kernels.hopper import HOPPER_TILES, ROWS, hopper_forward_kernel
 from tritonpack.kernels.tile_shapes import (
-    EXTENDED,
-    EXTENDED_TILES,
+    FEATURE_TILES,
     QUERIES_LEFT,
     TILES,
     WITHOUT_TMA,
@@ -91,9 +90,8 @@ class Configuration:
 
     @property
     def tile(self) -> TileShape:
-        extended, tree = bool(EXTENDED & {*self.features}), "tree" in self.features
         return self.another_tile or select_tile(
-            self.kernel, max(self.blocks), self.dtype, self.arch, extended=extended, tree=tree
+            self.kernel, max(self.blocks), self.dtype, self.arch, frozenset(self.features)
         )
 
     @property
@@ -148,6 +146,7 @@ def shipped_configurations() -> list[Configuration]:
     """Every row of the tables in bfloat16, and on sm_90 also what else runs on the same rows; all that for trees, too.
 
     That is the smallest head dimension, keys of 192 with values of 128, float16, float32, and dQ with groups of one.
+    Tiles for features are compiled for each of these features alone.
     """
     configurations = []
     for arch in TILES:
@@ -161,11 +160,13 @@ def shipped_configurations() -> list[Configuration]:
             configurations += [Configuration(kernel, arch, head_dim, dtype, head_dim_v) for kernel in kernels]
     configurations += [Configuration("dq", "sm_90", head_dim, torch.bfloat16, group=1) for head_dim in (64, 128)]
     configurations += [replace(c, features=("tree",)) for c in configurations]
-    for arch, rows in EXTENDED_TILES.items():
+    for arch, kernels_of in FEATURE_TILES.items():
         configurations += [
-            Configuration(kernel, arch, head_dim, torch.bfloat16, features=FEATURES)
-            for kernel in rows
-            for head_dim in rows[kernel]
+            Configuration(kernel, arch, head_dim, torch.bfloat16, features=(feature,))
+            for kernel, rows in kernels_of.items()
+            for head_dim, tiles in rows.items()
+            for feature in " ".join(tiles).split()
+            if feature != "tree"
         ]
     return configurations
 

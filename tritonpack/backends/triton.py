@@ -261,7 +261,7 @@ def _common(
         "BLOCK_N": tile.block_n,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
-        "enable_fp_fusion": True,
+        "enable_fp_fusion": True,  # Triton 3.10 won't by default
     }
 
 
@@ -277,9 +277,15 @@ def _key_gradients(q: Tensor, v: Tensor) -> tuple[Kernel, ...]:
 
 
 def _tile(kernel: Kernel, q: Tensor, v: Tensor, options: AttentionOptions, *, tree: bool) -> TileShape:
-    extended = (options.softcap, options.alibi_slopes is not None, options.dropout_p)
-    arch = current_arch(q.device)
-    return select_tile(kernel, max(_padded(q), _padded(v)), q.dtype, arch, extended=any(extended), tree=tree)
+    in_use = {
+        "softcap": options.softcap,
+        "sinks": options.sinks is not None,
+        "alibi": options.alibi_slopes is not None,
+        "dropout": options.dropout_p,
+        "tree": tree,
+    }
+    features = frozenset(name for name, used in in_use.items() if used)
+    return select_tile(kernel, max(_padded(q), _padded(v)), q.dtype, current_arch(q.device), features)
 
 
 def _padded(x: Tensor) -> int:
