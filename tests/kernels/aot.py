@@ -28,7 +28,6 @@ from tritonpack.kernels.backward import dkdv_kernel, dq_kernel
 from tritonpack.kernels.forward import forward_kernel
 from tritonpack.kernels.hopper import HOPPER_TILES, ROWS, hopper_forward_kernel
 from tritonpack.kernels.tile_shapes import (
-    EXTENDED,
     QUERIES_LEFT,
     WITHOUT_TMA,
     Kernel,
@@ -96,9 +95,8 @@ class Configuration:
 
     @property
     def tile(self) -> TileShape:
-        extended, tree = bool(EXTENDED & {*self.features}), "tree" in self.features
         return self.another_tile or select_tile(
-            self.kernel, max(self.blocks), self.dtype, self.arch, extended=extended, tree=tree
+            self.kernel, max(self.blocks), self.dtype, self.arch, frozenset(self.features)
         )
 
     @property

@@ -12,9 +12,8 @@ pytest.importorskip("triton")
 
 from tritonpack.kernels import tile_shapes as tiles
 from tritonpack.kernels.tile_shapes import (
-    EXTENDED_TILES,
+    FEATURE_TILES,
     TILES,
-    TREE_TILES,
     TileShape,
     load_tiles,
     save_tiles,
@@ -22,12 +21,14 @@ from tritonpack.kernels.tile_shapes import (
     why_illegal,
 )
 
-ROWS = [
-    (table, arch, kernel, row)
-    for table in (TILES, EXTENDED_TILES, TREE_TILES)
-    for arch in table
-    for kernel in table[arch]
-    for row in table[arch][kernel]
+ROWS = [(arch, kernel, d, tile) for arch in TILES for kernel in TILES[arch] for d, tile in TILES[arch][kernel].items()]
+FEATURE_ROWS = [
+    (arch, kernel, d, feature, tile)
+    for arch, kernels in FEATURE_TILES.items()
+    for kernel, rows in kernels.items()
+    for d, tiles in rows.items()
+    for features, tile in tiles.items()
+    for feature in features.split()
 ]
 
 
@@ -37,22 +38,33 @@ def _nothing_loaded() -> Iterator[None]:
     tiles._loaded.clear()
 
 
-@pytest.mark.parametrize(
-    ("table", "arch", "kernel", "row"), ROWS, ids=lambda x: None if isinstance(x, dict) else str(x)
-)
-def test_every_row_is_legal(table: Any, arch: str, kernel: Any, row: int) -> None:
-    assert why_illegal(kernel, table[arch][kernel][row], row, arch) is None
+@pytest.mark.parametrize(("arch", "kernel", "row", "tile"), ROWS, ids=str)
+def test_every_row_is_legal(arch: str, kernel: Any, row: int, tile: TileShape) -> None:
+    assert why_illegal(kernel, tile, row, arch) is None
 
 
-@pytest.mark.parametrize("table", [TILES, EXTENDED_TILES], ids=["plain", "extended"])
-def test_dk_and_dv_have_the_same_block_n(table: Any) -> None:
-    for arch in table:
-        for row in table[arch].get("dk", {}):
-            shared = {
-                select_tile(k, row, torch.bfloat16, arch, extended=table is EXTENDED_TILES).block_n
-                for k in ("dk", "dv")
-            }
-            assert len(shared) == 1
+@pytest.mark.parametrize(("arch", "kernel", "row", "feature", "tile"), FEATURE_ROWS, ids=str)
+def test_every_row_of_a_feature_is_legal_and_taken(
+    arch: str, kernel: Any, row: int, feature: str, tile: TileShape
+) -> None:
+    assert feature in ("softcap", "sinks", "alibi", "dropout", "tree")
+    assert why_illegal(kernel, tile, row, arch) is None
+    assert tile != TILES[arch][kernel][row]
+    assert select_tile(kernel, row, torch.bfloat16, arch, frozenset({feature})) == tile
+    assert select_tile(kernel, row, torch.bfloat16, arch) == TILES[arch][kernel][row]
+
+
+@pytest.mark.parametrize("feature", ["softcap", "sinks", "alibi", "dropout", "tree"])
+def test_dk_and_dv_have_the_same_block_n(feature: str) -> None:
+    for arch in TILES:
+        for row in TILES[arch]["dk"]:
+            dk, dv = (select_tile(k, row, torch.bfloat16, arch, frozenset({feature})) for k in ("dk", "dv"))
+            assert dk.block_n == dv.block_n
+
+
+def test_first_of_several_features_decides() -> None:
+    both = select_tile("dq", 128, torch.bfloat16, "sm_90", frozenset({"tree", "alibi"}))
+    assert both == FEATURE_TILES["sm_90"]["dq"][128]["alibi dropout"]
 
 
 @pytest.mark.parametrize(
@@ -79,7 +91,9 @@ def test_a_file_replaces_tiles(tmp_path: Path) -> None:
     assert load_tiles(tmp_path / "tiles.json") == 2
     tile = mine["sm_90", "forward", 128]
     assert select_tile("forward", 128, torch.bfloat16, "sm_90") == tile
-    assert select_tile("forward", 128, torch.bfloat16, "sm_90", extended=True) != tile
+    for feature in ("softcap", "alibi", "dropout"):
+        assert select_tile("forward", 128, torch.bfloat16, "sm_90", frozenset({feature})) != tile
+    assert select_tile("forward", 128, torch.bfloat16, "sm_90", frozenset({"sinks"})) == tile
     assert select_tile("forward", 128, torch.float32, "sm_90") != tile
     assert select_tile("forward", 64, torch.bfloat16, "sm_90") == TILES["sm_90"]["forward"][64]
 

@@ -286,7 +286,7 @@ def _constants(q: Tensor, group: int, tile: TileShape) -> dict[str, Any]:
         "BLOCK_N": tile.block_n,
         "num_warps": tile.num_warps,
         "num_stages": tile.num_stages,
-        "enable_fp_fusion": True,
+        "enable_fp_fusion": True,  # Triton 3.10 won't by default
     }
 
 
@@ -301,12 +301,19 @@ def _tiles(
     options: AttentionOptions,
 ) -> dict[Kernel, TileShape]:  # fmt: skip
     """The tile of each kernel of a direction, in the order of the launches; `block_d` as in `select_tile`."""
-    arch, tree = current_arch(q.device), mask.is_tree
-    extended = bool(options.softcap or options.alibi_slopes is not None or options.dropout_p)
+    arch = current_arch(q.device)
+    in_use = {
+        "softcap": options.softcap,
+        "sinks": options.sinks is not None,
+        "alibi": options.alibi_slopes is not None,
+        "dropout": options.dropout_p,
+        "tree": mask.is_tree,
+    }
+    features = frozenset(name for name, used in in_use.items() if used)
     kernels: tuple[Kernel, ...] = ("forward",)
     if direction == "backward":
         kernels = ("dq", *key_gradient_kernels(block_d, q.dtype, arch))
-    return {kernel: select_tile(kernel, block_d, q.dtype, arch, extended=extended, tree=tree) for kernel in kernels}
+    return {kernel: select_tile(kernel, block_d, q.dtype, arch, features) for kernel in kernels}
 
 
 def _padded(x: Tensor) -> int:

@@ -1,8 +1,9 @@
 """Tile shapes as data: which block sizes, warps and pipeline stages each kernel runs with, per architecture.
 
-Every row compiles without register spills and with matrix instructions on the newest Triton: `python -m
-benchmarks.compile_report` prints this, and tests/kernels/test_compile.py checks it and names the exceptions. For older
-versions of Triton see docs/compile-matrix.md. No row depends on a token count, because packing changes it all the time.
+Every row for head dimensions 64 and 128 compiles without spills in loops and with matrix instructions on Triton 3.6 and
+3.9, so no row depends on the version (docs/decisions/kernel-forms.md). `python -m benchmarks.compile_report` prints
+this, and tests/kernels/test_compile.py checks it and names the exceptions. No row depends on a token count, because
+packing changes it all the time.
 """
 
 from __future__ import annotations
@@ -150,50 +151,45 @@ TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
     },
 }
 
-# Features that take registers for every score, and their tiles if the tiles above would spill.
-EXTENDED = frozenset({"softcap", "alibi", "dropout"})
-EXTENDED_TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
+# Tiles for calls with softcap, sinks, ALiBi or dropout, or with masks of trees, if the tiles above would spill in a
+# loop or, because of `deferred`, load fewer blocks ahead: the features that need it, and the tile. The first that
+# applies is taken; several features at once may spill.
+FEATURE_TILES: dict[str, dict[Kernel, dict[int, dict[str, TileShape]]]] = {
     "sm_90": {
         "forward": {
-            64: TileShape(128, 64, 8, 2, heads=8),
-            128: TileShape(128, 64, 8, 2),
-            256: TileShape(128, 32, 8, 2),
+            64: {"alibi dropout tree": TileShape(128, 64, 8, 2, heads=8)},
+            128: {"softcap alibi dropout tree": TileShape(128, 64, 8, 3, heads=8)},
+            256: {"softcap alibi dropout tree": TileShape(128, 32, 8, 2)},
         },
-        "dkdv": {64: TileShape(32, 64, 4, 2), 128: TileShape(16, 64, 4, 2)},
-        "dk": {256: TileShape(16, 128, 8, 2, columns=128)},
-        "dv": {256: TileShape(32, 128, 8, 2)},
-        "dq": {128: TileShape(128, 32, 8, 2), 256: TileShape(128, 16, 8, 2)},
+        "dkdv": {64: {"dropout": TileShape(32, 64, 4, 2)}, 128: {"dropout": TileShape(16, 64, 4, 2)}},
+        "dk": {256: {"softcap alibi dropout": TileShape(16, 128, 8, 2, columns=128)}},
+        "dq": {
+            128: {
+                "alibi dropout": TileShape(128, 32, 8, 2, heads=4),
+                "tree": TileShape(64, 64, 4, 2, heads=4),
+            },
+            256: {"softcap alibi dropout": TileShape(128, 16, 8, 2)},
+        },
     },
     "sm_100": {
-        "forward": {64: TileShape(64, 64, 8, 2, heads=8), 128: TileShape(64, 64, 8, 2), 256: TileShape(64, 64, 8, 2)},
-        "dkdv": {64: TileShape(32, 128, 8, 2), 128: TileShape(32, 128, 8, 2), 256: TileShape(32, 64, 8, 1)},
-        "dq": {
-            64: TileShape(64, 64, 8, 2, heads=4),
-            128: TileShape(128, 32, 8, 2, heads=4),
-            256: TileShape(128, 32, 8, 2),
+        "forward": {
+            64: {"softcap alibi dropout tree": TileShape(128, 64, 8, 2, heads=8)},
+            256: {"softcap alibi dropout": TileShape(64, 64, 8, 2)},
         },
+        "dkdv": {
+            64: {"dropout": TileShape(32, 128, 8, 2)},
+            128: {"dropout": TileShape(32, 128, 8, 2)},
+            256: {"softcap alibi dropout": TileShape(32, 64, 8, 1)},
+        },
+        "dq": {256: {"softcap alibi dropout": TileShape(128, 32, 8, 2)}},
     },
     "sm_80": {
-        "forward": {256: TileShape(64, 16, 8, 2)},
-        "dkdv": {64: TileShape(32, 32, 4, 2), 128: TileShape(64, 32, 8, 2), 256: TileShape(16, 32, 8, 1)},
-    },
-    "sm_120": {},
-    "gfx942": {},
-}
-
-# Masks of trees, whose masked blocks look at both sides' bounds, have tiles of their own if those above would spill or,
-# because of `deferred`, load fewer blocks ahead.
-TREE_TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
-    "sm_90": {
-        "forward": {
-            64: TileShape(128, 64, 8, 2, heads=8),
-            128: TileShape(128, 64, 8, 3, heads=8),
-            256: TileShape(128, 32, 8, 2),
+        "forward": {256: {"softcap alibi dropout": TileShape(64, 16, 8, 2)}},
+        "dkdv": {
+            128: {"dropout": TileShape(64, 64, 8, 1)},
+            256: {"softcap alibi dropout": TileShape(16, 32, 8, 1)},
         },
-        "dq": {128: TileShape(64, 64, 4, 2, heads=4)},
     },
-    "sm_100": {"forward": {64: TileShape(128, 64, 8, 2, heads=8)}},
-    "sm_80": {},
     "sm_120": {},
     "gfx942": {},
 }
@@ -226,26 +222,24 @@ _loaded: dict[tuple[str, Kernel, int], TileShape] = {}
 
 
 def select_tile(
-    kernel: Kernel, block_d: int, dtype: torch.dtype, arch: str, *, extended: bool = False, tree: bool = False
+    kernel: Kernel, block_d: int, dtype: torch.dtype, arch: str, features: frozenset[str] = frozenset()
 ) -> TileShape:
     """The tile for a kernel.
 
     Args:
         block_d: the larger of the head dimensions, padded to a power of two.
-        extended: whether a feature of `EXTENDED` is in use.
-        tree: whether the mask has trees.
+        features: those in use of "softcap", "sinks", "alibi", "dropout" and, for masks of trees, "tree".
     """
     row = max(block_d, 64)
     if arch == "interpreter":
         return INTERPRETER_TILE
     if dtype == torch.float32:
         return FLOAT32_TILES[row]
-    for applies, table in ((extended, EXTENDED_TILES), (tree, TREE_TILES)):
-        if applies and row in table[arch].get(kernel, {}):
-            return table[arch][kernel][row]
-    if extended:
-        return TILES[arch][kernel][row]
-    return _loaded.get((arch, kernel, row)) or TILES[arch][kernel][row]
+    for spilling, tile in FEATURE_TILES[arch].get(kernel, {}).get(row, {}).items():
+        if not features.isdisjoint(spilling.split()):
+            return tile
+    tile = TILES[arch][kernel][row]
+    return _loaded.get((arch, kernel, row), tile) if features.isdisjoint(("softcap", "alibi", "dropout")) else tile
 
 
 def why_illegal(kernel: Kernel, tile: TileShape, block_d: int, arch: str) -> str | None:
