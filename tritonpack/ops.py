@@ -128,16 +128,15 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse, sinks, slopes, seed = ctx.saved_tensors
         mask, options, tiles, backend, name = ctx.others
-        mask = mask.for_call()  # an error if it was overwritten since forward
         if sinks is not None or slopes is not None or seed is not None:
             options = replace(options, sinks=sinks, alibi_slopes=slopes, dropout_seed=seed)
         if dout is None:
             dout = torch.zeros_like(out)
-        if torch.is_grad_enabled():  # the operator's derivative is an error with a remedy
+        if _is_plain_call(dout, q) and not torch.is_grad_enabled():
+            dq, dk, dv, dsinks = _backward(backend, dout, dlse, q, k, v, out, lse, mask, options, tiles)
+        else:  # with gradients enabled, because the operator's derivative is an error with a remedy
             arguments = _arguments(mask, options, tiles, name)
             dq, dk, dv, dsinks = attention_backward(dout, dlse, q, k, v, out, lse, *arguments)
-        else:
-            dq, dk, dv, dsinks = _backward(backend, dout, dlse, q, k, v, out, lse, mask, options, tiles)
         return dq, dk, dv, None if sinks is None else dsinks, None, None, None, None, None
 
 
