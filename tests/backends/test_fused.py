@@ -162,12 +162,14 @@ class TestPlan:
         plan = plan_of(make_inputs(case), **options)
         assert (len(plan.runs), len(plan.blocks)) == (runs, blocks)
 
-    def test_pieces_are_even_and_end_where_their_queries_do(self) -> None:
-        assert plan_of(make_inputs(Case("pieces", (300, 200)))).runs == [
-            (0, 150, 0, 150, fused.CAUSAL, 1),
-            (150, 300, 0, 300, fused.CAUSAL, 1),
-            (300, 400, 300, 400, fused.CAUSAL, 1),
-            (400, 500, 300, 500, fused.CAUSAL, 1),
+    def test_pieces_have_whole_vectors_of_keys(self) -> None:
+        cross = BlockDiagonalMask.from_seqlens([300, 200], [300, 210])
+        inputs = make_inputs(Case("pieces", (300, 200), (300, 210)))
+        assert plan_of(replace(inputs, mask=cross)).runs == [
+            (0, 160, 0, 160, fused.CAUSAL, 1),
+            (160, 300, 0, 300, fused.CAUSAL, 1),
+            (300, 402, 300, 412, fused.CAUSAL, 1),
+            (402, 500, 300, 510, fused.CAUSAL, 1),
         ]
 
     def test_chunks_are_documents(self) -> None:

@@ -5,7 +5,7 @@ the query above. A call reads the rows of its documents and nothing else, and no
 docs/decisions/cpu-attention.md has the reasons, and what was measured:
 
 - Equal documents of up to `PIECE_ROWS` tokens that lie end to end are the batch of one call.
-- A longer causal document takes a call for every `PIECE_ROWS` queries, with the keys up to the last of them, because
+- A longer causal document takes a call for about `PIECE_ROWS` queries each, with the keys up to the last one, because
   the kernel computes blocks of 512 keys whole, also above the diagonal.
 
 Shapes: b documents of a call, m queries, k keys, H query heads, n key heads, d head dimension.
@@ -124,7 +124,9 @@ def _pieces(run: Run) -> list[Run]:
     number = round(rows / PIECE_ROWS)
     if run.seen != CAUSAL or run.documents > 1 or number < 2 or run.key_end - run.key > MOST_KEYS:
         return [run]
-    ends = [run.row + rows * (i + 1) // number for i in range(number)]
+    # Their key counts are multiples of a vector, because the kernel takes single numbers for the rest of a row.
+    behind = run.key_end - run.key - rows
+    ends = [run.row + -(-(behind + rows * i // number) // 16) * 16 - behind for i in range(1, number)] + [run.row_end]
     return [
         run._replace(row=row, row_end=end, key_end=run.key_end - (run.row_end - end))
         for row, end in zip([run.row, *ends[:-1]], ends, strict=True)
