@@ -160,7 +160,7 @@ def test_hopper_backward_kernel(configuration: HopperConfiguration) -> None:
     for full, masked in (sorted(half, key=len) for half in (loops[:2], loops[2:])):
         assert sass.events(full).split("|")[0].count("e") >= 0.8 * exponentials
         assert _spills(full) == 0
-        assert _spills(masked) <= 12  # bounds, at head dimension 128
+        assert _spills(masked) <= 20  # at head dimension 128, where the bounds spill
 
 
 def _hopper_loops(configuration: HopperConfiguration) -> list[list[sass.Instruction]]:
