@@ -42,11 +42,12 @@ import triton
 
 from benchmarks.schedule import SLOTS, blocks_of, makespan
 from benchmarks.tune import candidates
-from tests.kernels.aot import Configuration, Resources, disassemble
+from tests.kernels.aot import Configuration, HopperConfiguration, Resources, disassemble
 from tests.kernels.sass import QUADRANTS, Code, Work, count, cycles_in_order, loops, parse
 from tests.lengths import distributions, visible_pairs
 from tritonpack import BlockDiagonalMask
 from tritonpack.backends.tile_table import Cut, tile_tables
+from tritonpack.kernels.hopper_dq import HOPPER_DQ_TILES
 from tritonpack.kernels.tile_shapes import key_gradient_kernels
 
 
@@ -258,6 +259,29 @@ def report(rows: Iterable[dict[str, Any]]) -> None:
         )
 
 
+def report_gluon(head_dims: Iterable[int]) -> None:
+    """Print the cycles of a block without a mask in the backward kernels of the backend "gluon".
+
+    A block is 128 rows of a tile by the block's rows. Its two halves run on two warpgroups, of which only the bounds
+    are known: the busiest unit if they fill each other's gaps, and a half alone after the other ("in turn").
+    """
+    print("inferred, not measured: cycles of a block for each unit, and of a half with the multiprocessor to itself")
+    for head_dim in head_dims:
+        fast, slow = 0.0, 0.0
+        for kernel in ("dkdv", "dq"):
+            configuration = HopperConfiguration(kernel, head_dim, torch.bfloat16)
+            code = parse(disassemble(configuration)[1])
+            loop = min(loops(code), key=len)
+            units = _work(code, loop).cycles(2 * QUADRANTS)
+            alone = cycles_in_order(code.instructions[loop.start : loop.stop])
+            pairs = configuration.tile.block_m * configuration.tile.block_n
+            fast, slow = fast + max(*units.values(), alone) / pairs, slow + 2 * alone / pairs
+            figures = "  ".join(f"{unit} {cycles:.0f}" for unit, cycles in units.items())
+            print(f"{kernel:4} {head_dim:3}  {pairs // 128:3} rows:  {figures}  half alone {alone:.0f}")
+        rate = 10 * head_dim * CLOCK_HZ * SLOTS / 1e12
+        print(f"five products, {head_dim:3}: {rate / slow:.0f} TFLOP/s in turn, at most {rate / fast:.0f}", flush=True)
+
+
 def save(path: Path, rows: list[dict[str, Any]]) -> None:
     """Write rows to a CSV file, and keep its rows of other versions of Triton."""
     kept = []
@@ -275,9 +299,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--kernels", nargs="+", choices=PRODUCTS, default=["forward"])
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128, 256])
     parser.add_argument("--candidates", action="store_true", help="all legal tiles, not only those that ship")
+    parser.add_argument("--gluon", action="store_true", help='only the backward kernels of the backend "gluon"')
     parser.add_argument("--csv", type=Path, help="also write the rows to this file")
     parser.add_argument("--jobs", type=int, default=2, help="compilations at a time")
     options = parser.parse_args(arguments)
+    if options.gluon:
+        report_gluon(d for d in options.head_dims if d in HOPPER_DQ_TILES)
+        return
     configurations = []
     for head_dim, kernel in itertools.product(options.head_dims, options.kernels):
         if kernel in ("dkdv", "dk", "dv") and kernel not in key_gradient_kernels(head_dim, torch.bfloat16, "sm_90"):

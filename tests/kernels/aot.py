@@ -12,7 +12,7 @@ import sysconfig
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -26,7 +26,10 @@ from tests.kernels.sass import Loop, count_instructions
 from tests.kernels.stages import Stage, read_loads
 from tritonpack.kernels.backward import dkdv_kernel, dq_kernel
 from tritonpack.kernels.forward import forward_kernel
-from tritonpack.kernels.hopper import HOPPER_TILES, ROWS, hopper_forward_kernel
+from tritonpack.kernels.hopper import HOPPER_TILES, hopper_forward_kernel
+from tritonpack.kernels.hopper_dkdv import HOPPER_DKDV_TILES, HopperDkdvTileShape, hopper_dkdv_kernel
+from tritonpack.kernels.hopper_dq import HOPPER_DQ_TILES, HopperDqTileShape, hopper_dq_kernel
+from tritonpack.kernels.hopper_primitives import ROWS
 from tritonpack.kernels.tile_shapes import (
     QUERIES_LEFT,
     WITHOUT_TMA,
@@ -112,11 +115,17 @@ class Configuration:
 
 @dataclass(frozen=True)
 class HopperConfiguration:
-    """The kernel of the backend "gluon", with the interface of `Configuration`."""
+    """One kernel of the backend "gluon", with the interface of `Configuration`.
 
+    Attributes:
+        another_tile: of the backward kernels; None means the table's.
+    """
+
+    kernel: Literal["forward", "dq", "dkdv"]
     head_dim: int
     dtype: torch.dtype
     arch: str = "sm_90"
+    another_tile: HopperDqTileShape | HopperDkdvTileShape | None = None
 
     @property
     def gpu(self) -> str:
@@ -124,13 +133,21 @@ class HopperConfiguration:
         return self.arch
 
     @property
+    def shape(self) -> Any:
+        """The kernel's own tile shape."""
+        tables: dict[str, Any] = {"forward": HOPPER_TILES, "dq": HOPPER_DQ_TILES, "dkdv": HOPPER_DKDV_TILES}
+        return self.another_tile or tables[self.kernel][self.head_dim]
+
+    @property
     def tile(self) -> TileShape:
         """For tables: 9 warps compute and load; the GPU rounds them up to 12 when it allocates registers."""
-        tile = HOPPER_TILES[self.head_dim]
-        return TileShape(2 * ROWS.value, tile.block_n, 9, tile.stages)
+        rows = 2 * ROWS.value
+        if self.kernel == "dkdv":
+            return TileShape(self.shape.block_m, rows, 9, self.shape.stages)
+        return TileShape(rows, self.shape.block_n, 9, self.shape.stages)
 
     def __str__(self) -> str:
-        return f"gluon-forward-{self.arch}-d{self.head_dim}-{_DTYPES[self.dtype]}"
+        return f"gluon-{self.kernel}-{self.arch}-d{self.head_dim}-{_DTYPES[self.dtype]}"
 
 
 @dataclass(frozen=True)
@@ -164,8 +181,11 @@ class Resources:
 
 def hopper_configurations() -> list[HopperConfiguration]:
     """All configurations of the backend "gluon"."""
+    dtypes = [dtype for dtype in _DTYPES if dtype.itemsize == 2]
     return [
-        HopperConfiguration(head_dim, dtype) for head_dim in HOPPER_TILES for dtype in _DTYPES if dtype.itemsize == 2
+        *(HopperConfiguration("forward", head_dim, dtype) for head_dim in HOPPER_TILES for dtype in dtypes),
+        *(HopperConfiguration("dq", head_dim, dtype) for head_dim in HOPPER_DQ_TILES for dtype in dtypes),
+        *(HopperConfiguration("dkdv", head_dim, dtype) for head_dim in HOPPER_DKDV_TILES for dtype in dtypes),
     ]
 
 
@@ -191,32 +211,44 @@ def read_binary(compiled: Any) -> tuple[Resources, str]:
 
 
 def _compile_hopper(configuration: HopperConfiguration) -> Any:
-    """The Hopper kernel, compiled by Triton with the launcher's argument types and alignments."""
-    tile, head_dim, element = HOPPER_TILES[configuration.head_dim], configuration.head_dim, _DTYPES[configuration.dtype]
-    heads = heads_per_tile(tile, 4)
+    """A kernel for Hopper, compiled by Triton with the launcher's argument types and alignments."""
+    kernels = {"forward": hopper_forward_kernel, "dq": hopper_dq_kernel, "dkdv": hopper_dkdv_kernel}
+    kernel, tile = kernels[configuration.kernel], configuration.shape
+    head_dim, element, rows = configuration.head_dim, _DTYPES[configuration.dtype], ROWS.value
+    block = tile.block_m if configuration.kernel == "dkdv" else tile.block_n
     constants = {
         "GROUP": 4,
-        "HEADS": heads,
-        "BLOCK_N": tile.block_n,
+        "BLOCK_M" if configuration.kernel == "dkdv" else "BLOCK_N": block,
         "BLOCK_D": head_dim,
         "STAGES": tile.stages,
-        "TURNS": tile.turns,
         "LOAD_REGISTERS": tile.registers[0],
         "COMPUTE_REGISTERS": tile.registers[1],
     }
+    heads = 1
+    if configuration.kernel == "forward":
+        heads = heads_per_tile(tile, 4)
+        constants |= {"HEADS": heads, "TURNS": tile.turns}
+    if configuration.kernel == "dq":
+        constants["dlse_ptr"] = None
     layout = gl.NVMMASharedLayout(128, 16, rank=3)
-    blocks = {"q_desc": (heads // 2, 2 * ROWS.value // heads), "k_desc": (1, tile.block_n), "v_desc": (1, tile.block_n)}
-    types = {name: f"tensordesc<{element}[{h},{rows},{head_dim}],{layout!r}>" for name, (h, rows) in blocks.items()}
-    types |= {"v_ptr": f"*{element}", "out_ptr": f"*{element}", "lse_ptr": "*fp32", "scale_log2": "fp32"}
+    own, others = ("k", "v"), ("q", "dout")
+    if configuration.kernel != "dkdv":
+        own, others = others, own
+    blocks = {f"{name}_desc": size for names, size in ((own, rows), (others, block)) for name in names}
+    types = {name: f"tensordesc<{element}[1,{size},{head_dim}],{layout!r}>" for name, size in blocks.items()}
+    if heads > 1:
+        types["q_desc"] = f"tensordesc<{element}[{heads // 2},{2 * rows // heads},{head_dim}],{layout!r}>"
+    types |= dict.fromkeys(("lse_ptr", "lse2_ptr", "delta_ptr"), "*fp32") | {"scale": "fp32", "scale_log2": "fp32"}
+    types |= {f"{name}_ptr": f"*{element}" for name in ("q", "k", "v", "out", "dout", "dq", "dk", "dv")}
     signature, attributes = {}, {}
-    for position, name in enumerate(hopper_forward_kernel.arg_names):
+    for position, name in enumerate(kernel.arg_names):
         signature[name] = (
             "constexpr" if name in constants else types.get(name, "*i32" if name.endswith("_ptr") else "i32")
         )
-        if signature[name].startswith("*") or name.startswith("stride_"):
+        if signature[name].startswith("*") or (name.startswith("stride_") and not name.startswith("stride_dl")):
             attributes[(position,)] = [["tt.divisibility", 16]]
-    constexprs = {(hopper_forward_kernel.arg_names.index(name),): value for name, value in constants.items()}
-    source = GluonASTSource(hopper_forward_kernel, signature, constexprs, attributes)
+    constexprs = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
+    source = GluonASTSource(kernel, signature, constexprs, attributes)
     options = {"num_warps": 4, "enable_fp_fusion": True}
     return triton.compile(source, target=TARGETS["sm_90"], options=options)
 

@@ -91,7 +91,7 @@ class Barriers:
 
     def __init__(self, count: int) -> None:
         lines = [frame.line or "" for frame in traceback.extract_stack()]
-        names = [found[1] for line in lines if (found := re.match(r"(\w+) = _barriers\(", line))]
+        names = [found[1] for line in lines if (found := re.match(r"(\w+) = barriers\(", line))]
         self.barriers = [Barrier(f"{names[-1] if names else 'barrier'}[{i}]") for i in range(count)]
 
     def index(self, i: int) -> Barrier:
@@ -102,7 +102,7 @@ class Pointer:
     """Addresses within the memory of a tensor."""
 
     def __init__(self, data: Tensor, offset: Any) -> None:
-        self.data, self.offset = data, offset
+        self.data, self.offset, self.dtype = data, offset, SimpleNamespace(element_ty=data.dtype)
 
     def __add__(self, offset: Any) -> Pointer:
         return Pointer(self.data, self.offset + offset)
@@ -313,7 +313,7 @@ def _layout(*args: Any) -> None:
 
 LANGUAGE = SimpleNamespace(
     int32=torch.int32, int64=torch.int64, float32=torch.float32, constexpr=None,
-    BlockedLayout=_layout, SliceLayout=_layout, DotOperandLayout=_layout,
+    BlockedLayout=_layout, SliceLayout=_layout, DotOperandLayout=_layout, SwizzledSharedLayout=_layout,
     arange=lambda start, end, layout=None: torch.arange(start, end, dtype=torch.int32),
     zeros=lambda shape, dtype, layout: torch.zeros(*shape, dtype=dtype),
     full=lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
@@ -329,6 +329,7 @@ LANGUAGE = SimpleNamespace(
 )  # fmt: skip
 STAND_INS: dict[str, Any] = {
     "gl": LANGUAGE, "tl": LANGUAGE, "warpgroup_mma": _request, "warpgroup_mma_wait": _wait_for_products,
+    "warpgroup_mma_init": lambda value: value,
     "fence_async_shared": _fence, "copy_block": lambda *copy: machine().copy(*copy),
     "mbarrier": SimpleNamespace(
         MBarrierLayout=_layout, init=_init, arrive=_arrive, expect=_expect,

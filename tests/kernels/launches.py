@@ -20,6 +20,7 @@ from tritonpack import BlockDiagonalMask
 from tritonpack.backends.tile_table import Cut, tile_tables
 from tritonpack.backends.tree_table import tree_tables
 from tritonpack.kernels import intervals, trees
+from tritonpack.kernels.hopper_dq import HOPPER_DQ_TILES
 from tritonpack.masks.dense import bits, dense
 from tritonpack.testing import CASES, Case, Inputs, make_inputs
 from tritonpack.testing.cases import parents_of
@@ -86,13 +87,17 @@ def _attention(name: str, case: Case, dtype: str, keywords: dict[str, Any]) -> C
 
 def hopper_calls() -> list[Call]:
     """Forward and backward of the backend "gluon"."""
-    kernels = frozenset({"hopper_forward_kernel", "dq_kernel", "dkdv_kernel"})
+
+    def kernels(head_dim: int) -> frozenset[str]:
+        of_gradients = ("hopper_dq_kernel", "hopper_dkdv_kernel") if head_dim in HOPPER_DQ_TILES else ("dq_kernel",)
+        return frozenset({"hopper_forward_kernel", *of_gradients})
+
     return [
         Call(
             f"gluon-{head_dim}-{dtype}",
             partial(make_inputs, replace(LARGE[1], head_dim=head_dim), DTYPES[dtype]),
             partial(run, backend="gluon"),
-            kernels,
+            kernels(head_dim),
         )
         for head_dim in HOPPER_HEAD_DIMS
         for dtype in ("bf16", "fp16")

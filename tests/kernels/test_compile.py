@@ -117,22 +117,17 @@ def test_softmax_overlaps_with_the_deferred_output() -> None:
         assert re.match(r"[wb]+H+\|b*H+e", sass.events(code.instructions[loop.start : loop.stop]))
 
 
+HOPPER = [
+    pytest.param(c, id=str(c), marks=() if str(c).endswith("d128-bf16") else pytest.mark.slow)
+    for c in hopper_configurations()
+]
+
+
 @pytest.mark.compile
-@pytest.mark.parametrize(
-    "configuration",
-    [
-        pytest.param(c, id=str(c), marks=() if str(c).endswith("d128-bf16") else pytest.mark.slow)
-        for c in hopper_configurations()
-    ],
-)
+@pytest.mark.parametrize("configuration", [p for p in HOPPER if "forward" in str(p.id)])
 def test_hopper_kernel(configuration: HopperConfiguration) -> None:
     """TMA loads, more registers for the computing warps, a softmax between a product's request and its wait."""
-    resources, listing = disassemble(configuration)
-    assert resources.shared_bytes <= 227 * 1024
-    assert "UTMALDG" in listing
-    assert "USETMAXREG" in listing
-    code = sass.parse(listing)
-    loops = [code.instructions[loop.start : loop.stop] for loop in sass.loops(code)]
+    loops = _hopper_loops(configuration)
     assert len(loops) == 6  # three phases in each half
     for loop in loops:
         events = sass.events(loop)
@@ -141,4 +136,42 @@ def test_hopper_kernel(configuration: HopperConfiguration) -> None:
         assert overlapped.count("e") >= configuration.tile.block_n // 2
         assert "e" not in requested + after
         # Spills elsewhere are scalars between tiles, and those of the loading warp, which has 24 registers.
-        assert not any(instruction.stem in ("LDL", "STL") for instruction in loop)
+        assert _spills(loop) == 0
+
+
+@pytest.mark.compile
+@pytest.mark.parametrize("configuration", [p for p in HOPPER if "forward" not in str(p.id)])
+def test_hopper_backward_kernel(configuration: HopperConfiguration) -> None:
+    """As the forward kernel, and P and dS stay in registers; loops over full blocks don't spill."""
+    loops = _hopper_loops(configuration)
+    assert len(loops) == 4  # two phases in each half
+    exponentials = (
+        32 * (configuration.tile.block_n if configuration.kernel == "dq" else configuration.tile.block_m) // 64
+    )
+    for loop in loops:
+        events = sass.events(loop)
+        # First the block's dP, then the sums and the scores of the next block. One product at a time would need more.
+        first, *rest = events.split("|")
+        assert len(rest) == (3 if configuration.kernel == "dq" else 2)
+        assert "H" in first
+        assert events.count("e") == exponentials
+        of_sums = [i for i in loop if i.stem == "HGMMA" and i.operands.split(",")[1].strip().startswith("R")]
+        assert of_sums
+    for full, masked in (sorted(half, key=len) for half in (loops[:2], loops[2:])):
+        assert sass.events(full).split("|")[0].count("e") >= 0.8 * exponentials
+        assert _spills(full) == 0
+        assert _spills(masked) <= 20  # at head dimension 128, where the bounds spill
+
+
+def _hopper_loops(configuration: HopperConfiguration) -> list[list[sass.Instruction]]:
+    """The loops with products of a kernel for Hopper that uses TMA and moves registers between warps."""
+    resources, listing = disassemble(configuration)
+    assert resources.shared_bytes <= 227 * 1024
+    assert "UTMALDG" in listing
+    assert "USETMAXREG" in listing
+    code = sass.parse(listing)
+    return [code.instructions[loop.start : loop.stop] for loop in sass.loops(code)]
+
+
+def _spills(loop: list[sass.Instruction]) -> int:
+    return sum(instruction.stem in ("LDL", "STL") for instruction in loop)

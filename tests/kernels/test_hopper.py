@@ -3,6 +3,7 @@
 import importlib.util
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -208,19 +209,25 @@ MUTATIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MUTATIONS)
-@pytest.mark.usefixtures("small")
-def test_emulator_finds_broken_synchronisation(name: str, tmp_path: Path) -> None:
-    """With one line of the kernel broken, some order of events must raise the expected error."""
-    old, new, seen = MUTATIONS[name]
-    source = Path(kernels.__file__).read_text(encoding="utf-8")
+def broken_copy(module: ModuleType, old: str, new: str, folder: Path) -> Any:
+    """A copy of a module, with a text that occurs once replaced."""
+    source = Path(str(module.__file__)).read_text(encoding="utf-8")
     assert source.count(old) == 1
-    path = tmp_path / "mutant.py"
+    path = folder / "mutant.py"
     path.write_text(source.replace(old, new), encoding="utf-8")
     spec = importlib.util.spec_from_file_location("mutant", path)
     assert spec is not None and spec.loader is not None  # noqa: PT018
     mutant = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(mutant)
+    return mutant
+
+
+@pytest.mark.parametrize("name", MUTATIONS)
+@pytest.mark.usefixtures("small")
+def test_emulator_finds_broken_synchronisation(name: str, tmp_path: Path) -> None:
+    """With one line of the kernel broken, some order of events must raise the expected error."""
+    old, new, seen = MUTATIONS[name]
+    mutant = broken_copy(kernels, old, new, tmp_path)
     inputs = make_inputs(LONG, torch.float16, slack_value=float("nan"))
 
     def run() -> None:

@@ -98,7 +98,7 @@ def test_one_binary_for_all_lengths(backend: str) -> None:
         assert len(launches) % len(cases) == 0  # as many for each
         assert {name: len(found) for name, found in binaries(launches).items() if len(found) > 1} == {}
         if backend == "gluon":
-            assert {x.threads for x in launches if x.kernel == "hopper_forward_kernel"} == {384}  # 288 were requested
+            assert {x.threads for x in launches if x.kernel.startswith("hopper_")} == {384}  # 288 were requested
 
 
 def test_one_binary_for_whole_documents() -> None:

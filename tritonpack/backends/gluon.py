@@ -1,6 +1,7 @@
-"""The backend "gluon": forward by the Hopper kernel, backward by the Triton backend; `auto` never chooses it.
+"""The backend "gluon": kernels for Hopper; `auto` never chooses it.
 
-It supports 16-bit types, head dimensions 64, 128 and 256, and plain softmax.
+It supports 16-bit types, head dimensions 64, 128 and 256, and plain softmax. At head dimension 256 the Triton backend
+computes the gradients.
 """
 
 from __future__ import annotations
@@ -12,10 +13,14 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tritonpack.backends.tile_table import Cut, TileTables
-from tritonpack.backends.triton import aligned, backward, descriptor, plan_cuts
+from tritonpack.backends import triton as triton_backend
+from tritonpack.backends.tile_table import Cut, TileTables, tile_tables
+from tritonpack.backends.triton import aligned, descriptor, plan_cuts
 from tritonpack.errors import BackendUnavailableError
-from tritonpack.kernels.hopper import HOPPER_TILES, ROWS, hopper_forward_kernel
+from tritonpack.kernels.hopper import HOPPER_TILES, hopper_forward_kernel
+from tritonpack.kernels.hopper_dkdv import HOPPER_DKDV_TILES, hopper_dkdv_kernel
+from tritonpack.kernels.hopper_dq import HOPPER_DQ_TILES, hopper_dq_kernel
+from tritonpack.kernels.hopper_primitives import ROWS
 from tritonpack.kernels.primitives import LOG2E
 from tritonpack.kernels.tile_shapes import heads_per_tile
 from tritonpack.masks.block_diagonal import BlockDiagonalMask
@@ -46,9 +51,15 @@ def plan_tiles(
     _check(q, v, options)
     if mask.is_tree:
         raise BackendUnavailableError("backend='gluon' has no masks of trees; use backend='triton' or 'auto'.")
-    tile, rows = HOPPER_TILES[q.shape[2]], 2 * ROWS.value
+    head_dim, rows = q.shape[2], 2 * ROWS.value
+    tile = HOPPER_TILES[head_dim]
     tokens = rows // heads_per_tile(tile, q.shape[1] // k.shape[1])
-    return plan_cuts(q, k, v, mask, options, Cut(tokens, tile.block_n, rows), backward=backward)
+    of_forward = Cut(tokens, tile.block_n, rows)
+    if not backward or head_dim not in HOPPER_DQ_TILES:
+        return plan_cuts(q, k, v, mask, options, of_forward, backward=backward)
+    of_keys = Cut(rows, HOPPER_DKDV_TILES[head_dim].block_m, of_keys=True)
+    of_queries = Cut(rows, HOPPER_DQ_TILES[head_dim].block_n)
+    return TileTables(*tile_tables(mask, of_forward, of_keys, of_queries, whole_documents=options.pack_invariant))
 
 
 def forward(
@@ -97,6 +108,106 @@ def forward(
             enable_fp_fusion=True,
         )
     return out, lse
+
+
+def backward(
+    dout: Tensor,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: BlockDiagonalMask,
+    options: AttentionOptions,
+    tiles: TileTables,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """(dq, dk, dv, None) in the shapes and dtypes of q, k, v.
+
+    It allocates 8 bytes more per query row and head. Head dimension 256 goes to the Triton backend.
+    """
+    if q.shape[2] not in HOPPER_DQ_TILES or not q.shape[0] or not k.shape[0]:
+        return triton_backend.backward(dout, dlse, q, k, v, out, lse, mask, options, tiles)
+    assert tiles.keys is not None
+    assert tiles.queries is not None
+    assert lse.is_contiguous(), "the kernel takes no strides of lse"
+    assert out.stride(2) == 1, "the kernel takes no stride of the columns of out"
+    (num_queries, heads, head_dim), kv_heads = q.shape, k.shape[1]
+    dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+    q, k, v, dout = aligned(q), aligned(k), aligned(v), aligned(dout)
+    of_queries, of_keys, transposed = HOPPER_DQ_TILES[head_dim], HOPPER_DKDV_TILES[head_dim], mask.transpose()
+    lse2, delta = torch.empty((2, heads, num_queries), dtype=torch.float32, device=q.device)
+    common = {
+        "lse2_ptr": lse2,
+        "delta_ptr": delta,
+        "key_start_ptr": mask.key_start,
+        "key_stop_ptr": mask.key_stop,
+        "query_start_ptr": transposed.key_start,
+        "query_stop_ptr": transposed.key_stop,
+        "num_queries": num_queries,
+        "scale": options.scale,
+        "scale_log2": options.scale * LOG2E.value,
+        "GROUP": heads // kv_heads,
+        "BLOCK_D": head_dim,
+        "num_warps": 4,
+        "enable_fp_fusion": True,
+    }
+    with torch.cuda.device_of(q):
+        hopper_dq_kernel[(heads * tiles.queries.shape[0], 1)](
+            q_desc=_swizzled(q, ROWS.value),
+            k_desc=_swizzled(k, of_queries.block_n),
+            v_desc=_swizzled(v, of_queries.block_n),
+            dout_desc=_swizzled(dout, ROWS.value),
+            k_ptr=k,
+            v_ptr=v,
+            out_ptr=out,
+            lse_ptr=lse,
+            dlse_ptr=dlse,
+            dq_ptr=dq,
+            tiles_ptr=tiles.queries,
+            stride_kt=k.stride(0),
+            stride_kh=k.stride(1),
+            stride_vt=v.stride(0),
+            stride_vh=v.stride(1),
+            stride_ot=out.stride(0),
+            stride_oh=out.stride(1),
+            stride_dlh=0 if dlse is None else dlse.stride(0),
+            stride_dlt=0 if dlse is None else dlse.stride(1),
+            stride_dqt=dq.stride(0),
+            stride_dqh=dq.stride(1),
+            num_heads=heads,
+            BLOCK_N=of_queries.block_n,
+            STAGES=of_queries.stages,
+            LOAD_REGISTERS=of_queries.registers[0],
+            COMPUTE_REGISTERS=of_queries.registers[1],
+            **common,
+        )
+        hopper_dkdv_kernel[(kv_heads * tiles.keys.shape[0], 1)](
+            q_desc=_swizzled(q, of_keys.block_m),
+            k_desc=_swizzled(k, ROWS.value),
+            v_desc=_swizzled(v, ROWS.value),
+            dout_desc=_swizzled(dout, of_keys.block_m),
+            q_ptr=q,
+            dout_ptr=dout,
+            dk_ptr=dk,
+            dv_ptr=dv,
+            tiles_ptr=tiles.keys,
+            stride_qt=q.stride(0),
+            stride_qh=q.stride(1),
+            stride_dot=dout.stride(0),
+            stride_doh=dout.stride(1),
+            stride_dkt=dk.stride(0),
+            stride_dkh=dk.stride(1),
+            stride_dvt=dv.stride(0),
+            stride_dvh=dv.stride(1),
+            num_kv_heads=kv_heads,
+            BLOCK_M=of_keys.block_m,
+            STAGES=of_keys.stages,
+            LOAD_REGISTERS=of_keys.registers[0],
+            COMPUTE_REGISTERS=of_keys.registers[1],
+            **common,
+        )
+    return dq, dk, dv, None
 
 
 def _check(q: Tensor, v: Tensor, options: AttentionOptions) -> None:

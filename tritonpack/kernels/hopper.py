@@ -20,15 +20,23 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
-    tma,
     warpgroup_mma,
     warpgroup_mma_wait,
 )
 
+from tritonpack.kernels.hopper_primitives import (
+    ROWS,
+    as_operand,
+    barriers,
+    copy_block,
+    copy_seen,
+    count_unseen,
+    product_layout,
+    request_product,
+    seen_rows,
+    store_layout,
+)
 from tritonpack.kernels.primitives import LN2, block_range, load_bounds
-
-# Renamed after Triton 3.6.
-copy_block = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
 
 
 @dataclass(frozen=True)
@@ -51,30 +59,8 @@ class HopperTileShape:
     turns: bool = True
 
 
-ROWS = gl.constexpr(64)  # rows of a half
-
 # Head dimension -> tile, for the 16-bit types on sm_90.
 HOPPER_TILES = {64: HopperTileShape(128, 3), 128: HopperTileShape(128, 2), 256: HopperTileShape(64, 2)}
-
-
-@gluon.constexpr_function
-def _product_layout(columns):
-    """The layout of a product in a warpgroup: 64 rows of `columns` columns."""
-    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
-
-
-@gluon.constexpr_function
-def _store_layout(columns):
-    """A layout with 8 columns, 16 bytes, per thread, and in each warp the rows that it has in a product."""
-    registers = [[0, 1], [0, 2], [0, 4]] + [[0, c] for c in (32, 64, 128) if c < columns] + [[8, 0]]
-    lanes, warps = [[0, 8], [0, 16], [1, 0], [2, 0], [4, 0]], [[16, 0], [32, 0]]
-    return gl.DistributedLinearLayout(registers, lanes, warps, [], [64, columns])
-
-
-@gluon.constexpr_function
-def _line_layout(size):
-    """The layout of a vector in one warp."""
-    return gl.BlockedLayout([size // 32], [32], [1], [0])
 
 
 @gluon.jit(do_not_specialize=["num_tiles", "head_blocks", "num_queries"])
@@ -116,13 +102,13 @@ def hopper_forward_kernel(
     q = gl.allocate_shared_memory(dtype, [2, ROWS // tokens, tokens, BLOCK_D], q_desc.layout)
     k = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, BLOCK_D], k_desc.layout)
     v = gl.allocate_shared_memory(dtype, [STAGES, 1, BLOCK_N, BLOCK_D], v_desc.layout)
-    q_filled = _barriers(2, 1)
-    k_filled = _barriers(STAGES, 1)
-    v_filled = _barriers(STAGES, 1)
-    q_free = _barriers(2, 1)
-    k_free = _barriers(STAGES, 2)
-    v_free = _barriers(STAGES, 2)
-    turn = _barriers(2, 1)
+    q_filled = barriers(2, 1)
+    k_filled = barriers(STAGES, 1)
+    v_filled = barriers(STAGES, 1)
+    q_free = barriers(2, 1)
+    k_free = barriers(STAGES, 2)
+    v_free = barriers(STAGES, 2)
+    turn = barriers(2, 1)
     fence_async_shared()
 
     buffers = (q, k, v, q_filled, k_filled, v_filled, q_free, k_free, v_free)
@@ -163,15 +149,6 @@ def _find_tile(tiles, number, HEADS: gl.constexpr):
 
 
 @gluon.jit
-def _barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
-    """COUNT barriers, each complete after ARRIVALS arrivals."""
-    barriers = gl.allocate_shared_memory(gl.int64, [COUNT, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(COUNT):
-        mbarrier.init(barriers.index(i), count=ARRIVALS)
-    return barriers
-
-
-@gluon.jit
 def _load(
     q_desc, k_desc, v_desc, v_ptr, stride_vt, stride_vh, buffers, tiles, bounds, query_start_ptr, query_stop_ptr,
     GROUP: gl.constexpr, HEADS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, STAGES: gl.constexpr,
@@ -204,15 +181,13 @@ def _load(
                 unseen = 0
                 if (exposed != 0) & ((block < full) | (block >= full_end)):  # all rows see the other blocks
                     key_end = gl.load(key_stop_ptr + (end - 1))
-                    unseen = _count_unseen(key, query_start_ptr, query_stop_ptr, key_end, BLOCK_N)
+                    unseen = count_unseen(seen_rows(key, query_start_ptr, query_stop_ptr, key_end, BLOCK_N))
                 slot = (done + block) % STAGES
                 mbarrier.wait(v_free.index(slot), ((done + block) // STAGES & 1) ^ 1)
                 if unseen > 0:
                     key_end = gl.load(key_stop_ptr + (end - 1))
-                    _copy_seen(
-                        v_ptr + kv_head.to(gl.int64) * stride_vh, stride_vt, v.index(slot), key, query_start_ptr,
-                        query_stop_ptr, key_end, BLOCK_N, BLOCK_D,
-                    )  # fmt: skip
+                    copy = (v_ptr + kv_head.to(gl.int64) * stride_vh, stride_vt, v.index(slot))
+                    copy_seen((copy,), key, query_start_ptr, query_stop_ptr, key_end, BLOCK_N, BLOCK_D)
                     fence_async_shared()
                     mbarrier.arrive(v_filled.index(slot))
                 else:
@@ -221,38 +196,6 @@ def _load(
         number += 1
         done += blocks
         head, first, end, exposed = _find_tile(tiles, number, HEADS)
-
-
-@gluon.jit
-def _count_unseen(key, query_start_ptr, query_stop_ptr, key_end, BLOCK_N: gl.constexpr):
-    """The number of keys of a block that no query sees or that lie after the tile's last key."""
-    layout: gl.constexpr = _line_layout(BLOCK_N)
-    offs_n = key + gl.arange(0, BLOCK_N, layout)
-    query_start, query_stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, key_end)
-    return gl.sum((query_start >= query_stop).to(gl.int32), 0)
-
-
-@gluon.jit
-def _copy_seen(
-    v_ptr, stride_vt, v, key, query_start_ptr, query_stop_ptr, key_end,
-    BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-):  # fmt: skip
-    """Copy a block of values, with zeros for values that no query sees or that lie after the tile's last key, because a
-    probability of zero times NaN is NaN.
-
-    Few tiles need this, so it copies few rows at a time, which takes few registers.
-    """
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [8, 4], [1, 1], [1, 0])
-    rows = v.reshape([BLOCK_N, BLOCK_D])
-    offs_n = key + gl.arange(0, 8, gl.SliceLayout(1, LAYOUT))
-    offs_d = gl.arange(0, 64, gl.SliceLayout(0, LAYOUT))
-    for i in gl.static_range(BLOCK_N // 8):
-        query_start, query_stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, key_end)
-        seen = (query_start < query_stop)[:, None]
-        v_ptrs = v_ptr + offs_n.to(gl.int64)[:, None] * stride_vt + offs_d[None, :]
-        for column in gl.static_range(0, BLOCK_D, 64):
-            rows.slice(i * 8, 8).slice(column, 64, 1).store(gl.load(v_ptrs + column, mask=seen, other=0.0))
-        offs_n += 8
 
 
 @gluon.jit
@@ -285,9 +228,9 @@ def _compute(
     out_ptr, lse_ptr, stride_ot, stride_oh, num_queries = results
     key_start_ptr, key_stop_ptr = bounds
     TOKENS: gl.constexpr = 2 * ROWS // HEADS
-    S_LAYOUT: gl.constexpr = _product_layout(BLOCK_N)
-    O_LAYOUT: gl.constexpr = _product_layout(BLOCK_D)
-    WIDE: gl.constexpr = _store_layout(BLOCK_D)
+    S_LAYOUT: gl.constexpr = product_layout(BLOCK_N)
+    O_LAYOUT: gl.constexpr = product_layout(BLOCK_D)
+    WIDE: gl.constexpr = store_layout(BLOCK_D)
     ROW: gl.constexpr = gl.SliceLayout(1, S_LAYOUT)
     rows = q.index(HALF).reshape([ROWS, BLOCK_D])
     number = 0
@@ -309,13 +252,13 @@ def _compute(
             mbarrier.wait(k_filled.index(slot), done // STAGES & 1)
             if TURNS:
                 mbarrier.wait(turn.index(HALF), done & 1)
-            scores = _request_scores(rows, k.index(slot), S_LAYOUT, BLOCK_N, BLOCK_D)
+            scores = request_product(rows, k.index(slot), S_LAYOUT, BLOCK_N, BLOCK_D)
             if TURNS:
                 mbarrier.arrive(turn.index(1 - HALF))
             scores = warpgroup_mma_wait(0, deps=[scores])
             mbarrier.arrive(k_free.index(slot))
             p, m_i, l_i, alpha = _softmax(scores, m_i, l_i, scale_log2, begin, start, stop, S_LAYOUT, BLOCK_N, True)
-            p = _as_operand(p, q.dtype, O_LAYOUT)
+            p = as_operand(p, q.dtype, O_LAYOUT)
             for phase in gl.static_range(3):
                 lo = 1 if phase == 0 else (gl.maximum(full, 1) if phase == 1 else gl.maximum(full_end, 1))
                 hi = full if phase == 0 else (full_end if phase == 1 else blocks)
@@ -326,7 +269,7 @@ def _compute(
                     mbarrier.wait(k_filled.index(slot), n // STAGES & 1)
                     if TURNS:
                         mbarrier.wait(turn.index(HALF), n & 1)
-                    scores = _request_scores(rows, k.index(slot), S_LAYOUT, BLOCK_N, BLOCK_D)
+                    scores = request_product(rows, k.index(slot), S_LAYOUT, BLOCK_N, BLOCK_D)
                     mbarrier.wait(v_filled.index(previous), (n - 1) // STAGES & 1)
                     acc = warpgroup_mma(p, v.index(previous).reshape([BLOCK_N, BLOCK_D]), acc, is_async=True)
                     if TURNS:
@@ -341,7 +284,7 @@ def _compute(
                     acc, p = warpgroup_mma_wait(0, deps=[acc, p])
                     mbarrier.arrive(v_free.index(previous))
                     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
-                    p = _as_operand(weights, q.dtype, O_LAYOUT)
+                    p = as_operand(weights, q.dtype, O_LAYOUT)
             last = done + blocks - 1
             slot = last % STAGES
             mbarrier.wait(v_filled.index(slot), last // STAGES & 1)
@@ -372,13 +315,6 @@ def _compute(
 
 
 @gluon.jit
-def _request_scores(rows, keys, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr):
-    """Start [M, D] @ [D, N] -> [M, N] without waiting for it."""
-    nothing = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
-    return warpgroup_mma(rows, keys.reshape([BLOCK_N, BLOCK_D]).permute((1, 0)), nothing, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def _softmax(
     scores, m_i, l_i, scale_log2, key, start, stop, S_LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr,
     MASKED: gl.constexpr,
@@ -394,12 +330,6 @@ def _softmax(
     weights = gl.exp2(scores * scale_log2 - pivot[:, None])
     alpha = gl.exp2(m_i - pivot)
     return weights, m_new, l_i * alpha + gl.sum(weights, 1), alpha
-
-
-@gluon.jit
-def _as_operand(weights, dtype: gl.constexpr, O_LAYOUT: gl.constexpr):
-    """Weights in the layout of an operand of the product with the values, in registers."""
-    return gl.convert_layout(weights.to(dtype), gl.DotOperandLayout(0, O_LAYOUT, 2))
 
 
 @gluon.jit
