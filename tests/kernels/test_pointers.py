@@ -1,58 +1,34 @@
 """GPUs without TMA: launches without a GPU compile once for all lengths, and load 16 bytes at a time."""
 
-from typing import Any
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
-
 from tests.kernels.aot import Configuration, disassemble
-from tests.kernels.test_hopper_launch import _Hopper
-from tritonpack import BlockDiagonalMask
-from tritonpack.backends import triton as triton_backend
+from tests.kernels.fake_driver import fake_gpu
+from tritonpack import BlockDiagonalMask, varlen_attention
+from tritonpack.backends import launch
 from tritonpack.kernels.tile_shapes import Kernel
-from tritonpack.options import make_options
 
 pytestmark = pytest.mark.compile
 
 
-class _Ampere(_Hopper):
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", 80, 32)
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The kernels that launches compile for sm_80; they aren't run."""
-    found: list[Any] = []
-
-    def launcher(self: JITFunction[Any], grid: tuple[int, ...]) -> Any:
-        return lambda **arguments: found.append(self.warmup(grid=(*grid, 1)[:3], **arguments))
-
-    monkeypatch.setattr(JITFunction, "__getitem__", launcher)
-    monkeypatch.setattr(driver, "_active", _Ampere())  # without a GPU its setter can't restore the old driver
-    monkeypatch.setattr(triton_backend, "current_arch", lambda device: "sm_80")
-    return found
-
-
-def test_one_binary_for_all_lengths(compiled: list[Any]) -> None:
+def test_one_binary_for_all_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of one head lie side by side, so the distance between heads depends on the number of tokens."""
-    for tokens in (300, 1, 16, 33, 4096):
-        mask = BlockDiagonalMask.from_seqlens([tokens])
-        q, k, dout = (torch.randn(heads, tokens, 24).transpose(0, 1).bfloat16() for heads in (4, 2, 4))
-        options = make_options(q, mask)
-        tiles = triton_backend.plan_tiles(q, k, k, mask, options, backward=True)
-        out, lse = triton_backend.forward(q, k, k, mask, options, tiles)
-        triton_backend.backward(dout, None, q, k, k, out, lse, mask, options, tiles)
-    assert len(compiled) == 5 * 3
-    assert len({id(kernel) for kernel in compiled}) == 3
-    for kernel in compiled[:3]:
-        assert "cp.async.c" in kernel.asm["ptx"]  # it copies 4 bytes or more
+    monkeypatch.setattr(launch, "_binaries", {})
+    kernels = {"forward_kernel", "dq_kernel", "dkdv_kernel"}
+    masks = [BlockDiagonalMask.from_seqlens([tokens]) for tokens in (300, 1, 16, 33, 4096)]
+    with fake_gpu("sm_80") as launches:
+        for mask in masks:
+            q, k = (torch.randn(heads, mask.num_queries, 24).transpose(0, 1).bfloat16() for heads in (4, 2))
+            out = varlen_attention(q.requires_grad_(), k, k, mask, backend="triton")
+            out.sum().backward()
+        found = [(x.kernel, x.binary) for x in launches if x.kernel in kernels]
+    assert len(found) == 5 * 3
+    assert len(set(found)) == 3
+    for binary, _ in launch._binaries.values():
+        assert "cp.async.c" in binary.asm["ptx"]  # it copies 4 bytes or more
 
 
 @pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.slow), "gfx942"])
