@@ -307,14 +307,14 @@ def _source(configuration: Configuration) -> ASTSource:
         "num_queries", "num_keys", "stride_at", "stride_ah", "stride_dlh", "stride_dlt", "drop_below",
     }  # fmt: skip
 
-    signature, attributes = {}, {}
+    signature: dict[str, str | tuple[str, ...]] = {}
+    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
     for position, name in enumerate(kernel.arg_names):
-        signature[name] = (
-            "constexpr" if name in constants else types.get(name, "*i32" if name.endswith("_ptr") else "i32")
-        )
-        if isinstance(signature[name], tuple):
+        kind = "constexpr" if name in constants else types.get(name, "*i32" if name.endswith("_ptr") else "i32")
+        signature[name] = kind
+        if isinstance(kind, tuple):
             attributes |= {(position, part): [["tt.divisibility", 16]] for part in range(4)}
-        elif signature[name].startswith("*") or (signature[name] == "i32" and name not in unaligned):
+        elif kind.startswith("*") or (kind == "i32" and name not in unaligned):
             attributes[(position,)] = [["tt.divisibility", 16]]
     constexprs: dict[Any, Any] = {
         (position,): constants[name] for position, name in enumerate(kernel.arg_names) if name in constants
