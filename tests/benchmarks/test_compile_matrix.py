@@ -23,19 +23,17 @@ needs_rows = pytest.mark.skipif(not ROWS, reason="make compile-matrix hasn't com
 OPEN: set[tuple[str, str]] = set()
 
 
+QUICK = {
+    "dkdv-sm_80-d128-bf16", "dq-sm_100-d128-bf16", "dkdv-sm_120-d128-bf16", "dkdv-gfx942-d64-bf16",
+    "forward-sm_90-d128-bf16-group2-softcap", "dq-sm_90-d128-bf16-group8-sinks", "dkdv-sm_90-d128-bf16-group1-alibi",
+    "dkdv-sm_90-d128-bf16-group1-dropout", "dq-sm_90-d128-bf16-dlse", "forward-sm_90-d128-bf16-tree",
+}  # fmt: skip
+
+
 def _is_quick(configuration: Configuration | HopperConfiguration) -> bool:
-    """Whether a configuration is compiled in every run: Hopper without features, and with each feature at 128."""
-    name, gpu = str(configuration), configuration.gpu
-    if isinstance(configuration, HopperConfiguration) or gpu != "sm_90":
-        return name in {
-            "dkdv-sm_80-d128-bf16", "dq-sm_100-d128-bf16", "dkdv-sm_120-d128-bf16", "dq-sm_120-d128-bf16",
-            "dkdv-gfx942-d64-bf16",
-        }  # fmt: skip
-    if configuration.dtype != torch.bfloat16 or configuration.head_dim_v:
-        return False
-    if configuration.features:
-        return configuration.head_dim == 128 and len(configuration.features) == 1
-    return configuration.head_dim in (64, 128, 256) and configuration.group == 4
+    """Whether a configuration is compiled in every run: Hopper at 64 and 128, and a kernel with each feature."""
+    hopper = {f"{kernel}-sm_90-d{head_dim}-bf16" for kernel in ("forward", "dkdv", "dq") for head_dim in (64, 128)}
+    return str(configuration) in hopper | QUICK
 
 
 def _is_compiled(configuration: Configuration | HopperConfiguration) -> bool:
