@@ -30,6 +30,9 @@ QUICK = {
 }  # fmt: skip
 
 
+TAKES_MOST = (("dropout",), ("tree",))
+
+
 def _is_quick(configuration: Configuration | HopperConfiguration) -> bool:
     """Whether a configuration is compiled in every run: Hopper at 64 and 128, and a kernel with each feature."""
     hopper = {f"{kernel}-sm_90-d{head_dim}-bf16" for kernel in ("forward", "dkdv", "dq") for head_dim in (64, 128)}
@@ -37,15 +40,16 @@ def _is_quick(configuration: Configuration | HopperConfiguration) -> bool:
 
 
 def _is_compiled(configuration: Configuration | HopperConfiguration) -> bool:
-    """Whether a test compiles a configuration: each feature at 128, and on GPUs that use others' tiles 128 alone."""
+    """Whether a test compiles a configuration: plain attention on each GPU, and at 128 the features that take most
+    registers, on Hopper all; on GPUs that use others' tiles only 128."""
     if isinstance(configuration, HopperConfiguration):
         return False  # below
-    plain = not configuration.features and configuration.group == 4
-    if configuration.gpu not in TILES:
-        return plain and configuration.head_dim == 128
+    gpu, head_dim, features = configuration.gpu, configuration.head_dim, configuration.features
     if configuration.dtype != torch.bfloat16:
-        return configuration.dtype == torch.float32 and configuration.gpu == "sm_80"
-    return plain or (configuration.head_dim == 128 and len(configuration.features) <= 1)
+        return configuration.dtype == torch.float32 and gpu == "sm_80" and head_dim == 128
+    if not features and configuration.group == 4:
+        return head_dim == 128 or (gpu in TILES and (gpu == "sm_90" or head_dim in (64, 256)))
+    return gpu in TILES and head_dim == 128 and len(features) < 2 and (gpu == "sm_90" or features in TAKES_MOST)
 
 
 @pytest.mark.compile
