@@ -1,5 +1,7 @@
 """Calls without the dispatcher, and calls that something watches, which pass the operators: both compute the same."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -160,3 +162,18 @@ def test_writes_between_forward_and_backward(written: str, error: str, backend: 
     (inputs.keywords["alibi_slopes"] if written == "slopes" else inputs.mask.key_start).add_(0)
     with pytest.raises((ValueError, RuntimeError), match=error):
         out.sum().backward()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kv_heads", [4, 2])
+def test_the_first_call_of_a_process_can_be_compiled(kv_heads: int) -> None:
+    """The backend is imported while torch.compile traces."""
+    program = f"""
+import torch
+from tritonpack import BlockDiagonalMask, varlen_attention
+mask = BlockDiagonalMask.from_seqlens([17, 40, 20])
+q, k, v = (torch.randn(77, heads, 16) for heads in (4, {kv_heads}, {kv_heads}))
+out = torch.compile(varlen_attention, fullgraph=True, backend="eager")(q, k, v, mask)
+assert torch.equal(out, varlen_attention(q, k, v, mask))
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

@@ -181,7 +181,7 @@ class TestPlan:
         "missing",
         [
             lambda m: m.setattr(fused, "_operators", tuple),
-            lambda m: m.setattr(fused, "_shares_key_heads", lambda: False),
+            lambda m: m.setattr(fused, "SHARES_KEY_HEADS", False),
         ],
         ids=["no kernel", "torch 2.8"],
     )
@@ -201,3 +201,29 @@ class TestPlan:
         for _ in range(3):
             run(inputs, "blocked")
         assert len(made) == 1
+
+
+@pytest.mark.parametrize("softcap", [0.0, 50.0], ids=["fused", "blocks"])
+@pytest.mark.parametrize(("head_dim", "dtype"), [(7, torch.float32), (33, torch.float32), (7, torch.float64)])
+def test_pack_invariant_at_any_address(head_dim: int, dtype: torch.dtype, softcap: float) -> None:
+    """Rows of these head dimensions begin at any multiple of the type's size; products take other sums there."""
+    torch.manual_seed(0)
+    packed = [torch.randn(17 + 130, 1, head_dim, dtype=dtype).requires_grad_() for _ in range(3)]
+    alone = [x.detach()[17:].clone().requires_grad_() for x in packed]
+    results = []
+    for inputs, lengths in ((packed, [17, 130]), (alone, [130])):
+        mask = BlockDiagonalMask.from_seqlens(lengths)
+        out = varlen_attention(*inputs, mask, softcap=softcap, pack_invariant=True, backend="blocked")
+        out.sum().backward()
+        results.append([x[-130:] for x in (out, *(y.grad for y in inputs))])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("softcap", [0.0, 50.0], ids=["fused", "blocks"])
+def test_the_default_device_does_not_matter(softcap: float) -> None:
+    q, k = (torch.randn(600, heads, 16) for heads in (4, 2))
+    mask = BlockDiagonalMask.from_seqlens([600])
+    fused._triangle.cache_clear()
+    with torch.device("meta"):
+        out = varlen_attention(q, k, k, mask, softcap=softcap, backend="blocked")
+    assert torch.equal(out, varlen_attention(q, k, k, BlockDiagonalMask.from_seqlens([600]), softcap=softcap))

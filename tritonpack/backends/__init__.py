@@ -95,8 +95,7 @@ def load(name: str) -> BackendModule:
     Raises:
         BackendUnavailableError: a package that the backend imports isn't installed.
     """
-    if name not in _modules:
-        _import(name)
+    _import(name)  # before `_modules` is read, because torch.compile keeps what it has read
     return _modules[name]
 
 
@@ -104,6 +103,8 @@ _modules: dict[str, BackendModule] = {}
 
 
 def _import(name: str) -> None:
+    if name in _modules:
+        return
     try:
         _modules[name] = cast("BackendModule", import_module(f"{__name__}.{name}"))
     except ImportError as error:

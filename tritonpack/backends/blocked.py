@@ -74,8 +74,8 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables = NO_TABLES
 ) -> tuple[Tensor, Tensor]:
     """out (T_q, H, D_v) in q's dtype, lse (H, T_q) in float32 or float64; computed in that wider dtype."""
-    plan, dtype = read_plan(q, k, mask, options, tiles), q.dtype
-    q, k, v = (_widened(x) for x in (q, k, v))
+    plan, dtype, head_dim_v = read_plan(q, k, mask, options, tiles), q.dtype, v.shape[2]
+    q, k, v = (_widened(x, options) for x in (q, k, v))
     if plan.is_one_call(mask):
         out, lse = (x.flatten(0, 1) for x in fused.forward(plan.runs[0], q, k, v, options))
         lse = lse.T
@@ -87,7 +87,7 @@ def forward(
             of_run = fused.forward(run, q, k, v, options)
             fused.take_rows(run, out).copy_(of_run[0])
             fused.take_rows(run, lse.T).copy_(of_run[1])
-    return out.to(dtype), lse
+    return out[..., :head_dim_v].to(dtype), lse
 
 
 def _forward_blocks(
@@ -146,8 +146,8 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """(dq, dk, dv, dsinks) in the shapes and dtypes of q, k, v, sinks (docs/math.md, section 3)."""
     plan = read_plan(q, k, mask, options, tiles)
-    dtype = q.dtype
-    dout, q, k, v, out = (_widened(x) for x in (dout, q, k, v, out))
+    dtype, head_dim, head_dim_v = q.dtype, q.shape[2], v.shape[2]
+    dout, q, k, v, out = (_widened(x, options) for x in (dout, q, k, v, out))
     if plan.is_one_call(mask):
         of_run = fused.backward(plan.runs[0], dout, dlse, q, k, v, out, lse, options)
         dq, dk, dv = (x.flatten(0, 1) for x in of_run)
@@ -167,6 +167,7 @@ def backward(
             delta -= dlse
         share = torch.exp(options.sinks[:, None] - lse)  # inf in rows that see nothing
         dsinks = -(share * delta).masked_fill_(lse == -math.inf, 0.0).sum(1).to(options.sinks.dtype)
+    dq, dk, dv = dq[..., :head_dim], dk[..., :head_dim], dv[..., :head_dim_v]
     return dq.to(dtype), dk.to(dtype), dv.to(dtype), dsinks
 
 
@@ -255,7 +256,7 @@ def _cut_tiles(mask: BlockDiagonalMask, tiles: Tensor) -> Tensor:
             key_end = min(key + BLOCK_KEYS, end)
             kind = FULL if common <= key < key_end <= common_end else MASKED
             blocks.append((*rows, key, key_end, kind, 1))
-    return torch.tensor(blocks, dtype=torch.int64).view(-1, 6)
+    return torch.tensor(blocks, dtype=torch.int64, device="cpu").view(-1, 6)
 
 
 def _cut_tree(mask: BlockDiagonalMask, tiles: Tensor) -> Tensor:
@@ -361,9 +362,17 @@ def _split_heads(x: Tensor, ks: Tensor) -> Tensor:
     return x.unflatten(1, (ks.shape[0], -1)).permute(1, 2, 0, 3)
 
 
-def _widened(x: Tensor) -> Tensor:
-    """A tensor in float32, or float64 if it is float64."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+def _widened(x: Tensor, options: AttentionOptions) -> Tensor:
+    """(T, H, D) in float32, or float64 if it is float64.
+
+    With `pack_invariant` D grows by zeros and may be copied, so that each row begins at a multiple of 16 bytes: from
+    other addresses the matrix library may sum in another order.
+    """
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    if not options.pack_invariant:
+        return x
+    x = pad(x, (0, -x.shape[2] % (16 // x.element_size()))).contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
 
 
 def _zero_rows(x: Tensor, blind: Tensor | None) -> Tensor:

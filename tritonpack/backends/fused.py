@@ -27,6 +27,10 @@ from tritonpack.options import AttentionOptions
 
 FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 
+# Whether the kernel takes fewer key heads than query heads. Before, it read a key head for every query head, without a
+# check. This asks the version, because a trial would fail under the modes and default devices of a caller.
+SHARES_KEY_HEADS = torch.__version__ >= "2.9"  # compared as versions
+
 # What the queries of a document see: all keys; the last one all keys, and each one key less than the query below; or
 # something that the kernel can't compute.
 ALL, CAUSAL, OTHER = range(3)
@@ -59,7 +63,7 @@ class Run(NamedTuple):
 def serves(q: Tensor, k: Tensor, options: AttentionOptions) -> bool:
     """Whether the kernel computes attention of queries and keys like q and k with these options."""
     plain = not options.softcap and options.alibi_slopes is None and not options.dropout_p
-    return q.device.type == "cpu" and plain and bool(_operators()) and (q.shape[1] == k.shape[1] or _shares_key_heads())
+    return q.device.type == "cpu" and plain and bool(_operators()) and (q.shape[1] == k.shape[1] or SHARES_KEY_HEADS)
 
 
 @cache
@@ -70,17 +74,6 @@ def _operators() -> tuple[Any, ...]:
     wanted = {"dropout_p", "is_causal", "attn_mask", "scale"}
     known = all(one is not None and wanted <= {x.name for x in one._schema.arguments} for one in operators)
     return operators if known else ()
-
-
-@cache
-def _shares_key_heads() -> bool:
-    """Whether the kernel takes fewer key heads than query heads, as it does since torch 2.9.
-
-    Before, it reads a key head for every query head without a check; here that is the one behind the view.
-    """
-    values = torch.arange(2.0).view(1, 2, 1, 1)
-    out, _ = _operators()[0](torch.zeros(1, 2, 1, 1), values[:, :1], values[:, :1])
-    return not out.any()
 
 
 def documents_of(mask: BlockDiagonalMask) -> Tensor:
@@ -109,7 +102,7 @@ def runs_of(documents: Tensor, *, pack_invariant: bool) -> list[Run]:
         return []
     row, row_end, key, key_end, seen = documents.T
     like = torch.stack([row_end - row, key_end - key, seen])
-    begins = torch.ones(len(documents), dtype=torch.bool)
+    begins = torch.ones(len(documents), dtype=torch.bool, device=documents.device)
     begins[1:] = (like[:, 1:] != like[:, :-1]).any(0) | (row[1:] != row_end[:-1]) | (key[1:] != key_end[:-1])
     begins |= like[:2].amax(0) > (0 if pack_invariant else PIECE_ROWS)
     first = begins.nonzero().flatten()
@@ -208,7 +201,7 @@ def _visible(run: Run, dtype: torch.dtype) -> dict[str, Any]:
 @cache
 def _triangle(dtype: torch.dtype) -> Tensor:
     """(MOST_KEYS, MOST_KEYS), 0 up to the diagonal and -inf above; its rows are the masks of pieces."""
-    return torch.full((MOST_KEYS, MOST_KEYS), -math.inf, dtype=dtype).triu(1)
+    return torch.full((MOST_KEYS, MOST_KEYS), -math.inf, dtype=dtype, device="cpu").triu(1)
 
 
 def _as_the_kernel_reads(*tensors: Tensor) -> list[Tensor]:
