@@ -247,7 +247,7 @@ class TestSteps:
     @pytest.mark.parametrize("step", [s for s in dry_steps("abc1234") if s.name != "compile"], ids=lambda s: s.name)
     def test_dry_run(self, step: Step, tmp_path: Path) -> None:
         """Each command finds its tests, and accepts its options."""
-        done = day(tmp_path, replace(step, after=()))
+        done = day(tmp_path, replace(step, after=(), serves=()))
         assert done.run(600)
         last = done.journal.last(step)
         assert last
