@@ -31,8 +31,8 @@ FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 # check. This asks the version, because a trial would fail under the modes and default devices of a caller.
 SHARES_KEY_HEADS = torch.__version__ >= "2.9"  # compared as versions
 
-# What the queries of a document see: all keys; the last one all keys, and each one key less than the query below; or
-# something that the kernel can't compute.
+# Which keys of their document the queries see. ALL: each query sees all keys. CAUSAL: the last query sees all keys, and
+# every other query sees one key less than the next query. OTHER: the kernel can't compute it.
 ALL, CAUSAL, OTHER = range(3)
 
 # Below this the kernel ignores NaN: it takes the largest score of a row with whole vectors of up to 16 numbers, which

@@ -7,6 +7,7 @@ computes the gradients.
 from __future__ import annotations
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,12 +15,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tritonpack.backends import triton as triton_backend
+from tritonpack.backends.launch import launch
 from tritonpack.backends.tile_table import Cut, TileTables, tile_tables
 from tritonpack.backends.triton import aligned, descriptor, plan_cuts
 from tritonpack.errors import BackendUnavailableError
-from tritonpack.kernels.hopper import HOPPER_TILES, hopper_forward_kernel
-from tritonpack.kernels.hopper_dkdv import HOPPER_DKDV_TILES, hopper_dkdv_kernel
-from tritonpack.kernels.hopper_dq import HOPPER_DQ_TILES, hopper_dq_kernel
+from tritonpack.kernels.hopper import HOPPER_TILES, HopperTileShape, hopper_forward_kernel
+from tritonpack.kernels.hopper_dkdv import HOPPER_DKDV_TILES, HopperDkdvTileShape, hopper_dkdv_kernel
+from tritonpack.kernels.hopper_dq import HOPPER_DQ_TILES, HopperDqTileShape, hopper_dq_kernel
 from tritonpack.kernels.hopper_primitives import ROWS
 from tritonpack.kernels.primitives import LOG2E
 from tritonpack.kernels.tile_shapes import heads_per_tile
@@ -74,39 +76,39 @@ def forward(
     tile, transposed = HOPPER_TILES[q.shape[2]], mask.transpose()
     heads = heads_per_tile(tile, q.shape[1] // k.shape[1])
     num_tiles, head_blocks = tiles.forward.shape[0], q.shape[1] // heads
-    values = _swizzled(v, tile.block_n)
+    q, k, v = aligned(q), aligned(k), aligned(v)
+    of_half = max(heads // 2, 1)  # heads of a half of the tile
+    arguments = {
+        "q_desc": _swizzled(q, ROWS.value // of_half, of_half),
+        "k_desc": _swizzled(k, tile.block_n),
+        "v_desc": _swizzled(v, tile.block_n),
+        "v_ptr": v,
+        "out_ptr": out,
+        "lse_ptr": lse,
+        "tiles_ptr": tiles.forward,
+        "key_start_ptr": mask.key_start,
+        "key_stop_ptr": mask.key_stop,
+        "query_start_ptr": transposed.key_start,
+        "query_stop_ptr": transposed.key_stop,
+        "stride_vt": v.stride(0),
+        "stride_vh": v.stride(1),
+        "stride_ot": out.stride(0),
+        "stride_oh": out.stride(1),
+        "num_tiles": num_tiles,
+        "head_blocks": head_blocks,
+        "num_queries": q.shape[0],
+        "scale_log2": options.scale * LOG2E.value,
+    }
+    constants = {
+        "GROUP": q.shape[1] // k.shape[1],
+        "HEADS": heads,
+        "BLOCK_N": tile.block_n,
+        "TURNS": tile.turns,
+        **_constants(q, tile),
+    }
     with torch.cuda.device_of(q):
-        hopper_forward_kernel[(min(num_tiles * head_blocks, _multiprocessors(q.device)), 1)](
-            q_desc=_swizzled(q, ROWS.value // max(heads // 2, 1), max(heads // 2, 1)),
-            k_desc=_swizzled(k, tile.block_n),
-            v_desc=values,
-            v_ptr=values.base,
-            out_ptr=out,
-            lse_ptr=lse,
-            tiles_ptr=tiles.forward,
-            key_start_ptr=mask.key_start,
-            key_stop_ptr=mask.key_stop,
-            query_start_ptr=transposed.key_start,
-            query_stop_ptr=transposed.key_stop,
-            stride_vt=values.strides[1],
-            stride_vh=values.strides[0],
-            stride_ot=out.stride(0),
-            stride_oh=out.stride(1),
-            num_tiles=num_tiles,
-            head_blocks=head_blocks,
-            num_queries=q.shape[0],
-            scale_log2=options.scale * LOG2E.value,
-            GROUP=q.shape[1] // k.shape[1],
-            HEADS=heads,
-            BLOCK_N=tile.block_n,
-            BLOCK_D=q.shape[2],
-            STAGES=tile.stages,
-            TURNS=tile.turns,
-            LOAD_REGISTERS=tile.registers[0],
-            COMPUTE_REGISTERS=tile.registers[1],
-            num_warps=4,
-            enable_fp_fusion=True,
-        )
+        programs = min(num_tiles * head_blocks, _multiprocessors(q.device))
+        launch(hopper_forward_kernel, (programs, 1), arguments, constants)
     return out, lse
 
 
@@ -136,7 +138,7 @@ def backward(
     dq, dk, dv = q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
     q, k, v, dout = aligned(q), aligned(k), aligned(v), aligned(dout)
     of_queries, of_keys, transposed = HOPPER_DQ_TILES[head_dim], HOPPER_DKDV_TILES[head_dim], mask.transpose()
-    lse2, delta = torch.empty((2, heads, num_queries), dtype=torch.float32, device=q.device)
+    lse2, delta = (torch.empty(heads, num_queries, dtype=torch.float32, device=q.device) for _ in range(2))
     common = {
         "lse2_ptr": lse2,
         "delta_ptr": delta,
@@ -147,67 +149,72 @@ def backward(
         "num_queries": num_queries,
         "scale": options.scale,
         "scale_log2": options.scale * LOG2E.value,
-        "GROUP": heads // kv_heads,
-        "BLOCK_D": head_dim,
+    }
+    group = {"GROUP": heads // kv_heads}
+    with torch.cuda.device_of(q):
+        arguments = {
+            "q_desc": _swizzled(q, ROWS.value),
+            "k_desc": _swizzled(k, of_queries.block_n),
+            "v_desc": _swizzled(v, of_queries.block_n),
+            "dout_desc": _swizzled(dout, ROWS.value),
+            "k_ptr": k,
+            "v_ptr": v,
+            "out_ptr": out,
+            "lse_ptr": lse,
+            "dlse_ptr": dlse,
+            "dq_ptr": dq,
+            "tiles_ptr": tiles.queries,
+            "stride_kt": k.stride(0),
+            "stride_kh": k.stride(1),
+            "stride_vt": v.stride(0),
+            "stride_vh": v.stride(1),
+            "stride_ot": out.stride(0),
+            "stride_oh": out.stride(1),
+            "stride_dlh": 0 if dlse is None else dlse.stride(0),
+            "stride_dlt": 0 if dlse is None else dlse.stride(1),
+            "stride_dqt": dq.stride(0),
+            "stride_dqh": dq.stride(1),
+            "num_heads": heads,
+            **common,
+        }
+        constants = {**group, "BLOCK_N": of_queries.block_n, **_constants(q, of_queries)}
+        launch(hopper_dq_kernel, (heads * tiles.queries.shape[0], 1), arguments, constants)
+        arguments = {
+            "q_desc": _swizzled(q, of_keys.block_m),
+            "k_desc": _swizzled(k, ROWS.value),
+            "v_desc": _swizzled(v, ROWS.value),
+            "dout_desc": _swizzled(dout, of_keys.block_m),
+            "q_ptr": q,
+            "dout_ptr": dout,
+            "dk_ptr": dk,
+            "dv_ptr": dv,
+            "tiles_ptr": tiles.keys,
+            "stride_qt": q.stride(0),
+            "stride_qh": q.stride(1),
+            "stride_dot": dout.stride(0),
+            "stride_doh": dout.stride(1),
+            "stride_dkt": dk.stride(0),
+            "stride_dkh": dk.stride(1),
+            "stride_dvt": dv.stride(0),
+            "stride_dvh": dv.stride(1),
+            "num_kv_heads": kv_heads,
+            **common,
+        }
+        constants = {**group, "BLOCK_M": of_keys.block_m, **_constants(q, of_keys)}
+        launch(hopper_dkdv_kernel, (kv_heads * tiles.keys.shape[0], 1), arguments, constants)
+    return dq, dk, dv, None
+
+
+def _constants(q: Tensor, tile: HopperTileShape | HopperDqTileShape | HopperDkdvTileShape) -> dict[str, Any]:
+    """The compile-time constants and options that all three kernels take."""
+    return {
+        "BLOCK_D": q.shape[2],
+        "STAGES": tile.stages,
+        "LOAD_REGISTERS": tile.registers[0],
+        "COMPUTE_REGISTERS": tile.registers[1],
         "num_warps": 4,
         "enable_fp_fusion": True,
     }
-    with torch.cuda.device_of(q):
-        hopper_dq_kernel[(heads * tiles.queries.shape[0], 1)](
-            q_desc=_swizzled(q, ROWS.value),
-            k_desc=_swizzled(k, of_queries.block_n),
-            v_desc=_swizzled(v, of_queries.block_n),
-            dout_desc=_swizzled(dout, ROWS.value),
-            k_ptr=k,
-            v_ptr=v,
-            out_ptr=out,
-            lse_ptr=lse,
-            dlse_ptr=dlse,
-            dq_ptr=dq,
-            tiles_ptr=tiles.queries,
-            stride_kt=k.stride(0),
-            stride_kh=k.stride(1),
-            stride_vt=v.stride(0),
-            stride_vh=v.stride(1),
-            stride_ot=out.stride(0),
-            stride_oh=out.stride(1),
-            stride_dlh=0 if dlse is None else dlse.stride(0),
-            stride_dlt=0 if dlse is None else dlse.stride(1),
-            stride_dqt=dq.stride(0),
-            stride_dqh=dq.stride(1),
-            num_heads=heads,
-            BLOCK_N=of_queries.block_n,
-            STAGES=of_queries.stages,
-            LOAD_REGISTERS=of_queries.registers[0],
-            COMPUTE_REGISTERS=of_queries.registers[1],
-            **common,
-        )
-        hopper_dkdv_kernel[(kv_heads * tiles.keys.shape[0], 1)](
-            q_desc=_swizzled(q, of_keys.block_m),
-            k_desc=_swizzled(k, ROWS.value),
-            v_desc=_swizzled(v, ROWS.value),
-            dout_desc=_swizzled(dout, of_keys.block_m),
-            q_ptr=q,
-            dout_ptr=dout,
-            dk_ptr=dk,
-            dv_ptr=dv,
-            tiles_ptr=tiles.keys,
-            stride_qt=q.stride(0),
-            stride_qh=q.stride(1),
-            stride_dot=dout.stride(0),
-            stride_doh=dout.stride(1),
-            stride_dkt=dk.stride(0),
-            stride_dkh=dk.stride(1),
-            stride_dvt=dv.stride(0),
-            stride_dvh=dv.stride(1),
-            num_kv_heads=kv_heads,
-            BLOCK_M=of_keys.block_m,
-            STAGES=of_keys.stages,
-            LOAD_REGISTERS=of_keys.registers[0],
-            COMPUTE_REGISTERS=of_keys.registers[1],
-            **common,
-        )
-    return dq, dk, dv, None
 
 
 def _check(q: Tensor, v: Tensor, options: AttentionOptions) -> None:
@@ -239,8 +246,9 @@ def _multiprocessors(device: torch.device) -> int:
 
 
 def _swizzled(x: Tensor, rows: int, heads: int = 1) -> TensorDescriptor:
-    """A (T, H, D) tensor as blocks of rows of a few heads, with the shared-memory layout of tensor cores."""
-    plain = descriptor(aligned(x), rows, heads=heads)
+    """A tensor (T, H, D) from `aligned` as blocks of rows of a few heads, with the shared-memory layout of tensor
+    cores."""
+    plain = descriptor(x, rows, heads=heads)
     assert not isinstance(plain, tuple), "Hopper has TMA"
     layout = gl.NVMMASharedLayout(128, 16, rank=3)
     return TensorDescriptor(plain.base, plain.shape, plain.strides, plain.block_shape, layout)
