@@ -50,8 +50,8 @@ def _kinds(values: Iterable[Any]) -> list[Hashable]:
 
 
 def _kind(x: Any) -> Hashable:
-    """The properties of an argument, other than a tensor, on which a binary may depend: its type, and whether an integer
-    is 1, a multiple of 16, or too large for 32 or 63 bits. There are a few of them, whatever the token counts."""
+    """The properties of an argument, other than a tensor, on which a binary may depend: its type, and whether an
+    integer is 1, a multiple of 16, or too large for 32 or 63 bits. There are few, whatever the token counts."""
     if x is None:
         return None
     if isinstance(x, int):
