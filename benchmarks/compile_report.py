@@ -62,12 +62,13 @@ def make_row(configuration: AnyConfiguration, resources: Resources | str) -> Row
 
 
 def tile_name(configuration: AnyConfiguration) -> str:
-    """The tile of a configuration under this version of Triton: "128x64 w8 s2 c128 h4 d" (columns, heads, deferred)."""
+    """The tile of a configuration under this version of Triton: "128x64 w8 s2 h4 d" (h heads, deferred, queries left,
+    pointers)."""
     tile = configuration.tile
-    columns = f" c{tile.columns}" if tile.columns < 256 else ""
     heads = f" h{tile.heads}" if tile.heads > 1 else ""
-    deferred = " d" if tile.deferred else ""
-    return f"{tile.block_m}x{tile.block_n} w{tile.num_warps} s{tile.num_stages}{columns}{heads}{deferred}"
+    flags = {"d": tile.deferred, "l": tile.queries_left, "p": tile.by_pointers}
+    letters = "".join(f" {letter}" for letter, is_set in flags.items() if is_set)
+    return f"{tile.block_m}x{tile.block_n} w{tile.num_warps} s{tile.num_stages}{heads}{letters}"
 
 
 def compile_rows(configurations: Sequence[AnyConfiguration], jobs: int) -> Iterator[Row]:

@@ -64,12 +64,12 @@ class Candidate(NamedTuple):
 
 
 def candidates(kernel: Kernel, block_d: int, arch: str) -> Iterator[TileShape]:
-    """All legal tiles in the sizes that are worth a trial."""
-    sizes, columns = (16, 32, 64, 128), (128, 256) if block_d == 512 else (256,)
+    """All legal tiles in the sizes that are worth a trial; operands as in the shipped tile."""
+    own, sizes = shipped(kernel, block_d, arch), (16, 32, 64, 128)
     heads = {"forward": (1, 8), "dq": (1, 4)}.get(kernel, (1,))
-    for m, n, warps, stages, width, together in itertools.product(sizes, sizes, (4, 8), (1, 2, 3, 4), columns, heads):
+    for m, n, warps, stages, together in itertools.product(sizes, sizes, (4, 8), (1, 2, 3, 4), heads):
         for deferred in (False, True) if kernel == "forward" and arch == "sm_90" else (False,):
-            tile = TileShape(m, n, warps, stages, width, together, deferred)
+            tile = TileShape(m, n, warps, stages, together, deferred, own.queries_left, own.by_pointers)
             if 512 <= m * n <= 128 * 128 and not tiles.why_illegal(kernel, tile, block_d, arch):
                 yield tile
 
@@ -84,7 +84,7 @@ def in_order(kernel: Kernel, block_d: int, arch: str) -> list[TileShape]:
     own = shipped(kernel, block_d, arch)
 
     def difference(tile: TileShape) -> float:
-        sizes = {name: size for name, size in asdict(own).items() if name != "deferred"}
+        sizes = {name: size for name, size in asdict(own).items() if not isinstance(size, bool)}
         steps = sum(abs(math.log2(getattr(tile, name) / size)) for name, size in sizes.items())
         return steps + (tile.deferred != own.deferred)
 

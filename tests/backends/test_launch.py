@@ -81,12 +81,12 @@ def test_the_binary_is_the_one_that_triton_takes(arch: str, monkeypatch: pytest.
         for name, kind in KINDS.items():
             arguments = PLAIN | kind
             constants = {one: arguments.pop(one) for one in CONSTANTS}
-            _kernel[(3, 2)](**arguments, **constants)
+            _kernel[(3,)](**arguments, **constants)
             expected = _last_binary(launches)
             for _ in range(2):
-                launch(_kernel, (3, 2), arguments, constants)
+                launch(_kernel, 3, arguments, constants)
                 assert _last_binary(launches) == expected, name
-            assert list(launches)[-1].grid == (3, 2, 1)
+            assert list(launches)[-1].grid == (3, 1, 1)
             known.append(len(launcher._binaries))
     assert known[1] == 1  # another tensor of the same kind
     assert len({*known}) > 15
@@ -98,7 +98,7 @@ def test_token_counts_are_no_kinds(monkeypatch: pytest.MonkeyPatch) -> None:
     with fake_gpu():
         for count in range(2, 500):
             arguments = {name: x for name, x in PLAIN.items() if name not in CONSTANTS} | {"count": count}
-            launch(_kernel, (count, 1), arguments, constants)
+            launch(_kernel, count, arguments, constants)
     assert len(launcher._binaries) == 2  # multiples of 16, and others
 
 

@@ -91,7 +91,7 @@ def test_outputs_may_be_summed_at_once(name: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("name", ["cross-window-slack", "window-both", "everything"])
 @pytest.mark.usefixtures("poisoned_memory")
 def test_gradients_of_keys_with_queries_on_the_left(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tritonpack.backends.triton.QUERIES_LEFT", {"interpreter"})
+    monkeypatch.setattr("tritonpack.kernels.tile_shapes.INTERPRETER_TILE", TileShape(64, 32, 4, 1, queries_left=True))
     case = next(case for case in CASES if case.name == name)
     check_backend(make_inputs(case, torch.float32, slack_value=float("nan")), "triton")
 
@@ -246,13 +246,16 @@ POINTERS = {"cross": False, "head-dim-20": False, "head-dim-320": True, "tree-gr
 @pytest.mark.parametrize("case", [_param(case, POINTERS[case.name]) for case in CASES if case.name in POINTERS])
 @pytest.mark.usefixtures("poisoned_memory")
 def test_loads_through_pointers_change_no_bit(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on GPUs without TMA. The rows of a head lie side by side, so the strides aren't in the usual order."""
+    """As on GPUs without TMA, and at large head dimensions.
+
+    The rows of a head lie side by side, so the strides aren't in the usual order.
+    """
     inputs = make_inputs(case, torch.float32, slack_value=float("nan"))
     q, k, v = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (inputs.q, inputs.k, inputs.v))
     inputs = replace(inputs, q=q, k=k, v=v)
     expected = run(inputs, "triton")
-    monkeypatch.setattr(triton_backend, "WITHOUT_TMA", {"interpreter"})
-    assert isinstance(triton_backend.descriptor(q, 16), tuple)
+    tile = replace(INTERPRETER_TILE, by_pointers=True)
+    monkeypatch.setattr("tritonpack.kernels.tile_shapes.INTERPRETER_TILE", tile)
     got = run(inputs, "triton")
     assert all(torch.equal(got[name], expected[name]) for name in ROW_OUTPUTS)
 

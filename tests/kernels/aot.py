@@ -31,7 +31,6 @@ from tritonpack.kernels.hopper_dkdv import HOPPER_DKDV_TILES, HopperDkdvTileShap
 from tritonpack.kernels.hopper_dq import HOPPER_DQ_TILES, HopperDqTileShape, hopper_dq_kernel
 from tritonpack.kernels.hopper_primitives import ROWS
 from tritonpack.kernels.tile_shapes import (
-    QUERIES_LEFT,
     WITHOUT_TMA,
     Kernel,
     TileShape,
@@ -257,9 +256,6 @@ def _source(configuration: Configuration) -> ASTSource:
     """The kernel with the launcher's argument types and alignments."""
     kernel, tile, (block_d, block_v) = _KERNELS[configuration.kernel], configuration.tile, configuration.blocks
     features, element = configuration.features, _DTYPES[configuration.dtype]
-    width = block_v if configuration.kernel in ("forward", "dv") else block_d
-    columns = width if configuration.kernel == "dkdv" else min(tile.columns, width)
-    of_v = columns if configuration.kernel == "forward" else block_v
     heads = heads_per_tile(tile, configuration.group)
     constants: dict[str, Any] = {
         "GROUP": configuration.group,
@@ -268,14 +264,11 @@ def _source(configuration: Configuration) -> ASTSource:
         "HEAD_DIM": configuration.head_dim,
         "HEAD_DIM_V": configuration.head_dim_v or configuration.head_dim,
         "UPCAST": False,
-        "HAS_DK": configuration.kernel != "dv",
-        "HAS_DV": configuration.kernel != "dk",
-        "QUERIES_LEFT": configuration.arch in QUERIES_LEFT,
+        "QUERIES_LEFT": tile.queries_left,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "BLOCK_D": block_d,
         "BLOCK_V": block_v,
-        "COLUMNS": columns,
         "DEFERRED": tile.deferred,
     }
     absent = {"alibi": ("alibi_ptr", "diagonal_ptr"), "dropout": ("seed_ptr",), "softcap": ("softcap_log2",)}
@@ -283,15 +276,12 @@ def _source(configuration: Configuration) -> ASTSource:
     bounds = ("key_start_ptr", "key_stop_ptr") if kernel is dkdv_kernel else ()
     absent["tree"] = ("blocks_ptr", "num_keys", *bounds)
     constants |= {name: None for feature, names in absent.items() if feature not in features for name in names}
-    if columns == width:
-        constants |= {"q_columns_desc": None, "k_columns_desc": None}
+    constants |= {"dk": {"dv_ptr": None}, "dv": {"dk_ptr": None}}.get(configuration.kernel, {})
     descriptors = {
         "q_desc": (heads, tile.block_m // heads, block_d),
-        "q_columns_desc": (1, tile.block_m, columns),
         "k_desc": (1, tile.block_n, block_d),
-        "k_columns_desc": (1, tile.block_n, columns),
-        "v_desc": (1, tile.block_n, of_v),
-        "dout_desc": (heads, tile.block_m // heads, columns if configuration.kernel == "dv" else block_v),
+        "v_desc": (1, tile.block_n, block_v),
+        "dout_desc": (heads, tile.block_m // heads, block_v),
     }
     types: dict[str, str | tuple[str, ...]] = {
         "scale": "fp32", "scale_log2": "fp32", "softcap_log2": "fp32", "keep_scale": "fp32", "seed_ptr": "*i64",
@@ -299,7 +289,7 @@ def _source(configuration: Configuration) -> ASTSource:
         "dsinks_ptr": "*fp32", "alibi_ptr": "*fp32", "out_ptr": f"*{element}",
         "dq_ptr": f"*{element}", "dk_ptr": f"*{element}", "dv_ptr": f"*{element}",
     }  # fmt: skip
-    pointers = configuration.arch in WITHOUT_TMA
+    pointers = tile.by_pointers or configuration.arch in WITHOUT_TMA
     for name, block in descriptors.items():
         described = f"tensordesc<{element}[{','.join(map(str, block))}]>"
         types[name] = (f"*{element}", "i32", "i32", "i32") if pointers else described

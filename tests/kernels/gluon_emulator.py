@@ -158,8 +158,8 @@ class Product:
 class Machine:
     """One program: its partitions, the one that runs, and the copies under way."""
 
-    def __init__(self, seed: int, program: tuple[int, int], grid: tuple[int, ...]) -> None:
-        self.choice, self.program, self.grid = random.Random(seed), program, grid
+    def __init__(self, seed: int, program: int, programs: int) -> None:
+        self.choice, self.program, self.programs = random.Random(seed), program, programs
         self.current = ""
         self.baton: dict[str, threading.Semaphore] = {"": threading.Semaphore(0)}
         self.waiting: dict[str, tuple[Barrier, int]] = {}
@@ -323,8 +323,8 @@ LANGUAGE = SimpleNamespace(
     minimum=lambda a, b: torch.minimum(torch.as_tensor(a), torch.as_tensor(b)),
     cdiv=lambda a, b: -(-a // b), static_range=range, convert_layout=lambda x, layout: x,
     inline_asm_elementwise=lambda asm, constraints, args, *rest, **options: args[0],
-    program_id=lambda axis: torch.tensor(machine().program[axis], dtype=torch.int32),
-    num_programs=lambda axis: torch.tensor(machine().grid[axis], dtype=torch.int32),
+    program_id=lambda axis: torch.tensor(machine().program, dtype=torch.int32),
+    num_programs=lambda axis: torch.tensor(machine().programs, dtype=torch.int32),
     load=_load, store=_store, allocate_shared_memory=_allocate, warp_specialize=_specialize,
 )  # fmt: skip
 STAND_INS: dict[str, Any] = {
@@ -363,13 +363,12 @@ class Emulated:
     def __init__(self, kernel: Any, seed: int = 0) -> None:
         self.kernel, self.seed = kernel, seed
 
-    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
         def launch(**arguments: Any) -> None:
             given = {name: _argument(value) for name, value in arguments.items() if name in self.kernel.arg_names}
             function = plain(self.kernel)
-            for number in range(grid[0] * grid[1]):
-                program = (number % grid[0], number // grid[0])
-                _here.machine = Machine(self.seed * 1000003 + number, program, grid)
+            for number in range(grid[0]):
+                _here.machine = Machine(self.seed * 1000003 + number, number, grid[0])
                 function(**given)
 
         return launch

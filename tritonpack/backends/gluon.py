@@ -108,7 +108,7 @@ def forward(
     }
     with torch.cuda.device_of(q):
         programs = min(num_tiles * head_blocks, _multiprocessors(q.device))
-        launch(hopper_forward_kernel, (programs, 1), arguments, constants)
+        launch(hopper_forward_kernel, programs, arguments, constants)
     return out, lse
 
 
@@ -178,7 +178,7 @@ def backward(
             **common,
         }
         constants = {**group, "BLOCK_N": of_queries.block_n, **_constants(q, of_queries)}
-        launch(hopper_dq_kernel, (heads * tiles.queries.shape[0], 1), arguments, constants)
+        launch(hopper_dq_kernel, heads * tiles.queries.shape[0], arguments, constants)
         arguments = {
             "q_desc": _swizzled(q, of_keys.block_m),
             "k_desc": _swizzled(k, ROWS.value),
@@ -201,7 +201,7 @@ def backward(
             **common,
         }
         constants = {**group, "BLOCK_M": of_keys.block_m, **_constants(q, of_keys)}
-        launch(hopper_dkdv_kernel, (kv_heads * tiles.keys.shape[0], 1), arguments, constants)
+        launch(hopper_dkdv_kernel, kv_heads * tiles.keys.shape[0], arguments, constants)
     return dq, dk, dv, None
 
 

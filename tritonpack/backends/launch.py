@@ -21,28 +21,28 @@ from triton.runtime import driver
 _binaries: dict[Hashable, tuple[Any, Callable[[dict[str, Any]], tuple[Any, ...]]]] = {}
 
 
-def launch(kernel: Any, grid: tuple[int, int], arguments: dict[str, Any], constants: dict[str, Any]) -> None:
+def launch(kernel: Any, programs: int, arguments: dict[str, Any], constants: dict[str, Any]) -> None:
     """Launch a kernel on the current device and stream.
 
     Args:
         kernel: a function decorated by `triton.jit` or `gluon.jit`.
-        grid: the number of programs along both axes.
+        programs: their number.
         arguments: the kernel's arguments at run time: tensors, descriptors, numbers, or None.
         constants: its compile-time constants, and Triton's options, such as num_warps.
     """
     if torch.version.hip or not isinstance(kernel, JITFunction):
         # Binaries for AMD also depend on the bytes of a tensor's storage. The interpreter has no binaries.
-        kernel[grid](**arguments, **constants)
+        kernel[(programs,)](**arguments, **constants)
         return
     key = (kernel.fn, driver.active.get_current_device(), *constants.values(), *_kinds(arguments.values()))
     found = _binaries.get(key)
     if found is None:
-        binary = kernel[grid](**arguments, **constants)
+        binary = kernel[(programs,)](**arguments, **constants)
         if binary is not None:  # it is None if a hook of Triton took the launch
             _binaries[key] = binary, itemgetter(*signature(kernel.fn).parameters)
         return
     binary, in_order = found
-    binary[grid[0], grid[1], 1](*in_order(arguments | constants))
+    binary[programs, 1, 1](*in_order(arguments | constants))
 
 
 def _kinds(values: Iterable[Any]) -> list[Hashable]:

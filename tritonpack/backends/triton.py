@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,6 @@ from tritonpack.kernels.backward import dkdv_kernel, dq_kernel
 from tritonpack.kernels.forward import forward_kernel
 from tritonpack.kernels.primitives import LOG2E
 from tritonpack.kernels.tile_shapes import (
-    QUERIES_LEFT,
     WITHOUT_TMA,
     Kernel,
     TileShape,
@@ -98,13 +98,14 @@ def forward(
     block_d, block_v, tree = _padded(q), _padded(v), mask.is_tree
     tile = _tiles("forward", max(block_d, block_v), q, mask, options)["forward"]
     (num_queries, heads, _), (num_keys, kv_heads, head_dim_v) = q.shape, v.shape
-    columns, shared = min(tile.columns, block_v), heads_per_tile(tile, heads // kv_heads)
+    shared = heads_per_tile(tile, heads // kv_heads)
     head_blocks = heads // shared
     transposed = mask.transpose()
+    describe = partial(descriptor, by_pointers=tile.by_pointers)
     arguments = {
-        "q_desc": descriptor(q, tile.block_m // shared, block_d, heads=shared),
-        "k_desc": descriptor(k, tile.block_n, block_d),
-        "v_desc": descriptor(v, tile.block_n, columns),
+        "q_desc": describe(q, tile.block_m // shared, heads=shared),
+        "k_desc": describe(k, tile.block_n),
+        "v_desc": describe(v, tile.block_n),
         "out_ptr": out,
         "lse_ptr": lse,
         "tiles_ptr": tiles.forward,
@@ -126,12 +127,12 @@ def forward(
         "HEAD_DIM": q.shape[2],
         "HEAD_DIM_V": head_dim_v,
         "BLOCK_D": block_d,
-        "COLUMNS": columns,
+        "BLOCK_V": block_v,
         "DEFERRED": tile.deferred,
         **_constants(q, heads // kv_heads, tile),
     }
     with torch.cuda.device_of(q):
-        launch(forward_kernel, (head_blocks * tiles.forward.shape[0], block_v // columns), arguments, constants)
+        launch(forward_kernel, head_blocks * tiles.forward.shape[0], arguments, constants)
     return out, lse
 
 
@@ -179,15 +180,15 @@ def backward(
     sizes = {"HEAD_DIM": head_dim, "HEAD_DIM_V": head_dim_v, "BLOCK_D": block_d, "BLOCK_V": block_v}
 
     with torch.cuda.device_of(q):
-        tile, columns = dq_tile, min(dq_tile.columns, block_d)
+        tile = dq_tile
         shared = heads_per_tile(tile, heads // kv_heads)
         head_blocks = heads // shared
+        describe = partial(descriptor, by_pointers=tile.by_pointers)
         arguments = {
-            "q_desc": descriptor(q, tile.block_m // shared, block_d, heads=shared),
-            "k_desc": descriptor(k, tile.block_n, block_d),
-            "k_columns_desc": descriptor(k, tile.block_n, columns) if columns < block_d else None,
-            "v_desc": descriptor(v, tile.block_n, block_v),
-            "dout_desc": descriptor(dout, tile.block_m // shared, block_v, heads=shared),
+            "q_desc": describe(q, tile.block_m // shared, heads=shared),
+            "k_desc": describe(k, tile.block_n),
+            "v_desc": describe(v, tile.block_n),
+            "dout_desc": describe(dout, tile.block_m // shared, heads=shared),
             "out_ptr": out,
             "lse_ptr": lse,
             "dlse_ptr": dlse,
@@ -213,25 +214,22 @@ def backward(
         constants = {
             "HEAD_BLOCKS": head_blocks,
             "HEADS": shared,
-            "COLUMNS": columns,
             **sizes,
             **_constants(q, heads // kv_heads, tile),
         }
-        launch(dq_kernel, (head_blocks * tiles.queries.shape[0], block_d // columns), arguments, constants)
+        launch(dq_kernel, head_blocks * tiles.queries.shape[0], arguments, constants)
         for number, (kernel, tile) in enumerate(key_gradients.items()):
-            width = block_v if kernel == "dv" else block_d
-            columns = width if kernel == "dkdv" else min(tile.columns, width)
             key_tiles = tiles.keys[number] if tree else tiles.keys
+            describe = partial(descriptor, by_pointers=tile.by_pointers)
             arguments = {
-                "q_desc": descriptor(q, tile.block_m, block_d),
-                "q_columns_desc": descriptor(q, tile.block_m, columns) if kernel == "dk" and columns < width else None,
-                "k_desc": descriptor(k, tile.block_n, block_d),
-                "v_desc": descriptor(v, tile.block_n, block_v),
-                "dout_desc": descriptor(dout, tile.block_m, columns if kernel == "dv" else block_v),
+                "q_desc": describe(q, tile.block_m),
+                "k_desc": describe(k, tile.block_n),
+                "v_desc": describe(v, tile.block_n),
+                "dout_desc": describe(dout, tile.block_m),
                 "lse2_ptr": lse2,
                 "delta_ptr": delta,
-                "dk_ptr": dk,
-                "dv_ptr": dv,
+                "dk_ptr": None if kernel == "dv" else dk,
+                "dv_ptr": None if kernel == "dk" else dv,
                 "tiles_ptr": key_tiles,
                 "blocks_ptr": tiles.blocks,
                 "key_start_ptr": mask.key_start if tree else None,
@@ -246,14 +244,11 @@ def backward(
             }
             constants = {
                 "HEAD_BLOCKS": kv_heads,
-                "HAS_DK": kernel != "dv",
-                "HAS_DV": kernel != "dk",
-                "QUERIES_LEFT": current_arch(q.device) in QUERIES_LEFT,
-                "COLUMNS": columns,
+                "QUERIES_LEFT": tile.queries_left,
                 **sizes,
                 **_constants(q, heads // kv_heads, tile),
             }
-            launch(dkdv_kernel, (kv_heads * key_tiles.shape[0], width // columns), arguments, constants)
+            launch(dkdv_kernel, kv_heads * key_tiles.shape[0], arguments, constants)
     return dq, dk, dv, None if shares is None else shares.sum(1)
 
 
@@ -321,19 +316,18 @@ def _padded(x: Tensor) -> int:
 
 
 def descriptor(
-    x: Tensor, rows: int, columns: int | None = None, *, heads: int = 1
+    x: Tensor, rows: int, *, heads: int = 1, by_pointers: bool = False
 ) -> TensorDescriptor | tuple[Tensor, int, int, int]:
-    """A tensor (T, H, D) from `aligned` as blocks of `rows` rows, `columns` columns (None: all) and `heads` heads, with
-    zeros outside.
+    """A tensor (T, H, D) from `aligned` as blocks of `rows` rows of `heads` heads, with zeros outside.
 
-    On GPUs without TMA: its pointer, 16 T, and the bytes between heads and between rows. All three numbers are
-    multiples of 16. So Triton compiles one kernel for all of them, and knows that rows are aligned to 16 bytes.
+    On GPUs without TMA, and with `by_pointers`: its pointer, 16 T, and the bytes between heads and between rows. All
+    three numbers are multiples of 16. So Triton compiles one kernel for all of them, and knows that rows are aligned to
+    16 bytes.
     """
     (tokens, all_heads, width), (stride_t, stride_h, _) = x.shape, x.stride()
-    if current_arch(x.device) in WITHOUT_TMA:
+    if by_pointers or current_arch(x.device) in WITHOUT_TMA:
         return x, 16 * tokens, stride_h * x.element_size(), stride_t * x.element_size()
-    block = [heads, rows, _padded(x) if columns is None else columns]
-    return _Descriptor(x, [all_heads, tokens, width], [stride_h, stride_t, 1], block)
+    return _Descriptor(x, [all_heads, tokens, width], [stride_h, stride_t, 1], [heads, rows, _padded(x)])
 
 
 class _Descriptor(TensorDescriptor):

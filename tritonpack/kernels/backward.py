@@ -3,8 +3,8 @@
 No two programs write to the same place, so the gradients are deterministic. A program sums over the query heads that
 share its key head. The mathematics is docs/math.md, sections 3 and 6.
 
-Legend: M query rows, N keys, D and V the head dimensions of keys and values padded to powers of two, C columns of a
-gradient that a program computes; t token, h head. The row statistics are `lse2` (base 2, +inf in rows that see nothing,
+Legend: M query rows, N keys, D and V the head dimensions of keys and values padded to powers of two; t token, h
+head. The row statistics are `lse2` (base 2, +inf in rows that see nothing,
 so that their probabilities are 0) and `delta`, both [H, ROWS] with ROWS = T_q rounded up to what descriptors can read.
 Rows from T_q on are never written and may hold anything: they see no key, and their q and dout are zeros. Pointers that
 are None belong to features that a call doesn't use.
@@ -47,7 +47,6 @@ from tritonpack.kernels.primitives import (
 def dq_kernel(
     q_desc,
     k_desc,
-    k_columns_desc,
     v_desc,
     dout_desc,
     out_ptr,
@@ -92,13 +91,12 @@ def dq_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
     """dq [T_q, H, D], lse2 and delta = rowsum(out * dout) - dlse, both [H, T_q].
 
-    Grid (tiles times blocks of HEADS heads, column chunks). A tile has the rows of HEADS heads that share a key head,
-    one head after the other. So it has fewer tokens, and fewer hidden pairs if documents are short. With sinks the
-    kernel also writes each tile's share of their gradient, [H, tiles], except for empty tiles.
+    A program for each tile and block of HEADS heads. A tile has the rows of HEADS heads that share a key head, one head
+    after the other. So it has fewer tokens, and fewer hidden pairs if documents are short. With sinks the kernel also
+    writes each tile's share of their gradient, [H, tiles], except for empty tiles.
     """
     TREE: tl.constexpr = blocks_ptr is not None
     head_block, number, tile_ptr, first, end, third = load_tile(tiles_ptr, HEAD_BLOCKS, 5 if TREE else 3)
@@ -106,7 +104,6 @@ def dq_kernel(
         return
     first_head = head_block * HEADS
     kv_head = first_head // GROUP
-    column = tl.program_id(1) * COLUMNS
     TOKENS: tl.constexpr = BLOCK_M // HEADS
     row = tl.arange(0, BLOCK_M)
     offs_m = first + row % TOKENS
@@ -129,22 +126,21 @@ def dq_kernel(
     statistics = head.to(tl.int64) * num_queries + offs_m
     lse = tl.load(lse_ptr + statistics, mask=in_range, other=float("-inf"))  # [M]
     live = lse > float("-inf")
-    dout = load_rows(dout_desc, first, first_head, 0, BLOCK_M, BLOCK_V, HEAD_DIM_V, UPCAST, HEADS)  # [M, V]
+    dout = load_rows(dout_desc, first, first_head, BLOCK_M, BLOCK_V, HEAD_DIM_V, UPCAST, HEADS)  # [M, V]
     delta = tl.sum(out.to(tl.float32) * dout.to(tl.float32), 1)  # [M]
     if dlse_ptr is not None:
         delta -= tl.load(dlse_ptr + head * stride_dlh + rows * stride_dlt, mask=live, other=0.0)
     delta = tl.where(live, delta, 0.0)
     lse2 = tl.where(live, lse * LOG2E, float("inf"))  # [M]
-    if column == 0:
-        tl.store(lse2_ptr + statistics, lse2, mask=in_range)
-        tl.store(delta_ptr + statistics, delta, mask=in_range)
-        if sinks_ptr is not None:
-            share = tl.exp2(tl.load(sinks_ptr + head) * LOG2E - lse2)
-            shares = tl.sum(tl.reshape(share * delta, (HEADS, TOKENS)), 1)
-            heads = first_head + tl.arange(0, HEADS)
-            tl.store(dsinks_ptr + heads * (tl.num_programs(0) // HEAD_BLOCKS) + number, -shares)
-    q = load_rows(q_desc, first, first_head, 0, BLOCK_M, BLOCK_D, HEAD_DIM, UPCAST, HEADS)  # [M, D]
-    dq = tl.zeros([BLOCK_M, COLUMNS], dtype=tl.float32)
+    tl.store(lse2_ptr + statistics, lse2, mask=in_range)
+    tl.store(delta_ptr + statistics, delta, mask=in_range)
+    if sinks_ptr is not None:
+        share = tl.exp2(tl.load(sinks_ptr + head) * LOG2E - lse2)
+        shares = tl.sum(tl.reshape(share * delta, (HEADS, TOKENS)), 1)
+        heads = first_head + tl.arange(0, HEADS)
+        tl.store(dsinks_ptr + heads * (tl.num_programs(0) // HEAD_BLOCKS) + number, -shares)
+    q = load_rows(q_desc, first, first_head, BLOCK_M, BLOCK_D, HEAD_DIM, UPCAST, HEADS)  # [M, D]
+    dq = tl.zeros([BLOCK_M, BLOCK_D], dtype=tl.float32)
     for phase in tl.static_range(FULL if TREE else EARLY, 4, 2 if TREE else 1):  # as in the forward kernel
         if TREE:
             step_begin, step_end = listed_range(phase, tile_ptr, third)
@@ -158,16 +154,11 @@ def dq_kernel(
                     block = masked_block(step, full, full_end) if phase == CLEANED else step
                     key = begin + block * BLOCK_N
                 offs_n = key + tl.arange(0, BLOCK_N)
-                k = load_rows(k_desc, key, kv_head, 0, BLOCK_N, BLOCK_D, HEAD_DIM, UPCAST)  # [N, D]
-                v = load_rows(v_desc, key, kv_head, 0, BLOCK_N, BLOCK_V, HEAD_DIM_V, UPCAST)  # [N, V]
-                if COLUMNS == BLOCK_D:
-                    k_columns = k
-                else:
-                    k_columns = load_rows(
-                        k_columns_desc, key, kv_head, column, BLOCK_N, COLUMNS, HEAD_DIM, UPCAST
-                    )  # [N, C]
+                k = load_rows(k_desc, key, kv_head, BLOCK_N, BLOCK_D, HEAD_DIM, UPCAST)  # [N, D]
+                v = load_rows(v_desc, key, kv_head, BLOCK_N, BLOCK_V, HEAD_DIM_V, UPCAST)  # [N, V]
+                summed = k
                 if phase == CLEANED:
-                    k_columns = clean(k_columns, query_start_ptr, query_stop_ptr, offs_n, key_end)
+                    summed = clean(k, query_start_ptr, query_stop_ptr, offs_n, key_end)
                 products = tl.dot(q, k.T, input_precision="ieee")  # [M, D] @ [D, N] -> [M, N]
                 distance = diagonal[:, None] - places(alibi_ptr, diagonal_ptr, offs_n, num_keys)[None, :]
                 scores, unit, slope = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[:, None], distance)
@@ -187,9 +178,9 @@ def dq_kernel(
                 dp = (dp - delta[:, None]) * slope
                 if phase != FULL:
                     dp = tl.where(visible, dp, 0.0)
-                dq = dot(p * dp, k_columns, dq)  # [M, N] @ [N, C] -> [M, C]
+                dq = dot(p * dp, summed, dq)  # [M, N] @ [N, D] -> [M, D]
 
-    offs_d = column + tl.arange(0, COLUMNS)
+    offs_d = tl.arange(0, BLOCK_D)
     offs = (rows * stride_dqt + head * stride_dqh)[:, None] + offs_d[None, :]
     mask = in_range[:, None] & (offs_d < HEAD_DIM)[None, :]
     tl.store(dq_ptr + offs, (dq * scale).to(dq_ptr.dtype.element_ty), mask=mask)
@@ -198,7 +189,6 @@ def dq_kernel(
 @triton.jit(do_not_specialize=["num_queries", "num_keys", "stride_at", "stride_ah", "drop_below"])
 def dkdv_kernel(
     q_desc,
-    q_columns_desc,
     k_desc,
     v_desc,
     dout_desc,
@@ -233,30 +223,28 @@ def dkdv_kernel(
     HEAD_DIM: tl.constexpr,
     HEAD_DIM_V: tl.constexpr,
     UPCAST: tl.constexpr,
-    HAS_DK: tl.constexpr,
-    HAS_DV: tl.constexpr,
     QUERIES_LEFT: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
-    COLUMNS: tl.constexpr,
 ):
-    """dk [T_k, H_kv, D] and dv [T_k, H_kv, D_v], or one of them; grid (tiles times key heads, column chunks).
+    """dk [T_k, H_kv, D] and dv [T_k, H_kv, D_v], or one of them if the other's pointer is None.
 
-    The bounds belong to the transposed mask. At large head dimensions the two accumulators don't fit in registers
-    together; two launches, which both compute the scores, then cost less than spilling. At the largest head dimension
-    each launch also divides the columns among programs. The row statistics, [H, T_q], are readable for BLOCK_M rows
-    past their end, so a block is loaded without a mask.
+    A program for each tile and key head. The bounds belong to the transposed mask. At large head dimensions the two
+    accumulators don't fit in registers together; two launches, which both compute the scores, then cost less than
+    spilling. The row statistics, [H, T_q], are readable for BLOCK_M rows past their end, so a block is loaded without a
+    mask.
 
     QUERIES_LEFT makes q and dout the left operands of the first two products, instead of k and v, and zeroes q and dout
     for the sums alone. The results are the same (docs/decisions/kernel-forms.md).
     """
     TREE: tl.constexpr = blocks_ptr is not None
+    HAS_DK: tl.constexpr = dk_ptr is not None
+    HAS_DV: tl.constexpr = dv_ptr is not None
     kv_head, _number, tile_ptr, first, end, third = load_tile(tiles_ptr, HEAD_BLOCKS, 5 if TREE else 3)
     if first >= end:
         return
-    column = tl.program_id(1) * COLUMNS
     offs_n = first + tl.arange(0, BLOCK_N)
     start, stop = load_bounds(query_start_ptr, query_stop_ptr, offs_n, end)  # [N]
     seed = 0 if seed_ptr is None else tl.load(seed_ptr)
@@ -267,14 +255,12 @@ def dkdv_kernel(
         begin, full, full_end, blocks = block_range(query_start_ptr, query_stop_ptr, first, end - 1, BLOCK_M)
         query_end = tl.load(query_stop_ptr + end - 1)
 
-    BLOCK_DOUT: tl.constexpr = BLOCK_V if HAS_DK else COLUMNS
-    dout_column = 0 if HAS_DK else column
-    k = load_rows(k_desc, first, kv_head, 0, BLOCK_N, BLOCK_D, HEAD_DIM, UPCAST)  # [N, D]
+    k = load_rows(k_desc, first, kv_head, BLOCK_N, BLOCK_D, HEAD_DIM, UPCAST)  # [N, D]
     if HAS_DK:
-        v = load_rows(v_desc, first, kv_head, 0, BLOCK_N, BLOCK_V, HEAD_DIM_V, UPCAST)  # [N, V]
-        dk = tl.zeros([BLOCK_N, BLOCK_D if HAS_DV else COLUMNS], dtype=tl.float32)
+        v = load_rows(v_desc, first, kv_head, BLOCK_N, BLOCK_V, HEAD_DIM_V, UPCAST)  # [N, V]
+        dk = tl.zeros([BLOCK_N, BLOCK_D], dtype=tl.float32)
     if HAS_DV:
-        dv = tl.zeros([BLOCK_N, BLOCK_DOUT], dtype=tl.float32)
+        dv = tl.zeros([BLOCK_N, BLOCK_V], dtype=tl.float32)
     # One loop over (head of the group, block) per phase, because two nested loops take more registers.
     for phase in tl.static_range(2):
         head = kv_head * GROUP
@@ -291,8 +277,8 @@ def dkdv_kernel(
                 block = step + (tl.where(step >= full, full_end - full, 0) if phase == 0 else full)
                 row = begin + block * BLOCK_M
             offs_m = row + tl.arange(0, BLOCK_M)
-            q = load_rows(q_desc, row, head, 0, BLOCK_M, BLOCK_D, HEAD_DIM, UPCAST)  # [M, D]
-            dout = load_rows(dout_desc, row, head, dout_column, BLOCK_M, BLOCK_DOUT, HEAD_DIM_V, UPCAST)  # [M, V]
+            q = load_rows(q_desc, row, head, BLOCK_M, BLOCK_D, HEAD_DIM, UPCAST)  # [M, D]
+            dout = load_rows(dout_desc, row, head, BLOCK_M, BLOCK_V, HEAD_DIM_V, UPCAST)  # [M, V]
             statistics = tl.cast(head, tl.int64) * num_queries + offs_m
             lse2_m = tl.load(lse2_ptr + statistics)  # [M]
             delta_m = tl.load(delta_ptr + statistics)  # [M]
@@ -300,7 +286,7 @@ def dkdv_kernel(
                 live = ((lse2_m < float("inf")) & (offs_m < query_end))[:, None]
                 if HAS_DV and not QUERIES_LEFT:
                     dout = tl.where(live, dout, 0.0)
-                if HAS_DK and (HAS_DV or COLUMNS == BLOCK_D) and not QUERIES_LEFT:
+                if HAS_DK and not QUERIES_LEFT:
                     q = tl.where(live, q, 0.0)
             if QUERIES_LEFT:
                 products = tl.dot(q, k.T, input_precision="ieee").T  # [M, D] @ [D, N] -> [M, N] -> [N, M]
@@ -320,7 +306,7 @@ def dkdv_kernel(
             if HAS_DV:
                 weights = p if seed_ptr is None else tl.where(keep, p * keep_scale, 0.0)
                 summed = tl.where(live, dout, 0.0) if QUERIES_LEFT and phase == 0 else dout
-                dv = dot(weights, summed, dv)  # [N, M] @ [M, C] -> [N, C]
+                dv = dot(weights, summed, dv)  # [N, M] @ [M, V] -> [N, V]
             if HAS_DK:
                 if QUERIES_LEFT:
                     dp = tl.dot(dout, v.T, input_precision="ieee").T  # [M, V] @ [V, N] -> [M, N] -> [N, M]
@@ -332,16 +318,8 @@ def dkdv_kernel(
                 if phase == 0:
                     dp = tl.where(visible, dp, 0.0)
                 ds = p * dp
-                if HAS_DV or COLUMNS == BLOCK_D:
-                    summed = tl.where(live, q, 0.0) if QUERIES_LEFT and phase == 0 else q
-                    dk = dot(ds, summed, dk)  # [N, M] @ [M, D] -> [N, D]
-                else:
-                    q_columns = load_rows(
-                        q_columns_desc, row, head, column, BLOCK_M, COLUMNS, HEAD_DIM, UPCAST
-                    )  # [M, C]
-                    if phase == 0:
-                        q_columns = tl.where(live, q_columns, 0.0)
-                    dk = dot(ds, q_columns, dk)  # [N, M] @ [M, C] -> [N, C]
+                summed = tl.where(live, q, 0.0) if QUERIES_LEFT and phase == 0 else q
+                dk = dot(ds, summed, dk)  # [N, M] @ [M, D] -> [N, D]
             step += 1
             wrapped = step == steps
             step = tl.where(wrapped, 0, step)
@@ -350,10 +328,10 @@ def dkdv_kernel(
     rows = offs_n.to(tl.int64)[:, None]
     in_range = (offs_n < end)[:, None]
     if HAS_DK:
-        offs_d = column + tl.arange(0, BLOCK_D if HAS_DV else COLUMNS)[None, :]
+        offs_d = tl.arange(0, BLOCK_D)[None, :]
         dk_ptrs = dk_ptr + rows * stride_dkt + kv_head * stride_dkh + offs_d
         tl.store(dk_ptrs, (dk * scale).to(dk_ptr.dtype.element_ty), mask=in_range & (offs_d < HEAD_DIM))
     if HAS_DV:
-        offs_v = dout_column + tl.arange(0, BLOCK_DOUT)[None, :]
+        offs_v = tl.arange(0, BLOCK_V)[None, :]
         dv_ptrs = dv_ptr + rows * stride_dvt + kv_head * stride_dvh + offs_v
         tl.store(dv_ptrs, dv.to(dv_ptr.dtype.element_ty), mask=in_range & (offs_v < HEAD_DIM_V))

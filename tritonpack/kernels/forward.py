@@ -1,8 +1,8 @@
 """The forward kernel: a program computes the outputs of one tile of queries.
 
 The rows of a tile are the same tokens of HEADS query heads that share a key head, one head after the other.
-Legend: M query rows, N keys of a block, D head dimension padded to a power of two, C columns of the values that a
-program computes; t token, h head. Pointers that are None belong to features that a call doesn't use.
+Legend: M query rows, N keys of a block, D and V the head dimensions of keys and values padded to powers of
+two; t token, h head. Pointers that are None belong to features that a call doesn't use.
 The mathematics is docs/math.md, sections 2 and 6: scores in base 2, a running maximum, one division at the end.
 """
 
@@ -70,10 +70,10 @@ def forward_kernel(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    BLOCK_V: tl.constexpr,
     DEFERRED: tl.constexpr,
 ):
-    """out [T_q, H, D_v] and lse [H, T_q]; grid (tiles times blocks of HEADS heads, column chunks of the values).
+    """out [T_q, H, D_v] and lse [H, T_q]; a program for each tile and block of HEADS heads.
 
     The query bounds, of the transposed mask, tell which keys are seen by a query at all. In a mask of trees they decide
     together with the key bounds, and `blocks` lists the first keys of the blocks that tiles visit.
@@ -87,7 +87,6 @@ def forward_kernel(
         return
     first_head = head_block * HEADS
     kv_head = first_head // GROUP
-    column = tl.program_id(1) * COLUMNS
     head = first_head + tl.arange(0, BLOCK_M) // (BLOCK_M // HEADS)  # [M]
     offs_m = first + tl.arange(0, BLOCK_M) % (BLOCK_M // HEADS)  # [M], tokens
     start, stop = load_bounds(key_start_ptr, key_stop_ptr, offs_m, end)  # [M]
@@ -100,8 +99,8 @@ def forward_kernel(
         begin, full, full_end, blocks = block_range(key_start_ptr, key_stop_ptr, first, end - 1, BLOCK_N)
         key_end = tl.load(key_stop_ptr + end - 1)
 
-    q = load_rows(q_desc, first, first_head, 0, BLOCK_M, BLOCK_D, HEAD_DIM, UPCAST, HEADS)  # [M, D]
-    acc = tl.zeros([BLOCK_M, COLUMNS], dtype=tl.float32)
+    q = load_rows(q_desc, first, first_head, BLOCK_M, BLOCK_D, HEAD_DIM, UPCAST, HEADS)  # [M, D]
+    acc = tl.zeros([BLOCK_M, BLOCK_V], dtype=tl.float32)
     if sinks_ptr is None or TREE:
         m_i = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
         l_i = tl.zeros([BLOCK_M], dtype=tl.float32)
@@ -127,13 +126,13 @@ def forward_kernel(
                 offs_n = key + tl.arange(0, BLOCK_N)
                 if not DEFERRED or value < 0:
                     value = key
-                k = load_rows(k_desc, key, kv_head, 0, BLOCK_N, BLOCK_D, HEAD_DIM, UPCAST)  # [N, D]
-                v = load_rows(v_desc, value, kv_head, column, BLOCK_N, COLUMNS, HEAD_DIM_V, UPCAST)  # [N, C]
+                k = load_rows(k_desc, key, kv_head, BLOCK_N, BLOCK_D, HEAD_DIM, UPCAST)  # [N, D]
+                v = load_rows(v_desc, value, kv_head, BLOCK_N, BLOCK_V, HEAD_DIM_V, UPCAST)  # [N, V]
                 products = tl.dot(q, k.T, input_precision="ieee")  # [M, D] @ [D, N] -> [M, N]
                 if phase == CLEANED:
                     v = clean(v, query_start_ptr, query_stop_ptr, value + tl.arange(0, BLOCK_N), key_end)
                 if DEFERRED:
-                    acc = dot(p, v, acc * alpha[:, None])  # [M, N] @ [N, C] -> [M, C]
+                    acc = dot(p, v, acc * alpha[:, None])  # [M, N] @ [N, V] -> [M, V]
                 distance = diagonal[:, None] - places(alibi_ptr, diagonal_ptr, offs_n, num_keys)[None, :]
                 scores, unit, _ = score(products, scale_log2, softcap_log2, alibi_ptr, slopes[:, None], distance)
                 if phase != FULL:
@@ -152,11 +151,11 @@ def forward_kernel(
                 if seed_ptr is not None:
                     p = tl.where(kept(drop_keys[:, None], offs_m[:, None], offs_n[None, :], drop_below), p, 0.0)
                 if not DEFERRED:
-                    acc = dot(p, v, acc * alpha[:, None])  # [M, N] @ [N, C] -> [M, C]
+                    acc = dot(p, v, acc * alpha[:, None])  # [M, N] @ [N, V] -> [M, V]
                 m_i = m_new
                 value = key
     if DEFERRED and value >= 0:
-        v = load_rows(v_desc, value, kv_head, column, BLOCK_N, COLUMNS, HEAD_DIM_V, UPCAST)
+        v = load_rows(v_desc, value, kv_head, BLOCK_N, BLOCK_V, HEAD_DIM_V, UPCAST)
         if TREE or third != 0:  # the entry of a mask without trees says whether the tile is exposed
             v = clean(v, query_start_ptr, query_stop_ptr, value + tl.arange(0, BLOCK_N), key_end)
         acc = dot(p, v, acc * alpha[:, None])
@@ -172,11 +171,10 @@ def forward_kernel(
     lse = (m_i + tl.log2(l_i)) * LN2  # -inf in rows that see nothing
     if sinks_ptr is not None:
         lse = tl.where(start < stop, lse, float("-inf"))
-    if column == 0:
-        tl.store(lse_ptr + head.to(tl.int64) * num_queries + offs_m, lse, mask=in_range)
+    tl.store(lse_ptr + head.to(tl.int64) * num_queries + offs_m, lse, mask=in_range)
     acc = acc / tl.where(l_i == 0.0, 1.0, l_i)[:, None]
     if seed_ptr is not None:
         acc *= keep_scale
-    offs_d = column + tl.arange(0, COLUMNS)
-    out_ptrs = out_ptr + offs_m.to(tl.int64)[:, None] * stride_ot + head[:, None] * stride_oh + offs_d[None, :]
-    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=in_range[:, None] & (offs_d < HEAD_DIM_V)[None, :])
+    offs_v = tl.arange(0, BLOCK_V)
+    out_ptrs = out_ptr + offs_m.to(tl.int64)[:, None] * stride_ot + head[:, None] * stride_oh + offs_v[None, :]
+    tl.store(out_ptrs, acc.to(out_ptr.dtype.element_ty), mask=in_range[:, None] & (offs_v < HEAD_DIM_V)[None, :])

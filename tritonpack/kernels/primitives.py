@@ -139,34 +139,33 @@ def load_rows(
     source,
     row,
     head,
-    column,
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr,
     WIDTH: tl.constexpr,
     UPCAST: tl.constexpr,
     HEADS: tl.constexpr = 1,
 ):
-    """Rows from `row` and columns from `column` of a tensor (heads, tokens, WIDTH), zeros outside it, [ROWS, COLUMNS].
+    """Rows from `row` of a tensor (heads, tokens, WIDTH), with zeros outside it, [ROWS, BLOCK].
 
     The rows are ROWS / HEADS tokens of HEADS heads from `head`. `source` is a descriptor, or on GPUs without TMA
     (pointer, 16 * tokens, bytes between heads, bytes between tokens); see `backends.triton.descriptor`.
     """
     if isinstance(source, tl.tensor_descriptor):
-        rows = tl.reshape(source.load([head, row, column]), (ROWS, COLUMNS))
+        rows = tl.reshape(source.load([head, row, 0]), (ROWS, BLOCK))
     else:
         UNIT: tl.constexpr = 128 // source[0].dtype.element_ty.primitive_bitwidth  # elements in 16 bytes
         stride_h, stride_t = source[2] // 16 * UNIT, source[3] // 16 * UNIT
-        base = source[0] + tl.cast(head, tl.int64) * stride_h + tl.cast(row, tl.int64) * stride_t + column
+        base = source[0] + tl.cast(head, tl.int64) * stride_h + tl.cast(row, tl.int64) * stride_t
         number = tl.arange(0, ROWS)
         token = number % (ROWS // HEADS)
         offs = token.to(tl.int64) * stride_t
         if HEADS > 1:
             offs += (number // (ROWS // HEADS)).to(tl.int64) * stride_h
-        offs_d = tl.arange(0, COLUMNS)
-        inside = (row + token < source[1] // 16)[:, None] & (column + offs_d < WIDTH)[None, :]
+        offs_d = tl.arange(0, BLOCK)
+        inside = (row + token < source[1] // 16)[:, None] & (offs_d < WIDTH)[None, :]
         rows = tl.load(base + (offs[:, None] + offs_d[None, :]), mask=inside, other=0.0)
     # Triton's interpreter multiplies bfloat16 matrices wrongly, without an error.
-    return rows.to(tl.float32) if UPCAST else rows  # [ROWS, COLUMNS]
+    return rows.to(tl.float32) if UPCAST else rows  # [ROWS, BLOCK]
 
 
 @triton.jit

@@ -34,22 +34,32 @@ class TileShape:
         block_m, block_n: query rows and keys per block.
         num_warps: warps of 32 threads (AMD: 64).
         num_stages: how many blocks ahead the program loads.
-        columns: the largest number of columns of an output that one program computes; others compute the rest.
         heads: the largest number of query heads of one key head that divide the rows of a tile among them (forward and
             dQ; a power of two). Tiles with few tokens of many heads have fewer blocks to mask and fewer empty rows than
             tiles with many tokens of one head, and the same number of products.
         deferred: whether forward sums a block's output during the softmax of the next block, which takes registers for
             the weights of one block.
+        queries_left: whether dK and dV multiply with queries on the left (docs/decisions/kernel-forms.md). Products
+            that read operands from registers read a block's queries then, in place of the tile's keys, which would
+            occupy registers across the loop.
+        by_pointers: whether rows are loaded through pointers also on GPUs with TMA. A tile's own rows are in shared
+            memory then, from which each product reads them, and not in registers.
     """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
-    columns: int = 256
     heads: int = 1
     deferred: bool = False
+    queries_left: bool = False
+    by_pointers: bool = False
 
+
+# dK and dV at head dimension 512 on NVIDIA GPUs. A program has all columns, because chunks of them, each with scores of
+# its own, cost 1.5 to 7 times the instructions (docs/decisions/kernel-forms.md).
+_WIDE_DK = TileShape(16, 32, 8, 1, queries_left=True, by_pointers=True)
+_WIDE_DV = TileShape(32, 32, 8, 1, queries_left=True, by_pointers=True)
 
 # Architecture -> kernel -> padded head dimension -> tile, for the 16-bit types. Head dimensions up to 64 share a row.
 TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
@@ -62,35 +72,34 @@ TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
             64: TileShape(128, 64, 4, 2, heads=8),
             128: TileShape(128, 64, 8, 3, heads=8, deferred=True),
             256: TileShape(128, 64, 8, 2),
-            512: TileShape(128, 32, 8, 1),
+            512: TileShape(32, 32, 8, 1),
         },
         "dkdv": {64: TileShape(64, 64, 4, 2), 128: TileShape(32, 64, 4, 2)},
-        "dk": {256: TileShape(32, 128, 8, 2), 512: TileShape(16, 64, 4, 1, columns=128)},
-        "dv": {256: TileShape(32, 128, 8, 2), 512: TileShape(64, 64, 4, 1, columns=128)},
+        "dk": {256: TileShape(32, 128, 8, 2), 512: _WIDE_DK},
+        "dv": {256: TileShape(32, 128, 8, 2), 512: _WIDE_DV},
         "dq": {
             64: TileShape(64, 64, 4, 2, heads=4),
             128: TileShape(128, 64, 8, 2, heads=4),
             256: TileShape(128, 32, 8, 2),
-            512: TileShape(64, 16, 4, 2, columns=128),
+            512: TileShape(32, 32, 8, 1),
         },
     },
-    # Blackwell: accumulators are in tensor memory, so shared memory limits tiles more than registers do. At 512 the
-    # descriptors of 32 products per block spill in dK and dQ with every tile; see docs/decisions.
+    # Blackwell: accumulators are in tensor memory, so shared memory limits tiles more than registers do.
     "sm_100": {
         "forward": {
             64: TileShape(128, 128, 8, 2, heads=8),
             128: TileShape(128, 64, 8, 2, heads=8),
             256: TileShape(128, 32, 8, 2),
-            512: TileShape(64, 32, 4, 1, columns=128),
+            512: TileShape(32, 32, 8, 1),
         },
         "dkdv": {64: TileShape(64, 128, 8, 2), 128: TileShape(64, 128, 8, 2), 256: TileShape(32, 64, 8, 2)},
-        "dk": {512: TileShape(16, 64, 8, 1, columns=128)},
-        "dv": {512: TileShape(64, 64, 4, 1, columns=128)},
+        "dk": {512: _WIDE_DK},
+        "dv": {512: _WIDE_DV},
         "dq": {
             64: TileShape(128, 64, 8, 2, heads=4),
             128: TileShape(64, 64, 4, 2, heads=4),
             256: TileShape(64, 32, 4, 2),
-            512: TileShape(64, 32, 4, 1, columns=128),
+            512: TileShape(32, 32, 8, 1),
         },
     },
     # Ampere and Ada: no TMA. Tiles fit 99 KiB of shared memory (sm_86, sm_89). With two stages dK and dV at 128 would
@@ -100,16 +109,16 @@ TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
             64: TileShape(128, 64, 8, 2, heads=8),
             128: TileShape(128, 32, 8, 2, heads=8),
             256: TileShape(64, 32, 8, 2),
-            512: TileShape(32, 32, 8, 1, columns=128),
+            512: TileShape(32, 32, 8, 1),
         },
         "dkdv": {64: TileShape(32, 64, 4, 2), 128: TileShape(32, 64, 4, 1), 256: TileShape(16, 32, 8, 2)},
-        "dk": {512: TileShape(16, 16, 8, 1, columns=128)},
-        "dv": {512: TileShape(16, 16, 4, 1, columns=128)},
+        "dk": {512: _WIDE_DK},
+        "dv": {512: _WIDE_DV},
         "dq": {
             64: TileShape(128, 32, 8, 2, heads=4),
             128: TileShape(128, 32, 8, 2, heads=4),
             256: TileShape(32, 32, 8, 2),
-            512: TileShape(16, 16, 8, 1, columns=128),
+            512: TileShape(16, 16, 8, 1),
         },
     },
     # Consumer Blackwell: TMA, but the products of Ampere, whose operands are in registers, and 99 KiB of shared memory.
@@ -119,16 +128,16 @@ TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
             64: TileShape(128, 64, 8, 2, heads=8),
             128: TileShape(128, 32, 8, 2, heads=8),
             256: TileShape(64, 32, 8, 2),
-            512: TileShape(32, 32, 8, 1, columns=128),
+            512: TileShape(32, 32, 8, 1),
         },
-        "dkdv": {64: TileShape(32, 32, 4, 2), 128: TileShape(16, 64, 8, 2)},
-        "dk": {256: TileShape(16, 32, 8, 2), 512: TileShape(16, 16, 8, 1, columns=128)},
-        "dv": {256: TileShape(16, 32, 8, 2), 512: TileShape(16, 16, 4, 1, columns=128)},
+        "dkdv": {64: TileShape(32, 32, 4, 2, queries_left=True), 128: TileShape(16, 64, 8, 2, queries_left=True)},
+        "dk": {256: TileShape(16, 32, 8, 2, queries_left=True), 512: _WIDE_DK},
+        "dv": {256: TileShape(16, 32, 8, 2, queries_left=True), 512: _WIDE_DV},
         "dq": {
             64: TileShape(128, 32, 8, 2, heads=4),
             128: TileShape(64, 64, 8, 2),
             256: TileShape(32, 32, 8, 2),
-            512: TileShape(16, 16, 8, 1, columns=128),
+            512: TileShape(32, 32, 8, 1),
         },
     },
     # CDNA3: waves of 64, with 512 registers per lane, half of them for accumulation; they hold a tile's own operands.
@@ -140,13 +149,13 @@ TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
             512: TileShape(32, 16, 4, 1),
         },
         "dkdv": {64: TileShape(32, 64, 4, 1), 128: TileShape(16, 64, 4, 1), 256: TileShape(16, 32, 4, 1)},
-        "dk": {512: TileShape(16, 32, 4, 1, columns=128)},
-        "dv": {512: TileShape(16, 32, 4, 1, columns=128)},
+        "dk": {512: TileShape(16, 32, 4, 1)},
+        "dv": {512: TileShape(16, 32, 4, 1)},
         "dq": {
             64: TileShape(64, 64, 4, 1, heads=4),
             128: TileShape(64, 32, 4, 1, heads=4),
             256: TileShape(32, 16, 4, 1),
-            512: TileShape(32, 16, 4, 1, columns=128),
+            512: TileShape(32, 16, 4, 1),
         },
     },
 }
@@ -162,7 +171,7 @@ FEATURE_TILES: dict[str, dict[Kernel, dict[int, dict[str, TileShape]]]] = {
             256: {"softcap alibi dropout tree": TileShape(128, 32, 8, 2)},
         },
         "dkdv": {64: {"dropout": TileShape(32, 64, 4, 2)}, 128: {"dropout": TileShape(16, 64, 4, 2)}},
-        "dk": {256: {"softcap alibi dropout": TileShape(16, 128, 8, 2, columns=128)}},
+        "dk": {256: {"softcap alibi dropout": TileShape(16, 128, 8, 2)}},
         "dq": {
             128: {
                 "alibi dropout": TileShape(128, 32, 8, 2, heads=4),
@@ -194,21 +203,17 @@ FEATURE_TILES: dict[str, dict[Kernel, dict[int, dict[str, TileShape]]]] = {
     "gfx942": {},
 }
 
-# Architectures on which dK and dV multiply with queries on the left (docs/decisions/kernel-forms.md). Their products
-# read operands from registers, and each warp reads the whole left operand, which keys would occupy across the loop.
-QUERIES_LEFT = frozenset({"sm_120"})
-
 # Architectures whose kernels get pointers instead of descriptors (`primitives.load_rows`). Triton would turn
 # descriptors into pointers there, and load each element alone, because it doesn't know that rows are aligned.
 WITHOUT_TMA = frozenset({"sm_80", "gfx942"})
 
-# float32 products are exact ("ieee"), without matrix instructions, so all tiles are small. At 512 they take 136 KiB of
-# shared memory; on the smallest GPUs, which have less, the launch fails with that message.
+# float32 products are exact ("ieee"), without matrix instructions, so all tiles are small. At 512 they take up to 160
+# KiB of shared memory; on the smallest GPUs, which have less, the launch fails with that message.
 FLOAT32_TILES = {
     64: TileShape(32, 32, 4, 1),
     128: TileShape(32, 32, 8, 1),
     256: TileShape(16, 16, 8, 1),
-    512: TileShape(16, 16, 8, 1, columns=128),
+    512: TileShape(16, 16, 8, 1, by_pointers=True),
 }
 
 # The interpreter's time is the number of blocks. The two sizes differ, so that tests notice if they are confused.
@@ -250,7 +255,7 @@ def why_illegal(kernel: Kernel, tile: TileShape, block_d: int, arch: str) -> str
         block_d: the head dimension of keys and values, a power of two.
         arch: a key of `TILES`.
     """
-    sizes = {"block_m": tile.block_m, "block_n": tile.block_n, "columns": tile.columns}
+    sizes = {"block_m": tile.block_m, "block_n": tile.block_n}
     for name, size in sizes.items():
         if size < 16 or size & (size - 1):
             return f"{name} must be a power of two from 16; got {size}"
@@ -263,13 +268,12 @@ def why_illegal(kernel: Kernel, tile: TileShape, block_d: int, arch: str) -> str
     if tile.deferred and kernel != "forward":
         return f"deferred must be false but in forward; got {tile.deferred}"
     own, other = (tile.block_m, tile.block_n) if kernel in ("forward", "dq") else (tile.block_n, tile.block_m)
-    if arch == "sm_90" and own < 16 * tile.num_warps:
+    if arch == "sm_90" and 64 <= own < 16 * tile.num_warps:  # fewer rows are multiplied as on Ampere
         return f"{tile.num_warps} warps compute the same twice unless a tile has {16 * tile.num_warps} rows; got {own}"
-    columns = min(tile.columns, block_d)
+    if tile.queries_left and kernel in ("forward", "dq"):
+        return f"queries_left must be false in {kernel}; got {tile.queries_left}"
     resident = 0 if arch == "gfx942" else own * block_d * (1 if kernel in ("forward", "dv") else 2)
-    streamed = other * (block_d + (columns if kernel in ("forward", "dv") else block_d))
-    if columns < block_d and kernel in ("dk", "dq"):
-        streamed += other * columns
+    streamed = other * block_d * (2 if tile.num_stages > 1 else 1)  # without stages keys and values share their place
     kib = 2 * (resident + tile.num_stages * streamed) / 1024
     if kib > SHARED_KIB[arch]:
         return f"about {kib:.0f} KiB of shared memory, of {SHARED_KIB[arch]}"
@@ -330,9 +334,10 @@ def _read_row(row: Any, number: int) -> tuple[tuple[str, Kernel, int], TileShape
     if missing := sorted(required - row.keys()):
         raise ValueError(f"row {number} lacks {', '.join(missing)}")
     for name in sizes.keys() & row.keys():
-        if name == "deferred" and not isinstance(row[name], bool):
-            raise ValueError(f"deferred of row {number} must be true or false; got {row[name]!r}")
-        if name != "deferred" and not is_int(row[name]):
+        is_flag = isinstance(sizes[name].default, bool)
+        if is_flag and not isinstance(row[name], bool):
+            raise ValueError(f"{name} of row {number} must be true or false; got {row[name]!r}")
+        if not is_flag and not is_int(row[name]):
             raise ValueError(f"{name} of row {number} must be an integer; got {row[name]!r}")
     arch, kernel, block_d = (row[name] for name in place)
     known = isinstance(arch, str) and arch in TILES and kernel in get_args(Kernel)
