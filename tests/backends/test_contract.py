@@ -124,11 +124,35 @@ class TestChoice:
         monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
         q: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=dtype)
         if capability < (8, 0) and dtype != torch.float32:
-            with pytest.raises(BackendUnavailableError, match=rf"8\.0 or later.*got {dtype} on Tesla T4\. Use back"):
+            with pytest.raises(BackendUnavailableError, match=rf"8\.0.*got {dtype} on Tesla T4\. Use back"):
                 resolve_backend("triton", q)
             assert resolve_backend("auto", q) == "blocked"
         else:
             assert resolve_backend("triton", q) == resolve_backend("auto", q) == "triton"
+
+    @pytest.mark.parametrize(
+        ("gpu", "multiplies"),
+        [
+            ("gfx908", False),
+            ("gfx90a:sramecc+:xnack-", True),
+            ("gfx1030", False),
+            ("gfx1100", True),
+            ("gfx1250", False),
+        ],
+    )
+    @pytest.mark.usefixtures("other_gpus")
+    def test_amd_gpus_need_matrix_instructions_too(
+        self, gpu: str, multiplies: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        pytest.importorskip("triton")
+        monkeypatch.setattr("torch.version.hip", "7.0")
+        monkeypatch.setattr("torch.cuda.get_device_name", lambda device: "AMD")
+        monkeypatch.setattr("torch.cuda.get_device_properties", lambda device: SimpleNamespace(gcnArchName=gpu))
+        q: Any = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float16)
+        assert resolve_backend("auto", q) == ("triton" if multiplies else "blocked")
+        if not multiplies:
+            with pytest.raises(BackendUnavailableError, match=r"CDNA 2 and RDNA 3, .*got torch.float16 on AMD\."):
+                resolve_backend("triton", q)
 
     @pytest.mark.parametrize("name", ["triton", "gluon"])
     def test_missing_triton_is_named_with_a_remedy(self, name: Any, monkeypatch: pytest.MonkeyPatch) -> None:

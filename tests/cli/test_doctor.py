@@ -14,6 +14,7 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 from tests.cli.command import run
+from tritonpack.backends import has_matrix_products
 from tritonpack.cli import doctor
 from tritonpack.cli.doctor import Finding, checks
 
@@ -138,12 +139,14 @@ class TestVersions:
 
     @pytest.mark.parametrize("capability", [(7, 5), (8, 0)])
     def test_gpu_without_matrix_instructions_is_a_warning(self, capability, monkeypatch):
+        monkeypatch.setattr("tritonpack.cli.doctor.has_matrix_products", has_matrix_products.__wrapped__)
         monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+        monkeypatch.setattr("torch.cuda.current_device", lambda: 0)
         monkeypatch.setattr("torch.cuda.get_device_name", lambda: "Tesla T4")
-        monkeypatch.setattr("torch.cuda.get_device_capability", lambda: capability)
+        monkeypatch.setattr("torch.cuda.get_device_capability", lambda device: capability)
         found = list(doctor.examine_gpu())
         assert len(found) == (capability < (8, 0))
-        assert all(f.detail.startswith("Tesla T4 has compute capability 7.5;") for f in found)
+        assert all(f.detail.startswith("Tesla T4 (compute capability 7.5): ") for f in found)
 
     def test_oldest_versions_agree_with_pyproject(self):
         tomllib = pytest.importorskip("tomllib")

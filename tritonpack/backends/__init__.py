@@ -86,7 +86,15 @@ def resolve_backend(backend: Backend, q: Tensor) -> str:
 @cache
 def has_matrix_products(device: torch.device) -> bool:
     """Whether Triton multiplies 16-bit matrices on this GPU with matrix instructions; without them it's very slow."""
-    return bool(torch.version.hip) or torch.cuda.get_device_capability(device) >= (8, 0)
+    if torch.version.hip:  # CDNA 2 to 4, RDNA 3 and 4
+        return amd_name(device).startswith(("gfx90a", "gfx94", "gfx95", "gfx11", "gfx120"))
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def amd_name(device: torch.device) -> str:
+    """The name of an AMD GPU's instructions, such as "gfx942"."""
+    name: str = torch.cuda.get_device_properties(device).gcnArchName  # with settings behind colons
+    return name.split(":")[0]
 
 
 def load(name: str) -> BackendModule:

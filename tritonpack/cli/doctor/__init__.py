@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import tritonpack
+from tritonpack.backends import amd_name, has_matrix_products
 from tritonpack.cli.files import STANDARD_OUTPUT, require_writable, write_json
 from tritonpack.cli.machine import installed_version
 from tritonpack.cli.words import count
@@ -145,11 +146,13 @@ def examine_versions(versions: Mapping[str, str | None]) -> Iterator[Finding]:
 def examine_gpu() -> Iterator[Finding]:
     """A GPU that torch can't use, or one without matrix instructions in Triton."""
     if torch.cuda.is_available():
-        capability = torch.cuda.get_device_capability()
-        if torch.version.hip is None and capability < (8, 0):
+        device = torch.device("cuda", torch.cuda.current_device())
+        if not has_matrix_products(device):
+            capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
+            kind = amd_name(device) if torch.version.hip else f"compute capability {capability}"
             detail = (
-                f"{torch.cuda.get_device_name()} has compute capability {capability[0]}.{capability[1]}; Triton has "
-                "matrix instructions from 8.0, so backend='triton' refuses 16-bit types, and 'auto' uses 'blocked'"
+                f"{torch.cuda.get_device_name()} ({kind}): Triton has matrix instructions from compute capability 8.0, "
+                "CDNA 2 and RDNA 3, so backend='triton' refuses 16-bit types, and 'auto' uses 'blocked'"
             )
             yield Finding("GPU", "warning", detail)
         return
