@@ -38,6 +38,8 @@ CASES = (
 )
 BY_NAME = {case.name: case for case in CASES}
 ISOLATED = BY_NAME | {
+    "short": Case("short", (33, 1, 20, 17, 5, 40, 30, 3)),
+    "short-sinks": Case("short-sinks", (33, 1, 20, 17), sinks=True),
     "cross-long": Case("cross-long", (40, 200, 20, 20), (50, 300, 22, 22)),
     "sinks-long": Case("sinks-long", (40, 200, 20, 20), sinks=True),
 }
@@ -64,7 +66,7 @@ class TestExactness:
     )
     def test_error_within_tolerance(self, case: Case, dtype: torch.dtype) -> None:
         inputs = make_inputs(case, dtype, slack_value=NAN)
-        assert plan_of(inputs).runs
+        assert plan_of(inputs).calls
         check_outputs(inputs, run(inputs, "blocked"))
         check_outputs(replace(inputs, dlse=torch.zeros_like(inputs.dlse)), run_without_lse(inputs))
 
@@ -101,7 +103,9 @@ class TestExactness:
 
 
 class TestIsolation:
-    @pytest.mark.parametrize("name", ["equal", "pieces", "long-full", "cross-long", "sinks-long"])
+    @pytest.mark.parametrize(
+        "name", ["equal", "short", "short-sinks", "pieces", "long-full", "cross-long", "sinks-long"]
+    )
     def test_a_document_of_nan_changes_no_bit_of_others(self, name: str) -> None:
         """Each document in turn. A call reads no other document, so NaN is contained without `pack_invariant`."""
         case = ISOLATED[name]
@@ -146,9 +150,15 @@ class TestPlan:
             (Case("equal, too long to share", (200,) * 3, causal=False), {}, 3, 0),
             (Case("equal, but no neighbours", (100, 50, 100)), {}, 3, 0),
             (Case("equal, alone", (20,) * 5), {"pack_invariant": True}, 5, 0),
-            (Case("too short", (15, 3, 16, 2)), {}, 1, 2),
-            (Case("window that reaches all", (20, 30), window=(30, 0)), {}, 2, 0),
-            (Case("window", (20, 30, 31, 200), window=(29, 0)), {}, 2, 3),
+            (Case("shorter than a vector", (15, 3, 16, 2)), {}, 1, 0),
+            (Case("shorter than a vector, alone", (15, 3, 16, 2)), {"pack_invariant": True}, 1, 3),
+            (Case("shorter than a vector, full", (15, 3, 16, 2), causal=False), {}, 1, 2),
+            (Case("short", (20, 30, 40, 20)), {}, 2, 0),
+            (Case("short, equal neighbours", (20, 20, 20, 31, 30)), {}, 2, 0),
+            (Case("short, alone", (20, 30, 40, 20)), {"pack_invariant": True}, 4, 0),
+            (Case("short, more than a batch", (17, 18) * 40), {}, 3, 0),
+            (Case("window that reaches all", (20, 30), window=(30, 0)), {}, 1, 0),
+            (Case("window", (20, 30, 31, 200), window=(29, 0)), {}, 1, 3),
             (Case("cross, causal", (40, 40, 200), (50, 50, fused.MOST_KEYS + 1)), {}, 1, 5),
             (Case("softcap", (20, 30), softcap=5.0), {}, 0, 1),
             (Case("alibi", (20, 30), alibi="heads"), {}, 0, 1),
@@ -160,12 +170,12 @@ class TestPlan:
     )
     def test_number_of_runs_and_blocks(self, case: Case, options: dict[str, Any], runs: int, blocks: int) -> None:
         plan = plan_of(make_inputs(case), **options)
-        assert (len(plan.runs), len(plan.blocks)) == (runs, blocks)
+        assert (len(plan.calls), len(plan.blocks)) == (runs, blocks)
 
     def test_pieces_have_whole_vectors_of_keys(self) -> None:
         cross = BlockDiagonalMask.from_seqlens([300, 200], [300, 210])
         inputs = make_inputs(Case("pieces", (300, 200), (300, 210)))
-        assert plan_of(replace(inputs, mask=cross)).runs == [
+        assert plan_of(replace(inputs, mask=cross)).calls == [
             (0, 160, 0, 160, fused.CAUSAL, 1),
             (160, 300, 0, 300, fused.CAUSAL, 1),
             (300, 402, 300, 412, fused.CAUSAL, 1),
@@ -175,7 +185,7 @@ class TestPlan:
     def test_chunks_are_documents(self) -> None:
         inputs = make_inputs(Case("chunked", (64,)))
         chunked = BlockDiagonalMask.from_seqlens([64], chunk_size=32)
-        assert plan_of(replace(inputs, mask=chunked)).runs == [(0, 64, 0, 64, fused.CAUSAL, 2)]
+        assert plan_of(replace(inputs, mask=chunked)).calls == [(0, 64, 0, 64, fused.CAUSAL, 2)]
 
     @pytest.mark.parametrize(
         "missing",
@@ -190,7 +200,7 @@ class TestPlan:
     ) -> None:
         missing(monkeypatch)
         inputs = make_inputs(BY_NAME["mixed"])
-        assert not plan_of(inputs).runs
+        assert not plan_of(inputs).calls
         check_outputs(inputs, run(inputs, "blocked"))
 
     def test_the_plan_is_made_once_per_mask(self, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,7 +33,7 @@ PIECE = 64  # keys, the unit of blocks in a tree
 
 LOG2E = 1 / math.log(2)
 
-FULL, MASKED = 3, 4  # kinds of blocks in the table of a plan, beside fused.ALL and fused.CAUSAL
+FULL, MASKED = 4, 5  # kinds of blocks in the table of a plan, beside what the runs of fused.py see
 
 
 class Block(NamedTuple):
@@ -45,14 +45,15 @@ class Block(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What is computed: blocks, one tile after the other, and runs, each a call of the fused kernel."""
+    """What is computed: blocks, one tile after the other, and calls of the fused kernel."""
 
     blocks: list[Block]
-    runs: list[fused.Run]
+    calls: list[fused.Call]
 
     def is_one_call(self, mask: BlockDiagonalMask) -> bool:
         """Whether a single call of the fused kernel has all rows of the mask."""
-        return not self.blocks and [run[:4] for run in self.runs] == [(0, mask.num_queries, 0, mask.num_keys)]
+        whole = (0, mask.num_queries, 0, mask.num_keys)
+        return not self.blocks and [isinstance(call, fused.Run) and call[:4] for call in self.calls] == [whole]
 
 
 def check_device(q: Tensor) -> None:
@@ -77,16 +78,16 @@ def forward(
     plan, dtype, head_dim_v = read_plan(q, k, mask, options, tiles), q.dtype, v.shape[2]
     q, k, v = (_widened(x, options) for x in (q, k, v))
     if plan.is_one_call(mask):
-        out, lse = (x.flatten(0, 1) for x in fused.forward(plan.runs[0], q, k, v, options))
+        out, lse = (x.flatten(0, 1) for x in fused.forward(plan.calls[0], q, k, v, options))
         lse = lse.T
     else:
         out, lse = q.new_zeros(q.shape[0], q.shape[1], v.shape[2]), q.new_full((q.shape[1], q.shape[0]), -math.inf)
         if plan.blocks:
             _forward_blocks(plan.blocks, q, k, v, mask, options, out, lse)
-        for run in plan.runs:
-            of_run = fused.forward(run, q, k, v, options)
-            fused.take_rows(run, out).copy_(of_run[0])
-            fused.take_rows(run, lse.T).copy_(of_run[1])
+        for call in plan.calls:
+            of_call = fused.forward(call, q, k, v, options)
+            call.put_rows(out, of_call[0])
+            call.put_rows(lse.T, of_call[1])
     return out[..., :head_dim_v].to(dtype), lse
 
 
@@ -149,17 +150,17 @@ def backward(
     dtype, head_dim, head_dim_v = q.dtype, q.shape[2], v.shape[2]
     dout, q, k, v, out = (_widened(x, options) for x in (dout, q, k, v, out))
     if plan.is_one_call(mask):
-        of_run = fused.backward(plan.runs[0], dout, dlse, q, k, v, out, lse, options)
-        dq, dk, dv = (x.flatten(0, 1) for x in of_run)
+        of_call = fused.backward(plan.calls[0], dout, dlse, q, k, v, out, lse, options)
+        dq, dk, dv = (x.flatten(0, 1) for x in of_call)
     else:
         dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
         if plan.blocks:
             _backward_blocks(plan.blocks, dout, dlse, q, k, v, out, lse, mask, options, dq, dk, dv)
-        for run in plan.runs:
-            of_run = fused.backward(run, dout, dlse, q, k, v, out, lse, options)
-            fused.take_rows(run, dq).copy_(of_run[0])
-            fused.take_keys(run, dk).add_(of_run[1])  # the pieces of a document share keys
-            fused.take_keys(run, dv).add_(of_run[2])
+        for call in plan.calls:
+            of_call = fused.backward(call, dout, dlse, q, k, v, out, lse, options)
+            call.put_rows(dq, of_call[0])
+            call.add_keys(dk, of_call[1])
+            call.add_keys(dv, of_call[2])
     dsinks = None
     if options.sinks is not None:
         delta = (dout * out).sum(-1).T
@@ -218,13 +219,13 @@ def read_plan(q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionO
     table = tiles.blocks
     if table is None:
         table = plan_of(mask, fuse=fused.serves(q, k, options), pack_invariant=options.pack_invariant)
-    plan = Plan([], [])
+    blocks, runs = [], []
     for row, row_end, key, key_end, kind, count in table.tolist():
         if kind in (FULL, MASKED):
-            plan.blocks.append(Block(slice(row, row_end), slice(key, key_end), kind == MASKED))
+            blocks.append(Block(slice(row, row_end), slice(key, key_end), kind == MASKED))
         else:
-            plan.runs.append(fused.Run(row, row_end, key, key_end, kind, count))
-    return plan
+            runs.append(fused.Run(row, row_end, key, key_end, kind, count))
+    return Plan(blocks, [*fused.calls_of(runs)])
 
 
 def plan_of(mask: BlockDiagonalMask, *, fuse: bool, pack_invariant: bool) -> Tensor:
@@ -234,7 +235,7 @@ def plan_of(mask: BlockDiagonalMask, *, fuse: bool, pack_invariant: bool) -> Ten
         fuse: whether the fused kernel computes the documents that it can.
         pack_invariant: whether no tile and no call may hold two documents.
     """
-    documents = fused.documents_of(mask)
+    documents = fused.documents_of(mask, pack_invariant=pack_invariant)
     if not fuse or mask.is_tree:
         documents[:, 4] = fused.OTHER
     tiles = torch.tensor(_tiles(documents.tolist(), pack_invariant), dtype=torch.int64, device=mask.device).view(-1, 2)

@@ -5,6 +5,7 @@ the query above. A call reads the rows of its documents and nothing else, and no
 docs/decisions/cpu-attention.md has the reasons, and what was measured:
 
 - Equal documents of up to `PIECE_ROWS` tokens that lie end to end are the batch of one call.
+- Other causal documents of up to `SHORT_ROWS` tokens are copied to batches, each to a multiple of 16 tokens.
 - A longer causal document takes a call for about `PIECE_ROWS` queries each, with the keys up to the last one, because
   the kernel computes blocks of 512 keys whole, also above the diagonal.
 
@@ -14,6 +15,7 @@ Shapes: b documents of a call, m queries, k keys, H query heads, n key heads, d 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -32,23 +34,26 @@ FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 SHARES_KEY_HEADS = torch.__version__ >= "2.9"  # compared as versions
 
 # Which keys of their document the queries see. ALL: each query sees all keys. CAUSAL: the last query sees all keys, and
-# every other query sees one key less than the next query. OTHER: the kernel can't compute it.
-ALL, CAUSAL, OTHER = range(3)
+# every other query sees one key less than the next query. OTHER: the kernel can't compute it. SHORT: `CAUSAL`, with as
+# many queries as keys, and few enough for a batch of copies.
+ALL, CAUSAL, OTHER, SHORT = range(4)
 
 # Below this the kernel ignores NaN: it takes the largest score of a row with whole vectors of up to 16 numbers, which
 # keep NaN, and of the rest by comparisons, which don't. A row of NaN then has no largest score, and would become zeros.
 FEWEST_KEYS = 16
 PIECE_ROWS = 128
+SHORT_ROWS = 64
+BATCH_ROWS = 1024  # of a batch of copies, which then stay in caches
 MOST_KEYS = 1024  # of a causal document in pieces: their mask takes 4 MiB, and longer documents gain little
 
 
 class Run(NamedTuple):
-    """Equal documents that lie end to end, or some queries of a document and the keys that they see.
+    """A call for equal documents that lie end to end, or for some queries of a document and the keys that they see.
 
     Attributes:
         row, row_end: the rows of their queries.
         key, key_end: the rows of their keys.
-        seen: `ALL` or `CAUSAL`.
+        seen: `ALL`, `CAUSAL`, or `SHORT` for a document that is copied (`calls_of`).
         documents: how many these are.
     """
 
@@ -58,6 +63,73 @@ class Run(NamedTuple):
     key_end: int
     seen: int
     documents: int
+
+    def take_rows(self, x: Tensor) -> Tensor:
+        """The rows of the queries in x, (T_q, ...), as a view [b, m, ...]."""
+        return x[self.row : self.row_end].unflatten(0, (self.documents, -1))
+
+    def take_gradients(self, x: Tensor) -> Tensor:
+        """`take_rows` of a tensor of gradients."""
+        return self.take_rows(x)
+
+    def take_keys(self, x: Tensor) -> Tensor:
+        """The rows of the keys in x, (T_k, ...), as a view [b, k, ...]."""
+        return x[self.key : self.key_end].unflatten(0, (self.documents, -1))
+
+    def put_rows(self, x: Tensor, values: Tensor) -> None:
+        """Write values [b, m, ...] to the rows of the queries in x."""
+        self.take_rows(x).copy_(values)
+
+    def add_keys(self, x: Tensor, values: Tensor) -> None:
+        """Add values [b, k, ...] to the rows of the keys in x, which pieces of a document share."""
+        self.take_keys(x).add_(values)
+
+    def visible(self, dtype: torch.dtype) -> dict[str, Any]:
+        """The kernel's arguments for which keys are seen."""
+        rows, keys = ((end - begin) // self.documents for begin, end in (self[:2], self[2:4]))
+        if self.seen == ALL or rows == keys:
+            return {"is_causal": self.seen != ALL}
+        return {"is_causal": False, "attn_mask": _triangle(dtype)[keys - rows : keys, :keys]}
+
+
+class Copies:
+    """A call for short documents, each copied to `width` rows; it has the methods of `Run`.
+
+    The last token of a document is repeated, so that no number of another document, and no other number, is read. Its
+    copies come after all queries of the document and are seen by none of them. Gradients of their outputs are zero.
+    """
+
+    def __init__(self, runs: Sequence[Run], width: int) -> None:
+        row, row_end, key, key_end = torch.tensor([run[:4] for run in runs], device="cpu").T[..., None]
+        place = torch.arange(width, device="cpu")
+        self.documents = len(runs)
+        self.live = (place < row_end - row).flatten().nonzero().flatten()
+        self.rows = torch.minimum(row + place, row_end - 1).flatten()
+        self.keys = torch.minimum(key + place, key_end - 1).flatten()
+
+    def take_rows(self, x: Tensor) -> Tensor:
+        return x.index_select(0, self.rows).unflatten(0, (self.documents, -1))
+
+    def take_keys(self, x: Tensor) -> Tensor:
+        return x.index_select(0, self.keys).unflatten(0, (self.documents, -1))
+
+    def take_gradients(self, x: Tensor) -> Tensor:
+        """The rows of the queries in gradients, with zeros for the copies of last tokens."""
+        gradients = x.new_zeros(len(self.rows), *x.shape[1:])
+        gradients.index_copy_(0, self.live, x.index_select(0, self.rows[self.live]))
+        return gradients.unflatten(0, (self.documents, -1))
+
+    def put_rows(self, x: Tensor, values: Tensor) -> None:
+        x.index_copy_(0, self.rows[self.live], values.flatten(0, 1).index_select(0, self.live))
+
+    def add_keys(self, x: Tensor, values: Tensor) -> None:
+        x.index_copy_(0, self.keys[self.live], values.flatten(0, 1).index_select(0, self.live))
+
+    def visible(self, dtype: torch.dtype) -> dict[str, Any]:
+        return {"is_causal": True}
+
+
+Call = Run | Copies
 
 
 def serves(q: Tensor, k: Tensor, options: AttentionOptions) -> bool:
@@ -76,8 +148,11 @@ def _operators() -> tuple[Any, ...]:
     return operators if known else ()
 
 
-def documents_of(mask: BlockDiagonalMask) -> Tensor:
-    """(documents, 5) int64: row, row_end, key, key_end and what is seen, of each document that sees a key."""
+def documents_of(mask: BlockDiagonalMask, *, pack_invariant: bool = False) -> Tensor:
+    """(documents, 5) int64: row, row_end, key, key_end and what is seen, of each document that sees a key.
+
+    With `pack_invariant` none is `SHORT`.
+    """
     begins = document_begins(mask)[: mask.num_queries].nonzero().flatten()
     ends = torch.cat([begins, begins.new_full((1,), mask.num_queries)])[1:]
     start, stop = mask.key_start.long(), mask.key_stop.long()
@@ -89,7 +164,10 @@ def documents_of(mask: BlockDiagonalMask) -> Tensor:
     causal = other_steps[begins] == other_steps[last]
     causal &= (key_end - key == ends - begins) | (key_end - key <= MOST_KEYS)
     seen = torch.where(stop[begins] == key_end, ALL, torch.where(causal, CAUSAL, OTHER))
+    short = causal & (key == start[last]) & (key_end - key == ends - begins) & (ends - begins <= SHORT_ROWS)
     seen = torch.where((key == start[last]) & (key_end - key >= FEWEST_KEYS), seen, OTHER)
+    if not pack_invariant:
+        seen = torch.where(short, SHORT, seen)
     return torch.stack([begins, ends, key, key_end, seen], 1)
 
 
@@ -105,9 +183,11 @@ def runs_of(documents: Tensor, *, pack_invariant: bool) -> list[Run]:
     begins = torch.ones(len(documents), dtype=torch.bool, device=documents.device)
     begins[1:] = (like[:, 1:] != like[:, :-1]).any(0) | (row[1:] != row_end[:-1]) | (key[1:] != key_end[:-1])
     begins |= like[:2].amax(0) > (0 if pack_invariant else PIECE_ROWS)
+    begins |= like[1] < FEWEST_KEYS  # these are copied to longer rows
     first = begins.nonzero().flatten()
     last = torch.cat([first[1:], first.new_full((1,), len(documents))]) - 1
-    runs = torch.stack([row[first], row_end[last], key[first], key_end[last], seen[first], last - first + 1], 1)
+    seen = torch.where((first < last) & (seen[first] == SHORT), CAUSAL, seen[first])
+    runs = torch.stack([row[first], row_end[last], key[first], key_end[last], seen, last - first + 1], 1)
     return [piece for run in runs.tolist() for piece in _pieces(Run(*run))]
 
 
@@ -126,21 +206,24 @@ def _pieces(run: Run) -> list[Run]:
     ]
 
 
-def take_rows(run: Run, x: Tensor) -> Tensor:
-    """The rows of the run's queries in x, (T_q, ...), as a view [b, m, ...]."""
-    return x[run.row : run.row_end].unflatten(0, (run.documents, -1))
+def calls_of(runs: Sequence[Run]) -> Iterator[Call]:
+    """The calls for runs: short documents share calls with others that are copied to the same width."""
+    of_width: dict[int, list[Run]] = {}
+    for run in runs:
+        if run.seen == SHORT:
+            of_width.setdefault(-(-(run.row_end - run.row) // 16) * 16, []).append(run)
+        else:
+            yield run
+    for width, short in of_width.items():
+        most = BATCH_ROWS // width
+        yield from (Copies(short[begin : begin + most], width) for begin in range(0, len(short), most))
 
 
-def take_keys(run: Run, x: Tensor) -> Tensor:
-    """The rows of the run's keys in x, (T_k, ...), as a view [b, k, ...]."""
-    return x[run.key : run.key_end].unflatten(0, (run.documents, -1))
-
-
-def forward(run: Run, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
-    """out [b, m, H, D_v] and lse [b, m, H] of a run, given q, k and v of one dtype."""
+def forward(run: Call, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
+    """out [b, m, H, D_v] and lse [b, m, H] of a call, given q, k and v of one dtype."""
     of_keys, of_products = _factors(options.scale)
-    qs, ks, vs = _as_the_kernel_reads(take_rows(run, q), _scaled(take_keys(run, k), of_keys), take_keys(run, v))
-    out, lse = _operators()[0](qs, ks, vs, **_visible(run, q.dtype), scale=of_products)
+    qs, ks, vs = _as_the_kernel_reads(run.take_rows(q), _scaled(run.take_keys(k), of_keys), run.take_keys(v))
+    out, lse = _operators()[0](qs, ks, vs, **run.visible(q.dtype), scale=of_products)
     out, lse = out[..., : v.shape[2]].transpose(1, 2), lse.transpose(1, 2)
     if options.sinks is None:
         return out, lse
@@ -151,7 +234,7 @@ def forward(run: Run, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions
 
 
 def backward(
-    run: Run,
+    run: Call,
     dout: Tensor,
     dlse: Tensor | None,
     q: Tensor,
@@ -161,18 +244,18 @@ def backward(
     lse: Tensor,
     options: AttentionOptions,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """dq [b, m, H, D], dk [b, k, n, D] and dv [b, k, n, D_v] of a run, given inputs of one dtype."""
-    douts, vs = take_rows(run, dout), take_keys(run, v)
+    """dq [b, m, H, D], dk [b, k, n, D] and dv [b, k, n, D_v] of a call, given inputs of one dtype."""
+    douts, vs = run.take_gradients(dout), run.take_keys(v)
     if dlse is not None:
         # The kernel has no gradient of lse. A further value of 1 has the same effect: dP gains dlse, and delta nothing,
         # because the further output is 0 (docs/math.md, section 3).
-        douts = torch.cat([douts, take_rows(run, dlse.T)[..., None]], 3)
+        douts = torch.cat([douts, run.take_gradients(dlse.T)[..., None]], 3)
         vs = pad(vs, (0, 1), value=1.0)
     of_keys, of_products = _factors(options.scale)
-    ks = _scaled(take_keys(run, k), of_keys)
-    inputs = _as_the_kernel_reads(douts, take_rows(run, q), ks, vs, take_rows(run, out))
-    lses = take_rows(run, lse.T).transpose(1, 2)
-    gradients = _operators()[1](*inputs, lses, dropout_p=0.0, **_visible(run, q.dtype), scale=of_products)
+    ks = _scaled(run.take_keys(k), of_keys)
+    inputs = _as_the_kernel_reads(douts, run.take_rows(q), ks, vs, run.take_rows(out))
+    lses = run.take_rows(lse.T).transpose(1, 2)
+    gradients = _operators()[1](*inputs, lses, dropout_p=0.0, **run.visible(q.dtype), scale=of_products)
     dq, dk, dv = (x.transpose(1, 2) for x in gradients)
     return dq[..., : q.shape[2]], _scaled(dk[..., : q.shape[2]], of_keys), dv[..., : v.shape[2]]
 
@@ -188,14 +271,6 @@ def _factors(scale: float) -> tuple[float, float]:
 
 def _scaled(x: Tensor, factor: float) -> Tensor:
     return x if factor == 1.0 else x * factor
-
-
-def _visible(run: Run, dtype: torch.dtype) -> dict[str, Any]:
-    """The kernel's arguments for which keys are seen."""
-    rows, keys = (run.row_end - run.row) // run.documents, (run.key_end - run.key) // run.documents
-    if run.seen == ALL or rows == keys:
-        return {"is_causal": run.seen == CAUSAL}
-    return {"is_causal": False, "attn_mask": _triangle(dtype)[keys - rows : keys, :keys]}
 
 
 @cache
