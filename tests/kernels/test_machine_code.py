@@ -30,6 +30,7 @@ SASS = """
         /*0090*/              @!P2 BRA `(.L_x_3) ;
         /*00a0*/               @P3 BRA `(.L_x_2) ;
         /*00b0*/                   EXIT ;
+        /*00b8*/                   STL.64 [R1], RZ &rd=0x2 ?trans1;
 .L_x_4:
         /*00c0*/                   BRA `(.L_x_1) ;
 """
@@ -104,7 +105,7 @@ def test_loops_of_nvidia() -> None:
         Loop(instructions=4, matrix_instructions=1, spills=2),
         Loop(instructions=6, matrix_instructions=1, barriers=1, waits=2),
     ]
-    assert sass.count_instructions(code.instructions) == Loop(13, 2, spills=3, barriers=1, waits=2)
+    assert sass.count_instructions(code.instructions) == Loop(14, 2, spills=3, barriers=1, waits=2)
 
 
 def test_loops_without_matrix_instructions_are_those_with_multiply_adds() -> None:
