@@ -13,7 +13,7 @@ import triton
 from benchmarks.compile_matrix import PAGE, VERSIONS, is_common, page
 from benchmarks.compile_report import make_row, read_rows, stale
 from tests.kernels.aot import Configuration, HopperConfiguration, compile_configuration
-from tests.kernels.lint import RDNA, key, launchable
+from tests.kernels.lint import key, launchable
 from tritonpack.kernels.tile_shapes import TILES
 
 ROWS = {(row["triton"], row["configuration"]): row for row in read_rows()}
@@ -65,7 +65,7 @@ def test_binary_is_that_of_the_report(configuration: Configuration) -> None:
     row = make_row(configuration, compile_configuration(configuration))
     committed = ROWS.get((triton.__version__, str(configuration)))
     if committed is None:  # another version of Triton
-        assert not row["findings"] or not is_common(str(configuration)) or configuration.gpu in RDNA
+        assert not row["findings"] or not is_common(str(configuration))
     elif committed["key"] == row["key"]:
         assert {name: value for name, value in committed.items() if value} == {n: v for n, v in row.items() if v}
     else:  # test_report_is_up_to_date fails, too
@@ -96,4 +96,4 @@ def test_common_rows_are_clean_in_loops() -> None:
     """16-bit types at head dimensions 64 and 128, except where a table of tiles is open."""
     common = [row for row in ROWS.values() if is_common(row["configuration"])]
     found = {(row["triton"], row["configuration"].split("-")[1]) for row in common if row["findings"]}
-    assert {place for place in found if place[1] not in RDNA} == OPEN
+    assert found == OPEN

@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -67,6 +68,14 @@ def test_gpus_use_the_tiles_that_the_launcher_chooses(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     chosen = current_arch.__wrapped__(torch.device("cuda", 0))
     assert chosen == (gpu if gpu in TILES else lint.USES_TILES_OF[gpu])
+
+
+@pytest.mark.parametrize("gpu", [gpu for gpu in SHARED_KIB if gpu.startswith("gfx")])
+def test_amd_gpus_use_the_tiles_that_the_launcher_chooses(gpu: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    properties = SimpleNamespace(gcnArchName=f"{gpu}:xnack-")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    assert current_arch.__wrapped__(torch.device("cuda", 0)) == (gpu if gpu in TILES else lint.USES_TILES_OF[gpu])
 
 
 @pytest.mark.parametrize(

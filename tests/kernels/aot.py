@@ -48,11 +48,11 @@ TARGETS = {
     "sm_89": GPUTarget("cuda", 89, 32),
     "sm_103": GPUTarget("cuda", 103, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx1100": GPUTarget("hip", "gfx1100", 32),
+    "gfx1201": GPUTarget("hip", "gfx1201", 32),
     # AMD GPUs that use gfx942's tiles
     "gfx90a": GPUTarget("hip", "gfx90a", 64),
     "gfx950": GPUTarget("hip", "gfx950", 64),
-    "gfx1100": GPUTarget("hip", "gfx1100", 32),
-    "gfx1201": GPUTarget("hip", "gfx1201", 32),
 }
 
 _KERNELS = {

@@ -4,7 +4,7 @@ A kernel's binary depends on the GPU, the padded head dimensions, the dtype, the
 features in use. Binaries that resemble others are left out. Head dimensions 16 and 32, float16, and 192 with 128 have
 plain softmax alone, and float32, whose tiles are the same everywhere, has one head dimension except on sm_80. Features
 with trees have the head dimensions of their models. GPUs that use another's tiles have one feature at a time at head
-dimensions 64 and 128, RDNA none.
+dimensions 64 and 128.
 """
 
 from __future__ import annotations
@@ -32,13 +32,7 @@ SHARED_KIB = {
 }  # fmt: skip
 
 # GPUs without tiles of their own, and whose they use (`tile_shapes.current_arch`).
-USES_TILES_OF = {
-    "sm_86": "sm_80", "sm_89": "sm_80", "sm_103": "sm_100",
-    "gfx90a": "gfx942", "gfx950": "gfx942", "gfx1100": "gfx942", "gfx1201": "gfx942",
-}  # fmt: skip
-
-# RDNA compiles; its tiles are open (docs/decisions/kernel-forms.md).
-RDNA = frozenset({"gfx1100", "gfx1201"})
+USES_TILES_OF = {"sm_86": "sm_80", "sm_89": "sm_80", "sm_103": "sm_100", "gfx90a": "gfx942", "gfx950": "gfx942"}
 
 # Features that run together, with the query heads per key head of models that have them, and head dimensions. Without
 # features there are 4 (Llama 3) or 1.
@@ -100,8 +94,6 @@ def _of_gpu(gpu: str) -> Iterator[Configuration]:
     bf16, has_tiles = torch.bfloat16, gpu in TILES
     for head_dim in (64, 128, 256) if has_tiles else (64, 128):
         yield from _kernels(gpu, head_dim, bf16)
-        if gpu in RDNA:
-            continue
         yield from _kernels(gpu, head_dim, bf16, group=1)
         for features, (group, head_dims) in FEATURE_SETS.items():
             if head_dim in head_dims and (has_tiles or len(features) == 1):

@@ -87,14 +87,9 @@ def resolve_backend(backend: Backend, q: Tensor) -> str:
 def has_matrix_products(device: torch.device) -> bool:
     """Whether Triton multiplies 16-bit matrices on this GPU with matrix instructions; without them it's very slow."""
     if torch.version.hip:  # CDNA 2 to 4, RDNA 3 and 4
-        return amd_name(device).startswith(("gfx90a", "gfx94", "gfx95", "gfx11", "gfx120"))
+        name: str = torch.cuda.get_device_properties(device).gcnArchName
+        return name.startswith(("gfx90a", "gfx94", "gfx95", "gfx11", "gfx120"))
     return torch.cuda.get_device_capability(device) >= (8, 0)
-
-
-def amd_name(device: torch.device) -> str:
-    """The name of an AMD GPU's instructions, such as "gfx942"."""
-    name: str = torch.cuda.get_device_properties(device).gcnArchName  # with settings behind colons
-    return name.split(":")[0]
 
 
 def load(name: str) -> BackendModule:

@@ -158,6 +158,42 @@ TILES: dict[str, dict[Kernel, dict[int, TileShape]]] = {
             512: TileShape(32, 16, 4, 1),
         },
     },
+    # RDNA 3 and 4: waves of 32, 256 registers per lane, which hold a tile's own operands. RDNA 3 holds some operands
+    # twice. At head dimension 128 its dK, dV and dQ spill with every tile.
+    "gfx1100": {
+        "forward": {
+            64: TileShape(64, 32, 4, 1, heads=8),
+            128: TileShape(64, 16, 4, 1, heads=8),
+            256: TileShape(32, 16, 8, 1),
+            512: TileShape(16, 16, 8, 1),
+        },
+        "dkdv": {64: TileShape(16, 64, 4, 1), 128: TileShape(16, 32, 8, 1)},
+        "dk": {256: TileShape(16, 16, 8, 1), 512: TileShape(16, 16, 8, 1)},
+        "dv": {256: TileShape(16, 16, 8, 1), 512: TileShape(16, 16, 8, 1)},
+        "dq": {
+            64: TileShape(32, 16, 4, 1, heads=4),
+            128: TileShape(32, 16, 4, 1, heads=4),
+            256: TileShape(16, 16, 8, 1),
+            512: TileShape(32, 16, 8, 1),
+        },
+    },
+    "gfx1201": {
+        "forward": {
+            64: TileShape(64, 32, 4, 1, heads=8),
+            128: TileShape(64, 16, 4, 1, heads=8),
+            256: TileShape(64, 16, 8, 1),
+            512: TileShape(16, 16, 8, 1),
+        },
+        "dkdv": {64: TileShape(16, 64, 4, 1), 128: TileShape(16, 64, 8, 1)},
+        "dk": {256: TileShape(16, 16, 8, 1), 512: TileShape(16, 16, 8, 1)},
+        "dv": {256: TileShape(16, 16, 8, 1), 512: TileShape(16, 16, 8, 1)},
+        "dq": {
+            64: TileShape(64, 16, 4, 1, heads=4),
+            128: TileShape(64, 16, 8, 1, heads=4),
+            256: TileShape(16, 16, 8, 1),
+            512: TileShape(32, 16, 8, 1),
+        },
+    },
 }
 
 # Tiles for calls with softcap, sinks, ALiBi or dropout, or with masks of trees, if the tiles above would spill in a
@@ -200,13 +236,11 @@ FEATURE_TILES: dict[str, dict[Kernel, dict[int, dict[str, TileShape]]]] = {
         },
         "dq": {128: {"dropout": TileShape(64, 64, 8, 2, heads=4)}},
     },
-    "sm_120": {},
-    "gfx942": {},
 }
 
 # Architectures whose kernels get pointers instead of descriptors (`primitives.load_rows`). Triton would turn
 # descriptors into pointers there, and load each element alone, because it doesn't know that rows are aligned.
-WITHOUT_TMA = frozenset({"sm_80", "gfx942"})
+WITHOUT_TMA = frozenset({"sm_80", "gfx942", "gfx1100", "gfx1201"})
 
 # float32 products are exact ("ieee"), without matrix instructions, so all tiles are small. At 512 they take up to 160
 # KiB of shared memory; on the smallest GPUs, which have less, the launch fails with that message.
@@ -221,7 +255,9 @@ FLOAT32_TILES = {
 INTERPRETER_TILE = TileShape(64, 32, 4, 1, heads=4, deferred=True)
 
 # The shared memory of a program, in KiB, at most (sm_80: the smallest GPU with these tiles).
-SHARED_KIB = {"sm_80": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64}
+SHARED_KIB = {
+    "sm_80": 99, "sm_90": 227, "sm_100": 227, "sm_120": 99, "gfx942": 64, "gfx1100": 64, "gfx1201": 64,
+}  # fmt: skip
 
 # Tiles that a user has loaded, by (architecture, kernel, padded head dimension); they replace those of the tables.
 _loaded: dict[tuple[str, Kernel, int], TileShape] = {}
@@ -241,7 +277,7 @@ def select_tile(
         return INTERPRETER_TILE
     if dtype == torch.float32:
         return FLOAT32_TILES[row]
-    for spilling, tile in FEATURE_TILES[arch].get(kernel, {}).get(row, {}).items():
+    for spilling, tile in FEATURE_TILES.get(arch, {}).get(kernel, {}).get(row, {}).items():
         if not features.isdisjoint(spilling.split()):
             return tile
     tile = TILES[arch][kernel][row]
@@ -273,7 +309,7 @@ def why_illegal(kernel: Kernel, tile: TileShape, block_d: int, arch: str) -> str
         return f"{tile.num_warps} warps compute the same twice unless a tile has {16 * tile.num_warps} rows; got {own}"
     if tile.queries_left and kernel in ("forward", "dq"):
         return f"queries_left must be false in {kernel}; got {tile.queries_left}"
-    resident = 0 if arch == "gfx942" else own * block_d * (1 if kernel in ("forward", "dv") else 2)
+    resident = 0 if arch.startswith("gfx") else own * block_d * (1 if kernel in ("forward", "dv") else 2)
     streamed = other * block_d * (2 if tile.num_stages > 1 else 1)  # without stages keys and values share their place
     kib = 2 * (resident + tile.num_stages * streamed) / 1024
     if kib > SHARED_KIB[arch]:
@@ -375,14 +411,16 @@ def heads_per_tile(tile: TileShape | HopperTileShape, group: int) -> int:
 
 @cache
 def current_arch(device: torch.device) -> str:
-    """The architecture whose tiles a device uses: sm_80 for NVIDIA GPUs without their own, gfx942 for all AMD GPUs.
+    """The architecture whose tiles a device uses.
 
-    gfx942's tiles compile without spills for CDNA (gfx90a, gfx942, gfx950); for RDNA they compile, and spill.
+    A GPU without its own uses those of sm_80 (NVIDIA) or of its family (AMD): gfx1100 for RDNA 3, gfx1201 for RDNA 4,
+    gfx942 for CDNA. AMD's older GPUs run float32 alone, whose tiles are the same everywhere.
     """
     if device.type == "cpu":
         return "interpreter"
     if torch.version.hip:
-        return "gfx942"
+        families = {"gfx11": "gfx1100", "gfx12": "gfx1201"}
+        return families.get(torch.cuda.get_device_properties(device).gcnArchName[:5], "gfx942")
     arch = f"sm_{torch.cuda.get_device_capability(device)[0]}0"
     return arch if arch in TILES else "sm_80"
 

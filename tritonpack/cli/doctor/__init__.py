@@ -19,7 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import tritonpack
-from tritonpack.backends import amd_name, has_matrix_products
+from tritonpack.backends import has_matrix_products
 from tritonpack.cli.files import STANDARD_OUTPUT, require_writable, write_json
 from tritonpack.cli.machine import installed_version
 from tritonpack.cli.words import count
@@ -149,7 +149,8 @@ def examine_gpu() -> Iterator[Finding]:
         device = torch.device("cuda", torch.cuda.current_device())
         if not has_matrix_products(device):
             capability = ".".join(map(str, torch.cuda.get_device_capability(device)))
-            kind = amd_name(device) if torch.version.hip else f"compute capability {capability}"
+            properties = torch.cuda.get_device_properties(device) if torch.version.hip else None
+            kind = properties.gcnArchName if properties else f"compute capability {capability}"
             detail = (
                 f"{torch.cuda.get_device_name()} ({kind}): Triton has matrix instructions from compute capability 8.0, "
                 "CDNA 2 and RDNA 3, so backend='triton' refuses 16-bit types, and 'auto' uses 'blocked'"
