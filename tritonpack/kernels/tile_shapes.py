@@ -223,7 +223,7 @@ FEATURE_TILES: dict[str, dict[Kernel, dict[int, dict[str, TileShape]]]] = {
         },
         "dkdv": {
             64: {"dropout": TileShape(32, 128, 8, 2)},
-            128: {"dropout": TileShape(32, 128, 8, 2), "alibi tree": TileShape(64, 64, 8, 2)},
+            128: {"dropout": TileShape(32, 128, 8, 2)},
             256: {"softcap alibi dropout": TileShape(32, 64, 8, 1)},
         },
         "dq": {256: {"softcap alibi dropout": TileShape(128, 32, 8, 2)}},
@@ -234,7 +234,6 @@ FEATURE_TILES: dict[str, dict[Kernel, dict[int, dict[str, TileShape]]]] = {
             128: {"dropout": TileShape(64, 64, 8, 1)},
             256: {"softcap alibi dropout": TileShape(16, 32, 8, 1)},
         },
-        "dq": {128: {"dropout": TileShape(64, 64, 8, 2, heads=4)}},
     },
 }
 
