@@ -86,9 +86,9 @@ def resolve_backend(backend: Backend, q: Tensor) -> str:
 @cache
 def has_matrix_products(device: torch.device) -> bool:
     """Whether Triton multiplies 16-bit matrices on this GPU with matrix instructions; without them it's very slow."""
-    if torch.version.hip:  # CDNA 2 to 4, RDNA 3 and 4
+    if torch.version.hip:  # CDNA, and since RDNA 3
         name: str = torch.cuda.get_device_properties(device).gcnArchName
-        return name.startswith(("gfx90a", "gfx94", "gfx95", "gfx11", "gfx120"))
+        return name.startswith(("gfx908", "gfx90a", "gfx94", "gfx95", "gfx11", "gfx12"))
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 

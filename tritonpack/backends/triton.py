@@ -48,7 +48,7 @@ def check_device(q: Tensor) -> None:
     if q.dtype != torch.float32 and q.is_cuda and not has_matrix_products(q.device):
         raise BackendUnavailableError(
             "backend='triton' takes 16-bit types on NVIDIA GPUs since compute capability 8.0 and on AMD GPUs since "
-            f"CDNA 2 and RDNA 3, because Triton has no matrix instructions for older ones; got {q.dtype} on "
+            f"CDNA and RDNA 3, because Triton has no matrix instructions for older ones; got {q.dtype} on "
             f"{torch.cuda.get_device_name(q.device)}. Use backend='blocked' (or 'auto')."
         )
 

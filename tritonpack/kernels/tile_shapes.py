@@ -418,8 +418,8 @@ def current_arch(device: torch.device) -> str:
     if device.type == "cpu":
         return "interpreter"
     if torch.version.hip:
-        families = {"gfx11": "gfx1100", "gfx12": "gfx1201"}
-        return families.get(torch.cuda.get_device_properties(device).gcnArchName[:5], "gfx942")
+        families = {"gfx110": "gfx1100", "gfx115": "gfx1100", "gfx120": "gfx1201"}
+        return families.get(torch.cuda.get_device_properties(device).gcnArchName[:6], "gfx942")
     arch = f"sm_{torch.cuda.get_device_capability(device)[0]}0"
     return arch if arch in TILES else "sm_80"
 

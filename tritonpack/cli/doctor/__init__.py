@@ -153,7 +153,7 @@ def examine_gpu() -> Iterator[Finding]:
             kind = properties.gcnArchName if properties else f"compute capability {capability}"
             detail = (
                 f"{torch.cuda.get_device_name()} ({kind}): Triton has matrix instructions from compute capability 8.0, "
-                "CDNA 2 and RDNA 3, so backend='triton' refuses 16-bit types, and 'auto' uses 'blocked'"
+                "CDNA and RDNA 3, so backend='triton' refuses 16-bit types, and 'auto' uses 'blocked'"
             )
             yield Finding("GPU", "warning", detail)
         return
