@@ -1,9 +1,9 @@
 """Tile shapes as data: which block sizes, warps and pipeline stages each kernel runs with, per architecture.
 
-Every row for head dimensions 64 and 128 compiles without spills in loops and with matrix instructions on Triton 3.6 and
-3.9, so no row depends on the version (docs/decisions/kernel-forms.md). `python -m benchmarks.compile_report` prints
-this, and tests/kernels/test_compile.py checks it and names the exceptions. No row depends on a token count, because
-packing changes it all the time.
+Except on RDNA, every row for head dimensions 64 and 128 compiles without spills in loops and with matrix instructions
+on Triton 3.6 and 3.9, so no row depends on the version (docs/decisions/kernel-forms.md). docs/compile-matrix.md has all
+that a compiler says of them, and tests/benchmarks/test_compile_matrix.py names the exceptions. No row depends on a
+token count, because packing changes it all the time.
 """
 
 from __future__ import annotations
