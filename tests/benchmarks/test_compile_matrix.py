@@ -18,8 +18,8 @@ from tritonpack.kernels.tile_shapes import TILES
 
 ROWS = {(row["triton"], row["configuration"]): row for row in read_rows()}
 
-# Common rows that may spill in loops, with the version of Triton: those that spill one or two numbers, for which smaller
-# tiles would cost more (docs/decisions/kernel-forms.md), and a pair of features. RDNA has more of them.
+# Common rows that may spill in loops, with the version of Triton: those that spill one or two numbers, for which
+# smaller tiles would cost more (docs/decisions/kernel-forms.md), and a pair of features. RDNA has more of them.
 OPEN = {
     *(("3.6.0", f"dq-{gpu}-d128-bf16-group1-dropout") for gpu in ("sm_80", "sm_86", "sm_89")),
     *(("3.6.0", f"dkdv-{gpu}-d128-bf16-group1-alibi") for gpu in ("sm_100", "sm_103")),
