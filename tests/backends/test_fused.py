@@ -148,7 +148,8 @@ class TestPlan:
             (Case("one, full", (900,), causal=False), {}, 1, 0),
             (Case("equal", (20,) * 50), {}, 1, 0),
             (Case("equal, too long to share", (200,) * 3, causal=False), {}, 3, 0),
-            (Case("equal, but no neighbours", (100, 50, 100)), {}, 3, 0),
+            (Case("equal, but no neighbours", (100, 50, 100)), {}, 2, 0),
+            (Case("full, equal, but no neighbours", (100, 50, 100), causal=False), {}, 3, 0),
             (Case("equal, alone", (20,) * 5), {"pack_invariant": True}, 5, 0),
             (Case("shorter than a vector", (15, 3, 16, 2)), {}, 1, 0),
             (Case("shorter than a vector, alone", (15, 3, 16, 2)), {"pack_invariant": True}, 1, 3),
@@ -156,7 +157,6 @@ class TestPlan:
             (Case("short", (20, 30, 40, 20)), {}, 2, 0),
             (Case("short, equal neighbours", (20, 20, 20, 31, 30)), {}, 2, 0),
             (Case("short, alone", (20, 30, 40, 20)), {"pack_invariant": True}, 4, 0),
-            (Case("short, more than a batch", (17, 18) * 40), {}, 3, 0),
             (Case("window that reaches all", (20, 30), window=(30, 0)), {}, 1, 0),
             (Case("window", (20, 30, 31, 200), window=(29, 0)), {}, 1, 3),
             (Case("cross, causal", (40, 40, 200), (50, 50, fused.MOST_KEYS + 1)), {}, 1, 5),
@@ -171,6 +171,12 @@ class TestPlan:
     def test_number_of_runs_and_blocks(self, case: Case, options: dict[str, Any], runs: int, blocks: int) -> None:
         plan = plan_of(make_inputs(case), **options)
         assert (len(plan.calls), len(plan.blocks)) == (runs, blocks)
+
+    def test_batches_of_copies_are_limited(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        inputs = make_inputs(Case("many", (17, 18) * 8, **SMALL))
+        monkeypatch.setattr(fused, "BATCH_NUMBERS", 5 * 32 * 2 * 16)
+        assert [call.documents for call in plan_of(inputs).calls] == [5, 5, 5, 1]
+        check_outputs(inputs, run(inputs, "blocked"))
 
     def test_pieces_have_whole_vectors_of_keys(self) -> None:
         cross = BlockDiagonalMask.from_seqlens([300, 200], [300, 210])

@@ -215,17 +215,27 @@ def _backward_blocks(
 
 
 def read_plan(q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionOptions, tiles: TileTables) -> Plan:
-    """The plan of a call; waits for the mask's device."""
-    table = tiles.blocks
-    if table is None:
-        table = plan_of(mask, fuse=fused.serves(q, k, options), pack_invariant=options.pack_invariant)
+    """The plan of a call, made once per mask and width of the queries; waits for the mask's device."""
+    fuse, invariant = fused.serves(q, k, options), options.pack_invariant
+
+    def read() -> Plan:
+        table = tiles.blocks
+        if table is None:
+            table = plan_of(mask, fuse=fuse, pack_invariant=invariant)
+        return _read(table, q)
+
+    return mask.cached(("calls", fuse, invariant, *q.shape[1:]), read)
+
+
+def _read(table: Tensor, q: Tensor) -> Plan:
+    """The plan of a table from `plan_of`."""
     blocks, runs = [], []
     for row, row_end, key, key_end, kind, count in table.tolist():
         if kind in (FULL, MASKED):
             blocks.append(Block(slice(row, row_end), slice(key, key_end), kind == MASKED))
         else:
             runs.append(fused.Run(row, row_end, key, key_end, kind, count))
-    return Plan(blocks, [*fused.calls_of(runs)])
+    return Plan(blocks, [*fused.calls_of(runs, q)])
 
 
 def plan_of(mask: BlockDiagonalMask, *, fuse: bool, pack_invariant: bool) -> Tensor:

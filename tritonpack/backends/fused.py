@@ -5,7 +5,7 @@ the query above. A call reads the rows of its documents and nothing else, and no
 docs/decisions/cpu-attention.md has the reasons, and what was measured:
 
 - Equal documents of up to `PIECE_ROWS` tokens that lie end to end are the batch of one call.
-- Other causal documents of up to `SHORT_ROWS` tokens are copied to batches, each to a multiple of 16 tokens.
+- Other causal documents of up to as many tokens are copied to batches, each to a multiple of 16 tokens.
 - A longer causal document takes a call for about `PIECE_ROWS` queries each, with the keys up to the last one, because
   the kernel computes blocks of 512 keys whole, also above the diagonal.
 
@@ -42,8 +42,7 @@ ALL, CAUSAL, OTHER, SHORT = range(4)
 # keep NaN, and of the rest by comparisons, which don't. A row of NaN then has no largest score, and would become zeros.
 FEWEST_KEYS = 16
 PIECE_ROWS = 128
-SHORT_ROWS = 64
-BATCH_ROWS = 1024  # of a batch of copies, which then stay in caches
+BATCH_NUMBERS = 3 * 2**17  # of the queries of a batch of copies; 1.5 MiB stay in caches
 MOST_KEYS = 1024  # of a causal document in pieces: their mask takes 4 MiB, and longer documents gain little
 
 
@@ -103,7 +102,8 @@ class Copies:
         row, row_end, key, key_end = torch.tensor([run[:4] for run in runs], device="cpu").T[..., None]
         place = torch.arange(width, device="cpu")
         self.documents = len(runs)
-        self.live = (place < row_end - row).flatten().nonzero().flatten()
+        live = (place < row_end - row).flatten()
+        self.live, self.repeated = live.nonzero().flatten(), (~live).nonzero().flatten()
         self.rows = torch.minimum(row + place, row_end - 1).flatten()
         self.keys = torch.minimum(key + place, key_end - 1).flatten()
 
@@ -115,8 +115,7 @@ class Copies:
 
     def take_gradients(self, x: Tensor) -> Tensor:
         """The rows of the queries in gradients, with zeros for the copies of last tokens."""
-        gradients = x.new_zeros(len(self.rows), *x.shape[1:])
-        gradients.index_copy_(0, self.live, x.index_select(0, self.rows[self.live]))
+        gradients = x.index_select(0, self.rows).index_fill_(0, self.repeated, 0.0)
         return gradients.unflatten(0, (self.documents, -1))
 
     def put_rows(self, x: Tensor, values: Tensor) -> None:
@@ -164,7 +163,7 @@ def documents_of(mask: BlockDiagonalMask, *, pack_invariant: bool = False) -> Te
     causal = other_steps[begins] == other_steps[last]
     causal &= (key_end - key == ends - begins) | (key_end - key <= MOST_KEYS)
     seen = torch.where(stop[begins] == key_end, ALL, torch.where(causal, CAUSAL, OTHER))
-    short = causal & (key == start[last]) & (key_end - key == ends - begins) & (ends - begins <= SHORT_ROWS)
+    short = causal & (key == start[last]) & (key_end - key == ends - begins) & (ends - begins <= PIECE_ROWS)
     seen = torch.where((key == start[last]) & (key_end - key >= FEWEST_KEYS), seen, OTHER)
     if not pack_invariant:
         seen = torch.where(short, SHORT, seen)
@@ -206,7 +205,7 @@ def _pieces(run: Run) -> list[Run]:
     ]
 
 
-def calls_of(runs: Sequence[Run]) -> Iterator[Call]:
+def calls_of(runs: Sequence[Run], q: Tensor) -> Iterator[Call]:
     """The calls for runs: short documents share calls with others that are copied to the same width."""
     of_width: dict[int, list[Run]] = {}
     for run in runs:
@@ -215,7 +214,7 @@ def calls_of(runs: Sequence[Run]) -> Iterator[Call]:
         else:
             yield run
     for width, short in of_width.items():
-        most = BATCH_ROWS // width
+        most = max(BATCH_NUMBERS // (width * q.shape[1] * q.shape[2]), 1)
         yield from (Copies(short[begin : begin + most], width) for begin in range(0, len(short), most))
 
 
