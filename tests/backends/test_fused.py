@@ -155,7 +155,8 @@ class TestPlan:
             (Case("shorter than a vector, alone", (15, 3, 16, 2)), {"pack_invariant": True}, 1, 3),
             (Case("shorter than a vector, full", (15, 3, 16, 2), causal=False), {}, 1, 2),
             (Case("short", (20, 30, 40, 20)), {}, 2, 0),
-            (Case("short, equal neighbours", (20, 20, 20, 31, 30)), {}, 2, 0),
+            (Case("short, a few equal neighbours", (20, 20, 20, 31, 40)), {}, 2, 0),
+            (Case("short, many equal neighbours", (20,) * 20 + (31, 40)), {}, 3, 0),
             (Case("short, alone", (20, 30, 40, 20)), {"pack_invariant": True}, 4, 0),
             (Case("window that reaches all", (20, 30), window=(30, 0)), {}, 1, 0),
             (Case("window", (20, 30, 31, 200), window=(29, 0)), {}, 1, 3),
@@ -189,9 +190,9 @@ class TestPlan:
         ]
 
     def test_chunks_are_documents(self) -> None:
-        inputs = make_inputs(Case("chunked", (64,)))
-        chunked = BlockDiagonalMask.from_seqlens([64], chunk_size=32)
-        assert plan_of(replace(inputs, mask=chunked)).calls == [(0, 64, 0, 64, fused.CAUSAL, 2)]
+        inputs = make_inputs(Case("chunked", (512,)))
+        chunked = BlockDiagonalMask.from_seqlens([512], chunk_size=32)
+        assert plan_of(replace(inputs, mask=chunked)).calls == [(0, 512, 0, 512, fused.CAUSAL, 16)]
 
     @pytest.mark.parametrize(
         "missing",

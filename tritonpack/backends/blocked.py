@@ -81,13 +81,16 @@ def forward(
         out, lse = (x.flatten(0, 1) for x in fused.forward(plan.calls[0], q, k, v, options))
         lse = lse.T
     else:
-        out, lse = q.new_zeros(q.shape[0], q.shape[1], v.shape[2]), q.new_full((q.shape[1], q.shape[0]), -math.inf)
+        # A row more than there are tokens, for results of none; see fused.Copies.
+        outs = q.new_zeros(q.shape[0] + 1, q.shape[1], v.shape[2])
+        lses = q.new_full((q.shape[1], q.shape[0] + 1), -math.inf)
+        out, lse = outs[:-1], lses[:, :-1]
         if plan.blocks:
             _forward_blocks(plan.blocks, q, k, v, mask, options, out, lse)
         for call in plan.calls:
             of_call = fused.forward(call, q, k, v, options)
-            call.put_rows(out, of_call[0])
-            call.put_rows(lse.T, of_call[1])
+            call.put_rows(outs, of_call[0])
+            call.put_rows(lses.T, of_call[1])
     return out[..., :head_dim_v].to(dtype), lse
 
 
@@ -153,14 +156,15 @@ def backward(
         of_call = fused.backward(plan.calls[0], dout, dlse, q, k, v, out, lse, options)
         dq, dk, dv = (x.flatten(0, 1) for x in of_call)
     else:
-        dq, dk, dv = (x.new_zeros(x.shape) for x in (q, k, v))
+        dqs, dks, dvs = (x.new_zeros(x.shape[0] + 1, *x.shape[1:]) for x in (q, k, v))
+        dq, dk, dv = dqs[:-1], dks[:-1], dvs[:-1]
         if plan.blocks:
             _backward_blocks(plan.blocks, dout, dlse, q, k, v, out, lse, mask, options, dq, dk, dv)
         for call in plan.calls:
             of_call = fused.backward(call, dout, dlse, q, k, v, out, lse, options)
-            call.put_rows(dq, of_call[0])
-            call.add_keys(dk, of_call[1])
-            call.add_keys(dv, of_call[2])
+            call.put_rows(dqs, of_call[0])
+            call.add_keys(dks, of_call[1])
+            call.add_keys(dvs, of_call[2])
     dsinks = None
     if options.sinks is not None:
         delta = (dout * out).sum(-1).T
@@ -222,12 +226,12 @@ def read_plan(q: Tensor, k: Tensor, mask: BlockDiagonalMask, options: AttentionO
         table = tiles.blocks
         if table is None:
             table = plan_of(mask, fuse=fuse, pack_invariant=invariant)
-        return _read(table, q)
+        return _read(table, q, mask.num_keys)
 
     return mask.cached(("calls", fuse, invariant, *q.shape[1:]), read)
 
 
-def _read(table: Tensor, q: Tensor) -> Plan:
+def _read(table: Tensor, q: Tensor, num_keys: int) -> Plan:
     """The plan of a table from `plan_of`."""
     blocks, runs = [], []
     for row, row_end, key, key_end, kind, count in table.tolist():
@@ -235,7 +239,7 @@ def _read(table: Tensor, q: Tensor) -> Plan:
             blocks.append(Block(slice(row, row_end), slice(key, key_end), kind == MASKED))
         else:
             runs.append(fused.Run(row, row_end, key, key_end, kind, count))
-    return Plan(blocks, [*fused.calls_of(runs, q)])
+    return Plan(blocks, [*fused.calls_of(runs, q, num_keys)])
 
 
 def plan_of(mask: BlockDiagonalMask, *, fuse: bool, pack_invariant: bool) -> Tensor:

@@ -5,7 +5,8 @@ the query above. A call reads the rows of its documents and nothing else, and no
 docs/decisions/cpu-attention.md has the reasons, and what was measured:
 
 - Equal documents of up to `PIECE_ROWS` tokens that lie end to end are the batch of one call.
-- Other causal documents of up to as many tokens are copied to batches, each to a multiple of 16 tokens.
+- Other causal documents of up to as many tokens are copied to batches, each to a multiple of 16 tokens; so are equal
+  ones, if they are fewer than `MANY`.
 - A longer causal document takes a call for about `PIECE_ROWS` queries each, with the keys up to the last one, because
   the kernel computes blocks of 512 keys whole, also above the diagonal.
 
@@ -42,6 +43,7 @@ ALL, CAUSAL, OTHER, SHORT = range(4)
 # keep NaN, and of the rest by comparisons, which don't. A row of NaN then has no largest score, and would become zeros.
 FEWEST_KEYS = 16
 PIECE_ROWS = 128
+MANY = 16
 BATCH_NUMBERS = 3 * 2**17  # of the queries of a batch of copies; 1.5 MiB stay in caches
 MOST_KEYS = 1024  # of a causal document in pieces: their mask takes 4 MiB, and longer documents gain little
 
@@ -52,7 +54,7 @@ class Run(NamedTuple):
     Attributes:
         row, row_end: the rows of their queries.
         key, key_end: the rows of their keys.
-        seen: `ALL`, `CAUSAL`, or `SHORT` for a document that is copied (`calls_of`).
+        seen: `ALL`, `CAUSAL`, or `SHORT` for documents that are copied (`calls_of`).
         documents: how many these are.
     """
 
@@ -96,16 +98,19 @@ class Copies:
 
     The last token of a document is repeated, so that no number of another document, and no other number, is read. Its
     copies come after all queries of the document and are seen by none of them. Gradients of their outputs are zero.
+    Results have a row more than there are tokens, for those of the copies.
     """
 
-    def __init__(self, runs: Sequence[Run], width: int) -> None:
+    def __init__(self, runs: Sequence[Run], width: int, num_queries: int, num_keys: int) -> None:
         row, row_end, key, key_end = torch.tensor([run[:4] for run in runs], device="cpu").T[..., None]
         place = torch.arange(width, device="cpu")
-        self.documents = len(runs)
-        live = (place < row_end - row).flatten()
-        self.live, self.repeated = live.nonzero().flatten(), (~live).nonzero().flatten()
-        self.rows = torch.minimum(row + place, row_end - 1).flatten()
-        self.keys = torch.minimum(key + place, key_end - 1).flatten()
+        self.documents, live = len(runs), place < row_end - row
+        self.repeated = (~live).flatten().nonzero().flatten()
+        self.rows, self.keys = row + place, key + place
+        self.row_places = self.rows.where(live, num_queries).flatten()
+        self.key_places = self.keys.where(live, num_keys).flatten()
+        self.rows = torch.minimum(self.rows, row_end - 1).flatten()
+        self.keys = torch.minimum(self.keys, key_end - 1).flatten()
 
     def take_rows(self, x: Tensor) -> Tensor:
         return x.index_select(0, self.rows).unflatten(0, (self.documents, -1))
@@ -119,10 +124,10 @@ class Copies:
         return gradients.unflatten(0, (self.documents, -1))
 
     def put_rows(self, x: Tensor, values: Tensor) -> None:
-        x.index_copy_(0, self.rows[self.live], values.flatten(0, 1).index_select(0, self.live))
+        x.index_copy_(0, self.row_places, values.flatten(0, 1))
 
     def add_keys(self, x: Tensor, values: Tensor) -> None:
-        x.index_copy_(0, self.keys[self.live], values.flatten(0, 1).index_select(0, self.live))
+        x.index_copy_(0, self.key_places, values.flatten(0, 1))
 
     def visible(self, dtype: torch.dtype) -> dict[str, Any]:
         return {"is_causal": True}
@@ -185,7 +190,8 @@ def runs_of(documents: Tensor, *, pack_invariant: bool) -> list[Run]:
     begins |= like[1] < FEWEST_KEYS  # these are copied to longer rows
     first = begins.nonzero().flatten()
     last = torch.cat([first[1:], first.new_full((1,), len(documents))]) - 1
-    seen = torch.where((first < last) & (seen[first] == SHORT), CAUSAL, seen[first])
+    few = last - first + 1 < MANY
+    seen = torch.where((seen[first] == SHORT) & ~few, CAUSAL, seen[first])
     runs = torch.stack([row[first], row_end[last], key[first], key_end[last], seen, last - first + 1], 1)
     return [piece for run in runs.tolist() for piece in _pieces(Run(*run))]
 
@@ -205,17 +211,22 @@ def _pieces(run: Run) -> list[Run]:
     ]
 
 
-def calls_of(runs: Sequence[Run], q: Tensor) -> Iterator[Call]:
+def calls_of(runs: Sequence[Run], q: Tensor, num_keys: int) -> Iterator[Call]:
     """The calls for runs: short documents share calls with others that are copied to the same width."""
     of_width: dict[int, list[Run]] = {}
     for run in runs:
-        if run.seen == SHORT:
-            of_width.setdefault(-(-(run.row_end - run.row) // 16) * 16, []).append(run)
-        else:
+        if run.seen != SHORT:
             yield run
+            continue
+        rows = (run.row_end - run.row) // run.documents
+        of_width.setdefault(-(-rows // 16) * 16, []).extend(
+            Run(run.row + begin, run.row + begin + rows, run.key + begin, run.key + begin + rows, SHORT, 1)
+            for begin in range(0, rows * run.documents, rows)
+        )
     for width, short in of_width.items():
         most = max(BATCH_NUMBERS // (width * q.shape[1] * q.shape[2]), 1)
-        yield from (Copies(short[begin : begin + most], width) for begin in range(0, len(short), most))
+        for begin in range(0, len(short), most):
+            yield Copies(short[begin : begin + most], width, len(q), num_keys)
 
 
 def forward(run: Call, q: Tensor, k: Tensor, v: Tensor, options: AttentionOptions) -> tuple[Tensor, Tensor]:
