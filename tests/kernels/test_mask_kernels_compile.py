@@ -110,11 +110,14 @@ def compile_kernel(name: str, arch: str) -> Code:
 def test_compiles_without_spills(name: str, arch: str) -> None:
     code = compile_kernel(name, arch)
     assert code.spills == 0
-    # At least two programs fit on a multiprocessor: programs have up to 512 threads, those of tables 256.
-    assert code.registers <= (128 if name in TABLES else 64)
+    # At least two programs fit on a multiprocessor: programs have up to 512 threads, those of tables 256. RDNA has more
+    # registers.
+    rdna = arch.startswith("gfx1")
+    assert code.registers <= (128 if name in TABLES else 64) * (3 if rdna else 1)
     if name.startswith("dense"):
         wide, any_store = (
-            (r"global_store_dwordx4", r"global_store_") if arch == "gfx942" else (r"STG\.E\S*\.128", "STG")
+            (r"STG\.E\S*\.128", "STG") if arch.startswith("sm") else ("global_store_dwordx4", "global_store")
         )
+        wide = "global_store_b128" if rdna else wide
         assert re.search(wide, code.assembly)
         assert len(re.findall(wide, code.assembly)) == len(re.findall(any_store, code.assembly))
