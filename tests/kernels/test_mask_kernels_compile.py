@@ -115,9 +115,7 @@ def test_compiles_without_spills(name: str, arch: str) -> None:
     rdna = arch.startswith("gfx1")
     assert code.registers <= (128 if name in TABLES else 64) * (3 if rdna else 1)
     if name.startswith("dense"):
-        wide, any_store = (
-            (r"STG\.E\S*\.128", "STG") if arch.startswith("sm") else ("global_store_dwordx4", "global_store")
-        )
-        wide = "global_store_b128" if rdna else wide
+        any_store = "STG" if arch.startswith("sm") else "global_store"
+        wide = {"STG": r"STG\.E\S*\.128"}.get(any_store, "global_store_b128" if rdna else "global_store_dwordx4")
         assert re.search(wide, code.assembly)
         assert len(re.findall(wide, code.assembly)) == len(re.findall(any_store, code.assembly))
