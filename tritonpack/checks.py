@@ -122,7 +122,7 @@ def as_integers(values: Lengths, name: str) -> Tensor:
             values = list(values)  # once: an iterator is empty afterwards
             if any(isinstance(value, bool) for value in values):
                 raise TypeError
-            return torch.tensor([index(value) for value in values], dtype=torch.int64)
+            return torch.tensor([index(value) for value in values], dtype=torch.int64, device="cpu")
         except (TypeError, ValueError, RuntimeError, OverflowError):
             raise ValueError(f"{name} must hold integers; got {values!r:.200}.") from None
     if values.ndim != 1 or values.dtype not in (torch.int32, torch.int64):

@@ -90,6 +90,16 @@ class TestExactness:
         for name in ROW_OUTPUTS:
             assert torch.equal(actual[name], expected[name]), name
 
+    @pytest.mark.parametrize("head_dim", [256, 300, 512])
+    def test_forward_and_backward_agree_on_the_scores(self, head_dim: int) -> None:
+        """The weight of a document's only key is 1 in both, also if the gradient of lse takes a further column."""
+        q, k, v, dout = torch.randn(4, 6, 2, head_dim)
+        mask = BlockDiagonalMask.from_seqlens([1] * 6)
+        v.requires_grad_()
+        out, lse = varlen_attention(q * 30, (k * 30).requires_grad_(), v, mask, return_lse=True, backend="blocked")
+        (dv,) = torch.autograd.grad((out * dout).sum() + lse.sum(), v)
+        torch.testing.assert_close(dv, dout, rtol=1e-5, atol=1e-6)
+
     def test_two_threads_give_the_same_bits_again(self) -> None:
         inputs = make_inputs(replace(BY_NAME["mixed"], seqlens=(300, *MIXED)))
         before = torch.get_num_threads()
@@ -161,6 +171,8 @@ class TestPlan:
             (Case("window that reaches all", (20, 30), window=(30, 0)), {}, 1, 0),
             (Case("window", (20, 30, 31, 200), window=(29, 0)), {}, 1, 3),
             (Case("cross, causal", (40, 40, 200), (50, 50, fused.MOST_KEYS + 1)), {}, 1, 5),
+            (Case("wide", (20, 30), head_dim=256, head_dim_v=300), {}, 1, 0),
+            (Case("too wide", (20, 30), head_dim=257), {}, 0, 1),
             (Case("softcap", (20, 30), softcap=5.0), {}, 0, 1),
             (Case("alibi", (20, 30), alibi="heads"), {}, 0, 1),
             (Case("dropout", (20, 30), dropout_p=0.1), {}, 0, 1),
@@ -243,4 +255,5 @@ def test_the_default_device_does_not_matter(softcap: float) -> None:
     fused._triangle.cache_clear()
     with torch.device("meta"):
         out = varlen_attention(q, k, k, mask, softcap=softcap, backend="blocked")
+        assert BlockDiagonalMask.from_seqlens([600]).device.type == "cpu"
     assert torch.equal(out, varlen_attention(q, k, k, BlockDiagonalMask.from_seqlens([600]), softcap=softcap))

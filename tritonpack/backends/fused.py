@@ -42,6 +42,9 @@ ALL, CAUSAL, OTHER, SHORT = range(4)
 # Below this the kernel ignores NaN: it takes the largest score of a row with whole vectors of up to 16 numbers, which
 # keep NaN, and of the rest by comparisons, which don't. A row of NaN then has no largest score, and would become zeros.
 FEWEST_KEYS = 16
+# Beyond it the matrix library sums scores in parts, whose sizes depend on those of the matrices. So the scores of
+# forward and of backward are rounded in different ways, and large ones give other weights.
+WIDEST_KEYS = 256
 PIECE_ROWS = 128
 MANY = 16
 BATCH_NUMBERS = 3 * 2**17  # of the queries of a batch of copies; 1.5 MiB stay in caches
@@ -139,6 +142,7 @@ Call = Run | Copies
 def serves(q: Tensor, k: Tensor, options: AttentionOptions) -> bool:
     """Whether the kernel computes attention of queries and keys like q and k with these options."""
     plain = not options.softcap and options.alibi_slopes is None and not options.dropout_p
+    plain = plain and q.shape[2] <= WIDEST_KEYS
     return q.device.type == "cpu" and plain and bool(_operators()) and (q.shape[1] == k.shape[1] or SHARES_KEY_HEADS)
 
 

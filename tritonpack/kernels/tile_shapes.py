@@ -244,9 +244,9 @@ WITHOUT_TMA = frozenset({"sm_80", "gfx942", "gfx1100", "gfx1201"})
 # float32 products are exact ("ieee"), without matrix instructions, so all tiles are small. At 512 they take up to 160
 # KiB of shared memory; on the smallest GPUs, which have less, the launch fails with that message.
 FLOAT32_TILES = {
-    64: TileShape(32, 32, 4, 1),
-    128: TileShape(32, 32, 8, 1),
-    256: TileShape(16, 16, 8, 1),
+    64: TileShape(32, 32, 4, 1, by_pointers=True),
+    128: TileShape(32, 32, 8, 1, by_pointers=True),
+    256: TileShape(16, 16, 8, 1, by_pointers=True),
     512: TileShape(16, 16, 8, 1, by_pointers=True),
 }
 
