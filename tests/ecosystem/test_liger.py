@@ -90,7 +90,7 @@ def test_each_leaves_the_other_alone(family: str, whole_process: bool) -> None:
 @pytest.mark.interpreter
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize(("family", "first"), [("llama", "patch"), ("llama", "liger"), ("mistral", "patch")])
-@pytest.mark.sampled("llama-patch")
+@pytest.mark.slow
 def test_the_loss_and_gradients_of_padded_training(family: str, first: str) -> None:
     """Rotary positions and the fused loss are Liger's, documents ours; against stock, padded, to float32's rounding."""
     expected = compute(tiny_model(family, dtype=torch.float32), pad(SHORT))

@@ -196,6 +196,7 @@ def llama_config(**more: Any) -> LlamaConfig:
 
 @pytest.mark.usefixtures("poisoned_memory")
 @pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.sampled("fake_tensors", "meta", "bfloat16", "inference_mode", "autocast")
 def test_a_trial_in_any_context(context: str, trials: list[Any]) -> None:
     """Models may be built and patched in these contexts."""
     state = torch.get_rng_state()
