@@ -7,6 +7,7 @@ import torch
 
 import tritonpack
 from tests.patches import zoo
+from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches import choose_layout, forwards, hooks, probe
 from tritonpack.patches.layers import choose, positions
 
@@ -63,3 +64,11 @@ def test_no_other_family_leaks() -> None:
             except tritonpack.UnsupportedModelError:
                 refused.append(name)
     assert refused == ["gemma4_unified_assistant", "xlstm"]  # the first takes no tokens alone, the second no mask
+
+
+def test_layers_that_mix_only_shared_documents_are_refused_without_a_trial() -> None:
+    """Whether a trial finds it depends on the machine: on some, the best keys of its few tokens are the same."""
+    model = zoo.tiny_model("doge")
+    with pytest.raises(UnsupportedModelError, match=r"\(DogeAttention\) isn't exact where documents share .* best of"):
+        tritonpack.patch(model, share_prefixes=True)
+    tritonpack.patch(model, unpad=True)

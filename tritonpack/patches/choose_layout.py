@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 from tritonpack.errors import UnsupportedModelError
 from tritonpack.patches.applied_patch import AppliedPatch, Options
 from tritonpack.patches.exact_classes import LAYOUTS, Layout
-from tritonpack.patches.families import BOTH_WAYS, DENSE, PROMPT_TYPES, REFUSED, REFUSED_LAYERS
+from tritonpack.patches.families import BOTH_WAYS, DENSE, PROMPT_TYPES, REFUSED, REFUSED_IN_TREES, REFUSED_LAYERS
 from tritonpack.patches.forwards import takes_tokens_and_mask
 from tritonpack.patches.layers.choose import fits
 from tritonpack.patches.probe import require_evidence, require_tree_evidence
@@ -76,8 +76,14 @@ def require_trees(model: nn.Module) -> None:
     """Refuse a model unless it is exact where documents share the tokens that they begin with.
 
     Raises:
-        UnsupportedModelError: a trial found a difference, or the model can't be tried.
+        UnsupportedModelError: a trial found a difference, or the model can't be tried, or a layer is known to differ.
     """
+    for path, layer in model.named_modules():
+        if why := REFUSED_IN_TREES.get(type(layer).__name__):
+            raise UnsupportedModelError(
+                f"{path} ({type(layer).__name__}) isn't exact where documents share the tokens that they begin with: "
+                f"{why}. Leave share_prefixes and tree_ends out; unpad removes padding alone."
+            )
     require_tree_evidence(model, _patch_untried)
 
 
