@@ -100,6 +100,7 @@ class TestExactness:
         (dv,) = torch.autograd.grad((out * dout).sum() + lse.sum(), v)
         torch.testing.assert_close(dv, dout, rtol=1e-5, atol=1e-6)
 
+    @pytest.mark.heavy
     def test_two_threads_give_the_same_bits_again(self) -> None:
         inputs = make_inputs(replace(BY_NAME["mixed"], seqlens=(300, *MIXED)))
         before = torch.get_num_threads()

@@ -85,6 +85,7 @@ class TestRun:
         assert last
         assert last.reason == "signal SIGABRT"
 
+    @pytest.mark.heavy
     def test_hanging_step_is_ended_with_its_children(self, tmp_path: Path) -> None:
         hang = (
             "import subprocess, sys; "
@@ -159,6 +160,7 @@ class TestContinue:
         assert [r.verdict for r in done.journal.results if r.verdict != BEGUN] == [UNFINISHED, UNFINISHED, OK]
         assert not day(tmp_path, python("b", f"raise SystemExit({CONTINUE})")).pending()[0].continues
 
+    @pytest.mark.heavy
     def test_program_that_continues_ends_with_its_own_limit(self, tmp_path: Path) -> None:
         slow = f"import time; time.sleep(0.3); raise SystemExit({CONTINUE})"
         done = day(tmp_path, python("a", slow, limit=1.2, continues=True), python("b", after=("a",)), python("c"))
@@ -169,6 +171,7 @@ class TestContinue:
         assert again.run(60, again=["a"])
         assert verdicts(again) == {"a": OK}
 
+    @pytest.mark.heavy
     def test_step_that_the_end_of_the_call_cut_short_is_no_failure(self, tmp_path: Path) -> None:
         todo = (python("a"), python("b", "import time; time.sleep(60)", limit=90.0))
         cut = day(tmp_path, *todo)

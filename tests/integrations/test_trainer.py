@@ -150,6 +150,7 @@ def test_reporters_before_and_behind_the_callback_get_the_entries(tmp_path: Path
     assert set(OVERALL) <= set(output.metrics)
 
 
+@pytest.mark.heavy
 def test_training_again_starts_again(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path, max_steps=1)
     tritonpack.patch(trainer.model, unpad=True)

@@ -89,6 +89,7 @@ def test_results_do_not_depend_on_the_order_of_events() -> None:
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.heavy
 def test_results_do_not_depend_on_the_number_of_programs() -> None:
     inputs = make_inputs(replace(LONG, heads=4, kv_heads=2), torch.float16, slack_value=float("nan"))
     alone = forward(inputs, programs=1)

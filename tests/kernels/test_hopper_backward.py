@@ -69,6 +69,7 @@ def test_without_a_gradient_of_lse() -> None:
 
 
 @pytest.mark.usefixtures("poisoned_memory", "small")
+@pytest.mark.heavy
 def test_results_do_not_depend_on_the_order_of_events() -> None:
     inputs = make_inputs(LONG, torch.float16, slack_value=float("nan"))
     first = gradients(inputs)

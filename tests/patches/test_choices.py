@@ -172,6 +172,7 @@ class Mixing(BertForMultipleChoice):
         return output
 
 
+@pytest.mark.heavy
 def test_an_unknown_class_is_tried_with_choices(trials: list[Any]) -> None:
     tritonpack.unpatch(tritonpack.patch(Picking(zoo.tiny_config("bert"))).model)
     assert trials

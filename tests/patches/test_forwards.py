@@ -35,6 +35,7 @@ def test_replaced_attention_of_a_class_is_refused(
     tritonpack.patch(tiny_model("llama", dtype=dtype)).unpatch()
 
 
+@pytest.mark.heavy
 def test_replaced_attention_that_uses_the_interface_is_tried(trials: list[Any], monkeypatch: Any) -> None:
     monkeypatch.setattr(LlamaAttention, "forward", attends_by_the_interface)
     check_isolation(tritonpack.patch(tiny_model("llama")).model)

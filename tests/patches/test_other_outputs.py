@@ -141,6 +141,7 @@ def test_harmless_outputs_leave_rows_packed(kind: type[TwoOutputs]) -> None:
     ("kind", "layout"),
     [(Mean, "lengths"), (LastToken, "lengths"), (KeptDimension, "lengths"), (TokenBefore, "lengths"), (Sum, "padded")],
 )
+@pytest.mark.heavy
 def test_an_output_that_mixes_documents_decides_the_layout(kind: type[TwoOutputs], layout: str) -> None:
     model, documents = tiny(kind), zoo.documents(LENGTHS)
     with torch.no_grad():
@@ -154,6 +155,7 @@ def test_an_output_that_mixes_documents_decides_the_layout(kind: type[TwoOutputs
         torch.testing.assert_close(value, wanted, rtol=0, atol=1e-9)
 
 
+@pytest.mark.heavy
 def test_a_class_whose_output_mixes_documents_in_every_layout_is_refused_by_its_name() -> None:
     with pytest.raises(tritonpack.UnsupportedModelError, match=r"don't stay apart: .*value: "):
         tritonpack.patch(tiny(OfTheBatch))

@@ -151,6 +151,7 @@ BROKEN = {
 class TestWrongFunctions:
     @pytest.mark.parametrize("name", BROKEN)
     @pytest.mark.sampled("ignores_boundaries", "zeros_for_dk", "slack_leaks", "sibling_leaks", "noisy_gradient")
+    @pytest.mark.heavy
     def test_a_defect_fails_its_checks_and_no_others(self, name: str) -> None:
         report = quick_report(getattr(backends, name))
         assert report.function == name

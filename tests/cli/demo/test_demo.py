@@ -105,6 +105,7 @@ def test_exception_in_a_process_ends_the_training(corpus, settings, imported_onc
         train_in_turns([[]], corpus.validation, settings)
 
 
+@pytest.mark.heavy
 def test_death_of_a_process_ends_the_training(corpus, settings, imported_once):
     with pytest.raises(BrokenProcessPool):
         train_in_turns([[]], corpus.validation, replace(settings, threads=-1))

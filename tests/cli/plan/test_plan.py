@@ -277,6 +277,7 @@ def test_refuses_an_output_that_is_the_input(tmp_path, monkeypatch, arguments, m
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.heavy
 def test_singular_nouns_after_1(tmp_path, capsys):
     (tmp_path / "lengths.json").write_text("[1]")
     assert run("plan", tmp_path / "lengths.json", "--capacity", 1, "--out", tmp_path) == 0
