@@ -46,7 +46,7 @@ FEWEST_KEYS = 16
 # forward and of backward are rounded in different ways, and large ones give other weights.
 WIDEST_KEYS = 256
 PIECE_ROWS = 128
-MANY = 16
+MANY = 16  # equal documents; fewer of them share calls with documents of other lengths
 BATCH_NUMBERS = 3 * 2**17  # of the queries of a batch of copies; 1.5 MiB stay in caches
 MOST_KEYS = 1024  # of a causal document in pieces: their mask takes 4 MiB, and longer documents gain little
 
@@ -99,9 +99,9 @@ class Run(NamedTuple):
 class Copies:
     """A call for short documents, each copied to `width` rows; it has the methods of `Run`.
 
-    The last token of a document is repeated, so that no number of another document, and no other number, is read. Its
-    copies come after all queries of the document and are seen by none of them. Gradients of their outputs are zero.
-    Results have a row more than there are tokens, for those of the copies.
+    A document is filled up with copies of its last token, so a call reads its documents and nothing else. The copies
+    come after all queries of the document, which don't see them, and their outputs have gradients of zero. Tensors of
+    results have one row more than there are tokens. It takes the results of the copies.
     """
 
     def __init__(self, runs: Sequence[Run], width: int, num_queries: int, num_keys: int) -> None:

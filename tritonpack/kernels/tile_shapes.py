@@ -56,8 +56,7 @@ class TileShape:
     by_pointers: bool = False
 
 
-# dK and dV at head dimension 512 on NVIDIA GPUs. A program has all columns, because chunks of them, each with scores of
-# its own, cost 1.5 to 7 times the instructions (docs/decisions/kernel-forms.md).
+# dK and dV at head dimension 512 on NVIDIA GPUs; docs/decisions/kernel-forms.md compares them with chunks of columns.
 _WIDE_DK = TileShape(16, 32, 8, 1, queries_left=True, by_pointers=True)
 _WIDE_DV = TileShape(32, 32, 8, 1, queries_left=True, by_pointers=True)
 
