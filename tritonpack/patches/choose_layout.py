@@ -76,7 +76,7 @@ def require_trees(model: nn.Module) -> None:
     """Refuse a model unless it is exact where documents share the tokens that they begin with.
 
     Raises:
-        UnsupportedModelError: a trial found a difference, the model can't be tried, or a layer is known to mix documents.
+        UnsupportedModelError: a trial found a difference, the model can't be tried, or a layer mixes documents.
     """
     for path, layer in model.named_modules():
         if why := REFUSED_IN_TREES.get(type(layer).__name__):
