@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tritonpack.masks.block_diagonal import BlockDiagonalMask as BlockDiagonalMask
     from tritonpack.packing import BinDataset as BinDataset
     from tritonpack.packing import CostModel as CostModel
+    from tritonpack.packing import Mixture as Mixture
     from tritonpack.packing import MultipackBatchSampler as MultipackBatchSampler
     from tritonpack.packing import MultipackDistributedBatchSampler as MultipackDistributedBatchSampler
     from tritonpack.packing import PackedDataset as PackedDataset
@@ -45,6 +46,7 @@ _HOMES = {
     "BlockDiagonalMask": "masks.block_diagonal",
     "CostModel": "packing",
     "IsolationError": "errors",
+    "Mixture": "packing",
     "MultipackBatchSampler": "packing",
     "MultipackDistributedBatchSampler": "packing",
     "PackedDataset": "packing",

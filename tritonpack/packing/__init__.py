@@ -6,6 +6,7 @@ from tritonpack.packing.cost import CostModel
 from tritonpack.packing.dataset import BinDataset, PackedDataset, pack_dataset
 from tritonpack.packing.distributed import MultipackDistributedBatchSampler
 from tritonpack.packing.lengths import fit_lengths
+from tritonpack.packing.mixture import Mixture
 from tritonpack.packing.multipack import MultipackBatchSampler
 from tritonpack.packing.plan import Plan, plan_epoch
 from tritonpack.packing.statistics import PlanStatistics, plan_statistics
@@ -16,6 +17,7 @@ from tritonpack.packing.trees import TreeBatch, TreeCollator, pack_tree
 __all__ = [
     "BinDataset",
     "CostModel",
+    "Mixture",
     "MultipackBatchSampler",
     "MultipackDistributedBatchSampler",
     "PackedDataset",
