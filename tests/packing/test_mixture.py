@@ -57,7 +57,8 @@ def test_orders_depend_on_the_seed_and_the_epoch_alone():
     assert (one(1, 7) == same(1, 7)).all()
     assert len({one(seed, epoch).tobytes() for seed in (0, 1) for epoch in (0, 1)}) == 4
     smallest = [order[datasets_of(order) == 1] for order in (one(0, 0), one(0, 1))]  # all of it in each epoch
-    assert len(smallest[0]) == len(smallest[1]) == 40 and (smallest[0] != smallest[1]).any()
+    assert len(smallest[0]) == len(smallest[1]) == 40
+    assert (smallest[0] != smallest[1]).any()
     still = Mixture(DATASETS, WEIGHTS, shuffle=False)(0, 0)
     for number in range(len(DATASETS)):
         assert (np.diff(still[datasets_of(still) == number]) == 1).all()
