@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any, Literal
 
 import numpy as np
@@ -15,8 +15,9 @@ from torch.utils.data import Sampler
 from tritonpack.checks import check_flag
 from tritonpack.packing.cost import CostModel
 from tritonpack.packing.lengths import check_integer
-from tritonpack.packing.plan import MOST_TOKENS, Objective, Plan, Tail, check_options, check_rank_count, plan_epoch
+from tritonpack.packing.plan import MOST_TOKENS, Objective, Plan, check_options, plan_epoch
 from tritonpack.packing.state import ResumableSampler, digest, gather, has_group
+from tritonpack.packing.tail import Tail, check_tail
 
 
 class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]]):
@@ -59,8 +60,8 @@ class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]
         shard: yield the batches of this rank only. False yields the batches of all ranks, step by step.
 
     Raises:
-        ValueError: lengths that aren't positive integers or don't fit, fewer documents than ranks, a rank that doesn't
-            exist, a wrong option; at the first use of an epoch, documents that don't make a full step.
+        ValueError: lengths that aren't positive integers or don't fit, a rank that doesn't exist, a wrong option, too
+            few tokens to fill one step to 95% under `tail="drop"`.
         ImportError: at the first use of an epoch, if numba can't be imported.
 
     Source: https://github.com/imoneoi/multipack_sampler defines the interface and the measures.
@@ -96,7 +97,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]
         self.num_replicas, self.rank = _place_in_world(num_replicas, rank, shard)
         check_options(objective, cost_model, tail, lookahead)
         self._documents = np.flatnonzero(self.lengths).astype(np.int32)  # all but the dropped ones
-        check_rank_count(len(self._documents), self.num_replicas)
+        check_tail(self.lengths, self.batch_max_length, self.num_replicas, tail)
         self._options: dict[str, Any] = {
             "objective": objective,
             "tail": tail,
@@ -111,7 +112,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]
         plan = plan_epoch(
             lengths, self.batch_max_length, self.num_replicas, seed=self.seed, epoch=epoch, **self._options
         )
-        return Plan(self._documents[plan.items], plan.offsets, plan.num_ranks, plan.capacity)
+        return replace(plan, items=self._documents[plan.items])
 
     def _num_batches(self, made: Plan) -> int:
         return made.num_steps * (1 if self._shard else self.num_replicas)
