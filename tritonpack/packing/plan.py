@@ -124,6 +124,7 @@ def plan_epoch(
     lookahead: float = 0.01,
     steps_together: int = 1,
     shuffle: bool = True,
+    order: NDArray[np.integer] | None = None,
 ) -> Plan:
     """Plan every step of an epoch: the documents of each rank, at most `capacity` tokens.
 
@@ -147,6 +148,8 @@ def plan_epoch(
         steps_together: the number of steps that are planned at once; their rows are then divided among them. Use it if
             a step holds few documents. A document may be deferred by two times as many steps.
         shuffle: shuffle the documents.
+        order: document numbers, each at most once, in place of all documents in the order of the seed and the epoch.
+            What doesn't fill a step under "drop" then makes a plan without steps.
 
     Raises:
         ValueError: lengths that don't fit, a wrong option, fewer documents than ranks, no full step under "drop",
@@ -159,8 +162,14 @@ def plan_epoch(
     check_options(objective, cost_model, tail, lookahead)
     check_flag(shuffle, "shuffle")
     lengths = fit_lengths(lengths, capacity).lengths
-    check_rank_count(len(lengths), num_ranks)
-    order = shuffled(len(lengths), seed, epoch) if shuffle else np.arange(len(lengths), dtype=np.int32)
+    may_be_empty = order is not None
+    if order is None:
+        check_rank_count(len(lengths), num_ranks)
+        order = shuffled(len(lengths), seed, epoch) if shuffle else np.arange(len(lengths), dtype=np.int32)
+    else:
+        order = _checked_order(order, len(lengths))
+        if not len(order):
+            return Plan(order, np.zeros(1, np.int64), num_ranks, capacity)
     stream = lengths[order]
     costs = _costs(stream, capacity, num_ranks * steps_together, objective, cost_model)
 
@@ -178,7 +187,7 @@ def plan_epoch(
         left = int(stream[step_of == num_steps - 1].sum(dtype=np.int64))
         if left < FULL * num_ranks * capacity:
             num_steps -= 1
-        if not num_steps:
+        if not (num_steps or may_be_empty):
             raise ValueError(
                 f"{left} tokens don't fill one step of {num_ranks} ranks with {capacity} tokens each, and tail='drop' "
                 "leaves out what doesn't. Use tail='keep' or 'spread', fewer ranks or shorter rows."
@@ -218,6 +227,15 @@ def check_rank_count(documents: int, num_ranks: int) -> None:
             f"{documents} documents can't give each of {num_ranks} ranks one; use at most {documents} ranks, or more "
             "documents."
         )
+
+
+def _checked_order(order: NDArray[Any], count: int) -> NDArray[np.int32]:
+    rule = f"order must hold numbers of the {count} documents, each at most once"
+    if not isinstance(order, np.ndarray) or order.ndim != 1 or order.dtype.kind not in "iu":
+        raise ValueError(f"{rule}, in a one-dimensional array of integers; got {order!r:.100}.")
+    if len(order) and not (order.min() >= 0 and order.max() < count and np.bincount(order).max() == 1):
+        raise ValueError(f"{rule}; got {order!r:.100}.")
+    return order.astype(np.int32)
 
 
 def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int32]:
