@@ -94,5 +94,193 @@ def test_every_document_once_over_any_legs(seed):
 
 @pytest.mark.slow
 def test_every_document_once_over_thousands_of_legs():
-    legs = [break_off_often(seed) for seed in range(12, 400)]
-    assert sum(sum(map(bool, each)) > 2 for each in legs) > 150, "few epochs were broken off several times"
+    legs = [break_off_often(seed) for seed in range(12, 200)]
+    assert sum(sum(map(bool, each)) > 2 for each in legs) > 70, "few epochs were broken off several times"
+
+
+def broken_off(num_replicas, steps, **options):
+    """The documents of the first steps of an epoch, and the state after them."""
+    return train(samplers(num_replicas, **options), steps)
+
+
+def test_the_rest_is_planned_in_the_order_of_the_epoch():
+    seen, state = broken_off(2, 5, tail="keep")
+    (whole,) = samplers(1, tail="keep", lookahead=0.0, capacity=256)
+    (rest,) = resumed(state, 1, tail="keep", lookahead=0.0)
+    place = np.empty(len(LENGTHS))
+    order = whole.plan.items
+    place[order] = np.arange(len(order))
+    left = [document for document in order.tolist() if document not in seen]
+    rows = [place[batch].mean() for batch in rest]
+    expected = np.sort(place[left])
+    assert np.abs(np.sort(rows) - rows).max() < 0.05 * len(LENGTHS), "rows move by a few places"
+    assert rows[0] < expected[20]
+
+
+def test_same_settings_resume_the_same_batches_also_after_legs():
+    _, state = broken_off(2, 5)
+    ranks = resumed(state, 3)
+    iterators = [iter(one) for one in ranks]
+    whole = [[next(iterator) for iterator in iterators] for _ in range(4)]
+    state = ranks[0].state_dict()
+    whole = list(zip(*iterators, strict=True))
+    again = resumed(state, 3)
+    assert again[0].state_dict() == state
+    assert list(zip(*again, strict=True)) == whole
+    assert [len(one) for one in again] == [len(one) for one in ranks]
+
+
+def test_counts_go_on_from_the_beginning_of_the_epoch():
+    seen, state = broken_off(2, 5, tail="keep")
+    one = resumed(state, 3, tail="keep")[1]
+    assert len(one) == one.num_batches() == 5 + one.plan.num_steps
+    tokens = one.tokens_per_step()
+    assert len(tokens) == len(one) and tokens.sum() == LENGTHS.sum()
+    assert tokens[:5].sum() == LENGTHS[seen].sum()
+    batches = list(one)
+    assert len(batches) == len(one) - 5
+    assert one.state_dict() == one.state_dict(batches_done=len(one))
+    assert resumed(one.state_dict(batches_done=7), 3, tail="keep")[1].state_dict() == one.state_dict(batches_done=7)
+    assert list(resumed(one.state_dict(batches_done=7), 3, tail="keep")[1]) == batches[2:]
+    with pytest.raises(ValueError, match="at least 5, the batches of this epoch from before it was resumed.*got 4"):
+        one.state_dict(batches_done=4)
+
+
+def test_next_pass_and_other_epochs_are_whole():
+    _, state = broken_off(2, 5)
+    one, fresh = resumed(state, 3)[0], samplers(3)[0]
+    one.set_epoch(1)
+    fresh.set_epoch(1)
+    assert (len(one), list(one)) == (len(fresh), list(fresh))
+    one = resumed(state, 3)[0]
+    fresh.set_epoch(0)
+    assert len(list(one)) == len(one) - 5
+    assert (list(one), len(one)) == (list(fresh), len(fresh))
+
+
+def test_dropped_documents_are_counted():
+    seen, state = broken_off(2, 5)
+    one = samplers(2)[0]
+    assert one.dropped_documents == len(LENGTHS) - len(set(one.plan.items.tolist())) > 0
+    ranks = resumed(state, 4)
+    rest, _ = train(ranks)
+    assert ranks[0].dropped_documents == len(LENGTHS) - len(seen) - len(rest) > 0
+    assert not set(seen) & set(rest)
+    assert samplers(2, tail="spread")[0].dropped_documents == 0
+
+
+def test_a_rest_that_fills_no_step_is_dropped():
+    (one,) = samplers(1)
+    state = one.state_dict(batches_done=len(one) - 2)
+    for last in resumed(state, 6):
+        assert (list(last), len(last), last.efficiency()) == ([], len(one) - 2, 1.0)
+        assert last.dropped_documents > 2
+        assert last.tokens_per_step().tolist() == one.tokens_per_step()[:-2].tolist()
+
+
+@pytest.mark.parametrize("shards", [(True, False), (False, True), (False, False)])
+def test_state_of_sharding_sampler_and_of_another(shards):
+    """accelerate's processes divide the batches of a sampler that doesn't."""
+    before, after = shards
+    (seen, state), whole = broken_off(3, 6 if before else 18, shard=before), train(samplers(3))[0]
+    (kept,) = train(resumed(state, 3, shard=after))[:1]
+    assert seen + kept == whole
+
+
+def test_a_step_that_has_begun():
+    seen, state = broken_off(3, 7, shard=False, tail="keep")
+    assert sum(samplers(3, tail="keep")[0].tokens_per_step()[:2]) < LENGTHS[seen].sum()
+    ranks = resumed(state, 3, tail="keep")
+    assert len(ranks[0]) == 3 + ranks[0].plan.num_steps
+    assert ranks[0].tokens_per_step()[:3].sum() == LENGTHS[seen].sum()
+    assert sorted(seen + train(ranks)[0]) == list(range(len(LENGTHS)))
+
+
+def test_other_row_lengths():
+    lengths = LENGTHS.copy()
+    lengths[:40] = 300
+    short, long = {"capacity": 256, "overlong": "drop"}, {"capacity": 512, "overlong": "error"}
+    for first, second in ((short, long), (long, short)):
+        seen, state = broken_off(2, 5, lengths=lengths, tail="keep", **first)
+        ranks = resumed(state, 2, lengths=lengths, tail="keep", **second)
+        rest, _ = train(ranks)
+        assert len(set(seen + rest)) == len(seen + rest)
+        left_out = sorted(set(range(len(lengths))) - set(seen + rest))
+        assert all(lengths[document] == 300 for document in left_out)
+        assert bool(left_out) == (second is short)
+        assert ranks[0].dropped_documents == 0
+        assert ranks[0].overlong_report.documents == (40 if second is short else 0)
+
+
+def test_seed_of_the_state():
+    seen, state = broken_off(2, 5, tail="keep", seed=11)
+    one = resumed(state, 1, tail="keep", seed=None)[0]
+    assert one.seed == 11 and "seed=11" in repr(one)
+    assert sorted(seen + train([one])[0]) == list(range(len(LENGTHS)))
+    fresh = samplers(1, tail="keep", seed=11)[0]
+    one.set_epoch(1)
+    fresh.set_epoch(1)
+    assert list(one) == list(fresh)
+    with pytest.raises(ValueError, match="its seed was 11 and is 5. Pass that seed, or none"):
+        resumed(state, 1, tail="keep", seed=5)
+
+
+def test_warns_of_other_settings(monkeypatch):
+    _, state = broken_off(2, 5)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        monkeypatch.setattr(notices, "_said", {})
+        resumed(state, 2)
+        resumed(samplers(2)[0].state_dict(), 4)
+        assert not found, "the same settings, or nothing done yet"
+        resumed(state, 4, capacity=300)
+    (message,) = [str(each.message) for each in found if each.category is PackingWarning]
+    assert "epoch 0 goes on with other settings: batch_max_length was 256 and is 300; num_replicas was 2 and" in message
+
+
+def test_pickled_sampler_goes_on():
+    _, state = broken_off(2, 5)
+    one = resumed(state, 3)[2]
+    copy = pickle.loads(pickle.dumps(one))
+    assert (copy.state_dict(), list(copy)) == (resumed(state, 3)[2].state_dict(), list(one))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_stateful_dataloader_on_other_ranks(num_workers):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loaders(num_replicas):
+        return [
+            stateful.StatefulDataLoader(
+                BinDataset(range(len(LENGTHS))), batch_sampler=one, collate_fn=list, num_workers=num_workers
+            )
+            for one in samplers(num_replicas, tail="keep")
+        ]
+
+    seen, state = [], None
+    for count, steps in ((2, 4), (3, 3), (1, None)):
+        ranks = loaders(count)
+        if state is not None:
+            for one in ranks:
+                one.load_state_dict(state)
+        iterators = [iter(one) for one in ranks]
+        if steps is None:
+            seen += [document for batch in iterators[0] for document in batch]
+        else:
+            seen += [document for _ in range(steps) for iterator in iterators for document in next(iterator)]
+            state = ranks[-1].state_dict()
+    assert sorted(seen) == list(range(len(LENGTHS)))
+
+
+def test_distributed_checkpoint_loads_states_with_other_legs(tmp_path):
+    """It loads into a state of the sampler, which has fewer legs."""
+    checkpoint = pytest.importorskip("torch.distributed.checkpoint")
+    seen, state = broken_off(2, 5, tail="keep", objective="cost", cost_model=COST)
+    more, state = train(resumed(state, 3, tail="keep"), 3)
+    checkpoint.save({"sampler": state, "step": 8}, checkpoint_id=tmp_path, no_dist=True)
+    (one,) = samplers(1, tail="keep")
+    found = {"sampler": one.state_dict(), "step": 0}
+    checkpoint.load(found, checkpoint_id=tmp_path, no_dist=True)
+    assert found == {"sampler": state, "step": 8}
+    one.load_state_dict(found["sampler"])
+    assert sorted(seen + more + train([one])[0]) == list(range(len(LENGTHS)))

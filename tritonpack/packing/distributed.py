@@ -23,6 +23,7 @@ from tritonpack.packing.ranks import (
     can_compare,
     compare,
     describe_differences,
+    is_first_process,
     launched_processes,
     name_ranks,
     place_in_world,
@@ -249,7 +250,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         self.seed = found[2].settings["seed"]
         legs, made = found[1:3]
         changes = describe_changes(legs[-1].settings, made.settings) if legs else ""
-        if changes and found[3] == made.steps_before * self._batches_per_step and self.rank in (0, None):
+        if changes and found[3] == made.steps_before * self._batches_per_step and is_first_process():
             say_once(
                 "other-settings",
                 f"epoch {self.epoch} goes on with other settings: {changes}. The {made.num_left} documents that were "
@@ -312,7 +313,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
             "shard": self._shard,
             "documents": len(self.lengths),
             "tokens": int(self._all_lengths.sum(dtype=np.int64)),
-            "lengths": self._lengths_digest,
+            "the digest of lengths": self._lengths_digest,
         }
 
     def __repr__(self) -> str:
@@ -337,8 +338,8 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         processes = launched_processes()
         if self.num_replicas % processes:
             raise ValueError(
-                f"this sampler yields steps of {self.num_replicas} batches, which {processes} processes can't divide "
-                "without losing or repeating batches. Leave out num_replicas and pass shard=False, or don't let "
+                f"this sampler plans for num_replicas={self.num_replicas}, and {processes} processes can't divide its "
+                "batches without losing or repeating some. Leave out num_replicas and pass shard=False, or don't let "
                 "accelerate prepare this DataLoader."
             )
 

@@ -33,6 +33,11 @@ def launched_processes() -> int:
     return int(launched) if launched.isdecimal() else 1
 
 
+def is_first_process() -> bool:
+    """Whether this process reports for all."""
+    return (str(dist.get_rank()) if has_group() else os.environ.get("RANK", "0")) == "0"
+
+
 def place_in_world(num_replicas: int | None, rank: int | None, shard: bool) -> tuple[int, int | None]:
     """The number of ranks and the rank of this process (None unless `shard`), from torch.distributed if not given."""
     group = has_group()
