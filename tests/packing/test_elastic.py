@@ -6,6 +6,7 @@ import warnings
 
 import numpy as np
 import pytest
+from torch.utils.data import DataLoader
 
 from tests.packing.lengths import log_normal
 from tritonpack import BinDataset, CostModel, MultipackDistributedBatchSampler, PackingWarning, notices
@@ -22,9 +23,7 @@ def other_settings_are_intended(monkeypatch):
 def samplers(num_replicas, lengths=LENGTHS, capacity=256, seed=5, **options):
     """The samplers of all ranks, or the one that yields the batches of all ranks."""
     ranks = range(num_replicas) if options.get("shard", True) else [None]
-    return [
-        MultipackDistributedBatchSampler(capacity, lengths, num_replicas, rank, seed, **options) for rank in ranks
-    ]
+    return [MultipackDistributedBatchSampler(capacity, lengths, num_replicas, rank, seed, **options) for rank in ranks]
 
 
 def resumed(state, num_replicas, **options):
@@ -75,7 +74,8 @@ def break_off_often(seed):
         try:
             ranks = resumed(state, int(random.integers(1, 7)), lengths=lengths, **random_options(random))
         except ValueError as error:
-            assert "don't divide into steps" in str(error)
+            if "don't divide into steps" not in str(error):
+                raise
             continue
         assert {one.epoch for one in ranks} == {seed}
         documents, state = train(ranks, int(random.integers(0, 8)))
@@ -87,14 +87,14 @@ def break_off_often(seed):
     return legs
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(6))
 def test_every_document_once_over_any_legs(seed):
     break_off_often(seed)
 
 
 @pytest.mark.slow
 def test_every_document_once_over_thousands_of_legs():
-    legs = [break_off_often(seed) for seed in range(12, 200)]
+    legs = [break_off_often(seed) for seed in range(6, 200)]
     assert sum(sum(map(bool, each)) > 2 for each in legs) > 70, "few epochs were broken off several times"
 
 
@@ -135,14 +135,15 @@ def test_counts_go_on_from_the_beginning_of_the_epoch():
     one = resumed(state, 3, tail="keep")[1]
     assert len(one) == one.num_batches() == 5 + one.plan.num_steps
     tokens = one.tokens_per_step()
-    assert len(tokens) == len(one) and tokens.sum() == LENGTHS.sum()
+    assert len(tokens) == len(one)
+    assert tokens.sum() == LENGTHS.sum()
     assert tokens[:5].sum() == LENGTHS[seen].sum()
     batches = list(one)
     assert len(batches) == len(one) - 5
     assert one.state_dict() == one.state_dict(batches_done=len(one))
     assert resumed(one.state_dict(batches_done=7), 3, tail="keep")[1].state_dict() == one.state_dict(batches_done=7)
     assert list(resumed(one.state_dict(batches_done=7), 3, tail="keep")[1]) == batches[2:]
-    with pytest.raises(ValueError, match="at least 5, the batches of this epoch from before it was resumed.*got 4"):
+    with pytest.raises(ValueError, match=r"at least 5, the batches of this epoch from before it was resumed.*got 4"):
         one.state_dict(batches_done=4)
 
 
@@ -215,13 +216,14 @@ def test_other_row_lengths():
 def test_seed_of_the_state():
     seen, state = broken_off(2, 5, tail="keep", seed=11)
     one = resumed(state, 1, tail="keep", seed=None)[0]
-    assert one.seed == 11 and "seed=11" in repr(one)
+    assert one.seed == 11
+    assert "seed=11" in repr(one)
     assert sorted(seen + train([one])[0]) == list(range(len(LENGTHS)))
     fresh = samplers(1, tail="keep", seed=11)[0]
     one.set_epoch(1)
     fresh.set_epoch(1)
     assert list(one) == list(fresh)
-    with pytest.raises(ValueError, match="its seed was 11 and is 5. Pass that seed, or none"):
+    with pytest.raises(ValueError, match=r"its seed was 11 and is 5. Pass that seed, or none"):
         resumed(state, 1, tail="keep", seed=5)
 
 
@@ -245,7 +247,7 @@ def test_pickled_sampler_goes_on():
     assert (copy.state_dict(), list(copy)) == (resumed(state, 3)[2].state_dict(), list(one))
 
 
-@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_stateful_dataloader_on_other_ranks(num_workers):
     stateful = pytest.importorskip("torchdata.stateful_dataloader")
 
@@ -270,6 +272,23 @@ def test_stateful_dataloader_on_other_ranks(num_workers):
             seen += [document for _ in range(steps) for iterator in iterators for document in next(iterator)]
             state = ranks[-1].state_dict()
     assert sorted(seen) == list(range(len(LENGTHS)))
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_dataloader_on_other_ranks(num_workers):
+    """Workers fetch batches ahead, so the training loop counts them."""
+    (one,) = samplers(1, shard=False, tail="keep")
+    loader = DataLoader(BinDataset(range(len(LENGTHS))), batch_sampler=one, collate_fn=list, num_workers=num_workers)
+    iterator = iter(loader)
+    seen = [document for _ in range(5) for document in next(iterator)]
+    state = one.state_dict(batches_done=5)
+    loaders = [
+        DataLoader(BinDataset(range(len(LENGTHS))), batch_sampler=one, collate_fn=list, num_workers=num_workers)
+        for one in resumed(state, 2, tail="keep")
+    ]
+    assert {len(loader) for loader in loaders} == {5 + len(list(loaders[0]))}
+    rest = [document for one in resumed(state, 2, tail="keep") for batch in one for document in batch]
+    assert sorted(seen + rest) == list(range(len(LENGTHS)))
 
 
 def test_distributed_checkpoint_loads_states_with_other_legs(tmp_path):

@@ -39,13 +39,17 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
     sampler for linear attention.
 
     >>> lengths = [5, 3, 4, 4, 2, 6, 8, 8]
-    >>> sampler = MultipackDistributedBatchSampler(8, lengths, num_replicas=2, rank=0)
-    >>> len(sampler), list(sampler)
-    (2, [[6], [7]])
-    >>> len(sampler), list(MultipackDistributedBatchSampler(8, lengths, num_replicas=2, rank=1))
+    >>> sampler = MultipackDistributedBatchSampler(8, lengths, num_replicas=2, rank=0, seed=0)
+    >>> len(sampler), list(sampler), sampler.dropped_documents
+    (2, [[6], [7]], 3)
+    >>> len(sampler), list(MultipackDistributedBatchSampler(8, lengths, num_replicas=2, rank=1, seed=0))
     (2, [[3, 4], [0]])
 
     Documents 1, 2 and 5 have 13 tokens, too few for a third step of two ranks. `tail` decides what happens to them.
+
+    Every process of a process group makes this sampler. They compare lengths and settings as they do so, once, and all
+    of them raise the error if two differ. A sampler for some of the processes (`num_replicas` smaller than the group)
+    asks nobody: `verify_ranks` compares it.
 
     Pass the sampler to a DataLoader as `batch_sampler` and call `set_epoch` before each epoch. A second pass over one
     epoch causes a warning. accelerate divides batches among processes and calls `set_epoch` itself: pass `shard=False`
@@ -62,7 +66,8 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         lengths: (documents,) integers of at least 1, the tokens of each document, the same on every rank.
         num_replicas, rank: the number of ranks, and the rank of this process. None reads them from torch.distributed;
             without a process group they are 1 and 0.
-        seed: at least 0, the same on every rank.
+        seed: at least 0, the same on every rank. None takes the seed of torch (`torch.manual_seed`) at this moment, in
+            a process group that of rank 0. A loaded state brings its own along.
         objective, tail, lookahead, steps_together, cost_model: see `plan_epoch`. For 4,096 tokens on one rank,
             `steps_together=64` fills rows to 98% instead of 86% (OpenChat's lengths).
         overlong: "error" refuses documents longer than `batch_max_length`, "drop" leaves them out. To truncate them,
@@ -72,7 +77,10 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
 
     Raises:
         ValueError: lengths that aren't positive integers or don't fit, fewer documents than ranks, a rank that doesn't
-            exist, a wrong option; at the first use of an epoch, documents that don't make a full step.
+            exist, a wrong option; lengths, options or seeds that differ between the ranks of a process group; no seed
+            for a sampler that can't ask rank 0 for it; at the first use of an epoch, documents that don't make a full
+            step.
+        TimeoutError: ranks of the process group that don't make the sampler.
         ImportError: at the first use of an epoch, if numba can't be imported.
 
     Source: https://github.com/imoneoi/multipack_sampler defines the interface and the measures.

@@ -125,9 +125,7 @@ class OtherPlanError(Exception):
     """The settings of a leg make another plan now than when it was saved."""
 
 
-def _plan(
-    lengths: NDArray[Any], epoch: int, done: NDArray[np.bool_], settings: Mapping[str, Any]
-) -> tuple[Plan, int]:
+def _plan(lengths: NDArray[Any], epoch: int, done: NDArray[np.bool_], settings: Mapping[str, Any]) -> tuple[Plan, int]:
     """The plan of the documents that aren't done, and their number."""
     options = dict(settings)
     capacity = check_integer(options.pop("batch_max_length"), "batch_max_length", 1, MOST_TOKENS)

@@ -191,18 +191,15 @@ class ResumableSampler(ABC, Generic[Made]):
         if not isinstance(state, Mapping):
             raise ValueError(f"a state of {owner} must be a mapping, as state_dict() returns it; got {_kind(state)}.")
         names = {"version", "epoch", *names}
-        rule = f"this isn't a state of version {self._VERSION} of {owner}"
+        faults, remedy = [], ""
         if "version" in state and not same(state["version"], self._VERSION):
-            raise ValueError(
-                f"{rule}: it has version {state['version']!r}. Resume with the version of tritonpack that saved it, or "
-                "start an epoch anew with set_epoch."
-            )
-        faults = []
+            faults.append(f"it has version {state['version']!r}")
+            remedy = " Resume with the version of tritonpack that saved it, or start an epoch anew with set_epoch."
         for verb, wrong in (("lacks", names - set(state)), ("also has", set(state) - names)):
             if wrong:
                 faults.append(f"it {verb} {', '.join(sorted(map(repr, wrong)))}")
         if faults:
-            raise ValueError(f"{rule}: {'; '.join(faults)}.")
+            raise ValueError(f"this isn't a state of version {self._VERSION} of {owner}: {'; '.join(faults)}.{remedy}")
         return check_integer(state["epoch"], "epoch", 0, None)
 
 
