@@ -282,13 +282,14 @@ def test_dataloader_on_other_ranks(num_workers):
     iterator = iter(loader)
     seen = [document for _ in range(5) for document in next(iterator)]
     state = one.state_dict(batches_done=5)
-    loaders = [
-        DataLoader(BinDataset(range(len(LENGTHS))), batch_sampler=one, collate_fn=list, num_workers=num_workers)
-        for one in resumed(state, 2, tail="keep")
-    ]
-    assert {len(loader) for loader in loaders} == {5 + len(list(loaders[0]))}
-    rest = [document for one in resumed(state, 2, tail="keep") for batch in one for document in batch]
-    assert sorted(seen + rest) == list(range(len(LENGTHS)))
+    for one in resumed(state, 2, tail="keep"):
+        loader = DataLoader(
+            BinDataset(range(len(LENGTHS))), batch_sampler=one, collate_fn=list, num_workers=num_workers
+        )
+        batches = list(loader)
+        assert len(loader) == 5 + len(batches)
+        seen += [document for batch in batches for document in batch]
+    assert sorted(seen) == list(range(len(LENGTHS)))
 
 
 def test_distributed_checkpoint_loads_states_with_other_legs(tmp_path):

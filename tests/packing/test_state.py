@@ -5,7 +5,7 @@ import pickle
 
 import numpy as np
 import pytest
-from torch.utils.data import RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 
 from tests.packing.lengths import log_normal
 from tritonpack import BinDataset, CostModel, MultipackBatchSampler, MultipackDistributedBatchSampler
@@ -213,6 +213,20 @@ def test_another_epoch_ends_a_resume(name):
     other.set_epoch(1)
     assert batches_done(target.state_dict()) == 0
     assert list(target) == list(other)
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_dataloader_resumes(name, num_workers):
+    """With workers it asks for two iterators, and uses the second."""
+    source, target = SAMPLERS[name](), SAMPLERS[name]()
+    every = list(source)
+    loader = DataLoader(BinDataset(range(300)), batch_sampler=target, collate_fn=list, num_workers=num_workers)
+    for done in (4, len(every), 0):
+        target.load_state_dict(source.state_dict(batches_done=done))
+        assert list(loader) == every[done:]
+    target.set_epoch(0)
+    assert list(loader) == every
 
 
 @pytest.mark.parametrize("num_workers", [0, 2])

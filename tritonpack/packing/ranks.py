@@ -44,9 +44,9 @@ def place_in_world(num_replicas: int | None, rank: int | None, shard: bool) -> t
     asks = num_replicas is None or (rank is None and shard)
     if asks and not group and (launched_processes() != 1 or num_replicas not in (None, 1)):
         raise ValueError(
-            f"num_replicas={num_replicas} and rank={rank} don't say which rank this process is, and there is no process "
-            f"group to ask (WORLD_SIZE is {launched_processes()}). Call torch.distributed.init_process_group first, or "
-            "pass both."
+            f"num_replicas={num_replicas} and rank={rank} don't say which rank this process is, and there is no "
+            f"process group to ask (WORLD_SIZE is {launched_processes()}). Call torch.distributed.init_process_group "
+            "first, or pass both."
         )
     if num_replicas is None:
         num_replicas = dist.get_world_size() if group else 1

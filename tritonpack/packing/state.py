@@ -108,11 +108,12 @@ class ResumableSampler(ABC, Generic[Made]):
             )
         if not self._resumed:
             self._done, self._legs = 0, ()
-        self._resumed = self._epoch_chosen = False
         self._iterations += 1
         return self._yield(self._current(), range(self._done, len(self)), self._iterations)
 
     def _yield(self, made: Made, numbers: range, iteration: int) -> Iterator[list[Any]]:
+        if iteration == self._iterations:  # not in __iter__: a DataLoader with workers calls that twice for one pass
+            self._resumed = self._epoch_chosen = False
         for number in numbers:
             if iteration == self._iterations:
                 self._done = number + 1
