@@ -54,6 +54,7 @@ def random_options(random):
         "capacity": int(random.choice([256, 300, 512])),
         "tail": str(random.choice(["spread", "keep"])),
         "shard": bool(random.integers(2)),
+        "shuffle": bool(random.integers(5)),
         "steps_together": int(random.choice([1, 1, 3])),
         "lookahead": float(random.choice([0.0, 0.01, 0.2])),
     }

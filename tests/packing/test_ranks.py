@@ -119,6 +119,20 @@ def loads_one_state(rank):
     assert one.state_dict() == states[0], "unchanged"
 
 
+@case
+def rank_0_says_what_changed(rank):
+    before = sampler(num_replicas=2, rank=0, seed=1, tail="keep")
+    one = sampler(seed=1, tail="keep")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        one.load_state_dict(before.state_dict(batches_done=3))
+    changes = [str(warning.message) for warning in found if "num_replicas was 2 and is 3" in str(warning.message)]
+    assert on_all_ranks(len(changes)) == [1, 0, 0]
+    documents = [document for part in on_all_ranks(list(one)) for batch in part for document in batch]
+    done = before.plan.items[: before.plan.offsets[6]].tolist()
+    assert sorted(done + documents) == list(range(len(LENGTHS)))
+
+
 class Worker(IterableDataset):
     """Makes a sampler in a worker of a DataLoader, which must not exchange anything."""
 
@@ -134,6 +148,7 @@ def workers_compare_nothing(rank):
 
 
 def names_ranks_that_do_not_come(rank):
+    assert timedelta(seconds=30) == ranks_module._NOTICE_AFTER, "as docs/packing.md says"
     ranks_module._NOTICE_AFTER = timedelta(seconds=0.1)
     store = dist.distributed_c10d._get_default_store()
     store.set_timeout(timedelta(seconds=2))
@@ -153,7 +168,8 @@ def agree(rank):
 
 
 def one_of_three(rank, run, store):
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
+    timeout = timedelta(seconds=20)  # of ranks that wait for one another
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3, timeout=timeout)
     run(rank)
     dist.destroy_process_group()
 

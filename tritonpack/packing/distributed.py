@@ -53,7 +53,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
 
     Pass the sampler to a DataLoader as `batch_sampler` and call `set_epoch` before each epoch. A second pass over one
     epoch causes a warning. accelerate divides batches among processes and calls `set_epoch` itself: pass `shard=False`
-    there, and configure accelerate with `even_batches=False`.
+    there.
 
     Attributes:
         num_replicas, rank, seed: as given or found; `rank` is None with `shard=False`.
@@ -241,19 +241,17 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
                 rank. The sampler is then unchanged.
             TimeoutError: ranks that don't load a state.
         """
-        found, fault = None, ""
+        found = fault = None
         try:
             found = self._find_place(state)
         except ValueError as error:
-            fault = str(error)
-            if not can_compare(self.num_replicas):
-                raise
+            fault = error
         if can_compare(self.num_replicas):
-            mine = {"fault": fault} if found is None else {"fault": "", "epoch": found[0], "batches done": found[3]}
-            if found is not None:
-                mine["legs"] = write_legs(found[1])
-            compare("loaded a state", mine, _find_other_state)
-        assert found is not None
+            place = {} if found is None else {"epoch": found[0], "batches done": found[3], "legs": write_legs(found[1])}
+            compare("loaded a state", {"fault": fault and str(fault), **place}, _find_other_state)
+        if found is None:
+            assert fault is not None
+            raise fault
         self._resume(*found)
         self.seed = found[2].settings["seed"]
         legs, made = found[1:3]

@@ -30,7 +30,7 @@ def launched_processes() -> int:
     if has_group():
         return dist.get_world_size()
     launched = os.environ.get("WORLD_SIZE", "1")
-    return int(launched) if launched.isdecimal() else 1
+    return max(int(launched), 1) if launched.isdecimal() else 1
 
 
 def is_first_process() -> bool:
@@ -61,13 +61,13 @@ def place_in_world(num_replicas: int | None, rank: int | None, shard: bool) -> t
 def can_compare(num_replicas: int) -> bool:
     """Whether a sampler for so many ranks is made by every process of the group, so that they can compare it.
 
-    Workers of a DataLoader belong to no rank, and the "fake" backend of torch's tests has no other ranks.
+    Workers of a DataLoader are no ranks. The "fake" backend of torch's tests has no other ranks, and MPI no store.
     """
     return (
         has_group()
         and num_replicas == dist.get_world_size() > 1
         and get_worker_info() is None
-        and dist.get_backend() != "fake"
+        and dist.get_backend() not in ("fake", "mpi")
     )
 
 
