@@ -87,7 +87,7 @@ def main(
 
     documents = counting_documents(400)
     # Ranks that share a batch are one replica to the sampler, so they all get the same documents.
-    sampler = MultipackDistributedBatchSampler(TOKENS, [len(x["input_ids"]) for x in documents], replicas, replica)
+    sampler = MultipackDistributedBatchSampler(TOKENS, [len(x["input_ids"]) for x in documents], replicas, replica, 0)
     loader = DataLoader(documents, batch_sampler=sampler, collate_fn=PackingCollator())
     model = sharded_llama(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -233,7 +233,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
         {
             "lengths": "", "capacity": "", "num_ranks": NUMPY, "seed": "zero huge np3", "epoch": "zero huge np3",
             "objective": "", "cost_model": "none", "tail": "", "lookahead": "zero", "steps_together": NUMPY,
-            "shuffle": "true",
+            "shuffle": "true", "order": "none array",
         },
     ),
     "Plan": (
@@ -298,7 +298,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
         loaded(tritonpack.MultipackDistributedBatchSampler),
         {"batch_max_length": 8, "lengths": LENGTHS, "num_replicas": 2, "rank": 0},
         {
-            "batch_max_length": "", "lengths": "", "num_replicas": COUNTS, "rank": "zero", "seed": "zero huge np3",
+            "batch_max_length": "", "lengths": "", "num_replicas": COUNTS, "rank": "zero",
+            "seed": "none zero huge np3",
             "objective": "", "tail": "", "lookahead": "zero", "steps_together": NUMPY, "cost_model": "none",
             "overlong": "", "shuffle": "true", "shard": "true",
         },

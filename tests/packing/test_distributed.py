@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from tests.packing.lengths import log_normal
-from tritonpack import CostModel, MultipackBatchSampler, MultipackDistributedBatchSampler, PackingCollator
+from tritonpack import MultipackBatchSampler, MultipackDistributedBatchSampler, PackingCollator
 
 LENGTHS = log_normal(700, mean=100, high=512)
 CAPACITY = 512
@@ -73,29 +73,34 @@ def test_resumes_from_state_of_another_rank():
 @pytest.mark.parametrize(
     ("other", "message"),
     [
-        (sampler(seed=1), "seed was 1 and is 0"),
-        (sampler(tail="keep"), "tail was 'keep' and is 'drop'"),
-        (sampler(num_replicas=2), "num_replicas was 2 and is 4"),
-        (sampler(objective="cost", cost_model=CostModel(2.0, 1.0)), "cost_model was {.*} and is None; objective was"),
-        (sampler(lengths=np.roll(LENGTHS, 1)), "lengths was .* and is "),
+        (sampler(seed=1), "can't be resumed, because its seed was 1 and is 0"),
+        (sampler(seed=0, lengths=np.roll(LENGTHS, 1)), "saved with other lengths: their digest was '.*' and is '"),
     ],
 )
-def test_refuses_state_of_other_settings(other, message):
-    target = sampler()
+def test_refuses_state_of_other_documents(other, message):
+    target = sampler(seed=0)
     target.set_epoch(2)
     before = list(target)
-    with pytest.raises(ValueError, match=f"can't be resumed.*{message}"):
+    with pytest.raises(ValueError, match=message):
         target.load_state_dict(other.state_dict(batches_done=1))
     assert (target.epoch, list(target)) == (2, before)
 
 
-def test_refuses_state_of_another_version():
-    state = sampler().state_dict(batches_done=2) | {"plan": "0" * 32}
-    target = sampler()
-    target.set_epoch(5)
-    with pytest.raises(ValueError, match="another version of tritonpack or NumPy"):
-        target.load_state_dict(state)
-    assert target.epoch == 5
+def test_seed_is_that_of_torch():
+    torch.manual_seed(3)
+    one = sampler()
+    torch.manual_seed(4)
+    assert (one.seed, sampler().seed, sampler(seed=5).seed) == (3, 4, 5)
+    assert list(one) == list(sampler(seed=3)) != list(sampler())
+    assert "seed=3" in repr(one)
+
+
+def test_refuses_seed_of_one_process_among_several(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    with pytest.raises(ValueError, match=r"seed=None takes torch's seed.*for 4 ranks in 8 processes.*such as seed=0"):
+        sampler()
+    sampler(seed=3)
+    sampler(shuffle=False)
 
 
 class Documents(torch.utils.data.Dataset):
@@ -141,6 +146,30 @@ def test_accelerate_refuses_sharding_sampler():
         prepared(1, loader)
 
 
+@pytest.mark.parametrize("options", [{"num_replicas": 1}, {"num_replicas": 3, "shard": False}])
+def test_accelerate_refuses_sampler_for_other_processes(options, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    one = sampler(0, seed=0, **options)
+    with pytest.raises(ValueError, match=r"plans for num_replicas=\d, and 4 processes can't divide its batches"):
+        prepared(1, DataLoader(Documents(), batch_sampler=one, collate_fn=list))
+
+
+@pytest.mark.parametrize("even_batches", [True, False])
+def test_accelerate_loses_and_repeats_nothing(even_batches):
+    data_loader = pytest.importorskip("accelerate.data_loader")
+    one = sampler(None, shard=False, seed=2)
+    assert one.num_batches() % 4, "would be lost if accelerate divided steps"
+    seen = []
+    for rank in range(4):
+        loader = DataLoader(Documents(), batch_sampler=sampler(None, shard=False, seed=2), collate_fn=list)
+        loader = data_loader.prepare_data_loader(
+            loader, num_processes=4, process_index=rank, put_on_device=False, even_batches=even_batches
+        )
+        seen += [document for batch in loader for document in batch]
+    assert sorted(seen) == sorted(one.plan.items.tolist())
+    assert len(seen) + one.dropped_documents == len(LENGTHS)
+
+
 def test_single_process_is_rank_0_of_1():
     one = MultipackDistributedBatchSampler(CAPACITY, LENGTHS)
     assert (one.num_replicas, one.rank) == (1, 0)
@@ -161,9 +190,9 @@ def one_of_two_ranks(rank, store):
     one.verify_ranks()
     gathered = [None, None]
     dist.all_gather_object(gathered, list(one))
-    assert gathered == [list(MultipackDistributedBatchSampler(8, lengths, 2, other)) for other in range(2)]
+    assert gathered == [[batch.tolist() for batch in one.plan.rows_of_rank(other)] for other in range(2)]
     one.set_epoch(rank)
-    with pytest.raises(ValueError, match="the ranks have different plans"):
+    with pytest.raises(ValueError, match="differ: epoch is 0 on rank 0 and 1 on rank 1; plan is"):
         one.verify_ranks()
     dist.destroy_process_group()
 

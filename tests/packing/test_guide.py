@@ -11,9 +11,9 @@ from tests.test_guides import blocks
 
 BLOCKS = blocks("packing")
 # A text that occurs in one block only, for each block.
-LOOP, COST, CUT, RESUME, ACCELERATE, BINS, ARGUMENTS, LABELS = TEXTS = (
-    "sampler.set_epoch(epoch)", "CostModel.fit", "max_document_length", "load_state_dict", "accelerator.prepare",
-    "pack_stream", "TrainingArguments", "def with_labels",
+LOOP, COST, CUT, RESUME, ELASTIC, ACCELERATE, STEPS, BINS, ARGUMENTS, LABELS = TEXTS = (
+    "sampler.set_epoch(epoch)", "CostModel.fit", "max_document_length", "# the next iteration", "# saved on 8 ranks",
+    "accelerator.prepare", "loader.set_epoch(sampler.epoch)", "pack_stream", "TrainingArguments", "def with_labels",
 )  # fmt: skip
 LENGTHS = numpy.random.default_rng(0).integers(5, 20, 60)
 DOCUMENTS = [{"input_ids": [token % 37 + 1 for token in range(length)]} for length in LENGTHS.tolist()]
@@ -68,10 +68,20 @@ def test_resuming(given):
     assert rest == list(tritonpack.MultipackDistributedBatchSampler(64, LENGTHS))[3:]
 
 
+def test_resuming_on_other_ranks(given):
+    given["state"] = tritonpack.MultipackDistributedBatchSampler(64, LENGTHS, 8, 3).state_dict(batches_done=1)
+    sampler = run(ELASTIC, given)["sampler"]
+    assert len(list(sampler)) == len(sampler) - 1
+
+
 def test_accelerate(given):
     pytest.importorskip("accelerate")
     batches = list(run(ACCELERATE, given)["loader"])
     assert len(batches) == len(given["sampler"])
+    given["sampler"].set_epoch(2)
+    rest = list(run(STEPS, given | {"step": 3})["loader"])
+    assert len(rest) == len(given["sampler"]) - 3
+    assert given["sampler"].epoch == 2
 
 
 def test_bins(given):

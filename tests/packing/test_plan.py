@@ -5,7 +5,8 @@ import pytest
 
 from tests.packing.lengths import log_normal, openchat
 from tritonpack.packing.cost import CostModel
-from tritonpack.packing.plan import Plan, plan_epoch, shuffled
+from tritonpack.packing.order import shuffled
+from tritonpack.packing.plan import Plan, plan_epoch
 
 MODEL = CostModel(per_token=57255.0, per_square=1.9)
 OBJECTIVES = {"quadratic": {}, "linear": {"objective": "linear"}, "cost": {"objective": "cost", "cost_model": MODEL}}
@@ -266,3 +267,29 @@ def test_plan_rows():
         plan.row(2, 0)
     with pytest.raises(ValueError, match="got values of 3 documents, but the plan has document 4"):
         plan.sums(np.ones(3))
+
+
+@pytest.mark.parametrize("tail", ["drop", "spread", "keep"])
+def test_plans_a_given_order(tail):
+    lengths = log_normal(400, mean=60, high=256)
+    whole = plan_epoch(lengths, 256, 3, seed=2, epoch=1, tail=tail)
+    same = plan_epoch(lengths, 256, 3, order=shuffled(400, 2, 1), tail=tail)
+    assert (same.items.tolist(), same.offsets.tolist()) == (whole.items.tolist(), whole.offsets.tolist())
+    some = shuffled(400, 2, 1)[100:]
+    plan = plan_epoch(lengths, 256, 3, order=some, tail=tail)
+    assert set(plan.items) <= set(some)
+    assert tail == "drop" or sorted(plan.items) == sorted(some)
+    assert plan_epoch(lengths, 256, 3, order=some[:0], tail=tail).num_steps == 0
+
+
+def test_a_given_order_may_fill_no_step():
+    assert plan_epoch([5, 5, 5], 8, 2, order=np.array([1])).num_steps == 0
+    assert plan_epoch([5, 5, 5], 8, 1, order=np.array([1]), tail="keep").items.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    "order", [[0, 1], np.array([0.0]), np.array([[0]]), np.array([0, 3]), np.array([-1]), lambda seed, epoch: [0, 1]]
+)
+def test_refuses_orders(order):
+    with pytest.raises(ValueError, match=r"order must be .* with numbers of the 3 documents, or return one; got "):
+        plan_epoch([5, 5, 5], 8, 2, order=order)

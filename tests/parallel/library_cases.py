@@ -78,7 +78,7 @@ def guide() -> None:
     for block in blocks:
         mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "sp"))
         model = make_float32_model()
-        sampler = MultipackDistributedBatchSampler(32, [9] * 16, 1, 0)
+        sampler = MultipackDistributedBatchSampler(32, [9] * 16, 1, 0, seed=0)
         loader = DataLoader(documents, batch_sampler=sampler, collate_fn=PackingCollator())
         with launched(), tempfile.TemporaryDirectory() as folder:
             given = {

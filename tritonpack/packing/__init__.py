@@ -6,8 +6,8 @@ from tritonpack.packing.cost import CostModel
 from tritonpack.packing.dataset import BinDataset, PackedDataset, pack_dataset
 from tritonpack.packing.distributed import MultipackDistributedBatchSampler
 from tritonpack.packing.lengths import fit_lengths
-from tritonpack.packing.mixture import Mixture
 from tritonpack.packing.multipack import MultipackBatchSampler
+from tritonpack.packing.order import Mixture
 from tritonpack.packing.plan import Plan, plan_epoch
 from tritonpack.packing.statistics import PlanStatistics, plan_statistics
 from tritonpack.packing.stream import PackedStream, pack_stream

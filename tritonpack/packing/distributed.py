@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from tritonpack.checks import check_flag
+from tritonpack.notices import say_once
 from tritonpack.packing.cost import CostModel
+from tritonpack.packing.legs import Leg, OtherPlanError, Rest, check_leg, plan_rest, read_legs, write_legs
 from tritonpack.packing.lengths import check_integer
-from tritonpack.packing.plan import MOST_TOKENS, Objective, Plan, check_options, plan_epoch
-from tritonpack.packing.state import ResumableSampler, digest, gather, has_group
+from tritonpack.packing.order import Order, given_order
+from tritonpack.packing.plan import MOST_TOKENS, Objective, Plan, check_options
+from tritonpack.packing.ranks import (
+    can_compare,
+    compare,
+    describe_differences,
+    is_first_process,
+    launched_processes,
+    name_ranks,
+    place_in_world,
+)
+from tritonpack.packing.state import ResumableSampler, describe_changes, digest, gather, same
 from tritonpack.packing.tail import Tail, check_tail
 
 
-class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]]):
+class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]]):
     """Batches of whole documents for each rank, at most `batch_max_length` tokens each, the same number on every rank.
 
     Every rank computes the same plan from the lengths, the seed and the epoch, without communication, and takes its
@@ -28,17 +41,21 @@ class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]
     sampler for linear attention.
 
     >>> lengths = [5, 3, 4, 4, 2, 6, 8, 8]
-    >>> sampler = MultipackDistributedBatchSampler(8, lengths, num_replicas=2, rank=0)
-    >>> len(sampler), list(sampler)
-    (2, [[6], [7]])
-    >>> len(sampler), list(MultipackDistributedBatchSampler(8, lengths, num_replicas=2, rank=1))
+    >>> sampler = MultipackDistributedBatchSampler(8, lengths, num_replicas=2, rank=0, seed=0)
+    >>> len(sampler), list(sampler), sampler.dropped_documents
+    (2, [[6], [7]], 3)
+    >>> len(sampler), list(MultipackDistributedBatchSampler(8, lengths, num_replicas=2, rank=1, seed=0))
     (2, [[3, 4], [0]])
 
     Documents 1, 2 and 5 have 13 tokens, too few for a third step of two ranks. `tail` decides what happens to them.
 
+    Every process of a process group makes this sampler. They compare lengths and settings as they do so, once, and all
+    of them raise the error if two differ. A sampler for some of the processes (`num_replicas` smaller than the group)
+    asks nobody: `verify_ranks` compares it.
+
     Pass the sampler to a DataLoader as `batch_sampler` and call `set_epoch` before each epoch. A second pass over one
     epoch causes a warning. accelerate divides batches among processes and calls `set_epoch` itself: pass `shard=False`
-    there, and configure accelerate with `even_batches=False`.
+    there.
 
     Attributes:
         num_replicas, rank, seed: as given or found; `rank` is None with `shard=False`.
@@ -51,26 +68,31 @@ class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]
         lengths: (documents,) integers of at least 1, the tokens of each document, the same on every rank.
         num_replicas, rank: the number of ranks, and the rank of this process. None reads them from torch.distributed;
             without a process group they are 1 and 0.
-        seed: at least 0, the same on every rank.
+        seed: at least 0, the same on every rank. None takes the seed of torch (`torch.manual_seed`) at this moment, in
+            a process group that of rank 0. A loaded state brings its own along.
         objective, tail, lookahead, steps_together, cost_model: see `plan_epoch`. For 4,096 tokens on one rank,
             `steps_together=64` fills rows to 98% instead of 86% (OpenChat's lengths).
         overlong: "error" refuses documents longer than `batch_max_length`, "drop" leaves them out. To truncate them,
             pass `lengths` that are cut, and load with `PackingCollator(max_document_length=...)`.
         shuffle: shuffle the documents, in a new order for each epoch.
+        order: the documents of an epoch in an order of your own, such as a curriculum: an array of document numbers, or
+            a function of the seed and the epoch that returns one. `Mixture` is such a function.
         shard: yield the batches of this rank only. False yields the batches of all ranks, step by step.
 
     Raises:
         ValueError: lengths that aren't positive integers or don't fit, a rank that doesn't exist, a wrong option, too
-            few tokens to fill one step to 95% under `tail="drop"`.
+            few tokens to fill one step to 95% under `tail="drop"`; lengths, options or seeds that differ between the
+            ranks of a process group; no seed for a sampler that can't ask rank 0 for it.
+        TimeoutError: ranks of the process group that don't make the sampler.
         ImportError: at the first use of an epoch, if numba can't be imported.
 
     Source: https://github.com/imoneoi/multipack_sampler defines the interface and the measures.
     """
 
-    _DIGEST = "plan"
+    _VERSION = 2
     _OTHER_BATCHES = (
-        "the state was saved with another version of tritonpack or NumPy, which plans other batches from the same "
-        "settings. Resume with that version, or start an epoch anew with set_epoch."
+        "the state was saved with another order, or with another version of tritonpack or NumPy, which plans other "
+        "batches from the same settings. Resume with these, or start an epoch anew with set_epoch."
     )
 
     def __init__(
@@ -79,7 +101,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]
         lengths: Sequence[int] | NDArray[Any],
         num_replicas: int | None = None,
         rank: int | None = None,
-        seed: int = 0,
+        seed: int | None = None,
         *,
         objective: Objective = "quadratic",
         tail: Tail = "drop",
@@ -88,91 +110,240 @@ class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]
         cost_model: CostModel | None = None,
         overlong: Literal["error", "drop"] = "error",
         shuffle: bool = True,
+        order: Order | None = None,
         shard: bool = True,
     ) -> None:
         self.batch_max_length = check_integer(batch_max_length, "batch_max_length", 1, MOST_TOKENS)
         check_flag(shuffle, "shuffle")
-        super().__init__(lengths, self.batch_max_length, overlong, "batch_max_length", seed=seed, epochs_differ=shuffle)
+        self._seed_is_given = seed is not None
+        super().__init__(
+            lengths,
+            self.batch_max_length,
+            overlong,
+            "batch_max_length",
+            seed=torch.initial_seed() if seed is None else seed,
+            epochs_differ=shuffle and (order is None or callable(order)),
+        )
         self._shard = check_flag(shard, "shard")
-        self.num_replicas, self.rank = _place_in_world(num_replicas, rank, shard)
+        self.num_replicas, self.rank = place_in_world(num_replicas, rank, shard)
         check_options(objective, cost_model, tail, lookahead)
-        self._documents = np.flatnonzero(self.lengths).astype(np.int32)  # all but the dropped ones
-        check_tail(self.lengths, self.batch_max_length, self.num_replicas, tail)
+        if order is not None and not shuffle:
+            raise ValueError("shuffle=False has no effect on an order of your own; leave it out.")
+        self._order = order.copy() if isinstance(order, np.ndarray) else order
+        first_epoch = slice(None) if order is None else given_order(order, len(self.lengths), self.seed, 0)
+        check_tail(self.lengths[first_epoch], self.batch_max_length, self.num_replicas, tail)
+        self._order_digest = None if order is None else digest(given_order(order, len(self.lengths), 0, 0))
+        # With the lengths of dropped documents, which a leg with longer rows has planned.
+        self._all_lengths = self.lengths if self.lengths.all() else np.array(lengths, dtype=np.int64)
         self._options: dict[str, Any] = {
             "objective": objective,
             "tail": tail,
             "lookahead": float(lookahead),
             "steps_together": check_integer(steps_together, "steps_together"),
-            "cost_model": cost_model,
+            "cost_model": None if cost_model is None else asdict(cost_model),
             "shuffle": shuffle,
         }
+        if can_compare(self.num_replicas):
+            first = compare("made this sampler", self._values_to_compare(), _find_difference)
+            self.seed = first["torch.initial_seed()"] if seed is None else self.seed
+        elif seed is None and shuffle and launched_processes() > 1:
+            raise ValueError(
+                f"seed=None takes torch's seed from rank 0, but a sampler for {self.num_replicas} ranks in "
+                f"{launched_processes()} processes can't ask it: some of them may make no sampler. Pass the same seed "
+                "on every rank, such as seed=0."
+            )
 
-    def _make(self, epoch: int) -> Plan:
-        lengths = self.lengths[self._documents]
-        plan = plan_epoch(
-            lengths, self.batch_max_length, self.num_replicas, seed=self.seed, epoch=epoch, **self._options
-        )
-        return replace(plan, items=self._documents[plan.items])
+    def _make(self, epoch: int) -> Rest:
+        return self._make_rest(epoch, ())
 
-    def _num_batches(self, made: Plan) -> int:
-        return made.num_steps * (1 if self._shard else self.num_replicas)
+    def _make_rest(self, epoch: int, legs: tuple[Leg, ...]) -> Rest:
+        return self._plan_rest(epoch, legs, self._settings())
 
-    def _batch(self, made: Plan, number: int) -> list[int]:
+    def _plan_rest(self, epoch: int, legs: tuple[Leg, ...], settings: Mapping[str, Any]) -> Rest:
+        if self._made is not None and self._made[:2] == (epoch, legs) and same(self._made[2].settings, settings):
+            return self._made[2]
+        try:
+            return plan_rest(self._all_lengths, epoch, legs, settings, self._order)
+        except OtherPlanError:
+            raise ValueError(self._OTHER_BATCHES) from None
+
+    @property
+    def _batches_per_step(self) -> int:
+        return 1 if self._shard else self.num_replicas
+
+    def _num_batches(self, made: Rest) -> int:
+        return (made.steps_before + made.plan.num_steps) * self._batches_per_step
+
+    def _batch(self, made: Rest, number: int) -> list[int]:
         step, rank = divmod(number, self.num_replicas) if self.rank is None else (number, self.rank)
-        return made.row(step, rank).tolist()
+        return made.plan.row(step - made.steps_before, rank).tolist()
 
-    def _digest(self, made: Plan) -> str:
-        return digest(made.items, made.offsets)
+    def _digest(self, made: Rest) -> str:
+        return made.digest
 
     def _settings(self) -> dict[str, Any]:
-        cost_model = self._options["cost_model"]
         return {
-            **self._options,
-            "cost_model": None if cost_model is None else asdict(cost_model),
             "batch_max_length": self.batch_max_length,
             "num_replicas": self.num_replicas,
             "seed": self.seed,
-            "shard": self._shard,
-            "lengths": digest(self.lengths[self._documents]),
+            **self._options,
         }
+
+    @cached_property
+    def _lengths_digest(self) -> str:
+        return digest(self._all_lengths.astype(np.int64))
+
+    def _place(self, done: int) -> dict[str, Any]:
+        made, legs = self._current(), self._current_legs()
+        first = made.steps_before * self._batches_per_step
+        if done < first and legs:
+            raise ValueError(
+                f"batches_done must be at least {first}, the batches of this epoch from before it was resumed with "
+                f"other settings; got {done}. Count the batches from the beginning of the epoch."
+            )
+        rows_done = (done - first) * (self.num_replicas // self._batches_per_step)
+        legs = (*legs, Leg(self._settings(), rows_done, made.digest))
+        return {"lengths": self._lengths_digest, "legs": write_legs(legs)}
+
+    def _find_place(self, state: Mapping[str, Any]) -> tuple[int, tuple[Leg, ...], Rest, int]:
+        epoch = self._check_header(state, {"lengths", "legs"})
+        if not same(state["lengths"], self._lengths_digest):
+            raise ValueError(
+                f"the state was saved with other lengths: their digest was {state['lengths']!r:.60} and is "
+                f"{self._lengths_digest!r}. Pass the lengths of the same documents in the same order, or start an "
+                "epoch anew with set_epoch."
+            )
+        settings = self._settings()
+        legs = read_legs(state["legs"], settings)
+        last = legs[-1]
+        if self._seed_is_given and not same(last.settings["seed"], self.seed):
+            raise ValueError(
+                f"the state can't be resumed, because its seed was {last.settings['seed']!r} and is {self.seed}. Pass "
+                "that seed, or none: the sampler then takes that of the state."
+            )
+        settings["seed"] = check_integer(last.settings["seed"], "seed of the state", 0, None)
+        begun = self._shard and last.rows_done % self.num_replicas != 0  # a step that other processes have begun
+        goes_on = same(last.settings, settings) and not begun
+        earlier = tuple(legs[:-1] if goes_on else legs)
+        made = self._plan_rest(epoch, earlier, settings)
+        if goes_on:
+            try:
+                check_leg(last, made.plan)
+            except OtherPlanError:
+                raise ValueError(self._OTHER_BATCHES) from None
+        rows = made.steps_before * self.num_replicas + (last.rows_done if goes_on else 0)
+        legs_with_rows = tuple(leg for leg in earlier if leg.rows_done)
+        return epoch, legs_with_rows, made, rows * self._batches_per_step // self.num_replicas
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume: the next iteration begins with the batch after the last one that the state counts.
+
+        With the settings of the state the batches are those of an uninterrupted epoch. With another number of ranks,
+        another `batch_max_length` or other options, what is left of the epoch is planned anew with them, and a warning
+        names the changes. Every document is then trained on once, but for those that `tail` leaves out.
+
+        Every rank must call this, with the same state: ranks that share a process group compare it.
+
+        Raises:
+            ValueError: a damaged state, one of another class or version, one that was saved with other lengths or with
+                another seed than was given, a rest that can't be planned with these settings, another state on another
+                rank. The sampler is then unchanged.
+            TimeoutError: ranks that don't load a state.
+        """
+        found = fault = None
+        try:
+            found = self._find_place(state)
+        except ValueError as error:
+            fault = error
+        if can_compare(self.num_replicas):
+            place = {} if found is None else {"epoch": found[0], "batches done": found[3], "legs": write_legs(found[1])}
+            compare("loaded a state", {"fault": fault and str(fault), **place}, _find_other_state)
+        if found is None:
+            assert fault is not None
+            raise fault
+        self._resume(*found)
+        self.seed = found[2].settings["seed"]
+        legs, made = found[1:3]
+        changes = describe_changes(legs[-1].settings, made.settings) if legs else ""
+        if changes and found[3] == made.steps_before * self._batches_per_step and is_first_process():
+            say_once(
+                "other-settings",
+                f"epoch {self.epoch} goes on with other settings: {changes}. The {made.num_left} documents that were "
+                "left are planned anew.",
+            )
 
     @property
     def plan(self) -> Plan:
-        """The plan of the current epoch for all ranks. It is computed at the first use."""
-        return self._current()
+        """The plan of the current epoch for all ranks. It is computed at the first use.
+
+        After a resume with other settings it is the plan of what was left of the epoch.
+        """
+        return self._current().plan
+
+    @property
+    def dropped_documents(self) -> int:
+        """The documents that `tail` leaves out of the current epoch; `overlong_report` counts those that are too long.
+
+        After a resume with other settings these are the ones that `plan` leaves out.
+        """
+        return self._current().dropped_documents
 
     def num_batches(self) -> int:
         """The number of steps of the current epoch. The multipack project's class has this method."""
-        return self.plan.num_steps
+        return len(self) // self._batches_per_step
 
     def efficiency(self) -> float:
-        """The share of the current epoch's rows that holds tokens, from 0 to 1, over all ranks."""
-        return float(self.tokens_per_step().sum() / (self.plan.num_steps * self.num_replicas * self.batch_max_length))
+        """The share of the rows of `plan` that holds tokens, from 0 to 1, over all ranks."""
+        room = self.plan.num_steps * self.num_replicas * self.batch_max_length
+        return float(self.plan.sums(self.lengths.astype(np.int64)).sum() / room) if room else 1.0
 
     def tokens_per_step(self) -> NDArray[np.int64]:
         """(steps,) int64, the tokens of all ranks in each step of the current epoch, for weighting losses."""
-        return self.plan.sums(self.lengths.astype(np.int64)).sum(axis=1)
+        made = self._current()
+        return np.append(made.tokens_before, made.plan.sums(self.lengths.astype(np.int64)).sum(axis=1))
 
     def verify_ranks(self, group: dist.ProcessGroup | None = None) -> None:
-        """Check that all ranks have the same plan. Every rank must call this; it exchanges a few bytes.
+        """Check that the ranks of a group have the same settings, epoch and plan. Each of them must call this.
+
+        A sampler for all processes compares its settings when it is made, and its state when it is loaded. Call this
+        if the sampler is for some of the processes, or to see that every rank has called `set_epoch`.
+
+        Args:
+            group: None takes the default group: all processes.
 
         Raises:
-            ValueError: on every rank, if any two ranks have different plans.
+            ValueError: on every rank, if any two ranks differ.
         """
-        plans = gather(f"{self._digest(self.plan)} in epoch {self.epoch}", group)
-        if len(set(plans)) > 1:
-            others = ", ".join(f"rank {rank}: {plan}" for rank, plan in enumerate(plans))
-            raise ValueError(
-                f"the ranks have different plans ({others}). Pass the same lengths in the same order, the same seed "
-                "and the same options on every rank, and call set_epoch on all of them."
-            )
+        mine = {**self._values_to_compare(), "epoch": self.epoch, "plan": self._current().digest}
+        fault = _find_difference([{**values, "rank": None} for values in gather(mine, group)])
+        if fault:
+            raise ValueError(fault)
+
+    def _values_to_compare(self) -> dict[str, Any]:
+        return {
+            "rank": self.rank,
+            "torch.initial_seed()": torch.initial_seed(),
+            **self._settings(),
+            "seed": self.seed if self._seed_is_given else None,
+            "shard": self._shard,
+            "documents": len(self.lengths),
+            "tokens": int(self._all_lengths.sum(dtype=np.int64)),
+            "the digest of lengths": self._lengths_digest,
+            "the digest of order": self._order_digest,
+        }
+
+    def __repr__(self) -> str:
+        settings = {"rank": self.rank, **self._settings(), "shard": self._shard}
+        shown = ", ".join(f"{name}={value!r}" for name, value in settings.items())
+        return f"{type(self).__name__}({len(self.lengths)} documents, {shown})"
 
     @property
     def batch_size(self) -> None:
         """None, because batches have different numbers of documents. Libraries that divide batches read it.
 
         Raises:
-            ValueError: this sampler yields the batches of one rank of several, which can't be divided again.
+            ValueError: this sampler yields the batches of one rank of several, which can't be divided again, or a
+                number of batches that the processes can't divide.
         """
         if self._shard and self.num_replicas > 1:
             raise ValueError(
@@ -180,24 +351,44 @@ class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]
                 "them among processes again would lose most of them. Pass shard=False to a sampler for "
                 "accelerate or another library that divides batches, or don't let it prepare this DataLoader."
             )
-
-
-def _place_in_world(num_replicas: int | None, rank: int | None, shard: bool) -> tuple[int, int | None]:
-    """The number of ranks and the rank of this process (None unless `shard`), from torch.distributed if not given."""
-    group = has_group()
-    if not group and (num_replicas is None or (rank is None and shard)):
-        launched = os.environ.get("WORLD_SIZE", "1")
-        if launched != "1" or num_replicas not in (None, 1):
+        processes = launched_processes()
+        if self.num_replicas % processes:
             raise ValueError(
-                f"num_replicas={num_replicas} and rank={rank} don't say which rank this process is, and there is no "
-                f"process group to ask (WORLD_SIZE is {launched}). Call torch.distributed.init_process_group first, or "
-                "pass both."
+                f"this sampler plans for num_replicas={self.num_replicas}, and {processes} processes can't divide its "
+                "batches without losing or repeating some. Leave out num_replicas and pass shard=False, or don't let "
+                "accelerate prepare this DataLoader."
             )
-    if num_replicas is None:
-        num_replicas = dist.get_world_size() if group else 1
-    num_replicas = check_integer(num_replicas, "num_replicas")
-    if not shard:
-        return num_replicas, None
-    if rank is None:
-        rank = dist.get_rank() if group else 0
-    return num_replicas, check_integer(rank, "rank", 0, num_replicas - 1, f"because num_replicas is {num_replicas}")
+
+
+def _find_difference(values: Sequence[dict[str, Any]]) -> str:
+    """How the samplers of the ranks differ, an empty string if they don't."""
+    settings = [{**each, "rank": None, "torch.initial_seed()": None} for each in values]
+    differences = describe_differences(settings)
+    if differences:
+        return (
+            f"the samplers of the ranks differ: {differences}. Pass the same lengths in the same order and the same "
+            "options on every rank, make samplers in the same order, and call set_epoch on all ranks."
+        )
+    taken: dict[int, list[int]] = {}
+    for process, each in enumerate(values):
+        if each["rank"] is not None:
+            taken.setdefault(each["rank"], []).append(process)
+    for rank, processes in taken.items():
+        if len(processes) > 1:
+            return (
+                f"the samplers on {name_ranks(processes)} of the process group all have rank={rank}, so documents "
+                "would be seen twice and others never. Leave out num_replicas and rank, or pass rank="
+                "torch.distributed.get_rank(), which LOCAL_RANK isn't on several machines."
+            )
+    return ""
+
+
+def _find_other_state(values: Sequence[dict[str, Any]]) -> str:
+    """How the states that the ranks load differ, an empty string if they don't."""
+    for rank, each in enumerate(values):
+        if each["fault"]:
+            return f"rank {rank} can't load its state: {each['fault']}"
+    differences = describe_differences(values)
+    return differences and (
+        f"the ranks load different states: {differences}. Save the state of one rank, and load it on all."
+    )

@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from tritonpack.notices import say_once
 from tritonpack.packing.lengths import check_integer, fit_for_sampler
+from tritonpack.packing.ranks import has_group
 
-STATE_VERSION = 1
 Made = TypeVar("Made")
 
 
@@ -32,6 +32,7 @@ class ResumableSampler(ABC, Generic[Made]):
         overlong_report: what was done with documents that are longer than a row.
     """
 
+    _VERSION: ClassVar[int] = 1  # of states
     _DIGEST: ClassVar[str]  # the name in states for the digest of an epoch's batches
     _OTHER_BATCHES: ClassVar[str]  # the error for a state with the same settings and another digest
 
@@ -52,8 +53,9 @@ class ResumableSampler(ABC, Generic[Made]):
         self.lengths = np.zeros(len(lengths), dtype=np.int32)
         self.lengths[slice(None) if fitted.documents is None else fitted.documents] = fitted.lengths
         self._epochs_differ = epochs_differ  # whether another epoch has another order
-        self._made: tuple[int, Made] | None = None  # an epoch, and the result of `_make` for it
+        self._made: tuple[int, tuple[Any, ...], Made] | None = None  # an epoch, its legs, the result of `_make`
         self._counted_epoch = 0
+        self._legs: tuple[Any, ...] = ()  # the parts of that epoch that were trained on with other settings
         self._done = 0  # batches of that epoch that the latest iteration has yielded, or that a state counts
         self._resumed = False  # the next iteration begins after `_done` batches
         self._epoch_chosen = True  # since the latest iteration began
@@ -76,32 +78,42 @@ class ResumableSampler(ABC, Generic[Made]):
     def _settings(self) -> dict[str, Any]:
         """All settings that decide the batches, as plain numbers and strings."""
 
+    def _make_rest(self, epoch: int, legs: tuple[Any, ...]) -> Made:
+        """The same after parts of the epoch were trained on with other settings."""
+        assert not legs, "a subclass that resumes with other settings overrides this"
+        return self._make(epoch)
+
+    def _current_legs(self) -> tuple[Any, ...]:
+        return self._legs if self._counted_epoch == self.epoch else ()
+
     def _current(self) -> Made:
-        if self._made is None or self._made[0] != self.epoch:
-            self._made = (self.epoch, self._make(self.epoch))
-        return self._made[1]
+        legs = self._current_legs()
+        if self._made is None or self._made[:2] != (self.epoch, legs):
+            self._made = (self.epoch, legs, self._make_rest(self.epoch, legs))
+        return self._made[2]
 
     def __len__(self) -> int:
         """The exact number of batches of the current epoch, the same on every rank, also after a resume."""
         return self._num_batches(self._current())
 
     def __iter__(self) -> Iterator[list[Any]]:
-        made, total = self._current(), len(self)
         if self._counted_epoch != self.epoch:
-            self._counted_epoch, self._done, self._resumed = self.epoch, 0, False
-        if self._done == total and not (self._resumed or self._epoch_chosen) and self._epochs_differ:
+            self._counted_epoch, self._done, self._resumed, self._legs = self.epoch, 0, False, ()
+        if self._done == len(self) and not (self._resumed or self._epoch_chosen) and self._epochs_differ:
             say_once(
                 "same-epoch",
                 f"a sampler begins a second pass over epoch {self.epoch}, so the documents come in the same order "
                 "again. Call set_epoch(number) on the sampler before each pass over the DataLoader. If you want the "
                 f"same order, call set_epoch({self.epoch}) again.",
             )
-        self._done = self._done if self._resumed else 0
-        self._resumed = self._epoch_chosen = False
+        if not self._resumed:
+            self._done, self._legs = 0, ()
         self._iterations += 1
-        return self._yield(made, range(self._done, total), self._iterations)
+        return self._yield(self._current(), range(self._done, len(self)), self._iterations)
 
     def _yield(self, made: Made, numbers: range, iteration: int) -> Iterator[list[Any]]:
+        if iteration == self._iterations:  # not in __iter__: a DataLoader with workers calls that twice for one pass
+            self._resumed = self._epoch_chosen = False
         for number in numbers:
             if iteration == self._iterations:
                 self._done = number + 1
@@ -138,35 +150,58 @@ class ResumableSampler(ABC, Generic[Made]):
             done = _check_batches_done(batches_done, len(self))
         else:
             done = self._done if self._counted_epoch == self.epoch else 0
-        return {
-            "version": STATE_VERSION,
-            "epoch": self.epoch,
-            "batches_done": done,
-            "settings": self._settings(),
-            self._DIGEST: self._digest(self._current()),
-        }
+        return {"version": self._VERSION, "epoch": self.epoch, **self._place(done)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume: the next iteration begins with the batch after the last one that the state counts.
 
         Raises:
-            ValueError: a damaged state, one of another class, or one that was saved with other lengths, options or
-                ranks. The sampler is then unchanged.
+            ValueError: a damaged state, one of another class, or one that was saved with other lengths or options. The
+                sampler is then unchanged.
         """
-        epoch = _check_state(state, type(self).__name__, self._settings(), self._DIGEST)
+        self._resume(*self._find_place(state))
+
+    def _resume(self, epoch: int, legs: tuple[Any, ...], made: Made, done: int) -> None:
+        self.set_epoch(epoch)
+        self._made = (epoch, legs, made)
+        self._counted_epoch, self._legs, self._done, self._resumed = epoch, legs, done, True
+        self._iterations += 1
+
+    def _place(self, done: int) -> dict[str, Any]:
+        """What a state holds besides the version and the epoch."""
+        return {
+            "batches_done": done,
+            "settings": self._settings(),
+            self._DIGEST: self._digest(self._current()),
+        }
+
+    def _find_place(self, state: Mapping[str, Any]) -> tuple[int, tuple[Any, ...], Made, int]:
+        """The epoch of a state, its legs, the batches after them, and how many batches are done; changes nothing."""
+        epoch = self._check_header(state, {"batches_done", "settings", self._DIGEST})
+        _check_settings(state["settings"], self._settings())
+        if not isinstance(state[self._DIGEST], str):
+            raise ValueError(f"{self._DIGEST} of the state must be a str; got {_kind(state[self._DIGEST])}.")
         made = self._current() if epoch == self.epoch else self._make(epoch)
         if state[self._DIGEST] != self._digest(made):
             raise ValueError(self._OTHER_BATCHES.format(epoch=epoch))
-        done = _check_batches_done(state["batches_done"], self._num_batches(made))
-        self.set_epoch(epoch)
-        self._made = (epoch, made)
-        self._counted_epoch, self._done, self._resumed = epoch, done, True
-        self._iterations += 1
+        return epoch, (), made, _check_batches_done(state["batches_done"], self._num_batches(made))
 
-
-def has_group() -> bool:
-    """Whether torch.distributed has a process group."""
-    return dist.is_available() and dist.is_initialized()
+    def _check_header(self, state: Any, names: set[str]) -> int:
+        """The epoch of a state; ValueError unless the state has the version of this class and these names."""
+        owner = type(self).__name__
+        if not isinstance(state, Mapping):
+            raise ValueError(f"a state of {owner} must be a mapping, as state_dict() returns it; got {_kind(state)}.")
+        names = {"version", "epoch", *names}
+        faults, remedy = [], ""
+        if "version" in state and not same(state["version"], self._VERSION):
+            faults.append(f"it has version {state['version']!r}")
+            remedy = " Resume with the version of tritonpack that saved it, or start an epoch anew with set_epoch."
+        for verb, wrong in (("lacks", names - set(state)), ("also has", set(state) - names)):
+            if wrong:
+                faults.append(f"it {verb} {', '.join(sorted(map(repr, wrong)))}")
+        if faults:
+            raise ValueError(f"this isn't a state of version {self._VERSION} of {owner}: {'; '.join(faults)}.{remedy}")
+        return check_integer(state["epoch"], "epoch", 0, None)
 
 
 def gather(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
@@ -186,43 +221,33 @@ def digest(*arrays: NDArray[Any]) -> str:
     return summary.hexdigest()
 
 
-def _check_state(state: Any, owner: str, settings: Mapping[str, Any], digest_name: str) -> int:
-    """The epoch of a state; ValueError unless `owner` wrote it with the same settings."""
-    if not isinstance(state, Mapping):
-        raise ValueError(f"a state of {owner} must be a mapping, as state_dict() returns it; got {_kind(state)}.")
-    names = {"version", "epoch", "batches_done", "settings", digest_name}
-    faults = []
-    if "version" in state and not _same(state["version"], STATE_VERSION):
-        faults.append(f"it has version {state['version']!r}")
-    for verb, wrong in (("lacks", names - set(state)), ("also has", set(state) - names)):
-        if wrong:
-            faults.append(f"it {verb} {', '.join(sorted(map(repr, wrong)))}")
-    if faults:
-        raise ValueError(f"this isn't a state of version {STATE_VERSION} of {owner}: {'; '.join(faults)}.")
-    epoch = check_integer(state["epoch"], "epoch", 0, None)
-    saved = state["settings"]
-    for name, kind in (("settings", Mapping), (digest_name, str)):
-        if not isinstance(state[name], kind):
-            raise ValueError(f"{name} of the state must be a {kind.__name__.lower()}; got {_kind(state[name])}.")
+def _check_settings(saved: Any, settings: Mapping[str, Any]) -> None:
+    """ValueError unless the settings of a state are those of the sampler."""
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"settings of the state must be a mapping; got {_kind(saved)}.")
+    changes = describe_changes(saved, settings)
+    if changes:
+        raise ValueError(
+            f"the state can't be resumed, because these settings have changed since it was saved: {changes}. Restore "
+            "them, or start an epoch anew with set_epoch."
+        )
 
+
+def describe_changes(saved: Mapping[str, Any], settings: Mapping[str, Any]) -> str:
+    """Which settings differ, such as "seed was 1 and is 0"; an empty string if none does."""
     changes = []
     for name in sorted({*settings, *saved}, key=str):
         was, now = (repr(values[name]) if name in values else "missing" for values in (saved, settings))
-        if not (name in saved and name in settings and _same(saved[name], settings[name])):
+        if not (name in saved and name in settings and same(saved[name], settings[name])):
             changes.append(f"{name} was {was} and is {now}")
-    if changes:
-        raise ValueError(
-            f"the state can't be resumed, because these settings have changed since it was saved: {'; '.join(changes)}."
-            " Restore them, or start an epoch anew with set_epoch."
-        )
-    return epoch
+    return "; ".join(changes)
 
 
 def _check_batches_done(value: Any, total: int) -> int:
     return check_integer(value, "batches_done", 0, total, "the number of batches of the epoch")
 
 
-def _same(one: Any, other: Any) -> bool:
+def same(one: Any, other: Any) -> bool:
     """Whether plain values are equal and of the same types: True isn't 1."""
     return pformat(one) == pformat(other)
 

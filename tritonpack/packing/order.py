@@ -1,9 +1,9 @@
-"""Mixture: documents of several datasets in proportion to weights, as an order of documents for each epoch."""
+"""The order of documents in an epoch: shuffled, given, or mixed from several datasets by weight."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any, Literal, get_args
 
@@ -14,6 +14,30 @@ from tritonpack.checks import check_choice, check_flag, is_number
 from tritonpack.packing.lengths import MAX_INT32, check_integer, whole_lengths
 
 Until = Literal["first_exhausted", "all_exhausted"]
+# Document numbers, or a function of a seed and an epoch that returns them. A document may come more than once.
+Order = NDArray[np.integer] | Callable[[int, int], NDArray[np.integer]]
+
+
+def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int32]:
+    """0 to count - 1 in a random order; every pair of a seed and an epoch has its own."""
+    numbers = [check_integer(seed, "seed", 0, None), check_integer(epoch, "epoch", 0, None)]
+    return _permutation(count, numbers).astype(np.int32)
+
+
+def given_order(order: Order, count: int, seed: int, epoch: int) -> NDArray[np.int32]:
+    """The document numbers of a given order; ValueError if they aren't numbers of `count` documents."""
+    numbers = order(seed, epoch) if callable(order) else order
+    rule = f"order must be a one-dimensional array with numbers of the {count} documents, or return one"
+    if not isinstance(numbers, np.ndarray) or numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+        raise ValueError(f"{rule}; got {numbers!r:.100}.")
+    outside = (numbers < 0) | (numbers >= count)
+    if outside.any():
+        raise ValueError(f"{rule}; got {numbers[np.argmax(outside)]}.")
+    return numbers.astype(np.int32)
+
+
+def _permutation(count: int, seed: Sequence[int]) -> NDArray[np.int64]:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed))).permutation(count)
 
 
 class Mixture:
@@ -118,8 +142,7 @@ class Mixture:
         count = len(self._datasets[dataset])
         if not self._shuffle:
             return np.arange(count)
-        sequence = np.random.SeedSequence([seed, turn, dataset])
-        return np.random.Generator(np.random.Philox(sequence)).permutation(count)
+        return _permutation(count, [seed, turn, dataset])
 
     def __repr__(self) -> str:
         sizes = _listed(f"{len(own):,}" for own in self._datasets)

@@ -1,4 +1,4 @@
-"""Mixture: shares of tokens, rounds through each dataset, and epochs that continue each other."""
+"""Orders of documents: given ones, and mixtures: shares, rounds through each dataset, epochs that continue."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tritonpack import Mixture
+from tritonpack import Mixture, MultipackDistributedBatchSampler
 
 RNG = np.random.default_rng(0)
 DATASETS = [RNG.integers(1, 400, size) for size in (300, 40, 1000, 1)]
@@ -93,3 +93,70 @@ def test_an_epoch_of_too_many_documents_is_refused():
 def test_bad_mixtures_are_refused(lengths, weights, message):
     with pytest.raises(ValueError, match=message):
         Mixture(lengths, weights)
+
+
+def make(lengths, order, ranks, **options):
+    return MultipackDistributedBatchSampler(
+        1024, lengths, ranks, seed=3, order=order, shard=False, tail="spread", **options
+    )
+
+
+@pytest.mark.parametrize("until", ["first_exhausted", "all_exhausted"])
+def test_an_epoch_of_a_mixture_goes_on_with_other_ranks(until):
+    mixture = Mixture(DATASETS[:3], WEIGHTS[:3], until=until)
+    order = mixture(seed=3, epoch=0)
+    expected = Counter(order.tolist())
+    assert (max(expected.values()) > 1) == (until == "all_exhausted")
+    sampler = make(mixture.lengths, mixture, 2)
+    whole = [document for batch in sampler for document in batch]
+    assert Counter(whole[: sampler.plan.num_documents]) == expected
+    seen = []
+    state = None
+    for ranks, batches in ((2, 6), (4, 8), (3, 10**6)):
+        sampler = make(mixture.lengths, mixture, ranks)
+        if state is not None:
+            sampler.load_state_dict(state)
+        done = 0
+        for done, batch in enumerate(sampler, 1):
+            seen += batch
+            if done == batches:
+                break
+        state = sampler.state_dict()
+    assert sampler.plan.filler_rows == 0
+    assert Counter(seen) == expected
+
+
+def test_steps_follow_a_curriculum():
+    lengths = RNG.integers(1, 500, 3000)
+    curriculum = np.argsort(lengths, kind="stable")
+    sampler = make(lengths, curriculum, 2, objective="linear")
+    place = np.empty(len(lengths))
+    place[curriculum] = np.arange(len(lengths))
+    middle = [
+        place[np.concatenate([sampler.plan.row(step, 0), sampler.plan.row(step, 1)])].mean()
+        for step in range(sampler.plan.num_steps)
+    ]
+    assert (np.diff(middle) > 0).mean() > 0.9
+    assert np.corrcoef(middle, np.arange(len(middle)))[0, 1] > 0.95
+
+
+def test_a_state_with_another_order_is_refused():
+    lengths = RNG.integers(1, 500, 300)
+    forth, back = np.arange(300), np.arange(300)[::-1]
+    state = make(lengths, forth, 2).state_dict()
+    with pytest.raises(ValueError, match="the state was saved with another order"):
+        make(lengths, back, 2).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("order", "options", "message"),
+    [
+        (np.arange(8), {"shuffle": False}, "shuffle=False has no effect on an order of your own"),
+        (np.array([0, 8]), {}, "order must be a one-dimensional array with numbers of the 8 documents.*got 8"),
+        (lambda seed, epoch: np.array([0.5]), {}, "order must be .*, or return one; got array"),
+        ([0, 1], {}, "order must be a one-dimensional array"),
+    ],
+)
+def test_bad_orders_are_refused(order, options, message):
+    with pytest.raises(ValueError, match=message):
+        make([500] * 8, order, 2, **options)

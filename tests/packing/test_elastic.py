@@ -1,0 +1,307 @@
+"""An epoch that is broken off goes on with other ranks or options: every document once, and the rest in order."""
+
+import json
+import pickle
+import warnings
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader
+
+from tests.packing.lengths import log_normal
+from tritonpack import BinDataset, CostModel, MultipackDistributedBatchSampler, PackingWarning, notices
+
+LENGTHS = log_normal(400, mean=60, high=256)
+COST = CostModel(3.0, 0.5)
+
+
+@pytest.fixture(autouse=True)
+def other_settings_are_intended(monkeypatch):
+    monkeypatch.setattr(notices, "_said", {"other-settings": None})
+
+
+def samplers(num_replicas, lengths=LENGTHS, capacity=256, seed=5, **options):
+    """The samplers of all ranks, or the one that yields the batches of all ranks."""
+    ranks = range(num_replicas) if options.get("shard", True) else [None]
+    return [MultipackDistributedBatchSampler(capacity, lengths, num_replicas, rank, seed, **options) for rank in ranks]
+
+
+def resumed(state, num_replicas, **options):
+    found = samplers(num_replicas, **options)
+    for one in found:
+        one.load_state_dict(json.loads(json.dumps(state)))
+    return found
+
+
+def train(ranks, batches=None):
+    """The documents of the next batches of all ranks, and a state after them; None takes all batches."""
+    iterators = [iter(one) for one in ranks]
+    documents = []
+    while batches is None or batches > 0:
+        step = [next(iterator, None) for iterator in iterators]
+        if step[0] is None:
+            assert set(map(str, step)) == {"None"}, "ranks with different numbers of batches"
+            break
+        documents += [document for batch in step for document in batch]
+        batches = None if batches is None else batches - 1
+    states = [one.state_dict() for one in ranks]
+    assert states == [states[0]] * len(ranks)
+    return documents, states[0]
+
+
+def random_options(random):
+    options = {
+        "capacity": int(random.choice([256, 300, 512])),
+        "tail": str(random.choice(["spread", "keep"])),
+        "shard": bool(random.integers(2)),
+        "shuffle": bool(random.integers(5)),
+        "steps_together": int(random.choice([1, 1, 3])),
+        "lookahead": float(random.choice([0.0, 0.01, 0.2])),
+    }
+    objective = str(random.choice(["quadratic", "linear", "cost"]))
+    return options | {"objective": objective, "cost_model": COST if objective == "cost" else None}
+
+
+def break_off_often(seed):
+    """The documents of an epoch that is broken off a few times, and the numbers of documents of its legs."""
+    random = np.random.default_rng(seed)
+    lengths = log_normal(int(random.integers(60, 400)), mean=60, high=256, seed=seed)
+    ranks = samplers(int(random.integers(1, 7)), lengths, **random_options(random))
+    for one in ranks:
+        one.set_epoch(seed)
+    seen, state = train(ranks, int(random.integers(0, 8)))
+    legs = [len(seen)]
+    for _ in range(random.integers(1, 5)):
+        try:
+            ranks = resumed(state, int(random.integers(1, 7)), lengths=lengths, **random_options(random))
+        except ValueError as error:
+            if "don't divide into steps" not in str(error):
+                raise
+            continue
+        assert {one.epoch for one in ranks} == {seed}
+        documents, state = train(ranks, int(random.integers(0, 8)))
+        seen += documents
+        legs.append(len(documents))
+    documents, state = train(resumed(state, 1, lengths=lengths, tail="keep"))
+    assert train(resumed(state, 1, lengths=lengths, tail="keep"))[0] == []
+    assert sorted(seen + documents) == list(range(len(lengths)))
+    return legs
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_document_once_over_any_legs(seed):
+    break_off_often(seed)
+
+
+@pytest.mark.slow
+def test_every_document_once_over_thousands_of_legs():
+    legs = [break_off_often(seed) for seed in range(6, 200)]
+    assert sum(sum(map(bool, each)) > 2 for each in legs) > 70, "few epochs were broken off several times"
+
+
+def broken_off(num_replicas, steps, **options):
+    """The documents of the first steps of an epoch, and the state after them."""
+    return train(samplers(num_replicas, **options), steps)
+
+
+def test_the_rest_is_planned_in_the_order_of_the_epoch():
+    seen, state = broken_off(2, 5, tail="keep")
+    (whole,) = samplers(1, tail="keep", lookahead=0.0, capacity=256)
+    (rest,) = resumed(state, 1, tail="keep", lookahead=0.0)
+    place = np.empty(len(LENGTHS))
+    order = whole.plan.items
+    place[order] = np.arange(len(order))
+    left = [document for document in order.tolist() if document not in seen]
+    rows = [place[batch].mean() for batch in rest]
+    expected = np.sort(place[left])
+    assert np.abs(np.sort(rows) - rows).max() < 0.05 * len(LENGTHS), "rows move by a few places"
+    assert rows[0] < expected[20]
+
+
+def test_same_settings_resume_the_same_batches_also_after_legs():
+    _, state = broken_off(2, 5)
+    ranks = resumed(state, 3)
+    iterators = [iter(one) for one in ranks]
+    whole = [[next(iterator) for iterator in iterators] for _ in range(4)]
+    state = ranks[0].state_dict()
+    whole = list(zip(*iterators, strict=True))
+    again = resumed(state, 3)
+    assert again[0].state_dict() == state
+    assert list(zip(*again, strict=True)) == whole
+    assert [len(one) for one in again] == [len(one) for one in ranks]
+
+
+def test_counts_go_on_from_the_beginning_of_the_epoch():
+    seen, state = broken_off(2, 5, tail="keep")
+    one = resumed(state, 3, tail="keep")[1]
+    assert len(one) == one.num_batches() == 5 + one.plan.num_steps
+    tokens = one.tokens_per_step()
+    assert len(tokens) == len(one)
+    assert tokens.sum() == LENGTHS.sum()
+    assert tokens[:5].sum() == LENGTHS[seen].sum()
+    batches = list(one)
+    assert len(batches) == len(one) - 5
+    assert one.state_dict() == one.state_dict(batches_done=len(one))
+    assert resumed(one.state_dict(batches_done=7), 3, tail="keep")[1].state_dict() == one.state_dict(batches_done=7)
+    assert list(resumed(one.state_dict(batches_done=7), 3, tail="keep")[1]) == batches[2:]
+    with pytest.raises(ValueError, match=r"at least 5, the batches of this epoch from before it was resumed.*got 4"):
+        one.state_dict(batches_done=4)
+
+
+def test_next_pass_and_other_epochs_are_whole():
+    _, state = broken_off(2, 5)
+    one, fresh = resumed(state, 3)[0], samplers(3)[0]
+    one.set_epoch(1)
+    fresh.set_epoch(1)
+    assert (len(one), list(one)) == (len(fresh), list(fresh))
+    one = resumed(state, 3)[0]
+    fresh.set_epoch(0)
+    assert len(list(one)) == len(one) - 5
+    assert (list(one), len(one)) == (list(fresh), len(fresh))
+
+
+def test_dropped_documents_are_counted():
+    seen, state = broken_off(2, 5)
+    one = samplers(2)[0]
+    assert one.dropped_documents == len(LENGTHS) - len(set(one.plan.items.tolist())) > 0
+    ranks = resumed(state, 4)
+    rest, _ = train(ranks)
+    assert ranks[0].dropped_documents == len(LENGTHS) - len(seen) - len(rest) > 0
+    assert not set(seen) & set(rest)
+    assert samplers(2, tail="spread")[0].dropped_documents == 0
+
+
+def test_a_rest_that_fills_no_step_is_dropped():
+    (one,) = samplers(1)
+    state = one.state_dict(batches_done=len(one) - 2)
+    for last in resumed(state, 6):
+        assert (list(last), len(last), last.efficiency()) == ([], len(one) - 2, 1.0)
+        assert last.dropped_documents > 2
+        assert last.tokens_per_step().tolist() == one.tokens_per_step()[:-2].tolist()
+
+
+@pytest.mark.parametrize("shards", [(True, False), (False, True), (False, False)])
+def test_state_of_sharding_sampler_and_of_another(shards):
+    """accelerate's processes divide the batches of a sampler that doesn't."""
+    before, after = shards
+    (seen, state), whole = broken_off(3, 6 if before else 18, shard=before), train(samplers(3))[0]
+    (kept,) = train(resumed(state, 3, shard=after))[:1]
+    assert seen + kept == whole
+
+
+def test_a_step_that_has_begun():
+    seen, state = broken_off(3, 7, shard=False, tail="keep")
+    assert sum(samplers(3, tail="keep")[0].tokens_per_step()[:2]) < LENGTHS[seen].sum()
+    ranks = resumed(state, 3, tail="keep")
+    assert len(ranks[0]) == 3 + ranks[0].plan.num_steps
+    assert ranks[0].tokens_per_step()[:3].sum() == LENGTHS[seen].sum()
+    assert sorted(seen + train(ranks)[0]) == list(range(len(LENGTHS)))
+
+
+def test_other_row_lengths():
+    lengths = LENGTHS.copy()
+    lengths[:40] = 300
+    short, long = {"capacity": 256, "overlong": "drop"}, {"capacity": 512, "overlong": "error"}
+    for first, second in ((short, long), (long, short)):
+        seen, state = broken_off(2, 5, lengths=lengths, tail="keep", **first)
+        ranks = resumed(state, 2, lengths=lengths, tail="keep", **second)
+        rest, _ = train(ranks)
+        assert len(set(seen + rest)) == len(seen + rest)
+        left_out = sorted(set(range(len(lengths))) - set(seen + rest))
+        assert all(lengths[document] == 300 for document in left_out)
+        assert bool(left_out) == (second is short)
+        assert ranks[0].dropped_documents == 0
+        assert ranks[0].overlong_report.documents == (40 if second is short else 0)
+
+
+def test_seed_of_the_state():
+    seen, state = broken_off(2, 5, tail="keep", seed=11)
+    one = resumed(state, 1, tail="keep", seed=None)[0]
+    assert one.seed == 11
+    assert "seed=11" in repr(one)
+    assert sorted(seen + train([one])[0]) == list(range(len(LENGTHS)))
+    fresh = samplers(1, tail="keep", seed=11)[0]
+    one.set_epoch(1)
+    fresh.set_epoch(1)
+    assert list(one) == list(fresh)
+    with pytest.raises(ValueError, match=r"its seed was 11 and is 5. Pass that seed, or none"):
+        resumed(state, 1, tail="keep", seed=5)
+
+
+def test_warns_of_other_settings(monkeypatch):
+    _, state = broken_off(2, 5)
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        monkeypatch.setattr(notices, "_said", {})
+        resumed(state, 2)
+        resumed(samplers(2)[0].state_dict(), 4)
+        assert not found, "the same settings, or nothing done yet"
+        resumed(state, 4, capacity=300)
+    (message,) = [str(each.message) for each in found if each.category is PackingWarning]
+    assert "epoch 0 goes on with other settings: batch_max_length was 256 and is 300; num_replicas was 2 and" in message
+
+
+def test_pickled_sampler_goes_on():
+    _, state = broken_off(2, 5)
+    one = resumed(state, 3)[2]
+    copy = pickle.loads(pickle.dumps(one))
+    assert (copy.state_dict(), list(copy)) == (resumed(state, 3)[2].state_dict(), list(one))
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_stateful_dataloader_on_other_ranks(num_workers):
+    stateful = pytest.importorskip("torchdata.stateful_dataloader")
+
+    def loaders(num_replicas):
+        return [
+            stateful.StatefulDataLoader(
+                BinDataset(range(len(LENGTHS))), batch_sampler=one, collate_fn=list, num_workers=num_workers
+            )
+            for one in samplers(num_replicas, tail="keep")
+        ]
+
+    seen, state = [], None
+    for count, steps in ((2, 4), (3, 3), (1, None)):
+        ranks = loaders(count)
+        if state is not None:
+            for one in ranks:
+                one.load_state_dict(state)
+        iterators = [iter(one) for one in ranks]
+        if steps is None:
+            seen += [document for batch in iterators[0] for document in batch]
+        else:
+            seen += [document for _ in range(steps) for iterator in iterators for document in next(iterator)]
+            state = ranks[-1].state_dict()
+    assert sorted(seen) == list(range(len(LENGTHS)))
+
+
+@pytest.mark.parametrize("num_workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_dataloader_on_other_ranks(num_workers):
+    """Workers fetch batches ahead, so the training loop counts them."""
+    (one,) = samplers(1, shard=False, tail="keep")
+    loader = DataLoader(BinDataset(range(len(LENGTHS))), batch_sampler=one, collate_fn=list, num_workers=num_workers)
+    iterator = iter(loader)
+    seen = [document for _ in range(5) for document in next(iterator)]
+    state = one.state_dict(batches_done=5)
+    for one in resumed(state, 2, tail="keep"):
+        loader = DataLoader(
+            BinDataset(range(len(LENGTHS))), batch_sampler=one, collate_fn=list, num_workers=num_workers
+        )
+        batches = list(loader)
+        assert len(loader) == 5 + len(batches)
+        seen += [document for batch in batches for document in batch]
+    assert sorted(seen) == list(range(len(LENGTHS)))
+
+
+def test_distributed_checkpoint_loads_states_with_other_legs(tmp_path):
+    """It loads into a state of the sampler, which has fewer legs."""
+    checkpoint = pytest.importorskip("torch.distributed.checkpoint")
+    seen, state = broken_off(2, 5, tail="keep", objective="cost", cost_model=COST)
+    more, state = train(resumed(state, 3, tail="keep"), 3)
+    checkpoint.save({"sampler": state, "step": 8}, checkpoint_id=tmp_path, no_dist=True)
+    (one,) = samplers(1, tail="keep")
+    found = {"sampler": one.state_dict(), "step": 0}
+    checkpoint.load(found, checkpoint_id=tmp_path, no_dist=True)
+    assert found == {"sampler": state, "step": 8}
+    one.load_state_dict(found["sampler"])
+    assert sorted(seen + more + train([one])[0]) == list(range(len(LENGTHS)))

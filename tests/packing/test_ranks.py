@@ -1,0 +1,181 @@
+"""Samplers on real processes: ranks that disagree all raise, ranks that don't come are named, seeds are rank 0's."""
+
+import re
+import warnings
+from datetime import timedelta
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, IterableDataset
+
+from tests.packing.lengths import log_normal
+from tritonpack import MultipackDistributedBatchSampler
+from tritonpack.packing import ranks as ranks_module
+
+LENGTHS = log_normal(200, mean=60, high=256)
+CASES = []
+
+
+def case(function):
+    """A function of the rank that runs on three ranks."""
+    CASES.append(function)
+    return function
+
+
+def sampler(lengths=LENGTHS, capacity=256, **options):
+    return MultipackDistributedBatchSampler(capacity, lengths, **options)
+
+
+def on_all_ranks(value):
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def error_of(call, kind=ValueError):
+    with pytest.raises(kind) as caught:
+        call()
+    return str(caught.value)
+
+
+@case
+def names_the_difference(rank):
+    for options, message in (
+        ({"lengths": np.resize(LENGTHS, 199 + rank)}, "documents is 199 on rank 0 and 200 on rank 1 and 201 on rank 2"),
+        (
+            {"lengths": np.roll(LENGTHS, rank == 1)},
+            "differ: the digest of lengths is '[0-9a-f]+' on ranks 0, 2 and '[0-9a-f]+' on rank 1",
+        ),
+        ({"shard": rank != 2}, "differ: shard is True on ranks 0, 1 and False on rank 2. Pass"),
+        ({"seed": [0, 0, 7][rank]}, "differ: seed is 0 on ranks 0, 1 and 7 on rank 2. Pass"),
+        ({"seed": [0, None, None][rank]}, "differ: seed is 0 on rank 0 and None on ranks 1, 2. Pass"),
+        ({"tail": ["drop", "keep", "keep"][rank]}, "differ: tail is 'drop' on rank 0 and 'keep' on ranks 1, 2. Pass"),
+        ({"capacity": 256 + rank}, "differ: batch_max_length is 256 on rank 0 and 257 on rank 1 and 258 on rank 2. "),
+        ({"num_replicas": 3, "rank": rank // 2}, "on ranks 0, 1 of the process group all have rank=0.*LOCAL_RANK"),
+    ):
+        error = error_of(lambda options=options: sampler(**options))
+        assert on_all_ranks(error) == [error] * 3
+        assert re.search(message, error), error
+
+
+@case
+def ranks_that_agree_get_their_parts(rank):
+    torch.manual_seed(5)
+    one = sampler()
+    assert (one.num_replicas, one.rank, one.seed) == (3, rank, 5)
+    parts = on_all_ranks(list(one))
+    whole = sampler(shard=False)
+    assert [batch for step in zip(*parts, strict=True) for batch in step] == list(whole)
+    assert on_all_ranks(list(sampler(num_replicas=3, rank=2 - rank))) == parts[::-1]
+
+
+@case
+def seed_is_that_of_rank_0(rank):
+    torch.manual_seed(100 + rank)
+    one = sampler()
+    assert on_all_ranks(one.seed) == [100] * 3
+    assert "seed=100" in repr(one)
+    torch.manual_seed(7)
+    assert sampler().seed == 7
+    assert one.seed == 100, "fixed when the sampler was made"
+    assert sampler(seed=3).seed == 3
+
+
+@case
+def parts_of_the_group_need_a_seed(rank):
+    message = "seed=None takes torch's seed from rank 0, but a sampler for 1 ranks in 3 processes can't ask it"
+    assert message in error_of(lambda: sampler(num_replicas=1, rank=0))
+    if rank == 1:  # alone
+        list(sampler(num_replicas=1, rank=0, seed=3))
+        list(sampler(num_replicas=2, rank=0, seed=3))
+        list(sampler(num_replicas=1, rank=0, shuffle=False))
+
+
+@case
+def verifies_groups(rank):
+    group = dist.new_group([0, 2])
+    one = sampler(num_replicas=2, rank=rank // 2, seed=0 if rank != 1 else 9)
+    if rank != 1:
+        one.verify_ranks(group)
+        one.set_epoch(rank)
+        assert "epoch is 0 on rank 0 and 2 on rank 1; plan is" in error_of(lambda: one.verify_ranks(group))
+    assert "seed is 0 on ranks 0, 2 and 9 on rank 1" in error_of(one.verify_ranks)
+
+
+@case
+def loads_one_state(rank):
+    one = sampler(seed=1)
+    states = [one.state_dict(batches_done=done) for done in (1, 2)]
+    one.load_state_dict(states[0])
+    assert on_all_ranks(one.state_dict()) == [states[0]] * 3
+    error = error_of(lambda: one.load_state_dict(states[rank == 2]))
+    assert on_all_ranks(error) == [error] * 3
+    assert "batches done is 1 on ranks 0, 1 and 2 on rank 2" in error
+    error = error_of(lambda: one.load_state_dict(states[0] if rank else {}))
+    assert on_all_ranks(error) == [error] * 3
+    assert "rank 0 can't load its state: this isn't a state of version 2" in error
+    assert one.state_dict() == states[0], "unchanged"
+
+
+@case
+def rank_0_says_what_changed(rank):
+    before = sampler(num_replicas=2, rank=0, seed=1, tail="keep")
+    one = sampler(seed=1, tail="keep")
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        one.load_state_dict(before.state_dict(batches_done=3))
+    changes = [str(warning.message) for warning in found if "num_replicas was 2 and is 3" in str(warning.message)]
+    assert on_all_ranks(len(changes)) == [1, 0, 0]
+    documents = [document for part in on_all_ranks(list(one)) for batch in part for document in batch]
+    done = before.plan.items[: before.plan.offsets[6]].tolist()
+    assert sorted(done + documents) == list(range(len(LENGTHS)))
+
+
+class Worker(IterableDataset):
+    """Makes a sampler in a worker of a DataLoader, which must not exchange anything."""
+
+    def __iter__(self):
+        return iter(sampler(seed=0))
+
+
+@case
+def workers_compare_nothing(rank):
+    batches = list(sampler(seed=0))
+    if rank == 0:
+        assert list(DataLoader(Worker(), batch_size=None, num_workers=1)) == batches
+
+
+def names_ranks_that_do_not_come(rank):
+    assert timedelta(seconds=30) == ranks_module._NOTICE_AFTER, "as docs/packing.md says"
+    ranks_module._NOTICE_AFTER = timedelta(seconds=0.1)
+    store = dist.distributed_c10d._get_default_store()
+    store.set_timeout(timedelta(seconds=2))
+    if rank != 1:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            error = error_of(sampler, TimeoutError)
+        message = f"rank 1 has not made this sampler, and rank {rank} waits, because all 3 ranks compare their settings"
+        assert message in error
+        assert "timeout of 0:00:02 has passed" in error
+        assert [str(warning.message) for warning in found if message in str(warning.message)]
+
+
+def agree(rank):
+    for run in CASES:
+        run(rank)
+
+
+def one_of_three(rank, run, store):
+    timeout = timedelta(seconds=20)  # of ranks that wait for one another
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3, timeout=timeout)
+    run(rank)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("run", [agree, pytest.param(names_ranks_that_do_not_come, marks=pytest.mark.slow)])
+def test_three_ranks(run, tmp_path):
+    # fork, because a spawned process takes seconds to import; one group for all cases, because each needs numba.
+    arguments = (run, str(tmp_path / "store"))
+    torch.multiprocessing.start_processes(one_of_three, arguments, nprocs=3, start_method="fork")

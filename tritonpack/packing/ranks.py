@@ -1,0 +1,149 @@
+"""What a process knows of the other ranks, and how they compare their settings: through the store of the group."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from itertools import count
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import get_worker_info
+
+from tritonpack.notices import say_once
+from tritonpack.packing.lengths import check_integer
+
+_NOTICE_AFTER = timedelta(seconds=30)
+_comparisons = count()  # the ranks number their comparisons alike, because each takes part in all of them
+
+
+def has_group() -> bool:
+    """Whether torch.distributed has a process group."""
+    return dist.is_available() and dist.is_initialized()
+
+
+def launched_processes() -> int:
+    """The number of processes of the job: of the process group, or without one the WORLD_SIZE of the launcher."""
+    if has_group():
+        return dist.get_world_size()
+    launched = os.environ.get("WORLD_SIZE", "1")
+    return max(int(launched), 1) if launched.isdecimal() else 1
+
+
+def is_first_process() -> bool:
+    """Whether this process reports for all."""
+    return (str(dist.get_rank()) if has_group() else os.environ.get("RANK", "0")) == "0"
+
+
+def place_in_world(num_replicas: int | None, rank: int | None, shard: bool) -> tuple[int, int | None]:
+    """The number of ranks and the rank of this process (None unless `shard`), from torch.distributed if not given."""
+    group = has_group()
+    asks = num_replicas is None or (rank is None and shard)
+    if asks and not group and (launched_processes() != 1 or num_replicas not in (None, 1)):
+        raise ValueError(
+            f"num_replicas={num_replicas} and rank={rank} don't say which rank this process is, and there is no "
+            f"process group to ask (WORLD_SIZE is {launched_processes()}). Call torch.distributed.init_process_group "
+            "first, or pass both."
+        )
+    if num_replicas is None:
+        num_replicas = dist.get_world_size() if group else 1
+    num_replicas = check_integer(num_replicas, "num_replicas")
+    if not shard:
+        return num_replicas, None
+    if rank is None:
+        rank = dist.get_rank() if group else 0
+    return num_replicas, check_integer(rank, "rank", 0, num_replicas - 1, f"because num_replicas is {num_replicas}")
+
+
+def can_compare(num_replicas: int) -> bool:
+    """Whether a sampler for so many ranks is made by every process of the group, so that they can compare it.
+
+    Workers of a DataLoader are no ranks. The "fake" backend of torch's tests has no other ranks, and MPI no store.
+    """
+    return (
+        has_group()
+        and num_replicas == dist.get_world_size() > 1
+        and get_worker_info() is None
+        and dist.get_backend() not in ("fake", "mpi")
+    )
+
+
+def compare(
+    subject: str, mine: Mapping[str, Any], find_fault: Callable[[Sequence[dict[str, Any]]], str]
+) -> dict[str, Any]:
+    """Compare the values of all ranks. Every rank of the default group must call this.
+
+    Rank 0 reads the values of all ranks and writes its verdict. They go through the store of the process group, not
+    through a collective. So this works on every backend, needs no device, and can name the ranks that don't come.
+
+    Args:
+        subject: what the ranks do here, for messages, such as "made this sampler".
+        mine: the values of this rank, as plain numbers and strings.
+        find_fault: called on rank 0 with the values of all ranks; returns an error, or an empty string.
+
+    Returns:
+        The values of rank 0.
+
+    Raises:
+        ValueError: on every rank, if there is a fault.
+        TimeoutError: ranks that don't come within the timeout of the process group.
+    """
+    store = dist.distributed_c10d._get_default_store()
+    name = f"tritonpack/{next(_comparisons)}"
+    keys = [f"{name}/{rank}" for rank in range(dist.get_world_size())]
+    rank = dist.get_rank()
+    store.set(keys[rank], json.dumps(mine))
+    if rank == 0:
+        _wait(store, keys, keys, subject)
+        values = [json.loads(store.get(key)) for key in keys]
+        store.set(f"{name}/verdict", json.dumps([find_fault(values), values[0]]))
+        for key in keys:
+            store.delete_key(key)
+    _wait(store, [f"{name}/verdict"], keys, subject)
+    fault, first = json.loads(store.get(f"{name}/verdict"))
+    if fault:
+        raise ValueError(fault)
+    return first
+
+
+def _wait(store: Any, keys: Sequence[str], keys_of_ranks: Sequence[str], subject: str) -> None:
+    """Wait until the store has all keys. After half a minute say which ranks haven't come."""
+    deadline = time.monotonic() + store.timeout.total_seconds()
+    while True:
+        try:
+            left = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+            return store.wait(list(keys), min(left, _NOTICE_AFTER))
+        except RuntimeError:  # what all stores raise after the time
+            if store.check(list(keys)):
+                return None
+            absent = [rank for rank, key in enumerate(keys_of_ranks) if not store.check([key])] or [0]
+            waiting = (
+                f"{name_ranks(absent)} {'has' if len(absent) == 1 else 'have'} not {subject}, and rank "
+                f"{dist.get_rank()} waits, because all {len(keys_of_ranks)} ranks compare their settings. Every rank "
+                f"must do so, in the same order and with the same num_replicas. To look at a plan on one rank alone "
+                "call tritonpack.packing.plan_epoch."
+            )
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"{waiting} The process group's timeout of {store.timeout} has passed.") from None
+            say_once("waiting-for-ranks", waiting)
+
+
+def describe_differences(values: Sequence[Mapping[str, Any]]) -> str:
+    """Which values differ on which ranks, such as "seed is 0 on rank 0 and 5 on ranks 1 to 3"; "" if none does."""
+    found = []
+    for name in dict.fromkeys(name for value in values for name in value):
+        ranks_of: dict[str, list[int]] = {}
+        for rank, value in enumerate(values):
+            ranks_of.setdefault(repr(value[name]) if name in value else "missing", []).append(rank)
+        if len(ranks_of) > 1:
+            found.append(f"{name} is " + " and ".join(f"{text} on {name_ranks(who)}" for text, who in ranks_of.items()))
+    return "; ".join(found)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Ranks for a message: "rank 3", "ranks 0, 1, 2", or the first few of many."""
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
