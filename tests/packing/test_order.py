@@ -103,7 +103,7 @@ def make(lengths, order, ranks, **options):
 
 @pytest.mark.parametrize("until", ["first_exhausted", "all_exhausted"])
 def test_an_epoch_of_a_mixture_goes_on_with_other_ranks(until):
-    mixture = Mixture(DATASETS[:3], WEIGHTS[:3], until=until)
+    mixture = Mixture(DATASETS[:2], [2, 1], until=until)
     order = mixture(seed=3, epoch=0)
     expected = Counter(order.tolist())
     assert (max(expected.values()) > 1) == (until == "all_exhausted")
