@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterable, Sequence
-from heapq import heapify, heappop, heappush
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
@@ -20,7 +17,8 @@ from tritonpack.notices import say_once
 from tritonpack.packing.bins import Algorithm, pack
 from tritonpack.packing.documents import is_iterable
 from tritonpack.packing.lengths import OverlongReport, check_integer
-from tritonpack.packing.state import ResumableSampler, digest, gather, has_group
+from tritonpack.packing.processes import divide_bins, place_among_processes
+from tritonpack.packing.state import ResumableSampler, digest, gather
 
 
 class _Bins(NamedTuple):
@@ -138,7 +136,7 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
         takes_epoch = hasattr(sampler, "set_epoch")
         seeded = hasattr(sampler, "generator") and not takes_epoch
         if num_replicas is None:
-            num_replicas = dist.get_world_size() if has_group() else int(os.environ.get("WORLD_SIZE", "1"))
+            num_replicas, _ = place_among_processes()
         self.num_replicas = check_integer(num_replicas, "num_replicas")
         if seed is None:
             generator = getattr(sampler, "generator", None)
@@ -194,7 +192,7 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
     def _whole_rounds(self, made: _Bins) -> NDArray[np.int64]:
         """The offsets of bins that make a batch of `batch_size` bins for every process in every round.
 
-        Bins near the end are divided: the fullest first, in halves of about equally many tokens.
+        Bins near the end are divided.
         """
         per_round = self.num_replicas * self.batch_size
         num_bins = -(-made.num_bins // per_round) * per_round
@@ -207,20 +205,7 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
         first = num_bins - per_round  # of the bins that are divided: the last round, and as many rounds as it needs
         while len(made.items) - made.offsets[first] < num_bins - first:
             first -= per_round
-        tokens = np.concatenate([[0], np.cumsum(self.lengths[made.items], dtype=np.int64)])
-        ends = made.offsets.tolist()
-        bins = [(int(tokens[start] - tokens[stop]), start, stop) for start, stop in pairwise(ends[first:])]
-        whole = []
-        heapify(bins)  # the fullest on top
-        for _ in range(num_bins - made.num_bins):
-            while bins[0][2] - bins[0][1] == 1:
-                whole.append(heappop(bins))
-            _, start, stop = heappop(bins)
-            half = (tokens[start] + tokens[stop]) / 2
-            cut = start + 1 + int(np.argmin(np.abs(tokens[start + 1 : stop] - half)))
-            for part in ((start, cut), (cut, stop)):
-                heappush(bins, (int(tokens[part[0]] - tokens[part[1]]), *part))
-        return np.array(ends[: first + 1] + sorted(stop for _, _, stop in whole + bins), dtype=np.int64)
+        return divide_bins(self.lengths[made.items], made.offsets, num_bins, first)
 
     def _documents(self, epoch: int) -> NDArray[np.int64]:
         """The document numbers that the given sampler yields in an epoch."""
