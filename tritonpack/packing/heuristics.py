@@ -264,14 +264,13 @@ class WindowPacker:
         self._next_document = 0
 
     @property
-    def carried(self) -> list[tuple[int, int, int]]:
-        """(number, tokens, carries) of each document that is packed again with the next window."""
-        columns = (self._documents.tolist(), self._lengths.tolist(), self._carries.tolist())
-        return list(zip(*columns, strict=True))
+    def carried(self) -> list[list[int]]:
+        """The number, the tokens and the carries of each document that is packed again with the next window."""
+        return np.stack([self._documents, self._lengths, self._carries], axis=1).tolist()
 
-    def restore(self, carried: list[tuple[int, int, int]], next_document: int) -> None:
+    def restore(self, carried: list[list[int]], next_document: int) -> None:
         """Go on as a packer that has these documents in `carried` and gives the next document that number."""
-        columns = np.array(carried, dtype=np.int64).reshape(-1, 3).T
+        columns = np.ascontiguousarray(np.array(carried, dtype=np.int64).reshape(-1, 3).T)
         self._documents, self._lengths, self._carries = columns[0], columns[1].astype(np.int32), columns[2]
         self._next_document = next_document
 
