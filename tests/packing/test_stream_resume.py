@@ -63,8 +63,9 @@ class TestStates:
             {"window": 1, "carry_threshold": 1},
             {"window": 1000},
         ],
-        ids=str,
+        ids=["plain", "split", "many pieces", "truncate", "rank", "all ranks", "window of one", "one window"],
     )
+    @pytest.mark.sampled("plain-list", "rank-own state", "all ranks-own state")
     def test_resumes_exactly_anywhere(self, source, options):
         options = OPTIONS | options
         make = SOURCES[source]
@@ -356,10 +357,11 @@ class TestWorkers:
         ]
         assert sorted(chain.from_iterable(shares)) == list(range(300))
 
-    def test_refuses_iterator(self):
-        loader = DataLoader(pack_stream(iter(DOCUMENTS), **OPTIONS), batch_size=None, num_workers=2)
+    def test_refuses_iterator(self, monkeypatch):
+        stream = pack_stream(iter(DOCUMENTS), **OPTIONS)
+        monkeypatch.setattr("tritonpack.packing.stream.worker_place", lambda: (1, 2))
         with pytest.raises(ValueError, match="2 workers can't read one iterator"):
-            list(loader)
+            list(stream)
 
     def test_epoch_reaches_workers_that_stay(self):
         stream = pack_stream(streaming().shuffle(seed=0, buffer_size=50), **OPTIONS)
@@ -377,16 +379,18 @@ class TestWorkers:
         list(stream)
         stream.state_dict()
 
-    def test_refuses_state_of_one_process_in_workers(self):
+    def test_refuses_state_of_one_process_in_workers(self, monkeypatch):
         stream = pack_stream(DOCUMENTS, **OPTIONS)
         list(islice(stream, 5))
         again = pack_stream(DOCUMENTS, **OPTIONS)
         again.load_state_dict(stream.state_dict())
+        monkeypatch.setattr("tritonpack.packing.stream.worker_place", lambda: (0, 2))
         with pytest.raises(ValueError, match="saved by worker 0 of 1, and this is worker 0 of 2"):
-            list(DataLoader(again, batch_size=None, num_workers=2))
+            list(again)
 
     @pytest.mark.parametrize("workers", [0, 2])
     @pytest.mark.parametrize("source", ["list", "datasets"])
+    @pytest.mark.sampled("list-0", "datasets-2")
     def test_stateful_dataloader(self, workers, source):
         stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
 
@@ -407,3 +411,48 @@ class TestWorkers:
         stream = pack_stream(DOCUMENTS, **OPTIONS)
         list(islice(stream, 5))
         assert list(pickle.loads(pickle.dumps(stream))) == list(pack_stream(DOCUMENTS, **OPTIONS))
+
+
+class Total(torch.nn.Module):
+    """A model for Trainer that keeps the token ids of its batches."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        self.seen = []
+
+    def forward(self, input_ids, cu_seq_lens_q, **boundaries):
+        self.seen.append([(number - 1).tolist() for number in input_ids[0].unique()])
+        assert len(cu_seq_lens_q) == len(self.seen[-1]) + 1
+        return {"loss": self.weight * 1.0}
+
+
+def trainer_of(folder, **options):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    options = {"max_steps": 12, "save_steps": 5, "per_device_train_batch_size": 1} | options
+    return transformers.Trainer(
+        Total(),
+        transformers.TrainingArguments(str(folder), report_to=[], use_cpu=True, **options),
+        train_dataset=pack_stream(DOCUMENTS, **OPTIONS),
+        data_collator=PackingCollator(),
+    )
+
+
+@pytest.mark.heavy
+@pytest.mark.filterwarnings("ignore:unpatched-model")
+def test_trainer(tmp_path):
+    here = {"accelerator_config": {"dispatch_batches": False}}
+    bins = [sorted(numbers_of([packed])) for packed in islice(pack_stream(DOCUMENTS, **OPTIONS), 12)]
+    trainer = trainer_of(tmp_path, **here)
+    trainer.train()
+    assert trainer.model.seen == bins
+    trainer = trainer_of(tmp_path, **here)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+    assert trainer.model.seen == bins[5:]
+
+
+@pytest.mark.filterwarnings("ignore:unpatched-model")
+def test_trainer_that_dispatches_batches_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"accelerator_config=\{'dispatch_batches': False\}"):
+        trainer_of(tmp_path).train()
