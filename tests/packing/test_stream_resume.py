@@ -58,14 +58,25 @@ class TestStates:
             {"overlong": "split", "capacity": 50},
             {"overlong": "split", "capacity": 7, "window": 5},
             {"overlong": "truncate", "capacity": 30, "max_items": 2},
-            {"overlong": "drop", "capacity": 60, "num_replicas": 3, "rank": 1},
+            {"overlong": "drop", "capacity": 60, "num_replicas": 3, "rank": 1, "divide": "documents"},
+            {"overlong": "split", "capacity": 90, "num_replicas": 5, "rank": 2},
             {"overlong": "split", "capacity": 80, "num_replicas": 7, "shard": False},
             {"window": 1, "carry_threshold": 1},
             {"window": 1000},
         ],
-        ids=["plain", "split", "many pieces", "truncate", "rank", "all ranks", "window of one", "one window"],
+        ids=[
+            "plain",
+            "split",
+            "many pieces",
+            "truncate",
+            "documents",
+            "bins",
+            "all ranks",
+            "window of one",
+            "one window",
+        ],
     )
-    @pytest.mark.sampled("plain-list", "rank-own state", "all ranks-own state")
+    @pytest.mark.sampled("plain-list", "documents-own state", "bins-own state", "all ranks-list")
     def test_resumes_exactly_anywhere(self, source, options):
         options = OPTIONS | options
         make = SOURCES[source]
@@ -134,6 +145,7 @@ class TestStates:
             ({"capacity": 200}, "capacity was 100 and is 200"),
             ({"window": 8, "overlong": "split"}, "overlong was 'error' and is 'split'; window was 16 and is 8"),
             ({"num_replicas": 2, "rank": 1}, "num_replicas was 1 and is 2; rank was 0 and is 1"),
+            ({"divide": "documents"}, "divide was 'bins' and is 'documents'"),
         ],
     )
     def test_refuses_state_of_other_options(self, change, message):
@@ -225,12 +237,22 @@ class TestPasses:
 
 
 class TestRanks:
+    @pytest.mark.parametrize("ranks", [1, 2, 7])
+    def test_ranks_share_bins(self, ranks):
+        streams = [pack_stream(DOCUMENTS, **OPTIONS, num_replicas=ranks, rank=rank) for rank in range(ranks)]
+        shares = [list(stream) for stream in streams]
+        assert len({len(share) for share in shares}) == 1, "all ranks have the same number of bins"
+        assert sorted(numbers_of(chain.from_iterable(shares))) == list(range(300))
+        whole = list(pack_stream(DOCUMENTS, **OPTIONS, num_replicas=ranks, shard=False))
+        assert shares == [whole[rank::ranks] for rank in range(ranks)]
+        assert [stream.num_bins for stream in streams] == [len(whole) // ranks] * ranks
+
     @pytest.mark.parametrize("source", ["list", "datasets", "datasets, one shard"])
     def test_ranks_share_documents(self, source):
         numbers = []
         for rank in range(3):
             documents = DOCUMENTS if source == "list" else streaming(3 if source == "datasets" else 1)
-            stream = pack_stream(documents, **OPTIONS, num_replicas=3, rank=rank)
+            stream = pack_stream(documents, **OPTIONS, num_replicas=3, rank=rank, divide="documents")
             assert (stream.num_replicas, stream.rank) == (3, rank)
             numbers.append(numbers_of(stream))
             assert len(numbers[-1]) == 100
@@ -248,9 +270,9 @@ class TestRanks:
         monkeypatch.setenv("WORLD_SIZE", "3")
         monkeypatch.setenv("RANK", "2")
         divided = datasets.distributed.split_dataset_by_node(streaming(3), rank=2, world_size=3)
-        assert len(numbers_of(pack_stream(divided, **OPTIONS))) == 100
-        for options in ({"num_replicas": 3, "rank": 2}, {"shard": False}):
-            with pytest.raises(ValueError, match="divided among ranks already"):
+        assert len(numbers_of(pack_stream(divided, **OPTIONS, divide="documents"))) == 100
+        for options in ({}, {"shard": False}):
+            with pytest.raises(ValueError, match=r"divided among ranks already.*or divide='documents'"):
                 pack_stream(divided, **OPTIONS, **options)
 
     @pytest.mark.parametrize(
@@ -260,6 +282,8 @@ class TestRanks:
             ({"num_replicas": 3}, "num_replicas=3 doesn't say which rank this process is"),
             ({"num_replicas": 3, "rank": 3}, "rank must be an integer from 0 to 2"),
             ({"shard": 1}, "shard must be True or False"),
+            ({"divide": "tokens"}, "divide must be one of 'bins', 'documents'; got 'tokens'"),
+            ({"divide": "documents", "shard": False}, "shard=False yields the bins of all ranks"),
         ],
     )
     def test_refuses_options(self, options, message):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from importlib import import_module
 from itertools import chain
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
@@ -16,9 +16,19 @@ from tritonpack.checks import check_choice, check_flag, is_number
 from tritonpack.packing.documents import TOKENS, Length, check_length_function, is_iterable
 from tritonpack.packing.lengths import POLICIES, Overlong, OverlongReport, check_integer
 from tritonpack.packing.processes import place_among_processes
-from tritonpack.packing.stream_pass import Mark, Options, Place, Source, StreamPass, is_from_datasets, worker_place
+from tritonpack.packing.stream_pass import (
+    Divide,
+    Mark,
+    Options,
+    Place,
+    Source,
+    StreamPass,
+    is_from_datasets,
+    worker_place,
+)
 
 STATE_VERSION = 1
+DIVISIONS: tuple[str, ...] = get_args(Divide)
 
 
 class PackedStream(IterableDataset):
@@ -119,7 +129,7 @@ class PackedStream(IterableDataset):
 
     @property
     def dropped_documents(self) -> int:
-        """With `shard=False`: the documents at the end of the latest pass that don't make a bin for every rank."""
+        """The documents (or pieces) at the end of the latest pass that don't make a bin for every rank."""
         return self._pass.dropped_documents
 
     def set_epoch(self, epoch: int) -> None:
@@ -208,6 +218,7 @@ def pack_stream(
     carry_threshold: float = 0.95,
     num_replicas: int | None = None,
     rank: int | None = None,
+    divide: Divide = "bins",
     shard: bool = True,
 ) -> PackedStream:
     """Pack documents from any iterable, in one pass over it.
@@ -222,8 +233,9 @@ def pack_stream(
     >>> stream.num_bins, stream.num_tokens, str(stream.report)
     (3, 10, '1 document longer than the capacity split into 2 pieces: no token lost')
 
-    With several ranks every rank packs its part of the documents, so ranks have different numbers of bins. With
-    `shard=False` every rank packs all documents, and the number of bins is a multiple of the number of ranks.
+    With several ranks each rank reads all documents, packs the same bins and yields its part of them. So no
+    communication is needed, and all ranks yield the same number of bins. With `divide="documents"` each rank reads and
+    packs its part of the documents, so ranks yield different numbers of bins.
 
     Args:
         documents: rows of tokens (lists, arrays, tensors) or mappings with a row as "input_ids"; with `length`,
@@ -235,16 +247,17 @@ def pack_stream(
         length: returns the number of tokens of a document.
         carry_threshold: the filled share of a bin, from 0 to 1, below which its documents are packed again.
         num_replicas, rank: the number of ranks, and the rank of this process. None reads them from torch.distributed,
-            or from the launcher's WORLD_SIZE and RANK; without them they are 1 and 0. A datasets.IterableDataset that
-            is divided already (split_dataset_by_node) isn't divided again.
-        shard: yield the bins of this rank's documents. False yields the bins of all ranks on every rank, for accelerate
-            and Trainer, which divide them.
+            or from the launcher's WORLD_SIZE and RANK; without them they are 1 and 0.
+        divide: what the ranks share: "bins" or "documents". A datasets.IterableDataset that is divided already
+            (split_dataset_by_node) isn't divided again.
+        shard: yield the bins of this rank. False yields the bins of all ranks on every rank, for accelerate and
+            Trainer, which divide them.
 
     Raises:
         ValueError: a wrong option; while iterating, a document that is empty, has another form, is longer than
             `capacity` under "error", or must be cut and holds something else than one value per token; a second pass
             over an iterator.
-        ImportError: at the first bin, if numba can't be imported.
+        ImportError: numba can't be imported.
     """
     if not is_iterable(documents) and (isinstance(documents, type) or not callable(documents)):
         raise ValueError(
@@ -261,27 +274,41 @@ def pack_stream(
     window = check_integer(window, "window")
     max_items = None if max_items is None else check_integer(max_items, "max_items")
     check_flag(shard, "shard")
-    divided = is_from_datasets(documents) and getattr(documents, "_distributed", None) is not None
-    if divided and (num_replicas not in (None, 1) or not shard):
+    check_choice(divide, DIVISIONS, "divide")
+    if divide == "documents" and not shard:
         raise ValueError(
-            "the documents are divided among ranks already (split_dataset_by_node). Pass the whole dataset, or leave "
-            f"out num_replicas, rank and shard; got num_replicas={num_replicas}, shard={shard}."
+            "shard=False yields the bins of all ranks, so the ranks can't divide documents. Leave out one."
         )
-    found = (1, 0) if divided else place_among_processes()
-    num_replicas = found[0] if num_replicas is None else check_integer(num_replicas, "num_replicas")
-    if not shard:
-        place, rank = (1, 0), None
-    else:
-        if rank is None and num_replicas not in (1, found[0]):
-            raise ValueError(f"num_replicas={num_replicas} doesn't say which rank this process is. Pass rank, too.")
-        own = 0 if num_replicas == 1 else found[1]
-        rank = check_integer(own if rank is None else rank, "rank", 0, num_replicas - 1, "the last of num_replicas")
-        place = (num_replicas, rank)
-        if num_replicas > 1 and is_from_datasets(documents):
+    num_replicas, rank = _place(num_replicas, rank, shard)
+    ranks = (1, 0)
+    split_already = is_from_datasets(documents) and getattr(documents, "_distributed", None) is not None
+    if split_already and divide == "bins" and num_replicas > 1:
+        raise ValueError(
+            "the documents are divided among ranks already (split_dataset_by_node), so the ranks can't share bins. "
+            "Pass the whole dataset, or divide='documents'."
+        )
+    if divide == "documents" and num_replicas > 1 and not split_already:
+        if is_from_datasets(documents):
             split = import_module("datasets.distributed").split_dataset_by_node  # imported already with the documents
-            documents, place = split(documents, rank=rank, world_size=num_replicas), (1, 0)
-    options = Options(capacity, window, overlong, max_items, float(carry_threshold), num_replicas, rank)
-    return PackedStream(documents, options, length, place)
+            documents = split(documents, rank=rank, world_size=num_replicas)
+        else:
+            ranks = (num_replicas, rank or 0)
+    import_module("tritonpack.packing.heuristics")  # without numba it fails here, not in a worker
+    options = Options(capacity, window, overlong, max_items, float(carry_threshold), divide, num_replicas, rank)
+    return PackedStream(documents, options, length, ranks)
+
+
+def _place(num_replicas: int | None, rank: int | None, shard: bool) -> tuple[int, int | None]:
+    """The number of ranks and the rank of this process (None unless `shard`), from the launcher if not given."""
+    processes, process = place_among_processes()
+    num_replicas = processes if num_replicas is None else check_integer(num_replicas, "num_replicas")
+    if not shard:
+        return num_replicas, None
+    if rank is None and num_replicas not in (1, processes):
+        raise ValueError(f"num_replicas={num_replicas} doesn't say which rank this process is. Pass rank, too.")
+    if rank is None:
+        rank = 0 if num_replicas == 1 else process
+    return num_replicas, check_integer(rank, "rank", 0, num_replicas - 1, f"because num_replicas is {num_replicas}")
 
 
 def _check_state(state: Any, settings: Mapping[str, Any]) -> tuple[int, tuple[int, int], Place | None]:

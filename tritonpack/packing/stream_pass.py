@@ -11,32 +11,39 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice, pairwise
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch.utils.data import IterableDataset, get_worker_info
 
 from tritonpack.notices import say_once
-from tritonpack.packing.documents import Length, checked_length, cut
+from tritonpack.packing.documents import Length, checked_length, cut, is_iterable
 from tritonpack.packing.lengths import Overlong, OverlongReport, check_limit
 from tritonpack.packing.processes import divide_bins
 from tritonpack.packing.state import digest
 
 Piece = tuple[Any, int]  # with its tokens
+Divide = Literal["bins", "documents"]
 _END = object()
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a stream that decide its bins. `max_items` is None for any number."""
+    """The options of a stream that decide its bins, see pack_stream. `rank` is None for the bins of all ranks."""
 
     capacity: int
     window: int
     overlong: Overlong
     max_items: int | None
     carry_threshold: float
+    divide: Divide
     num_replicas: int
-    rank: int | None  # None: the bins of all ranks
+    rank: int | None
+
+    @property
+    def round_size(self) -> int:
+        """The number of bins of a round, one for each rank that takes a bin of it."""
+        return self.num_replicas if self.divide == "bins" else 1
 
 
 @dataclass(frozen=True)
@@ -64,7 +71,7 @@ class Place:
         first: the number of the first piece of the window.
         carried: (number, tokens, carries) of the pieces that were carried into the window.
         waiting: the pieces of each bin that waited for a whole round before the window.
-        bins_done: bins of the window that were yielded.
+        bins_done: bins of the window that were yielded, or were for other ranks.
         num_bins, num_tokens, report: see PackedStream.
     """
 
@@ -111,6 +118,10 @@ class Source:
 
     def __init__(self, documents: Any, ranks: tuple[int, int], mark: Mark) -> None:
         values: Iterable[Any] = documents() if isinstance(documents, Callable) else documents  # type: ignore[arg-type]
+        if not is_iterable(values):
+            raise ValueError(
+                f"the function must return an iterable of documents for each pass; it returned {values!r:.100}."
+            )
         worker, workers = (0, 1) if isinstance(values, IterableDataset) else worker_place()
         self._parts, self._part = ranks[0] * workers, ranks[1] * workers + worker
         if mark.source is not None and is_from_datasets(values):
@@ -204,7 +215,7 @@ class Reader:
 class StreamPass(Iterator[list[Any]]):
     """The bins of one pass, from the beginning or from a place.
 
-    Bins come in rounds, with a bin for each rank whose bins the pass yields. Bins of an unfinished round wait.
+    If bins are divided among ranks, they come in rounds of one bin for each rank. Bins of an unfinished round wait.
 
     Attributes:
         num_bins, num_tokens, dropped_documents: see PackedStream.
@@ -280,7 +291,8 @@ class StreamPass(Iterator[list[Any]]):
         from tritonpack.packing.heuristics import WindowPacker  # imports numba, which is slow
 
         options = self._options
-        ranks = options.num_replicas if options.rank is None else 1
+        ranks = options.round_size
+        own = range(ranks) if options.rank is None or ranks == 1 else (options.rank,)
         packer = WindowPacker(options.capacity, check_limit(options.max_items, "max_items"), options.carry_threshold)
         held: dict[int, Piece] = {}
         waiting: list[list[int]] = []
@@ -307,10 +319,10 @@ class StreamPass(Iterator[list[Any]]):
             if not following:
                 bins = self._whole_rounds(bins, held, ranks)
             whole = len(bins) - len(bins) % ranks
-            for place_in_window, items in enumerate(bins[:whole]):
+            for number_in_window, items in enumerate(bins[:whole]):
                 pieces = [held.pop(number) for number in items]
-                if place_in_window >= skipped:
-                    self._bins_done += 1
+                if number_in_window >= skipped and number_in_window % ranks in own:
+                    self._bins_done = number_in_window + 1
                     self.num_bins += 1
                     self.num_tokens += sum(tokens for _, tokens in pieces)
                     yield [document for document, _ in pieces]
