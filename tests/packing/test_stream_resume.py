@@ -96,6 +96,21 @@ class TestStates:
             assert again.state_dict() == states[-1]
             assert list(again) == bins, "the next pass begins at the beginning"
 
+    @pytest.mark.parametrize("broken", [70, 200])
+    def test_resumes_after_reading_failed(self, broken):
+        def failing():
+            yield from DOCUMENTS[:broken]
+            raise ConnectionError
+
+        stream = pack_stream(failing, **OPTIONS)
+        with pytest.raises(ConnectionError):
+            list(stream)
+        again = pack_stream(DOCUMENTS, **OPTIONS)
+        again.load_state_dict(stream.state_dict())
+        bins = list(pack_stream(DOCUMENTS, **OPTIONS))
+        assert list(again) == bins[stream.num_bins :]
+        assert 0 < stream.num_bins < len(bins)
+
     def test_state_of_documents_saves_reading(self):
         counting = Counting()
         stream = pack_stream(counting, **OPTIONS)
@@ -207,6 +222,8 @@ class TestPasses:
 
         stream = pack_stream(read, **OPTIONS)
         assert list(stream) == list(stream) == list(pack_stream(DOCUMENTS, **OPTIONS))
+        with pytest.raises(ValueError, match=r"the function must return an iterable of documents .* returned None"):
+            list(pack_stream(lambda: None, **OPTIONS))
 
     def test_epoch_is_passed_on(self):
         stream = pack_stream(streaming().shuffle(seed=0, buffer_size=50), **OPTIONS)

@@ -8,7 +8,7 @@ windows of which some pieces are carried, and which bins to skip.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import chain, islice, pairwise
 from typing import Any, Literal
@@ -117,7 +117,7 @@ class Source:
     """
 
     def __init__(self, documents: Any, ranks: tuple[int, int], mark: Mark) -> None:
-        values: Iterable[Any] = documents() if isinstance(documents, Callable) else documents  # type: ignore[arg-type]
+        values: Any = documents if is_iterable(documents) else documents()
         if not is_iterable(values):
             raise ValueError(
                 f"the function must return an iterable of documents for each pass; it returned {values!r:.100}."
@@ -231,9 +231,8 @@ class StreamPass(Iterator[list[Any]]):
         self._length = length
         self._begin = place
         self._reader: Reader | None = None
-        # Of the window that is being yielded: its first piece, and the pieces and bins that were left of earlier ones.
-        self._window: tuple[int, list[list[int]], list[list[int]]] = (0, [], [])
-        self._bins_done = 0
+        self._window_begin = place  # where the window begins that is being yielded
+        self._bins_done = 0 if place is None else place.bins_done
         self._bins = self._pack()
 
     def __next__(self) -> list[Any]:
@@ -247,21 +246,11 @@ class StreamPass(Iterator[list[Any]]):
         return OverlongReport(self._options.overlong) if self._begin is None else self._begin.report
 
     def place(self) -> Place | None:
-        """Where another pass may go on; None for the beginning."""
-        if self._reader is None:
-            return self._begin
-        first, carried, waiting = self._window
-        return Place(
-            mark=self._reader.marks[0],
-            checked=self._reader.digest(),
-            first=first,
-            carried=carried,
-            waiting=waiting,
-            bins_done=self._bins_done,
-            num_bins=self.num_bins,
-            num_tokens=self.num_tokens,
-            report=self.report,
-        )
+        """Where another pass may go on; None for the beginning. It is of use also after reading has failed."""
+        if self._window_begin is None:
+            return None
+        counts = {"bins_done": self._bins_done, "num_bins": self.num_bins, "num_tokens": self.num_tokens}
+        return replace(self._window_begin, **counts)  # type: ignore[arg-type]
 
     def _open(self, place: Place) -> tuple[Reader, list[Piece], list[Piece], list[Piece]]:
         """A reader at a place, with the pieces since its mark, those of its window, and the one after them."""
@@ -308,10 +297,14 @@ class StreamPass(Iterator[list[Any]]):
             packer.restore(place.carried, first)
             left = [number for number, _, _ in place.carried] + list(chain.from_iterable(waiting))
             held = {number: before[number - place.mark.piece] for number in left}
+        self._reader = reader
         while window:
             reader.forget(min(held, default=first))
             held |= enumerate(window, first)
-            self._reader, self._window, self._bins_done = reader, (first, packer.carried, waiting), skipped
+            self._bins_done = skipped
+            self._window_begin = Place(
+                reader.marks[0], reader.digest(), first, packer.carried, waiting, 0, 0, 0, reader.report
+            )
             numbers, offsets = packer.add(
                 np.array([tokens for _, tokens in window], dtype=np.int32), last=not following
             )
@@ -330,7 +323,6 @@ class StreamPass(Iterator[list[Any]]):
             first += len(window)
             window = following + reader.take(options.window - 1)
             following = reader.take(1)
-        self._reader = reader
 
     def _whole_rounds(self, bins: list[list[int]], held: dict[int, Piece], ranks: int) -> list[list[int]]:
         """The last bins, divided until every rank has the same number of them."""
