@@ -305,7 +305,7 @@ def test_arguments_are_those_of_axolotl():
         {"lengths": LENGTHS.astype(float).tolist()},
         {"lengths": torch.tensor(LENGTHS, dtype=torch.float32)},
     ],
-    ids=str,
+    ids=lambda given: f"{next(iter(given))}-{type(next(iter(given.values()))).__name__}",
 )
 def test_values_that_axolotl_takes(given):
     options = {"sampler": range(500), "batch_size": 3, "batch_max_len": CAPACITY, "lengths": LENGTHS} | given
