@@ -138,8 +138,9 @@ class PackedStream(IterableDataset):
         Raises:
             ValueError: an epoch that isn't an integer of at least 0; accelerate would dispatch batches.
         """
-        caller = type(sys._getframe(1).f_locals.get("self")).__name__
-        if caller == "DataLoaderDispatcher":
+        # accelerate's dispatching loader can be recognized only by this call, which it makes before it reads.
+        caller = type(sys._getframe(1).f_locals.get("self"))
+        if any(kind.__name__ == "DataLoaderDispatcher" for kind in caller.__mro__):
             raise ValueError(
                 "accelerate would read the stream in one process and cut its batches apart along their first "
                 "dimension, which also cuts the boundaries of documents. Configure it with dispatch_batches=False: "
