@@ -24,9 +24,8 @@ from tritonpack.packing.ranks import (
     can_compare,
     compare,
     describe_differences,
-    is_first_process,
-    launched_processes,
     name_ranks,
+    place_among_processes,
     place_in_world,
 )
 from tritonpack.packing.state import ResumableSampler, describe_changes, digest, gather, same
@@ -146,11 +145,11 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         if can_compare(self.num_replicas):
             first = compare("made this sampler", self._values_to_compare(), _find_difference)
             self.seed = first["torch.initial_seed()"] if seed is None else self.seed
-        elif seed is None and shuffle and launched_processes() > 1:
+        elif seed is None and shuffle and place_among_processes()[0] > 1:
             raise ValueError(
                 f"seed=None takes torch's seed from rank 0, but a sampler for {self.num_replicas} ranks in "
-                f"{launched_processes()} processes can't ask it: some of them may make no sampler. Pass the same seed "
-                "on every rank, such as seed=0."
+                f"{place_among_processes()[0]} processes can't ask it: some of them may make no sampler. Pass the same "
+                "seed on every rank, such as seed=0."
             )
 
     def _make(self, epoch: int) -> Rest:
@@ -265,7 +264,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         self.seed = found[2].settings["seed"]
         legs, made = found[1:3]
         changes = describe_changes(legs[-1].settings, made.settings) if legs else ""
-        if changes and found[3] == made.steps_before * self._batches_per_step and is_first_process():
+        if changes and found[3] == made.steps_before * self._batches_per_step and place_among_processes()[1] == 0:
             say_once(
                 "other-settings",
                 f"epoch {self.epoch} goes on with other settings: {changes}. The {made.num_left} documents that were "
@@ -351,7 +350,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
                 "them among processes again would lose most of them. Pass shard=False to a sampler for "
                 "accelerate or another library that divides batches, or don't let it prepare this DataLoader."
             )
-        processes = launched_processes()
+        processes = place_among_processes()[0]
         if self.num_replicas % processes:
             raise ValueError(
                 f"this sampler plans for num_replicas={self.num_replicas}, and {processes} processes can't divide its "
