@@ -1,0 +1,133 @@
+"""The folder that pack_to_disk writes: its state between interruptions, and the form that `datasets` loads."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+_RECORD = "packing.json"  # settings, source and summary; without a summary the folder isn't complete
+_WORK = ".packing"  # what is needed until the folder is complete
+
+
+class Folder:
+    """A folder of packed rows, and what is known of it.
+
+    Attributes:
+        path: the folder.
+        work: its folder of temporary files.
+        summary: what the folder holds; None while it isn't complete.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any], source: dict[str, Any]) -> None:
+        """Begin in a new or empty folder, or go on in one that was begun with the same settings and documents.
+
+        Raises:
+            ValueError: the folder holds something else, or was begun with other settings or documents.
+        """
+        self.path = path
+        self.work = path / _WORK
+        self._record = {"settings": settings, "source": source}
+        self.summary: dict[str, Any] | None = None
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"out={path} is a file; name a folder.")
+        if (path / _RECORD).exists():
+            self._compare(json.loads((path / _RECORD).read_text(encoding="utf-8")))
+        elif path.exists() and any(file.name != _WORK for file in path.iterdir()):
+            raise ValueError(f"out={path} isn't empty and holds no packing that could be continued; name another.")
+
+    def _compare(self, found: dict[str, Any]) -> None:
+        given = json.loads(json.dumps(self._record))
+        changed = [
+            f"{name} was {found['settings'].get(name)!r} and is {value!r}"
+            for name, value in given["settings"].items()
+            if found["settings"].get(name) != value
+        ]
+        if found["source"] != given["source"]:
+            changed.append("the documents aren't those that it was begun with")
+        if changed:
+            state = "holds" if found["summary"] else "holds the beginning of"
+            raise ValueError(
+                f"out={self.path} {state} another packing: {'; '.join(changed)}. Give the same again, name another "
+                "folder, or remove this one."
+            )
+        self.summary = found["summary"]
+
+    @contextmanager
+    def lock(self) -> Iterator[None]:
+        """Keep other processes out; the kernel opens the lock when the process ends.
+
+        Raises:
+            ValueError: another process packs into the folder.
+        """
+        self.work.mkdir(parents=True, exist_ok=True)
+        with open(self.work / "lock", "wb") as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                raise ValueError(f"another process packs into {self.path}; wait for it, or name another.") from error
+            if not (self.path / _RECORD).exists():
+                write(self.path / _RECORD, self._json(None))
+            for left in self.work.glob("*.tmp"):  # of a process that was killed
+                left.unlink()
+            yield
+        if self.summary is not None:
+            shutil.rmtree(self.work)
+
+    def shard(self, number: int, count: int) -> Path:
+        """The file of a shard."""
+        return self.path / f"data-{number:05d}-of-{count:05d}.arrow"
+
+    def remember(self, name: str, digest: str) -> None:
+        """Keep a digest when it is first given; ValueError if a later one differs."""
+        file = self.work / name
+        if not file.exists():
+            write(file, lambda path: path.write_text(digest))
+        elif file.read_text() != digest:
+            raise ValueError(
+                f"{self.path} was begun by a version of tritonpack or NumPy that makes other rows; go on with that one, "
+                "or remove the folder."
+            )
+
+    def finish(self, schema: pa.Schema, num_shards: int, summary: dict[str, Any]) -> None:
+        """Write what makes the folder a dataset that `datasets.load_from_disk` reads, then the summary."""
+        from datasets import DatasetInfo, Features
+
+        text = json.dumps(self._record, sort_keys=True) + str(summary["rows"])
+        state = {
+            "_data_files": [{"filename": self.shard(number, num_shards).name} for number in range(num_shards)],
+            "_fingerprint": hashlib.sha256(text.encode()).hexdigest()[:16],
+            "_format_columns": None,
+            "_format_kwargs": {},
+            "_format_type": None,
+            "_output_all_columns": False,
+            "_split": None,
+        }
+        with open(self.work / "dataset_info.json.tmp", "wb") as file:
+            DatasetInfo(features=Features.from_arrow_schema(schema))._dump_info(file)
+        os.replace(self.work / "dataset_info.json.tmp", self.path / "dataset_info.json")
+        write(self.path / "state.json", lambda path: path.write_text(json.dumps(state, indent=2, sort_keys=True)))
+        write(self.path / _RECORD, self._json(summary))
+        self.summary = summary
+
+    def _json(self, summary: dict[str, Any] | None) -> Callable[[Path], Any]:
+        text = json.dumps(self._record | {"summary": summary}, indent=1) + "\n"
+        return lambda path: path.write_text(text, encoding="utf-8")
+
+
+def write(path: Path, content: Callable[[Path], Any]) -> None:
+    """Write a file whole or not at all: `content` writes a temporary file, which then gets the name."""
+    work = path.parent if path.parent.name == _WORK else path.parent / _WORK
+    temporary = work / f"{path.name}.tmp"
+    content(temporary)
+    with open(temporary, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
