@@ -148,7 +148,7 @@ A = {"input_ids": [5, 6]}
         ([A | {"seq_lengths": [1, 2]}], {}, r"has 2 input_ids, but its seq_lengths are \[1, 2\], which add up to 3"),
         ([A | {"seq_lengths": [2, 0]}], {}, r"seq_lengths are \[2, 0\], .*the length of each document .*at least 1"),
         ([A | {"seq_lengths": []}], {}, r"has 2 input_ids, but its seq_lengths are \[\], which add up to 0"),
-        ([A | {"seq_lengths": [2], "position_ids": [0, 0]}], {}, r"of \[2\] tokens by its seq_lengths, but of \[1, 1\]"),
+        ([A | {"seq_lengths": [2], "position_ids": [0, 0]}], {}, r"\[2\] tokens by its seq_lengths, but of \[1, 1\]"),
         (
             [A | {"seq_lengths": [1, 1], "label": [1, 0, 1]}],
             {"objective": "documents"},

@@ -70,7 +70,12 @@ def read_feature(
                 hint = f", {IGNORED_LABEL} to leave it out of the loss" if name == "labels" else ""
                 raise ValueError(f"has {tokens} input_ids but {len(values)} {name}; give every token one value{hint}.")
         lengths = _lengths(feature, tokens)
-        if objective == "documents" and labels and lengths is not None and labels["labels"].shape[:1] != (len(lengths),):
+        if (
+            objective == "documents"
+            and labels
+            and lengths is not None
+            and labels["labels"].shape[:1] != (len(lengths),)
+        ):
             raise ValueError(
                 f"holds {len(lengths)} documents, but its labels have the shape {tuple(labels['labels'].shape)}; "
                 "objective='documents' takes one label, or one row of labels, for each document."

@@ -280,7 +280,9 @@ class TreeCollator:
                     "pack_tree, with its gather and logprobs."
                 )
         documents = [
-            document for number, feature in enumerate(whole) for document in read_feature(feature, number, "causal", (), None)
+            document
+            for number, feature in enumerate(whole)
+            for document in read_feature(feature, number, "causal", (), None)
         ]
         require_same_columns(documents)
         batch = pack_tree(

@@ -144,11 +144,13 @@ def pack_to_disk(
             chosen = choose_columns(source.columns, columns, source.name)
             lengths = steps.measure(source, chosen, folder, jobs, say)
             say("plan", 0, 1)
-            packing = pack(
-                np.concatenate(lengths), capacity, algorithm=algorithm, max_items=max_items, overlong=overlong
-            )
+            all_lengths = np.concatenate(lengths)
+            try:
+                packing = pack(all_lengths, capacity, algorithm=algorithm, max_items=max_items, overlong=overlong)
+            except ValueError as error:  # documents that are too long
+                raise ValueError(f"{error} {_longest(source, lengths)}") from error
             summary = {
-                "documents": sum(map(len, lengths)),
+                "documents": len(all_lengths),
                 "tokens": packing.num_tokens + packing.report.tokens_lost,
                 "rows": packing.num_bins,
                 "row_documents": len(packing.items),
@@ -160,14 +162,21 @@ def pack_to_disk(
                 "left_out": [name for name in source.columns if name not in (*chosen.kept.values(), *chosen.learned)],
             }
             layout = steps.lay_out(packing, seed, shard_bytes, chosen.token_bytes)
-            del packing  # as large as the layout
-            folder.remember("plan", layout.digest())
+            del packing, all_lengths  # as large as the layout
+            folder.begin_rows(layout.digest())
             say("plan", 1, 1)
             firsts = steps.sort(source, chosen, layout, lengths, capacity, folder, jobs, say)
             schema = steps.write_shards(layout, firsts, capacity, folder, jobs, say)
             folder.finish(schema, layout.num_shards, summary | {"columns": schema.names})
     assert folder.summary is not None
     return _as_result(Path(out), folder.summary)
+
+
+def _longest(source: Any, lengths: Sequence[Any]) -> str:
+    """Which document is the longest, for messages."""
+    longest, part = max((int(one.max()), -number) for number, one in enumerate(lengths))
+    place = source.place(source.parts[-part], int(lengths[-part].argmax()))
+    return f"The longest is {place}: {longest} tokens."
 
 
 def _as_result(path: Path, summary: dict[str, Any]) -> PackedFolder:

@@ -147,7 +147,9 @@ def pieces_of(documents: pa.Table, capacity: int) -> tuple[pa.Table, NDArray[np.
 
 def with_offsets(table: pa.Table, offsets: NDArray[np.int64]) -> pa.Table:
     """The same values in other lists, which begin at `offsets`."""
-    return pa.table({name: _from_offsets(offsets, table.column(name).combine_chunks().flatten()) for name in table.column_names})
+    return pa.table(
+        {name: _from_offsets(offsets, table.column(name).combine_chunks().flatten()) for name in table.column_names}
+    )
 
 
 def _from_offsets(offsets: NDArray[np.int64], values: pa.Array) -> pa.ListArray:

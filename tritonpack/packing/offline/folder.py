@@ -21,6 +21,9 @@ _WORK = ".packing"  # what is needed until the folder is complete
 class Folder:
     """A folder of packed rows, and what is known of it.
 
+    Until rows are planned the folder holds only temporary files, and other settings or documents begin anew. From then
+    on it belongs to its settings and documents.
+
     Attributes:
         path: the folder.
         work: its folder of temporary files.
@@ -35,31 +38,35 @@ class Folder:
         """
         self.path = path
         self.work = path / _WORK
-        self._record = {"settings": settings, "source": source}
         self.summary: dict[str, Any] | None = None
+        self._record: dict[str, Any] = {"settings": settings, "source": source}
         if path.exists() and not path.is_dir():
             raise ValueError(f"out={path} is a file; name a folder.")
         if (path / _RECORD).exists():
-            self._compare(json.loads((path / _RECORD).read_text(encoding="utf-8")))
+            try:
+                found = json.loads((path / _RECORD).read_text(encoding="utf-8"))
+                self._compare(found["settings"], found["source"], found["summary"])
+            except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{path / _RECORD} isn't of pack_to_disk; name another folder as out.") from error
         elif path.exists() and any(file.name != _WORK for file in path.iterdir()):
             raise ValueError(f"out={path} isn't empty and holds no packing that could be continued; name another.")
 
-    def _compare(self, found: dict[str, Any]) -> None:
+    def _compare(self, settings: dict[str, Any], source: dict[str, Any], summary: dict[str, Any] | None) -> None:
         given = json.loads(json.dumps(self._record))
         changed = [
-            f"{name} was {found['settings'].get(name)!r} and is {value!r}"
+            f"{name} was {settings.get(name)!r} and is {value!r}"
             for name, value in given["settings"].items()
-            if found["settings"].get(name) != value
+            if settings.get(name) != value
         ]
-        if found["source"] != given["source"]:
+        if source != given["source"]:
             changed.append("the documents aren't those that it was begun with")
         if changed:
-            state = "holds" if found["summary"] else "holds the beginning of"
+            state = "holds" if summary else "holds the beginning of"
             raise ValueError(
                 f"out={self.path} {state} another packing: {'; '.join(changed)}. Give the same again, name another "
                 "folder, or remove this one."
             )
-        self.summary = found["summary"]
+        self.summary = summary
 
     @contextmanager
     def lock(self) -> Iterator[None]:
@@ -74,27 +81,39 @@ class Folder:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 raise ValueError(f"another process packs into {self.path}; wait for it, or name another.") from error
-            if not (self.path / _RECORD).exists():
-                write(self.path / _RECORD, self._json(None))
-            for left in self.work.glob("*.tmp"):  # of a process that was killed
-                left.unlink()
+            self._keep_what_belongs()
             yield
         if self.summary is not None:
             shutil.rmtree(self.work)
+
+    def _keep_what_belongs(self) -> None:
+        """Remove temporary files of a process that was killed, and those that belong to other documents or columns."""
+        measured = json.dumps([self._record["source"], self._record["settings"]["columns"]])
+        known = self.work / "measured.json"
+        same = known.exists() and known.read_text(encoding="utf-8") == measured
+        for left in self.work.iterdir():
+            if left.name != "lock" and (left.suffix == ".tmp" or not same):
+                left.unlink()
+        if not same:
+            write(known, lambda path: path.write_text(measured, encoding="utf-8"))
 
     def shard(self, number: int, count: int) -> Path:
         """The file of a shard."""
         return self.path / f"data-{number:05d}-of-{count:05d}.arrow"
 
-    def remember(self, name: str, digest: str) -> None:
-        """Keep a digest when it is first given; ValueError if a later one differs."""
-        file = self.work / name
-        if not file.exists():
-            write(file, lambda path: path.write_text(digest))
-        elif file.read_text() != digest:
+    def begin_rows(self, plan: str) -> None:
+        """Bind the folder to its settings, its documents and the digest of its rows.
+
+        Raises:
+            ValueError: the folder was begun with another digest.
+        """
+        self._record["plan"] = plan
+        if not (self.path / _RECORD).exists():
+            write(self.path / _RECORD, self._json(None))
+        elif json.loads((self.path / _RECORD).read_text(encoding="utf-8"))["plan"] != plan:
             raise ValueError(
-                f"{self.path} was begun by a version of tritonpack or NumPy that makes other rows; go on with that one, "
-                "or remove the folder."
+                f"{self.path} was begun by a version of tritonpack or NumPy that makes other rows; go on with that "
+                "one, or remove the folder."
             )
 
     def finish(self, schema: pa.Schema, num_shards: int, summary: dict[str, Any]) -> None:
@@ -102,7 +121,7 @@ class Folder:
         from datasets import DatasetInfo, Features
 
         text = json.dumps(self._record, sort_keys=True) + str(summary["rows"])
-        state = {
+        state: dict[str, Any] = {
             "_data_files": [{"filename": self.shard(number, num_shards).name} for number in range(num_shards)],
             "_fingerprint": hashlib.sha256(text.encode()).hexdigest()[:16],
             "_format_columns": None,

@@ -15,7 +15,16 @@ from pyarrow import ipc
 
 from tritonpack.packing.offline.documents import choose_columns
 from tritonpack.packing.offline.folder import Folder, write
-from tritonpack.packing.offline.sources import FILES, PART_BYTES, ArrowFiles, Part, Source, TableDataset, find_files
+from tritonpack.packing.offline.sources import (
+    FILES,
+    PART_BYTES,
+    ArrowFiles,
+    Part,
+    Source,
+    TableDataset,
+    find_files,
+    require_columns,
+)
 
 
 class Stream:
@@ -26,36 +35,35 @@ class Stream:
         self.digest = digest
         self._dataset = dataset
 
-    def in_parts(self, folder: Folder, columns: Sequence[str] | None, progress: Callable[[str, int, int], Any]) -> Source:
+    def in_parts(
+        self, folder: Folder, columns: Sequence[str] | None, progress: Callable[[str, int, int], Any]
+    ) -> Source:
         """Copy the columns that rows keep; a copy that was interrupted goes on after the last whole file."""
         end = folder.work / "stream.json"
         files = sorted(map(str, folder.work.glob("stream-*.arrow")))
         if not end.exists():
-            names: list[str] = []
-            for tables, names in self._tables(_documents(files), columns):
+            names = next(self._dataset.with_format("arrow").iter(1), pa.table({})).column_names
+            for tables in self._tables(_documents(files), names, columns):
                 progress("copy", len(files), len(files) + 1)
                 path = folder.work / f"stream-{len(files):06d}.arrow"
                 write(path, partial(_write_table, table=pa.concat_tables(tables, promote_options="permissive")))
                 files.append(str(path))
             if not files:
                 raise ValueError(f"{self.name} holds no document.")
-            if not names:  # all documents were copied before an interruption
-                names = next(self._dataset.with_format("arrow").iter(1)).column_names
             write(end, lambda path: path.write_text(json.dumps(names)))
         return _Copied(self.name, files, json.loads(end.read_text()))
 
-    def _tables(self, skipped: int, columns: Sequence[str] | None) -> Iterator[tuple[list[pa.Table], list[str]]]:
-        """Tables of PART_BYTES together, and the names of all columns."""
+    def _tables(self, skipped: int, names: list[str], columns: Sequence[str] | None) -> Iterator[list[pa.Table]]:
+        """Tables of the documents after those that are skipped, of PART_BYTES together."""
         tables: list[pa.Table] = []
-        names: list[str] = []
         for table in self._dataset.skip(skipped).with_format("arrow").iter(1000):
-            names = table.column_names
+            require_columns(table.column_names, f"a document of {self.name}", names, "the first")
             tables.append(table.select(choose_columns(names, columns, self.name).read))
             if sum(one.nbytes for one in tables) >= PART_BYTES:
-                yield tables, names
+                yield tables
                 tables = []
         if tables:
-            yield tables, names
+            yield tables
 
 
 class _Copied(ArrowFiles):
@@ -98,8 +106,8 @@ def open_source(dataset: Any, split: str | None) -> Source | Stream:
             return Stream(dataset, "the stream", {"stream": str(dataset.info.dataset_name)})
         if dataset.format["type"] == "custom":
             raise ValueError(
-                "the dataset has a transform (set_transform, with_transform), which makes documents when they are read. "
-                "Make them before: dataset.map(function, batched=True)."
+                "the dataset has a transform (set_transform, with_transform), which makes documents when they are "
+                "read. Make them before: dataset.map(function, batched=True)."
             )
         return TableDataset(dataset)
     raise ValueError(

@@ -7,7 +7,7 @@ import io
 import json
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -235,7 +235,9 @@ class JsonFiles(_Files):
                     continue
                 kinds = sorted({type(value).__name__ for value in values})
                 if len(kinds) > 1 or any(kind in ("list", "dict", "str") for kind in kinds):
-                    return f"{self.place(part, number)}: {name} holds {' and '.join(kinds)}; write one number per token."
+                    return (
+                        f"{self.place(part, number)}: {name} holds {' and '.join(kinds)}; write one number per token."
+                    )
         return None
 
     def place(self, part: Part, number: int) -> str:
@@ -262,9 +264,7 @@ class TableDataset:
         self.digest = {"fingerprint": dataset._fingerprint, "documents": len(dataset)}
         table = dataset.data
         each = max(1, PART_BYTES // max(1, table.nbytes // max(1, table.num_rows)))
-        self.parts = [
-            Part("", start, min(start + each, len(dataset)), start) for start in range(0, len(dataset), each)
-        ]
+        self.parts = [Part("", start, min(start + each, len(dataset)), start) for start in range(0, len(dataset), each)]
 
     def read(self, part: Part, columns: Sequence[str]) -> pa.Table:
         return self.dataset.select_columns(list(columns))[part.start : part.stop]
@@ -288,7 +288,7 @@ def find_files(path: str, split: str | None) -> tuple[str, list[str]] | None:
         if split not in splits:
             given = "" if split is None else f"; got {split!r}"
             raise ValueError(f"{path} has the splits {', '.join(splits)}; name one of them as split{given}.")
-        folder, split = folder / split, None
+        folder, split = folder / str(split), None
     if (folder / "state.json").is_file():
         if split is not None:
             raise ValueError(f"{path} holds one dataset without splits; leave out split={split!r}.")
@@ -317,7 +317,11 @@ def find_files(path: str, split: str | None) -> tuple[str, list[str]] | None:
     return _FORMATS[formats.pop()], files
 
 
-FILES = {"arrow": ArrowFiles, "parquet": ParquetFiles, "json": JsonFiles}
+FILES: dict[str, Callable[[str, Sequence[str]], Source]] = {
+    "arrow": ArrowFiles,
+    "parquet": ParquetFiles,
+    "json": JsonFiles,
+}
 
 
 def _places(schema: pa.Schema, columns: Sequence[str]) -> list[int]:

@@ -1,7 +1,8 @@
 """The steps of pack_to_disk: measure documents, plan rows, sort documents by shard, write shards.
 
 Every step reads and writes files from one end to the other, so documents needn't fit in memory, and a disk needn't be
-fast at random reads. A unit of work is a part of the source, or a shard. Its result is a file, which a resumed run finds.
+fast at random reads. A unit of work is a part of the source, or a shard. Its result is a file, which a resumed run
+finds.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Layout:
     def digest(self) -> str:
         found = hashlib.sha256()
         for values in (self.documents, self.starts, self.rows, self.shards):
-            found.update(np.ascontiguousarray(values))
+            found.update(values.tobytes())
         return found.hexdigest()
 
 
@@ -114,7 +115,9 @@ def sort(
         part = source.parts[number]
         documents = read_documents(source.read(part, columns.read), columns, partial(source.place, part))
         if not np.array_equal(lengths_of(documents), lengths[number]):
-            raise ValueError(f"{source.place(part, 0)} and what follows has changed since it was measured; start again.")
+            raise ValueError(
+                f"{source.place(part, 0)}, or a document after it, has changed since it was measured; start again."
+            )
         pieces, first_piece = pieces_of(documents, capacity)
         entries = np.sort(by_document[edges[number] : edges[number + 1]])
         wanted = first_piece[layout.documents[entries] - firsts[number]] + layout.starts[entries] // capacity
@@ -135,7 +138,7 @@ def write_shards(
     def one(shard: int) -> None:
         path = folder.shard(shard, layout.num_shards)
         if not path.exists():
-            write(path, partial(_write_rows, rows=_rows_of(shard, layout, firsts, capacity, folder)))
+            write(path, lambda file: _write_shard(file, shard, layout, firsts, capacity, folder))
 
     for _ in _run(one, layout.num_shards, jobs, progress, "write"):
         pass
@@ -143,10 +146,11 @@ def write_shards(
         return ipc.open_stream(file).schema
 
 
-def _rows_of(shard: int, layout: Layout, firsts: NDArray[np.int64], capacity: int, folder: Folder) -> pa.Table:
+def _write_shard(
+    path: Path, shard: int, layout: Layout, firsts: NDArray[np.int64], capacity: int, folder: Folder
+) -> None:
     rows = layout.rows[layout.shards[shard] : layout.shards[shard + 1] + 1]
-    entries = slice(rows[0], rows[-1])
-    part = np.searchsorted(firsts, layout.documents[entries], side="right") - 1
+    part = np.searchsorted(firsts, layout.documents[rows[0] : rows[-1]], side="right") - 1
     read = np.argsort(part, kind="stable")  # the order in which entries are read: by part, then by entry
     batches = []
     for number in np.unique(part):
@@ -154,8 +158,20 @@ def _rows_of(shard: int, layout: Layout, firsts: NDArray[np.int64], capacity: in
             batches.append(ipc.open_file(file).get_batch(shard))
     place = np.empty(len(read), dtype=np.int64)
     place[read] = np.arange(len(read))
-    table = pa.Table.from_batches(batches).combine_chunks().take(pa.array(place))
-    return join_rows(table, rows - rows[0], capacity)
+    pieces = pa.Table.from_batches(batches)
+    per_batch = max(1, _BATCH_BYTES * (len(rows) - 1) // max(pieces.nbytes, 1))
+    del batches
+    pieces = pieces.combine_chunks()
+    starts = range(0, len(rows) - 1, per_batch)
+    tables = (
+        join_rows(pieces.take(pa.array(place[some[0] - rows[0] : some[-1] - rows[0]])), some - some[0], capacity)
+        for some in (rows[start : start + per_batch + 1] for start in starts)
+    )
+    first = next(tables)
+    with pa.OSFile(str(path), "wb") as file, ipc.new_stream(file, first.schema) as writer:
+        writer.write_table(first)
+        for table in tables:
+            writer.write_table(table)
 
 
 def join_rows(pieces: pa.Table, rows: NDArray[np.int64], capacity: int) -> pa.Table:
@@ -175,12 +191,6 @@ def join_rows(pieces: pa.Table, rows: NDArray[np.int64], capacity: int) -> pa.Ta
     table = table.append_column(POSITIONS, pa.ListArray.from_arrays(offsets, pa.array(positions)))
     counts = pa.ListArray.from_arrays(pa.array(rows.astype(np.int32)), pa.array(lengths))
     return table.append_column(SEQ_LENGTHS, counts)
-
-
-def _write_rows(path: Path, rows: pa.Table) -> None:
-    per_batch = max(1, _BATCH_BYTES * len(rows) // max(rows.nbytes, 1))
-    with pa.OSFile(str(path), "wb") as file, ipc.new_stream(file, rows.schema) as writer:
-        writer.write_table(rows, max_chunksize=per_batch)
 
 
 def _write_batches(path: Path, table: pa.Table, cuts: NDArray[np.int64]) -> None:
@@ -220,4 +230,3 @@ def _run(work: Callable[[int], None], count: int, jobs: int, progress: Progress,
             yield
     finally:
         pool.shutdown(cancel_futures=True)
-
