@@ -102,7 +102,7 @@ IDS = {"input_ids": [[1, 2], [3]]}
     ("columns", "options", "message"),
     [
         ({"text": ["a"]}, {}, "the dataset has no column 'input_ids'; it has 'text'. Tokenize the text first"),
-        (IDS | {"text": ["a", "b"], "labels": [[1, 2], [3]]}, {}, "such as columns=input_ids,labels; the others are"),
+        (IDS | {"text": ["a", "b"], "labels": [[1, 2], [3]]}, {}, "such as columns=input_ids,labels, or remove"),
         (IDS | {"seq_lengths": [[1, 1], [1]]}, {}, "'seq_lengths', .* Rows of several documents are packed already"),
         (IDS, {"columns": ["input_ids", "labels"]}, "has no column 'labels', which columns names; it has 'input_ids'"),
         (IDS | {"labels": [[1, 2], [3]]}, {"columns": ["labels"]}, "names 'labels' without 'input_ids'; add it"),

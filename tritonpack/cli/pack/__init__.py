@@ -21,7 +21,7 @@ from tritonpack.packing.offline import PackedFolder, pack_to_disk
 PICTURE = "packing.png"
 
 # Python arguments in error messages of tritonpack.packing, such as overlong='split' or columns=input_ids,labels.
-_ARGUMENTS = re.compile(r"\b(overlong|columns|split|out)=('?[\w./,-]+'?(?:(?:, | or )'\w+')*)")
+_ARGUMENTS = re.compile(r"\b(overlong|columns|split|out)=('?[\w./-]+(?:,\w+)*'?(?:(?:, | or )'\w+')*)")
 _STEPS = {
     "copy": "copying the stream",
     "measure": "checking documents",

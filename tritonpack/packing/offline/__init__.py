@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
 
+from tritonpack import __version__
 from tritonpack.checks import check_choice
 from tritonpack.packing.bins import ALGORITHMS, Algorithm, pack
 from tritonpack.packing.lengths import MAX_INT64, POLICIES, Overlong, OverlongReport, check_integer, check_limit
+
+_SHARD_BYTES = 128 * 2**20
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,7 @@ def pack_to_disk(
     max_items: int | None = None,
     seed: int | None = 0,
     jobs: int = 1,
-    shard_bytes: int = 128 * 2**20,
+    shard_bytes: int = _SHARD_BYTES,
     progress: Callable[[str, int, int], Any] | None = None,
 ) -> PackedFolder:
     """Pack documents into rows of `capacity` tokens, and write the rows as a dataset on disk.
@@ -105,6 +111,54 @@ def pack_to_disk(
             column. A folder that holds something else, or was begun with other arguments or documents.
         ImportError: pyarrow, datasets or numba can't be imported.
     """
+    return _pack(
+        dataset, capacity, out, split=split, columns=columns, overlong=overlong, algorithm=algorithm,
+        max_items=max_items, seed=seed, jobs=jobs, shard_bytes=shard_bytes, progress=progress, wait=False,
+    )  # fmt: skip
+
+
+def packed_dataset(
+    dataset: Any, capacity: int, *, overlong: Overlong, algorithm: Algorithm, max_items: int | None
+) -> Any:
+    """A `datasets.Dataset` of the rows of `pack_to_disk`, in the order of the bins, with the format of the given one.
+
+    It lies beside the cache of the given dataset, where another call finds it, or in memory if that does.
+    """
+    options: dict[str, Any] = {
+        "split": None, "columns": None, "overlong": overlong, "algorithm": algorithm, "max_items": max_items,
+        "seed": None, "jobs": 1, "shard_bytes": _SHARD_BYTES, "progress": None, "wait": True,
+    }  # fmt: skip
+    import datasets
+
+    if not dataset.cache_files:
+        with TemporaryDirectory() as folder:
+            path = _pack(dataset, capacity, Path(folder) / "rows", **options).path
+            rows = datasets.load_from_disk(str(path), keep_in_memory=True)
+    else:
+        text = json.dumps([dataset._fingerprint, capacity, overlong, algorithm, max_items, __version__])
+        name = f"packed-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+        path = Path(dataset.cache_files[0]["filename"]).parent / name
+        rows = datasets.load_from_disk(str(_pack(dataset, capacity, path, **options).path))
+    return rows.with_format(dataset.format["type"], **dataset.format["format_kwargs"])
+
+
+def _pack(
+    dataset: Any,
+    capacity: int,
+    out: str | os.PathLike[str],
+    *,
+    split: str | None,
+    columns: Sequence[str] | None,
+    overlong: Overlong,
+    algorithm: Algorithm,
+    max_items: int | None,
+    seed: int | None,
+    jobs: int,
+    shard_bytes: int,
+    progress: Callable[[str, int, int], Any] | None,
+    wait: bool,
+) -> PackedFolder:
+    """`pack_to_disk`; with `wait` another process that packs into the folder is waited for."""
     capacity = check_integer(capacity, "capacity")
     check_choice(overlong, POLICIES, "overlong")
     check_choice(algorithm, ALGORITHMS, "algorithm")
@@ -136,7 +190,7 @@ def pack_to_disk(
         "overlong": overlong, "algorithm": algorithm, "max_items": max_items, "seed": seed, "shard_bytes": shard_bytes,
     }  # fmt: skip
     folder = Folder(Path(out), settings, opened.digest)
-    with folder.lock():
+    with folder.lock(wait):
         if folder.summary is None:
             source = opened.in_parts(folder, columns, say) if isinstance(opened, Stream) else opened
             if not source.parts:
@@ -161,13 +215,14 @@ def pack_to_disk(
                 "labels_from": list(chosen.learned),
                 "left_out": [name for name in source.columns if name not in (*chosen.kept.values(), *chosen.learned)],
             }
+            description = f"{packing!r}. {packing.report}."
             layout = steps.lay_out(packing, seed, shard_bytes, chosen.token_bytes)
             del packing, all_lengths  # as large as the layout
             folder.begin_rows(layout.digest())
             say("plan", 1, 1)
             firsts = steps.sort(source, chosen, layout, lengths, capacity, folder, jobs, say)
             schema = steps.write_shards(layout, firsts, capacity, folder, jobs, say)
-            folder.finish(schema, layout.num_shards, summary | {"columns": schema.names})
+            folder.finish(schema, layout.num_shards, summary | {"columns": schema.names}, description)
     assert folder.summary is not None
     return _as_result(Path(out), folder.summary)
 

@@ -62,7 +62,7 @@ def choose_columns(names: Sequence[str], asked: Sequence[str] | None, source: st
             keep = ",".join(name for name in names if name in _KNOWN)
             raise ValueError(
                 f"{source} has the columns {_quote(unknown)}, which may not hold one value per token.{packed} Name the "
-                f"columns that rows keep, such as columns={keep}; the others are left out."
+                f"columns that rows keep, such as columns={keep}, or remove the others (dataset.remove_columns)."
             )
         asked = [name for name in names if name in _KNOWN]
     if absent := [name for name in asked if name not in names]:

@@ -14,6 +14,8 @@ from typing import Any
 
 import pyarrow as pa
 
+from tritonpack.packing.offline import sources
+
 _RECORD = "packing.json"  # settings, source and summary; without a summary the folder isn't complete
 _WORK = ".packing"  # what is needed until the folder is complete
 
@@ -42,6 +44,10 @@ class Folder:
         self._record: dict[str, Any] = {"settings": settings, "source": source}
         if path.exists() and not path.is_dir():
             raise ValueError(f"out={path} is a file; name a folder.")
+        self._read()
+
+    def _read(self) -> None:
+        path = self.path
         if (path / _RECORD).exists():
             try:
                 found = json.loads((path / _RECORD).read_text(encoding="utf-8"))
@@ -69,26 +75,36 @@ class Folder:
         self.summary = summary
 
     @contextmanager
-    def lock(self) -> Iterator[None]:
-        """Keep other processes out; the kernel opens the lock when the process ends.
+    def lock(self, wait: bool) -> Iterator[None]:
+        """Keep other processes out until the folder is complete; the kernel opens the lock when the process ends.
+
+        Args:
+            wait: wait for another process that packs into the folder.
 
         Raises:
             ValueError: another process packs into the folder.
         """
-        self.work.mkdir(parents=True, exist_ok=True)
-        with open(self.work / "lock", "wb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as error:
-                raise ValueError(f"another process packs into {self.path}; wait for it, or name another.") from error
-            self._keep_what_belongs()
+        if self.summary is None:
+            self.work.mkdir(parents=True, exist_ok=True)
+            with open(self.work / "lock", "wb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                except BlockingIOError as error:
+                    raise ValueError(
+                        f"another process packs into {self.path}; wait for it, or name another."
+                    ) from error
+                self._read()  # the other process may have completed it
+                if self.summary is None:
+                    self._keep_what_belongs()
+                yield
+        else:
             yield
         if self.summary is not None:
-            shutil.rmtree(self.work)
+            shutil.rmtree(self.work, ignore_errors=True)
 
     def _keep_what_belongs(self) -> None:
         """Remove temporary files of a process that was killed, and those that belong to other documents or columns."""
-        measured = json.dumps([self._record["source"], self._record["settings"]["columns"]])
+        measured = json.dumps([self._record["source"], self._record["settings"]["columns"], sources.PART_BYTES])
         known = self.work / "measured.json"
         same = known.exists() and known.read_text(encoding="utf-8") == measured
         for left in self.work.iterdir():
@@ -116,7 +132,7 @@ class Folder:
                 "one, or remove the folder."
             )
 
-    def finish(self, schema: pa.Schema, num_shards: int, summary: dict[str, Any]) -> None:
+    def finish(self, schema: pa.Schema, num_shards: int, summary: dict[str, Any], description: str) -> None:
         """Write what makes the folder a dataset that `datasets.load_from_disk` reads, then the summary."""
         from datasets import DatasetInfo, Features
 
@@ -131,7 +147,7 @@ class Folder:
             "_split": None,
         }
         with open(self.work / "dataset_info.json.tmp", "wb") as file:
-            DatasetInfo(features=Features.from_arrow_schema(schema))._dump_info(file)
+            DatasetInfo(description, features=Features.from_arrow_schema(schema))._dump_info(file)
         os.replace(self.work / "dataset_info.json.tmp", self.path / "dataset_info.json")
         write(self.path / "state.json", lambda path: path.write_text(json.dumps(state, indent=2, sort_keys=True)))
         write(self.path / _RECORD, self._json(summary))
