@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -28,14 +27,16 @@ _VOCABULARY = 32_000
 
 # Runs in the process that is measured; prints the seconds of each step.
 _PROGRAM = """
-import json, sys, time
+import json, re, sys, time
 import tritonpack
 given = json.loads(sys.argv[1])
 steps, began = {}, time.perf_counter()
 def progress(step, done, parts):
     steps.setdefault(step, [time.perf_counter() - began, 0])[1] = time.perf_counter() - began
 packed = tritonpack.pack_to_disk(progress=progress, **given)
+peak = re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]
 print(json.dumps({
+    "peak_mib": int(peak) / 1024,
     "seconds": time.perf_counter() - began, "steps": {step: stop - start for step, (start, stop) in steps.items()},
     "rows": packed.rows, "tokens": packed.tokens, "efficiency": packed.efficiency, "lower_bound": packed.lower_bound,
 }))
@@ -109,7 +110,6 @@ def main(arguments: list[str] | None = None) -> dict[str, Any]:
             [sys.executable, "-c", _PROGRAM, json.dumps(call)], stdout=subprocess.PIPE, text=True, check=True
         )
         found = json.loads(done.stdout)
-        found["peak_mib"] = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
         check(out, tokens, total)
     finally:
         shutil.rmtree(given.folder, ignore_errors=True)

@@ -16,7 +16,8 @@ import pyarrow as pa
 from pyarrow import ipc, parquet
 from pyarrow import json as arrow_json
 
-PART_BYTES = 64 * 2**20  # read at a time; of Parquet and JSON lines a part holds as many bytes of the file
+PART_BYTES = 64 * 2**20  # documents that are read at a time, in memory
+_JSON_SHARE = 4  # Arrow takes many times the bytes of the text to read it
 _FORMATS = {
     ".arrow": "arrow", ".feather": "arrow", ".parquet": "parquet", ".jsonl": "json", ".json": "json", ".ndjson": "json",
 }  # fmt: skip
@@ -159,7 +160,8 @@ class ParquetFiles(_Files):
             first, begin, documents, size = 0, 0, 0, 0
             for number in range(found.num_row_groups):
                 group = found.row_group(number)
-                documents, size = documents + group.num_rows, size + group.total_byte_size
+                values = sum(group.column(at).num_values for at in range(group.num_columns))
+                documents, size = documents + group.num_rows, size + max(group.total_byte_size, 4 * values)
                 if size >= PART_BYTES or number == found.num_row_groups - 1:
                     if documents:
                         self.parts.append(Part(file, begin, number + 1, first))
@@ -181,7 +183,7 @@ class JsonFiles(_Files):
                 size = os.fstat(opened.fileno()).st_size
                 start = 0
                 while start < size:
-                    opened.seek(min(start + PART_BYTES, size) - 1)
+                    opened.seek(min(start + PART_BYTES // _JSON_SHARE, size) - 1)
                     opened.readline()  # to the end of the line
                     stop = opened.tell()
                     opened.seek(start)
