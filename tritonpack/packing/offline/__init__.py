@@ -85,7 +85,7 @@ def pack_to_disk(
     | `position_ids` | the place of each token in its document, uint16, or int32 above a capacity of 65,536 |
 
     Documents are read and written in parts, and only their lengths are all in memory: about 50 bytes per document,
-    and 6 times `shard_bytes` per job. While it works, the folder also holds a copy of the documents. If the process is
+    and 4 times `shard_bytes` per job. While it works, the folder also holds a copy of the documents. If the process is
     killed, the same call goes on where it was and writes the same files. On a complete folder it returns at once.
 
     Args:
