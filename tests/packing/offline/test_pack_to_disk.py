@@ -301,6 +301,11 @@ class TestRefusals:
             pack_to_disk(source, 10, tmp_path)
         assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
+    def test_folder_within_the_documents(self, tmp_path):
+        path = write_files(tmp_path / "in", "jsonl", documents())
+        with pytest.raises(ValueError, match=r"out=.*rows lies in .*in, whose files are the documents"):
+            pack_to_disk(path, 10, path / "rows")
+
     def test_folder_in_use(self, tmp_path):
         source = datasets.Dataset.from_list(documents())
 

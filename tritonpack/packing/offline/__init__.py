@@ -189,6 +189,8 @@ def _pack(
         "capacity": capacity, "split": split, "columns": None if columns is None else list(columns),
         "overlong": overlong, "algorithm": algorithm, "max_items": max_items, "seed": seed, "shard_bytes": shard_bytes,
     }  # fmt: skip
+    if isinstance(dataset, (str, os.PathLike)) and Path(out).resolve().is_relative_to(Path(dataset).resolve()):
+        raise ValueError(f"out={out} lies in {dataset}, whose files are the documents; name a folder outside.")
     folder = Folder(Path(out), settings, opened.digest)
     with folder.lock(wait):
         if folder.summary is None:
