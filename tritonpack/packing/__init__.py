@@ -7,6 +7,7 @@ from tritonpack.packing.dataset import BinDataset, PackedDataset, pack_dataset
 from tritonpack.packing.distributed import MultipackDistributedBatchSampler
 from tritonpack.packing.lengths import fit_lengths
 from tritonpack.packing.multipack import MultipackBatchSampler
+from tritonpack.packing.offline import PackedFolder, pack_to_disk
 from tritonpack.packing.order import Mixture
 from tritonpack.packing.plan import Plan, plan_epoch
 from tritonpack.packing.statistics import PlanStatistics, plan_statistics
@@ -21,6 +22,7 @@ __all__ = [
     "MultipackBatchSampler",
     "MultipackDistributedBatchSampler",
     "PackedDataset",
+    "PackedFolder",
     "PackedStream",
     "Packing",
     "PackingCollator",
@@ -33,6 +35,7 @@ __all__ = [
     "pack",
     "pack_dataset",
     "pack_stream",
+    "pack_to_disk",
     "pack_tree",
     "pack_trees",
     "plan_epoch",
