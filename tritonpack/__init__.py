@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tritonpack.packing import TreeBatch as TreeBatch
     from tritonpack.packing import TreeCollator as TreeCollator
     from tritonpack.packing import TreePacking as TreePacking
+    from tritonpack.packing import dataloader as dataloader
     from tritonpack.packing import pack as pack
     from tritonpack.packing import pack_dataset as pack_dataset
     from tritonpack.packing import pack_stream as pack_stream
@@ -57,6 +58,7 @@ _HOMES = {
     "TreeCollator": "packing",
     "TreePacking": "packing",
     "UnsupportedModelError": "errors",
+    "dataloader": "packing",
     "flash_attn": "flash_attn",
     "load_tiles": "kernels.tile_shapes",
     "pack": "packing",

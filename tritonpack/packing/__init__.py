@@ -6,6 +6,7 @@ from tritonpack.packing.cost import CostModel
 from tritonpack.packing.dataset import BinDataset, PackedDataset, pack_dataset
 from tritonpack.packing.distributed import MultipackDistributedBatchSampler
 from tritonpack.packing.lengths import fit_lengths
+from tritonpack.packing.loader import PackedDataLoader, dataloader
 from tritonpack.packing.multipack import MultipackBatchSampler
 from tritonpack.packing.plan import Plan, plan_epoch
 from tritonpack.packing.statistics import PlanStatistics, plan_statistics
@@ -18,6 +19,7 @@ __all__ = [
     "CostModel",
     "MultipackBatchSampler",
     "MultipackDistributedBatchSampler",
+    "PackedDataLoader",
     "PackedDataset",
     "PackedStream",
     "Packing",
@@ -27,6 +29,7 @@ __all__ = [
     "TreeBatch",
     "TreeCollator",
     "TreePacking",
+    "dataloader",
     "fit_lengths",
     "pack",
     "pack_dataset",

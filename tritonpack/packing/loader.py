@@ -1,0 +1,400 @@
+"""dataloader: a DataLoader of packed rows, from a dataset and a number of tokens."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from tritonpack.checks import check_choice
+from tritonpack.packing.collator import PackingCollator
+from tritonpack.packing.columns import TAKEN
+from tritonpack.packing.columns import Objective as LabelObjective
+from tritonpack.packing.cost import CostModel
+from tritonpack.packing.distributed import MultipackDistributedBatchSampler
+from tritonpack.packing.documents import TOKENS, fetch, measure_lengths, require_map_style
+from tritonpack.packing.lengths import check_integer, fit_lengths, whole_lengths
+from tritonpack.packing.plan import MOST_TOKENS, Objective, Tail
+from tritonpack.packing.state import gather
+
+LENGTH_COLUMNS = ("length", "lengths")
+ROWS_TOGETHER = 64
+_CHOSEN_HERE = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn")
+_PASSED_ON = tuple(name for name in inspect.signature(DataLoader).parameters if name not in _CHOSEN_HERE)
+
+
+class PackedDataLoader(DataLoader):
+    """A DataLoader of packed rows, as `dataloader` makes it. Each pass is the next epoch.
+
+    `print(loader)` shows the plan of the epoch: documents, steps, how full the rows are, and what is left out.
+
+    accelerate may prepare it (`accelerator.prepare(loader)`), which divides the rows of all ranks. Epochs continue
+    there, too. A state that is loaded into this loader holds for the prepared one.
+
+    Attributes:
+        epoch: the epoch of the latest pass; before the first pass, and after `set_epoch` and `load_state_dict`, the
+            epoch of the next pass.
+        rank: the rank whose rows this loader yields.
+        rows: the sampler of the rows of all ranks, with the plan, the lengths and the efficiency of the epoch.
+    """
+
+    def __init__(
+        self, documents: _Documents, rows: MultipackDistributedBatchSampler, rank: int, collate: Any, **options: Any
+    ) -> None:
+        self.rows, self.rank = rows, rank
+        self._own = _Rows(rows, rank)
+        self._started = False  # a pass over the current epoch
+        self._done = 0  # batches of the current epoch that this loader has handed out
+        self._resumed: tuple[int, int] | None = None  # the epoch and the batches of a loaded state, until a pass begins
+        super().__init__(documents, batch_sampler=_Rows(rows, None), collate_fn=collate, **options)
+
+    @property
+    def _index_sampler(self) -> Any:
+        """The sampler that torch's DataLoader iterates. accelerate reads `batch_sampler`."""
+        return self._own
+
+    @property
+    def epoch(self) -> int:
+        return self.rows.epoch
+
+    def __len__(self) -> int:
+        """The number of steps of the epoch, the same on every rank, also after a resume."""
+        return len(self._own)
+
+    def __iter__(self) -> Any:
+        if self._started:
+            self.rows.set_epoch(self.epoch + 1)
+        self._started = True
+        epoch, done = self._resumed or (self.epoch, 0)
+        self._done, self._resumed = (done if epoch == self.epoch else 0), None
+        return self._count(super().__iter__())
+
+    def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
+        epoch = self.epoch
+        for number, batch in enumerate(batches, self._done + 1):
+            if self.epoch == epoch:
+                self._done = number
+            yield batch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next pass. Without it each pass is the epoch after the one before.
+
+        Raises:
+            ValueError: an epoch that isn't an integer of at least 0.
+        """
+        self.rows.set_epoch(epoch)
+        self._begin_at(self.epoch)
+
+    def state_dict(self, batches_done: int | None = None) -> dict[str, Any]:
+        """Where the epoch stands, as plain numbers and strings, the same on every rank.
+
+        Args:
+            batches_done: the batches of this epoch that this rank trained on. None counts the batches that the loop
+                got from this loader; batches that workers have fetched ahead don't count.
+
+        Raises:
+            ValueError: more batches than the epoch has; None for a loader that accelerate prepared, because it
+                fetches batches from a copy of this loader.
+        """
+        if batches_done is None:
+            if self.batch_sampler.is_divided and not self._started:  # type: ignore[union-attr]
+                raise ValueError(
+                    "the batches were fetched from the loader that accelerate made of this one, so they weren't "
+                    "counted here. Pass batches_done, the batches of this epoch that this process trained on."
+                )
+            epoch, done = self._resumed or (self.epoch, self._done)
+            batches_done = done if epoch == self.epoch else 0
+        done = check_integer(batches_done, "batches_done", 0, len(self), "the number of steps of the epoch")
+        return self.rows.state_dict(done * self.rows.num_replicas)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume: the next pass begins with the batch after the last one that the state counts.
+
+        Raises:
+            ValueError: a damaged state, or one that was saved with other lengths or options. The loader is then
+                unchanged.
+        """
+        self.rows.load_state_dict(state)
+        self._begin_at(self.epoch)
+        self._resumed = (self.epoch, self.rows.state_dict()["batches_done"] // self.rows.num_replicas)
+
+    def _begin_at(self, epoch: int) -> None:
+        self._started, self._done = False, 0
+        self.batch_sampler.begin_at(epoch)  # type: ignore[union-attr]
+
+    def __str__(self) -> str:
+        rows, documents = self.rows, self.dataset
+        plan, lengths = rows.plan, rows.lengths
+        planned = np.unique(plan.items)
+        missing = int((lengths > 0).sum()) - len(planned)
+        lines = [
+            f"PackedDataLoader of {len(lengths):,} documents, {int(documents.lengths.sum()):,} tokens "  # type: ignore[attr-defined]
+            f"(lengths from {documents.source})",  # type: ignore[attr-defined]
+            f"  epoch {self.epoch}: {plan.num_steps:,} steps of {_counted(plan.num_ranks, 'rank')} with "
+            f"{plan.capacity:,} tokens each, {rows.efficiency():.1%} full",
+        ]
+        cut = int((documents.lengths.astype(np.int64) - lengths)[lengths > 0].sum())  # type: ignore[attr-defined]
+        left_out = [
+            *([str(rows.overlong_report)] if rows.overlong_report.documents else []),
+            *([f"{cut:,} tokens cut off by max_document_length"] if cut else []),
+            *([f"{_counted(missing, 'document')} of this epoch that fill no last step (tail)"] if missing else []),
+        ]
+        lines.append(f"  left out: {'; '.join(left_out) or 'no document'}")
+        used, unused = documents.columns  # type: ignore[attr-defined]
+        lines.append(f"  columns: {', '.join(used)}; left out: {', '.join(unused) or 'none'}")
+        return "\n".join(lines)
+
+
+def dataloader(
+    dataset: Any,
+    tokens: int,
+    *,
+    lengths: Sequence[int] | NDArray[Any] | None = None,
+    seed: int | None = None,
+    objective: Objective = "quadratic",
+    cost_model: CostModel | None = None,
+    tail: Tail = "spread",
+    lookahead: float = 0.01,
+    steps_together: int | None = None,
+    overlong: Literal["error", "drop"] = "error",
+    shuffle: bool = True,
+    num_replicas: int | None = None,
+    rank: int | None = None,
+    labels: LabelObjective = "causal",
+    per_token: Collection[str] = (),
+    drop_columns: Collection[str] = (),
+    max_document_length: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    pad_token_id: int | None = None,
+    **options: Any,
+) -> PackedDataLoader:
+    """A DataLoader of packed rows: at most `tokens` tokens per rank and step, with the same number of steps on every
+    rank.
+
+    It measures the documents, plans each epoch (MultipackDistributedBatchSampler) and joins the documents of a row
+    (PackingCollator). Each pass over it is the next epoch, in another order.
+
+    >>> documents = [{"input_ids": [5] * length} for length in (5, 3, 4, 4, 2, 6, 8, 8)]
+    >>> loader = dataloader(documents, tokens=8, seed=0)
+    >>> print(loader)
+    PackedDataLoader of 8 documents, 40 tokens (lengths from input_ids)
+      epoch 0: 5 steps of 1 rank with 8 tokens each, 100.0% full
+      left out: no document
+      columns: input_ids; left out: none
+    >>> [batch["input_ids"].shape[1] for batch in loader]
+    [8, 8, 8, 8, 8]
+
+    Args:
+        dataset: tokenized documents, indexed from 0: mappings with `input_ids` and the columns that PackingCollator
+            takes.
+        tokens: the tokens of a row, from 1 to 2**30.
+        lengths: (documents,) integers, the tokens of each document. None reads the column `length` or `lengths` of a
+            dataset with column names, or else counts the `input_ids`; of a `datasets.Dataset` it reads no tokens.
+        seed: at least 0. None takes rank 0's seed of torch (`torch.manual_seed`).
+        objective, cost_model, tail, lookahead, shuffle: see MultipackDistributedBatchSampler. The default "spread"
+            leaves out no document.
+        steps_together: see MultipackDistributedBatchSampler; None takes as many as have 64 rows, which fills them.
+        overlong: "error" refuses documents longer than `tokens`, "drop" leaves them out.
+        num_replicas, rank: the number of ranks, and the rank of this process. None reads them from torch.distributed.
+        labels: what a label belongs to, the `objective` of PackingCollator.
+        per_token, max_document_length, pad_to_multiple_of, pad_token_id: see PackingCollator.
+        drop_columns: columns that are left out.
+        options: of torch's DataLoader: `num_workers`, `pin_memory`, `persistent_workers`, `generator`,
+            `worker_init_fn` and others, but none that choose documents.
+
+    Raises:
+        ValueError: a wrong option, lengths that don't fit, a column that can't be packed; while loading, a document
+            with another number of tokens than its length, or with other columns than the first document.
+        ImportError: at the first use of an epoch, if numba can't be imported.
+    """
+    require_map_style(dataset)
+    tokens = check_integer(tokens, "tokens", 1, MOST_TOKENS)
+    _check_options(options, objective, labels, overlong)
+    collate = PackingCollator(
+        objective=labels,
+        per_token=per_token,
+        max_document_length=max_document_length,
+        pad_to_multiple_of=pad_to_multiple_of,
+        pad_token_id=pad_token_id,
+    )
+    if pad_to_multiple_of is not None and tokens % pad_to_multiple_of:
+        raise ValueError(
+            f"rows of up to {tokens} tokens can't be padded to multiples of {pad_to_multiple_of} without growing past "
+            f"{tokens}. Make tokens a multiple of pad_to_multiple_of."
+        )
+    documents = _Documents(dataset, lengths, drop_columns)
+    documents.check_columns(collate)
+    cut = documents.lengths if max_document_length is None else np.minimum(documents.lengths, max_document_length)
+    fit_lengths(
+        cut,
+        tokens,
+        overlong,
+        name="row size",
+        remedy=f"pass overlong='drop', which leaves them out, or max_document_length={tokens}, which trains on their "
+        "first tokens",
+    )
+    planning: dict[str, Any] = {
+        "objective": objective, "cost_model": cost_model, "tail": tail, "lookahead": lookahead, "overlong": overlong,
+        "shuffle": shuffle, "seed": gather(torch.initial_seed())[0] if seed is None else seed,
+    }  # fmt: skip
+    own = MultipackDistributedBatchSampler(tokens, cut, num_replicas, rank, **planning)
+    if steps_together is None:
+        steps_together = -(-ROWS_TOGETHER // own.num_replicas)
+    rows = MultipackDistributedBatchSampler(
+        tokens, cut, own.num_replicas, shard=False, steps_together=steps_together, **planning
+    )
+    assert own.rank is not None
+    return PackedDataLoader(documents, rows, own.rank, collate, **options)
+
+
+class _Rows(Sampler[list[int]]):
+    """The rows of each epoch: of one rank, or (`rank` None) of all ranks, step by step, which accelerate divides."""
+
+    batch_size = None  # rows have different numbers of documents
+
+    def __init__(self, rows: MultipackDistributedBatchSampler, rank: int | None) -> None:
+        self._rows, self.rank = rows, rank
+        self.is_divided = False  # by accelerate
+        self._next: int | None = None
+        self._shift = 0
+
+    def __len__(self) -> int:
+        return len(self._rows) // (1 if self.rank is None else self._rows.num_replicas)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.is_divided = self.rank is None
+        self._next = None
+        first, stride = (0, 1) if self.rank is None else (self.rank, self._rows.num_replicas)
+        return islice(self._rows, first, None, stride)
+
+    @property
+    def sampler(self) -> Any:
+        """This sampler itself. accelerate looks here for `set_epoch` once it has wrapped a batch sampler."""
+        return self
+
+    def begin_at(self, epoch: int) -> None:
+        """Let the next pass of accelerate be over this epoch, whatever its number there."""
+        self._next = epoch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch, as accelerate does at each pass. It numbers its own passes from 0."""
+        if self._next is not None:
+            self._shift = self._next - epoch
+        self._rows.set_epoch(epoch + self._shift)
+
+
+class _Documents(Dataset):
+    """The documents of a dataset without dropped columns, each checked against the length that was planned.
+
+    Attributes:
+        lengths: (documents,) int64, the tokens of each document.
+        source: where the lengths come from.
+        columns: the names of the columns of the first document that are used, and of those that aren't.
+    """
+
+    def __init__(self, dataset: Any, lengths: Any, drop_columns: Collection[str]) -> None:
+        self.dataset = dataset
+        if isinstance(drop_columns, str) or not all(isinstance(name, str) for name in drop_columns):
+            raise ValueError(
+                f"drop_columns must be a collection of column names, such as ('text',); got {drop_columns!r}."
+            )
+        self._dropped = frozenset(drop_columns)
+        self.columns: tuple[list[str], list[str]] = ([], [])
+        measured, self.source = _measure(dataset, lengths, self._dropped)
+        self.lengths = whole_lengths(measured).astype(np.int64)
+        if len(self.lengths) != len(dataset):
+            raise ValueError(
+                f"{len(self.lengths)} lengths for a dataset of {len(dataset)} documents. Give each its length."
+            )
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, number: int) -> Any:
+        return self.__getitems__([number])[0]
+
+    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
+        return [self._checked(*pair) for pair in zip(fetch(self.dataset, numbers), numbers, strict=True)]
+
+    def _checked(self, document: Any, number: int) -> Any:
+        if not isinstance(document, Mapping) or TOKENS not in document:
+            return document  # the collator says what is wrong
+        count = len(document[TOKENS])
+        if count != self.lengths[number]:
+            raise ValueError(
+                f"document {number} has {count} tokens, but {self.lengths[number]} by {self.source}. Pass lengths= "
+                "with the number of each document's tokens."
+            )
+        unused = self._dropped.union(LENGTH_COLUMNS)
+        return {name: document[name] for name in document if name not in unused}
+
+    def check_columns(self, collate: PackingCollator) -> None:
+        """ValueError if the first document has a column that can't be packed, or none that is to be dropped."""
+        document = fetch(self.dataset, [0])[0]
+        checked = self._checked(document, 0)
+        if isinstance(document, Mapping):
+            names = sorted(map(str, document))
+            if absent := sorted(self._dropped - set(names)):
+                raise ValueError(
+                    f"drop_columns names {', '.join(map(repr, absent))}, but the first document has the columns "
+                    f"{', '.join(names)}."
+                )
+            unused = self._dropped.union(LENGTH_COLUMNS)
+            self.columns = ([one for one in names if one not in unused], [one for one in names if one in unused])
+            taken = {*TAKEN, *collate.per_token}
+            refused = tuple(name for name in self.columns[0] if name not in taken)
+        else:
+            refused = ()
+        try:
+            collate([checked])
+        except ValueError as error:
+            if not refused:
+                raise
+            raise ValueError(f"{error} To leave them out while loading, pass drop_columns={refused!r}.") from error
+
+
+def _measure(dataset: Any, lengths: Any, dropped: Collection[str]) -> tuple[Any, str]:
+    """The tokens of each document, and where they come from."""
+    if lengths is not None:
+        return lengths, "the lengths given"
+    names = [name for name in getattr(dataset, "column_names", None) or () if name in LENGTH_COLUMNS]
+    for name in names:
+        if name not in dropped and hasattr(dataset, "with_format"):
+            column = np.asarray(dataset.with_format("numpy")[name][:])
+            if column.ndim != 1 or column.dtype.kind not in "iu":
+                raise ValueError(
+                    f"the column {name!r} must hold the number of each document's tokens; got {column.dtype} of shape "
+                    f"{column.shape}. Pass lengths=, or leave the column out: drop_columns=({name!r},)."
+                )
+            return column, f"the column {name!r}"
+    return measure_lengths(dataset), TOKENS
+
+
+def _check_options(options: Mapping[str, Any], objective: Any, labels: Any, overlong: Any) -> None:
+    for name in options:
+        if name in _CHOSEN_HERE:
+            raise ValueError(
+                f"{name} can't be passed: tokens decides which documents make a batch. For batches of your own use "
+                "torch's DataLoader with tritonpack.PackingCollator()."
+            )
+        if name not in _PASSED_ON:
+            raise ValueError(
+                f"there is no option {name!r}; those of torch's DataLoader that can be passed are "
+                f"{', '.join(_PASSED_ON)}."
+            )
+    if objective in ("causal", "tokens", "documents"):
+        raise ValueError(
+            "objective is what ranks get equal shares of: 'quadratic', 'linear' or 'cost'. To say what labels belong "
+            f"to, pass labels={objective!r}."
+        )
+    check_choice(overlong, ("error", "drop"), "overlong")
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
