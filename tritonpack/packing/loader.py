@@ -268,10 +268,11 @@ class _Rows(Sampler[list[int]]):
         return len(self._rows) // (1 if self.rank is None else self._rows.num_replicas)
 
     def __iter__(self) -> Iterator[list[int]]:
+        # A generator, because DataLoader with workers makes two iterators for a pass and uses only the second.
         self.is_divided = self.rank is None
         self._next = None
         first, stride = (0, 1) if self.rank is None else (self.rank, self._rows.num_replicas)
-        return islice(self._rows, first, None, stride)
+        yield from islice(self._rows, first, None, stride)
 
     @property
     def sampler(self) -> Any:
