@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tritonpack.errors import PackingWarning as PackingWarning
     from tritonpack.errors import UnsupportedModelError as UnsupportedModelError
     from tritonpack.integrations.trainer import SavedTokensCallback as SavedTokensCallback
+    from tritonpack.integrations.trainer_setup import setup as setup
     from tritonpack.kernels.tile_shapes import load_tiles as load_tiles
     from tritonpack.masks.block_diagonal import BlockDiagonalMask as BlockDiagonalMask
     from tritonpack.packing import BinDataset as BinDataset
@@ -68,6 +69,7 @@ _HOMES = {
     "pack_trees": "packing",
     "patch": "patches",
     "register": "patches",
+    "setup": "integrations.trainer_setup",
     "unpatch": "patches",
     "varlen_attention": "attention",
 }

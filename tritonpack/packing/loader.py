@@ -12,13 +12,14 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from tritonpack.checks import check_choice
+from tritonpack.checks import check_choice, check_flag
 from tritonpack.packing.collator import PackingCollator
 from tritonpack.packing.columns import TAKEN
 from tritonpack.packing.columns import Objective as LabelObjective
 from tritonpack.packing.cost import CostModel
 from tritonpack.packing.distributed import MultipackDistributedBatchSampler
 from tritonpack.packing.documents import TOKENS, fetch, measure_lengths, require_map_style
+from tritonpack.packing.equal_epochs import EqualEpochs
 from tritonpack.packing.lengths import check_integer, fit_lengths, whole_lengths
 from tritonpack.packing.plan import MOST_TOKENS, Objective, Tail
 from tritonpack.packing.state import gather
@@ -45,14 +46,21 @@ class PackedDataLoader(DataLoader):
     """
 
     def __init__(
-        self, documents: _Documents, rows: MultipackDistributedBatchSampler, rank: int, collate: Any, **options: Any
+        self,
+        documents: _Documents,
+        rows: MultipackDistributedBatchSampler,
+        rank: int,
+        collate: PackingCollator,
+        shard: bool,
+        **options: Any,
     ) -> None:
         self.rows, self.rank = rows, rank
         self._own = _Rows(rows, rank)
         self._started = False  # a pass over the current epoch
         self._done = 0  # batches of the current epoch that this loader has handed out
         self._resumed: tuple[int, int] | None = None  # the epoch and the batches of a loaded state, until a pass begins
-        super().__init__(documents, batch_sampler=_Rows(rows, None), collate_fn=collate, **options)
+        batches = self._own if shard else _Rows(rows, None)
+        super().__init__(documents, batch_sampler=batches, collate_fn=collate, **options)
 
     @property
     def _index_sampler(self) -> Any:
@@ -166,6 +174,8 @@ def dataloader(
     shuffle: bool = True,
     num_replicas: int | None = None,
     rank: int | None = None,
+    shard: bool = False,
+    epochs: int = 1,
     labels: LabelObjective = "causal",
     per_token: Collection[str] = (),
     drop_columns: Collection[str] = (),
@@ -202,6 +212,10 @@ def dataloader(
         steps_together: see MultipackDistributedBatchSampler; None takes as many as have 64 rows, which fills them.
         overlong: "error" refuses documents longer than `tokens`, "drop" leaves them out.
         num_replicas, rank: the number of ranks, and the rank of this process. None reads them from torch.distributed.
+        shard: what a library finds that takes the loader apart: False the rows of all ranks, which accelerate divides;
+            True the rows of this rank. The loader itself yields the rows of this rank either way.
+        epochs: so many epochs get the same number of steps, `len(loader)`: that of the epoch with the most. A training
+            then has `epochs * len(loader)` steps. More than 1 plans all of these epochs once in advance.
         labels: what a label belongs to, the `objective` of PackingCollator.
         per_token, max_document_length, pad_to_multiple_of, pad_token_id: see PackingCollator.
         drop_columns: columns that are left out.
@@ -246,17 +260,14 @@ def dataloader(
     own = MultipackDistributedBatchSampler(tokens, cut, num_replicas, rank, **planning)
     if steps_together is None:
         steps_together = -(-ROWS_TOGETHER // own.num_replicas)
-    rows = MultipackDistributedBatchSampler(
-        tokens, cut, own.num_replicas, shard=False, steps_together=steps_together, **planning
-    )
+    rows = EqualEpochs(tokens, cut, own.num_replicas, shard=False, steps_together=steps_together, **planning)
+    rows.equalize(check_integer(epochs, "epochs"))
     assert own.rank is not None
-    return PackedDataLoader(documents, rows, own.rank, collate, **options)
+    return PackedDataLoader(documents, rows, own.rank, collate, check_flag(shard, "shard"), **options)
 
 
 class _Rows(Sampler[list[int]]):
     """The rows of each epoch: of one rank, or (`rank` None) of all ranks, step by step, which accelerate divides."""
-
-    batch_size = None  # rows have different numbers of documents
 
     def __init__(self, rows: MultipackDistributedBatchSampler, rank: int | None) -> None:
         self._rows, self.rank = rows, rank
@@ -273,6 +284,19 @@ class _Rows(Sampler[list[int]]):
         self._next = None
         first, stride = (0, 1) if self.rank is None else (self.rank, self._rows.num_replicas)
         yield from islice(self._rows, first, None, stride)
+
+    @property
+    def batch_size(self) -> None:
+        """None, because rows have different numbers of documents. Libraries that divide batches read it.
+
+        Raises:
+            ValueError: the rows of one rank of several, which can't be divided again.
+        """
+        if self.rank is not None and self._rows.num_replicas > 1:
+            raise ValueError(
+                f"this loader was made with shard=True, so its batch_sampler yields the rows of rank {self.rank} only, "
+                f"of {self._rows.num_replicas} ranks. For accelerate leave shard=False."
+            )
 
     @property
     def sampler(self) -> Any:

@@ -1,0 +1,292 @@
+"""setup: packed training with transformers' Trainer and TRL's SFTTrainer, in one line."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Mapping
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+from transformers import Trainer
+from transformers.trainer_utils import seed_worker
+
+from tritonpack.backends import Backend
+from tritonpack.checks import check_choice
+from tritonpack.integrations.trainer import PackedRows, SavedTokensCallback
+from tritonpack.integrations.trainer_checks import check_trainer, check_training, labels_of
+from tritonpack.packing import PackedDataLoader, dataloader
+from tritonpack.packing.columns import TAKEN
+from tritonpack.packing.columns import Objective as LabelObjective
+from tritonpack.packing.loader import LENGTH_COLUMNS
+from tritonpack.patches import Patch, patch
+
+STATE = "tritonpack"  # the key of the loader's state in Trainer's stateful_callbacks, in trainer_state.json
+_REPLACED = ("get_train_dataloader", "get_total_train_batch_size", "call_model_init")
+_LOADING = {  # options of a DataLoader, and the TrainingArguments that have them
+    "num_workers": "dataloader_num_workers",
+    "persistent_workers": "dataloader_persistent_workers",
+    "prefetch_factor": "dataloader_prefetch_factor",
+    "in_order": "dataloader_in_order",
+    "multiprocessing_context": "dataloader_multiprocessing_context",
+}
+_FROM_ARGUMENTS = {
+    **_LOADING,
+    "pin_memory": "dataloader_pin_memory",
+    "seed": "data_seed",
+    "shuffle": "train_sampling_strategy",
+    "epochs": "num_train_epochs",
+}
+_MADE_HERE = ("num_replicas", "rank", "shard", "worker_init_fn")
+_OPTIONS = tuple(
+    name
+    for name, parameter in inspect.signature(dataloader).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY and name not in (*_FROM_ARGUMENTS, *_MADE_HERE)
+)
+
+
+class TrainerSetup:
+    """The handle of a trainer that trains on packed rows. As a context manager it undoes the set-up on leaving.
+
+    `print(handle)` shows the patch, the plan of the first epoch, and what of the trainer's settings has no effect.
+
+    Attributes:
+        trainer: the trainer that was given to `setup`.
+        patch: the handle of the patched model.
+    """
+
+    def __init__(self, trainer: Trainer, tokens: int, patching: Mapping[str, Any], packing: Mapping[str, Any]) -> None:
+        self.trainer = trainer
+        self._tokens, self._patching, self._packing = tokens, dict(patching), dict(packing)
+        self._measured: tuple[Any, Any] = (None, None)  # a dataset, and the lengths of its documents
+        self._loader = self._load(epochs=1)
+        self._callback = _PackedTraining(self)
+        self.patch: Patch = patch(trainer.model, **self._patching)
+        try:
+            trainer.add_callback(self._callback)
+            for name in _REPLACED:
+                setattr(trainer, name, getattr(self, name))
+        except BaseException:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        """Unpatch the model, and give the trainer its own loader back. A second call does nothing."""
+        for name in _REPLACED:
+            if getattr(vars(self.trainer).get(name), "__self__", None) is self:
+                delattr(self.trainer, name)
+        self.trainer.remove_callback(self._callback)
+        self.patch.unpatch()
+
+    def get_train_dataloader(self) -> PackedDataLoader:
+        """The loader of packed rows, in place of the trainer's method of this name."""
+        args = self.trainer.args
+        epochs = math.ceil(args.num_train_epochs)
+        if args.max_steps > 0:
+            per_epoch = -(-len(self._load(epochs=1)) // args.gradient_accumulation_steps)
+            epochs = -(-args.max_steps // per_epoch)
+        self._loader = self._load(epochs)
+        return self._loader
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """The mean number of documents per optimizer step, over all ranks, for Trainer's logs."""
+        steps = -(-len(self._loader) // args.gradient_accumulation_steps)
+        return max(1, round(len(self._loader.dataset) / steps))  # type: ignore[arg-type]
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """Make a model with `model_init`, and patch it."""
+        model = type(self.trainer).call_model_init(self.trainer, trial)
+        self.patch.unpatch()
+        self.patch = patch(model, **self._patching)
+        return model
+
+    def _load(self, epochs: int) -> PackedDataLoader:
+        trainer, args = self.trainer, self.trainer.args
+        packing = dict(self._packing)
+        packing["labels"] = labels = packing.get("labels") or labels_of(trainer)
+        check_training(trainer, labels)
+        dataset = trainer.train_dataset
+        if packing.get("lengths") is None and self._measured[0] is dataset:
+            packing["lengths"] = self._measured[1]
+        strategy = getattr(args, "train_sampling_strategy", "random")
+        loader = dataloader(
+            dataset,
+            self._tokens,
+            **{
+                **packing,
+                "drop_columns": (*packing.get("drop_columns", ()), *self._unused_columns()),
+                "seed": args.seed if args.data_seed is None else args.data_seed,
+                "shuffle": strategy != "sequential",
+                "num_replicas": args.world_size,
+                "rank": args.process_index,
+                "shard": True,
+                "epochs": epochs,
+                "pin_memory": args.dataloader_pin_memory and torch.accelerator.is_available(),
+                **{option: getattr(args, name) for option, name in _LOADING.items() if hasattr(args, name)},
+                "worker_init_fn": partial(
+                    seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
+                ),
+            },
+        )
+        self._measured = (dataset, loader.dataset.lengths)  # type: ignore[attr-defined]
+        return loader
+
+    def _unused_columns(self) -> tuple[str, ...]:
+        """The columns that neither the model nor the collator takes, with `remove_unused_columns` (the default)."""
+        trainer = self.trainer
+        if not trainer.args.remove_unused_columns:
+            return ()
+        trainer._set_signature_columns_if_needed()
+        used = {*trainer._signature_columns, *TAKEN, *LENGTH_COLUMNS, *self._packing.get("per_token", ())}
+        used |= set(self._packing.get("drop_columns", ()))
+        first = trainer.train_dataset[0]
+        return tuple(name for name in first if name not in used) if isinstance(first, Mapping) else ()
+
+    def __enter__(self) -> TrainerSetup:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
+
+    def __str__(self) -> str:
+        args = self.trainer.args
+        return (
+            f"{self.patch.report}\n{self._loader}\n"
+            f"  per_device_train_batch_size={args.per_device_train_batch_size} has no effect: a batch is one row of at "
+            f"most {self._tokens:,} tokens, and an optimizer step {args.gradient_accumulation_steps} of them per rank"
+        )
+
+
+def setup(
+    trainer: Trainer,
+    tokens: int,
+    *,
+    labels: LabelObjective | None = None,
+    attention: Literal["tritonpack", "sdpa", "eager"] = "tritonpack",
+    backend: Backend = "auto",
+    unpad: bool = True,
+    **options: Any,
+) -> TrainerSetup:
+    """Let a Trainer train on packed rows of at most `tokens` tokens per rank.
+
+        handle = tritonpack.setup(trainer, tokens=32768)
+        trainer.train()
+
+    It patches the model, and replaces the loader of the training alone: evaluation and prediction keep their padded
+    batches, in which the model computes no padding. The trainer's epochs, steps, seeds, workers, accumulation and
+    checkpoints hold for packed rows, too. A callback logs what `SavedTokensCallback` logs, and the packing efficiency.
+    Only this trainer changes.
+
+    Rows have different numbers of documents, so `per_device_train_batch_size` has no effect. With
+    `remove_unused_columns=True` columns go that neither the model nor PackingCollator takes; `completion_mask` and
+    `assistant_masks` stay.
+
+    Args:
+        trainer: a transformers.Trainer or TRL's SFTTrainer, with an indexed train_dataset of tokenized documents.
+        tokens: the tokens of a row, from 1 to 2**30.
+        labels: what a label belongs to, the `objective` of PackingCollator. None finds it by the model's loss.
+        attention, backend, unpad: see `patch`.
+        options: `lengths`, `objective`, `cost_model`, `tail`, `lookahead`, `steps_together`, `overlong`, `per_token`,
+            `drop_columns`, `max_document_length`, `pad_to_multiple_of` and `pad_token_id`, see `dataloader`.
+
+    Returns:
+        A handle, which `print` shows. `undo()` restores the trainer and its model.
+
+    Raises:
+        UnsupportedModelError: (a ValueError) see `patch`.
+        ValueError: no Trainer, or one that was set up already or makes training batches in a way of its own; settings
+            that contradict packed rows; what `dataloader` refuses. When training resumes: a checkpoint that was saved
+            with other lengths or settings.
+    """
+    handler = getattr(trainer, "callback_handler", None)
+    if any(isinstance(one, _PackedTraining) for one in getattr(handler, "callbacks", ())):
+        raise ValueError("this trainer is set up already; call undo() of its handle first.")
+    check_trainer(trainer)
+    for name in options:
+        if name in _FROM_ARGUMENTS:
+            raise ValueError(f"{name} can't be passed; set {_FROM_ARGUMENTS[name]} in the TrainingArguments.")
+        if name not in _OPTIONS:
+            raise ValueError(f"there is no option {name!r}; the options are {', '.join(_OPTIONS)}.")
+    if labels is not None:
+        check_choice(labels, get_args(LabelObjective), "labels")
+    patching = {"attention": attention, "backend": backend, "unpad": unpad}
+    return TrainerSetup(trainer, tokens, patching, {"labels": labels, **options})
+
+
+class _PackedTraining(SavedTokensCallback):
+    """Counts the rows of a training, writes their state into its checkpoints, and checks it when training resumes."""
+
+    def __init__(self, handle: TrainerSetup) -> None:
+        self._handle = handle
+        self._rows = PackedRows()
+        self._batches = 0  # batches of the epoch that were trained on
+        self._resumed = 0  # batches of the first epoch that Trainer skips
+        self._epoch: dict[str, Any] = {}  # the state of the loader at the begin of the epoch
+        super().__init__(handle.trainer)
+
+    def _find_counts(self) -> list[Any]:
+        return [self._rows]
+
+    def on_train_begin(self, args: Any, state: Any, *others: Any, **__: Any) -> None:
+        self._resumed, self._epoch = 0, {}
+        if state.global_step and not args.ignore_data_skip:
+            self._resumed = self._check_resumed(args, state)
+        super().on_train_begin()
+
+    def _check_resumed(self, args: Any, state: Any) -> int:
+        """The batches of the epoch that Trainer skips; ValueError unless the checkpoint has the same plan."""
+        saved = state.stateful_callbacks.get(STATE)
+        if saved is None:
+            raise ValueError(
+                "the checkpoint was saved without tritonpack.setup, so its batches held other documents. Pass "
+                "ignore_data_skip=True in the TrainingArguments to begin its epoch anew with packed rows."
+            )
+        now = self._settings()
+        changes = [f"{name} was {saved.get(name)} and is {now[name]}" for name in now if saved.get(name) != now[name]]
+        if changes:
+            raise ValueError(
+                f"the checkpoint can't be resumed, because the training has changed since: {'; '.join(changes)}. "
+                "Restore that, or pass ignore_data_skip=True in the TrainingArguments to begin its epoch anew."
+            )
+        copy.copy(self._handle._loader.rows).load_state_dict(saved["loader"])
+        steps, accumulated = now["steps_per_epoch"], args.gradient_accumulation_steps
+        epoch, done = divmod(state.global_step, -(-steps // accumulated))
+        counted = (saved["loader"]["epoch"], saved["batches_done"])
+        if counted not in ((epoch, done * accumulated), (epoch - 1, steps) if not done else None):
+            raise ValueError(
+                f"the checkpoint was saved after {counted[1]} batches of epoch {counted[0]}, and Trainer would resume "
+                f"after {done * accumulated} batches of epoch {epoch}, because an epoch was ended early. Pass "
+                "ignore_data_skip=True in the TrainingArguments to begin the epoch anew."
+            )
+        return done * accumulated
+
+    def _settings(self) -> dict[str, int]:
+        args = self._trainer.args
+        return {
+            "steps_per_epoch": len(self._handle._loader),
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "processes": args.world_size,
+        }
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        self._batches, self._resumed = self._resumed, 0
+
+    def on_step_end(self, args: Any, state: Any, *others: Any, **__: Any) -> None:
+        loader = self._handle._loader
+        plan, lengths = loader.rows.plan, loader.rows.lengths
+        end = min(self._batches + args.gradient_accumulation_steps, len(loader))
+        for batch in range(self._batches, end):
+            held = lengths[plan.row(batch, loader.rank)]
+            self._rows.add(len(held) * int(held.max()), int(held.sum()))
+            self._rows.room += plan.capacity
+        self._batches = end
+        if self._epoch.get("epoch") != loader.epoch:  # once an epoch, because it takes a digest of the plan
+            self._epoch = loader.state_dict(0)
+        state.stateful_callbacks[STATE] = {"loader": self._epoch, "batches_done": end, **self._settings()}
+        super().on_step_end()
