@@ -79,7 +79,8 @@ class TrainerSetup:
         for name in _REPLACED:
             if getattr(vars(self.trainer).get(name), "__self__", None) is self:
                 delattr(self.trainer, name)
-        self.trainer.remove_callback(self._callback)
+        if self._callback in self.trainer.callback_handler.callbacks:
+            self.trainer.remove_callback(self._callback)
         self.patch.unpatch()
 
     def get_train_dataloader(self) -> PackedDataLoader:
