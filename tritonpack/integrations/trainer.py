@@ -141,8 +141,8 @@ class SavedTokensCallback(TrainerCallback):
             return
         self._add_time()
         totals = torch.tensor(self._since_log[:3], device=args.device)
-        counts = self._trainer.accelerator.reduce(totals, reduction="sum").tolist()
-        window, self._since_log = Throughput(*counts, self._since_log.seconds), Throughput()
+        given, computed, room = self._trainer.accelerator.reduce(totals, reduction="sum").tolist()
+        window, self._since_log = Throughput(given, computed, room, self._since_log.seconds), Throughput()
         self._since_start = self._since_start.plus(*window)
         overall = self._since_start.figures("train_")
         share = {name: overall[name] for name in overall if name.endswith(("share", "efficiency"))}

@@ -20,9 +20,9 @@ from tritonpack.checks import check_choice
 from tritonpack.integrations.trainer import PackedRows, SavedTokensCallback
 from tritonpack.integrations.trainer_checks import check_trainer, check_training, labels_of
 from tritonpack.packing import PackedDataLoader, dataloader
+from tritonpack.packing.checked_documents import LENGTH_COLUMNS
 from tritonpack.packing.columns import TAKEN
 from tritonpack.packing.columns import Objective as LabelObjective
-from tritonpack.packing.loader import LENGTH_COLUMNS
 from tritonpack.patches import Patch, patch
 
 STATE = "tritonpack"  # the key of the loader's state in Trainer's stateful_callbacks, in trainer_state.json

@@ -10,22 +10,21 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from tritonpack.checks import check_choice, check_flag
+from tritonpack.packing.checked_documents import CheckedDocuments
 from tritonpack.packing.collator import PackingCollator
-from tritonpack.packing.columns import TAKEN
 from tritonpack.packing.columns import Objective as LabelObjective
 from tritonpack.packing.cost import CostModel
 from tritonpack.packing.distributed import MultipackDistributedBatchSampler
-from tritonpack.packing.documents import TOKENS, fetch, measure_lengths, require_map_style
+from tritonpack.packing.documents import require_map_style
 from tritonpack.packing.equal_epochs import EqualEpochs
-from tritonpack.packing.lengths import check_integer, fit_lengths, whole_lengths
+from tritonpack.packing.lengths import check_integer, fit_lengths
 from tritonpack.packing.plan import MOST_TOKENS, Objective, Tail
 from tritonpack.packing.state import gather
 
-LENGTH_COLUMNS = ("length", "lengths")
-ROWS_TOGETHER = 64
+ROWS_TOGETHER = 64  # planned at once unless the user chooses: they fill well even if a row holds two or three documents
 _CHOSEN_HERE = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn")
 _PASSED_ON = tuple(name for name in inspect.signature(DataLoader).parameters if name not in _CHOSEN_HERE)
 
@@ -47,7 +46,7 @@ class PackedDataLoader(DataLoader):
 
     def __init__(
         self,
-        documents: _Documents,
+        documents: CheckedDocuments,
         rows: MultipackDistributedBatchSampler,
         rank: int,
         collate: PackingCollator,
@@ -59,8 +58,9 @@ class PackedDataLoader(DataLoader):
         self._started = False  # a pass over the current epoch
         self._done = 0  # batches of the current epoch that this loader has handed out
         self._resumed: tuple[int, int] | None = None  # the epoch and the batches of a loaded state, until a pass begins
-        batches = self._own if shard else _Rows(rows, None)
-        super().__init__(documents, batch_sampler=batches, collate_fn=collate, **options)
+        self._offered = self._own if shard else _Rows(rows, None)
+        self._documents = documents
+        super().__init__(documents, batch_sampler=self._offered, collate_fn=collate, **options)
 
     @property
     def _index_sampler(self) -> Any:
@@ -111,7 +111,7 @@ class PackedDataLoader(DataLoader):
                 fetches batches from a copy of this loader.
         """
         if batches_done is None:
-            if self.batch_sampler.is_divided and not self._started:  # type: ignore[union-attr]
+            if self._offered.is_divided and not self._started:
                 raise ValueError(
                     "the batches were fetched from the loader that accelerate made of this one, so they weren't "
                     "counted here. Pass batches_done, the batches of this epoch that this process trained on."
@@ -134,27 +134,27 @@ class PackedDataLoader(DataLoader):
 
     def _begin_at(self, epoch: int) -> None:
         self._started, self._done = False, 0
-        self.batch_sampler.begin_at(epoch)  # type: ignore[union-attr]
+        self._offered.begin_at(epoch)
 
     def __str__(self) -> str:
-        rows, documents = self.rows, self.dataset
+        rows, documents = self.rows, self._documents
         plan, lengths = rows.plan, rows.lengths
         planned = np.unique(plan.items)
         missing = int((lengths > 0).sum()) - len(planned)
         lines = [
-            f"PackedDataLoader of {len(lengths):,} documents, {int(documents.lengths.sum()):,} tokens "  # type: ignore[attr-defined]
-            f"(lengths from {documents.source})",  # type: ignore[attr-defined]
+            f"PackedDataLoader of {len(lengths):,} documents, {documents.lengths.sum():,} tokens (lengths from "
+            f"{documents.source})",
             f"  epoch {self.epoch}: {plan.num_steps:,} steps of {_counted(plan.num_ranks, 'rank')} with "
             f"{plan.capacity:,} tokens each, {rows.efficiency():.1%} full",
         ]
-        cut = int((documents.lengths.astype(np.int64) - lengths)[lengths > 0].sum())  # type: ignore[attr-defined]
+        cut = (documents.lengths - lengths)[lengths > 0].sum()
         left_out = [
             *([str(rows.overlong_report)] if rows.overlong_report.documents else []),
             *([f"{cut:,} tokens cut off by max_document_length"] if cut else []),
             *([f"{_counted(missing, 'document')} of this epoch that fill no last step (tail)"] if missing else []),
         ]
         lines.append(f"  left out: {'; '.join(left_out) or 'no document'}")
-        used, unused = documents.columns  # type: ignore[attr-defined]
+        used, unused = documents.columns
         lines.append(f"  columns: {', '.join(used)}; left out: {', '.join(unused) or 'none'}")
         return "\n".join(lines)
 
@@ -242,7 +242,7 @@ def dataloader(
             f"rows of up to {tokens} tokens can't be padded to multiples of {pad_to_multiple_of} without growing past "
             f"{tokens}. Make tokens a multiple of pad_to_multiple_of."
         )
-    documents = _Documents(dataset, lengths, drop_columns)
+    documents = CheckedDocuments(dataset, lengths, drop_columns)
     documents.check_columns(collate)
     cut = documents.lengths if max_document_length is None else np.minimum(documents.lengths, max_document_length)
     fit_lengths(
@@ -305,100 +305,13 @@ class _Rows(Sampler[list[int]]):
 
     def begin_at(self, epoch: int) -> None:
         """Let the next pass of accelerate be over this epoch, whatever its number there."""
-        self._next = epoch
+        self._next = epoch if self.rank is None else None
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the epoch, as accelerate does at each pass. It numbers its own passes from 0."""
         if self._next is not None:
             self._shift = self._next - epoch
         self._rows.set_epoch(epoch + self._shift)
-
-
-class _Documents(Dataset):
-    """The documents of a dataset without dropped columns, each checked against the length that was planned.
-
-    Attributes:
-        lengths: (documents,) int64, the tokens of each document.
-        source: where the lengths come from.
-        columns: the names of the columns of the first document that are used, and of those that aren't.
-    """
-
-    def __init__(self, dataset: Any, lengths: Any, drop_columns: Collection[str]) -> None:
-        self.dataset = dataset
-        if isinstance(drop_columns, str) or not all(isinstance(name, str) for name in drop_columns):
-            raise ValueError(
-                f"drop_columns must be a collection of column names, such as ('text',); got {drop_columns!r}."
-            )
-        self._dropped = frozenset(drop_columns)
-        self.columns: tuple[list[str], list[str]] = ([], [])
-        measured, self.source = _measure(dataset, lengths, self._dropped)
-        self.lengths = whole_lengths(measured).astype(np.int64)
-        if len(self.lengths) != len(dataset):
-            raise ValueError(
-                f"{len(self.lengths)} lengths for a dataset of {len(dataset)} documents. Give each its length."
-            )
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, number: int) -> Any:
-        return self.__getitems__([number])[0]
-
-    def __getitems__(self, numbers: Sequence[int]) -> list[Any]:
-        return [self._checked(*pair) for pair in zip(fetch(self.dataset, numbers), numbers, strict=True)]
-
-    def _checked(self, document: Any, number: int) -> Any:
-        if not isinstance(document, Mapping) or TOKENS not in document:
-            return document  # the collator says what is wrong
-        count = len(document[TOKENS])
-        if count != self.lengths[number]:
-            raise ValueError(
-                f"document {number} has {count} tokens, but {self.lengths[number]} by {self.source}. Pass lengths= "
-                "with the number of each document's tokens."
-            )
-        unused = self._dropped.union(LENGTH_COLUMNS)
-        return {name: document[name] for name in document if name not in unused}
-
-    def check_columns(self, collate: PackingCollator) -> None:
-        """ValueError if the first document has a column that can't be packed, or none that is to be dropped."""
-        document = fetch(self.dataset, [0])[0]
-        checked = self._checked(document, 0)
-        if isinstance(document, Mapping):
-            names = sorted(map(str, document))
-            if absent := sorted(self._dropped - set(names)):
-                raise ValueError(
-                    f"drop_columns names {', '.join(map(repr, absent))}, but the first document has the columns "
-                    f"{', '.join(names)}."
-                )
-            unused = self._dropped.union(LENGTH_COLUMNS)
-            self.columns = ([one for one in names if one not in unused], [one for one in names if one in unused])
-            taken = {*TAKEN, *collate.per_token}
-            refused = tuple(name for name in self.columns[0] if name not in taken)
-        else:
-            refused = ()
-        try:
-            collate([checked])
-        except ValueError as error:
-            if not refused:
-                raise
-            raise ValueError(f"{error} To leave them out while loading, pass drop_columns={refused!r}.") from error
-
-
-def _measure(dataset: Any, lengths: Any, dropped: Collection[str]) -> tuple[Any, str]:
-    """The tokens of each document, and where they come from."""
-    if lengths is not None:
-        return lengths, "the lengths given"
-    names = [name for name in getattr(dataset, "column_names", None) or () if name in LENGTH_COLUMNS]
-    for name in names:
-        if name not in dropped and hasattr(dataset, "with_format"):
-            column = np.asarray(dataset.with_format("numpy")[name][:])
-            if column.ndim != 1 or column.dtype.kind not in "iu":
-                raise ValueError(
-                    f"the column {name!r} must hold the number of each document's tokens; got {column.dtype} of shape "
-                    f"{column.shape}. Pass lengths=, or leave the column out: drop_columns=({name!r},)."
-                )
-            return column, f"the column {name!r}"
-    return measure_lengths(dataset), TOKENS
 
 
 def _check_options(options: Mapping[str, Any], objective: Any, labels: Any, overlong: Any) -> None:
