@@ -1,4 +1,4 @@
-"""setup in two processes: each document is in a row of one process, losses are those of padded batches, exact resume."""
+"""setup in two processes: rows of both, losses and weights of padded batches, exact resume in the second epoch."""
 
 import os
 from pathlib import Path

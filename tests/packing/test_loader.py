@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.packing.lengths import log_normal
-from tritonpack import MultipackDistributedBatchSampler, dataloader
+from tritonpack import MultipackDistributedBatchSampler, dataloader, notices
 from tritonpack.packing import plan_epoch
 
 TOKENS = 256
@@ -37,7 +37,8 @@ def planned(epoch, *, ranks=1, rank=0, seed=0):
     return [row.tolist() for row in plan.rows_of_rank(rank)]
 
 
-def test_each_pass_is_the_next_epoch_without_a_warning():
+def test_each_pass_is_the_next_epoch_without_a_warning(monkeypatch):
+    monkeypatch.setattr(notices, "_said", {"unpatched-model": None})
     loader = make()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
