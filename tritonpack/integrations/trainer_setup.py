@@ -21,12 +21,12 @@ from tritonpack.integrations.trainer import PackedRows, SavedTokensCallback
 from tritonpack.integrations.trainer_checks import check_trainer, check_training, labels_of
 from tritonpack.packing import PackedDataLoader, dataloader
 from tritonpack.packing.checked_documents import LENGTH_COLUMNS
-from tritonpack.packing.columns import TAKEN
+from tritonpack.packing.columns import IGNORED_LABEL, TAKEN
 from tritonpack.packing.columns import Objective as LabelObjective
 from tritonpack.patches import Patch, patch
 
 STATE = "tritonpack"  # the key of the loader's state in Trainer's stateful_callbacks, in trainer_state.json
-_REPLACED = ("get_train_dataloader", "get_total_train_batch_size", "call_model_init")
+_REPLACED = ("get_train_dataloader", "get_total_train_batch_size", "call_model_init", "compute_loss")
 _LOADING = {  # options of a DataLoader, and the TrainingArguments that have them
     "num_workers": "dataloader_num_workers",
     "persistent_workers": "dataloader_persistent_workers",
@@ -105,11 +105,33 @@ class TrainerSetup:
         self.patch = patch(model, **self._patching)
         return model
 
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> Any:
+        """The loss of one row of an optimizer step, in place of the trainer's method of this name.
+
+        Losses of causal models are sums, divided by the targets of the step. Other losses of transformers are means
+        over the targets of the row, whatever `num_items_in_batch` is, so this weighs them by the row's targets.
+        """
+        trainer = self.trainer
+        compute: Any = partial(type(trainer).compute_loss, trainer, model, inputs)
+        is_sum = self._labels == "causal" or trainer.compute_loss_func is not None or trainer.label_smoother is not None
+        if is_sum or num_items_in_batch is None or type(trainer).compute_loss is not Trainer.compute_loss:
+            return compute(return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        share = inputs["labels"].ne(IGNORED_LABEL).sum() / num_items_in_batch
+        loss, outputs = compute(return_outputs=True)
+        loss = loss * share * trainer.args.world_size  # DDP and FSDP average over the ranks
+        return (loss, outputs) if return_outputs else loss
+
     def _load(self, epochs: int) -> PackedDataLoader:
         trainer, args = self.trainer, self.trainer.args
         packing = dict(self._packing)
-        packing["labels"] = labels = packing.get("labels") or labels_of(trainer)
-        check_training(trainer, labels)
+        packing["labels"] = self._labels = packing.get("labels") or labels_of(trainer)
+        check_training(trainer, self._labels)
         dataset = trainer.train_dataset
         if packing.get("lengths") is None and self._measured[0] is dataset:
             packing["lengths"] = self._measured[1]
