@@ -230,8 +230,11 @@ class TestColumns:
         ({"labels": "linear"}, "objective must be one of 'causal', 'tokens', 'documents'"),
         ({"overlong": "split"}, "overlong must be one of 'error', 'drop'; got 'split'"),
         ({"tokens": 0}, "tokens must be an integer from 1"),
-        ({"dataset": []}, "there is no document to pack"),
-        ({"dataset": [{"input_ids": []}]}, "every document needs at least one token.*document 0 has 0"),
+        ({"dataset": []}, "the dataset has no document to pack"),
+        ({"dataset": [{"text": "a"}]}, r"must be a mapping with 'input_ids'; got the keys \['text'\].*Tokenize"),
+        ({"dataset": [[1, 2]]}, "must be a mapping with 'input_ids'; got list"),
+        ({"dataset": [{"input_ids": []}]}, "document 0 is empty; every document needs at least one token"),
+        ({"dataset": [{"input_ids": [1]}, {"input_ids": []}]}, "document 1 has 0"),
         ({"dataset": iter(DOCUMENTS)}, "must have a length and be indexed by document"),
     ],
 )
@@ -244,6 +247,13 @@ def test_options_reach_the_dataloader():
     generator = torch.Generator()
     loader = make(generator=generator, timeout=0, worker_init_fn=print, pin_memory=False)
     assert (loader.generator, loader.worker_init_fn, loader.pin_memory) == (generator, print, False)
+
+
+def test_order_is_nearly_kept_without_shuffling():
+    loader = make(shuffle=False)
+    steps = {number: step for step, row in enumerate(one_pass(loader)) for number in row}
+    moved = [abs(steps[number] - round(number * len(loader) / 120)) for number in range(120)]
+    assert max(moved) <= 5
 
 
 def test_options_reach_the_sampler():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from torch.utils.data import IterableDataset
@@ -67,6 +68,13 @@ def check_training(trainer: Trainer, labels: str) -> None:
         raise ValueError(
             "the train_dataset is iterable, and the plan of an epoch needs the lengths of all documents. Use a dataset "
             "that is indexed, or pack the stream itself: tritonpack.pack_stream."
+        )
+    first = trainer.train_dataset[0] if len(trainer.train_dataset) else {"input_ids": []}
+    if isinstance(first, Mapping) and "input_ids" not in first:
+        raise ValueError(
+            f"packed rows need documents with input_ids; those of the {type(trainer).__name__} have the columns "
+            f"{', '.join(sorted(map(str, first)))}. Tokenize text first. A trainer of preferences makes batches of its "
+            "own; for its model use tritonpack.patch(trainer.model, share_prefixes=True)."
         )
     if args.n_gpu > 1:
         raise ValueError(

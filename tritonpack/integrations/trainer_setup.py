@@ -65,7 +65,7 @@ class TrainerSetup:
         self._measured: tuple[Any, Any] = (None, None)  # a dataset, and the lengths of its documents
         self._loader = self._load(epochs=1)
         self._callback = _PackedTraining(self)
-        self.patch: Patch = patch(trainer.model, **self._patching)
+        self.patch: Patch = self._patch(trainer.model)
         try:
             trainer.add_callback(self._callback)
             for name in _REPLACED:
@@ -73,6 +73,14 @@ class TrainerSetup:
         except BaseException:
             self.undo()
             raise
+
+    def _patch(self, model: nn.Module) -> Patch:
+        try:
+            return patch(model, **self._patching)
+        except ValueError as error:
+            if not self._patching["unpad"] or "unpad" not in str(error):
+                raise
+            raise type(error)(f"{error} Here: pass unpad=False to setup. Evaluation then computes padding.") from error
 
     def undo(self) -> None:
         """Unpatch the model, and give the trainer its own loader back. A second call does nothing."""
@@ -102,7 +110,7 @@ class TrainerSetup:
         """Make a model with `model_init`, and patch it."""
         model = type(self.trainer).call_model_init(self.trainer, trial)
         self.patch.unpatch()
-        self.patch = patch(model, **self._patching)
+        self.patch = self._patch(model)
         return model
 
     def compute_loss(

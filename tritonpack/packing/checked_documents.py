@@ -25,20 +25,25 @@ class CheckedDocuments(Dataset):
         columns: the names of the columns of the first document that are used, and of those that aren't.
     """
 
-    def __init__(self, dataset: Any, lengths: Any, drop_columns: Collection[str]) -> None:
-        self.dataset = dataset
+    def __init__(self, dataset: Any, lengths: Any, drop_columns: Collection[str], collate: PackingCollator) -> None:
+        if not len(dataset):
+            raise ValueError("the dataset has no document to pack; it is empty.")
         if isinstance(drop_columns, str) or not all(isinstance(name, str) for name in drop_columns):
             raise ValueError(
                 f"drop_columns must be a collection of column names, such as ('text',); got {drop_columns!r}."
             )
+        self.dataset = dataset
         self._dropped = frozenset(drop_columns)
-        self.columns: tuple[list[str], list[str]] = ([], [])
+        self._unused = self._dropped.union(LENGTH_COLUMNS)
+        first = fetch(dataset, [0])[0]
+        self.columns = self._check_columns(first, collate)
         measured, self.source = _measure(dataset, lengths, self._dropped)
         self.lengths = whole_lengths(measured).astype(np.int64)
         if len(self.lengths) != len(dataset):
             raise ValueError(
                 f"{len(self.lengths)} lengths for a dataset of {len(dataset)} documents. Give each its length."
             )
+        self._check_length(first, 0)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -52,38 +57,37 @@ class CheckedDocuments(Dataset):
     def _checked(self, document: Any, number: int) -> Any:
         if not isinstance(document, Mapping) or TOKENS not in document:
             return document  # the collator says what is wrong
-        count = len(document[TOKENS])
-        if count != self.lengths[number]:
+        self._check_length(document, number)
+        return {name: document[name] for name in document if name not in self._unused}
+
+    def _check_length(self, document: Any, number: int) -> None:
+        if (count := len(document[TOKENS])) != self.lengths[number]:
             raise ValueError(
                 f"document {number} has {count} tokens, but {self.lengths[number]} by {self.source}. Pass lengths= "
                 "with the number of each document's tokens."
             )
-        unused = self._dropped.union(LENGTH_COLUMNS)
-        return {name: document[name] for name in document if name not in unused}
 
-    def check_columns(self, collate: PackingCollator) -> None:
-        """ValueError if the first document has a column that can't be packed, or none that is to be dropped."""
-        document = fetch(self.dataset, [0])[0]
-        checked = self._checked(document, 0)
-        if isinstance(document, Mapping):
-            names = sorted(map(str, document))
-            if absent := sorted(self._dropped - set(names)):
-                raise ValueError(
-                    f"drop_columns names {', '.join(map(repr, absent))}, but the first document has the columns "
-                    f"{', '.join(names)}."
-                )
-            unused = self._dropped.union(LENGTH_COLUMNS)
-            self.columns = ([one for one in names if one not in unused], [one for one in names if one in unused])
-            taken = {*TAKEN, *collate.per_token}
-            refused = tuple(name for name in self.columns[0] if name not in taken)
-        else:
-            refused = ()
+    def _check_columns(self, first: Any, collate: PackingCollator) -> tuple[list[str], list[str]]:
+        """The names of the columns that are used, and of those that aren't.
+
+        Raises:
+            ValueError: the first document has a column that can't be packed, or not one that is to be dropped.
+        """
+        names = sorted(map(str, first)) if isinstance(first, Mapping) else []
+        if absent := sorted(self._dropped - set(names)):
+            raise ValueError(
+                f"drop_columns names {', '.join(map(repr, absent))}, but the first document has the columns "
+                f"{', '.join(names) or 'none'}."
+            )
+        used, unused = ([name for name in names if (name in self._unused) is left_out] for left_out in (False, True))
+        refused = tuple(name for name in used if name not in {*TAKEN, *collate.per_token})
         try:
-            collate([checked])
+            collate([{name: first[name] for name in used} if names else first])
         except ValueError as error:
-            if not refused:
+            if not refused or TOKENS not in used:
                 raise
             raise ValueError(f"{error} To leave them out while loading, pass drop_columns={refused!r}.") from error
+        return used, unused
 
 
 def _measure(dataset: Any, lengths: Any, dropped: Collection[str]) -> tuple[Any, str]:

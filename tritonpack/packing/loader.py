@@ -209,7 +209,8 @@ def dataloader(
         seed: at least 0. None takes rank 0's seed of torch (`torch.manual_seed`).
         objective, cost_model, tail, lookahead, shuffle: see MultipackDistributedBatchSampler. The default "spread"
             leaves out no document.
-        steps_together: see MultipackDistributedBatchSampler; None takes as many as have 64 rows, which fills them.
+        steps_together: see MultipackDistributedBatchSampler. None takes as many as have 64 rows, which fills them; with
+            `shuffle=False` it takes 1, which nearly keeps the order.
         overlong: "error" refuses documents longer than `tokens`, "drop" leaves them out.
         num_replicas, rank: the number of ranks, and the rank of this process. None reads them from torch.distributed.
         shard: what a library finds that takes the loader apart: False the rows of all ranks, which accelerate divides;
@@ -242,8 +243,7 @@ def dataloader(
             f"rows of up to {tokens} tokens can't be padded to multiples of {pad_to_multiple_of} without growing past "
             f"{tokens}. Make tokens a multiple of pad_to_multiple_of."
         )
-    documents = CheckedDocuments(dataset, lengths, drop_columns)
-    documents.check_columns(collate)
+    documents = CheckedDocuments(dataset, lengths, drop_columns, collate)
     cut = documents.lengths if max_document_length is None else np.minimum(documents.lengths, max_document_length)
     fit_lengths(
         cut,
@@ -259,7 +259,7 @@ def dataloader(
     }  # fmt: skip
     own = MultipackDistributedBatchSampler(tokens, cut, num_replicas, rank, **planning)
     if steps_together is None:
-        steps_together = -(-ROWS_TOGETHER // own.num_replicas)
+        steps_together = -(-ROWS_TOGETHER // own.num_replicas) if shuffle else 1
     rows = EqualEpochs(tokens, cut, own.num_replicas, shard=False, steps_together=steps_together, **planning)
     rows.equalize(check_integer(epochs, "epochs"))
     assert own.rank is not None
