@@ -124,6 +124,21 @@ def test_max_steps_beyond_an_epoch(tmp_path: Path) -> None:
     assert (trainer.state.global_step, len(watch.batches)) == (8, 16)
 
 
+def test_arguments_of_loading_hold(tmp_path: Path) -> None:
+    options = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True, "dataloader_prefetch_factor": 3}
+    trainer = make_trainer(tmp_path, data_seed=7, **options)
+    tritonpack.setup(trainer, TOKENS)
+    loader = trainer.get_train_dataloader()
+    assert (loader.num_workers, loader.persistent_workers, loader.prefetch_factor) == (2, True, 3)
+    assert loader.worker_init_fn.func is transformers.trainer_utils.seed_worker
+    assert list(loader.rows) == list(tritonpack.dataloader(DOCUMENTS, TOKENS, seed=7, epochs=2).rows)
+    trainer = make_trainer(tmp_path, train_sampling_strategy="sequential")
+    tritonpack.setup(trainer, TOKENS)
+    assert list(trainer.get_train_dataloader().rows) == list(
+        tritonpack.dataloader(DOCUMENTS, TOKENS, shuffle=False).rows
+    )
+
+
 def test_evaluation_and_prediction_stay_as_they_are(tmp_path: Path) -> None:
     def metrics(found: EvalPrediction) -> dict[str, float]:
         return {"documents": len(found.predictions), "first": float(np.abs(found.predictions[:, 0]).sum())}
