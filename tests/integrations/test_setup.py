@@ -182,6 +182,7 @@ class TestResuming:
         rest = Watch(resumed.model)
         resumed.train(resume_from_checkpoint=checkpoint)
         assert rest.batches == watch.batches[step:]
+        assert resumed.state.stateful_callbacks["tritonpack"] == whole.state.stateful_callbacks["tritonpack"]
         for name, p in resumed.model.named_parameters():
             assert torch.equal(p, whole.model.get_parameter(name)), name
 
@@ -338,6 +339,7 @@ def test_logs_have_what_packing_saves(tmp_path: Path) -> None:
     assert ratio == pytest.approx(tokens / padded)
     first = trainer.state.log_history[0]
     assert first["packing_efficiency"] == pytest.approx(sum(map(sum, lengths[:2])) / (2 * TOKENS))
+    assert trainer.get_total_train_batch_size(trainer.args) == round(48 / 5), "documents of a step"
     samples = last["train_samples_per_second"] * last["train_runtime"]
     assert samples == pytest.approx(2 * 48, rel=0.01)
 
