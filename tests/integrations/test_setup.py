@@ -190,10 +190,10 @@ class TestResuming:
     def test_refuses_another_plan(self, tmp_path: Path) -> None:
         checkpoint = self.stopped(tmp_path, 4)
         others: list[tuple[dict[str, Any], int, dict[str, Any], str]] = [
-            ({}, 72, {}, "steps_per_epoch was 10 and is 9"),
+            ({}, 72, {}, "tokens was 64 and is 72.*steps_per_epoch was 10 and is 9"),
             ({"seed": 5}, TOKENS, {}, "seed was 0 and is 5"),
             ({"gradient_accumulation_steps": 2}, TOKENS, {}, "gradient_accumulation_steps was 1 and is 2"),
-            ({"train_dataset": DOCUMENTS[::-1]}, TOKENS, {}, "lengths was .* and is "),
+            ({"train_dataset": DOCUMENTS[::-1]}, TOKENS, {}, "lengths was '.*' and is '"),
             ({}, TOKENS, {"objective": "linear"}, "objective was 'quadratic' and is 'linear'"),
         ]
         for arguments_, tokens, options, message in others:
@@ -202,6 +202,11 @@ class TestResuming:
                 trainer.train(resume_from_checkpoint=checkpoint)
         path = Path(checkpoint) / "trainer_state.json"
         saved = json.loads(path.read_text())
+        saved["stateful_callbacks"]["tritonpack"]["loader"]["version"] = 0
+        path.write_text(json.dumps(saved))
+        trainer = self.trainer(tmp_path)
+        with tritonpack.setup(trainer, TOKENS), pytest.raises(ValueError, match="another version of tritonpack or"):
+            trainer.train(resume_from_checkpoint=checkpoint)
         del saved["stateful_callbacks"]["tritonpack"]
         path.write_text(json.dumps(saved))
         trainer = self.trainer(tmp_path)

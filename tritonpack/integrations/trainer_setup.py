@@ -6,6 +6,7 @@ import copy
 import inspect
 import math
 from collections.abc import Mapping
+from dataclasses import asdict
 from functools import partial
 from types import TracebackType
 from typing import Any, Literal, get_args
@@ -23,6 +24,7 @@ from tritonpack.packing import PackedDataLoader, dataloader
 from tritonpack.packing.checked_documents import LENGTH_COLUMNS
 from tritonpack.packing.columns import IGNORED_LABEL, TAKEN
 from tritonpack.packing.columns import Objective as LabelObjective
+from tritonpack.packing.state import digest
 from tritonpack.patches import Patch, patch
 
 STATE = "tritonpack"  # the key of the loader's state in Trainer's stateful_callbacks, in trainer_state.json
@@ -41,6 +43,11 @@ _FROM_ARGUMENTS = {
     "shuffle": "train_sampling_strategy",
     "epochs": "num_train_epochs",
 }
+# What decides the batches of an epoch, beside the lengths.
+_PLANNING = (
+    "num_replicas", "seed", "shuffle", "objective", "cost_model", "tail", "lookahead", "steps_together", "overlong",
+    "max_document_length",
+)  # fmt: skip
 _MADE_HERE = ("num_replicas", "rank", "shard", "worker_init_fn")
 _OPTIONS = tuple(
     name
@@ -144,25 +151,25 @@ class TrainerSetup:
         if packing.get("lengths") is None and self._measured[0] is dataset:
             packing["lengths"] = self._measured[1]
         strategy = getattr(args, "train_sampling_strategy", "random")
+        packing |= {
+            "drop_columns": (*packing.get("drop_columns", ()), *self._unused_columns()),
+            "seed": args.seed if args.data_seed is None else args.data_seed,
+            "shuffle": strategy != "sequential",
+            "num_replicas": args.world_size,
+        }
         loader = dataloader(
             dataset,
             self._tokens,
-            **{
-                **packing,
-                "drop_columns": (*packing.get("drop_columns", ()), *self._unused_columns()),
-                "seed": args.seed if args.data_seed is None else args.data_seed,
-                "shuffle": strategy != "sequential",
-                "num_replicas": args.world_size,
-                "rank": args.process_index,
-                "shard": True,
-                "epochs": epochs,
-                "pin_memory": args.dataloader_pin_memory and torch.accelerator.is_available(),
-                **{option: getattr(args, name) for option, name in _LOADING.items() if hasattr(args, name)},
-                "worker_init_fn": partial(
-                    seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index
-                ),
-            },
+            **packing,
+            rank=args.process_index,
+            shard=True,
+            epochs=epochs,
+            pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
+            worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+            **{option: getattr(args, name) for option, name in _LOADING.items() if hasattr(args, name)},
         )
+        defaults = inspect.signature(dataloader).parameters
+        self._planned = {name: packing.get(name, defaults[name].default) for name in _PLANNING}
         self._measured = (dataset, loader.dataset.lengths)  # type: ignore[attr-defined]
         return loader
 
@@ -258,14 +265,14 @@ class _PackedTraining(SavedTokensCallback):
         self._rows = PackedRows()
         self._batches = 0  # batches of the epoch that were trained on
         self._resumed = 0  # batches of the first epoch that Trainer skips
-        self._epoch: dict[str, Any] = {}  # the state of the loader at the begin of the epoch
+        self._saved: dict[str, Any] = {}  # the settings, and the state of the loader at the begin of the epoch
         super().__init__(handle.trainer)
 
     def _find_counts(self) -> list[Any]:
         return [self._rows]
 
     def on_train_begin(self, args: Any, state: Any, *others: Any, **__: Any) -> None:
-        self._resumed, self._epoch = 0, {}
+        self._resumed, self._saved = 0, {}
         if state.global_step and not args.ignore_data_skip:
             self._resumed = self._check_resumed(args, state)
         super().on_train_begin()
@@ -278,14 +285,20 @@ class _PackedTraining(SavedTokensCallback):
                 "the checkpoint was saved without tritonpack.setup, so its batches held other documents. Pass "
                 "ignore_data_skip=True in the TrainingArguments to begin its epoch anew with packed rows."
             )
-        now = self._settings()
-        changes = [f"{name} was {saved.get(name)} and is {now[name]}" for name in now if saved.get(name) != now[name]]
+        now, was = self._settings(), saved["settings"]
+        changes = [f"{name} was {was.get(name)!r} and is {now[name]!r}" for name in now if was.get(name) != now[name]]
         if changes:
             raise ValueError(
                 f"the checkpoint can't be resumed, because the training has changed since: {'; '.join(changes)}. "
                 "Restore that, or pass ignore_data_skip=True in the TrainingArguments to begin its epoch anew."
             )
-        copy.copy(self._handle._loader.rows).load_state_dict(saved["loader"])
+        rows = copy.copy(self._handle._loader.rows)
+        rows.set_epoch(saved["loader"]["epoch"])
+        if rows.state_dict(0) != saved["loader"]:
+            raise ValueError(
+                "the checkpoint was saved with another version of tritonpack or NumPy, which plans other batches. "
+                "Resume with that version, or pass ignore_data_skip=True to begin its epoch anew."
+            )
         steps, accumulated = now["steps_per_epoch"], args.gradient_accumulation_steps
         epoch, done = divmod(state.global_step, -(-steps // accumulated))
         counted = (saved["loader"]["epoch"], saved["batches_done"])
@@ -297,12 +310,17 @@ class _PackedTraining(SavedTokensCallback):
             )
         return done * accumulated
 
-    def _settings(self) -> dict[str, int]:
-        args = self._trainer.args
+    def _settings(self) -> dict[str, Any]:
+        """All that decides the batches and their numbers, as plain numbers and strings."""
+        handle, args = self._handle, self._trainer.args
+        cost_model = handle._planned["cost_model"]
         return {
-            "steps_per_epoch": len(self._handle._loader),
+            **handle._planned,
+            "cost_model": cost_model and asdict(cost_model),
+            "tokens": handle._tokens,
+            "lengths": digest(handle._measured[1]),
+            "steps_per_epoch": len(handle._loader),
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
-            "processes": args.world_size,
         }
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
@@ -317,7 +335,7 @@ class _PackedTraining(SavedTokensCallback):
             self._rows.add(len(held) * int(held.max()), int(held.sum()))
             self._rows.room += plan.capacity
         self._batches = end
-        if self._epoch.get("epoch") != loader.epoch:  # once an epoch, because it takes a digest of the plan
-            self._epoch = loader.state_dict(0)
-        state.stateful_callbacks[STATE] = {"loader": self._epoch, "batches_done": end, **self._settings()}
+        if self._saved.get("loader", {}).get("epoch") != loader.epoch:  # once an epoch: it digests the whole plan
+            self._saved = {"loader": loader.state_dict(0), "settings": self._settings()}
+        state.stateful_callbacks[STATE] = {**self._saved, "batches_done": end}
         super().on_step_end()

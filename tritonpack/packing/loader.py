@@ -19,7 +19,6 @@ from tritonpack.packing.columns import Objective as LabelObjective
 from tritonpack.packing.cost import CostModel
 from tritonpack.packing.distributed import MultipackDistributedBatchSampler
 from tritonpack.packing.documents import require_map_style
-from tritonpack.packing.equal_epochs import EqualEpochs
 from tritonpack.packing.lengths import check_integer, fit_lengths
 from tritonpack.packing.plan import MOST_TOKENS, Objective, Tail
 from tritonpack.packing.state import gather
@@ -130,7 +129,7 @@ class PackedDataLoader(DataLoader):
         """
         self.rows.load_state_dict(state)
         self._begin_at(self.epoch)
-        self._resumed = (self.epoch, self.rows.state_dict()["batches_done"] // self.rows.num_replicas)
+        self._resumed = (self.epoch, self.rows._done // self.rows.num_replicas)
 
     def _begin_at(self, epoch: int) -> None:
         self._started, self._done = False, 0
@@ -260,8 +259,11 @@ def dataloader(
     own = MultipackDistributedBatchSampler(tokens, cut, num_replicas, rank, **planning)
     if steps_together is None:
         steps_together = -(-ROWS_TOGETHER // own.num_replicas) if shuffle else 1
-    rows = EqualEpochs(tokens, cut, own.num_replicas, shard=False, steps_together=steps_together, **planning)
-    rows.equalize(check_integer(epochs, "epochs"))
+    planning |= {"num_replicas": own.num_replicas, "shard": False, "steps_together": steps_together}
+    rows = MultipackDistributedBatchSampler(tokens, cut, **planning)
+    if check_integer(epochs, "epochs") > 1:
+        most = max(_num_steps(rows, epoch) for epoch in range(epochs))
+        rows = MultipackDistributedBatchSampler(tokens, cut, **planning, least_steps=most)
     assert own.rank is not None
     return PackedDataLoader(documents, rows, own.rank, collate, check_flag(shard, "shard"), **options)
 
@@ -332,6 +334,11 @@ def _check_options(options: Mapping[str, Any], objective: Any, labels: Any, over
             f"to, pass labels={objective!r}."
         )
     check_choice(overlong, ("error", "drop"), "overlong")
+
+
+def _num_steps(rows: MultipackDistributedBatchSampler, epoch: int) -> int:
+    rows.set_epoch(epoch)
+    return rows.num_batches()
 
 
 def _counted(count: int, noun: str) -> str:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from tritonpack.checks import check_choice, check_flag, is_number
 from tritonpack.packing.cost import CostModel
+from tritonpack.packing.equal_steps import divide_steps
 from tritonpack.packing.lengths import check_integer, fit_lengths
 
 Objective = Literal["quadratic", "linear", "cost"]
@@ -123,6 +124,7 @@ def plan_epoch(
     tail: Tail = "drop",
     lookahead: float = 0.01,
     steps_together: int = 1,
+    least_steps: int = 1,
     shuffle: bool = True,
 ) -> Plan:
     """Plan every step of an epoch: the documents of each rank, at most `capacity` tokens.
@@ -146,6 +148,9 @@ def plan_epoch(
             better and defers more documents.
         steps_together: the number of steps that are planned at once; their rows are then divided among them. Use it if
             a step holds few documents. A document may be deferred by two times as many steps.
+        least_steps: the least number of steps: if the epoch has fewer, steps with many documents are divided. With the
+            largest number of several epochs each of them has that number, because how well rows fill depends on the
+            order.
         shuffle: shuffle the documents.
 
     Raises:
@@ -156,6 +161,7 @@ def plan_epoch(
     capacity = check_integer(capacity, "capacity", 1, MOST_TOKENS)
     num_ranks = check_integer(num_ranks, "num_ranks")
     steps_together = check_integer(steps_together, "steps_together")
+    least_steps = check_integer(least_steps, "least_steps")
     check_options(objective, cost_model, tail, lookahead)
     check_flag(shuffle, "shuffle")
     lengths = fit_lengths(lengths, capacity).lengths
@@ -190,7 +196,7 @@ def plan_epoch(
     rows = step_of[kept] * np.int64(num_ranks) + rank_of[kept]
     documents = order[kept]
     items, offsets = group_by_bin(rows, np.arange(len(rows), dtype=np.int32), num_steps * num_ranks)
-    return Plan(documents[items], offsets, num_ranks, capacity)
+    return divide_steps(Plan(documents[items], offsets, num_ranks, capacity), least_steps)
 
 
 def check_options(objective: str, cost_model: CostModel | None, tail: str, lookahead: float) -> None:
