@@ -22,7 +22,7 @@ def test_steps_with_many_documents_are_divided(ranks, more):
     assert np.diff(longer.offsets).min() >= 1
     unchanged = {tuple(row) for rank in range(ranks) for row in plan.rows_of_rank(rank)}
     unchanged &= {tuple(row) for rank in range(ranks) for row in longer.rows_of_rank(rank)}
-    assert len(unchanged) == (plan.num_steps - more) * ranks
+    assert len(unchanged) >= (plan.num_steps - more) * ranks
 
 
 def test_a_step_may_become_more_than_two():
