@@ -17,7 +17,7 @@ def divide_steps(plan: Plan, least_steps: int) -> Plan:
     Raises:
         ValueError: too few documents.
     """
-    if plan.num_steps >= least_steps:
+    if not 0 < plan.num_steps < least_steps:
         return plan
     held = np.diff(plan.offsets).reshape(plan.num_steps, plan.num_ranks).min(axis=1)  # (steps,)
     parts = np.ones_like(held)  # (steps,) the steps that each step becomes
