@@ -264,7 +264,7 @@ class _PackedTraining(SavedTokensCallback):
         self._handle = handle
         self._rows = PackedRows()
         self._batches = 0  # batches of the epoch that were trained on
-        self._resumed = 0  # batches of the first epoch that Trainer skips
+        self._resumed: tuple[int, int] | None = None  # the first epoch, and the batches of it that Trainer skips
         self._saved: dict[str, Any] = {}  # the settings, and the state of the loader at the begin of the epoch
         super().__init__(handle.trainer)
 
@@ -272,13 +272,17 @@ class _PackedTraining(SavedTokensCallback):
         return [self._rows]
 
     def on_train_begin(self, args: Any, state: Any, *others: Any, **__: Any) -> None:
-        self._resumed, self._saved = 0, {}
+        self._resumed, self._saved = None, {}
         if state.global_step and not args.ignore_data_skip:
             self._resumed = self._check_resumed(args, state)
         super().on_train_begin()
 
-    def _check_resumed(self, args: Any, state: Any) -> int:
-        """The batches of the epoch that Trainer skips; ValueError unless the checkpoint has the same plan."""
+    def _check_resumed(self, args: Any, state: Any) -> tuple[int, int]:
+        """The epoch that Trainer begins with, and the batches of it that it skips.
+
+        Raises:
+            ValueError: a checkpoint without a plan or with another one.
+        """
         saved = state.stateful_callbacks.get(STATE)
         if saved is None:
             raise ValueError(
@@ -308,7 +312,7 @@ class _PackedTraining(SavedTokensCallback):
                 f"after {done * accumulated} batches of epoch {epoch}, because an epoch was ended early. Pass "
                 "ignore_data_skip=True in the TrainingArguments to begin the epoch anew."
             )
-        return done * accumulated
+        return epoch, done * accumulated
 
     def _settings(self) -> dict[str, Any]:
         """All that decides the batches and their numbers, as plain numbers and strings."""
@@ -324,7 +328,12 @@ class _PackedTraining(SavedTokensCallback):
         }
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
-        self._batches, self._resumed = self._resumed, 0
+        self._batches = 0
+        if self._resumed is not None:
+            # Trainer skips batches with a loader of its own, whose epoch its older versions don't set.
+            epoch, self._batches = self._resumed
+            self._handle._loader.rows.set_epoch(epoch)
+            self._resumed = None
 
     def on_step_end(self, args: Any, state: Any, *others: Any, **__: Any) -> None:
         loader = self._handle._loader
