@@ -20,7 +20,7 @@ from tritonpack.checks import check_flag
 from tritonpack.packing.cost import CostModel
 from tritonpack.packing.lengths import check_integer
 from tritonpack.packing.order import Order, given_order, shuffled
-from tritonpack.packing.plan import MOST_TOKENS, Plan, plan_epoch
+from tritonpack.packing.plan import MOST_RANKS, MOST_TOKENS, Plan, plan_epoch
 from tritonpack.packing.state import digest
 
 _OWN = ("rows_done", "plan")  # what a leg holds besides its settings
@@ -100,7 +100,7 @@ def plan_rest(
     tokens_before = [np.zeros(0, dtype=np.int64)]
     for number, leg in enumerate(legs):
         try:
-            plan, _ = _plan(lengths, epoch, done, leg.settings, order)
+            plan, _ = _plan(lengths, epoch, done, leg.settings, order, sum(map(len, tokens_before)))
             check_leg(leg, plan)
         except ValueError as error:
             raise ValueError(f"leg {number} of the state can't be: {error}") from None
@@ -109,7 +109,7 @@ def plan_rest(
         ends = np.append(ends, plan.offsets[leg.rows_done])[: leg.steps_done + 1]
         tokens_before.append(np.diff(tokens[ends]))
         done += np.bincount(plan.items[: plan.offsets[leg.rows_done]][: plan.num_documents], minlength=len(lengths))
-    plan, num_left = _plan(lengths, epoch, done, settings, order)
+    plan, num_left = _plan(lengths, epoch, done, settings, order, sum(map(len, tokens_before)))
     return Rest(settings, plan, num_left, np.concatenate(tokens_before))
 
 
@@ -130,14 +130,20 @@ class OtherPlanError(Exception):
 
 
 def _plan(
-    lengths: NDArray[Any], epoch: int, done: NDArray[np.integer], settings: Mapping[str, Any], order: Order | None
+    lengths: NDArray[Any],
+    epoch: int,
+    done: NDArray[np.integer],
+    settings: Mapping[str, Any],
+    order: Order | None,
+    steps_before: int,
 ) -> tuple[Plan, int]:
     """The plan of the documents that aren't done, and their number."""
     options = dict(settings)
     capacity = check_integer(options.pop("batch_max_length"), "batch_max_length", 1, MOST_TOKENS)
-    num_ranks = check_integer(options.pop("num_replicas"), "num_replicas")
+    num_ranks = check_integer(options.pop("num_replicas"), "num_replicas", 1, MOST_RANKS)
     if options["cost_model"] is not None:
         options["cost_model"] = _cost_model(options["cost_model"])
+    options["least_steps"] = max(1, check_integer(options["least_steps"], "least_steps") - steps_before)
     seed, shuffle = options.pop("seed"), check_flag(options.pop("shuffle"), "shuffle")
     fitting = np.flatnonzero(lengths <= capacity).astype(np.int32)
     if order is not None:

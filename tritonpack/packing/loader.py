@@ -8,7 +8,6 @@ from itertools import islice
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Sampler
 
@@ -21,7 +20,6 @@ from tritonpack.packing.distributed import MultipackDistributedBatchSampler
 from tritonpack.packing.documents import require_map_style
 from tritonpack.packing.lengths import check_integer, fit_lengths
 from tritonpack.packing.plan import MOST_TOKENS, Objective, Tail
-from tritonpack.packing.state import gather
 
 ROWS_TOGETHER = 64  # planned at once unless the user chooses: they fill well even if a row holds two or three documents
 _CHOSEN_HERE = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn")
@@ -254,7 +252,7 @@ def dataloader(
     )
     planning: dict[str, Any] = {
         "objective": objective, "cost_model": cost_model, "tail": tail, "lookahead": lookahead, "overlong": overlong,
-        "shuffle": shuffle, "seed": gather(torch.initial_seed())[0] if seed is None else seed,
+        "shuffle": shuffle, "seed": seed,
     }  # fmt: skip
     own = MultipackDistributedBatchSampler(tokens, cut, num_replicas, rank, **planning)
     if steps_together is None:

@@ -20,6 +20,7 @@ from tritonpack.packing.tail import Tail, check_tail, drop_last_step, spread, wh
 Objective = Literal["quadratic", "linear", "cost"]
 
 MOST_TOKENS = 2**30  # tokens of a row: sums of a few squares stay within 64 bits
+MOST_RANKS = 2**20  # a step has a row for each of them, also if there are fewer documents
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,7 +144,7 @@ def plan_epoch(
     Args:
         lengths: (documents,) integers, each from 1 to `capacity` (see `fit_lengths`).
         capacity: tokens of a row, from 1 to 2**30.
-        num_ranks: rows of a step.
+        num_ranks: rows of a step, from 1 to 2**20.
         seed, epoch: at least 0; both decide the order.
         objective: what the ranks of a step get equal shares of: "quadratic" squared lengths (attention's load),
             "linear" tokens, "cost" the cost that `cost_model` computes. Under "cost" a row that has its share takes no
@@ -158,20 +159,21 @@ def plan_epoch(
             better and defers more documents.
         steps_together: the number of steps that are planned at once; their rows are then divided among them. Use it if
             a step holds few documents. A document may be deferred by two times as many steps.
-        least_steps: the least number of steps: if the epoch has fewer, steps with many documents are divided. With the
-            largest number of several epochs each of them has that number, because how well rows fill depends on the
-            order.
+        least_steps: the least number of steps. How well rows fill depends on the order, so epochs may have different
+            numbers of steps; with the largest of them each epoch has that number. "spread" fills these steps equally.
+            Otherwise the latest rows give documents to the missing steps.
         shuffle: shuffle the documents.
         order: document numbers in place of all documents in the order of the seed and the epoch: an array, or a
             function of a seed and an epoch that returns one, such as `Mixture`. A document may come more than once, or
             not at all. What doesn't fill a step under "drop" then makes a plan without steps.
 
     Raises:
-        ValueError: lengths that don't fit, a wrong option, too few tokens to fill one step to 95% under "drop".
+        ValueError: lengths that don't fit, a wrong option, too few tokens to fill one step to 95% under "drop", too few
+            documents for `least_steps`.
         ImportError: numba can't be imported.
     """
     capacity = check_integer(capacity, "capacity", 1, MOST_TOKENS)
-    num_ranks = check_integer(num_ranks, "num_ranks")
+    num_ranks = check_integer(num_ranks, "num_ranks", 1, MOST_RANKS)
     steps_together = check_integer(steps_together, "steps_together")
     least_steps = check_integer(least_steps, "least_steps")
     check_options(objective, cost_model, tail, lookahead)
@@ -184,7 +186,7 @@ def plan_epoch(
         order = given_order(order, len(lengths), seed, epoch)
     costs = _costs(lengths, capacity, num_ranks * steps_together, objective, cost_model)
     options: dict[str, Any] = {"lookahead": lookahead, "together": steps_together, "level": objective == "cost"}
-    return _plan_in_order(order, lengths, costs, capacity, num_ranks, tail, options)
+    return _plan_in_order(order, lengths, costs, capacity, num_ranks, tail, least_steps, options)
 
 
 def _plan_in_order(
@@ -194,6 +196,7 @@ def _plan_in_order(
     capacity: int,
     num_ranks: int,
     tail: Tail,
+    least_steps: int,
     options: dict[str, Any],
 ) -> Plan:
     """Plan documents that come in the given order; `lengths` and `costs` are by document number."""
@@ -206,7 +209,7 @@ def _plan_in_order(
     stream = lengths[order]
     steps = partial(plan_steps, stream, costs[order], num_ranks, capacity, **options)
     if tail == "spread":
-        step_of, rank_of = spread(steps, stream, capacity, num_ranks)
+        step_of, rank_of = spread(steps, stream, capacity, num_ranks, least_steps)
     else:
         step_of, rank_of = steps(target=capacity)
     rows = step_of * np.int64(num_ranks) + rank_of
@@ -215,7 +218,7 @@ def _plan_in_order(
         order, stream, rows = order[kept], stream[kept], rows[kept]
         if not len(order):
             return nothing
-    rows, num_steps, filler_rows = whole_steps(rows, stream, capacity, num_ranks)
+    rows, num_steps, filler_rows = whole_steps(rows, stream, capacity, num_ranks, least_steps)
     items, offsets = group_by_bin(rows, order, num_steps * num_ranks)
     if filler_rows:  # each repeats one of the shortest documents
         shortest = order[np.argsort(stream, kind="stable")]

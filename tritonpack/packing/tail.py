@@ -35,9 +35,9 @@ def drop_last_step(step_of: NDArray[np.int32], lengths: NDArray[np.int32], capac
 
 
 def spread(
-    steps: Callable[..., Any], lengths: NDArray[np.int32], capacity: int, num_ranks: int
+    steps: Callable[..., Any], lengths: NDArray[np.int32], capacity: int, num_ranks: int, least_steps: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Plan all documents in as few steps as found, about equally full.
+    """Plan all documents in as few steps as found, but at least `least_steps`, about equally full.
 
     Args:
         steps: `plan_steps` without `target` and `last_step`.
@@ -46,7 +46,7 @@ def spread(
         step_of and rank_of, as `plan_steps` returns them.
     """
     tokens = int(lengths.sum(dtype=np.int64))
-    num_steps = -(-tokens // (num_ranks * capacity))
+    num_steps = max(-(-tokens // (num_ranks * capacity)), min(least_steps, len(lengths) // num_ranks))
     while True:
         part = -(-tokens // (num_ranks * num_steps))
         for target in [int(part * slack) for slack in _SLACK if part * slack < capacity] + [capacity]:
@@ -58,9 +58,9 @@ def spread(
 
 
 def whole_steps(
-    rows: NDArray[np.int64], lengths: NDArray[np.int32], capacity: int, num_ranks: int
+    rows: NDArray[np.int64], lengths: NDArray[np.int32], capacity: int, num_ranks: int, least_steps: int
 ) -> tuple[NDArray[np.int64], int, int]:
-    """Give every rank a document in the last step.
+    """Give every rank a document in the last step, and in the steps that are missing to `least_steps`.
 
     The missing documents come from rows with more than one, from the latest steps first. Where no row has more than
     one, the shortest documents are packed together, if that saves a step. Where it doesn't, rows of the last ranks stay
@@ -73,6 +73,9 @@ def whole_steps(
 
     Returns:
         Their rows now, the number of steps, and the number of empty rows.
+
+    Raises:
+        ValueError: too few documents for `least_steps`.
     """
     num_steps = int(rows.max()) // num_ranks + 1
     most = len(rows) // num_ranks  # steps in which every row has a document
@@ -80,6 +83,12 @@ def whole_steps(
         packed = _in_rows(lengths, most * num_ranks, capacity)
         if packed is not None:
             rows, num_steps = packed, most
+    if num_steps < least_steps and least_steps * num_ranks >= len(rows) + num_ranks:
+        raise ValueError(
+            f"{len(rows)} documents can't make least_steps={least_steps} steps in which each of {num_ranks} ranks has "
+            "one. Ask for fewer steps, use fewer ranks or more documents."
+        )
+    num_steps = max(num_steps, least_steps)
     num_rows = num_steps * num_ranks
     held = np.bincount(rows, minlength=num_rows)
     empty = np.flatnonzero(held == 0)
