@@ -18,6 +18,7 @@ from tritonpack.packing.lengths import check_integer
 from tritonpack.packing.plan import MOST_TOKENS, Objective, Plan, check_options, plan_epoch
 from tritonpack.packing.state import ResumableSampler, digest, gather, has_group
 from tritonpack.packing.tail import Tail, check_tail
+from tritonpack.packing.together import choose_steps_together
 
 
 class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]]):
@@ -45,6 +46,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]
         epoch: the epoch of the next iteration.
         lengths: (documents,) int32, 0 for dropped documents.
         overlong_report: what was done with documents longer than `batch_max_length`.
+        steps_together: as given, or the number that was chosen.
 
     Args:
         batch_max_length: tokens of a rank's batch, from 1 to 2**30.
@@ -52,8 +54,8 @@ class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]
         num_replicas, rank: the number of ranks, and the rank of this process. None reads them from torch.distributed;
             without a process group they are 1 and 0.
         seed: at least 0, the same on every rank.
-        objective, tail, lookahead, steps_together, cost_model: see `plan_epoch`. For 4,096 tokens on one rank,
-            `steps_together=64` fills rows to 98% instead of 86% (OpenChat's lengths).
+        objective, tail, lookahead, steps_together, cost_model: see `plan_epoch`. With `steps_together=None` the
+            constructor measures how many steps to plan at once.
         overlong: "error" refuses documents longer than `batch_max_length`, "drop" leaves them out. To truncate them,
             pass `lengths` that are cut, and load with `PackingCollator(max_document_length=...)`.
         shuffle: shuffle the documents, in a new order for each epoch.
@@ -62,7 +64,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]
     Raises:
         ValueError: lengths that aren't positive integers or don't fit, a rank that doesn't exist, a wrong option, too
             few tokens to fill one step to 95% under `tail="drop"`.
-        ImportError: at the first use of an epoch, if numba can't be imported.
+        ImportError: numba can't be imported; with a given `steps_together` at the first use of an epoch.
 
     Source: https://github.com/imoneoi/multipack_sampler defines the interface and the measures.
     """
@@ -84,7 +86,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]
         objective: Objective = "quadratic",
         tail: Tail = "drop",
         lookahead: float = 0.01,
-        steps_together: int = 1,
+        steps_together: int | None = None,
         cost_model: CostModel | None = None,
         overlong: Literal["error", "drop"] = "error",
         shuffle: bool = True,
@@ -98,14 +100,29 @@ class MultipackDistributedBatchSampler(ResumableSampler[Plan], Sampler[list[int]
         check_options(objective, cost_model, tail, lookahead)
         self._documents = np.flatnonzero(self.lengths).astype(np.int32)  # all but the dropped ones
         check_tail(self.lengths, self.batch_max_length, self.num_replicas, tail)
+        self.steps_together = (
+            choose_steps_together(
+                self.lengths[self._documents], self.batch_max_length, self.num_replicas, objective=objective,
+                cost_model=cost_model, lookahead=lookahead,
+            )
+            if steps_together is None
+            else check_integer(steps_together, "steps_together")
+        )  # fmt: skip
         self._options: dict[str, Any] = {
             "objective": objective,
             "tail": tail,
             "lookahead": float(lookahead),
-            "steps_together": check_integer(steps_together, "steps_together"),
+            "steps_together": self.steps_together,
             "cost_model": cost_model,
             "shuffle": shuffle,
         }
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({self.batch_max_length} tokens per batch, {len(self._documents)} documents, rank "
+            f"{self.rank} of {self.num_replicas}, objective={self._options['objective']!r}, "
+            f"tail={self._options['tail']!r}, steps_together={self.steps_together})"
+        )
 
     def _make(self, epoch: int) -> Plan:
         lengths = self.lengths[self._documents]
