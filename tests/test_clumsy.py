@@ -232,7 +232,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
         {"lengths": LENGTHS, "capacity": 8, "num_ranks": 2},
         {
             "lengths": "", "capacity": "", "num_ranks": NUMPY, "seed": "zero huge np3", "epoch": "zero huge np3",
-            "objective": "", "cost_model": "none", "tail": "", "lookahead": "zero", "steps_together": NUMPY,
+            "objective": "", "cost_model": "none", "tail": "", "lookahead": "zero", "steps_together": f"none {NUMPY}",
             "shuffle": "true", "order": "none array",
         },
     ),
@@ -300,7 +300,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
         {
             "batch_max_length": "", "lengths": "", "num_replicas": COUNTS, "rank": "zero",
             "seed": "none zero huge np3",
-            "objective": "", "tail": "", "lookahead": "zero", "steps_together": NUMPY, "cost_model": "none",
+            "objective": "", "tail": "", "lookahead": "zero", "steps_together": f"none {NUMPY}", "cost_model": "none",
             "overlong": "", "shuffle": "true", "shard": "true",
         },
     ),

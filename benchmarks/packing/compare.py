@@ -1,6 +1,7 @@
 """Compares our packers and samplers with others in one run: the quality of their epochs, and their times.
 
     python -m benchmarks.packing.compare [--lengths FILE.json] [--peers DIR] [--sizes 10000 100000 1000000]
+    python -m benchmarks.packing.compare --suite [--lengths FILE.json] [--peers DIR]
 
 The first table measures plans for the given lengths (by default random ones like OpenChat's, see tests/lengths.py), on
 8 ranks of 32,768 tokens over 10 epochs by default. Its columns are the fields of `PlanStatistics`, means over the
@@ -11,6 +12,9 @@ row is above the capacity.
 
 The second table has the times of packing log-normal lengths, warm, the best of three runs (one run if it takes
 seconds). A packer that took more than --limit seconds gets no larger problem.
+
+With --suite one table compares our planner with the other samplers on nine data sets, and the last line names the rows
+in which ours loses (see benchmarks/packing/suite.py).
 """
 
 from __future__ import annotations
@@ -19,11 +23,10 @@ import argparse
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from time import perf_counter
 from typing import Any, get_args
 
 import numba
@@ -31,6 +34,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.packing.peers import Lengths, Packer, Sampler, load
+from benchmarks.packing.suite import checked, print_suite, seconds
 from tests.lengths import log_normal, lookalike
 from tritonpack.cli.plan.strategies import interleaved_rows, next_fit_rows, shuffled_bins
 from tritonpack.packing import pack
@@ -74,20 +78,6 @@ def baselines() -> list[Sampler]:
     """The baselines of `tritonpack plan`, without padded rows."""
     methods = {"interleaved": interleaved_rows, "next-fit, strided": next_fit_rows, "best-fit, shuffled": shuffled_bins}
     return [Sampler(name, method, method) for name, method in methods.items()]
-
-
-def checked(plan: Plan, lengths: Lengths) -> Plan:
-    """The plan; AssertionError if a document is in it twice or a row is above its capacity."""
-    assert len(np.unique(plan.items)) == len(plan.items), "a document twice"
-    assert not plan.num_steps or plan.sums(lengths).max() <= plan.capacity, "a row above its capacity"
-    return plan
-
-
-def seconds(work: Callable[..., Any], *arguments: Any) -> float:
-    """The time of one call."""
-    begin = perf_counter()
-    work(*arguments)
-    return perf_counter() - begin
 
 
 def print_quality(samplers: Sequence[Sampler], lengths: Lengths, options: argparse.Namespace) -> None:
@@ -158,6 +148,8 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--sizes", type=int, nargs="*", default=[10_000, 100_000, 1_000_000], help="ascending")
+    parser.add_argument("--suite", action="store_true", help="compare on nine data sets instead")
+    parser.add_argument("--repeats", type=int, default=5, help="timed runs per data set and seed of the suite")
     parser.add_argument("--limit", type=float, default=10.0, help="seconds")
     options = parser.parse_args()
     peers = load(options.peers)
@@ -168,6 +160,9 @@ def main() -> None:
         f"Python {platform.python_version()}, numpy {np.__version__}, numba {numba.__version__}, {os.cpu_count()} cores"
     )
     print("Absent: " + ("; ".join(f"{name} ({why})" for name, why in peers.absent.items()) or "none"))
+    if options.suite:
+        print_suite(peers.samplers, lengths, options)
+        return
     print_quality([*ours(), *baselines(), *peers.samplers], lengths, options)
     print_times([*our_packers(), *peers.packers], options)
 

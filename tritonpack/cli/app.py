@@ -268,12 +268,13 @@ def plan(
         ),
     ] = 0.01,
     steps_together: Annotated[
-        int,
+        int | None,
         Option(
             parser=_number("--steps-together", int, 1),
             help="Steps planned at once: fuller rows where a step holds few documents.",
+            show_default="as many as needed",
         ),
-    ] = 1,
+    ] = None,
     overlong: Annotated[
         Literal["error", "truncate", "split", "drop"],
         Option(

@@ -189,6 +189,17 @@ class CostModel:
         return weights
 
 
+def document_costs(
+    lengths: NDArray[np.int32], capacity: int, num_rows: int, objective: str, cost_model: CostModel | None
+) -> NDArray[np.int64]:
+    """The cost of each document, (documents,), under an objective of `plan_epoch`; the sum of any rows fits."""
+    per_token, per_square = {"quadratic": (0, 1), "linear": (1, 0)}.get(objective, (0, 0))
+    if cost_model is not None:
+        per_token, per_square = cost_model.whole_weights(capacity, num_rows)
+    wide = lengths.astype(np.int64)
+    return per_token * wide + per_square * wide * wide
+
+
 def _finite_row(values: ArrayLike, name: str) -> NDArray[np.float64]:
     array = np.asarray(values)
     if array.ndim != 1 or array.dtype.kind not in "iuf" or not np.isfinite(array).all():

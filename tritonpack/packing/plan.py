@@ -12,10 +12,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tritonpack.checks import check_choice, check_flag, is_number
-from tritonpack.packing.cost import CostModel
+from tritonpack.packing.cost import CostModel, document_costs
 from tritonpack.packing.lengths import check_integer, fit_lengths
 from tritonpack.packing.order import Order, given_order, shuffled
 from tritonpack.packing.tail import Tail, check_tail, drop_last_step, spread, whole_steps
+from tritonpack.packing.together import choose_steps_together
 
 Objective = Literal["quadratic", "linear", "cost"]
 
@@ -43,6 +44,7 @@ class Plan:
         capacity: tokens that fit into a row.
         filler_rows: rows of the last ranks in the last step that repeat a document of another row, because there were
             too few documents to give every rank one.
+        steps_together: the number of steps that were planned at once.
 
     Raises:
         ValueError: arrays or numbers that aren't as above.
@@ -53,6 +55,7 @@ class Plan:
     num_ranks: int
     capacity: int
     filler_rows: int = 0
+    steps_together: int = 1
 
     def __post_init__(self) -> None:
         items, offsets = self.items, self.offsets
@@ -70,6 +73,7 @@ class Plan:
         check_integer(self.capacity, "capacity")
         if (len(offsets) - 1) % self.num_ranks:
             raise ValueError(f"{len(offsets) - 1} rows don't make whole steps of {self.num_ranks} ranks.")
+        check_integer(self.steps_together, "steps_together")
         most = min(self.num_ranks, len(offsets)) - 1
         check_integer(self.filler_rows, "filler_rows", 0, most, "because another rank of the last step has documents")
 
@@ -114,9 +118,10 @@ class Plan:
 
     def __repr__(self) -> str:
         filler = f", {self.filler_rows} filler rows" if self.filler_rows else ""
+        together = f", {self.steps_together} steps planned together" if self.steps_together > 1 else ""
         return (
             f"Plan({self.num_steps} steps of {self.num_ranks} ranks with {self.capacity} tokens each, "
-            f"{self.num_documents} documents{filler})"
+            f"{self.num_documents} documents{filler}{together})"
         )
 
 
@@ -131,7 +136,7 @@ def plan_epoch(
     cost_model: CostModel | None = None,
     tail: Tail = "drop",
     lookahead: float = 0.01,
-    steps_together: int = 1,
+    steps_together: int | None = None,
     least_steps: int = 1,
     shuffle: bool = True,
     order: Order | None = None,
@@ -139,7 +144,8 @@ def plan_epoch(
     """Plan every step of an epoch: the documents of each rank, at most `capacity` tokens.
 
     The documents are shuffled, and the steps take them nearly in that order: with a lookahead of up to 0.05 a document
-    is deferred by two steps at most. The plan depends only on the arguments.
+    is deferred twice at most, so it moves by two steps, or by fewer than three times `steps_together`. The plan depends
+    only on the arguments.
 
     Args:
         lengths: (documents,) integers, each from 1 to `capacity` (see `fit_lengths`).
@@ -157,8 +163,10 @@ def plan_epoch(
             one of the shortest documents, and `Plan.filler_rows` counts them.
         lookahead: the share of its tokens that a step is offered in addition, from 0 to 1. A larger share fills rows
             better and defers more documents.
-        steps_together: the number of steps that are planned at once; their rows are then divided among them. Use it if
-            a step holds few documents. A document may be deferred by two times as many steps.
+        steps_together: the number of steps that are planned at once; their rows are then divided among them. More
+            fill rows better if a step holds few documents. A document moves by fewer than three times as many steps.
+            None measures how many suffice, at most 64 (see `choose_steps_together`). This takes as long as a few
+            epochs, so for many epochs choose once, as `MultipackDistributedBatchSampler` does.
         least_steps: the least number of steps. How well rows fill depends on the order, so epochs may have different
             numbers of steps; with the largest of them each epoch has that number. "spread" fills these steps equally.
             Otherwise the latest rows give documents to the missing steps.
@@ -174,7 +182,8 @@ def plan_epoch(
     """
     capacity = check_integer(capacity, "capacity", 1, MOST_TOKENS)
     num_ranks = check_integer(num_ranks, "num_ranks", 1, MOST_RANKS)
-    steps_together = check_integer(steps_together, "steps_together")
+    if steps_together is not None:
+        steps_together = check_integer(steps_together, "steps_together")
     least_steps = check_integer(least_steps, "least_steps")
     check_options(objective, cost_model, tail, lookahead)
     check_flag(shuffle, "shuffle")
@@ -184,7 +193,11 @@ def plan_epoch(
         check_tail(lengths, capacity, num_ranks, tail)
     else:
         order = given_order(order, len(lengths), seed, epoch)
-    costs = _costs(lengths, capacity, num_ranks * steps_together, objective, cost_model)
+    if steps_together is None:
+        steps_together = choose_steps_together(
+            lengths, capacity, num_ranks, objective=objective, cost_model=cost_model, lookahead=lookahead
+        )
+    costs = document_costs(lengths, capacity, num_ranks * steps_together, objective, cost_model)
     options: dict[str, Any] = {"lookahead": lookahead, "together": steps_together, "level": objective == "cost"}
     return _plan_in_order(order, lengths, costs, capacity, num_ranks, tail, least_steps, options)
 
@@ -224,7 +237,7 @@ def _plan_in_order(
         shortest = order[np.argsort(stream, kind="stable")]
         items = np.append(items, np.resize(shortest, filler_rows))
         offsets[-filler_rows:] += np.arange(1, filler_rows + 1)
-    return Plan(items, offsets, num_ranks, capacity, filler_rows)
+    return Plan(items, offsets, num_ranks, capacity, filler_rows, options["together"])
 
 
 def check_options(objective: str, cost_model: CostModel | None, tail: str, lookahead: float) -> None:
@@ -243,13 +256,3 @@ def check_options(objective: str, cost_model: CostModel | None, tail: str, looka
         )
     if not is_number(lookahead) or not 0 <= lookahead <= 1:
         raise ValueError(f"lookahead must be a number from 0 to 1; got {lookahead!r}.")
-
-
-def _costs(
-    lengths: NDArray[np.int32], capacity: int, num_rows: int, objective: Objective, cost_model: CostModel | None
-) -> NDArray[np.int64]:
-    per_token, per_square = {"quadratic": (0, 1), "linear": (1, 0)}.get(objective, (0, 0))
-    if cost_model is not None:
-        per_token, per_square = cost_model.whole_weights(capacity, num_rows)
-    wide = lengths.astype(np.int64)
-    return per_token * wide + per_square * wide * wide

@@ -6,11 +6,13 @@ same number of tokens. The longest documents of the offer are placed first, each
 documents that fit nowhere are deferred to the next step. Documents that were deferred twice are placed before all
 others. So a document moves by two steps at most. Packing a whole epoch at once would destroy the order.
 
-Then the rows trade documents. The costliest row gives up to two documents and gets up to two of a cheaper row, so that
-about half the gap between their costs moves over and neither exceeds its room. Full rows can trade too, because two
-pairs of documents may have equal lengths and different squares.
+Rows that aren't full then exchange documents for longer ones that would be deferred. If they still leave much open,
+first-fit packs the offer anew. If documents can't fill the rows of a step, their tokens are evened out. In the end the
+rows of each step trade documents until their costs are about equal (trades.py).
 
-Costs are integers, so every machine computes the same plan.
+Several steps can be planned as one group, which has more documents to combine. Its rows are divided among its steps.
+
+Costs are integers, and the other sums are rounded alike everywhere, so every machine computes the same plan.
 """
 
 from __future__ import annotations
@@ -22,21 +24,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tritonpack.packing.heuristics import compiled
+from tritonpack.packing.trades import balance
 
 PATIENCE = 2  # how many steps a document may be deferred
 # Documents longer than half a row that a step is offered, per row. A row takes one; of more, some would wait too long.
-_HALF_ROWS = 2
+_HALF_ROWS = 1.25
 _CLOSE = 2.0**-11  # the share of a step that its offer may lack
 _BEYOND = 0.1  # the largest share of a step that is passed over to complete its offer
 _UNLIMITED = 2**62
-# Of trades:
-_TOLERANCE = 2.0**-11  # the gap, relative to the costliest row, at which two rows count as balanced
-_PARTNERS = 8  # the cheapest rows that the costliest one tries to trade with before trading ends
-_TRADES_PER_RANK = 4
-_OFFERED = 24  # documents that a row offers, spread from its longest to its shortest
-_GROUPS = 1 + _OFFERED + _OFFERED * (_OFFERED - 1) // 2  # none of them, one or two
-_LOOKS = 4096  # pairs of groups that are compared for one trade
-_NONE = -1
+# Shares of a step's tokens, as divisors:
+_OPEN = 1024  # rows that leave more open exchange documents for longer ones
+_WIDE_OPEN = 128  # rows that leave more open are packed by first-fit, if that gains as much
+_UNEVEN = 64  # rows whose fullest is so much fuller than their mean are evened out
+_HALF_EMPTY = 16  # groups of steps that leave more open are evened out before they are divided
+# The steps of a group may differ in their mean lengths by this many times the variance of random steps.
+_CHANCE = 1.0
 
 
 def plan_steps(
@@ -67,91 +69,291 @@ def plan_steps(
     Returns:
         step_of and rank_of, (documents,) int32 each.
     """
+    last = _UNLIMITED if last_step is None else last_step
+    rows, fills = _rows(lengths, costs, ranks, capacity, target, float(lookahead), together, level, last)
+    if ranks > 1:
+        balance(lengths, costs, rows, ranks, fills)
+    step_of, rank_of = np.divmod(rows, ranks)
+    return step_of.astype(np.int32), rank_of.astype(np.int32)
+
+
+@compiled
+def _rows(
+    lengths: Any, costs: Any, ranks: int, capacity: int, target: int, lookahead: float, together: int, level: bool,
+    last_step: int,
+) -> Any:  # fmt: skip
+    """The row of each document, (documents,), and the tokens up to which the rows of each step may grow, (steps,).
+
+    The arguments are those of `plan_steps`.
+    """
     count = len(lengths)
-    step_of = np.full(count, -1, dtype=np.int32)
-    rank_of = np.full(count, -1, dtype=np.int32)
+    placed_in = np.full(count, -1, dtype=np.int64)
     arrived = np.empty(count, dtype=np.int32)  # the turn that read a document from the stream
     pool = np.empty(count, dtype=np.int32)  # documents that were read and not placed, in the order of the stream
     offered = np.empty(count, dtype=np.bool_)  # for each of them, whether this step is offered it
-    left = int(lengths.sum(dtype=np.int64))
+    left = np.int64(0)
+    for length in lengths:
+        left += length
+    fills = np.empty(count, dtype=np.int64)  # by step; no step is empty
     waiting = cursor = turn = step = 0
     while waiting or cursor < count:
         last = step == last_step
         fill = capacity if last else target
-        steps = max(1, min(together, left // (ranks * fill)))
-        if last_step is not None:
-            steps = max(1, min(steps, last_step - step))
+        steps = max(1, min(together, left // (ranks * fill), last_step - step, waiting + count - cursor))
         rows = ranks * steps
         whole = rows * fill
         spare = int(lookahead * whole)
         offer = _UNLIMITED if last else whole + spare
-        for last_offer in (False, True):
-            limits = (offer - int(_CLOSE * whole), offer, int(_BEYOND * whole), _HALF_ROWS * rows)
-            pooled, stop = _offer(lengths, pool, offered, waiting, cursor, rows, fill // 2, limits)
+        for final in (False, True):
+            pooled, stop = _offer(lengths, pool, offered, waiting, cursor, rows, fill, whole, offer)
             arrived[cursor:stop] = turn
-            documents = pool[:pooled][offered[:pooled]]
-            documents = documents[np.argsort(-lengths[documents], kind="stable")]  # from long to short
-            own_lengths, own_costs = lengths[documents].astype(np.int64), costs[documents]
-            tokens, cost = int(own_lengths.sum()), int(own_costs.sum())
+            documents = _longest_first(lengths, pool[:pooled], offered)
+            own_lengths = lengths[documents].astype(np.int64)
+            own_costs = costs[documents]
+            overdue = turn - arrived[documents] >= PATIENCE
+            tokens, cost = own_lengths.sum(), own_costs.sum()
             # The share of a row is the cost of a full row of documents like the offered ones. If one document costs
             # more, the share is the cost of that document. The end of an epoch needs no limit.
             limited = level and (stop < count or tokens >= whole)
-            share = max(int(cost / tokens * fill), int(own_costs.max())) if limited else _UNLIMITED
-            row_of = _place(own_lengths, own_costs, turn - arrived[documents] >= PATIENCE, rows, fill, share)
-            taken = int(own_lengths[row_of >= 0].sum())
-            if last_offer or not limited or offer <= taken + spare + spare // 8:
+            share = max(int(cost / tokens * fill), own_costs.max()) if limited else _UNLIMITED
+            row_of = _place(own_lengths, own_costs, overdue, rows, fill, share)
+            taken = np.int64(0)
+            for document in range(len(documents)):
+                if row_of[document] >= 0:
+                    taken += own_lengths[document]
+            if final or not limited or offer <= taken + spare + spare // 8:
                 break
             offer = taken + spare  # rows that stop at their share hold fewer tokens: offer that number
         waiting, cursor = pooled, stop
-        balance(own_lengths, own_costs, row_of, rows, fill)
-
-        placed = row_of >= 0
-        documents, row_of = documents[placed], row_of[placed]
-        place = _in_stream_order(documents, row_of, rows)[row_of] if steps > 1 else row_of
-        step_of[documents] = step + place // ranks
-        rank_of[documents] = place % ranks
-        kept = pool[:waiting][step_of[pool[:waiting]] < 0]
-        waiting = len(kept)
-        pool[:waiting] = kept
+        if not level and taken < tokens and taken < whole - whole // _OPEN:
+            row_of, taken = _fuller(own_lengths, overdue, row_of, rows, fill, taken)
+        if steps > 1:
+            if not level and taken < whole - whole // _HALF_EMPTY:
+                _even_out(own_lengths, row_of, np.flatnonzero(row_of >= 0), 0, rows, fill)
+            _deal(own_lengths, documents, row_of, rows, ranks)
+        fills[step : step + steps] = fill
+        if not level and ranks > 1 and taken < whole - whole // _UNEVEN:
+            by_step, starts = _group(row_of, ranks, steps)
+            for number in range(steps):
+                own = by_step[starts[number] : starts[number + 1]]
+                fills[step + number] = _even_out(own_lengths, row_of, own, number * ranks, ranks, fill)
+        for place in range(len(documents)):
+            if row_of[place] >= 0:
+                placed_in[documents[place]] = step * ranks + row_of[place]
+        kept = 0
+        for place in range(waiting):
+            if placed_in[pool[place]] < 0:
+                pool[kept] = pool[place]
+                kept += 1
+        waiting = kept
         left -= taken
         turn += 1
         step += steps
-    return step_of, rank_of
+    return placed_in, fills[: placed_in.max() // ranks + 1]
 
 
-def _in_stream_order(documents: NDArray[np.int32], row_of: NDArray[np.int32], rows: int) -> NDArray[np.int32]:
-    """The place of each row when rows are sorted by the mean position of their documents in the stream."""
-    middle = np.bincount(row_of, weights=documents, minlength=rows) / np.bincount(row_of, minlength=rows)
-    place = np.empty(rows, dtype=np.int32)
-    place[np.argsort(middle, kind="stable")] = np.arange(rows, dtype=np.int32)
-    return place
+@compiled
+def _fuller(lengths: Any, overdue: Any, row_of: Any, rows: int, fill: int, taken: int) -> Any:
+    """Rows that hold more tokens than those of `_place`."""
+    whole = rows * fill
+    if taken < whole - whole // _WIDE_OPEN:
+        packed, tokens, empty = _first_fit(lengths, overdue, rows, fill)
+        if not empty and tokens > taken:
+            tokens += _exchange(lengths, overdue, packed, rows, fill)
+            if tokens > taken + whole // _WIDE_OPEN:
+                return packed, tokens
+    return row_of, taken + _exchange(lengths, overdue, row_of, rows, fill)
+
+
+@compiled
+def _first_fit(lengths: Any, overdue: Any, rows: int, fill: int) -> Any:
+    """Put each document into the first row with room, overdue documents first, and the longest first among both."""
+    leaves = 1
+    while leaves < rows:
+        leaves *= 2
+    # The children of node i are 2 i and 2 i + 1; node 1 is the root, and row r is leaf leaves + r.
+    room = np.zeros(2 * leaves, dtype=np.int64)
+    room[leaves : leaves + rows] = fill
+    for node in range(leaves - 1, 0, -1):
+        room[node] = max(room[2 * node], room[2 * node + 1])
+    row_of = np.full(len(lengths), -1, dtype=np.int32)
+    tokens = np.int64(0)
+    highest = -1
+    for turn in (True, False):
+        for document in range(len(lengths)):
+            length = lengths[document]
+            if overdue[document] != turn or room[1] < length:
+                continue
+            node = 1
+            while node < leaves:
+                node *= 2
+                if room[node] < length:
+                    node += 1
+            row_of[document] = node - leaves
+            highest = max(highest, node - leaves)
+            tokens += length
+            room[node] -= length
+            while node > 1:
+                node //= 2
+                room[node] = max(room[2 * node], room[2 * node + 1])
+    return row_of, tokens, highest < rows - 1
+
+
+@compiled
+def _exchange(lengths: Any, overdue: Any, row_of: Any, rows: int, fill: int) -> int:
+    """Exchange documents of rows with room for longer ones that are deferred, in place; return the tokens gained."""
+    gained = np.int64(0)
+    room = np.full(rows, fill, dtype=np.int64)
+    out = np.empty(len(lengths), dtype=np.int32)  # deferred documents, from long to short
+    left = 0
+    for document in range(len(lengths)):
+        if row_of[document] >= 0:
+            room[row_of[document]] -= lengths[document]
+        else:
+            out[left] = document
+            left += 1
+    held, first = _group(row_of, 1, rows)
+    for row in range(rows):
+        while room[row] > 0:
+            best = best_out = best_place = np.int64(0)
+            for place in range(first[row], first[row + 1]):
+                own = held[place]
+                if overdue[own]:
+                    continue
+                most = lengths[own] + room[row]
+                low, high = 0, left  # the first deferred document that isn't longer than `most`
+                while low < high:
+                    middle = (low + high) // 2
+                    if lengths[out[middle]] > most:
+                        low = middle + 1
+                    else:
+                        high = middle
+                if low < left and lengths[out[low]] - lengths[own] > best:
+                    best, best_out, best_place = lengths[out[low]] - lengths[own], low, place
+            if best == 0:
+                break
+            own, new = held[best_place], out[best_out]
+            row_of[new], row_of[own] = row, -1
+            held[best_place] = new
+            room[row] -= best
+            gained += best
+            place = best_out
+            while place + 1 < left and out[place + 1] < own:
+                out[place] = out[place + 1]
+                place += 1
+            out[place] = own
+    return gained
+
+
+@compiled
+def _longest_first(lengths: Any, pool: Any, offered: Any) -> Any:
+    """The offered documents of the pool from long to short; equal lengths keep their order."""
+    keys = np.empty(len(pool), dtype=np.int64)
+    count = 0
+    for place in range(len(pool)):
+        if offered[place]:
+            keys[count] = (np.int64(2**31) - lengths[pool[place]]) << 32 | pool[place]
+            count += 1
+    keys = keys[:count]
+    keys.sort()
+    return (keys & (2**32 - 1)).astype(np.int32)
+
+
+@compiled
+def _deal(lengths: Any, documents: Any, row_of: Any, rows: int, ranks: int) -> None:
+    """Divide the rows of a group among its steps, in place, so that steps differ in their mean lengths as by chance.
+
+    Similar rows in one step have similar costs, but make steps of long documents and steps of short ones. So divisions
+    are tried in this order, until one is as even as chance: first by the rows' mean lengths, then more and more by
+    their places in the stream, at last with equally many rows of each stratum, where strata are ranges of mean lengths.
+    A row's place is that of one of its documents, drawn by a hash: the mean place, or that of the longest document,
+    would collect rows of some lengths at the begin or in the middle.
+
+    Args:
+        lengths, documents: (documents,) from long to short, and their places in the stream.
+    """
+    steps = rows // ranks
+    size, place_of = np.zeros(rows, dtype=np.int64), np.empty(rows, dtype=np.int64)
+    tokens, drawn = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
+    squares = 0.0
+    for place in range(len(row_of) - 1, -1, -1):
+        row = row_of[place]
+        if row >= 0:
+            size[row] += 1
+            tokens[row] += lengths[place]
+            hashed = (documents[place] * 2654435761) % 2**32
+            if hashed >= drawn[row]:
+                drawn[row], place_of[row] = hashed, documents[place]
+            squares += float(lengths[place]) * lengths[place]
+    if size.min() == 0:  # fewer documents than rows: the last rows are empty
+        return
+    count = size.sum()
+    mean = tokens.sum() / count
+    by_mean = np.argsort(tokens / size, kind="mergesort")
+    rank_by_mean, rank_by_place = np.empty(rows, dtype=np.int64), np.empty(rows, dtype=np.int64)
+    rank_by_mean[by_mean] = np.arange(rows)
+    rank_by_place[np.argsort(place_of, kind="mergesort")] = np.arange(rows)
+    number = np.empty(rows, dtype=np.int64)
+    strata, weight = 1, 32 if ranks > 1 else 0
+    while True:
+        for stratum in range(strata):
+            first, last = stratum * ranks // strata, (stratum + 1) * ranks // strata  # the ranks that get its rows
+            own = by_mean[first * steps : last * steps]
+            own = own[np.argsort(8 * rank_by_place[own] + weight * rank_by_mean[own], kind="mergesort")]
+            for place in range(len(own)):
+                number[own[place]] = place // (last - first) * ranks + first + place % (last - first)
+        sums, held = np.zeros(steps, dtype=np.int64), np.zeros(steps, dtype=np.int64)
+        for row in range(rows):
+            sums[number[row] // ranks] += tokens[row]
+            held[number[row] // ranks] += size[row]
+        between = chance = 0.0
+        for step in range(steps):
+            between += (sums[step] / held[step] - mean) ** 2
+            chance += 1 / held[step]
+        chance *= (squares / count - mean * mean) * (steps - 1) / steps
+        if between <= _CHANCE * chance or strata == ranks:
+            break
+        if weight:
+            weight //= 2
+        else:
+            strata = min(2 * strata, ranks)
+    places = np.zeros(steps, dtype=np.int64)  # steps come in the order of the stream, too
+    for row in range(rows):
+        places[number[row] // ranks] += rank_by_place[row]
+    step_of = np.empty(steps, dtype=np.int64)
+    step_of[np.argsort(places, kind="mergesort")] = np.arange(steps)
+    for place in range(len(row_of)):
+        if row_of[place] >= 0:
+            row = number[row_of[place]]
+            row_of[place] = step_of[row // ranks] * ranks + row % ranks
 
 
 @compiled
 def _offer(
-    lengths: Any, pool: Any, offered: Any, waiting: int, cursor: int, ranks: int, half: int, limits: Any
+    lengths: Any, pool: Any, offered: Any, waiting: int, cursor: int, rows: int, fill: int, whole: int, most: int
 ) -> tuple[int, int]:
     """Choose what a step is offered from the pool; documents of the stream are added to the pool as needed.
 
     Args:
-        limits: the tokens at which the offer is complete; the tokens that it doesn't exceed, except to give every row
-            a document; the tokens passed over that end it; the documents longer than `half` that end it.
+        whole: tokens that the rows hold.
+        most: tokens that the offer doesn't exceed, except to give every row a document.
 
     Returns:
         The number of documents in the pool now, and the position up to which the stream is read.
     """
-    complete, most, beyond, most_halves = limits
+    complete, beyond = most - int(_CLOSE * whole), int(_BEYOND * whole)
+    half, most_halves = fill // 2, int(_HALF_ROWS * rows)
     tokens = passed = np.int64(0)
     given = halves = place = 0
     while place < waiting or cursor < len(lengths):
         if place == waiting:
-            if given >= ranks and (tokens >= complete or passed >= beyond or halves >= most_halves):
+            if given >= rows and (tokens >= complete or passed >= beyond or halves >= most_halves):
                 break
             pool[waiting] = cursor
             waiting += 1
             cursor += 1
         length = lengths[pool[place]]
-        offered[place] = tokens + length <= most or given < ranks
+        offered[place] = tokens + length <= most or given < rows
         if offered[place]:
             tokens += length
             given += 1
@@ -198,142 +400,51 @@ def _place(lengths: Any, costs: Any, overdue: Any, ranks: int, fill: int, share:
 
 
 @compiled
-def balance(lengths: Any, costs: Any, row_of: Any, ranks: int, fill: int) -> None:
-    """Narrow the gap between the costliest and the cheapest row by trading documents.
+def _group(row_of: Any, ranks: int, steps: int) -> Any:
+    """The documents of each group of `ranks` rows, ascending, and where they start."""
+    starts = np.zeros(steps + 1, dtype=np.int64)
+    for row in row_of:
+        if row >= 0:
+            starts[row // ranks + 1] += 1
+    for step in range(steps):
+        starts[step + 1] += starts[step]
+    grouped = np.empty(starts[steps], dtype=np.int64)
+    cursor = starts.copy()
+    for document in range(len(row_of)):
+        if row_of[document] >= 0:
+            step = row_of[document] // ranks
+            grouped[cursor[step]] = document
+            cursor[step] += 1
+    return grouped, starts
+
+
+@compiled
+def _even_out(lengths: Any, row_of: Any, own: Any, first: int, rows: int, fill: int) -> int:
+    """Place documents of rows that aren't full anew, so that rows hold more equal numbers of tokens, in place.
+
+    The ranks of a step wait for the fullest row.
 
     Args:
-        lengths: (documents,) int64, from long to short.
-        costs: (documents,) int64, the longer the higher.
-        row_of: (documents,) int32, the row of each document, -1 for none; changed in place.
-        fill: tokens up to which a row may grow; a row that is longer already doesn't grow.
+        own: (documents,) those of the rows from `first` on, from long to short.
+
+    Returns:
+        The tokens up to which rows may grow.
     """
-    room = np.full(ranks, fill, dtype=np.int64)
-    cost = np.zeros(ranks, dtype=np.int64)
-    size = np.zeros(ranks, dtype=np.int64)  # documents of each row
-    # The documents of each row come first, ascending, so from long to short; the rest is spare.
-    held = np.empty((ranks, 2 * np.bincount(row_of + 1)[1:].max() + 2), dtype=np.int32)
-    for document in range(len(lengths)):
-        row = row_of[document]
-        if row != _NONE:
-            held[row, size[row]] = document
-            size[row] += 1
-            room[row] -= lengths[document]
-            cost[row] += costs[document]
-    by_cost = np.argsort(cost, kind="mergesort")
-    # The groups that each row offers, by ascending tokens: two documents, their tokens, their cost. 0: not made yet.
-    offers = np.empty((ranks, _GROUPS, 4), dtype=np.int64)
-    num_offers = np.zeros(ranks, dtype=np.int64)
-    deal = np.empty(4, dtype=np.int64)
-    for _ in range(_TRADES_PER_RANK * ranks):
-        dear = by_cost[-1]
-        for partner in range(min(_PARTNERS, ranks - 1)):
-            cheap = by_cost[partner]
-            gap = cost[dear] - cost[cheap]
-            if gap <= _TOLERANCE * cost[dear]:
-                return
-            if max(size[dear], size[cheap]) + 2 > held.shape[1]:
-                continue
-            for row in (dear, cheap):
-                if num_offers[row] == 0:
-                    num_offers[row] = _make_offers(held[row, : size[row]], lengths, costs, offers[row])
-            dear_offers, cheap_offers = offers[dear, : num_offers[dear]], offers[cheap, : num_offers[cheap]]
-            if not _find_deal(dear_offers, cheap_offers, room[dear], room[cheap], gap, deal):
-                continue
-            for place in range(4):
-                document = deal[place]
-                if document != _NONE:
-                    giver, taker = (dear, cheap) if place < 2 else (cheap, dear)
-                    _hand_over(held, size, document, giver, taker)
-                    row_of[document] = taker
-                    room[giver] += lengths[document]
-                    room[taker] -= lengths[document]
-                    cost[giver] -= costs[document]
-                    cost[taker] += costs[document]
-            num_offers[dear] = num_offers[cheap] = 0
-            _settle(by_cost, cost)
-            break
-        else:
-            return  # no row trades with the costliest
-
-
-@compiled
-def _make_offers(documents: Any, lengths: Any, costs: Any, offers: Any) -> int:
-    """Write the groups of up to two documents that a row offers to `offers`, (groups, 4); return their number."""
-    num_offered = min(len(documents), _OFFERED)
-    offered = np.empty(num_offered + 1, dtype=np.int64)
-    tokens = np.zeros(num_offered + 1, dtype=np.int64)
-    cost = np.zeros(num_offered + 1, dtype=np.int64)
-    for place in range(num_offered):
-        offered[place] = documents[place * len(documents) // num_offered]
-        tokens[place] = lengths[offered[place]]
-        cost[place] = costs[offered[place]]
-    offered[num_offered] = _NONE
-
-    count = 0
-    keys = np.empty(_GROUPS, dtype=np.int64)
-    for first in range(num_offered + 1):
-        for second in range(first + (first < num_offered), num_offered + 1):
-            keys[count] = (tokens[first] + tokens[second]) << 16 | first << 8 | second
-            count += 1
-    keys = keys[:count]
-    keys.sort()
-    for group in range(count):
-        first, second = (keys[group] >> 8) & 255, keys[group] & 255
-        offers[group, 0] = offered[first]
-        offers[group, 1] = offered[second]
-        offers[group, 2] = keys[group] >> 16
-        offers[group, 3] = cost[first] + cost[second]
-    return count
-
-
-@compiled
-def _find_deal(dear: Any, cheap: Any, dear_room: int, cheap_room: int, gap: int, deal: Any) -> bool:
-    """Write the trade that brings the costs of two rows closest to each other to `deal`; False if none does."""
-    best = gap  # the gap after the trade
-    looks = 0
-    lowest = 0
-    for mine in range(len(dear)):
-        least = dear[mine, 2] - max(cheap_room, 0)
-        most = dear[mine, 2] + max(dear_room, 0)
-        while lowest < len(cheap) and cheap[lowest, 2] < least:
-            lowest += 1
-        theirs = lowest
-        while theirs < len(cheap) and cheap[theirs, 2] <= most:
-            distance = abs(gap - 2 * (dear[mine, 3] - cheap[theirs, 3]))
-            if distance < best:
-                best = distance
-                deal[0], deal[1], deal[2], deal[3] = dear[mine, 0], dear[mine, 1], cheap[theirs, 0], cheap[theirs, 1]
-            theirs += 1
-        looks += theirs - lowest
-        if best <= gap >> 3 or looks > _LOOKS:
-            break
-    return best < gap
-
-
-@compiled
-def _hand_over(held: Any, size: Any, document: int, giver: int, taker: int) -> None:
-    """Move a document from the list of one row to the list of another; both stay ascending."""
-    place = 0
-    while held[giver, place] != document:
-        place += 1
-    size[giver] -= 1
-    for later in range(place, size[giver]):
-        held[giver, later] = held[giver, later + 1]
-    place = size[taker]
-    while place and held[taker, place - 1] > document:
-        held[taker, place] = held[taker, place - 1]
-        place -= 1
-    held[taker, place] = document
-    size[taker] += 1
-
-
-@compiled
-def _settle(by_cost: Any, cost: Any) -> None:
-    """Sort rows by cost again after two of them have changed."""
-    for place in range(1, len(by_cost)):
-        row = by_cost[place]
-        hole = place
-        while hole and cost[by_cost[hole - 1]] > cost[row]:
-            by_cost[hole] = by_cost[hole - 1]
-            hole -= 1
-        by_cost[hole] = row
+    tokens = np.zeros(rows, dtype=np.int64)
+    for document in own:
+        tokens[row_of[document] - first] += lengths[document]
+    fullest = tokens.max()
+    if rows * fullest - tokens.sum() <= rows * fullest // _UNEVEN or len(own) <= rows:
+        return fullest
+    own_lengths = lengths[own]
+    everything = np.ones(len(own), dtype=np.bool_)
+    placed = _place(own_lengths, own_lengths, everything, rows, fill, _UNLIMITED)
+    if placed.min() < 0:
+        return fullest
+    tokens[:] = 0
+    for place in range(len(own)):
+        tokens[placed[place]] += own_lengths[place]
+    if tokens.max() < fullest:
+        for place in range(len(own)):
+            row_of[own[place]] = first + placed[place]
+    return min(tokens.max(), fullest)

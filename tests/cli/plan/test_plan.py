@@ -66,17 +66,19 @@ def test_prints_table_and_writes_numbers_and_picture(tmp_path, lengths, capsys):
 
 
 @pytest.mark.heavy
-def test_hint_at_steps_together_if_steps_hold_few_documents(tmp_path, lengths, capsys):
+def test_says_how_many_steps_are_planned_at_once(tmp_path, lengths, capsys):
     np.save(tmp_path / "lengths.npy", lengths)
     arguments = ("plan", tmp_path / "lengths.npy", "--capacity", 600, "--out", tmp_path)
     assert run(*arguments) == 0
+    chosen = capsys.readouterr().out
+    found = re.search(r"about \d documents, so (\d+) steps are planned at once", " ".join(chosen.split()))
+    assert found is not None
+    assert int(found[1]) >= 8
+    assert run(*arguments, "--steps-together", 1) == 0
     alone = capsys.readouterr().out
-    assert "A step holds about 4 documents, few to combine: --steps-together" in " ".join(alone.split())
-    assert run(*arguments, "--steps-together", 64) == 0
-    together = capsys.readouterr().out
-    assert "few to combine" not in " ".join(together.split())
-    full = [float(re.search(rf"^ {OURS} +[\d,]+ +([\d.]+)", text, re.MULTILINE)[1]) for text in (alone, together)]
-    assert full[0] < 95 < 98 < full[1]
+    assert "planned at once" not in alone
+    full = [float(re.search(rf"^ {OURS} +[\d,]+ +([\d.]+)", text, re.MULTILINE)[1]) for text in (alone, chosen)]
+    assert full[0] < 98 < full[1]
 
 
 def test_makes_the_folders_of_the_picture_and_of_the_numbers(tmp_path, capsys):

@@ -44,7 +44,7 @@ class Options:
     objective: Objective
     tail: Tail
     lookahead: float
-    steps_together: int
+    steps_together: int | None
     overlong: Overlong
     model: str | None
     out: Path

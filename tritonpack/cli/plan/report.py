@@ -35,9 +35,6 @@ _COLUMNS = (
     ("covered\n%", "tokens_covered", "the share of all tokens that is trained on; the rest is left over or dropped"),
 )
 
-# Rows less full than this, in steps with fewer documents than this, are worth a hint.
-_FULL, _FEW = 0.98, 200
-
 
 def table(results: Sequence[Result], epochs: int) -> Table:
     """One row per strategy."""
@@ -74,10 +71,11 @@ def findings(results: Sequence[Result]) -> Iterator[str]:
         f"{padded['padding']:.1%} of what they compute is padding"
         + (", and ranks wait for the longest documents." if results[0].plan.num_ranks > 1 else ".")
     )
-    if ours["efficiency"] < _FULL and ours["documents_per_step"] < _FEW:
+    together = results[0].plan.steps_together
+    if together > 1:
         yield (
-            f"A step holds about {ours['documents_per_step']:.0f} documents, few to combine: --steps-together 16 or "
-            "more fills rows better, and moves documents by as many times two steps."
+            f"A step holds about {ours['documents_per_step']:.0f} documents, so {together} steps are planned at once. A "
+            f"document moves by fewer than {3 * together} steps."
         )
     if left_out := 1 - ours["tokens_covered"]:
         yield (

@@ -1,0 +1,70 @@
+"""How many steps are planned together, if nobody says: a function of the lengths that costs little."""
+
+import numpy as np
+import pytest
+
+from tests.packing.lengths import log_normal, openchat
+from tritonpack import CostModel, MultipackDistributedBatchSampler
+from tritonpack.packing.plan import plan_epoch
+from tritonpack.packing.statistics import plan_statistics
+from tritonpack.packing.together import choose_steps_together
+
+COST = CostModel(per_token=57255.0, per_square=1.9)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "capacity", "num_ranks", "expected"),
+    [
+        (np.full(4000, 8), 4096, 8, {1}),  # full rows in any form
+        (log_normal(60_000), 32768, 64, {1}),
+        (np.random.default_rng(0).integers(513, 1025, 2000), 1024, 8, {1}),  # each document a row: nothing to combine
+        (openchat(), 4096, 1, {32, 64}),
+        (openchat(), 8192, 8, {4, 8, 16}),
+        (np.full(9, 100), 1024, 4, {1}),  # one step
+        (openchat()[:60], 4096, 1, {1, 2, 4, 8}),  # 23 steps hold no more than five groups of four
+    ],
+    ids=["tiny", "log-normal", "halves", "one rank", "few documents", "one step", "few steps"],
+)
+def test_choice(lengths, capacity, num_ranks, expected):
+    assert choose_steps_together(lengths.astype(np.int32), capacity, num_ranks) in expected
+
+
+@pytest.mark.parametrize("objective", ["quadratic", "linear", "cost"])
+def test_choice_is_almost_as_good_as_any(objective):
+    """Within a third of a percent in other epochs than the measured one."""
+    lengths = openchat().astype(np.int32)
+    options = {"objective": objective, "cost_model": COST if objective == "cost" else None}
+    chosen = choose_steps_together(lengths, 8192, 8, **options)
+
+    def measure(together):
+        plan = plan_epoch(lengths, 8192, 8, epoch=3, steps_together=together, **options)
+        found = plan_statistics(plan, lengths, cost=COST)
+        return found.cost_utilization if objective == "cost" else min(found.efficiency, found.utilization)
+
+    assert measure(chosen) > max(map(measure, (1, 2, 4, 8, 16, 32))) - 1 / 300
+
+
+def test_sampler_chooses_once_for_all_ranks_and_epochs():
+    samplers = [MultipackDistributedBatchSampler(8192, openchat(), 8, rank) for rank in range(2)]
+    assert samplers[0].steps_together == samplers[1].steps_together > 1
+    for epoch in range(2):
+        for one in samplers:
+            one.set_epoch(epoch)
+            assert one.plan.steps_together == one.steps_together
+    assert repr(samplers[1]).endswith(
+        f"rank 1 of 8, objective='quadratic', tail='drop', steps_together={samplers[1].steps_together})"
+    )
+    assert samplers[0].state_dict()["settings"]["steps_together"] == samplers[0].steps_together
+    assert "steps planned together" in repr(samplers[0].plan)
+
+
+def test_plan_epoch_chooses_as_the_sampler():
+    plan = plan_epoch(openchat(), 8192, 8)
+    assert plan.steps_together == MultipackDistributedBatchSampler(8192, openchat(), 8, 0).steps_together
+    assert plan_epoch(openchat(), 8192, 8, steps_together=1).steps_together == 1
+
+
+def test_order_of_documents_does_not_matter_much():
+    """A sorted data set is sampled at random."""
+    lengths = np.sort(log_normal(100_000)).astype(np.int32)
+    assert choose_steps_together(lengths, 8192, 1) == choose_steps_together(lengths[::-1].copy(), 8192, 1) > 1

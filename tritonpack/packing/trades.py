@@ -1,0 +1,197 @@
+"""Balances the steps of a plan: the rows of a step trade documents until their costs are about equal.
+
+The costliest row gives up to two documents and gets up to two of a cheaper row, so that about half the gap between
+their costs moves over and neither exceeds its room. Full rows can trade too, because two pairs of documents may have
+equal lengths and different squares.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from tritonpack.packing.heuristics import compiled
+
+_TOLERANCE = 2.0**-11  # the gap, relative to the costliest row, at which two rows count as balanced
+_PARTNERS = 3  # the cheapest rows that the costliest one tries to trade with before trading ends
+_TRADES_PER_RANK = 2
+_OFFERED = 16  # documents that a row offers, spread from its longest to its shortest
+_GROUPS = 1 + _OFFERED + _OFFERED * (_OFFERED - 1) // 2  # none of them, one or two
+_LOOKS = 4096  # pairs of groups that are compared for one trade
+_NONE = -1
+
+
+@compiled
+def balance(lengths: Any, costs: Any, rows: Any, ranks: int, fills: Any) -> None:
+    """Narrow the gap between the costliest and the cheapest row of each step by trading documents.
+
+    Args:
+        lengths: (documents,) int32.
+        costs: (documents,) int64, the longer the higher.
+        rows: (documents,) int64, `step * ranks + rank` of each document; changed in place.
+        fills: (steps,) int64, tokens up to which rows of each step may grow; a row that is longer already doesn't grow.
+    """
+    steps = len(fills)
+    starts = np.zeros(steps + 1, dtype=np.int64)
+    for row in rows:
+        starts[row // ranks + 1] += 1
+    for step in range(steps):
+        starts[step + 1] += starts[step]
+    cursor = starts.copy()
+    by_step = np.empty(len(rows), dtype=np.int64)
+    for document in range(len(rows)):
+        step = rows[document] // ranks
+        by_step[cursor[step]] = (np.int64(2**31) - lengths[document]) << 32 | document
+        cursor[step] += 1
+    # The groups that each row offers, by ascending tokens: two documents, their tokens, their cost.
+    offers = np.empty((ranks, _GROUPS, 4), dtype=np.int64)
+    for step in range(steps):
+        keys = by_step[starts[step] : starts[step + 1]]
+        keys.sort()
+        documents = keys & (2**32 - 1)  # from long to short
+        _trade(lengths[documents], costs[documents], documents, rows, step * ranks, ranks, fills[step], offers)
+
+
+@compiled
+def _trade(lengths: Any, costs: Any, documents: Any, rows: Any, first: int, ranks: int, fill: int, offers: Any) -> None:
+    """Balance the rows of one step, the first of which is `first`.
+
+    Args:
+        lengths, costs, documents: (documents,) those of the step, from long to short.
+    """
+    room, cost = np.full(ranks, fill, dtype=np.int64), np.zeros(ranks, dtype=np.int64)
+    size = np.zeros(ranks, dtype=np.int64)  # documents of each row
+    for document in documents:
+        size[rows[document] - first] += 1
+    # The documents of each row come first, ascending, so from long to short; the rest is spare.
+    held = np.empty((ranks, 2 * size.max() + 2), dtype=np.int32)
+    size[:] = 0
+    for document in range(len(documents)):
+        row = rows[documents[document]] - first
+        held[row, size[row]] = document
+        size[row] += 1
+        room[row] -= lengths[document]
+        cost[row] += costs[document]
+    by_cost = np.argsort(cost, kind="mergesort")
+    num_offers = np.zeros(ranks, dtype=np.int64)  # 0: not made yet
+    deal = np.empty(4, dtype=np.int64)
+    for _ in range(_TRADES_PER_RANK * ranks):
+        dear = by_cost[-1]
+        for partner in range(min(_PARTNERS, ranks - 1)):
+            cheap = by_cost[partner]
+            gap = cost[dear] - cost[cheap]
+            if gap <= _TOLERANCE * cost[dear]:
+                return
+            if size[dear] + size[cheap] == 2 or max(size[dear], size[cheap]) + 2 > held.shape[1]:
+                continue
+            for row in (dear, cheap):
+                if num_offers[row] == 0:
+                    num_offers[row] = _make_offers(held[row, : size[row]], lengths, costs, offers[row])
+            dear_offers, cheap_offers = offers[dear, : num_offers[dear]], offers[cheap, : num_offers[cheap]]
+            if not _find_deal(dear_offers, cheap_offers, room[dear], room[cheap], gap, deal):
+                continue
+            for place in range(4):
+                document = deal[place]
+                if document != _NONE:
+                    giver, taker = (dear, cheap) if place < 2 else (cheap, dear)
+                    _hand_over(held, size, document, giver, taker)
+                    rows[documents[document]] = first + taker
+                    room[giver] += lengths[document]
+                    room[taker] -= lengths[document]
+                    cost[giver] -= costs[document]
+                    cost[taker] += costs[document]
+            num_offers[dear] = num_offers[cheap] = 0
+            _settle(by_cost, cost)
+            break
+        else:
+            return  # no row trades with the costliest
+
+
+@compiled
+def _make_offers(documents: Any, lengths: Any, costs: Any, offers: Any) -> int:
+    """Write the groups of up to two documents that a row offers to `offers`, (groups, 4); return their number."""
+    different = np.empty(len(documents), dtype=np.int32)  # of equal lengths only two
+    count = 0
+    for document in documents:
+        if count < 2 or lengths[different[count - 2]] != lengths[document]:
+            different[count] = document
+            count += 1
+    num_offered = min(count, _OFFERED)
+    offered = np.empty(num_offered + 1, dtype=np.int64)
+    tokens = np.zeros(num_offered + 1, dtype=np.int64)
+    cost = np.zeros(num_offered + 1, dtype=np.int64)
+    for place in range(num_offered):
+        offered[place] = different[place * count // num_offered]
+        tokens[place] = lengths[offered[place]]
+        cost[place] = costs[offered[place]]
+    offered[num_offered] = _NONE
+
+    count = 0
+    keys = np.empty(_GROUPS, dtype=np.int64)
+    for first in range(num_offered + 1):
+        for second in range(first + (first < num_offered), num_offered + 1):
+            keys[count] = (tokens[first] + tokens[second]) << 16 | first << 8 | second
+            count += 1
+    keys = keys[:count]
+    keys.sort()
+    for group in range(count):
+        first, second = (keys[group] >> 8) & 255, keys[group] & 255
+        offers[group, 0] = offered[first]
+        offers[group, 1] = offered[second]
+        offers[group, 2] = keys[group] >> 16
+        offers[group, 3] = cost[first] + cost[second]
+    return count
+
+
+@compiled
+def _find_deal(dear: Any, cheap: Any, dear_room: int, cheap_room: int, gap: int, deal: Any) -> bool:
+    """Write the trade that brings the costs of two rows closest to each other to `deal`; False if none does."""
+    best = gap  # the gap after the trade
+    looks = 0
+    lowest = 0
+    for mine in range(len(dear)):
+        least = dear[mine, 2] - max(cheap_room, 0)
+        most = dear[mine, 2] + max(dear_room, 0)
+        while lowest < len(cheap) and cheap[lowest, 2] < least:
+            lowest += 1
+        theirs = lowest
+        while theirs < len(cheap) and cheap[theirs, 2] <= most:
+            distance = abs(gap - 2 * (dear[mine, 3] - cheap[theirs, 3]))
+            if distance < best:
+                best = distance
+                deal[0], deal[1], deal[2], deal[3] = dear[mine, 0], dear[mine, 1], cheap[theirs, 0], cheap[theirs, 1]
+            theirs += 1
+        looks += theirs - lowest
+        if best <= gap >> 3 or looks > _LOOKS:
+            break
+    return best < gap
+
+
+@compiled
+def _hand_over(held: Any, size: Any, document: int, giver: int, taker: int) -> None:
+    """Move a document from the list of one row to the list of another; both stay ascending."""
+    place = 0
+    while held[giver, place] != document:
+        place += 1
+    size[giver] -= 1
+    for later in range(place, size[giver]):
+        held[giver, later] = held[giver, later + 1]
+    place = size[taker]
+    while place and held[taker, place - 1] > document:
+        held[taker, place] = held[taker, place - 1]
+        place -= 1
+    held[taker, place] = document
+    size[taker] += 1
+
+
+@compiled
+def _settle(by_cost: Any, cost: Any) -> None:
+    """Sort rows by cost again after two of them have changed."""
+    for place in range(1, len(by_cost)):
+        row = by_cost[place]
+        hole = place
+        while hole and cost[by_cost[hole - 1]] > cost[row]:
+            by_cost[hole] = by_cost[hole - 1]
+            hole -= 1
+        by_cost[hole] = row
