@@ -180,6 +180,16 @@ def test_a_rest_that_fills_no_step_is_dropped():
         assert last.tokens_per_step().tolist() == one.tokens_per_step()[:-2].tolist()
 
 
+@pytest.mark.parametrize("tail", ["keep", "spread"])
+def test_refuses_a_rest_that_ranks_cannot_share(tail):
+    (one,) = samplers(1, tail=tail)
+    last = samplers(30, tail=tail)[0]
+    message = r"the rest of epoch 0 can't be planned for this sampler: tail='\w+': the \d documents"
+    with pytest.raises(ValueError, match=message):
+        last.load_state_dict(one.state_dict(batches_done=len(one) - 1))
+    assert last.state_dict() == samplers(30, tail=tail)[0].state_dict()
+
+
 @pytest.mark.parametrize("shards", [(True, False), (False, True), (False, False)])
 def test_state_of_sharding_sampler_and_of_another(shards):
     """accelerate's processes divide the batches of a sampler that doesn't."""

@@ -181,8 +181,9 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         }
 
     @cached_property
-    def _lengths_digest(self) -> str:
-        return digest(self._all_lengths.astype(np.int64))
+    def _lengths_summary(self) -> str:
+        lengths = self._all_lengths.astype(np.int64)
+        return f"{len(lengths)} documents with {lengths.sum()} tokens, digest {digest(lengths)}"
 
     def _place(self, done: int) -> dict[str, Any]:
         made, legs = self._current(), self._current_legs()
@@ -194,14 +195,14 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
             )
         rows_done = (done - first) * (self.num_replicas // self._batches_per_step)
         legs = (*legs, Leg(self._settings(), rows_done, made.digest))
-        return {"lengths": self._lengths_digest, "legs": write_legs(legs)}
+        return {"lengths": self._lengths_summary, "legs": write_legs(legs)}
 
     def _find_place(self, state: Mapping[str, Any]) -> tuple[int, tuple[Leg, ...], Rest, int]:
         epoch = self._check_header(state, {"lengths", "legs"})
-        if not same(state["lengths"], self._lengths_digest):
+        if not same(state["lengths"], self._lengths_summary):
             raise ValueError(
-                f"the state was saved with other lengths: their digest was {state['lengths']!r:.60} and is "
-                f"{self._lengths_digest!r}. Pass the lengths of the same documents in the same order, or start an "
+                f"the state was saved with other lengths: they were those of {state['lengths']!r:.100} and are those "
+                f"of {self._lengths_summary!r}. Pass the lengths of the same documents in the same order, or start an "
                 "epoch anew with set_epoch."
             )
         settings = self._settings()
@@ -317,9 +318,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
             **self._settings(),
             "seed": self.seed if self._seed_is_given else None,
             "shard": self._shard,
-            "documents": len(self.lengths),
-            "tokens": int(self._all_lengths.sum(dtype=np.int64)),
-            "the digest of lengths": self._lengths_digest,
+            "the lengths": self._lengths_summary,
         }
 
     def __repr__(self) -> str:

@@ -105,7 +105,12 @@ def plan_rest(lengths: NDArray[Any], epoch: int, legs: Sequence[Leg], settings: 
         ends = np.append(ends, plan.offsets[leg.rows_done])[: leg.steps_done + 1]
         tokens_before.append(np.diff(tokens[ends]))
         done[plan.items[: plan.offsets[leg.rows_done]]] = True
-    plan, num_left = _plan(lengths, epoch, done, settings)
+    try:
+        plan, num_left = _plan(lengths, epoch, done, settings)
+    except ValueError as error:
+        if not done.any():
+            raise
+        raise ValueError(f"the rest of epoch {epoch} can't be planned for this sampler: {error}") from None
     return Rest(settings, plan, num_left, np.concatenate(tokens_before))
 
 
