@@ -145,7 +145,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
             )
 
     def _make(self, epoch: int) -> Rest:
-        return self._make_rest(epoch, ())
+        return self._plan_rest(epoch, (), self._settings())
 
     def _make_rest(self, epoch: int, legs: tuple[Leg, ...]) -> Rest:
         return self._plan_rest(epoch, legs, self._settings())
@@ -194,7 +194,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
                 f"other settings; got {done}. Count the batches from the beginning of the epoch."
             )
         rows_done = (done - first) * (self.num_replicas // self._batches_per_step)
-        legs = (*legs, Leg(self._settings(), rows_done, made.digest))
+        legs = (*legs, Leg(self._settings(), rows_done, self._digest(made)))
         return {"lengths": self._lengths_summary, "legs": write_legs(legs)}
 
     def _find_place(self, state: Mapping[str, Any]) -> tuple[int, tuple[Leg, ...], Rest, int]:
@@ -306,7 +306,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         Raises:
             ValueError: on every rank, if any two ranks differ.
         """
-        mine = {**self._values_to_compare(), "epoch": self.epoch, "plan": self._current().digest}
+        mine = {**self._values_to_compare(), "epoch": self.epoch, "plan": self._digest(self._current())}
         fault = _find_difference([{**values, "rank": None} for values in gather(mine, group)])
         if fault:
             raise ValueError(fault)
