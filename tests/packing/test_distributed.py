@@ -54,6 +54,15 @@ def test_tokens_per_step_and_efficiency():
     assert one.efficiency() == LENGTHS.sum() / (len(one) * 4 * CAPACITY)
 
 
+@pytest.mark.parametrize("tail", ["keep", "spread"])
+def test_fewer_documents_than_ranks(tail):
+    samplers = [sampler(rank, lengths=[300, 20, 7], tail=tail) for rank in range(4)]
+    assert [len(one) for one in samplers] == [1] * 4
+    assert samplers[0].plan.filler_rows == 1
+    assert sorted(batch[0] for one in samplers[:3] for batch in one) == [0, 1, 2]
+    assert list(samplers[3]) == [[2]], "the shortest document again"
+
+
 def test_resumes_from_state_of_another_rank():
     source = sampler(rank=0)
     target = sampler(rank=3)
@@ -260,7 +269,7 @@ def test_collator_cuts_documents_as_planned():
         ({"lengths": [5, 0, 3, 4]}, "document 1 has length 0"),
         ({"lengths": [5, -2, 3, 4]}, "document 1 has length -2"),
         ({"lengths": [5.0, float("nan")]}, "lengths must be a row of integers.*float64.*NaN"),
-        ({"lengths": [5, 5, 5]}, "3 documents can't give each of 4 ranks one"),
+        ({"lengths": [5, 5, 5]}, "15 tokens don't fill one step of 4 ranks with 512 tokens each to 95%"),
         ({"lengths": [5, 5, 5, 513]}, "longer than the batch_max_length of 512"),
         ({"seed": -1}, "seed must be"),
         ({"tail": "all"}, "tail must be one of"),

@@ -1,7 +1,5 @@
 """plan_epoch: what holds for every plan, and how good plans are for real and for difficult lengths."""
 
-import re
-
 import numpy as np
 import pytest
 
@@ -91,14 +89,11 @@ def test_random_lengths_and_options(seed):
     lengths = random_lengths(rng, capacity, int(rng.integers(20 * num_ranks, 1500)))
     tail, lookahead = str(rng.choice(["drop", "spread", "keep"])), float(rng.choice([0, 0.01, 0.05]))
     options = OBJECTIVES[str(rng.choice(list(OBJECTIVES)))]
-    plan, refusal = None, ""
-    try:
-        plan = plan_epoch(lengths, capacity, num_ranks, tail=tail, lookahead=lookahead, **options)
-    except ValueError as error:
-        refusal = str(error)
-    if plan is None:
-        assert re.search("don't divide into steps|don't fill one step", refusal)
+    if tail == "drop" and lengths.sum() < 0.95 * num_ranks * capacity:
+        with pytest.raises(ValueError, match="don't fill one step"):
+            plan_epoch(lengths, capacity, num_ranks, tail=tail, lookahead=lookahead, **options)
         return
+    plan = plan_epoch(lengths, capacity, num_ranks, tail=tail, lookahead=lookahead, **options)
     assert_sound(plan, lengths, capacity)
     if tail != "drop":
         assert len(plan.items) == len(lengths)
@@ -232,8 +227,7 @@ def test_no_shuffle_keeps_input_order():
 @pytest.mark.parametrize(
     ("count", "options", "message"),
     [
-        (3, {}, "3 documents can't give each of 4 ranks one; use at most 3 ranks"),
-        (8, {}, "800 tokens don't fill one step of 4 ranks with 1024 tokens each.*tail='keep'"),
+        (8, {}, "800 tokens don't fill one step of 4 ranks with 1024 tokens each to 95%.*tail='keep'"),
         (8, {"tail": "last"}, "tail must be one of 'drop', 'spread', 'keep'; got 'last'"),
         (8, {"objective": "cubic"}, "objective must be one of 'quadratic', 'linear', 'cost'; got 'cubic'"),
         (8, {"objective": "cost"}, "objective='cost' and cost_model go together"),
@@ -248,12 +242,6 @@ def test_no_shuffle_keeps_input_order():
 def test_refuses(count, options, message):
     with pytest.raises(ValueError, match=message):
         plan_epoch(np.full(count, 100, dtype=np.int32), 1024, 4, **options)
-
-
-@pytest.mark.parametrize("tail", ["keep", "spread"])
-def test_refuses_documents_that_make_no_whole_steps(tail):
-    with pytest.raises(ValueError, match=rf"tail='{tail}': the 5 documents don't divide .* 4 ranks"):
-        plan_epoch(np.full(5, 1000, dtype=np.int32), 1024, 4, tail=tail)
 
 
 @pytest.mark.parametrize(

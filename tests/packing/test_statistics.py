@@ -50,6 +50,8 @@ def naive(steps, lengths, capacity, padded):
         "capacity": capacity,
         "documents": sum(len(row) for step in steps for row in step),
         "tokens": own,
+        "left_out": len(lengths) - len(planned),
+        "filler_rows": 0,
         "efficiency": own / (len(steps) * ranks * capacity),
         "utilization": own / (ranks * sum(map(max, loads))),
         "cost_utilization": own_cost / (ranks * sum(map(max, costs))),
@@ -100,6 +102,17 @@ def test_squares_and_sums_exceed_64_bits():
     assert (found.efficiency, found.utilization, found.cost_utilization, found.l2_lag_max) == (1, 1, 1, 0)
     uneven = plan_statistics(plan, np.array([longest, 1] * 3, dtype=np.int32))
     assert uneven.l2_lag == uneven.l2_lag_max == pytest.approx(longest)
+
+
+def test_filler_rows_take_time_and_count_no_tokens():
+    rows = plan_of([[[0, 1], [2]], [[3], [1]]], 10)
+    plan = Plan(rows.items, rows.offsets, 2, 10, filler_rows=1)
+    found = plan_statistics(plan, [2, 3, 6, 4], cost=CostModel(1.0, 0.0))
+    assert (found.documents, found.tokens, found.left_out, found.filler_rows) == (4, 15, 0, 1)
+    assert found.efficiency == 15 / 40
+    assert found.utilization == found.cost_utilization == 15 / (2 * (6 + 4))
+    assert found.l2_lag_max == (6**2 - 2**2 - 3**2) ** 0.5
+    assert found.padding == 0
 
 
 def test_no_cost_utilization_without_cost():

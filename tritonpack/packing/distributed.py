@@ -18,7 +18,7 @@ from tritonpack.notices import say_once
 from tritonpack.packing.cost import CostModel
 from tritonpack.packing.legs import Leg, OtherPlanError, Rest, check_leg, plan_rest, read_legs, write_legs
 from tritonpack.packing.lengths import check_integer
-from tritonpack.packing.plan import MOST_TOKENS, Objective, Plan, Tail, check_options, check_rank_count
+from tritonpack.packing.plan import MOST_TOKENS, Objective, Plan, check_options
 from tritonpack.packing.ranks import (
     can_compare,
     compare,
@@ -29,6 +29,7 @@ from tritonpack.packing.ranks import (
     place_in_world,
 )
 from tritonpack.packing.state import ResumableSampler, describe_changes, digest, gather, same
+from tritonpack.packing.tail import Tail, check_tail
 
 
 class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]]):
@@ -76,10 +77,9 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         shard: yield the batches of this rank only. False yields the batches of all ranks, step by step.
 
     Raises:
-        ValueError: lengths that aren't positive integers or don't fit, fewer documents than ranks, a rank that doesn't
-            exist, a wrong option; lengths, options or seeds that differ between the ranks of a process group; no seed
-            for a sampler that can't ask rank 0 for it; at the first use of an epoch, documents that don't make a full
-            step.
+        ValueError: lengths that aren't positive integers or don't fit, a rank that doesn't exist, a wrong option, too
+            few tokens to fill one step to 95% under `tail="drop"`; lengths, options or seeds that differ between the
+            ranks of a process group; no seed for a sampler that can't ask rank 0 for it.
         TimeoutError: ranks of the process group that don't make the sampler.
         ImportError: at the first use of an epoch, if numba can't be imported.
 
@@ -123,7 +123,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         self._shard = check_flag(shard, "shard")
         self.num_replicas, self.rank = place_in_world(num_replicas, rank, shard)
         check_options(objective, cost_model, tail, lookahead)
-        check_rank_count(int(np.count_nonzero(self.lengths)), self.num_replicas)
+        check_tail(self.lengths, self.batch_max_length, self.num_replicas, tail)
         # With the lengths of dropped documents, which a leg with longer rows has planned.
         self._all_lengths = self.lengths if self.lengths.all() else np.array(lengths, dtype=np.int64)
         self._options: dict[str, Any] = {
@@ -238,8 +238,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
 
         Raises:
             ValueError: a damaged state, one of another class or version, one that was saved with other lengths or with
-                another seed than was given, a rest that can't be planned with these settings, another state on another
-                rank. The sampler is then unchanged.
+                another seed than was given, another state on another rank. The sampler is then unchanged.
             TimeoutError: ranks that don't load a state.
         """
         found = fault = None

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from tritonpack.checks import check_flag
 from tritonpack.packing.cost import CostModel
 from tritonpack.packing.lengths import check_integer
-from tritonpack.packing.plan import MOST_TOKENS, Plan, check_rank_count, plan_epoch, shuffled
+from tritonpack.packing.plan import MOST_TOKENS, Plan, plan_epoch, shuffled
 from tritonpack.packing.state import digest
 
+_MOST_RANKS = 2**20  # so that no damaged state asks for a plan of endless rows
 _OWN = ("rows_done", "plan")  # what a leg holds besides its settings
 
 
@@ -105,12 +106,7 @@ def plan_rest(lengths: NDArray[Any], epoch: int, legs: Sequence[Leg], settings: 
         ends = np.append(ends, plan.offsets[leg.rows_done])[: leg.steps_done + 1]
         tokens_before.append(np.diff(tokens[ends]))
         done[plan.items[: plan.offsets[leg.rows_done]]] = True
-    try:
-        plan, num_left = _plan(lengths, epoch, done, settings)
-    except ValueError as error:
-        if not done.any():
-            raise
-        raise ValueError(f"the rest of epoch {epoch} can't be planned for this sampler: {error}") from None
+    plan, num_left = _plan(lengths, epoch, done, settings)
     return Rest(settings, plan, num_left, np.concatenate(tokens_before))
 
 
@@ -134,18 +130,17 @@ def _plan(lengths: NDArray[Any], epoch: int, done: NDArray[np.bool_], settings: 
     """The plan of the documents that aren't done, and their number."""
     options = dict(settings)
     capacity = check_integer(options.pop("batch_max_length"), "batch_max_length", 1, MOST_TOKENS)
-    num_ranks = check_integer(options.pop("num_replicas"), "num_replicas")
+    num_ranks = check_integer(options.pop("num_replicas"), "num_replicas", 1, _MOST_RANKS)
     if options["cost_model"] is not None:
         options["cost_model"] = _cost_model(options["cost_model"])
     documents = np.flatnonzero(lengths <= capacity).astype(np.int32)
-    check_rank_count(len(documents), num_ranks)
     order = None
     if done.any():  # in the order of the whole epoch, in which documents that were deferred come first
         shuffle = check_flag(options["shuffle"], "shuffle")
         order = shuffled(len(documents), options["seed"], epoch) if shuffle else np.arange(len(documents))
         order = order[~done[documents[order]]]
     plan = plan_epoch(lengths[documents], capacity, num_ranks, epoch=epoch, order=order, **options)
-    return Plan(documents[plan.items], plan.offsets, num_ranks, capacity), int((~done[documents]).sum())
+    return replace(plan, items=documents[plan.items]), int((~done[documents]).sum())
 
 
 def _cost_model(value: Any) -> CostModel:

@@ -14,15 +14,11 @@ from numpy.typing import NDArray
 from tritonpack.checks import check_choice, check_flag, is_number
 from tritonpack.packing.cost import CostModel
 from tritonpack.packing.lengths import check_integer, fit_lengths
+from tritonpack.packing.tail import Tail, check_tail, drop_last_step, drops_all, spread, whole_steps
 
 Objective = Literal["quadratic", "linear", "cost"]
-Tail = Literal["drop", "spread", "keep"]
 
-FULL = 0.95  # tail="drop" keeps a last step that is filled to this share
 MOST_TOKENS = 2**30  # tokens of a row: sums of a few squares stay within 64 bits
-# Under "spread" a step may hold this many times its part of all tokens. The values are tried in this order: smaller
-# ones make more equal steps, and more often leave documents over.
-_SLACK = (1.002, 1.005, 1.01, 1.02, 1.05, 1.1)
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,6 +39,8 @@ class Plan:
             `items[offsets[row] : offsets[row + 1]]`.
         num_ranks: rows per step.
         capacity: tokens that fit into a row.
+        filler_rows: rows of the last ranks in the last step that repeat a document of another row, because there were
+            too few documents to give every rank one.
 
     Raises:
         ValueError: arrays or numbers that aren't as above.
@@ -52,6 +50,7 @@ class Plan:
     offsets: NDArray[np.int64]
     num_ranks: int
     capacity: int
+    filler_rows: int = 0
 
     def __post_init__(self) -> None:
         items, offsets = self.items, self.offsets
@@ -69,10 +68,17 @@ class Plan:
         check_integer(self.capacity, "capacity")
         if (len(offsets) - 1) % self.num_ranks:
             raise ValueError(f"{len(offsets) - 1} rows don't make whole steps of {self.num_ranks} ranks.")
+        most = min(self.num_ranks, len(offsets)) - 1
+        check_integer(self.filler_rows, "filler_rows", 0, most, "because another rank of the last step has documents")
 
     @property
     def num_steps(self) -> int:
         return (len(self.offsets) - 1) // self.num_ranks
+
+    @property
+    def num_documents(self) -> int:
+        """The number of documents in the rows, without those that filler rows repeat."""
+        return int(self.offsets[len(self.offsets) - 1 - self.filler_rows])
 
     def __len__(self) -> int:
         return self.num_steps
@@ -105,9 +111,10 @@ class Plan:
         return np.diff(totals[self.offsets]).reshape(self.num_steps, self.num_ranks)
 
     def __repr__(self) -> str:
+        filler = f", {self.filler_rows} filler rows" if self.filler_rows else ""
         return (
             f"Plan({self.num_steps} steps of {self.num_ranks} ranks with {self.capacity} tokens each, "
-            f"{len(self.items)} documents)"
+            f"{self.num_documents} documents{filler})"
         )
 
 
@@ -134,15 +141,17 @@ def plan_epoch(
     Args:
         lengths: (documents,) integers, each from 1 to `capacity` (see `fit_lengths`).
         capacity: tokens of a row, from 1 to 2**30.
-        num_ranks: rows of a step, at most the number of documents.
+        num_ranks: rows of a step.
         seed, epoch: at least 0; both decide the order.
         objective: what the ranks of a step get equal shares of: "quadratic" squared lengths (attention's load),
             "linear" tokens, "cost" the cost that `cost_model` computes. Under "cost" a row that has its share takes no
             more documents, even if it has room, because a step takes as long as its costliest row.
         cost_model: required for the objective "cost", and only for it.
         tail: what happens to documents that don't fill a last step. "drop" leaves them out of this epoch, unless they
-            fill the step to 95%. "keep" makes a short last step, with at least one document for every rank. "spread"
-            divides all documents over the fewest possible steps, which are about equally full.
+            fill the step to 95%. "keep" makes a short last step. "spread" divides all documents over as few steps as
+            it finds, which are about equally full. Every rank gets a document in the last step. It may be moved there
+            from any step before. If there are too few documents, the last ranks get filler rows, each of which repeats
+            one of the shortest documents, and `Plan.filler_rows` counts them.
         lookahead: the share of its tokens that a step is offered in addition, from 0 to 1. A larger share fills rows
             better and defers more documents.
         steps_together: the number of steps that are planned at once; their rows are then divided among them. Use it if
@@ -152,8 +161,7 @@ def plan_epoch(
             What doesn't fill a step under "drop" then makes a plan without steps.
 
     Raises:
-        ValueError: lengths that don't fit, a wrong option, fewer documents than ranks, no full step under "drop",
-            documents that can't be divided into whole steps under "keep" and "spread".
+        ValueError: lengths that don't fit, a wrong option, too few tokens to fill one step to 95% under "drop".
         ImportError: numba can't be imported.
     """
     capacity = check_integer(capacity, "capacity", 1, MOST_TOKENS)
@@ -162,44 +170,48 @@ def plan_epoch(
     check_options(objective, cost_model, tail, lookahead)
     check_flag(shuffle, "shuffle")
     lengths = fit_lengths(lengths, capacity).lengths
-    may_be_empty = order is not None
     if order is None:
-        check_rank_count(len(lengths), num_ranks)
         order = shuffled(len(lengths), seed, epoch) if shuffle else np.arange(len(lengths), dtype=np.int32)
+        check_tail(lengths, capacity, num_ranks, tail)
     else:
         order = _checked_order(order, len(lengths))
-        if not len(order):
-            return Plan(order, np.zeros(1, np.int64), num_ranks, capacity)
-    stream = lengths[order]
-    costs = _costs(stream, capacity, num_ranks * steps_together, objective, cost_model)
+        if not len(order) or drops_all(lengths[order], capacity, num_ranks, tail):
+            return Plan(order[:0], np.zeros(1, np.int64), num_ranks, capacity)
+    costs = _costs(lengths, capacity, num_ranks * steps_together, objective, cost_model)
+    options: dict[str, Any] = {"lookahead": lookahead, "together": steps_together, "level": objective == "cost"}
+    return _plan_in_order(order, lengths, costs, capacity, num_ranks, tail, options)
 
+
+def _plan_in_order(
+    order: NDArray[np.int32],
+    lengths: NDArray[np.int32],
+    costs: NDArray[np.int64],
+    capacity: int,
+    num_ranks: int,
+    tail: Tail,
+    options: dict[str, Any],
+) -> Plan:
+    """Plan documents that come in the given order; `lengths` and `costs` are by document number."""
     from tritonpack.packing.heuristics import group_by_bin
     from tritonpack.packing.planner import plan_steps  # imports numba, which is slow
 
-    options: dict[str, Any] = {"lookahead": lookahead, "together": steps_together, "level": objective == "cost"}
-    steps = partial(plan_steps, stream, costs, num_ranks, capacity, **options)
+    stream = lengths[order]
+    steps = partial(plan_steps, stream, costs[order], num_ranks, capacity, **options)
     if tail == "spread":
-        step_of, rank_of = _spread(steps, stream, capacity, num_ranks)
+        step_of, rank_of = spread(steps, stream, capacity, num_ranks)
     else:
         step_of, rank_of = steps(target=capacity)
-    num_steps = int(step_of.max()) + 1
+    rows = step_of * np.int64(num_ranks) + rank_of
     if tail == "drop":
-        left = int(stream[step_of == num_steps - 1].sum(dtype=np.int64))
-        if left < FULL * num_ranks * capacity:
-            num_steps -= 1
-        if not (num_steps or may_be_empty):
-            raise ValueError(
-                f"{left} tokens don't fill one step of {num_ranks} ranks with {capacity} tokens each, and tail='drop' "
-                "leaves out what doesn't. Use tail='keep' or 'spread', fewer ranks or shorter rows."
-            )
-    else:
-        _complete_last_step(step_of, rank_of, num_ranks, tail)
-
-    kept = step_of < num_steps
-    rows = step_of[kept] * np.int64(num_ranks) + rank_of[kept]
-    documents = order[kept]
-    items, offsets = group_by_bin(rows, np.arange(len(rows), dtype=np.int32), num_steps * num_ranks)
-    return Plan(documents[items], offsets, num_ranks, capacity)
+        kept = rows < drop_last_step(step_of, stream, capacity, num_ranks) * num_ranks
+        order, stream, rows = order[kept], stream[kept], rows[kept]
+    rows, num_steps, filler_rows = whole_steps(rows, stream, capacity, num_ranks)
+    items, offsets = group_by_bin(rows, order, num_steps * num_ranks)
+    if filler_rows:  # each repeats one of the shortest documents
+        shortest = order[np.argsort(stream, kind="stable")]
+        items = np.append(items, np.resize(shortest, filler_rows))
+        offsets[-filler_rows:] += np.arange(1, filler_rows + 1)
+    return Plan(items, offsets, num_ranks, capacity, filler_rows)
 
 
 def check_options(objective: str, cost_model: CostModel | None, tail: str, lookahead: float) -> None:
@@ -218,15 +230,6 @@ def check_options(objective: str, cost_model: CostModel | None, tail: str, looka
         )
     if not is_number(lookahead) or not 0 <= lookahead <= 1:
         raise ValueError(f"lookahead must be a number from 0 to 1; got {lookahead!r}.")
-
-
-def check_rank_count(documents: int, num_ranks: int) -> None:
-    """ValueError for fewer documents than ranks."""
-    if documents < num_ranks:
-        raise ValueError(
-            f"{documents} documents can't give each of {num_ranks} ranks one; use at most {documents} ranks, or more "
-            "documents."
-        )
 
 
 def _checked_order(order: NDArray[Any], count: int) -> NDArray[np.int32]:
@@ -252,45 +255,3 @@ def _costs(
         per_token, per_square = cost_model.whole_weights(capacity, num_rows)
     wide = lengths.astype(np.int64)
     return per_token * wide + per_square * wide * wide
-
-
-def _spread(steps: Any, lengths: NDArray[np.int32], capacity: int, num_ranks: int) -> Any:
-    """Plan all documents in the fewest possible steps, about equally full."""
-    tokens = int(lengths.sum(dtype=np.int64))
-    num_steps = -(-tokens // (num_ranks * capacity))
-    while num_steps * num_ranks <= len(lengths):
-        part = -(-tokens // (num_ranks * num_steps))
-        needed = 0
-        for target in [int(part * slack) for slack in _SLACK if part * slack < capacity] + [capacity]:
-            step_of, rank_of = steps(target=target, last_step=num_steps - 1)
-            needed = int(step_of.max()) + 1
-            if needed <= num_steps:
-                return step_of, rank_of
-        num_steps = needed  # the number of steps with full rows
-    raise _not_whole(len(lengths), num_ranks, "spread")
-
-
-def _complete_last_step(step_of: NDArray[np.int32], rank_of: NDArray[np.int32], num_ranks: int, tail: str) -> None:
-    """Give every rank a document in the last step, in place; missing ones are the latest of the step before."""
-    last = int(step_of.max())
-    leftover = np.flatnonzero(step_of == last)
-    missing = num_ranks - len(leftover)
-    if missing <= 0:
-        return
-    before = np.flatnonzero(step_of == last - 1)
-    held = np.bincount(rank_of[before], minlength=num_ranks)
-    for document in before[::-1]:
-        if missing and held[rank_of[document]] > 1:
-            held[rank_of[document]] -= 1
-            missing -= 1
-            step_of[document] = last
-    if missing:
-        raise _not_whole(len(step_of), num_ranks, tail)
-    rank_of[step_of == last] = np.arange(num_ranks)
-
-
-def _not_whole(documents: int, num_ranks: int, tail: str) -> ValueError:
-    return ValueError(
-        f"tail={tail!r}: the {documents} documents don't divide into steps in which each of {num_ranks} ranks has one. "
-        "Use tail='drop' or fewer ranks."
-    )

@@ -28,6 +28,8 @@ class PlanStatistics:
     >>> found = plan_statistics(plan, lengths)
     >>> found.tokens, found.efficiency, round(found.utilization, 4), round(found.tokens_covered, 4)
     (28, 0.7, 0.9333, 0.9333)
+    >>> found.documents, found.left_out
+    (6, 1)
     >>> found.l2_lag_max == (8 * 8 - (4 * 4 + 4 * 4 + 2 * 2)) ** 0.5
     True
 
@@ -35,8 +37,12 @@ class PlanStatistics:
         num_steps: steps.
         num_ranks: rows per step.
         capacity: tokens that fit into a row.
-        documents: documents in the rows; a document in two rows counts twice.
+        documents: documents in the rows; a document in two rows counts twice, but one that a filler row repeats
+            doesn't.
         tokens: their tokens.
+        left_out: the documents of `lengths` that are in no row.
+        filler_rows: rows of the last step that repeat a document (see `Plan`). They take time, and don't count as
+            tokens.
         efficiency: tokens / (steps * ranks * capacity): how full the rows are.
         utilization: tokens / (ranks * the sum over steps of the fullest rank's tokens): the share of time in which
             ranks don't wait for the fullest rank, if time is proportional to tokens.
@@ -56,6 +62,8 @@ class PlanStatistics:
     capacity: int
     documents: int
     tokens: int
+    left_out: int
+    filler_rows: int
     efficiency: float
     utilization: float
     cost_utilization: float | None
@@ -113,7 +121,8 @@ def plan_statistics(
     shape = (plan.num_steps, plan.num_ranks)
     counts = np.diff(plan.offsets)  # (rows,)
     own = plan.sums(tokens_of)  # (steps, ranks)
-    tokens = int(own.sum())
+    planned = plan.items[: plan.num_documents]
+    tokens = int(tokens_of[planned].sum())
     # Sums of squares of a row stay below capacity**2 < 2**62. A running sum that wraps at 2**64 has right differences.
     squares = plan.sums(tokens_of**2)
     loads = own
@@ -127,7 +136,7 @@ def plan_statistics(
     cost_utilization = None
     if cost is not None:
         of_rank = cost.per_token * loads.astype(np.float64) + cost.per_square * squares.astype(np.float64)
-        own_squares = float((tokens_of[plan.items].astype(np.float64) ** 2).sum())
+        own_squares = float((tokens_of[planned].astype(np.float64) ** 2).sum())
         useful = cost.per_token * tokens + cost.per_square * own_squares
         cost_utilization = _share(useful, plan.num_ranks * float(of_rank.max(1).sum()))
 
@@ -138,14 +147,16 @@ def plan_statistics(
         num_steps=plan.num_steps,
         num_ranks=plan.num_ranks,
         capacity=plan.capacity,
-        documents=len(plan.items),
+        documents=plan.num_documents,
         tokens=tokens,
+        left_out=int(np.count_nonzero(~covered)),
+        filler_rows=plan.filler_rows,
         efficiency=_share(tokens, plan.num_steps * plan.num_ranks * plan.capacity),
         utilization=_share(tokens, plan.num_ranks * int(loads.max(1).sum())),
         cost_utilization=cost_utilization,
         l2_lag=math.sqrt(lags.mean()) if len(lags) else 0.0,
         l2_lag_max=math.sqrt(lags.max(initial=0.0)),
-        padding=1 - _share(tokens, int(loads.sum())),
+        padding=1 - _share(int(own.sum()), int(loads.sum())),
         # The last step holds the remaining documents, so it is left out.
         spread=_spread(own.sum(1)[:-1], per_step[:-1], float(tokens_of.std())),
         tokens_covered=int(tokens_of[covered].sum()) / (total_tokens or int(tokens_of.sum())),

@@ -152,7 +152,7 @@ def test_costs_are_computed_for_the_given_model(tmp_path, capsys):
             ["--capacity", "20", "--out", "a.pdf"],
             "--out a.pdf ends in .pdf, and the picture is a PNG; name a file",
         ),
-        (["--capacity", "20", "--ranks", "61"], "60 documents can't give each of 61 ranks one"),
+        (["--capacity", "20", "--ranks", "61"], "600 tokens don't fill one step of 61 ranks"),
         (["--capacity", "20000"], "don't fill one step"),
         (["--capacity", "20000"], "and --tail drop leaves out what doesn't. Use --tail keep or spread, fewer ranks"),
         (["--capacity", "5"], "longer than the --capacity of 5 tokens"),
