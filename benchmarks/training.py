@@ -6,7 +6,7 @@ The experiment of "Packing with Flash Attention 2" (Kundu et al., arXiv:2407.091
 lengths like FLAN's, which differ much, and like OrcaMath's, which differ less. The documents are cut from real text,
 the functions of Python's standard library, so that losses are those of real training. Their lengths are drawn by
 generators, or are those of the functions (stdlib). All ways see the same documents in the same order. Each way has its
-own process, and the processes take turns step by step. `unpadded` trains on the padded batches with
+own process, and the processes take turns of ten steps. `unpadded` trains on the padded batches with
 `patch(model, unpad=True)`.
 
 Rounding differs between the ways, and the differences grow in training. With --dtype float64 they stay below the

@@ -252,7 +252,7 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
         {"documents": DOCUMENTS, "capacity": 8},
         {
             "documents": "empty ragged tensor-2d", "capacity": "", "window": NUMPY, "overlong": "", "max_items": COUNTS,
-            "carry_threshold": "zero",
+            "carry_threshold": "zero", "num_replicas": "none", "rank": "none zero", "divide": "", "shard": "true",
         },
     ),
     "pack_dataset": (
@@ -309,8 +309,8 @@ CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any], dict[str, str]]] = {
         {"sampler": range(8), "batch_size": 1, "batch_max_len": 8, "lengths": LENGTHS},
         {
             "sampler": "ints set range array tensor-u16", "batch_size": NUMPY, "batch_max_len": "", "lengths": "",
-            "bin_size": COUNTS, "drop_last": "true", "sequential": "true", "group_size": NUMPY,
-            "seed": "none zero huge np3", "overlong": "",
+            "bin_size": COUNTS + " zero", "drop_last": "true", "sequential": "none true", "group_size": NUMPY,
+            "seed": "none zero huge np3", "overlong": "", "num_replicas": COUNTS,
         },
     ),
     "PackingCollator": (

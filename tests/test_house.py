@@ -44,9 +44,10 @@ ALLOWED = {
 GUESTS = {
     "accelerate": {"cli"},
     "axolotl": {"integrations"},
+    "datasets": {"cli", "packing"},
     "matplotlib": {"cli"},
     "numba": {"packing"},
-    "pyarrow": {"cli"},
+    "pyarrow": {"cli", "packing"},
     "pydantic": {"integrations"},
     "rich": {"cli"},
     "torch.distributed": {"cli", "packing", "parallel"},

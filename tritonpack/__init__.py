@@ -17,9 +17,11 @@ if TYPE_CHECKING:
     from tritonpack.masks.block_diagonal import BlockDiagonalMask as BlockDiagonalMask
     from tritonpack.packing import BinDataset as BinDataset
     from tritonpack.packing import CostModel as CostModel
+    from tritonpack.packing import Mixture as Mixture
     from tritonpack.packing import MultipackBatchSampler as MultipackBatchSampler
     from tritonpack.packing import MultipackDistributedBatchSampler as MultipackDistributedBatchSampler
     from tritonpack.packing import PackedDataset as PackedDataset
+    from tritonpack.packing import PackedFolder as PackedFolder
     from tritonpack.packing import Packing as Packing
     from tritonpack.packing import PackingCollator as PackingCollator
     from tritonpack.packing import TreeBatch as TreeBatch
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from tritonpack.packing import pack as pack
     from tritonpack.packing import pack_dataset as pack_dataset
     from tritonpack.packing import pack_stream as pack_stream
+    from tritonpack.packing import pack_to_disk as pack_to_disk
     from tritonpack.packing import pack_tree as pack_tree
     from tritonpack.packing import pack_trees as pack_trees
     from tritonpack.parallel import AllGatherWithGrad as AllGatherWithGrad
@@ -45,9 +48,11 @@ _HOMES = {
     "BlockDiagonalMask": "masks.block_diagonal",
     "CostModel": "packing",
     "IsolationError": "errors",
+    "Mixture": "packing",
     "MultipackBatchSampler": "packing",
     "MultipackDistributedBatchSampler": "packing",
     "PackedDataset": "packing",
+    "PackedFolder": "packing",
     "Packing": "packing",
     "PackingCollator": "packing",
     "PackingWarning": "errors",
@@ -62,6 +67,7 @@ _HOMES = {
     "pack": "packing",
     "pack_dataset": "packing",
     "pack_stream": "packing",
+    "pack_to_disk": "packing",
     "pack_tree": "packing",
     "pack_trees": "packing",
     "patch": "patches",

@@ -29,7 +29,10 @@ trl = pytest.importorskip("trl")
 datasets = pytest.importorskip("datasets")
 
 
-def make_trainer(model: PreTrainedModel | str, folder: Path, peft_config: Any = None, **options: Any) -> Any:
+def make_trainer(
+    model: PreTrainedModel | str, folder: Path, peft_config: Any = None, rows: Any = None, **options: Any
+) -> Any:
+    """A trainer of the documents, or of rows of documents."""
     plain = {"packing": False, "padding_free": False, "max_length": None, "gradient_checkpointing": False}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # TRL's own defaults use names that transformers has replaced
@@ -37,7 +40,7 @@ def make_trainer(model: PreTrainedModel | str, folder: Path, peft_config: Any = 
     return trl.SFTTrainer(
         model,
         config,
-        train_dataset=datasets.Dataset.from_list(features()),
+        train_dataset=datasets.Dataset.from_list(features()) if rows is None else rows,
         eval_dataset=datasets.Dataset.from_list(features()[:8]),
         processing_class=tokenizer(),
         peft_config=peft_config,
@@ -88,6 +91,32 @@ def test_packed_training_is_padded_training(family: str, way: str, padded: Padde
     with no_warning(), tritonpack.patch(model):
         got = trained(make_trainer(model, tmp_path, **WAYS[way]))
     assert distance(expected, got) < EXACT
+
+
+def test_rows_on_disk_make_the_same_batches(tmp_path: Path) -> None:
+    """TRL's collator reads seq_lengths as PackingCollator does."""
+    from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
+
+    tritonpack.pack_to_disk(datasets.Dataset.from_list(features()), 64, tmp_path / "rows")
+    rows = list(datasets.load_from_disk(str(tmp_path / "rows")))
+    theirs = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)(rows)
+    with tritonpack.patch(tiny_model("mistral")):  # without a patched model PackingCollator warns
+        ours = tritonpack.PackingCollator()(rows)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert torch.equal(ours[name], value) if isinstance(value, torch.Tensor) else ours[name] == value
+
+
+@pytest.mark.heavy
+@pytest.mark.slow
+def test_training_on_rows_on_disk_is_padded_training(padded: Padded, tmp_path: Path) -> None:
+    packed = tritonpack.pack_to_disk(datasets.Dataset.from_list(features()), 64, tmp_path / "rows")
+    rows = datasets.load_from_disk(str(packed.path))
+    model = tiny_model("mistral")
+    options = {"padding_free": True, "per_device_train_batch_size": packed.rows}
+    with no_warning(), tritonpack.patch(model):
+        got = trained(make_trainer(model, tmp_path, rows=rows, **options))
+    assert distance(padded("mistral"), got) < EXACT
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 import multiprocessing
 import pickle
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 
 import numpy as np
@@ -149,15 +150,82 @@ class TestLengths:
         with pytest.raises(ValueError, match="document 1 must be a row of tokens"):
             measure_lengths(dataset)
 
+
+class TestTable:
+    """A datasets.Dataset gives a datasets.Dataset."""
+
     @pytest.mark.parametrize("kind", [None, "numpy", "torch"])
-    def test_split_table(self, kind):
+    @pytest.mark.parametrize("on_disk", [False, True])
+    def test_rows_are_bins(self, tmp_path, kind, on_disk):
         datasets = pytest.importorskip("datasets")
-        dataset = datasets.Dataset.from_list(documents()).with_format(kind)
-        packed = pack_dataset(dataset, 6, overlong="split", algorithm="next_fit")
-        assert [list(map(int, document["labels"])) for document in packed[2]] == [[-107, -108, -109]]
-        batches = DataLoader(packed, batch_size=len(packed), collate_fn=PackingCollator())
-        assert next(iter(batches))["input_ids"].shape == (1, sum(LENGTHS))
+        dataset = datasets.Dataset.from_list(documents())
+        if on_disk:
+            dataset.save_to_disk(tmp_path / "in")
+            dataset = datasets.load_from_disk(str(tmp_path / "in"))
+        for options in ({"capacity": 10}, {"capacity": 6, "overlong": "split", "algorithm": "next_fit"}):
+            rows = pack_dataset(dataset.with_format(kind), **options)
+            lazy = pack_dataset(documents(), **options)
+            assert isinstance(rows, datasets.Dataset)
+            assert rows.column_names == ["input_ids", "labels", "position_ids", "seq_lengths"]
+            assert rows.format["type"] == kind
+            assert bool(rows.cache_files) == on_disk
+            for row, bins in zip(rows, lazy, strict=True):
+                for name in ("input_ids", "labels"):
+                    assert list(map(int, row[name])) == list(chain.from_iterable(one[name] for one in bins))
+            batches = [
+                next(iter(DataLoader(packed, batch_size=len(packed), collate_fn=PackingCollator())))
+                for packed in (rows, lazy)
+            ]
+            assert batches[0]["cu_seq_lens_q"].tolist() == batches[1]["cu_seq_lens_q"].tolist()
+
+    def test_rows_can_be_selected_and_saved(self, tmp_path):
+        datasets = pytest.importorskip("datasets")
+        rows = pack_dataset(datasets.Dataset.from_list(documents()), 6, overlong="truncate")
+        assert rows.info.description == (
+            "Packing(5 documents and pieces of documents in 4 bins of 6 tokens, efficiency 91.67%). "
+            "2 documents longer than the capacity truncated: 5 tokens cut off."
+        )
+        rows.select([2, 0]).save_to_disk(tmp_path / "rows")
+        loaded = datasets.load_from_disk(str(tmp_path / "rows"))
+        assert list(loaded) == [rows[2], rows[0]]
+        assert loaded.info.description == rows.info.description
+
+    def test_second_call_finds_the_rows(self, tmp_path, monkeypatch):
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset.from_list(documents()).save_to_disk(tmp_path / "in")
+        dataset = datasets.load_from_disk(str(tmp_path / "in"))
+        rows = pack_dataset(dataset, 10)
+        others = pack_dataset(dataset.select([0, 3]), 10), pack_dataset(dataset, 12)
+        monkeypatch.setattr("tritonpack.packing.offline.steps.measure", refuse)
+        assert list(pack_dataset(dataset, 10)) == list(rows)
+        assert [len(other) for other in others] == [1, 3]
+
+    def test_processes_at_once(self, tmp_path):
+        """As ranks do."""
+        datasets = pytest.importorskip("datasets")
+        datasets.Dataset.from_list(documents() * 200).save_to_disk(tmp_path / "in")
+        with ThreadPoolExecutor(4) as pool:  # flock also keeps threads apart, because each opens the file
+            found = list(pool.map(lambda _: pack_dataset(datasets.load_from_disk(str(tmp_path / "in")), 10), range(4)))
+        assert [len(rows) for rows in found] == [len(found[0])] * 4
+        assert list(found[3]) == list(found[0])
+
+    def test_lazy_with_lengths_or_a_transform(self):
+        datasets = pytest.importorskip("datasets")
+        dataset = datasets.Dataset.from_list(documents())
+        for packed in (
+            pack_dataset(dataset, 10, lengths=LENGTHS),
+            pack_dataset(dataset, 10, length=lambda document: len(document["labels"])),
+            pack_dataset(dataset.with_transform(lambda batch: batch), 10),
+        ):
+            assert isinstance(packed, PackedDataset)
+            assert tokens_of(packed) == tokens_of(pack_dataset(documents(), 10))
+
+    def test_refuses_other_columns(self):
+        datasets = pytest.importorskip("datasets")
+        dataset = datasets.Dataset.from_dict({"input_ids": [[1]], "text": ["a"]})
+        with pytest.raises(ValueError, match=r"has the columns 'text', .*remove the others .*remove_columns"):
+            pack_dataset(dataset, 4)
 
 
-def refuse(self, key):
-    raise AssertionError(f"document {key} was read")
+def refuse(*arguments):
+    raise AssertionError(f"called with {arguments}")

@@ -3,7 +3,7 @@
 import numpy
 import pytest
 import torch
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, RandomSampler
 
 import tritonpack
 from tests.packing.test_training import tiny_llama
@@ -11,10 +11,13 @@ from tests.test_guides import blocks
 
 BLOCKS = blocks("packing")
 # A text that occurs in one block only, for each block.
-LOOP, COST, CUT, RESUME, ELASTIC, ACCELERATE, STEPS, BINS, ARGUMENTS, LABELS = TEXTS = (
+TEXTS = (
     "sampler.set_epoch(epoch)", "CostModel.fit", "max_document_length", "# the next iteration", "# saved on 8 ranks",
-    "accelerator.prepare", "loader.set_epoch(sampler.epoch)", "pack_stream", "TrainingArguments", "def with_labels",
+    "accelerator.prepare", "loader.set_epoch(sampler.epoch)", "pack_dataset", "remove_unused_columns",
+    "def with_labels", "stream.set_epoch", "dispatch_batches", "stream.load_state_dict", "RandomSampler",
 )  # fmt: skip
+LOOP, COST, CUT, RESUME, ELASTIC, ACCELERATE, STEPS, BINS, ARGUMENTS, LABELS, *OTHERS = TEXTS
+STREAM, TRAINER, STREAM_STATE, AXOLOTL = OTHERS
 LENGTHS = numpy.random.default_rng(0).integers(5, 20, 60)
 DOCUMENTS = [{"input_ids": [token % 37 + 1 for token in range(length)]} for length in LENGTHS.tolist()]
 
@@ -31,7 +34,8 @@ def given(tmp_path):
     with tritonpack.patch(model):
         yield {
             "tritonpack": tritonpack, "numpy": numpy, "DataLoader": DataLoader, "model": model, "epochs": 2,
-            "dataset": DOCUMENTS, "stream": iter(DOCUMENTS), "lengths": LENGTHS, "sampler": sampler,
+            "dataset": DOCUMENTS, "documents": DOCUMENTS, "stream": iter(DOCUMENTS), "RandomSampler": RandomSampler,
+            "Trainer": transformers.Trainer, "lengths": LENGTHS, "sampler": sampler,
             "tokens": tokens, "squares": squares, "seconds": 2 * tokens + 3 * squares + 5, "folder": str(tmp_path),
             "TrainingArguments": transformers.TrainingArguments,
         }  # fmt: skip
@@ -99,6 +103,37 @@ def test_labels_of_completions(given):
     document = {"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1]}
     given["dataset"] = datasets.Dataset.from_list([document])
     assert run(LABELS, given)["dataset"][0] == {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
+
+
+@pytest.mark.heavy
+def test_stream(given):
+    assert torch.isfinite(run(STREAM, given)["loss"])
+    assert given["stream"].epoch == 1
+
+
+@pytest.mark.heavy
+def test_stream_in_trainer(given):
+    pytest.importorskip("accelerate")
+    trainer = run(TRAINER, given)["trainer"]
+    trainer.args.max_steps = 2
+    trainer.args.use_cpu = True
+    trainer.args.save_strategy = "no"
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_state_of_stream(given):
+    given["stream"] = tritonpack.pack_stream(DOCUMENTS, 64, window=8)
+    bins = list(given["stream"])
+    iterator = iter(given["stream"])
+    [next(iterator) for _ in range(3)]
+    assert list(run(STREAM_STATE, given)["stream"]) == bins[3:]
+
+
+def test_axolotls_sampler(given):
+    rows = [batch["input_ids"].shape[1] for batch in run(AXOLOTL, given)["loader"]]
+    assert sum(rows) > 0.8 * LENGTHS.sum()
+    assert max(rows) <= 2 * 64
 
 
 def test_every_block_is_run():

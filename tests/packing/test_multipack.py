@@ -124,7 +124,13 @@ class TestEpochs:
 
         assert first(3) == first(3) != first(4)
         assert first(3) == list(batches_of(seed=3))
-        assert list(batches_of()) == list(batches_of(seed=0))
+
+    def test_default_seed_without_generator(self):
+        """torch's seed in one process. Several processes may be seeded differently, so they take 0."""
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            assert (batches_of().seed, batches_of(num_replicas=2).seed) == (5, 0)
+            assert list(batches_of()) == list(batches_of(seed=5))
 
     def test_sampler_and_global_generator_are_unchanged(self):
         sampler = RandomSampler(LENGTHS)
@@ -151,46 +157,6 @@ class TestEpochs:
         order = documents_of(batches)
         assert sampler.epoch == 3
         assert order != documents_of(batches_of(DistributedSampler(LENGTHS, num_replicas=1, rank=0)))
-
-
-class TestAccelerate:
-    @pytest.mark.parametrize("drop_last", [True, False])
-    def test_accelerate_sets_epoch_in_each_process(self, drop_last):
-        """With several processes accelerate wraps the batch sampler and looks for `set_epoch` on its `sampler` only."""
-        pytest.importorskip("accelerate")
-        from accelerate.data_loader import BatchSamplerShard, prepare_data_loader
-
-        epochs = [[], []]
-        for rank in (0, 1):
-            torch.manual_seed(rank)
-            batches = batches_of(drop_last=drop_last)
-            loader = DataLoader(BinDataset(range(len(LENGTHS))), batch_sampler=batches, collate_fn=list)
-            loader = prepare_data_loader(
-                loader, num_processes=2, process_index=rank, put_on_device=False, even_batches=False
-            )
-            assert isinstance(loader.batch_sampler, BatchSamplerShard)
-            assert loader.batch_sampler.batch_sampler is batches
-            for epoch in range(3):
-                epochs[rank].append(list(loader))  # counts epochs and calls set_epoch
-                assert batches.epoch == epoch
-                assert len(loader) == len(epochs[rank][-1])
-        for epoch in range(3):
-            whole = batches_of(drop_last=drop_last)
-            whole.set_epoch(epoch)
-            shares = epochs[0][epoch], epochs[1][epoch]
-            expected = list(whole)
-            if drop_last:
-                expected = expected[: len(expected) // 2 * 2]
-            assert (list(shares[0]), list(shares[1])) == (expected[::2], expected[1::2])
-        assert epochs[0][0] != epochs[0][1] != epochs[0][2]
-
-    def test_accelerate_with_one_process(self):
-        accelerate = pytest.importorskip("accelerate")
-        loader = DataLoader(BinDataset(range(len(LENGTHS))), batch_sampler=batches_of(), collate_fn=list)
-        loader = accelerate.Accelerator(cpu=True).prepare_data_loader(loader)
-        first, second = list(loader), list(loader)
-        assert first != second
-        assert first == list(batches_of())
 
 
 class TestLoading:
@@ -247,7 +213,10 @@ class TestRefusals:
             ({"lengths": [4.0, float("nan")]}, "must be a row of integers"),
             ({"batch_size": 0}, "batch_size must be an integer from 1 .*got 0"),
             ({"batch_max_len": True}, "batch_max_len must be .*got True"),
-            ({"bin_size": 0}, "bin_size must be .*got 0"),
+            ({"bin_size": -1}, "bin_size must be an integer from 0 .*got -1"),
+            ({"num_replicas": 0}, "num_replicas must be .*got 0"),
+            ({"lengths": [4.0, 2.5]}, "must be a row of integers.*float64"),
+            ({"lengths": [4.0, float("inf")]}, "must be a row of integers.*float64"),
             ({"group_size": 0}, "group_size must be .*got 0"),
             ({"drop_last": 1}, "drop_last must be True or False; got int 1"),
             ({"sequential": "yes"}, "sequential must be True or False; got str 'yes'"),
@@ -320,6 +289,38 @@ def test_arguments_are_those_of_axolotl():
         range(500), 3, CAPACITY, LENGTHS, 200, 0.97, True, 4, False, 100_000, 8, True, "spawn"
     )
     assert list(batches) == list(batches_of(range(500), bin_size=200))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"sequential": None},
+        {"safe_mode": None},
+        {"num_processes": 0},
+        {"bin_size": 0},
+        {"packing_efficiency_estimate": 1.03},
+        {"packing_efficiency_estimate": None},
+        {"mp_start_method": None},
+        {"lengths": LENGTHS.astype(float)},
+        {"lengths": LENGTHS.astype(float).tolist()},
+        {"lengths": torch.tensor(LENGTHS, dtype=torch.float32)},
+    ],
+    ids=lambda given: f"{next(iter(given))}-{type(next(iter(given.values()))).__name__}",
+)
+def test_values_that_axolotl_takes(given):
+    options = {"sampler": range(500), "batch_size": 3, "batch_max_len": CAPACITY, "lengths": LENGTHS} | given
+    assert list(MultipackBatchSampler(**options)) == list(batches_of(range(500)))
+
+
+def test_members_that_axolotl_has():
+    batches = batches_of(packing_efficiency_estimate=1.03, num_processes=2, safe_mode=None, mp_start_method="spawn")
+    assert (batches.packing_efficiency_estimate, batches.num_processes, batches.safe_mode) == (1.03, 2, None)
+    assert (batches.mp_start_method, batches.num_count_samples, batches.group_size) == ("spawn", 4, 100_000)
+    tokens = LENGTHS[documents_of(batches)].sum()
+    assert (batches.total_tokens_used, batches.total_token_slots) == (tokens, len(batches) * 3 * CAPACITY)
+    assert batches.efficiency() == tokens / (len(batches) * 3 * CAPACITY)
+    assert batches.generate_batches(set_stats=True) == list(batches)
+    assert (batches.capacity, batches.report) == (CAPACITY, batches.overlong_report)
 
 
 def two_ranks(rank, path):

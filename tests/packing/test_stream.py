@@ -1,4 +1,5 @@
 from array import array
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -50,8 +51,7 @@ def test_reads_three_windows_ahead_at_most():
             yield [7] * 60
 
     stream = pack_stream(endless(), 100, window=8)
-    for _ in range(200):
-        next(stream)
+    for _ in islice(stream, 200):
         assert read <= stream.num_bins + 3 * 8 + 8
 
 

@@ -1,4 +1,5 @@
-"""The command line: `tritonpack bench`, `check`, `check-backend`, `demo`, `demo-grpo`, `doctor` and `plan`."""
+"""The command line: `tritonpack bench`, `check`, `check-backend`, `demo`, `demo-grpo`, `doctor`,
+`pack` and `plan`."""
 
 from __future__ import annotations
 

@@ -308,6 +308,68 @@ def plan(
 
 
 @app.command()
+def pack(
+    dataset: Annotated[
+        str,
+        Argument(
+            metavar="DATASET",
+            help="A folder of save_to_disk; a file, a folder or a pattern of .arrow, .parquet or .jsonl files; a name "
+            "on the Hub.",
+        ),
+    ],
+    capacity: Annotated[
+        int, Option(parser=_number("--capacity", int, 1, 2**30), help="Tokens of a row.", show_default=False)
+    ],
+    out: Annotated[Path, Option(help="Folder for the rows: new, empty, or of the same command before.")],
+    split: Annotated[str | None, Option(help="The split, of a dataset with several.")] = None,
+    columns: Annotated[
+        str | None,
+        Option(help="Columns with one value per token that rows keep, such as input_ids,labels.", show_default="all"),
+    ] = None,
+    overlong: Annotated[
+        Literal["error", "truncate", "split", "drop"],
+        Option(
+            parser=_name("--overlong", "error", "truncate", "split", "drop"),
+            help="What to do with documents longer than --capacity.",
+        ),
+    ] = "error",
+    algorithm: Annotated[
+        Literal["best_fit_decreasing", "first_fit", "next_fit", "windowed"],
+        Option(
+            parser=_name("--algorithm", "best_fit_decreasing", "first_fit", "next_fit", "windowed"),
+            help="How documents are chosen: best_fit_decreasing makes the fewest rows, next_fit keeps their order.",
+        ),
+    ] = "best_fit_decreasing",
+    max_items: Annotated[
+        int | None, Option(parser=_number("--max-items", int, 1), help="Most documents of a row.", show_default="any")
+    ] = None,
+    seed: Annotated[int, Option(parser=_number("--seed", int, 0, 2**63 - 1), help="Decides the order of rows.")] = 0,
+    shuffle: Annotated[bool, Option(help="Shuffle the rows.")] = True,
+    jobs: Annotated[int, Option(parser=_number("--jobs", int, 1, 1024), help="Threads.")] = 1,
+    shard_mib: Annotated[
+        int, Option(parser=_number("--shard-mib", int, 1, 2**20), help="MiB of a file of the result, about.")
+    ] = 128,
+    json: JsonOption = None,
+) -> None:
+    """Pack documents, which needn't fit in memory, into a dataset of rows on disk; print what became of them.
+
+    Killed at any moment, the same command goes on where it was, and writes the same files.
+
+    Example: tritonpack pack data/documents --capacity 32768 --out rows --jobs 8
+    """
+    for module in ("datasets", "matplotlib"):
+        _require(module, "packing to disk")
+    from tritonpack.cli.pack import Options, as_options, examine
+
+    options = Options(
+        dataset=dataset, capacity=capacity, out=out, split=split, columns=columns, overlong=overlong,
+        algorithm=algorithm, max_items=max_items, seed=seed, shuffle=shuffle, jobs=jobs, shard_mib=shard_mib, json=json,
+    )  # fmt: skip
+    with _usage_errors(as_options):
+        examine(options)
+
+
+@app.command()
 def doctor(json: JsonOption = None) -> int:
     """Show versions and the device, and try everything that can run here: attention, models, packing, ...
 

@@ -7,6 +7,8 @@ from tritonpack.packing.dataset import BinDataset, PackedDataset, pack_dataset
 from tritonpack.packing.distributed import MultipackDistributedBatchSampler
 from tritonpack.packing.lengths import fit_lengths
 from tritonpack.packing.multipack import MultipackBatchSampler
+from tritonpack.packing.offline import PackedFolder, pack_to_disk
+from tritonpack.packing.order import Mixture
 from tritonpack.packing.plan import Plan, plan_epoch
 from tritonpack.packing.statistics import PlanStatistics, plan_statistics
 from tritonpack.packing.stream import PackedStream, pack_stream
@@ -16,9 +18,11 @@ from tritonpack.packing.trees import TreeBatch, TreeCollator, pack_tree
 __all__ = [
     "BinDataset",
     "CostModel",
+    "Mixture",
     "MultipackBatchSampler",
     "MultipackDistributedBatchSampler",
     "PackedDataset",
+    "PackedFolder",
     "PackedStream",
     "Packing",
     "PackingCollator",
@@ -31,6 +35,7 @@ __all__ = [
     "pack",
     "pack_dataset",
     "pack_stream",
+    "pack_to_disk",
     "pack_tree",
     "pack_trees",
     "plan_epoch",

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from heapq import heapify, heappop, heappush
+from itertools import pairwise
 from operator import index
 from typing import Any, Literal, get_args
 
@@ -216,3 +218,36 @@ def lower_bound(lengths: NDArray[np.int32], capacity: int, max_items: int | None
     excess = int((tokens_up_to[half] - below - room).max())
     bins = large + max(0, -(-excess // capacity))
     return bins if max_items is None else max(bins, -(-len(lengths) // max_items))
+
+
+def divide_bins(lengths: NDArray[Any], offsets: NDArray[np.int64], num_bins: int, first: int = 0) -> NDArray[np.int64]:
+    """Divide bins until there are `num_bins`: the fullest first, in halves of about equally many tokens.
+
+    Bins [0, 2) and [2, 3) of 3 + 4 and 8 tokens become three:
+
+    >>> divide_bins(np.array([3, 4, 8]), np.array([0, 2, 3]), 3).tolist()
+    [0, 1, 2, 3]
+
+    Args:
+        lengths: (entries,) integers, the tokens of each entry.
+        offsets: (bins + 1,) int64; bin b holds the entries offsets[b] to offsets[b + 1].
+        num_bins: at least the number of bins, at most `first` and the number of entries after them.
+        first: bins before this one stay whole.
+
+    Returns:
+        (num_bins + 1,) int64, offsets of the same entries in the same order.
+    """
+    tokens = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+    ends = offsets.tolist()
+    bins = [(int(tokens[start] - tokens[stop]), start, stop) for start, stop in pairwise(ends[first:])]
+    heapify(bins)  # the fullest on top
+    single = []
+    for _ in range(num_bins - len(ends) + 1):
+        while bins[0][2] - bins[0][1] == 1:
+            single.append(heappop(bins))
+        _, start, stop = heappop(bins)
+        half = (tokens[start] + tokens[stop]) / 2
+        cut = start + 1 + int(np.argmin(np.abs(tokens[start + 1 : stop] - half)))
+        for begin, end in ((start, cut), (cut, stop)):
+            heappush(bins, (int(tokens[begin] - tokens[end]), begin, end))
+    return np.array(ends[: first + 1] + sorted(stop for _, _, stop in single + bins), dtype=np.int64)

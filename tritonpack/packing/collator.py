@@ -21,7 +21,7 @@ from tritonpack.packing.columns import (
     join_labels_of_documents,
     labels_of_tokens,
     per_token_names,
-    read_document,
+    read_feature,
     require_same_columns,
 )
 from tritonpack.packing.documents import is_iterable
@@ -49,6 +49,13 @@ class PackingCollator:
     >>> PackingCollator(objective="documents")(documents)["labels"].tolist()
     [1, 0]
 
+    A feature may be a row of several documents, as `pack_to_disk`, `pack_dataset` and TRL make it. The batch is that of
+    the single documents:
+
+    >>> row = {"input_ids": [5, 6, 7, 8, 9], "seq_lengths": [3, 2]}
+    >>> PackingCollator()([row])["labels"].tolist()
+    [[-100, 6, 7, -100, 9]]
+
     The columns that it takes; it refuses all others by name:
 
     | column | in the batch |
@@ -59,6 +66,8 @@ class PackingCollator:
     | `completion_mask`, `assistant_masks` | the same; labels that are made from the input ids are -100 where it is 0. \
 transformers' Trainer removes both columns first unless `remove_unused_columns=False` |
     | `attention_mask` | left out; it must be 1 everywhere |
+    | `seq_lengths` | the lengths of the documents of a row |
+    | `position_ids` | made; given ones must count from 0 in each document, and say where the documents of a row begin |
     | `length` | left out |
 
     Attributes:
@@ -105,7 +114,8 @@ transformers' Trainer removes both columns first unless `remove_unused_columns=F
         Args:
             features: one mapping per document, with the columns of the table above. `input_ids`, masks and labels of
                 tokens are one-dimensional lists, arrays or tensors of integers. A feature may also be a list of such
-                mappings, as an item of PackedDataset is.
+                mappings, as an item of PackedDataset is, or a row of documents with `seq_lengths`, `position_ids` or
+                both.
 
         Returns:
             For T tokens, on the CPU: `input_ids` and `position_ids` (1, T) int64, positions restarting at 0;
@@ -145,8 +155,11 @@ transformers' Trainer removes both columns first unless `remove_unused_columns=F
         """The columns of all documents, checked, with labels."""
         whole = documents_of(features, "PackingCollator")
         documents = [
-            read_document(feature, number, self.objective, tuple(self.per_token), self.max_document_length)
+            document
             for number, feature in enumerate(whole)
+            for document in read_feature(
+                feature, number, self.objective, tuple(self.per_token), self.max_document_length
+            )
         ]
         require_same_columns(documents)
         if self.objective == "causal" and "labels" not in documents[0]:

@@ -24,7 +24,9 @@ PER_TOKEN = {
 LEARNED = ("completion_mask", "assistant_masks")  # 0 for tokens without a label
 LEFT_OUT = ("length",)  # Trainer groups documents by it
 MADE = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_TAKEN = ("input_ids", *LABELS, "attention_mask", *PER_TOKEN, *LEFT_OUT)
+SEQ_LENGTHS, POSITIONS = "seq_lengths", "position_ids"
+BOUNDARIES = (SEQ_LENGTHS, POSITIONS)  # of a row that holds several documents; the first is TRL's name
+_TAKEN = ("input_ids", *LABELS, "attention_mask", *PER_TOKEN, *LEFT_OUT, *BOUNDARIES)
 _MEDIA = ("pixel", "image", "video", "audio", "input_features")
 
 Columns = dict[str, Tensor]
@@ -40,18 +42,19 @@ def per_token_names(names: Any) -> tuple[str, ...]:
     return tuple(names)
 
 
-def read_document(
+def read_feature(
     feature: Any, number: int, objective: Objective, per_token: Sequence[str], longest: int | None
-) -> Columns:
-    """The columns of one document, checked and cut to `longest` tokens.
+) -> list[Columns]:
+    """The columns of the documents of a feature, checked; each document is cut to `longest` tokens.
 
     Args:
-        number: the document's number, for messages.
+        feature: a document, or a row of documents with one of `BOUNDARIES`.
+        number: the feature's number, for messages.
         per_token: columns with one value per token, beside `PER_TOKEN`.
 
     Returns:
-        `input_ids`, `labels` if there are any, and the columns with one value per token, (n, ...) each. Integers are
-        int64. Under the objective "documents" `labels` have any shape.
+        For each document `input_ids`, `labels` if there are any, and the columns with one value per token, (n, ...)
+        each. Integers are int64. Under the objective "documents" `labels` have any shape.
 
     Raises:
         ValueError: see PackingCollator.
@@ -66,9 +69,59 @@ def read_document(
             if len(values) != tokens:
                 hint = f", {IGNORED_LABEL} to leave it out of the loss" if name == "labels" else ""
                 raise ValueError(f"has {tokens} input_ids but {len(values)} {name}; give every token one value{hint}.")
+        lengths = _lengths(feature, tokens)
+        if (
+            objective == "documents"
+            and labels
+            and lengths is not None
+            and labels["labels"].shape[:1] != (len(lengths),)
+        ):
+            raise ValueError(
+                f"holds {len(lengths)} documents, but its labels have the shape {tuple(labels['labels'].shape)}; "
+                "objective='documents' takes one label, or one row of labels, for each document."
+            )
     except ValueError as error:
         raise ValueError(f"document {number} {error}") from error
-    return labels | {name: values[:longest] for name, values in columns.items()}
+    if lengths is None:
+        return [labels | {name: values[:longest] for name, values in columns.items()}]
+    parts = {name: values.split(lengths) for name, values in columns.items()}
+    documents = [{name: values[at][:longest] for name, values in parts.items()} for at in range(len(lengths))]
+    if objective == "documents" and labels:
+        return [{"labels": label} | document for label, document in zip(labels["labels"], documents, strict=True)]
+    return documents
+
+
+def _lengths(feature: Mapping[str, Any], tokens: int) -> list[int] | None:
+    """The lengths of the documents of a row, from the columns of `BOUNDARIES`; None if it has neither."""
+    found: dict[str, list[int]] = {}
+    if SEQ_LENGTHS in feature:
+        lengths = integers(feature[SEQ_LENGTHS], SEQ_LENGTHS)
+        if not len(lengths) or int(lengths.sum()) != tokens or not bool((lengths > 0).all()):
+            raise ValueError(
+                f"has {tokens} input_ids, but its seq_lengths are {lengths.tolist()!r:.100}, which add up to "
+                f"{int(lengths.sum())}; give the length of each document of the row, at least 1."
+            )
+        found[SEQ_LENGTHS] = lengths.tolist()
+    if POSITIONS in feature:
+        positions = integers(feature[POSITIONS], POSITIONS)
+        starts = (positions == 0).nonzero()[:, 0]
+        lengths = starts.diff(append=starts.new_tensor([len(positions)]))
+        counted = torch.arange(len(positions)) - torch.repeat_interleave(starts, lengths) if len(starts) else None
+        if len(positions) != tokens or counted is None or starts[0] or not torch.equal(positions, counted):
+            raise ValueError(
+                f"has {len(positions)} position_ids for {tokens} input_ids that don't count from 0 in each document; "
+                "PackingCollator makes position_ids itself and reads others only to find where the documents of a "
+                "row begin. Remove the column (dataset.remove_columns)."
+            )
+        found[POSITIONS] = lengths.tolist()
+    if len(found) == 2 and found[SEQ_LENGTHS] != found[POSITIONS]:
+        raise ValueError(
+            f"has documents of {found[SEQ_LENGTHS]!r:.100} tokens by its seq_lengths, but of {found[POSITIONS]!r:.100} "
+            "by its position_ids; remove the wrong column (dataset.remove_columns)."
+        )
+    if list(found) == [POSITIONS] and len(found[POSITIONS]) == 1:
+        return None  # a document by itself
+    return next(iter(found.values()), None)
 
 
 def labels_of_tokens(columns: Columns) -> Tensor:
@@ -157,12 +210,7 @@ def _refuse_unknown(feature: Mapping[Any, Any], per_token: Sequence[str]) -> Non
         f"; it takes {_quote(_TAKEN)}. Name columns with one value per token in per_token=(...), and remove the others "
         "from the dataset first (dataset.remove_columns)."
     )
-    if "seq_lengths" in unknown:
-        advice = (
-            ": a row with seq_lengths holds several documents already. Pass the documents one by one, or use the "
-            "collator of the library that packed them."
-        )
-    elif made := [name for name in unknown if name in MADE]:
+    if made := [name for name in unknown if name in MADE]:
         advice = f": it makes {_quote(made)} itself. Remove such columns first (dataset.remove_columns)."
     elif any(name.startswith(_MEDIA) for name in unknown):
         advice = (

@@ -16,10 +16,12 @@ from tritonpack.packing.documents import (
     checked_length,
     cut,
     fetch,
+    is_table,
     measure_lengths,
     require_map_style,
 )
 from tritonpack.packing.lengths import Overlong, whole_lengths
+from tritonpack.packing.offline import packed_dataset
 
 
 class PackedDataset(Dataset):
@@ -111,8 +113,15 @@ def pack_dataset(
     algorithm: Algorithm = "best_fit_decreasing",
     max_items: int | None = None,
     overlong: Overlong = "error",
-) -> PackedDataset:
-    """Pack the documents of a map-style dataset.
+) -> Any:
+    """Pack the documents of a map-style dataset; item i holds the documents of bin i.
+
+    A `datasets.Dataset` becomes a `datasets.Dataset` of the rows that `pack_to_disk` writes, which can be selected,
+    shuffled, mapped and saved. They lie on disk beside the cache of the given dataset, where the next call finds them,
+    or in memory if the given dataset does. `info.description` says what was done with documents that are too long.
+
+    Anything else, and a `datasets.Dataset` with a transform, `lengths` or `length`, becomes a PackedDataset, which
+    fetches the documents of a bin when it is asked for them:
 
     >>> packed = pack_dataset([{"input_ids": [5, 6, 7]}, {"input_ids": [8]}], capacity=4)
     >>> packed[0]
@@ -120,14 +129,15 @@ def pack_dataset(
 
     Args:
         dataset, length: see PackedDataset.
-        lengths: (documents,) integers, the tokens of each document. None counts them; for a `datasets.Dataset` this
-            reads no tokens.
+        lengths: (documents,) integers, the tokens of each document. None counts them.
         capacity, algorithm, max_items, overlong: see `pack`.
 
     Raises:
-        ValueError: see `pack` and PackedDataset; lengths of another number of documents.
+        ValueError: see `pack`, PackedDataset and `pack_to_disk`; lengths of another number of documents.
         ImportError: numba can't be imported.
     """
+    if lengths is None and length is None and is_table(dataset):
+        return packed_dataset(dataset, capacity, overlong=overlong, algorithm=algorithm, max_items=max_items)
     if lengths is None:
         lengths = measure_lengths(dataset, length)
     else:

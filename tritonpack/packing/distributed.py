@@ -18,14 +18,14 @@ from tritonpack.notices import say_once
 from tritonpack.packing.cost import CostModel
 from tritonpack.packing.legs import Leg, OtherPlanError, Rest, check_leg, plan_rest, read_legs, write_legs
 from tritonpack.packing.lengths import check_integer
+from tritonpack.packing.order import Order, given_order
 from tritonpack.packing.plan import MOST_TOKENS, Objective, Plan, check_options
 from tritonpack.packing.ranks import (
     can_compare,
     compare,
     describe_differences,
-    is_first_process,
-    launched_processes,
     name_ranks,
+    place_among_processes,
     place_in_world,
 )
 from tritonpack.packing.state import ResumableSampler, describe_changes, digest, gather, same
@@ -74,6 +74,8 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         overlong: "error" refuses documents longer than `batch_max_length`, "drop" leaves them out. To truncate them,
             pass `lengths` that are cut, and load with `PackingCollator(max_document_length=...)`.
         shuffle: shuffle the documents, in a new order for each epoch.
+        order: the documents of an epoch in an order of your own, such as a curriculum: an array of document numbers, or
+            a function of the seed and the epoch that returns one. `Mixture` is such a function.
         shard: yield the batches of this rank only. False yields the batches of all ranks, step by step.
 
     Raises:
@@ -88,8 +90,8 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
 
     _VERSION = 2
     _OTHER_BATCHES = (
-        "the state was saved with another version of tritonpack or NumPy, which plans other batches from the same "
-        "settings. Resume with that version, or start an epoch anew with set_epoch."
+        "the state was saved with another order, or with another version of tritonpack or NumPy, which plans other "
+        "batches from the same settings. Resume with these, or start an epoch anew with set_epoch."
     )
 
     def __init__(
@@ -107,6 +109,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         cost_model: CostModel | None = None,
         overlong: Literal["error", "drop"] = "error",
         shuffle: bool = True,
+        order: Order | None = None,
         shard: bool = True,
     ) -> None:
         self.batch_max_length = check_integer(batch_max_length, "batch_max_length", 1, MOST_TOKENS)
@@ -118,12 +121,17 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
             overlong,
             "batch_max_length",
             seed=torch.initial_seed() if seed is None else seed,
-            epochs_differ=shuffle,
+            epochs_differ=shuffle and (order is None or callable(order)),
         )
         self._shard = check_flag(shard, "shard")
         self.num_replicas, self.rank = place_in_world(num_replicas, rank, shard)
         check_options(objective, cost_model, tail, lookahead)
-        check_tail(self.lengths, self.batch_max_length, self.num_replicas, tail)
+        if order is not None and not shuffle:
+            raise ValueError("shuffle=False has no effect on an order of your own; leave it out.")
+        self._order = order.copy() if isinstance(order, np.ndarray) else order
+        first_epoch = slice(None) if order is None else given_order(order, len(self.lengths), self.seed, 0)
+        check_tail(self.lengths[first_epoch], self.batch_max_length, self.num_replicas, tail)
+        self._order_digest = None if order is None else digest(given_order(order, len(self.lengths), 0, 0))
         # With the lengths of dropped documents, which a leg with longer rows has planned.
         self._all_lengths = self.lengths if self.lengths.all() else np.array(lengths, dtype=np.int64)
         self._options: dict[str, Any] = {
@@ -137,15 +145,15 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         if can_compare(self.num_replicas):
             first = compare("made this sampler", self._values_to_compare(), _find_difference)
             self.seed = first["torch.initial_seed()"] if seed is None else self.seed
-        elif seed is None and shuffle and launched_processes() > 1:
+        elif seed is None and shuffle and place_among_processes()[0] > 1:
             raise ValueError(
                 f"seed=None takes torch's seed from rank 0, but a sampler for {self.num_replicas} ranks in "
-                f"{launched_processes()} processes can't ask it: some of them may make no sampler. Pass the same seed "
-                "on every rank, such as seed=0."
+                f"{place_among_processes()[0]} processes can't ask it: some of them may make no sampler. Pass the same "
+                "seed on every rank, such as seed=0."
             )
 
     def _make(self, epoch: int) -> Rest:
-        return self._plan_rest(epoch, (), self._settings())
+        return self._make_rest(epoch, ())
 
     def _make_rest(self, epoch: int, legs: tuple[Leg, ...]) -> Rest:
         return self._plan_rest(epoch, legs, self._settings())
@@ -154,7 +162,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         if self._made is not None and self._made[:2] == (epoch, legs) and same(self._made[2].settings, settings):
             return self._made[2]
         try:
-            return plan_rest(self._all_lengths, epoch, legs, settings)
+            return plan_rest(self._all_lengths, epoch, legs, settings, self._order)
         except OtherPlanError:
             raise ValueError(self._OTHER_BATCHES) from None
 
@@ -256,7 +264,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         self.seed = found[2].settings["seed"]
         legs, made = found[1:3]
         changes = describe_changes(legs[-1].settings, made.settings) if legs else ""
-        if changes and found[3] == made.steps_before * self._batches_per_step and is_first_process():
+        if changes and found[3] == made.steps_before * self._batches_per_step and place_among_processes()[1] == 0:
             say_once(
                 "other-settings",
                 f"epoch {self.epoch} goes on with other settings: {changes}. The {made.num_left} documents that were "
@@ -318,6 +326,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
             "seed": self.seed if self._seed_is_given else None,
             "shard": self._shard,
             "the lengths": self._lengths_summary,
+            "the digest of order": self._order_digest,
         }
 
     def __repr__(self) -> str:
@@ -339,7 +348,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
                 "them among processes again would lose most of them. Pass shard=False to a sampler for "
                 "accelerate or another library that divides batches, or don't let it prepare this DataLoader."
             )
-        processes = launched_processes()
+        processes = place_among_processes()[0]
         if self.num_replicas % processes:
             raise ValueError(
                 f"this sampler plans for num_replicas={self.num_replicas}, and {processes} processes can't divide its "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -31,6 +32,12 @@ def measure_lengths(dataset: Any, length: Length | None = None) -> NDArray[np.in
             return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
     lengths = [checked_length(dataset[number], number, length) for number in range(len(dataset))]
     return np.array(lengths, dtype=np.int64)
+
+
+def is_table(dataset: Any) -> bool:
+    """Whether a dataset is a `datasets.Dataset` that reads its documents from a table, not from a transform."""
+    datasets = sys.modules.get("datasets")  # of whose classes there is no object before it is imported
+    return datasets is not None and isinstance(dataset, datasets.Dataset) and dataset.format["type"] != "custom"
 
 
 def checked_length(document: Any, number: int, length: Length | None) -> int:

@@ -263,6 +263,17 @@ class WindowPacker:
         self._carries = np.zeros(0, dtype=np.int64)
         self._next_document = 0
 
+    @property
+    def carried(self) -> list[list[int]]:
+        """The number, the tokens and the carries of each document that is packed again with the next window."""
+        return np.stack([self._documents, self._lengths, self._carries], axis=1).tolist()
+
+    def restore(self, carried: list[list[int]], next_document: int) -> None:
+        """Go on as a packer that has these documents in `carried` and gives the next document that number."""
+        columns = np.ascontiguousarray(np.array(carried, dtype=np.int64).reshape(-1, 3).T)
+        self._documents, self._lengths, self._carries = columns[0], columns[1].astype(np.int32), columns[2]
+        self._next_document = next_document
+
     def add(self, lengths: NDArray[np.int32], *, last: bool = False) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """Pack a window and return the finished bins; with `last`, all bins.
 

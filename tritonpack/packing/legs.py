@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from tritonpack.checks import check_flag
 from tritonpack.packing.cost import CostModel
 from tritonpack.packing.lengths import check_integer
-from tritonpack.packing.plan import MOST_TOKENS, Plan, plan_epoch, shuffled
+from tritonpack.packing.order import Order, given_order, shuffled
+from tritonpack.packing.plan import MOST_TOKENS, Plan, plan_epoch
 from tritonpack.packing.state import digest
 
 _MOST_RANKS = 2**20  # so that no damaged state asks for a plan of endless rows
@@ -78,26 +79,29 @@ class Rest:
     @cached_property
     def dropped_documents(self) -> int:
         """The documents that are in no row of the plan."""
-        return self.num_left - len(np.unique(self.plan.items))
+        return self.num_left - self.plan.num_documents
 
 
-def plan_rest(lengths: NDArray[Any], epoch: int, legs: Sequence[Leg], settings: Mapping[str, Any]) -> Rest:
+def plan_rest(
+    lengths: NDArray[Any], epoch: int, legs: Sequence[Leg], settings: Mapping[str, Any], order: Order | None = None
+) -> Rest:
     """Plan what the legs of an epoch leave over.
 
     Args:
         lengths: (documents,) integers of at least 1; documents longer than `batch_max_length` are left out.
         legs: in the order of training.
         settings: as in a leg.
+        order: see `MultipackDistributedBatchSampler`.
 
     Raises:
         ValueError: settings or legs that can't be.
         OtherPlanError: the plan of a leg has another digest.
     """
-    done = np.zeros(len(lengths), dtype=bool)
+    done = np.zeros(len(lengths), dtype=np.int32)  # how often each document was trained on
     tokens_before = [np.zeros(0, dtype=np.int64)]
     for number, leg in enumerate(legs):
         try:
-            plan, _ = _plan(lengths, epoch, done, leg.settings)
+            plan, _ = _plan(lengths, epoch, done, leg.settings, order)
             check_leg(leg, plan)
         except ValueError as error:
             raise ValueError(f"leg {number} of the state can't be: {error}") from None
@@ -105,8 +109,8 @@ def plan_rest(lengths: NDArray[Any], epoch: int, legs: Sequence[Leg], settings: 
         tokens = np.append(0, np.cumsum(lengths[plan.items], dtype=np.int64))
         ends = np.append(ends, plan.offsets[leg.rows_done])[: leg.steps_done + 1]
         tokens_before.append(np.diff(tokens[ends]))
-        done[plan.items[: plan.offsets[leg.rows_done]]] = True
-    plan, num_left = _plan(lengths, epoch, done, settings)
+        done += np.bincount(plan.items[: plan.offsets[leg.rows_done]][: plan.num_documents], minlength=len(lengths))
+    plan, num_left = _plan(lengths, epoch, done, settings, order)
     return Rest(settings, plan, num_left, np.concatenate(tokens_before))
 
 
@@ -126,21 +130,37 @@ class OtherPlanError(Exception):
     """The settings of a leg make another plan now than when it was saved."""
 
 
-def _plan(lengths: NDArray[Any], epoch: int, done: NDArray[np.bool_], settings: Mapping[str, Any]) -> tuple[Plan, int]:
+def _plan(
+    lengths: NDArray[Any], epoch: int, done: NDArray[np.integer], settings: Mapping[str, Any], order: Order | None
+) -> tuple[Plan, int]:
     """The plan of the documents that aren't done, and their number."""
     options = dict(settings)
     capacity = check_integer(options.pop("batch_max_length"), "batch_max_length", 1, MOST_TOKENS)
     num_ranks = check_integer(options.pop("num_replicas"), "num_replicas", 1, _MOST_RANKS)
     if options["cost_model"] is not None:
         options["cost_model"] = _cost_model(options["cost_model"])
-    documents = np.flatnonzero(lengths <= capacity).astype(np.int32)
-    order = None
-    if done.any():  # in the order of the whole epoch, in which documents that were deferred come first
-        shuffle = check_flag(options["shuffle"], "shuffle")
-        order = shuffled(len(documents), options["seed"], epoch) if shuffle else np.arange(len(documents))
-        order = order[~done[documents[order]]]
-    plan = plan_epoch(lengths[documents], capacity, num_ranks, epoch=epoch, order=order, **options)
-    return replace(plan, items=documents[plan.items]), int((~done[documents]).sum())
+    seed, shuffle = options.pop("seed"), check_flag(options.pop("shuffle"), "shuffle")
+    fitting = np.flatnonzero(lengths <= capacity).astype(np.int32)
+    if order is not None:
+        numbers = given_order(order, len(lengths), seed, epoch)
+    else:
+        numbers = fitting[shuffled(len(fitting), seed, epoch)] if shuffle else fitting
+    # What is left stays in the order of the whole epoch, in which documents that were deferred come first.
+    left = _without(numbers[lengths[numbers] <= capacity], done)
+    place = np.zeros(len(lengths), dtype=np.int32)
+    place[fitting] = np.arange(len(fitting), dtype=np.int32)
+    plan = plan_epoch(lengths[fitting], capacity, num_ranks, order=place[left], **options)
+    return replace(plan, items=fitting[plan.items]), len(left)
+
+
+def _without(order: NDArray[np.int32], done: NDArray[np.integer]) -> NDArray[np.int32]:
+    """An order of documents without the first `done` entries of each."""
+    if not done.any():
+        return order
+    by_document = np.argsort(order, kind="stable")
+    numbers = order[by_document]
+    turn = np.arange(len(order)) - np.searchsorted(numbers, numbers)
+    return order[np.sort(by_document[turn >= done[numbers]])]
 
 
 def _cost_model(value: Any) -> CostModel:

@@ -13,9 +13,11 @@ from numpy.typing import NDArray
 from torch.utils.data import BatchSampler, Sampler, SequentialSampler
 
 from tritonpack.checks import check_flag
-from tritonpack.packing.bins import Algorithm, pack
+from tritonpack.notices import say_once
+from tritonpack.packing.bins import Algorithm, divide_bins, pack
 from tritonpack.packing.documents import is_iterable
-from tritonpack.packing.lengths import check_integer
+from tritonpack.packing.lengths import OverlongReport, check_integer
+from tritonpack.packing.ranks import place_among_processes
 from tritonpack.packing.state import ResumableSampler, digest, gather
 
 
@@ -51,6 +53,10 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
     at most batch_size x batch_max_len tokens.
 
     Every process computes the same batches from the seed and the epoch, so accelerate may divide them among processes.
+    accelerate gives every process the same number of batches. What remains at the end of an epoch is left out under
+    `drop_last`, and `dropped_documents` counts it. Without `drop_last` the last bins are divided until every process
+    has a batch of `batch_size` bins, so each document is seen once, for any `even_batches` of accelerate.
+
     `set_epoch` changes the order; accelerate and Trainer call it themselves. A second pass over one epoch causes a
     warning.
 
@@ -58,24 +64,37 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
     with `set_epoch` get the epoch. The order of any other sampler may differ between ranks; the ranks compare it at
     the start of an iteration, so every rank must iterate.
 
+    Attributes:
+        epoch: the epoch of the next iteration.
+        seed, num_replicas: as given or found.
+        lengths: (documents,) int32, 0 for dropped documents.
+        overlong_report: what was done with documents longer than `batch_max_len`.
+        packing_efficiency_estimate, num_count_samples, num_processes, safe_mode, mp_start_method: as given.
+
     Args:
         sampler: yields document numbers, the same on every rank: a sampler or any iterable.
         batch_size: bins per batch.
         batch_max_len: tokens per bin.
-        lengths: (documents,) integers, the tokens of each document of the dataset.
-        bin_size: the largest number of documents per bin; None sets no limit.
-        drop_last: leave out a last batch of fewer than `batch_size` bins.
-        sequential: keep the order of the sampler: a bin holds consecutive documents.
+        lengths: (documents,) whole numbers, the tokens of each document of the dataset.
+        bin_size: the largest number of documents per bin; None and 0 set no limit.
+        drop_last: leave out a last batch of fewer than `batch_size` bins, and batches that are too few for one per
+            process.
+        sequential: keep the order of the sampler: a bin holds consecutive documents. None means False.
         group_size: the number of documents that are packed at a time (without `sequential`).
-        seed: at least 0; None takes the seed of the sampler's generator, or 0.
+        seed: at least 0. None takes the seed of the sampler's generator. Without a generator it takes torch's seed,
+            or 0 in a run of several processes, which may be seeded differently.
         overlong: see MultipackDistributedBatchSampler.
-        packing_efficiency_estimate, num_count_samples, num_processes, safe_mode, mp_start_method: without effect.
-            Batches are counted, not estimated, and one thread packs a million documents in a tenth of a second.
+        num_replicas: the number of processes among which accelerate or Trainer divides the batches. None reads it from
+            torch.distributed, or from the launcher's WORLD_SIZE; without them it is 1.
+        packing_efficiency_estimate, num_count_samples, num_processes, safe_mode, mp_start_method: without effect, and
+            of any value. Batches are counted, not estimated, and one thread packs a million documents in a tenth of a
+            second.
 
     Raises:
         ValueError: bad lengths or options, a sampler that divides documents among ranks (DistributedSampler); at the
-            first use of an epoch, a sampler that yields anything but numbers of documents, fewer bins than one batch
-            under `drop_last`, different orders on different ranks.
+            first use of an epoch, a sampler that yields anything but numbers of documents, different orders on
+            different ranks, fewer bins than one batch under `drop_last`, without it too few documents for all
+            processes.
         ImportError: at the first use of an epoch, if numba can't be imported.
     """
 
@@ -96,14 +115,15 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
         packing_efficiency_estimate: float | None = 1.0,
         drop_last: bool = True,
         num_count_samples: int = 4,
-        sequential: bool = False,
+        sequential: bool | None = False,
         group_size: int = 100_000,
         num_processes: int | None = None,
-        safe_mode: bool = True,
+        safe_mode: bool | None = True,
         mp_start_method: str | None = "fork",
         *,
         seed: int | None = None,
         overlong: Literal["error", "drop"] = "error",
+        num_replicas: int | None = None,
     ) -> None:
         if not is_iterable(sampler):
             raise ValueError(f"the sampler must yield document numbers; got {sampler!r:.100}.")
@@ -115,12 +135,18 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
             )
         takes_epoch = hasattr(sampler, "set_epoch")
         seeded = hasattr(sampler, "generator") and not takes_epoch
+        if num_replicas is None:
+            num_replicas, _ = place_among_processes()
+        self.num_replicas = check_integer(num_replicas, "num_replicas")
         if seed is None:
             generator = getattr(sampler, "generator", None)
-            seed = generator.initial_seed() if isinstance(generator, torch.Generator) else 0
+            if isinstance(generator, torch.Generator):
+                seed = generator.initial_seed()
+            else:  # processes may be seeded differently
+                seed = torch.initial_seed() if self.num_replicas == 1 else 0
         self.batch_max_len = check_integer(batch_max_len, "batch_max_len")
         super().__init__(
-            lengths,
+            _whole(lengths),
             self.batch_max_len,
             overlong,
             "batch_max_len",
@@ -131,10 +157,16 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
         self._same_on_all_ranks = seeded or isinstance(sampler, (SequentialSampler, range))
         self._sampler = sampler
         self.drop_last = check_flag(drop_last, "drop_last")
-        self.sequential = check_flag(sequential, "sequential")
+        self.sequential = sequential is not None and check_flag(sequential, "sequential")
         self.batch_size = check_integer(batch_size, "batch_size")
-        self.bin_size = None if bin_size is None else check_integer(bin_size, "bin_size")
+        # 0 stands for no limit in axolotl.
+        self.bin_size = None if bin_size is None else check_integer(bin_size, "bin_size", 0) or None
         self.group_size = check_integer(group_size, "group_size")
+        self.packing_efficiency_estimate = packing_efficiency_estimate
+        self.num_count_samples = num_count_samples
+        self.num_processes = num_processes
+        self.safe_mode = safe_mode
+        self.mp_start_method = mp_start_method
 
     def _make(self, epoch: int) -> _Bins:
         documents = self._documents(epoch)
@@ -152,8 +184,28 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
             packing = pack(self.lengths[group], self.batch_max_len, algorithm=algorithm, max_items=self.bin_size)
             items.append(group[packing.items])
             sizes.append(np.diff(packing.offsets))
-        offsets = np.concatenate([[0], np.cumsum(np.concatenate(sizes))])
-        return _Bins(np.concatenate(items), offsets, digest(documents))
+        made = _Bins(np.concatenate(items), np.concatenate([[0], np.cumsum(np.concatenate(sizes))]), digest(documents))
+        if self.drop_last or self.num_replicas == 1:
+            return made
+        return made._replace(offsets=self._whole_rounds(made))
+
+    def _whole_rounds(self, made: _Bins) -> NDArray[np.int64]:
+        """The offsets of bins that make a batch of `batch_size` bins for every process in every round.
+
+        Bins near the end are divided.
+        """
+        per_round = self.num_replicas * self.batch_size
+        num_bins = -(-made.num_bins // per_round) * per_round
+        if len(made.items) < num_bins:
+            raise ValueError(
+                f"{len(made.items)} documents don't make {num_bins} bins, so batches of {self.batch_size} bins can't "
+                f"be divided evenly among {self.num_replicas} processes. Lower batch_size, or pass drop_last=True. If "
+                "accelerate or Trainer doesn't divide the batches, pass num_replicas=1."
+            )
+        first = num_bins - per_round  # of the bins that are divided: the last round, and as many rounds as it needs
+        while len(made.items) - made.offsets[first] < num_bins - first:
+            first -= per_round
+        return divide_bins(self.lengths[made.items], made.offsets, num_bins, first)
 
     def _documents(self, epoch: int) -> NDArray[np.int64]:
         """The document numbers that the given sampler yields in an epoch."""
@@ -187,7 +239,15 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
                 f"batch_size={self.batch_size}, so drop_last leaves no batch. Lower batch_size or batch_max_len, or "
                 "pass drop_last=False."
             )
-        return made.num_bins // self.batch_size
+        batches = made.num_bins // self.batch_size
+        if batches < self.num_replicas:
+            say_once(
+                "no-round",
+                f"{len(made.items)} documents make {batches} batches, fewer than the {self.num_replicas} processes. If "
+                "accelerate or Trainer divides the batches, no process gets any. Lower batch_max_len or batch_size, or "
+                "pass drop_last=False. If nothing divides them, pass num_replicas=1.",
+            )
+        return batches
 
     def _batch(self, made: _Bins, number: int) -> list[list[int]]:
         ends = made.offsets[number * self.batch_size : (number + 1) * self.batch_size + 1].tolist()
@@ -198,7 +258,9 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
 
     def _settings(self) -> dict[str, Any]:
         names = ("batch_size", "batch_max_len", "bin_size", "drop_last", "sequential", "group_size", "seed")
-        return {name: getattr(self, name) for name in names} | {"lengths": digest(self.lengths)}
+        # With drop_last the batches don't depend on the number of processes.
+        divided = {} if self.drop_last else {"num_replicas": self.num_replicas}
+        return {name: getattr(self, name) for name in names} | divided | {"lengths": digest(self.lengths)}
 
     def __iter__(self) -> Any:  # yields bins, not documents
         if not self._same_on_all_ranks:
@@ -217,20 +279,46 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
         """The number of batches of the current epoch, the same on all ranks."""
         return len(self)
 
-    def generate_batches(self) -> list[list[list[int]]]:
-        """All batches of this epoch. The position of an iteration doesn't change."""
+    def generate_batches(self, set_stats: bool | None = None) -> list[list[list[int]]]:
+        """All batches of this epoch. The position of an iteration doesn't change. `set_stats` has no effect."""
         return [self._batch(self._current(), number) for number in range(len(self))]
 
     @property
+    def capacity(self) -> int:
+        """Tokens per bin: `batch_max_len`."""
+        return self.batch_max_len
+
+    @property
+    def report(self) -> OverlongReport:
+        """What was done with documents longer than `batch_max_len`."""
+        return self.overlong_report
+
+    @property
     def dropped_documents(self) -> int:
-        """The documents in an incomplete last batch, which is left out; overlong ones aren't counted."""
-        return len(self._current().items) - int(self._current().offsets[self._num_bins()])
+        """The documents at the end of this epoch that `drop_last` leaves out; overlong ones aren't counted.
+
+        They are the documents of an incomplete batch, and of the batches beyond a multiple of `num_replicas`, which
+        accelerate leaves out.
+        """
+        made, batches = self._current(), len(self)
+        if not self.drop_last:
+            return 0
+        return len(made.items) - int(made.offsets[batches // self.num_replicas * self.num_replicas * self.batch_size])
+
+    @property
+    def total_tokens_used(self) -> int:
+        """The tokens in this epoch's batches."""
+        made = self._current()
+        return int(self.lengths[made.items[: made.offsets[self._num_bins()]]].sum(dtype=np.int64))
+
+    @property
+    def total_token_slots(self) -> int:
+        """The tokens for which this epoch's batches have room."""
+        return self._num_bins() * self.batch_max_len
 
     def efficiency(self) -> float:
         """The share of the room in this epoch's batches that holds tokens, from 0 to 1."""
-        made, num_bins = self._current(), self._num_bins()
-        tokens = int(self.lengths[made.items[: made.offsets[num_bins]]].sum(dtype=np.int64))
-        return tokens / (num_bins * self.batch_max_len)
+        return self.total_tokens_used / self.total_token_slots
 
     def gather_efficiency(self) -> float:
         """The mean of the efficiencies of all ranks. Every rank must call this."""
@@ -242,3 +330,13 @@ class MultipackBatchSampler(ResumableSampler[_Bins], BatchSampler):  # type: ign
 
     def _num_bins(self) -> int:
         return min(len(self) * self.batch_size, self._current().num_bins)
+
+
+def _whole(lengths: Any) -> Any:
+    """The lengths, as integers if they are floats with whole values; the base class checks all others."""
+    try:
+        array = np.asarray(lengths)
+    except ValueError:  # rows of different lengths
+        return lengths
+    is_whole = array.dtype.kind == "f" and bool(((array == np.floor(array)) & (np.abs(array) < 2.0**53)).all())
+    return array.astype(np.int64) if is_whole else array

@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 from tritonpack.checks import check_choice, check_flag, is_number
 from tritonpack.packing.cost import CostModel
 from tritonpack.packing.lengths import check_integer, fit_lengths
-from tritonpack.packing.tail import Tail, check_tail, drop_last_step, drops_all, spread, whole_steps
+from tritonpack.packing.order import Order, given_order, shuffled
+from tritonpack.packing.tail import Tail, check_tail, drop_last_step, spread, whole_steps
 
 Objective = Literal["quadratic", "linear", "cost"]
 
@@ -131,7 +132,7 @@ def plan_epoch(
     lookahead: float = 0.01,
     steps_together: int = 1,
     shuffle: bool = True,
-    order: NDArray[np.integer] | None = None,
+    order: Order | None = None,
 ) -> Plan:
     """Plan every step of an epoch: the documents of each rank, at most `capacity` tokens.
 
@@ -157,8 +158,9 @@ def plan_epoch(
         steps_together: the number of steps that are planned at once; their rows are then divided among them. Use it if
             a step holds few documents. A document may be deferred by two times as many steps.
         shuffle: shuffle the documents.
-        order: document numbers, each at most once, in place of all documents in the order of the seed and the epoch.
-            What doesn't fill a step under "drop" then makes a plan without steps.
+        order: document numbers in place of all documents in the order of the seed and the epoch: an array, or a
+            function of a seed and an epoch that returns one, such as `Mixture`. A document may come more than once, or
+            not at all. What doesn't fill a step under "drop" then makes a plan without steps.
 
     Raises:
         ValueError: lengths that don't fit, a wrong option, too few tokens to fill one step to 95% under "drop".
@@ -174,9 +176,7 @@ def plan_epoch(
         order = shuffled(len(lengths), seed, epoch) if shuffle else np.arange(len(lengths), dtype=np.int32)
         check_tail(lengths, capacity, num_ranks, tail)
     else:
-        order = _checked_order(order, len(lengths))
-        if not len(order) or drops_all(lengths[order], capacity, num_ranks, tail):
-            return Plan(order[:0], np.zeros(1, np.int64), num_ranks, capacity)
+        order = given_order(order, len(lengths), seed, epoch)
     costs = _costs(lengths, capacity, num_ranks * steps_together, objective, cost_model)
     options: dict[str, Any] = {"lookahead": lookahead, "together": steps_together, "level": objective == "cost"}
     return _plan_in_order(order, lengths, costs, capacity, num_ranks, tail, options)
@@ -195,6 +195,9 @@ def _plan_in_order(
     from tritonpack.packing.heuristics import group_by_bin
     from tritonpack.packing.planner import plan_steps  # imports numba, which is slow
 
+    nothing = Plan(order[:0], np.zeros(1, dtype=np.int64), num_ranks, capacity)
+    if not len(order):
+        return nothing
     stream = lengths[order]
     steps = partial(plan_steps, stream, costs[order], num_ranks, capacity, **options)
     if tail == "spread":
@@ -205,6 +208,8 @@ def _plan_in_order(
     if tail == "drop":
         kept = rows < drop_last_step(step_of, stream, capacity, num_ranks) * num_ranks
         order, stream, rows = order[kept], stream[kept], rows[kept]
+        if not len(order):
+            return nothing
     rows, num_steps, filler_rows = whole_steps(rows, stream, capacity, num_ranks)
     items, offsets = group_by_bin(rows, order, num_steps * num_ranks)
     if filler_rows:  # each repeats one of the shortest documents
@@ -230,21 +235,6 @@ def check_options(objective: str, cost_model: CostModel | None, tail: str, looka
         )
     if not is_number(lookahead) or not 0 <= lookahead <= 1:
         raise ValueError(f"lookahead must be a number from 0 to 1; got {lookahead!r}.")
-
-
-def _checked_order(order: NDArray[Any], count: int) -> NDArray[np.int32]:
-    rule = f"order must hold numbers of the {count} documents, each at most once"
-    if not isinstance(order, np.ndarray) or order.ndim != 1 or order.dtype.kind not in "iu":
-        raise ValueError(f"{rule}, in a one-dimensional array of integers; got {order!r:.100}.")
-    if len(order) and not (order.min() >= 0 and order.max() < count and np.bincount(order).max() == 1):
-        raise ValueError(f"{rule}; got {order!r:.100}.")
-    return order.astype(np.int32)
-
-
-def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int32]:
-    """0 to count - 1 in a random order; every pair of a seed and an epoch has its own."""
-    sequence = np.random.SeedSequence([check_integer(seed, "seed", 0, None), check_integer(epoch, "epoch", 0, None)])
-    return np.random.Generator(np.random.Philox(sequence)).permutation(count).astype(np.int32)
 
 
 def _costs(

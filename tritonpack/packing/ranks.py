@@ -25,28 +25,26 @@ def has_group() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def launched_processes() -> int:
-    """The number of processes of the job: of the process group, or without one the WORLD_SIZE of the launcher."""
+def place_among_processes() -> tuple[int, int]:
+    """The number of processes of the job and the number of this one, from the process group or from the launcher.
+
+    The launcher (torchrun) sets WORLD_SIZE and RANK.
+    """
     if has_group():
-        return dist.get_world_size()
-    launched = os.environ.get("WORLD_SIZE", "1")
-    return max(int(launched), 1) if launched.isdecimal() else 1
-
-
-def is_first_process() -> bool:
-    """Whether this process reports for all."""
-    return (str(dist.get_rank()) if has_group() else os.environ.get("RANK", "0")) == "0"
+        return dist.get_world_size(), dist.get_rank()
+    count, number = (os.environ.get(name, "") for name in ("WORLD_SIZE", "RANK"))
+    return int(count) if count.isdecimal() else 1, int(number) if number.isdecimal() else 0
 
 
 def place_in_world(num_replicas: int | None, rank: int | None, shard: bool) -> tuple[int, int | None]:
     """The number of ranks and the rank of this process (None unless `shard`), from torch.distributed if not given."""
     group = has_group()
     asks = num_replicas is None or (rank is None and shard)
-    if asks and not group and (launched_processes() != 1 or num_replicas not in (None, 1)):
+    if asks and not group and (place_among_processes()[0] != 1 or num_replicas not in (None, 1)):
         raise ValueError(
             f"num_replicas={num_replicas} and rank={rank} don't say which rank this process is, and there is no "
-            f"process group to ask (WORLD_SIZE is {launched_processes()}). Call torch.distributed.init_process_group "
-            "first, or pass both."
+            f"process group to ask (WORLD_SIZE is {place_among_processes()[0]}). Call "
+            "torch.distributed.init_process_group first, or pass both."
         )
     if num_replicas is None:
         num_replicas = dist.get_world_size() if group else 1

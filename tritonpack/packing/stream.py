@@ -2,85 +2,214 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import islice, pairwise
-from typing import Any
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
+from importlib import import_module
+from itertools import chain
+from typing import Any, get_args
 
-import numpy as np
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
 
-from tritonpack.checks import check_choice, is_number
-from tritonpack.packing.documents import TOKENS, Length, check_length_function, checked_length, cut, is_iterable
-from tritonpack.packing.lengths import POLICIES, Overlong, OverlongReport, check_integer, check_limit
+from tritonpack.checks import check_choice, check_flag, is_number
+from tritonpack.packing.documents import TOKENS, Length, check_length_function, is_iterable
+from tritonpack.packing.lengths import POLICIES, Overlong, OverlongReport, check_integer
+from tritonpack.packing.ranks import place_among_processes
+from tritonpack.packing.stream_pass import (
+    Divide,
+    Mark,
+    Options,
+    Place,
+    Source,
+    StreamPass,
+    is_from_datasets,
+    worker_place,
+)
+
+STATE_VERSION = 1
+DIVISIONS: tuple[str, ...] = get_args(Divide)
 
 
-class PackedStream(Iterator[list[Any]]):
-    """The iterator over bins that pack_stream returns.
+class PackedStream(IterableDataset):
+    """The bins that pack_stream returns, as a torch IterableDataset. Each iteration is a pass over the documents.
+
+    `DataLoader(stream, batch_size=1, collate_fn=PackingCollator())` loads a bin as one row. Every worker packs its own
+    part of the documents.
 
     Attributes:
-        num_bins: bins yielded.
-        num_tokens: tokens in them.
-        report: what was done with the documents longer than the capacity, so far.
+        epoch: the epoch of the next pass.
+        num_replicas, rank: as given or found; `rank` is None with `shard=False`.
     """
 
-    def __init__(
-        self, documents: Iterable[Any], window: int, overlong: Overlong, length: Length | None, packer: Any
-    ) -> None:
-        self.num_bins = 0
-        self.num_tokens = 0
-        self.report = OverlongReport(overlong)
-        self._capacity = packer.capacity
+    def __init__(self, documents: Any, options: Options, length: Length | None, ranks: tuple[int, int]) -> None:
+        self._documents = documents
+        self._options = options
         self._length = length
-        self._bins = self._pack(self._pieces(documents), window, packer)
+        self._ranks = ranks
+        # The epoch, and whether workers read the stream: in shared memory, because workers may outlive a pass.
+        self._shared = torch.zeros(2, dtype=torch.int64).share_memory_()
+        self._was_read = False  # in this process
+        self._resume: Place | None = None
+        self._worker = (0, 1)  # of the latest pass, or of the state that was loaded
+        self._pass = StreamPass(options, self._open, length, None)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the latest pass, which belongs to this process."""
+        return {name: value for name, value in self.__dict__.items() if name != "_pass"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._pass = StreamPass(self._options, self._open, self._length, self._resume)
+
+    def __iter__(self) -> Iterator[list[Any]]:
+        worker = worker_place()
+        if self._resume is not None and self._worker != worker:
+            raise ValueError(
+                f"the state was saved by worker {self._worker[0]} of {self._worker[1]}, and this is worker {worker[0]} "
+                f"of {worker[1]}. Resume with the same num_workers, and through torchdata's StatefulDataLoader, which "
+                "gives every worker its own state."
+            )
+        self._shared[1] = get_worker_info() is not None
+        place, self._resume, self._worker = self._resume, None, worker
+        self._pass = StreamPass(self._options, self._open, self._length, place)
+        return self._pass
+
+    def _open(self, mark: Mark) -> Source:
+        if isinstance(self._documents, Iterator):
+            remedy = (
+                "Pass something that can be iterated over again: a list, a datasets.IterableDataset, or a function "
+                "that returns a new iterator, such as the generator function itself."
+            )
+            if self._was_read:
+                raise ValueError(f"the documents are an iterator, which an earlier pass has read. {remedy}")
+            if worker_place()[1] > 1:
+                raise ValueError(
+                    f"the documents are an iterator, and {worker_place()[1]} workers can't read one iterator. {remedy}"
+                )
+        self._was_read = True
+        return Source(self._documents, self._ranks, mark)
+
+    @property
+    def epoch(self) -> int:
+        return int(self._shared[0])
+
+    @property
+    def num_replicas(self) -> int:
+        return self._options.num_replicas
+
+    @property
+    def rank(self) -> int | None:
+        return self._options.rank
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that fit into a bin."""
+        return self._options.capacity
+
+    @property
+    def num_bins(self) -> int:
+        """The bins that the latest pass of this process has yielded."""
+        return self._pass.num_bins
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens in the bins that the latest pass of this process has yielded."""
+        return self._pass.num_tokens
 
     @property
     def efficiency(self) -> float:
         """The share of the capacity of the yielded bins that holds tokens; 1 before the first bin."""
-        return self.num_tokens / (self.num_bins * self._capacity) if self.num_bins else 1.0
+        return self.num_tokens / (self.num_bins * self.capacity) if self.num_bins else 1.0
 
-    def __next__(self) -> list[Any]:
-        return next(self._bins)
+    @property
+    def report(self) -> OverlongReport:
+        """What the latest pass of this process has done with the documents longer than the capacity, so far."""
+        return self._pass.report
 
-    def _pieces(self, documents: Iterable[Any]) -> Iterator[tuple[Any, int]]:
-        """Whole documents and pieces of documents, each with its number of tokens."""
-        capacity, policy = self._capacity, self.report.policy
-        for number, document in enumerate(documents):
-            tokens = checked_length(document, number, self._length)
-            if tokens <= capacity:
-                yield document, tokens
-                continue
-            if policy == "error":
-                raise ValueError(
-                    f"document {number} has {tokens} tokens, longer than the capacity of {capacity}. Raise the "
-                    "capacity, or say what to do with such documents: overlong='truncate', 'split' or 'drop'."
-                )
-            end = {"drop": 0, "truncate": capacity, "split": tokens}[policy]
-            spans = [(start, min(start + capacity, end)) for start in range(0, end, capacity)]
-            yield from [(cut(document, start, stop, tokens, number), stop - start) for start, stop in spans]
-            seen = self.report
-            self.report = OverlongReport(
-                policy, seen.documents + 1, seen.tokens_lost + tokens - end, seen.pieces + len(spans)
+    @property
+    def dropped_documents(self) -> int:
+        """The documents (or pieces) at the end of the latest pass that don't make a bin for every rank."""
+        return self._pass.dropped_documents
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next pass, also for documents that have `set_epoch`. accelerate calls this itself.
+
+        Raises:
+            ValueError: an epoch that isn't an integer of at least 0; accelerate would dispatch batches.
+        """
+        # accelerate's dispatching loader can be recognized only by this call, which it makes before it reads.
+        caller = type(sys._getframe(1).f_locals.get("self"))
+        if any(kind.__name__ == "DataLoaderDispatcher" for kind in caller.__mro__):
+            raise ValueError(
+                "accelerate would read the stream in one process and cut its batches apart along their first "
+                "dimension, which also cuts the boundaries of documents. Configure it with dispatch_batches=False: "
+                "TrainingArguments(accelerator_config={'dispatch_batches': False}), or "
+                "DataLoaderConfiguration(dispatch_batches=False)."
             )
+        epoch = check_integer(epoch, "epoch", 0, None)
+        if epoch != self.epoch:
+            self._resume = None
+        self._shared[0] = epoch
+        if hasattr(self._documents, "set_epoch"):
+            self._documents.set_epoch(epoch)
 
-    def _pack(self, pieces: Iterator[tuple[Any, int]], window: int, packer: Any) -> Iterator[list[Any]]:
-        held: dict[int, tuple[Any, int]] = {}
-        read = 0
-        chunk = list(islice(pieces, window))
-        while chunk:
-            following = list(islice(pieces, 1))  # empty after the last window
-            held |= enumerate(chunk, start=read)
-            read += len(chunk)
-            lengths = np.array([tokens for _, tokens in chunk], dtype=np.int32)
-            numbers, offsets = packer.add(lengths, last=not following)
-            chunk = following + list(islice(pieces, window - 1))
-            for start, stop in pairwise(offsets):
-                entries = [held.pop(number) for number in numbers[start:stop].tolist()]
-                self.num_bins += 1
-                self.num_tokens += sum(tokens for _, tokens in entries)
-                yield [document for document, _ in entries]
+    @property
+    def generator(self) -> None:
+        """No attribute. accelerate looks for it before it divides the elements of a dataset among processes.
+
+        Raises:
+            ValueError: the stream yields the bins of one rank of several, which can't be divided again.
+            AttributeError: else.
+        """
+        processes = max(self.num_replicas, place_among_processes()[0])
+        if self.rank is not None and processes > 1:
+            raise ValueError(
+                f"the stream yields the bins of rank {self.rank} only. Dividing them among {processes} processes again "
+                "would lose most of them. Pass shard=False to a stream for accelerate or Trainer."
+            )
+        raise AttributeError("PackedStream has no attribute 'generator'")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The place of the latest pass: plain numbers, and the states that the documents return where they have any.
+
+        It holds no documents. torchdata's StatefulDataLoader saves the state of each worker.
+
+        Raises:
+            ValueError: workers of a DataLoader read the stream, and this process doesn't know how far.
+        """
+        if get_worker_info() is None and self._shared[1]:
+            raise ValueError(
+                "the workers of a DataLoader read this stream, so its place isn't known here. Use torchdata's "
+                "StatefulDataLoader and save its state_dict(), or a DataLoader without workers."
+            )
+        place = self._resume or self._pass.place()
+        return {
+            "version": STATE_VERSION,
+            "epoch": self.epoch,
+            "worker": list(self._worker),
+            "settings": asdict(self._options),
+            "place": None if place is None else asdict(place),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume: the next pass begins with the bin after the last one that the state counts.
+
+        Documents that have `state_dict` and `load_state_dict` (datasets.IterableDataset) go on where they were, up to
+        three windows earlier. Others are read from the beginning and passed over.
+
+        Raises:
+            ValueError: a damaged state, or one that was saved with other options; the stream is then unchanged. At the
+                first bin: other documents than when the state was saved.
+        """
+        epoch, worker, place = _check_state(state, asdict(self._options))
+        self.set_epoch(epoch)
+        self._resume, self._worker = place, worker
+        self._shared[1] = 0
 
 
 def pack_stream(
-    documents: Iterable[Any],
+    documents: Iterable[Any] | Callable[[], Iterable[Any]],
     capacity: int,
     *,
     window: int = 1024,
@@ -88,6 +217,10 @@ def pack_stream(
     max_items: int | None = None,
     length: Length | None = None,
     carry_threshold: float = 0.95,
+    num_replicas: int | None = None,
+    rank: int | None = None,
+    divide: Divide = "bins",
+    shard: bool = True,
 ) -> PackedStream:
     """Pack documents from any iterable, in one pass over it.
 
@@ -95,43 +228,136 @@ def pack_stream(
     best-fit-decreasing, and the documents of poorly filled bins are packed again with the next window, at most twice.
     So at most about three windows are in memory, and the order is nearly the input order.
 
-    If a DataLoader with several workers uses the stream, give each worker its own part of the documents.
-
     >>> stream = pack_stream([[1, 2, 3], [4, 5, 6, 7, 8, 9], [10]], capacity=4, overlong="split")
     >>> list(stream)
     [[[1, 2, 3], [10]], [[4, 5, 6, 7]], [[8, 9]]]
     >>> stream.num_bins, stream.num_tokens, str(stream.report)
     (3, 10, '1 document longer than the capacity split into 2 pieces: no token lost')
 
+    With several ranks each rank reads all documents, packs the same bins and yields its part of them. So no
+    communication is needed, and all ranks yield the same number of bins. With `divide="documents"` each rank reads and
+    packs its part of the documents, so ranks yield different numbers of bins.
+
     Args:
         documents: rows of tokens (lists, arrays, tensors) or mappings with a row as "input_ids"; with `length`,
-            documents of any form.
+            documents of any form. Or a function that returns such an iterable, and is called for each pass. An
+            iterator can be read once. All ranks must give the same documents in the same order.
         capacity: tokens per bin, at least 1.
         window: the number of documents (or pieces) that are packed at a time, at least 1.
         overlong, max_items: see `pack`. All columns of a mapping are cut.
         length: returns the number of tokens of a document.
         carry_threshold: the filled share of a bin, from 0 to 1, below which its documents are packed again.
+        num_replicas, rank: the number of ranks, and the rank of this process. None reads them from torch.distributed,
+            or from the launcher's WORLD_SIZE and RANK; without them they are 1 and 0.
+        divide: what the ranks share: "bins" or "documents". A datasets.IterableDataset that is divided already
+            (split_dataset_by_node) isn't divided again.
+        shard: yield the bins of this rank. False yields the bins of all ranks on every rank, for accelerate and
+            Trainer, which divide them.
 
     Raises:
         ValueError: a wrong option; while iterating, a document that is empty, has another form, is longer than
-            `capacity` under "error", or must be cut and holds something else than one value per token.
+            `capacity` under "error", or must be cut and holds something else than one value per token; a second pass
+            over an iterator.
         ImportError: numba can't be imported.
     """
-    if not is_iterable(documents):
+    if not is_iterable(documents) and (isinstance(documents, type) or not callable(documents)):
         raise ValueError(
-            f"documents must be an iterable of documents, each a row of tokens or a mapping with {TOKENS!r}; got "
-            f"{type(documents).__name__}."
+            f"documents must be an iterable of documents, each a row of tokens or a mapping with {TOKENS!r}, or a "
+            f"function that returns such an iterable; got {type(documents).__name__}."
         )
     check_length_function(length)
-    capacity = check_integer(capacity, "capacity")
-    window = check_integer(window, "window")
-    limit = check_limit(max_items, "max_items")
     check_choice(overlong, POLICIES, "overlong")
     if not is_number(carry_threshold) or not 0 <= carry_threshold <= 1:
         raise ValueError(
             f"carry_threshold must be a number from 0 to 1, the filled share of a bin; got {carry_threshold!r}."
         )
+    capacity = check_integer(capacity, "capacity")
+    window = check_integer(window, "window")
+    max_items = None if max_items is None else check_integer(max_items, "max_items")
+    check_flag(shard, "shard")
+    check_choice(divide, DIVISIONS, "divide")
+    if divide == "documents" and not shard:
+        raise ValueError(
+            "shard=False yields the bins of all ranks, so the ranks can't divide documents. Leave out one."
+        )
+    num_replicas, rank = _place(num_replicas, rank, shard)
+    ranks = (1, 0)
+    split_already = is_from_datasets(documents) and getattr(documents, "_distributed", None) is not None
+    if split_already and divide == "bins" and num_replicas > 1:
+        raise ValueError(
+            "the documents are divided among ranks already (split_dataset_by_node), so the ranks can't share bins. "
+            "Pass the whole dataset, or divide='documents'."
+        )
+    if divide == "documents" and num_replicas > 1 and not split_already:
+        if is_from_datasets(documents):
+            split = import_module("datasets.distributed").split_dataset_by_node  # imported already with the documents
+            documents = split(documents, rank=rank, world_size=num_replicas)
+        else:
+            ranks = (num_replicas, rank or 0)
+    import_module("tritonpack.packing.heuristics")  # without numba it fails here, not in a worker
+    options = Options(capacity, window, overlong, max_items, float(carry_threshold), divide, num_replicas, rank)
+    return PackedStream(documents, options, length, ranks)
 
-    from tritonpack.packing.heuristics import WindowPacker  # imports numba, which is slow
 
-    return PackedStream(documents, window, overlong, length, WindowPacker(capacity, limit, carry_threshold))
+def _place(num_replicas: int | None, rank: int | None, shard: bool) -> tuple[int, int | None]:
+    """The number of ranks and the rank of this process (None unless `shard`), from the launcher if not given."""
+    processes, process = place_among_processes()
+    num_replicas = processes if num_replicas is None else check_integer(num_replicas, "num_replicas")
+    if not shard:
+        return num_replicas, None
+    if rank is None and num_replicas not in (1, processes):
+        raise ValueError(f"num_replicas={num_replicas} doesn't say which rank this process is. Pass rank, too.")
+    if rank is None:
+        rank = 0 if num_replicas == 1 else process
+    return num_replicas, check_integer(rank, "rank", 0, num_replicas - 1, f"because num_replicas is {num_replicas}")
+
+
+def _check_state(state: Any, settings: Mapping[str, Any]) -> tuple[int, tuple[int, int], Place | None]:
+    """The epoch, the worker and the place of a state; ValueError unless it was saved with these settings."""
+    names = {"version", "epoch", "worker", "settings", "place"}
+    if not isinstance(state, Mapping) or set(state) != names or state["version"] != STATE_VERSION:
+        raise ValueError(
+            f"a state of PackedStream of version {STATE_VERSION} has {', '.join(sorted(names))}; got {state!r:.200}."
+        )
+    saved = state["settings"]
+    if not isinstance(saved, Mapping):
+        raise ValueError(f"settings of the state must be a mapping; got {saved!r:.100}.")
+    changes = [
+        f"{name} was {saved.get(name, 'missing')!r} and is {settings.get(name, 'missing')!r}"
+        for name in sorted({*settings, *saved}, key=str)
+        if name not in saved or name not in settings or saved[name] != settings[name]
+    ]
+    if changes:
+        raise ValueError(
+            f"the state can't be resumed, because these settings have changed since it was saved: {'; '.join(changes)}."
+            " Restore them, or begin a new pass."
+        )
+    try:
+        worker, workers = (check_integer(value, "worker", 0) for value in state["worker"])
+        place = None if state["place"] is None else _read_place(state["place"])
+        epoch = check_integer(state["epoch"], "epoch", 0, None)
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(f"the state is damaged: {error}") from error
+    return epoch, (worker, workers), place
+
+
+def _read_place(values: Mapping[str, Any]) -> Place:
+    """A Place from what `asdict` made of it."""
+
+    def whole(value: Any, name: str = "a number of pieces", least: int = 0) -> int:
+        return check_integer(value, name, least, None)
+
+    fields = dict(values)
+    mark, report = Mark(**fields.pop("mark")), OverlongReport(**fields.pop("report"))
+    carried = [[whole(number), whole(tokens), whole(carries)] for number, tokens, carries in fields.pop("carried")]
+    waiting = [[whole(number) for number in items] for items in fields.pop("waiting")]
+    place = Place(mark=mark, report=report, carried=carried, waiting=waiting, **fields)
+    for value in (place.bins_done, place.num_bins, place.num_tokens, mark.document, report.documents):
+        whole(value)
+    whole(place.first, "first", whole(mark.piece))
+    check_choice(report.policy, POLICIES, "policy")
+    if not isinstance(place.checked, str):
+        raise ValueError(f"checked must be a string; got {place.checked!r:.60}")
+    for number in [number for number, _, _ in carried] + list(chain.from_iterable(waiting)):
+        check_integer(number, "a piece", mark.piece, place.first - 1)
+    return place

@@ -17,18 +17,13 @@ _SLACK = (1.002, 1.005, 1.01, 1.02, 1.05, 1.1)
 _TRIES = 200_000  # rooms that a search for a packing looks at
 
 
-def drops_all(lengths: NDArray[Any], capacity: int, num_ranks: int, tail: Tail) -> bool:
-    """Whether a tail leaves out every document. This depends on the lengths alone, not on their order."""
-    return tail == "drop" and int(lengths.sum(dtype=np.int64)) < FULL * num_ranks * capacity
-
-
 def check_tail(lengths: NDArray[Any], capacity: int, num_ranks: int, tail: Tail) -> None:
-    """ValueError if a tail leaves out every document."""
-    if drops_all(lengths, capacity, num_ranks, tail):
+    """ValueError if `tail="drop"` leaves out every document. This depends on the lengths alone, not on their order."""
+    tokens = int(lengths.sum(dtype=np.int64))
+    if tail == "drop" and tokens < FULL * num_ranks * capacity:
         raise ValueError(
-            f"{lengths.sum(dtype=np.int64)} tokens don't fill one step of {num_ranks} ranks with {capacity} tokens "
-            f"each to {FULL:.0%}, and tail='drop' leaves out what doesn't. Use tail='keep' or 'spread', fewer ranks or "
-            "shorter rows."
+            f"{tokens} tokens don't fill one step of {num_ranks} ranks with {capacity} tokens each to {FULL:.0%}, and "
+            "tail='drop' leaves out what doesn't. Use tail='keep' or 'spread', fewer ranks or shorter rows."
         )
 
 

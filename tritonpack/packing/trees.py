@@ -26,7 +26,7 @@ from tritonpack.packing.columns import (
     Columns,
     integers,
     labels_of_tokens,
-    read_document,
+    read_feature,
     require_same_columns,
 )
 from tritonpack.packing.documents import is_iterable
@@ -279,7 +279,11 @@ class TreeCollator:
                     "loss needs a value of a sequence or of its tokens (an advantage, an old log-probability), use "
                     "pack_tree, with its gather and logprobs."
                 )
-        documents = [read_document(document, number, "causal", (), None) for number, document in enumerate(whole)]
+        documents = [
+            document
+            for number, feature in enumerate(whole)
+            for document in read_feature(feature, number, "causal", (), None)
+        ]
         require_same_columns(documents)
         batch = pack_tree(
             [columns["input_ids"] for columns in documents],

@@ -88,7 +88,7 @@ def run_demo(settings: Settings, corpus: Corpus, num_steps: int, documents: int 
         f"{len(corpus.validation):,} held out.\n"
         f"{count(num_steps, 'step')} of {count(documents, 'document')} each way: the {settings.model} model on "
         f"{settings.device}, {str(settings.dtype).removeprefix('torch.')}, {count(settings.threads, 'CPU thread')}. "
-        "Each way has a fresh process, and they take turns, step by step; the first "
+        "Each way has a fresh process, and they take turns of ten steps; the first "
         f"{WARMUP_STEPS} steps aren't timed."
     )
     try:

@@ -1,7 +1,8 @@
 """Measures ways of training beside each other.
 
-Each way has a fresh process, so that memory and caches of one way don't serve another. The processes take turns, one
-step each, so that other load on the machine slows all ways down alike.
+Each way has a fresh process, so that memory and caches of one way don't serve another. The processes take turns of ten
+steps, so that other load on the machine slows all ways down alike. After turns of one step, each step would begin with
+the caches of the processor filled by another way, which costs short steps the most.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +25,7 @@ from torch import Tensor
 from tritonpack.patches.patching import Patch
 
 WARMUP_STEPS = 2  # not timed: allocators, caches and, on a GPU, compilation
+TURN = 10  # steps
 
 W = TypeVar("W", bound=str)
 
@@ -138,12 +141,15 @@ def in_turns(ways: Mapping[W, Callable[[], Iterator[Any]]], steps: int, threads:
             way: stack.enter_context(ProcessPoolExecutor(1, context, initializer=_begin, initargs=(train, threads)))
             for way, train in ways.items()
         }
-        for built in [pool.submit(_next) for pool in pools.values()]:  # all processes start at once
+        for built in [pool.submit(_next, 1) for pool in pools.values()]:  # all processes start at once
             built.result()
-        for _ in tqdm(range(steps), desc=f"training {len(ways)} ways", unit="step", leave=False, disable=None):
-            for pool in pools.values():
-                pool.submit(_next).result()
-        return {way: pool.submit(_next).result() for way, pool in pools.items()}
+        with tqdm(total=steps, desc=f"training {len(ways)} ways", unit="step", leave=False, disable=None) as bar:
+            for begin in range(0, steps, TURN):
+                taken = min(TURN, steps - begin)
+                for pool in pools.values():
+                    pool.submit(_next, taken).result()
+                bar.update(taken)
+        return {way: pool.submit(_next, 1).result() for way, pool in pools.items()}
 
 
 _training: Iterator[Any]  # of this process
@@ -156,8 +162,10 @@ def _begin(train: Callable[[], Iterator[Any]], threads: int) -> None:
     _training = train()
 
 
-def _next() -> Any:
-    return next(_training)
+def _next(steps: int) -> Any:
+    """What training yields after this many steps."""
+    *_, latest = islice(_training, steps)
+    return latest
 
 
 def _memory(device: str, reset: bool = False) -> int | None:

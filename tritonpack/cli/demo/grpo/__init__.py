@@ -44,7 +44,7 @@ def run_demo(settings: Settings, corpus: Corpus, shape: Shape, num_steps: int, o
         f"each, made from Python's standard library. Prompts have up to {shape.prompt_length:,} tokens, completions up "
         f"to {shape.completion_length:,}. The {settings.model} model on {settings.device}, "
         f"{str(settings.dtype).removeprefix('torch.')}, {count(settings.threads, 'CPU thread')}. The loss has the "
-        "gradient of GRPO's first update on a batch. Each way has a fresh process, and they take turns, step by step; "
+        "gradient of GRPO's first update on a batch. Each way has a fresh process, and they take turns of ten steps; "
         f"the first {WARMUP_STEPS} steps aren't timed."
     )
     try:

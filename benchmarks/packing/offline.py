@@ -1,0 +1,123 @@
+"""Time and peak memory of `tritonpack pack` on generated documents.
+
+    python -m benchmarks.packing.offline --documents 10000000 --folder /data/offline
+
+It writes documents of log-normal lengths to the folder, packs them in a process of their own, checks that every token
+is in the rows, prints the time of each step, and removes what it wrote.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from pyarrow import ipc, parquet
+
+_SHARD = 250_000  # documents of a generated file
+_VOCABULARY = 32_000
+
+# Runs in the process that is measured; prints the seconds of each step.
+_PROGRAM = """
+import json, re, sys, time
+import tritonpack
+given = json.loads(sys.argv[1])
+steps, began = {}, time.perf_counter()
+def progress(step, done, parts):
+    steps.setdefault(step, [time.perf_counter() - began, 0])[1] = time.perf_counter() - began
+packed = tritonpack.pack_to_disk(progress=progress, **given)
+peak = re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1]
+print(json.dumps({
+    "peak_mib": int(peak) / 1024,
+    "seconds": time.perf_counter() - began, "steps": {step: stop - start for step, (start, stop) in steps.items()},
+    "rows": packed.rows, "tokens": packed.tokens, "efficiency": packed.efficiency, "lower_bound": packed.lower_bound,
+}))
+"""
+
+
+def generate(folder: Path, documents: int, mean: int, longest: int, kind: str, seed: int) -> tuple[int, int]:
+    """Write documents of log-normal lengths with random tokens; returns the number of tokens and their sum."""
+    folder.mkdir(parents=True)
+    generator = np.random.default_rng(seed)
+    tokens = total = 0
+    files = []
+    for number, start in enumerate(range(0, documents, _SHARD)):
+        count = min(_SHARD, documents - start)
+        lengths = np.clip(generator.lognormal(np.log(mean) - 0.5, 1.0, count), 1, longest).astype(np.int64)
+        offsets = np.concatenate([[0], np.cumsum(lengths)])
+        values = generator.integers(1, _VOCABULARY, offsets[-1], dtype=np.int32)
+        tokens, total = tokens + len(values), total + int(values.sum(dtype=np.int64))
+        table = pa.table({"input_ids": pa.ListArray.from_arrays(pa.array(offsets.astype(np.int32)), pa.array(values))})
+        path = folder / f"data-{number:05d}.{kind}"
+        files.append({"filename": path.name})
+        if kind == "parquet":
+            parquet.write_table(table, path, row_group_size=50_000)
+        elif kind == "jsonl":
+            with path.open("w") as file:
+                file.writelines(json.dumps(row) + "\n" for row in table.to_pylist())
+        else:
+            with pa.OSFile(str(path), "wb") as file, ipc.new_stream(file, table.schema) as writer:
+                writer.write_table(table, max_chunksize=1000)
+    if kind == "arrow":  # as save_to_disk
+        (folder / "state.json").write_text(json.dumps({"_data_files": files}))
+    return tokens, total
+
+
+def check(out: Path, tokens: int, total: int) -> None:
+    """AssertionError unless the rows hold every token."""
+    found = found_total = 0
+    for path in sorted(out.glob("data-*.arrow")):
+        with pa.memory_map(str(path)) as file:
+            for batch in ipc.open_stream(file):
+                values = batch.column("input_ids").flatten().to_numpy()
+                found, found_total = found + len(values), found_total + int(values.sum(dtype=np.int64))
+                assert batch.column("seq_lengths").flatten().to_numpy().sum() == len(values)
+    assert (found, found_total) == (tokens, total)
+
+
+def main(arguments: list[str] | None = None) -> dict[str, Any]:
+    """Generate, pack, check, print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--documents", type=int, default=10_000_000)
+    parser.add_argument("--mean", type=int, default=150, help="mean tokens of a document")
+    parser.add_argument("--capacity", type=int, default=32_768)
+    parser.add_argument("--kind", choices=["arrow", "parquet", "jsonl"], default="arrow")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--shard-bytes", type=int, default=128 * 2**20)
+    parser.add_argument("--folder", type=Path, required=True, help="a new folder; about 40 bytes a token for a while")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(arguments)
+    if given.folder.exists():
+        parser.error(f"{given.folder} exists; name a new folder")
+    source, out = given.folder / "documents", given.folder / "rows"
+    try:
+        began = time.perf_counter()
+        tokens, total = generate(source, given.documents, given.mean, given.capacity, given.kind, given.seed)
+        print(f"{given.documents:,} documents, {tokens:,} tokens, made in {time.perf_counter() - began:.0f} s")
+        call = {
+            "dataset": str(source), "capacity": given.capacity, "out": str(out), "jobs": given.jobs,
+            "shard_bytes": given.shard_bytes,
+        }  # fmt: skip
+        done = subprocess.run(
+            [sys.executable, "-c", _PROGRAM, json.dumps(call)], stdout=subprocess.PIPE, text=True, check=True
+        )
+        found = json.loads(done.stdout)
+        check(out, tokens, total)
+    finally:
+        shutil.rmtree(given.folder, ignore_errors=True)
+    steps = ", ".join(f"{step} {seconds:.1f}" for step, seconds in found["steps"].items())
+    print(f"{found['seconds']:.1f} s ({steps}); peak {found['peak_mib']:,.0f} MiB; load {os.getloadavg()[0]:.1f}")
+    print(f"{found['rows']:,} rows, {found['efficiency']:.4%} full, lower bound {found['lower_bound']:,}")
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,108 @@
+import json
+
+import pytest
+
+pytest.importorskip("typer")
+pytest.importorskip("rich")
+pytest.importorskip("matplotlib")
+pytest.importorskip("datasets")
+
+import datasets
+
+from tests.cli.command import run
+
+
+@pytest.fixture
+def documents(tmp_path):
+    lengths = [3, 9, 5, 2, 8, 12]
+    lines = [{"input_ids": list(range(length)), "completion_mask": [1] * length} for length in lengths]
+    path = tmp_path / "documents.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_rows_summary_numbers_and_picture(tmp_path, documents, capsys):
+    out, numbers = tmp_path / "rows", tmp_path / "numbers.json"
+    command = ("pack", documents, "--capacity", 10, "--out", out, "--json", numbers)
+    assert run(*command, "--overlong", "split") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "6 documents of 39 tokens.",
+        "1 document longer than the capacity split into 2 pieces: no token lost.",
+        "4 rows of 10 tokens hold 7 documents and pieces of 39 tokens: 97.50% full. "
+        "No packing needs fewer than 4 rows.",
+        "Columns: input_ids, labels, position_ids, seq_lengths.",
+        "Labels are made from completion_mask, which the rows don't keep.",
+        f"datasets.load_from_disk('{out}') loads the rows.",
+        f"Picture: {out}/packing.png",
+    ]
+    found = json.loads(numbers.read_text())
+    rows = datasets.load_from_disk(str(out))
+    assert found["rows"] == len(rows) == 4
+    assert found["report"] == {"policy": "split", "documents": 1, "tokens_lost": 0, "pieces": 2}
+    assert (found["efficiency"], found["options"]["overlong"]) == (0.975, "split")
+    assert (out / "packing.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_second_command_finds_the_rows(tmp_path, documents, capsys):
+    command = ("pack", documents, "--capacity", 12, "--out", tmp_path / "rows")
+    texts = []
+    for _ in range(2):
+        assert run(*command) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert run(*command, "--seed", 1, "--algorithm", "first_fit") == 2
+    error = capsys.readouterr().err
+    assert "algorithm was 'best_fit_decreasing' and is 'first_fit'; seed was 0 and is 1" in error
+
+
+def test_numbers_on_standard_output(tmp_path, documents, capsys):
+    command = ("pack", documents, "--capacity", 10, "--out", tmp_path / "rows", "--overlong", "drop", "--json", "-")
+    assert run(*command, "--no-shuffle") == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["report"]["tokens_lost"] == 12
+    assert "1 document longer than the capacity dropped: 12 tokens lost." in captured.err
+
+
+def test_left_out_columns_are_named(tmp_path, capsys):
+    datasets.Dataset.from_dict({"input_ids": [[1]], "text": ["a"]}).save_to_disk(tmp_path / "in")
+    command = ("pack", tmp_path / "in", "--capacity", 4, "--out", tmp_path / "rows")
+    assert run(*command) == 2
+    assert (
+        "Name the columns that rows keep, such as --columns input_ids, or remove the others" in capsys.readouterr().err
+    )
+    assert run(*command, "--columns", "input_ids") == 0
+    assert "Left out: text." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--capacity", "0"], "--capacity must be an integer from 1 to 1073741824; got 0."),
+        (
+            ["--capacity", "10"],
+            "Raise the capacity to at least 12, or say what to do with them: --overlong truncate, split",
+        ),
+        (["--capacity", "12", "--algorithm", "magic"], "--algorithm must be one of best_fit_decreasing, first_fit"),
+        (["--capacity", "12", "--jobs", "0"], "--jobs must be an integer from 1 to 1024; got 0."),
+        (["--capacity", "12", "--columns", "input_ids,b"], "has no column 'b', which columns names"),
+        (["--capacity", "12", "--split", "train"], "holds files without splits; leave out --split train"),
+        (["--capacity", "12", "--json", "/proc/nowhere/a"], "--json /proc/nowhere/a can't be written"),
+    ],
+)
+def test_wrong_command_line(tmp_path, documents, capsys, options, message):
+    assert run("pack", documents, "--out", tmp_path / "rows", *options) == 2
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert captured.out == ""
+
+
+def test_folder_of_something_else(tmp_path, documents, capsys):
+    assert run("pack", documents, "--capacity", 12, "--out", tmp_path) == 2
+    assert f"--out {tmp_path} isn't empty and holds no packing that could be continued" in capsys.readouterr().err
+
+
+def test_missing_package_is_named(tmp_path, documents, capsys, monkeypatch):
+    find_spec = "tritonpack.cli.app.importlib.util.find_spec"
+    monkeypatch.setattr(find_spec, lambda name: None if name == "datasets" else name)
+    assert run("pack", documents, "--capacity", 12, "--out", tmp_path / "rows") == 2
+    assert "packing to disk needs datasets, which isn't installed; pip install datasets" in capsys.readouterr().err

@@ -1,0 +1,168 @@
+"""The folder that pack_to_disk writes: its state between interruptions, and the form that `datasets` loads."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from tritonpack.packing.offline import sources
+
+_RECORD = "packing.json"  # settings, source and summary; without a summary the folder isn't complete
+_WORK = ".packing"  # what is needed until the folder is complete
+
+
+class Folder:
+    """A folder of packed rows, and what is known of it.
+
+    Until rows are planned the folder holds only temporary files, and other settings or documents begin anew. From then
+    on it belongs to its settings and documents.
+
+    Attributes:
+        path: the folder.
+        work: its folder of temporary files.
+        summary: what the folder holds; None while it isn't complete.
+    """
+
+    def __init__(self, path: Path, settings: dict[str, Any], source: dict[str, Any]) -> None:
+        """Begin in a new or empty folder, or go on in one that was begun with the same settings and documents.
+
+        Raises:
+            ValueError: the folder holds something else, or was begun with other settings or documents.
+        """
+        self.path = path
+        self.work = path / _WORK
+        self.summary: dict[str, Any] | None = None
+        self._record: dict[str, Any] = {"settings": settings, "source": source}
+        if path.exists() and not path.is_dir():
+            raise ValueError(f"out={path} is a file; name a folder.")
+        self._read()
+
+    def _read(self) -> None:
+        path = self.path
+        if (path / _RECORD).exists():
+            try:
+                found = json.loads((path / _RECORD).read_text(encoding="utf-8"))
+                self._compare(found["settings"], found["source"], found["summary"])
+            except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+                raise ValueError(f"{path / _RECORD} isn't of pack_to_disk; name another folder as out.") from error
+        elif path.exists() and any(file.name != _WORK for file in path.iterdir()):
+            raise ValueError(f"out={path} isn't empty and holds no packing that could be continued; name another.")
+
+    def _compare(self, settings: dict[str, Any], source: dict[str, Any], summary: dict[str, Any] | None) -> None:
+        given = json.loads(json.dumps(self._record))
+        changed = [
+            f"{name} was {settings.get(name)!r} and is {value!r}"
+            for name, value in given["settings"].items()
+            if settings.get(name) != value
+        ]
+        if source != given["source"]:
+            changed.append("the documents aren't those that it was begun with")
+        if changed:
+            state = "holds" if summary else "holds the beginning of"
+            raise ValueError(
+                f"out={self.path} {state} another packing: {'; '.join(changed)}. Give the same again, name another "
+                "folder, or remove this one."
+            )
+        self.summary = summary
+
+    @contextmanager
+    def lock(self, wait: bool) -> Iterator[None]:
+        """Keep other processes out until the folder is complete; the kernel opens the lock when the process ends.
+
+        Args:
+            wait: wait for another process that packs into the folder.
+
+        Raises:
+            ValueError: another process packs into the folder.
+        """
+        if self.summary is None:
+            self.work.mkdir(parents=True, exist_ok=True)
+            with open(self.work / "lock", "wb") as file:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+                except BlockingIOError as error:
+                    raise ValueError(
+                        f"another process packs into {self.path}; wait for it, or name another."
+                    ) from error
+                self._read()  # the other process may have completed it
+                if self.summary is None:
+                    self._keep_what_belongs()
+                yield
+        else:
+            yield
+        if self.summary is not None:
+            shutil.rmtree(self.work, ignore_errors=True)
+
+    def _keep_what_belongs(self) -> None:
+        """Remove temporary files of a process that was killed, and those that belong to other documents or columns."""
+        measured = json.dumps([self._record["source"], self._record["settings"]["columns"], sources.PART_BYTES])
+        known = self.work / "measured.json"
+        same = known.exists() and known.read_text(encoding="utf-8") == measured
+        for left in self.work.iterdir():
+            if left.name != "lock" and (left.suffix == ".tmp" or not same):
+                left.unlink()
+        if not same:
+            write(known, lambda path: path.write_text(measured, encoding="utf-8"))
+
+    def shard(self, number: int, count: int) -> Path:
+        """The file of a shard."""
+        return self.path / f"data-{number:05d}-of-{count:05d}.arrow"
+
+    def begin_rows(self, plan: str) -> None:
+        """Bind the folder to its settings, its documents and the digest of its rows.
+
+        Raises:
+            ValueError: the folder was begun with another digest.
+        """
+        self._record["plan"] = plan
+        if not (self.path / _RECORD).exists():
+            write(self.path / _RECORD, self._json(None))
+        elif json.loads((self.path / _RECORD).read_text(encoding="utf-8"))["plan"] != plan:
+            raise ValueError(
+                f"{self.path} was begun by a version of tritonpack or NumPy that makes other rows; go on with that "
+                "one, or remove the folder."
+            )
+
+    def finish(self, schema: pa.Schema, num_shards: int, summary: dict[str, Any], description: str) -> None:
+        """Write what makes the folder a dataset that `datasets.load_from_disk` reads, then the summary."""
+        from datasets import DatasetInfo, Features
+
+        text = json.dumps(self._record, sort_keys=True) + str(summary["rows"])
+        state: dict[str, Any] = {
+            "_data_files": [{"filename": self.shard(number, num_shards).name} for number in range(num_shards)],
+            "_fingerprint": hashlib.sha256(text.encode()).hexdigest()[:16],
+            "_format_columns": None,
+            "_format_kwargs": {},
+            "_format_type": None,
+            "_output_all_columns": False,
+            "_split": None,
+        }
+        with open(self.work / "dataset_info.json.tmp", "wb") as file:
+            DatasetInfo(description, features=Features.from_arrow_schema(schema))._dump_info(file)
+        os.replace(self.work / "dataset_info.json.tmp", self.path / "dataset_info.json")
+        write(self.path / "state.json", lambda path: path.write_text(json.dumps(state, indent=2, sort_keys=True)))
+        write(self.path / _RECORD, self._json(summary))
+        self.summary = summary
+
+    def _json(self, summary: dict[str, Any] | None) -> Callable[[Path], Any]:
+        text = json.dumps(self._record | {"summary": summary}, indent=1) + "\n"
+        return lambda path: path.write_text(text, encoding="utf-8")
+
+
+def write(path: Path, content: Callable[[Path], Any]) -> None:
+    """Write a file whole or not at all: `content` writes a temporary file, which then gets the name."""
+    work = path.parent if path.parent.name == _WORK else path.parent / _WORK
+    temporary = work / f"{path.name}.tmp"
+    content(temporary)
+    with open(temporary, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)

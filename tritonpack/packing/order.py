@@ -1,0 +1,159 @@
+"""The order of documents in an epoch: shuffled, given, or mixed from several datasets by weight."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tritonpack.checks import check_choice, check_flag, is_number
+from tritonpack.packing.lengths import MAX_INT32, check_integer, whole_lengths
+
+Until = Literal["first_exhausted", "all_exhausted"]
+# Document numbers, or a function of a seed and an epoch that returns them. A document may come more than once.
+Order = NDArray[np.integer] | Callable[[int, int], NDArray[np.integer]]
+
+
+def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int32]:
+    """0 to count - 1 in a random order; every pair of a seed and an epoch has its own."""
+    numbers = [check_integer(seed, "seed", 0, None), check_integer(epoch, "epoch", 0, None)]
+    return _permutation(count, numbers).astype(np.int32)
+
+
+def given_order(order: Order, count: int, seed: int, epoch: int) -> NDArray[np.int32]:
+    """The document numbers of a given order; ValueError if they aren't numbers of `count` documents."""
+    numbers = order(seed, epoch) if callable(order) else order
+    rule = f"order must be a one-dimensional array with numbers of the {count} documents, or return one"
+    if not isinstance(numbers, np.ndarray) or numbers.ndim != 1 or numbers.dtype.kind not in "iu":
+        raise ValueError(f"{rule}; got {numbers!r:.100}.")
+    outside = (numbers < 0) | (numbers >= count)
+    if outside.any():
+        raise ValueError(f"{rule}; got {numbers[np.argmax(outside)]}.")
+    return numbers.astype(np.int32)
+
+
+def _permutation(count: int, seed: Sequence[int]) -> NDArray[np.int64]:
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence(seed))).permutation(count)
+
+
+class Mixture:
+    """The order of documents of several datasets that are mixed by weight.
+
+    Weights are shares of tokens. Every beginning of the order has these shares, to within one document of each
+    dataset. A dataset is shuffled anew whenever all its documents were used. An epoch begins where the epoch before
+    ended, so over the epochs each document of a dataset is used equally often, to within one.
+
+    Two datasets, of 6 and of 12 tokens. Two thirds of the tokens come from the first. An epoch ends when that one is
+    used up, and goes through a quarter of the second:
+
+    >>> mixture = Mixture([[2, 2, 2], [3, 3, 3, 3]], weights=[2, 1], shuffle=False)
+    >>> [mixture(seed=0, epoch=epoch).tolist() for epoch in range(4)]
+    [[0, 3, 1, 2], [0, 4, 1, 2], [0, 5, 1, 2], [0, 6, 1, 2]]
+    >>> mixture
+    Mixture(2 datasets of 3 and 4 documents: 66.7% and 33.3% of the tokens, 1 and 0.25 passes per epoch)
+
+    Documents are numbered as in `torch.utils.data.ConcatDataset`:
+
+        mixture = tritonpack.Mixture([lengths_of_one, lengths_of_other], weights=[0.7, 0.3])
+        sampler = tritonpack.MultipackDistributedBatchSampler(32768, mixture.lengths, order=mixture)
+        loader = DataLoader(ConcatDataset([one, other]), batch_sampler=sampler, ...)
+
+    Args:
+        lengths: for each dataset the tokens of its documents, integers of at least 1.
+        weights: for each dataset a number above 0. Their sum doesn't matter.
+        until: when an epoch ends, with the names of `datasets.interleave_datasets`. "first_exhausted": when the first
+            dataset is used up, so no document is in an epoch twice. "all_exhausted": when every dataset is, so the
+            others are repeated.
+        shuffle: shuffle each dataset. False keeps its order.
+
+    Attributes:
+        lengths: (documents,) int64, of all datasets, one after the other.
+        passes: (datasets,) how often an epoch goes through each dataset.
+
+    Raises:
+        ValueError: no datasets, not one weight for each, a weight that isn't above 0, bad lengths, an epoch of more
+            documents than fit into int32, an unknown option.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[Sequence[int] | NDArray[Any]],
+        weights: Sequence[float],
+        *,
+        until: Until = "first_exhausted",
+        shuffle: bool = True,
+    ) -> None:
+        if not isinstance(lengths, (list, tuple)) or not lengths:
+            raise ValueError(f"lengths must be a list with the lengths of each dataset; got {lengths!r:.100}.")
+        if len(weights) != len(lengths):
+            raise ValueError(f"{len(lengths)} datasets need as many weights; got {len(weights)}.")
+        for weight in weights:
+            if not is_number(weight) or not 0 < weight < math.inf:
+                raise ValueError(f"weights must be numbers above 0; got {weight!r}. Leave out a dataset of weight 0.")
+        self._datasets = [whole_lengths(own).astype(np.int64) for own in lengths]
+        self._shares = [Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]
+        self._until = check_choice(until, get_args(Until), "until")
+        self._shuffle = check_flag(shuffle, "shuffle")
+        self.lengths: NDArray[np.int64] = np.concatenate(self._datasets)
+        self._totals = [sum(own.tolist()) for own in self._datasets]
+        ends = [total / share for total, share in zip(self._totals, self._shares, strict=True)]
+        self._epoch_tokens = min(ends) if until == "first_exhausted" else max(ends)
+        taken = [self._epoch_tokens * share for share in self._shares]
+        self.passes = tuple(float(part / total) for part, total in zip(taken, self._totals, strict=True))
+        entries = sum(passes * len(own) for passes, own in zip(self.passes, self._datasets, strict=True))
+        if entries > MAX_INT32 or len(self.lengths) > MAX_INT32:
+            raise ValueError(
+                f"an epoch would have about {entries:,.0f} documents of {len(self.lengths):,}; at most {MAX_INT32:,} "
+                "are planned at once. Raise the smallest weights, or pass until='first_exhausted'."
+            )
+
+    def __call__(self, seed: int, epoch: int) -> NDArray[np.int32]:
+        """The documents of an epoch, (entries,) int32, in the order in which they are trained on.
+
+        Raises:
+            ValueError: a seed or an epoch that isn't an integer of at least 0.
+        """
+        check_integer(seed, "seed", 0, None)
+        check_integer(epoch, "epoch", 0, None)
+        documents, times = [], []
+        first = 0
+        for number, (own, share, total) in enumerate(zip(self._datasets, self._shares, self._totals, strict=True)):
+            # The dataset is an endless row of rounds. This epoch has the documents that begin in these of its tokens.
+            begin = math.ceil(epoch * self._epoch_tokens * share)
+            end = math.ceil((epoch + 1) * self._epoch_tokens * share)
+            for turn in range(begin // total, -(-end // total)):
+                order = self._round(number, seed, turn)
+                starts = np.cumsum(own[order]) - own[order]
+                before = turn * total  # not limited to 64 bits
+                chosen = slice(*np.searchsorted(starts, [max(begin - before, 0), min(end - before, total)]))
+                documents.append(first + order[chosen])
+                # The tokens of all datasets at which a document has its turn.
+                times.append((starts[chosen] + (before - begin)) / float(share))
+            first += len(own)
+        by_time = np.argsort(np.concatenate(times), kind="stable")
+        return np.concatenate(documents)[by_time].astype(np.int32)
+
+    def _round(self, dataset: int, seed: int, turn: int) -> NDArray[np.int64]:
+        """The order of a dataset in one of its rounds."""
+        count = len(self._datasets[dataset])
+        if not self._shuffle:
+            return np.arange(count)
+        return _permutation(count, [seed, turn, dataset])
+
+    def __repr__(self) -> str:
+        sizes = _listed(f"{len(own):,}" for own in self._datasets)
+        shares = _listed(f"{float(share):.1%}" for share in self._shares)
+        passes = _listed(f"{passes:.3g}" for passes in self.passes)
+        return (
+            f"Mixture({len(self._datasets)} datasets of {sizes} documents: {shares} of the tokens, {passes} passes per "
+            "epoch)"
+        )
+
+
+def _listed(words: Any) -> str:
+    *most, last = words
+    return f"{', '.join(most)} and {last}" if most else last
