@@ -1,4 +1,4 @@
-"""Train with transformers.Trainer on packed batches: patch the model and pass the collator.
+"""Train with transformers.Trainer on packed rows: one line sets the trainer up.
 
 python examples/train_with_trainer.py
 """
@@ -8,7 +8,7 @@ import tempfile
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from tritonpack import PackingCollator, patch
+import tritonpack
 
 VOCABULARY = 64
 
@@ -33,12 +33,10 @@ def main(steps: int = 15) -> list[float]:
         num_key_value_heads=2,
     )
     model = LlamaForCausalLM(config)
-    patch(model)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
             max_steps=steps,
-            per_device_train_batch_size=8,  # documents, which the collator makes one row
             gradient_accumulation_steps=2,
             learning_rate=1e-2,
             logging_steps=1,
@@ -46,7 +44,8 @@ def main(steps: int = 15) -> list[float]:
             report_to="none",
         )
         documents = counting_documents(16 * steps)
-        trainer = Trainer(model, arguments, train_dataset=documents, data_collator=PackingCollator())
+        trainer = Trainer(model, arguments, train_dataset=documents)
+        print(tritonpack.setup(trainer, tokens=256))
         trainer.train()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 

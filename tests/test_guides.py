@@ -146,4 +146,4 @@ def test_quickstart_runs_from_top_to_bottom(capsys: pytest.CaptureFixture[str]) 
     for code in blocks("quickstart"):
         exec(compile(code, "quickstart.md", "exec"), given)
     assert given["loss"].item() < 3  # untrained: log(64), which is 4.2
-    assert "rows of at most 256 tokens" in capsys.readouterr().out
+    assert "steps of 1 rank with 256 tokens each" in capsys.readouterr().out

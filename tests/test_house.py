@@ -35,7 +35,7 @@ ALLOWED = {
     "patches": GROUND | {"attention", "backends", "packing"},
     "testing": GROUND | {"attention", "backends", "patches"},
     "cli": GROUND | {"attention", "backends", "flash_attn", "kernels", "packing", "parallel", "patches", "testing"},
-    "integrations": GROUND | {"backends", "patches"},
+    "integrations": GROUND | {"backends", "packing", "patches"},
     "__main__": {"cli"},
     "__init__": GROUND | {"attention", "flash_attn", "integrations", "kernels", "packing", "parallel", "patches"},
 }

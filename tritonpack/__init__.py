@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from tritonpack.errors import PackingWarning as PackingWarning
     from tritonpack.errors import UnsupportedModelError as UnsupportedModelError
     from tritonpack.integrations.trainer import SavedTokensCallback as SavedTokensCallback
+    from tritonpack.integrations.trainer_setup import setup as setup
     from tritonpack.kernels.tile_shapes import load_tiles as load_tiles
     from tritonpack.masks.block_diagonal import BlockDiagonalMask as BlockDiagonalMask
     from tritonpack.packing import BinDataset as BinDataset
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from tritonpack.packing import TreeBatch as TreeBatch
     from tritonpack.packing import TreeCollator as TreeCollator
     from tritonpack.packing import TreePacking as TreePacking
+    from tritonpack.packing import dataloader as dataloader
     from tritonpack.packing import pack as pack
     from tritonpack.packing import pack_dataset as pack_dataset
     from tritonpack.packing import pack_stream as pack_stream
@@ -62,6 +64,7 @@ _HOMES = {
     "TreeCollator": "packing",
     "TreePacking": "packing",
     "UnsupportedModelError": "errors",
+    "dataloader": "packing",
     "flash_attn": "flash_attn",
     "load_tiles": "kernels.tile_shapes",
     "pack": "packing",
@@ -72,6 +75,7 @@ _HOMES = {
     "pack_trees": "packing",
     "patch": "patches",
     "register": "patches",
+    "setup": "integrations.trainer_setup",
     "unpatch": "patches",
     "varlen_attention": "attention",
 }

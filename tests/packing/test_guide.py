@@ -12,11 +12,12 @@ from tests.test_guides import blocks
 BLOCKS = blocks("packing")
 # A text that occurs in one block only, for each block.
 TEXTS = (
-    "sampler.set_epoch(epoch)", "CostModel.fit", "max_document_length", "# the next iteration", "# saved on 8 ranks",
-    "accelerator.prepare", "loader.set_epoch(sampler.epoch)", "pack_dataset", "remove_unused_columns",
-    "def with_labels", "stream.set_epoch", "dispatch_batches", "stream.load_state_dict", "RandomSampler",
+    "print(loader)", "accelerator.prepare(tritonpack", "sampler.set_epoch(epoch)", "CostModel.fit",
+    "max_document_length", "# the next iteration", "# saved on 8 ranks", "even_batches",
+    "loader.set_epoch(sampler.epoch)", "pack_dataset", "tritonpack.setup", "stream.set_epoch", "dispatch_batches",
+    "stream.load_state_dict", "RandomSampler",
 )  # fmt: skip
-LOOP, COST, CUT, RESUME, ELASTIC, ACCELERATE, STEPS, BINS, ARGUMENTS, LABELS, *OTHERS = TEXTS
+ONE_LINE, PREPARED, LOOP, COST, CUT, RESUME, ELASTIC, ACCELERATE, STEPS, BINS, SETUP, *OTHERS = TEXTS
 STREAM, TRAINER, STREAM_STATE, AXOLOTL = OTHERS
 LENGTHS = numpy.random.default_rng(0).integers(5, 20, 60)
 DOCUMENTS = [{"input_ids": [token % 37 + 1 for token in range(length)]} for length in LENGTHS.tolist()]
@@ -45,6 +46,21 @@ def run(text, given):
     (code,) = (block for block in BLOCKS if text in block)
     exec(compile(code.replace("32768", "64").replace("4096", "64"), "packing.md", "exec"), given)
     return given
+
+
+@pytest.mark.heavy
+def test_one_line(given, capsys):
+    given["dataset"] = DOCUMENTS[:20]
+    assert torch.isfinite(run(ONE_LINE, given)["loss"])
+    assert given["loader"].epoch == given["epochs"] - 1
+    assert "steps of 1 rank with 64 tokens each" in capsys.readouterr().out
+
+
+def test_one_line_with_accelerate(given):
+    accelerate = pytest.importorskip("accelerate")
+    given["accelerator"] = accelerate.Accelerator(cpu=True)
+    tokens = [batch["input_ids"].numel() for batch in run(PREPARED, given)["loader"]]
+    assert sum(tokens) == LENGTHS.sum()
 
 
 @pytest.mark.heavy
@@ -94,15 +110,15 @@ def test_bins(given):
     assert sum(batch["input_ids"].shape[1] for batch in given["loader"]) == LENGTHS.sum()
 
 
-def test_trainer_keeps_columns(given):
-    assert run(ARGUMENTS, given)["arguments"].remove_unused_columns is False
-
-
-def test_labels_of_completions(given):
-    datasets = pytest.importorskip("datasets")
-    document = {"input_ids": [5, 6, 7], "completion_mask": [0, 1, 1]}
-    given["dataset"] = datasets.Dataset.from_list([document])
-    assert run(LABELS, given)["dataset"][0] == {"input_ids": [5, 6, 7], "labels": [-100, 6, 7]}
+def test_setup(given):
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    options = {"max_steps": 2, "use_cpu": True, "bf16": False, "report_to": "none", "save_strategy": "no"}
+    arguments = transformers.TrainingArguments(output_dir=given["folder"], disable_tqdm=True, **options)
+    given["trainer"] = transformers.Trainer(given["model"], arguments, train_dataset=DOCUMENTS)
+    run(SETUP, given)
+    assert "train_packing_efficiency" in given["trainer"].state.log_history[-1]
+    given["handle"].undo()
 
 
 @pytest.mark.heavy

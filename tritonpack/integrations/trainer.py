@@ -1,7 +1,8 @@
-"""The tokens that `patch(model, unpad=True)` saves, in the logs of transformers' Trainer."""
+"""Saved tokens, throughput and packing efficiency in the logs of transformers' Trainer."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, NamedTuple
 
@@ -13,25 +14,38 @@ from tritonpack.patches.applied_patch import applied_to
 from tritonpack.patches.compaction import Saved
 
 
+@dataclass
+class PackedRows(Saved):
+    """The tokens of packed rows. `tokens_given` are those of padded batches of the same documents.
+
+    Attributes:
+        room: the tokens that fit into these rows.
+    """
+
+    room: int = 0
+
+
 class Throughput(NamedTuple):
-    """Tokens of training steps, and the seconds that these steps took."""
+    """Tokens of training steps, the seconds that these steps took, and the room of packed rows."""
 
     given: int = 0
     computed: int = 0
+    room: int = 0
     seconds: float = 0.0
 
-    def plus(self, given: int = 0, computed: int = 0, seconds: float = 0.0) -> Throughput:
-        return Throughput(self.given + given, self.computed + computed, self.seconds + seconds)
+    def plus(self, given: int = 0, computed: int = 0, room: int = 0, seconds: float = 0.0) -> Throughput:
+        return Throughput(self.given + given, self.computed + computed, self.room + room, self.seconds + seconds)
 
     def figures(self, prefix: str = "") -> dict[str, float]:
         """The entries of a log; none if the patched model ran on no token."""
         if not self.given or not self.seconds:
             return {}
-        return {
+        figures = {
             f"{prefix}tokens_saved_share": 1 - self.computed / self.given,
             f"{prefix}tokens_given_per_second": self.given / self.seconds,
             f"{prefix}tokens_computed_per_second": self.computed / self.seconds,
         }
+        return figures | ({f"{prefix}packing_efficiency": self.computed / self.room} if self.room else {})
 
 
 class SavedTokensCallback(TrainerCallback):
@@ -49,6 +63,10 @@ class SavedTokensCallback(TrainerCallback):
     - `train_tokens_saved_share`: the share since `train()` was called.
 
     The last log has all three since `train()` was called, with the prefix `train_`. Tokens are summed over the ranks.
+    With `tritonpack.setup`, which adds this callback, the tokens given are those of padded batches of the same
+    documents, one batch for each packed row, and there are two more entries: `packing_efficiency`, the share of the
+    rows that holds tokens since the log before, and `train_packing_efficiency`, since `train()` was called.
+
     Every call of the model in a training step counts, also generation and scoring without gradients (GRPO). Evaluation
     and saving count neither as tokens nor as time; loading data counts as time. Logs of steps in which the patched
     model didn't run get nothing.
@@ -69,15 +87,22 @@ class SavedTokensCallback(TrainerCallback):
         self._trainer = trainer
         self._start()
 
+    def _find_counts(self) -> list[Saved]:
+        return _counts_of(self._trainer.model)
+
     def _start(self) -> None:
-        self._counts = _counts_of(self._trainer.model)
+        self._counts = self._find_counts()
         self._since_log, self._since_start = Throughput(), Throughput()
         self._before = self._counted()
         self._clock = perf_counter()
 
-    def _counted(self) -> tuple[int, int]:
-        """Tokens given and computed since the model was patched."""
-        return sum(saved.tokens_given for saved in self._counts), sum(saved.tokens_computed for saved in self._counts)
+    def _counted(self) -> tuple[int, int, int]:
+        """Tokens given and computed since the model was patched, and the room of packed rows."""
+        return (
+            sum(saved.tokens_given for saved in self._counts),
+            sum(saved.tokens_computed for saved in self._counts),
+            sum(saved.room for saved in self._counts if isinstance(saved, PackedRows)),
+        )
 
     def _add_time(self) -> None:
         now = perf_counter()
@@ -101,8 +126,8 @@ class SavedTokensCallback(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         self._add_time()
-        given, computed = (now - before for now, before in zip(self._counted(), self._before, strict=True))
-        self._since_log = self._since_log.plus(given, computed)
+        counts = [now - before for now, before in zip(self._counted(), self._before, strict=True)]
+        self._since_log = self._since_log.plus(*counts)
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
         self._clock = perf_counter()
@@ -115,12 +140,12 @@ class SavedTokensCallback(TrainerCallback):
         if not last and "loss" not in logs:
             return
         self._add_time()
-        totals = torch.tensor(self._since_log[:2], device=args.device)
-        given, computed = self._trainer.accelerator.reduce(totals, reduction="sum").tolist()
-        window, self._since_log = Throughput(given, computed, self._since_log.seconds), Throughput()
+        totals = torch.tensor(self._since_log[:3], device=args.device)
+        given, computed, room = self._trainer.accelerator.reduce(totals, reduction="sum").tolist()
+        window, self._since_log = Throughput(given, computed, room, self._since_log.seconds), Throughput()
         self._since_start = self._since_start.plus(*window)
         overall = self._since_start.figures("train_")
-        share = {name: overall[name] for name in overall if name.endswith("share")}
+        share = {name: overall[name] for name in overall if name.endswith(("share", "efficiency"))}
         figures = overall if last else window.figures() | share
         logs.update(figures)
         state.log_history[-1].update(figures)  # Trainer has put a copy of the logs there

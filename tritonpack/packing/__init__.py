@@ -6,6 +6,7 @@ from tritonpack.packing.cost import CostModel
 from tritonpack.packing.dataset import BinDataset, PackedDataset, pack_dataset
 from tritonpack.packing.distributed import MultipackDistributedBatchSampler
 from tritonpack.packing.lengths import fit_lengths
+from tritonpack.packing.loader import PackedDataLoader, dataloader
 from tritonpack.packing.multipack import MultipackBatchSampler
 from tritonpack.packing.offline import PackedFolder, pack_to_disk
 from tritonpack.packing.order import Mixture
@@ -21,6 +22,7 @@ __all__ = [
     "Mixture",
     "MultipackBatchSampler",
     "MultipackDistributedBatchSampler",
+    "PackedDataLoader",
     "PackedDataset",
     "PackedFolder",
     "PackedStream",
@@ -31,6 +33,7 @@ __all__ = [
     "TreeBatch",
     "TreeCollator",
     "TreePacking",
+    "dataloader",
     "fit_lengths",
     "pack",
     "pack_dataset",

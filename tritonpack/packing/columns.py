@@ -26,7 +26,7 @@ LEFT_OUT = ("length",)  # Trainer groups documents by it
 MADE = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 SEQ_LENGTHS, POSITIONS = "seq_lengths", "position_ids"
 BOUNDARIES = (SEQ_LENGTHS, POSITIONS)  # of a row that holds several documents; the first is TRL's name
-_TAKEN = ("input_ids", *LABELS, "attention_mask", *PER_TOKEN, *LEFT_OUT, *BOUNDARIES)
+TAKEN = ("input_ids", *LABELS, "attention_mask", *PER_TOKEN, *LEFT_OUT, *BOUNDARIES)
 _MEDIA = ("pixel", "image", "video", "audio", "input_features")
 
 Columns = dict[str, Tensor]
@@ -36,7 +36,7 @@ def per_token_names(names: Any) -> tuple[str, ...]:
     """The checked names of further columns with one value per token."""
     if not isinstance(names, (list, tuple, set, frozenset)) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"per_token must be a collection of column names, such as ('bbox',); got {names!r}.")
-    reserved = [name for name in names if name in (*_TAKEN, *MADE)]
+    reserved = [name for name in names if name in (*TAKEN, *MADE)]
     if reserved:
         raise ValueError(f"per_token names {_quote(reserved)}, which PackingCollator knows already; leave them out.")
     return tuple(names)
@@ -203,11 +203,11 @@ def _columns(feature: Any, per_token: Sequence[str]) -> Columns:
 
 
 def _refuse_unknown(feature: Mapping[Any, Any], per_token: Sequence[str]) -> None:
-    unknown = sorted(map(str, {name for name in feature if name not in _TAKEN and name not in per_token}))
+    unknown = sorted(map(str, {name for name in feature if name not in TAKEN and name not in per_token}))
     if not unknown:
         return
     advice = (
-        f"; it takes {_quote(_TAKEN)}. Name columns with one value per token in per_token=(...), and remove the others "
+        f"; it takes {_quote(TAKEN)}. Name columns with one value per token in per_token=(...), and remove the others "
         "from the dataset first (dataset.remove_columns)."
     )
     if made := [name for name in unknown if name in MADE]:

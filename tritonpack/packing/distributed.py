@@ -69,8 +69,8 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
             without a process group they are 1 and 0.
         seed: at least 0, the same on every rank. None takes the seed of torch (`torch.manual_seed`) at this moment, in
             a process group that of rank 0. A loaded state brings its own along.
-        objective, tail, lookahead, steps_together, cost_model: see `plan_epoch`. For 4,096 tokens on one rank,
-            `steps_together=64` fills rows to 98% instead of 86% (OpenChat's lengths).
+        objective, tail, lookahead, steps_together, least_steps, cost_model: see `plan_epoch`. For 4,096 tokens on one
+            rank, `steps_together=64` fills rows to 98% instead of 86% (OpenChat's lengths).
         overlong: "error" refuses documents longer than `batch_max_length`, "drop" leaves them out. To truncate them,
             pass `lengths` that are cut, and load with `PackingCollator(max_document_length=...)`.
         shuffle: shuffle the documents, in a new order for each epoch.
@@ -106,6 +106,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         tail: Tail = "drop",
         lookahead: float = 0.01,
         steps_together: int = 1,
+        least_steps: int = 1,
         cost_model: CostModel | None = None,
         overlong: Literal["error", "drop"] = "error",
         shuffle: bool = True,
@@ -139,6 +140,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
             "tail": tail,
             "lookahead": float(lookahead),
             "steps_together": check_integer(steps_together, "steps_together"),
+            "least_steps": check_integer(least_steps, "least_steps"),
             "cost_model": None if cost_model is None else asdict(cost_model),
             "shuffle": shuffle,
         }

@@ -131,6 +131,7 @@ def plan_epoch(
     tail: Tail = "drop",
     lookahead: float = 0.01,
     steps_together: int = 1,
+    least_steps: int = 1,
     shuffle: bool = True,
     order: Order | None = None,
 ) -> Plan:
@@ -157,6 +158,9 @@ def plan_epoch(
             better and defers more documents.
         steps_together: the number of steps that are planned at once; their rows are then divided among them. Use it if
             a step holds few documents. A document may be deferred by two times as many steps.
+        least_steps: the least number of steps: if the epoch has fewer, steps with many documents are divided. With the
+            largest number of several epochs each of them has that number, because how well rows fill depends on the
+            order.
         shuffle: shuffle the documents.
         order: document numbers in place of all documents in the order of the seed and the epoch: an array, or a
             function of a seed and an epoch that returns one, such as `Mixture`. A document may come more than once, or
@@ -169,6 +173,7 @@ def plan_epoch(
     capacity = check_integer(capacity, "capacity", 1, MOST_TOKENS)
     num_ranks = check_integer(num_ranks, "num_ranks")
     steps_together = check_integer(steps_together, "steps_together")
+    least_steps = check_integer(least_steps, "least_steps")
     check_options(objective, cost_model, tail, lookahead)
     check_flag(shuffle, "shuffle")
     lengths = fit_lengths(lengths, capacity).lengths

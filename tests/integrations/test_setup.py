@@ -1,0 +1,486 @@
+"""setup: a Trainer trains on packed rows as a plain loop does on padded batches of the same documents."""
+
+import json
+from collections.abc import Callable
+from itertools import chain
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+from transformers import EvalPrediction, Trainer, TrainerCallback, TrainingArguments
+
+import tritonpack
+from tests.ecosystem.test_trainer_padded import encoder
+from tests.ecosystem.training import EXACT, Outcome, arguments, distance, evaluated, features, pad, trained
+from tests.patches.models import tiny_model
+from tests.patches.test_patching import state as state_of_model
+
+pytest.importorskip("accelerate")
+
+TOKENS = 64
+# Documents that are told apart by their first token.
+DOCUMENTS = [{"input_ids": [number + 3, *one["input_ids"][1:]]} for number, one in enumerate(features() * 4)]
+
+
+def make_trainer(folder: Path, model: Any = None, **options: Any) -> Trainer:
+    dataset = options.pop("train_dataset", DOCUMENTS)
+    ours = {name: options.pop(name) for name in ("compute_metrics", "model_init", "data_collator") if name in options}
+    defaults = {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 2, "max_grad_norm": 0.0}
+    return Trainer(
+        None if "model_init" in ours else model or tiny_model("llama"),
+        TrainingArguments(**arguments(folder, **{**defaults, **options})),
+        train_dataset=dataset,
+        eval_dataset=features(),
+        **{"data_collator": pad, **ours},
+    )
+
+
+class Watch:
+    """The documents of each training batch that a model got."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.batches: list[list[int]] = []
+        model.register_forward_pre_hook(self, with_kwargs=True)
+
+    def __call__(self, model: nn.Module, args: Any, batch: dict[str, Any]) -> None:
+        if model.training:
+            starts = batch["cu_seq_lens_q"][:-1].long()
+            self.batches.append((batch["input_ids"][0, starts] - 3).tolist())
+
+
+class StopAt(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.step:
+            control.should_save = control.should_training_stop = True
+
+
+def plain_loop(steps: list[list[int]]) -> Outcome:
+    """Plain gradient descent on padded batches of these documents."""
+    model = tiny_model("llama")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    losses = []
+    for documents in steps:
+        model.zero_grad()
+        loss = model(**pad([DOCUMENTS[number] for number in documents])).loss
+        loss.backward()
+        losses.append(loss.item())
+        with torch.no_grad():
+            for p in model.parameters():
+                p -= 0.1 * p.grad
+    return losses, {name: p.detach() - before[name] for name, p in model.named_parameters()}
+
+
+@pytest.mark.heavy
+def test_trains_as_a_plain_loop_on_padded_batches(tmp_path: Path) -> None:
+    """Steps of two rows; the last step of each epoch has one row."""
+    trainer = make_trainer(tmp_path)
+    handle = tritonpack.setup(trainer, 72)
+    watch = Watch(trainer.model)
+    outcome = trained(trainer)
+    per_epoch = len(trainer.get_train_dataloader())
+    assert per_epoch % 2 == 1
+    assert len(watch.batches) == 2 * per_epoch
+    epochs = [watch.batches[:per_epoch], watch.batches[per_epoch:]]
+    assert epochs[0] != epochs[1]
+    for batches in epochs:
+        assert sorted(chain.from_iterable(batches)) == list(range(48)), "every document once"
+    steps = [list(chain(*batches[i : i + 2])) for batches in epochs for i in range(0, per_epoch, 2)]
+    assert distance(plain_loop(steps), outcome) < EXACT
+    assert (trainer.state.global_step, trainer.state.max_steps, trainer.state.epoch) == (len(steps), len(steps), 2.0)
+    assert f"{per_epoch} steps of 1 rank with 72 tokens each" in str(handle)
+
+
+def test_epochs_have_equal_steps(tmp_path: Path) -> None:
+    """Trainer multiplies the steps of the first epoch, and rows of other epochs may fill worse."""
+    trainer = make_trainer(tmp_path, num_train_epochs=6)
+    tritonpack.setup(trainer, 40, steps_together=1)
+    plain = tritonpack.dataloader(DOCUMENTS, 40, steps_together=1, seed=0)
+    loader = trainer.get_train_dataloader()
+    lengths = []
+    for epoch in range(6):
+        plain.set_epoch(epoch)
+        loader.set_epoch(epoch)
+        lengths.append((len(plain), len(loader)))
+        found = [batch["input_ids"][0, batch["cu_seq_lens_q"][:-1].long()] - 3 for batch in loader]
+        assert len(found) == len(loader)
+        assert sorted(torch.cat(found).tolist()) == list(range(48))
+    assert len({one for one, _ in lengths}) > 1
+    assert {equal for _, equal in lengths} == {max(one for one, _ in lengths)}
+
+
+@pytest.mark.slow
+def test_max_steps_beyond_an_epoch(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path, max_steps=8)
+    tritonpack.setup(trainer, TOKENS)
+    watch = Watch(trainer.model)
+    trainer.train()
+    assert (trainer.state.global_step, len(watch.batches)) == (8, 16)
+
+
+def test_arguments_of_loading_hold(tmp_path: Path) -> None:
+    options = {"dataloader_num_workers": 2, "dataloader_persistent_workers": True, "dataloader_prefetch_factor": 3}
+    trainer = make_trainer(tmp_path, data_seed=7, **options)
+    tritonpack.setup(trainer, TOKENS)
+    loader = trainer.get_train_dataloader()
+    assert (loader.num_workers, loader.persistent_workers, loader.prefetch_factor) == (2, True, 3)
+    assert loader.worker_init_fn.func is transformers.trainer_utils.seed_worker
+    assert list(loader.rows) == list(tritonpack.dataloader(DOCUMENTS, TOKENS, seed=7, epochs=2).rows)
+    trainer = make_trainer(tmp_path, train_sampling_strategy="sequential")
+    tritonpack.setup(trainer, TOKENS)
+    assert list(trainer.get_train_dataloader().rows) == list(
+        tritonpack.dataloader(DOCUMENTS, TOKENS, shuffle=False).rows
+    )
+
+
+def test_evaluation_and_prediction_stay_as_they_are(tmp_path: Path) -> None:
+    def metrics(found: EvalPrediction) -> dict[str, float]:
+        return {"documents": len(found.predictions), "first": float(np.abs(found.predictions[:, 0]).sum())}
+
+    plain = make_trainer(tmp_path, compute_metrics=metrics, per_device_eval_batch_size=5)
+    ours = make_trainer(tmp_path, compute_metrics=metrics, per_device_eval_batch_size=5)
+    handle = tritonpack.setup(ours, TOKENS)
+    expected, got = plain.predict(features()), ours.predict(features())
+    real = expected.label_ids != -100
+    np.testing.assert_allclose(got.predictions[real], expected.predictions[real], rtol=0, atol=EXACT)
+    np.testing.assert_array_equal(got.label_ids, expected.label_ids)
+    assert evaluated(ours) == pytest.approx(evaluated(plain), rel=EXACT)
+    assert handle.patch.saved is not None
+    assert handle.patch.saved.tokens_computed < handle.patch.saved.tokens_given, "padding isn't computed"
+
+
+class TestResuming:
+    def trainer(self, folder: Path, **options: Any) -> Trainer:
+        return make_trainer(folder, **{"gradient_accumulation_steps": 1, "save_strategy": "steps", **options})
+
+    def stopped(self, folder: Path, step: int) -> str:
+        """A checkpoint, written after so many steps."""
+        trainer = self.trainer(folder, save_steps=1000)
+        tritonpack.setup(trainer, TOKENS)
+        trainer.add_callback(StopAt(step))
+        trainer.train()
+        return str(folder / f"checkpoint-{step}")
+
+    @pytest.mark.parametrize("step", [14, 4, 10])
+    @pytest.mark.sampled("14")
+    @pytest.mark.heavy
+    def test_goes_on_with_the_next_batch(self, step: int, tmp_path: Path) -> None:
+        """Within the first epoch of 10 steps, after it, and within the second."""
+        whole = self.trainer(tmp_path / "whole", save_steps=1000)
+        tritonpack.setup(whole, TOKENS)
+        watch = Watch(whole.model)
+        whole.train()
+        checkpoint = self.stopped(tmp_path / "stopped", step)
+        resumed = self.trainer(tmp_path / "stopped", save_steps=1000)
+        tritonpack.setup(resumed, TOKENS)
+        rest = Watch(resumed.model)
+        resumed.train(resume_from_checkpoint=checkpoint)
+        assert rest.batches == watch.batches[step:]
+        assert resumed.state.stateful_callbacks["tritonpack"] == whole.state.stateful_callbacks["tritonpack"]
+        for name, p in resumed.model.named_parameters():
+            assert torch.equal(p, whole.model.get_parameter(name)), name
+
+    @pytest.mark.slow
+    def test_refuses_another_plan(self, tmp_path: Path) -> None:
+        checkpoint = self.stopped(tmp_path, 4)
+        others: list[tuple[dict[str, Any], int, dict[str, Any], str]] = [
+            ({}, 72, {}, "tokens was 64 and is 72.*steps_per_epoch was 10 and is 9"),
+            ({"seed": 5}, TOKENS, {}, "seed was 0 and is 5"),
+            ({"gradient_accumulation_steps": 2}, TOKENS, {}, "gradient_accumulation_steps was 1 and is 2"),
+            ({"train_dataset": DOCUMENTS[::-1]}, TOKENS, {}, "lengths was '.*' and is '"),
+            ({}, TOKENS, {"objective": "linear"}, "objective was 'quadratic' and is 'linear'"),
+        ]
+        for arguments_, tokens, options, message in others:
+            trainer = self.trainer(tmp_path, **arguments_)
+            with tritonpack.setup(trainer, tokens, **options), pytest.raises(ValueError, match=message):
+                trainer.train(resume_from_checkpoint=checkpoint)
+        path = Path(checkpoint) / "trainer_state.json"
+        saved = json.loads(path.read_text())
+        saved["stateful_callbacks"]["tritonpack"]["loader"]["version"] = 0
+        path.write_text(json.dumps(saved))
+        trainer = self.trainer(tmp_path)
+        with tritonpack.setup(trainer, TOKENS), pytest.raises(ValueError, match="another version of tritonpack or"):
+            trainer.train(resume_from_checkpoint=checkpoint)
+        del saved["stateful_callbacks"]["tritonpack"]
+        path.write_text(json.dumps(saved))
+        trainer = self.trainer(tmp_path)
+        with tritonpack.setup(trainer, TOKENS), pytest.raises(ValueError, match=r"without tritonpack\.setup"):
+            trainer.train(resume_from_checkpoint=checkpoint)
+        trainer = self.trainer(tmp_path, ignore_data_skip=True, save_steps=1000)
+        with tritonpack.setup(trainer, TOKENS):
+            watch = Watch(trainer.model)
+            trainer.train(resume_from_checkpoint=checkpoint)
+        assert len(watch.batches) == 16, "the epoch began anew"
+
+    @pytest.mark.slow
+    def test_refuses_epochs_that_were_ended_early(self, tmp_path: Path) -> None:
+        class EndEpoch(TrainerCallback):
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                control.should_epoch_stop = state.global_step == 3
+
+        trainer = self.trainer(tmp_path, save_steps=1000)
+        tritonpack.setup(trainer, TOKENS)
+        trainer.add_callback(EndEpoch())
+        trainer.add_callback(StopAt(5))
+        trainer.train()
+        resumed = self.trainer(tmp_path)
+        tritonpack.setup(resumed, TOKENS)
+        with pytest.raises(ValueError, match="after 2 batches of epoch 1, and Trainer would resume after 5 batches"):
+            resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-5"))
+
+
+class TestColumns:
+    documents: ClassVar[list[dict[str, Any]]] = [
+        {"input_ids": [5, 6, 7, 8], "completion_mask": [0, 0, 1, 1], "text": "a"},
+        {"input_ids": [9, 10, 11], "completion_mask": [0, 1, 1], "text": "b"},
+    ]
+
+    @pytest.mark.parametrize("as_dataset", [False, True])
+    def test_that_the_collator_uses_stay(self, as_dataset: bool, tmp_path: Path) -> None:
+        dataset: Any = self.documents
+        if as_dataset:
+            dataset = pytest.importorskip("datasets").Dataset.from_list(dataset)
+        trainer = make_trainer(tmp_path, train_dataset=dataset)
+        handle = tritonpack.setup(trainer, TOKENS)
+        (batch,) = trainer.get_train_dataloader()
+        assert sorted(batch["labels"][0].tolist()) == [-100, -100, -100, 7, 8, 10, 11]
+        assert "columns: completion_mask, input_ids; left out: text" in str(handle)
+        if not as_dataset:
+            trainer.train()
+
+    def test_none_is_removed_if_none_shall_be(self, tmp_path: Path) -> None:
+        trainer = make_trainer(tmp_path, train_dataset=self.documents, remove_unused_columns=False)
+        with pytest.raises(ValueError, match=r"'text', which PackingCollator can't pack.*drop_columns=\('text',\)"):
+            tritonpack.setup(trainer, TOKENS)
+        tritonpack.setup(trainer, TOKENS, drop_columns=("text",))
+
+    def test_of_preferences(self, tmp_path: Path) -> None:
+        trainer = make_trainer(tmp_path, train_dataset=[{"chosen_ids": [1, 2], "rejected_ids": [1, 3]}])
+        with pytest.raises(ValueError, match=r"columns chosen_ids, rejected_ids\..*share_prefixes=True"):
+            tritonpack.setup(trainer, TOKENS)
+
+
+def snapshot(trainer: Trainer) -> tuple[dict[str, Any], list[Any], Any]:
+    return dict(vars(trainer)), list(trainer.callback_handler.callbacks), state_of_model(trainer.model)
+
+
+class TestUndoing:
+    def test_restores_every_object(self, tmp_path: Path) -> None:
+        trainer = make_trainer(tmp_path)
+        trainer._set_signature_columns_if_needed()  # Trainer keeps these once it has read them
+        attributes, callbacks, model = snapshot(trainer)
+        handle = tritonpack.setup(trainer, TOKENS)
+        assert "get_train_dataloader" in vars(trainer)
+        handle.undo()
+        after, callbacks_after, model_after = snapshot(trainer)
+        assert after.keys() == attributes.keys()
+        assert all(after[name] is attributes[name] for name in attributes)
+        assert [id(one) for one in callbacks_after] == [id(one) for one in callbacks]
+        assert model_after == model
+        handle.undo()
+
+    @pytest.mark.heavy
+    def test_twice_and_after_training(self, tmp_path: Path) -> None:
+        trainer = make_trainer(tmp_path, max_steps=1)
+        stock = trainer.get_train_dataloader()
+        with tritonpack.setup(trainer, TOKENS) as handle:
+            with pytest.raises(ValueError, match=r"set up already; call undo\(\)"):
+                tritonpack.setup(trainer, TOKENS)
+            trainer.train()
+            first = handle.patch
+        assert type(trainer.get_train_dataloader()) is type(stock)
+        with tritonpack.setup(trainer, 32) as handle:
+            trainer.train()
+            assert handle.patch is not first
+            assert max(batch["input_ids"].shape[1] for batch in trainer.get_train_dataloader()) <= 32
+
+    def test_a_refused_model_leaves_no_trace(self, tmp_path: Path) -> None:
+        model = tiny_model("llama")
+        trainer = make_trainer(tmp_path, model)
+        before = snapshot(trainer)
+        with pytest.raises(ValueError, match=r"leave both out\. Here: pass unpad=False"):
+            tritonpack.setup(trainer, TOKENS, attention="sdpa")
+        trainer._signature_columns = None
+        assert snapshot(trainer) == before
+        with tritonpack.setup(trainer, TOKENS, attention="sdpa", unpad=False):
+            assert trainer.get_train_dataloader().rank == 0
+
+    @pytest.mark.slow
+    def test_a_model_that_model_init_makes(self, tmp_path: Path) -> None:
+        made: list[nn.Module] = []
+
+        def make() -> Any:
+            made.append(tiny_model("llama"))
+            return made[-1]
+
+        trainer = make_trainer(tmp_path, model_init=make, max_steps=2)
+        handle = tritonpack.setup(trainer, TOKENS)
+        losses = []
+        for _ in range(2):
+            losses.append(trained(trainer)[0])
+            assert handle.patch.model is trainer.model is made[-1]
+        assert losses[0] == losses[1]
+        assert len(made) == 3
+        handle.undo()
+        plain = state_of_model(tiny_model("llama"))
+        assert all(state_of_model(model).keys() == plain.keys() for model in made)
+
+
+@pytest.mark.heavy
+def test_logs_have_what_packing_saves(tmp_path: Path) -> None:
+    trainer = make_trainer(tmp_path)
+    tritonpack.setup(trainer, TOKENS)
+    watch = Watch(trainer.model)
+    trainer.train()
+    lengths = [[len(DOCUMENTS[number]["input_ids"]) for number in batch] for batch in watch.batches]
+    *_, last = trainer.state.log_history
+    tokens, padded = sum(map(sum, lengths)), sum(len(batch) * max(batch) for batch in lengths)
+    assert last["train_tokens_saved_share"] == pytest.approx(1 - tokens / padded)
+    assert last["train_packing_efficiency"] == pytest.approx(tokens / (TOKENS * len(lengths)))
+    ratio = last["train_tokens_computed_per_second"] / last["train_tokens_given_per_second"]
+    assert ratio == pytest.approx(tokens / padded)
+    first = trainer.state.log_history[0]
+    assert first["packing_efficiency"] == pytest.approx(sum(map(sum, lengths[:2])) / (2 * TOKENS))
+    assert trainer.get_total_train_batch_size(trainer.args) == round(48 / 5), "documents of a step"
+    samples = last["train_samples_per_second"] * last["train_runtime"]
+    assert samples == pytest.approx(2 * 48, rel=0.01)
+
+
+class TestRefusals:
+    CASES: ClassVar[dict[str, tuple[dict[str, Any], dict[str, Any], str]]] = {
+        "drop_last": ({"dataloader_drop_last": True}, {}, r"dataloader_drop_last=True \(pass False, or tail='drop'"),
+        "auto batch size": ({"auto_find_batch_size": True}, {}, r"auto_find_batch_size=True \(pass False"),
+        "grouped": ({"train_sampling_strategy": "group_by_length"}, {}, "train_sampling_strategy='group_by_length'"),
+        "dispatched": ({"accelerator_config": {"dispatch_batches": True}}, {}, "dispatch_batches=True"),
+        "seed": ({}, {"seed": 1}, "seed can't be passed; set data_seed in the TrainingArguments"),
+        "workers": ({}, {"num_workers": 2}, "set dataloader_num_workers"),
+        "unknown": ({}, {"token": 2}, "there is no option 'token'; the options are lengths, objective"),
+        "labels": ({}, {"labels": "words"}, "labels must be one of 'causal', 'tokens', 'documents'; got 'words'"),
+        "no dataset": ({"train_dataset": None}, {}, "no train_dataset"),
+        "a collator": (
+            {"data_collator": tritonpack.PackingCollator(objective="tokens")}, {},
+            "objective='tokens', and training would use 'causal'",
+        ),
+        "too long": ({}, {"tokens": 16}, r"documents are longer than the row size of 16.*max_document_length=16"),
+    }  # fmt: skip
+
+    @pytest.mark.parametrize("case", CASES)
+    def test_of_settings(self, case: str, tmp_path: Path) -> None:
+        of_trainer, of_setup, message = self.CASES[case]
+        trainer = make_trainer(tmp_path, **of_trainer)
+        before = snapshot(trainer)[1:]
+        with pytest.raises(ValueError, match=message):
+            tritonpack.setup(trainer, **{"tokens": TOKENS, **of_setup})
+        assert snapshot(trainer)[1:] == before
+
+    def test_several_gpus_in_one_process(self, tmp_path: Path) -> None:
+        trainer = make_trainer(tmp_path)
+        trainer.args._n_gpu = 2
+        with pytest.raises(ValueError, match=r"among 2 GPUs \(DataParallel\).*torchrun"):
+            tritonpack.setup(trainer, TOKENS)
+
+    def test_streams(self, tmp_path: Path) -> None:
+        datasets = pytest.importorskip("datasets")
+        trainer = make_trainer(
+            tmp_path, train_dataset=datasets.Dataset.from_list(DOCUMENTS).to_iterable_dataset(), max_steps=2
+        )
+        with pytest.raises(ValueError, match=r"iterable.*pack_stream"):
+            tritonpack.setup(trainer, TOKENS)
+
+    def test_other_trainers(self, tmp_path: Path) -> None:
+        class Other(Trainer):
+            def _get_train_sampler(self, *_: Any) -> Any:
+                return None
+
+        options = TrainingArguments(**arguments(tmp_path))
+        with pytest.raises(ValueError, match=r"Other has a _get_train_sampler of its own.*unpad=True"):
+            tritonpack.setup(Other(tiny_model("llama"), options, train_dataset=DOCUMENTS), TOKENS)
+        with pytest.raises(ValueError, match=r"expected a transformers.Trainer; got a Linear.*tritonpack.dataloader"):
+            tritonpack.setup(nn.Linear(2, 2), TOKENS)  # type: ignore[arg-type]
+
+    def test_losses_that_rows_cannot_weigh(self, tmp_path: Path) -> None:
+        trainer = make_trainer(tmp_path)
+        trainer.model_accepts_loss_kwargs = False
+        with pytest.raises(ValueError, match=r"loss of LlamaForCausalLM doesn't take num_items_in_batch.*compute_loss"):
+            tritonpack.setup(trainer, TOKENS)
+
+
+SFT_WAYS: dict[str, dict[str, Any]] = {"full": {}, "lora": {"peft": True}}
+
+
+@pytest.mark.heavy
+@pytest.mark.parametrize("way", SFT_WAYS)
+@pytest.mark.sampled("full")
+def test_sft_trainer(way: str, tmp_path: Path) -> None:
+    """Two epochs of packed rows equal TRL's own padded batches of the same documents, in the same order."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    from tests.ecosystem.test_trl import make_trainer as make_sft
+
+    config = None
+    if way == "lora":
+        peft = pytest.importorskip("peft")
+        config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+
+    def make(dataset: Any, **options: Any) -> Any:
+        torch.manual_seed(0)
+        trainer = make_sft(tiny_model("llama"), tmp_path, config, max_grad_norm=0.0, max_steps=-1, **options)
+        trainer.train_dataset = dataset
+        return trainer
+
+    whole = datasets.Dataset.from_list([{**one, "labels": one["input_ids"]} for one in DOCUMENTS])
+    ours = make(whole, num_train_epochs=2)
+    handle = tritonpack.setup(ours, 2048)
+    outcome = trained(ours)
+    assert ours.state.global_step == 2, "a row holds all documents"
+    padded = make(whole, num_train_epochs=2, per_device_train_batch_size=48)
+    assert distance(trained(padded), outcome) < EXACT
+    assert evaluated(ours)["eval_loss"] == pytest.approx(evaluated(padded)["eval_loss"], rel=EXACT)
+    handle.undo()
+    with pytest.raises(ValueError, match=r"packing=True \(pass packing=False to SFTConfig"):
+        tritonpack.setup(make_sft(tiny_model("llama"), tmp_path, packing=True, max_length=64), TOKENS)
+    with pytest.raises(ValueError, match=r"padding_free=True \(pass False to SFTConfig"):
+        tritonpack.setup(make_sft(tiny_model("llama"), tmp_path, padding_free=True), TOKENS)
+    assert trl
+
+
+TASKS: dict[str, tuple[str, Callable[[int], Any]]] = {
+    "AutoModelForMaskedLM": ("tokens", lambda length: {"labels": [4] * length}),
+    "AutoModelForTokenClassification": ("tokens", lambda length: {"labels": [1] * length}),
+    "AutoModelForSequenceClassification": ("documents", lambda length: {"label": length % 2}),
+}
+
+
+@pytest.mark.parametrize("rows", [3, 1])
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.sampled("AutoModelForSequenceClassification-3")
+@pytest.mark.heavy
+def test_tasks_beside_causal_models(task: str, rows: int, tmp_path: Path) -> None:
+    """A step of three rows has the loss and the gradients of one padded batch. transformers' losses of these models
+    are means over the row."""
+    kind, labels = TASKS[task]
+    documents = [{**one, **labels(len(one["input_ids"]))} for one in DOCUMENTS]
+    model, twin = (encoder(getattr(transformers, task)) for _ in range(2))
+    trainer = make_trainer(tmp_path, model, train_dataset=documents, gradient_accumulation_steps=rows, max_steps=1)
+    tritonpack.setup(trainer, 128)
+    assert trainer.get_train_dataloader().collate_fn.objective == kind
+    watch = Watch(model)
+    outcome = trained(trainer)
+    assert len(watch.batches) == rows
+    chosen = [documents[number] for batch in watch.batches for number in batch]
+    batch = pad([{"input_ids": one["input_ids"]} for one in chosen])
+    if kind == "documents":
+        batch["labels"] = torch.tensor([one["label"] for one in chosen])
+    else:
+        rows_of_labels = [torch.tensor(one["labels"]) for one in chosen]
+        batch["labels"] = nn.utils.rnn.pad_sequence(rows_of_labels, batch_first=True, padding_value=-100)
+    loss = twin.train()(**batch).loss
+    loss.backward()
+    moved = {name: -0.1 * p.grad for name, p in twin.named_parameters() if p.grad is not None}
+    outcome = outcome[0], {name: outcome[1][name] for name in moved}
+    assert distance(([loss.item()], moved), outcome) < EXACT

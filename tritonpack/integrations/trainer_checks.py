@@ -1,0 +1,125 @@
+"""What `setup` refuses of a Trainer, with the remedy, and what a label of its model belongs to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch.utils.data import IterableDataset
+from transformers import Trainer
+
+from tritonpack.integrations.trainer import SavedTokensCallback
+from tritonpack.packing import PackingCollator
+
+# transformers' name for the loss of a model -> what its labels belong to.
+LABELS = {
+    "ForCausalLM": "causal",
+    "ForMaskedLM": "tokens",
+    "ForTokenClassification": "tokens",
+    "ForSequenceClassification": "documents",
+}
+
+
+def labels_of(trainer: Trainer) -> str:
+    """What a label of the trainer's model belongs to, as PackingCollator's `objective` names it.
+
+    Raises:
+        ValueError: a model whose loss doesn't tell.
+    """
+    model = trainer.model
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    loss = getattr(model, "loss_type", None)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        return "tokens"
+    if loss not in LABELS:
+        raise ValueError(
+            f"the loss of {type(model).__name__} doesn't tell what its labels belong to. Pass labels='causal' (the "
+            "next token), 'tokens' (the token itself) or 'documents'."
+        )
+    return LABELS[loss]
+
+
+def check_trainer(trainer: Any) -> None:
+    """ValueError for a trainer that makes its training batches in a way of its own."""
+    if not isinstance(trainer, Trainer):
+        raise ValueError(
+            f"expected a transformers.Trainer; got a {type(trainer).__name__}. For a loop of your own use "
+            "tritonpack.patch and tritonpack.dataloader."
+        )
+    for name in ("get_train_dataloader", "_get_train_sampler"):
+        if getattr(type(trainer), name, None) is not getattr(Trainer, name, None) or name in vars(trainer):
+            raise ValueError(
+                f"{type(trainer).__name__} has a {name} of its own, which setup would replace. To leave out the "
+                "padding of its batches use tritonpack.patch(trainer.model, unpad=True) or share_prefixes=True."
+            )
+    if any(isinstance(callback, SavedTokensCallback) for callback in trainer.callback_handler.callbacks):
+        raise ValueError(
+            "the trainer has a SavedTokensCallback, and setup adds one. Remove it first: "
+            "trainer.remove_callback(tritonpack.SavedTokensCallback)."
+        )
+
+
+def check_training(trainer: Trainer, labels: str) -> None:
+    """ValueError for settings of a training that contradict packed rows."""
+    args = trainer.args
+    if trainer.train_dataset is None:
+        raise ValueError("the trainer has no train_dataset to pack. To evaluate alone use tritonpack.patch.")
+    if isinstance(trainer.train_dataset, IterableDataset) or not hasattr(trainer.train_dataset, "__getitem__"):
+        raise ValueError(
+            "the train_dataset is iterable, and the plan of an epoch needs the lengths of all documents. Use a dataset "
+            "that is indexed, or pack the stream itself: tritonpack.pack_stream."
+        )
+    first = trainer.train_dataset[0] if len(trainer.train_dataset) else {"input_ids": []}
+    if isinstance(first, Mapping) and "input_ids" not in first:
+        raise ValueError(
+            f"packed rows need documents with input_ids; those of the {type(trainer).__name__} have the columns "
+            f"{', '.join(sorted(map(str, first)))}. Tokenize text first. A trainer of preferences makes batches of its "
+            "own; for its model use tritonpack.patch(trainer.model, share_prefixes=True)."
+        )
+    if args.n_gpu > 1:
+        raise ValueError(
+            f"Trainer would divide a packed row among {args.n_gpu} GPUs (DataParallel). Start one process per GPU with "
+            "torchrun or accelerate launch, or make one GPU visible: CUDA_VISIBLE_DEVICES=0."
+        )
+    sizes = {name: getattr(trainer, f"get_{name}_size", lambda: 1)() for name in ("tp", "cp", "sp")}
+    if any(size > 1 for size in sizes.values()):
+        raise ValueError(
+            f"setup gives every process rows of its own, and this training shares batches among processes ({sizes}). "
+            "Train without that parallelism, or use tritonpack.SequenceParallel in a loop of your own."
+        )
+    if contradictions := _contradictions(trainer):
+        raise ValueError(f"packed rows can't have {'; nor '.join(contradictions)}.")
+    collator = trainer.data_collator
+    if isinstance(collator, PackingCollator) and collator.objective != labels:
+        raise ValueError(
+            f"the trainer's PackingCollator has objective={collator.objective!r}, and training would use {labels!r}. "
+            f"Pass labels={collator.objective!r} to setup, or change the collator, which evaluation uses."
+        )
+    unweighted = not trainer.model_accepts_loss_kwargs and trainer.compute_loss_func is None
+    if unweighted and args.gradient_accumulation_steps * args.world_size > 1:
+        raise ValueError(
+            f"the loss of {type(trainer.model).__name__} doesn't take num_items_in_batch, so rows with few targets "
+            "would weigh as much as rows with many. Pass a compute_loss_func to the trainer, or use one process and "
+            "gradient_accumulation_steps=1."
+        )
+
+
+def _contradictions(trainer: Trainer) -> list[str]:
+    """The options that can't be meant together with packed rows, each with its value and the remedy."""
+    args, accelerating = trainer.args, trainer.args.accelerator_config
+    strategy = getattr(args, "train_sampling_strategy", "random")
+    own = "pass False, because every process loads its own rows"
+    found = [
+        ("auto_find_batch_size", args.auto_find_batch_size, "pass False, and lower tokens if memory is short"),
+        ("dataloader_drop_last", args.dataloader_drop_last, "pass False, or tail='drop' to setup"),
+        ("group_by_length", getattr(args, "group_by_length", False), "pass False, because rows have no padding"),
+        ("split_batches", accelerating.split_batches, own),
+        ("dispatch_batches", accelerating.dispatch_batches, own),
+        ("packing", getattr(args, "packing", False), "pass packing=False to SFTConfig, because setup packs itself"),
+        ("padding_free", getattr(args, "padding_free", False), "pass False to SFTConfig, because setup packs itself"),
+        ("train_sampling_strategy", strategy not in ("random", "sequential") and strategy, "pass 'random'"),
+    ]
+    texts = [f"{option}={value!r} ({remedy})" for option, value, remedy in found if value]
+    if args.world_size > 1 and not args.average_tokens_across_devices:
+        texts.append("average_tokens_across_devices=False (pass True, because ranks hold different numbers of targets)")
+    return texts

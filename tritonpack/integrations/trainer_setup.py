@@ -1,0 +1,350 @@
+"""setup: packed training with transformers' Trainer and TRL's SFTTrainer, in one line."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from types import TracebackType
+from typing import Any, Literal, get_args
+
+import torch
+from torch import nn
+from transformers import Trainer
+from transformers.trainer_utils import seed_worker
+
+from tritonpack.backends import Backend
+from tritonpack.checks import check_choice
+from tritonpack.integrations.trainer import PackedRows, SavedTokensCallback
+from tritonpack.integrations.trainer_checks import check_trainer, check_training, labels_of
+from tritonpack.packing import PackedDataLoader, dataloader
+from tritonpack.packing.checked_documents import LENGTH_COLUMNS
+from tritonpack.packing.columns import IGNORED_LABEL, TAKEN
+from tritonpack.packing.columns import Objective as LabelObjective
+from tritonpack.packing.state import digest
+from tritonpack.patches import Patch, patch
+
+STATE = "tritonpack"  # the key of the loader's state in Trainer's stateful_callbacks, in trainer_state.json
+_REPLACED = ("get_train_dataloader", "get_total_train_batch_size", "call_model_init", "compute_loss")
+_LOADING = {  # options of a DataLoader, and the TrainingArguments that have them
+    "num_workers": "dataloader_num_workers",
+    "persistent_workers": "dataloader_persistent_workers",
+    "prefetch_factor": "dataloader_prefetch_factor",
+    "in_order": "dataloader_in_order",
+    "multiprocessing_context": "dataloader_multiprocessing_context",
+}
+_FROM_ARGUMENTS = {
+    **_LOADING,
+    "pin_memory": "dataloader_pin_memory",
+    "seed": "data_seed",
+    "shuffle": "train_sampling_strategy",
+    "epochs": "num_train_epochs",
+}
+# What decides the batches of an epoch, beside the lengths.
+_PLANNING = (
+    "num_replicas", "seed", "shuffle", "objective", "cost_model", "tail", "lookahead", "steps_together", "overlong",
+    "max_document_length",
+)  # fmt: skip
+_MADE_HERE = ("num_replicas", "rank", "shard", "worker_init_fn")
+_OPTIONS = tuple(
+    name
+    for name, parameter in inspect.signature(dataloader).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY and name not in (*_FROM_ARGUMENTS, *_MADE_HERE)
+)
+
+
+class TrainerSetup:
+    """The handle of a trainer that trains on packed rows. As a context manager it undoes the set-up on leaving.
+
+    `print(handle)` shows the patch, the plan of the first epoch, and what of the trainer's settings has no effect.
+
+    Attributes:
+        trainer: the trainer that was given to `setup`.
+        patch: the handle of the patched model.
+    """
+
+    def __init__(self, trainer: Trainer, tokens: int, patching: Mapping[str, Any], packing: Mapping[str, Any]) -> None:
+        self.trainer = trainer
+        self._tokens, self._patching, self._packing = tokens, dict(patching), dict(packing)
+        self._measured: tuple[Any, Any] = (None, None)  # a dataset, and the lengths of its documents
+        self._loader = self._load(epochs=1)
+        self._callback = _PackedTraining(self)
+        self.patch: Patch = self._patch(trainer.model)
+        try:
+            trainer.add_callback(self._callback)
+            for name in _REPLACED:
+                setattr(trainer, name, getattr(self, name))
+        except BaseException:
+            self.undo()
+            raise
+
+    def _patch(self, model: nn.Module) -> Patch:
+        try:
+            return patch(model, **self._patching)
+        except ValueError as error:
+            if not self._patching["unpad"] or "unpad" not in str(error):
+                raise
+            raise type(error)(f"{error} Here: pass unpad=False to setup. Evaluation then computes padding.") from error
+
+    def undo(self) -> None:
+        """Unpatch the model, and give the trainer its own loader back. A second call does nothing."""
+        for name in _REPLACED:
+            if getattr(vars(self.trainer).get(name), "__self__", None) is self:
+                delattr(self.trainer, name)
+        if self._callback in self.trainer.callback_handler.callbacks:
+            self.trainer.remove_callback(self._callback)
+        self.patch.unpatch()
+
+    def get_train_dataloader(self) -> PackedDataLoader:
+        """The loader of packed rows, in place of the trainer's method of this name."""
+        args = self.trainer.args
+        epochs = math.ceil(args.num_train_epochs)
+        if args.max_steps > 0:
+            per_epoch = -(-len(self._load(epochs=1)) // args.gradient_accumulation_steps)
+            epochs = -(-args.max_steps // per_epoch)
+        self._loader = self._load(epochs)
+        return self._loader
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        """The mean number of documents per optimizer step, over all ranks, for Trainer's logs."""
+        steps = -(-len(self._loader) // args.gradient_accumulation_steps)
+        return max(1, round(len(self._loader.dataset) / steps))  # type: ignore[arg-type]
+
+    def call_model_init(self, trial: Any = None) -> nn.Module:
+        """Make a model with `model_init`, and patch it."""
+        model = type(self.trainer).call_model_init(self.trainer, trial)
+        self.patch.unpatch()
+        self.patch = self._patch(model)
+        return model
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | None = None,
+    ) -> Any:
+        """The loss of one row of an optimizer step, in place of the trainer's method of this name.
+
+        Losses of causal models are sums, divided by the targets of the step. Other losses of transformers are means
+        over the targets of the row, whatever `num_items_in_batch` is, so this weighs them by the row's targets.
+        """
+        trainer = self.trainer
+        compute: Any = partial(type(trainer).compute_loss, trainer, model, inputs)
+        is_sum = self._labels == "causal" or trainer.compute_loss_func is not None or trainer.label_smoother is not None
+        if is_sum or num_items_in_batch is None or type(trainer).compute_loss is not Trainer.compute_loss:
+            return compute(return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        share = inputs["labels"].ne(IGNORED_LABEL).sum() / num_items_in_batch
+        loss, outputs = compute(return_outputs=True)
+        loss = loss * share * trainer.args.world_size  # DDP and FSDP average over the ranks
+        return (loss, outputs) if return_outputs else loss
+
+    def _load(self, epochs: int) -> PackedDataLoader:
+        trainer, args = self.trainer, self.trainer.args
+        packing = dict(self._packing)
+        packing["labels"] = self._labels = packing.get("labels") or labels_of(trainer)
+        check_training(trainer, self._labels)
+        dataset = trainer.train_dataset
+        if packing.get("lengths") is None and self._measured[0] is dataset:
+            packing["lengths"] = self._measured[1]
+        strategy = getattr(args, "train_sampling_strategy", "random")
+        packing |= {
+            "drop_columns": (*packing.get("drop_columns", ()), *self._unused_columns()),
+            "seed": args.seed if args.data_seed is None else args.data_seed,
+            "shuffle": strategy != "sequential",
+            "num_replicas": args.world_size,
+        }
+        loader = dataloader(
+            dataset,
+            self._tokens,
+            **packing,
+            rank=args.process_index,
+            shard=True,
+            epochs=epochs,
+            pin_memory=args.dataloader_pin_memory and torch.accelerator.is_available(),
+            worker_init_fn=partial(seed_worker, num_workers=args.dataloader_num_workers, rank=args.process_index),
+            **{option: getattr(args, name) for option, name in _LOADING.items() if hasattr(args, name)},
+        )
+        defaults = inspect.signature(dataloader).parameters
+        self._planned = {name: packing.get(name, defaults[name].default) for name in _PLANNING}
+        self._measured = (dataset, loader.dataset.lengths)  # type: ignore[attr-defined]
+        return loader
+
+    def _unused_columns(self) -> tuple[str, ...]:
+        """The columns that neither the model nor the collator takes, with `remove_unused_columns` (the default)."""
+        trainer = self.trainer
+        if not trainer.args.remove_unused_columns:
+            return ()
+        trainer._set_signature_columns_if_needed()
+        used = {*trainer._signature_columns, *TAKEN, *LENGTH_COLUMNS, *self._packing.get("per_token", ())}
+        used |= set(self._packing.get("drop_columns", ()))
+        first = trainer.train_dataset[0]
+        return tuple(name for name in first if name not in used) if isinstance(first, Mapping) else ()
+
+    def __enter__(self) -> TrainerSetup:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.undo()
+
+    def __str__(self) -> str:
+        args = self.trainer.args
+        return (
+            f"{self.patch.report}\n{self._loader}\n"
+            f"  per_device_train_batch_size={args.per_device_train_batch_size} has no effect: a batch is one row of at "
+            f"most {self._tokens:,} tokens, and an optimizer step {args.gradient_accumulation_steps} of them per rank"
+        )
+
+
+def setup(
+    trainer: Trainer,
+    tokens: int,
+    *,
+    labels: LabelObjective | None = None,
+    attention: Literal["tritonpack", "sdpa", "eager"] = "tritonpack",
+    backend: Backend = "auto",
+    unpad: bool = True,
+    **options: Any,
+) -> TrainerSetup:
+    """Let a Trainer train on packed rows of at most `tokens` tokens per rank.
+
+        handle = tritonpack.setup(trainer, tokens=32768)
+        trainer.train()
+
+    It patches the model, and replaces the loader of the training alone: evaluation and prediction keep their padded
+    batches, in which the model computes no padding. The trainer's epochs, steps, seeds, workers, accumulation and
+    checkpoints hold for packed rows, too. A callback logs what `SavedTokensCallback` logs, and the packing efficiency.
+    Only this trainer changes.
+
+    Rows have different numbers of documents, so `per_device_train_batch_size` has no effect. With
+    `remove_unused_columns=True` columns go that neither the model nor PackingCollator takes; `completion_mask` and
+    `assistant_masks` stay.
+
+    Args:
+        trainer: a transformers.Trainer or TRL's SFTTrainer, with an indexed train_dataset of tokenized documents.
+        tokens: the tokens of a row, from 1 to 2**30.
+        labels: what a label belongs to, the `objective` of PackingCollator. None finds it by the model's loss.
+        attention, backend, unpad: see `patch`.
+        options: `lengths`, `objective`, `cost_model`, `tail`, `lookahead`, `steps_together`, `overlong`, `per_token`,
+            `drop_columns`, `max_document_length`, `pad_to_multiple_of` and `pad_token_id`, see `dataloader`.
+
+    Returns:
+        A handle, which `print` shows. `undo()` restores the trainer and its model.
+
+    Raises:
+        UnsupportedModelError: (a ValueError) see `patch`.
+        ValueError: no Trainer, or one that was set up already or makes training batches in a way of its own; settings
+            that contradict packed rows; what `dataloader` refuses. When training resumes: a checkpoint that was saved
+            with other lengths or settings.
+    """
+    handler = getattr(trainer, "callback_handler", None)
+    if any(isinstance(one, _PackedTraining) for one in getattr(handler, "callbacks", ())):
+        raise ValueError("this trainer is set up already; call undo() of its handle first.")
+    check_trainer(trainer)
+    for name in options:
+        if name in _FROM_ARGUMENTS:
+            raise ValueError(f"{name} can't be passed; set {_FROM_ARGUMENTS[name]} in the TrainingArguments.")
+        if name not in _OPTIONS:
+            raise ValueError(f"there is no option {name!r}; the options are {', '.join(_OPTIONS)}.")
+    if labels is not None:
+        check_choice(labels, get_args(LabelObjective), "labels")
+    patching = {"attention": attention, "backend": backend, "unpad": unpad}
+    return TrainerSetup(trainer, tokens, patching, {"labels": labels, **options})
+
+
+class _PackedTraining(SavedTokensCallback):
+    """Counts the rows of a training, writes their state into its checkpoints, and checks it when training resumes."""
+
+    def __init__(self, handle: TrainerSetup) -> None:
+        self._handle = handle
+        self._rows = PackedRows()
+        self._batches = 0  # batches of the epoch that were trained on
+        self._resumed: tuple[int, int] | None = None  # the first epoch, and the batches of it that Trainer skips
+        self._saved: dict[str, Any] = {}  # the settings, and the state of the loader at the begin of the epoch
+        super().__init__(handle.trainer)
+
+    def _find_counts(self) -> list[Any]:
+        return [self._rows]
+
+    def on_train_begin(self, args: Any, state: Any, *others: Any, **__: Any) -> None:
+        self._resumed, self._saved = None, {}
+        if state.global_step and not args.ignore_data_skip:
+            self._resumed = self._check_resumed(args, state)
+        super().on_train_begin()
+
+    def _check_resumed(self, args: Any, state: Any) -> tuple[int, int]:
+        """The epoch that Trainer begins with, and the batches of it that it skips.
+
+        Raises:
+            ValueError: a checkpoint without a plan or with another one.
+        """
+        saved = state.stateful_callbacks.get(STATE)
+        if saved is None:
+            raise ValueError(
+                "the checkpoint was saved without tritonpack.setup, so its batches held other documents. Pass "
+                "ignore_data_skip=True in the TrainingArguments to begin its epoch anew with packed rows."
+            )
+        now, was = self._settings(), saved["settings"]
+        changes = [f"{name} was {was.get(name)!r} and is {now[name]!r}" for name in now if was.get(name) != now[name]]
+        if changes:
+            raise ValueError(
+                f"the checkpoint can't be resumed, because the training has changed since: {'; '.join(changes)}. "
+                "Restore that, or pass ignore_data_skip=True in the TrainingArguments to begin its epoch anew."
+            )
+        rows = copy.copy(self._handle._loader.rows)
+        rows.set_epoch(saved["loader"]["epoch"])
+        if rows.state_dict(0) != saved["loader"]:
+            raise ValueError(
+                "the checkpoint was saved with another version of tritonpack or NumPy, which plans other batches. "
+                "Resume with that version, or pass ignore_data_skip=True to begin its epoch anew."
+            )
+        steps, accumulated = now["steps_per_epoch"], args.gradient_accumulation_steps
+        epoch, done = divmod(state.global_step, -(-steps // accumulated))
+        counted = (saved["loader"]["epoch"], saved["batches_done"])
+        if counted not in ((epoch, done * accumulated), (epoch - 1, steps) if not done else None):
+            raise ValueError(
+                f"the checkpoint was saved after {counted[1]} batches of epoch {counted[0]}, and Trainer would resume "
+                f"after {done * accumulated} batches of epoch {epoch}, because an epoch was ended early. Pass "
+                "ignore_data_skip=True in the TrainingArguments to begin the epoch anew."
+            )
+        return epoch, done * accumulated
+
+    def _settings(self) -> dict[str, Any]:
+        """All that decides the batches and their numbers, as plain numbers and strings."""
+        handle, args = self._handle, self._trainer.args
+        cost_model = handle._planned["cost_model"]
+        return {
+            **handle._planned,
+            "cost_model": cost_model and asdict(cost_model),
+            "tokens": handle._tokens,
+            "lengths": digest(handle._measured[1]),
+            "steps_per_epoch": len(handle._loader),
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
+        }
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        self._batches = 0
+        if self._resumed is not None:
+            # Trainer skips batches with a loader of its own, whose epoch its older versions don't set.
+            epoch, self._batches = self._resumed
+            self._handle._loader.rows.set_epoch(epoch)
+            self._resumed = None
+
+    def on_step_end(self, args: Any, state: Any, *others: Any, **__: Any) -> None:
+        loader = self._handle._loader
+        plan, lengths = loader.rows.plan, loader.rows.lengths
+        end = min(self._batches + args.gradient_accumulation_steps, len(loader))
+        for batch in range(self._batches, end):
+            held = lengths[plan.row(batch, loader.rank)]
+            self._rows.add(len(held) * int(held.max()), int(held.sum()))
+            self._rows.room += plan.capacity
+        self._batches = end
+        if self._saved.get("loader", {}).get("epoch") != loader.epoch:  # once an epoch: it digests the whole plan
+            self._saved = {"loader": loader.state_dict(0), "settings": self._settings()}
+        state.stateful_callbacks[STATE] = {**self._saved, "batches_done": end}
+        super().on_step_end()

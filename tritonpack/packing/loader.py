@@ -1,0 +1,345 @@
+"""dataloader: a DataLoader of packed rows, from a dataset and a number of tokens."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from itertools import islice
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import DataLoader, Sampler
+
+from tritonpack.checks import check_choice, check_flag
+from tritonpack.packing.checked_documents import CheckedDocuments
+from tritonpack.packing.collator import PackingCollator
+from tritonpack.packing.columns import Objective as LabelObjective
+from tritonpack.packing.cost import CostModel
+from tritonpack.packing.distributed import MultipackDistributedBatchSampler
+from tritonpack.packing.documents import require_map_style
+from tritonpack.packing.lengths import check_integer, fit_lengths
+from tritonpack.packing.plan import MOST_TOKENS, Objective, Tail
+from tritonpack.packing.state import gather
+
+ROWS_TOGETHER = 64  # planned at once unless the user chooses: they fill well even if a row holds two or three documents
+_CHOSEN_HERE = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn")
+_PASSED_ON = tuple(name for name in inspect.signature(DataLoader).parameters if name not in _CHOSEN_HERE)
+
+
+class PackedDataLoader(DataLoader):
+    """A DataLoader of packed rows, as `dataloader` makes it. Each pass is the next epoch.
+
+    `print(loader)` shows the plan of the epoch: documents, steps, how full the rows are, and what is left out.
+
+    accelerate may prepare it (`accelerator.prepare(loader)`), which divides the rows of all ranks. Epochs continue
+    there, too. A state that is loaded into this loader holds for the prepared one.
+
+    Attributes:
+        epoch: the epoch of the latest pass; before the first pass, and after `set_epoch` and `load_state_dict`, the
+            epoch of the next pass.
+        rank: the rank whose rows this loader yields.
+        rows: the sampler of the rows of all ranks, with the plan, the lengths and the efficiency of the epoch.
+    """
+
+    def __init__(
+        self,
+        documents: CheckedDocuments,
+        rows: MultipackDistributedBatchSampler,
+        rank: int,
+        collate: PackingCollator,
+        shard: bool,
+        **options: Any,
+    ) -> None:
+        self.rows, self.rank = rows, rank
+        self._own = _Rows(rows, rank)
+        self._started = False  # a pass over the current epoch
+        self._done = 0  # batches of the current epoch that this loader has handed out
+        self._resumed: tuple[int, int] | None = None  # the epoch and the batches of a loaded state, until a pass begins
+        self._offered = self._own if shard else _Rows(rows, None)
+        self._documents = documents
+        super().__init__(documents, batch_sampler=self._offered, collate_fn=collate, **options)
+
+    @property
+    def _index_sampler(self) -> Any:
+        """The sampler that torch's DataLoader iterates. accelerate reads `batch_sampler`."""
+        return self._own
+
+    @property
+    def epoch(self) -> int:
+        return self.rows.epoch
+
+    def __len__(self) -> int:
+        """The number of steps of the epoch, the same on every rank, also after a resume."""
+        return len(self._own)
+
+    def __iter__(self) -> Any:
+        if self._started:
+            self.rows.set_epoch(self.epoch + 1)
+        self._started = True
+        epoch, done = self._resumed or (self.epoch, 0)
+        self._done, self._resumed = (done if epoch == self.epoch else 0), None
+        return self._count(super().__iter__())
+
+    def _count(self, batches: Iterator[Any]) -> Iterator[Any]:
+        epoch = self.epoch
+        for number, batch in enumerate(batches, self._done + 1):
+            if self.epoch == epoch:
+                self._done = number
+            yield batch
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch of the next pass. Without it each pass is the epoch after the one before.
+
+        Raises:
+            ValueError: an epoch that isn't an integer of at least 0.
+        """
+        self.rows.set_epoch(epoch)
+        self._begin_at(self.epoch)
+
+    def state_dict(self, batches_done: int | None = None) -> dict[str, Any]:
+        """Where the epoch stands, as plain numbers and strings, the same on every rank.
+
+        Args:
+            batches_done: the batches of this epoch that this rank trained on. None counts the batches that the loop
+                got from this loader; batches that workers have fetched ahead don't count.
+
+        Raises:
+            ValueError: more batches than the epoch has; None for a loader that accelerate prepared, because it
+                fetches batches from a copy of this loader.
+        """
+        if batches_done is None:
+            if self._offered.is_divided and not self._started:
+                raise ValueError(
+                    "the batches were fetched from the loader that accelerate made of this one, so they weren't "
+                    "counted here. Pass batches_done, the batches of this epoch that this process trained on."
+                )
+            epoch, done = self._resumed or (self.epoch, self._done)
+            batches_done = done if epoch == self.epoch else 0
+        done = check_integer(batches_done, "batches_done", 0, len(self), "the number of steps of the epoch")
+        return self.rows.state_dict(done * self.rows.num_replicas)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume: the next pass begins with the batch after the last one that the state counts.
+
+        Raises:
+            ValueError: a damaged state, or one that was saved with other lengths or options. The loader is then
+                unchanged.
+        """
+        self.rows.load_state_dict(state)
+        self._begin_at(self.epoch)
+        self._resumed = (self.epoch, self.rows._done // self.rows.num_replicas)
+
+    def _begin_at(self, epoch: int) -> None:
+        self._started, self._done = False, 0
+        self._offered.begin_at(epoch)
+
+    def __str__(self) -> str:
+        rows, documents = self.rows, self._documents
+        plan, lengths = rows.plan, rows.lengths
+        planned = np.unique(plan.items)
+        missing = int((lengths > 0).sum()) - len(planned)
+        lines = [
+            f"PackedDataLoader of {len(lengths):,} documents, {documents.lengths.sum():,} tokens (lengths from "
+            f"{documents.source})",
+            f"  epoch {self.epoch}: {plan.num_steps:,} steps of {_counted(plan.num_ranks, 'rank')} with "
+            f"{plan.capacity:,} tokens each, {rows.efficiency():.1%} full",
+        ]
+        cut = (documents.lengths - lengths)[lengths > 0].sum()
+        left_out = [
+            *([str(rows.overlong_report)] if rows.overlong_report.documents else []),
+            *([f"{cut:,} tokens cut off by max_document_length"] if cut else []),
+            *([f"{_counted(missing, 'document')} of this epoch that fill no last step (tail)"] if missing else []),
+        ]
+        lines.append(f"  left out: {'; '.join(left_out) or 'no document'}")
+        used, unused = documents.columns
+        lines.append(f"  columns: {', '.join(used)}; left out: {', '.join(unused) or 'none'}")
+        return "\n".join(lines)
+
+
+def dataloader(
+    dataset: Any,
+    tokens: int,
+    *,
+    lengths: Sequence[int] | NDArray[Any] | None = None,
+    seed: int | None = None,
+    objective: Objective = "quadratic",
+    cost_model: CostModel | None = None,
+    tail: Tail = "spread",
+    lookahead: float = 0.01,
+    steps_together: int | None = None,
+    overlong: Literal["error", "drop"] = "error",
+    shuffle: bool = True,
+    num_replicas: int | None = None,
+    rank: int | None = None,
+    shard: bool = False,
+    epochs: int = 1,
+    labels: LabelObjective = "causal",
+    per_token: Collection[str] = (),
+    drop_columns: Collection[str] = (),
+    max_document_length: int | None = None,
+    pad_to_multiple_of: int | None = None,
+    pad_token_id: int | None = None,
+    **options: Any,
+) -> PackedDataLoader:
+    """A DataLoader of packed rows: at most `tokens` tokens per rank and step, with the same number of steps on every
+    rank.
+
+    It measures the documents, plans each epoch (MultipackDistributedBatchSampler) and joins the documents of a row
+    (PackingCollator). Each pass over it is the next epoch, in another order.
+
+    >>> documents = [{"input_ids": [5] * length} for length in (5, 3, 4, 4, 2, 6, 8, 8)]
+    >>> loader = dataloader(documents, tokens=8, seed=0)
+    >>> print(loader)
+    PackedDataLoader of 8 documents, 40 tokens (lengths from input_ids)
+      epoch 0: 5 steps of 1 rank with 8 tokens each, 100.0% full
+      left out: no document
+      columns: input_ids; left out: none
+    >>> [batch["input_ids"].shape[1] for batch in loader]
+    [8, 8, 8, 8, 8]
+
+    Args:
+        dataset: tokenized documents, indexed from 0: mappings with `input_ids` and the columns that PackingCollator
+            takes.
+        tokens: the tokens of a row, from 1 to 2**30.
+        lengths: (documents,) integers, the tokens of each document. None reads the column `length` or `lengths` of a
+            dataset with column names, or else counts the `input_ids`; of a `datasets.Dataset` it reads no tokens.
+        seed: at least 0. None takes rank 0's seed of torch (`torch.manual_seed`).
+        objective, cost_model, tail, lookahead, shuffle: see MultipackDistributedBatchSampler. The default "spread"
+            leaves out no document.
+        steps_together: see MultipackDistributedBatchSampler. None takes as many as have 64 rows, which fills them; with
+            `shuffle=False` it takes 1, which nearly keeps the order.
+        overlong: "error" refuses documents longer than `tokens`, "drop" leaves them out.
+        num_replicas, rank: the number of ranks, and the rank of this process. None reads them from torch.distributed.
+        shard: what a library finds that takes the loader apart: False the rows of all ranks, which accelerate divides;
+            True the rows of this rank. The loader itself yields the rows of this rank either way.
+        epochs: so many epochs get the same number of steps, `len(loader)`: that of the epoch with the most. A training
+            then has `epochs * len(loader)` steps. More than 1 plans all of these epochs once in advance.
+        labels: what a label belongs to, the `objective` of PackingCollator.
+        per_token, max_document_length, pad_to_multiple_of, pad_token_id: see PackingCollator.
+        drop_columns: columns that are left out.
+        options: of torch's DataLoader: `num_workers`, `pin_memory`, `persistent_workers`, `generator`,
+            `worker_init_fn` and others, but none that choose documents.
+
+    Raises:
+        ValueError: a wrong option, lengths that don't fit, a column that can't be packed; while loading, a document
+            with another number of tokens than its length, or with other columns than the first document.
+        ImportError: at the first use of an epoch, if numba can't be imported.
+    """
+    require_map_style(dataset)
+    tokens = check_integer(tokens, "tokens", 1, MOST_TOKENS)
+    _check_options(options, objective, labels, overlong)
+    collate = PackingCollator(
+        objective=labels,
+        per_token=per_token,
+        max_document_length=max_document_length,
+        pad_to_multiple_of=pad_to_multiple_of,
+        pad_token_id=pad_token_id,
+    )
+    if pad_to_multiple_of is not None and tokens % pad_to_multiple_of:
+        raise ValueError(
+            f"rows of up to {tokens} tokens can't be padded to multiples of {pad_to_multiple_of} without growing past "
+            f"{tokens}. Make tokens a multiple of pad_to_multiple_of."
+        )
+    documents = CheckedDocuments(dataset, lengths, drop_columns, collate)
+    cut = documents.lengths if max_document_length is None else np.minimum(documents.lengths, max_document_length)
+    fit_lengths(
+        cut,
+        tokens,
+        overlong,
+        name="row size",
+        remedy=f"pass overlong='drop', which leaves them out, or max_document_length={tokens}, which trains on their "
+        "first tokens",
+    )
+    planning: dict[str, Any] = {
+        "objective": objective, "cost_model": cost_model, "tail": tail, "lookahead": lookahead, "overlong": overlong,
+        "shuffle": shuffle, "seed": gather(torch.initial_seed())[0] if seed is None else seed,
+    }  # fmt: skip
+    own = MultipackDistributedBatchSampler(tokens, cut, num_replicas, rank, **planning)
+    if steps_together is None:
+        steps_together = -(-ROWS_TOGETHER // own.num_replicas) if shuffle else 1
+    planning |= {"num_replicas": own.num_replicas, "shard": False, "steps_together": steps_together}
+    rows = MultipackDistributedBatchSampler(tokens, cut, **planning)
+    if check_integer(epochs, "epochs") > 1:
+        most = max(_num_steps(rows, epoch) for epoch in range(epochs))
+        rows = MultipackDistributedBatchSampler(tokens, cut, **planning, least_steps=most)
+    assert own.rank is not None
+    return PackedDataLoader(documents, rows, own.rank, collate, check_flag(shard, "shard"), **options)
+
+
+class _Rows(Sampler[list[int]]):
+    """The rows of each epoch: of one rank, or (`rank` None) of all ranks, step by step, which accelerate divides."""
+
+    def __init__(self, rows: MultipackDistributedBatchSampler, rank: int | None) -> None:
+        self._rows, self.rank = rows, rank
+        self.is_divided = False  # by accelerate
+        self._next: int | None = None
+        self._shift = 0
+
+    def __len__(self) -> int:
+        return len(self._rows) // (1 if self.rank is None else self._rows.num_replicas)
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # A generator, because DataLoader with workers makes two iterators for a pass and uses only the second.
+        self.is_divided = self.rank is None
+        self._next = None
+        first, stride = (0, 1) if self.rank is None else (self.rank, self._rows.num_replicas)
+        yield from islice(self._rows, first, None, stride)
+
+    @property
+    def batch_size(self) -> None:
+        """None, because rows have different numbers of documents. Libraries that divide batches read it.
+
+        Raises:
+            ValueError: the rows of one rank of several, which can't be divided again.
+        """
+        if self.rank is not None and self._rows.num_replicas > 1:
+            raise ValueError(
+                f"this loader was made with shard=True, so its batch_sampler yields the rows of rank {self.rank} only, "
+                f"of {self._rows.num_replicas} ranks. For accelerate leave shard=False."
+            )
+
+    @property
+    def sampler(self) -> Any:
+        """This sampler itself. accelerate looks here for `set_epoch` once it has wrapped a batch sampler."""
+        return self
+
+    def begin_at(self, epoch: int) -> None:
+        """Let the next pass of accelerate be over this epoch, whatever its number there."""
+        self._next = epoch if self.rank is None else None
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the epoch, as accelerate does at each pass. It numbers its own passes from 0."""
+        if self._next is not None:
+            self._shift = self._next - epoch
+        self._rows.set_epoch(epoch + self._shift)
+
+
+def _check_options(options: Mapping[str, Any], objective: Any, labels: Any, overlong: Any) -> None:
+    for name in options:
+        if name in _CHOSEN_HERE:
+            raise ValueError(
+                f"{name} can't be passed: tokens decides which documents make a batch. For batches of your own use "
+                "torch's DataLoader with tritonpack.PackingCollator()."
+            )
+        if name not in _PASSED_ON:
+            raise ValueError(
+                f"there is no option {name!r}; those of torch's DataLoader that can be passed are "
+                f"{', '.join(_PASSED_ON)}."
+            )
+    if objective in ("causal", "tokens", "documents"):
+        raise ValueError(
+            "objective is what ranks get equal shares of: 'quadratic', 'linear' or 'cost'. To say what labels belong "
+            f"to, pass labels={objective!r}."
+        )
+    check_choice(overlong, ("error", "drop"), "overlong")
+
+
+def _num_steps(rows: MultipackDistributedBatchSampler, epoch: int) -> int:
+    rows.set_epoch(epoch)
+    return rows.num_batches()
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
