@@ -194,6 +194,16 @@ def test_a_rest_of_fewer_documents_than_ranks(tail):
     assert train(resumed(state, 4, tail=tail))[0] == []
 
 
+def test_the_rest_has_as_many_steps_as_it_needs():
+    seen, state = broken_off(2, 30, tail="keep", least_steps=60)
+    ranks = resumed(state, 2, tail="keep", least_steps=60)
+    assert len(ranks[0]) == 60
+    others = resumed(state, 4, tail="keep", least_steps=60)
+    assert len(others[0]) < 60
+    for each in (ranks, others):
+        assert sorted(seen + train(each)[0]) == list(range(len(LENGTHS)))
+
+
 @pytest.mark.parametrize("shards", [(True, False), (False, True), (False, False)])
 def test_state_of_sharding_sampler_and_of_another(shards):
     """accelerate's processes divide the batches of a sampler that doesn't."""

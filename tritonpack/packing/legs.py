@@ -147,6 +147,8 @@ def _plan(
         numbers = fitting[shuffled(len(fitting), seed, epoch)] if shuffle else fitting
     # What is left stays in the order of the whole epoch, in which documents that were deferred come first.
     left = _without(numbers[lengths[numbers] <= capacity], done)
+    if done.any():  # an epoch that changes its ranks can't have the number of steps of other epochs
+        options["least_steps"] = 1
     place = np.zeros(len(lengths), dtype=np.int32)
     place[fitting] = np.arange(len(fitting), dtype=np.int32)
     plan = plan_epoch(lengths[fitting], capacity, num_ranks, order=place[left], **options)

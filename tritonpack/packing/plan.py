@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import index
 from typing import Any, Literal, get_args
@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from tritonpack.checks import check_choice, check_flag, is_number
 from tritonpack.packing.cost import CostModel
+from tritonpack.packing.equal_steps import divide_steps
 from tritonpack.packing.lengths import check_integer, fit_lengths
 from tritonpack.packing.order import Order, given_order, shuffled
 from tritonpack.packing.tail import Tail, check_tail, drop_last_step, spread, whole_steps
@@ -184,7 +185,9 @@ def plan_epoch(
         order = given_order(order, len(lengths), seed, epoch)
     costs = _costs(lengths, capacity, num_ranks * steps_together, objective, cost_model)
     options: dict[str, Any] = {"lookahead": lookahead, "together": steps_together, "level": objective == "cost"}
-    return _plan_in_order(order, lengths, costs, capacity, num_ranks, tail, options)
+    plan = _plan_in_order(order, lengths, costs, capacity, num_ranks, tail, options)
+    items, offsets = divide_steps(plan.items, plan.offsets, num_ranks, least_steps)
+    return replace(plan, items=items, offsets=offsets)
 
 
 def _plan_in_order(
