@@ -74,7 +74,10 @@ def test_resumes_from_state_of_another_rank():
     ("other", "message"),
     [
         (sampler(seed=1), "can't be resumed, because its seed was 1 and is 0"),
-        (sampler(seed=0, lengths=np.roll(LENGTHS, 1)), "saved with other lengths: their digest was '.*' and is '"),
+        (
+            sampler(seed=0, lengths=np.roll(LENGTHS, 1)),
+            "saved with other lengths: they were those of '700 documents with .*' and are those of '700",
+        ),
     ],
 )
 def test_refuses_state_of_other_documents(other, message):
@@ -168,6 +171,22 @@ def test_accelerate_loses_and_repeats_nothing(even_batches):
         seen += [document for batch in loader for document in batch]
     assert sorted(seen) == sorted(one.plan.items.tolist())
     assert len(seen) + one.dropped_documents == len(LENGTHS)
+
+
+@pytest.mark.parametrize("padding", [{}, {"pad_to_multiple_of": 512, "pad_token_id": 0}])
+def test_accelerate_divides_no_rows(padding):
+    data_loader = pytest.importorskip("accelerate.data_loader")
+    one = sampler(None, shard=False)
+    loader = DataLoader(
+        [{"input_ids": [1] * length} for length in LENGTHS.tolist()],
+        batch_sampler=one,
+        collate_fn=PackingCollator(**padding),
+    )
+    with pytest.raises(TypeError):
+        data_loader.prepare_data_loader(loader, num_processes=4, process_index=0, split_batches=True)
+    batches = iter(loader)
+    with pytest.raises((TypeError, RuntimeError), match=r"concatenate|Sizes of tensors must match"):
+        data_loader.concatenate([next(batches), next(batches)], dim=0)  # what dispatch_batches begins with
 
 
 def test_single_process_is_rank_0_of_1():

@@ -34,9 +34,12 @@ def resumed(state, num_replicas, **options):
 
 
 def train(ranks, batches=None):
-    """The documents of the next batches of all ranks, and a state after them; None takes all batches."""
+    """The documents of the next batches of all ranks, and a state after them; None takes all batches.
+
+    Those of filler rows are left out: they are documents of other rows.
+    """
     iterators = [iter(one) for one in ranks]
-    documents = []
+    plan, documents = ranks[0].plan, []
     while batches is None or batches > 0:
         step = [next(iterator, None) for iterator in iterators]
         if step[0] is None:
@@ -46,7 +49,9 @@ def train(ranks, batches=None):
         batches = None if batches is None else batches - 1
     states = [one.state_dict() for one in ranks]
     assert states == [states[0]] * len(ranks)
-    return documents, states[0]
+    rows_done = json.loads(states[0]["legs"])[-1]["rows_done"]
+    fillers = max(0, plan.filler_rows + rows_done - plan.num_steps * plan.num_ranks)
+    return documents[: len(documents) - fillers], states[0]
 
 
 def random_options(random):
@@ -72,12 +77,7 @@ def break_off_often(seed):
     seen, state = train(ranks, int(random.integers(0, 8)))
     legs = [len(seen)]
     for _ in range(random.integers(1, 5)):
-        try:
-            ranks = resumed(state, int(random.integers(1, 7)), lengths=lengths, **random_options(random))
-        except ValueError as error:
-            if "don't divide into steps" not in str(error):
-                raise
-            continue
+        ranks = resumed(state, int(random.integers(1, 7)), lengths=lengths, **random_options(random))
         assert {one.epoch for one in ranks} == {seed}
         documents, state = train(ranks, int(random.integers(0, 8)))
         seen += documents
@@ -178,6 +178,30 @@ def test_a_rest_that_fills_no_step_is_dropped():
         assert (list(last), len(last), last.efficiency()) == ([], len(one) - 2, 1.0)
         assert last.dropped_documents > 2
         assert last.tokens_per_step().tolist() == one.tokens_per_step()[:-2].tolist()
+
+
+@pytest.mark.parametrize("tail", ["keep", "spread"])
+def test_a_rest_of_fewer_documents_than_ranks(tail):
+    (one,) = samplers(1, tail=tail)
+    seen, state = train([one], len(one) - 1)
+    ranks = resumed(state, 30, tail=tail)
+    left = len(LENGTHS) - len(seen)
+    assert 0 < left < 30
+    assert ranks[0].plan.filler_rows == 30 - left
+    rest, state = train(ranks)
+    assert sorted(seen + rest) == list(range(len(LENGTHS)))
+    assert ranks[0].dropped_documents == 0
+    assert train(resumed(state, 4, tail=tail))[0] == []
+
+
+def test_the_rest_has_as_many_steps_as_it_needs():
+    seen, state = broken_off(2, 30, tail="keep", least_steps=60)
+    ranks = resumed(state, 2, tail="keep", least_steps=60)
+    assert len(ranks[0]) == 60
+    others = resumed(state, 4, tail="keep", least_steps=60)
+    assert len(others[0]) < 60
+    for each in (ranks, others):
+        assert sorted(seen + train(each)[0]) == list(range(len(LENGTHS)))
 
 
 @pytest.mark.parametrize("shards", [(True, False), (False, True), (False, False)])

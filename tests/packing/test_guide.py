@@ -13,7 +13,7 @@ BLOCKS = blocks("packing")
 # A text that occurs in one block only, for each block.
 TEXTS = (
     "print(loader)", "accelerator.prepare(tritonpack", "sampler.set_epoch(epoch)", "CostModel.fit",
-    "max_document_length", "# the next iteration", "# saved on 8 ranks", "even_batches",
+    "max_document_length", "# the next iteration", "# saved on 8 ranks", "# after the Accelerator",
     "loader.set_epoch(sampler.epoch)", "pack_dataset", "tritonpack.setup", "stream.set_epoch", "dispatch_batches",
     "stream.load_state_dict", "RandomSampler",
 )  # fmt: skip

@@ -137,7 +137,9 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         self._order_digest = None if order is None else digest(given_order(order, len(self.lengths), 0, 0))
         # With the lengths of dropped documents, which a leg with longer rows has planned.
         self._all_lengths = self.lengths if self.lengths.all() else np.array(lengths, dtype=np.int64)
-        if steps_together is None:
+        if steps_together is None and (order is not None or not shuffle):
+            steps_together = 1  # which nearly keeps the order
+        elif steps_together is None:
             steps_together = choose_steps_together(
                 self.lengths[self.lengths > 0], self.batch_max_length, self.num_replicas, objective=objective,
                 cost_model=cost_model, lookahead=lookahead,
@@ -199,8 +201,9 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         }
 
     @cached_property
-    def _lengths_digest(self) -> str:
-        return digest(self._all_lengths.astype(np.int64))
+    def _lengths_summary(self) -> str:
+        lengths = self._all_lengths.astype(np.int64)
+        return f"{len(lengths)} documents with {lengths.sum()} tokens, digest {digest(lengths)}"
 
     def _place(self, done: int) -> dict[str, Any]:
         made, legs = self._current(), self._current_legs()
@@ -211,15 +214,15 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
                 f"other settings; got {done}. Count the batches from the beginning of the epoch."
             )
         rows_done = (done - first) * (self.num_replicas // self._batches_per_step)
-        legs = (*legs, Leg(self._settings(), rows_done, made.digest))
-        return {"lengths": self._lengths_digest, "legs": write_legs(legs)}
+        legs = (*legs, Leg(self._settings(), rows_done, self._digest(made)))
+        return {"lengths": self._lengths_summary, "legs": write_legs(legs)}
 
     def _find_place(self, state: Mapping[str, Any]) -> tuple[int, tuple[Leg, ...], Rest, int]:
         epoch = self._check_header(state, {"lengths", "legs"})
-        if not same(state["lengths"], self._lengths_digest):
+        if not same(state["lengths"], self._lengths_summary):
             raise ValueError(
-                f"the state was saved with other lengths: their digest was {state['lengths']!r:.60} and is "
-                f"{self._lengths_digest!r}. Pass the lengths of the same documents in the same order, or start an "
+                f"the state was saved with other lengths: they were those of {state['lengths']!r:.100} and are those "
+                f"of {self._lengths_summary!r}. Pass the lengths of the same documents in the same order, or start an "
                 "epoch anew with set_epoch."
             )
         settings = self._settings()
@@ -255,8 +258,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
 
         Raises:
             ValueError: a damaged state, one of another class or version, one that was saved with other lengths or with
-                another seed than was given, a rest that can't be planned with these settings, another state on another
-                rank. The sampler is then unchanged.
+                another seed than was given, another state on another rank. The sampler is then unchanged.
             TimeoutError: ranks that don't load a state.
         """
         found = fault = None
@@ -323,7 +325,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         Raises:
             ValueError: on every rank, if any two ranks differ.
         """
-        mine = {**self._values_to_compare(), "epoch": self.epoch, "plan": self._current().digest}
+        mine = {**self._values_to_compare(), "epoch": self.epoch, "plan": self._digest(self._current())}
         fault = _find_difference([{**values, "rank": None} for values in gather(mine, group)])
         if fault:
             raise ValueError(fault)
@@ -335,9 +337,7 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
             **self._settings(),
             "seed": self.seed if self._seed_is_given else None,
             "shard": self._shard,
-            "documents": len(self.lengths),
-            "tokens": int(self._all_lengths.sum(dtype=np.int64)),
-            "the digest of lengths": self._lengths_digest,
+            "the lengths": self._lengths_summary,
             "the digest of order": self._order_digest,
         }
 

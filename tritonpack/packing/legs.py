@@ -100,7 +100,7 @@ def plan_rest(
     tokens_before = [np.zeros(0, dtype=np.int64)]
     for number, leg in enumerate(legs):
         try:
-            plan, _ = _plan(lengths, epoch, done, leg.settings, order, sum(map(len, tokens_before)))
+            plan, _ = _plan(lengths, epoch, done, leg.settings, order)
             check_leg(leg, plan)
         except ValueError as error:
             raise ValueError(f"leg {number} of the state can't be: {error}") from None
@@ -109,7 +109,7 @@ def plan_rest(
         ends = np.append(ends, plan.offsets[leg.rows_done])[: leg.steps_done + 1]
         tokens_before.append(np.diff(tokens[ends]))
         done += np.bincount(plan.items[: plan.offsets[leg.rows_done]][: plan.num_documents], minlength=len(lengths))
-    plan, num_left = _plan(lengths, epoch, done, settings, order, sum(map(len, tokens_before)))
+    plan, num_left = _plan(lengths, epoch, done, settings, order)
     return Rest(settings, plan, num_left, np.concatenate(tokens_before))
 
 
@@ -130,12 +130,7 @@ class OtherPlanError(Exception):
 
 
 def _plan(
-    lengths: NDArray[Any],
-    epoch: int,
-    done: NDArray[np.integer],
-    settings: Mapping[str, Any],
-    order: Order | None,
-    steps_before: int,
+    lengths: NDArray[Any], epoch: int, done: NDArray[np.integer], settings: Mapping[str, Any], order: Order | None
 ) -> tuple[Plan, int]:
     """The plan of the documents that aren't done, and their number."""
     options = dict(settings)
@@ -143,7 +138,6 @@ def _plan(
     num_ranks = check_integer(options.pop("num_replicas"), "num_replicas", 1, MOST_RANKS)
     if options["cost_model"] is not None:
         options["cost_model"] = _cost_model(options["cost_model"])
-    options["least_steps"] = max(1, check_integer(options["least_steps"], "least_steps") - steps_before)
     seed, shuffle = options.pop("seed"), check_flag(options.pop("shuffle"), "shuffle")
     fitting = np.flatnonzero(lengths <= capacity).astype(np.int32)
     if order is not None:
@@ -152,6 +146,8 @@ def _plan(
         numbers = fitting[shuffled(len(fitting), seed, epoch)] if shuffle else fitting
     # What is left stays in the order of the whole epoch, in which documents that were deferred come first.
     left = _without(numbers[lengths[numbers] <= capacity], done)
+    if done.any():  # an epoch that changes its ranks can't have the number of steps of other epochs
+        options["least_steps"] = 1
     place = np.zeros(len(lengths), dtype=np.int32)
     place[fitting] = np.arange(len(fitting), dtype=np.int32)
     plan = plan_epoch(lengths[fitting], capacity, num_ranks, order=place[left], **options)

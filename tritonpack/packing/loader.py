@@ -20,8 +20,8 @@ from tritonpack.packing.distributed import MultipackDistributedBatchSampler
 from tritonpack.packing.documents import require_map_style
 from tritonpack.packing.lengths import check_integer, fit_lengths
 from tritonpack.packing.plan import MOST_TOKENS, Objective, Tail
+from tritonpack.packing.ranks import place_in_world
 
-ROWS_TOGETHER = 64  # planned at once unless the user chooses: they fill well even if a row holds two or three documents
 _CHOSEN_HERE = ("dataset", "batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "collate_fn")
 _PASSED_ON = tuple(name for name in inspect.signature(DataLoader).parameters if name not in _CHOSEN_HERE)
 
@@ -206,8 +206,6 @@ def dataloader(
         seed: at least 0. None takes rank 0's seed of torch (`torch.manual_seed`).
         objective, cost_model, tail, lookahead, shuffle: see MultipackDistributedBatchSampler. The default "spread"
             leaves out no document.
-        steps_together: see MultipackDistributedBatchSampler. None takes as many as have 64 rows, which fills them; with
-            `shuffle=False` it takes 1, which nearly keeps the order.
         overlong: "error" refuses documents longer than `tokens`, "drop" leaves them out.
         num_replicas, rank: the number of ranks, and the rank of this process. None reads them from torch.distributed.
         shard: what a library finds that takes the loader apart: False the rows of all ranks, which accelerate divides;
@@ -250,20 +248,18 @@ def dataloader(
         remedy=f"pass overlong='drop', which leaves them out, or max_document_length={tokens}, which trains on their "
         "first tokens",
     )
+    num_replicas, own_rank = place_in_world(num_replicas, rank, True)
+    assert own_rank is not None
     planning: dict[str, Any] = {
         "objective": objective, "cost_model": cost_model, "tail": tail, "lookahead": lookahead, "overlong": overlong,
-        "shuffle": shuffle, "seed": seed,
+        "shuffle": shuffle, "seed": seed, "steps_together": steps_together, "num_replicas": num_replicas,
+        "shard": False,
     }  # fmt: skip
-    own = MultipackDistributedBatchSampler(tokens, cut, num_replicas, rank, **planning)
-    if steps_together is None:
-        steps_together = -(-ROWS_TOGETHER // own.num_replicas) if shuffle else 1
-    planning |= {"num_replicas": own.num_replicas, "shard": False, "steps_together": steps_together}
     rows = MultipackDistributedBatchSampler(tokens, cut, **planning)
     if check_integer(epochs, "epochs") > 1:
         most = max(_num_steps(rows, epoch) for epoch in range(epochs))
         rows = MultipackDistributedBatchSampler(tokens, cut, **planning, least_steps=most)
-    assert own.rank is not None
-    return PackedDataLoader(documents, rows, own.rank, collate, check_flag(shard, "shard"), **options)
+    return PackedDataLoader(documents, rows, own_rank, collate, check_flag(shard, "shard"), **options)
 
 
 class _Rows(Sampler[list[int]]):

@@ -26,7 +26,7 @@ def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int32]:
 
 def given_order(order: Order, count: int, seed: int, epoch: int) -> NDArray[np.int32]:
     """The document numbers of a given order; ValueError if they aren't numbers of `count` documents."""
-    numbers = order(seed, epoch) if callable(order) else order
+    numbers = order(seed, epoch) if callable(order) and not isinstance(order, type) else order
     rule = f"order must be a one-dimensional array with numbers of the {count} documents, or return one"
     if not isinstance(numbers, np.ndarray) or numbers.ndim != 1 or numbers.dtype.kind not in "iu":
         raise ValueError(f"{rule}; got {numbers!r:.100}.")

@@ -166,7 +166,8 @@ def plan_epoch(
         steps_together: the number of steps that are planned at once; their rows are then divided among them. More
             fill rows better if a step holds few documents. A document moves by fewer than three times as many steps.
             None measures how many suffice, at most 64 (see `choose_steps_together`). This takes as long as a few
-            epochs, so for many epochs choose once, as `MultipackDistributedBatchSampler` does.
+            epochs, so for many epochs choose once, as `MultipackDistributedBatchSampler` does. With `shuffle=False` or
+            an order of your own None is 1, which nearly keeps the order.
         least_steps: the least number of steps. How well rows fill depends on the order, so epochs may have different
             numbers of steps; with the largest of them each epoch has that number. "spread" fills these steps equally.
             Otherwise the latest rows give documents to the missing steps.
@@ -188,12 +189,15 @@ def plan_epoch(
     check_options(objective, cost_model, tail, lookahead)
     check_flag(shuffle, "shuffle")
     lengths = fit_lengths(lengths, capacity).lengths
+    keeps_order = order is not None or not shuffle
     if order is None:
         order = shuffled(len(lengths), seed, epoch) if shuffle else np.arange(len(lengths), dtype=np.int32)
         check_tail(lengths, capacity, num_ranks, tail)
     else:
         order = given_order(order, len(lengths), seed, epoch)
-    if steps_together is None:
+    if steps_together is None and keeps_order:
+        steps_together = 1
+    elif steps_together is None:
         steps_together = choose_steps_together(
             lengths, capacity, num_ranks, objective=objective, cost_model=cost_model, lookahead=lookahead
         )

@@ -79,9 +79,8 @@ class ResumableSampler(ABC, Generic[Made]):
         """All settings that decide the batches, as plain numbers and strings."""
 
     def _make_rest(self, epoch: int, legs: tuple[Any, ...]) -> Made:
-        """The same after parts of the epoch were trained on with other settings."""
-        assert not legs, "a subclass that resumes with other settings overrides this"
-        return self._make(epoch)
+        """The same after parts of the epoch were trained on with other settings, if a subclass resumes with others."""
+        raise NotImplementedError
 
     def _current_legs(self) -> tuple[Any, ...]:
         return self._legs if self._counted_epoch == self.epoch else ()
@@ -89,7 +88,8 @@ class ResumableSampler(ABC, Generic[Made]):
     def _current(self) -> Made:
         legs = self._current_legs()
         if self._made is None or self._made[:2] != (self.epoch, legs):
-            self._made = (self.epoch, legs, self._make_rest(self.epoch, legs))
+            made = self._make_rest(self.epoch, legs) if legs else self._make(self.epoch)
+            self._made = (self.epoch, legs, made)
         return self._made[2]
 
     def __len__(self) -> int:
