@@ -81,7 +81,8 @@ def measure(plans: Sequence[Plan], lengths: Sequence[Lengths], milliseconds: flo
         found.append(
             (plan.num_steps, shown.tokens_covered, inner.efficiency, inner.utilization, inner.l2_lag, shown.spread or 0)
         )
-    return Row(*np.mean(found, axis=0).tolist(), milliseconds)
+    steps, covered, full, busy, lag, spread = np.mean(found, axis=0).tolist()
+    return Row(steps, covered, full, busy, lag, spread, milliseconds)
 
 
 def print_suite(others: Sequence[Sampler], openchat: Lengths, options: argparse.Namespace) -> None:

@@ -74,8 +74,8 @@ def findings(results: Sequence[Result]) -> Iterator[str]:
     together = results[0].plan.steps_together
     if together > 1:
         yield (
-            f"A step holds about {ours['documents_per_step']:.0f} documents, so {together} steps are planned at once. A "
-            f"document moves by fewer than {3 * together} steps."
+            f"A step holds about {ours['documents_per_step']:.0f} documents, so {together} steps are planned at once. "
+            f"A document moves by fewer than {3 * together} steps."
         )
     if left_out := 1 - ours["tokens_covered"]:
         yield (
