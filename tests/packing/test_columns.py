@@ -134,6 +134,24 @@ def test_max_document_length_keeps_document_labels():
     assert batch["input_ids"].tolist() == [[5, 6]]
 
 
+@pytest.mark.parametrize("longest", [None, 2])
+@pytest.mark.parametrize("objective", ["causal", "tokens", "documents"])
+def test_rows_of_documents_are_their_documents(objective, longest):
+    lengths = [3, 1, 4]
+    documents = [{"input_ids": [*range(5, 5 + n)], "token_type_ids": [n] * n} for n in lengths]
+    row = {name: [value for document in documents for value in document[name]] for name in documents[0]}
+    if objective == "documents":
+        documents = [document | {"label": n % 2} for document, n in zip(documents, lengths, strict=True)]
+        row["label"] = [n % 2 for n in lengths]
+    boundaries = {"seq_lengths": lengths, "position_ids": [place for n in lengths for place in range(n)]}
+    settings = {"objective": objective, "max_document_length": longest}
+    expected = plain(collate(*documents, *documents, **settings))
+    for names in (["seq_lengths"], ["position_ids"], ["seq_lengths", "position_ids"]):
+        marked = row | {name: boundaries[name] for name in names}
+        assert plain(collate(marked, *documents, **settings)) == expected
+    assert plain(collate(*documents, **settings)) != plain(collate(*documents[::-1], **settings))
+
+
 A = {"input_ids": [5, 6]}
 
 

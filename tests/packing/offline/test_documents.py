@@ -21,6 +21,12 @@ def lines(*bad):
     return "".join(json.dumps(document) + "\n" for document in (GOOD, GOOD, *bad))
 
 
+@pytest.fixture
+def given(tmp_path):
+    (tmp_path / "in").mkdir()
+    return tmp_path / "in"
+
+
 @pytest.mark.parametrize(
     ("bad", "message"),
     [
@@ -45,33 +51,33 @@ def lines(*bad):
         ([1, 2], r"isn't an object with 'input_ids', but '\[1, 2\]'"),
     ],
 )
-def test_json_lines(tmp_path, bad, message):
-    (tmp_path / "a.jsonl").write_text(lines())
-    (tmp_path / "b.jsonl").write_text("\n" + lines(bad, GOOD))
+def test_json_lines(given, tmp_path, bad, message):
+    (given / "a.jsonl").write_text(lines())
+    (given / "b.jsonl").write_text("\n" + lines(bad, GOOD))
     with pytest.raises(ValueError, match=f"line 4 of .*b.jsonl:? {message}"):
-        pack_to_disk(tmp_path, 8, tmp_path / "out")
+        pack_to_disk(given, 8, tmp_path / "out")
 
 
-def test_json_line_that_is_no_json(tmp_path):
-    (tmp_path / "a.jsonl").write_text(lines() + '{"input_ids": [1\n')
+def test_json_line_that_is_no_json(given, tmp_path):
+    (given / "a.jsonl").write_text(lines() + '{"input_ids": [1\n')
     with pytest.raises(ValueError, match=r"line 3 of .*a.jsonl isn't JSON: .*\. Write one object on each line\."):
-        pack_to_disk(tmp_path, 8, tmp_path / "out")
+        pack_to_disk(given, 8, tmp_path / "out")
 
 
-def test_json_place_in_a_later_part(tmp_path, monkeypatch):
+def test_json_place_in_a_later_part(given, tmp_path, monkeypatch):
     monkeypatch.setattr(sources, "PART_BYTES", 64)
-    (tmp_path / "a.jsonl").write_text("\n\n" + lines(*[GOOD] * 30) + "  \n" + json.dumps(GOOD | {"labels": [1]}))
+    (given / "a.jsonl").write_text("\n\n" + lines(*[GOOD] * 30) + "  \n" + json.dumps(GOOD | {"labels": [1]}))
     with pytest.raises(ValueError, match=r"line 36 of .*a\.jsonl: labels has 1 values for 2 tokens"):
-        pack_to_disk(tmp_path, 8, tmp_path / "out", jobs=3)
+        pack_to_disk(given, 8, tmp_path / "out", jobs=3)
 
 
-def test_json_columns_that_differ(tmp_path):
-    (tmp_path / "a.jsonl").write_text(lines())
-    (tmp_path / "b.jsonl").write_text(lines(GOOD | {"token_type_ids": [0, 0]}))
+def test_json_columns_that_differ(given, tmp_path):
+    (given / "a.jsonl").write_text(lines())
+    (given / "b.jsonl").write_text(lines(GOOD | {"token_type_ids": [0, 0]}))
     with pytest.raises(
         ValueError, match=r"from line 1 of .*b.jsonl on has the columns input_ids, labels, token_type_ids"
     ):
-        pack_to_disk(tmp_path, 8, tmp_path / "out")
+        pack_to_disk(given, 8, tmp_path / "out")
 
 
 @pytest.mark.parametrize("kind", ["arrow", "feather", "parquet"])
