@@ -1,5 +1,6 @@
 """setup: a Trainer trains on packed rows as a plain loop does on padded batches of the same documents."""
 
+import functools
 import json
 from collections.abc import Callable
 from itertools import chain
@@ -274,6 +275,7 @@ class TestUndoing:
     def test_restores_every_object(self, tmp_path: Path) -> None:
         trainer = make_trainer(tmp_path)
         trainer._set_signature_columns_if_needed()  # Trainer keeps these once it has read them
+        trainer.compute_loss = functools.partial(Trainer.compute_loss, trainer)  # as other libraries do
         attributes, callbacks, model = snapshot(trainer)
         handle = tritonpack.setup(trainer, TOKENS)
         assert "get_train_dataloader" in vars(trainer)

@@ -26,15 +26,18 @@ def test_steps_with_many_documents_are_divided(ranks, more):
 
 
 def test_a_step_may_become_more_than_two():
-    plan = Plan(np.arange(9, dtype=np.int32), np.array([0, 1, 2, 5, 9]), num_ranks=2, capacity=8)
-    rows = divide_steps(plan, 4)
+    items, offsets = np.arange(9, dtype=np.int32), np.array([0, 1, 2, 5, 9])
+    rows = Plan(*divide_steps(items, offsets, 2, 4), num_ranks=2, capacity=8)
     assert [[rows.row(step, rank).tolist() for rank in range(2)] for step in range(4)] == [
         [[0], [1]], [[2], [5, 8]], [[3], [6]], [[4], [7]],
     ]  # fmt: skip
-    empty = Plan(np.zeros(0, np.int32), np.zeros(1, np.int64), num_ranks=2, capacity=8)
-    assert divide_steps(empty, 4) is empty
     with pytest.raises(ValueError, match=r"9 documents can't make least_steps=5 steps in which each of 2 ranks has"):
-        divide_steps(plan, 5)
+        divide_steps(items, offsets, 2, 5)
+
+
+def test_no_step_stays_none():
+    empty = np.zeros(0, np.int32), np.zeros(1, np.int64)
+    assert divide_steps(*empty, 2, 4) == empty
 
 
 def test_sampler_has_the_option():

@@ -196,7 +196,8 @@ def plan_epoch(
     rows = step_of[kept] * np.int64(num_ranks) + rank_of[kept]
     documents = order[kept]
     items, offsets = group_by_bin(rows, np.arange(len(rows), dtype=np.int32), num_steps * num_ranks)
-    return divide_steps(Plan(documents[items], offsets, num_ranks, capacity), least_steps)
+    items, offsets = divide_steps(documents[items], offsets, num_ranks, least_steps)
+    return Plan(items, offsets, num_ranks, capacity)
 
 
 def check_options(objective: str, cost_model: CostModel | None, tail: str, lookahead: float) -> None:
