@@ -95,6 +95,7 @@ def test_trains_as_a_plain_loop_on_padded_batches(tmp_path: Path) -> None:
     steps = [list(chain(*batches[i : i + 2])) for batches in epochs for i in range(0, per_epoch, 2)]
     assert distance(plain_loop(steps), outcome) < EXACT
     assert (trainer.state.global_step, trainer.state.max_steps, trainer.state.epoch) == (len(steps), len(steps), 2.0)
+    assert "616 tokens (lengths from input_ids)" in str(handle)
     assert f"{per_epoch} steps of 1 rank with 72 tokens each" in str(handle)
 
 

@@ -69,7 +69,7 @@ class TrainerSetup:
     def __init__(self, trainer: Trainer, tokens: int, patching: Mapping[str, Any], packing: Mapping[str, Any]) -> None:
         self.trainer = trainer
         self._tokens, self._patching, self._packing = tokens, dict(patching), dict(packing)
-        self._measured: tuple[Any, Any] = (None, None)  # a dataset, and the lengths of its documents
+        self._measured: Any = None  # the documents of the latest loader, with their lengths
         self._loader = self._load(epochs=1)
         self._callback = _PackedTraining(self)
         self.patch: Patch = self._patch(trainer.model)
@@ -154,8 +154,9 @@ class TrainerSetup:
         packing["labels"] = self._labels = packing.get("labels") or labels_of(trainer)
         check_training(trainer, self._labels)
         dataset = trainer.train_dataset
-        if packing.get("lengths") is None and self._measured[0] is dataset:
-            packing["lengths"] = self._measured[1]
+        known = self._measured is not None and self._measured.dataset is dataset and packing.get("lengths") is None
+        if known:
+            packing["lengths"] = self._measured.lengths
         strategy = getattr(args, "train_sampling_strategy", "random")
         packing |= {
             "drop_columns": (*packing.get("drop_columns", ()), *self._unused_columns()),
@@ -176,7 +177,9 @@ class TrainerSetup:
         )
         defaults = inspect.signature(dataloader).parameters
         self._planned = {name: packing.get(name, defaults[name].default) for name in _PLANNING}
-        self._measured = (dataset, loader.dataset.lengths)  # type: ignore[attr-defined]
+        measured: Any = loader.dataset
+        measured.source = self._measured.source if known else measured.source
+        self._measured = measured
         return loader
 
     def _unused_columns(self) -> tuple[str, ...]:
@@ -329,7 +332,7 @@ class _PackedTraining(SavedTokensCallback):
             **handle._planned,
             "cost_model": cost_model and asdict(cost_model),
             "tokens": handle._tokens,
-            "lengths": digest(handle._measured[1]),
+            "lengths": digest(handle._measured.lengths),
             "steps_per_epoch": len(self._loader),
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
         }
