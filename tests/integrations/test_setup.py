@@ -1,5 +1,6 @@
 """setup: a Trainer trains on packed rows as a plain loop does on padded batches of the same documents."""
 
+import functools
 import json
 from collections.abc import Callable
 from itertools import chain
@@ -94,6 +95,7 @@ def test_trains_as_a_plain_loop_on_padded_batches(tmp_path: Path) -> None:
     steps = [list(chain(*batches[i : i + 2])) for batches in epochs for i in range(0, per_epoch, 2)]
     assert distance(plain_loop(steps), outcome) < EXACT
     assert (trainer.state.global_step, trainer.state.max_steps, trainer.state.epoch) == (len(steps), len(steps), 2.0)
+    assert "616 tokens (lengths from input_ids)" in str(handle)
     assert f"{per_epoch} steps of 1 rank with 72 tokens each" in str(handle)
 
 
@@ -274,6 +276,7 @@ class TestUndoing:
     def test_restores_every_object(self, tmp_path: Path) -> None:
         trainer = make_trainer(tmp_path)
         trainer._set_signature_columns_if_needed()  # Trainer keeps these once it has read them
+        trainer.compute_loss = functools.partial(Trainer.compute_loss, trainer)  # as other libraries do
         attributes, callbacks, model = snapshot(trainer)
         handle = tritonpack.setup(trainer, TOKENS)
         assert "get_train_dataloader" in vars(trainer)

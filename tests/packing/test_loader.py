@@ -163,7 +163,7 @@ class TestLengths:
             make(lengths=[1, 2, 3])
         changed = LENGTHS.copy()
         changed[-1] += 1
-        with pytest.raises(ValueError, match=r"document 119 has .* tokens, but .* by the lengths given"):
+        with pytest.raises(ValueError, match=r"document 119 has .* tokens, but .* by the argument lengths"):
             one_pass(make(lengths=changed, tokens=TOKENS + 1))
 
     def test_of_a_dataset_with_lengths_in_its_documents(self):

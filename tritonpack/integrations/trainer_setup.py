@@ -69,10 +69,11 @@ class TrainerSetup:
     def __init__(self, trainer: Trainer, tokens: int, patching: Mapping[str, Any], packing: Mapping[str, Any]) -> None:
         self.trainer = trainer
         self._tokens, self._patching, self._packing = tokens, dict(patching), dict(packing)
-        self._measured: tuple[Any, Any] = (None, None)  # a dataset, and the lengths of its documents
+        self._measured: Any = None  # the documents of the latest loader, with their lengths
         self._loader = self._load(epochs=1)
         self._callback = _PackedTraining(self)
         self.patch: Patch = self._patch(trainer.model)
+        self._before = {name: vars(trainer)[name] for name in _REPLACED if name in vars(trainer)}
         try:
             trainer.add_callback(self._callback)
             for name in _REPLACED:
@@ -94,9 +95,14 @@ class TrainerSetup:
         for name in _REPLACED:
             if getattr(vars(self.trainer).get(name), "__self__", None) is self:
                 delattr(self.trainer, name)
+                vars(self.trainer).update({name: self._before[name]} if name in self._before else {})
         if self._callback in self.trainer.callback_handler.callbacks:
             self.trainer.remove_callback(self._callback)
         self.patch.unpatch()
+
+    def _original(self, name: str) -> Any:
+        """The trainer's own method."""
+        return self._before.get(name) or getattr(type(self.trainer), name).__get__(self.trainer)
 
     def get_train_dataloader(self) -> PackedDataLoader:
         """The loader of packed rows, in place of the trainer's method of this name."""
@@ -115,7 +121,7 @@ class TrainerSetup:
 
     def call_model_init(self, trial: Any = None) -> nn.Module:
         """Make a model with `model_init`, and patch it."""
-        model = type(self.trainer).call_model_init(self.trainer, trial)
+        model = self._original("call_model_init")(trial)
         self.patch.unpatch()
         self.patch = self._patch(model)
         return model
@@ -133,12 +139,12 @@ class TrainerSetup:
         over the targets of the row, whatever `num_items_in_batch` is, so this weighs them by the row's targets.
         """
         trainer = self.trainer
-        compute: Any = partial(type(trainer).compute_loss, trainer, model, inputs)
+        own = self._original("compute_loss")
         is_sum = self._labels == "causal" or trainer.compute_loss_func is not None or trainer.label_smoother is not None
-        if is_sum or num_items_in_batch is None or type(trainer).compute_loss is not Trainer.compute_loss:
-            return compute(return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
+        if is_sum or num_items_in_batch is None or getattr(own, "__func__", None) is not Trainer.compute_loss:
+            return own(model, inputs, return_outputs=return_outputs, num_items_in_batch=num_items_in_batch)
         share = inputs["labels"].ne(IGNORED_LABEL).sum() / num_items_in_batch
-        loss, outputs = compute(return_outputs=True)
+        loss, outputs = own(model, inputs, return_outputs=True)
         loss = loss * share * trainer.args.world_size  # DDP and FSDP average over the ranks
         return (loss, outputs) if return_outputs else loss
 
@@ -148,8 +154,9 @@ class TrainerSetup:
         packing["labels"] = self._labels = packing.get("labels") or labels_of(trainer)
         check_training(trainer, self._labels)
         dataset = trainer.train_dataset
-        if packing.get("lengths") is None and self._measured[0] is dataset:
-            packing["lengths"] = self._measured[1]
+        known = self._measured is not None and self._measured.dataset is dataset and packing.get("lengths") is None
+        if known:
+            packing["lengths"] = self._measured.lengths
         strategy = getattr(args, "train_sampling_strategy", "random")
         packing |= {
             "drop_columns": (*packing.get("drop_columns", ()), *self._unused_columns()),
@@ -170,7 +177,9 @@ class TrainerSetup:
         )
         defaults = inspect.signature(dataloader).parameters
         self._planned = {name: packing.get(name, defaults[name].default) for name in _PLANNING}
-        self._measured = (dataset, loader.dataset.lengths)  # type: ignore[attr-defined]
+        measured: Any = loader.dataset
+        measured.source = self._measured.source if known else measured.source
+        self._measured = measured
         return loader
 
     def _unused_columns(self) -> tuple[str, ...]:
@@ -271,7 +280,8 @@ class _PackedTraining(SavedTokensCallback):
     def _find_counts(self) -> list[Any]:
         return [self._rows]
 
-    def on_train_begin(self, args: Any, state: Any, *others: Any, **__: Any) -> None:
+    def on_train_begin(self, args: Any, state: Any, *others: Any, train_dataloader: Any, **__: Any) -> None:
+        self._loader: PackedDataLoader = train_dataloader
         self._resumed, self._saved = None, {}
         if state.global_step and not args.ignore_data_skip:
             self._resumed = self._check_resumed(args, state)
@@ -296,7 +306,7 @@ class _PackedTraining(SavedTokensCallback):
                 f"the checkpoint can't be resumed, because the training has changed since: {'; '.join(changes)}. "
                 "Restore that, or pass ignore_data_skip=True in the TrainingArguments to begin its epoch anew."
             )
-        rows = copy.copy(self._handle._loader.rows)
+        rows = copy.copy(self._loader.rows)
         rows.set_epoch(saved["loader"]["epoch"])
         if rows.state_dict(0) != saved["loader"]:
             raise ValueError(
@@ -322,8 +332,8 @@ class _PackedTraining(SavedTokensCallback):
             **handle._planned,
             "cost_model": cost_model and asdict(cost_model),
             "tokens": handle._tokens,
-            "lengths": digest(handle._measured[1]),
-            "steps_per_epoch": len(handle._loader),
+            "lengths": digest(handle._measured.lengths),
+            "steps_per_epoch": len(self._loader),
             "gradient_accumulation_steps": args.gradient_accumulation_steps,
         }
 
@@ -332,11 +342,11 @@ class _PackedTraining(SavedTokensCallback):
         if self._resumed is not None:
             # Trainer skips batches with a loader of its own, whose epoch its older versions don't set.
             epoch, self._batches = self._resumed
-            self._handle._loader.rows.set_epoch(epoch)
+            self._loader.rows.set_epoch(epoch)
             self._resumed = None
 
     def on_step_end(self, args: Any, state: Any, *others: Any, **__: Any) -> None:
-        loader = self._handle._loader
+        loader = self._loader
         plan, lengths = loader.rows.plan, loader.rows.lengths
         end = min(self._batches + args.gradient_accumulation_steps, len(loader))
         for batch in range(self._batches, end):

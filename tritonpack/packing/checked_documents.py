@@ -93,7 +93,7 @@ class CheckedDocuments(Dataset):
 def _measure(dataset: Any, lengths: Any, dropped: Collection[str]) -> tuple[Any, str]:
     """The tokens of each document, and where they come from."""
     if lengths is not None:
-        return lengths, "the lengths given"
+        return lengths, "the argument lengths"
     names = [name for name in getattr(dataset, "column_names", None) or () if name in LENGTH_COLUMNS]
     for name in names:
         if name not in dropped and hasattr(dataset, "with_format"):
