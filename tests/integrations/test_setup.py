@@ -82,7 +82,7 @@ def plain_loop(steps: list[list[int]]) -> Outcome:
 def test_trains_as_a_plain_loop_on_padded_batches(tmp_path: Path) -> None:
     """Steps of two rows; the last step of each epoch has one row."""
     trainer = make_trainer(tmp_path)
-    handle = tritonpack.setup(trainer, 72)
+    handle = tritonpack.setup(trainer, 72, steps_together=8)
     watch = Watch(trainer.model)
     outcome = trained(trainer)
     per_epoch = len(trainer.get_train_dataloader())
@@ -338,7 +338,7 @@ class TestUndoing:
 @pytest.mark.heavy
 def test_logs_have_what_packing_saves(tmp_path: Path) -> None:
     trainer = make_trainer(tmp_path)
-    tritonpack.setup(trainer, TOKENS)
+    tritonpack.setup(trainer, TOKENS, steps_together=8)
     watch = Watch(trainer.model)
     trainer.train()
     lengths = [[len(DOCUMENTS[number]["input_ids"]) for number in batch] for batch in watch.batches]

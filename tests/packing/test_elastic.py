@@ -105,9 +105,10 @@ def broken_off(num_replicas, steps, **options):
 
 
 def test_the_rest_is_planned_in_the_order_of_the_epoch():
-    seen, state = broken_off(2, 5, tail="keep")
-    (whole,) = samplers(1, tail="keep", lookahead=0.0, capacity=256)
-    (rest,) = resumed(state, 1, tail="keep", lookahead=0.0)
+    options = {"tail": "keep", "steps_together": 1}
+    seen, state = broken_off(2, 5, **options)
+    (whole,) = samplers(1, lookahead=0.0, capacity=256, **options)
+    (rest,) = resumed(state, 1, lookahead=0.0, **options)
     place = np.empty(len(LENGTHS))
     order = whole.plan.items
     place[order] = np.arange(len(order))

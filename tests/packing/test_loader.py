@@ -32,8 +32,7 @@ def one_pass(loader):
 
 
 def planned(epoch, *, ranks=1, rank=0, seed=0):
-    together = -(-64 // ranks)
-    plan = plan_epoch(LENGTHS, TOKENS, ranks, seed=seed, epoch=epoch, tail="spread", steps_together=together)
+    plan = plan_epoch(LENGTHS, TOKENS, ranks, seed=seed, epoch=epoch, tail="spread")
     return [row.tolist() for row in plan.rows_of_rank(rank)]
 
 

@@ -11,9 +11,9 @@ from tritonpack.packing.cost import CostModel, document_costs
 from tritonpack.packing.order import shuffled
 
 _CANDIDATES = (1, 2, 4, 8, 16, 32, 64)
-_SAMPLE = 16_384  # documents that are planned to measure a candidate, at least; as many as make _STEPS steps
+_SAMPLE = 16_384  # documents that are planned to measure a candidate, or as many as make _STEPS steps
 _STEPS = 8
-_GROUPS = 4
+_GROUPS = 4  # of a candidate, at least
 _ENOUGH = 0.001  # a number this close to the best is as good
 
 
@@ -30,8 +30,8 @@ def choose_steps_together(
 
     Two measures count: how full the rows are, and how long the ranks of a step wait for its fullest row, or under the
     objective "cost" for its costliest row. A number must come within 0.1% of the best in both. They are measured on
-    shuffled documents, a sample of them if there are many. The result depends only on the arguments, so it is the same
-    on every rank and in every epoch.
+    shuffled documents: a sample of them if there are many, several shuffles if there are few. The result depends only
+    on the arguments, so it is the same on every rank and in every epoch.
 
     Args:
         lengths: (documents,) integers from 1 to `capacity`.
@@ -43,7 +43,10 @@ def choose_steps_together(
     from tritonpack.packing.planner import plan_steps  # imports numba, which is slow
 
     per_step = num_ranks * capacity * len(lengths) // int(lengths.sum(dtype=np.int64)) + 1  # documents
-    lengths = lengths[shuffled(len(lengths), 0, 0)[: max(_SAMPLE, _STEPS * per_step)]]
+    whole_epoch = len(lengths) // per_step  # steps
+    sample = max(_SAMPLE, _STEPS * per_step)
+    epochs = -(-sample // len(lengths))  # more than one of few documents, so that large groups can be measured, too
+    lengths = lengths[np.concatenate([shuffled(len(lengths), 0, epoch) for epoch in range(epochs)])[:sample]]
     costs = document_costs(lengths, capacity, num_ranks * _CANDIDATES[-1], objective, cost_model)
     level = objective == "cost"
     found: list[tuple[int, float, float]] = []
@@ -51,8 +54,8 @@ def choose_steps_together(
         options: dict[str, Any] = {"lookahead": lookahead, "together": together, "level": level}
         step_of, rank_of = plan_steps(lengths, costs, num_ranks, capacity, target=capacity, **options)
         steps = int(step_of.max())  # without the last one, which isn't full
-        if steps < _GROUPS * together:
-            break  # too few groups to measure, and the order would be lost
+        if together > max(1, whole_epoch) or steps < _GROUPS * together:
+            break
         rows = step_of * np.int64(num_ranks) + rank_of
         held = np.bincount(rows, weights=lengths)[: steps * num_ranks]
         loads = (np.bincount(rows, weights=costs) if level else held)[: steps * num_ranks].reshape(steps, num_ranks)
