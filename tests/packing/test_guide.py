@@ -3,7 +3,7 @@
 import numpy
 import pytest
 import torch
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import ConcatDataset, DataLoader, RandomSampler
 
 import tritonpack
 from tests.packing.test_training import tiny_llama
@@ -15,10 +15,10 @@ TEXTS = (
     "print(loader)", "accelerator.prepare(tritonpack", "sampler.set_epoch(epoch)", "CostModel.fit",
     "max_document_length", "# the next iteration", "# saved on 8 ranks", "# after the Accelerator",
     "loader.set_epoch(sampler.epoch)", "pack_dataset", "tritonpack.setup", "stream.set_epoch", "dispatch_batches",
-    "stream.load_state_dict", "RandomSampler",
+    "stream.load_state_dict", "RandomSampler", "tritonpack.Mixture",
 )  # fmt: skip
 ONE_LINE, PREPARED, LOOP, COST, CUT, RESUME, ELASTIC, ACCELERATE, STEPS, BINS, SETUP, *OTHERS = TEXTS
-STREAM, TRAINER, STREAM_STATE, AXOLOTL = OTHERS
+STREAM, TRAINER, STREAM_STATE, AXOLOTL, MIXTURE = OTHERS
 LENGTHS = numpy.random.default_rng(0).integers(5, 20, 60)
 DOCUMENTS = [{"input_ids": [token % 37 + 1 for token in range(length)]} for length in LENGTHS.tolist()]
 
@@ -102,6 +102,16 @@ def test_accelerate(given):
     rest = list(run(STEPS, given | {"step": 3})["loader"])
     assert len(rest) == len(given["sampler"]) - 3
     assert given["sampler"].epoch == 2
+
+
+def test_mixture(given):
+    given |= {"chat": DOCUMENTS[:40], "code": DOCUMENTS[40:], "ConcatDataset": ConcatDataset}
+    given |= {"chat_lengths": LENGTHS[:40], "code_lengths": LENGTHS[40:]}
+    given = run(MIXTURE, given)
+    rows = [batch["input_ids"].shape[1] for batch in given["loader"]]
+    mixed = given["mixture"](given["sampler"].seed, 0)
+    assert 0 < sum(rows) <= given["mixture"].lengths[mixed].sum()
+    assert max(rows) <= 64
 
 
 def test_bins(given):

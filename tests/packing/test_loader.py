@@ -268,6 +268,13 @@ def test_options_reach_the_sampler():
     assert f"{left} document" in str(loader)
 
 
+def test_takes_an_order():
+    backwards = np.arange(120)[::-1]
+    rows = one_pass(make(order=backwards))
+    assert sorted(chain.from_iterable(rows)) == list(range(120))
+    assert np.corrcoef([np.mean(row) for row in rows], np.arange(len(rows)))[0, 1] < -0.95
+
+
 class TestAccelerate:
     def prepared(self, loader, rank, ranks):
         data_loader = pytest.importorskip("accelerate.data_loader")

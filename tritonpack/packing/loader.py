@@ -19,6 +19,7 @@ from tritonpack.packing.cost import CostModel
 from tritonpack.packing.distributed import MultipackDistributedBatchSampler
 from tritonpack.packing.documents import require_map_style
 from tritonpack.packing.lengths import check_integer, fit_lengths
+from tritonpack.packing.order import Order
 from tritonpack.packing.plan import MOST_TOKENS, Objective, Tail
 from tritonpack.packing.ranks import place_in_world
 
@@ -169,6 +170,7 @@ def dataloader(
     steps_together: int | None = None,
     overlong: Literal["error", "drop"] = "error",
     shuffle: bool = True,
+    order: Order | None = None,
     num_replicas: int | None = None,
     rank: int | None = None,
     shard: bool = False,
@@ -204,8 +206,8 @@ def dataloader(
         lengths: (documents,) integers, the tokens of each document. None reads the column `length` or `lengths` of a
             dataset with column names, or else counts the `input_ids`; of a `datasets.Dataset` it reads no tokens.
         seed: at least 0. None takes rank 0's seed of torch (`torch.manual_seed`).
-        objective, cost_model, tail, lookahead, shuffle: see MultipackDistributedBatchSampler. The default "spread"
-            leaves out no document.
+        objective, cost_model, tail, lookahead, steps_together, shuffle, order: see MultipackDistributedBatchSampler.
+            The default tail "spread" leaves out no document.
         overlong: "error" refuses documents longer than `tokens`, "drop" leaves them out.
         num_replicas, rank: the number of ranks, and the rank of this process. None reads them from torch.distributed.
         shard: what a library finds that takes the loader apart: False the rows of all ranks, which accelerate divides;
@@ -252,8 +254,8 @@ def dataloader(
     assert own_rank is not None
     planning: dict[str, Any] = {
         "objective": objective, "cost_model": cost_model, "tail": tail, "lookahead": lookahead, "overlong": overlong,
-        "shuffle": shuffle, "seed": seed, "steps_together": steps_together, "num_replicas": num_replicas,
-        "shard": False,
+        "shuffle": shuffle, "order": order, "seed": seed, "steps_together": steps_together,
+        "num_replicas": num_replicas, "shard": False,
     }  # fmt: skip
     rows = MultipackDistributedBatchSampler(tokens, cut, **planning)
     if check_integer(epochs, "epochs") > 1:
