@@ -55,6 +55,7 @@ def touched() -> set[str]:
 OTHERS = {
     "_dynamo", "_dynamo_marked_constant",  # of torch
     "_available",  # a substring of messages
+    "_getframe",  # of sys
     "_name_or_path", "_out_features", "_out_indices",  # fields of configurations, as text
     "_replace",  # of named tuples
     "_token_id",  # ends of names of fields

@@ -43,18 +43,21 @@ def choose_steps_together(
     from tritonpack.packing.planner import plan_steps  # imports numba, which is slow
 
     per_step = num_ranks * capacity * len(lengths) // int(lengths.sum(dtype=np.int64)) + 1  # documents
-    whole_epoch = len(lengths) // per_step  # steps
-    sample = max(_SAMPLE, _STEPS * per_step)
-    epochs = -(-sample // len(lengths))  # more than one of few documents, so that large groups can be measured, too
+    in_epoch = max(1, len(lengths) // per_step)  # steps
+    candidates = [each for each in _CANDIDATES if each <= in_epoch]
+    sample = min(max(_SAMPLE, _STEPS * per_step), len(lengths))
+    if in_epoch < _CANDIDATES[-1]:  # few steps show little, so more than one epoch is measured
+        sample = max(sample, (_GROUPS * candidates[-1] + 1) * per_step)
+    epochs = -(-sample // len(lengths))
     lengths = lengths[np.concatenate([shuffled(len(lengths), 0, epoch) for epoch in range(epochs)])[:sample]]
     costs = document_costs(lengths, capacity, num_ranks * _CANDIDATES[-1], objective, cost_model)
     level = objective == "cost"
     found: list[tuple[int, float, float]] = []
-    for together in _CANDIDATES:
+    for together in candidates:
         options: dict[str, Any] = {"lookahead": lookahead, "together": together, "level": level}
         step_of, rank_of = plan_steps(lengths, costs, num_ranks, capacity, target=capacity, **options)
         steps = int(step_of.max())  # without the last one, which isn't full
-        if together > max(1, whole_epoch) or steps < _GROUPS * together:
+        if steps < _GROUPS * together:
             break
         rows = step_of * np.int64(num_ranks) + rank_of
         held = np.bincount(rows, weights=lengths)[: steps * num_ranks]
