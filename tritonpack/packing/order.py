@@ -43,9 +43,9 @@ def _permutation(count: int, seed: Sequence[int]) -> NDArray[np.int64]:
 class Mixture:
     """The order of documents of several datasets that are mixed by weight.
 
-    Weights are shares of tokens. Every beginning of the order has these shares, to within one document of each
-    dataset. A dataset is shuffled anew whenever all its documents were used. An epoch begins where the epoch before
-    ended, so over the epochs each document of a dataset is used equally often, to within one.
+    Weights are shares of tokens. The next document is of the dataset that is farthest behind its share, so every
+    beginning of the order has these shares, but for about a document of each dataset. An epoch begins where the epoch
+    before ended, so over the epochs each document of a dataset is used equally often, to within one.
 
     Two datasets, of 6 and of 12 tokens. Two thirds of the tokens come from the first. An epoch ends when that one is
     used up, and goes through a quarter of the second:
@@ -68,7 +68,7 @@ class Mixture:
         until: when an epoch ends, with the names of `datasets.interleave_datasets`. "first_exhausted": when the first
             dataset is used up, so no document is in an epoch twice. "all_exhausted": when every dataset is, so the
             others are repeated.
-        shuffle: shuffle each dataset. False keeps its order.
+        shuffle: shuffle each dataset, and the documents of an epoch anew. False keeps the order of each dataset.
 
     Attributes:
         lengths: (documents,) int64, of all datasets, one after the other.
@@ -94,7 +94,7 @@ class Mixture:
         for weight in weights:
             if not is_number(weight) or not 0 < weight < math.inf:
                 raise ValueError(f"weights must be numbers above 0; got {weight!r}. Leave out a dataset of weight 0.")
-        self._datasets = [whole_lengths(own).astype(np.int64) for own in lengths]
+        self._datasets = [_checked(own, number) for number, own in enumerate(lengths)]
         self._shares = [Fraction(weight) / sum(map(Fraction, weights)) for weight in weights]
         self._until = check_choice(until, get_args(Until), "until")
         self._shuffle = check_flag(shuffle, "shuffle")
@@ -122,27 +122,28 @@ class Mixture:
         documents, times = [], []
         first = 0
         for number, (own, share, total) in enumerate(zip(self._datasets, self._shares, self._totals, strict=True)):
-            # The dataset is an endless row of rounds. This epoch has the documents that begin in these of its tokens.
+            # The dataset is an endless row of passes in one order. This epoch has the documents that begin in these of
+            # its tokens, each pass shuffled anew.
             begin = math.ceil(epoch * self._epoch_tokens * share)
             end = math.ceil((epoch + 1) * self._epoch_tokens * share)
-            for turn in range(begin // total, -(-end // total)):
-                order = self._round(number, seed, turn)
-                starts = np.cumsum(own[order]) - own[order]
-                before = turn * total  # not limited to 64 bits
-                chosen = slice(*np.searchsorted(starts, [max(begin - before, 0), min(end - before, total)]))
-                documents.append(first + order[chosen])
-                # The tokens of all datasets at which a document has its turn.
-                times.append((starts[chosen] + (before - begin)) / float(share))
+            order = _permutation(len(own), [seed, number]) if self._shuffle else np.arange(len(own))
+            starts = np.cumsum(own[order]) - own[order]
+            passes = []
+            for turn, start in enumerate(range(begin, end, total)):
+                low = start % total
+                high = low + min(total, end - start)
+                one, other, rest = np.searchsorted(starts, [low, min(high, total), max(high - total, 0)])
+                chosen = np.concatenate([order[one:other], order[:rest]])
+                passes.append(
+                    chosen[_permutation(len(chosen), [seed, number, epoch, turn])] if self._shuffle else chosen
+                )
+            mine = np.concatenate(passes)
+            documents.append(first + mine)
+            # A document has its turn after these tokens of all datasets.
+            times.append((np.cumsum(own[mine]) - own[mine]) / float(share))
             first += len(own)
         by_time = np.argsort(np.concatenate(times), kind="stable")
         return np.concatenate(documents)[by_time].astype(np.int32)
-
-    def _round(self, dataset: int, seed: int, turn: int) -> NDArray[np.int64]:
-        """The order of a dataset in one of its rounds."""
-        count = len(self._datasets[dataset])
-        if not self._shuffle:
-            return np.arange(count)
-        return _permutation(count, [seed, turn, dataset])
 
     def __repr__(self) -> str:
         sizes = _listed(f"{len(own):,}" for own in self._datasets)
@@ -152,6 +153,13 @@ class Mixture:
             f"Mixture({len(self._datasets)} datasets of {sizes} documents: {shares} of the tokens, {passes} passes per "
             "epoch)"
         )
+
+
+def _checked(lengths: Sequence[int] | NDArray[Any], dataset: int) -> NDArray[np.int64]:
+    try:
+        return whole_lengths(lengths).astype(np.int64)
+    except ValueError as error:
+        raise ValueError(f"dataset {dataset} of the mixture: {error}") from None
 
 
 def _listed(words: Any) -> str:
