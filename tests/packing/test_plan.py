@@ -323,8 +323,9 @@ def test_a_given_order_may_fill_no_step():
 
 
 @pytest.mark.parametrize(
-    "order", [[0, 1], np.array([0.0]), np.array([[0]]), np.array([0, 3]), np.array([-1]), lambda seed, epoch: [0, 1]]
+    "order",
+    [[0, None], np.array([0.0]), np.array([[0]]), np.array([0, 3]), np.array([-1]), lambda seed, epoch: [0, 1.5]],
 )
 def test_refuses_orders(order):
-    with pytest.raises(ValueError, match=r"order must be .* with numbers of the 3 documents, or return one; got "):
+    with pytest.raises(ValueError, match=r"order must be .* with numbers of documents, 0 to 2, or return one; got "):
         plan_epoch([5, 5, 5], 8, 2, order=order)

@@ -56,6 +56,11 @@ def names_the_difference(rank):
         ({"seed": [0, None, None][rank]}, "differ: seed is 0 on rank 0 and None on ranks 1, 2. Pass"),
         ({"tail": ["drop", "keep", "keep"][rank]}, "differ: tail is 'drop' on rank 0 and 'keep' on ranks 1, 2. Pass"),
         ({"capacity": 256 + rank}, "differ: batch_max_length is 256 on rank 0 and 257 on rank 1 and 258 on rank 2. "),
+        (
+            {"lengths": LENGTHS * (rank != 1)},
+            "rank 1 can't make its sampler: .*document 0 has length 0",
+        ),
+        ({"tail": "drop" if rank else "dropped"}, "rank 0 can't make its sampler: tail must be one of"),
         ({"num_replicas": 3, "rank": rank // 2}, "on ranks 0, 1 of the process group all have rank=0.*LOCAL_RANK"),
     ):
         error = error_of(lambda options=options: sampler(**options))

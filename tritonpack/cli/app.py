@@ -239,7 +239,7 @@ def plan(
             show_default=False,
         ),
     ],
-    ranks: Annotated[int, Option(parser=_number("--ranks", int, 1), help="GPUs (data-parallel processes).")] = 1,
+    ranks: Annotated[int, Option(parser=_number("--ranks", int, 1, 2**20), help="GPUs (data-parallel processes).")] = 1,
     epochs: Annotated[
         int, Option(parser=_number("--epochs", int, 1), help="Epochs to plan; the table has their means.")
     ] = 1,

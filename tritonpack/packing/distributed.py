@@ -24,6 +24,7 @@ from tritonpack.packing.ranks import (
     can_compare,
     compare,
     describe_differences,
+    has_group,
     name_ranks,
     place_among_processes,
     place_in_world,
@@ -43,9 +44,9 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
     >>> lengths = [5, 3, 4, 4, 2, 6, 8, 8]
     >>> sampler = MultipackDistributedBatchSampler(8, lengths, num_replicas=2, rank=0, seed=0)
     >>> len(sampler), list(sampler), sampler.dropped_documents
-    (2, [[6], [7]], 3)
+    (2, [[3, 4], [0]], 3)
     >>> len(sampler), list(MultipackDistributedBatchSampler(8, lengths, num_replicas=2, rank=1, seed=0))
-    (2, [[3, 4], [0]])
+    (2, [[6], [7]])
 
     Documents 1, 2 and 5 have 13 tokens, too few for a third step of two ranks. `tail` decides what happens to them.
 
@@ -115,6 +116,46 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
         order: Order | None = None,
         shard: bool = True,
     ) -> None:
+        try:
+            self._check_and_choose(
+                batch_max_length, lengths, num_replicas, rank, seed, objective, tail, lookahead, steps_together,
+                least_steps, cost_model, overlong, shuffle, order, shard,
+            )  # fmt: skip
+        except ValueError as error:
+            if num_replicas is None and has_group():
+                num_replicas = dist.get_world_size()
+            if can_compare(num_replicas):
+                compare("made this sampler", {"fault": str(error)}, _find_difference)
+            raise
+        if can_compare(self.num_replicas):
+            first = compare("made this sampler", {"fault": "", **self._values_to_compare()}, _find_difference)
+            self.seed = first["torch.initial_seed()"] if seed is None else self.seed
+        elif seed is None and shuffle and place_among_processes()[0] > 1:
+            raise ValueError(
+                f"seed=None takes torch's seed from rank 0, but a sampler for {self.num_replicas} ranks in "
+                f"{place_among_processes()[0]} processes can't ask it: some of them may make no sampler. Pass the same "
+                "seed on every rank, such as seed=0."
+            )
+
+    def _check_and_choose(
+        self,
+        batch_max_length: int,
+        lengths: Sequence[int] | NDArray[Any],
+        num_replicas: int | None,
+        rank: int | None,
+        seed: int | None,
+        objective: Objective,
+        tail: Tail,
+        lookahead: float,
+        steps_together: int | None,
+        least_steps: int,
+        cost_model: CostModel | None,
+        overlong: Literal["error", "drop"],
+        shuffle: bool,
+        order: Order | None,
+        shard: bool,
+    ) -> None:
+        """Check the arguments and set all attributes, but for the seed of rank 0."""
         self.batch_max_length = check_integer(batch_max_length, "batch_max_length", 1, MOST_TOKENS)
         check_flag(shuffle, "shuffle")
         self._seed_is_given = seed is not None
@@ -154,15 +195,6 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
             "cost_model": None if cost_model is None else asdict(cost_model),
             "shuffle": shuffle,
         }
-        if can_compare(self.num_replicas):
-            first = compare("made this sampler", self._values_to_compare(), _find_difference)
-            self.seed = first["torch.initial_seed()"] if seed is None else self.seed
-        elif seed is None and shuffle and place_among_processes()[0] > 1:
-            raise ValueError(
-                f"seed=None takes torch's seed from rank 0, but a sampler for {self.num_replicas} ranks in "
-                f"{place_among_processes()[0]} processes can't ask it: some of them may make no sampler. Pass the same "
-                "seed on every rank, such as seed=0."
-            )
 
     def _make(self, epoch: int) -> Rest:
         return self._make_rest(epoch, ())
@@ -371,6 +403,9 @@ class MultipackDistributedBatchSampler(ResumableSampler[Rest], Sampler[list[int]
 
 def _find_difference(values: Sequence[dict[str, Any]]) -> str:
     """How the samplers of the ranks differ, an empty string if they don't."""
+    for process, each in enumerate(values):
+        if each.get("fault"):
+            return f"rank {process} can't make its sampler: {each['fault']}"
     settings = [{**each, "rank": None, "torch.initial_seed()": None} for each in values]
     differences = describe_differences(settings)
     if differences:

@@ -14,7 +14,8 @@ from tritonpack.checks import check_choice, check_flag, is_number
 from tritonpack.packing.lengths import MAX_INT32, check_integer, whole_lengths
 
 Until = Literal["first_exhausted", "all_exhausted"]
-# Document numbers, or a function of a seed and an epoch that returns them. A document may come more than once.
+# Document numbers, or a function of a seed and an epoch that returns them. A document may come more than once. Lists
+# are taken, too.
 Order = NDArray[np.integer] | Callable[[int, int], NDArray[np.integer]]
 
 
@@ -27,7 +28,8 @@ def shuffled(count: int, seed: int, epoch: int) -> NDArray[np.int32]:
 def given_order(order: Order, count: int, seed: int, epoch: int) -> NDArray[np.int32]:
     """The document numbers of a given order; ValueError if they aren't numbers of `count` documents."""
     numbers = order(seed, epoch) if callable(order) and not isinstance(order, type) else order
-    rule = f"order must be a one-dimensional array with numbers of the {count} documents, or return one"
+    numbers = np.asarray(numbers) if isinstance(numbers, (list, tuple, range)) else numbers
+    rule = f"order must be a one-dimensional array with numbers of documents, 0 to {count - 1}, or return one"
     if not isinstance(numbers, np.ndarray) or numbers.ndim != 1 or numbers.dtype.kind not in "iu":
         raise ValueError(f"{rule}; got {numbers!r:.100}.")
     outside = (numbers < 0) | (numbers >= count)
@@ -128,7 +130,7 @@ class Mixture:
             end = math.ceil((epoch + 1) * self._epoch_tokens * share)
             order = _permutation(len(own), [seed, number]) if self._shuffle else np.arange(len(own))
             starts = np.cumsum(own[order]) - own[order]
-            passes = []
+            passes = [order[:0]]
             for turn, start in enumerate(range(begin, end, total)):
                 low = start % total
                 high = low + min(total, end - start)

@@ -231,7 +231,10 @@ def _plan_in_order(
         step_of, rank_of = steps(target=capacity)
     rows = step_of * np.int64(num_ranks) + rank_of
     if tail == "drop":
-        kept = rows < drop_last_step(step_of, stream, capacity, num_ranks) * num_ranks
+        kept_steps = drop_last_step(step_of, stream, capacity, num_ranks)
+        if least_steps > max(kept_steps, 1):
+            kept_steps = least_steps  # the documents that would be left out are needed
+        kept = rows < kept_steps * num_ranks
         order, stream, rows = order[kept], stream[kept], rows[kept]
         if not len(order):
             return nothing

@@ -56,7 +56,7 @@ def place_in_world(num_replicas: int | None, rank: int | None, shard: bool) -> t
     return num_replicas, check_integer(rank, "rank", 0, num_replicas - 1, f"because num_replicas is {num_replicas}")
 
 
-def can_compare(num_replicas: int) -> bool:
+def can_compare(num_replicas: int | None) -> bool:
     """Whether a sampler for so many ranks is made by every process of the group, so that they can compare it.
 
     Workers of a DataLoader are no ranks. The "fake" backend of torch's tests has no other ranks, and MPI no store.

@@ -43,8 +43,8 @@ def choose_steps_together(
     from tritonpack.packing.planner import plan_steps  # imports numba, which is slow
 
     per_step = num_ranks * capacity * len(lengths) // int(lengths.sum(dtype=np.int64)) + 1  # documents
-    in_epoch = max(1, len(lengths) // per_step)  # steps
-    candidates = [each for each in _CANDIDATES if each <= in_epoch]
+    in_epoch = -(-int(lengths.sum(dtype=np.int64)) // (num_ranks * capacity))  # steps, at least
+    candidates = [each for each in _CANDIDATES if each < 2 * in_epoch]
     sample = min(max(_SAMPLE, _STEPS * per_step), len(lengths))
     if in_epoch < _CANDIDATES[-1]:  # few steps show little, so more than one epoch is measured
         sample = max(sample, (_GROUPS * candidates[-1] + 1) * per_step)

@@ -1,5 +1,6 @@
 import json
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -30,7 +31,8 @@ def run(*arguments):
 
 
 def results_of(lengths, capacity=1024, ranks=4, epochs=1):
-    strategies = (Strategy(OURS, "", plan_epoch), *BASELINES)
+    ours = partial(plan_epoch, tail="keep")
+    strategies = (Strategy(OURS, "", ours), *BASELINES)
     tokens = int(lengths.sum())
     return [measure(one, lengths, capacity, ranks, epochs, 0, cost=COST, total_tokens=tokens) for one in strategies]
 
@@ -63,6 +65,14 @@ def test_prints_table_and_writes_numbers_and_picture(tmp_path, lengths, capsys):
     picture = (out / "plan.png").read_bytes()
     assert picture.startswith(b"\x89PNG")
     assert len(picture) > 40_000  # an empty figure has 5,000 or so
+
+
+def test_ways_without_a_step_show_no_measures():
+    results = results_of(np.full(30, 100, dtype=np.int32), ranks=40)
+    assert [found.means["num_steps"] for found in results][1:] == [0] * 4
+    shown = report.table(results, 1)
+    assert [cell for column in shown.columns[2:] for cell in list(column.cells)[1:]] == [""] * 4 * 8
+    assert next(report.findings(results)).startswith("There are too few documents for a step of padded, interleaved")
 
 
 @pytest.mark.heavy

@@ -44,7 +44,8 @@ def table(results: Sequence[Result], epochs: int) -> Table:
     for header, _, _ in _COLUMNS:
         result.add_column(header, justify="right", no_wrap=True)
     for found in results:
-        cells = [_cell(key, found.means[key]) for _, key, _ in _COLUMNS]
+        planned = bool(found.means["num_steps"])  # without a step there is nothing to measure
+        cells = [_cell(key, found.means[key]) if planned or key == "num_steps" else "" for _, key, _ in _COLUMNS]
         result.add_row(found.strategy.name, *cells, style="bold" if found.strategy.name == OURS else "")
     return result
 
@@ -65,12 +66,15 @@ def findings(results: Sequence[Result]) -> Iterator[str]:
     """What the table says about tritonpack's plan, in sentences."""
     means = {found.strategy.name: {key: value or 0.0 for key, value in found.means.items()} for found in results}
     ours, padded = means[OURS], means[PADDED]
-    times = ours["cost_utilization"] / padded["cost_utilization"]
-    yield (
-        f"By this cost padded rows take {times:.2f} times as long as tritonpack's for the same tokens: "
-        f"{padded['padding']:.1%} of what they compute is padding"
-        + (", and ranks wait for the longest documents." if results[0].plan.num_ranks > 1 else ".")
-    )
+    if without := [name for name in means if not means[name]["num_steps"]]:
+        yield f"There are too few documents for a step of {', '.join(without)}, which leave out an incomplete step."
+    if padded["num_steps"]:
+        times = ours["cost_utilization"] / padded["cost_utilization"]
+        yield (
+            f"By this cost padded rows take {times:.2f} times as long as tritonpack's for the same tokens: "
+            f"{padded['padding']:.1%} of what they compute is padding"
+            + (", and ranks wait for the longest documents." if results[0].plan.num_ranks > 1 else ".")
+        )
     together = results[0].plan.steps_together
     if together > 1:
         yield (

@@ -84,7 +84,7 @@ class Strategy(NamedTuple):
 
 
 OURS = "tritonpack"
-OUR_MEANING = "steps planned one by one from shuffled documents: rows full, ranks equally loaded"
+OUR_MEANING = "steps planned from shuffled documents, in their order: rows full, ranks equally loaded"
 PADDED = "padded"
 BASELINES = (
     Strategy(
