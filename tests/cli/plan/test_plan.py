@@ -151,7 +151,7 @@ def test_costs_are_computed_for_the_given_model(tmp_path, capsys):
         (["--capacity", "abc"], "--capacity must be an integer from 1 to 1073741824; got abc."),
         (["--capacity", "-5"], "--capacity must be an integer from 1 to 1073741824; got -5."),
         (["--capacity", "99999999999"], "--capacity must be an integer from 1 to 1073741824; got 99999999999."),
-        (["--capacity", "20", "--ranks", "0"], "--ranks must be an integer from 1 to 2147483647; got 0."),
+        (["--capacity", "20", "--ranks", "0"], "--ranks must be an integer from 1 to 1048576; got 0."),
         (["--capacity", "20", "--epochs", "1.5"], "--epochs must be an integer from 1 to 2147483647; got 1.5."),
         (["--capacity", "20", "--seed", "-1"], "--seed must be an integer from 0 to 9223372036854775807; got -1."),
         (["--capacity", "20", "--steps-together", ""], "--steps-together must be an integer from 1 to 2147483647; got"),
