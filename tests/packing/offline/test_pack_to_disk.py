@@ -213,6 +213,37 @@ def test_interrupted_at_any_moment_it_goes_on_to_the_same_files(tmp_path, small_
     assert steps == [], "a complete folder needs no work"
 
 
+class TestOtherStream:
+    """Streams of the same type, whose documents differ."""
+
+    @staticmethod
+    def stream(first, count):
+        numbers = range(first, first + count)
+        return datasets.IterableDataset.from_generator(lambda: ({"input_ids": [number] * 2} for number in numbers))
+
+    def test_complete_folder_is_refused(self, tmp_path):
+        pack_to_disk(self.stream(0, 100), 8, tmp_path)
+        assert pack_to_disk(self.stream(0, 100), 8, tmp_path).documents == 100
+        for other in (self.stream(1, 100), self.stream(0, 101)):
+            with pytest.raises(ValueError, match="the documents aren't those that it was begun with"):
+                pack_to_disk(other, 8, tmp_path)
+
+    @pytest.mark.parametrize("step", ["copy", "measure"])
+    def test_copy_of_another_stream_is_removed(self, tmp_path, monkeypatch, step):
+        monkeypatch.setattr(open_source, "PART_BYTES", 100)
+
+        def stop(at, done, parts):
+            if at == step and done:
+                raise InterruptionError
+
+        with pytest.raises(InterruptionError):
+            pack_to_disk(self.stream(0, 2500), 8, tmp_path, progress=stop)
+        assert list((tmp_path / ".packing").glob("stream-*"))
+        pack_to_disk(self.stream(10_000, 1200), 8, tmp_path)
+        tokens = {token for row in datasets.load_from_disk(str(tmp_path)) for token in row["input_ids"]}
+        assert tokens == set(range(10_000, 11_200))
+
+
 PROGRAM = """
 import sys, tritonpack
 from tritonpack.packing.offline import sources
