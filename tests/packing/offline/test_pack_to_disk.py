@@ -310,6 +310,25 @@ class TestRefusals:
         with pytest.raises(ValueError, match="the documents aren't those"):
             pack_to_disk(path, 10, tmp_path / "out")
 
+    def test_damaged_files_of_a_complete_folder(self, tmp_path):
+        source = datasets.Dataset.from_list(documents())
+        pack_to_disk(source, 10, tmp_path, shard_bytes=200)
+        for file in [*tmp_path.glob("*.arrow"), tmp_path / "state.json", tmp_path / "dataset_info.json"]:
+            content = file.read_bytes()
+            file.write_bytes(content[:-1])
+            size = len(content)
+            with pytest.raises(
+                ValueError, match=f"{file.name} has {size - 1:,} bytes, but was written with {size:,}; rem"
+            ):
+                pack_to_disk(source, 10, tmp_path, shard_bytes=200)
+            file.unlink()
+            with pytest.raises(
+                ValueError, match=f"{file.name} is missing; remove the folder {tmp_path} and pack again"
+            ):
+                pack_to_disk(source, 10, tmp_path, shard_bytes=200)
+            file.write_bytes(content)
+        assert pack_to_disk(source, 10, tmp_path, shard_bytes=200).documents == len(LENGTHS)
+
     def test_version_that_plans_other_rows(self, tmp_path, monkeypatch):
         source = datasets.Dataset.from_list(documents())
 

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from tritonpack.packing.offline import sources
 
-_RECORD = "packing.json"  # settings, source and summary; without a summary the folder isn't complete
+_RECORD = "packing.json"  # settings, source, summary and sizes of files; without a summary it isn't complete
 _WORK = ".packing"  # what is needed until the folder is complete
 
 
@@ -52,6 +52,7 @@ class Folder:
             try:
                 found = json.loads((path / _RECORD).read_text(encoding="utf-8"))
                 self._compare(found["settings"], found["source"], found["summary"])
+                self._check_files(found.get("files", {}))
             except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
                 raise ValueError(f"{path / _RECORD} isn't of pack_to_disk; name another folder as out.") from error
         elif path.exists() and any(file.name != _WORK for file in path.iterdir()):
@@ -73,6 +74,15 @@ class Folder:
                 "folder, or remove this one."
             )
         self.summary = summary
+
+    def _check_files(self, sizes: dict[str, int]) -> None:
+        """ValueError for a file of a complete folder that is missing or has another size."""
+        for name, size in sizes.items():
+            file = self.path / name
+            found = file.stat().st_size if file.exists() else None
+            if found != size:
+                state = "is missing" if found is None else f"has {found:,} bytes, but was written with {size:,}"
+                raise ValueError(f"{file} {state}; remove the folder {self.path} and pack again.")
 
     @contextmanager
     def lock(self, wait: bool) -> Iterator[None]:
@@ -150,6 +160,9 @@ class Folder:
             DatasetInfo(description, features=Features.from_arrow_schema(schema))._dump_info(file)
         os.replace(self.work / "dataset_info.json.tmp", self.path / "dataset_info.json")
         write(self.path / "state.json", lambda path: path.write_text(json.dumps(state, indent=2, sort_keys=True)))
+        names = [file["filename"] for file in state["_data_files"]]
+        files = {name: (self.path / name).stat().st_size for name in (*names, "dataset_info.json", "state.json")}
+        self._record["files"] = files
         write(self.path / _RECORD, self._json(summary))
         self.summary = summary
 
