@@ -293,6 +293,33 @@ class TestRefusals:
         ):
             pack_to_disk(source.select(range(3)), 10, out)
 
+    def test_changed_file_is_named(self, tmp_path):
+        path, out = write_files(tmp_path / "in", "jsonl", documents()), tmp_path / "out"
+        pack_to_disk(path, 10, out)
+        os.utime(path / "1.jsonl", (0, 0))
+        with pytest.raises(ValueError, match=r"begun with \(1\.jsonl has the same size, but was .* touched at another"):
+            pack_to_disk(path, 10, out)
+        assert len(datasets.load_from_disk(str(out)))
+        size = (path / "0.jsonl").stat().st_size
+        (path / "0.jsonl").write_text((path / "0.jsonl").read_text() + "\n")
+        with pytest.raises(ValueError, match=rf"begun with \(0\.jsonl had {size} bytes and has {size + 1}\)"):
+            pack_to_disk(path, 10, out)
+        (path / "0.jsonl").rename(path / "7.jsonl")
+        with pytest.raises(ValueError, match=r"begun with \(0\.jsonl is gone\)"):
+            pack_to_disk(path, 10, out)
+        (path / "7.jsonl").rename(path / "0.jsonl")
+        (path / "7.jsonl").write_text('{"input_ids": [1], "labels": [1]}\n')
+        with pytest.raises(ValueError, match=r"begun with \(7\.jsonl is new\)"):
+            pack_to_disk(path, 10, out)
+
+    def test_changed_file_with_the_name_of_another(self, tmp_path):
+        for name in "ab":
+            write_files(tmp_path / "in" / name, "jsonl", documents(), files=1)
+        pack_to_disk(tmp_path / "in", 10, tmp_path / "out")
+        os.utime(tmp_path / "in" / "a" / "0.jsonl", (0, 0))
+        with pytest.raises(ValueError, match=r"begun with \(a/0\.jsonl has the same size"):
+            pack_to_disk(tmp_path / "in", 10, tmp_path / "out")
+
     def test_other_settings_when_interrupted(self, tmp_path):
         path = write_files(tmp_path / "in", "jsonl", documents())
 

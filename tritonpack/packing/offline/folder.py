@@ -66,7 +66,8 @@ class Folder:
             if settings.get(name) != value
         ]
         if source != given["source"]:
-            changed.append("the documents aren't those that it was begun with")
+            files = _changed_files(source.get("files", []), given["source"].get("files", []))
+            changed.append(f"the documents aren't those that it was begun with{files}")
         if changed:
             state = "holds" if summary else "holds the beginning of"
             raise ValueError(
@@ -169,6 +170,22 @@ class Folder:
     def _json(self, summary: dict[str, Any] | None) -> Callable[[Path], Any]:
         text = json.dumps(self._record | {"summary": summary}, indent=1) + "\n"
         return lambda path: path.write_text(text, encoding="utf-8")
+
+
+def _changed_files(before: list[list[Any]], now: list[list[Any]]) -> str:
+    """Which of the files of documents, each with its size and its time of change, aren't those of before."""
+    old, new = ({name: (size, time) for name, size, time in files} for files in (before, now))
+    for name in sorted(old.keys() ^ new.keys()):
+        return f" ({name} is {'new' if name in new else 'gone'})"
+    for name in new:
+        if old[name][0] != new[name][0]:
+            return f" ({name} had {old[name][0]:,} bytes and has {new[name][0]:,})"
+        if old[name] != new[name]:
+            return (
+                f" ({name} has the same size, but was written again or touched at another time, so its documents may "
+                "differ; if they don't, datasets.load_from_disk still loads a complete folder)"
+            )
+    return ""
 
 
 def write(path: Path, content: Callable[[Path], Any]) -> None:

@@ -75,7 +75,8 @@ class _Files:
     def __init__(self, name: str, files: Sequence[str]) -> None:
         self.name = name
         self.files = list(files)
-        states = {os.path.basename(file): os.stat(file) for file in self.files}
+        folder = os.path.commonpath([os.path.dirname(os.path.abspath(file)) for file in files or ["."]])
+        states = {os.path.relpath(file, folder): os.stat(file) for file in self.files}
         self.digest = {"files": [[name, state.st_size, state.st_mtime_ns] for name, state in states.items()]}
         self.columns: list[str] = []
         self.parts: list[Part] = []
