@@ -1,5 +1,6 @@
 import collections
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -242,6 +243,20 @@ class TestOtherStream:
         pack_to_disk(self.stream(10_000, 1200), 8, tmp_path)
         tokens = {token for row in datasets.load_from_disk(str(tmp_path)) for token in row["input_ids"]}
         assert tokens == set(range(10_000, 11_200))
+
+
+@pytest.mark.parametrize("limit", [1000, 8400, 20_000, 60_000])
+def test_full_disk_names_the_file_and_the_remedy(tmp_path, limit):
+    source = datasets.Dataset.from_dict({"input_ids": [[1] * 100] * 100 + [[1]] * 2000})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))  # of bytes in a file; fails as a full disk does
+    try:
+        with pytest.raises(OSError, match=rf"; free space in {tmp_path}.* and run the same command again: .*\.\w+'"):
+            pack_to_disk(source, 128, tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.rglob("*.tmp"))
+    assert pack_to_disk(source, 128, tmp_path).documents == 2100
 
 
 PROGRAM = """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import hashlib
+import io
 import json
 import os
 import shutil
@@ -157,9 +159,9 @@ class Folder:
             "_output_all_columns": False,
             "_split": None,
         }
-        with open(self.work / "dataset_info.json.tmp", "wb") as file:
-            DatasetInfo(description, features=Features.from_arrow_schema(schema))._dump_info(file)
-        os.replace(self.work / "dataset_info.json.tmp", self.path / "dataset_info.json")
+        info = io.BytesIO()
+        DatasetInfo(description, features=Features.from_arrow_schema(schema))._dump_info(info)
+        write(self.path / "dataset_info.json", lambda path: path.write_bytes(info.getvalue()))
         write(self.path / "state.json", lambda path: path.write_text(json.dumps(state, indent=2, sort_keys=True)))
         names = [file["filename"] for file in state["_data_files"]]
         files = {name: (self.path / name).stat().st_size for name in (*names, "dataset_info.json", "state.json")}
@@ -189,10 +191,19 @@ def _changed_files(before: list[list[Any]], now: list[list[Any]]) -> str:
 
 
 def write(path: Path, content: Callable[[Path], Any]) -> None:
-    """Write a file whole or not at all: `content` writes a temporary file, which then gets the name."""
+    """Write a file whole or not at all: `content` writes a temporary file, which then gets the name.
+
+    Raises:
+        OSError: the file can't be written; the message names it and says how to go on.
+    """
     work = path.parent if path.parent.name == _WORK else path.parent / _WORK
     temporary = work / f"{path.name}.tmp"
-    content(temporary)
-    with open(temporary, "rb") as file:
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        content(temporary)
+        with open(temporary, "rb") as file:
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        reason = f"{error.strerror or error}; free space in {path.parent} and run the same command again"
+        raise OSError(error.errno or errno.EIO, reason, str(path)) from error
